@@ -1,0 +1,187 @@
+"""Runs all requests of a file of JSON lines through one engine, so that it can be killed and started again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from tqdm import tqdm
+
+from jaxinfer.batch_job.output import OutputFile
+from jaxinfer.batch_job.records import (
+    InvalidLine,
+    Request,
+    completion_line,
+    custom_id_of,
+    error_line,
+    read_requests,
+)
+
+if TYPE_CHECKING:
+    from jaxinfer.engine.llm import LLM, Completion
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a run of a job did: `num_done_before` of `num_requests` were in the output already."""
+
+    num_requests: int
+    num_done_before: int
+    num_completed: int
+    num_errors: int
+    num_tokens: int  # generated, in this run
+    seconds: float
+
+
+def run_batch(
+    llm: LLM,
+    input_path: str | Path,
+    output_path: str | Path,
+    *,
+    show_progress: bool = True,
+    max_in_flight: int = 128,
+) -> Summary:
+    """Runs the requests of `input_path` that `output_path` has no record of, and appends theirs as they finish.
+
+    A line of the input is `{"custom_id": str, "prompt": str or token ids, ...fields of SamplingParams}`; a line that
+    is no such request gets a record with `error`. At most `max_in_flight` requests are in the engine at a time, and
+    neither file is held in memory, apart from the custom_ids. Killed at any moment and called again, it yields the
+    records of an undisturbed run, perhaps in another order (each has its `line`). A request whose record is deleted
+    from the output is done again.
+
+    ValueError, with the output unchanged: it is in use by another job, or does not belong to this input.
+    """
+    input_path, output_path = Path(input_path), Path(output_path)
+    _check_arguments(input_path, output_path, max_in_flight)
+    with OutputFile(output_path) as output, input_path.open("rb") as lines:
+        done = output.read_done()
+        num_requests = _count_requests(lines, done, output_path)
+        output.drop_incomplete()
+        lines.seek(0)
+        bar = tqdm(total=num_requests, initial=len(done), disable=not show_progress, unit="request")
+        with bar, _Job(llm, output, bar) as job:
+            job.run(read_requests(lines, done), max_in_flight)
+    return Summary(
+        num_requests=num_requests,
+        num_done_before=len(done),
+        num_completed=job.num_completed,
+        num_errors=job.num_errors,
+        num_tokens=job.num_tokens,
+        seconds=job.seconds,
+    )
+
+
+def _check_arguments(input_path: Path, output_path: Path, max_in_flight: int) -> None:
+    if max_in_flight < 1:
+        raise ValueError(f"max_in_flight is {max_in_flight}; give at least 1")
+    if not input_path.exists():
+        raise ValueError(f"{input_path} does not exist; give a file of JSON lines")
+    if not input_path.is_file():
+        raise ValueError(
+            f"{input_path} is not a regular file; the input is read twice, so save it to a file first"
+        )
+    if output_path.exists() and output_path.samefile(input_path):
+        raise ValueError(f"{output_path} is the input itself; give another output")
+
+
+def _count_requests(lines: Iterable[bytes], done: Mapping[int, str | None], output_path: Path) -> int:
+    """Counts the lines that are not blank; ValueError when one that is `done` has another custom_id than its record."""
+    num_requests = num_matched = 0
+    for line, raw in enumerate(lines, 1):
+        is_request = bool(raw.strip())
+        num_requests += is_request
+        if line not in done:
+            continue
+        custom_id = custom_id_of(raw) if is_request else None
+        if custom_id != done[line] or not is_request:
+            raise ValueError(
+                f"{output_path} belongs to another input: line {line} has custom_id {custom_id!r} here and "
+                f"{done[line]!r} there; nothing was changed, give another output"
+            )
+        num_matched += 1
+    if num_matched < len(done):
+        raise ValueError(
+            f"{output_path} belongs to another input: it has a record of line {max(done)}, past the end of this one; "
+            "nothing was changed, give another output"
+        )
+    return num_requests
+
+
+class _Job:
+    """The requests of one run that the engine has, and what became of the others."""
+
+    def __init__(self, llm: LLM, output: OutputFile, bar: tqdm) -> None:
+        self._llm = llm
+        self._output = output
+        self._bar = bar
+        self._in_flight: dict[int, Request] = {}
+        self._started_at = time.monotonic()
+        self.num_completed = 0
+        self.num_errors = 0
+        self.num_tokens = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # After an interrupt or an error the engine may be used for something else.
+        for request_id in self._in_flight:
+            self._llm.abort(request_id)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started_at
+
+    def run(self, entries: Iterator[Request | InvalidLine], max_in_flight: int) -> None:
+        try:
+            while self._submit(entries, max_in_flight):
+                self._step()
+        except KeyboardInterrupt:
+            message = f"interrupted with {self._bar.n} of {self._bar.total} requests done; run it again to finish the rest"
+            raise KeyboardInterrupt(message) from None
+
+    def _submit(self, entries: Iterator[Request | InvalidLine], max_in_flight: int) -> bool:
+        """Fills the engine up; false when there is nothing left to run."""
+        while len(self._in_flight) < max_in_flight and (entry := next(entries, None)) is not None:
+            if isinstance(entry, InvalidLine):
+                self._record_error(entry.line, entry.custom_id, entry.message)
+                continue
+            try:
+                request_id = self._llm.add(entry.prompt, entry.sampling_params)
+            except ValueError as error:
+                self._record_error(entry.line, entry.custom_id, str(error))
+            else:
+                self._in_flight[request_id] = entry
+        return bool(self._in_flight)
+
+    def _step(self) -> None:
+        if not self._llm.has_unfinished:
+            raise RuntimeError(
+                f"the engine is idle but has not finished {len(self._in_flight)} requests of the job"
+            )
+        for delta in self._llm.step():
+            if delta.request_id not in self._in_flight:
+                continue
+            self.num_tokens += len(delta.token_ids)
+            if delta.completion is not None:
+                self._record_completion(self._in_flight.pop(delta.request_id), delta.completion)
+
+    def _record_completion(self, request: Request, completion: Completion) -> None:
+        # Someone else has aborted it: it is not done, and the next run does it.
+        if completion.finish_reason == "abort":
+            return
+        self._output.append(completion_line(request, completion))
+        self.num_completed += 1
+        self._advance()
+
+    def _record_error(self, line: int, custom_id: str | None, message: str) -> None:
+        self._output.append(error_line(line, custom_id, message))
+        self.num_errors += 1
+        self._advance()
+
+    def _advance(self) -> None:
+        self._bar.set_postfix_str(f"{self.num_tokens / max(self.seconds, 1e-9):.0f} tokens/s", refresh=False)
+        self._bar.update()

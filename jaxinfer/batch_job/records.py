@@ -1,0 +1,197 @@
+"""One line of a job's input as a request, one result as a line of its output; free of jax."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from jaxinfer.config import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxinfer.engine.llm import Completion
+
+PARAMETERS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+SEED_BYTES = 8  # SamplingParams.seed has 64 bits
+
+# Each output line begins with this, which tells the beginning of a broken-off record from somebody else's file.
+RECORD_START = b'{"line": '
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One line of the input; `line` counts from 1, blank lines included."""
+
+    line: int
+    custom_id: str
+    prompt: str | tuple[int, ...]
+    sampling_params: SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class InvalidLine:
+    """A line of the input that is no request, and why."""
+
+    line: int
+    custom_id: str | None
+    message: str
+
+
+def read_requests(lines: Iterable[bytes], done: Mapping[int, str | None]) -> Iterator[Request | InvalidLine]:
+    """Reads the lines that are neither blank nor `done` (line -> custom_id), in order, one at a time."""
+    seen: set[str | None] = set()
+    for line, raw in enumerate(lines, 1):
+        if line in done:
+            seen.add(done[line])
+        elif raw.strip():
+            entry = parse_request(raw, line)
+            is_repeated = entry.custom_id is not None and entry.custom_id in seen
+            seen.add(entry.custom_id)
+            message = f"custom_id {entry.custom_id!r} is used on an earlier line; give each request its own"
+            yield InvalidLine(line=line, custom_id=entry.custom_id, message=message) if is_repeated else entry
+
+
+def parse_request(raw: bytes, line: int) -> Request | InvalidLine:
+    """Reads one request.
+
+    Without a seed of its own it gets one from its place and name, so that a job which is stopped and started again
+    draws what an undisturbed one would.
+    """
+    fields: dict[str, Any] = {}
+    try:
+        fields = _parse_object(raw)
+        return _request(fields, line)
+    # math.isfinite does not take the integers beyond float64 that JSON can write.
+    except (ValueError, OverflowError) as error:
+        return InvalidLine(line=line, custom_id=_custom_id(fields), message=str(error))
+
+
+def custom_id_of(raw: bytes) -> str | None:
+    """The custom_id of an input line, None where it has none."""
+    try:
+        return _custom_id(_parse_object(raw))
+    except ValueError:
+        return None
+
+
+def completion_line(request: Request, completion: Completion) -> bytes:
+    """Formats the result of a request, newline included; a log probability that is not finite becomes null."""
+    record: dict[str, Any] = {
+        "line": request.line,
+        "custom_id": request.custom_id,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "log_probs": _finite(completion.log_probs),
+    }
+    if request.sampling_params.log_probs > 0:
+        record["top_log_probs"] = [
+            dict(zip(top, _finite(list(top.values())), strict=True)) for top in completion.top_log_probs
+        ]
+    record["finish_reason"] = completion.finish_reason
+    record["num_prompt_tokens"] = len(completion.prompt_token_ids)
+    record["seed"] = completion.seed
+    return _format(record)
+
+
+def error_line(line: int, custom_id: str | None, message: str) -> bytes:
+    """Formats the record of a line that could not become a request, newline included."""
+    return _format({"line": line, "custom_id": custom_id, "error": message})
+
+
+def parse_record(raw: bytes) -> tuple[int, str | None]:
+    """Reads `line` and `custom_id` of an output line; ValueError when it is not one that this module wrote."""
+    record: dict[str, Any] = {}
+    if raw.startswith(RECORD_START):
+        with contextlib.suppress(ValueError):
+            record = _parse_object(raw)
+    line, custom_id = record.get("line"), record.get("custom_id")
+    is_result = "error" in record or ("token_ids" in record and custom_id is not None)
+    if type(line) is not int or line < 1 or not isinstance(custom_id, str | None) or not is_result:
+        raise ValueError("not a record of a batch job")
+    return line, custom_id
+
+
+def _parse_object(raw: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("the line is nested too deeply; give one flat JSON object") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"the line is not JSON ({error}); give one JSON object per line") from None
+    _require(isinstance(value, dict), f"the line is {_kind(value)}; give a JSON object")
+    return value
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        repeated = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"keys {repeated} are given more than once; give each once")
+    return value
+
+
+def _request(fields: dict[str, Any], line: int) -> Request:
+    custom_id = _custom_id(fields)
+    if custom_id is None:
+        raise ValueError(
+            f"custom_id is {_kind(fields.get('custom_id'))}; give each request a string of its own"
+        )
+    known = ("custom_id", "prompt", *PARAMETERS)
+    unknown = sorted(fields.keys() - set(known))
+    _require(not unknown, f"keys {unknown} are unknown; remove them or use {', '.join(known)}")
+    parameters = {name: fields[name] for name in PARAMETERS if name in fields}
+    for name, value in parameters.items():
+        # It would pass for the collection of its keys.
+        _require(not isinstance(value, dict), f"{name} is an object; give a value or a list")
+    if parameters.get("seed") is None:
+        parameters["seed"] = _seed(line, custom_id)
+    params = SamplingParams(**parameters)
+    return Request(line=line, custom_id=custom_id, prompt=_prompt(fields), sampling_params=params)
+
+
+def _custom_id(fields: dict[str, Any]) -> str | None:
+    custom_id = fields.get("custom_id")
+    return custom_id if isinstance(custom_id, str) else None
+
+
+def _prompt(fields: dict[str, Any]) -> str | tuple[int, ...]:
+    prompt: Any = fields.get("prompt")
+    if isinstance(prompt, str):
+        return prompt
+    way_out = "give a string or a list of token ids"
+    _require(isinstance(prompt, list), f"prompt is {_kind(prompt)}; {way_out}")
+    # A truth value is an int to isinstance.
+    has_ids_only = all(type(token_id) is int for token_id in prompt)
+    _require(has_ids_only, f"prompt is a list with something else than integers; {way_out}")
+    return tuple(prompt)
+
+
+def _seed(line: int, custom_id: str) -> int:
+    name = f"{line}\n{custom_id}".encode(errors="surrogatepass")
+    return int.from_bytes(blake2b(name, digest_size=SEED_BYTES).digest(), "big")
+
+
+def _kind(value: Any) -> str:
+    kinds = {bool: "a truth value", int: "a number", float: "a number", str: "a string", list: "a list"}
+    return "missing or null" if value is None else kinds.get(type(value), "an object")
+
+
+def _finite(values: Sequence[float]) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in values]
+
+
+def _format(record: dict[str, Any]) -> bytes:
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    # Half a surrogate pair has no UTF-8; its escape happens to be the one of JSON.
+    return text.encode("utf-8", "backslashreplace") + b"\n"

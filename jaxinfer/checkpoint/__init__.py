@@ -1,0 +1,26 @@
+"""Checkpoints on disk: Hugging Face safetensors in, Orbax in and out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from jaxinfer.checkpoint.huggingface import load_params, read_config, read_eos_token_ids, resolve_checkpoint
+from jaxinfer.config import ModelConfig
+from jaxinfer.device import default_dtype, default_layer_groups
+from jaxinfer.params import Params
+
+__all__ = ["load_checkpoint", "load_params", "read_config", "read_eos_token_ids", "resolve_checkpoint"]
+
+
+def load_checkpoint(
+    path_or_id: str | Path, dtype: str | None = None, *, show_progress: bool = False
+) -> tuple[Params, ModelConfig]:
+    """Loads a Hugging Face checkpoint from a folder or the Hub, in the format and groups that suit the device.
+
+    Raises ValueError for a checkpoint that cannot be used, with everything that is wrong with it.
+    """
+    path = resolve_checkpoint(path_or_id)
+    config = read_config(path)
+    config = replace(config, layer_groups=default_layer_groups(config.num_layers))
+    return load_params(path, config, dtype or default_dtype(), show_progress=show_progress), config

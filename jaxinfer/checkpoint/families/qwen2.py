@@ -1,0 +1,24 @@
+"""Qwen2 and Qwen2.5: Llama with biases on queries, keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.checkpoint.families import llama
+from jaxinfer.checkpoint.families.common import Family, translate_common
+from jaxinfer.checkpoint.families.fields import divided_head_dim, num_kv_heads
+from jaxinfer.config import ModelConfig
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translates config.json; what is absent gets the default of transformers' Qwen2Config."""
+    return ModelConfig(
+        **translate_common(hf, architecture="Qwen2ForCausalLM", max_position=32768),
+        num_kv_heads=num_kv_heads(hf, default=32),
+        head_dim=divided_head_dim(hf),
+        has_qkv_bias=True,
+    )
+
+
+FAMILY = Family(config_from_hf=config_from_hf, weights=llama.WEIGHTS)

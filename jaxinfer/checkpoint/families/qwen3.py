@@ -1,0 +1,34 @@
+"""Qwen3 (dense): Llama with norms on the heads of queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.checkpoint.families import llama
+from jaxinfer.checkpoint.families.common import Family, WeightTable, translate_common
+from jaxinfer.checkpoint.families.fields import is_enabled, num_kv_heads, require_size
+from jaxinfer.config import ModelConfig
+
+WEIGHTS: WeightTable = {
+    **llama.WEIGHTS,
+    "model.layers.{layer}.self_attn.q_norm.weight": ("layers.q_norm", "H -> H"),
+    "model.layers.{layer}.self_attn.k_norm.weight": ("layers.k_norm", "H -> H"),
+}
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translates config.json; what is absent gets the default of transformers' Qwen3Config."""
+    has_attention_bias = is_enabled(hf, "attention_bias")
+    return ModelConfig(
+        **translate_common(hf, architecture="Qwen3ForCausalLM", max_position=32768),
+        num_kv_heads=num_kv_heads(hf, default=32),
+        # Not the hidden size shared out among the heads: Qwen3-4B has 2560 / 32 = 80 but heads of 128.
+        head_dim=require_size(hf, "head_dim", 128),
+        has_qkv_bias=has_attention_bias,
+        has_output_bias=has_attention_bias,
+        has_qk_norm=True,
+    )
+
+
+FAMILY = Family(config_from_hf=config_from_hf, weights=WEIGHTS)

@@ -1,0 +1,201 @@
+"""Checkpoints in the Hugging Face layout: config.json beside safetensors, in a directory or on the Hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.checkpoint.assembly import Assembly, assemble, plan_assembly
+from jaxinfer.checkpoint.families import family_of
+from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor, read_header
+from jaxinfer.config import ModelConfig
+from jaxinfer.params import Params
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+EMBEDDING = "model.embed_tokens.weight"
+UNEMBEDDING = "lm_head.weight"
+
+# Subfolders and Mistral's consolidated files hold the same weights once more, in other formats.
+DOWNLOADED = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.tiktoken", "*.txt", "*.jinja"]
+NOT_DOWNLOADED = ["*/*", "consolidated*"]
+ROWS_COMPARED_AT_ONCE = 4096
+
+
+def resolve_checkpoint(path_or_id: str | Path) -> Path:
+    """Returns the directory of a checkpoint: a local one, or else a Hub id's snapshot, downloaded if need be.
+
+    A ValueError if it is neither; of a Hub repository only safetensors, JSON and tokenizer files are fetched.
+    """
+    directory = Path(path_or_id).expanduser()
+    if directory.is_dir():
+        return directory
+    # Imported here: reading a local checkpoint needs neither the package nor the time to import it.
+    import huggingface_hub
+
+    try:
+        snapshot = huggingface_hub.snapshot_download(
+            str(path_or_id), allow_patterns=DOWNLOADED, ignore_patterns=NOT_DOWNLOADED
+        )
+    # The Hub's own errors derive from these two; what is wrong (name, access, network) is in their message.
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"checkpoint {str(path_or_id)!r} is neither a local directory nor reachable on the Hugging"
+            f" Face Hub ({type(error).__name__}: {error}); give the path of an existing directory, or an id such"
+            " as 'Qwen/Qwen3-0.6B' with network access or after downloading it once"
+        ) from error
+    return Path(snapshot)
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """Returns the model that config.json describes; what cannot be honoured in it is a ValueError."""
+    hf = _read_json(Path(path) / "config.json")
+    return family_of(hf).config_from_hf(hf)
+
+
+def read_eos_token_ids(path: str | Path) -> tuple[int, ...]:
+    """Returns the tokens that end a text: generation_config.json's, else config.json's, else none."""
+    for name in ("generation_config.json", "config.json"):
+        file = Path(path) / name
+        value = _read_json(file).get("eos_token_id") if file.is_file() else None
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            raise ValueError(
+                f"eos_token_id={value!r} in {file} is not a token id or a list of them; correct the file"
+            )
+        return tuple(ids)
+    return ()
+
+
+def load_params(
+    path: str | Path,
+    config: ModelConfig,
+    dtype: Any,
+    *,
+    placement: Params | None = None,
+    show_progress: bool = False,
+) -> Params:
+    """Reads the parameters of a checkpoint directory as `dtype`, one tensor of `Params` at a time.
+
+    Each is on its devices before the next is read, so the host holds one stacked group of one weight at most,
+    and of that, where `placement` (see `jaxinfer.params.shardings`) splits it, only the slices of this
+    process's devices. Every missing, unexpected or mis-shaped tensor is listed in one ValueError before any is
+    read. `config` is that of `read_config`, with any `layer_groups`.
+    """
+    path = Path(path)
+    weights = family_of(_read_json(path / "config.json")).weights
+    plan = plan_assembly(config, weights)
+    stored = _read_headers(path)
+    _refuse_misfits(path, plan, stored, config)
+    if config.has_tied_embeddings and UNEMBEDDING in stored:
+        _require_same(stored[EMBEDDING], stored[UNEMBEDDING])
+    assemblies, structure = jax.tree.flatten(plan, is_leaf=_is_assembly)
+    if placement is not None and jax.tree.structure(placement) != structure:
+        raise ValueError(
+            f"placement does not have the tensors of a model with layer_groups={config.layer_groups};"
+            " build it from the config that is given here"
+        )
+    shardings = [None] * len(assemblies) if placement is None else jax.tree.leaves(placement)
+    dtype = jnp.dtype(dtype)
+    with _progress_bar(sum(len(a.names) for a in assemblies), show_progress) as bar:
+        leaves = []
+        for assembly, sharding in zip(assemblies, shardings, strict=True):
+            leaves.append(assemble(assembly, stored, dtype, sharding))
+            bar.update(len(assembly.names))
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _is_assembly(node: Any) -> bool:
+    return isinstance(node, Assembly)
+
+
+def _progress_bar(total: int, show_progress: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="loading", unit="tensor", disable=not show_progress)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise ValueError(
+            f"{file.parent} has no {file.name}; give the directory of a complete Hugging Face checkpoint"
+        )
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error}); download it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds a {type(content).__name__}, not an object; download it again")
+    return content
+
+
+def _read_headers(path: Path) -> dict[str, StoredTensor]:
+    """Returns every tensor of the checkpoint's file or files by name."""
+    if (path / SINGLE_FILE).is_file():
+        return read_header(path / SINGLE_FILE)
+    if not (path / INDEX_FILE).is_file():
+        others = sorted(file.name for file in path.glob("*.bin"))
+        raise ValueError(
+            f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}"
+            + (f", only {', '.join(others)}" if others else "")
+            + "; use a checkpoint in safetensors, or convert this one with transformers' save_pretrained"
+        )
+    weight_map = _read_json(path / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ValueError(f"{path / INDEX_FILE} has no weight_map; download it again")
+    shards = sorted(set(weight_map.values()))
+    absent = [name for name in shards if not (path / name).is_file()]
+    if absent:
+        raise ValueError(
+            f"{path} lacks {', '.join(absent)}, named in {INDEX_FILE}; download the checkpoint again"
+        )
+    headers = {shard: read_header(path / shard) for shard in shards}
+    found = {name: tensor for header in headers.values() for name, tensor in header.items()}
+    # A tensor that two files hold is taken from the one that the index names.
+    return found | {
+        name: headers[shard][name] for name, shard in weight_map.items() if name in headers[shard]
+    }
+
+
+def _refuse_misfits(
+    path: Path, plan: Params, stored: Mapping[str, StoredTensor], config: ModelConfig
+) -> None:
+    expected: dict[str, tuple[int, ...]] = {}
+    for assembly in jax.tree.leaves(plan, is_leaf=_is_assembly):
+        expected |= dict.fromkeys(assembly.names, assembly.stored_shape)
+    problems = [f"missing: {name} {shape}" for name, shape in expected.items() if name not in stored]
+    for name, tensor in stored.items():
+        if name not in expected:
+            # The frequencies follow from the config; a tied unembedding is compared with the embedding later.
+            is_known = name.endswith("rotary_emb.inv_freq") or (
+                config.has_tied_embeddings and name == UNEMBEDDING
+            )
+            problems += [] if is_known else [f"unexpected: {name} {tensor.shape}"]
+        elif tensor.shape != expected[name]:
+            problems.append(f"mis-shaped: {name} expected {expected[name]}, found {tensor.shape}")
+        elif tensor.dtype not in DTYPES:
+            problems.append(f"unsupported dtype: {name} is {tensor.dtype}, not one of {', '.join(DTYPES)}")
+    if problems:
+        raise ValueError(
+            f"{len(problems)} tensors in {path} do not fit its config.json; use the config.json and the"
+            " safetensors of one and the same checkpoint:\n  " + "\n  ".join(problems)
+        )
+
+
+def _require_same(embedding: StoredTensor, unembedding: StoredTensor) -> None:
+    """Refuses a tied checkpoint with an unembedding of its own: dropping that would change every logit."""
+    ours, theirs = embedding.map(), unembedding.map()
+    starts = range(0, len(ours), ROWS_COMPARED_AT_ONCE)
+    pieces = [slice(start, start + ROWS_COMPARED_AT_ONCE) for start in starts]
+    if ours.shape != theirs.shape or any((ours[piece] != theirs[piece]).any() for piece in pieces):
+        raise ValueError(
+            f"tie_word_embeddings=true but {UNEMBEDDING} {theirs.shape} in {unembedding.path} differs from"
+            f" {EMBEDDING} {ours.shape}; set tie_word_embeddings to false in config.json to use both"
+        )

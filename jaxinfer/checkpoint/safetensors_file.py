@@ -1,0 +1,81 @@
+"""A safetensors file as a table of arrays that stay on disk until they are read.
+
+The layout is 8 bytes with the header's length, the header in JSON, and the tensors one after another; see
+https://github.com/huggingface/safetensors. Mapping the file, rather than reading tensors through the library,
+lets a device's slice of a tensor be taken through any view of it while the rest of the tensor is never read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+LENGTH_BYTES = 8
+DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies: `dtype` is the format's own name, `offset` is in bytes from the file's start."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    def map(self) -> np.ndarray:
+        """Returns the tensor as a read-only view of the file; only what is then indexed is read."""
+        return np.asarray(np.memmap(self.path, DTYPES[self.dtype], "r", self.offset, self.shape))
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Returns the file's tensors by name, having checked that each lies inside the file.
+
+    A file that is cut short or not of this format is a ValueError.
+    """
+    size = path.stat().st_size
+    header = None
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        if length <= size - LENGTH_BYTES:
+            with contextlib.suppress(ValueError):
+                header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError(
+            f"{path} ({size} bytes) is not a complete safetensors file: its header cannot be read;"
+            " download it again"
+        )
+    header.pop("__metadata__", None)
+    start = LENGTH_BYTES + length
+    tensors = {name: _locate(path, entry, start) for name, entry in header.items()}
+    end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if end != size:
+        raise ValueError(
+            f"{path} has {size} bytes but its header describes {end}; the file is damaged or incomplete:"
+            " download it again"
+        )
+    return tensors
+
+
+def _locate(path: Path, entry: dict[str, Any], start: int) -> StoredTensor:
+    try:
+        begin, end = entry["data_offsets"]
+        shape = tuple(entry["shape"])
+        dtype = DTYPES.get(entry["dtype"])
+        if not 0 <= begin <= end or (dtype is not None and end - begin != dtype.itemsize * math.prod(shape)):
+            raise ValueError(f"{end - begin} bytes for shape {shape}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} has a damaged header: entry {entry!r}; download the file again") from error
+    return StoredTensor(path, entry["dtype"], shape, start + begin)

@@ -1,0 +1,195 @@
+"""The command line: `jaxinfer generate` streams one completion, `jaxinfer batch` runs a file of requests."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import os
+import sys
+import time
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_type_hints
+
+# jax takes seconds to import, so what needs it is imported by the commands, after the arguments have been read.
+from jaxinfer.config import EngineConfig, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jaxinfer import LLM
+    from jaxinfer.engine.llm import Completion
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+HELP = {
+    "max_tokens": "most tokens to generate",
+    "temperature": "0 takes the most probable token",
+    "top_k": "sample from the K most probable tokens; 0 switches it off",
+    "top_p": "sample from the most probable tokens that together have this probability",
+    "min_p": "drop tokens less probable than this times the most probable one",
+    "seed": "fixes every draw; one is drawn and reported otherwise",
+    "log_probs": "print the log probability of each token and of this many alternatives, to standard error",
+    "stop": "end the text before this string; may be repeated",
+    "stop_token_ids": "end the text at this token; may be repeated",
+    "ignore_eos": "go on after the model's end tokens",
+    "max_num_seqs": "requests computed in one step",
+    "max_num_batched_tokens": "tokens computed in one step",
+    "max_model_len": "most tokens of prompt and output together",
+    "page_size": "token slots per page of the cache",
+    "num_pages": "pages of the cache",
+    "cache_bytes": "bytes the cache may take",
+    "max_log_probs": "most alternatives per token that a request may ask for",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"jaxinfer: error: {message} (try `{self.prog} --help`)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 0, 2 for a user's mistake, 130 after Ctrl-C."""
+    try:
+        arguments = _parser().parse_args(argv)
+        arguments.run(arguments)
+    except SystemExit as exit_:  # from --help, --version and the parser's errors
+        return exit_.code if isinstance(exit_.code, int) else 0
+    except KeyboardInterrupt as interrupt:
+        print(f"jaxinfer: {interrupt}" if interrupt.args else "jaxinfer: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader has had enough. What is still buffered goes nowhere, or its flush at exit would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except (ValueError, OSError, NotImplementedError) as error:
+        print(f"jaxinfer: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_USAGE
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="jaxinfer", description="LLM inference in JAX.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"jaxinfer {_version()}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="complete one prompt", allow_abbrev=False)
+    generate.add_argument("prompt", nargs="?", help="standard input, less one line end, when it is left out")
+    _add_fields(generate.add_argument_group("sampling"), SamplingParams)
+    generate.set_defaults(run=_generate)
+
+    batch = commands.add_parser(
+        "batch", help="run a file of requests; run it again to resume", allow_abbrev=False
+    )
+    batch.add_argument(
+        "input", metavar="IN.jsonl", help='lines of {"custom_id": "...", "prompt": "...", ...}'
+    )
+    batch.add_argument("output", metavar="OUT.jsonl", help="one line per request, appended as it finishes")
+    batch.add_argument(
+        "--max-in-flight", type=int, metavar="N", help="requests given to the engine at a time"
+    )
+    batch.set_defaults(run=_batch)
+
+    for command in (generate, batch):
+        command.add_argument("--quiet", action="store_true", help="no progress and no statistics")
+        engine = command.add_argument_group("engine")
+        engine.add_argument(
+            "--model", help="folder or name of a checkpoint; the bundled model when it is left out"
+        )
+        engine.add_argument("--dtype", help="type of the weights, such as float32 or bfloat16")
+        _add_fields(engine, EngineConfig)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return metadata.version("jaxinfer")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _add_fields(group: argparse._ArgumentGroup, config: type) -> None:
+    """Adds one option per field; those not given stay out of the namespace, so that defaults live in `config` alone."""
+    hints = get_type_hints(config)
+    for field in dataclasses.fields(config):
+        options: dict[str, Any] = {"help": HELP[field.name], "default": argparse.SUPPRESS}
+        if hints[field.name] is bool:
+            options["action"] = "store_true"
+        else:
+            # int | None and tuple[int, ...] both name the type of one value first.
+            options["type"] = next(iter(get_args(hints[field.name])), hints[field.name])
+            options["metavar"] = options["type"].__name__.upper()
+            if field.default == ():
+                options["action"] = "append"
+            elif field.default is not None:
+                options["help"] += f" (default {field.default})"
+        group.add_argument("--" + field.name.replace("_", "-"), **options)
+
+
+def _from_arguments(config: type, arguments: argparse.Namespace) -> Any:
+    names = {field.name for field in dataclasses.fields(config)}
+    return config(**{name: value for name, value in vars(arguments).items() if name in names})
+
+
+def _load(arguments: argparse.Namespace) -> LLM:
+    config = _from_arguments(EngineConfig, arguments)
+    from jaxinfer import LLM
+
+    return LLM(arguments.model, config=config, dtype=arguments.dtype, show_progress=not arguments.quiet)
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    params = _from_arguments(SamplingParams, arguments)
+    prompt = sys.stdin.read().removesuffix("\n") if arguments.prompt is None else arguments.prompt
+    llm = _load(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that cannot show a character is no reason to stop.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    started_at, first_at = time.monotonic(), None
+    for delta in llm.stream(prompt, params):
+        if delta.token_ids and first_at is None:
+            first_at = time.monotonic()
+        sys.stdout.write(delta.text)
+        if delta.completion is not None:
+            sys.stdout.write("\n")
+            _report(delta.completion, arguments, started_at, first_at or time.monotonic())
+        sys.stdout.flush()
+
+
+def _report(
+    completion: Completion, arguments: argparse.Namespace, started_at: float, first_at: float
+) -> None:
+    if getattr(arguments, "log_probs", 0):
+        rows = zip(completion.token_ids, completion.log_probs, completion.top_log_probs, strict=True)
+        for token_id, log_prob, top in rows:
+            alternatives = " ".join(f"{other}:{value:.4f}" for other, value in top.items())
+            print(f"token {token_id} {log_prob:.4f}  alternatives {alternatives}", file=sys.stderr)
+    if not arguments.quiet:
+        seconds = time.monotonic() - started_at
+        print(
+            f"{len(completion.prompt_token_ids)} + {len(completion.token_ids)} tokens in {seconds:.2f} s, "
+            f"{len(completion.token_ids) / max(seconds, 1e-9):.1f} tokens/s, first after {first_at - started_at:.3f} s, "
+            f"ended by {completion.finish_reason}, seed {completion.seed}",
+            file=sys.stderr,
+        )
+
+
+def _batch(arguments: argparse.Namespace) -> None:
+    llm = _load(arguments)
+    from jaxinfer.batch_job import run_batch
+
+    limits = {} if arguments.max_in_flight is None else {"max_in_flight": arguments.max_in_flight}
+    summary = run_batch(llm, arguments.input, arguments.output, show_progress=not arguments.quiet, **limits)
+    if not arguments.quiet:
+        print(
+            f"{summary.num_requests} requests: {summary.num_done_before} done before, {summary.num_completed} completed, "
+            f"{summary.num_errors} refused; {summary.num_tokens} tokens in {summary.seconds:.1f} s, "
+            f"{summary.num_tokens / max(summary.seconds, 1e-9):.1f} tokens/s",
+            file=sys.stderr,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

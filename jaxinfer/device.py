@@ -1,0 +1,50 @@
+"""What the device at hand wants: number format, layer groups, memory for pages, and where its compiled steps are kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+
+COMPILATION_CACHE = Path.home() / ".cache" / "jaxinfer" / "compilation"
+CPU_CACHE_BYTES = 2**30
+# Left free on an accelerator beside parameters and pages, for what the steps need while they run.
+STEP_BYTES = 2**30
+
+
+def default_dtype() -> str:
+    """Returns float32 on CPU (no CPU here multiplies bfloat16 natively), bfloat16 where it is native, else float16."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return "float32"
+    if device.platform == "gpu" and float(device.compute_capability) < 8.0:
+        return "float16"
+    return "bfloat16"
+
+
+def default_layer_groups(num_layers: int) -> tuple[int, ...]:
+    """Returns groups of 1 on CPU, where unrolled layers run 1.5 times faster, and one group elsewhere.
+
+    One group compiles in half the time to a tenth of the code, and on TPU runs as fast.
+    """
+    return (1,) * num_layers if jax.default_backend() == "cpu" else (num_layers,)
+
+
+def default_cache_bytes() -> int:
+    """Returns how many bytes the page pool may take when the user sets no limit."""
+    stats = jax.devices()[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return CPU_CACHE_BYTES
+    return stats["bytes_limit"] - stats["bytes_in_use"] - STEP_BYTES
+
+
+def enable_compilation_cache() -> None:
+    """Keeps compiled steps on disk between runs, in `~/.cache/jaxinfer/compilation`.
+
+    A folder the user gave to JAX (JAX_COMPILATION_CACHE_DIR, or jax_compilation_cache_dir in its configuration) is
+    used instead; JAX_ENABLE_COMPILATION_CACHE=false switches the cache off.
+    """
+    if jax.config.jax_compilation_cache_dir is None and jax.config.jax_enable_compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", str(COMPILATION_CACHE))
+        # Every step is worth keeping: a small model has many that compile in under JAX's threshold of a second.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

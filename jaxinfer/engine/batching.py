@@ -1,0 +1,71 @@
+"""The few shapes in which steps are computed, and how a scheduled step is laid out in one of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxinfer.batch import Batch, Row, SamplingBatch, make_batch, make_sampling
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.scheduler import Step
+
+MIN_PREFILL_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One compiled shape: T tokens in B rows. A decode bucket has T = B, one token per row."""
+
+    is_decode: bool
+    num_tokens: int
+    num_rows: int
+
+    @property
+    def name(self) -> str:
+        return f"decode {self.num_rows}" if self.is_decode else f"prefill {self.num_tokens}"
+
+
+def plan_buckets(config: EngineConfig) -> tuple[Bucket, ...]:
+    """Returns every shape an engine of this configuration can ask for, smallest first of each kind.
+
+    Sizes double from 2 (a single row would be summed in another order, see `layers`) up to the limits. A prefill has
+    as many rows as it could have, so shapes grow with the tokens only.
+    """
+    max_rows = max(config.max_num_seqs, 2)
+    decode = [Bucket(True, rows, rows) for rows in _doubling(2, max_rows)]
+    max_tokens = max(config.max_num_batched_tokens, MIN_PREFILL_TOKENS)
+    prefill = [Bucket(False, tokens, min(tokens, max_rows)) for tokens in _doubling(MIN_PREFILL_TOKENS, max_tokens)]
+    return (*decode, *prefill)
+
+
+def _doubling(first: int, last: int) -> list[int]:
+    sizes = [first]
+    while sizes[-1] < last:
+        sizes.append(min(sizes[-1] * 2, last))
+    return sizes
+
+
+def choose_bucket(buckets: tuple[Bucket, ...], step: Step) -> Bucket:
+    """Returns the smallest bucket that holds the step."""
+    for bucket in buckets:
+        fits = bucket.num_tokens >= step.num_tokens and bucket.num_rows >= len(step.chunks)
+        if bucket.is_decode == step.is_decode and fits:
+            return bucket
+    raise RuntimeError(f"no bucket holds {step.num_tokens} tokens in {len(step.chunks)} rows")
+
+
+def build_batch(step: Step, bucket: Bucket, *, page_size: int, table_width: int) -> tuple[Batch, SamplingBatch]:
+    """Lays the step out in the bucket's shape, one row per chunk, in new host arrays."""
+    rows = [
+        Row(chunk.request.token_ids[chunk.start : chunk.start + chunk.num_tokens], chunk.start, chunk.request.pages)
+        for chunk in step.chunks
+    ]
+    batch = make_batch(
+        rows, page_size=page_size, num_tokens=bucket.num_tokens, num_rows=bucket.num_rows, table_width=table_width
+    )
+    requests = [chunk.request for chunk in step.chunks]
+    sampling = make_sampling(
+        [request.sampling for request in requests],
+        num_rows=bucket.num_rows,
+        seeds=[request.seed for request in requests],
+    )
+    return batch, sampling

@@ -1,0 +1,286 @@
+"""`LLM`: text in, text out, with continuous batching over a paged cache."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from numbers import Integral
+from pathlib import Path
+
+from tqdm import tqdm
+
+from jaxinfer.cache import page_bytes
+from jaxinfer.checkpoint import load_checkpoint, read_eos_token_ids, resolve_checkpoint
+from jaxinfer.config import MAX_SEED, CacheConfig, EngineConfig, ModelConfig, SamplingParams
+from jaxinfer.device import default_cache_bytes, default_dtype, enable_compilation_cache
+from jaxinfer.engine.request import Completion, Delta, Request
+from jaxinfer.engine.runner import Runner
+from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.tokenizer import Detokenizer, Tokenizer
+
+BUNDLED_MODEL = Path(__file__).parent.parent / "assets" / "tiny"
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model that is loaded, compiled and ready to generate.
+
+    `model` is a folder with a Hugging Face checkpoint or a Hub id; without it the small model that comes with the
+    package is used. `dtype` is float32, bfloat16 or float16; None takes float32 on CPU, bfloat16 where the device
+    has it and float16 elsewhere. Loading and compiling happen here, so that no request ever waits for them.
+
+    Requests are added (`add`) and advance together, one `step` at a time; `generate` and `stream` do both for you.
+    Not thread-safe: one thread owns an LLM.
+
+    Raises ValueError for a checkpoint that cannot be used, with everything that is wrong with it.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        config: EngineConfig | None = None,
+        dtype: str | None = None,
+        show_progress: bool = False,
+    ):
+        enable_compilation_cache()
+        self.engine_config = config = config or EngineConfig()
+        path = resolve_checkpoint(BUNDLED_MODEL if model is None else model)
+        dtype = dtype or default_dtype()
+        params, self.model_config = load_checkpoint(path, dtype, show_progress=show_progress)
+        self.tokenizer = Tokenizer.from_path(path)
+        self._eos_token_ids = read_eos_token_ids(path)
+        self._max_model_len = resolve_max_model_len(self.model_config, config)
+        cache_config = plan_cache(self.model_config, config, dtype)
+        self._runner = Runner(params, self.model_config, config, cache_config, show_progress=show_progress)
+        self._scheduler = Scheduler(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            num_pages=cache_config.num_pages,
+            page_size=cache_config.page_size,
+        )
+        self._max_request_len = min(self._max_model_len, cache_config.num_pages * cache_config.page_size)
+        self._ids = itertools.count()
+        self._outbox: list[Delta] = []  # for step()
+        self._mailboxes: dict[int, deque[Delta]] = {}  # by request, for generate() and stream()
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request still has tokens to come."""
+        return self._scheduler.num_unfinished > 0
+
+    def add(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+        """Queues a prompt, text or token ids, and returns its request id; its tokens come out of `step`.
+
+        Raises ValueError, and changes nothing, where the request could not be honoured exactly.
+        """
+        request = self._make_request(prompt, sampling_params or SamplingParams())
+        self._scheduler.add(request)
+        return request.request_id
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request early; its completion, with finish reason "abort", comes out like any other.
+
+        A request that has finished already is left as it is.
+        """
+        delta = self._scheduler.abort(request_id)
+        if delta is not None:
+            self._post(delta)
+
+    def step(self) -> list[Delta]:
+        """Computes one step and returns what it added to the requests of `add`; empty when there is nothing to do."""
+        self._advance()
+        deltas, self._outbox = self._outbox, []
+        return deltas
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Yields a prompt's completion piece by piece, the completion itself with the last; closing it aborts."""
+        request_id = self.add(prompt, sampling_params)
+        self._mailboxes[request_id] = deque()
+        return self._deliver(request_id)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        show_progress: bool = True,
+    ) -> list[Completion]:
+        """Completes one prompt or many, text or token ids, and returns the completions in the prompts' order.
+
+        `sampling_params` is one for all or one per prompt. Raises ValueError before anything is computed if any prompt
+        cannot be honoured. When interrupted, the requests are aborted and the LLM stays usable.
+        """
+        prompts = _as_prompts(prompts)
+        params = _as_params(sampling_params, len(prompts))
+        requests = [self._numbered_request(i, *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
+        ids = [request.request_id for request in requests]
+        self._mailboxes.update((request_id, deque()) for request_id in ids)
+        for request in requests:
+            self._scheduler.add(request)
+        try:
+            completions = self._collect(ids, show_progress)
+        finally:
+            self._forget(ids)
+        return [completions[request_id] for request_id in ids]
+
+    def _advance(self) -> None:
+        step = self._scheduler.schedule()
+        if step is None:
+            return
+        output = self._runner.run(step)
+        for delta in self._scheduler.commit(step, output):
+            self._post(delta)
+
+    def _post(self, delta: Delta) -> None:
+        self._mailboxes.get(delta.request_id, self._outbox).append(delta)
+
+    def _deliver(self, request_id: int) -> Iterator[Delta]:
+        mailbox = self._mailboxes[request_id]
+        try:
+            while True:
+                while not mailbox:
+                    self._advance()
+                delta = mailbox.popleft()
+                yield delta
+                if delta.completion is not None:
+                    return
+        finally:
+            self._forget([request_id])
+
+    def _collect(self, ids: list[int], show_progress: bool) -> dict[int, Completion]:
+        completions: dict[int, Completion] = {}
+        num_tokens = 0
+        with tqdm(total=len(ids), unit="request", disable=not show_progress, smoothing=0) as progress:
+            while len(completions) < len(ids):
+                self._advance()
+                for request_id in ids:
+                    mailbox = self._mailboxes[request_id]
+                    while mailbox:
+                        delta = mailbox.popleft()
+                        num_tokens += len(delta.token_ids)
+                        if delta.completion is not None:
+                            completions[request_id] = delta.completion
+                            progress.update()
+                elapsed = max(progress.format_dict["elapsed"], 1e-9)
+                progress.set_postfix_str(f"{num_tokens / elapsed:.1f} tokens/s", refresh=False)
+        return completions
+
+    def _forget(self, ids: Iterable[int]) -> None:
+        for request_id in ids:
+            self._scheduler.abort(request_id)
+            self._mailboxes.pop(request_id, None)
+
+    def _numbered_request(self, index: int, prompt: Prompt, sampling: SamplingParams) -> Request:
+        try:
+            return self._make_request(prompt, sampling)
+        except ValueError as error:
+            raise ValueError(f"prompt {index}: {error}") from None
+
+    def _make_request(self, prompt: Prompt, sampling: SamplingParams) -> Request:
+        token_ids = self._encode(prompt)
+        self._check_lengths(len(token_ids), sampling)
+        if sampling.log_probs > self.engine_config.max_log_probs:
+            raise ValueError(
+                f"log_probs={sampling.log_probs} is more than max_log_probs={self.engine_config.max_log_probs};"
+                " ask for fewer or raise EngineConfig.max_log_probs"
+            )
+        if sampling.stop and self.tokenizer is None:
+            raise ValueError(f"stop={sampling.stop!r} needs a tokenizer, which this checkpoint does not have")
+        self._check_token_ids("stop_token_ids", sampling.stop_token_ids)
+        eos = () if sampling.ignore_eos else self._eos_token_ids
+        return Request(
+            next(self._ids),
+            token_ids,
+            sampling,
+            seed=secrets.randbelow(MAX_SEED + 1) if sampling.seed is None else sampling.seed,
+            max_tokens=min(sampling.max_tokens, self._max_model_len - len(token_ids)),
+            stop_token_ids={*sampling.stop_token_ids, *eos},
+            text_stream=None if self.tokenizer is None else Detokenizer(self.tokenizer, stop=sampling.stop),
+        )
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("this checkpoint has no tokenizer.json; give the prompt as token ids")
+            token_ids = self.tokenizer.encode(prompt)
+        else:
+            token_ids = list(prompt)
+            self._check_token_ids("prompt", token_ids)
+        if not token_ids:
+            raise ValueError(f"prompt {prompt!r} is empty; give at least one token to continue from")
+        return token_ids
+
+    def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
+        for i, token_id in enumerate(token_ids):
+            is_int = isinstance(token_id, Integral) and not isinstance(token_id, bool)
+            if not is_int or not 0 <= token_id < self.model_config.vocab_size:
+                raise ValueError(
+                    f"{name}[{i}] is {token_id!r}; token ids of this model are integers from 0 to"
+                    f" {self.model_config.vocab_size - 1}"
+                )
+
+    def _check_lengths(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
+        if num_prompt_tokens >= self._max_model_len:
+            raise ValueError(
+                f"prompt has {num_prompt_tokens} tokens but max_model_len is {self._max_model_len}, of which at least"
+                " one must be left for the output; shorten it or raise EngineConfig.max_model_len up to the model's"
+                f" {self.model_config.max_position}"
+            )
+        # The last token is drawn but never computed, so it needs no slot.
+        num_slots = min(num_prompt_tokens + sampling.max_tokens, self._max_model_len) - 1
+        if num_slots > self._max_request_len:
+            raise ValueError(
+                f"prompt of {num_prompt_tokens} tokens with max_tokens={sampling.max_tokens} may need {num_slots} slots"
+                f" of the cache, which has {self._max_request_len}; lower max_tokens, or raise EngineConfig.num_pages"
+                " or cache_bytes"
+            )
+
+
+def resolve_max_model_len(model_config: ModelConfig, config: EngineConfig) -> int:
+    """Returns the most tokens a request can have; ValueError where the engine asks for more than the model has."""
+    if config.max_model_len is None:
+        return model_config.max_position
+    if config.max_model_len > model_config.max_position:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} is more than the model's {model_config.max_position} positions;"
+            " lower it or leave it out"
+        )
+    return config.max_model_len
+
+
+def plan_cache(model_config: ModelConfig, config: EngineConfig, dtype: str) -> CacheConfig:
+    """Returns the pool: `num_pages` if set, else what all rows at full length use, within the bytes allowed."""
+    one_page = CacheConfig(num_pages=1, page_size=config.page_size, dtype=dtype)
+    if config.num_pages is not None:
+        return replace(one_page, num_pages=config.num_pages)
+    pages_per_row = -(-resolve_max_model_len(model_config, config) // config.page_size)
+    limit = default_cache_bytes() if config.cache_bytes is None else config.cache_bytes
+    num_pages = min(config.max_num_seqs * pages_per_row, limit // page_bytes(model_config, one_page))
+    if num_pages < 1:
+        raise ValueError(
+            f"cache_bytes={limit} is less than one page of {page_bytes(model_config, one_page)} bytes; raise"
+            " EngineConfig.cache_bytes or lower page_size"
+        )
+    return replace(one_page, num_pages=num_pages)
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    is_token_ids = bool(prompts) and not any(isinstance(p, (str, Sequence)) or hasattr(p, "__len__") for p in prompts)
+    return [prompts] if is_token_ids else prompts
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    params = list(params)
+    if len(params) != count:
+        raise ValueError(f"{len(params)} SamplingParams for {count} prompts; give one for all or one per prompt")
+    return params

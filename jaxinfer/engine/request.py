@@ -1,0 +1,136 @@
+"""A request on the host, and what of it is handed to the user."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from jaxinfer.config import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class TextStream(Protocol):
+    """Turns tokens into text as they come; `jaxinfer.tokenizer.Detokenizer` is one."""
+
+    @property
+    def is_stopped(self) -> bool: ...
+
+    def push(self, token_ids: Sequence[int]) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """A finished request. `text` ends before a stop string; `token_ids` are all tokens that were made.
+
+    `log_probs` are those of the chosen tokens under the model, before temperature and filters. `top_log_probs` has a
+    dictionary from token id to log-probability per token, most probable first, if asked for. `seed` repeats the result.
+    """
+
+    request_id: int
+    prompt_token_ids: tuple[int, ...]
+    text: str
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    top_log_probs: tuple[dict[int, float], ...]
+    finish_reason: FinishReason
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """What one step added to a request; the last one carries the completion.
+
+    `text` can be empty while an unfinished character or the possible start of a stop string is held back.
+    """
+
+    request_id: int
+    text: str
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    completion: Completion | None = None
+
+
+class Request:
+    """One prompt on its way: `num_computed` of its tokens are in the cache, `pages` hold them.
+
+    tokens     |------ prompt ------|-- output --|
+    computed   |------------ num_computed ---|      the rest is what the scheduler still has to hand out
+    """
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        max_tokens: int,
+        stop_token_ids: Collection[int],
+        text_stream: TextStream | None,
+    ):
+        self.request_id = request_id
+        self.sampling = sampling
+        self.seed = seed
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed = 0
+        self.pages: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self._max_tokens = max_tokens
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._text_stream = text_stream
+        self._texts: list[str] = []
+        self._log_probs: list[float] = []
+        self._top_log_probs: list[dict[int, float]] = []
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens that are known but not in the cache: all of a new prompt, 1 while decoding."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def append(self, token_id: int, log_prob: float, top_log_probs: dict[int, float]) -> Delta:
+        """Adds a drawn token and finishes the request where it ends it."""
+        self.token_ids.append(token_id)
+        self._log_probs.append(log_prob)
+        if self.sampling.log_probs:
+            self._top_log_probs.append(top_log_probs)
+        text = self._text_stream.push([token_id]) if self._text_stream else ""
+        if token_id in self._stop_token_ids or (self._text_stream and self._text_stream.is_stopped):
+            return self.finish("stop", text, (token_id,), (log_prob,))
+        if self.num_output_tokens >= self._max_tokens:
+            return self.finish("length", text, (token_id,), (log_prob,))
+        self._texts.append(text)
+        return Delta(request_id=self.request_id, text=text, token_ids=(token_id,), log_probs=(log_prob,))
+
+    def finish(
+        self,
+        reason: FinishReason,
+        text: str = "",
+        token_ids: tuple[int, ...] = (),
+        log_probs: tuple[float, ...] = (),
+    ) -> Delta:
+        """Ends the request and returns its last delta, with any text that was held back."""
+        self.finish_reason = reason
+        text += self._text_stream.flush() if self._text_stream else ""
+        self._texts.append(text)
+        completion = Completion(
+            request_id=self.request_id,
+            prompt_token_ids=tuple(self.token_ids[: self.num_prompt_tokens]),
+            text="".join(self._texts),
+            token_ids=tuple(self.token_ids[self.num_prompt_tokens :]),
+            log_probs=tuple(self._log_probs),
+            top_log_probs=tuple(self._top_log_probs),
+            finish_reason=reason,
+            seed=self.seed,
+        )
+        return Delta(
+            request_id=self.request_id, text=text, token_ids=token_ids, log_probs=log_probs, completion=completion
+        )

@@ -1,0 +1,68 @@
+"""The one owner of device state: parameters, cache and compiled steps."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+from tqdm import tqdm
+
+from jaxinfer.batch import StepOutput
+from jaxinfer.cache import abstract_cache, init_cache
+from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
+from jaxinfer.engine.batching import Bucket, build_batch, choose_bucket, plan_buckets
+from jaxinfer.engine.scheduler import Step
+from jaxinfer.params import Params
+from jaxinfer.steps import decode_step, prefill_step
+
+
+class Runner:
+    """Runs scheduled steps. Every shape a step can have is compiled before the first one runs."""
+
+    def __init__(
+        self,
+        params: Params,
+        model_config: ModelConfig,
+        engine_config: EngineConfig,
+        cache_config: CacheConfig,
+        *,
+        show_progress: bool,
+    ):
+        self._params = params
+        self._model_config = model_config
+        self._cache_config = cache_config
+        self._max_log_probs = min(engine_config.max_log_probs, model_config.vocab_size)
+        max_model_len = engine_config.max_model_len or model_config.max_position
+        self._table_width = -(-max_model_len // cache_config.page_size)
+        self._buckets = plan_buckets(engine_config)
+        self._compiled = self._compile_all(show_progress)
+        self._cache = init_cache(model_config, cache_config)
+
+    def run(self, step: Step) -> StepOutput:
+        """Computes the step and returns its output as host arrays, one row per chunk and padding after them."""
+        bucket = choose_bucket(self._buckets, step)
+        batch, sampling = self._build(step, bucket)
+        output, self._cache = self._compiled[bucket](self._params, self._cache, batch, sampling)
+        return jax.device_get(output)
+
+    def _build(self, step: Step, bucket: Bucket):
+        page_size = self._cache_config.page_size
+        return build_batch(step, bucket, page_size=page_size, table_width=self._table_width)
+
+    def _compile_all(self, show_progress: bool) -> dict[Bucket, jax.stages.Compiled]:
+        cache = abstract_cache(self._model_config, self._cache_config)
+
+        def compile_bucket(bucket: Bucket) -> jax.stages.Compiled:
+            batch, sampling = self._build(Step(()), bucket)
+            step = decode_step if bucket.is_decode else prefill_step
+            return step.lower(
+                self._params, cache, batch, sampling, config=self._model_config, max_log_probs=self._max_log_probs
+            ).compile()
+
+        # The compiler releases the interpreter lock, so buckets compile beside each other; the largest goes first.
+        order = sorted(self._buckets, key=lambda bucket: -bucket.num_tokens)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            futures = {bucket: pool.submit(compile_bucket, bucket) for bucket in order}
+            progress = tqdm(futures.items(), desc="compiling steps", unit="step", disable=not show_progress)
+            return {bucket: future.result() for bucket, future in progress}

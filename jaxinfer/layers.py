@@ -1,0 +1,95 @@
+"""The layers of a decoder: functions of arrays, each with its formula.
+
+On CPU a token's result must not depend, in any bit, on the tokens computed beside it. Two rules keep that here:
+matrix products never have one row (steps have at least two), and row sums go through `row_sum`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.config import ModelConfig, RopeScaling
+from kernels_pallas.row_sum import row_sum
+
+
+def linear(x: jax.Array, w: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """Returns x wᵀ + bias for x [T, in] and w [out..., in]; the result is [T, out...].
+
+    Weights lie as [out, in] and both contract on their last axis: on CPU that is 1.3 to 1.8 times faster at 2 to 64
+    rows than x @ w with [in, out].
+    """
+    out_shape = w.shape[:-1]
+    y = jax.lax.dot_general(x, w.reshape(-1, w.shape[-1]), (((1,), (1,)), ((), ())))
+    y = y.reshape(x.shape[0], *out_shape)
+    return y if bias is None else y + bias[None]
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, *, epsilon: float) -> jax.Array:
+    """Returns x / sqrt(mean(x²) + epsilon) * weight over the last axis, in float32 (Zhang & Sennrich 2019)."""
+    wide = x.astype(jnp.float32)
+    mean_square = row_sum(wide * wide) / x.shape[-1]
+    normed = (wide * jax.lax.rsqrt(mean_square + epsilon)[..., None]).astype(x.dtype)
+    return normed * jnp.broadcast_to(weight, normed.shape)
+
+
+def rotary_frequencies(config: ModelConfig) -> tuple[jax.Array, float]:
+    """Returns the angle per position of each pair, f32[H/2], and the factor on cosine and sine."""
+    H = config.head_dim
+    frequencies = config.rope_theta ** (-jnp.arange(0, H, 2, dtype=jnp.float32) / H)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies, 1.0
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor, 1.0
+    blend = _llama3_blend if scaling.kind == "llama3" else _yarn_blend
+    keep = blend(frequencies, scaling, config)
+    factor = scaling.attention_factor if scaling.kind == "yarn" else 1.0
+    return frequencies * keep + frequencies / scaling.factor * (1.0 - keep), factor
+
+
+def _llama3_blend(frequencies: jax.Array, scaling: RopeScaling, config: ModelConfig) -> jax.Array:
+    """How much of each frequency stays: 1 for short wavelengths, 0 for long ones, linear in between (Llama 3.1)."""
+    rotations = scaling.original_max_position * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    return jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
+
+
+def _yarn_blend(frequencies: jax.Array, scaling: RopeScaling, config: ModelConfig) -> jax.Array:
+    """How much of each frequency stays: a ramp over pairs, between two counts of rotations (Peng et al. 2023)."""
+    H = config.head_dim
+
+    def pair_with(rotations: float) -> float:
+        ratio = scaling.original_max_position / (rotations * 2 * math.pi)
+        return H * math.log(ratio) / (2 * math.log(config.rope_theta))
+
+    low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, H - 1)
+    high += 0.001 if low == high else 0.0  # a ramp of no width would divide by zero
+    return 1.0 - jnp.clip((jnp.arange(H // 2, dtype=jnp.float32) - low) / (high - low), 0.0, 1.0)
+
+
+def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """Returns cosine and sine [T, 1, H/2] in float32 for positions i32[T]."""
+    frequencies, factor = rotary_frequencies(config)
+    angles = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None, :]
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def rotary_embedding(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the two halves of the head dimension of x [T, heads, H] by position (RoPE, Su et al. 2021).
+
+    Half-split layout as in Hugging Face checkpoints, not interleaved.
+    """
+    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.broadcast_to(cos, x1.shape), jnp.broadcast_to(sin, x1.shape)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
+
+
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns silu(gate) * up (Shazeer 2020)."""
+    return jax.nn.silu(gate) * up

@@ -1,0 +1,69 @@
+"""The steps: pure functions from (parameters, cache, batch, sampling) to (output, cache), one dispatch each.
+
+The cache is donated: the caller gives it up and takes its successor from the result.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.batch import Batch, SamplingBatch, StepOutput
+from jaxinfer.cache import KVCache
+from jaxinfer.config import ModelConfig
+from jaxinfer.decoder import forward, unembed
+from jaxinfer.params import Params
+from jaxinfer.sampling import describe, sample
+
+_jit_step = functools.partial(
+    jax.jit, static_argnames=("config", "max_log_probs", "implementation"), donate_argnames="cache"
+)
+
+
+@_jit_step
+def prefill_step(
+    params: Params,
+    cache: KVCache,
+    batch: Batch,
+    sampling: SamplingBatch,
+    *,
+    config: ModelConfig,
+    max_log_probs: int = 0,
+    implementation: str | None = None,
+) -> tuple[StepOutput, KVCache]:
+    """Computes any mix of chunks and draws one token per row, from its last position.
+
+    A decoding request in the mix is a chunk of one token. What is drawn for a row whose prompt is not finished means
+    nothing. Raises at trace time: ValueError where max_log_probs exceeds the vocabulary.
+    """
+    hidden, cache = forward(params, cache, batch, config=config, implementation=implementation)
+    # Padding rows repeat the end of the last row; their result is discarded.
+    last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
+    return _finish(params, hidden[last], batch, sampling, max_log_probs), cache
+
+
+@_jit_step
+def decode_step(
+    params: Params,
+    cache: KVCache,
+    batch: Batch,
+    sampling: SamplingBatch,
+    *,
+    config: ModelConfig,
+    max_log_probs: int = 0,
+    implementation: str | None = None,
+) -> tuple[StepOutput, KVCache]:
+    """Computes one token per row (T = B, `cu_q_lens` = 0, 1, … B) and draws the next of each."""
+    hidden, cache = forward(params, cache, batch, config=config, q_len=1, implementation=implementation)
+    return _finish(params, hidden, batch, sampling, max_log_probs), cache
+
+
+def _finish(
+    params: Params, hidden: jax.Array, batch: Batch, sampling: SamplingBatch, max_log_probs: int
+) -> StepOutput:
+    logits = unembed(params, hidden)
+    # A row's context is kv_lens tokens, so the token drawn now will stand at position kv_lens.
+    tokens = sample(logits, sampling, batch.kv_lens)
+    return describe(logits, tokens, sampling, max_log_probs)

@@ -1,0 +1,210 @@
+"""Text to token ids and back, the way back also piece by piece while a request runs; free of jax."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders
+
+# A character has at most 4 bytes, so after 4 tokens that end inside one the bytes are not UTF-8 and waiting is in vain.
+MAX_CHARACTER_BYTES = 4
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def _spelled_bytes() -> dict[str, int]:
+    """Maps the characters in which byte-level BPE spells tokens to bytes (GPT-2, Radford et al. 2019)."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+SPELLED_BYTES = _spelled_bytes()
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer.json."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        """Takes over `backend` and switches its truncation and padding off: a prompt is encoded whole or refused."""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._token_bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def from_path(cls, checkpoint_dir: str | Path) -> Tokenizer | None:
+        """Reads tokenizer.json in `checkpoint_dir`; None when there is none, ValueError when it cannot be read."""
+        path = Path(checkpoint_dir) / "tokenizer.json"
+        if not path.exists():
+            return None
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(path)))
+        except Exception as error:  # The library raises nothing more specific.
+            raise ValueError(
+                f"{path} is not a tokenizer that tokenizers {tokenizers.__version__} can read ({error}); "
+                "download it again or upgrade tokenizers"
+            ) from error
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens known, added ones included; a model may have more rows than that."""
+        return self._backend.get_vocab_size()
+
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether every token is a fixed string of bytes, whatever stands beside it."""
+        return isinstance(self._backend.decoder, decoders.ByteLevel)
+
+    def encode(self, text: str) -> list[int]:
+        """Encodes `text` with the special tokens that the file's post-processor adds."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"text has half a surrogate pair, {text[error.start]!r}, at character {error.start}; "
+                "give text that can be written as UTF-8"
+            ) from error
+        return self._backend.encode(text).ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Decodes without special tokens; ids without a token are nothing, bytes that are not UTF-8 become U+FFFD."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+
+    def has_text(self, token_id: int) -> bool:
+        """Whether `decode` looks at the token at all: it is known and not special."""
+        return token_id not in self._special_ids and self._backend.id_to_token(token_id) is not None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token of a byte-level tokenizer stands for, none for special and unknown ones."""
+        if token_id not in self._token_bytes:
+            token = self._backend.id_to_token(token_id) if self.has_text(token_id) else ""
+            self._token_bytes[token_id] = _unspell(token or "")
+        return self._token_bytes[token_id]
+
+
+def _unspell(token: str) -> bytes:
+    # Added tokens may be spelled in plain text; the library tells them by a character outside the table.
+    if all(character in SPELLED_BYTES for character in token):
+        return bytes(SPELLED_BYTES[character] for character in token)
+    return token.encode()
+
+
+class _ByteText:
+    """Text of a byte-level tokenizer: the bytes of its tokens, as far as their characters are complete."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _WindowText:
+    """Text of any other tokenizer, whose tokens may read differently beside others (a leading space stripped, bytes
+    joined to a character): decodes the pending tokens after the last ones shown and takes what they add.
+
+        token ids   1 2 3 4 5 6 7        decode(4 5 6 7) = "lo wor"
+        shown       └───────┘            decode(4 5)     = "lo"
+        context           └─┘            new text        = " wor"
+        pending               └─┘
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._context: list[int] = []
+        self._context_len = 0  # characters
+        self._pending: list[int] = []
+        self._num_incomplete = 0  # latest tokens that all left the text inside a character
+
+    def push(self, token_id: int) -> str:
+        # Tokens without text must not become the context: the text after them would then look like the first.
+        if not self._tokenizer.has_text(token_id):
+            return ""
+        self._pending.append(token_id)
+        text = self._pending_text()
+        self._num_incomplete = self._num_incomplete + 1 if text.endswith(REPLACEMENT) else 0
+        if not text or 0 < self._num_incomplete < MAX_CHARACTER_BYTES:
+            return ""
+        self._context, self._pending, self._num_incomplete = self._pending, [], 0
+        self._context_len = len(self._tokenizer.decode(self._context))
+        return text
+
+    def flush(self) -> str:
+        text, self._pending = self._pending_text(), []
+        return text
+
+    def _pending_text(self) -> str:
+        return self._tokenizer.decode(self._context + self._pending)[self._context_len :]
+
+
+class Detokenizer:
+    """The text of one request while its tokens arrive, ended before the first of the `stop` strings.
+
+    Without `stop`, the pushed texts and the flushed one joined are `tokenizer.decode` of all tokens: for byte-level
+    tokenizers always, for those that fall back to byte tokens when every run of those is UTF-8 (as in all encoded
+    text). In other runs `decode` discards the good characters too; here those already shown stay.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._text = _ByteText(tokenizer) if tokenizer.is_byte_level else _WindowText(tokenizer)
+        self._stop = tuple(stop)
+        self._held = ""
+        self.stop_met: str | None = None
+        # Up to and including the token that completed a stop string, even where more were pushed with it.
+        self.num_tokens = 0
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string, `stop_met`, was met."""
+        return self.stop_met is not None
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Takes tokens until a stop string is met and returns the new text that no later token can change or stop."""
+        texts = []
+        for token_id in token_ids:
+            if self.is_stopped:
+                break
+            self.num_tokens += 1
+            texts.append(self._before_stop(self._text.push(token_id)))
+        return "".join(texts)
+
+    def flush(self) -> str:
+        """Returns the text held back, once there are no more tokens; an incomplete character shows as U+FFFD."""
+        if self.is_stopped:
+            return ""
+        text = self._before_stop(self._text.flush())
+        held, self._held = self._held, ""
+        return text + held
+
+    def _before_stop(self, text: str) -> str:
+        if not self._stop:
+            return text
+        text = self._held + text
+        # The first one completed, not the first one begun: so the end does not depend on how the text came in pieces.
+        matches = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
+        if matches:
+            _, end, self.stop_met = min(matches)
+            self._held = ""
+        else:
+            end = len(text) - max(_overlap(text, stop) for stop in self._stop)
+            self._held = text[end:]
+        return text[:end]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Counts the characters at the end of `text` that may be the beginning of `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

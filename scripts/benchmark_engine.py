@@ -1,0 +1,139 @@
+"""The side of jaxinfer in `benchmark.py`, to be run in a process of its own.
+
+A measurement is a function (llm, workload, task, purpose) -> figure in the unit of the task's label, and
+times whole engine steps with their host work.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmark_workload import (
+    JOB_OUTPUT_RANGE,
+    JOB_PROMPT_RANGE,
+    PREFILL_BATCH,
+    PREFILL_LEN,
+    TPOT_OUTPUT_LEN,
+    TPOT_PROMPT_LEN,
+    TTFT_LEN,
+    WARM_STEPS,
+    Task,
+    Workload,
+    milliseconds,
+)
+
+from jaxinfer import LLM, EngineConfig, SamplingParams
+
+MAX_NUM_SEQS = 32
+MAX_NUM_BATCHED_TOKENS = 512
+# A bound only: the engine takes what its rows can use. Preemption would be measured as slow decoding.
+CACHE_BYTES = 8 << 30
+
+
+def lead_steps(batch: int, context: int) -> int:
+    """Bounds the steps until `batch` prompts are prefilled; rows that already decode use budget as well."""
+    return math.ceil(batch * context / (MAX_NUM_BATCHED_TOKENS - batch)) + batch
+
+
+def output_len(batch: int, context: int, workload: Workload) -> int:
+    return lead_steps(batch, context) + WARM_STEPS + workload.steps
+
+
+def load(model: Path, workload: Workload) -> LLM:
+    """Compiles everything; one engine serves all tasks, as it would in use."""
+    lengths = {
+        "prefill": [PREFILL_LEN + 1],
+        "ttft": [TTFT_LEN + 1],
+        "tpot": [TPOT_PROMPT_LEN + TPOT_OUTPUT_LEN],
+        "job": [JOB_PROMPT_RANGE[1] + JOB_OUTPUT_RANGE[1]],
+        "decode": [c + output_len(b, c, workload) for b in workload.batches for c in workload.contexts],
+    }
+    config = EngineConfig(
+        max_num_seqs=max(MAX_NUM_SEQS, *workload.batches),
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        max_model_len=max(length for section in workload.sections for length in lengths[section]),
+        cache_bytes=CACHE_BYTES,
+    )
+    return LLM(str(model), config=config, show_progress=False)
+
+
+def add(llm: LLM, prompts: list[list[int]], max_tokens: int) -> None:
+    for prompt in prompts:
+        llm.add(prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
+
+
+def run_to_end(llm: LLM, prompts: list[list[int]], max_tokens: int) -> list[float]:
+    """Returns the times at which a step brought tokens."""
+    add(llm, prompts, max_tokens)
+    times = []
+    while llm.has_unfinished:
+        if any(delta.token_ids for delta in llm.step()):
+            times.append(time.perf_counter())
+    return times
+
+
+def measure_prefill(llm: LLM, workload: Workload, task: Task, purpose: str) -> float:
+    def run(index: int) -> None:
+        run_to_end(llm, workload.prompts(PREFILL_BATCH, PREFILL_LEN, f"{purpose} {index}"), 1)
+
+    return 1e3 * PREFILL_BATCH * PREFILL_LEN / milliseconds(run, workload.repeats)
+
+
+def measure_ttft(llm: LLM, workload: Workload, task: Task, purpose: str) -> float:
+    prompts = [workload.prompts(1, TTFT_LEN, f"{purpose} {index}") for index in range(workload.repeats + 1)]
+    return milliseconds(lambda index: run_to_end(llm, prompts[index], 1), workload.repeats)
+
+
+def measure_tpot(llm: LLM, workload: Workload, task: Task, purpose: str) -> float:
+    results = []
+    for index in range(workload.repeats + 1):
+        times = run_to_end(llm, workload.prompts(1, TPOT_PROMPT_LEN, f"{purpose} {index}"), TPOT_OUTPUT_LEN)
+        results.append(1e3 * (times[-1] - times[0]) / (TPOT_OUTPUT_LEN - 1))
+    return median(results[1:])
+
+
+def measure_decode(llm: LLM, workload: Workload, task: Task, purpose: str) -> float:
+    """Times steps that emit a token for each row.
+
+    Rows prefilled first decode while the others are prefilled, so contexts are up to `lead_steps` tokens
+    longer than the peer's, to our cost.
+    """
+    max_tokens = output_len(task.batch, task.context, workload)
+    add(llm, workload.prompts(task.batch, task.context, purpose), max_tokens)
+    started: set[Any] = set()
+    while len(started) < task.batch:
+        started |= {delta.request_id for delta in llm.step() if delta.token_ids}
+    times = []
+    while llm.has_unfinished:
+        began = time.perf_counter()
+        emitted = sum(len(delta.token_ids) for delta in llm.step())
+        if emitted == task.batch:
+            times.append(1e3 * (time.perf_counter() - began))
+    timed = times[WARM_STEPS : WARM_STEPS + workload.steps]
+    if len(timed) < workload.steps:
+        raise RuntimeError(f"only {len(timed)} of {workload.steps} steps decoded all {task.batch} rows")
+    return median(timed)
+
+
+def measure_job(llm: LLM, workload: Workload, task: Task, purpose: str) -> float:
+    prompts, lengths = zip(*workload.job(purpose), strict=True)
+    params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in lengths]
+    began = time.perf_counter()
+    completions = llm.generate(list(prompts), params, show_progress=False)
+    seconds = time.perf_counter() - began
+    if [len(completion.token_ids) for completion in completions] != list(lengths):
+        raise RuntimeError("an output has not the length that was asked for")
+    return sum(lengths) / seconds
+
+
+MEASURES = {
+    "prefill": measure_prefill,
+    "decode": measure_decode,
+    "ttft": measure_ttft,
+    "tpot": measure_tpot,
+    "job": measure_job,
+}

@@ -1,0 +1,150 @@
+"""What `benchmark.py` asks both sides to compute, and the random checkpoints it can ask it of."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+SECTIONS = ("prefill", "decode", "ttft", "tpot", "job")
+JOB_REQUESTS = 64
+JOB_PROMPT_RANGE = (16, 512)
+JOB_OUTPUT_RANGE = (16, 256)
+PREFILL_BATCH, PREFILL_LEN = 4, 512
+TTFT_LEN = 512
+TPOT_PROMPT_LEN = TPOT_OUTPUT_LEN = 128
+# Steps of a measured decode that are not timed: the first ones touch new shapes and new memory.
+WARM_STEPS = 3
+LOWER, HIGHER = "lower", "higher"
+RANDOM_SHAPES: dict[str, dict[str, Any]] = {
+    "125m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 32_000}
+    | {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One figure to measure: `batch` rows at `context` tokens, where the section has a choice."""
+
+    section: str
+    label: str
+    better: str
+    batch: int = 0
+    context: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Sizes that all tasks share; equal seeds give equal prompts."""
+
+    vocab_size: int
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    sections: tuple[str, ...]
+    steps: int  # timed decode steps
+    repeats: int
+    threads: int
+    seed: int = 0
+
+    def prompts(self, count: int, length: int, purpose: str) -> list[list[int]]:
+        """Draws token ids; a new purpose gives new prompts, so no prefix cache answers the second time."""
+        draw = random.Random(f"{self.seed} {purpose}")
+        return [draw.choices(range(1, self.vocab_size), k=length) for _ in range(count)]
+
+    def job(self, purpose: str) -> list[tuple[list[int], int]]:
+        """Draws (prompt, output length) pairs, lengths log-uniform and by the seed alone."""
+        draw = random.Random(self.seed)
+        sizes = [
+            (log_uniform(draw, *JOB_PROMPT_RANGE), log_uniform(draw, *JOB_OUTPUT_RANGE))
+            for _ in range(JOB_REQUESTS)
+        ]
+        return [(self.prompts(1, n, f"{purpose} {i}")[0], output) for i, (n, output) in enumerate(sizes)]
+
+
+def log_uniform(draw: random.Random, low: int, high: int) -> int:
+    return round(math.exp(draw.uniform(math.log(low), math.log(high))))
+
+
+def milliseconds(run: Callable[[int], Any], repeats: int) -> float:
+    """Returns the median of `repeats` calls after one that is not counted; each call gets its own index."""
+    times = []
+    for index in range(repeats + 1):
+        began = time.perf_counter()
+        run(index)
+        times.append(1e3 * (time.perf_counter() - began))
+    return median(times[1:])
+
+
+def table_rows(workload: Workload, static_batches: list[int]) -> dict[str, tuple[Task, list[Task]]]:
+    """Returns by row of the table our task and the peer's tasks, of which the best counts."""
+    prefill = f"prefill {PREFILL_BATCH} x {PREFILL_LEN}, tokens/s"
+    tasks = {
+        "prefill": [Task(section="prefill", label=prefill, better=HIGHER)],
+        "decode": [
+            Task(
+                section="decode", label=f"decode batch {b} context {c}, ms", better=LOWER, batch=b, context=c
+            )
+            for c in workload.contexts
+            for b in workload.batches
+        ],
+        "ttft": [Task(section="ttft", label=f"TTFT of {TTFT_LEN} tokens, ms", better=LOWER)],
+        "tpot": [Task(section="tpot", label=f"TPOT over {TPOT_OUTPUT_LEN} tokens, ms", better=LOWER)],
+    }
+    rows = {task.label: (task, [task]) for section in workload.sections for task in tasks.get(section, [])}
+    if "job" in workload.sections:
+        ours = Task(section="job", label="job", better=HIGHER)
+        continuous = Task(section="continuous", label="its continuous batching", better=HIGHER)
+        static = [
+            Task(section="job", label=f"generate() over static batches of {b}", better=HIGHER, batch=b)
+            for b in static_batches
+        ]
+        rows[f"job of {JOB_REQUESTS}, output tokens/s"] = (ours, [*static, continuous])
+    return rows
+
+
+def write_random_checkpoint(folder: Path, shape: str) -> None:
+    """Saves a Llama with random float32 weights and a tokenizer that can spell every token id."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**RANDOM_SHAPES[shape], tie_word_embeddings=False, bos_token_id=None, eos_token_id=0)
+    model = LlamaForCausalLM(config).float()
+    model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
+    model.save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["<|endoftext|>", *alphabet, *(f"Ġword{i}" for i in range(config.vocab_size - len(alphabet) - 1))]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(words[:1])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}\n'
+    (folder / "tokenizer_config.json").write_text(settings)
+
+
+@contextlib.contextmanager
+def checkpoint(folder: Path, random_shape: str | None) -> Iterator[Path]:
+    """Yields `folder`, or one with random weights of that shape, which is deleted afterwards."""
+    if random_shape is None:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="random-llama-") as scratch:
+        # In a child, because the peak memory of a process counts from that of the one that started it.
+        writer = multiprocessing.get_context("spawn").Process(
+            target=write_random_checkpoint, args=(Path(scratch), random_shape)
+        )
+        writer.start()
+        writer.join()
+        if writer.exitcode != 0:
+            raise RuntimeError(f"writing a random checkpoint ended with exit code {writer.exitcode}")
+        yield Path(scratch)

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Everything a change must pass: lint, format, types, tests. Extra arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+ruff check .
+ruff format --check .
+pyright
+pytest "$@"

@@ -1,0 +1,77 @@
+"""An engine without a model, with the methods of `LLM` that a job uses."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from jaxinfer.config import SamplingParams
+from jaxinfer.engine.request import Completion, Delta
+
+MAX_PROMPT_TOKENS = 8
+MAX_RUNNING = 3
+
+
+class FakeLLM:
+    """Draws tokens from the seed and the prompt alone; `steps_left` steps later its process would be killed."""
+
+    def __init__(self, steps_left: int | None = None, killed_by: BaseException | None = None) -> None:
+        self._steps_left = steps_left
+        self._killed_by = killed_by
+        self._waiting: list[tuple[int, Any, SamplingParams]] = []
+        self._tokens: dict[int, list[int]] = {}
+        self._outbox: list[Delta] = []
+        self.num_added = 0
+        self.max_unfinished = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, prompt: str | tuple[int, ...], sampling_params: SamplingParams) -> int:
+        if len(prompt) > MAX_PROMPT_TOKENS:
+            raise ValueError(f"prompt has {len(prompt)} tokens")
+        self.num_added += 1
+        self._waiting.append((self.num_added, prompt, sampling_params))
+        self.max_unfinished = max(self.max_unfinished, len(self._waiting))
+        return self.num_added
+
+    def abort(self, request_id: int) -> None:
+        for entry in [entry for entry in self._waiting if entry[0] == request_id]:
+            self._waiting.remove(entry)
+            self._outbox.append(self._delta(*entry, token_ids=(), finish_reason="abort"))
+
+    def step(self) -> list[Delta]:
+        if self._killed_by is not None and self._steps_left is not None:
+            self._steps_left -= 1
+            if self._steps_left < 0:
+                raise self._killed_by
+        for request_id, prompt, params in self._waiting[:MAX_RUNNING]:
+            tokens = self._tokens.setdefault(request_id, [])
+            tokens.append(random.Random(f"{params.seed} {prompt} {len(tokens)}").randrange(100))
+            reason = "length" if len(tokens) == params.max_tokens else None
+            self._outbox.append(self._delta(request_id, prompt, params, (tokens[-1],), reason))
+        self._waiting = [e for e in self._waiting if len(self._tokens.get(e[0], ())) < e[2].max_tokens]
+        deltas, self._outbox = self._outbox, []
+        return deltas
+
+    def _delta(self, request_id: int, prompt: Any, params: SamplingParams, token_ids: Any, finish_reason: Any) -> Delta:
+        tokens = tuple(self._tokens.get(request_id, ()))
+        log_probs = tuple(-token / 7 for token in tokens)
+        completion = Completion(
+            request_id=request_id,
+            prompt_token_ids=tuple(range(len(prompt))),
+            text="".join(chr(0x4E00 + token) for token in tokens),
+            token_ids=tokens,
+            log_probs=log_probs,
+            top_log_probs=tuple({token: -0.5, 101: float("-inf")} for token in tokens) if params.log_probs else (),
+            finish_reason=finish_reason,
+            seed=params.seed or 0,
+        )
+        return Delta(
+            request_id=request_id,
+            text="",
+            token_ids=token_ids,
+            log_probs=log_probs[-1:],
+            completion=completion if finish_reason else None,
+        )

@@ -1,0 +1,212 @@
+"""Jobs on an engine without a model: what is recorded, what a stop costs, which outputs are refused."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.batch_job.fake_llm import FakeLLM
+
+from jaxinfer.batch_job import Summary, run_batch
+from jaxinfer.batch_job.output import OutputFile
+from jaxinfer.config import SamplingParams
+
+
+class Killed(BaseException):
+    """Ends a run in the middle; unlike a real kill it unwinds, so files are closed."""
+
+
+def write_requests(path: Path, num_requests: int = 12) -> None:
+    """Requests of 1 to 4 tokens, seeded and not, with a blank line, a broken one, a repeated one and a long prompt."""
+    rows = [{"custom_id": f"é{i}", "prompt": f"p{i % 3}", "max_tokens": 1 + i % 4} for i in range(num_requests)]
+    rows[2] |= {"seed": 5, "log_probs": 2}
+    rows[4] |= {"custom_id": "é3"}
+    rows[6] |= {"prompt": "too long a prompt"}
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("\n".join([*lines[:1], "", "{", *lines[1:]]) + "\n", encoding="utf-8")
+
+
+def run(folder: Path, llm: FakeLLM | None = None, **options: Any) -> Summary:
+    job: Any = run_batch
+    return job(llm or FakeLLM(), folder / "in.jsonl", folder / "out.jsonl", show_progress=False, **options)
+
+
+def sorted_lines(path: Path) -> list[bytes]:
+    return sorted(path.read_bytes().splitlines(keepends=True), key=lambda raw: json.loads(raw)["line"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_requests(tmp_path / "in.jsonl")
+    return tmp_path
+
+
+@pytest.fixture
+def undisturbed(folder: Path) -> bytes:
+    """The output of a run without interruption, which is then removed."""
+    run(folder)
+    content = (folder / "out.jsonl").read_bytes()
+    (folder / "out.jsonl").unlink()
+    return content
+
+
+def test_every_request_has_a_record_and_every_broken_line_an_error(folder):
+    summary = run(folder)
+    records = [json.loads(raw) for raw in sorted_lines(folder / "out.jsonl")]
+    assert [record["line"] for record in records] == [1, *range(3, 15)]
+    assert [record["line"] for record in records if "error" in record] == [3, 7, 9]
+    assert [record["custom_id"] for record in records[:3]] == ["é0", None, "é1"]
+    assert [len(r["token_ids"]) for r in records if "error" not in r] == [1, 2, 3, 4, 2, 4, 1, 2, 3, 4]
+    assert (summary.num_requests, summary.num_completed, summary.num_errors, summary.num_tokens) == (13, 10, 3, 26)
+
+
+def test_a_second_run_does_nothing(folder, undisturbed):
+    (folder / "out.jsonl").write_bytes(undisturbed)
+    llm = FakeLLM()
+    summary = run(folder, llm)
+    assert (folder / "out.jsonl").read_bytes() == undisturbed
+    assert (llm.num_added, summary.num_done_before) == (0, 13)
+
+
+def test_a_job_resumes_from_every_byte_of_its_last_two_records(folder, undisturbed):
+    *first, before_last, last = undisturbed.splitlines(keepends=True)
+    expected = sorted(undisturbed.splitlines(keepends=True))
+    for cut in range(len(before_last) + len(last) + 1):
+        (folder / "out.jsonl").write_bytes(b"".join(first) + (before_last + last)[:cut])
+        run(folder)
+        content = (folder / "out.jsonl").read_bytes()
+        assert content.startswith(b"".join(first))
+        assert sorted(content.splitlines(keepends=True)) == expected
+
+
+@pytest.mark.parametrize("num_steps", range(12))
+def test_a_job_ended_at_any_step_yields_what_an_undisturbed_one_does(folder, undisturbed, num_steps):
+    with pytest.raises(Killed):
+        run(folder, FakeLLM(num_steps, Killed()), max_in_flight=5)
+    kept = (folder / "out.jsonl").read_bytes()
+    run(folder)
+    assert (folder / "out.jsonl").read_bytes().startswith(kept)
+    assert sorted((folder / "out.jsonl").read_bytes().splitlines()) == sorted(undisturbed.splitlines())
+
+
+def test_a_request_whose_record_is_deleted_is_done_again(folder, undisturbed):
+    lines = undisturbed.splitlines(keepends=True)
+    (folder / "out.jsonl").write_bytes(b"".join(lines[:3] + lines[4:]))
+    assert run(folder).num_completed + run(folder).num_errors <= 1
+    assert sorted((folder / "out.jsonl").read_bytes().splitlines(keepends=True)) == sorted(lines)
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 4, 100])
+def test_the_engine_never_has_more_requests_than_allowed(folder, undisturbed, max_in_flight):
+    llm = FakeLLM()
+    run(folder, llm, max_in_flight=max_in_flight)
+    assert llm.max_unfinished == min(max_in_flight, 10)
+    assert sorted((folder / "out.jsonl").read_bytes().splitlines()) == sorted(undisturbed.splitlines())
+
+
+def test_an_interrupt_says_how_to_go_on_and_leaves_the_engine_free(folder):
+    llm = FakeLLM(2, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt, match=r"interrupted with \d of 13 requests done; run it again"):
+        run(folder, llm)
+    assert not llm.has_unfinished
+
+
+def test_an_engine_with_aborted_requests_of_another_job_can_be_used(folder, undisturbed):
+    llm = FakeLLM()
+    llm.abort(llm.add("p", SamplingParams()))
+    run(folder, llm)
+    assert sorted((folder / "out.jsonl").read_bytes().splitlines()) == sorted(undisturbed.splitlines())
+
+
+def test_progress_counts_requests_and_tokens(folder, capsys):
+    job: Any = run_batch
+    job(FakeLLM(), folder / "in.jsonl", folder / "out.jsonl")
+    assert "13/13" in (shown := capsys.readouterr().err)
+    assert "tokens/s" in shown
+
+
+FOREIGN = {
+    "another custom_id": b'{"line": 1, "custom_id": "x", "error": "e"}\n',
+    "a line that is blank": b'{"line": 2, "custom_id": null, "error": "e"}\n',
+    "a line past the end": b'{"line": 99, "custom_id": "x", "error": "e"}\n',
+    "a line done twice": b'{"line": 1, "custom_id": "\xc3\xa90", "error": "e"}\n' * 2,
+    "a line that is no record": b'{"custom_id": "\xc3\xa90", "prompt": "p"}\n',
+    "a broken line before the last": b'{"line": 1, "custom_id": "\xc3\xa9\n{"line": 3, "custom_id": null, "error": "e"}\n',
+    "text without line end": b"a letter",
+    "zeros": bytes(8),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_an_output_that_is_not_of_this_input_is_refused_and_not_touched(folder, kind):
+    (folder / "out.jsonl").write_bytes(FOREIGN[kind])
+    with pytest.raises(ValueError, match=r"out\.jsonl .*; nothing was changed, give another output"):
+        run(folder)
+    assert (folder / "out.jsonl").read_bytes() == FOREIGN[kind]
+
+
+def test_an_input_used_as_output_is_refused_and_not_touched(folder):
+    before = (folder / "in.jsonl").read_bytes()
+    job: Any = run_batch
+    with pytest.raises(ValueError, match="is the input itself"):
+        job(FakeLLM(), folder / "in.jsonl", folder / "in.jsonl")
+    assert (folder / "in.jsonl").read_bytes() == before
+
+
+def test_an_input_that_is_missing_or_not_a_file_is_refused_before_there_is_an_output(tmp_path):
+    for make in (lambda path: None, Path.mkdir):
+        make(tmp_path / "in.jsonl")
+        with pytest.raises(ValueError, match=r"in\.jsonl (does not exist|is not a regular file)"):
+            run(tmp_path)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_job_needs_room_for_a_request(folder):
+    with pytest.raises(ValueError, match="max_in_flight is 0"):
+        run(folder, max_in_flight=0)
+
+
+def test_an_output_has_one_job_at_a_time(folder):
+    with OutputFile(folder / "out.jsonl"), pytest.raises(ValueError, match="another job is writing to"):
+        run(folder)
+    assert run(folder).num_requests == 13
+
+
+def _hold(path: Path, is_held: Any) -> None:
+    with OutputFile(path):
+        is_held.set()
+        multiprocessing.Event().wait()
+
+
+def test_the_lock_vanishes_with_a_killed_process(folder):
+    context = multiprocessing.get_context("spawn")
+    is_held = context.Event()
+    process = context.Process(target=_hold, args=(folder / "out.jsonl", is_held), daemon=True)
+    process.start()
+    assert is_held.wait(30)
+    with pytest.raises(ValueError, match="another job is writing to"):
+        run(folder)
+    process.kill()
+    process.join()
+    assert run(folder).num_requests == 13
+
+
+def test_a_long_input_is_read_as_the_engine_asks_for_it(tmp_path, monkeypatch):
+    write_requests(tmp_path / "in.jsonl", 2000)
+    reads = []
+    from jaxinfer.batch_job import job as job_module
+
+    original = job_module.read_requests
+
+    def counted(*arguments: Any):
+        for entry in original(*arguments):
+            reads.append(entry.line)
+            yield entry
+
+    monkeypatch.setattr(job_module, "read_requests", counted)
+    with pytest.raises(Killed):
+        run(tmp_path, FakeLLM(3, Killed()), max_in_flight=10)
+    assert len(reads) < 30

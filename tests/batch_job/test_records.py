@@ -1,0 +1,184 @@
+"""Lines of a job's input and output."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from jaxinfer.batch_job.records import (
+    InvalidLine,
+    Request,
+    completion_line,
+    custom_id_of,
+    error_line,
+    parse_record,
+    parse_request,
+    read_requests,
+)
+from jaxinfer.config import SamplingParams
+from jaxinfer.engine.request import Completion
+
+COMPLETION = Completion(
+    request_id=5,
+    prompt_token_ids=(1, 2, 3),
+    text="a\n中\u2028",
+    token_ids=(7, 8),
+    log_probs=(-0.5, float("-inf")),
+    top_log_probs=({7: -0.5, 9: -1.0}, {8: float("-inf")}),
+    finish_reason="stop",
+    seed=11,
+)
+
+
+def request(**fields) -> Request:
+    entry = parse_request(json.dumps({"custom_id": "a", "prompt": "p"} | fields).encode(), 4)
+    assert isinstance(entry, Request)
+    return entry
+
+
+PARAMETERS = {
+    "max_tokens": 3,
+    "temperature": 0.5,
+    "top_k": 2,
+    "top_p": 0.25,
+    "min_p": 0.125,
+    "seed": 2**64 - 1,
+    "log_probs": 4,
+    "stop": ["x"],
+    "stop_token_ids": [6],
+    "ignore_eos": True,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_each_parameter_of_a_line_reaches_the_request(name):
+    expected = SamplingParams(**{"seed": request().sampling_params.seed} | {name: PARAMETERS[name]})
+    assert request(**{name: PARAMETERS[name]}).sampling_params == expected
+
+
+def test_no_parameter_is_left_out_of_the_test_above():
+    assert set(PARAMETERS) == set(SamplingParams.__dataclass_fields__)
+
+
+def test_a_prompt_is_text_or_token_ids():
+    assert (request(prompt="").prompt, request(prompt=[3, 1]).prompt) == ("", (3, 1))
+
+
+INVALID = {
+    b"{": "not JSON",
+    b"\xff": "not JSON",
+    b"[]": "is a list",
+    b"[" * 100_000: "nested too deeply",
+    b"7": "is a number",
+    b"{}": "custom_id is missing",
+    b'{"custom_id": 1}': "custom_id is a number",
+    b'{"custom_id": "a"}': "prompt is missing",
+    b'{"custom_id": "a", "prompt": {}}': "prompt is an object",
+    b'{"custom_id": "a", "prompt": [1, true]}': "something else than integers",
+    b'{"custom_id": "a", "prompt": [1, 2.0]}': "something else than integers",
+    b'{"custom_id": "a", "prompt": "p", "logit_bias": {}}': r"\['logit_bias'\] are unknown",
+    b'{"custom_id": "a", "prompt": "p", "prompt": "q"}': r"\['prompt'\] are given more than once",
+    b'{"custom_id": "a", "prompt": "p", "top_p": 2}': "top_p=2 is not allowed",
+    b'{"custom_id": "a", "prompt": "p", "top_p": NaN}': "top_p=nan is not allowed",
+    b'{"custom_id": "a", "prompt": "p", "top_p": "1"}': "top_p='1' is not allowed",
+    b'{"custom_id": "a", "prompt": "p", "max_tokens": null}': "max_tokens=None is not allowed",
+    b'{"custom_id": "a", "prompt": "p", "stop": {"x": 1}}': "stop is an object",
+    b'{"custom_id": "a", "prompt": "p", "temperature": 1' + b"0" * 400 + b"}": "too large",
+    b'{"custom_id": "a", "prompt": "p", "seed": 1' + b"0" * 5000 + b"}": "digits",
+}
+
+
+@pytest.mark.parametrize("raw", INVALID, ids=range(len(INVALID)))
+def test_a_line_that_is_no_request_says_why(raw):
+    entry = parse_request(raw, 9)
+    assert isinstance(entry, InvalidLine)
+    assert (entry.line, entry.custom_id) == (9, custom_id_of(raw))
+    assert re.search(INVALID[raw], entry.message)
+
+
+def test_a_byte_order_mark_and_line_ends_of_windows_are_no_matter():
+    entry = parse_request(b'\xef\xbb\xbf{"custom_id": "a", "prompt": "p"}\r\n', 1)
+    assert isinstance(entry, Request)
+
+
+def test_blank_lines_count_but_are_no_requests():
+    lines = [b"\n", b'{"custom_id": "a", "prompt": "p"}\n', b" \r\n", b'{"custom_id": "b", "prompt": "p"}']
+    assert [entry.line for entry in read_requests(lines, {})] == [2, 4]
+
+
+@pytest.mark.parametrize("done", [{}, {1: "a"}])
+def test_a_repeated_custom_id_is_refused_also_after_a_restart(done):
+    lines = [b'{"custom_id": "a", "prompt": "p"}\n'] * 2
+    *_, entry = read_requests(lines, done)
+    assert isinstance(entry, InvalidLine)
+    assert (entry.line, entry.custom_id) == (2, "a")
+
+
+def test_lines_without_custom_id_do_not_repeat_each_other():
+    entries = list(read_requests([b"{}", b"{}"], {}))
+    assert [entry.message for entry in entries if isinstance(entry, InvalidLine)] == [entries[0].message] * 2
+
+
+def test_the_seed_of_a_request_without_one_differs_by_line_and_custom_id():
+    names = [("a", 1), ("a", 2), ("b", 1), ("2", 1), ("", 12)]
+    lines = [(json.dumps({"custom_id": name, "prompt": "p"}).encode(), line) for name, line in names]
+    assert len({parse_request(*line).sampling_params.seed for line in lines}) == len(names)
+
+
+def test_the_seed_of_a_request_without_one_is_the_same_in_another_process():
+    program = "from tests.batch_job.test_records import request; print(request(seed=None).sampling_params.seed)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(run.stdout) == request().sampling_params.seed
+
+
+def test_a_result_has_everything_of_the_completion_on_one_line():
+    raw = completion_line(request(log_probs=2), COMPLETION)
+    assert raw.count(b"\n") == 1
+    assert raw.endswith(b"\n")
+    assert json.loads(raw) == {
+        "line": 4,
+        "custom_id": "a",
+        "text": "a\n中\u2028",
+        "token_ids": [7, 8],
+        "log_probs": [-0.5, None],
+        "top_log_probs": [{"7": -0.5, "9": -1.0}, {"8": None}],
+        "finish_reason": "stop",
+        "num_prompt_tokens": 3,
+        "seed": 11,
+    }
+
+
+def test_alternatives_are_left_out_when_not_asked_for():
+    assert "top_log_probs" not in json.loads(completion_line(request(), COMPLETION))
+
+
+@pytest.mark.parametrize("custom_id", ["a", "", "中\u2028\n", "\ud800", None])
+def test_a_record_names_its_line_again(custom_id):
+    raws = [error_line(3, custom_id, "why \ud800")]
+    if custom_id is not None:
+        raws.append(completion_line(request(custom_id=custom_id), COMPLETION))
+    assert [parse_record(raw) for raw in raws] == [(3, custom_id), (4, custom_id)][: len(raws)]
+    assert all(raw.count(b"\n") == 1 for raw in raws)
+
+
+NO_RECORDS = [
+    b"",
+    b"\n",
+    b'{"custom_id": "a", "prompt": "p"}\n',
+    b'{"line": 1, "custom_id": "a", "prompt": "p"}\n',
+    b'{"line": 0, "custom_id": "a", "error": "e"}\n',
+    b'{"line": true, "custom_id": "a", "error": "e"}\n',
+    b'{"line": 1, "custom_id": 2, "error": "e"}\n',
+    b'{"line": 1, "custom_id": null, "token_ids": []}\n',
+    b'{"line": 1, "custom_id": "a", "err\n',
+]
+
+
+@pytest.mark.parametrize("raw", NO_RECORDS)
+def test_other_lines_are_not_taken_for_records(raw):
+    with pytest.raises(ValueError, match="not a record"):
+        parse_record(raw)

@@ -1,0 +1,121 @@
+"""A checkpoint is found, its config and end tokens are read, and what is wrong with it is said."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from jaxinfer.checkpoint.huggingface import read_config, read_eos_token_ids, resolve_checkpoint
+from tests.oracles import save_random_checkpoint
+
+ROOT = Path(__file__).parents[2]
+
+
+def write(path, **files) -> None:
+    for name, content in files.items():
+        (path / f"{name}.json").write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def test_existing_directory_is_its_own_checkpoint(tmp_path):
+    assert resolve_checkpoint(tmp_path) == tmp_path
+    assert resolve_checkpoint(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize(
+    "path_or_id", ["someone/no-such-model", "/no/such/directory", "not an id", "./model"]
+)
+def test_what_is_neither_local_nor_on_the_hub_is_refused(monkeypatch, path_or_id):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # The variable is read when huggingface_hub is imported, which has happened by now.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ValueError, match="neither a local directory nor reachable on the Hugging Face Hub"
+    ) as refusal:
+        resolve_checkpoint(path_or_id)
+    assert repr(path_or_id) in str(refusal.value)
+    assert "give the path of an existing directory" in str(refusal.value)
+
+
+def test_hub_id_is_downloaded_without_what_is_not_needed(monkeypatch, tmp_path):
+    asked = {}
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *a, **k: asked.update(k, id=a[0]) or str(tmp_path)
+    )
+    assert resolve_checkpoint("someone/model") == tmp_path
+    files = [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "tokenizer.json",
+        "merges.txt",
+        "pytorch_model.bin",
+    ]
+    files += ["original/params.json", "consolidated.safetensors", "chat_template.jinja", "README.md"]
+    chosen = huggingface_hub.utils.filter_repo_objects(
+        files, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
+    )
+    assert asked["id"] == "someone/model"
+    assert list(chosen) == [*files[:4], "chat_template.jinja"]
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "has no config.json"),
+        ("{", "is not JSON"),
+        ([1], "holds a list"),
+        ({"model_type": "bert"}, "bert"),
+    ],
+)
+def test_unreadable_config_is_refused(tmp_path, content, complaint):
+    if content is not None:
+        write(tmp_path, config=content)
+    with pytest.raises(ValueError, match=complaint):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_config_of_a_saved_checkpoint_is_read(tmp_path, family):
+    path = save_random_checkpoint(tmp_path, family, num_hidden_layers=1)
+    assert read_config(path).num_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"generation_config": {"eos_token_id": [5, 6]}, "config": {"eos_token_id": 2}}, (5, 6)),
+        ({"generation_config": {"eos_token_id": 0}, "config": {"eos_token_id": 2}}, (0,)),
+        ({"generation_config": {"eos_token_id": None}, "config": {"eos_token_id": 2}}, (2,)),
+        ({"generation_config": {}, "config": {"eos_token_id": [2, 3]}}, (2, 3)),
+        ({"config": {"eos_token_id": 2}}, (2,)),
+        ({"config": {}}, ()),
+    ],
+)
+def test_generation_config_decides_the_end_tokens_before_config(tmp_path, files, expected):
+    write(tmp_path, **files)
+    assert read_eos_token_ids(tmp_path) == expected
+
+
+@pytest.mark.parametrize("value", ["</s>", -1, [1, None], True])
+def test_end_token_that_is_no_id_is_refused(tmp_path, value):
+    write(tmp_path, config={"eos_token_id": value})
+    with pytest.raises(ValueError, match=r"eos_token_id=.*config\.json"):
+        read_eos_token_ids(tmp_path)
+
+
+def test_loading_imports_neither_torch_nor_the_hub(tmp_path):
+    path = save_random_checkpoint(tmp_path, "llama")
+    program = (
+        "import sys; from jaxinfer.checkpoint.huggingface import *; import jaxinfer.checkpoint.orbax;"
+        " path = resolve_checkpoint(sys.argv[1]); load_params(path, read_config(path), 'float32');"
+        " print([name for name in ('torch', 'transformers', 'huggingface_hub', 'orbax.checkpoint')"
+        " if name in sys.modules])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program, str(path)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == "[]"

@@ -1,0 +1,229 @@
+"""Weights arrive where they belong, bit for bit, or are all named in one error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+
+from jaxinfer.checkpoint.huggingface import load_params, read_config
+from jaxinfer.params import shardings
+from tests.oracles import load_reference, save_random_checkpoint
+
+VARIANTS = [
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
+    ("llama", {"tie_word_embeddings": True, "head_dim": 10}),
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return save_random_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture
+def copied(llama, tmp_path):
+    """A copy to damage, its tensors, and a function that writes them back."""
+    path = shutil.copytree(llama, tmp_path / "copy")
+    tensors = safetensors.numpy.load_file(path / "model.safetensors")
+    return path, tensors, lambda: safetensors.numpy.save_file(tensors, path / "model.safetensors")
+
+
+def load(path, dtype="float32", **options):
+    config = dataclasses.replace(read_config(path), **options)
+    return load_params(path, config, dtype)
+
+
+def assert_same(params, others) -> None:
+    assert jax.tree.structure(params) == jax.tree.structure(others)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), params, others)
+
+
+def heads_first(tensor: np.ndarray, num_heads: int) -> np.ndarray:
+    return tensor.reshape(num_heads, -1, *tensor.shape[1:])
+
+
+def expected_layer(state: dict[str, np.ndarray], layer: int, config) -> dict[str, np.ndarray]:
+    """The tensors of one layer in our layout, built from the state dict by hand."""
+    module = {
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "o": "self_attn.o_proj",
+    }
+    module |= {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+    names = {name: f"{stored}.weight" for name, stored in module.items()}
+    names |= {f"{name}_bias": f"{stored}.bias" for name, stored in module.items()}
+    names |= {"q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight"}
+    names |= {"attention_norm": "input_layernorm.weight", "mlp_norm": "post_attention_layernorm.weight"}
+    tensors = {ours: state.get(f"model.layers.{layer}.{stored}") for ours, stored in names.items()}
+    for name in ("q", "k", "v", "q_bias", "k_bias", "v_bias"):
+        num_heads = config.num_heads if name.startswith("q") else config.num_kv_heads
+        tensors[name] = None if tensors[name] is None else heads_first(tensors[name], num_heads)
+    tensors["o"] = tensors["o"].reshape(config.hidden_size, config.num_heads, config.head_dim)
+    return tensors
+
+
+@pytest.mark.parametrize("layer_groups", [(3,), (1, 1, 1), (1, 2)])
+@pytest.mark.parametrize(("family", "overrides"), VARIANTS)
+def test_every_tensor_equals_that_of_the_state_dict(tmp_path, family, overrides, layer_groups):
+    path = save_random_checkpoint(tmp_path, family, **overrides)
+    config = dataclasses.replace(read_config(path), layer_groups=layer_groups)
+    params = load_params(path, config, jnp.float32)
+    state = {name: tensor.numpy() for name, tensor in load_reference(path).state_dict().items()}
+    np.testing.assert_array_equal(params.embedding, state.pop("model.embed_tokens.weight"))
+    np.testing.assert_array_equal(params.final_norm, state.pop("model.norm.weight"))
+    if config.has_tied_embeddings:
+        assert params.unembedding is None
+    else:
+        np.testing.assert_array_equal(params.unembedding, state.pop("lm_head.weight"))
+    layers = [(group, i) for group, n in zip(params.layers, layer_groups, strict=True) for i in range(n)]
+    for layer, (group, i) in enumerate(layers):
+        for name, expected in expected_layer(state, layer, config).items():
+            tensor = getattr(group, name)
+            assert (tensor is None) == (expected is None), name
+            if tensor is not None:
+                np.testing.assert_array_equal(tensor[i], expected, err_msg=name)
+
+
+def test_sharded_checkpoint_equals_single_file(llama, tmp_path):
+    sharded = save_random_checkpoint(tmp_path, "llama", shard_size="20KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    assert_same(load(sharded), load(llama))
+
+
+def test_bfloat16_checkpoint_keeps_every_bit(llama, tmp_path):
+    model = load_reference(llama).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    bits = model.lm_head.weight.view(torch.int16).detach().numpy()
+    loaded = load(tmp_path, jnp.bfloat16).unembedding
+    assert loaded.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(loaded).view(np.int16), bits)
+
+
+def test_bfloat16_checkpoint_widens_exactly(llama, tmp_path):
+    model = load_reference(llama).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    np.testing.assert_array_equal(load(tmp_path).unembedding, model.lm_head.weight.detach().float().numpy())
+
+
+def test_float32_checkpoint_is_rounded_to_bfloat16_as_torch_rounds(llama):
+    expected = load_reference(llama).lm_head.weight.detach().to(torch.bfloat16).float().numpy()
+    np.testing.assert_array_equal(load(llama, "bfloat16").unembedding.astype(jnp.float32), expected)
+
+
+def test_every_misfit_is_listed_in_one_error(copied):
+    path, tensors, write = copied
+    del tensors["model.norm.weight"], tensors["lm_head.weight"]
+    tensors["model.layers.3.mlp.up_proj.weight"] = np.zeros((48, 32), np.float32)
+    tensors["model.layers.1.self_attn.k_proj.weight"] = np.zeros((16, 31), np.float32)
+    tensors["model.layers.0.self_attn.q_proj.weight"] = np.zeros((32, 32), np.int8)
+    write()
+    with pytest.raises(ValueError, match="5 tensors in .* do not fit its config.json") as refusal:
+        load(path)
+    lines = {line.strip() for line in str(refusal.value).splitlines()[1:]}
+    assert lines == {
+        "missing: model.norm.weight (32,)",
+        "missing: lm_head.weight (96, 32)",
+        "unexpected: model.layers.3.mlp.up_proj.weight (48, 32)",
+        "mis-shaped: model.layers.1.self_attn.k_proj.weight expected (16, 32), found (16, 31)",
+        "unsupported dtype: model.layers.0.self_attn.q_proj.weight is I8, not one of F64, F32, F16, BF16",
+    }
+
+
+def test_stored_rotary_frequencies_are_ignored(copied, llama):
+    path, tensors, write = copied
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
+    write()
+    assert_same(load(path), load(llama))
+
+
+def test_tied_checkpoint_may_repeat_its_embedding(copied):
+    path, tensors, write = copied
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    write()
+    assert load(path, has_tied_embeddings=True).unembedding is None
+
+
+def test_tied_checkpoint_with_an_unembedding_of_its_own_is_refused(copied):
+    path, *_ = copied
+    with pytest.raises(ValueError, match="tie_word_embeddings to false"):
+        load(path, has_tied_embeddings=True)
+
+
+@pytest.mark.parametrize("kept", [0.9999, 0.5, 0.0001, 0.0])
+def test_truncated_file_is_refused_with_its_name_and_size(copied, kept):
+    path, *_ = copied
+    file = path / "model.safetensors"
+    size = int(file.stat().st_size * kept)
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(ValueError, match=r"model\.safetensors.*download it again") as refusal:
+        load(path)
+    assert f"{size} bytes" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 12]},
+        {"dtype": "F32", "shape": [-1], "data_offsets": [8, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]},
+        {"dtype": "F32", "shape": [1]},
+        "nothing",
+    ],
+)
+def test_damaged_header_is_refused(copied, entry):
+    path, *_ = copied
+    header = json.dumps({"lm_head.weight": entry}).encode()
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match=r"model\.safetensors has a damaged header.*download the file again"):
+        load(path)
+
+
+def test_missing_shard_is_named(tmp_path):
+    path = save_random_checkpoint(tmp_path, "llama", shard_size="20KB")
+    shard = sorted(path.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"lacks {shard.name}"):
+        load(path)
+
+
+def test_index_without_weight_map_is_refused(copied):
+    path, *_ = copied
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match="no weight_map"):
+        load(path)
+
+
+def test_pickled_checkpoint_is_refused_for_safetensors(copied):
+    path, *_ = copied
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"only pytorch_model\.bin; use a checkpoint in safetensors"):
+        load(path)
+
+
+def test_placement_for_other_layer_groups_is_refused(llama):
+    config = read_config(llama)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("model",))
+    placement = shardings(dataclasses.replace(config, layer_groups=(1, 2)), mesh)
+    with pytest.raises(ValueError, match=r"layer_groups=\(3,\); build it from the config"):
+        load_params(llama, config, "float32", placement=placement)
+
+
+def test_progress_is_shown_only_when_asked_for(llama, capsys):
+    config = read_config(llama)
+    load_params(llama, config, "float32")
+    assert capsys.readouterr().err == ""
+    load_params(llama, config, "float32", show_progress=True)
+    assert "30/30" in capsys.readouterr().err
