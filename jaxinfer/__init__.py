@@ -1,14 +1,36 @@
 """LLM inference in JAX: pure steps under jit, a paged KV cache, and a thin host around them."""
 
-from jaxinfer.batch import Row, make_batch, make_sampling
-from jaxinfer.cache import init_cache
-from jaxinfer.checkpoint import load_checkpoint
-from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, SamplingParams
-from jaxinfer.engine.llm import LLM
-from jaxinfer.engine.request import Completion, Delta
-from jaxinfer.steps import decode_step, prefill_step
+import importlib
+from typing import TYPE_CHECKING, Any
 
+from jaxinfer._version import __version__
 
+if TYPE_CHECKING:
+    from jaxinfer.batch import Row, make_batch, make_sampling
+    from jaxinfer.cache import init_cache
+    from jaxinfer.checkpoint import load_checkpoint
+    from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, SamplingParams
+    from jaxinfer.engine.llm import LLM
+    from jaxinfer.engine.request import Completion, Delta
+    from jaxinfer.steps import decode_step, prefill_step
+
+# Loaded when first used, so that `jaxinfer --help` does not wait a second for jax.
+_MODULES = {
+    "LLM": "engine.llm",
+    "CacheConfig": "config",
+    "Completion": "engine.request",
+    "Delta": "engine.request",
+    "EngineConfig": "config",
+    "ModelConfig": "config",
+    "Row": "batch",
+    "SamplingParams": "config",
+    "decode_step": "steps",
+    "init_cache": "cache",
+    "load_checkpoint": "checkpoint",
+    "make_batch": "batch",
+    "make_sampling": "batch",
+    "prefill_step": "steps",
+}
 
 __all__ = [
     "LLM",
@@ -19,6 +41,7 @@ __all__ = [
     "ModelConfig",
     "Row",
     "SamplingParams",
+    "__version__",
     "decode_step",
     "init_cache",
     "load_checkpoint",
@@ -26,3 +49,9 @@ __all__ = [
     "make_sampling",
     "prefill_step",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'jaxinfer' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"jaxinfer.{_MODULES[name]}"), name)

@@ -92,7 +92,9 @@ def make_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows
     )
 
 
-def make_sampling(params: Sequence[SamplingParams], *, num_rows: int, seeds: Sequence[int] | None = None) -> SamplingBatch:
+def make_sampling(
+    params: Sequence[SamplingParams], *, num_rows: int, seeds: Sequence[int] | None = None
+) -> SamplingBatch:
     """Lays out the sampling parameters of a batch's rows, on the host; padding rows are greedy.
 
     `seeds` holds each row's seed; without it every row must carry its own in its parameters.

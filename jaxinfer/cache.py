@@ -8,7 +8,8 @@ from flax import struct
 
 from jaxinfer.batch import PADDING_SLOT, Batch
 from jaxinfer.config import CacheConfig, ModelConfig
-from kernels_pallas.paged_attention import page_size, pages_shape, write_tokens
+from kernels_pallas.paged_attention import page_size, pool_shapes
+from kernels_pallas.paged_attention import write_kv as write_pages
 
 
 @struct.dataclass
@@ -34,17 +35,17 @@ def init_cache(config: ModelConfig, cache_config: CacheConfig) -> KVCache:
 def abstract_cache(config: ModelConfig, cache_config: CacheConfig) -> KVCache:
     """Returns the cache as `jax.ShapeDtypeStruct`s."""
 
-    def pool(num_layers: int) -> jax.ShapeDtypeStruct:
+    def group(num_layers: int) -> GroupCache:
         num_pages = num_layers * cache_config.num_pages
         if num_pages * cache_config.page_size >= PADDING_SLOT:
             raise ValueError(
                 f"{num_layers} layers of {cache_config.num_pages} pages of {cache_config.page_size} slots are more"
                 f" slots than a group may have ({PADDING_SLOT}); use fewer pages or smaller layer_groups"
             )
-        shape = pages_shape(num_pages, cache_config.page_size, config.num_kv_heads, config.head_dim)
-        return jax.ShapeDtypeStruct(shape, cache_config.dtype)
+        shapes = pool_shapes(num_pages, cache_config.page_size, config.num_kv_heads, config.head_dim)
+        return GroupCache(*(jax.ShapeDtypeStruct(shape, cache_config.dtype) for shape in shapes))
 
-    return KVCache(groups=tuple(GroupCache(k=pool(n), v=pool(n)) for n in config.layer_groups))
+    return KVCache(groups=tuple(group(n) for n in config.layer_groups))
 
 
 def page_bytes(config: ModelConfig, cache_config: CacheConfig) -> int:
@@ -56,10 +57,10 @@ def page_bytes(config: ModelConfig, cache_config: CacheConfig) -> int:
 def at_layer(cache: GroupCache, index: jax.Array, num_layers: int, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Returns the batch's slot mapping i32[T] and block tables i32[B, M] in the pool of layer `index` of its group."""
     num_pages = cache.k.shape[0] // num_layers
-    slots = batch.slot_mapping + index * (num_pages * page_size(cache.k))
+    slots = batch.slot_mapping + index * (num_pages * page_size(cache.v))
     return slots, batch.block_tables + index * num_pages
 
 
 def write_kv(cache: GroupCache, k: jax.Array, v: jax.Array, slots: jax.Array) -> GroupCache:
     """Returns the cache with keys and values [T, K, H] of one layer at slots i32[T], the layer's offset included."""
-    return GroupCache(k=write_tokens(cache.k, k, slots), v=write_tokens(cache.v, v, slots))
+    return GroupCache(*write_pages(cache.k, cache.v, k, v, slots))

@@ -8,10 +8,10 @@ import io
 import os
 import sys
 import time
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_type_hints
 
-# jax takes seconds to import, so what needs it is imported by the commands, after the arguments have been read.
+# jax takes seconds to import, so the commands import what needs it, after the arguments have been read.
+from jaxinfer._version import __version__
 from jaxinfer.config import EngineConfig, SamplingParams
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="jaxinfer", description="LLM inference in JAX.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"jaxinfer {_version()}")
+    parser.add_argument("--version", action="version", version=f"jaxinfer {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     generate = commands.add_parser("generate", help="complete one prompt", allow_abbrev=False)
@@ -80,38 +80,23 @@ def _parser() -> argparse.ArgumentParser:
     _add_fields(generate.add_argument_group("sampling"), SamplingParams)
     generate.set_defaults(run=_generate)
 
-    batch = commands.add_parser(
-        "batch", help="run a file of requests; run it again to resume", allow_abbrev=False
-    )
-    batch.add_argument(
-        "input", metavar="IN.jsonl", help='lines of {"custom_id": "...", "prompt": "...", ...}'
-    )
+    batch = commands.add_parser("batch", help="run a file of requests; run it again to resume", allow_abbrev=False)
+    batch.add_argument("input", metavar="IN.jsonl", help='lines of {"custom_id": "...", "prompt": "...", ...}')
     batch.add_argument("output", metavar="OUT.jsonl", help="one line per request, appended as it finishes")
-    batch.add_argument(
-        "--max-in-flight", type=int, metavar="N", help="requests given to the engine at a time"
-    )
+    batch.add_argument("--max-in-flight", type=int, metavar="N", help="requests given to the engine at a time")
     batch.set_defaults(run=_batch)
 
     for command in (generate, batch):
         command.add_argument("--quiet", action="store_true", help="no progress and no statistics")
         engine = command.add_argument_group("engine")
-        engine.add_argument(
-            "--model", help="folder or name of a checkpoint; the bundled model when it is left out"
-        )
+        engine.add_argument("--model", help="folder or name of a checkpoint; the bundled model when it is left out")
         engine.add_argument("--dtype", help="type of the weights, such as float32 or bfloat16")
         _add_fields(engine, EngineConfig)
     return parser
 
 
-def _version() -> str:
-    try:
-        return metadata.version("jaxinfer")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
-
-
 def _add_fields(group: argparse._ArgumentGroup, config: type) -> None:
-    """Adds one option per field; those not given stay out of the namespace, so that defaults live in `config` alone."""
+    """Adds an option per field; those not given stay out of the namespace, for defaults live in `config`."""
     hints = get_type_hints(config)
     for field in dataclasses.fields(config):
         options: dict[str, Any] = {"help": HELP[field.name], "default": argparse.SUPPRESS}
@@ -151,16 +136,13 @@ def _generate(arguments: argparse.Namespace) -> None:
     for delta in llm.stream(prompt, params):
         if delta.token_ids and first_at is None:
             first_at = time.monotonic()
-        sys.stdout.write(delta.text)
-        if delta.completion is not None:
-            sys.stdout.write("\n")
-            _report(delta.completion, arguments, started_at, first_at or time.monotonic())
+        sys.stdout.write(delta.text if delta.completion is None else delta.text + "\n")
         sys.stdout.flush()
+        if delta.completion is not None:
+            _report(delta.completion, arguments, started_at, first_at or time.monotonic())
 
 
-def _report(
-    completion: Completion, arguments: argparse.Namespace, started_at: float, first_at: float
-) -> None:
+def _report(completion: Completion, arguments: argparse.Namespace, started_at: float, first_at: float) -> None:
     if getattr(arguments, "log_probs", 0):
         rows = zip(completion.token_ids, completion.log_probs, completion.top_log_probs, strict=True)
         for token_id, log_prob, top in rows:
@@ -168,24 +150,28 @@ def _report(
             print(f"token {token_id} {log_prob:.4f}  alternatives {alternatives}", file=sys.stderr)
     if not arguments.quiet:
         seconds = time.monotonic() - started_at
+        num_tokens = len(completion.token_ids)
         print(
-            f"{len(completion.prompt_token_ids)} + {len(completion.token_ids)} tokens in {seconds:.2f} s, "
-            f"{len(completion.token_ids) / max(seconds, 1e-9):.1f} tokens/s, first after {first_at - started_at:.3f} s, "
+            f"{len(completion.prompt_token_ids)} + {num_tokens} tokens in {seconds:.2f} s, "
+            f"{num_tokens / max(seconds, 1e-9):.1f} tokens/s, first after {first_at - started_at:.3f} s, "
             f"ended by {completion.finish_reason}, seed {completion.seed}",
             file=sys.stderr,
         )
 
 
 def _batch(arguments: argparse.Namespace) -> None:
-    llm = _load(arguments)
-    from jaxinfer.batch_job import run_batch
+    from jaxinfer.batch_job import check_paths, run_batch
 
+    # Loading a model takes minutes: a mistyped path is told before.
+    check_paths(arguments.input, arguments.output)
+    llm = _load(arguments)
     limits = {} if arguments.max_in_flight is None else {"max_in_flight": arguments.max_in_flight}
     summary = run_batch(llm, arguments.input, arguments.output, show_progress=not arguments.quiet, **limits)
     if not arguments.quiet:
         print(
-            f"{summary.num_requests} requests: {summary.num_done_before} done before, {summary.num_completed} completed, "
-            f"{summary.num_errors} refused; {summary.num_tokens} tokens in {summary.seconds:.1f} s, "
+            f"{summary.num_requests} requests: {summary.num_done_before} done before, "
+            f"{summary.num_completed} completed, {summary.num_errors} refused; "
+            f"{summary.num_tokens} tokens in {summary.seconds:.1f} s, "
             f"{summary.num_tokens / max(summary.seconds, 1e-9):.1f} tokens/s",
             file=sys.stderr,
         )

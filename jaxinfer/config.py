@@ -9,6 +9,8 @@ from numbers import Integral, Real
 from typing import Any, Literal
 
 MAX_SEED = 2**64 - 1
+# The device computes with 32 bits.
+MAX_INT, MAX_FLOAT = 2**31 - 1, 3.4e38
 
 
 def _require(condition: bool, name: str, value: Any, requirement: str) -> None:
@@ -20,8 +22,8 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _require_int(name: str, value: Any, minimum: int, maximum: float = math.inf) -> None:
-    bound = f"an integer of at least {minimum}" + ("" if maximum == math.inf else f" and at most {maximum}")
+def _require_int(name: str, value: Any, minimum: int, maximum: int = MAX_INT) -> None:
+    bound = f"an integer from {minimum} to {maximum}"
     _require(_is_int(value) and minimum <= value <= maximum, name, value, bound)
 
 
@@ -29,7 +31,7 @@ def _require_real(name: str, value: Any, minimum: float, maximum: float = math.i
     # NaN fails every comparison, so it is refused here as well.
     is_real = isinstance(value, Real) and not isinstance(value, bool)
     bound = f"a finite number of at least {minimum}" + ("" if maximum == math.inf else f" and at most {maximum}")
-    _require(is_real and minimum <= value <= maximum and math.isfinite(value), name, value, bound)
+    _require(is_real and minimum <= value <= min(maximum, MAX_FLOAT), name, value, bound)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,19 +84,38 @@ class ModelConfig:
     layer_groups: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+        ):
             _require_int(name, getattr(self, name), 1)
         _require_int("max_position", self.max_position, 1)
-        _require(_is_int(self.head_dim) and self.head_dim > 0 and self.head_dim % 2 == 0, "head_dim", self.head_dim,
-                 "a positive even integer (rotary embedding turns pairs)")
-        _require(self.num_heads % self.num_kv_heads == 0, "num_heads", self.num_heads,
-                 f"a multiple of num_kv_heads={self.num_kv_heads}")
+        _require(
+            _is_int(self.head_dim) and self.head_dim > 0 and self.head_dim % 2 == 0,
+            "head_dim",
+            self.head_dim,
+            "a positive even integer (rotary embedding turns pairs)",
+        )
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            "num_heads",
+            self.num_heads,
+            f"a multiple of num_kv_heads={self.num_kv_heads}",
+        )
         _require_real("rope_theta", self.rope_theta, 1.0)
         _require_real("norm_epsilon", self.norm_epsilon, 0.0)
         if not self.layer_groups:
             object.__setattr__(self, "layer_groups", (self.num_layers,))
-        _require(sum(self.layer_groups) == self.num_layers and min(self.layer_groups) > 0, "layer_groups",
-                 self.layer_groups, f"positive and sum to num_layers={self.num_layers}")
+        _require(
+            sum(self.layer_groups) == self.num_layers and min(self.layer_groups) > 0,
+            "layer_groups",
+            self.layer_groups,
+            f"positive and sum to num_layers={self.num_layers}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +123,17 @@ class CacheConfig:
     """The page pool: `num_pages` pages of `page_size` token slots for every layer, in `dtype` (a numpy dtype name)."""
 
     num_pages: int
-    page_size: int = 64
+    page_size: int = 128
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
         _require_int("num_pages", self.num_pages, 1)
-        _require(_is_int(self.page_size) and self.page_size in (16, 32, 64, 128), "page_size", self.page_size,
-                 "16, 32, 64 or 128 (it divides the 128 tokens that attention accumulates over)")
+        _require(
+            _is_int(self.page_size) and self.page_size in (16, 32, 64, 128),
+            "page_size",
+            self.page_size,
+            "16, 32, 64 or 128",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,16 +150,19 @@ class EngineConfig:
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
     max_model_len: int | None = None
-    page_size: int = 64
+    page_size: int = 128
     num_pages: int | None = None
     cache_bytes: int | None = None
     max_log_probs: int = 20
 
     def __post_init__(self) -> None:
         _require_int("max_num_seqs", self.max_num_seqs, 1)
-        _require(_is_int(self.max_num_batched_tokens) and self.max_num_batched_tokens >= self.max_num_seqs,
-                 "max_num_batched_tokens", self.max_num_batched_tokens,
-                 f"an integer of at least max_num_seqs={self.max_num_seqs}, so that every running request can advance")
+        _require(
+            _is_int(self.max_num_batched_tokens) and self.max_num_batched_tokens >= self.max_num_seqs,
+            "max_num_batched_tokens",
+            self.max_num_batched_tokens,
+            f"an integer of at least max_num_seqs={self.max_num_seqs}, so that every running request can advance",
+        )
         if self.max_model_len is not None:
             _require_int("max_model_len", self.max_model_len, 2)
         if self.num_pages is not None:
@@ -173,18 +201,31 @@ class SamplingParams:
         _require_real("temperature", self.temperature, 0.0)
         _require_int("top_k", self.top_k, 0)
         _require_real("top_p", self.top_p, 0.0, 1.0)
-        _require(self.top_p > 0, "top_p", self.top_p, "greater than 0 (use temperature=0 for the most probable token)")
+        _require(
+            self.top_p > 0,
+            "top_p",
+            self.top_p,
+            "greater than 0 (use temperature=0 for the most probable token)",
+        )
         _require_real("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             _require_int("seed", self.seed, 0, MAX_SEED)
         _require_int("log_probs", self.log_probs, 0)
         _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        _require(isinstance(stop, Iterable) and all(isinstance(s, str) and s for s in stop), "stop", self.stop,
-                 "a non-empty string or several")
+        _require(
+            isinstance(stop, Iterable) and all(isinstance(s, str) and s for s in stop),
+            "stop",
+            self.stop,
+            "a non-empty string or several",
+        )
         ids = self.stop_token_ids
-        _require(isinstance(ids, Iterable) and all(_is_int(i) and i >= 0 for i in ids), "stop_token_ids", ids,
-                 "token ids of at least 0")
+        _require(
+            isinstance(ids, Iterable) and all(_is_int(i) and i >= 0 for i in ids),
+            "stop_token_ids",
+            ids,
+            "token ids of at least 0",
+        )
         # Lists are welcome as input; tuples keep the object hashable.
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in ids))

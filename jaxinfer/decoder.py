@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.batch import Batch
-from jaxinfer.cache import GroupCache, KVCache, at_layer, write_kv
+from jaxinfer.cache import KVCache, at_layer, write_kv
 from jaxinfer.config import ModelConfig
 from jaxinfer.layers import linear, rms_norm, rotary_angles, rotary_embedding, swiglu
 from jaxinfer.params import LayerParams, Params

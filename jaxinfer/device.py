@@ -1,4 +1,4 @@
-"""What the device at hand wants: number format, layer groups, memory for pages, and where its compiled steps are kept."""
+"""What the device at hand wants: number format, layer groups, memory for pages, a place for compiled steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def enable_compilation_cache() -> None:
     A folder the user gave to JAX (JAX_COMPILATION_CACHE_DIR, or jax_compilation_cache_dir in its configuration) is
     used instead; JAX_ENABLE_COMPILATION_CACHE=false switches the cache off.
     """
-    if jax.config.jax_compilation_cache_dir is None and jax.config.jax_enable_compilation_cache:
+    settings = jax.config.values
+    if settings["jax_compilation_cache_dir"] is None and settings["jax_enable_compilation_cache"]:
         jax.config.update("jax_compilation_cache_dir", str(COMPILATION_CACHE))
         # Every step is worth keeping: a small model has many that compile in under JAX's threshold of a second.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

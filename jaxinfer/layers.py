@@ -1,7 +1,7 @@
 """The layers of a decoder: functions of arrays, each with its formula.
 
-On CPU a token's result must not depend, in any bit, on the tokens computed beside it. Two rules keep that here:
-matrix products never have one row (steps have at least two), and row sums go through `row_sum`.
+On CPU a token's result must not depend, in any bit, on the tokens computed beside it. Two rules keep that here: matrix
+products all have the same number of rows (`_product_in_eights`), and row sums go through `row_sum`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,44 @@ import jax.numpy as jnp
 from jaxinfer.config import ModelConfig, RopeScaling
 from kernels_pallas.row_sum import row_sum
 
+# Rows of every matrix product on CPU: as many float32 as its vector registers hold at least.
+EIGHT = 8
+
 
 def linear(x: jax.Array, w: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """Returns x wᵀ + bias for x [T, in] and w [out..., in]; the result is [T, out...].
-
-    Weights lie as [out, in] and both contract on their last axis: on CPU that is 1.3 to 1.8 times faster at 2 to 64
-    rows than x @ w with [in, out].
-    """
-    out_shape = w.shape[:-1]
-    y = jax.lax.dot_general(x, w.reshape(-1, w.shape[-1]), (((1,), (1,)), ((), ())))
-    y = y.reshape(x.shape[0], *out_shape)
+    """Returns x wᵀ + bias for x [T, in] and w [out..., in]; the result is [T, out...]."""
+    matrix = w.reshape(-1, w.shape[-1])
+    y = jax.lax.platform_dependent(x, matrix, cpu=_product_in_eights, default=_product)
+    y = y.reshape(x.shape[0], *w.shape[:-1])
     return y if bias is None else y + bias[None]
+
+
+def _product(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())))
+
+
+def _product_in_eights(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x wᵀ as products of exactly EIGHT rows of x, so that one routine with one order of summation computes them all.
+
+    The weights are the left operand: they stream past the eight rows without being packed first, which makes this 1.4
+    times faster than one product at 2 rows, 1.7 at 8, 1.2 at 16 and even at 32; at 512 it costs a quarter more.
+    """
+    T = x.shape[0]
+    rows = jnp.pad(x, ((0, -T % EIGHT), (0, 0))).reshape(-1, EIGHT, x.shape[1])
+
+    def product(eight: jax.Array) -> jax.Array:
+        y = jax.lax.dot_general(w, eight, (((1,), (1,)), ((), ())))
+        # Without the barrier the compiler turns the operands round again.
+        return jax.lax.optimization_barrier(y).T
+
+    n = rows.shape[0]
+    if n <= EIGHT:
+        y = jnp.concatenate([product(rows[i]) for i in range(n)])
+    else:
+        rows = jnp.pad(rows, ((0, -n % EIGHT), (0, 0), (0, 0))).reshape(-1, EIGHT, EIGHT, x.shape[1])
+        y = jax.lax.map(lambda part: jnp.concatenate([product(part[i]) for i in range(EIGHT)]), rows)
+        y = y.reshape(-1, w.shape[0])
+    return y[:T]
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, *, epsilon: float) -> jax.Array:

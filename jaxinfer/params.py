@@ -1,7 +1,8 @@
-"""The model's tensors, each declared once; from the declaration come the abstract tree, a random start and shardings."""
+"""The model's tensors, each declared once; from that come the abstract tree, a random start and shardings."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +62,12 @@ class TensorSpec:
 
 
 # Logical axis -> mesh axis. What is not named here is replicated.
-TENSOR_PARALLEL_RULES: Mapping[str, str] = {"vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model"}
+TENSOR_PARALLEL_RULES: Mapping[str, str] = {
+    "vocab": "model",
+    "heads": "model",
+    "kv_heads": "model",
+    "mlp": "model",
+}
 
 
 def declare(config: ModelConfig) -> Params:
@@ -112,8 +118,8 @@ def _declare_group(config: ModelConfig, n: int) -> LayerParams:
     return LayerParams(**tensors)
 
 
-def _map(function: Any, declaration: Params) -> Params:
-    return jax.tree.map(function, declaration, is_leaf=lambda x: isinstance(x, TensorSpec))
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, TensorSpec)
 
 
 def shardings(config: ModelConfig, mesh: Mesh, rules: Mapping[str, str] = TENSOR_PARALLEL_RULES) -> Params:
@@ -129,26 +135,25 @@ def shardings(config: ModelConfig, mesh: Mesh, rules: Mapping[str, str] = TENSOR
                 )
         return NamedSharding(mesh, PartitionSpec(*names))
 
-    return _map(sharding, declare(config))
+    return jax.tree.map(sharding, declare(config), is_leaf=_is_spec)
 
 
 def abstract_params(config: ModelConfig, dtype: Any, placement: Params | None = None) -> Params:
     """Returns a `jax.ShapeDtypeStruct` per tensor: for lowering, planning and as a restore target."""
-    declaration = declare(config)
     if placement is None:
-        return _map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), declaration)
+        return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), declare(config), is_leaf=_is_spec)
     return jax.tree.map(
         lambda spec, sharding: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding),
-        declaration,
+        declare(config),
         placement,
-        is_leaf=lambda x: isinstance(x, TensorSpec),
+        is_leaf=_is_spec,
     )
 
 
-def init_params(key: jax.Array, config: ModelConfig, dtype: Any = jnp.float32) -> Params:
+@functools.partial(jax.jit, static_argnames=("config", "dtype"))
+def init_params(key: jax.Array, config: ModelConfig, dtype: str = "float32") -> Params:
     """Returns random parameters: weights normal with their declared scale, norms 1. The key is consumed."""
-    declaration = declare(config)
-    leaves, treedef = jax.tree.flatten(declaration, is_leaf=lambda x: isinstance(x, TensorSpec))
+    leaves, treedef = jax.tree.flatten(declare(config), is_leaf=_is_spec)
     keys = jax.random.split(key, len(leaves))
 
     def init(spec: TensorSpec, key: jax.Array) -> jax.Array:
@@ -156,4 +161,4 @@ def init_params(key: jax.Array, config: ModelConfig, dtype: Any = jnp.float32) -
             return jnp.ones(spec.shape, dtype)
         return (spec.scale * jax.random.normal(key, spec.shape, jnp.float32)).astype(dtype)
 
-    return jax.tree.unflatten(treedef, [init(s, k) for s, k in zip(leaves, keys, strict=True)])
+    return jax.tree.unflatten(treedef, [init(spec, key) for spec, key in zip(leaves, keys, strict=True)])

@@ -1,8 +1,8 @@
 """From logits to tokens, on the device, inside the step.
 
 Filters are cuts on the logits of a row, found by bisection over the bit patterns of floats: 32 passes of compare and
-add give the exact k-th largest value or the exact nucleus, without a sort, which is slow on every device. A filter nobody
-in the batch uses is not computed.
+add give the exact k-th largest value or the exact nucleus, without a sort, which is slow on every device. A filter
+that nobody in the batch uses is not computed.
 """
 
 from __future__ import annotations
@@ -119,6 +119,4 @@ def describe(logits: jax.Array, tokens: jax.Array, sampling: SamplingBatch, max_
         return jnp.zeros((B, max_log_probs), jnp.int32), jnp.zeros((B, max_log_probs), jnp.float32)
 
     top_tokens, top_log_probs = jax.lax.cond(jnp.any(sampling.num_log_probs > 0), top, nothing)
-    return StepOutput(
-        tokens=tokens, log_probs=chosen - log_total, top_tokens=top_tokens, top_log_probs=top_log_probs
-    )
+    return StepOutput(tokens=tokens, log_probs=chosen - log_total, top_tokens=top_tokens, top_log_probs=top_log_probs)

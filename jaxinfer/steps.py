@@ -60,9 +60,7 @@ def decode_step(
     return _finish(params, hidden, batch, sampling, max_log_probs), cache
 
 
-def _finish(
-    params: Params, hidden: jax.Array, batch: Batch, sampling: SamplingBatch, max_log_probs: int
-) -> StepOutput:
+def _finish(params: Params, hidden: jax.Array, batch: Batch, sampling: SamplingBatch, max_log_probs: int) -> StepOutput:
     logits = unembed(params, hidden)
     # A row's context is kv_lens tokens, so the token drawn now will stand at position kv_lens.
     tokens = sample(logits, sampling, batch.kv_lens)

@@ -9,7 +9,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders
 
-# A character has at most 4 bytes, so after 4 tokens that end inside one the bytes are not UTF-8 and waiting is in vain.
+# A character has at most 4 bytes: after 4 tokens that all end inside one, the bytes are not UTF-8.
 MAX_CHARACTER_BYTES = 4
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -32,7 +32,7 @@ class Tokenizer:
     """A checkpoint's tokenizer.json."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        """Takes over `backend` and switches its truncation and padding off: a prompt is encoded whole or refused."""
+        """Takes over `backend`, without its truncation and padding: a prompt is encoded whole."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -42,7 +42,7 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, checkpoint_dir: str | Path) -> Tokenizer | None:
-        """Reads tokenizer.json in `checkpoint_dir`; None when there is none, ValueError when it cannot be read."""
+        """Reads tokenizer.json in `checkpoint_dir`; None without one, ValueError for a damaged one."""
         path = Path(checkpoint_dir) / "tokenizer.json"
         if not path.exists():
             return None
@@ -76,7 +76,7 @@ class Tokenizer:
         return self._backend.encode(text).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Decodes without special tokens; ids without a token are nothing, bytes that are not UTF-8 become U+FFFD."""
+        """Decodes without special tokens and unknown ids; bytes that are not UTF-8 become U+FFFD."""
         return self._backend.decode(list(token_ids), skip_special_tokens=True)
 
     def has_text(self, token_id: int) -> bool:
@@ -113,8 +113,8 @@ class _ByteText:
 
 
 class _WindowText:
-    """Text of any other tokenizer, whose tokens may read differently beside others (a leading space stripped, bytes
-    joined to a character): decodes the pending tokens after the last ones shown and takes what they add.
+    """Text of any other tokenizer, whose tokens may read differently beside others (a leading space stripped,
+    bytes joined to a character): decodes pending tokens after the last ones shown and takes what they add.
 
         token ids   1 2 3 4 5 6 7        decode(4 5 6 7) = "lo wor"
         shown       └───────┘            decode(4 5)     = "lo"
@@ -153,9 +153,9 @@ class _WindowText:
 class Detokenizer:
     """The text of one request while its tokens arrive, ended before the first of the `stop` strings.
 
-    Without `stop`, the pushed texts and the flushed one joined are `tokenizer.decode` of all tokens: for byte-level
-    tokenizers always, for those that fall back to byte tokens when every run of those is UTF-8 (as in all encoded
-    text). In other runs `decode` discards the good characters too; here those already shown stay.
+    Without `stop`, the pushed texts and the flushed one joined are `tokenizer.decode` of all tokens: for
+    byte-level tokenizers always, for those that fall back to byte tokens when every run of those is UTF-8, as
+    in all encoded text. In other runs `decode` discards the good characters too; here those shown stay.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -172,7 +172,7 @@ class Detokenizer:
         return self.stop_met is not None
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Takes tokens until a stop string is met and returns the new text that no later token can change or stop."""
+        """Takes tokens until a stop string is met; returns the new text that no later token can change."""
         texts = []
         for token_id in token_ids:
             if self.is_stopped:
@@ -182,7 +182,7 @@ class Detokenizer:
         return "".join(texts)
 
     def flush(self) -> str:
-        """Returns the text held back, once there are no more tokens; an incomplete character shows as U+FFFD."""
+        """Returns the text held back when no more tokens come; an incomplete character shows as U+FFFD."""
         if self.is_stopped:
             return ""
         text = self._before_stop(self._text.flush())
@@ -193,7 +193,7 @@ class Detokenizer:
         if not self._stop:
             return text
         text = self._held + text
-        # The first one completed, not the first one begun: so the end does not depend on how the text came in pieces.
+        # The first one completed, not the first one begun, so that it does not matter how the text was cut.
         matches = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
         if matches:
             _, end, self.stop_met = min(matches)

@@ -88,9 +88,7 @@ class Side:
         return value
 
 
-def measure_row(
-    sides: dict[str, Side], ours: Task, theirs: list[Task], index: int
-) -> dict[str, dict[str, float]]:
+def measure_row(sides: dict[str, Side], ours: Task, theirs: list[Task], index: int) -> dict[str, dict[str, float]]:
     """Returns by side and by label what round `index` measured, the sides in turn beginning."""
     pairs = [(OURS, ours), *((CONTINUOUS if task.section == CONTINUOUS else THEIRS, task) for task in theirs)]
     figures: dict[str, dict[str, float]] = {OURS: {}, THEIRS: {}}
@@ -114,10 +112,7 @@ def measure_row(
 def summarize(label: str, better: str, rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
     """Returns a row of the table: medians over rounds, and the ratio of each round."""
     choose = max if better == HIGHER else min
-    best = {
-        side: [choose(figures[side].values()) for figures in rounds if figures[side]]
-        for side in (OURS, THEIRS)
-    }
+    best = {side: [choose(figures[side].values()) for figures in rounds if figures[side]] for side in (OURS, THEIRS)}
     row: dict[str, Any] = {"figure": label, "better": better, "rounds": rounds}
     row |= {side: median(values) if values else None for side, values in best.items()}
     row["ratios"] = [ours / theirs for ours, theirs in zip(best[OURS], best[THEIRS], strict=False)]
@@ -135,9 +130,7 @@ def print_table(table: list[dict[str, Any]]) -> None:
     for row in table:
         variants = row["rounds"][0][THEIRS]
         if len(variants) > 1:
-            medians = (
-                f"{v} {median(r[THEIRS][v] for r in row['rounds'] if v in r[THEIRS]):.2f}" for v in variants
-            )
+            medians = (f"{v} {median(r[THEIRS][v] for r in row['rounds'] if v in r[THEIRS]):.2f}" for v in variants)
             print(f"{row['figure']}: best of {THEIRS}, which reached: {'; '.join(medians)}")
 
 
@@ -166,7 +159,7 @@ def confine(arguments: argparse.Namespace) -> None:
         "JAX_PLATFORMS": "cpu",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    # Threads that spin while they wait fit an idle machine; where others run, they cost torch most of its speed.
+    # Spinning threads suit an idle machine; beside other processes they cost torch most of its speed.
     if not arguments.spin:
         os.environ["OMP_WAIT_POLICY"] = "passive"
 
@@ -192,9 +185,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, help="cores for every side")
     parser.add_argument("--batches", type=integers, default=(1, 8, 16, 32), help="rows of a decode step")
     parser.add_argument("--contexts", type=integers, default=(128, 1000), help="tokens before a decode step")
-    parser.add_argument(
-        "--static-batches", type=integers, default=(16,), help="the peer's batches in the job"
-    )
+    parser.add_argument("--static-batches", type=integers, default=(16,), help="the peer's batches in the job")
     parser.add_argument("--repeats", type=int, default=5, help="of prefill, TTFT and TPOT; the median counts")
     parser.add_argument("--steps", type=int, default=24, help="timed decode steps; the median counts")
     parser.add_argument("--rounds", type=int, default=1, help="of all figures, sides alternating; as above")
@@ -225,16 +216,12 @@ def main() -> None:
             {label: measure_row(sides, *tasks, index) for label, tasks in rows.items()}
             for index in range(arguments.rounds)
         ]
-        table = [
-            summarize(label, rows[label][0].better, [figures[label] for figures in rounds]) for label in rows
-        ]
+        table = [summarize(label, rows[label][0].better, [figures[label] for figures in rounds]) for label in rows]
         peaks = {name: {"peak": side.finish()} for name, side in sides.items()}
     main_peaks = {side: peaks.get(side, {}) for side in (OURS, THEIRS)}
     table.append(summarize("peak memory, MiB", LOWER, [main_peaks]))
     if CONTINUOUS in peaks:
-        table.append(
-            summarize("peak memory, continuous, MiB", LOWER, [{OURS: {}, THEIRS: peaks[CONTINUOUS]}])
-        )
+        table.append(summarize("peak memory, continuous, MiB", LOWER, [{OURS: {}, THEIRS: peaks[CONTINUOUS]}]))
     print_table(table)
     quoted = conditions(arguments)
     if arguments.json is not None:

@@ -10,7 +10,6 @@ import math
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from benchmark_workload import (
     JOB_OUTPUT_RANGE,
@@ -58,12 +57,12 @@ def load(model: Path, workload: Workload) -> LLM:
         max_model_len=max(length for section in workload.sections for length in lengths[section]),
         cache_bytes=CACHE_BYTES,
     )
-    return LLM(str(model), config=config, show_progress=False)
+    return LLM(model, config=config, dtype="float32")
 
 
-def add(llm: LLM, prompts: list[list[int]], max_tokens: int) -> None:
-    for prompt in prompts:
-        llm.add(prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
+def add(llm: LLM, prompts: list[list[int]], max_tokens: int) -> list[int]:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return [llm.add(prompt, params) for prompt in prompts]
 
 
 def run_to_end(llm: LLM, prompts: list[list[int]], max_tokens: int) -> list[float]:
@@ -77,10 +76,10 @@ def run_to_end(llm: LLM, prompts: list[list[int]], max_tokens: int) -> list[floa
 
 
 def measure_prefill(llm: LLM, workload: Workload, task: Task, purpose: str) -> float:
-    def run(index: int) -> None:
-        run_to_end(llm, workload.prompts(PREFILL_BATCH, PREFILL_LEN, f"{purpose} {index}"), 1)
-
-    return 1e3 * PREFILL_BATCH * PREFILL_LEN / milliseconds(run, workload.repeats)
+    count = workload.repeats + 1
+    prompts = [workload.prompts(PREFILL_BATCH, PREFILL_LEN, f"{purpose} {index}") for index in range(count)]
+    elapsed = milliseconds(lambda index: run_to_end(llm, prompts[index], 1), workload.repeats)
+    return 1e3 * PREFILL_BATCH * PREFILL_LEN / elapsed
 
 
 def measure_ttft(llm: LLM, workload: Workload, task: Task, purpose: str) -> float:
@@ -103,20 +102,21 @@ def measure_decode(llm: LLM, workload: Workload, task: Task, purpose: str) -> fl
     longer than the peer's, to our cost.
     """
     max_tokens = output_len(task.batch, task.context, workload)
-    add(llm, workload.prompts(task.batch, task.context, purpose), max_tokens)
-    started: set[Any] = set()
+    request_ids = add(llm, workload.prompts(task.batch, task.context, purpose), max_tokens)
+    started: set[int] = set()
     while len(started) < task.batch:
         started |= {delta.request_id for delta in llm.step() if delta.token_ids}
     times = []
-    while llm.has_unfinished:
+    for _ in range(WARM_STEPS + workload.steps):
         began = time.perf_counter()
         emitted = sum(len(delta.token_ids) for delta in llm.step())
-        if emitted == task.batch:
-            times.append(1e3 * (time.perf_counter() - began))
-    timed = times[WARM_STEPS : WARM_STEPS + workload.steps]
-    if len(timed) < workload.steps:
-        raise RuntimeError(f"only {len(timed)} of {workload.steps} steps decoded all {task.batch} rows")
-    return median(timed)
+        times.append(1e3 * (time.perf_counter() - began))
+        if emitted != task.batch:
+            raise RuntimeError(f"a step of {task.batch} decoding rows brought {emitted} tokens")
+    for request_id in request_ids:
+        llm.abort(request_id)
+    llm.step()  # hands out what the aborts left, so that the next task does not meet it
+    return median(times[WARM_STEPS:])
 
 
 def measure_job(llm: LLM, workload: Workload, task: Task, purpose: str) -> float:

@@ -145,9 +145,7 @@ def measure_continuous(model: Any, workload: Workload, task: Task, purpose: str)
         max_requests_per_batch=MAX_NUM_SEQS,
         auto_switch_to_flash=False,
     )
-    greedy = transformers.GenerationConfig(
-        do_sample=False, eos_token_id=-1, max_new_tokens=JOB_OUTPUT_RANGE[1]
-    )
+    greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=JOB_OUTPUT_RANGE[1])
     with model.continuous_batching_context_manager(greedy, continuous_batching_config=limits) as manager:
         began = time.perf_counter()
         for prompt, length in job:

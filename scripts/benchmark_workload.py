@@ -63,8 +63,7 @@ class Workload:
         """Draws (prompt, output length) pairs, lengths log-uniform and by the seed alone."""
         draw = random.Random(self.seed)
         sizes = [
-            (log_uniform(draw, *JOB_PROMPT_RANGE), log_uniform(draw, *JOB_OUTPUT_RANGE))
-            for _ in range(JOB_REQUESTS)
+            (log_uniform(draw, *JOB_PROMPT_RANGE), log_uniform(draw, *JOB_OUTPUT_RANGE)) for _ in range(JOB_REQUESTS)
         ]
         return [(self.prompts(1, n, f"{purpose} {i}")[0], output) for i, (n, output) in enumerate(sizes)]
 
@@ -89,9 +88,7 @@ def table_rows(workload: Workload, static_batches: list[int]) -> dict[str, tuple
     tasks = {
         "prefill": [Task(section="prefill", label=prefill, better=HIGHER)],
         "decode": [
-            Task(
-                section="decode", label=f"decode batch {b} context {c}, ms", better=LOWER, batch=b, context=c
-            )
+            Task(section="decode", label=f"decode batch {b} context {c}, ms", better=LOWER, batch=b, context=c)
             for c in workload.contexts
             for b in workload.batches
         ],

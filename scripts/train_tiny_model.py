@@ -157,9 +157,7 @@ def next_token_loss(model: LlamaForCausalLM, windows: torch.Tensor, reduction: s
     return cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten(), reduction=reduction)
 
 
-def train(
-    model: LlamaForCausalLM, stream: torch.Tensor, num_tokens: int, decay_share: float, seed: int
-) -> None:
+def train(model: LlamaForCausalLM, stream: torch.Tensor, tokens: int, decay_share: float, seed: int) -> None:
     """Trains in place on windows at random offsets of `stream` i64[tokens]."""
     import torch
 
@@ -168,7 +166,7 @@ def train(
     others = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
     momenta = [torch.zeros_like(matrix) for matrix in matrices]
     adamw = torch.optim.AdamW(others, betas=ADAMW_BETAS, weight_decay=0.0)
-    num_steps = math.ceil(num_tokens / BATCH_TOKENS)
+    num_steps = math.ceil(tokens / BATCH_TOKENS)
     began, losses = time.monotonic(), []
     for step in range(num_steps):
         window = SHORT_WINDOW if step < (1 - LONG_SHARE) * num_steps else MAX_CONTEXT
@@ -234,9 +232,7 @@ def main() -> None:
     held_out_bytes = sum(path.stat().st_size for path in held_out)
     tokenizer = train_tokenizer(training)
     stream, documents = torch.cat(tokenize(tokenizer, training)), tokenize(tokenizer, held_out)
-    log(
-        f"{len(training)} files, {len(stream)} tokens; held out {len(held_out)} files, {held_out_bytes} bytes"
-    )
+    log(f"{len(training)} files, {len(stream)} tokens; held out {len(held_out)}, {held_out_bytes} bytes")
     plans = {"tiny-draft": (DRAFT_SHAPE, arguments.draft_tokens), "tiny": (TARGET_SHAPE, arguments.tokens)}
     for name, (shape, num_tokens) in plans.items():
         torch.manual_seed(arguments.seed)

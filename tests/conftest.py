@@ -7,7 +7,6 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(os.path.dirname(
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 import jax
-import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

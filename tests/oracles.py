@@ -69,9 +69,7 @@ def save_random_checkpoint(
 
 def load_reference(path: str | Path) -> transformers.PreTrainedModel:
     """Returns the checkpoint as a transformers model, float32, in evaluation mode."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     return model.eval()
 
 

@@ -33,7 +33,7 @@ def byte_level() -> Tokenizer:
 
 @cache
 def byte_fallback() -> Tokenizer:
-    """A Llama 2 style tokenizer: spaces are ▁, unseen characters are byte tokens, one leading space is stripped."""
+    """As of Llama 2: spaces are ▁, unseen characters are byte tokens, one leading space is stripped."""
     trained = tokenizers.Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     ascii_text = TEXT.encode("ascii", "ignore").decode()
@@ -158,9 +158,7 @@ def test_an_incomplete_character_shows_as_replacement_at_the_end():
 def test_cost_per_token_does_not_grow_with_the_text(monkeypatch):
     tokenizer, decoded = byte_fallback(), []
     original = Tokenizer.decode
-    monkeypatch.setattr(
-        Tokenizer, "decode", lambda _, ids: decoded.append(len(ids)) or original(tokenizer, ids)
-    )
+    monkeypatch.setattr(Tokenizer, "decode", lambda _, ids: decoded.append(len(ids)) or original(tokenizer, ids))
     shown(tokenizer, [[token_id] for token_id in [2 + 0xFF] * 500 + tokenizer.encode(TEXT * 20)])
     assert max(decoded) <= 8
 
@@ -230,9 +228,7 @@ def test_truncation_in_the_file_does_not_shorten_prompts(tmp_path: Path):
     backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.from_path(tmp_path)
     assert tokenizer is not None
-    assert [tokenizer.encode(text) for text in (TEXT, "a")] == [
-        byte_level().encode(text) for text in (TEXT, "a")
-    ]
+    assert [tokenizer.encode(text) for text in (TEXT, "a")] == [byte_level().encode(text) for text in (TEXT, "a")]
 
 
 def test_a_folder_without_tokenizer_gives_none(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Runs all requests of a file of JSON lines through one engine, so that it can be killed and started again."""
+"""Runs a file of requests through one engine, so that it can be killed and started again."""
 
 from __future__ import annotations
 
@@ -44,18 +44,20 @@ def run_batch(
     show_progress: bool = True,
     max_in_flight: int = 128,
 ) -> Summary:
-    """Runs the requests of `input_path` that `output_path` has no record of, and appends theirs as they finish.
+    """Runs the requests of `input_path` that `output_path` has no record of, and appends theirs as they end.
 
-    A line of the input is `{"custom_id": str, "prompt": str or token ids, ...fields of SamplingParams}`; a line that
-    is no such request gets a record with `error`. At most `max_in_flight` requests are in the engine at a time, and
-    neither file is held in memory, apart from the custom_ids. Killed at any moment and called again, it yields the
-    records of an undisturbed run, perhaps in another order (each has its `line`). A request whose record is deleted
-    from the output is done again.
+    A line of the input is `{"custom_id": str, "prompt": str or token ids, ...fields of SamplingParams}`; one
+    that is no such request gets a record with `error`. At most `max_in_flight` requests are in the engine at
+    a time; of the files only the custom_ids are held in memory. Killed at any moment and called again, it
+    yields the records of an undisturbed run, perhaps in another order (each has its `line`). A request whose
+    record is deleted from the output is done again.
 
     ValueError, with the output unchanged: it is in use by another job, or does not belong to this input.
     """
+    if max_in_flight < 1:
+        raise ValueError(f"max_in_flight is {max_in_flight}; give at least 1")
     input_path, output_path = Path(input_path), Path(output_path)
-    _check_arguments(input_path, output_path, max_in_flight)
+    check_paths(input_path, output_path)
     with OutputFile(output_path) as output, input_path.open("rb") as lines:
         done = output.read_done()
         num_requests = _count_requests(lines, done, output_path)
@@ -74,21 +76,21 @@ def run_batch(
     )
 
 
-def _check_arguments(input_path: Path, output_path: Path, max_in_flight: int) -> None:
-    if max_in_flight < 1:
-        raise ValueError(f"max_in_flight is {max_in_flight}; give at least 1")
+def check_paths(input_path: str | Path, output_path: str | Path) -> None:
+    """Tells, before a model is loaded, what `run_batch` would refuse about the paths alone: ValueError."""
+    input_path, output_path = Path(input_path), Path(output_path)
     if not input_path.exists():
         raise ValueError(f"{input_path} does not exist; give a file of JSON lines")
     if not input_path.is_file():
-        raise ValueError(
-            f"{input_path} is not a regular file; the input is read twice, so save it to a file first"
-        )
+        raise ValueError(f"{input_path} is not a regular file; the input is read twice, so save it to a file first")
     if output_path.exists() and output_path.samefile(input_path):
         raise ValueError(f"{output_path} is the input itself; give another output")
+    if not output_path.parent.is_dir():
+        raise ValueError(f"{output_path.parent} is no folder; create it or give another output")
 
 
 def _count_requests(lines: Iterable[bytes], done: Mapping[int, str | None], output_path: Path) -> int:
-    """Counts the lines that are not blank; ValueError when one that is `done` has another custom_id than its record."""
+    """Counts the lines that are not blank; ValueError when a `done` one has another custom_id."""
     num_requests = num_matched = 0
     for line, raw in enumerate(lines, 1):
         is_request = bool(raw.strip())
@@ -104,8 +106,8 @@ def _count_requests(lines: Iterable[bytes], done: Mapping[int, str | None], outp
         num_matched += 1
     if num_matched < len(done):
         raise ValueError(
-            f"{output_path} belongs to another input: it has a record of line {max(done)}, past the end of this one; "
-            "nothing was changed, give another output"
+            f"{output_path} belongs to another input: it has a record of line {max(done)}, past the end of "
+            "this one; nothing was changed, give another output"
         )
     return num_requests
 
@@ -140,8 +142,8 @@ class _Job:
             while self._submit(entries, max_in_flight):
                 self._step()
         except KeyboardInterrupt:
-            message = f"interrupted with {self._bar.n} of {self._bar.total} requests done; run it again to finish the rest"
-            raise KeyboardInterrupt(message) from None
+            progress = f"{self._bar.n} of {self._bar.total} requests done"
+            raise KeyboardInterrupt(f"interrupted with {progress}; run it again to finish the rest") from None
 
     def _submit(self, entries: Iterator[Request | InvalidLine], max_in_flight: int) -> bool:
         """Fills the engine up; false when there is nothing left to run."""
@@ -159,9 +161,7 @@ class _Job:
 
     def _step(self) -> None:
         if not self._llm.has_unfinished:
-            raise RuntimeError(
-                f"the engine is idle but has not finished {len(self._in_flight)} requests of the job"
-            )
+            raise RuntimeError(f"the engine is idle but has not finished {len(self._in_flight)} requests of the job")
         for delta in self._llm.step():
             if delta.request_id not in self._in_flight:
                 continue

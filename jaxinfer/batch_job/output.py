@@ -1,4 +1,4 @@
-"""The output of a job: one file that grows by whole records, has one writer, and knows what is done; free of jax."""
+"""The output of a job: a file that grows by whole records and has one writer; free of jax."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import Self
 
 from jaxinfer.batch_job.records import RECORD_START, parse_record
 
-FSYNC_SECONDS = (
-    5.0  # What a power cut may cost; a killed process loses nothing, since each record is written at once.
-)
+FSYNC_SECONDS = 5.0  # What a power cut may cost; a killed process loses nothing, since each record is written at once.
 
 
 class OutputFile:
@@ -41,7 +39,7 @@ class OutputFile:
             os.close(self._fd)
 
     def read_done(self) -> dict[int, str | None]:
-        """Reads line -> custom_id of all records; ValueError when the file holds anything else. Changes nothing."""
+        """Reads line -> custom_id of all records; ValueError when there is anything else."""
         done: dict[int, str | None] = {}
         self._complete_bytes = 0
         with os.fdopen(os.dup(self._fd), "rb") as file:
@@ -72,15 +70,11 @@ class OutputFile:
 
     def _lock(self) -> None:
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-            raise ValueError(
-                f"{self._path} is not a regular file; a job is resumed from its output, so give a file"
-            )
+            raise ValueError(f"{self._path} is not a regular file; a job is resumed from its output, so give a file")
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(
-                f"another job is writing to {self._path}; wait for it or give another output"
-            ) from None
+            raise ValueError(f"another job is writing to {self._path}; wait for it or give another output") from None
 
     def _parse(self, raw: bytes, number: int) -> tuple[int, str | None]:
         try:
@@ -93,6 +87,4 @@ class OutputFile:
             raise self._refusal(number, "not the beginning of a record of a batch job")
 
     def _refusal(self, number: int, reason: str) -> ValueError:
-        return ValueError(
-            f"line {number} of {self._path} is {reason}; nothing was changed, give another output"
-        )
+        return ValueError(f"line {number} of {self._path} is {reason}; nothing was changed, give another output")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PARAMETERS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 SEED_BYTES = 8  # SamplingParams.seed has 64 bits
 
-# Each output line begins with this, which tells the beginning of a broken-off record from somebody else's file.
+# Each output line begins with this, which tells a record that broke off from somebody else's file.
 RECORD_START = b'{"line": '
 
 
@@ -60,8 +60,8 @@ def read_requests(lines: Iterable[bytes], done: Mapping[int, str | None]) -> Ite
 def parse_request(raw: bytes, line: int) -> Request | InvalidLine:
     """Reads one request.
 
-    Without a seed of its own it gets one from its place and name, so that a job which is stopped and started again
-    draws what an undisturbed one would.
+    Without a seed of its own it gets one from its place and name, so that a job which is stopped and started
+    again draws what an undisturbed one would.
     """
     fields: dict[str, Any] = {}
     try:
@@ -81,7 +81,7 @@ def custom_id_of(raw: bytes) -> str | None:
 
 
 def completion_line(request: Request, completion: Completion) -> bytes:
-    """Formats the result of a request, newline included; a log probability that is not finite becomes null."""
+    """Formats the result of a request, line end included; infinite log probabilities become null."""
     record: dict[str, Any] = {
         "line": request.line,
         "custom_id": request.custom_id,
@@ -100,12 +100,12 @@ def completion_line(request: Request, completion: Completion) -> bytes:
 
 
 def error_line(line: int, custom_id: str | None, message: str) -> bytes:
-    """Formats the record of a line that could not become a request, newline included."""
+    """Formats the record of a line that could not become a request, line end included."""
     return _format({"line": line, "custom_id": custom_id, "error": message})
 
 
 def parse_record(raw: bytes) -> tuple[int, str | None]:
-    """Reads `line` and `custom_id` of an output line; ValueError when it is not one that this module wrote."""
+    """Reads `line` and `custom_id` of an output line; ValueError when this module has not written it."""
     record: dict[str, Any] = {}
     if raw.startswith(RECORD_START):
         with contextlib.suppress(ValueError):
@@ -144,9 +144,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _request(fields: dict[str, Any], line: int) -> Request:
     custom_id = _custom_id(fields)
     if custom_id is None:
-        raise ValueError(
-            f"custom_id is {_kind(fields.get('custom_id'))}; give each request a string of its own"
-        )
+        raise ValueError(f"custom_id is {_kind(fields.get('custom_id'))}; give each request a string of its own")
     known = ("custom_id", "prompt", *PARAMETERS)
     unknown = sorted(fields.keys() - set(known))
     _require(not unknown, f"keys {unknown} are unknown; remove them or use {', '.join(known)}")

@@ -54,13 +54,9 @@ def plan_assembly(config: ModelConfig, weights: WeightTable) -> Params:
         field, group, weight = path
         name, pattern = sources[f"{field.name}.{weight.name}"]
         layers = range(first_layers[group.idx], first_layers[group.idx + 1])
-        return Assembly(
-            spec.shape, tuple(name.format(layer=layer) for layer in layers), pattern, is_stacked=True
-        )
+        return Assembly(spec.shape, tuple(name.format(layer=layer) for layer in layers), pattern, is_stacked=True)
 
-    return jax.tree_util.tree_map_with_path(
-        plan, declare(config), is_leaf=lambda x: isinstance(x, TensorSpec)
-    )
+    return jax.tree_util.tree_map_with_path(plan, declare(config), is_leaf=lambda x: isinstance(x, TensorSpec))
 
 
 def assemble(

@@ -46,8 +46,8 @@ def resolve_checkpoint(path_or_id: str | Path) -> Path:
     except (OSError, ValueError) as error:
         raise ValueError(
             f"checkpoint {str(path_or_id)!r} is neither a local directory nor reachable on the Hugging"
-            f" Face Hub ({type(error).__name__}: {error}); give the path of an existing directory, or an id such"
-            " as 'Qwen/Qwen3-0.6B' with network access or after downloading it once"
+            f" Face Hub ({type(error).__name__}: {error}); give the path of an existing directory, or an id"
+            " such as 'Qwen/Qwen3-0.6B' with network access or after downloading it once"
         ) from error
     return Path(snapshot)
 
@@ -67,9 +67,7 @@ def read_eos_token_ids(path: str | Path) -> tuple[int, ...]:
             continue
         ids = value if isinstance(value, list) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-            raise ValueError(
-                f"eos_token_id={value!r} in {file} is not a token id or a list of them; correct the file"
-            )
+            raise ValueError(f"eos_token_id={value!r} in {file} is not a token id or a list of them; correct the file")
         return tuple(ids)
     return ()
 
@@ -86,8 +84,8 @@ def load_params(
 
     Each is on its devices before the next is read, so the host holds one stacked group of one weight at most,
     and of that, where `placement` (see `jaxinfer.params.shardings`) splits it, only the slices of this
-    process's devices. Every missing, unexpected or mis-shaped tensor is listed in one ValueError before any is
-    read. `config` is that of `read_config`, with any `layer_groups`.
+    process's devices. Every missing, unexpected or mis-shaped tensor is listed in one ValueError before any
+    is read. `config` is that of `read_config`, with any `layer_groups`.
     """
     path = Path(path)
     weights = family_of(_read_json(path / "config.json")).weights
@@ -124,9 +122,7 @@ def _progress_bar(total: int, show_progress: bool) -> Any:
 
 def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
-        raise ValueError(
-            f"{file.parent} has no {file.name}; give the directory of a complete Hugging Face checkpoint"
-        )
+        raise ValueError(f"{file.parent} has no {file.name}; give the directory of a complete Hugging Face checkpoint")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -153,20 +149,14 @@ def _read_headers(path: Path) -> dict[str, StoredTensor]:
     shards = sorted(set(weight_map.values()))
     absent = [name for name in shards if not (path / name).is_file()]
     if absent:
-        raise ValueError(
-            f"{path} lacks {', '.join(absent)}, named in {INDEX_FILE}; download the checkpoint again"
-        )
+        raise ValueError(f"{path} lacks {', '.join(absent)}, named in {INDEX_FILE}; download the checkpoint again")
     headers = {shard: read_header(path / shard) for shard in shards}
     found = {name: tensor for header in headers.values() for name, tensor in header.items()}
     # A tensor that two files hold is taken from the one that the index names.
-    return found | {
-        name: headers[shard][name] for name, shard in weight_map.items() if name in headers[shard]
-    }
+    return found | {name: headers[shard][name] for name, shard in weight_map.items() if name in headers[shard]}
 
 
-def _refuse_misfits(
-    path: Path, plan: Params, stored: Mapping[str, StoredTensor], config: ModelConfig
-) -> None:
+def _refuse_misfits(path: Path, plan: Params, stored: Mapping[str, StoredTensor], config: ModelConfig) -> None:
     expected: dict[str, tuple[int, ...]] = {}
     for assembly in jax.tree.leaves(plan, is_leaf=_is_assembly):
         expected |= dict.fromkeys(assembly.names, assembly.stored_shape)
@@ -174,9 +164,7 @@ def _refuse_misfits(
     for name, tensor in stored.items():
         if name not in expected:
             # The frequencies follow from the config; a tied unembedding is compared with the embedding later.
-            is_known = name.endswith("rotary_emb.inv_freq") or (
-                config.has_tied_embeddings and name == UNEMBEDDING
-            )
+            is_known = name.endswith("rotary_emb.inv_freq") or (config.has_tied_embeddings and name == UNEMBEDDING)
             problems += [] if is_known else [f"unexpected: {name} {tensor.shape}"]
         elif tensor.shape != expected[name]:
             problems.append(f"mis-shaped: {name} expected {expected[name]}, found {tensor.shape}")

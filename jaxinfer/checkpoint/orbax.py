@@ -81,10 +81,7 @@ def restore_params(path: str | Path, *, placement: Params | None = None) -> tupl
 
 def _require_fit(params: Params, config: ModelConfig) -> None:
     expected = abstract_params(config, jnp.float32)
-    shapes = [
-        {keystr(name): leaf.shape for name, leaf in tree_leaves_with_path(tree)}
-        for tree in (expected, params)
-    ]
+    shapes = [{keystr(name): leaf.shape for name, leaf in tree_leaves_with_path(tree)} for tree in (expected, params)]
     if shapes[0] != shapes[1]:
         names = sorted(name for name in shapes[0] | shapes[1] if shapes[0].get(name) != shapes[1].get(name))
         raise ValueError(

@@ -54,8 +54,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 header = json.loads(file.read(length))
     if not isinstance(header, dict):
         raise ValueError(
-            f"{path} ({size} bytes) is not a complete safetensors file: its header cannot be read;"
-            " download it again"
+            f"{path} ({size} bytes) is not a complete safetensors file: its header cannot be read; download it again"
         )
     header.pop("__metadata__", None)
     start = LENGTH_BYTES + length

@@ -8,7 +8,9 @@ from jaxinfer.batch import Batch, Row, SamplingBatch, make_batch, make_sampling
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.scheduler import Step
 
-MIN_PREFILL_TOKENS = 16
+# Matrix products on CPU come in eights, so fewer rows would only save sampling; a single row is the common exception.
+MIN_ROWS = 8
+MIN_PREFILL_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -27,21 +29,22 @@ class Bucket:
 def plan_buckets(config: EngineConfig) -> tuple[Bucket, ...]:
     """Returns every shape an engine of this configuration can ask for, smallest first of each kind.
 
-    Sizes double from 2 (a single row would be summed in another order, see `layers`) up to the limits. A prefill has
-    as many rows as it could have, so shapes grow with the tokens only.
+    Decoding takes one row, or `MIN_ROWS` doubling up to the limit; prefill takes `MIN_PREFILL_TOKENS` doubling up to
+    the limit, with as many rows as it could have.
     """
-    max_rows = max(config.max_num_seqs, 2)
-    decode = [Bucket(True, rows, rows) for rows in _doubling(2, max_rows)]
-    max_tokens = max(config.max_num_batched_tokens, MIN_PREFILL_TOKENS)
-    prefill = [Bucket(False, tokens, min(tokens, max_rows)) for tokens in _doubling(MIN_PREFILL_TOKENS, max_tokens)]
+    max_rows, max_tokens = config.max_num_seqs, config.max_num_batched_tokens
+    decode = [Bucket(True, rows, rows) for rows in (1, *_doubling(MIN_ROWS, max_rows))]
+    prefill = [Bucket(False, n, min(n, max_rows)) for n in _doubling(MIN_PREFILL_TOKENS, max_tokens)]
     return (*decode, *prefill)
 
 
 def _doubling(first: int, last: int) -> list[int]:
-    sizes = [first]
-    while sizes[-1] < last:
-        sizes.append(min(sizes[-1] * 2, last))
-    return sizes
+    """The sizes first, 2 first, 4 first … below last, and last."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= 2
+    return [*sizes, last]
 
 
 def choose_bucket(buckets: tuple[Bucket, ...], step: Step) -> Bucket:
@@ -56,11 +59,19 @@ def choose_bucket(buckets: tuple[Bucket, ...], step: Step) -> Bucket:
 def build_batch(step: Step, bucket: Bucket, *, page_size: int, table_width: int) -> tuple[Batch, SamplingBatch]:
     """Lays the step out in the bucket's shape, one row per chunk, in new host arrays."""
     rows = [
-        Row(chunk.request.token_ids[chunk.start : chunk.start + chunk.num_tokens], chunk.start, chunk.request.pages)
+        Row(
+            chunk.request.token_ids[chunk.start : chunk.start + chunk.num_tokens],
+            chunk.start,
+            chunk.request.pages,
+        )
         for chunk in step.chunks
     ]
     batch = make_batch(
-        rows, page_size=page_size, num_tokens=bucket.num_tokens, num_rows=bucket.num_rows, table_width=table_width
+        rows,
+        page_size=page_size,
+        num_tokens=bucket.num_tokens,
+        num_rows=bucket.num_rows,
+        table_width=table_width,
     )
     requests = [chunk.request for chunk in step.chunks]
     sampling = make_sampling(

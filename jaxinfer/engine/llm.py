@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from jaxinfer.cache import page_bytes
 from jaxinfer.checkpoint import load_checkpoint, read_eos_token_ids, resolve_checkpoint
-from jaxinfer.config import MAX_SEED, CacheConfig, EngineConfig, ModelConfig, SamplingParams
+from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, SamplingParams
 from jaxinfer.device import default_cache_bytes, default_dtype, enable_compilation_cache
+from jaxinfer.engine.admission import Admission, Prompt
 from jaxinfer.engine.request import Completion, Delta, Request
 from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.scheduler import Scheduler
-from jaxinfer.tokenizer import Detokenizer, Tokenizer
+from jaxinfer.tokenizer import Tokenizer
 
 BUNDLED_MODEL = Path(__file__).parent.parent / "assets" / "tiny"
-
-Prompt = str | Sequence[int]
 
 
 class LLM:
@@ -53,8 +52,6 @@ class LLM:
         dtype = dtype or default_dtype()
         params, self.model_config = load_checkpoint(path, dtype, show_progress=show_progress)
         self.tokenizer = Tokenizer.from_path(path)
-        self._eos_token_ids = read_eos_token_ids(path)
-        self._max_model_len = resolve_max_model_len(self.model_config, config)
         cache_config = plan_cache(self.model_config, config, dtype)
         self._runner = Runner(params, self.model_config, config, cache_config, show_progress=show_progress)
         self._scheduler = Scheduler(
@@ -63,7 +60,14 @@ class LLM:
             num_pages=cache_config.num_pages,
             page_size=cache_config.page_size,
         )
-        self._max_request_len = min(self._max_model_len, cache_config.num_pages * cache_config.page_size)
+        self._admission = Admission(
+            model_config=self.model_config,
+            engine_config=config,
+            cache_config=cache_config,
+            tokenizer=self.tokenizer,
+            eos_token_ids=read_eos_token_ids(path),
+            max_model_len=resolve_max_model_len(self.model_config, config),
+        )
         self._ids = itertools.count()
         self._outbox: list[Delta] = []  # for step()
         self._mailboxes: dict[int, deque[Delta]] = {}  # by request, for generate() and stream()
@@ -78,7 +82,7 @@ class LLM:
 
         Raises ValueError, and changes nothing, where the request could not be honoured exactly.
         """
-        request = self._make_request(prompt, sampling_params or SamplingParams())
+        request = self._admission.admit(next(self._ids), prompt, sampling_params or SamplingParams())
         self._scheduler.add(request)
         return request.request_id
 
@@ -177,68 +181,9 @@ class LLM:
 
     def _numbered_request(self, index: int, prompt: Prompt, sampling: SamplingParams) -> Request:
         try:
-            return self._make_request(prompt, sampling)
+            return self._admission.admit(next(self._ids), prompt, sampling)
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from None
-
-    def _make_request(self, prompt: Prompt, sampling: SamplingParams) -> Request:
-        token_ids = self._encode(prompt)
-        self._check_lengths(len(token_ids), sampling)
-        if sampling.log_probs > self.engine_config.max_log_probs:
-            raise ValueError(
-                f"log_probs={sampling.log_probs} is more than max_log_probs={self.engine_config.max_log_probs};"
-                " ask for fewer or raise EngineConfig.max_log_probs"
-            )
-        if sampling.stop and self.tokenizer is None:
-            raise ValueError(f"stop={sampling.stop!r} needs a tokenizer, which this checkpoint does not have")
-        self._check_token_ids("stop_token_ids", sampling.stop_token_ids)
-        eos = () if sampling.ignore_eos else self._eos_token_ids
-        return Request(
-            next(self._ids),
-            token_ids,
-            sampling,
-            seed=secrets.randbelow(MAX_SEED + 1) if sampling.seed is None else sampling.seed,
-            max_tokens=min(sampling.max_tokens, self._max_model_len - len(token_ids)),
-            stop_token_ids={*sampling.stop_token_ids, *eos},
-            text_stream=None if self.tokenizer is None else Detokenizer(self.tokenizer, stop=sampling.stop),
-        )
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("this checkpoint has no tokenizer.json; give the prompt as token ids")
-            token_ids = self.tokenizer.encode(prompt)
-        else:
-            token_ids = list(prompt)
-            self._check_token_ids("prompt", token_ids)
-        if not token_ids:
-            raise ValueError(f"prompt {prompt!r} is empty; give at least one token to continue from")
-        return token_ids
-
-    def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
-        for i, token_id in enumerate(token_ids):
-            is_int = isinstance(token_id, Integral) and not isinstance(token_id, bool)
-            if not is_int or not 0 <= token_id < self.model_config.vocab_size:
-                raise ValueError(
-                    f"{name}[{i}] is {token_id!r}; token ids of this model are integers from 0 to"
-                    f" {self.model_config.vocab_size - 1}"
-                )
-
-    def _check_lengths(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
-        if num_prompt_tokens >= self._max_model_len:
-            raise ValueError(
-                f"prompt has {num_prompt_tokens} tokens but max_model_len is {self._max_model_len}, of which at least"
-                " one must be left for the output; shorten it or raise EngineConfig.max_model_len up to the model's"
-                f" {self.model_config.max_position}"
-            )
-        # The last token is drawn but never computed, so it needs no slot.
-        num_slots = min(num_prompt_tokens + sampling.max_tokens, self._max_model_len) - 1
-        if num_slots > self._max_request_len:
-            raise ValueError(
-                f"prompt of {num_prompt_tokens} tokens with max_tokens={sampling.max_tokens} may need {num_slots} slots"
-                f" of the cache, which has {self._max_request_len}; lower max_tokens, or raise EngineConfig.num_pages"
-                " or cache_bytes"
-            )
 
 
 def resolve_max_model_len(model_config: ModelConfig, config: EngineConfig) -> int:
@@ -272,9 +217,9 @@ def plan_cache(model_config: ModelConfig, config: EngineConfig, dtype: str) -> C
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    prompts = list(prompts)
-    is_token_ids = bool(prompts) and not any(isinstance(p, (str, Sequence)) or hasattr(p, "__len__") for p in prompts)
-    return [prompts] if is_token_ids else prompts
+    items: list[Any] = list(prompts)
+    is_one_prompt = bool(items) and all(isinstance(item, Integral) for item in items)
+    return [items] if is_one_prompt else items
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

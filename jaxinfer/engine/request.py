@@ -132,5 +132,9 @@ class Request:
             seed=self.seed,
         )
         return Delta(
-            request_id=self.request_id, text=text, token_ids=token_ids, log_probs=log_probs, completion=completion
+            request_id=self.request_id,
+            text=text,
+            token_ids=token_ids,
+            log_probs=log_probs,
+            completion=completion,
         )

@@ -57,7 +57,12 @@ class Runner:
             batch, sampling = self._build(Step(()), bucket)
             step = decode_step if bucket.is_decode else prefill_step
             return step.lower(
-                self._params, cache, batch, sampling, config=self._model_config, max_log_probs=self._max_log_probs
+                self._params,
+                cache,
+                batch,
+                sampling,
+                config=self._model_config,
+                max_log_probs=self._max_log_probs,
             ).compile()
 
         # The compiler releases the interpreter lock, so buckets compile beside each other; the largest goes first.

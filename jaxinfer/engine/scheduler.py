@@ -154,5 +154,8 @@ class Scheduler:
 def _top_log_probs(output: Any, row: int, count: int) -> dict[int, float]:
     if count == 0:
         return {}
-    tokens, log_probs = np.asarray(output.top_tokens[row, :count]), np.asarray(output.top_log_probs[row, :count])
+    tokens, log_probs = (
+        np.asarray(output.top_tokens[row, :count]),
+        np.asarray(output.top_log_probs[row, :count]),
+    )
     return dict(zip(tokens.tolist(), log_probs.tolist(), strict=True))

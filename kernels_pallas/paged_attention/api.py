@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 
+from kernels_pallas.paged_attention.layout import page_size, pool_shapes
 from kernels_pallas.paged_attention.reference import paged_attention_reference
 
 # In order of preference; the reference supports every call, so the search always ends.
@@ -62,11 +63,10 @@ def paged_attention(
 
 
 def _check_shapes(q, k_pages, v_pages, block_tables, kv_lens, cu_q_lens) -> None:
-    T, N, H = q.shape
+    N, H = q.shape[1:]
     B = kv_lens.shape[0]
     fits = (
-        k_pages.shape == v_pages.shape
-        and k_pages.shape[-1] == H
+        (k_pages.shape, v_pages.shape) == pool_shapes(k_pages.shape[0], page_size(v_pages), k_pages.shape[1], H)
         and N % k_pages.shape[1] == 0
         and block_tables.shape[:1] == (B,)
         and cu_q_lens.shape == (B + 1,)

@@ -13,7 +13,7 @@ MAX_RUNNING = 3
 
 
 class FakeLLM:
-    """Draws tokens from the seed and the prompt alone; `steps_left` steps later its process would be killed."""
+    """Draws tokens from the seed and the prompt alone; raises `killed_by` after `steps_left` steps."""
 
     def __init__(self, steps_left: int | None = None, killed_by: BaseException | None = None) -> None:
         self._steps_left = steps_left

@@ -26,16 +26,12 @@ def test_existing_directory_is_its_own_checkpoint(tmp_path):
     assert resolve_checkpoint(str(tmp_path)) == tmp_path
 
 
-@pytest.mark.parametrize(
-    "path_or_id", ["someone/no-such-model", "/no/such/directory", "not an id", "./model"]
-)
+@pytest.mark.parametrize("path_or_id", ["someone/no-such-model", "/no/such/directory", "not an id", "./model"])
 def test_what_is_neither_local_nor_on_the_hub_is_refused(monkeypatch, path_or_id):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     # The variable is read when huggingface_hub is imported, which has happened by now.
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        ValueError, match="neither a local directory nor reachable on the Hugging Face Hub"
-    ) as refusal:
+    with pytest.raises(ValueError, match="neither a local directory nor reachable on the Hugging Face Hub") as refusal:
         resolve_checkpoint(path_or_id)
     assert repr(path_or_id) in str(refusal.value)
     assert "give the path of an existing directory" in str(refusal.value)
@@ -43,9 +39,7 @@ def test_what_is_neither_local_nor_on_the_hub_is_refused(monkeypatch, path_or_id
 
 def test_hub_id_is_downloaded_without_what_is_not_needed(monkeypatch, tmp_path):
     asked = {}
-    monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda *a, **k: asked.update(k, id=a[0]) or str(tmp_path)
-    )
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: asked.update(k, id=a[0]) or str(tmp_path))
     assert resolve_checkpoint("someone/model") == tmp_path
     files = [
         "config.json",

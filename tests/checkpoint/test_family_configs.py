@@ -39,6 +39,12 @@ def translate(hf: dict):
     return family_of(hf).config_from_hf(hf)
 
 
+def translated_scaling(hf: dict) -> RopeScaling:
+    scaling = translate(hf).rope_scaling
+    assert scaling is not None
+    return scaling
+
+
 def minimal(family: str, **keys) -> dict:
     """A config.json with the sizes and `keys` alone."""
     return {"model_type": family, **SIZES, **FAMILY_SIZES[family], **keys}
@@ -53,9 +59,7 @@ def assert_agrees(config, reference) -> None:
     assert config.num_heads == reference.num_attention_heads
     assert config.num_kv_heads == reference.num_key_value_heads
     # Qwen2Config has no head_dim; its attention divides the hidden size.
-    assert config.head_dim == getattr(
-        reference, "head_dim", reference.hidden_size // reference.num_attention_heads
-    )
+    assert config.head_dim == getattr(reference, "head_dim", reference.hidden_size // reference.num_attention_heads)
     assert config.max_position == reference.max_position_embeddings
     assert config.norm_epsilon == reference.rms_norm_eps
     assert config.rope_theta == reference.rope_parameters["rope_theta"]
@@ -114,9 +118,9 @@ def test_null_number_of_kv_heads_means_one_for_each_head(family):
 )
 def test_yarn_attention_factor_is_that_of_transformers(scaling):
     hf = minimal("llama", rope_scaling=dict(scaling))
-    config = translate(hf)
+    scaling = translated_scaling(hf)
     _, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](CONFIGS["llama"](**hf))
-    assert config.rope_scaling.attention_factor == pytest.approx(attention_factor, rel=1e-12)
+    assert scaling.attention_factor == pytest.approx(attention_factor, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -126,9 +130,7 @@ def test_yarn_attention_factor_is_that_of_transformers(scaling):
         ({"type": "linear", "factor": 2}, RopeScaling(kind="linear", factor=2)),
         (
             LLAMA3,
-            RopeScaling(
-                kind="llama3", factor=8.0, original_max_position=64, low_freq_factor=1.0, high_freq_factor=4.0
-            ),
+            RopeScaling(kind="llama3", factor=8.0, original_max_position=64, low_freq_factor=1.0, high_freq_factor=4.0),
         ),
         (
             {**YARN, "beta_fast": 16, "beta_slow": 2, "truncate": False, "attention_factor": 1.5},
@@ -160,7 +162,7 @@ def test_original_max_position_is_looked_up_where_transformers_does(scaling, ins
     for place in (hf, scaling):
         if place["original_max_position_embeddings"] is ABSENT:
             del place["original_max_position_embeddings"]
-    translated = translate(hf).rope_scaling.original_max_position
+    translated = translated_scaling(hf).original_max_position
     reference = CONFIGS["llama"](**hf)
     # Rotary embeddings do this before they read the parameters; only then does the outer key count.
     reference.standardize_rope_params()

@@ -106,9 +106,7 @@ def test_placement_for_other_layer_groups_is_refused(saved):
     path, _ = saved
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("model",))
     placement = shardings(dataclasses.replace(CONFIG, layer_groups=(3,)), mesh)
-    with pytest.raises(
-        ValueError, match=r"saved with layer_groups=\(1, 2\); build it from read_saved_config"
-    ):
+    with pytest.raises(ValueError, match=r"saved with layer_groups=\(1, 2\); build it from read_saved_config"):
         restore_params(path, placement=placement)
 
 
@@ -121,17 +119,13 @@ def test_existing_checkpoint_is_not_overwritten(saved):
 def test_parameters_of_another_config_are_not_saved(saved, tmp_path):
     _, params = saved
     config = dataclasses.replace(CONFIG, intermediate_size=17, has_qk_norm=False)
-    with pytest.raises(
-        ValueError, match=r"differ in \.layers\[0\]\.down, .*q_norm.*; save them with the config"
-    ):
+    with pytest.raises(ValueError, match=r"differ in \.layers\[0\]\.down, .*q_norm.*; save them with the config"):
         save_params(tmp_path / "new", params, config)
     assert not (tmp_path / "new").exists()
 
 
 def test_missing_path_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match="nowhere is not a directory; give the path that save_params was given"
-    ):
+    with pytest.raises(ValueError, match="nowhere is not a directory; give the path that save_params was given"):
         restore_params(tmp_path / "nowhere")
 
 
@@ -141,9 +135,7 @@ def test_directory_without_description_is_refused(tmp_path):
         restore_params(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("content", "complaint"), [("{", "is not JSON"), ('{"version": 2}', "version 2 but 1")]
-)
+@pytest.mark.parametrize(("content", "complaint"), [("{", "is not JSON"), ('{"version": 2}', "version 2 but 1")])
 def test_damaged_description_is_refused(tmp_path, content, complaint):
     (tmp_path / "params").mkdir()
     (tmp_path / "jaxinfer.json").write_text(content)

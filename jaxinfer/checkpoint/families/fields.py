@@ -11,8 +11,7 @@ def require_size(hf: Mapping[str, Any], key: str, default: int | None = None) ->
     value = hf.get(key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(
-            f"{key}={value!r} in config.json is not a positive integer;"
-            " download the checkpoint's config.json again"
+            f"{key}={value!r} in config.json is not a positive integer; download the checkpoint's config.json again"
         )
     return value
 
@@ -21,9 +20,7 @@ def is_enabled(hf: Mapping[str, Any], key: str) -> bool:
     """Returns a switch of config.json that is off unless stated."""
     value = hf.get(key, False)
     if not isinstance(value, bool):
-        raise ValueError(
-            f"{key}={value!r} in config.json is neither true nor false; write the one that is meant"
-        )
+        raise ValueError(f"{key}={value!r} in config.json is neither true nor false; write the one that is meant")
     return value
 
 

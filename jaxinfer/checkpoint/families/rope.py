@@ -69,9 +69,7 @@ def _llama3(parameters: Mapping[str, Any], hf: Mapping[str, Any], max_position: 
 
 def _yarn(parameters: Mapping[str, Any], hf: Mapping[str, Any], max_position: int) -> RopeScaling:
     original = _original_max_position(parameters, hf, max_position)
-    factor = require_number(
-        parameters, "factor", require_size(hf, "max_position_embeddings", max_position) / original
-    )
+    factor = require_number(parameters, "factor", require_size(hf, "max_position_embeddings", max_position) / original)
     mscale, mscale_all_dim = (require_number(parameters, key, 0.0) for key in ("mscale", "mscale_all_dim"))
     default_attention_factor = _yarn_attention_factor(factor, mscale, mscale_all_dim)
     return RopeScaling(

@@ -1,0 +1,89 @@
+"""What a user asks for, turned into a request that can be honoured exactly, or refused with the reason."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+
+from jaxinfer.config import MAX_SEED, CacheConfig, EngineConfig, ModelConfig, SamplingParams
+from jaxinfer.engine.request import Request
+from jaxinfer.tokenizer import Detokenizer, Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """The limits that a request is held against. Nothing is trusted before this and nothing is checked after it."""
+
+    model_config: ModelConfig
+    engine_config: EngineConfig
+    cache_config: CacheConfig
+    tokenizer: Tokenizer | None
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+
+    def admit(self, request_id: int, prompt: Prompt, sampling: SamplingParams) -> Request:
+        """Returns the request, or raises ValueError with what is wrong, the value, and the way out."""
+        token_ids = self._encode(prompt)
+        self._check_lengths(len(token_ids), sampling)
+        if sampling.log_probs > self.engine_config.max_log_probs:
+            raise ValueError(
+                f"log_probs={sampling.log_probs} is more than max_log_probs={self.engine_config.max_log_probs};"
+                " ask for fewer or raise EngineConfig.max_log_probs"
+            )
+        if sampling.stop and self.tokenizer is None:
+            raise ValueError(f"stop={sampling.stop!r} needs a tokenizer, which this checkpoint does not have")
+        self._check_token_ids("stop_token_ids", sampling.stop_token_ids)
+        eos = () if sampling.ignore_eos else self.eos_token_ids
+        return Request(
+            request_id,
+            token_ids,
+            sampling,
+            seed=secrets.randbelow(MAX_SEED + 1) if sampling.seed is None else sampling.seed,
+            max_tokens=min(sampling.max_tokens, self.max_model_len - len(token_ids)),
+            stop_token_ids={*sampling.stop_token_ids, *eos},
+            text_stream=None if self.tokenizer is None else Detokenizer(self.tokenizer, stop=sampling.stop),
+        )
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("this checkpoint has no tokenizer.json; give the prompt as token ids")
+            token_ids = self.tokenizer.encode(prompt)
+        elif hasattr(prompt, "__len__") and hasattr(prompt, "__getitem__") and not isinstance(prompt, Mapping | bytes):
+            token_ids = list(prompt)
+        else:
+            raise ValueError(f"prompt {prompt!r} is neither text nor a sequence of token ids")
+        if not token_ids:
+            raise ValueError(f"prompt {prompt!r} is empty; give at least one token to continue from")
+        self._check_token_ids("prompt", token_ids)
+        return [int(token_id) for token_id in token_ids]
+
+    def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
+        for i, token_id in enumerate(token_ids):
+            is_int = isinstance(token_id, Integral) and not isinstance(token_id, bool)
+            if not is_int or not 0 <= token_id < self.model_config.vocab_size:
+                raise ValueError(
+                    f"{name}[{i}] is {token_id!r}; token ids of this model are integers from 0 to"
+                    f" {self.model_config.vocab_size - 1}"
+                )
+
+    def _check_lengths(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
+        if num_prompt_tokens >= self.max_model_len:
+            raise ValueError(
+                f"prompt has {num_prompt_tokens} tokens but max_model_len is {self.max_model_len}, of which at least"
+                " one must be left for the output; shorten it or raise EngineConfig.max_model_len up to the model's"
+                f" {self.model_config.max_position}"
+            )
+        # The last token is drawn but never computed, so it needs no slot.
+        num_slots = min(num_prompt_tokens + sampling.max_tokens, self.max_model_len) - 1
+        capacity = self.cache_config.num_pages * self.cache_config.page_size
+        if num_slots > capacity:
+            raise ValueError(
+                f"prompt of {num_prompt_tokens} tokens with max_tokens={sampling.max_tokens} may need {num_slots} slots"
+                f" of the cache, which has {capacity}; lower max_tokens, or raise EngineConfig.num_pages"
+                " or cache_bytes"
+            )

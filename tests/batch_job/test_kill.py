@@ -1,0 +1,63 @@
+"""The real command with the bundled model, killed again and again."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+NUM_REQUESTS = 60
+NUM_KILLS = 10
+# Few compiled steps, so that a start costs little.
+ENGINE = ["--max-num-seqs", "4", "--max-num-batched-tokens", "8", "--max-model-len", "64"]
+
+
+def write_requests(path: Path) -> None:
+    """A third greedy, a third seeded, a third unseeded, of 4 to 15 tokens, with this and that asked for."""
+    with path.open("w") as file:
+        for i in range(NUM_REQUESTS):
+            row = {"custom_id": f"request {i}", "prompt": f"def f{i}(", "max_tokens": 4 + i % 12}
+            row |= [{"temperature": 0}, {"seed": i}, {"top_k": 50}][i % 3]
+            row |= [{}, {"log_probs": 2}, {"stop": ["):"]}, {"ignore_eos": True}][i % 4]
+            file.write(json.dumps(row) + "\n")
+
+
+def start(folder: Path, output: str) -> subprocess.Popen[bytes]:
+    paths = [str(folder / "in.jsonl"), str(folder / output)]
+    return subprocess.Popen([sys.executable, "-m", "jaxinfer.cli", "batch", *paths, "--quiet", *ENGINE])
+
+
+def wait_for_a_moment_to_kill(process: subprocess.Popen[bytes], output: Path, draw: random.Random) -> None:
+    """Mostly a moment of generation, counted in bytes, so that the machine's speed does not matter."""
+    if draw.random() < 0.2:
+        time.sleep(draw.uniform(0, 3))
+        return
+    size = output.stat().st_size if output.exists() else 0
+    target = size + draw.randrange(1, 2500)
+    while process.poll() is None and (not output.exists() or output.stat().st_size < target):
+        time.sleep(0.001)
+    time.sleep(draw.uniform(0, 0.02))
+
+
+def sorted_by_line(path: Path) -> list[bytes]:
+    return sorted(path.read_bytes().splitlines(keepends=True), key=lambda raw: json.loads(raw)["line"])
+
+
+def test_a_job_killed_ten_times_yields_the_bytes_of_an_undisturbed_one(tmp_path):
+    write_requests(tmp_path / "in.jsonl")
+    assert start(tmp_path, "undisturbed.jsonl").wait() == 0
+    draw = random.Random(0)
+    statuses = []
+    for _ in range(NUM_KILLS):
+        process = start(tmp_path, "out.jsonl")
+        wait_for_a_moment_to_kill(process, tmp_path / "out.jsonl", draw)
+        process.kill()
+        statuses.append(process.wait())
+    assert statuses == [-9] * NUM_KILLS
+    assert start(tmp_path, "out.jsonl").wait() == 0
+    lines = sorted_by_line(tmp_path / "out.jsonl")
+    assert len(lines) == NUM_REQUESTS
+    assert lines == sorted_by_line(tmp_path / "undisturbed.jsonl")

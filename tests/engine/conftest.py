@@ -1,0 +1,27 @@
+"""One small engine for all tests that need no special one; every test has to leave it idle."""
+
+import pytest
+
+from tests.engine.engines import num_owned_pages, save_small_checkpoint, small_engine
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    return save_small_checkpoint(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="session")
+def shared_llm(checkpoint):
+    return small_engine(checkpoint)
+
+
+@pytest.fixture
+def llm(shared_llm):
+    """The shared engine, before and after which no request is left and no page is taken."""
+    yield shared_llm
+    leftover = (shared_llm.has_unfinished, num_owned_pages(shared_llm), shared_llm._mailboxes)
+    for request in [*shared_llm._scheduler._running, *shared_llm._scheduler._waiting]:
+        shared_llm.abort(request.request_id)  # or one failure would make those after it fail
+    shared_llm._mailboxes.clear()
+    shared_llm.step()
+    assert leftover == (False, 0, {})

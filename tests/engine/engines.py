@@ -1,0 +1,113 @@
+"""What the tests of the engine share: a small checkpoint with a tokenizer, engines, and ways to drive them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.engine.llm import LLM
+from jaxinfer.engine.request import Completion, Delta
+from tests.oracles import save_random_checkpoint
+
+# Few buckets, so that an engine is compiled in seconds: decode 2 and 4, prefill 16 and 32.
+SMALL: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "max_model_len": 96,
+    "page_size": 16,
+    "max_log_probs": 4,
+}
+# Sizes that are no powers of two: how a sum is split up must not show in any bit.
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 144,
+    "intermediate_size": 272,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+}
+EOS = 0
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def save_small_checkpoint(path: Path, *, with_tokenizer: bool = True) -> Path:
+    """A Llama of two layers over 96 tokens: the end token 0, the space 1, then the printable ASCII characters."""
+    save_random_checkpoint(path, "llama", eos_token_id=EOS, **SIZES)
+    if with_tokenizer:
+        characters = ["<end>", "Ġ", *map(chr, range(33, 127))]
+        tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, []))
+        tokenizer.add_special_tokens(["<end>"])
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+def spelled(token_ids: Iterable[int]) -> str:
+    """The text of token ids under the tokenizer above, by its definition."""
+    return "".join("" if i == EOS else " " if i == 1 else chr(i + 31) for i in token_ids)
+
+
+def small_engine(path: Path, **overrides: Any) -> LLM:
+    return LLM(path, config=EngineConfig(**{**SMALL, **overrides}))
+
+
+def poison_cache(llm: LLM) -> None:
+    """Makes every slot of the cache NaN: whatever reads a slot that was not written shows it."""
+    runner = llm._runner
+    runner._cache = jax.tree.map(lambda pool: jnp.full(pool.shape, jnp.nan, pool.dtype), runner._cache)
+
+
+def num_preemptions(llm: LLM) -> int:
+    return llm._scheduler.num_preemptions
+
+
+def num_owned_pages(llm: LLM) -> int:
+    return llm._scheduler._pages.num_pages - llm._scheduler.num_free_pages
+
+
+def drain(llm: LLM) -> list[Delta]:
+    """Steps until nothing is left to do."""
+    deltas = []
+    while llm.has_unfinished:
+        deltas += llm.step()
+    return deltas
+
+
+def completions_of(deltas: Iterable[Delta]) -> dict[int, Completion]:
+    return {delta.request_id: delta.completion for delta in deltas if delta.completion is not None}
+
+
+def run_with_arrivals(
+    llm: LLM,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    *,
+    seed: int = 0,
+    mean_arrivals: float = 1.0,
+) -> list[Completion]:
+    """Adds prompts in random order, a Poisson number before each step; returns completions in the given order."""
+    rng = np.random.default_rng(seed)
+    waiting = rng.permutation(len(prompts)).tolist()
+    index_of: dict[int, int] = {}
+    deltas: list[Delta] = []
+    while waiting or llm.has_unfinished:
+        for _ in range(min(rng.poisson(mean_arrivals), len(waiting))):
+            index = waiting.pop()
+            index_of[llm.add(prompts[index], params[index])] = index
+        deltas += llm.step()
+    done = completions_of(deltas)
+    return [done[request_id] for request_id in sorted(index_of, key=lambda request_id: index_of[request_id])]
+
+
+def random_prompts(count: int, *, max_len: int, seed: int = 0, vocab_size: int = 96) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, vocab_size, rng.integers(1, max_len + 1)).tolist() for _ in range(count)]

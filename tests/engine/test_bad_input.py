@@ -1,0 +1,264 @@
+"""What cannot be honoured is refused with the value and the way out, and changes nothing."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from jaxinfer.cache import page_bytes
+from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
+from jaxinfer.engine.llm import LLM, plan_cache, resolve_max_model_len
+from tests.engine.engines import GREEDY, SMALL, num_owned_pages, save_small_checkpoint, small_engine
+
+BAD_PROMPTS = {
+    "empty text": ("", "empty"),
+    "no token ids": ([], "empty"),
+    "empty array": (np.array([], np.int32), "empty"),
+    "too long": ([5] * 96, r"96 tokens.*max_model_len is 96.*shorten"),
+    "too long text": ("a" * 300, r"300 tokens.*max_model_len is 96.*shorten"),
+    "id past the vocabulary": ([5, 96], r"prompt\[1\] is 96.*from 0 to 95"),
+    "negative id": ([5, 6, -1], r"prompt\[2\] is -1.*from 0 to 95"),
+    "bool": ([True, 5], r"prompt\[0\] is True.*integers"),
+    "numpy bool": (np.array([True, False]), r"prompt\[0\] is .*True.*integers"),
+    "float": ([5, 6.0], r"prompt\[1\] is 6\.0.*integers"),
+    "float array": (np.array([5.0]), r"prompt\[0\] is .*5\.0.*integers"),
+    "NaN": ([math.nan], r"prompt\[0\] is nan.*integers"),
+    "None inside": ([5, None], r"prompt\[1\] is None.*integers"),
+    "huge id": ([2**70], rf"prompt\[0\] is {2**70}.*from 0 to 95"),
+    "two dimensions": ([[5, 6], [7, 8]], r"prompt\[0\] is \[5, 6\].*integers"),
+    "half a surrogate pair": ("a\ud800", "surrogate"),
+}
+WRONG_TYPES = {"None": None, "int": 5, "float": 0.5, "dict": {5: 6}, "bytes": b"\x05\x06", "set": {5, 6}}
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS.values(), ids=BAD_PROMPTS)
+def test_add_refuses_a_prompt_it_cannot_honour(llm, prompt, message):
+    with pytest.raises(ValueError, match=message):
+        llm.add(prompt, GREEDY)
+
+    assert not llm.has_unfinished
+
+
+@pytest.mark.parametrize("prompt", WRONG_TYPES.values(), ids=WRONG_TYPES)
+@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "in a list"])
+def test_generate_refuses_a_prompt_of_a_wrong_type(llm, prompt, wrapped):
+    with pytest.raises((ValueError, TypeError), match="prompt"):
+        llm.generate(["a", prompt] if wrapped else prompt, GREEDY, show_progress=False)
+
+
+@pytest.mark.parametrize("prompt", WRONG_TYPES.values(), ids=WRONG_TYPES)
+def test_add_refuses_a_prompt_of_a_wrong_type(llm, prompt):
+    with pytest.raises((ValueError, TypeError), match="prompt"):
+        llm.add(prompt, GREEDY)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {}, 0.5, "greedy"], ids=repr)
+@pytest.mark.parametrize("method", ["add", "generate", "stream"])
+def test_sampling_params_of_a_wrong_type_are_refused(llm, params, method):
+    with pytest.raises((ValueError, TypeError), match="SamplingParams"):
+        getattr(llm, method)([5, 6], params)
+
+
+def test_one_bad_prompt_of_many_is_named_and_nothing_is_computed(llm):
+    with pytest.raises(ValueError, match=r"prompt 2: prompt\[0\] is 96"):
+        llm.generate(["a", "b", [96], "c"], GREEDY)
+
+    assert not llm.has_unfinished
+
+
+@pytest.mark.parametrize("bad", [["a", ""], [[5] * 96], [[-1]]], ids=["empty", "too long", "negative"])
+def test_after_a_refusal_the_llm_works_as_before(llm, bad):
+    expected = llm.generate("abc", GREEDY, show_progress=False)[0].token_ids
+
+    with pytest.raises(ValueError, match="prompt"):
+        llm.generate(bad, GREEDY)
+
+    assert num_owned_pages(llm) == 0
+    assert llm.generate("abc", GREEDY, show_progress=False)[0].token_ids == expected
+
+
+@pytest.mark.parametrize(("num_params", "num_prompts"), [(1, 2), (3, 2), (0, 2), (2, 1), (1, 0)])
+def test_a_wrong_number_of_sampling_params_is_refused(llm, num_params, num_prompts):
+    with pytest.raises(ValueError, match=f"{num_params} SamplingParams for {num_prompts} prompts; give one"):
+        llm.generate(["a"] * num_prompts, [GREEDY] * num_params)
+
+
+def test_more_log_probs_than_compiled_are_refused(llm):
+    with pytest.raises(ValueError, match=r"log_probs=5 is more than max_log_probs=4; ask for fewer or raise"):
+        llm.add("a", SamplingParams(log_probs=5))
+
+
+def test_as_many_log_probs_as_compiled_are_honoured(llm):
+    completion = llm.generate("a", SamplingParams(log_probs=4, max_tokens=1), show_progress=False)[0]
+
+    assert [len(top) for top in completion.top_log_probs] == [4]
+
+
+def test_a_stop_token_outside_the_vocabulary_is_refused(llm):
+    with pytest.raises(ValueError, match=r"stop_token_ids\[0\] is 96.*from 0 to 95"):
+        llm.add("a", SamplingParams(stop_token_ids=[96]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": math.nan},
+        {"temperature": -0.1},
+        {"temperature": math.inf},
+        {"temperature": "hot"},
+        {"temperature": None},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"top_p": math.nan},
+        {"top_k": -1},
+        {"top_k": 1.5},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"max_tokens": 0},
+        {"max_tokens": 2.0},
+        {"max_tokens": True},
+        {"seed": -1},
+        {"seed": 2**64},
+        {"seed": 1.0},
+        {"log_probs": -1},
+        {"log_probs": True},
+        {"stop": ""},
+        {"stop": ["a", ""]},
+        {"stop": [5]},
+        {"stop": 5},
+        {"stop_token_ids": [-1]},
+        {"stop_token_ids": 5},
+        {"stop_token_ids": [True]},
+        {"ignore_eos": 1},
+    ],
+    ids=repr,
+)
+def test_sampling_params_refuse_the_value_by_name(options):
+    [(name, value)] = options.items()
+
+    with pytest.raises(ValueError, match=name) as caught:
+        SamplingParams(**options)
+
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 2**31},
+        {"top_k": 2**40},
+        {"temperature": 1e-50},
+        {"temperature": 1e-40},
+        {"temperature": 1e308},
+        {"min_p": 1e-50},
+        {"top_p": 1e-50},
+        {"max_tokens": 2**70},
+        {"seed": 2**64 - 1},
+        {"seed": np.int64(7)},
+        {"temperature": np.float32(0.5)},
+        {"top_k": np.int64(3)},
+    ],
+    ids=repr,
+)
+def test_what_sampling_params_accept_the_engine_runs(llm, options):
+    params = SamplingParams(**{"max_tokens": 4, "seed": 0, "ignore_eos": True, **options})
+
+    completion = llm.generate("a", params, show_progress=False)[0]
+
+    assert all(math.isfinite(x) for x in completion.log_probs)
+
+
+@pytest.mark.parametrize("temperature", [1e-50, 1e-40, 1.2e-38, 1e-37, 1e-20, 1e-6])
+def test_a_tiny_temperature_takes_the_most_probable_token(llm, temperature):
+    greedy = llm.generate("a", GREEDY, show_progress=False)[0].token_ids
+    params = SamplingParams(temperature=temperature, seed=0, max_tokens=8, ignore_eos=True)
+
+    assert llm.generate("a", params, show_progress=False)[0].token_ids == greedy
+
+
+@pytest.mark.parametrize("make", [iter, lambda items: (x for x in items), list, tuple])
+def test_stop_conditions_may_come_in_any_iterable(make):
+    params = SamplingParams(stop=make(["a", "b"]), stop_token_ids=make([1, 2]))
+
+    assert (params.stop, params.stop_token_ids) == (("a", "b"), (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 7}, "max_num_batched_tokens=7.*max_num_seqs=8"),
+        ({"max_model_len": 1}, "max_model_len=1"),
+        ({"page_size": 48}, "page_size=48.*16, 32, 64 or 128"),
+        ({"num_pages": 0}, "num_pages=0"),
+        ({"cache_bytes": 0}, "cache_bytes=0"),
+        ({"max_log_probs": -1}, "max_log_probs=-1"),
+    ],
+)
+def test_engine_configs_refuse_the_value_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**options)
+
+
+def test_a_length_beyond_the_models_is_refused(llm):
+    with pytest.raises(ValueError, match=r"max_model_len=257 is more than the model's 256 positions; lower it"):
+        resolve_max_model_len(llm.model_config, EngineConfig(max_model_len=257))
+
+
+def test_a_cache_smaller_than_one_page_is_refused(llm):
+    with pytest.raises(ValueError, match=r"cache_bytes=100 is less than one page of \d+ bytes; raise"):
+        plan_cache(llm.model_config, EngineConfig(cache_bytes=100), "float32")
+
+
+def test_the_pool_fills_the_bytes_allowed(llm):
+    one_page = page_bytes(llm.model_config, CacheConfig(num_pages=1, page_size=16))
+
+    config = EngineConfig(cache_bytes=3 * one_page + 1, page_size=16)
+
+    assert plan_cache(llm.model_config, config, "float32").num_pages == 3
+
+
+def test_the_pool_is_no_larger_than_all_rows_can_use(llm):
+    config = EngineConfig(max_num_seqs=3, max_model_len=33, page_size=16)
+
+    assert plan_cache(llm.model_config, config, "float32").num_pages == 3 * 3
+
+
+@pytest.mark.parametrize(("option", "value"), [("max_model_len", 257), ("cache_bytes", 100)])
+def test_the_llm_refuses_a_configuration_that_the_model_does_not_fit(checkpoint, option, value):
+    with pytest.raises(ValueError, match=f"{option}={value}"):
+        LLM(checkpoint, config=EngineConfig(**{**SMALL, option: value}))
+
+
+@pytest.fixture(scope="module")
+def mute_llm_with_two_pages(tmp_path_factory):
+    """Without a tokenizer, and with 32 slots where a request may have 96 tokens."""
+    path = save_small_checkpoint(tmp_path_factory.mktemp("mute"), with_tokenizer=False)
+    return small_engine(path, num_pages=2, max_num_seqs=2, max_num_batched_tokens=16)
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "max_tokens"), [(33, 1), (30, 4), (32, 2), (1, 33)])
+def test_a_request_larger_than_the_pool_is_refused(mute_llm_with_two_pages, num_prompt_tokens, max_tokens):
+    with pytest.raises(ValueError, match=r"may need 33 slots of the cache, which has 32; lower max_tokens"):
+        mute_llm_with_two_pages.add([5] * num_prompt_tokens, SamplingParams(max_tokens=max_tokens))
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "max_tokens"), [(32, 1), (30, 3), (1, 32)])
+def test_a_request_that_just_fits_the_pool_is_honoured(mute_llm_with_two_pages, num_prompt_tokens, max_tokens):
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+
+    completion = mute_llm_with_two_pages.generate([5] * num_prompt_tokens, params, show_progress=False)[0]
+
+    assert len(completion.token_ids) == max_tokens
+
+
+def test_text_is_refused_without_a_tokenizer(mute_llm_with_two_pages):
+    with pytest.raises(ValueError, match=r"no tokenizer\.json; give the prompt as token ids"):
+        mute_llm_with_two_pages.add("text")
+
+
+def test_stop_strings_are_refused_without_a_tokenizer(mute_llm_with_two_pages):
+    with pytest.raises(ValueError, match=r"stop=\('a',\) needs a tokenizer"):
+        mute_llm_with_two_pages.add([5], SamplingParams(max_tokens=1, stop="a"))

@@ -1,0 +1,196 @@
+"""Every step has a shape that was planned, and the arrays say exactly what the step is."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxinfer.batch import PADDING_SLOT
+from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.engine.batching import Bucket, build_batch, choose_bucket, plan_buckets
+from jaxinfer.engine.request import Request
+from jaxinfer.engine.scheduler import Chunk, Step
+
+PAGE_SIZE = 16
+TABLE_WIDTH = 8
+
+
+def make_chunk(start: int, num_tokens: int, first_page: int = 0, sampling: SamplingParams | None = None) -> Chunk:
+    """A chunk of a request whose token at position i is 100 + i, on consecutive pages from `first_page`."""
+    num_pages = -(-(start + num_tokens) // PAGE_SIZE)
+    tokens = [100 + i for i in range(start + num_tokens)]
+    sampling = sampling or SamplingParams()
+    request = Request(0, tokens, sampling, seed=first_page, max_tokens=1, stop_token_ids=(), text_stream=None)
+    request.pages = list(range(first_page, first_page + num_pages))
+    return Chunk(request, start, num_tokens)
+
+
+def make_step(lengths: list[tuple[int, int]]) -> Step:
+    return Step(tuple(make_chunk(*pair, first_page=10 * i) for i, pair in enumerate(lengths)))
+
+
+configs = st.integers(1, 48).flatmap(
+    lambda rows: st.integers(rows, 200).map(
+        lambda tokens: EngineConfig(max_num_seqs=rows, max_num_batched_tokens=tokens)
+    )
+)
+
+
+@st.composite
+def configs_and_steps(draw):
+    """A configuration and any step possible under it: rows of at least one token, within the budget."""
+    config = draw(configs)
+    num_rows = draw(st.integers(1, config.max_num_seqs))
+    budget = draw(st.integers(num_rows, config.max_num_batched_tokens))
+    cuts = draw(st.lists(st.integers(0, budget - num_rows), min_size=num_rows - 1, max_size=num_rows - 1))
+    edges = [0, *sorted(cuts), budget - num_rows]
+    q_lens = [1 + end - start for start, end in itertools.pairwise(edges)]
+    starts = draw(st.lists(st.integers(0, 100), min_size=num_rows, max_size=num_rows))
+    return config, make_step(list(zip(starts, q_lens, strict=True)))
+
+
+@given(configs_and_steps())
+@settings(deadline=None)
+def test_every_step_fits_a_planned_bucket(case):
+    config, step = case
+
+    bucket = choose_bucket(plan_buckets(config), step)
+
+    assert bucket.num_tokens >= step.num_tokens
+    assert bucket.num_rows >= len(step.chunks)
+    assert bucket.is_decode == step.is_decode
+
+
+@given(configs_and_steps())
+@settings(deadline=None)
+def test_no_smaller_bucket_would_hold_the_step(case):
+    config, step = case
+    buckets = plan_buckets(config)
+
+    chosen = choose_bucket(buckets, step)
+
+    assert not [
+        bucket
+        for bucket in buckets
+        if bucket.is_decode == step.is_decode
+        and step.num_tokens <= bucket.num_tokens < chosen.num_tokens
+        and len(step.chunks) <= bucket.num_rows
+    ]
+
+
+@given(configs_and_steps())
+@settings(deadline=None, max_examples=200)
+def test_the_batch_describes_the_chunks_of_the_step_and_nothing_else(case):
+    config, step = case
+    bucket = choose_bucket(plan_buckets(config), step)
+
+    batch, _ = build_batch(step, bucket, page_size=PAGE_SIZE, table_width=20)
+
+    end = 0
+    for row, chunk in enumerate(step.chunks):
+        start, end = end, end + chunk.num_tokens
+        positions = range(chunk.start, chunk.start + chunk.num_tokens)
+        pages = chunk.request.pages
+        assert (batch.cu_q_lens[row], batch.cu_q_lens[row + 1]) == (start, end)
+        assert batch.kv_lens[row] == positions.stop
+        assert batch.tokens[start:end].tolist() == [100 + p for p in positions]
+        assert batch.positions[start:end].tolist() == list(positions)
+        assert batch.slot_mapping[start:end].tolist() == [pages[p // 16] * 16 + p % 16 for p in positions]
+        assert batch.block_tables[row, : len(pages)].tolist() == pages
+    assert (batch.slot_mapping[end:] == PADDING_SLOT).all()
+    assert (batch.kv_lens[len(step.chunks) :] == 0).all()
+
+
+@given(configs)
+def test_no_bucket_has_a_single_row_or_token(config):
+    # One row would be summed in another order than two, see jaxinfer.layers.
+    assert all(min(bucket.num_rows, bucket.num_tokens) >= 2 for bucket in plan_buckets(config))
+
+
+@given(configs)
+def test_buckets_are_few_and_distinct(config):
+    buckets = plan_buckets(config)
+
+    # Sizes double: one per power of two up to 48 rows and 200 tokens, and the limits themselves.
+    assert len(buckets) == len(set(buckets)) <= 6 + 5
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_num_batched_tokens", "decode", "prefill"),
+    [
+        (32, 512, [2, 4, 8, 16, 32], [16, 32, 64, 128, 256, 512]),
+        (1, 1, [2], [16]),
+        (3, 40, [2, 3], [16, 32, 40]),
+        (5, 17, [2, 4, 5], [16, 17]),
+    ],
+)
+def test_the_buckets_of_a_configuration_are_these(max_num_seqs, max_num_batched_tokens, decode, prefill):
+    config = EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+
+    buckets = plan_buckets(config)
+
+    assert [b.num_tokens for b in buckets if b.is_decode] == decode
+    assert [b.num_tokens for b in buckets if not b.is_decode] == prefill
+
+
+def test_a_decode_bucket_has_one_token_per_row():
+    buckets = plan_buckets(EngineConfig())
+
+    assert all(b.num_tokens == b.num_rows for b in buckets if b.is_decode)
+
+
+def test_padding_rows_of_a_decode_batch_own_their_padding_token():
+    batch, _ = build_batch(make_step([(3, 1)]), Bucket(True, 4, 4), page_size=PAGE_SIZE, table_width=TABLE_WIDTH)
+
+    assert batch.cu_q_lens.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_padding_rows_of_a_prefill_batch_are_empty():
+    batch, _ = build_batch(make_step([(0, 5)]), Bucket(False, 16, 4), page_size=PAGE_SIZE, table_width=TABLE_WIDTH)
+
+    assert batch.cu_q_lens.tolist() == [0, 5, 5, 5, 5]
+
+
+def test_each_row_is_sampled_as_its_request_asks():
+    params = [
+        SamplingParams(temperature=0.5, top_k=3, log_probs=2),
+        SamplingParams(temperature=0, top_p=0.25, min_p=0.5),
+    ]
+    chunks = tuple(make_chunk(0, 2, 5 + i, sampling) for i, sampling in enumerate(params))
+
+    _, sampling = build_batch(Step(chunks), Bucket(False, 16, 3), page_size=PAGE_SIZE, table_width=TABLE_WIDTH)
+
+    assert sampling.temperature.tolist() == [0.5, 0, 0]
+    assert sampling.top_k.tolist() == [3, 0, 0]
+    assert sampling.top_p.tolist() == [1, 0.25, 1]
+    assert sampling.min_p.tolist() == [0, 0.5, 0]
+    assert sampling.num_log_probs.tolist() == [2, 0, 0]
+    assert sampling.seeds.tolist() == [[0, 5], [0, 6], [0, 0]]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**32, 2**64 - 1])
+def test_a_seed_keeps_all_its_64_bits(seed):
+    chunk = make_chunk(0, 2)
+    chunk.request.seed = seed
+
+    _, sampling = build_batch(Step((chunk,)), Bucket(False, 16, 2), page_size=PAGE_SIZE, table_width=TABLE_WIDTH)
+
+    high, low = sampling.seeds[0].tolist()
+    assert high * 2**32 + low == seed
+
+
+@pytest.mark.parametrize("bucket", plan_buckets(EngineConfig()), ids=lambda bucket: bucket.name)
+def test_shapes_and_types_depend_on_the_bucket_alone(bucket):
+    empty = build_batch(Step(()), bucket, page_size=PAGE_SIZE, table_width=TABLE_WIDTH)
+    num_tokens = 1 if bucket.is_decode else bucket.num_tokens // 2
+    step = make_step([(0, num_tokens // 2 or 1)])
+
+    full = build_batch(step, bucket, page_size=PAGE_SIZE, table_width=20)[0], empty[1]
+
+    for name in ("tokens", "positions", "slot_mapping", "cu_q_lens", "kv_lens"):
+        ours, theirs = getattr(empty[0], name), getattr(full[0], name)
+        assert (ours.shape, ours.dtype) == (theirs.shape, np.dtype("int32"))

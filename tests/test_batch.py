@@ -1,0 +1,140 @@
+"""How rows become the arrays of a step."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from jaxinfer.batch import PADDING_SLOT, Row, make_batch, make_sampling
+from jaxinfer.config import SamplingParams
+
+S = 16
+SHAPE = {"page_size": S, "num_tokens": 8, "num_rows": 4, "table_width": 3}
+
+
+def as_lists(batch):
+    return {name: np.asarray(value).tolist() for name, value in vars(batch).items()}
+
+
+def test_rows_lie_one_after_another_with_padding_last():
+    rows = [Row([5, 6, 7], 15, [2, 9]), Row([8], 0, [4]), Row([9, 10], 31, [7, 1, 3])]
+
+    batch = make_batch(rows, **SHAPE)
+
+    assert as_lists(batch) == {
+        "tokens": [5, 6, 7, 8, 9, 10, 0, 0],
+        "positions": [15, 16, 17, 0, 31, 32, 0, 0],
+        "slot_mapping": [2 * S + 15, 9 * S, 9 * S + 1, 4 * S, S + 15, 3 * S, PADDING_SLOT, PADDING_SLOT],
+        "cu_q_lens": [0, 3, 4, 6, 6],
+        "kv_lens": [18, 1, 33, 0],
+        "block_tables": [[2, 9, 0], [4, 0, 0], [7, 1, 3], [0, 0, 0]],
+    }
+
+
+def test_in_a_decode_batch_padding_rows_own_their_padding_token():
+    rows = [Row([5], 15, [2]), Row([6], 16, [3, 1])]
+
+    batch = make_batch(rows, page_size=S, num_tokens=4, num_rows=4, table_width=2)
+
+    assert as_lists(batch) == {
+        "tokens": [5, 6, 0, 0],
+        "positions": [15, 16, 0, 0],
+        "slot_mapping": [2 * S + 15, S, PADDING_SLOT, PADDING_SLOT],
+        "cu_q_lens": [0, 1, 2, 3, 4],
+        "kv_lens": [16, 17, 0, 0],
+        "block_tables": [[2, 0], [3, 1], [0, 0], [0, 0]],
+    }
+
+
+def test_chunks_in_a_batch_with_as_many_rows_as_tokens_keep_their_lengths():
+    rows = [Row([5, 6, 7], 0, [2]), Row([8], 4, [3])]
+
+    batch = make_batch(rows, page_size=S, num_tokens=4, num_rows=4, table_width=1)
+
+    assert as_lists(batch)["cu_q_lens"] == [0, 3, 4, 4, 4]
+
+
+@pytest.mark.parametrize("num_rows", [2, 8])
+def test_a_batch_without_rows_is_all_padding(num_rows):
+    batch = make_batch([], page_size=S, num_tokens=8, num_rows=num_rows, table_width=2)
+
+    assert batch.slot_mapping.tolist() == [PADDING_SLOT] * 8
+    assert batch.kv_lens.tolist() == [0] * num_rows
+
+
+def test_every_batch_of_one_shape_has_the_same_types():
+    full = make_batch([Row([1] * 8, 0, [0])], **SHAPE)
+
+    empty = make_batch([], **SHAPE)
+
+    assert all(array.dtype == np.int32 for array in jax.tree.leaves((full, empty)))
+    assert jax.tree.map(np.shape, full) == jax.tree.map(np.shape, empty)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([Row([1] * 9, 0, [0])], "9 tokens in 1 rows do not fit num_tokens=8, num_rows=4"),
+        ([Row([1], 0, [0])] * 5, "5 tokens in 5 rows do not fit num_tokens=8, num_rows=4"),
+        ([Row([1], 0, [0, 1, 2, 3])], "4 pages.*table_width=3"),
+        ([Row([1, 2], 15, [3])], "17 tokens.*1 page"),
+        ([Row([], 0, [0])], "no tokens|empty"),
+    ],
+    ids=["tokens", "rows", "table", "pages", "empty"],
+)
+def test_rows_that_do_not_fit_are_refused_with_the_numbers(rows, message):
+    with pytest.raises(ValueError, match=message):
+        make_batch(rows, **SHAPE)
+
+
+def test_sampling_parameters_are_laid_out_by_row_and_padding_is_greedy():
+    params = [
+        SamplingParams(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=2**33 + 5, log_probs=2),
+        SamplingParams(temperature=0, seed=3),
+    ]
+
+    sampling = make_sampling(params, num_rows=3)
+
+    assert as_lists(sampling) == {
+        "temperature": [0.5, 0, 0],
+        "top_k": [7, 0, 0],
+        "top_p": [0.25, 1, 1],
+        "min_p": [0.125, 0, 0],
+        "seeds": [[2, 5], [0, 3], [0, 0]],
+        "sample_index": [0, 0, 0],
+        "num_log_probs": [2, 0, 0],
+    }
+
+
+def test_sampling_batches_of_any_rows_have_the_same_types():
+    full = make_sampling([SamplingParams(seed=2**64 - 1)] * 2, num_rows=2)
+
+    empty = make_sampling([], num_rows=2)
+
+    def types(sampling):
+        return jax.tree.map(lambda array: (array.shape, array.dtype), sampling)
+
+    assert types(full) == types(empty)
+    assert [array.dtype.name for array in (full.temperature, full.top_k, full.seeds)] == ["float32", "int32", "uint32"]
+
+
+def test_seeds_given_beside_the_parameters_replace_theirs():
+    sampling = make_sampling([SamplingParams(seed=1), SamplingParams()], num_rows=2, seeds=[8, 9])
+
+    assert sampling.seeds.tolist() == [[0, 8], [0, 9]]
+
+
+def test_a_row_that_draws_needs_a_seed():
+    with pytest.raises(ValueError, match="temperature above 0 needs a seed"):
+        make_sampling([SamplingParams(temperature=0.5)], num_rows=1)
+
+
+def test_a_greedy_row_needs_no_seed():
+    assert make_sampling([SamplingParams(temperature=0)], num_rows=1).temperature.tolist() == [0]
+
+
+@pytest.mark.parametrize(("count", "seeds"), [(3, None), (2, [1]), (1, [1, 2])], ids=["rows", "few", "many"])
+def test_rows_and_seeds_that_do_not_fit_are_refused(count, seeds):
+    with pytest.raises(ValueError, match="num_rows|seeds"):
+        make_sampling([SamplingParams(seed=1)] * count, num_rows=2, seeds=seeds)

@@ -1,0 +1,135 @@
+"""The cache verbs: what is written is found again, layers and padding never touch what is not theirs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.batch import PADDING_SLOT, Row, make_batch
+from jaxinfer.cache import abstract_cache, at_layer, init_cache, page_bytes, write_kv
+from jaxinfer.config import CacheConfig, ModelConfig
+from kernels_pallas.paged_attention import paged_attention
+
+K, H, S, P = 2, 4, 16, 3
+CONFIG = ModelConfig(
+    vocab_size=2,
+    hidden_size=2,
+    intermediate_size=2,
+    num_layers=5,
+    num_heads=K,
+    num_kv_heads=K,
+    head_dim=H,
+    max_position=64,
+    layer_groups=(1, 4),
+)
+CACHE = CacheConfig(num_pages=P, page_size=S)
+
+
+@jax.jit
+def write_layer(group, k, v, batch, index):
+    """Writes keys and values at one layer of the group of 4."""
+    return write_kv(group, k, v, at_layer(group, index, 4, batch)[0])
+
+
+def group_of_four():
+    """The group of layers 1 to 4, NaN everywhere."""
+    return jax.tree.map(lambda a: jnp.full(a.shape, jnp.nan, a.dtype), init_cache(CONFIG, CACHE).groups[1])
+
+
+def draw(T):
+    k, v = np.random.default_rng(0).standard_normal((2, T, K, H), dtype=np.float32)
+    return jnp.asarray(k), jnp.asarray(v)
+
+
+def written_pages(pool):
+    """The pages of a pool in which anything was written, and how many numbers were."""
+    is_written = np.isfinite(pool).reshape(pool.shape[0], -1)
+    return set(np.flatnonzero(is_written.any(1)).tolist()), int(is_written.sum())
+
+
+@pytest.mark.parametrize("layer", range(4))
+def test_a_token_is_written_to_its_page_of_its_layer_and_nowhere_else(layer):
+    batch = make_batch([Row([7, 8], 15, [1, 2])], page_size=S, num_tokens=2, num_rows=1, table_width=2)
+
+    written = write_layer(group_of_four(), *draw(2), batch, layer)
+
+    for pool in (written.k, written.v):
+        assert written_pages(pool) == ({layer * P + 1, layer * P + 2}, 2 * K * H)
+
+
+@pytest.mark.parametrize("layer", range(4))
+def test_padding_is_written_nowhere_in_any_layer(layer):
+    batch = make_batch([], page_size=S, num_tokens=6, num_rows=2, table_width=2)
+
+    written = write_layer(group_of_four(), *draw(6), batch, layer)
+
+    assert np.isnan(written.k).all()
+    assert np.isnan(written.v).all()
+
+
+def test_what_each_layer_wrote_is_what_it_attends_to():
+    batch = make_batch([Row([7], 0, [2]), Row([8], 0, [0])], page_size=S, num_tokens=2, num_rows=2, table_width=1)
+    values = [draw(2)[1] * (layer + 1) for layer in range(4)]
+    group = group_of_four()
+    for layer in range(4):
+        group = write_layer(group, values[layer], values[layer], batch, layer)
+
+    for layer in range(4):
+        _, tables = at_layer(group, jnp.int32(layer), 4, batch)
+        out = paged_attention(values[layer], group.k, group.v, tables, batch.kv_lens, batch.cu_q_lens, scale=1.0)
+        # A context of one token attends to that token alone; w * v / w rounds twice.
+        np.testing.assert_allclose(out, values[layer], rtol=1e-6)
+
+
+def test_a_cast_to_the_cache_dtype_is_the_only_change():
+    config = dataclasses.replace(CACHE, dtype="bfloat16")
+    group = init_cache(CONFIG, config).groups[1]
+    k, v = draw(1)
+    batch = make_batch([Row([7], 3, [1])], page_size=S, num_tokens=1, num_rows=1, table_width=1)
+
+    written = write_layer(group, k, v, batch, 2)
+
+    for pool, tokens in ((written.k, k), (written.v, v)):
+        assert pool.dtype == jnp.bfloat16
+        kept = np.asarray(pool[2 * P + 1].astype(jnp.float32))
+        assert sorted(kept[kept != 0]) == sorted(np.asarray(tokens.astype(jnp.bfloat16).astype(jnp.float32)).ravel())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [16, 128])
+def test_the_pool_is_page_bytes_times_pages(dtype, size):
+    config = CacheConfig(num_pages=7, page_size=size, dtype=dtype)
+
+    pools = jax.tree.leaves(abstract_cache(CONFIG, config))
+
+    num_bytes = sum(pool.size * pool.dtype.itemsize for pool in pools)
+    itemsize = {"float32": 4, "bfloat16": 2}[dtype]
+    assert page_bytes(CONFIG, config) == 2 * 5 * size * K * H * itemsize
+    assert num_bytes == 7 * page_bytes(CONFIG, config)
+
+
+def test_an_initial_cache_has_the_abstract_shapes_and_no_nan():
+    cache = init_cache(CONFIG, CACHE)
+
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), cache)
+    assert shapes == abstract_cache(CONFIG, CACHE)
+    assert [group.k.shape[0] for group in cache.groups] == [1 * P, 4 * P]
+    assert all(np.isfinite(pool).all() for pool in jax.tree.leaves(cache))
+
+
+def test_a_pool_that_padding_slots_would_not_miss_is_refused():
+    too_many = CacheConfig(num_pages=PADDING_SLOT // 4 // 128, page_size=128)
+
+    with pytest.raises(ValueError, match=r"4 layers of 2097152 pages of 128 slots .* \(1073741824\); use fewer pages"):
+        abstract_cache(CONFIG, too_many)
+
+
+def test_padding_misses_the_largest_pool_and_takes_any_layers_offset():
+    largest = PADDING_SLOT - 1
+
+    assert PADDING_SLOT > largest
+    assert PADDING_SLOT + largest < 2**31

@@ -1,0 +1,142 @@
+"""What a configuration accepts, what it refuses with which words, and that it can be a static argument."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+from jaxinfer.config import MAX_SEED, CacheConfig, EngineConfig, ModelConfig, RopeScaling, SamplingParams
+
+MODEL = {
+    "vocab_size": 10,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 4,
+    "max_position": 32,
+}
+YARN = {"kind": "yarn", "factor": 2.0, "original_max_position": 64}
+MINIMAL = {
+    ModelConfig: MODEL,
+    RopeScaling: YARN,
+    CacheConfig: {"num_pages": 4},
+    EngineConfig: {},
+    SamplingParams: {},
+}
+
+NOT_SIZES = (0, -1, 1.0, True, "8", None, float("nan"))
+NOT_NUMBERS = (float("nan"), float("inf"), -float("inf"), True, "1", None, 1j)
+
+REFUSED = [
+    *((ModelConfig, name, value) for name in MODEL for value in NOT_SIZES),
+    (ModelConfig, "head_dim", 5),
+    (ModelConfig, "num_heads", 3),
+    *((ModelConfig, "rope_theta", value) for value in (*NOT_NUMBERS, 0.99, -1.0)),
+    *((ModelConfig, "norm_epsilon", value) for value in (*NOT_NUMBERS, -1e-9)),
+    *((ModelConfig, "layer_groups", value) for value in ((1, 1), (4,), (3, 0), (4, -1))),
+    *((RopeScaling, "kind", value) for value in ("dynamic", "", None, 1)),
+    *((RopeScaling, "factor", value) for value in (*NOT_NUMBERS, 0.99, -2.0)),
+    *((RopeScaling, "original_max_position", value) for value in NOT_SIZES),
+    *((CacheConfig, "num_pages", value) for value in NOT_SIZES),
+    *((CacheConfig, "page_size", value) for value in (*NOT_SIZES, 8, 48, 256, 64.0)),
+    *((EngineConfig, "max_num_seqs", value) for value in NOT_SIZES),
+    *((EngineConfig, "max_num_batched_tokens", value) for value in (*NOT_SIZES, 31)),
+    *((EngineConfig, "max_model_len", value) for value in (1, 0, -1, 2.0, True, "8", float("nan"))),
+    *((EngineConfig, "page_size", value) for value in (*NOT_SIZES, 8, 48, 256)),
+    *((EngineConfig, name, value) for name in ("num_pages", "cache_bytes") for value in (0, -1, 1.0, True, "8")),
+    *((EngineConfig, "max_log_probs", value) for value in (-1, 1.0, True, "8", None)),
+    *((SamplingParams, "max_tokens", value) for value in NOT_SIZES),
+    *((SamplingParams, "temperature", value) for value in (*NOT_NUMBERS, -1e-9)),
+    *((SamplingParams, "top_k", value) for value in (-1, 1.0, True, "8", None)),
+    *((SamplingParams, "top_p", value) for value in (*NOT_NUMBERS, 0, 0.0, -0.1, 1.0000001, 2)),
+    *((SamplingParams, "min_p", value) for value in (*NOT_NUMBERS, -0.1, 1.0000001)),
+    *((SamplingParams, "seed", value) for value in (-1, MAX_SEED + 1, 1.0, True, "8")),
+    *((SamplingParams, "log_probs", value) for value in (-1, 1.0, True, "8", None)),
+    *((SamplingParams, "ignore_eos", value) for value in (0, 1, "no", None)),
+    *((SamplingParams, "stop", value) for value in ("", ("",), ("a", ""), (1,), 1, None, b"a")),
+    *((SamplingParams, "stop_token_ids", value) for value in ((-1,), (1.0,), (True,), ("1",), 1, None, "12")),
+]
+
+ACCEPTED = [
+    (ModelConfig, {"num_heads": 7, "num_kv_heads": 1}),
+    (ModelConfig, {"rope_theta": 1, "norm_epsilon": 0}),
+    (ModelConfig, {"layer_groups": (1, 2)}),
+    *((CacheConfig, {"page_size": size}) for size in (16, 32, 64, 128)),
+    (EngineConfig, {"max_num_seqs": 1, "max_num_batched_tokens": 1, "max_model_len": 2, "num_pages": 1}),
+    (EngineConfig, {"cache_bytes": 1, "max_log_probs": 0}),
+    (SamplingParams, {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "max_tokens": 1}),
+    (SamplingParams, {"temperature": np.float32(0.5), "top_p": 1e-6, "min_p": 1, "top_k": np.int64(3)}),
+    (SamplingParams, {"seed": MAX_SEED}),
+    (SamplingParams, {"seed": 0, "log_probs": 0}),
+]
+
+
+@pytest.mark.parametrize(("kind", "field", "value"), REFUSED, ids=lambda x: getattr(x, "__name__", repr(x)))
+def test_a_value_out_of_bounds_is_refused_by_field_and_value(kind, field, value):
+    with pytest.raises(ValueError, match=re.escape(f"{field}={value!r} ")):
+        kind(**{**MINIMAL[kind], field: value})
+
+
+@pytest.mark.parametrize(("kind", "fields"), ACCEPTED, ids=repr)
+def test_a_value_on_its_bound_is_accepted_as_it_is(kind, fields):
+    config = kind(**{**MINIMAL[kind], **fields})
+
+    assert {name: getattr(config, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize("kind", MINIMAL, ids=lambda kind: kind.__name__)
+def test_equal_configurations_have_equal_hashes_and_cannot_change(kind):
+    first, second = kind(**MINIMAL[kind]), kind(**MINIMAL[kind])
+
+    assert hash(first) == hash(second)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(first, dataclasses.fields(first)[0].name, 1)
+
+
+@pytest.mark.parametrize("kind", MINIMAL, ids=lambda kind: kind.__name__)
+def test_fields_are_given_by_name_only(kind):
+    with pytest.raises(TypeError, match="positional argument"):
+        kind(*MINIMAL[kind].values(), 1)
+
+
+def test_all_layers_are_one_group_unless_told_otherwise():
+    assert ModelConfig(**MODEL).layer_groups == (3,)
+
+
+def test_linear_rope_scaling_needs_no_original_length():
+    assert RopeScaling(kind="linear", factor=1.0).original_max_position == 0
+
+
+@pytest.mark.parametrize("many", [list, tuple, iter], ids=["list", "tuple", "iterator"])
+def test_stops_may_come_in_any_iterable_and_stay_hashable(many):
+    params = SamplingParams(stop=many(["a", "bc"]), stop_token_ids=many([3, np.int32(4)]))
+
+    assert (params.stop, params.stop_token_ids) == (("a", "bc"), (3, 4))
+    hash(params)
+
+
+def test_layer_groups_may_come_in_a_list_and_stay_hashable():
+    config = ModelConfig(**MODEL, layer_groups=[1, 2])  # pyright: ignore[reportArgumentType]
+
+    assert config.layer_groups == (1, 2)
+    hash(config)
+
+
+def test_one_stop_string_needs_no_list():
+    assert SamplingParams(stop="end").stop == ("end",)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("field", "value"), [("temperature", 10**400), ("top_k", 2**31)])
+def test_a_number_too_large_for_the_device_is_refused(field, value):
+    with pytest.raises(ValueError, match=field):
+        SamplingParams(**{field: value})
+
+
+def test_the_token_budget_must_let_every_running_request_advance():
+    with pytest.raises(ValueError, match="max_num_batched_tokens=4 .*max_num_seqs=5"):
+        EngineConfig(max_num_seqs=5, max_num_batched_tokens=4)

@@ -1,0 +1,110 @@
+"""The defaults suit the device at hand, and the user's own settings come first."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from jaxinfer import device
+
+OPTIONS = (
+    "jax_compilation_cache_dir",
+    "jax_enable_compilation_cache",
+    "jax_persistent_cache_min_compile_time_secs",
+)
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """Makes the given attributes those of the one device there is."""
+
+    def pretend(platform: str, **attributes) -> None:
+        fake = SimpleNamespace(platform=platform, **attributes)
+        monkeypatch.setattr(jax, "devices", lambda: [fake])
+        monkeypatch.setattr(jax, "default_backend", lambda: platform)
+
+    return pretend
+
+
+@pytest.fixture
+def cache_options():
+    """Puts jax's options for its compilation cache back afterwards."""
+    before = {name: getattr(jax.config, name) for name in OPTIONS}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "dtype"),
+    [
+        ("cpu", None, "float32"),
+        ("tpu", None, "bfloat16"),
+        ("gpu", "9.0", "bfloat16"),
+        ("gpu", "8.0", "bfloat16"),
+        ("gpu", "10.0", "bfloat16"),
+        ("gpu", "12.1", "bfloat16"),
+        ("gpu", "7.5", "float16"),
+    ],
+)
+def test_numbers_are_kept_in_the_widest_format_the_device_multiplies_natively(on_device, platform, capability, dtype):
+    on_device(platform, compute_capability=capability)
+
+    assert device.default_dtype() == dtype
+
+
+@pytest.mark.parametrize(("platform", "groups"), [("cpu", (1, 1, 1)), ("gpu", (3,)), ("tpu", (3,))])
+def test_layers_are_stacked_where_there_is_an_accelerator(on_device, platform, groups):
+    on_device(platform)
+
+    assert device.default_layer_groups(3) == groups
+
+
+def test_pages_take_what_an_accelerator_has_left_beside_the_steps(on_device):
+    on_device("gpu", memory_stats=lambda: {"bytes_limit": 80 * 2**30, "bytes_in_use": 16 * 2**30})
+
+    assert device.default_cache_bytes() == 63 * 2**30
+
+
+@pytest.mark.parametrize("stats", [None, {}, {"bytes_in_use": 5}])
+def test_pages_take_a_gibibyte_where_the_device_has_no_limit(on_device, stats):
+    on_device("cpu", memory_stats=lambda: stats)
+
+    assert device.default_cache_bytes() == 2**30
+
+
+def test_compiled_steps_are_kept_in_the_users_cache_folder(cache_options):
+    jax.config.update("jax_compilation_cache_dir", None)
+
+    device.enable_compilation_cache()
+
+    assert jax.config.jax_compilation_cache_dir == str(device.COMPILATION_CACHE)
+
+
+def test_steps_that_compile_quickly_are_kept_as_well(cache_options):
+    jax.config.update("jax_compilation_cache_dir", None)
+
+    device.enable_compilation_cache()
+
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
+
+
+def test_a_folder_of_the_users_is_left_as_it_is(cache_options):
+    jax.config.update("jax_compilation_cache_dir", "/somewhere/else")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 7.0)
+
+    device.enable_compilation_cache()
+
+    assert jax.config.jax_compilation_cache_dir == "/somewhere/else"
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 7.0
+
+
+def test_a_cache_that_is_switched_off_stays_off(cache_options):
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_enable_compilation_cache", False)
+
+    device.enable_compilation_cache()
+
+    assert jax.config.jax_compilation_cache_dir is None

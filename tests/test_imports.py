@@ -1,0 +1,171 @@
+"""Who may import whom (design.md, section 2), read from the source without running it."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OURS = ("jaxinfer", "kernels_pallas")
+FILES = sorted(path for package in OURS for path in (ROOT / package).rglob("*.py"))
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+def is_type_checking(node):
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def executed_nodes(node):
+    """All nodes below, but for what only a type checker sees."""
+    for child in ast.iter_child_nodes(node):
+        if not is_type_checking(child):
+            yield child
+            yield from executed_nodes(child)
+
+
+@cache
+def imports_of(module):
+    """The modules that a module of ours names in its imports, in functions as well."""
+    names = set()
+    for node in executed_nodes(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative import"
+            names.add(node.module or "")
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return {name for name in names if not name.startswith(OURS) or name in MODULES}
+
+
+def imports_of_ours(module):
+    return {name for name in imports_of(module) if name.split(".")[0] in OURS}
+
+
+def foreign(module):
+    """Top-level packages from outside, the standard library apart."""
+    tops = {name.split(".")[0] for name in imports_of(module)}
+    return tops - set(OURS) - sys.stdlib_module_names
+
+
+def reachable(module):
+    """The modules of ours that importing this one runs; a package's `__init__` runs for itself only."""
+    seen, todo = set(), {module}
+    while todo:
+        name = todo.pop()
+        seen.add(name)
+        todo |= imports_of_ours(name) - seen
+    return seen
+
+
+def within(prefix):
+    return [name for name in MODULES if name == prefix or name.startswith(prefix + ".")]
+
+
+def below(*prefixes):
+    return {name for prefix in prefixes for name in within(f"jaxinfer.{prefix}")}
+
+
+CORE = ("config", "params", "layers", "decoder", "cache", "batch", "sampling", "steps")
+# What a module may import of ours; modules that are not named here are free.
+ALLOWED = {
+    "config": set(),
+    "device": set(),
+    "tokenizer": set(),
+    "params": below("config"),
+    "batch": below("config"),
+    "layers": below("config") | set(within("kernels_pallas")),
+    "cache": below("config", "batch") | set(within("kernels_pallas")),
+    "decoder": below("config", "params", "layers", "cache", "batch") | set(within("kernels_pallas")),
+    "sampling": below("batch") | set(within("kernels_pallas")),
+    "steps": below(*CORE),
+    "checkpoint": below("config", "params", "device", "checkpoint"),
+    "engine.pages": set(),
+    "engine.request": below("config"),
+    "engine.scheduler": below("engine.pages", "engine.request", "config"),
+    "engine.batching": below("batch", "config", "engine.scheduler", "engine.request"),
+}
+ALLOWED_PAIRS = [(module, allowed) for name, allowed in ALLOWED.items() for module in within(f"jaxinfer.{name}")]
+
+
+@pytest.mark.parametrize("module", within("kernels_pallas"))
+def test_kernels_import_jax_numpy_and_each_other_only(module):
+    assert foreign(module) <= {"jax", "numpy"}
+    assert imports_of_ours(module) <= set(within("kernels_pallas"))
+
+
+@pytest.mark.parametrize(("module", "allowed"), ALLOWED_PAIRS, ids=[module for module, _ in ALLOWED_PAIRS])
+def test_a_module_imports_only_what_lies_below_it(module, allowed):
+    assert imports_of_ours(module) <= allowed
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if ".engine" not in name])
+def test_the_engine_is_imported_by_its_users_only(module):
+    users = {"jaxinfer", *below("cli", "serve", "batch_job")}
+
+    assert module in users or not imports_of_ours(module) & set(within("jaxinfer.engine"))
+
+
+@pytest.mark.parametrize("name", ["config", "engine.pages", "engine.request", "engine.scheduler", "tokenizer"])
+def test_no_jax_is_reached_from_what_runs_without_a_device(name):
+    modules = reachable(f"jaxinfer.{name}")
+
+    assert {module: foreign(module) & {"jax", "jaxlib", "flax", "chex", "orbax"} for module in modules} == {
+        module: set() for module in modules
+    }
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_the_core_is_free_of_the_shell(name):
+    shell = below("engine", "checkpoint", "cli", "batch_job", "tokenizer", "device")
+
+    assert not reachable(f"jaxinfer.{name}") & shell
+
+
+def test_only_layers_cache_and_the_decoder_call_paged_attention():
+    users = {name for name in MODULES if "kernels_pallas.paged_attention" in imports_of(name)}
+
+    assert users - set(within("kernels_pallas")) == {"jaxinfer.cache", "jaxinfer.decoder"}
+
+
+def test_only_the_runner_runs_steps_and_owns_a_cache():
+    runners = {name for name in MODULES if imports_of(name) & {"jaxinfer.steps", "jaxinfer.cache.init_cache"}}
+
+    # The package's `__init__` hands the functional names to the user.
+    assert runners == {"jaxinfer", "jaxinfer.engine.runner"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_oracles_and_training_frameworks_are_not_imported(module):
+    assert not foreign(module) & {"torch", "transformers", "tensorflow", "pytest", "hypothesis"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_environment_variable_is_read_or_set(module):
+    names = {node.attr for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.Attribute)}
+    names |= {name.split(".")[-1] for name in imports_of(module)}
+
+    assert not names & {"environ", "environb", "getenv", "getenvb", "putenv"}
+
+
+def test_the_package_has_at_most_fifteen_public_names_and_all_of_them_exist():
+    import jaxinfer
+
+    assert len(jaxinfer.__all__) <= 15
+    assert all(hasattr(jaxinfer, name) for name in jaxinfer.__all__)
+
+
+def test_no_package_imports_another_in_a_circle():
+    for module in MODULES:
+        others = {name for other in imports_of_ours(module) for name in reachable(other)}
+        assert module not in others, f"{module} imports itself by way of {sorted(imports_of_ours(module))}"
