@@ -28,6 +28,11 @@ class Batch:
     block_tables: Any  # i32[B, M]  page ids; 0 past a row's pages
 
 
+def num_real_tokens(batch: Batch) -> Any:
+    """Returns how many of the batch's tokens are not padding, i32[]."""
+    return ((batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]) * (batch.kv_lens > 0)).sum()
+
+
 @struct.dataclass
 class SamplingBatch:
     """How each row's next token is chosen; every field always present, for an optional one would be a recompile."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -16,8 +18,8 @@ from kernels_pallas.paged_attention import write_kv as write_pages
 class GroupCache:
     """Keys and values of one group of n layers. Layer i of the group keeps page p of a request at index i * P + p."""
 
-    k: jax.Array  # pages of n * P, in the layout of kernels_pallas.paged_attention
-    v: jax.Array
+    k: Any  # pages of n * P, in the layout of kernels_pallas.paged_attention
+    v: Any
 
 
 @struct.dataclass

@@ -29,9 +29,10 @@ def _require_int(name: str, value: Any, minimum: int, maximum: int = MAX_INT) ->
 
 def _require_real(name: str, value: Any, minimum: float, maximum: float = math.inf) -> None:
     # NaN fails every comparison, so it is refused here as well.
-    is_real = isinstance(value, Real) and not isinstance(value, bool)
+    is_real: bool = isinstance(value, Real) and not isinstance(value, bool)
     bound = f"a finite number of at least {minimum}" + ("" if maximum == math.inf else f" and at most {maximum}")
-    _require(is_real and minimum <= value <= min(maximum, MAX_FLOAT), name, value, bound)
+    number: Any = value
+    _require(is_real and minimum <= number <= min(maximum, MAX_FLOAT), name, value, bound)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.batch import Batch
+from jaxinfer.batch import Batch, num_real_tokens
 from jaxinfer.cache import KVCache, at_layer, write_kv
 from jaxinfer.config import ModelConfig
 from jaxinfer.layers import linear, rms_norm, rotary_angles, rotary_embedding, swiglu
@@ -29,60 +29,68 @@ def forward(
     Returns the hidden states [T, D] after the final norm, and the cache. `q_len` is the number of tokens of every row
     where that is equal and known. `implementation` names a paged-attention kernel, None takes the best.
     """
-    layer_step = functools.partial(
-        _scan_layer,
-        batch=batch,
-        angles=rotary_angles(batch.positions, config),
-        config=config,
-        attend=functools.partial(
-            paged_attention, scale=config.head_dim**-0.5, q_len=q_len, implementation=implementation
-        ),
-    )
     x = params.embedding[batch.tokens]
+    angles = rotary_angles(batch.positions, config)
     groups = []
     for layers, group_cache in zip(params.layers, cache.groups, strict=True):
-        n = layers.q.shape[0]
-        # The cache is a carry: as scanned input and output it would be copied whole in every step.
-        (x, group_cache), _ = jax.lax.scan(
-            functools.partial(layer_step, num_layers=n), (x, group_cache), (layers, jnp.arange(n))
+        x, group_cache = _run_group(
+            layers, group_cache, batch, x, angles, config=config, q_len=q_len, implementation=implementation
         )
         groups.append(group_cache)
     return rms_norm(x, params.final_norm, epsilon=config.norm_epsilon), KVCache(groups=tuple(groups))
 
 
-def _scan_layer(carry, inputs, *, num_layers, batch, angles, config, attend):
-    x, cache = carry
-    layer, index = inputs
-    slots, block_tables = at_layer(cache, index, num_layers, batch)
-    h = rms_norm(x, layer.attention_norm, epsilon=config.norm_epsilon)
-    q, k, v = project_qkv(layer, h, angles, config=config)
-    cache = write_kv(cache, k, v, slots)
-    attended = attend(q, cache.k, cache.v, block_tables, batch.kv_lens, batch.cu_q_lens)
-    x = x + linear(attended.reshape(x.shape[0], -1), layer.o.reshape(x.shape[1], -1), layer.o_bias)
-    h = rms_norm(x, layer.mlp_norm, epsilon=config.norm_epsilon)
-    return (x + mlp(layer, h), cache), None
+# Jitted by itself so that groups of equal shape are traced once.
+@functools.partial(jax.jit, static_argnames=("config", "q_len", "implementation"))
+def _run_group(layers, cache, batch, x, angles, *, config, q_len, implementation):
+    attend = functools.partial(paged_attention, scale=config.head_dim**-0.5, q_len=q_len, implementation=implementation)
+    num_layers = layers.q.shape[0]
+    num_tokens = num_real_tokens(batch)
+
+    def run_layer(carry, inputs):
+        x, cache = carry
+        layer, index = inputs
+        slots, block_tables = at_layer(cache, index, num_layers, batch)
+        h = rms_norm(x, layer.attention_norm, epsilon=config.norm_epsilon)
+        q, k, v = project_qkv(layer, h, angles, num_tokens, config=config)
+        cache = write_kv(cache, k, v, slots)
+        attended = attend(q, cache.k, cache.v, block_tables, batch.kv_lens, batch.cu_q_lens)
+        o = layer.o.reshape(x.shape[1], -1)
+        x = x + linear(attended.reshape(x.shape[0], -1), o, layer.o_bias, num_tokens)
+        h = rms_norm(x, layer.mlp_norm, epsilon=config.norm_epsilon)
+        return (x + mlp(layer, h, num_tokens), cache), None
+
+    # The cache is a carry: as scanned input and output it would be copied whole in every step.
+    (x, cache), _ = jax.lax.scan(run_layer, (x, cache), (layers, jnp.arange(num_layers)))
+    return x, cache
 
 
 def project_qkv(
-    layer: LayerParams, x: jax.Array, angles: tuple[jax.Array, jax.Array], *, config: ModelConfig
+    layer: LayerParams,
+    x: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+    num_tokens: jax.Array,
+    *,
+    config: ModelConfig,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns queries [T, N, H], keys and values [T, K, H] of x [T, D], normed where the family does, and rotated."""
-    q = linear(x, layer.q, layer.q_bias)
-    k = linear(x, layer.k, layer.k_bias)
-    v = linear(x, layer.v, layer.v_bias)
+    q = linear(x, layer.q, layer.q_bias, num_tokens)
+    k = linear(x, layer.k, layer.k_bias, num_tokens)
+    v = linear(x, layer.v, layer.v_bias, num_tokens)
     if layer.q_norm is not None:
         q = rms_norm(q, layer.q_norm, epsilon=config.norm_epsilon)
         k = rms_norm(k, layer.k_norm, epsilon=config.norm_epsilon)
     return rotary_embedding(q, *angles), rotary_embedding(k, *angles), v
 
 
-def mlp(layer: LayerParams, x: jax.Array) -> jax.Array:
+def mlp(layer: LayerParams, x: jax.Array, num_tokens: jax.Array) -> jax.Array:
     """Returns down(silu(gate(x)) * up(x)) for x [T, D]."""
-    hidden = swiglu(linear(x, layer.gate, layer.gate_bias), linear(x, layer.up, layer.up_bias))
-    return linear(hidden, layer.down, layer.down_bias)
+    gate = linear(x, layer.gate, layer.gate_bias, num_tokens)
+    up = linear(x, layer.up, layer.up_bias, num_tokens)
+    return linear(swiglu(gate, up), layer.down, layer.down_bias, num_tokens)
 
 
-def unembed(params: Params, hidden: jax.Array) -> jax.Array:
-    """Returns logits f32[rows, V] of hidden states [rows, D]."""
+def unembed(params: Params, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
+    """Returns logits f32[rows, V] of hidden states [rows, D], of which the first num_rows mean anything."""
     table = params.embedding if params.unembedding is None else params.unembedding
-    return linear(hidden, table).astype(jnp.float32)
+    return linear(hidden, table, None, num_rows).astype(jnp.float32)

@@ -61,7 +61,7 @@ def decode_step(
 
 
 def _finish(params: Params, hidden: jax.Array, batch: Batch, sampling: SamplingBatch, max_log_probs: int) -> StepOutput:
-    logits = unembed(params, hidden)
+    logits = unembed(params, hidden, (batch.kv_lens > 0).sum())
     # A row's context is kv_lens tokens, so the token drawn now will stand at position kv_lens.
     tokens = sample(logits, sampling, batch.kv_lens)
     return describe(logits, tokens, sampling, max_log_probs)

@@ -125,6 +125,14 @@ def build_model(shape: dict[str, Any]) -> LlamaForCausalLM:
     return model
 
 
+def load_model(folder: Path) -> LlamaForCausalLM:
+    """Loads a model that `save` has written, in float32."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
 def muon_step(matrix: torch.Tensor, momentum: torch.Tensor, learning_rate: float) -> None:
     """Moves `matrix` by its orthogonalised momentum (Muon, Jordan et al. 2024).
 
@@ -219,8 +227,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     assets = Path(__file__).resolve().parents[1] / "jaxinfer" / "assets"
     parser.add_argument("--output", type=Path, default=assets, help="folder of the model folders")
-    parser.add_argument("--tokens", type=int, default=3_500_000, help="training tokens of the target")
-    parser.add_argument("--draft-tokens", type=int, default=2_600_000, help="training tokens of the draft")
+    parser.add_argument("--tokens", type=int, default=1_150_000, help="training tokens of the target, 0 to leave it")
+    parser.add_argument(
+        "--draft-tokens", type=int, default=2_600_000, help="training tokens of the draft, 0 to leave it"
+    )
+    parser.add_argument("--continue", dest="is_continued", action="store_true", help="train on what is in --output")
     parser.add_argument("--threads", type=int, default=1, help="more is faster and rounds differently")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -235,8 +246,10 @@ def main() -> None:
     log(f"{len(training)} files, {len(stream)} tokens; held out {len(held_out)}, {held_out_bytes} bytes")
     plans = {"tiny-draft": (DRAFT_SHAPE, arguments.draft_tokens), "tiny": (TARGET_SHAPE, arguments.tokens)}
     for name, (shape, num_tokens) in plans.items():
+        if num_tokens == 0:
+            continue
         torch.manual_seed(arguments.seed)
-        model = build_model(shape)
+        model = load_model(arguments.output / name) if arguments.is_continued else build_model(shape)
         train(model, stream, num_tokens, DECAY_SHARES[name], arguments.seed)
         save(model.bfloat16(), tokenizer, arguments.output / name)
         # The stored weights in float32 arithmetic: bfloat16 matmuls are emulated on most processors.

@@ -49,58 +49,31 @@ def deal_pages(num_sequences: int, pages_each: int, seed: int = 0) -> np.ndarray
     return ids.reshape(pages_each, num_sequences).T
 
 
-class Replay:
-    """The state of sequences of equal or different lengths while steps of one cache compute them."""
-
-    def __init__(
-        self, params: Params, sequences: Sequence[np.ndarray], *, config: ModelConfig, page_size: int = 16
-    ) -> None:
-        self.logits: list[list[np.ndarray]] = [[] for _ in sequences]
-        self._params, self._config, self._sequences = params, config, sequences
-        self._page_size = page_size
-        self._table_width = -(-max(map(len, sequences)) // page_size)
-        self._pages = deal_pages(len(sequences), self._table_width)
-        self._starts = [0] * len(sequences)
-        self._cache = nan_cache(config, CacheConfig(num_pages=self._pages.size, page_size=page_size))
-
-    def step(self, chunks: Chunks, num_tokens: int, num_rows: int, q_len: int | None = None) -> None:
-        """Computes the chunks in a step of the given shape and keeps the logits of their tokens."""
-        batch = make_batch(
-            [self._row(*chunk) for chunk in chunks],
-            page_size=self._page_size,
-            num_tokens=num_tokens,
-            num_rows=num_rows,
-            table_width=self._table_width,
-        )
-        logits, self._cache = all_logits(self._params, self._cache, batch, config=self._config, q_len=q_len)
-        ends = np.cumsum([length for _, length in chunks])
-        for (sequence, length), end in zip(chunks, ends, strict=True):
-            self.logits[sequence].append(np.asarray(logits[end - length : end]))
-            self._starts[sequence] += length
-
-    def _row(self, sequence: int, length: int) -> Row:
-        start = self._starts[sequence]
-        end = start + length
-        pages = self._pages[sequence, : -(-end // self._page_size)]
-        return Row(self._sequences[sequence][start:end].tolist(), start, pages.tolist())
-
-    def sequence_logits(self, sequence: int) -> np.ndarray:
-        """Returns the logits [length, V] of what has been computed of a sequence."""
-        return np.concatenate(self.logits[sequence])
-
-
 def replay(
     params: Params,
     sequences: Sequence[np.ndarray],
     steps: Iterable[Chunks],
     *,
     config: ModelConfig,
-    num_tokens: int,
-    num_rows: int,
+    shape: tuple[int, int],
     page_size: int = 16,
+    q_len: int | None = None,
 ) -> list[np.ndarray]:
-    """Returns each sequence's logits [length, V] after steps that all have the same shape."""
-    state = Replay(params, sequences, config=config, page_size=page_size)
+    """Returns each sequence's logits [tokens, V] after `steps`, which all have `shape`: tokens, rows."""
+    table_width = -(-max(map(len, sequences)) // page_size)
+    pages = deal_pages(len(sequences), table_width)
+    cache = nan_cache(config, CacheConfig(num_pages=pages.size, page_size=page_size))
+    layout = {"page_size": page_size, "num_tokens": shape[0], "num_rows": shape[1], "table_width": table_width}
+    logits = [[np.zeros((0, config.vocab_size), np.float32)] for _ in sequences]
+    starts = [0] * len(sequences)
     for chunks in steps:
-        state.step(chunks, num_tokens, num_rows)
-    return [np.concatenate(parts) if parts else np.zeros((0,)) for parts in state.logits]
+        rows = []
+        for i, length in chunks:
+            start, end = starts[i], starts[i] + length
+            rows.append(Row(sequences[i][start:end].tolist(), start, pages[i, : -(-end // page_size)].tolist()))
+            starts[i] = end
+        step_logits, cache = all_logits(params, cache, make_batch(rows, **layout), config=config, q_len=q_len)
+        parts = np.split(np.asarray(step_logits), np.cumsum([length for _, length in chunks]))
+        for (i, _), part in zip(chunks, parts, strict=False):
+            logits[i].append(part)
+    return [np.concatenate(parts) for parts in logits]

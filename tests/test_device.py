@@ -16,6 +16,10 @@ OPTIONS = (
 )
 
 
+def option(name: str):
+    return getattr(jax.config, name)
+
+
 @pytest.fixture
 def on_device(monkeypatch):
     """Makes the given attributes those of the one device there is."""
@@ -31,7 +35,7 @@ def on_device(monkeypatch):
 @pytest.fixture
 def cache_options():
     """Puts jax's options for its compilation cache back afterwards."""
-    before = {name: getattr(jax.config, name) for name in OPTIONS}
+    before = {name: option(name) for name in OPTIONS}
     yield
     for name, value in before.items():
         jax.config.update(name, value)
@@ -80,7 +84,7 @@ def test_compiled_steps_are_kept_in_the_users_cache_folder(cache_options):
 
     device.enable_compilation_cache()
 
-    assert jax.config.jax_compilation_cache_dir == str(device.COMPILATION_CACHE)
+    assert option("jax_compilation_cache_dir") == str(device.COMPILATION_CACHE)
 
 
 def test_steps_that_compile_quickly_are_kept_as_well(cache_options):
@@ -88,7 +92,7 @@ def test_steps_that_compile_quickly_are_kept_as_well(cache_options):
 
     device.enable_compilation_cache()
 
-    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
+    assert option("jax_persistent_cache_min_compile_time_secs") == 0
 
 
 def test_a_folder_of_the_users_is_left_as_it_is(cache_options):
@@ -97,8 +101,8 @@ def test_a_folder_of_the_users_is_left_as_it_is(cache_options):
 
     device.enable_compilation_cache()
 
-    assert jax.config.jax_compilation_cache_dir == "/somewhere/else"
-    assert jax.config.jax_persistent_cache_min_compile_time_secs == 7.0
+    assert option("jax_compilation_cache_dir") == "/somewhere/else"
+    assert option("jax_persistent_cache_min_compile_time_secs") == 7.0
 
 
 def test_a_cache_that_is_switched_off_stays_off(cache_options):
@@ -107,4 +111,4 @@ def test_a_cache_that_is_switched_off_stays_off(cache_options):
 
     device.enable_compilation_cache()
 
-    assert jax.config.jax_compilation_cache_dir is None
+    assert option("jax_compilation_cache_dir") is None

@@ -8,9 +8,11 @@ from jaxinfer.batch import Batch, Row, SamplingBatch, make_batch, make_sampling
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.scheduler import Step
 
-# Matrix products on CPU come in eights, so fewer rows would only save sampling; a single row is the common exception.
-MIN_ROWS = 8
-MIN_PREFILL_TOKENS = 32
+# A shape is compiled once and costs time to compile, while rows and tokens of padding cost little: on CPU they are not
+# multiplied, and accelerators stream the same weights whether few rows need them or many.
+DECODE_ROWS = (1, 8)
+PREFILL_TOKENS = (64,)
+GROWTH = 8
 
 
 @dataclass(frozen=True)
@@ -29,22 +31,21 @@ class Bucket:
 def plan_buckets(config: EngineConfig) -> tuple[Bucket, ...]:
     """Returns every shape an engine of this configuration can ask for, smallest first of each kind.
 
-    Decoding takes one row, or `MIN_ROWS` doubling up to the limit; prefill takes `MIN_PREFILL_TOKENS` doubling up to
-    the limit, with as many rows as it could have.
+    Decoding takes 1, 8, 64, … rows and prefill 64, 512, … tokens, up to the limits of the configuration. A prefill has
+    as many rows as it could have.
     """
     max_rows, max_tokens = config.max_num_seqs, config.max_num_batched_tokens
-    decode = [Bucket(True, rows, rows) for rows in (1, *_doubling(MIN_ROWS, max_rows))]
-    prefill = [Bucket(False, n, min(n, max_rows)) for n in _doubling(MIN_PREFILL_TOKENS, max_tokens)]
+    decode = [Bucket(True, rows, rows) for rows in _sizes(DECODE_ROWS, max_rows)]
+    prefill = [Bucket(False, n, min(n, max_rows)) for n in _sizes(PREFILL_TOKENS, max_tokens)]
     return (*decode, *prefill)
 
 
-def _doubling(first: int, last: int) -> list[int]:
-    """The sizes first, 2 first, 4 first … below last, and last."""
-    sizes = []
-    while first < last:
-        sizes.append(first)
-        first *= 2
-    return [*sizes, last]
+def _sizes(first: tuple[int, ...], last: int) -> list[int]:
+    """`first`, going on by GROWTH, as far as below `last`; then `last` itself."""
+    sizes = list(first)
+    while sizes[-1] < last:
+        sizes.append(sizes[-1] * GROWTH)
+    return [*(size for size in sizes if size < last), last]
 
 
 def choose_bucket(buckets: tuple[Bucket, ...], step: Step) -> Bucket:

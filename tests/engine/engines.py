@@ -1,4 +1,4 @@
-"""What the tests of the engine share: a small checkpoint with a tokenizer, engines, and ways to drive them."""
+"""What the tests of the engine share: a small checkpoint, small engines, and ways to drive them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request import Completion, Delta
 from tests.oracles import save_random_checkpoint
 
-# Few buckets, so that an engine is compiled in seconds: decode 2 and 4, prefill 16 and 32.
+# Few buckets, so that an engine is compiled in seconds: decode 1 and 4, prefill 32.
 SMALL: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 32,
@@ -32,14 +32,14 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 272,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
-    "head_dim": 24,
+    "head_dim": 32,
 }
 EOS = 0
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 def save_small_checkpoint(path: Path, *, with_tokenizer: bool = True) -> Path:
-    """A Llama of two layers over 96 tokens: the end token 0, the space 1, then the printable ASCII characters."""
+    """A Llama of two layers over 96 tokens: the end token 0, the space 1, then printable ASCII."""
     save_random_checkpoint(path, "llama", eos_token_id=EOS, **SIZES)
     if with_tokenizer:
         characters = ["<end>", "Ġ", *map(chr, range(33, 127))]
@@ -94,7 +94,7 @@ def run_with_arrivals(
     seed: int = 0,
     mean_arrivals: float = 1.0,
 ) -> list[Completion]:
-    """Adds prompts in random order, a Poisson number before each step; returns completions in the given order."""
+    """Adds prompts in random order, a Poisson number before each step; returns the given order."""
     rng = np.random.default_rng(seed)
     waiting = rng.permutation(len(prompts)).tolist()
     index_of: dict[int, int] = {}

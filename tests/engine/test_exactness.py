@@ -1,4 +1,4 @@
-"""What a request yields is a function of the request: not of its neighbours, its chunks, or its luck with pages.
+"""What a request yields is a function of the request: not of its neighbours, chunks or pages.
 
 On CPU that holds for every bit of every log-probability, so nothing here has a tolerance.
 """
@@ -19,10 +19,10 @@ from tests.engine.engines import (
     small_engine,
 )
 
-# Other buckets, chunks and batches than those of the shared engine (4 requests, 32 tokens, pages for all). The
-# page size is the same: it is a constant of an engine, and may change the order in which attention adds up.
+# Other buckets, chunks and batches than those of the shared engine (4 requests, 32 tokens, all pages).
+# The page size is the same: it is a constant of an engine, and may change the order in which attention adds up.
 ENGINES = {
-    "larger steps": {"max_num_seqs": 7, "max_num_batched_tokens": 56},
+    "larger steps": {"max_num_seqs": 9, "max_num_batched_tokens": 56},
     "tiny chunks, few pages": {"max_num_seqs": 3, "max_num_batched_tokens": 5, "num_pages": 7},
 }
 KINDS = [

@@ -1,4 +1,4 @@
-"""The runner compiles everything beforehand, updates the cache in place, and reads only what it has written."""
+"""The runner compiles everything beforehand, updates the cache in place, and reads only what it wrote."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def recorded_compilations():
     """Lists what jax traces, lowers or compiles meanwhile, from the compilation cache or not."""
     names: list[str] = []
 
-    def listen(name: str, duration: float, **_) -> None:
-        if name.startswith("/jax/core/compile"):
-            names.append(name)
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event.startswith("/jax/core/compile"):
+            names.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:

@@ -1,0 +1,58 @@
+"""A device of the scheduler's tests: no arrays, but a cache whose slots are written and read as on a real one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from jaxinfer.config import SamplingParams
+from jaxinfer.engine.request import Request
+from jaxinfer.engine.scheduler import Step
+
+
+def make_request(request_id: int, num_prompt_tokens: int, max_tokens: int) -> Request:
+    prompt = [next_token([request_id, i]) for i in range(num_prompt_tokens)]
+    return Request(
+        request_id,
+        prompt,
+        SamplingParams(max_tokens=max_tokens),
+        seed=0,
+        max_tokens=max_tokens,
+        stop_token_ids=(),
+        text_stream=None,
+    )
+
+
+def next_token(token_ids: list[int]) -> int:
+    """A model of sorts: the next token is a function of all tokens so far and their order."""
+    return hash(tuple(token_ids)) % 1_000_003
+
+
+def expected_tokens(request: Request, count: int) -> list[int]:
+    tokens = request.token_ids[: request.num_prompt_tokens]
+    for _ in range(count):
+        tokens = [*tokens, next_token(tokens)]
+    return tokens[request.num_prompt_tokens :]
+
+
+class FakeDevice:
+    """Keeps tokens in slots as a cache would and reads each context back through the request's pages."""
+
+    def __init__(self, page_size: int):
+        self.page_size = page_size
+        self.slots: dict[int, int] = {}
+
+    def run(self, step: Step) -> SimpleNamespace:
+        for chunk in step.chunks:
+            for position in range(chunk.start, chunk.start + chunk.num_tokens):
+                self.slots[self.slot(chunk.request, position)] = chunk.request.token_ids[position]
+        contexts = [self.context(chunk.request, chunk.start + chunk.num_tokens) for chunk in step.chunks]
+        tokens = np.array([next_token(context) for context in contexts])
+        return SimpleNamespace(tokens=tokens, log_probs=np.zeros(len(tokens), np.float32))
+
+    def context(self, request: Request, kv_len: int) -> list[int]:
+        return [self.slots[self.slot(request, position)] for position in range(kv_len)]
+
+    def slot(self, request: Request, position: int) -> int:
+        return request.pages[position // self.page_size] * self.page_size + position % self.page_size

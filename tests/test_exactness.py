@@ -1,0 +1,96 @@
+"""On CPU the logits of a token are the same bits whatever else is computed, and in whatever pieces.
+
+Design, section 3: no matrix product with one row, row sums by a fixed tree, rescaling by powers of two.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxinfer.config import ModelConfig
+from tests.replay import lively_params, replay
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="bit-equality is promised on CPU")
+
+LENGTH = 128
+SIZES = ("num_heads", "num_kv_heads", "head_dim", "hidden_size", "intermediate_size", "vocab_size")
+MAIN = (8, 2, 16, 64, 96, 128)
+# Sizes, page size, and switches: heads in odd groups, widths that are not powers of two, norms and biases.
+LAYOUTS = {
+    "G=4": (MAIN, 16, {}),
+    "G=1": ((3, 3, 16, 72, 100, 101), 16, {}),
+    "G=3 H=80 S=64": ((6, 2, 80, 96, 150, 97), 64, {"has_qkv_bias": True, "has_mlp_bias": True}),
+    "G=7 H=64 S=128": ((7, 1, 64, 100, 77, 130), 128, {"has_qk_norm": True}),
+}
+
+
+@functools.cache
+def model(layout):
+    """A random model with 16 sequences, and the logits of the first computed alone, all at once."""
+    sizes, page_size, switches = LAYOUTS[layout]
+    config = ModelConfig(**dict(zip(SIZES, sizes, strict=True)), num_layers=2, max_position=LENGTH, **switches)
+    sequences = np.random.default_rng(1).integers(0, config.vocab_size, (16, LENGTH), dtype=np.int32)
+    run = functools.partial(replay, lively_params(config), list(sequences), config=config, page_size=page_size)
+    expected = run([[(0, LENGTH)]], shape=(LENGTH, 2))[0]
+    assert np.isfinite(expected).all()
+    assert expected.std() > 0.1
+    return run, expected
+
+
+def check(layout, steps, shape, q_len=None):
+    run, expected = model(layout)
+    logits = run(steps, shape=shape, q_len=q_len)[0]
+    np.testing.assert_array_equal(logits, expected[: len(logits)])
+
+
+ALONE = {
+    "chunks of 64": ([[(0, 64)]] * 2, (LENGTH, 2)),
+    "chunks of 100 and 28": ([[(0, 100)], [(0, 28)]], (LENGTH, 2)),
+    "chunks of 32": ([[(0, 32)]] * 4, (32, 2)),
+    "chunks of 16": ([[(0, 16)]] * 8, (32, 2)),
+    "more padding": ([[(0, LENGTH)]], (256, 2)),
+}
+BESIDE_OTHERS = {
+    "after a neighbour": ([[(1, LENGTH), (0, LENGTH)]], (256, 2)),
+    "before a neighbour": ([[(0, LENGTH), (1, LENGTH)]], (256, 2)),
+    "uneven chunks, some of one token": ([[(0, 33), (1, 1)], [(2, 1), (0, 1), (1, 50)], [(0, 94)]], (100, 5)),
+    "single tokens beside a long chunk": ([[(0, 1), (1, 31)], [(2, 31), (0, 1)], [(0, 1), (3, 17)]] * 2, (32, 2)),
+}
+
+
+@pytest.mark.parametrize("split", ALONE)
+def test_logits_are_the_same_bits_in_any_chunks(split):
+    check("G=4", *ALONE[split])
+
+
+@pytest.mark.parametrize("split", BESIDE_OTHERS)
+def test_logits_are_the_same_bits_beside_any_neighbours(split):
+    check("G=4", *BESIDE_OTHERS[split])
+
+
+@pytest.mark.parametrize("num_rows", [2, 4, 8, 16])
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_logits_are_the_same_bits_decoding_in_a_batch_of_any_size(num_rows, order):
+    rows = [(i, 1) for i in range(num_rows)]
+    check("G=4", [rows if order == "first" else rows[::-1]] * LENGTH, (num_rows, num_rows), q_len=1)
+
+
+def test_logits_are_the_same_bits_decoding_without_neighbours():
+    check("G=4", [[(0, 1)]] * LENGTH, (4, 4), q_len=1)
+
+
+def test_logits_are_the_same_bits_verifying_five_tokens_a_row():
+    check("G=4", [[(1, 5), (0, 5)]] * 25, (10, 2), q_len=5)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "G=4"])
+def test_logits_are_the_same_bits_for_any_heads_widths_and_page_size(layout):
+    check(layout, [[(1, 7), (0, 29), (2, 1)]] * 2 + [[(0, 1), (2, 1)]] * 20 + [[(0, 40)]], (40, 5))
+
+
+def test_logits_are_the_same_bits_decoding_with_one_query_per_key_head():
+    check("G=1", [[(1, 1), (0, 1), (2, 1)]] * 60, (3, 3), q_len=1)
