@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
@@ -30,7 +31,8 @@ class Batch:
 
 def num_real_tokens(batch: Batch) -> Any:
     """Returns how many of the batch's tokens are not padding, i32[]."""
-    return ((batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]) * (batch.kv_lens > 0)).sum()
+    q_lens = batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
+    return jnp.where(batch.kv_lens > 0, q_lens, 0).sum()
 
 
 @struct.dataclass
@@ -74,7 +76,8 @@ def make_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows
     total = int(q_lens.sum())
     if total > num_tokens or len(rows) > num_rows:
         raise ValueError(f"{total} tokens in {len(rows)} rows do not fit num_tokens={num_tokens}, num_rows={num_rows}")
-    is_uniform = num_tokens == num_rows  # one token per row: padding rows own their padding token
+    for row in rows:
+        _check_row(row, page_size, table_width)
     block_tables = np.zeros((num_rows, table_width), np.int32)
     for i, row in enumerate(rows):
         block_tables[i, : len(row.page_ids)] = row.page_ids
@@ -85,7 +88,7 @@ def make_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows
     slots = block_tables[row_ids, positions // page_size] * page_size + positions % page_size
     cu_q_lens = np.full(num_rows + 1, total, np.int32)
     cu_q_lens[: len(rows) + 1] = np.concatenate([[0], ends])
-    if is_uniform:
+    if num_tokens == num_rows and (q_lens == 1).all():  # a decode step: padding rows own their padding token
         cu_q_lens = np.arange(num_rows + 1, dtype=np.int32)
     return Batch(
         tokens=_padded(np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int32), num_tokens, 0),
@@ -97,6 +100,16 @@ def make_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows
     )
 
 
+def _check_row(row: Row, page_size: int, table_width: int) -> None:
+    num_tokens, num_pages = row.start + len(row.token_ids), len(row.page_ids)
+    if not row.token_ids:
+        raise ValueError(f"the row at position {row.start} has no tokens; leave it out")
+    if num_pages > table_width:
+        raise ValueError(f"a row of {num_pages} pages does not fit table_width={table_width}")
+    if num_tokens > num_pages * page_size:
+        raise ValueError(f"a row of {num_tokens} tokens does not fit its {num_pages} pages of {page_size} slots")
+
+
 def make_sampling(
     params: Sequence[SamplingParams], *, num_rows: int, seeds: Sequence[int] | None = None
 ) -> SamplingBatch:
@@ -104,6 +117,9 @@ def make_sampling(
 
     `seeds` holds each row's seed; without it every row must carry its own in its parameters.
     """
+    if len(params) > num_rows or (seeds is not None and len(seeds) != len(params)):
+        num_seeds = "no" if seeds is None else len(seeds)
+        raise ValueError(f"{len(params)} rows with {num_seeds} seeds do not fit num_rows={num_rows}")
     if seeds is None:
         if any(p.seed is None and p.temperature > 0 for p in params):
             raise ValueError("a row with temperature above 0 needs a seed: set SamplingParams.seed or pass seeds")

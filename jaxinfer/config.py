@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal
@@ -33,6 +33,11 @@ def _require_real(name: str, value: Any, minimum: float, maximum: float = math.i
     bound = f"a finite number of at least {minimum}" + ("" if maximum == math.inf else f" and at most {maximum}")
     number: Any = value
     _require(is_real and minimum <= number <= min(maximum, MAX_FLOAT), name, value, bound)
+
+
+def _as_tuple(name: str, values: Any, requirement: str) -> tuple[Any, ...]:
+    _require(isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping), name, values, requirement)
+    return tuple(values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +114,8 @@ class ModelConfig:
         )
         _require_real("rope_theta", self.rope_theta, 1.0)
         _require_real("norm_epsilon", self.norm_epsilon, 0.0)
-        if not self.layer_groups:
-            object.__setattr__(self, "layer_groups", (self.num_layers,))
+        groups = tuple(self.layer_groups) or (self.num_layers,)
+        object.__setattr__(self, "layer_groups", groups)
         _require(
             sum(self.layer_groups) == self.num_layers and min(self.layer_groups) > 0,
             "layer_groups",
@@ -213,20 +218,15 @@ class SamplingParams:
             _require_int("seed", self.seed, 0, MAX_SEED)
         _require_int("log_probs", self.log_probs, 0)
         _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop, "a string or several")
+        ids = _as_tuple("stop_token_ids", self.stop_token_ids, "several token ids")
         _require(
-            isinstance(stop, Iterable) and all(isinstance(s, str) and s for s in stop),
+            all(isinstance(s, str) and s for s in stop),
             "stop",
-            self.stop,
+            self.stop if isinstance(self.stop, str) else stop,
             "a non-empty string or several",
         )
-        ids = self.stop_token_ids
-        _require(
-            isinstance(ids, Iterable) and all(_is_int(i) and i >= 0 for i in ids),
-            "stop_token_ids",
-            ids,
-            "token ids of at least 0",
-        )
+        _require(all(_is_int(i) and 0 <= i <= MAX_INT for i in ids), "stop_token_ids", ids, "token ids of at least 0")
         # Lists are welcome as input; tuples keep the object hashable.
-        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(int(i) for i in ids))

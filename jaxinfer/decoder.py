@@ -90,7 +90,7 @@ def mlp(layer: LayerParams, x: jax.Array, num_tokens: jax.Array) -> jax.Array:
     return linear(swiglu(gate, up), layer.down, layer.down_bias, num_tokens)
 
 
-def unembed(params: Params, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
-    """Returns logits f32[rows, V] of hidden states [rows, D], of which the first num_rows mean anything."""
+def unembed(params: Params, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
+    """Returns logits f32[rows, V] of hidden states [rows, D], of which num_rows mean anything (all, if None)."""
     table = params.embedding if params.unembedding is None else params.unembedding
     return linear(hidden, table, None, num_rows).astype(jnp.float32)

@@ -18,11 +18,12 @@ from kernels_pallas.row_sum import row_sum
 EIGHT = 8
 
 
-def linear(x: jax.Array, w: jax.Array, bias: jax.Array | None, num_rows: jax.Array) -> jax.Array:
+def linear(x: jax.Array, w: jax.Array, bias: jax.Array | None = None, num_rows: jax.Array | None = None) -> jax.Array:
     """Returns x wᵀ + bias for x [T, in] and w [out..., in]; the result is [T, out...].
 
-    Only the first num_rows i32[] rows mean anything: on CPU the padding after them is not multiplied.
+    Where num_rows i32[] is given, only so many rows mean anything: on CPU the padding after them is not multiplied.
     """
+    num_rows = jnp.asarray(x.shape[0]) if num_rows is None else num_rows
     matrix = w.reshape(-1, w.shape[-1])
     y = jax.lax.platform_dependent(x, matrix, num_rows, cpu=_product_in_eights, default=_product)
     y = y.reshape(x.shape[0], *w.shape[:-1])

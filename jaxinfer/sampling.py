@@ -81,7 +81,8 @@ def _top_k_threshold(logits: jax.Array, k: jax.Array) -> jax.Array:
 def _top_p_threshold(logits: jax.Array, p: jax.Array) -> jax.Array:
     """The largest value for which the tokens not below it hold probability p, f32[B]."""
     weights = jnp.exp(logits - logits.max(-1, keepdims=True))
-    wanted = p * row_sum(weights)
+    # Not 0, even where p is too small for a float: the most probable token, of weight 1, stays.
+    wanted = jnp.maximum(p * row_sum(weights), 1e-30)
     return _bisect(logits, lambda is_above: row_sum(jnp.where(is_above, weights, 0.0)) >= wanted)
 
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import re
 import sys
 import sysconfig
@@ -44,6 +45,7 @@ TARGET_SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 4}
 SHORT_WINDOW, MAX_CONTEXT = 512, 2048
 LONG_SHARE = 0.15  # of the tokens, the last, in windows of MAX_CONTEXT, so that every position is trained
 BATCH_TOKENS = 2048
+MEAN_PIECE = 80  # characters
 MUON_LR, MUON_MOMENTUM, MUON_WEIGHT_DECAY = 0.02, 0.95, 0.05
 ADAMW_LR, ADAMW_BETAS = 0.008, (0.9, 0.95)
 DECAY_SHARES = {"tiny-draft": 1.0, "tiny": 0.5}  # the last part of the steps, decaying linearly to zero
@@ -98,12 +100,23 @@ def train_tokenizer(files: list[Path]) -> Tokenizer:
     return tokenizer
 
 
-def tokenize(tokenizer: Tokenizer, files: list[Path]) -> list[torch.Tensor]:
-    """Returns per file i64[1 + tokens], led by END_ID."""
+def tokenize(tokenizer: Tokenizer, files: list[Path], seed: int | None = None) -> list[torch.Tensor]:
+    """Returns per file i64[1 + tokens], led by END_ID.
+
+    With a seed, files are cut at random characters and the pieces encoded one by one, as a prompt is: else the model
+    would never see what follows `def ` where the space is a token of its own.
+    """
     import torch
 
-    texts = (path.read_text(encoding="utf-8") for path in files)
-    return [torch.tensor([END_ID, *tokenizer.encode(text).ids]) for text in texts]
+    rng, documents = random.Random(seed), []
+    for path in files:
+        text, ids, start = path.read_text(encoding="utf-8"), [END_ID], 0
+        while start < len(text):
+            end = len(text) if seed is None else start + 1 + int(rng.expovariate(1 / MEAN_PIECE))
+            ids += tokenizer.encode(text[start:end]).ids
+            start = end
+        documents.append(torch.tensor(ids))
+    return documents
 
 
 def build_model(shape: dict[str, Any]) -> LlamaForCausalLM:
@@ -242,7 +255,8 @@ def main() -> None:
     training, held_out = training_files(), held_out_files()
     held_out_bytes = sum(path.stat().st_size for path in held_out)
     tokenizer = train_tokenizer(training)
-    stream, documents = torch.cat(tokenize(tokenizer, training)), tokenize(tokenizer, held_out)
+    stream = torch.cat(tokenize(tokenizer, training, arguments.seed))
+    documents = tokenize(tokenizer, held_out)
     log(f"{len(training)} files, {len(stream)} tokens; held out {len(held_out)}, {held_out_bytes} bytes")
     plans = {"tiny-draft": (DRAFT_SHAPE, arguments.draft_tokens), "tiny": (TARGET_SHAPE, arguments.tokens)}
     for name, (shape, num_tokens) in plans.items():

@@ -1,4 +1,4 @@
-"""Runs sequences through `forward` in any split of the work, over a hostile cache, and collects every token's logits."""
+"""Runs sequences through `forward` in any split of the work, over a hostile cache, and collects all logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.batch import Row, make_batch
+from jaxinfer.batch import Row, make_batch, num_real_tokens
 from jaxinfer.cache import KVCache, init_cache
 from jaxinfer.config import CacheConfig, ModelConfig
 from jaxinfer.decoder import forward, unembed
@@ -23,7 +23,7 @@ Chunks = Sequence[tuple[int, int]]
 def all_logits(params, cache, batch, *, config, q_len=None):
     """Returns the logits [T, V] of every token of a step, padding included, and the cache."""
     hidden, cache = forward(params, cache, batch, config=config, q_len=q_len)
-    return unembed(params, hidden), cache
+    return unembed(params, hidden, num_real_tokens(batch)), cache
 
 
 def lively_params(config: ModelConfig, seed: int = 0) -> Params:

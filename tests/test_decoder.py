@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.checkpoint import load_params, read_config
 from jaxinfer.batch import make_batch
 from jaxinfer.cache import abstract_cache
+from jaxinfer.checkpoint import load_params, read_config
 from jaxinfer.config import CacheConfig, ModelConfig
 from jaxinfer.decoder import forward, unembed
 from jaxinfer.params import Params, abstract_params
@@ -85,9 +85,7 @@ def regroup(params: Params, groups: tuple[int, ...]) -> Params:
     """The same parameters with their layers stacked in other groups."""
     layers = jax.tree.map(lambda *parts: jnp.concatenate(parts), *params.layers)
     ends = np.cumsum(groups)
-    parts = [
-        jax.tree.map(lambda leaf, a=a, b=b: leaf[a:b], layers) for a, b in zip(ends - groups, ends, strict=True)
-    ]
+    parts = [jax.tree.map(lambda leaf, a=a, b=b: leaf[a:b], layers) for a, b in zip(ends - groups, ends, strict=True)]
     return params.replace(layers=tuple(parts))
 
 
@@ -132,7 +130,7 @@ def test_a_tied_embedding_serves_for_both_ends():
     config = ModelConfig(**GROUPED, has_tied_embeddings=True)
     params, hidden = lively_params(config), jnp.asarray(np.eye(2, GROUPED["hidden_size"], dtype=np.float32))
 
-    logits = jax.jit(unembed)(params, hidden)
+    logits = jax.jit(unembed)(params, hidden, 2)
 
     np.testing.assert_array_equal(logits, params.embedding[:, :2].T)
 

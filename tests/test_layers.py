@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,10 +15,11 @@ from jaxinfer.config import ModelConfig, RopeScaling
 from jaxinfer.layers import linear, rms_norm, rotary_angles, rotary_embedding, rotary_frequencies, swiglu
 from kernels_pallas.row_sum import row_sum
 
+jit_linear = jax.jit(linear)
 jit_rms_norm = jax.jit(rms_norm, static_argnames="epsilon")
 GENERATOR = np.random.default_rng(0)
 # float32 has 24 bits of mantissa; some tens of roundings.
-TOLERANCE = {"rtol": 3e-6, "atol": 3e-6}
+assert_close = functools.partial(np.testing.assert_allclose, rtol=3e-6, atol=3e-6)
 
 
 def normal(*shape):
@@ -40,13 +43,16 @@ def rope_config(head_dim=64, theta=10_000.0, scaling=None):
 
 @pytest.mark.parametrize("out_shape", [(5,), (3, 4)], ids=str)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_linear_is_x_times_w_transposed_plus_bias(out_shape, has_bias):
-    x, w, bias = normal(6, 8), normal(*out_shape, 8), normal(*out_shape)
+@pytest.mark.parametrize(("T", "num_rows"), [(2, 1), (8, 8), (17, 17), (40, 19), (40, 0)])
+def test_linear_is_x_times_w_transposed_plus_bias(T, num_rows, out_shape, has_bias):
+    x, w, bias = normal(T, 8), normal(*out_shape, 8), normal(*out_shape)
     expected = [[row @ column for column in w.reshape(-1, 8).astype(float)] for row in x.astype(float)]
 
-    y = linear(jnp.asarray(x), jnp.asarray(w), jnp.asarray(bias) if has_bias else None)
+    y = jit_linear(x, w, bias if has_bias else None, num_rows)
 
-    np.testing.assert_allclose(y, np.reshape(expected, (6, *out_shape)) + has_bias * bias, **TOLERANCE)
+    expected = np.reshape(expected, (T, *out_shape)) + has_bias * bias
+    assert_close(y[:num_rows], expected[:num_rows])
+    assert np.isfinite(y).all()
 
 
 @pytest.mark.parametrize("shape", [(3, 48), (2, 5, 12), (2, 7)], ids=str)
@@ -56,9 +62,7 @@ def test_rms_norm_divides_by_the_root_of_the_mean_square(shape, epsilon):
     wide = x.astype(float)
     expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + epsilon) * weight
 
-    np.testing.assert_allclose(
-        jit_rms_norm(jnp.asarray(x), jnp.asarray(weight), epsilon=epsilon), expected, **TOLERANCE
-    )
+    assert_close(jit_rms_norm(jnp.asarray(x), jnp.asarray(weight), epsilon=epsilon), expected)
 
 
 def test_rms_norm_of_half_precision_sums_in_float32():
@@ -84,7 +88,7 @@ def test_swiglu_gates_with_x_times_sigmoid():
 
     expected = gate / (1 + np.exp(-gate.astype(float))) * up
 
-    np.testing.assert_allclose(swiglu(jnp.asarray(gate), jnp.asarray(up)), expected, **TOLERANCE)
+    assert_close(swiglu(jnp.asarray(gate), jnp.asarray(up)), expected)
 
 
 def test_rotary_embedding_rotates_the_pairs_of_half_the_head_apart():
@@ -112,7 +116,7 @@ def test_the_attention_factor_scales_cosine_and_sine():
 
     cos, sin = jax.jit(lambda p: rotary_angles(p, rope_config(scaling=scaling)))(np.arange(9))
 
-    np.testing.assert_allclose(np.square(cos) + np.square(sin), np.full(cos.shape, 1.25**2), **TOLERANCE)
+    assert_close(np.square(cos) + np.square(sin), np.full(cos.shape, 1.25**2))
 
 
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +106,7 @@ def test_a_token_drawn_after_decoding_is_the_one_drawn_after_prefill():
 
 def test_consecutive_draws_of_one_request_use_other_noise():
     # The same logits at every position: a model whose embedding is constant.
-    flat = params().replace(embedding=jnp.ones_like(params().embedding))
+    flat = dataclasses.replace(params(), embedding=jnp.ones_like(params().embedding))
     cache, drawn = nan_cache(CONFIG, CACHE), []
     for position in range(12):
         batch = layout([Row([1], position, [0])], B)
@@ -167,8 +169,9 @@ def test_a_step_takes_the_cache_and_returns_its_successor():
 
 def test_equal_shapes_are_not_traced_again():
     _, cache = prefill(PROMPTS, sampling_for())
-    num_traces = prefill_step._cache_size()
+    step: Any = prefill_step
+    num_traces = step._cache_size()
 
     for fields in ({"temperature": 0.0}, {"top_k": 3, "top_p": 0.5, "log_probs": 2}, {"min_p": 0.2}):
         _, cache = prefill([p[: len(p) // 2 + 1] for p in PROMPTS], sampling_for(**fields), cache)
-    assert prefill_step._cache_size() == num_traces
+    assert step._cache_size() == num_traces

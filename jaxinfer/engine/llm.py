@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
@@ -217,6 +217,8 @@ def plan_cache(model_config: ModelConfig, config: EngineConfig, dtype: str) -> C
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | bytes):
+        raise ValueError(f"prompts {prompts!r} are neither text, nor token ids, nor several of these")
     items: list[Any] = list(prompts)
     is_one_prompt = bool(items) and all(isinstance(item, Integral) for item in items)
     return [items] if is_one_prompt else items

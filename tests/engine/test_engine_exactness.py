@@ -22,7 +22,7 @@ from tests.engine.engines import (
 # Other buckets, chunks and batches than those of the shared engine (4 requests, 32 tokens, all pages).
 # The page size is the same: it is a constant of an engine, and may change the order in which attention adds up.
 ENGINES = {
-    "larger steps": {"max_num_seqs": 9, "max_num_batched_tokens": 56},
+    "larger steps": {"max_num_seqs": 9, "max_num_batched_tokens": 80},
     "tiny chunks, few pages": {"max_num_seqs": 3, "max_num_batched_tokens": 5, "num_pages": 7},
 }
 KINDS = [
