@@ -63,7 +63,12 @@ def replay(
     table_width = -(-max(map(len, sequences)) // page_size)
     pages = deal_pages(len(sequences), table_width)
     cache = nan_cache(config, CacheConfig(num_pages=pages.size, page_size=page_size))
-    layout = {"page_size": page_size, "num_tokens": shape[0], "num_rows": shape[1], "table_width": table_width}
+    layout = {
+        "page_size": page_size,
+        "num_tokens": shape[0],
+        "num_rows": shape[1],
+        "table_width": table_width,
+    }
     logits = [[np.zeros((0, config.vocab_size), np.float32)] for _ in sequences]
     starts = [0] * len(sequences)
     for chunks in steps:

@@ -63,6 +63,14 @@ def test_a_batch_without_rows_is_all_padding(num_rows):
     assert batch.kv_lens.tolist() == [0] * num_rows
 
 
+def test_token_and_page_ids_may_be_arrays():
+    listed = make_batch([Row([5, 6], 15, [2, 9])], **SHAPE)
+
+    batch = make_batch([Row(np.array([5, 6]), 15, np.array([2, 9]))], **SHAPE)
+
+    assert as_lists(batch) == as_lists(listed)
+
+
 def test_every_batch_of_one_shape_has_the_same_types():
     full = make_batch([Row([1] * 8, 0, [0])], **SHAPE)
 
@@ -80,8 +88,9 @@ def test_every_batch_of_one_shape_has_the_same_types():
         ([Row([1], 0, [0, 1, 2, 3])], "4 pages.*table_width=3"),
         ([Row([1, 2], 15, [3])], "17 tokens.*1 page"),
         ([Row([], 0, [0])], "no tokens|empty"),
+        ([Row([1], -1, [0])], "start|position"),
     ],
-    ids=["tokens", "rows", "table", "pages", "empty"],
+    ids=["tokens", "rows", "table", "pages", "empty", "start"],
 )
 def test_rows_that_do_not_fit_are_refused_with_the_numbers(rows, message):
     with pytest.raises(ValueError, match=message):
@@ -116,7 +125,11 @@ def test_sampling_batches_of_any_rows_have_the_same_types():
         return jax.tree.map(lambda array: (array.shape, array.dtype), sampling)
 
     assert types(full) == types(empty)
-    assert [array.dtype.name for array in (full.temperature, full.top_k, full.seeds)] == ["float32", "int32", "uint32"]
+    assert [array.dtype.name for array in (full.temperature, full.top_k, full.seeds)] == [
+        "float32",
+        "int32",
+        "uint32",
+    ]
 
 
 def test_seeds_given_beside_the_parameters_replace_theirs():

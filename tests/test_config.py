@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxinfer.config import MAX_SEED, CacheConfig, EngineConfig, ModelConfig, RopeScaling, SamplingParams
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "vocab_size": 10,
     "hidden_size": 8,
     "intermediate_size": 16,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +70,7 @@ SPLITS = {
 }
 
 
-GROUPED = {
+GROUPED: dict[str, Any] = {
     "vocab_size": 60,
     "hidden_size": 32,
     "intermediate_size": 40,
@@ -86,7 +87,7 @@ def regroup(params: Params, groups: tuple[int, ...]) -> Params:
     layers = jax.tree.map(lambda *parts: jnp.concatenate(parts), *params.layers)
     ends = np.cumsum(groups)
     parts = [jax.tree.map(lambda leaf, a=a, b=b: leaf[a:b], layers) for a, b in zip(ends - groups, ends, strict=True)]
-    return params.replace(layers=tuple(parts))
+    return dataclasses.replace(params, layers=tuple(parts))
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -58,7 +58,10 @@ BESIDE_OTHERS = {
     "after a neighbour": ([[(1, LENGTH), (0, LENGTH)]], (256, 2)),
     "before a neighbour": ([[(0, LENGTH), (1, LENGTH)]], (256, 2)),
     "uneven chunks, some of one token": ([[(0, 33), (1, 1)], [(2, 1), (0, 1), (1, 50)], [(0, 94)]], (100, 5)),
-    "single tokens beside a long chunk": ([[(0, 1), (1, 31)], [(2, 31), (0, 1)], [(0, 1), (3, 17)]] * 2, (32, 2)),
+    "single tokens beside a long chunk": (
+        [[(0, 1), (1, 31)], [(2, 31), (0, 1)], [(0, 1), (3, 17)]] * 2,
+        (32, 2),
+    ),
 }
 
 

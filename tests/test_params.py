@@ -125,7 +125,7 @@ def test_heads_mlp_and_vocabulary_are_split_over_the_model_axis():
     assert placement.embedding.spec == PartitionSpec("model", None)
     assert layers.q.spec == layers.k.spec == PartitionSpec(None, "model", None, None)
     assert layers.o.spec == PartitionSpec(None, None, "model", None)
-    assert layers.down.spec == PartitionSpec(None, None)
+    assert layers.down.spec == PartitionSpec(None, None, "model")
     assert layers.attention_norm.spec == PartitionSpec(None, None)
 
 

@@ -147,7 +147,7 @@ def test_the_smallest_top_p_keeps_the_most_probable_token(p):
     assert tokens.tolist() == logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-38, 1e-44, 1e-300])
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 2e-38, 1e-44, 1e-300])
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_the_smallest_temperature_takes_the_most_probable_token(temperature, top_p):
     logits = 10 + draw_logits(0)

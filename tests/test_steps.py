@@ -15,6 +15,7 @@ from jaxinfer.batch import Row, make_batch, make_sampling
 from jaxinfer.cache import abstract_cache, init_cache
 from jaxinfer.config import CacheConfig, ModelConfig, SamplingParams
 from jaxinfer.params import abstract_params
+from jaxinfer.sampling import sample
 from jaxinfer.steps import decode_step, prefill_step
 from tests.replay import all_logits, lively_params, nan_cache
 
@@ -69,16 +70,32 @@ def as_arrays(tree):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 
 
+@functools.cache
+def last_logits():
+    """The logits after each prompt."""
+    batch = layout([Row(p, 0, pages) for p, pages in zip(PROMPTS, PAGES, strict=True)], 40)
+    logits, _ = all_logits(params(), nan_cache(CONFIG, CACHE), batch, config=CONFIG)
+    return np.asarray(logits)[np.cumsum([len(p) for p in PROMPTS]) - 1]
+
+
 def test_a_prefill_step_gives_the_most_probable_next_token_of_each_row():
     output, _ = prefill(PROMPTS, sampling_for(temperature=0))
 
-    batch = layout([Row(p, 0, pages) for p, pages in zip(PROMPTS, PAGES, strict=True)], 40)
-    logits, _ = all_logits(params(), nan_cache(CONFIG, CACHE), batch, config=CONFIG)
-    last = np.asarray(logits)[np.cumsum([len(p) for p in PROMPTS]) - 1].astype(np.float64)
+    last = last_logits().astype(np.float64)
     log_probs = last - np.log(np.exp(last).sum(-1, keepdims=True))
     assert output.tokens[:3].tolist() == last.argmax(-1).tolist()
     # float32 logits of order 1 and a sum of 61 terms.
     np.testing.assert_allclose(output.log_probs[:3], log_probs.max(-1), rtol=0, atol=2e-6)
+
+
+def test_a_token_is_drawn_for_the_position_at_which_it_will_stand():
+    sampling = sampling_for(temperature=2.0)
+    output, _ = prefill(PROMPTS, sampling)
+
+    positions = np.array([*map(len, PROMPTS), 0], np.int32)
+    expected = jax.jit(sample)(np.pad(last_logits(), ((0, 1), (0, 0))), sampling, positions)
+
+    assert output.tokens[:3].tolist() == expected[:3].tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

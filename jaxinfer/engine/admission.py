@@ -25,8 +25,11 @@ class Admission:
     eos_token_ids: tuple[int, ...]
     max_model_len: int
 
-    def admit(self, request_id: int, prompt: Prompt, sampling: SamplingParams) -> Request:
+    def admit(self, request_id: int, prompt: Prompt, sampling: SamplingParams | None) -> Request:
         """Returns the request, or raises ValueError with what is wrong, the value, and the way out."""
+        sampling = SamplingParams() if sampling is None else sampling
+        if not isinstance(sampling, SamplingParams):
+            raise ValueError(f"{sampling!r} is not a SamplingParams")
         token_ids = self._encode(prompt)
         self._check_lengths(len(token_ids), sampling)
         if sampling.log_probs > self.engine_config.max_log_probs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
@@ -74,15 +74,15 @@ class LLM:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request still has tokens to come."""
-        return self._scheduler.num_unfinished > 0
+        """Whether any request has tokens to come, or a completion that `step` has not handed out."""
+        return self._scheduler.num_unfinished > 0 or bool(self._outbox)
 
     def add(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queues a prompt, text or token ids, and returns its request id; its tokens come out of `step`.
 
         Raises ValueError, and changes nothing, where the request could not be honoured exactly.
         """
-        request = self._admission.admit(next(self._ids), prompt, sampling_params or SamplingParams())
+        request = self._admission.admit(next(self._ids), prompt, sampling_params)
         self._scheduler.add(request)
         return request.request_id
 
@@ -102,10 +102,12 @@ class LLM:
         return deltas
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
-        """Yields a prompt's completion piece by piece, the completion itself with the last; closing it aborts."""
-        request_id = self.add(prompt, sampling_params)
-        self._mailboxes[request_id] = deque()
-        return self._deliver(request_id)
+        """Yields a prompt's completion piece by piece, the completion itself with the last; closing it aborts.
+
+        Raises ValueError here, not at the first piece, where the request could not be honoured. It is queued with the
+        first piece that is asked for.
+        """
+        return self._deliver(self._admission.admit(next(self._ids), prompt, sampling_params))
 
     def generate(
         self,
@@ -143,8 +145,9 @@ class LLM:
     def _post(self, delta: Delta) -> None:
         self._mailboxes.get(delta.request_id, self._outbox).append(delta)
 
-    def _deliver(self, request_id: int) -> Iterator[Delta]:
-        mailbox = self._mailboxes[request_id]
+    def _deliver(self, request: Request) -> Iterator[Delta]:
+        mailbox = self._mailboxes[request.request_id] = deque()
+        self._scheduler.add(request)
         try:
             while True:
                 while not mailbox:
@@ -154,7 +157,7 @@ class LLM:
                 if delta.completion is not None:
                     return
         finally:
-            self._forget([request_id])
+            self._forget([request.request_id])
 
     def _collect(self, ids: list[int], show_progress: bool) -> dict[int, Completion]:
         completions: dict[int, Completion] = {}
@@ -179,7 +182,7 @@ class LLM:
             self._scheduler.abort(request_id)
             self._mailboxes.pop(request_id, None)
 
-    def _numbered_request(self, index: int, prompt: Prompt, sampling: SamplingParams) -> Request:
+    def _numbered_request(self, index: int, prompt: Prompt, sampling: SamplingParams | None) -> Request:
         try:
             return self._admission.admit(next(self._ids), prompt, sampling)
         except ValueError as error:
@@ -217,17 +220,18 @@ def plan_cache(model_config: ModelConfig, config: EngineConfig, dtype: str) -> C
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | bytes):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | Set | bytes):
         raise ValueError(f"prompts {prompts!r} are neither text, nor token ids, nor several of these")
     items: list[Any] = list(prompts)
     is_one_prompt = bool(items) and all(isinstance(item, Integral) for item in items)
     return [items] if is_one_prompt else items
 
 
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams | None]:
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    params = list(params)
+        return [params] * count
+    if not isinstance(params, Sequence) or isinstance(params, str):
+        raise ValueError(f"{params!r} is neither a SamplingParams nor a list of them")
     if len(params) != count:
         raise ValueError(f"{len(params)} SamplingParams for {count} prompts; give one for all or one per prompt")
     return params

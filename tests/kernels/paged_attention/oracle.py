@@ -79,4 +79,5 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.n
 
 def expected_output(call: Call, scale: float) -> np.ndarray:
     """Returns what `paged_attention` should give at the tokens that are not padding; NaN for padding rows."""
-    return np.concatenate([attention(q, k, v, scale) if len(k) else np.full(q.shape, np.nan) for q, k, v in call.rows])
+    outputs = [attention(q, k, v, scale) if len(k) else np.full(q.shape, np.nan) for q, k, v in call.rows]
+    return np.concatenate(outputs)
