@@ -70,7 +70,7 @@ class LLM:
         )
         self._ids = itertools.count()
         self._outbox: list[Delta] = []  # for step()
-        self._mailboxes: dict[int, deque[Delta]] = {}  # by request, for generate() and stream()
+        self._mailboxes: dict[int, deque[Delta]] = {}  # of generate() and stream(), by request
 
     @property
     def has_unfinished(self) -> bool:
@@ -125,11 +125,12 @@ class LLM:
         params = _as_params(sampling_params, len(prompts))
         requests = [self._numbered_request(i, *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
         ids = [request.request_id for request in requests]
-        self._mailboxes.update((request_id, deque()) for request_id in ids)
+        mailbox: deque[Delta] = deque()
+        self._mailboxes.update(dict.fromkeys(ids, mailbox))
         for request in requests:
             self._scheduler.add(request)
         try:
-            completions = self._collect(ids, show_progress)
+            completions = self._collect(mailbox, len(ids), show_progress)
         finally:
             self._forget(ids)
         return [completions[request_id] for request_id in ids]
@@ -159,20 +160,18 @@ class LLM:
         finally:
             self._forget([request.request_id])
 
-    def _collect(self, ids: list[int], show_progress: bool) -> dict[int, Completion]:
+    def _collect(self, mailbox: deque[Delta], count: int, show_progress: bool) -> dict[int, Completion]:
         completions: dict[int, Completion] = {}
         num_tokens = 0
-        with tqdm(total=len(ids), unit="request", disable=not show_progress, smoothing=0) as progress:
-            while len(completions) < len(ids):
+        with tqdm(total=count, unit="request", disable=not show_progress, smoothing=0) as progress:
+            while len(completions) < count:
                 self._advance()
-                for request_id in ids:
-                    mailbox = self._mailboxes[request_id]
-                    while mailbox:
-                        delta = mailbox.popleft()
-                        num_tokens += len(delta.token_ids)
-                        if delta.completion is not None:
-                            completions[request_id] = delta.completion
-                            progress.update()
+                while mailbox:
+                    delta = mailbox.popleft()
+                    num_tokens += len(delta.token_ids)
+                    if delta.completion is not None:
+                        completions[delta.request_id] = delta.completion
+                        progress.update()
                 elapsed = max(progress.format_dict["elapsed"], 1e-9)
                 progress.set_postfix_str(f"{num_tokens / elapsed:.1f} tokens/s", refresh=False)
         return completions
