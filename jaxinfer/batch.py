@@ -102,8 +102,8 @@ def make_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows
 
 def _check_row(row: Row, page_size: int, table_width: int) -> None:
     num_tokens, num_pages = row.start + len(row.token_ids), len(row.page_ids)
-    if not row.token_ids:
-        raise ValueError(f"the row at position {row.start} has no tokens; leave it out")
+    if len(row.token_ids) == 0 or row.start < 0:
+        raise ValueError(f"a row has no tokens ({len(row.token_ids)}) or a negative start ({row.start}); leave it out")
     if num_pages > table_width:
         raise ValueError(f"a row of {num_pages} pages does not fit table_width={table_width}")
     if num_tokens > num_pages * page_size:

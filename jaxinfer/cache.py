@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -52,8 +53,8 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig) -> KVCache:
 
 def page_bytes(config: ModelConfig, cache_config: CacheConfig) -> int:
     """Returns what one page takes over all layers, keys and values together."""
-    tokens = cache_config.page_size * config.num_layers * 2
-    return tokens * config.num_kv_heads * config.head_dim * jnp.dtype(cache_config.dtype).itemsize
+    shapes = pool_shapes(1, cache_config.page_size, config.num_kv_heads, config.head_dim)
+    return config.num_layers * sum(map(math.prod, shapes)) * jnp.dtype(cache_config.dtype).itemsize
 
 
 def at_layer(cache: GroupCache, index: jax.Array, num_layers: int, batch: Batch) -> tuple[jax.Array, jax.Array]:

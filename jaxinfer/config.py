@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal
@@ -174,7 +174,7 @@ class EngineConfig:
         if self.num_pages is not None:
             _require_int("num_pages", self.num_pages, 1)
         if self.cache_bytes is not None:
-            _require_int("cache_bytes", self.cache_bytes, 1)
+            _require_int("cache_bytes", self.cache_bytes, 1, 2**62)
         _require_int("max_log_probs", self.max_log_probs, 0)
         CacheConfig(num_pages=1, page_size=self.page_size)
 
@@ -198,8 +198,8 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     log_probs: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxinfer.batch import Batch, num_real_tokens
 from jaxinfer.cache import KVCache, at_layer, write_kv
 from jaxinfer.config import ModelConfig
-from jaxinfer.layers import linear, rms_norm, rotary_angles, rotary_embedding, swiglu
+from jaxinfer.layers import linear, product, rms_norm, rotary_angles, rotary_embedding, swiglu
 from jaxinfer.params import LayerParams, Params
 from kernels_pallas.paged_attention import paged_attention
 
@@ -93,4 +93,4 @@ def mlp(layer: LayerParams, x: jax.Array, num_tokens: jax.Array) -> jax.Array:
 def unembed(params: Params, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
     """Returns logits f32[rows, V] of hidden states [rows, D], of which num_rows mean anything (all, if None)."""
     table = params.embedding if params.unembedding is None else params.unembedding
-    return linear(hidden, table, None, num_rows).astype(jnp.float32)
+    return product(hidden, table, num_rows)

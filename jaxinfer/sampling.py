@@ -33,7 +33,9 @@ def sample(logits: jax.Array, sampling: SamplingBatch, positions: jax.Array) -> 
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def draw() -> jax.Array:
-        scaled = logits / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
+        # Below the most probable by the maximum, so that no temperature can overflow; the smallest are all the same.
+        temperature = jnp.where(sampling.temperature > 0, jnp.maximum(sampling.temperature, 1e-30), 1.0)
+        scaled = (logits - logits.max(-1, keepdims=True)) / temperature[:, None]
         kept = filter_logits(scaled, sampling)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(draw_keys(sampling, positions))
         drawn = jnp.argmax(kept + noise, axis=-1).astype(jnp.int32)

@@ -2,7 +2,7 @@
 
 usage: python scripts/measure_bits_per_byte.py [CHECKPOINT ...]
 
-The held-out files are those of `train_tiny_model.py` for the interpreter that runs this script. Every file begins after
+The held-out files are those of `corpus.py` for the interpreter that runs this script. Every file begins after
 an end-of-text token and is cut into windows of the model's length, as in training.
 """
 
@@ -16,12 +16,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from corpus import held_out_files
 from tqdm import tqdm
-from train_tiny_model import END_ID, held_out_files
 
 from jaxinfer import CacheConfig, ModelConfig, Row, init_cache, load_checkpoint, make_batch
 from jaxinfer.decoder import forward, unembed
 from jaxinfer.tokenizer import Tokenizer
+
+END_ID = 0  # <|endoftext|>, which leads every file
 
 PAGE_SIZE = 128
 BUNDLED = Path(__file__).resolve().parents[1] / "jaxinfer" / "assets"

@@ -1,20 +1,17 @@
 """Trains the two bundled Llama models, a target and its draft, on the source of the standard library.
 
-Run it as `OMP_NUM_THREADS=1 python scripts/train_tiny_model.py`; the defaults reproduce the bundled models
-up to the rounding of the hardware and the version of the interpreter whose library is read.
+Run it as `OMP_NUM_THREADS=1 python scripts/train_tiny_model.py`, about an hour on one quiet core; `--continue` trains
+on what is there. How the bundled models were made is in the README.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import os
 import random
-import re
 import sys
-import sysconfig
 import tempfile
 import time
 from functools import partial
@@ -22,15 +19,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from corpus import held_out_files, training_files
+
 if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer
     from transformers import LlamaForCausalLM
-
-LIBRARY = Path(sysconfig.get_path("stdlib"))
-EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
-TABLE_ROW = re.compile(r"""\s*[(\[]*(?:[bru]{0,2}['"][^'"]|-?\d)""")
-HELD_OUT_SHARE = 20  # one file in twenty
 
 END_OF_TEXT, END_ID = "<|endoftext|>", 0
 VOCAB_SIZE = 4096
@@ -52,37 +46,6 @@ DECAY_SHARES = {"tiny-draft": 1.0, "tiny": 0.5}  # the last part of the steps, d
 WARMUP_STEPS, LOG_STEPS = 30, 25
 
 log = partial(print, file=sys.stderr, flush=True)
-
-
-def library_files() -> list[Path]:
-    """Lists the hand-written modules of the standard library: no tests, no tables, UTF-8 only."""
-    paths = sorted(LIBRARY.rglob("*.py"))
-    return [p for p in paths if not EXCLUDED_FOLDERS & {*p.relative_to(LIBRARY).parts} and is_prose(p)]
-
-
-def is_prose(path: Path) -> bool:
-    """Tells code that someone wrote from an undecodable file or a generated table."""
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except UnicodeDecodeError:
-        return False
-    return bool(lines) and 2 * sum(TABLE_ROW.match(line) is not None for line in lines) <= len(lines)
-
-
-def is_held_out(path: Path) -> bool:
-    """Decides by the relative path alone, so the split survives changes to other files."""
-    digest = hashlib.sha256(path.relative_to(LIBRARY).as_posix().encode()).hexdigest()
-    return int(digest, 16) % HELD_OUT_SHARE == 0
-
-
-def training_files() -> list[Path]:
-    """Lists, sorted, the files that the tokenizer and both models learn from."""
-    return [path for path in library_files() if not is_held_out(path)]
-
-
-def held_out_files() -> list[Path]:
-    """Lists, sorted, the files that neither the tokenizer nor the models have seen, about 5 %."""
-    return [path for path in library_files() if is_held_out(path)]
 
 
 def train_tokenizer(files: list[Path]) -> Tokenizer:
@@ -240,7 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     assets = Path(__file__).resolve().parents[1] / "jaxinfer" / "assets"
     parser.add_argument("--output", type=Path, default=assets, help="folder of the model folders")
-    parser.add_argument("--tokens", type=int, default=1_150_000, help="training tokens of the target, 0 to leave it")
+    parser.add_argument("--tokens", type=int, default=2_400_000, help="training tokens of the target, 0 to leave it")
     parser.add_argument(
         "--draft-tokens", type=int, default=2_600_000, help="training tokens of the draft, 0 to leave it"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -66,7 +68,9 @@ def test_a_batch_without_rows_is_all_padding(num_rows):
 def test_token_and_page_ids_may_be_arrays():
     listed = make_batch([Row([5, 6], 15, [2, 9])], **SHAPE)
 
-    batch = make_batch([Row(np.array([5, 6]), 15, np.array([2, 9]))], **SHAPE)
+    tokens: Any = np.array([5, 6])
+    pages: Any = np.array([2, 9])
+    batch = make_batch([Row(tokens, 15, pages)], **SHAPE)
 
     assert as_lists(batch) == as_lists(listed)
 

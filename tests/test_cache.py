@@ -14,7 +14,7 @@ from jaxinfer.cache import abstract_cache, at_layer, init_cache, page_bytes, wri
 from jaxinfer.config import CacheConfig, ModelConfig
 from kernels_pallas.paged_attention import paged_attention
 
-K, H, S, P = 2, 4, 16, 3
+K, H, S, P = 2, 16, 16, 3
 CONFIG = ModelConfig(
     vocab_size=2,
     hidden_size=2,
@@ -113,9 +113,17 @@ def test_the_pool_is_page_bytes_times_pages(dtype, size):
     pools = jax.tree.leaves(abstract_cache(CONFIG, config))
 
     num_bytes = sum(pool.size * pool.dtype.itemsize for pool in pools)
-    itemsize = {"float32": 4, "bfloat16": 2}[dtype]
-    assert page_bytes(CONFIG, config) == 2 * 5 * size * K * H * itemsize
     assert num_bytes == 7 * page_bytes(CONFIG, config)
+    assert page_bytes(CONFIG, config) == 2 * 5 * size * K * H * {"float32": 4, "bfloat16": 2}[dtype]
+
+
+def test_the_pool_is_page_bytes_times_pages_for_a_head_dim_that_fills_no_vector():
+    config = dataclasses.replace(CONFIG, head_dim=20)
+
+    pools = jax.tree.leaves(abstract_cache(config, CACHE))
+
+    assert sum(pool.size * 4 for pool in pools) == P * page_bytes(config, CACHE)
+    assert page_bytes(config, CACHE) >= 2 * 5 * S * K * 20 * 4
 
 
 def test_an_initial_cache_has_the_abstract_shapes_and_no_nan():

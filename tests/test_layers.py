@@ -134,6 +134,10 @@ ROPES = {
         {**YARN, "factor": 8.0, "original_max_position_embeddings": 4096, "truncate": False},
         {"truncate": False},
     ),
+    "yarn past the last pair": (
+        {**YARN, "factor": 2.0, "original_max_position_embeddings": 1000, "rope_theta": 10.0},
+        {},
+    ),
     "yarn without a ramp": (
         {**YARN, "factor": 2.0, "original_max_position_embeddings": 4, "attention_factor": 0.7},
         {},
@@ -145,7 +149,7 @@ ROPES = {
 @pytest.mark.parametrize(("head_dim", "theta"), [(64, 10_000.0), (128, 1_000_000.0)])
 def test_scaled_rotary_frequencies_are_those_of_transformers(name, head_dim, theta):
     parameters, fields = ROPES[name]
-    parameters = {**parameters, "rope_theta": theta}
+    parameters = {"rope_theta": theta, **parameters}
     hf = LlamaConfig(head_dim=head_dim, max_position_embeddings=131_072, rope_parameters=parameters)
     expected, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](hf, device=None)
     scaling = RopeScaling(
@@ -156,7 +160,7 @@ def test_scaled_rotary_frequencies_are_those_of_transformers(name, head_dim, the
         **fields,
     )
 
-    frequencies, our_factor = rotary_frequencies(rope_config(head_dim, theta, scaling))
+    frequencies, our_factor = rotary_frequencies(rope_config(head_dim, parameters["rope_theta"], scaling))
 
     # Both sides compute a power in float32: 20 roundings of its exponent's logarithm.
     np.testing.assert_allclose(frequencies, expected.numpy(), rtol=2e-6)

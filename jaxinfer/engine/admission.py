@@ -32,10 +32,11 @@ class Admission:
             raise ValueError(f"{sampling!r} is not a SamplingParams")
         token_ids = self._encode(prompt)
         self._check_lengths(len(token_ids), sampling)
-        if sampling.log_probs > self.engine_config.max_log_probs:
+        max_log_probs = min(self.engine_config.max_log_probs, self.model_config.vocab_size)
+        if sampling.log_probs > max_log_probs:
             raise ValueError(
-                f"log_probs={sampling.log_probs} is more than max_log_probs={self.engine_config.max_log_probs};"
-                " ask for fewer or raise EngineConfig.max_log_probs"
+                f"log_probs={sampling.log_probs} is more than max_log_probs={max_log_probs}; ask for fewer or raise"
+                f" EngineConfig.max_log_probs, up to the vocabulary of {self.model_config.vocab_size}"
             )
         if sampling.stop and self.tokenizer is None:
             raise ValueError(f"stop={sampling.stop!r} needs a tokenizer, which this checkpoint does not have")

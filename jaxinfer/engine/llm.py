@@ -126,10 +126,10 @@ class LLM:
         requests = [self._numbered_request(i, *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
         ids = [request.request_id for request in requests]
         mailbox: deque[Delta] = deque()
-        self._mailboxes.update(dict.fromkeys(ids, mailbox))
-        for request in requests:
-            self._scheduler.add(request)
         try:
+            self._mailboxes.update(dict.fromkeys(ids, mailbox))
+            for request in requests:
+                self._scheduler.add(request)
             completions = self._collect(mailbox, len(ids), show_progress)
         finally:
             self._forget(ids)

@@ -83,7 +83,6 @@ class Scheduler:
         """Returns the next step, or None when there is nothing to do. Preempts where pages run out."""
         chunks: list[Chunk] = []
         budget = self._max_num_batched_tokens
-        num_preemptions = self.num_preemptions
         # Decoding requests first: a long prompt must not hold up those who wait for their next token.
         for request in sorted(self._running, key=lambda request: request.num_uncomputed > 1):
             num_tokens = min(request.num_uncomputed, budget)
@@ -91,8 +90,8 @@ class Scheduler:
             if num_tokens > 0 and request.pages and self._make_room(request, num_tokens, chunks):
                 chunks.append(Chunk(request, request.num_computed, num_tokens))
                 budget -= num_tokens
-        # Who was preempted just now must not be let in again at once, or two requests take turns in recomputing.
-        while budget > 0 and num_preemptions == self.num_preemptions and self._can_admit():
+        # Nobody preempted just now can come in again: it needs at least the pages that it had to give up.
+        while budget > 0 and self._can_admit():
             request = self._waiting.popleft()
             self._running.append(request)
             num_tokens = min(request.num_uncomputed, budget)

@@ -1,15 +1,26 @@
 """The physical layout of a page pool; nobody else indexes one.
 
 Keys are `[P, K, H, S]` and values `[P, K, S, H]`: in both, the axis that a matrix product sums over lies before the one
-it keeps, which is how CPU kernels stream a matrix. Keys stored as `[S, H]` take 1.8 times as long to multiply.
+it keeps, which is how CPU kernels stream a matrix. Keys stored as `[S, H]` take 1.8 times as long to multiply. H is the
+head dimension rounded up to a multiple of LANES, with zeros: for the rest of a vector the CPU has other routines, which
+add up in another order with other numbers of queries.
 """
 
 import jax
+import jax.numpy as jnp
+
+LANES = 16
 
 
 def pool_shapes(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[tuple, tuple]:
     """Returns the shapes of a pool of keys and of one of values."""
-    return (num_pages, num_kv_heads, head_dim, page_size), (num_pages, num_kv_heads, page_size, head_dim)
+    H = -(-head_dim // LANES) * LANES
+    return (num_pages, num_kv_heads, H, page_size), (num_pages, num_kv_heads, page_size, H)
+
+
+def pad_heads(x: jax.Array, v_pages: jax.Array) -> jax.Array:
+    """Returns x [..., head_dim] with zeros up to the head dimension of a pool."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, v_pages.shape[-1] - x.shape[-1])])
 
 
 def page_size(v_pages: jax.Array) -> int:
@@ -26,6 +37,7 @@ def write_kv(
     """
     S = page_size(v_pages)
     pages, offsets = slots // S, slots % S
+    k, v = pad_heads(k, v_pages), pad_heads(v, v_pages)
     k_pages = k_pages.at[pages, :, :, offsets].set(k.astype(k_pages.dtype), mode="drop")
     v_pages = v_pages.at[pages, :, offsets].set(v.astype(v_pages.dtype), mode="drop")
     return k_pages, v_pages

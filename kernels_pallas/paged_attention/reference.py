@@ -13,7 +13,7 @@ row alone, bit for bit on CPU, because
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.paged_attention.layout import page_size
+from kernels_pallas.paged_attention.layout import pad_heads, page_size
 from kernels_pallas.row_sum import row_sum
 
 LOG2_E = 1.4426950408889634
@@ -37,24 +37,26 @@ def paged_attention_reference(
     q_len: int | None = None,
 ) -> jax.Array:
     """The contract is that of `paged_attention`."""
-    T, N, H = q.shape
+    T, N, head_dim = q.shape
     K = k_pages.shape[1]
-    queries = q.reshape(T, K, N // K, H) * jnp.asarray(scale * LOG2_E, q.dtype)
+    queries = pad_heads(q, v_pages).reshape(T, K, N // K, -1)
     q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
     pool = (k_pages, v_pages, block_tables)
     out = jnp.zeros_like(queries)
     if q_len is not None and q_len <= ROWS_TILE:
-        out = _attend(out, queries, *pool, kv_lens, cu_q_lens, num_queries=q_len, num_rows=ROWS_TILE // q_len)
+        out = _attend(
+            out, queries, *pool, kv_lens, cu_q_lens, num_queries=q_len, num_rows=ROWS_TILE // q_len, scale=scale
+        )
     else:
         # The decoding rows of a mixed step would waste a wide tile.
         long, single = jnp.where(q_lens > 1, kv_lens, 0), jnp.where(q_lens == 1, kv_lens, 0)
-        out = _attend(out, queries, *pool, long, cu_q_lens, num_queries=min(WIDE_TILE, T), num_rows=1)
-        out = _attend(out, queries, *pool, single, cu_q_lens, num_queries=1, num_rows=ROWS_TILE)
-    return out.reshape(T, N, H)
+        out = _attend(out, queries, *pool, long, cu_q_lens, num_queries=min(WIDE_TILE, T), num_rows=1, scale=scale)
+        out = _attend(out, queries, *pool, single, cu_q_lens, num_queries=1, num_rows=ROWS_TILE, scale=scale)
+    return out.reshape(T, N, -1)[..., :head_dim]
 
 
 def _attend(
-    out, queries, k_pages, v_pages, block_tables, kv_lens, cu_q_lens, *, num_queries: int, num_rows: int
+    out, queries, k_pages, v_pages, block_tables, kv_lens, cu_q_lens, *, num_queries: int, num_rows: int, scale: float
 ) -> jax.Array:
     """Returns `out` [T, K, G, H] with the rows of kv_lens > 0 filled in, in tiles of num_rows x num_queries."""
     T, B = queries.shape[0], kv_lens.shape[0]
@@ -74,13 +76,13 @@ def _attend(
         tokens = jnp.where(is_query, starts[row][:, None] + offsets, T)
         positions = jnp.where(is_query, (kv_lens - q_lens)[row][:, None] + offsets, -1)
         q_tile = queries.at[tokens].get(mode="fill", fill_value=0)
-        o_tile = _attend_tile(q_tile, k_pages, v_pages, block_tables[row], positions)
+        o_tile = _attend_tile(q_tile, k_pages, v_pages, block_tables[row], positions, scale)
         return out.at[tokens].set(o_tile.astype(out.dtype), mode="drop")
 
     return jax.lax.fori_loop(0, (ends[-1] + R - 1) // R, attend_tile, out)
 
 
-def _attend_tile(q_tile, k_pages, v_pages, block_tables, positions) -> jax.Array:
+def _attend_tile(q_tile, k_pages, v_pages, block_tables, positions, scale: float) -> jax.Array:
     """q_tile [R, Q, K, G, H] at positions i32[R, Q] (-1 for none) over tables i32[R, M] -> [R, Q, K, G, H] float32."""
     R, Q, K, G, H = q_tile.shape
     S = page_size(v_pages)
@@ -95,7 +97,7 @@ def _attend_tile(q_tile, k_pages, v_pages, block_tables, positions) -> jax.Array
         k, v = k_pages[block_tables[:, i]], v_pages[block_tables[:, i]]  # [R, K, H, S], [R, K, S, H]
         # A masked weight is 0, but 0 * NaN is NaN: what lies in unused slots must go as well.
         v = jnp.where((slots[None] <= last[:, None])[:, None, :, None], v, jnp.zeros_like(v))
-        scores = jnp.einsum("rkwh,rkhs->rkws", q, k, preferred_element_type=jnp.float32)
+        scores = jnp.einsum("rkwh,rkhs->rkws", q, k, preferred_element_type=jnp.float32) * (scale * LOG2_E)
         is_visible = (slots[None, None] <= q_positions[:, :, None])[:, None]
         scores = jnp.where(is_visible, scores, MASKED)
         new_maximum = jnp.maximum(maximum, jnp.ceil(scores.max(-1)))

@@ -137,6 +137,20 @@ def test_a_result_is_the_same_bits_whatever_the_neighbours(q_len, implementation
     np.testing.assert_array_equal(pair, full[np.array(rows)])
 
 
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("head_dim", [8, 20, 24, 40, 64])
+def test_a_query_has_the_same_bits_in_a_long_row_a_short_one_and_alone(head_dim, group, implementation):
+    arguments = make_call([(48, 48)], num_heads=2 * group, num_kv_heads=2, head_dim=head_dim).arguments
+    whole = np.asarray(attend(**arguments, scale=0.25, implementation=implementation))
+
+    tails = {}
+    for q_len in (1, 4, 16):
+        tail = {**arguments, "q": arguments["q"][-q_len:], "cu_q_lens": np.array([0, q_len], np.int32)}
+        tails[q_len] = np.asarray(attend(**tail, scale=0.25, implementation=implementation))
+
+    assert all(np.array_equal(tail, whole[-q_len:]) for q_len, tail in tails.items())
+
+
 def test_an_unknown_implementation_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="implementation='cuda' is unknown; choose from .*'reference'"):
         paged_attention(**make_call([(1, 1)], **SMALL).arguments, scale=1.0, implementation="cuda")
@@ -165,7 +179,7 @@ def test_an_unnamed_implementation_is_the_first_that_can(monkeypatch):
     ("name", "shape"),
     [
         ("v_pages", (9, 2, 16, 8)),
-        ("q", (2, 4, 8)),
+        ("q", (2, 4, 24)),
         ("q", (2, 3, 16)),
         ("block_tables", (3, 4)),
         ("kv_lens", (3,)),
@@ -182,14 +196,14 @@ def test_shapes_that_do_not_fit_together_are_refused_with_all_of_them(name, shap
 
 def test_keys_and_values_written_to_slots_are_the_ones_attended_to():
     S = 16
-    k_pool, v_pool = (jnp.full(shape, jnp.nan) for shape in pool_shapes(3, S, 2, 4))
-    k, v = (jnp.asarray(x, jnp.float32) for x in np.random.default_rng(0).standard_normal((2, 3, 2, 4)))
+    k_pool, v_pool = (jnp.full(shape, jnp.nan) for shape in pool_shapes(3, S, 2, 16))
+    k, v = (jnp.asarray(x, jnp.float32) for x in np.random.default_rng(0).standard_normal((2, 3, 2, 16)))
 
     # The third token lies past the pool.
     written = write_kv(k_pool, v_pool, k, v, jnp.array([2 * S, 0, 3 * S]))
 
     assert page_size(written[1]) == S
-    assert [int(np.isfinite(pool).sum()) for pool in written] == [2 * 2 * 4] * 2
+    assert [int(np.isfinite(pool).sum()) for pool in written] == [2 * 2 * 16] * 2
     # Attention over a context of one token is that token's value, up to the rounding of w * v / w.
     one = {"kv_lens": jnp.ones(2, jnp.int32), "cu_q_lens": jnp.arange(3), "scale": 1.0}
     out = paged_attention(k[:2], *written, jnp.array([[2], [0]]), **one)
