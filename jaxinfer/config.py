@@ -11,6 +11,7 @@ from typing import Any, Literal
 MAX_SEED = 2**64 - 1
 # The device computes with 32 bits.
 MAX_INT, MAX_FLOAT = 2**31 - 1, 3.4e38
+CACHE_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _require(condition: bool, name: str, value: Any, requirement: str) -> None:
@@ -33,6 +34,15 @@ def _require_real(name: str, value: Any, minimum: float, maximum: float = math.i
     bound = f"a finite number of at least {minimum}" + ("" if maximum == math.inf else f" and at most {maximum}")
     number: Any = value
     _require(is_real and minimum <= number <= min(maximum, MAX_FLOAT), name, value, bound)
+
+
+def _require_positive(name: str, value: Any) -> None:
+    _require_real(name, value, 0.0)
+    _require(value > 0, name, value, "greater than 0")
+
+
+def _require_bool(name: str, value: Any) -> None:
+    _require(isinstance(value, bool), name, value, "True or False")
 
 
 def _as_tuple(name: str, values: Any, requirement: str) -> tuple[Any, ...]:
@@ -64,6 +74,13 @@ class RopeScaling:
         _require_real("RopeScaling.factor", self.factor, 1.0)
         if self.kind != "linear":
             _require_int("RopeScaling.original_max_position", self.original_max_position, 1)
+        for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
+            _require_positive(f"RopeScaling.{name}", getattr(self, name))
+        # The blends divide by the distance between the two.
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            bound = f"more than {low}={getattr(self, low)}"
+            _require(getattr(self, high) > getattr(self, low), f"RopeScaling.{high}", getattr(self, high), bound)
+        _require_bool("RopeScaling.truncate", self.truncate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +131,8 @@ class ModelConfig:
         )
         _require_real("rope_theta", self.rope_theta, 1.0)
         _require_real("norm_epsilon", self.norm_epsilon, 0.0)
+        for name in ("has_tied_embeddings", "has_qkv_bias", "has_output_bias", "has_mlp_bias", "has_qk_norm"):
+            _require_bool(name, getattr(self, name))
         groups = tuple(self.layer_groups) or (self.num_layers,)
         object.__setattr__(self, "layer_groups", groups)
         _require(
@@ -139,6 +158,9 @@ class CacheConfig:
             "page_size",
             self.page_size,
             "16, 32, 64 or 128",
+        )
+        _require(
+            self.dtype in CACHE_DTYPES, "dtype", self.dtype, ", ".join(CACHE_DTYPES[:-1]) + f" or {CACHE_DTYPES[-1]}"
         )
 
 
@@ -217,7 +239,7 @@ class SamplingParams:
         if self.seed is not None:
             _require_int("seed", self.seed, 0, MAX_SEED)
         _require_int("log_probs", self.log_probs, 0)
-        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
+        _require_bool("ignore_eos", self.ignore_eos)
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop, "a string or several")
         ids = _as_tuple("stop_token_ids", self.stop_token_ids, "several token ids")
         _require(

@@ -32,6 +32,9 @@ MINIMAL = {
 
 NOT_SIZES = (0, -1, 1.0, True, "8", None, float("nan"))
 NOT_NUMBERS = (float("nan"), float("inf"), -float("inf"), True, "1", None, 1j)
+NOT_BOOLS = (0, 1, "no", None)
+RATIOS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+SWITCHES = ("has_tied_embeddings", "has_qkv_bias", "has_output_bias", "has_mlp_bias", "has_qk_norm")
 
 REFUSED = [
     *((ModelConfig, name, value) for name in MODEL for value in NOT_SIZES),
@@ -43,6 +46,11 @@ REFUSED = [
     *((RopeScaling, "kind", value) for value in ("dynamic", "", None, 1)),
     *((RopeScaling, "factor", value) for value in (*NOT_NUMBERS, 0.99, -2.0)),
     *((RopeScaling, "original_max_position", value) for value in NOT_SIZES),
+    *((RopeScaling, name, value) for name in RATIOS for value in (*NOT_NUMBERS, 0.0, -1.0)),
+    *((RopeScaling, name, value) for name, value in (("high_freq_factor", 1.0), ("beta_fast", 0.5))),
+    *((RopeScaling, "truncate", value) for value in NOT_BOOLS),
+    *((ModelConfig, name, value) for name in SWITCHES for value in NOT_BOOLS),
+    *((CacheConfig, "dtype", value) for value in ("float64", "int8", "", None, 1)),
     *((CacheConfig, "num_pages", value) for value in NOT_SIZES),
     *((CacheConfig, "page_size", value) for value in (*NOT_SIZES, 8, 48, 256, 64.0)),
     *((EngineConfig, "max_num_seqs", value) for value in NOT_SIZES),
@@ -58,7 +66,7 @@ REFUSED = [
     *((SamplingParams, "min_p", value) for value in (*NOT_NUMBERS, -0.1, 1.0000001)),
     *((SamplingParams, "seed", value) for value in (-1, MAX_SEED + 1, 1.0, True, "8")),
     *((SamplingParams, "log_probs", value) for value in (-1, 1.0, True, "8", None)),
-    *((SamplingParams, "ignore_eos", value) for value in (0, 1, "no", None)),
+    *((SamplingParams, "ignore_eos", value) for value in NOT_BOOLS),
     *((SamplingParams, "stop", value) for value in ("", ("",), ("a", ""), (1,), 1, None, b"a")),
     *((SamplingParams, "stop_token_ids", value) for value in ((-1,), (1.0,), (True,), ("1",), 1, None, "12")),
 ]

@@ -52,8 +52,11 @@ class LLM:
         dtype = dtype or default_dtype()
         params, self.model_config = load_checkpoint(path, dtype, show_progress=show_progress)
         self.tokenizer = Tokenizer.from_path(path)
-        cache_config = plan_cache(self.model_config, config, dtype)
-        self._runner = Runner(params, self.model_config, config, cache_config, show_progress=show_progress)
+        max_model_len = resolve_max_model_len(self.model_config, config)
+        cache_config = plan_cache(self.model_config, config, dtype, max_model_len)
+        self._runner = Runner(
+            params, self.model_config, config, cache_config, max_model_len=max_model_len, show_progress=show_progress
+        )
         self._scheduler = Scheduler(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -66,7 +69,7 @@ class LLM:
             cache_config=cache_config,
             tokenizer=self.tokenizer,
             eos_token_ids=read_eos_token_ids(path),
-            max_model_len=resolve_max_model_len(self.model_config, config),
+            max_model_len=max_model_len,
         )
         self._ids = itertools.count()
         self._outbox: list[Delta] = []  # for step()
@@ -200,12 +203,12 @@ def resolve_max_model_len(model_config: ModelConfig, config: EngineConfig) -> in
     return config.max_model_len
 
 
-def plan_cache(model_config: ModelConfig, config: EngineConfig, dtype: str) -> CacheConfig:
+def plan_cache(model_config: ModelConfig, config: EngineConfig, dtype: str, max_model_len: int) -> CacheConfig:
     """Returns the pool: `num_pages` if set, else what all rows at full length use, within the bytes allowed."""
     one_page = CacheConfig(num_pages=1, page_size=config.page_size, dtype=dtype)
     if config.num_pages is not None:
         return replace(one_page, num_pages=config.num_pages)
-    pages_per_row = -(-resolve_max_model_len(model_config, config) // config.page_size)
+    pages_per_row = -(-max_model_len // config.page_size)
     limit = default_cache_bytes() if config.cache_bytes is None else config.cache_bytes
     num_pages = min(config.max_num_seqs * pages_per_row, limit // page_bytes(model_config, one_page))
     if num_pages < 1:

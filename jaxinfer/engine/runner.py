@@ -27,13 +27,13 @@ class Runner:
         engine_config: EngineConfig,
         cache_config: CacheConfig,
         *,
+        max_model_len: int,
         show_progress: bool,
     ):
         self._params = params
         self._model_config = model_config
         self._cache_config = cache_config
         self._max_log_probs = min(engine_config.max_log_probs, model_config.vocab_size)
-        max_model_len = engine_config.max_model_len or model_config.max_position
         self._table_width = -(-max_model_len // cache_config.page_size)
         self._buckets = plan_buckets(engine_config)
         self._compiled = self._compile_all(show_progress)

@@ -141,7 +141,7 @@ def test_a_length_beyond_the_models_is_refused(llm):
 
 def test_a_cache_smaller_than_one_page_is_refused(llm):
     with pytest.raises(ValueError, match=r"cache_bytes=100 is less than one page of \d+ bytes; raise"):
-        plan_cache(llm.model_config, EngineConfig(cache_bytes=100), "float32")
+        plan_cache(llm.model_config, EngineConfig(cache_bytes=100), "float32", 256)
 
 
 def test_the_pool_fills_the_bytes_allowed(llm):
@@ -149,13 +149,13 @@ def test_the_pool_fills_the_bytes_allowed(llm):
 
     config = EngineConfig(cache_bytes=3 * one_page + 1, page_size=16)
 
-    assert plan_cache(llm.model_config, config, "float32").num_pages == 3
+    assert plan_cache(llm.model_config, config, "float32", 256).num_pages == 3
 
 
 def test_the_pool_is_no_larger_than_all_rows_can_use(llm):
-    config = EngineConfig(max_num_seqs=3, max_model_len=33, page_size=16)
+    config = EngineConfig(max_num_seqs=3, page_size=16)
 
-    assert plan_cache(llm.model_config, config, "float32").num_pages == 3 * 3
+    assert plan_cache(llm.model_config, config, "float32", 33).num_pages == 3 * 3
 
 
 @pytest.mark.parametrize(("option", "value"), [("max_model_len", 257), ("cache_bytes", 100)])
