@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.batch import Batch, num_real_tokens
-from jaxinfer.cache import KVCache, at_layer, write_kv
+from jaxinfer.cache import KVCache, layer_offset
 from jaxinfer.config import ModelConfig
 from jaxinfer.layers import linear, product, rms_norm, rotary_angles, rotary_embedding, swiglu
 from jaxinfer.params import LayerParams, Params
@@ -43,18 +43,24 @@ def forward(
 # Jitted by itself so that groups of equal shape are traced once.
 @functools.partial(jax.jit, static_argnames=("config", "q_len", "implementation"))
 def _run_group(layers, cache, batch, x, angles, *, config, q_len, implementation):
-    attend = functools.partial(paged_attention, scale=config.head_dim**-0.5, q_len=q_len, implementation=implementation)
+    attend = functools.partial(
+        paged_attention,
+        block_tables=batch.block_tables,
+        kv_lens=batch.kv_lens,
+        cu_q_lens=batch.cu_q_lens,
+        scale=config.head_dim**-0.5,
+        q_len=q_len,
+        implementation=implementation,
+    )
     num_layers = layers.q.shape[0]
     num_tokens = num_real_tokens(batch)
 
     def run_layer(carry, inputs):
         x, cache = carry
         layer, index = inputs
-        slots, block_tables = at_layer(cache, index, num_layers, batch)
         h = rms_norm(x, layer.attention_norm, epsilon=config.norm_epsilon)
         q, k, v = project_qkv(layer, h, angles, num_tokens, config=config)
-        cache = write_kv(cache, k, v, slots)
-        attended = attend(q, cache.k, cache.v, block_tables, batch.kv_lens, batch.cu_q_lens)
+        attended, cache = attend(q, k, v, cache, page_offset=layer_offset(cache, index, num_layers))
         o = layer.o.reshape(x.shape[1], -1)
         x = x + linear(attended.reshape(x.shape[0], -1), o, layer.o_bias, num_tokens)
         h = rms_norm(x, layer.mlp_norm, epsilon=config.norm_epsilon)

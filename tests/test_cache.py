@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.batch import PADDING_SLOT, Row, make_batch
-from jaxinfer.cache import abstract_cache, at_layer, init_cache, page_bytes, write_kv
+from jaxinfer.batch import Row, make_batch
+from jaxinfer.cache import abstract_cache, init_cache, layer_offset, page_bytes
 from jaxinfer.config import CacheConfig, ModelConfig
 from kernels_pallas.paged_attention import paged_attention
 
@@ -29,17 +30,28 @@ CONFIG = ModelConfig(
 CACHE = CacheConfig(num_pages=P, page_size=S)
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="has_keys")
+def run_layer(group, q, k, v, batch, index, has_keys=True):
+    """Appends keys and values, or does not, and attends at one layer of the group of 4."""
+    return paged_attention(
+        q,
+        k if has_keys else None,
+        v if has_keys else None,
+        group,
+        block_tables=batch.block_tables,
+        kv_lens=batch.kv_lens,
+        cu_q_lens=batch.cu_q_lens,
+        page_offset=layer_offset(group, index, 4),
+        scale=1.0,
+    )
+
+
 def write_layer(group, k, v, batch, index):
-    """Writes keys and values at one layer of the group of 4."""
-    return write_kv(group, k, v, at_layer(group, index, 4, batch)[0])
+    return run_layer(group, k, k, v, batch, index)[1]
 
 
-@jax.jit
 def attend_layer(group, q, batch, index):
-    """Attends at one layer of the group of 4."""
-    tables = at_layer(group, index, 4, batch)[1]
-    return paged_attention(q, group.k, group.v, tables, batch.kv_lens, batch.cu_q_lens, scale=1.0)
+    return run_layer(group, q, q, q, batch, index, has_keys=False)[0]
 
 
 def group_of_four():
@@ -64,7 +76,7 @@ def test_a_token_is_written_to_its_page_of_its_layer_and_nowhere_else(layer):
 
     written = write_layer(group_of_four(), *draw(2), batch, layer)
 
-    for pool in (written.k, written.v):
+    for pool in written.arrays:
         assert written_pages(pool) == ({layer * P + 1, layer * P + 2}, 2 * K * H)
 
 
@@ -74,8 +86,7 @@ def test_padding_is_written_nowhere_in_any_layer(layer):
 
     written = write_layer(group_of_four(), *draw(6), batch, layer)
 
-    assert np.isnan(written.k).all()
-    assert np.isnan(written.v).all()
+    assert all(np.isnan(pool).all() for pool in written.arrays)
 
 
 def test_what_each_layer_wrote_is_what_it_attends_to():
@@ -99,7 +110,7 @@ def test_a_cast_to_the_cache_dtype_is_the_only_change():
 
     written = write_layer(group, k, v, batch, 2)
 
-    for pool, tokens in ((written.k, k), (written.v, v)):
+    for pool, tokens in zip(written.arrays, (k, v), strict=True):
         assert pool.dtype == jnp.bfloat16
         kept = np.asarray(pool[2 * P + 1].astype(jnp.float32))
         assert sorted(kept[kept != 0]) == sorted(np.asarray(tokens.astype(jnp.bfloat16).astype(jnp.float32)).ravel())
@@ -131,19 +142,12 @@ def test_an_initial_cache_has_the_abstract_shapes_and_no_nan():
 
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), cache)
     assert shapes == abstract_cache(CONFIG, CACHE)
-    assert [group.k.shape[0] for group in cache.groups] == [1 * P, 4 * P]
+    assert [group.num_pages for group in cache.groups] == [1 * P, 4 * P]
     assert all(np.isfinite(pool).all() for pool in jax.tree.leaves(cache))
 
 
-def test_a_pool_that_padding_slots_would_not_miss_is_refused():
-    too_many = CacheConfig(num_pages=PADDING_SLOT // 4 // 128, page_size=128)
+def test_a_pool_with_more_slots_than_can_be_counted_is_refused():
+    too_many = CacheConfig(num_pages=2**31 // 4 // 128, page_size=128)
 
-    with pytest.raises(ValueError, match=r"4 layers of 2097152 pages of 128 slots .* \(1073741824\); use fewer pages"):
+    with pytest.raises(ValueError, match=r"4 layers of 4194304 pages of 128 slots .* \(2147483647\); use fewer pages"):
         abstract_cache(CONFIG, too_many)
-
-
-def test_padding_misses_the_largest_pool_and_takes_any_layers_offset():
-    largest = PADDING_SLOT - 1
-
-    assert largest < PADDING_SLOT
-    assert PADDING_SLOT + largest < 2**31

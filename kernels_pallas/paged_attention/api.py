@@ -1,78 +1,106 @@
 """The one signature of paged attention, and the choice among its implementations."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import jax
 
-from kernels_pallas.paged_attention.layout import page_size, pool_shapes
+from kernels_pallas.paged_attention.layout import Pages
 from kernels_pallas.paged_attention.reference import paged_attention_reference
+from kernels_pallas.paged_attention.shapes import check_call
 
-# In order of preference; the reference supports every call, so the search always ends.
-IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {"reference": paged_attention_reference}
+Implementation = Callable[..., tuple[jax.Array, Pages]]
+
+# In order of preference. The reference supports every call, so a search ends there; what follows must be named.
+IMPLEMENTATIONS: dict[str, Implementation] = {"reference": paged_attention_reference}
 
 
 def paged_attention(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
+    pages: Pages,
+    *,
     block_tables: jax.Array,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
-    *,
     scale: float,
+    page_offset: jax.Array | int = 0,
     q_len: int | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    tree_mask: jax.Array | None = None,
     implementation: str | None = None,
-) -> jax.Array:
-    """Causal attention of a ragged batch of queries over keys and values that lie in pages.
+) -> tuple[jax.Array, Pages]:
+    """Appends keys and values of a ragged batch to their pages, and attends to all that each row's pages hold.
 
-    Row b owns the queries `cu_q_lens[b]:cu_q_lens[b + 1]`, which are the last tokens of its context of `kv_lens[b]`
-    tokens; their keys and values are already in the pool. Query head n reads KV head n // G. The result is
-    softmax(scale * q kᵀ, causal) v per row, accumulated in float32. Slots past a row's length are never read into the
-    result, whatever they hold.
+    Row b owns the tokens `cu_q_lens[b]:cu_q_lens[b + 1]`, which are the last of its context of `kv_lens[b]` tokens.
+    Token i of them stands at position p = kv_lens[b] - q_len_b + i, in slot p % S of page block_tables[b, p // S]; its
+    key and value are written there first. Query head n reads KV head n // G. The result per row is
+    softmax(softcap * tanh(scale * q kᵀ / softcap), mask) v, accumulated in float32. Slots past a row's length are never
+    read into the result, whatever they hold, and may hold anything afterwards.
+
+    No row may write to a page that another row of the same call reads: kernels overlap rows. (Rows may share full
+    pages; a row that needs what a neighbour computes has to wait for the next step.)
 
     Args:
       q: [T, N, H] queries, rows one after another, padding last.
-      k_pages, v_pages: pools in the layout of `layout.py`.
+      k, v: [T, K, H] keys and values of the same tokens. Both None where they are in the pool already, as in layers
+        that share them: then nothing is written and the pool is returned as it came.
+      pages: the pool, in any layout. Donate it at the outermost `jit`, and it is updated in place.
       block_tables: i32[B, M] page ids; entries past a row's length may be anything inside the pool.
-      kv_lens: i32[B] context lengths in tokens, this step's included; 0 marks a padding row.
-      cu_q_lens: i32[B + 1] where each row's queries start; padding rows are empty unless `q_len` is given.
+      kv_lens: i32[B] context lengths in tokens, this step's included; 0 marks a padding row, which writes nothing.
+      cu_q_lens: i32[B + 1] where each row's tokens start; padding rows are empty unless `q_len` is given.
       scale: multiplies the scores.
-      q_len: the number of queries of every row, where that is known and equal; lets the kernel specialise.
+      page_offset: i32[] added to every page id: where a layer's pages begin in the pool of its group.
+      q_len: the number of tokens of every row, where that is known and equal; lets the kernel specialise.
+      window: a query at position p sees only the keys at positions above p - window; None sees all.
+      softcap: bounds the scores by a tanh; None leaves them.
+      sinks: f32[N] a score per query head that takes part in the softmax and carries no value; None for none.
+      k_scale, v_scale: f32[K] what a number in the pool is worth; None is 1. Needed for integer pools.
+      tree_mask: u32[T, words] replaces causality among a row's own tokens, for trees of drafts: all that came before
+        this step is visible, and token j of the row if bit j % 32 of word j // 32 is set. A token's bits are itself
+        and its ancestors; for `window` it stands where their number puts it, and sees all of its ancestors.
       implementation: a name from `IMPLEMENTATIONS`, or None for the best that supports the call.
 
     Returns:
-      [T, N, H] in q's dtype. Values at padding positions are finite and mean nothing.
+      [T, N, H] in q's dtype, and the pool. Values at padding positions are finite and mean nothing.
 
     Raises:
-      ValueError: for an unknown implementation or shapes that do not fit together.
+      ValueError: for an unknown implementation or arrays that do not fit together.
       NotImplementedError: when the named implementation cannot do this call, with the reason.
     """
-    _check_shapes(q, k_pages, v_pages, block_tables, kv_lens, cu_q_lens)
+    check_call(q, k, v, pages, block_tables, kv_lens, cu_q_lens, sinks, k_scale, v_scale, tree_mask)
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} is not allowed: a query sees at least itself; use None for no window")
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is unknown; choose from {sorted(IMPLEMENTATIONS)} or None")
     names = list(IMPLEMENTATIONS) if implementation is None else [implementation]
     for name in names:
         try:
             return IMPLEMENTATIONS[name](
-                q, k_pages, v_pages, block_tables, kv_lens, cu_q_lens, scale=scale, q_len=q_len
+                q,
+                k,
+                v,
+                pages,
+                block_tables=block_tables,
+                kv_lens=kv_lens,
+                cu_q_lens=cu_q_lens,
+                scale=scale,
+                page_offset=page_offset,
+                q_len=q_len,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                tree_mask=tree_mask,
             )
         except NotImplementedError:
             if name == names[-1]:
                 raise
     raise RuntimeError("no implementation of paged attention is registered")
-
-
-def _check_shapes(q, k_pages, v_pages, block_tables, kv_lens, cu_q_lens) -> None:
-    N, H = q.shape[1:]
-    B = kv_lens.shape[0]
-    fits = (
-        (k_pages.shape, v_pages.shape) == pool_shapes(k_pages.shape[0], page_size(v_pages), k_pages.shape[1], H)
-        and N % k_pages.shape[1] == 0
-        and block_tables.shape[:1] == (B,)
-        and cu_q_lens.shape == (B + 1,)
-    )
-    if not fits:
-        raise ValueError(
-            f"shapes do not fit together: q {q.shape}, k_pages {k_pages.shape}, v_pages {v_pages.shape}, block_tables"
-            f" {block_tables.shape}, kv_lens {kv_lens.shape}, cu_q_lens {cu_q_lens.shape}; see paged_attention"
-        )

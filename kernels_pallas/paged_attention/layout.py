@@ -1,48 +1,180 @@
-"""The physical layout of a page pool; nobody else indexes one.
+"""The physical layouts of a page pool; nobody else indexes one.
 
-Keys are `[P, K, H, S]` and values `[P, K, S, H]`: in both, the axis that a matrix product sums over lies before the one
-it keeps, which is how CPU kernels stream a matrix. Keys stored as `[S, H]` take 1.8 times as long to multiply. H is the
-head dimension rounded up to a multiple of LANES, with zeros: for the rest of a vector the CPU has other routines, which
-add up in another order with other numbers of queries.
+`Pages` is opaque to everyone but the kernel it was laid out for: others use the verbs here, which know every layout.
+
+    "cpu"  keys [P, K, H, S], values [P, K, S, H]. In both, the axis that a matrix product sums over lies before the one
+           it keeps, which is how CPU kernels stream a matrix; keys stored as [S, H] take 1.8 times as long to multiply.
+           H is rounded up to LANES with zeros: for the rest of a vector the CPU has other routines, which add up in
+           another order with other numbers of queries.
+    "gpu"  keys and values [P, S, K, H]: one token's heads together, so that appending is one short copy; unpadded.
+    "tpu"  one array [P, C, S / t, t, W]: t x W is a whole tile of the TPU's memory, so that any run of tiles moves in
+           one copy and lands in registers as the matrix unit wants it. Heads up to 64 wide share a row of 128 lanes,
+           keys left and values right (C = K); wider ones take a plane for keys and one for values (C = 2 K), W being H
+           rounded up to 128 with zeros.
 """
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 LANES = 16
+TPU_LANES = 128
+# Bytes of one lane of a TPU tile: 8 rows of 32 bits, 16 of 16, 32 of 8.
+TPU_TILE_BYTES = 32
+LAYOUTS = ("cpu", "gpu", "tpu")
 
 
-def pool_shapes(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> tuple[tuple, tuple]:
-    """Returns the shapes of a pool of keys and of one of values."""
-    H = -(-head_dim // LANES) * LANES
-    return (num_pages, num_kv_heads, H, page_size), (num_pages, num_kv_heads, page_size, H)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Pages:
+    """A pool of pages of keys and values. A step takes it donated and returns its successor."""
+
+    arrays: tuple[Any, ...]
+    layout: str = field(metadata={"static": True})
+    head_dim: int = field(metadata={"static": True})
+
+    @property
+    def num_pages(self) -> int:
+        return self.arrays[0].shape[0]
+
+    @property
+    def page_size(self) -> int:
+        """The number of token slots of each page."""
+        shape = self.arrays[-1].shape
+        return {"cpu": shape[2], "gpu": shape[1], "tpu": shape[2] * shape[3]}[self.layout]
+
+    @property
+    def num_kv_heads(self) -> int:
+        shape = self.arrays[-1].shape
+        return {"cpu": shape[1], "gpu": shape[2], "tpu": shape[1] // _planes(self.head_dim)}[self.layout]
+
+    @property
+    def dtype(self) -> Any:
+        return self.arrays[0].dtype
 
 
-def pad_heads(x: jax.Array, v_pages: jax.Array) -> jax.Array:
-    """Returns x [..., head_dim] with zeros up to the head dimension of a pool."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, v_pages.shape[-1] - x.shape[-1])])
+def default_layout() -> str:
+    """Returns the layout for the platform at hand; one without a layout of its own gets the CPU's."""
+    platform = jax.default_backend()
+    return platform if platform in LAYOUTS else "cpu"
 
 
-def page_size(v_pages: jax.Array) -> int:
-    """Returns the number of slots of each page of a pool of values."""
-    return v_pages.shape[2]
+def abstract_pages(
+    num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: Any, layout: str | None = None
+) -> Pages:
+    """Returns a pool as `jax.ShapeDtypeStruct`s; `layout` None is `default_layout()`."""
+    layout = default_layout() if layout is None else layout
+    P, S, K, dtype = num_pages, page_size, num_kv_heads, jnp.dtype(dtype)
+    if layout == "cpu":
+        H = _round_up(head_dim, LANES)
+        shapes = [(P, K, H, S), (P, K, S, H)]
+    elif layout == "gpu":
+        shapes = [(P, S, K, head_dim)] * 2
+    elif layout == "tpu":
+        tile = min(TPU_TILE_BYTES // dtype.itemsize, S)
+        if S % tile:
+            raise ValueError(f"page_size={S} is not a multiple of {tile}, the rows of a TPU tile of {dtype.name}")
+        width = _round_up(head_dim * (3 - _planes(head_dim)), TPU_LANES)
+        shapes = [(P, K * _planes(head_dim), S // tile, tile, width)]
+    else:
+        raise ValueError(f"layout={layout!r} is unknown; choose from {LAYOUTS} or None for the platform's own")
+    return Pages(tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), layout, head_dim)
 
 
-def write_kv(
-    k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the pools with keys and values [T, K, H] at slots i32[T] (page * S + offset).
+def init_pages(*args: Any, **kwargs: Any) -> Pages:
+    """Returns a pool of zeros; the arguments are those of `abstract_pages`."""
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract_pages(*args, **kwargs))
+
+
+def _planes(head_dim: int) -> int:
+    """How many planes of a TPU pool one KV head takes."""
+    return 1 if 2 * head_dim <= TPU_LANES else 2
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def pad_heads(x: jax.Array, width: int) -> jax.Array:
+    """Returns x [..., head_dim] with zeros up to `width`."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+
+
+def to_stored(x: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
+    """Returns keys or values [..., K, H] as a pool of `dtype` holds them: divided by scale f32[K], rounded, saturated.
+
+    Without a scale it is a cast.
+    """
+    if scale is None:
+        return x.astype(dtype)
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    largest = float((jnp.iinfo if is_integer else jnp.finfo)(dtype).max)
+    x = x.astype(jnp.float32) / jnp.broadcast_to(scale.astype(jnp.float32)[:, None], x.shape)
+    x = jnp.clip(x, -largest, largest)
+    return (jnp.round(x) if is_integer else x).astype(dtype)
+
+
+def write_kv(pages: Pages, k: jax.Array, v: jax.Array, slots: jax.Array) -> Pages:
+    """Returns the pool with keys and values [n, K, H], as it stores them, at slots i32[n] (page * S + offset).
 
     A slot past the pool is dropped, which is how padding is written nowhere. A negative slot would wrap.
     """
-    S = page_size(v_pages)
-    pages, offsets = slots // S, slots % S
-    k, v = pad_heads(k, v_pages), pad_heads(v, v_pages)
-    k_pages = k_pages.at[pages, :, :, offsets].set(k.astype(k_pages.dtype), mode="drop")
-    v_pages = v_pages.at[pages, :, offsets].set(v.astype(v_pages.dtype), mode="drop")
-    return k_pages, v_pages
+    page_ids, offsets = slots // pages.page_size, slots % pages.page_size
+    k, v = k.astype(pages.dtype), v.astype(pages.dtype)
+    if pages.layout == "cpu":
+        k_pages, v_pages = pages.arrays
+        k, v = pad_heads(k, v_pages.shape[-1]), pad_heads(v, v_pages.shape[-1])
+        k_pages = k_pages.at[page_ids, :, :, offsets].set(k, mode="drop")
+        v_pages = v_pages.at[page_ids, :, offsets].set(v, mode="drop")
+        return replace(pages, arrays=(k_pages, v_pages))
+    if pages.layout == "gpu":
+        new = (a.at[page_ids, offsets].set(x, mode="drop") for a, x in zip(pages.arrays, (k, v), strict=True))
+        return replace(pages, arrays=tuple(new))
+    (pool,) = pages.arrays
+    tile = pool.shape[3]
+    planes = pack_planes(pages, k, v)
+    return replace(pages, arrays=(pool.at[page_ids, :, offsets // tile, offsets % tile].set(planes, mode="drop"),))
 
 
-def copy_pages(pages: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
-    """Returns a pool with pages `sources` i32[n] copied onto pages `targets` i32[n]; past the pool is dropped."""
-    return pages.at[targets].set(pages[sources], mode="drop")
+def pack_planes(pages: Pages, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Returns keys and values [..., K, H] as the planes [..., C, W] of a TPU pool."""
+    width = pages.arrays[0].shape[-1]
+    if _planes(pages.head_dim) == 1:
+        return jnp.concatenate([pad_heads(k, width // 2), pad_heads(v, width // 2)], axis=-1)
+    planes = jnp.stack([pad_heads(k, width), pad_heads(v, width)], axis=-2)
+    return planes.reshape(*k.shape[:-2], -1, width)
+
+
+def read_pages(pages: Pages, page_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns keys [n, K, H', S] and values [n, K, S, H'] of pages i32[n]; H' is the head dimension, zeros after it."""
+    if pages.layout == "cpu":
+        k_pages, v_pages = pages.arrays
+        return k_pages[page_ids], v_pages[page_ids]
+    if pages.layout == "gpu":
+        k, v = (pool[page_ids] for pool in pages.arrays)
+        return k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+    (pool,) = pages.arrays
+    planes = pool[page_ids].reshape(page_ids.shape[0], pages.num_kv_heads, -1, pages.page_size, pool.shape[-1])
+    if planes.shape[2] == 1:
+        k, v = jnp.split(planes[:, :, 0], 2, axis=-1)
+    else:
+        k, v = planes[:, :, 0], planes[:, :, 1]
+    return k.swapaxes(2, 3), v
+
+
+def gather_tokens(pages: Pages, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns keys and values [n, K, H] as stored at slots i32[n]: what `write_kv` was given."""
+    page_ids, offsets = slots // pages.page_size, slots % pages.page_size
+    k, v = read_pages(pages, page_ids)
+    k = jnp.take_along_axis(k, offsets[:, None, None, None], axis=3)[..., 0]
+    v = jnp.take_along_axis(v, offsets[:, None, None, None], axis=2)[:, :, 0]
+    return k[..., : pages.head_dim], v[..., : pages.head_dim]
+
+
+def copy_pages(pages: Pages, sources: jax.Array, targets: jax.Array) -> Pages:
+    """Returns the pool with pages `sources` i32[n] copied onto pages `targets` i32[n]; past the pool is dropped."""
+    return jax.tree.map(lambda pool: pool.at[targets].set(pool[sources], mode="drop"), pages)

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas.paged_attention import pool_shapes, write_kv
+from kernels_pallas.paged_attention import Pages, abstract_pages, gather_tokens, write_kv
 
 
-class Call(NamedTuple):
+@dataclass
+class Call:
     """The arrays of one call, and the contiguous queries, keys and values that they were made of."""
 
-    arguments: dict[str, Any]  # q, k_pages, v_pages, block_tables, kv_lens, cu_q_lens
+    arguments: dict[str, Any]  # q, k, v, pages, block_tables, kv_lens, cu_q_lens, and what the case adds
     rows: list[tuple[np.ndarray, np.ndarray, np.ndarray]]  # q [Q, N, H], k [kv_len, K, H], v likewise
     num_tokens: int  # queries that are not padding
+    slots: list[np.ndarray] = field(default_factory=list)  # of each row's context
+
+    def with_options(self, **options: Any) -> Call:
+        return Call({**self.arguments, **options}, self.rows, self.num_tokens, self.slots)
 
 
 def make_call(
@@ -29,16 +36,20 @@ def make_call(
     table_width: int = 4,
     num_padding: int = 0,
     seed: int = 0,
+    dtype: Any = jnp.float32,
+    page_dtype: Any = None,
+    layout: str | None = "cpu",
+    scales: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> Call:
     """Lays out rows of (q_len, kv_len) in shuffled pages, dealt in turn: the page after one's own is a neighbour's.
 
-    Unused slots and pages are NaN. A row of (q_len, 0) is padding.
+    The pool holds all but each row's last q_len tokens, which are to be appended. Unused slots and pages are NaN (or
+    the largest number of an integer type). A row of (q_len, 0) is padding.
     """
     generator = np.random.default_rng(seed)
-    B = len(lens)
+    B, page_dtype = len(lens), jnp.dtype(dtype if page_dtype is None else page_dtype)
     block_tables = generator.permutation(B * table_width + 1)[:-1].reshape(table_width, B).T.astype(np.int32)
-    shapes = pool_shapes(B * table_width + 1, page_size, num_kv_heads, head_dim)
-    pools = tuple(np.full(shape, np.nan, np.float32) for shape in shapes)
+    pages = poisoned(abstract_pages(B * table_width + 1, page_size, num_kv_heads, head_dim, page_dtype, layout))
     rows, slots = [], []
     for (q_len, kv_len), table in zip(lens, block_tables, strict=True):
         q, k, v = (
@@ -46,38 +57,128 @@ def make_call(
             for n, heads in ((q_len, num_heads), (kv_len, num_kv_heads), (kv_len, num_kv_heads))
         )
         slots.append(table[np.arange(kv_len) // page_size] * page_size + np.arange(kv_len) % page_size)
-        rows.append((q, k, v))
-    keys, values = (np.concatenate([row[i] for row in rows]) for i in (1, 2))
-    k_pages, v_pages = write_kv(*map(jnp.asarray, (*pools, keys, values, np.concatenate(slots))))
-    q_lens = np.array([q_len for q_len, _ in lens])
-    padding = np.full((num_padding, num_heads, head_dim), np.nan, np.float32)
+        rows.append((rounded(q, dtype), rounded(k, dtype), rounded(v, dtype)))
+    old = [max(kv_len - q_len, 0) for q_len, kv_len in lens]
+    keys, values = (np.concatenate([row[i][:n] for row, n in zip(rows, old, strict=True)]) for i in (1, 2))
+    k_scale, v_scale = (None, None) if scales is None else scales
+    stored = (
+        jnp.asarray(stored_form(keys, k_scale, page_dtype)),
+        jnp.asarray(stored_form(values, v_scale, page_dtype)),
+    )
+    pages = write_kv(pages, *stored, jnp.asarray(np.concatenate([s[:n] for s, n in zip(slots, old, strict=True)])))
+
+    def ragged(which: int, heads: int) -> jax.Array:
+        # A padding row has queries but no keys.
+        parts = [row[which][-n:] if len(row[which]) else np.full((n, heads, head_dim), np.nan) for row, n in used]
+        padding = np.full((num_padding, heads, head_dim), np.nan)
+        return jnp.asarray(np.concatenate([*parts, padding]).astype(np.float32), dtype)
+
+    used = [(row, q_len) for row, (q_len, _) in zip(rows, lens, strict=True) if q_len]
     arguments = {
-        "q": np.concatenate([*(q for q, _, _ in rows), padding]),
-        "k_pages": k_pages,
-        "v_pages": v_pages,
+        "q": ragged(0, num_heads),
+        "k": ragged(1, num_kv_heads),
+        "v": ragged(2, num_kv_heads),
+        "pages": pages,
         "block_tables": block_tables,
         "kv_lens": np.array([kv_len for _, kv_len in lens], np.int32),
-        "cu_q_lens": np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32),
+        "cu_q_lens": np.concatenate([[0], np.cumsum([n for n, _ in lens])]).astype(np.int32),
     }
-    return Call(arguments, rows, int(q_lens.sum()))
+    if scales is not None:
+        arguments |= {"k_scale": jnp.asarray(k_scale), "v_scale": jnp.asarray(v_scale)}
+    rows = [(q, worth(k, k_scale, page_dtype), worth(v, v_scale, page_dtype)) for q, k, v in rows]
+    return Call(arguments, rows, sum(n for n, _ in lens), slots)
 
 
-def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
-    """softmax(scale q kᵀ) v for one row; query i sees the keys up to its own position, the q_len-th from the end."""
+def poisoned(pages: Pages) -> Pages:
+    """Returns a pool in which every number is NaN, or as large as its type allows."""
+
+    def fill(a: Any) -> jax.Array:
+        is_integer = jnp.issubdtype(a.dtype, jnp.integer)
+        return jnp.full(a.shape, jnp.iinfo(a.dtype).max if is_integer else jnp.nan, a.dtype)
+
+    return jax.tree.map(fill, pages)
+
+
+def rounded(x: np.ndarray, dtype: Any) -> np.ndarray:
+    """Returns x f32 as it reads after a cast to dtype."""
+    return x.astype(dtype).astype(np.float32)
+
+
+def stored_form(x: np.ndarray, scale: np.ndarray | None, dtype: Any) -> np.ndarray:
+    """Returns keys or values [n, K, H] as a pool of `dtype` should hold them."""
+    if scale is None:
+        return x.astype(dtype)
+    y = x / scale[None, :, None].astype(np.float32)
+    if np.issubdtype(dtype, np.integer):
+        return np.clip(np.rint(y), -127, 127).astype(dtype)
+    largest = float(jnp.finfo(dtype).max)
+    return np.clip(y, -largest, largest).astype(dtype)
+
+
+def worth(x: np.ndarray, scale: np.ndarray | None, dtype: Any) -> np.ndarray:
+    """Returns what x [n, K, H] reads as after it was stored."""
+    stored = stored_form(x, scale, dtype).astype(np.float32)
+    return stored if scale is None else stored * scale[None, :, None]
+
+
+def attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: np.ndarray | None = None,
+    tree: np.ndarray | None = None,
+) -> np.ndarray:
+    """softmax(scale q kᵀ) v for one row; query i sees the keys up to its own position, the q_len-th from the end.
+
+    `tree` bool[Q, Q] tells instead which of the row's own tokens each sees.
+    """
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     (Q, N, _), (length, K, _) = q.shape, k.shape
     out = np.empty_like(q)
     for i in range(Q):
-        visible = length - Q + i + 1
+        position = length - Q + i if tree is None else length - Q + tree[i].sum() - 1
+        is_seen = np.arange(length) <= position
+        if window is not None:
+            is_seen &= np.arange(length) > position - window
+        if tree is not None:
+            is_seen[length - Q :] = tree[i]
         for n in range(N):
             head = n // (N // K)
-            scores = scale * (k[:visible, head] @ q[i, n])
-            weights = np.exp(scores - scores.max())
-            out[i, n] = weights @ v[:visible, head] / weights.sum()
+            scores = scale * (k[is_seen, head] @ q[i, n])
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
+            sink = -np.inf if sinks is None else sinks[n]
+            top = max(scores.max(), sink)
+            weights = np.exp(scores - top)
+            out[i, n] = weights @ v[is_seen, head] / (weights.sum() + np.exp(sink - top))
     return out
 
 
-def expected_output(call: Call, scale: float) -> np.ndarray:
+def expected_output(call: Call, scale: float, *, trees: Sequence[np.ndarray] | None = None, **options) -> np.ndarray:
     """Returns what `paged_attention` should give at the tokens that are not padding; NaN for padding rows."""
-    outputs = [attention(q, k, v, scale) if len(k) else np.full(q.shape, np.nan) for q, k, v in call.rows]
+    outputs = []
+    for i, (q, k, v) in enumerate(call.rows):
+        tree = None if trees is None else trees[i]
+        outputs.append(attention(q, k, v, scale, tree=tree, **options) if len(k) else np.full(q.shape, np.nan))
     return np.concatenate(outputs)
+
+
+def check_pages(call: Call, before: Pages, after: Pages) -> None:
+    """Asserts that every row's context can be read from the pool, and that pages of no row are as they were."""
+    scales = [call.arguments.get(name) for name in ("k_scale", "v_scale")]
+    for (_, k, v), slots in zip(call.rows, call.slots, strict=True):
+        if len(slots):
+            for x, stored, scale in zip((k, v), gather_tokens(after, jnp.asarray(slots)), scales, strict=True):
+                read = np.asarray(stored.astype(jnp.float32))
+                read = read if scale is None else read * np.asarray(scale)[None, :, None]
+                np.testing.assert_array_equal(read, x)
+    used = {int(slot) // after.page_size for slots in call.slots for slot in slots}
+    others = np.array([page for page in range(after.num_pages) if page not in used])
+    for old, new in zip(before.arrays, after.arrays, strict=True):
+        np.testing.assert_array_equal(
+            np.asarray(new[others].astype(jnp.float32)), np.asarray(old[others].astype(jnp.float32))
+        )

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.paged_attention import copy_pages, page_size, paged_attention, pool_shapes, write_kv
-from kernels_pallas.paged_attention.api import IMPLEMENTATIONS
-from tests.kernels.paged_attention.oracle import expected_output, make_call
+from kernels_pallas.paged_attention import paged_attention
+from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call
 
-attend = jax.jit(paged_attention, static_argnames=("scale", "q_len", "implementation"))
+STATIC = ("scale", "q_len", "window", "softcap", "implementation")
+attend = jax.jit(paged_attention, static_argnames=STATIC)
 SMALL = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 # float32 sums of at most 300 weighted values of order 1.
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
@@ -31,33 +33,48 @@ RAGGED = {
 EDGE_LENS = [1, 15, 16, 17, 32, 33, 64]
 
 
-def check(call, *, tolerance=TOLERANCE, q_len=None, implementation=None):
+# Every implementation, and the layout of pages that it is tested on.
+TARGETS = {"reference": ("reference", "cpu")}
+
+
+@pytest.fixture(params=TARGETS)
+def target(request):
+    """The name of an implementation, and a `make_call` for its pages."""
+    implementation, layout = TARGETS[request.param]
+    return implementation, functools.partial(make_call, layout=layout)
+
+
+def check(call, implementation, *, tolerance=TOLERANCE, q_len=None, trees=None, **options):
     scale = call.arguments["q"].shape[-1] ** -0.5
-    out = attend(**call.arguments, scale=scale, q_len=q_len, implementation=implementation)
-    expected = expected_output(call, scale)
+    out, pages = attend(**call.arguments, **options, scale=scale, q_len=q_len, implementation=implementation)
+    expected = expected_output(call, scale, trees=trees, **options)
     is_real = ~np.isnan(expected)
-    np.testing.assert_allclose(np.asarray(out[: call.num_tokens])[is_real], expected[is_real], **tolerance)
-
-
-@pytest.fixture(params=IMPLEMENTATIONS)
-def implementation(request):
-    return request.param
+    actual = np.asarray(out[: call.num_tokens].astype(jnp.float32))
+    np.testing.assert_allclose(actual[is_real], expected[is_real], **tolerance)
+    check_pages(call, call.arguments["pages"], pages)
 
 
 @pytest.mark.parametrize("name", RAGGED)
-def test_a_ragged_batch_is_the_attention_of_each_row_alone(name, implementation):
+def test_a_ragged_batch_is_the_attention_of_each_row_alone(name, target):
+    implementation, make = target
     lens = RAGGED[name]
     padded = [*lens, *[(0, 0)] * (6 - len(lens))]
     num_padding = 96 - sum(q_len for q_len, _ in lens)
 
-    check(make_call(padded, **SMALL, num_padding=num_padding), implementation=implementation)
+    check(make(padded, **SMALL, num_padding=num_padding), implementation)
+
+
+@pytest.mark.parametrize("layout", ["gpu", "tpu"])
+def test_the_reference_reads_pages_of_every_layout(layout):
+    check(make_call([(7, 23), (1, 40), (0, 0)], **SMALL, layout=layout), "reference")
 
 
 @pytest.mark.parametrize("q_len", [1, 5])
-def test_a_uniform_batch_is_the_attention_of_each_row_alone(q_len, implementation):
+def test_a_uniform_batch_is_the_attention_of_each_row_alone(q_len, target):
+    implementation, make = target
     lens = [(q_len, max(kv_len, q_len)) for kv_len in EDGE_LENS] + [(q_len, 0)]
 
-    check(make_call(lens, **SMALL), q_len=q_len, implementation=implementation)
+    check(make(lens, **SMALL), implementation, q_len=q_len)
 
 
 @pytest.mark.parametrize(
@@ -65,156 +82,202 @@ def test_a_uniform_batch_is_the_attention_of_each_row_alone(q_len, implementatio
     [(3, 3, 64), (8, 2, 80), (7, 1, 128)],
     ids=["G=1 H=64", "G=4 H=80", "G=7 H=128"],
 )
-def test_query_heads_share_the_key_value_head_of_their_group(num_heads, num_kv_heads, head_dim, implementation):
+def test_query_heads_share_the_key_value_head_of_their_group(num_heads, num_kv_heads, head_dim, target):
+    implementation, make = target
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
 
-    check(make_call([(1, 33), (9, 30), (1, 1)], **sizes, num_padding=1), implementation=implementation)
+    check(make([(1, 33), (9, 30), (1, 1)], **sizes, num_padding=1), implementation)
 
 
 @pytest.mark.parametrize("size", [16, 64, 128])
 @pytest.mark.parametrize("q_len", [None, 1])
-def test_lengths_around_the_page_size_are_exact(size, q_len, implementation):
+def test_lengths_around_the_page_size_are_exact(size, q_len, target):
+    implementation, make = target
     lens = [(1, kv_len) for kv_len in (1, size - 1, size, size + 1, 2 * size)]
 
-    check(make_call(lens, **SMALL, page_size=size, table_width=2), q_len=q_len, implementation=implementation)
+    check(make(lens, **SMALL, page_size=size, table_width=2), implementation, q_len=q_len)
 
 
-def test_a_uniform_batch_may_be_wider_than_a_tile(implementation):
-    call = make_call([(40, 55), (40, 40), (40, 0)], **SMALL)
+def test_a_uniform_batch_may_be_wider_than_a_tile(target):
+    implementation, make = target
 
-    check(call, q_len=40, implementation=implementation)
-
-
-def test_a_batch_of_one_query_is_computed(implementation):
-    check(make_call([(1, 20)], **SMALL), implementation=implementation)
+    check(make([(40, 55), (40, 40), (40, 0)], **SMALL), implementation, q_len=40)
 
 
-def test_scores_far_apart_neither_overflow_nor_vanish(implementation):
-    call = make_call([(20, 50)], **SMALL)
+def test_a_batch_of_one_query_is_computed(target):
+    implementation, make = target
+
+    check(make([(1, 20)], **SMALL), implementation)
+
+
+def test_scores_far_apart_neither_overflow_nor_vanish(target):
+    implementation, make = target
+    call = make([(20, 50)], **SMALL)
     q, k, v = call.rows[0]
     call.rows[0] = (q * 60, k, v)
     call.arguments["q"] = call.arguments["q"] * 60
 
     # Scores of some hundreds are rounded to 2**-16, so a weight errs by one part in ten thousand.
-    check(call, tolerance={"rtol": 1e-3, "atol": 3e-4}, implementation=implementation)
+    check(call, implementation, tolerance={"rtol": 1e-3, "atol": 3e-4})
 
 
-def test_half_precision_pools_are_accumulated_in_float32(implementation):
-    call = make_call([(4, 60), (1, 33)], **SMALL)
-    half = {name: jnp.asarray(call.arguments[name], jnp.bfloat16) for name in ("q", "k_pages", "v_pages")}
+RAGGED_OPTIONS = [(7, 23), (1, 40), (5, 5), (1, 1), (33, 64), (0, 0)]
 
-    out = attend(**{**call.arguments, **half}, scale=0.25, implementation=implementation)
 
-    assert out.dtype == jnp.bfloat16
-    # bfloat16 has 8 bits of mantissa: inputs, weights and result are each rounded once.
-    np.testing.assert_allclose(out.astype(jnp.float32), expected_output(call, 0.25), rtol=0.03, atol=0.03)
+@pytest.mark.parametrize("window", [1, 16, 17, 1000])
+@pytest.mark.parametrize("q_len", [None, 1])
+def test_a_window_hides_what_lies_behind_it(window, q_len, target):
+    implementation, make = target
+    lens = [(q_len or length, kv_len) for length, kv_len in RAGGED_OPTIONS if kv_len]
+
+    check(make(lens, **SMALL), implementation, q_len=q_len, window=window)
+
+
+@pytest.mark.parametrize("q_len", [None, 1])
+def test_a_soft_cap_bounds_the_scores(q_len, target):
+    implementation, make = target
+    lens = [(q_len or length, kv_len) for length, kv_len in RAGGED_OPTIONS if kv_len]
+
+    check(make(lens, **SMALL), implementation, q_len=q_len, softcap=0.5)
+
+
+@pytest.mark.parametrize("q_len", [None, 1])
+@pytest.mark.parametrize("level", [-20.0, 20.0])
+def test_sinks_take_their_share_of_the_weights(level, q_len, target):
+    implementation, make = target
+    lens = [(q_len or length, kv_len) for length, kv_len in RAGGED_OPTIONS if kv_len]
+    sinks = np.array([level, level + 1, 0.0, -3.0], np.float32)
+
+    check(make(lens, **SMALL), implementation, q_len=q_len, sinks=sinks, window=20)
+
+
+# The parent of each draft; token 0 is the one that was accepted last. Two rows, words of 32 bits.
+TREES = {"chain": [[-1, 0, 1, 2, 3]], "fan": [[-1, 0, 0, 0, 0, 0, 0]], "two rows": [[-1, 0, 0, 1, 1, 2], [-1, 0, 1]]}
+TREES["more drafts than a word has bits"] = [[-1, *(i // 2 for i in range(39))]]
+
+
+def ancestors(parents):
+    """Which tokens each token of a tree sees: itself and its ancestors, bool[Q, Q]."""
+    sees = np.eye(len(parents), dtype=bool)
+    for i, parent in enumerate(parents):
+        if parent >= 0:
+            sees[i] |= sees[parent]
+    return sees
+
+
+def bits(trees, num_tokens):
+    """The rows of the trees as words of 32 bits, u32[T, words]."""
+    words = np.zeros((num_tokens, -(-max(map(len, trees)) // 32)), np.uint32)
+    rows = [row for tree in trees for row in tree]
+    for i, row in enumerate(rows):
+        for j in np.flatnonzero(row):
+            words[i, j // 32] |= np.uint32(1) << np.uint32(j % 32)
+    return words
+
+
+@pytest.mark.parametrize("window", [None, 14])
+@pytest.mark.parametrize("name", TREES)
+def test_a_draft_sees_the_context_and_its_own_ancestors(name, window, target):
+    implementation, make = target
+    trees = [ancestors(parents) for parents in TREES[name]]
+    lens = [(len(tree), len(tree) + context) for tree, context in zip(trees, (13, 0), strict=False)]
+    call = make(lens, **SMALL, num_padding=2)
+    masked = call.with_options(tree_mask=bits(trees, call.num_tokens + 2))
+
+    check(masked, implementation, trees=trees, window=window)
+
+
+# q, pages; the tolerance is that of weights and values rounded to q's type: 8 bits of mantissa in bfloat16.
+DTYPES = {
+    "bfloat16": (jnp.bfloat16, jnp.bfloat16, 0.03),
+    "int8 under bfloat16": (jnp.bfloat16, jnp.int8, 0.03),
+    "int8 under float32": (jnp.float32, jnp.int8, 2e-5),
+    "float8 under bfloat16": (jnp.bfloat16, jnp.float8_e4m3fn, 0.03),
+}
+
+
+@pytest.mark.parametrize("q_len", [None, 1])
+@pytest.mark.parametrize("name", DTYPES)
+def test_narrow_pages_are_accumulated_in_float32(name, q_len, target):
+    implementation, make = target
+    dtype, page_dtype, tolerance = DTYPES[name]
+    scales = (np.array([0.02, 0.03], np.float32), np.array([0.03, 0.02], np.float32))
+    lens = [(q_len or 4, 60), (1, 33), (q_len or 20, 20), (1, 1)]
+    call = make(
+        lens,
+        **SMALL,
+        page_size=32,
+        dtype=dtype,
+        page_dtype=page_dtype,
+        scales=None if page_dtype == jnp.bfloat16 else scales,
+    )
+
+    check(call, implementation, q_len=q_len, tolerance={"rtol": tolerance, "atol": tolerance})
+
+
+@pytest.mark.parametrize("q_len", [None, 1])
+def test_layers_that_share_keys_and_values_write_nothing(q_len, target):
+    implementation, make = target
+    call = make([(q_len or 5, 40), (1, 17)], **SMALL)
+    _, written = attend(**call.arguments, scale=0.25, implementation="reference")
+    shared = call.with_options(k=None, v=None, pages=written)
+
+    check(shared, implementation, q_len=q_len)
+    _, after = attend(**shared.arguments, scale=0.25, q_len=q_len, implementation=implementation)
+    for old, new in zip(written.arrays, after.arrays, strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+@pytest.mark.parametrize("q_len", [None, 1])
+def test_a_page_offset_selects_the_layer(q_len, target):
+    implementation, make = target
+    call = make([(q_len or 5, 40), (1, 17)], **SMALL)
+    P = call.arguments["pages"].num_pages
+    call.slots = [slots + P * 16 for slots in call.slots]
+    both = jax.tree.map(lambda a: jnp.concatenate([jnp.full_like(a, jnp.nan), a]), call.arguments["pages"])
+
+    check(call.with_options(pages=both, page_offset=jnp.int32(P)), implementation, q_len=q_len)
 
 
 @pytest.mark.parametrize("lens", [[(5, 21), (0, 0)], [(1, 9), (0, 0)]], ids=["chunk", "single token"])
-def test_values_at_padding_positions_are_finite(lens, implementation):
-    call = make_call(lens, **SMALL, num_padding=8)
+def test_values_at_padding_positions_are_finite(lens, target):
+    implementation, make = target
+    call = make(lens, **SMALL, num_padding=8)
 
-    out = attend(**call.arguments, scale=0.25, implementation=implementation)
+    out, _ = attend(**call.arguments, scale=0.25, implementation=implementation)
 
     assert np.isfinite(out).all()
 
 
 @pytest.mark.parametrize("q_len", [None, 1])
-def test_a_result_is_the_same_bits_whatever_the_neighbours(q_len, implementation):
-    lens = [(1, 37), (1, 20), (1, 64), (1, 1)]
-    arguments = make_call(lens, **SMALL).arguments
-    full = attend(**arguments, scale=0.25, q_len=q_len, implementation=implementation)
+def test_a_result_is_the_same_bits_whatever_the_neighbours(q_len, target):
+    implementation, make = target
+    arguments = make([(1, 37), (1, 20), (1, 64), (1, 1)], **SMALL).arguments
+    full, _ = attend(**arguments, scale=0.25, q_len=q_len, implementation=implementation)
 
-    rows = [2, 0]
-    picked = {name: arguments[name][rows] for name in ("q", "block_tables", "kv_lens")}
-    pair = attend(
+    rows = np.array([2, 0])
+    picked = {name: arguments[name][rows] for name in ("q", "k", "v", "block_tables", "kv_lens")}
+    pair, _ = attend(
         **{**arguments, **picked, "cu_q_lens": np.arange(3)},
         scale=0.25,
         q_len=q_len,
         implementation=implementation,
     )
 
-    np.testing.assert_array_equal(pair, full[np.array(rows)])
+    np.testing.assert_array_equal(pair, full[rows])
 
 
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("head_dim", [8, 20, 24, 40, 64])
-def test_a_query_has_the_same_bits_in_a_long_row_a_short_one_and_alone(head_dim, group, implementation):
+def test_a_query_has_the_same_bits_in_a_long_row_a_short_one_and_alone(head_dim, group):
     arguments = make_call([(48, 48)], num_heads=2 * group, num_kv_heads=2, head_dim=head_dim).arguments
-    whole = np.asarray(attend(**arguments, scale=0.25, implementation=implementation))
+    whole, pages = attend(**arguments, scale=0.25, implementation="reference")
+    whole = np.asarray(whole)
 
     tails = {}
     for q_len in (1, 4, 16):
-        tail = {**arguments, "q": arguments["q"][-q_len:], "cu_q_lens": np.array([0, q_len], np.int32)}
-        tails[q_len] = np.asarray(attend(**tail, scale=0.25, implementation=implementation))
+        last = {name: arguments[name][-q_len:] for name in ("q", "k", "v")}
+        tail = {**arguments, **last, "pages": pages, "cu_q_lens": np.array([0, q_len], np.int32)}
+        tails[q_len] = np.asarray(attend(**tail, scale=0.25, implementation="reference")[0])
 
     assert all(np.array_equal(tail, whole[-q_len:]) for q_len, tail in tails.items())
-
-
-def test_an_unknown_implementation_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="implementation='cuda' is unknown; choose from .*'reference'"):
-        paged_attention(**make_call([(1, 1)], **SMALL).arguments, scale=1.0, implementation="cuda")
-
-
-def test_a_call_that_the_named_implementation_cannot_do_says_why(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise NotImplementedError("head_dim=16 is not a multiple of 128")
-
-    monkeypatch.setitem(IMPLEMENTATIONS, "picky", refuse)
-    with pytest.raises(NotImplementedError, match="head_dim=16"):
-        paged_attention(**make_call([(1, 1)], **SMALL).arguments, scale=1.0, implementation="picky")
-
-
-def test_an_unnamed_implementation_is_the_first_that_can(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise NotImplementedError("not here")
-
-    order = {"picky": refuse, "able": lambda *args, **kwargs: "able was asked"}
-    monkeypatch.setattr("kernels_pallas.paged_attention.api.IMPLEMENTATIONS", order)
-
-    assert paged_attention(**make_call([(1, 1)], **SMALL).arguments, scale=1.0) == "able was asked"
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("v_pages", (9, 2, 16, 8)),
-        ("q", (2, 4, 24)),
-        ("q", (2, 3, 16)),
-        ("block_tables", (3, 4)),
-        ("kv_lens", (3,)),
-        ("cu_q_lens", (2,)),
-    ],
-    ids=str,
-)
-def test_shapes_that_do_not_fit_together_are_refused_with_all_of_them(name, shape):
-    arguments = make_call([(1, 1), (1, 2)], **SMALL).arguments
-
-    with pytest.raises(ValueError, match=f"shapes do not fit together: .*{name}"):
-        paged_attention(**{**arguments, name: np.zeros(shape, arguments[name].dtype)}, scale=1.0)
-
-
-def test_keys_and_values_written_to_slots_are_the_ones_attended_to():
-    S = 16
-    k_pool, v_pool = (jnp.full(shape, jnp.nan) for shape in pool_shapes(3, S, 2, 16))
-    k, v = (jnp.asarray(x, jnp.float32) for x in np.random.default_rng(0).standard_normal((2, 3, 2, 16)))
-
-    # The third token lies past the pool.
-    written = write_kv(k_pool, v_pool, k, v, jnp.array([2 * S, 0, 3 * S]))
-
-    assert page_size(written[1]) == S
-    assert [int(np.isfinite(pool).sum()) for pool in written] == [2 * 2 * 16] * 2
-    # Attention over a context of one token is that token's value, up to the rounding of w * v / w.
-    one = {"kv_lens": jnp.ones(2, jnp.int32), "cu_q_lens": jnp.arange(3), "scale": 1.0}
-    out = paged_attention(k[:2], *written, jnp.array([[2], [0]]), **one)
-    np.testing.assert_allclose(out, v[:2], rtol=1e-6)
-
-
-@pytest.mark.parametrize("which", [0, 1], ids=["keys", "values"])
-def test_copied_pages_equal_their_sources_and_pages_past_the_pool_are_dropped(which):
-    pages = jnp.arange(4.0)[:, None, None, None] * jnp.ones(pool_shapes(4, 16, 1, 2)[which])
-
-    copied = copy_pages(pages, jnp.array([3, 1, 2]), jnp.array([0, 2, 4]))
-
-    expected = np.array([3.0, 1.0, 1.0, 3.0])[:, None, None, None]
-    np.testing.assert_array_equal(copied, np.broadcast_to(expected, pages.shape))

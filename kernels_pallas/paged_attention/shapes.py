@@ -1,0 +1,55 @@
+"""Where the tokens of a ragged batch stand, and what a call's arrays must look like."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.paged_attention.layout import Pages
+
+
+def token_slots(
+    num_tokens: int, pages: Pages, block_tables: jax.Array, kv_lens: jax.Array, cu_q_lens: jax.Array, page_offset
+) -> jax.Array:
+    """Returns the slot of each query's own key, i32[T]; past the pool for padding.
+
+    q_lens 3, 1 and kv_lens 3, 20 -> rows 0 0 0 1, positions 0 1 2 19.
+    """
+    S, B = pages.page_size, kv_lens.shape[0]
+    token = jnp.arange(num_tokens)
+    row = jnp.minimum((cu_q_lens[1:][None] <= token[:, None]).sum(-1), B - 1)
+    position = kv_lens[row] - cu_q_lens[row + 1] + token
+    is_real = (token < cu_q_lens[-1]) & (kv_lens[row] > 0)
+    page = block_tables[row, jnp.clip(position // S, 0, block_tables.shape[1] - 1)] + page_offset
+    return jnp.where(is_real, page * S + position % S, pages.num_pages * S)
+
+
+def check_call(q, k, v, pages: Pages, block_tables, kv_lens, cu_q_lens, sinks, k_scale, v_scale, tree_mask) -> None:
+    """Raises ValueError, with every shape, where the arrays of a call do not fit together."""
+    B, (T, N, H), K = kv_lens.shape[0], q.shape, pages.num_kv_heads
+    expected = {
+        "k": (k, (T, K, H)),
+        "v": (v, (T, K, H)),
+        "block_tables": (block_tables, (B, *block_tables.shape[1:2])),
+        "cu_q_lens": (cu_q_lens, (B + 1,)),
+        "sinks": (sinks, (N,)),
+        "k_scale": (k_scale, (K,)),
+        "v_scale": (v_scale, (K,)),
+        "tree_mask": (tree_mask, (T, *(() if tree_mask is None else tree_mask.shape[1:2]))),
+    }
+    wrong = [name for name, (array, shape) in expected.items() if array is not None and array.shape != shape]
+    if N % K:
+        wrong.append("q (heads are not a multiple of the KV heads)")
+    if pages.head_dim != H:
+        wrong.append("q (head dimension)")
+    if wrong:
+        given = {"q": q} | {name: array for name, (array, _) in expected.items() if array is not None}
+        listed = ", ".join(f"{name} {array.shape}" for name, array in given.items())
+        raise ValueError(
+            f"shapes do not fit together: {listed}, kv_lens {kv_lens.shape}, pages of {K} KV heads and head_dim"
+            f" {pages.head_dim}; wrong: {', '.join(wrong)}; see paged_attention"
+        )
+    if (k is None) != (v is None):
+        raise ValueError("k and v must both be given, or both be None where nothing is to be written")
+    if jnp.issubdtype(pages.dtype, jnp.integer) and (k_scale is None or v_scale is None):
+        raise ValueError(f"pages of {pages.dtype} hold multiples of k_scale and v_scale; give both")

@@ -1,0 +1,77 @@
+"""The verbs of a page pool do the same in every layout."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas.paged_attention import abstract_pages, copy_pages, gather_tokens, init_pages, write_kv
+from kernels_pallas.paged_attention.layout import LAYOUTS, default_layout
+from tests.kernels.paged_attention.oracle import poisoned
+
+S = 16
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request):
+    return request.param
+
+
+def draw(n, num_kv_heads, head_dim):
+    k, v = np.random.default_rng(0).standard_normal((2, n, num_kv_heads, head_dim), dtype=np.float32)
+    return jnp.asarray(k), jnp.asarray(v)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3])
+@pytest.mark.parametrize("head_dim", [16, 20, 64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_written_to_slots_is_read_from_them(layout, num_kv_heads, head_dim, dtype):
+    pages = poisoned(abstract_pages(4, S, num_kv_heads, head_dim, dtype, layout))
+    k, v = draw(3, num_kv_heads, head_dim)
+    slots = jnp.array([2 * S, 5, 3 * S + 15])
+
+    read = gather_tokens(write_kv(pages, k, v, slots), slots)
+
+    assert (pages.num_pages, pages.page_size, pages.num_kv_heads) == (4, S, num_kv_heads)
+    for x, expected in zip(read, (k, v), strict=True):
+        np.testing.assert_array_equal(x, expected.astype(dtype))
+
+
+def test_a_slot_past_the_pool_is_dropped(layout):
+    pages = poisoned(abstract_pages(2, S, 2, 16, "float32", layout))
+
+    written = write_kv(pages, *draw(2, 2, 16), jnp.array([2 * S, 2**31 - 1]))
+
+    assert all(np.isnan(pool).all() for pool in written.arrays)
+
+
+def test_a_write_leaves_every_other_slot(layout):
+    pages = init_pages(2, S, 2, 16, "float32", layout)
+
+    k, v = gather_tokens(write_kv(pages, *draw(1, 2, 16), jnp.array([S + 3])), jnp.arange(2 * S))
+
+    for x in (k, v):
+        assert set(np.flatnonzero(np.asarray(x).any((1, 2))).tolist()) == {S + 3}
+
+
+def test_copied_pages_equal_their_sources_and_pages_past_the_pool_are_dropped(layout):
+    pages = init_pages(4, S, 1, 2, "float32", layout)
+    k = jnp.arange(4.0 * S)[:, None, None] * jnp.ones((4 * S, 1, 2))
+    pages = write_kv(pages, k, -k, jnp.arange(4 * S))
+
+    copied = copy_pages(pages, jnp.array([3, 1, 2]), jnp.array([0, 2, 4]))
+
+    expected = np.concatenate([k[3 * S :], k[S : 2 * S], k[S : 2 * S], k[3 * S :]])
+    for x, sign in zip(gather_tokens(copied, jnp.arange(4 * S)), (1, -1), strict=True):
+        np.testing.assert_array_equal(x, sign * expected)
+
+
+def test_an_unknown_layout_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"layout='rows' is unknown; choose from \('cpu', 'gpu', 'tpu'\)"):
+        abstract_pages(1, 16, 1, 16, "float32", "rows")
+
+
+def test_the_layout_is_the_platforms_own():
+    assert default_layout() == jax.default_backend()
