@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 from jaxinfer._version import __version__
 
 if TYPE_CHECKING:
-    from jaxinfer.batch import Row, make_batch, make_sampling
+    from jaxinfer.batch import Row, make_batch
     from jaxinfer.cache import init_cache
     from jaxinfer.checkpoint import load_checkpoint
     from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, SamplingParams
     from jaxinfer.engine.llm import LLM
     from jaxinfer.engine.request import Completion, Delta
+    from jaxinfer.sampling_batch import make_sampling
     from jaxinfer.steps import decode_step, prefill_step
 
 # Loaded when first used, so that `jaxinfer --help` does not wait a second for jax.
@@ -28,7 +29,7 @@ _MODULES = {
     "init_cache": "cache",
     "load_checkpoint": "checkpoint",
     "make_batch": "batch",
-    "make_sampling": "batch",
+    "make_sampling": "sampling_batch",
     "prefill_step": "steps",
 }
 

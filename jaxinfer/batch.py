@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxinfer.config import SamplingParams
-
 # The slot of padding tokens: past every pool, and far enough from the int32 limit to take any layer's offset.
 # It must not be negative: JAX wraps negative indices even where it drops those past the end.
 PADDING_SLOT = 2**30
+# Pads lists of token ids: past every vocabulary, so that scatters drop it.
+PADDING_TOKEN = 2**30
+NO_TOKEN = -1
 
 
 @struct.dataclass
@@ -36,23 +37,10 @@ def num_real_tokens(batch: Batch) -> Any:
 
 
 @struct.dataclass
-class SamplingBatch:
-    """How each row's next token is chosen; every field always present, for an optional one would be a recompile."""
-
-    temperature: Any  # f32[B]  0 takes the most probable token
-    top_k: Any  # i32[B]  0 is off
-    top_p: Any  # f32[B]  1 is off
-    min_p: Any  # f32[B]  0 is off
-    seeds: Any  # u32[B, 2]  high and low word of the seed
-    sample_index: Any  # i32[B]  which of several samples of one prompt
-    num_log_probs: Any  # i32[B]  alternatives wanted per token
-
-
-@struct.dataclass
 class StepOutput:
     """What a step returns to the host. `A` is the number of alternatives the step was built for."""
 
-    tokens: Any  # i32[B]
+    tokens: Any  # i32[B]  NO_TOKEN where the row's parameters rule out every token
     log_probs: Any  # f32[B]  of the chosen token, before temperature and filters
     top_tokens: Any  # i32[B, A]  most probable first; zeros unless some row wants them
     top_log_probs: Any  # f32[B, A]
@@ -91,11 +79,11 @@ def make_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows
     if num_tokens == num_rows and (q_lens == 1).all():  # a decode step: padding rows own their padding token
         cu_q_lens = np.arange(num_rows + 1, dtype=np.int32)
     return Batch(
-        tokens=_padded(np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int32), num_tokens, 0),
-        positions=_padded(positions, num_tokens, 0),
-        slot_mapping=_padded(slots, num_tokens, PADDING_SLOT),
+        tokens=padded(np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int32), num_tokens, 0),
+        positions=padded(positions, num_tokens, 0),
+        slot_mapping=padded(slots, num_tokens, PADDING_SLOT),
         cu_q_lens=cu_q_lens,
-        kv_lens=_padded(starts + q_lens, num_rows, 0),
+        kv_lens=padded(starts + q_lens, num_rows, 0),
         block_tables=block_tables,
     )
 
@@ -110,40 +98,9 @@ def _check_row(row: Row, page_size: int, table_width: int) -> None:
         raise ValueError(f"a row of {num_tokens} tokens does not fit its {num_pages} pages of {page_size} slots")
 
 
-def make_sampling(
-    params: Sequence[SamplingParams], *, num_rows: int, seeds: Sequence[int] | None = None
-) -> SamplingBatch:
-    """Lays out the sampling parameters of a batch's rows, on the host; padding rows are greedy.
-
-    `seeds` holds each row's seed; without it every row must carry its own in its parameters.
-    """
-    if len(params) > num_rows or (seeds is not None and len(seeds) != len(params)):
-        num_seeds = "no" if seeds is None else len(seeds)
-        raise ValueError(f"{len(params)} rows with {num_seeds} seeds do not fit num_rows={num_rows}")
-    if seeds is None:
-        if any(p.seed is None and p.temperature > 0 for p in params):
-            raise ValueError("a row with temperature above 0 needs a seed: set SamplingParams.seed or pass seeds")
-        seeds = [p.seed or 0 for p in params]
-    words = np.zeros((num_rows, 2), np.uint32)
-    for i, seed in enumerate(seeds):
-        words[i] = divmod(seed, 2**32)
-
-    def column(name: str, dtype: type, padding: float) -> np.ndarray:
-        return _padded(np.array([getattr(p, name) for p in params], dtype), num_rows, padding)
-
-    return SamplingBatch(
-        temperature=column("temperature", np.float32, 0),
-        top_k=column("top_k", np.int32, 0),
-        top_p=column("top_p", np.float32, 1),
-        min_p=column("min_p", np.float32, 0),
-        seeds=words,
-        sample_index=np.zeros(num_rows, np.int32),
-        num_log_probs=column("log_probs", np.int32, 0),
-    )
-
-
-def _padded(values: np.ndarray, size: int, padding: float) -> np.ndarray:
-    dtype = np.float32 if values.dtype == np.float32 else np.int32
-    out = np.full(size, padding, dtype)
+def padded(values: np.ndarray, size: int, padding: float) -> np.ndarray:
+    """Returns values followed by padding up to `size`, as bool, f32 or i32."""
+    # Of no values numpy makes 64-bit floats.
+    out = np.full(size, padding, values.dtype if values.dtype in (np.float32, np.bool_) else np.int32)
     out[: len(values)] = values
     return out

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxinfer.batch import PADDING_TOKEN, Batch
 from jaxinfer.config import CacheConfig, ModelConfig
 from kernels_pallas.paged_attention import Pages, abstract_pages
 
@@ -20,10 +22,13 @@ MAX_SLOTS = 2**31 - 1
 class KVCache:
     """All pages of all layers. Steps take it donated and return its successor; its one owner rebinds it.
 
-    One pool per layer group: layer i of n keeps page p of a request at index i * P + p.
+    One pool per layer group: layer i of n keeps page p of a request at index i * P + p. A page holds its tokens' ids
+    beside their keys and values: penalties and n-grams need what a request has said so far, and here that is right by
+    construction after any chunking, preemption or sharing of pages.
     """
 
     groups: tuple[Pages, ...]
+    tokens: Any  # i32[P, S]
 
 
 def init_cache(config: ModelConfig, cache_config: CacheConfig, layout: str | None = None) -> KVCache:
@@ -41,23 +46,35 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
                 f"{num_layers} layers of {cache_config.num_pages} pages of {cache_config.page_size} slots are more"
                 f" slots than a group may have ({MAX_SLOTS}); use fewer pages or smaller layer_groups"
             )
-        return _abstract_pages(config, cache_config, num_pages, layout)
+        return abstract_pages(
+            num_pages, cache_config.page_size, config.num_kv_heads, config.head_dim, cache_config.dtype, layout
+        )
 
-    return KVCache(groups=tuple(group(n) for n in config.layer_groups))
+    tokens = jax.ShapeDtypeStruct((cache_config.num_pages, cache_config.page_size), jnp.int32)
+    return KVCache(groups=tuple(group(n) for n in config.layer_groups), tokens=tokens)
 
 
 def page_bytes(config: ModelConfig, cache_config: CacheConfig, layout: str | None = None) -> int:
-    """Returns what one page takes over all layers, keys and values together."""
-    arrays = _abstract_pages(config, cache_config, 1, layout).arrays
-    return config.num_layers * sum(math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in arrays)
-
-
-def _abstract_pages(config: ModelConfig, cache_config: CacheConfig, num_pages: int, layout: str | None) -> Pages:
-    return abstract_pages(
-        num_pages, cache_config.page_size, config.num_kv_heads, config.head_dim, cache_config.dtype, layout
-    )
+    """Returns what one page takes over all layers, keys, values and token ids together."""
+    one_page = abstract_cache(config, replace(cache_config, num_pages=1), layout)
+    return sum(math.prod(pool.shape) * jnp.dtype(pool.dtype).itemsize for pool in jax.tree.leaves(one_page))
 
 
 def layer_offset(pages: Pages, index: Any, num_layers: int) -> Any:
     """Returns where the pages of layer `index` of its group begin."""
     return index * (pages.num_pages // num_layers)
+
+
+def write_tokens(cache: KVCache, batch: Batch) -> jax.Array:
+    """Returns the cache's token ids with the batch's at their slots."""
+    page_size = cache.tokens.shape[1]
+    pages, offsets = batch.slot_mapping // page_size, batch.slot_mapping % page_size
+    return cache.tokens.at[pages, offsets].set(batch.tokens, mode="drop")
+
+
+def read_tokens(cache: KVCache, batch: Batch) -> jax.Array:
+    """Returns the tokens of each row's context, i32[B, M * S], and PADDING_TOKEN past its kv_lens."""
+    B, M = batch.block_tables.shape
+    tokens = cache.tokens[batch.block_tables].reshape(B, M * cache.tokens.shape[1])
+    is_inside = jnp.arange(tokens.shape[1])[None, :] < batch.kv_lens[:, None]
+    return jnp.where(is_inside, tokens, PADDING_TOKEN)

@@ -15,7 +15,7 @@ from jaxinfer._version import __version__
 from jaxinfer.config import EngineConfig, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from jaxinfer import LLM
     from jaxinfer.engine.llm import Completion
@@ -30,10 +30,19 @@ HELP = {
     "top_k": "sample from the K most probable tokens; 0 switches it off",
     "top_p": "sample from the most probable tokens that together have this probability",
     "min_p": "drop tokens less probable than this times the most probable one",
+    "typical_p": "sample from the tokens nearest to the expected surprise that together have this probability",
+    "repetition_penalty": "divides positive logits of tokens in prompt or output, multiplies negative ones",
+    "presence_penalty": "subtracted from the logits of tokens in the output",
+    "frequency_penalty": "subtracted from a token's logit for each time it is in the output",
+    "no_repeat_ngram_size": "never repeat this many tokens; 0 switches it off",
+    "logit_bias": "add BIAS to the logit of token ID",
+    "bad_words": "never complete this sequence of token ids",
+    "allowed_token_ids": "draw nothing but these tokens",
+    "min_tokens": "no stop token or string before this many tokens",
     "seed": "fixes every draw; one is drawn and reported otherwise",
     "log_probs": "print the log probability of each token and of this many alternatives, to standard error",
-    "stop": "end the text before this string; may be repeated",
-    "stop_token_ids": "end the text at this token; may be repeated",
+    "stop": "end the text before this string",
+    "stop_token_ids": "end the text at this token",
     "ignore_eos": "go on after the model's end tokens",
     "max_num_seqs": "requests computed in one step",
     "max_num_batched_tokens": "tokens computed in one step",
@@ -42,6 +51,26 @@ HELP = {
     "num_pages": "pages of the cache",
     "cache_bytes": "bytes the cache may take",
     "max_log_probs": "most alternatives per token that a request may ask for",
+    "max_listed_tokens": "most token ids that a request may name in one parameter",
+}
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition(":")
+    return int(token_id), float(bias)
+
+
+def _word(text: str) -> tuple[int, ...]:
+    return tuple(int(token_id) for token_id in text.split(","))
+
+
+# Options that take one value each time they are given: how it is read, and what it looks like.
+REPEATED: dict[str, tuple[Callable[[str], Any], str]] = {
+    "logit_bias": (_bias, "ID:BIAS"),
+    "bad_words": (_word, "ID,ID,..."),
+    "allowed_token_ids": (int, "ID"),
+    "stop": (str, "TEXT"),
+    "stop_token_ids": (int, "ID"),
 }
 
 
@@ -103,11 +132,12 @@ def _add_fields(group: argparse._ArgumentGroup, config: type) -> None:
         if hints[field.name] is bool:
             options["action"] = "store_true"
         else:
-            # int | None and tuple[int, ...] both name the type of one value first.
-            options["type"] = next(iter(get_args(hints[field.name])), hints[field.name])
-            options["metavar"] = options["type"].__name__.upper()
-            if field.default == ():
+            # int | None names the type of one value first.
+            kind = next(iter(get_args(hints[field.name])), hints[field.name])
+            options["type"], options["metavar"] = REPEATED.get(field.name, (kind, kind.__name__.upper()))
+            if field.name in REPEATED:
                 options["action"] = "append"
+                options["help"] += "; may be repeated"
             elif field.default is not None:
                 options["help"] += f" (default {field.default})"
         group.add_argument("--" + field.name.replace("_", "-"), **options)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.batch import Batch, num_real_tokens
-from jaxinfer.cache import KVCache, layer_offset
+from jaxinfer.cache import KVCache, layer_offset, write_tokens
 from jaxinfer.config import ModelConfig
 from jaxinfer.layers import linear, product, rms_norm, rotary_angles, rotary_embedding, swiglu
 from jaxinfer.params import LayerParams, Params
@@ -24,7 +24,7 @@ def forward(
     q_len: int | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """Runs the batch's tokens through all layers, appending their keys and values to the cache.
+    """Runs the batch's tokens through all layers, appending them with their keys and values to the cache.
 
     Returns the hidden states [T, D] after the final norm, and the cache. `q_len` is the number of tokens of every row
     where that is equal and known. `implementation` names a paged-attention kernel, None takes the best.
@@ -37,7 +37,8 @@ def forward(
             layers, group_cache, batch, x, angles, config=config, q_len=q_len, implementation=implementation
         )
         groups.append(group_cache)
-    return rms_norm(x, params.final_norm, epsilon=config.norm_epsilon), KVCache(groups=tuple(groups))
+    cache = KVCache(groups=tuple(groups), tokens=write_tokens(cache, batch))
+    return rms_norm(x, params.final_norm, epsilon=config.norm_epsilon), cache
 
 
 # Jitted by itself so that groups of equal shape are traced once.

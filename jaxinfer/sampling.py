@@ -13,7 +13,9 @@ from enum import IntEnum
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.batch import SamplingBatch, StepOutput
+from jaxinfer.batch import NO_TOKEN, StepOutput
+from jaxinfer.processors import when_used
+from jaxinfer.sampling_batch import SamplingBatch
 from kernels_pallas.row_sum import row_sum
 
 
@@ -26,11 +28,14 @@ class Purpose(IntEnum):
 def sample(logits: jax.Array, sampling: SamplingBatch, positions: jax.Array) -> jax.Array:
     """Draws a token i32[B] per row of logits f32[B, V].
 
-    Temperature first, then top-k, top-p and min-p on what is left, then one draw by the Gumbel-max rule. The draw is a
-    function of the row's (seed, sample index, position) and its logits alone. `positions` i32[B] are those of the
-    drawn tokens. Temperature 0 takes the most probable token, the lowest id among equals.
+    Temperature first, then top-k, top-p, min-p and typical-p on what is left, then one draw by the Gumbel-max rule. The
+    draw is a function of the row's (seed, sample index, position) and its logits alone. `positions` i32[B] are those of
+    the drawn tokens. Temperature 0 takes the most probable token, the lowest id among equals. Where all logits of a row
+    are -inf, its token is NO_TOKEN.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greatest = jnp.take_along_axis(logits, greedy[:, None], axis=-1)[:, 0]
+    greedy = jnp.where(greatest == -jnp.inf, NO_TOKEN, greedy)
 
     def draw() -> jax.Array:
         # Below the most probable by the maximum, so that no temperature can overflow; the smallest are all the same.
@@ -39,7 +44,7 @@ def sample(logits: jax.Array, sampling: SamplingBatch, positions: jax.Array) -> 
         kept = filter_logits(scaled, sampling)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(draw_keys(sampling, positions))
         drawn = jnp.argmax(kept + noise, axis=-1).astype(jnp.int32)
-        return jnp.where(sampling.temperature > 0, drawn, greedy)
+        return jnp.where((sampling.temperature > 0) & (greedy != NO_TOKEN), drawn, greedy)
 
     return jax.lax.cond(jnp.any(sampling.temperature > 0), draw, lambda: greedy)
 
@@ -57,22 +62,22 @@ def draw_keys(sampling: SamplingBatch, positions: jax.Array, purpose: Purpose = 
 
 
 def filter_logits(logits: jax.Array, sampling: SamplingBatch) -> jax.Array:
-    """Returns logits f32[B, V] with -inf where top-k, then top-p, then min-p of the row rules a token out.
+    """Returns logits f32[B, V] with -inf where top-k, top-p, min-p, then typical-p of the row rules a token out.
 
     Definitions as in `transformers`: top-k keeps values not below the k-th largest; top-p keeps the smallest set of the
     most probable tokens whose probability, among what top-k kept, reaches p; min-p keeps tokens at least p times as
-    probable as the most probable one. Equal logits stay or go together.
+    probable as the most probable one; typical-p keeps the smallest set of tokens, the nearest to the expected surprise
+    first, whose probability reaches p (Meister et al. 2022). Equal logits stay or go together.
     """
 
     def cut(logits: jax.Array, is_used: jax.Array, threshold: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        def apply(logits: jax.Array) -> jax.Array:
-            return jnp.where((logits < threshold(logits)[:, None]) & is_used[:, None], -jnp.inf, logits)
-
-        return jax.lax.cond(jnp.any(is_used), apply, lambda logits: logits, logits)
+        return when_used(is_used, lambda x: jnp.where(x < threshold(x)[:, None], -jnp.inf, x), logits)
 
     logits = cut(logits, sampling.top_k > 0, lambda x: _top_k_threshold(x, sampling.top_k))
     logits = cut(logits, sampling.top_p < 1, lambda x: _top_p_threshold(x, sampling.top_p))
-    return cut(logits, sampling.min_p > 0, lambda x: x.max(-1) + jnp.log(sampling.min_p))
+    logits = cut(logits, sampling.min_p > 0, lambda x: x.max(-1) + jnp.log(sampling.min_p))
+    is_used = sampling.typical_p < 1
+    return when_used(is_used, lambda x: jnp.where(_is_typical(x, sampling.typical_p), x, -jnp.inf), logits)
 
 
 def _top_k_threshold(logits: jax.Array, k: jax.Array) -> jax.Array:
@@ -83,9 +88,25 @@ def _top_k_threshold(logits: jax.Array, k: jax.Array) -> jax.Array:
 def _top_p_threshold(logits: jax.Array, p: jax.Array) -> jax.Array:
     """The largest value for which the tokens not below it hold probability p, f32[B]."""
     weights = jnp.exp(logits - logits.max(-1, keepdims=True))
-    # Not 0, even where p is too small for a float: the most probable token, of weight 1, stays.
+    return _mass_threshold(logits, weights, p)
+
+
+def _is_typical(logits: jax.Array, p: jax.Array) -> jax.Array:
+    """Which tokens typical-p keeps, bool[B, V]."""
+    below_top = logits - logits.max(-1, keepdims=True)
+    weights = jnp.exp(below_top)
+    total = row_sum(weights)[:, None]
+    surprise = jnp.log(total) - below_top
+    expected = row_sum(jnp.where(weights > 0, weights * surprise, 0.0))[:, None] / total
+    typicality = -jnp.abs(surprise - expected)
+    return typicality >= _mass_threshold(typicality, weights, p)[:, None]
+
+
+def _mass_threshold(values: jax.Array, weights: jax.Array, p: jax.Array) -> jax.Array:
+    """The largest of each row's values for which those not below it have p of the row's weight, f32[B]."""
+    # Not 0, even where p is too small for a float: the greatest value stays.
     wanted = jnp.maximum(p * row_sum(weights), 1e-30)
-    return _bisect(logits, lambda is_above: row_sum(jnp.where(is_above, weights, 0.0)) >= wanted)
+    return _bisect(values, lambda is_above: row_sum(jnp.where(is_above, weights, 0.0)) >= wanted)
 
 
 def _bisect(logits: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:

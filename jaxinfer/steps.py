@@ -10,12 +10,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.batch import Batch, SamplingBatch, StepOutput
-from jaxinfer.cache import KVCache
+from jaxinfer.batch import Batch, StepOutput
+from jaxinfer.cache import KVCache, read_tokens
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import forward, unembed
 from jaxinfer.params import Params
+from jaxinfer.processors import Context, process_logits
 from jaxinfer.sampling import describe, sample
+from jaxinfer.sampling_batch import SamplingBatch
 
 _jit_step = functools.partial(
     jax.jit, static_argnames=("config", "max_log_probs", "implementation"), donate_argnames="cache"
@@ -41,7 +43,7 @@ def prefill_step(
     hidden, cache = forward(params, cache, batch, config=config, implementation=implementation)
     # Padding rows repeat the end of the last row; their result is discarded.
     last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
-    return _finish(params, hidden[last], batch, sampling, max_log_probs), cache
+    return _finish(params, cache, hidden[last], batch, sampling, max_log_probs), cache
 
 
 @_jit_step
@@ -57,11 +59,18 @@ def decode_step(
 ) -> tuple[StepOutput, KVCache]:
     """Computes one token per row (T = B, `cu_q_lens` = 0, 1, … B) and draws the next of each."""
     hidden, cache = forward(params, cache, batch, config=config, q_len=1, implementation=implementation)
-    return _finish(params, hidden, batch, sampling, max_log_probs), cache
+    return _finish(params, cache, hidden, batch, sampling, max_log_probs), cache
 
 
-def _finish(params: Params, hidden: jax.Array, batch: Batch, sampling: SamplingBatch, max_log_probs: int) -> StepOutput:
+def _finish(
+    params: Params, cache: KVCache, hidden: jax.Array, batch: Batch, sampling: SamplingBatch, max_log_probs: int
+) -> StepOutput:
     logits = unembed(params, hidden, (batch.kv_lens > 0).sum())
+    context = functools.partial(_context, cache, batch)
     # A row's context is kv_lens tokens, so the token drawn now will stand at position kv_lens.
-    tokens = sample(logits, sampling, batch.kv_lens)
+    tokens = sample(process_logits(logits, sampling.processors, context), sampling, batch.kv_lens)
     return describe(logits, tokens, sampling, max_log_probs)
+
+
+def _context(cache: KVCache, batch: Batch) -> Context:
+    return Context(tokens=read_tokens(cache, batch), lens=batch.kv_lens)

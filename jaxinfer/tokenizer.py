@@ -153,14 +153,17 @@ class _WindowText:
 class Detokenizer:
     """The text of one request while its tokens arrive, ended before the first of the `stop` strings.
 
+    Stop strings are not looked for in the text of the first `min_tokens` tokens.
+
     Without `stop`, the pushed texts and the flushed one joined are `tokenizer.decode` of all tokens: for
     byte-level tokenizers always, for those that fall back to byte tokens when every run of those is UTF-8, as
     in all encoded text. In other runs `decode` discards the good characters too; here those shown stay.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, min_tokens: int = 0) -> None:
         self._text = _ByteText(tokenizer) if tokenizer.is_byte_level else _WindowText(tokenizer)
         self._stop = tuple(stop)
+        self._min_tokens = min_tokens
         self._held = ""
         self.stop_met: str | None = None
         # Up to and including the token that completed a stop string, even where more were pushed with it.
@@ -190,7 +193,7 @@ class Detokenizer:
         return text + held
 
     def _before_stop(self, text: str) -> str:
-        if not self._stop:
+        if not self._stop or self.num_tokens <= self._min_tokens:
             return text
         text = self._held + text
         # The first one completed, not the first one begun, so that it does not matter how the text was cut.

@@ -39,8 +39,14 @@ def lively_params(config: ModelConfig, seed: int = 0) -> Params:
 
 
 def nan_cache(config: ModelConfig, cache_config: CacheConfig) -> KVCache:
-    """Returns a cache in which every slot is NaN, so that reading one that was not written shows."""
-    return jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), init_cache(config, cache_config))
+    """Returns a cache in which every slot is poisoned, so that reading one that was not written shows."""
+    return jax.tree.map(poisoned, init_cache(config, cache_config))
+
+
+def poisoned(pool: jax.Array) -> jax.Array:
+    """Returns NaN everywhere, or, in a pool of token ids, a token as good as any."""
+    is_float = jnp.issubdtype(pool.dtype, jnp.floating)
+    return jnp.full(pool.shape, jnp.nan if is_float else 7, pool.dtype)
 
 
 def deal_pages(num_sequences: int, pages_each: int, seed: int = 0) -> np.ndarray:

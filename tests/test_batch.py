@@ -8,8 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxinfer.batch import PADDING_SLOT, Row, make_batch, make_sampling
-from jaxinfer.config import SamplingParams
+from jaxinfer.batch import PADDING_SLOT, Row, make_batch
 
 S = 16
 SHAPE = {"page_size": S, "num_tokens": 8, "num_rows": 4, "table_width": 3}
@@ -99,59 +98,3 @@ def test_every_batch_of_one_shape_has_the_same_types():
 def test_rows_that_do_not_fit_are_refused_with_the_numbers(rows, message):
     with pytest.raises(ValueError, match=message):
         make_batch(rows, **SHAPE)
-
-
-def test_sampling_parameters_are_laid_out_by_row_and_padding_is_greedy():
-    params = [
-        SamplingParams(temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=2**33 + 5, log_probs=2),
-        SamplingParams(temperature=0, seed=3),
-    ]
-
-    sampling = make_sampling(params, num_rows=3)
-
-    assert as_lists(sampling) == {
-        "temperature": [0.5, 0, 0],
-        "top_k": [7, 0, 0],
-        "top_p": [0.25, 1, 1],
-        "min_p": [0.125, 0, 0],
-        "seeds": [[2, 5], [0, 3], [0, 0]],
-        "sample_index": [0, 0, 0],
-        "num_log_probs": [2, 0, 0],
-    }
-
-
-def test_sampling_batches_of_any_rows_have_the_same_types():
-    full = make_sampling([SamplingParams(seed=2**64 - 1)] * 2, num_rows=2)
-
-    empty = make_sampling([], num_rows=2)
-
-    def types(sampling):
-        return jax.tree.map(lambda array: (array.shape, array.dtype), sampling)
-
-    assert types(full) == types(empty)
-    assert [array.dtype.name for array in (full.temperature, full.top_k, full.seeds)] == [
-        "float32",
-        "int32",
-        "uint32",
-    ]
-
-
-def test_seeds_given_beside_the_parameters_replace_theirs():
-    sampling = make_sampling([SamplingParams(seed=1), SamplingParams()], num_rows=2, seeds=[8, 9])
-
-    assert sampling.seeds.tolist() == [[0, 8], [0, 9]]
-
-
-def test_a_row_that_draws_needs_a_seed():
-    with pytest.raises(ValueError, match="temperature above 0 needs a seed"):
-        make_sampling([SamplingParams(temperature=0.5)], num_rows=1)
-
-
-def test_a_greedy_row_needs_no_seed():
-    assert make_sampling([SamplingParams(temperature=0)], num_rows=1).temperature.tolist() == [0]
-
-
-@pytest.mark.parametrize(("count", "seeds"), [(3, None), (2, [1]), (1, [1, 2])], ids=["rows", "few", "many"])
-def test_rows_and_seeds_that_do_not_fit_are_refused(count, seeds):
-    with pytest.raises(ValueError, match="num_rows|seeds"):
-        make_sampling([SamplingParams(seed=1)] * count, num_rows=2, seeds=seeds)

@@ -125,7 +125,8 @@ def test_the_pool_is_page_bytes_times_pages(dtype, size):
 
     num_bytes = sum(pool.size * pool.dtype.itemsize for pool in pools)
     assert num_bytes == 7 * page_bytes(CONFIG, config)
-    assert page_bytes(CONFIG, config) == 2 * 5 * size * K * H * {"float32": 4, "bfloat16": 2}[dtype]
+    bytes_per_slot = 2 * 5 * K * H * {"float32": 4, "bfloat16": 2}[dtype] + 4  # and the token's id
+    assert page_bytes(CONFIG, config) == size * bytes_per_slot
 
 
 def test_the_pool_is_page_bytes_times_pages_for_a_head_dim_that_fills_no_vector():

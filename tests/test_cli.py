@@ -71,6 +71,15 @@ SAMPLING = {
     "top_k": 2,
     "top_p": 0.25,
     "min_p": 0.125,
+    "typical_p": 0.5,
+    "repetition_penalty": 1.5,
+    "presence_penalty": -0.5,
+    "frequency_penalty": 0.25,
+    "no_repeat_ngram_size": 2,
+    "logit_bias": ((5, 2.5), (7, -1.0)),
+    "bad_words": ((6, 7), (8,)),
+    "allowed_token_ids": (9, 5),
+    "min_tokens": 2,
     "seed": 2**64 - 1,
     "log_probs": 4,
     "stop": ("x", "y z"),
@@ -85,13 +94,19 @@ ENGINE = {
     "num_pages": 5,
     "cache_bytes": 4096,
     "max_log_probs": 2,
+    "max_listed_tokens": 7,
 }
 
 
 def options_of(name: str, value: Any) -> list[str]:
     option = "--" + name.replace("_", "-")
     values = value if isinstance(value, tuple) else (value,)
-    return [option] if value is True else [word for one in values for word in (option, str(one))]
+    return [option] if value is True else [word for one in values for word in (option, written(name, one))]
+
+
+def written(name: str, value: Any) -> str:
+    separator = {"logit_bias": ":", "bad_words": ","}.get(name)
+    return separator.join(map(str, value)) if separator else str(value)
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SamplingParams)])
@@ -122,6 +137,8 @@ MISTAKES = [
     ["generate", "p", "--top-p", "2"],
     ["generate", "p", "--top-p", "x"],
     ["generate", "p", "--seq", "1"],
+    ["generate", "p", "--logit-bias", "5"],
+    ["generate", "p", "--bad-words", "5,x"],
     ["generate", "p", "--max-num-seqs", "0"],
     ["generate", "too long a prompt"],
     ["batch", "missing.jsonl", "out.jsonl"],

@@ -64,6 +64,16 @@ REFUSED = [
     *((SamplingParams, "top_k", value) for value in (-1, 1.0, True, "8", None)),
     *((SamplingParams, "top_p", value) for value in (*NOT_NUMBERS, 0, 0.0, -0.1, 1.0000001, 2)),
     *((SamplingParams, "min_p", value) for value in (*NOT_NUMBERS, -0.1, 1.0000001)),
+    *((SamplingParams, "min_tokens", value) for value in (-1, 1.0, True, "8", None, 129)),
+    *((SamplingParams, "typical_p", value) for value in (*NOT_NUMBERS, 0, -0.1, 1.0000001)),
+    *((SamplingParams, "repetition_penalty", value) for value in (*NOT_NUMBERS, 0, -0.1)),
+    *((SamplingParams, "presence_penalty", value) for value in (*NOT_NUMBERS, -2.01, 2.01)),
+    *((SamplingParams, "frequency_penalty", value) for value in (*NOT_NUMBERS, -2.01, 2.01)),
+    *((SamplingParams, "no_repeat_ngram_size", value) for value in (-1, 1.0, True, "8", None)),
+    *((SamplingParams, "logit_bias", {5: value}) for value in (*NOT_NUMBERS, -100.1, 100.1)),
+    *((SamplingParams, "logit_bias", value) for value in ({-1: 0}, {"5": 0}, ((5, 1), (5, 2)), ((5,),), (5,), 5, "5")),
+    *((SamplingParams, "bad_words", value) for value in ((5,), ((),), ((-1,),), ((5, "6"),), (((True,),)), 5, "ab")),
+    *((SamplingParams, "allowed_token_ids", value) for value in ((), (-1,), (1.0,), (True,), 1, "12")),
     *((SamplingParams, "seed", value) for value in (-1, MAX_SEED + 1, 1.0, True, "8")),
     *((SamplingParams, "log_probs", value) for value in (-1, 1.0, True, "8", None)),
     *((SamplingParams, "ignore_eos", value) for value in NOT_BOOLS),
@@ -80,6 +90,9 @@ ACCEPTED = [
     (EngineConfig, {"cache_bytes": 1, "max_log_probs": 0}),
     (SamplingParams, {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "max_tokens": 1}),
     (SamplingParams, {"temperature": np.float32(0.5), "top_p": 1e-6, "min_p": 1, "top_k": np.int64(3)}),
+    (SamplingParams, {"typical_p": 1, "repetition_penalty": 1e-6, "no_repeat_ngram_size": 1}),
+    *((SamplingParams, {"presence_penalty": value, "frequency_penalty": -value}) for value in (-2, 2)),
+    (SamplingParams, {"min_tokens": 128, "allowed_token_ids": (0,), "logit_bias": ((0, -100.0), (1, 100.0))}),
     (SamplingParams, {"seed": MAX_SEED}),
     (SamplingParams, {"seed": 0, "log_probs": 0}),
 ]
@@ -126,6 +139,14 @@ def test_stops_may_come_in_any_iterable_and_stay_hashable(many):
     params = SamplingParams(stop=many(["a", "bc"]), stop_token_ids=many([3, np.int32(4)]))
 
     assert (params.stop, params.stop_token_ids) == (("a", "bc"), (3, 4))
+    hash(params)
+
+
+def test_lists_and_dictionaries_of_tokens_stay_hashable_and_equal():
+    params = SamplingParams(logit_bias={7: 1, 5: np.float32(0.5)}, bad_words=[[6, 7], iter([8])], allowed_token_ids=[5])
+
+    assert (params.logit_bias, params.bad_words) == (((5, 0.5), (7, 1.0)), ((6, 7), (8,)))
+    assert params == dataclasses.replace(params)
     hash(params)
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxinfer.batch import make_sampling
 from jaxinfer.config import SamplingParams
 from jaxinfer.sampling import sample
+from jaxinfer.sampling_batch import make_sampling
 
 V = 48
 jit_sample = jax.jit(sample)

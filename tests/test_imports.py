@@ -78,24 +78,41 @@ def below(*prefixes):
     return {name for prefix in prefixes for name in within(f"jaxinfer.{prefix}")}
 
 
-CORE = ("config", "params", "layers", "decoder", "cache", "batch", "sampling", "steps")
+CORE = (
+    "config",
+    "sampling_params",
+    "validation",
+    "params",
+    "layers",
+    "decoder",
+    "cache",
+    "batch",
+    "sampling_batch",
+    "processors",
+    "sampling",
+    "steps",
+)
 # What a module may import of ours; modules that are not named here are free.
 ALLOWED = {
-    "config": set(),
+    "validation": set(),
+    "sampling_params": below("validation"),
+    "config": below("validation", "sampling_params"),
     "device": set(),
     "tokenizer": set(),
     "params": below("config"),
-    "batch": below("config"),
+    "batch": set(),
+    "sampling_batch": below("config", "batch"),
+    "processors": below("batch", "sampling_batch"),
     "layers": below("config") | set(within("kernels_pallas")),
     "cache": below("config", "batch") | set(within("kernels_pallas")),
     "decoder": below("config", "params", "layers", "cache", "batch") | set(within("kernels_pallas")),
-    "sampling": below("batch") | set(within("kernels_pallas")),
+    "sampling": below("batch", "sampling_batch", "processors") | set(within("kernels_pallas")),
     "steps": below(*CORE),
     "checkpoint": below("config", "params", "device", "checkpoint"),
     "engine.pages": set(),
     "engine.request": below("config"),
     "engine.scheduler": below("engine.pages", "engine.request", "config"),
-    "engine.batching": below("batch", "config", "engine.scheduler", "engine.request"),
+    "engine.batching": below("batch", "sampling_batch", "config", "engine.scheduler", "engine.request"),
 }
 ALLOWED_PAIRS = [(module, allowed) for name, allowed in ALLOWED.items() for module in within(f"jaxinfer.{name}")]
 

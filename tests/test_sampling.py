@@ -11,11 +11,16 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
-from jaxinfer.batch import make_sampling
 from jaxinfer.config import SamplingParams
 from jaxinfer.sampling import describe, filter_logits, sample
+from jaxinfer.sampling_batch import make_sampling
 
 B, V = 4, 48
 # A token whose cumulated probability is nearer to the bound than float32 can tell may fall on either side.
@@ -90,18 +95,45 @@ def test_min_p_keeps_what_transformers_keeps(seed, p):
     np.testing.assert_array_equal(ours, np.isfinite(warp(MinPLogitsWarper(p), logits)))
 
 
+def surprise_gaps(logits):
+    """How far each token's surprise is from the expected one, f64[B, V]."""
+    likely = softmax(logits)
+    surprise = -np.log(likely)
+    return np.abs(surprise - (likely * surprise).sum(-1, keepdims=True))
+
+
+def is_typicality_decided(logits, p):
+    """Whether no cumulated probability is at p, and no two tokens are equally typical, within float32 rounding."""
+    gaps = surprise_gaps(logits)
+    cumulated = np.cumsum(np.take_along_axis(softmax(logits), gaps.argsort(-1), -1), -1)
+    return np.abs(cumulated - p).min() > ROUNDING and np.diff(np.sort(gaps, -1)).min() > ROUNDING
+
+
+@few_examples
+@given(seed=st.integers(0, 2**32), p=st.floats(0.01, 0.999))
+def test_typical_p_keeps_what_transformers_keeps(seed, p):
+    logits = draw_logits(seed)
+    assume(is_typicality_decided(logits, p))
+
+    ours = kept(logits, *[SamplingParams(typical_p=p)] * B)
+
+    np.testing.assert_array_equal(ours, np.isfinite(warp(TypicalLogitsWarper(p), logits)))
+
+
 @few_examples
 @given(seed=st.integers(0, 2**32), k=st.integers(2, V), p=st.floats(0.3, 0.99), min_p=st.floats(0.001, 0.5))
-def test_filters_apply_in_the_order_top_k_top_p_min_p(seed, k, p, min_p):
+def test_filters_apply_in_the_order_top_k_top_p_min_p_typical_p(seed, k, p, min_p):
     logits = draw_logits(seed)
     after_k = warp(TopKLogitsWarper(k), logits)
     after_p = warp(TopPLogitsWarper(p), after_k)
     below_top = logits.max(-1, keepdims=True) - logits.astype(np.float64)
+    after_min_p = warp(MinPLogitsWarper(min_p), after_p)
     assume(is_decided(after_k, 1 - p) and np.abs(below_top + np.log(min_p)).min() > ROUNDING)
+    assume(all(is_typicality_decided(row[None, np.isfinite(row)], 0.7) for row in after_min_p))
 
-    ours = kept(logits, *[SamplingParams(top_k=k, top_p=p, min_p=min_p)] * B)
+    ours = kept(logits, *[SamplingParams(top_k=k, top_p=p, min_p=min_p, typical_p=0.7)] * B)
 
-    np.testing.assert_array_equal(ours, np.isfinite(warp(MinPLogitsWarper(min_p), after_p)))
+    np.testing.assert_array_equal(ours, np.isfinite(warp(TypicalLogitsWarper(0.7), after_min_p)))
 
 
 @few_examples
@@ -130,7 +162,9 @@ def test_kept_logits_are_unchanged_and_the_others_minus_infinity():
 
 
 @pytest.mark.parametrize(
-    "strict", [SamplingParams(top_k=1), SamplingParams(top_p=1e-6), SamplingParams(min_p=1.0)], ids=str
+    "strict",
+    [SamplingParams(top_k=1), SamplingParams(top_p=1e-6), SamplingParams(min_p=1.0), SamplingParams(typical_p=1e-6)],
+    ids=str,
 )
 def test_a_filter_holds_for_its_own_row_only(strict):
     num_kept = kept(draw_logits(0), SamplingParams(), strict, SamplingParams()).sum(-1)

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.batch import Row, make_batch, make_sampling
+from jaxinfer.batch import Row, make_batch
 from jaxinfer.cache import abstract_cache, init_cache
 from jaxinfer.config import CacheConfig, ModelConfig, SamplingParams
 from jaxinfer.params import abstract_params
 from jaxinfer.sampling import sample
+from jaxinfer.sampling_batch import make_sampling
 from jaxinfer.steps import decode_step, prefill_step
 from tests.replay import all_logits, lively_params, nan_cache
 
@@ -171,8 +172,8 @@ def test_every_pool_of_the_cache_has_its_own_alias(step):
 
     header = executable.as_text().splitlines()[0]
 
-    # Keys and values of two groups.
-    assert header.count("may-alias") + header.count("must-alias") == 4
+    # Keys and values of two groups, and token ids.
+    assert header.count("may-alias") + header.count("must-alias") == 5
 
 
 def test_a_step_takes_the_cache_and_returns_its_successor():

@@ -150,12 +150,22 @@ def _request(fields: dict[str, Any], line: int) -> Request:
     _require(not unknown, f"keys {unknown} are unknown; remove them or use {', '.join(known)}")
     parameters = {name: fields[name] for name in PARAMETERS if name in fields}
     for name, value in parameters.items():
-        # It would pass for the collection of its keys.
-        _require(not isinstance(value, dict), f"{name} is an object; give a value or a list")
+        if name == "logit_bias" and isinstance(value, dict):
+            parameters[name] = _biases(value)
+        else:
+            # It would pass for the collection of its keys.
+            _require(not isinstance(value, dict), f"{name} is an object; give a value or a list")
     if parameters.get("seed") is None:
         parameters["seed"] = _seed(line, custom_id)
     params = SamplingParams(**parameters)
     return Request(line=line, custom_id=custom_id, prompt=_prompt(fields), sampling_params=params)
+
+
+def _biases(biases: dict[str, Any]) -> list[tuple[int, Any]]:
+    """Keys of JSON are strings."""
+    for key in biases:
+        _require(key.isascii() and key.isdecimal(), f"logit_bias has a key {key!r}; give token ids")
+    return [(int(key), bias) for key, bias in biases.items()]
 
 
 def _custom_id(fields: dict[str, Any]) -> str | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Integral
 
 from jaxinfer.config import MAX_SEED, CacheConfig, EngineConfig, ModelConfig, SamplingParams
@@ -40,17 +41,53 @@ class Admission:
             )
         if sampling.stop and self.tokenizer is None:
             raise ValueError(f"stop={sampling.stop!r} needs a tokenizer, which this checkpoint does not have")
-        self._check_token_ids("stop_token_ids", sampling.stop_token_ids)
         eos = () if sampling.ignore_eos else self.eos_token_ids
+        stop_token_ids = {*sampling.stop_token_ids, *eos}
+        self._check_listed_tokens(sampling, stop_token_ids)
         return Request(
             request_id,
             token_ids,
             sampling,
             seed=secrets.randbelow(MAX_SEED + 1) if sampling.seed is None else sampling.seed,
             max_tokens=min(sampling.max_tokens, self.max_model_len - len(token_ids)),
-            stop_token_ids={*sampling.stop_token_ids, *eos},
-            text_stream=None if self.tokenizer is None else Detokenizer(self.tokenizer, stop=sampling.stop),
+            stop_token_ids=stop_token_ids,
+            text_stream=self._text_stream(sampling),
         )
+
+    def _text_stream(self, sampling: SamplingParams) -> Detokenizer | None:
+        if self.tokenizer is None:
+            return None
+        return Detokenizer(self.tokenizer, stop=sampling.stop, min_tokens=sampling.min_tokens)
+
+    def _check_listed_tokens(self, sampling: SamplingParams, stop_token_ids: Collection[int]) -> None:
+        allowed = sampling.allowed_token_ids
+        listed = {
+            "stop_token_ids": sampling.stop_token_ids,
+            "logit_bias": [token_id for token_id, _ in sampling.logit_bias],
+            "bad_words": list(chain.from_iterable(sampling.bad_words)),
+            "allowed_token_ids": allowed or (),
+        }
+        for name, token_ids in listed.items():
+            self._check_token_ids(name, token_ids)
+        if sampling.min_tokens > 0:
+            listed["stop_token_ids"] = stop_token_ids
+        else:
+            del listed["stop_token_ids"]
+        for name, token_ids in listed.items():
+            limit = self.engine_config.max_listed_tokens
+            if len(token_ids) > limit:
+                raise ValueError(
+                    f"{name} lists {len(token_ids)} token ids, more than max_listed_tokens={limit}; list fewer or raise"
+                    " EngineConfig.max_listed_tokens"
+                )
+        ruled_out = {word[0] for word in sampling.bad_words if len(word) == 1}
+        if sampling.min_tokens > 0:
+            ruled_out |= set(stop_token_ids)
+        if allowed is not None and ruled_out.issuperset(allowed):
+            raise ValueError(
+                f"allowed_token_ids={allowed!r} leave no first token: bad_words or"
+                f" min_tokens={sampling.min_tokens} rule out all of them; allow more"
+            )
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxinfer.batch import Batch, Row, SamplingBatch, make_batch, make_sampling
+from jaxinfer.batch import Batch, Row, make_batch
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.scheduler import Step
+from jaxinfer.sampling_batch import SamplingBatch, make_sampling
 
 # A shape is compiled once and costs time to compile, while rows and tokens of padding cost little: on CPU they are not
 # multiplied, and accelerators stream the same weights whether few rows need them or many.
@@ -57,7 +58,14 @@ def choose_bucket(buckets: tuple[Bucket, ...], step: Step) -> Bucket:
     raise RuntimeError(f"no bucket holds {step.num_tokens} tokens in {len(step.chunks)} rows")
 
 
-def build_batch(step: Step, bucket: Bucket, *, page_size: int, table_width: int) -> tuple[Batch, SamplingBatch]:
+def build_batch(
+    step: Step,
+    bucket: Bucket,
+    *,
+    page_size: int,
+    table_width: int,
+    max_listed_tokens: int = EngineConfig.max_listed_tokens,
+) -> tuple[Batch, SamplingBatch]:
     """Lays the step out in the bucket's shape, one row per chunk, in new host arrays."""
     rows = [
         Row(
@@ -79,5 +87,8 @@ def build_batch(step: Step, bucket: Bucket, *, page_size: int, table_width: int)
         [request.sampling for request in requests],
         num_rows=bucket.num_rows,
         seeds=[request.seed for request in requests],
+        prompt_lens=[request.num_prompt_tokens for request in requests],
+        stop_token_ids=[request.stop_token_ids for request in requests],
+        max_listed_tokens=max_listed_tokens,
     )
     return batch, sampling

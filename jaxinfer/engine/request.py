@@ -8,7 +8,9 @@ from typing import Literal, Protocol
 
 from jaxinfer.config import SamplingParams
 
-FinishReason = Literal["stop", "length", "abort"]
+NO_TOKEN = -1  # what a step gives for a row whose parameters rule out every token
+# "exhausted": the request's parameters ruled out every token.
+FinishReason = Literal["stop", "length", "exhausted", "abort"]
 
 
 class TextStream(Protocol):
@@ -81,7 +83,7 @@ class Request:
         self.pages: list[int] = []
         self.finish_reason: FinishReason | None = None
         self._max_tokens = max_tokens
-        self._stop_token_ids = frozenset(stop_token_ids)
+        self.stop_token_ids = frozenset(stop_token_ids)
         self._text_stream = text_stream
         self._texts: list[str] = []
         self._log_probs: list[float] = []
@@ -97,13 +99,15 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     def append(self, token_id: int, log_prob: float, top_log_probs: dict[int, float]) -> Delta:
-        """Adds a drawn token and finishes the request where it ends it."""
+        """Adds a drawn token and finishes the request where it ends it, or where no token was left to draw."""
+        if token_id == NO_TOKEN:
+            return self.finish("exhausted")
         self.token_ids.append(token_id)
         self._log_probs.append(log_prob)
         if self.sampling.log_probs:
             self._top_log_probs.append(top_log_probs)
         text = self._text_stream.push([token_id]) if self._text_stream else ""
-        if token_id in self._stop_token_ids or (self._text_stream and self._text_stream.is_stopped):
+        if token_id in self.stop_token_ids or (self._text_stream and self._text_stream.is_stopped):
             return self.finish("stop", text, (token_id,), (log_prob,))
         if self.num_output_tokens >= self._max_tokens:
             return self.finish("length", text, (token_id,), (log_prob,))

@@ -34,6 +34,7 @@ class Runner:
         self._model_config = model_config
         self._cache_config = cache_config
         self._max_log_probs = min(engine_config.max_log_probs, model_config.vocab_size)
+        self._max_listed_tokens = engine_config.max_listed_tokens
         self._table_width = -(-max_model_len // cache_config.page_size)
         self._buckets = plan_buckets(engine_config)
         self._compiled = self._compile_all(show_progress)
@@ -47,8 +48,13 @@ class Runner:
         return jax.device_get(output)
 
     def _build(self, step: Step, bucket: Bucket):
-        page_size = self._cache_config.page_size
-        return build_batch(step, bucket, page_size=page_size, table_width=self._table_width)
+        return build_batch(
+            step,
+            bucket,
+            page_size=self._cache_config.page_size,
+            table_width=self._table_width,
+            max_listed_tokens=self._max_listed_tokens,
+        )
 
     def _compile_all(self, show_progress: bool) -> dict[Bucket, jax.stages.Compiled]:
         cache = abstract_cache(self._model_config, self._cache_config)

@@ -46,6 +46,15 @@ PARAMETERS = {
     "top_k": 2,
     "top_p": 0.25,
     "min_p": 0.125,
+    "typical_p": 0.5,
+    "repetition_penalty": 1.5,
+    "presence_penalty": -0.5,
+    "frequency_penalty": 0.25,
+    "no_repeat_ngram_size": 2,
+    "logit_bias": {"7": -1, "5": 2.5},
+    "bad_words": [[6, 7], [8]],
+    "allowed_token_ids": [9, 5],
+    "min_tokens": 2,
     "seed": 2**64 - 1,
     "log_probs": 4,
     "stop": ["x"],
@@ -57,6 +66,8 @@ PARAMETERS = {
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_each_parameter_of_a_line_reaches_the_request(name):
     parameters: dict[str, Any] = {"seed": request().sampling_params.seed} | {name: PARAMETERS[name]}
+    if name == "logit_bias":
+        parameters[name] = {7: -1.0, 5: 2.5}
     expected = SamplingParams(**parameters)
     assert request(**{name: PARAMETERS[name]}).sampling_params == expected
 
@@ -81,7 +92,10 @@ INVALID = {
     b'{"custom_id": "a", "prompt": {}}': "prompt is an object",
     b'{"custom_id": "a", "prompt": [1, true]}': "something else than integers",
     b'{"custom_id": "a", "prompt": [1, 2.0]}': "something else than integers",
-    b'{"custom_id": "a", "prompt": "p", "logit_bias": {}}': r"\['logit_bias'\] are unknown",
+    b'{"custom_id": "a", "prompt": "p", "logit_bais": {}}': r"\['logit_bais'\] are unknown",
+    b'{"custom_id": "a", "prompt": "p", "logit_bias": {"x": 1}}': "logit_bias has a key 'x'",
+    b'{"custom_id": "a", "prompt": "p", "logit_bias": {"5": 1, "05": 2}}': "one bias per token id",
+    b'{"custom_id": "a", "prompt": "p", "logit_bias": {"5": 101}}': "logit_bias=.*from -100.0 to 100.0",
     b'{"custom_id": "a", "prompt": "p", "prompt": "q"}': r"\['prompt'\] are given more than once",
     b'{"custom_id": "a", "prompt": "p", "top_p": 2}': "top_p=2 is not allowed",
     b'{"custom_id": "a", "prompt": "p", "top_p": NaN}': "top_p=nan is not allowed",

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -16,6 +15,7 @@ from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request import Completion, Delta
 from tests.oracles import save_random_checkpoint
+from tests.replay import poisoned
 
 # Few buckets, so that an engine is compiled in seconds: decode 1 and 4, prefill 32.
 SMALL: dict[str, Any] = {
@@ -24,6 +24,7 @@ SMALL: dict[str, Any] = {
     "max_model_len": 96,
     "page_size": 16,
     "max_log_probs": 4,
+    "max_listed_tokens": 80,
 }
 # Sizes that are no powers of two: how a sum is split up must not show in any bit.
 SIZES: dict[str, Any] = {
@@ -61,9 +62,9 @@ def small_engine(path: Path, **overrides: Any) -> LLM:
 
 
 def poison_cache(llm: LLM) -> None:
-    """Makes every slot of the cache NaN: whatever reads a slot that was not written shows it."""
+    """Poisons every slot of the cache: whatever reads a slot that was not written shows it."""
     runner = llm._runner
-    runner._cache = jax.tree.map(lambda pool: jnp.full(pool.shape, jnp.nan, pool.dtype), runner._cache)
+    runner._cache = jax.tree.map(poisoned, runner._cache)
 
 
 def num_preemptions(llm: LLM) -> int:

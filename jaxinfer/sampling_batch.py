@@ -1,0 +1,166 @@
+"""How the next tokens of one step's rows are chosen, as the device sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import cache, partial
+from itertools import chain
+from typing import Any
+
+import jax
+import numpy as np
+from flax import struct
+
+from jaxinfer.batch import PADDING_TOKEN, padded
+from jaxinfer.config import EngineConfig, SamplingParams
+
+
+@struct.dataclass
+class ProcessorBatch:
+    """What changes each row's logits before the temperature. Lists of N token ids are padded with PADDING_TOKEN.
+
+    A bad word lies in `bad_word_tokens` from its first token to its last, with their distances to the last beside:
+    words (5, 6, 7) and (8,)  ->  tokens 5 6 7 8 - -, distances 2 1 0 0 0 0
+    """
+
+    is_used: Any  # bool[B]  whether any field of the row has an effect
+    prompt_lens: Any  # i32[B]
+    min_tokens: Any  # i32[B]
+    repetition_penalty: Any  # f32[B]  1 is off
+    presence_penalty: Any  # f32[B]
+    frequency_penalty: Any  # f32[B]
+    no_repeat_ngram_size: Any  # i32[B]  0 is off
+    biased_token_ids: Any  # i32[B, N]
+    biases: Any  # f32[B, N]
+    bad_word_tokens: Any  # i32[B, N]
+    bad_word_distances: Any  # i32[B, N]
+    allowed_token_ids: Any  # i32[B, N]  none allows all
+    stop_token_ids: Any  # i32[B, N]  not before min_tokens
+
+
+@struct.dataclass
+class SamplingBatch:
+    """How each row's next token is chosen; every field always present, for an optional one would be a recompile."""
+
+    temperature: Any  # f32[B]  0 takes the most probable token
+    top_k: Any  # i32[B]  0 is off
+    top_p: Any  # f32[B]  1 is off
+    min_p: Any  # f32[B]  0 is off
+    typical_p: Any  # f32[B]  1 is off
+    seeds: Any  # u32[B, 2]  high and low word of the seed
+    sample_index: Any  # i32[B]  which of several samples of one prompt
+    num_log_probs: Any  # i32[B]  alternatives wanted per token
+    processors: ProcessorBatch
+
+
+def make_sampling(
+    params: Sequence[SamplingParams],
+    *,
+    num_rows: int,
+    seeds: Sequence[int] | None = None,
+    prompt_lens: Sequence[int] | None = None,
+    stop_token_ids: Sequence[Collection[int]] | None = None,
+    max_listed_tokens: int = EngineConfig.max_listed_tokens,
+) -> SamplingBatch:
+    """Lays out the sampling parameters of a batch's rows, on the host; padding rows are greedy.
+
+    `seeds` holds each row's seed; without it every row must carry its own in its parameters. `prompt_lens`, in tokens,
+    tell prompt from output where a row's presence_penalty, frequency_penalty or min_tokens needs it. `stop_token_ids`
+    are all that end each row, by default those of its parameters. A row may list `max_listed_tokens` token ids per
+    parameter. Raises ValueError for rows that do not fit or lack one of these.
+    """
+    if len(params) > num_rows or (seeds is not None and len(seeds) != len(params)):
+        num_seeds = "no" if seeds is None else len(seeds)
+        raise ValueError(f"{len(params)} rows with {num_seeds} seeds do not fit num_rows={num_rows}")
+    if seeds is None:
+        if any(p.seed is None and p.temperature > 0 for p in params):
+            raise ValueError("a row with temperature above 0 needs a seed: set SamplingParams.seed or pass seeds")
+        seeds = [p.seed or 0 for p in params]
+    words = np.zeros((num_rows, 2), np.uint32)
+    for i, seed in enumerate(seeds):
+        words[i] = divmod(seed, 2**32)
+    if any(map(uses_processors, params)):
+        stop_ids = [p.stop_token_ids for p in params] if stop_token_ids is None else stop_token_ids
+        processors = _make_processors(params, prompt_lens, stop_ids, num_rows, max_listed_tokens)
+    else:
+        processors = _no_processors(num_rows, max_listed_tokens)
+    column = partial(_column, params, num_rows)
+    return SamplingBatch(
+        temperature=column("temperature", np.float32, 0),
+        top_k=column("top_k", np.int32, 0),
+        top_p=column("top_p", np.float32, 1),
+        min_p=column("min_p", np.float32, 0),
+        typical_p=column("typical_p", np.float32, 1),
+        seeds=words,
+        sample_index=np.zeros(num_rows, np.int32),
+        num_log_probs=column("log_probs", np.int32, 0),
+        processors=processors,
+    )
+
+
+def uses_processors(params: SamplingParams) -> bool:
+    """Returns whether the parameters change logits before the temperature."""
+    return needs_prompt_len(params) or bool(
+        params.repetition_penalty != 1
+        or params.no_repeat_ngram_size
+        or params.logit_bias
+        or params.bad_words
+        or params.allowed_token_ids
+    )
+
+
+def needs_prompt_len(params: SamplingParams) -> bool:
+    """Returns whether the parameters tell prompt from output."""
+    return bool(params.presence_penalty or params.frequency_penalty or params.min_tokens)
+
+
+@cache
+def _no_processors(num_rows: int, max_listed_tokens: int) -> ProcessorBatch:
+    # On the device once for all: steps in which nobody uses them do not copy them there.
+    return jax.device_put(_make_processors([], None, [], num_rows, max_listed_tokens))
+
+
+def _make_processors(
+    params: Sequence[SamplingParams],
+    prompt_lens: Sequence[int] | None,
+    stop_token_ids: Sequence[Collection[int]],
+    num_rows: int,
+    max_listed_tokens: int,
+) -> ProcessorBatch:
+    if prompt_lens is None:
+        if any(map(needs_prompt_len, params)):
+            raise ValueError("presence_penalty, frequency_penalty and min_tokens need prompt_lens: pass them")
+        prompt_lens = [0] * len(params)
+    column = partial(_column, params, num_rows)
+
+    def lists(name: str, rows: Sequence[Collection[float]], dtype: type, padding: float) -> np.ndarray:
+        table = np.full((num_rows, max_listed_tokens), padding, dtype)
+        for i, row in enumerate(rows):
+            if len(row) > max_listed_tokens:
+                raise ValueError(f"{name} of {len(row)} tokens do not fit max_listed_tokens={max_listed_tokens}")
+            table[i, : len(row)] = list(row)
+        return table
+
+    allowed = [p.allowed_token_ids or () for p in params]
+    bad_words = [list(chain.from_iterable(p.bad_words)) for p in params]
+    distances = [[d for word in p.bad_words for d in range(len(word) - 1, -1, -1)] for p in params]
+    stop_ids = [ids if p.min_tokens else () for p, ids in zip(params, stop_token_ids, strict=True)]
+    return ProcessorBatch(
+        is_used=padded(np.array([uses_processors(p) for p in params], np.bool_), num_rows, False),
+        prompt_lens=padded(np.array(prompt_lens, np.int32), num_rows, 0),
+        min_tokens=column("min_tokens", np.int32, 0),
+        repetition_penalty=column("repetition_penalty", np.float32, 1),
+        presence_penalty=column("presence_penalty", np.float32, 0),
+        frequency_penalty=column("frequency_penalty", np.float32, 0),
+        no_repeat_ngram_size=column("no_repeat_ngram_size", np.int32, 0),
+        biased_token_ids=lists("logit_bias", [dict(p.logit_bias).keys() for p in params], np.int32, PADDING_TOKEN),
+        biases=lists("logit_bias", [dict(p.logit_bias).values() for p in params], np.float32, 0),
+        bad_word_tokens=lists("bad_words", bad_words, np.int32, PADDING_TOKEN),
+        bad_word_distances=lists("bad_words", distances, np.int32, 0),
+        allowed_token_ids=lists("allowed_token_ids", allowed, np.int32, PADDING_TOKEN),
+        stop_token_ids=lists("stop_token_ids", stop_ids, np.int32, PADDING_TOKEN),
+    )
+
+
+def _column(params: Sequence[SamplingParams], num_rows: int, name: str, dtype: type, padding: float) -> np.ndarray:
+    return padded(np.array([getattr(p, name) for p in params], dtype), num_rows, padding)

@@ -1,0 +1,131 @@
+"""What one request is told: how its tokens are chosen and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from jaxinfer.validation import MAX_INT, as_tuple, is_int, require, require_bool, require_int, require_real
+
+MAX_SEED = 2**64 - 1
+# As in OpenAI's API. A token that must not or must be drawn is better named in bad_words or allowed_token_ids.
+MAX_PENALTY, MAX_BIAS = 2.0, 100.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends.
+
+    The logits are changed in this order, by definitions of `transformers` where nothing else is said:
+
+    `logit_bias`: from token id to what is added to its logit. `repetition_penalty` divides positive logits of tokens
+    in the prompt or the output, and multiplies negative ones. `frequency_penalty` is subtracted for each time a token
+    is in the output, `presence_penalty` once (as in OpenAI's API). `no_repeat_ngram_size` n rules out what would
+    repeat n tokens of prompt and output. `bad_words`, each several token ids, are not completed; unlike in
+    `transformers` an end token among them is not drawn either. `min_tokens`: no stop token is drawn, and no stop
+    string is looked for, before as many tokens. `allowed_token_ids`: nothing else is drawn.
+
+    `temperature` 0 then takes the most probable token; the filters then change nothing. `top_k` 0, `top_p` 1, `min_p`
+    0 and `typical_p` 1 switch those filters off; they apply after the temperature, in that order. `seed` fixes every
+    draw: token i of a request depends on (seed, i) and the logits alone; `None` lets the engine draw one and report it.
+    Where the parameters rule out every token, the request ends with finish reason "exhausted".
+
+    `log_probs` is how many alternatives to report per token beside the chosen one. `stop` ends the text before the
+    first of these strings; `stop_token_ids` end it at a token, in addition to the model's end tokens, which
+    `ignore_eos` switches off.
+    """
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    bad_words: Sequence[Sequence[int]] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    seed: int | None = None
+    log_probs: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        require_int("max_tokens", self.max_tokens, 1)
+        require_int("min_tokens", self.min_tokens, 0)
+        require(
+            self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}"
+        )
+        require_real("temperature", self.temperature, 0.0)
+        require_int("top_k", self.top_k, 0)
+        for name in ("top_p", "typical_p"):
+            require_real(name, getattr(self, name), 0.0, 1.0)
+            way_out = "greater than 0 (use temperature=0 for the most probable token)"
+            require(getattr(self, name) > 0, name, getattr(self, name), way_out)
+        require_real("min_p", self.min_p, 0.0, 1.0)
+        require_real("repetition_penalty", self.repetition_penalty, 0.0)
+        require(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "greater than 0")
+        require_real("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        require_real("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        require_int("no_repeat_ngram_size", self.no_repeat_ngram_size, 0)
+        if self.seed is not None:
+            require_int("seed", self.seed, 0, MAX_SEED)
+        require_int("log_probs", self.log_probs, 0)
+        require_bool("ignore_eos", self.ignore_eos)
+        # Lists are welcome as input; tuples keep the object hashable.
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        object.__setattr__(self, "bad_words", _words(self.bad_words))
+        if self.allowed_token_ids is not None:
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            require(bool(allowed), "allowed_token_ids", allowed, "at least one token id, or None to allow all")
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+
+
+def _stop_strings(values: Any) -> tuple[str, ...]:
+    stop = (values,) if isinstance(values, str) else as_tuple("stop", values, "a string or several")
+    is_text = all(isinstance(s, str) and s for s in stop)
+    require(is_text, "stop", values if isinstance(values, str) else stop, "a non-empty string or several")
+    return stop
+
+
+def _token_ids(name: str, values: Any) -> tuple[int, ...]:
+    ids = as_tuple(name, values, "several token ids")
+    require(all(is_int(i) and 0 <= i <= MAX_INT for i in ids), name, ids, "token ids of at least 0")
+    return tuple(int(i) for i in ids)
+
+
+def _biases(values: Any) -> tuple[tuple[int, float], ...]:
+    requirement = f"from token ids to numbers from -{MAX_BIAS} to {MAX_BIAS}"
+    pairs = list(values.items()) if isinstance(values, Mapping) else as_tuple("logit_bias", values, requirement)
+
+    def is_bias(pair: Any) -> bool:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            return False
+        token_id, bias = pair
+        is_token = is_int(token_id) and 0 <= token_id <= MAX_INT
+        return is_token and not isinstance(bias, bool) and isinstance(bias, Real) and abs(float(bias)) <= MAX_BIAS
+
+    require(all(map(is_bias, pairs)), "logit_bias", values, requirement)
+    biases = {int(token_id): float(bias) for token_id, bias in pairs}
+    require(len(biases) == len(pairs), "logit_bias", values, "one bias per token id")
+    return tuple(sorted(biases.items()))
+
+
+def _words(values: Any) -> tuple[tuple[int, ...], ...]:
+    requirement = "several words, each of one token id or more"
+    words = as_tuple("bad_words", values, requirement)
+    are_words = all(isinstance(word, Iterable) and not isinstance(word, str | bytes | Mapping) for word in words)
+    require(are_words, "bad_words", words, requirement)
+    words = tuple(tuple(word) for word in words)
+    require(all(words), "bad_words", words, requirement)
+    require(all(is_int(i) and 0 <= i <= MAX_INT for word in words for i in word), "bad_words", words, requirement)
+    return tuple(tuple(int(i) for i in word) for word in words)

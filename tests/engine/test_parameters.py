@@ -1,0 +1,222 @@
+"""Every sampling parameter changes what a request yields, as `transformers` would, and equally under every schedule.
+
+The table in the README says so; it is made here, and the test fails where the README has another one. To renew it:
+`python -m tests.engine.test_parameters`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jaxinfer.config import SamplingParams
+from tests.engine.engines import EOS, num_preemptions, poison_cache, random_prompts, run_with_arrivals, small_engine
+from tests.oracles import load_reference
+
+README = Path(__file__).parents[2] / "README.md"
+PROMPTS = [*random_prompts(5, max_len=40, seed=4), [40, 41, 42] * 8]
+LONG_PROMPTS = [[5 + i] * 40 for i in range(4)]  # of requests that want all pages, beside those that are looked at
+BASE = SamplingParams(max_tokens=16, seed=5, ignore_eos=True)
+GREEDY = dataclasses.replace(BASE, temperature=0)
+
+# What each parameter is set to, beside what it is compared with. Greedy where a draw would hide what is meant.
+PARAMETERS: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
+    "max_tokens": (BASE, {"max_tokens": 7}),
+    "min_tokens": (dataclasses.replace(BASE, stop_token_ids=range(1, 60)), {"min_tokens": 9}),
+    "temperature": (BASE, {"temperature": 0.3}),
+    "top_k": (BASE, {"top_k": 3}),
+    "top_p": (BASE, {"top_p": 0.3}),
+    "min_p": (BASE, {"min_p": 0.4}),
+    "typical_p": (BASE, {"typical_p": 0.3}),
+    "repetition_penalty": (GREEDY, {"repetition_penalty": 1.8}),
+    "presence_penalty": (GREEDY, {"presence_penalty": 1.9}),
+    "frequency_penalty": (GREEDY, {"frequency_penalty": 1.9}),
+    "no_repeat_ngram_size": (GREEDY, {"no_repeat_ngram_size": 1}),
+    "logit_bias": (BASE, {"logit_bias": {30: 5.0, 31: 4.0}}),
+    "bad_words": (GREEDY, {"bad_words": [[i] for i in range(2, 40)] + [[i, j] for i in (60, 61) for j in (62, 63)]}),
+    "allowed_token_ids": (BASE, {"allowed_token_ids": range(20, 40)}),
+    "seed": (BASE, {"seed": 2**63}),
+    "log_probs": (BASE, {"log_probs": 2}),
+    "stop": (BASE, {"stop": ["a", "b", "c", "1", "2", "3", "<", "P", "Q", "R", "S"]}),
+    "stop_token_ids": (BASE, {"stop_token_ids": range(1, 40)}),
+    "ignore_eos": (dataclasses.replace(BASE, ignore_eos=False, logit_bias={EOS: 5.0}), {"ignore_eos": True}),
+}
+
+
+@functools.cache
+def requests_of(name):
+    """Every prompt with the parameter."""
+    base, fields = PARAMETERS[name]
+    return [dataclasses.replace(base, **fields)] * len(PROMPTS)
+
+
+def content_of(completion) -> dict:
+    """Everything but the id. Floats are equal only if all bits are."""
+    return {**dataclasses.asdict(completion), "request_id": None}
+
+
+def yields(llm, prompts, params):
+    """What each request yields when nothing else is computed."""
+    pairs = zip(prompts, params, strict=True)
+    return [content_of(llm.generate(prompt, p, show_progress=False)[0]) for prompt, p in pairs]
+
+
+def together(llm, params):
+    """What the requests yield when they come in a crowd to a poisoned cache."""
+    poison_cache(llm)
+    prompts, params = [*PROMPTS, *LONG_PROMPTS], [*params, *[BASE] * len(LONG_PROMPTS)]
+    return [content_of(c) for c in run_with_arrivals(llm, prompts, params, mean_arrivals=9.0)][: len(PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def alone(shared_llm):
+    return functools.cache(lambda name: yields(shared_llm, PROMPTS, requests_of(name)))
+
+
+@pytest.fixture(scope="module")
+def crowded_llm(checkpoint):
+    """Chunks of 5 tokens, and fewer pages than its requests want."""
+    return small_engine(checkpoint, max_num_seqs=3, max_num_batched_tokens=5, num_pages=5)
+
+
+def test_every_parameter_is_tested():
+    assert set(PARAMETERS) == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_parameter_changes_what_a_request_yields(llm, alone, name):
+    without = yields(llm, PROMPTS[-2:], [PARAMETERS[name][0]] * 2)
+
+    assert alone(name)[-2:] != without
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_parameter_is_honoured_in_chunks_and_after_preemption_to_the_bit(crowded_llm, alone, name):
+    before = num_preemptions(crowded_llm)
+
+    completions = together(crowded_llm, requests_of(name))
+
+    assert completions == alone(name)
+    assert num_preemptions(crowded_llm) > before
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_parameter_is_honoured_beside_requests_with_others(llm, alone, name):
+    names = list(PARAMETERS)
+    start = names.index(name)
+    mixed = [names[(start + i) % len(names)] for i in range(len(PROMPTS))]
+    params = [requests_of(other)[i] for i, other in enumerate(mixed)]
+
+    completions = together(llm, params)
+
+    assert completions == [alone(other)[i] for i, other in enumerate(mixed)]
+
+
+BY_TRANSFORMERS = {
+    "repetition_penalty": {"repetition_penalty": 1.8},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
+    "bad_words": {"bad_words_ids": [list(word) for word in PARAMETERS["bad_words"][1]["bad_words"]]},
+}
+
+
+@pytest.mark.parametrize("name", BY_TRANSFORMERS)
+def test_greedy_tokens_are_those_of_transformers(checkpoint, alone, name):
+    reference = load_reference(checkpoint)
+    reference.generation_config.eos_token_id = None
+    for prompt, completion in zip(PROMPTS, alone(name), strict=True):
+        with torch.no_grad():
+            output = reference.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones((1, len(prompt)), dtype=torch.long),
+                max_new_tokens=16,
+                do_sample=False,
+                pad_token_id=EOS,
+                **BY_TRANSFORMERS[name],
+            )
+        assert list(completion["token_ids"]) == output[0, len(prompt) :].tolist()
+
+
+def test_a_repeated_ngram_is_never_drawn(llm):
+    params = SamplingParams(temperature=0, no_repeat_ngram_size=2, max_tokens=60, ignore_eos=True)
+
+    completion = llm.generate([5, 6] * 3, params, show_progress=False)[0]
+
+    output = [6, *completion.token_ids]
+    pairs = list(itertools.pairwise(output))
+    assert len(set(pairs)) == len(pairs)
+
+
+def test_a_request_that_is_left_no_token_ends_exhausted(llm):
+    params = SamplingParams(max_tokens=9, seed=0, allowed_token_ids=[5, 6, 7], no_repeat_ngram_size=1)
+
+    completion = llm.generate([40], params, show_progress=False)[0]
+
+    assert (sorted(completion.token_ids), completion.finish_reason) == ([5, 6, 7], "exhausted")
+
+
+def test_a_stop_string_is_looked_for_after_min_tokens(llm):
+    params = SamplingParams(max_tokens=9, seed=0, allowed_token_ids=[66], stop="a", min_tokens=4)
+
+    completion = llm.generate([40], params, show_progress=False)[0]
+
+    assert (completion.text, completion.finish_reason) == ("aaaa", "stop")
+
+
+REFUSED = {
+    "biased token outside": ({"logit_bias": {5: 1, 96: 1}}, r"logit_bias\[1\] is 96.*from 0 to 95"),
+    "bad word outside": ({"bad_words": [[5], [6, 96]]}, r"bad_words\[2\] is 96.*from 0 to 95"),
+    "allowed token outside": ({"allowed_token_ids": [96]}, r"allowed_token_ids\[0\] is 96.*from 0 to 95"),
+    "biases": (
+        {"logit_bias": dict.fromkeys(range(96), 1)},
+        r"logit_bias lists 96 token ids.*max_listed_tokens=80.*raise",
+    ),
+    "bad words": ({"bad_words": [[1, 2, 3]] * 27}, r"bad_words lists 81 token ids.*max_listed_tokens=80.*raise"),
+    "allowed": ({"allowed_token_ids": range(81)}, r"allowed_token_ids lists 81 token ids.*max_listed_tokens=80.*raise"),
+    "stop tokens": (
+        {"stop_token_ids": range(81), "min_tokens": 1},
+        r"stop_token_ids lists 81 token ids.*max_listed_tokens=80.*raise",
+    ),
+    "nothing left by bad words": ({"allowed_token_ids": [5], "bad_words": [[5]]}, r"allowed_token_ids=\(5,\) leave no"),
+    "nothing left by min_tokens": (
+        {"allowed_token_ids": [EOS], "min_tokens": 2},
+        r"leave no.*min_tokens=2.*allow more",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_honoured_is_refused_and_the_engine_goes_on(llm, fields, message):
+    with pytest.raises(ValueError, match=message):
+        llm.add([5], SamplingParams(**fields))
+
+    assert not llm.has_unfinished
+    assert len(llm.generate([5], GREEDY, show_progress=False)[0].token_ids) == 16
+
+
+COLUMNS = ("alone", "in any batch", "in chunks", "after preemption")
+TABLE = re.compile(r"(?<=<!-- parameters -->\n).*?(?=<!-- /parameters -->)", re.DOTALL)
+
+
+def table() -> str:
+    """What the tests above have shown; a parameter for which one of them fails must not be in it as honoured."""
+    rows = [f"| `{name}` | " + " | ".join(["honoured"] * len(COLUMNS)) + " |" for name in PARAMETERS]
+    head = ["| parameter | " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * len(COLUMNS)]
+    return "\n".join([*head, *rows]) + "\n"
+
+
+def test_the_table_in_the_readme_is_the_one_made_here():
+    found = TABLE.search(README.read_text(encoding="utf-8"))
+
+    assert found is not None
+    assert found.group() == table()
+
+
+if __name__ == "__main__":
+    README.write_text(TABLE.sub(lambda _: table(), README.read_text(encoding="utf-8")), encoding="utf-8")
