@@ -143,7 +143,8 @@ def test_stops_may_come_in_any_iterable_and_stay_hashable(many):
 
 
 def test_lists_and_dictionaries_of_tokens_stay_hashable_and_equal():
-    params = SamplingParams(logit_bias={7: 1, 5: np.float32(0.5)}, bad_words=[[6, 7], iter([8])], allowed_token_ids=[5])
+    fields: dict[str, Any] = {"logit_bias": {7: 1, 5: np.float32(0.5)}, "bad_words": [[6, 7], iter([8])]}
+    params = SamplingParams(**fields, allowed_token_ids=[5])
 
     assert (params.logit_bias, params.bad_words) == (((5, 0.5), (7, 1.0)), ((6, 7), (8,)))
     assert params == dataclasses.replace(params)

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -44,7 +45,8 @@ def process(logits, rows, params, stop_token_ids=None):
         out[: len(row)] = row
     layout: dict[str, Any] = {"prompt_lens": [PROMPT_LEN] * B, "seeds": [0] * B, "max_listed_tokens": N}
     sampling = make_sampling(params, num_rows=B, stop_token_ids=stop_token_ids, **layout)
-    context: Any = Context(tokens=tokens, lens=np.array([len(row) for row in rows], np.int32))
+    lens = np.array([len(row) for row in rows], np.int32)
+    context = Context(tokens=jnp.asarray(tokens), lens=jnp.asarray(lens))
     return np.asarray(jit_process(logits, sampling, context))
 
 

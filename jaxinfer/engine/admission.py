@@ -63,7 +63,7 @@ class Admission:
         allowed = sampling.allowed_token_ids
         listed = {
             "stop_token_ids": sampling.stop_token_ids,
-            "logit_bias": [token_id for token_id, _ in sampling.logit_bias],
+            "logit_bias": list(dict(sampling.logit_bias)),
             "bad_words": list(chain.from_iterable(sampling.bad_words)),
             "allowed_token_ids": allowed or (),
         }

@@ -128,7 +128,7 @@ BY_TRANSFORMERS = {
 
 @pytest.mark.parametrize("name", BY_TRANSFORMERS)
 def test_greedy_tokens_are_those_of_transformers(checkpoint, alone, name):
-    reference = load_reference(checkpoint)
+    reference: Any = load_reference(checkpoint)
     reference.generation_config.eos_token_id = None
     for prompt, completion in zip(PROMPTS, alone(name), strict=True):
         with torch.no_grad():
