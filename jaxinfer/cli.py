@@ -52,6 +52,7 @@ HELP = {
     "cache_bytes": "bytes the cache may take",
     "max_log_probs": "most alternatives per token that a request may ask for",
     "max_listed_tokens": "most token ids that a request may name in one parameter",
+    "prefix_cache": "share the cache of equal beginnings between requests (default on)",
 }
 
 
@@ -130,7 +131,7 @@ def _add_fields(group: argparse._ArgumentGroup, config: type) -> None:
     for field in dataclasses.fields(config):
         options: dict[str, Any] = {"help": HELP[field.name], "default": argparse.SUPPRESS}
         if hints[field.name] is bool:
-            options["action"] = "store_true"
+            options["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
         else:
             # int | None names the type of one value first.
             kind = next(iter(get_args(hints[field.name])), hints[field.name])

@@ -137,6 +137,7 @@ class EngineConfig:
     `max_log_probs`: the most alternatives per token that a request may ask for.
     `max_listed_tokens`: the most token ids that a request may name in `logit_bias`, in `allowed_token_ids`, in all its
     `bad_words` together, and as stop tokens under `min_tokens`.
+    `prefix_cache`: whether requests share the pages of equal beginnings, those of finished requests included.
     """
 
     max_num_seqs: int = 32
@@ -147,6 +148,7 @@ class EngineConfig:
     cache_bytes: int | None = None
     max_log_probs: int = 20
     max_listed_tokens: int = 128
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         require_int("max_num_seqs", self.max_num_seqs, 1)
@@ -164,4 +166,5 @@ class EngineConfig:
             require_int("cache_bytes", self.cache_bytes, 1, 2**62)
         require_int("max_log_probs", self.max_log_probs, 0)
         require_int("max_listed_tokens", self.max_listed_tokens, 1)
+        require_bool("prefix_cache", self.prefix_cache)
         CacheConfig(num_pages=1, page_size=self.page_size)

@@ -95,13 +95,16 @@ ENGINE = {
     "cache_bytes": 4096,
     "max_log_probs": 2,
     "max_listed_tokens": 7,
+    "prefix_cache": False,
 }
 
 
 def options_of(name: str, value: Any) -> list[str]:
     option = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [option if value else option.replace("--", "--no-", 1)]
     values = value if isinstance(value, tuple) else (value,)
-    return [option] if value is True else [word for one in values for word in (option, written(name, one))]
+    return [word for one in values for word in (option, written(name, one))]
 
 
 def written(name: str, value: Any) -> str:

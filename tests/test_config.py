@@ -59,6 +59,7 @@ REFUSED = [
     *((EngineConfig, "page_size", value) for value in (*NOT_SIZES, 8, 48, 256)),
     *((EngineConfig, name, value) for name in ("num_pages", "cache_bytes") for value in (0, -1, 1.0, True, "8")),
     *((EngineConfig, "max_log_probs", value) for value in (-1, 1.0, True, "8", None)),
+    *((EngineConfig, "prefix_cache", value) for value in (0, 1, "no", None)),
     *((SamplingParams, "max_tokens", value) for value in NOT_SIZES),
     *((SamplingParams, "temperature", value) for value in (*NOT_NUMBERS, -1e-9)),
     *((SamplingParams, "top_k", value) for value in (-1, 1.0, True, "8", None)),

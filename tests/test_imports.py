@@ -110,8 +110,10 @@ ALLOWED = {
     "steps": below(*CORE),
     "checkpoint": below("config", "params", "device", "checkpoint"),
     "engine.pages": set(),
-    "engine.request": below("config"),
-    "engine.scheduler": below("engine.pages", "engine.request", "config"),
+    "engine.prefix": set(),
+    "engine.request": below("config", "engine.prefix"),
+    "engine.block_tables": below("engine.pages", "engine.request"),
+    "engine.scheduler": below("engine.block_tables", "engine.request", "config"),
     "engine.batching": below("batch", "sampling_batch", "config", "engine.scheduler", "engine.request"),
 }
 ALLOWED_PAIRS = [(module, allowed) for name, allowed in ALLOWED.items() for module in within(f"jaxinfer.{name}")]

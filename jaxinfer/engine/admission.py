@@ -9,6 +9,7 @@ from itertools import chain
 from numbers import Integral
 
 from jaxinfer.config import MAX_SEED, CacheConfig, EngineConfig, ModelConfig, SamplingParams
+from jaxinfer.engine.prefix import PageKeys, root_key
 from jaxinfer.engine.request import Request
 from jaxinfer.tokenizer import Detokenizer, Tokenizer
 
@@ -25,8 +26,16 @@ class Admission:
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...]
     max_model_len: int
+    model: str
 
-    def admit(self, request_id: int, prompt: Prompt, sampling: SamplingParams | None) -> Request:
+    def admit(
+        self,
+        request_id: int,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        *,
+        cache_salt: str | None = None,
+    ) -> Request:
         """Returns the request, or raises ValueError with what is wrong, the value, and the way out."""
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
@@ -52,6 +61,7 @@ class Admission:
             max_tokens=min(sampling.max_tokens, self.max_model_len - len(token_ids)),
             stop_token_ids=stop_token_ids,
             text_stream=self._text_stream(sampling),
+            keys=self._page_keys(cache_salt),
         )
 
     def _text_stream(self, sampling: SamplingParams) -> Detokenizer | None:
@@ -88,6 +98,18 @@ class Admission:
                 f"allowed_token_ids={allowed!r} leave no first token: bad_words or"
                 f" min_tokens={sampling.min_tokens} rule out all of them; allow more"
             )
+
+    def _page_keys(self, cache_salt: str | None) -> PageKeys | None:
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise ValueError(
+                f"cache_salt={cache_salt!r} is not allowed: give a string that only those know who may share cached"
+                " prefixes, or None to share with all who give none"
+            )
+        if not self.engine_config.prefix_cache:
+            return None
+        # An engine has one set of parameters for life, and no adapters.
+        root = root_key(model=self.model, params_version=0, adapter="", cache_salt=cache_salt or "")
+        return PageKeys(root, self.cache_config.page_size)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

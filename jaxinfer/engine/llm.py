@@ -70,6 +70,7 @@ class LLM:
             tokenizer=self.tokenizer,
             eos_token_ids=read_eos_token_ids(path),
             max_model_len=max_model_len,
+            model=f"{path} {dtype} {self.model_config}",
         )
         self._ids = itertools.count()
         self._outbox: list[Delta] = []  # for step()
@@ -80,12 +81,15 @@ class LLM:
         """Whether any request has tokens to come, or a completion that `step` has not handed out."""
         return self._scheduler.num_unfinished > 0 or bool(self._outbox)
 
-    def add(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+    def add(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str | None = None
+    ) -> int:
         """Queues a prompt, text or token ids, and returns its request id; its tokens come out of `step`.
 
+        `cache_salt` keeps the request's cached prefixes to those who give the same one.
         Raises ValueError, and changes nothing, where the request could not be honoured exactly.
         """
-        request = self._admission.admit(next(self._ids), prompt, sampling_params)
+        request = self._admission.admit(next(self._ids), prompt, sampling_params, cache_salt=cache_salt)
         self._scheduler.add(request)
         return request.request_id
 
@@ -104,29 +108,36 @@ class LLM:
         deltas, self._outbox = self._outbox, []
         return deltas
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str | None = None
+    ) -> Iterator[Delta]:
         """Yields a prompt's completion piece by piece, the completion itself with the last; closing it aborts.
 
         Raises ValueError here, not at the first piece, where the request could not be honoured. It is queued with the
-        first piece that is asked for.
+        first piece that is asked for. `cache_salt` is as for `add`.
         """
-        return self._deliver(self._admission.admit(next(self._ids), prompt, sampling_params))
+        return self._deliver(self._admission.admit(next(self._ids), prompt, sampling_params, cache_salt=cache_salt))
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        cache_salt: str | None = None,
         show_progress: bool = True,
     ) -> list[Completion]:
         """Completes one prompt or many, text or token ids, and returns the completions in the prompts' order.
 
-        `sampling_params` is one for all or one per prompt. Raises ValueError before anything is computed if any prompt
-        cannot be honoured. When interrupted, the requests are aborted and the LLM stays usable.
+        `sampling_params` is one for all or one per prompt; `cache_salt` is as for `add`. Raises ValueError before
+        anything is computed if any prompt cannot be honoured. When interrupted, the requests are aborted and the LLM
+        stays usable.
         """
         prompts = _as_prompts(prompts)
         params = _as_params(sampling_params, len(prompts))
-        requests = [self._numbered_request(i, *pair) for i, pair in enumerate(zip(prompts, params, strict=True))]
+        requests = [
+            self._numbered_request(i, *pair, cache_salt=cache_salt)
+            for i, pair in enumerate(zip(prompts, params, strict=True))
+        ]
         ids = [request.request_id for request in requests]
         mailbox: deque[Delta] = deque()
         try:
@@ -184,9 +195,11 @@ class LLM:
             self._scheduler.abort(request_id)
             self._mailboxes.pop(request_id, None)
 
-    def _numbered_request(self, index: int, prompt: Prompt, sampling: SamplingParams | None) -> Request:
+    def _numbered_request(
+        self, index: int, prompt: Prompt, sampling: SamplingParams | None, *, cache_salt: str | None
+    ) -> Request:
         try:
-            return self._admission.admit(next(self._ids), prompt, sampling)
+            return self._admission.admit(next(self._ids), prompt, sampling, cache_salt=cache_salt)
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from None
 

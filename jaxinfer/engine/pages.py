@@ -1,36 +1,103 @@
-"""Who owns which page of the pool."""
+"""Who uses which page of the pool, and which pages hold what somebody may ask for again.
+
+    free     nobody uses it, nobody knows what it holds
+    cached   nobody uses it, but its content has a key: `find` gives it back, `allocate` evicts it
+    owned    one request uses it, or several; a full one has a key as well and is written no more
+
+free + cached + owned == num_pages, after every call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Sequence
 
 
 class PageAllocator:
-    """Hands out the pages 0 … num_pages - 1, each to one owner at a time."""
+    """Hands out the pages 0 … num_pages - 1 and counts the users of each."""
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
-        # The page given back last is given out first: it is the likeliest to be in a cache.
+        # The page given back last is given out first: it is the likeliest to be in a CPU's cache.
         self._free = list(range(num_pages - 1, -1, -1))
-        self._is_free = [True] * num_pages
+        self._num_users = [0] * num_pages
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` can give: the free ones and the cached ones."""
+        return len(self._free) + len(self._cached)
+
+    def num_users(self, page: int) -> int:
+        return self._num_users[page]
+
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` pages; RuntimeError when fewer are free (ask `num_free` first)."""
-        if count > len(self._free):
-            raise RuntimeError(f"{count} pages asked for, {len(self._free)} of {self.num_pages} are free")
+        """Takes `count` pages, evicting cached ones where too few are free; RuntimeError when both are too few."""
+        if count > self.num_available:
+            raise RuntimeError(f"{count} pages asked for, {self.num_available} of {self.num_pages} are available")
+        self.evict(count - len(self._free))
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
-            self._is_free[page] = False
+            self._num_users[page] = 1
         return pages
 
-    def free(self, pages: Iterable[int]) -> None:
-        """Gives pages back; RuntimeError for a page that is free already."""
-        for page in pages:
-            if self._is_free[page]:
+    def acquire(self, page: int) -> None:
+        """Adds a user to a page that has some, or that `find` gave."""
+        if self._num_users[page] == 0:
+            del self._cached[page]  # a free page is not there: KeyError for a broken invariant
+        self._num_users[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Takes one user from each page; RuntimeError for a page without one.
+
+        Of those that nobody uses then, the last is the first to be evicted: without the pages before it, no page of
+        a prefix is ever found.
+        """
+        for page in reversed(pages):
+            if self._num_users[page] == 0:
                 raise RuntimeError(f"page {page} was given back twice")
-            self._is_free[page] = True
+            self._num_users[page] -= 1
+            if self._num_users[page] > 0:
+                continue
+            if page in self._key_of:
+                self._cached[page] = None
+            else:
+                self._free.append(page)
+
+    def find(self, key: bytes) -> int | None:
+        """Returns the page with this content."""
+        return self._page_of.get(key)
+
+    def register(self, page: int, key: bytes) -> int:
+        """Makes an owned page's content known and returns the page that holds it from now on.
+
+        That is another one where the content was known already: the user is moved there.
+        """
+        known = self._page_of.get(key)
+        if known is None:
+            self._page_of[key] = page
+            self._key_of[page] = key
+            return page
+        if known != page:
+            self.acquire(known)
+            self.release([page])
+        return known
+
+    def evict(self, count: int) -> int:
+        """Frees up to `count` cached pages, least recently used first; returns how many."""
+        count = max(min(count, len(self._cached)), 0)
+        for _ in range(count):
+            page, _ = self._cached.popitem(last=False)
+            del self._page_of[self._key_of.pop(page)]
             self._free.append(page)
+        return count

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from jaxinfer.config import SamplingParams
+from jaxinfer.engine.prefix import PageKeys
 
 NO_TOKEN = -1  # what a step gives for a row whose parameters rule out every token
 # "exhausted": the request's parameters ruled out every token.
@@ -30,6 +31,7 @@ class Completion:
 
     `log_probs` are those of the chosen tokens under the model, before temperature and filters. `top_log_probs` has a
     dictionary from token id to log-probability per token, most probable first, if asked for. `seed` repeats the result.
+    `num_cached_tokens` of the prompt were found in the prefix cache and not computed.
     """
 
     request_id: int
@@ -40,6 +42,7 @@ class Completion:
     top_log_probs: tuple[dict[int, float], ...]
     finish_reason: FinishReason
     seed: int
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,8 @@ class Request:
 
     tokens     |------ prompt ------|-- output --|
     computed   |------------ num_computed ---|      the rest is what the scheduler still has to hand out
+
+    `keys` find its full pages in the prefix cache; without them it shares none.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class Request:
         max_tokens: int,
         stop_token_ids: Collection[int],
         text_stream: TextStream | None,
+        keys: PageKeys | None = None,
     ):
         self.request_id = request_id
         self.sampling = sampling
@@ -80,8 +86,11 @@ class Request:
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed = 0
+        self.num_cached_tokens = 0
         self.pages: list[int] = []
+        self.keys = keys
         self.finish_reason: FinishReason | None = None
+        self._num_reached = 0  # the most that `num_computed` has been
         self._max_tokens = max_tokens
         self.stop_token_ids = frozenset(stop_token_ids)
         self._text_stream = text_stream
@@ -97,6 +106,18 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def advance(self, num_tokens: int) -> None:
+        """Enters that the next `num_tokens` tokens are in the cache."""
+        self.num_computed += num_tokens
+        self._num_reached = max(self._num_reached, self.num_computed)
+
+    def skip(self, num_computed: int) -> None:
+        """Enters that the tokens up to `num_computed` are in the cache without having been computed."""
+        # After a preemption a request meets its own pages again, which it did compute; its output is its own as well.
+        num_found = min(num_computed, self.num_prompt_tokens) - max(self._num_reached, self.num_computed)
+        self.num_cached_tokens += max(num_found, 0)
+        self.advance(num_computed - self.num_computed)
 
     def append(self, token_id: int, log_prob: float, top_log_probs: dict[int, float]) -> Delta:
         """Adds a drawn token and finishes the request where it ends it, or where no token was left to draw."""
@@ -134,6 +155,7 @@ class Request:
             top_log_probs=tuple(self._top_log_probs),
             finish_reason=reason,
             seed=self.seed,
+            num_cached_tokens=self.num_cached_tokens,
         )
         return Delta(
             request_id=self.request_id,

@@ -1,7 +1,8 @@
 """Which tokens of which requests are computed in the next step.
 
 Each request has `num_computed` tokens in the cache and wants all of its prompt and output there. A step hands out a
-token budget so that they catch up. Prefill, chunks of it, decoding and recomputation after preemption are one rule.
+token budget so that they catch up. Prefill, chunks of it, prefixes found in the cache, decoding and recomputation after
+preemption are one rule.
 Memory pressure is one rule as well: preempt the request that was admitted last, until the others fit.
 """
 
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.engine.pages import PageAllocator
+from jaxinfer.engine.block_tables import BlockTables
 from jaxinfer.engine.request import Delta, Request
 
 
@@ -52,8 +53,7 @@ class Scheduler:
     def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, num_pages: int, page_size: int):
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._page_size = page_size
-        self._pages = PageAllocator(num_pages)
+        self._tables = BlockTables(num_pages, page_size)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # in the order of admission
         self.num_preemptions = 0
@@ -63,8 +63,9 @@ class Scheduler:
         return len(self._waiting) + len(self._running)
 
     @property
-    def num_free_pages(self) -> int:
-        return self._pages.num_free
+    def num_available_pages(self) -> int:
+        """Pages that no request uses, whether something is cached in them or not."""
+        return self._tables.pages.num_available
 
     def add(self, request: Request) -> None:
         self._waiting.append(request)
@@ -75,7 +76,7 @@ class Scheduler:
             for request in queue:
                 if request.request_id == request_id:
                     queue.remove(request)
-                    self._release(request)
+                    self._tables.release(request)
                     return request.finish("abort")
         return None
 
@@ -85,27 +86,29 @@ class Scheduler:
         budget = self._max_num_batched_tokens
         # Decoding requests first: a long prompt must not hold up those who wait for their next token.
         for request in sorted(self._running, key=lambda request: request.num_uncomputed > 1):
+            if not request.pages:  # preempted for one before it
+                continue
+            self._tables.share_prefix(request)
             num_tokens = min(request.num_uncomputed, budget)
-            # `pages` is empty where the request was preempted for one before it.
-            if num_tokens > 0 and request.pages and self._make_room(request, num_tokens, chunks):
+            if num_tokens > 0 and self._make_room(request, num_tokens, chunks):
                 chunks.append(Chunk(request, request.num_computed, num_tokens))
                 budget -= num_tokens
         # Nobody preempted just now can come in again: it needs at least the pages that it had to give up.
         while budget > 0 and self._can_admit():
             request = self._waiting.popleft()
             self._running.append(request)
+            self._tables.share_prefix(request)
             num_tokens = min(request.num_uncomputed, budget)
-            request.pages = self._pages.allocate(self._num_missing_pages(request, num_tokens))
-            chunks.append(Chunk(request, 0, num_tokens))
+            self._tables.extend(request, num_tokens)
+            chunks.append(Chunk(request, request.num_computed, num_tokens))
             budget -= num_tokens
         return Step(tuple(chunks)) if chunks else None
 
     def _can_admit(self) -> bool:
         if not self._waiting or len(self._running) >= self._max_num_seqs:
             return False
-        request = self._waiting[0]
         # Pages for all its tokens, though the first chunk may need fewer: half a prompt in the cache helps nobody.
-        return self._num_missing_pages(request, request.num_uncomputed) <= self._pages.num_free
+        return self._tables.can_hold(self._waiting[0])
 
     def commit(self, step: Step, output: Any) -> list[Delta]:
         """Enters a step's result (`StepOutput` of host arrays, one row per chunk); frees what is finished."""
@@ -116,38 +119,29 @@ class Scheduler:
             if request.finish_reason is not None:  # aborted while the step ran
                 continue
             is_last = chunk.is_last
-            request.num_computed += chunk.num_tokens
+            self._tables.advance(request, chunk.num_tokens)
             if not is_last:
                 continue
             delta = request.append(tokens[row], log_probs[row], _top_log_probs(output, row, request.sampling.log_probs))
             deltas.append(delta)
             if delta.completion is not None:
                 self._running.remove(request)
-                self._release(request)
+                self._tables.release(request)
         return deltas
 
     def _make_room(self, request: Request, num_tokens: int, chunks: list[Chunk]) -> bool:
         """Gives the request its pages, preempting from the end of the line; False if it was preempted itself."""
         scheduled = {chunk.request.request_id for chunk in chunks}
-        while (missing := self._num_missing_pages(request, num_tokens)) > self._pages.num_free:
+        while self._tables.num_missing(request, num_tokens) > self.num_available_pages:
             victim = next(r for r in reversed(self._running) if r.request_id not in scheduled)
             self._running.remove(victim)
-            self._release(victim)
-            victim.num_computed = 0
+            self._tables.release(victim)
             self._waiting.appendleft(victim)
             self.num_preemptions += 1
             if victim is request:
                 return False
-        request.pages += self._pages.allocate(missing)
+        self._tables.extend(request, num_tokens)
         return True
-
-    def _num_missing_pages(self, request: Request, num_tokens: int) -> int:
-        wanted = -(-(request.num_computed + num_tokens) // self._page_size)
-        return max(wanted - len(request.pages), 0)
-
-    def _release(self, request: Request) -> None:
-        self._pages.free(request.pages)
-        request.pages = []
 
 
 def _top_log_probs(output: Any, row: int, count: int) -> dict[int, float]:

@@ -72,7 +72,14 @@ def num_preemptions(llm: LLM) -> int:
 
 
 def num_owned_pages(llm: LLM) -> int:
-    return llm._scheduler._pages.num_pages - llm._scheduler.num_free_pages
+    """Pages that some request uses; those that are only cached are not among them."""
+    pages = llm._scheduler._tables.pages
+    return pages.num_pages - pages.num_available
+
+
+def forget_prefixes(llm: LLM) -> None:
+    """Evicts all cached pages, so that the next request computes everything."""
+    llm._scheduler._tables.pages.evict(llm._scheduler._tables.pages.num_cached)
 
 
 def drain(llm: LLM) -> list[Delta]:

@@ -7,20 +7,30 @@ from types import SimpleNamespace
 import numpy as np
 
 from jaxinfer.config import SamplingParams
+from jaxinfer.engine.prefix import PageKeys, root_key
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.scheduler import Step
 
 
-def make_request(request_id: int, num_prompt_tokens: int, max_tokens: int) -> Request:
-    prompt = [next_token([request_id, i]) for i in range(num_prompt_tokens)]
+def make_request(
+    request_id: int,
+    prompt: int | list[int],
+    max_tokens: int,
+    *,
+    page_size: int = 16,
+    cache_salt: str | None = None,
+) -> Request:
+    """A request with this prompt, or with one of this length that no other shares. Without a salt it shares nothing."""
+    root = None if cache_salt is None else root_key(model="", params_version=0, adapter="", cache_salt=cache_salt)
     return Request(
         request_id,
-        prompt,
+        [next_token([request_id, i]) for i in range(prompt)] if isinstance(prompt, int) else prompt,
         SamplingParams(max_tokens=max_tokens),
         seed=0,
         max_tokens=max_tokens,
         stop_token_ids=(),
         text_stream=None,
+        keys=None if root is None else PageKeys(root, page_size),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -59,6 +60,15 @@ def test_add_refuses_a_prompt_of_a_wrong_type(llm, prompt):
 def test_sampling_params_of_a_wrong_type_are_refused(llm, params, method):
     with pytest.raises((ValueError, TypeError), match="SamplingParams"):
         getattr(llm, method)([5, 6], params)
+
+
+@pytest.mark.parametrize("cache_salt", ["", 5, b"salt", ["a"]], ids=repr)
+@pytest.mark.parametrize("method", ["add", "generate", "stream"])
+def test_a_cache_salt_that_is_no_text_is_refused(llm, method, cache_salt):
+    with pytest.raises(ValueError, match=re.escape(f"cache_salt={cache_salt!r} is not allowed")):
+        getattr(llm, method)([5, 6], GREEDY, cache_salt=cache_salt)
+
+    assert not llm.has_unfinished
 
 
 def test_one_bad_prompt_of_many_is_named_and_nothing_is_computed(llm):

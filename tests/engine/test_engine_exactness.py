@@ -12,6 +12,7 @@ import pytest
 
 from jaxinfer.config import SamplingParams
 from tests.engine.engines import (
+    forget_prefixes,
     num_preemptions,
     poison_cache,
     random_prompts,
@@ -41,17 +42,24 @@ PARAMS = [
 
 
 def content_of(completion) -> dict:
-    """Everything but the id. Floats are equal only if all bits are: no log-probability here is 0 or NaN."""
-    return {**dataclasses.asdict(completion), "request_id": None}
+    """Everything but the id and what it took.
+
+    Floats are equal only if all bits are: no log-probability here is 0 or NaN.
+    """
+    return {**dataclasses.asdict(completion), "request_id": None, "num_cached_tokens": None}
 
 
 @pytest.fixture(scope="module")
 def alone(shared_llm):
-    """What each request yields when nothing else is computed."""
-    return [
-        content_of(shared_llm.generate(prompt, params, show_progress=False)[0])
-        for prompt, params in zip(PROMPTS, PARAMS, strict=True)
-    ]
+    """What each request yields when nothing else is computed and nothing was before."""
+    return [content_of(generate_alone(shared_llm, *pair)) for pair in zip(PROMPTS, PARAMS, strict=True)]
+
+
+def generate_alone(llm, prompt, params):
+    forget_prefixes(llm)
+    completion = llm.generate(prompt, params, show_progress=False)[0]
+    assert completion.num_cached_tokens == 0
+    return completion
 
 
 @pytest.fixture(scope="module", params=list(ENGINES))
@@ -68,6 +76,7 @@ def test_no_arrival_order_changes_a_bit(llm, alone, arrivals_seed):
 
 def test_no_chunk_size_or_batch_size_changes_a_bit(other_llm, alone):
     poison_cache(other_llm)
+    forget_prefixes(other_llm)
 
     completions = run_with_arrivals(other_llm, PROMPTS, PARAMS, mean_arrivals=2.0)
 
@@ -91,6 +100,39 @@ def test_no_preemption_changes_a_bit(other_llm, alone):
 
     assert num_preemptions(other_llm) > before
     assert [content_of(c) for c in completions] == alone
+
+
+def test_no_prefix_found_in_the_cache_changes_a_bit(llm, alone):
+    completions = []
+    for prompt, params in zip(PROMPTS, PARAMS, strict=True):
+        generate_alone(llm, prompt, params)
+        completions += llm.generate(prompt, params, show_progress=False)
+
+    assert [content_of(c) for c in completions] == alone
+    assert [c.num_cached_tokens for c in completions] == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
+
+
+def test_no_output_found_in_the_cache_changes_a_bit_of_the_next_turn(llm):
+    params = SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
+    turn = llm.generate(PROMPTS[0], params, show_progress=False)[0]
+    prompt = [*turn.prompt_token_ids, *turn.token_ids, 5, 6]
+
+    found = llm.generate(prompt, params, show_progress=False)[0]
+
+    assert found.num_cached_tokens > len(PROMPTS[0])
+    assert content_of(found) == content_of(generate_alone(llm, prompt, params))
+
+
+def test_no_shared_beginning_of_requests_side_by_side_changes_a_bit(other_llm, llm):
+    prompts = [[*PROMPTS[3][:33], 40 + i] for i in range(6)]
+    expected = [content_of(generate_alone(llm, *pair)) for pair in zip(prompts, PARAMS[:6], strict=True)]
+    poison_cache(other_llm)
+    forget_prefixes(other_llm)
+
+    completions = run_with_arrivals(other_llm, prompts, PARAMS[:6], mean_arrivals=2.0)
+
+    assert [content_of(c) for c in completions] == expected
+    assert sum(c.num_cached_tokens for c in completions) > 0
 
 
 def test_no_companion_in_the_same_step_changes_a_bit(llm, alone):

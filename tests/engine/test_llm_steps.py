@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxinfer.config import SamplingParams
-from tests.engine.engines import GREEDY, completions_of, drain, num_owned_pages, random_prompts
+from tests.engine.engines import GREEDY, completions_of, drain, num_owned_pages, random_prompts, small_engine
 
 PROMPTS = random_prompts(6, max_len=40, seed=3)
 DRAWN = SamplingParams(temperature=2.0, seed=5, max_tokens=9, ignore_eos=True)
@@ -223,3 +223,45 @@ def test_requests_of_add_go_on_while_others_generate(llm):
     generate(llm, PROMPTS[1:3])
 
     assert completions_of(llm.step())[request_id].token_ids == generate(llm, PROMPTS[0])[0].token_ids
+
+
+# ---- the prefix cache
+
+
+def cached_tokens_of(llm, prompt, **options) -> int:
+    return llm.generate(prompt, GREEDY, show_progress=False, **options)[0].num_cached_tokens
+
+
+def test_a_cache_salt_keeps_prefixes_to_those_who_know_it(llm):
+    prompt = random_prompts(1, max_len=60, seed=8)[0]
+    assert len(prompt) > 16
+    assert cached_tokens_of(llm, prompt, cache_salt="mine") == 0
+
+    assert cached_tokens_of(llm, prompt) == 0
+    assert cached_tokens_of(llm, prompt, cache_salt="yours") == 0
+    assert cached_tokens_of(llm, prompt, cache_salt="mine") > 0
+
+
+@pytest.mark.parametrize("method", ["add", "stream"])
+def test_every_way_in_takes_a_cache_salt(llm, method):
+    prompt = random_prompts(1, max_len=60, seed=9)[0]
+    cached_tokens_of(llm, prompt)
+
+    if method == "add":
+        llm.add(prompt, GREEDY, cache_salt="by add")
+        deltas = drain(llm)
+    else:
+        deltas = list(llm.stream(prompt, GREEDY, cache_salt="by stream"))
+
+    assert [c.num_cached_tokens for c in completions_of(deltas).values()] == [0]
+    assert cached_tokens_of(llm, prompt) > 0
+
+
+def test_without_the_prefix_cache_nothing_is_shared(checkpoint, llm):
+    prompt = random_prompts(1, max_len=60, seed=8)[0]
+    expected = generate(llm, prompt)[0].token_ids
+    other = small_engine(checkpoint, prefix_cache=False)
+
+    completions = [generate(other, prompt)[0] for _ in range(2)]
+
+    assert [(c.num_cached_tokens, c.token_ids) for c in completions] == [(0, expected)] * 2

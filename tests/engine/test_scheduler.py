@@ -137,7 +137,7 @@ def test_aborting_frees_the_pages_of_a_waiting_or_running_request(num_steps):
 
     scheduler.abort(0)
 
-    assert (scheduler.num_free_pages, scheduler.num_unfinished) == (16, 0)
+    assert (scheduler.num_available_pages, scheduler.num_unfinished) == (16, 0)
 
 
 def test_aborting_an_unknown_request_changes_nothing():

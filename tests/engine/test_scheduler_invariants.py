@@ -1,18 +1,32 @@
-"""Whatever is asked of the scheduler, pages are never lost, limits are kept, and every request finishes."""
+"""Whatever is asked of the scheduler, pages are never lost, limits are kept, and every request finishes.
+
+The default run takes 10,000 random steps. For a million:
+python -c "from tests.engine.test_scheduler_invariants import run; run(25_000)"
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import numpy as np
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.scheduler import Scheduler, Step
 from tests.engine.fake_device import FakeDevice, expected_tokens, make_request
+
+STEPS_PER_EXAMPLE = 40
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -38,12 +52,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: dict[int, Request] = {}
         self.completions = {}
 
-    @rule(num_prompt_tokens=st.integers(1, 32), max_tokens=st.integers(1, 12))
-    def add(self, num_prompt_tokens, max_tokens):
+    # Few prompts, so that most share a beginning; each goes on where the one before it in the alphabet ends.
+    @rule(
+        letter=st.integers(0, 2),
+        num_prompt_tokens=st.integers(1, 32),
+        max_tokens=st.integers(1, 12),
+        cache_salt=st.sampled_from(["", "", "mine", None]),
+    )
+    def add(self, letter, num_prompt_tokens, max_tokens, cache_salt):
+        prompt = [7] * 5 + [letter] * 32
+        self.enqueue(prompt[:num_prompt_tokens], max_tokens, cache_salt)
+
+    @precondition(lambda self: self.completions)
+    @rule(number=st.integers(0, 100), max_tokens=st.integers(1, 12), cache_salt=st.sampled_from(["", "mine"]))
+    def add_another_turn(self, number, max_tokens, cache_salt):
+        turn = list(self.completions.values())[number % len(self.completions)]
+        self.enqueue([*turn.prompt_token_ids, *turn.token_ids, 8], max_tokens, cache_salt)
+
+    def enqueue(self, prompt, max_tokens, cache_salt):
         # The last token is drawn but not computed. What does not fit the pool alone is refused earlier.
         num_slots = self.num_pages * self.page_size
-        num_prompt_tokens = min(num_prompt_tokens, num_slots)
-        request = make_request(next(self.ids), num_prompt_tokens, min(max_tokens, num_slots + 1 - num_prompt_tokens))
+        prompt = prompt[:num_slots]
+        max_tokens = min(max_tokens, num_slots + 1 - len(prompt))
+        request = make_request(next(self.ids), prompt, max_tokens, page_size=self.page_size, cache_salt=cache_salt)
         self.requests[request.request_id] = request
         self.scheduler.add(request)
 
@@ -59,6 +90,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.abort(number)
         self.enter(step)
 
+    @precondition(lambda self: self.scheduler.num_unfinished)
+    @rule(has_run=st.booleans())
+    def step_that_is_interrupted(self, has_run):
+        step = self.schedule()
+        if has_run:
+            self.device.run(step)
+
     @precondition(lambda self: self.requests)
     @rule(number=st.integers(0, 100))
     def abort(self, number):
@@ -70,6 +108,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert delta.completion is not None
             self.completions[request.request_id] = delta.completion
 
+    @rule(count=st.integers(1, 3))
+    def evict(self, count):
+        self.scheduler._tables.pages.evict(count)
+
     def schedule(self) -> Step:
         decoding = [r for r in self.scheduler._running if r.num_uncomputed == 1]
         step = self.scheduler.schedule()
@@ -80,13 +122,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         for chunk in chunks:
             assert chunk.start == chunk.request.num_computed
             assert 1 <= chunk.num_tokens <= chunk.request.num_uncomputed
-            num_pages = -(-(chunk.start + chunk.num_tokens) // self.page_size)
-            assert len(chunk.request.pages) == num_pages or chunk.num_tokens < chunk.request.num_uncomputed
-            assert len(chunk.request.pages) >= num_pages
+            assert len(chunk.request.pages) * self.page_size >= chunk.start + chunk.num_tokens
         decoded = [chunk.request for chunk in chunks if chunk.request in decoding]
         assert decoded == [r for r in decoding if r in self.scheduler._running], "a decoding request was held up"
         assert [chunk.request for chunk in chunks][: len(decoded)] == decoded, "decoding requests do not come first"
+        self.what_is_written_is_nobody_elses(step)
         return step
+
+    def what_is_written_is_nobody_elses(self, step: Step):
+        pages = self.scheduler._tables.pages
+        for chunk in step.chunks:
+            first, last = chunk.start // self.page_size, (chunk.start + chunk.num_tokens - 1) // self.page_size
+            for page in chunk.request.pages[first : last + 1]:
+                assert pages.num_users(page) == 1, "a page is written by one and read by another"
+                assert page not in pages._key_of, "a page is written whose content is known"
 
     def enter(self, step: Step):
         aborted = [chunk.request for chunk in step.chunks if chunk.request.finish_reason is not None]
@@ -99,18 +148,31 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.completions[delta.request_id] = delta.completion
 
     @invariant()
-    def limits_are_kept_and_pages_have_one_owner(self):
+    def every_page_is_free_or_cached_or_owned_and_its_users_are_counted(self):
         if not hasattr(self, "scheduler"):
             return
-        owned = [page for request in self.requests.values() for page in request.pages]
-        assert len(owned) == len(set(owned)), "a page has two owners"
-        assert len(owned) + self.scheduler.num_free_pages == self.num_pages, "a page is lost"
+        pages = self.scheduler._tables.pages
+        users = Counter(page for request in self.scheduler._running for page in request.pages)
+        assert [pages.num_users(page) for page in range(self.num_pages)] == [users[p] for p in range(self.num_pages)]
+        assert sorted([*pages._free, *pages._cached, *users]) == list(range(self.num_pages)), "a page is lost"
+        assert pages._page_of == {key: page for page, key in pages._key_of.items()}
+        assert set(pages._cached) <= set(pages._key_of)
+        assert not set(pages._free) & set(pages._key_of)
+
+    @invariant()
+    def limits_are_kept_and_each_request_finds_its_own_tokens(self):
+        if not hasattr(self, "scheduler"):
+            return
         running, waiting = self.scheduler._running, list(self.scheduler._waiting)
         assert len(running) <= self.max_num_seqs
-        assert all(len(r.pages) == -(-r.num_computed // self.page_size) for r in running)
         assert not any(r.pages or r.num_computed for r in waiting)
         unfinished = [r.request_id for r in self.requests.values() if r.finish_reason is None]
         assert sorted(r.request_id for r in running + waiting) == unfinished
+        for request in running:
+            assert len(request.pages) == len(set(request.pages)) >= -(-request.num_computed // self.page_size)
+            assert request.num_computed < len(request.token_ids), "nothing is left to compute"
+            context = self.device.context(request, request.num_computed)
+            assert context == request.token_ids[: request.num_computed], "the tokens of another"
 
     def teardown(self):
         if not hasattr(self, "scheduler"):
@@ -120,14 +182,26 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not self.scheduler.num_unfinished:
                 break
             self.step()
-            self.limits_are_kept_and_pages_have_one_owner()
+            self.every_page_is_free_or_cached_or_owned_and_its_users_are_counted()
+            self.limits_are_kept_and_each_request_finds_its_own_tokens()
         assert self.scheduler.num_unfinished == 0, "livelock"
-        assert self.scheduler.num_free_pages == self.num_pages
+        assert self.scheduler.num_available_pages == self.num_pages
         assert self.completions.keys() == self.requests.keys()
         for request_id, completion in self.completions.items():
             request = self.requests[request_id]
             assert list(completion.token_ids) == expected_tokens(request, len(completion.token_ids))
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-TestSchedulerMachine = SchedulerMachine.TestCase
+def run(num_examples: int) -> None:
+    """Runs the machine for `num_examples` times STEPS_PER_EXAMPLE steps, each example until all requests finish."""
+    steps = settings(
+        max_examples=num_examples,
+        stateful_step_count=STEPS_PER_EXAMPLE,
+        deadline=None,
+        suppress_health_check=tuple(HealthCheck.__members__.values()),
+    )
+    run_state_machine_as_test(SchedulerMachine, settings=steps)
+
+
+def test_ten_thousand_random_steps_keep_every_promise():
+    run(10_000 // STEPS_PER_EXAMPLE)
