@@ -9,11 +9,16 @@ import jax
 from kernels_pallas.paged_attention.layout import Pages
 from kernels_pallas.paged_attention.reference import paged_attention_reference
 from kernels_pallas.paged_attention.shapes import check_call
+from kernels_pallas.paged_attention.tpu import paged_attention_tpu, paged_attention_tpu_interpreted
 
 Implementation = Callable[..., tuple[jax.Array, Pages]]
 
 # In order of preference. The reference supports every call, so a search ends there; what follows must be named.
-IMPLEMENTATIONS: dict[str, Implementation] = {"reference": paged_attention_reference}
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "tpu": paged_attention_tpu,
+    "reference": paged_attention_reference,
+    "tpu_interpret": paged_attention_tpu_interpreted,
+}
 
 
 def paged_attention(

@@ -1,0 +1,133 @@
+"""The TPU kernels in Pallas' interpreter: right, free of races, and wrong when a line is missing."""
+
+from __future__ import annotations
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+# Where the interpreter of jax 0.10 keeps what its race detector found; there is no public way to ask.
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas.paged_attention import tpu
+from kernels_pallas.paged_attention.block_sizes import DecodeBlocks
+from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call
+
+SMALL = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "table_width": 8}
+# Lengths around a page of 16 and a block of 2 pages, with an empty row between.
+DECODE = [(1, n) for n in (1, 15, 16, 17, 0, 33, 64, 128, 100)]
+
+
+def run(call, kernels=tpu, execution="eager", tolerance=2e-5, **options):
+    """Runs a call in the interpreter and checks the result, the pages, and that there was no race."""
+    scale = call.arguments["q"].shape[-1] ** -0.5
+    interpret = pltpu.InterpretParams(detect_races=True, dma_execution_mode=execution)
+    attend = functools.partial(kernels.paged_attention_tpu, scale=scale, interpret=interpret, **options)
+    out, pages = jax.jit(attend)(**call.arguments)
+    options = {name: options[name] for name in ("window", "softcap") if name in options}
+    options |= {name: call.arguments[name] for name in ("sinks",) if name in call.arguments}
+    expected = expected_output(call, scale, **options)
+    is_real = ~np.isnan(expected)
+    actual = np.asarray(out[: call.num_tokens].astype(jnp.float32))
+    np.testing.assert_allclose(actual[is_real], expected[is_real], rtol=tolerance, atol=tolerance)
+    check_pages(call, call.arguments["pages"], pages)
+    assert not interpreter.races.races_found
+
+
+def decode(call, **options):
+    run(call, q_len=1, blocks=DecodeBlocks(pages=2, buffers=4), **options)
+
+
+@pytest.mark.parametrize("execution", ["eager", "on_wait"])
+def test_decoding_rows_of_any_length_is_exact_and_free_of_races(execution):
+    decode(make_call(DECODE, **SMALL, layout="tpu"), execution=execution)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [(3, 3, 64), (8, 1, 80), (10, 10, 96), (18, 2, 128), (4, 4, 256)],
+    ids=str,
+)
+def test_decoding_is_exact_for_any_heads(num_heads, num_kv_heads, head_dim):
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+
+    decode(make_call([(1, 1), (1, 50)], **{**SMALL, **sizes}, layout="tpu"))
+
+
+@pytest.mark.parametrize("window", [1, 20])
+def test_decoding_honours_window_soft_cap_and_sinks_together(window):
+    call = make_call(DECODE[3:], **SMALL, layout="tpu")
+
+    decode(call.with_options(sinks=np.array([-1, 0, 1, 2], np.float32)), window=window, softcap=0.5)
+
+
+@pytest.mark.parametrize("page_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+def test_decoding_from_narrow_pages_is_exact_up_to_the_rounding_of_bfloat16(page_dtype):
+    scales = (np.array([0.02, 0.03], np.float32), np.array([0.03, 0.02], np.float32))
+    narrow = {"dtype": jnp.bfloat16, "page_dtype": page_dtype, "scales": None if page_dtype == "bfloat16" else scales}
+
+    decode(
+        make_call([(1, 33), (1, 64), (1, 1), (1, 70)], **SMALL, **narrow, page_size=32, layout="tpu"), tolerance=0.03
+    )
+
+
+@pytest.mark.parametrize("page_size", [16, 128, 256])
+def test_decoding_around_the_page_size_is_exact(page_size):
+    lens = [(1, n) for n in (page_size - 1, page_size, page_size + 1)]
+
+    decode(make_call(lens, **{**SMALL, "table_width": 2}, page_size=page_size, layout="tpu"))
+
+
+def test_decoding_nothing_writes_nothing():
+    decode(make_call([(1, 0), (1, 0)], **SMALL, layout="tpu"))
+
+
+def test_decoding_without_new_keys_reads_what_is_there():
+    call = make_call([(1, 40), (1, 17)], **SMALL, layout="tpu")
+    scale = call.arguments["q"].shape[-1] ** -0.5
+    _, pages = tpu.paged_attention_tpu_interpreted(**call.arguments, scale=scale, q_len=1)
+
+    decode(call.with_options(k=None, v=None, pages=pages))
+
+
+def mutant(line, replacement):
+    """Returns the kernels with one line replaced."""
+    with open(tpu.__file__) as file:
+        source = file.read()
+    assert source.count(line) == 1, line
+    module = types.ModuleType("mutant")
+    exec(compile(source.replace(line, replacement), "mutant", "exec"), module.__dict__)
+    return module
+
+
+MUTATIONS = {
+    "a dropped wait for a block": ("pltpu.make_async_copy(part, part, s.kv_arrived.at[slot]).wait()", "pass"),
+    "a block fetched into the buffer in use": (
+        "ahead = prefetch(*ahead, step + NB - 1)",
+        "ahead = prefetch(*ahead, step + NB)",
+    ),
+    "a dropped wait for queries": ("copy.wait()", "pass"),
+    "a dropped wait for a result": ("out_copy(i - 2).wait()", "pass"),
+    "a dropped wait for a written tile": ("tile_copy(i - 2).wait()", "pass"),
+    "a new token one slot too early": ("- lax.rem(position, tile)", "- lax.rem(position - 1, tile)"),
+    "a tail left as it was": (
+        "jnp.where(row_in_tile == 0, new, jnp.zeros_like(old))",
+        "jnp.where(row_in_tile == 0, new, old)",
+    ),
+    "buffers left as they were": ("        zero_values(slot)\n", ""),
+    "a block too few": ("num_blocks = pl.cdiv(kv_lens[rows[i]], block)", "num_blocks = kv_lens[rows[i]] // block"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_of_the_decode_kernel_is_caught(name):
+    line, replacement = MUTATIONS[name]
+    call = make_call([(1, n) for n in (40, 17, 70, 3, 33, 9)], **SMALL, layout="tpu")
+
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
+        decode(call, kernels=mutant(line, replacement), execution="on_wait")
