@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
 
+from kernels_pallas.paged_attention.gpu import paged_attention_gpu
 from kernels_pallas.paged_attention.layout import Pages
 from kernels_pallas.paged_attention.reference import paged_attention_reference
 from kernels_pallas.paged_attention.shapes import check_call
@@ -16,8 +18,10 @@ Implementation = Callable[..., tuple[jax.Array, Pages]]
 # In order of preference. The reference supports every call, so a search ends there; what follows must be named.
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "tpu": paged_attention_tpu,
+    "gpu": paged_attention_gpu,
     "reference": paged_attention_reference,
     "tpu_interpret": paged_attention_tpu_interpreted,
+    "gpu_interpret": functools.partial(paged_attention_gpu, interpret=True),
 }
 
 

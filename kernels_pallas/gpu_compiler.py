@@ -1,0 +1,173 @@
+"""The real CUDA compiler on a host without a GPU: what a program for an A100, an L4 or an H200 will need.
+
+XLA, Triton and ptxas compile for a described device; nothing is executed. The wheels that it takes are those of the
+extra `aot`. A fatal error of the compiler ends the process, so compile what may fail in a subprocess; and let it start
+with JAX_PLATFORMS=cpu, or jax looks for a driver.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+class Gpu(NamedTuple):
+    """A device to compile for. Sizes in bytes, rates in units per second, from NVIDIA's data sheets."""
+
+    kind: str
+    arch: str  # for ptxas
+    num_cores: int
+    fpus_per_core: int
+    threads_per_core: int
+    shared_per_core: int
+    shared_per_block: int
+    l2_bytes: int
+    memory_bytes: int
+    bandwidth: float
+    bf16_flops: float
+    clock_ghz: float
+
+
+GPUS: Mapping[str, Gpu] = {
+    "T4": Gpu("Tesla T4", "sm_75", 40, 64, 1024, 65536, 65536, 4 << 20, 15_800_000_000, 320e9, 0.0, 1.59),
+    "A100": Gpu(
+        "NVIDIA A100-SXM4-80GB", "sm_80", 108, 64, 2048, 167936, 166912, 40 << 20, 85_100_068_864, 2039e9, 312e12, 1.41
+    ),
+    "L4": Gpu("NVIDIA L4", "sm_89", 58, 128, 1536, 102400, 101376, 48 << 20, 23_600_000_000, 300e9, 121e12, 2.04),
+    "H200": Gpu(
+        "NVIDIA H200", "sm_90a", 132, 128, 2048, 233472, 232448, 50 << 20, 151_397_597_184, 4800e9, 989e12, 1.98
+    ),
+}
+REGISTERS_PER_CORE = 65536
+
+
+class Launch(NamedTuple):
+    """One kernel of a compiled program."""
+
+    name: str
+    grid: int  # programs
+    threads: int  # per program
+    shared_bytes: int
+    registers: int  # per thread
+    spill_bytes: int  # stored per thread
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program for a GPU. What a loop body launches counts once."""
+
+    launches: tuple[Launch, ...]
+    argument_bytes: int
+    temporary_bytes: int
+    aliased_bytes: int  # of the arguments, updated in place
+    seconds: float  # to lower and compile
+
+    def kernels(self, name: str) -> list[Launch]:
+        """Returns the launches of a Pallas kernel of that name."""
+        return [launch for launch in self.launches if re.fullmatch(rf"{name}(__\d+)?", launch.name)]
+
+
+def is_available() -> bool:
+    """Returns whether the wheels of the compiler are installed."""
+    return importlib.util.find_spec("jax_plugins.xla_cuda12") is not None and _ptxas() is not None
+
+
+def _ptxas() -> Path | None:
+    spec = importlib.util.find_spec("nvidia")
+    folders = spec.submodule_search_locations if spec and spec.submodule_search_locations else []
+    return next((path for f in folders if (path := Path(f) / "cuda_nvcc/bin/ptxas").exists()), None)
+
+
+def mesh_of(name: str) -> Mesh:
+    """Returns a mesh of one GPU of `GPUS`, which need not be here."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name=name, target_config=_target_config(GPUS[name]), topology="1x1x1"
+    )
+    return Mesh(np.array(topology.devices[:1]), ("x",))
+
+
+def compile_for(
+    name: str,
+    function: Callable,
+    *arguments: Any,
+    donate: tuple[int, ...] = (),
+    static: Mapping[str, Any] | None = None,
+) -> Compiled:
+    """Compiles function(*arguments, **static) for a GPU of `GPUS`, from trees of `jax.ShapeDtypeStruct`.
+
+    `donate` numbers the arguments that are given up. Raises the compiler's own errors, or ends the process.
+    """
+    mesh = mesh_of(name)
+    sharding = NamedSharding(mesh, PartitionSpec())
+    arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
+    jitted = jax.jit(function, donate_argnums=donate, static_argnames=tuple(static or ()))
+    start = time.perf_counter()
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        lowered = jitted.lower(*arguments, **(static or {}))
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
+        seconds = time.perf_counter() - start
+        launches = _launches(Path(folder), GPUS[name].arch)
+    memory = compiled.memory_analysis()
+    return Compiled(
+        launches, memory.argument_size_in_bytes, memory.temp_size_in_bytes, memory.alias_size_in_bytes, seconds
+    )
+
+
+def _launches(folder: Path, arch: str) -> tuple[Launch, ...]:
+    """Reads XLA's list of launches, and from ptxas what each kernel takes."""
+    usage = {}
+    for ptx in folder.glob("*.ptx"):
+        command = [str(_ptxas()), "-v", f"-arch={arch}", str(ptx), "-o", os.devnull]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        for entry in log.split("Compiling entry function '")[1:]:
+            registers = int(re.search(r"Used (\d+) registers", entry)[1])  # type: ignore[index]
+            usage[entry[: entry.index("'")]] = (registers, int(re.search(r"(\d+) bytes spill stores", entry)[1]))  # type: ignore[index]
+    (sequence,) = folder.glob("*thunk_sequence.txt")
+    launches = []
+    for line in sequence.read_text().splitlines():
+        found = re.search(r"(\S+) grid: \[(.+)\] threads: \[(.+)\] +shared_memory: (\d+) bytes", line)
+        if found:
+            kernel, grid, threads, shared = found.groups()
+            sizes = [int(np.prod([int(n) for n in text.split(",")])) for text in (grid, threads)]
+            launches.append(Launch(kernel, *sizes, int(shared), *usage.get(kernel, (0, 0))))
+    return tuple(launches)
+
+
+def programs_per_core(gpu: Gpu, launch: Launch) -> int:
+    """Returns how many programs of a kernel fit on a multiprocessor at once."""
+    by_registers = REGISTERS_PER_CORE // max(launch.registers * launch.threads, 1)
+    by_shared = gpu.shared_per_core // max(launch.shared_bytes, 1)
+    return min(by_registers, by_shared, gpu.threads_per_core // launch.threads)
+
+
+def _target_config(gpu: Gpu) -> str:
+    """The device as XLA's GpuTargetConfigProto."""
+    major, minor = gpu.arch.removeprefix("sm_").removesuffix("a")
+    feature = "ACCELERATED_FEATURES" if gpu.arch.endswith("a") else "NONE"
+    return f"""gpu_device_info {{
+      threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+      shared_memory_per_core: {gpu.shared_per_core} threads_per_core_limit: {gpu.threads_per_core}
+      core_count: {gpu.num_cores} fpus_per_core: {gpu.fpus_per_core}
+      block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+      memory_bandwidth: {int(gpu.bandwidth)} l2_cache_size: {gpu.l2_bytes} clock_rate_ghz: {gpu.clock_ghz}
+      device_memory_size: {gpu.memory_bytes} shared_memory_per_block_optin: {gpu.shared_per_block}
+      cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {feature} }}
+      registers_per_core_limit: {REGISTERS_PER_CORE} registers_per_block_limit: {REGISTERS_PER_CORE}
+      thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+      runtime_version: "12.8.0" driver_version: "12.8.0" compile_time_toolkit_version: "12.8.0" dnn_version: "9.10.0"
+    }}
+    platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{gpu.kind}" """

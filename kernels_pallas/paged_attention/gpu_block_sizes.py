@@ -1,0 +1,59 @@
+"""Block sizes of the GPU kernel: what can be chosen, and what is chosen where nothing is tuned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kernels_pallas.triton import Target
+
+# Two blocks of 64 keys of 256 bytes are under way in a program of the decode kernel. By Little's law 4.8 TB/s for 1 µs
+# need 36 KB in flight on each of 132 multiprocessors: two programs.
+PROGRAMS_PER_CORE = 2
+# A split shorter than this spends more on starting and combining than on reading.
+MIN_SPLIT = 256
+MAX_SPLITS = 32
+HOPPER = 9.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuBlockSizes:
+    """How the GPU kernel cuts its work. Any choice gives the same result up to rounding."""
+
+    block_m: int  # query rows (queries x heads of a group) per tile
+    block_k: int  # keys per block
+    num_splits: int  # programs that share the context of one tile
+    num_warps: int
+    num_stages: int  # blocks under way at once, the one computed included
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_k"):
+            value = getattr(self, name)
+            if value < 16 or value & (value - 1):
+                raise ValueError(f"{name}={value} must be a power of two of at least 16")
+        for name in ("num_splits", "num_warps", "num_stages"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+def gpu_block_sizes(
+    *, num_tiles: int, queries: int, group: int, head_dim: int, max_context: int, target: Target
+) -> GpuBlockSizes:
+    """Returns block sizes for `num_tiles` tiles, over rows and KV heads, of up to `queries` queries.
+
+    The real compiler keeps every choice in registers for heads of up to 256 (tests/kernels/gpu).
+    """
+    is_wide, is_hopper = head_dim > 128, target.capability >= HOPPER
+    block_m = 16
+    # The accumulator, float32 [block_m, head_dim], lives in registers.
+    while block_m < group or block_m < min(queries * group, 64 if is_wide else 128):
+        block_m *= 2
+    # Before Hopper the operands of tensor cores pass through registers as well.
+    is_crowded = block_m > 16 and (is_wide or (head_dim > 64 and not is_hopper))
+    splits = -(-PROGRAMS_PER_CORE * target.num_cores // num_tiles)
+    return GpuBlockSizes(
+        block_m=block_m,
+        block_k=32 if is_crowded else 64,
+        num_splits=max(1, min(splits, MAX_SPLITS, max_context // MIN_SPLIT)),
+        num_warps=8 if block_m * head_dim > 64 * 128 else 4,
+        num_stages=2 if is_wide else 3,
+    )

@@ -1,0 +1,116 @@
+"""What the GPU kernels need of Pallas-Triton, in one place: it is deprecated since jax 0.11, and may go.
+
+Works from jax 0.10 to 0.12. Kernels index whole arrays by integer vectors, which the interpreter on CPU can run too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+# Tensor cores take no matrix smaller than this in any direction.
+MIN_DOT = 16
+MIN_CAPABILITY = 8.0
+FP8_CAPABILITY = 8.9
+# Compute capabilities of devices that programs are compiled for ahead of time, by a word of their kind.
+CAPABILITIES = {"T4": 7.5, "A100": 8.0, "L4": 8.9, "H100": 9.0, "H200": 9.0}
+
+
+class Target(NamedTuple):
+    """The GPU that a program is compiled for."""
+
+    num_cores: int  # multiprocessors
+    capability: float  # e.g. 8.9
+
+
+def target() -> Target:
+    """Returns the GPU at hand, or the one of the abstract mesh in use where a program is compiled ahead of time.
+
+    Raises:
+      NotImplementedError: when that is no GPU, or one that Triton does not compile for.
+    """
+    abstract, device = jax.sharding.get_abstract_mesh().abstract_device, jax.devices()[0]
+    if abstract is not None and abstract.device_kind != device.device_kind:
+        kind, platform, num_cores = abstract.device_kind, abstract.platform, abstract.num_cores
+        capability = next((CAPABILITIES[word] for word in kind.split("-")[0].split() if word in CAPABILITIES), None)
+    else:
+        kind, platform = device.device_kind, device.platform
+        num_cores = getattr(device, "core_count", None)
+        capability = getattr(device, "compute_capability", None)
+    if platform not in ("gpu", "cuda") or capability is None or num_cores is None:
+        raise NotImplementedError(
+            f"device={kind!r} of platform {platform!r} is not supported by the GPU kernels; supported are NVIDIA GPUs"
+            f" of compute capability {MIN_CAPABILITY} and up, ahead of time {sorted(CAPABILITIES)}"
+        )
+    if float(capability) < MIN_CAPABILITY:
+        raise NotImplementedError(
+            f"compute capability {capability} of {kind!r} is not supported by the GPU kernels; supported are"
+            f" {MIN_CAPABILITY} and up"
+        )
+    return Target(num_cores, float(capability))
+
+
+def launch(
+    kernel: Callable[..., None],
+    *arrays: jax.Array,
+    grid: tuple[int, ...],
+    out: Sequence[jax.ShapeDtypeStruct],
+    num_warps: int,
+    num_stages: int,
+    name: str,
+    interpret: bool,
+    aliases: Mapping[int, int] | None = None,
+) -> Any:
+    """Runs kernel(*refs of arrays, *refs of out) once per point of the grid; every ref is a whole array.
+
+    `aliases` says which array becomes which output, in place.
+    """
+    for array in arrays:
+        # Up to 2**32 bytes Triton adds a signed offset of 32 bits, whose reach a pool of single bytes exceeds.
+        if array.dtype.itemsize == 1 and 2**31 < array.size <= 2**32:
+            raise NotImplementedError(
+                f"an array {array.shape} of {array.dtype} is not supported by the GPU kernels: between 2**31 and 2**32"
+                " bytes it would be addressed wrongly; make it smaller or larger than that"
+            )
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=[pl.BlockSpec()] * len(arrays),
+        out_specs=[pl.BlockSpec()] * len(out),
+        out_shape=list(out),
+        input_output_aliases=dict(aliases or {}),
+        compiler_params=triton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpret,
+        name=name,
+    )(*arrays)
+
+
+def load(ref: Any, indices: tuple, mask: jax.Array | None = None) -> jax.Array:
+    """Returns ref[indices], zero where the mask is false; nothing is read there, whatever the index."""
+    if mask is None:
+        return triton.load(ref.at[_as_arrays(indices)])
+    return triton.load(ref.at[_as_arrays(indices)], mask=mask, other=jnp.zeros((), ref.dtype))
+
+
+def store(ref: Any, indices: tuple, value: jax.Array, mask: jax.Array) -> None:
+    """Writes value to ref[indices] where the mask is true."""
+    triton.store(ref.at[_as_arrays(indices)], value.astype(ref.dtype), mask=mask)
+
+
+def _as_arrays(indices: tuple) -> tuple:
+    """The interpreter knows no Python integers as indices."""
+    return tuple(jnp.asarray(index, jnp.int32) for index in indices)
+
+
+def dot(a: jax.Array, b: jax.Array, transpose_b: bool = False) -> jax.Array:
+    """Returns a b or a bᵀ, added up in float32; float32 operands are not rounded to a tensor-core format."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    contract = 1 if transpose_b else 0
+    return jax.lax.dot_general(
+        a, b, (((1,), (contract,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )

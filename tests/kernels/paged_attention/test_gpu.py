@@ -1,0 +1,156 @@
+"""What is the GPU kernel's own: splits and tiles of any size, and what it refuses. Interpreted on CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from kernels_pallas.paged_attention import abstract_pages, paged_attention
+from kernels_pallas.paged_attention.gpu import paged_attention_gpu
+from kernels_pallas.paged_attention.gpu_block_sizes import GpuBlockSizes, gpu_block_sizes
+from kernels_pallas.triton import Target
+from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call
+
+SMALL = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 20, "layout": "gpu"}
+DECODE = [(1, 1), (1, 15), (1, 16), (1, 17), (1, 64), (1, 33), (1, 0)]
+BLOCKS = GpuBlockSizes(block_m=16, block_k=16, num_splits=1, num_warps=4, num_stages=2)
+H200 = Target(num_cores=132, capability=9.0)
+
+
+def check(call, *, q_len=None, trees=None, block_sizes, **options):
+    attend = functools.partial(paged_attention_gpu, q_len=q_len, block_sizes=block_sizes, interpret=True, scale=0.25)
+    arrays = {name: options.pop(name) for name in ("sinks",) if name in options}
+    out, pages = jax.jit(functools.partial(attend, **options))(**call.arguments, **arrays)
+    expected = expected_output(call, 0.25, trees=trees, **options, **arrays)
+    is_real = ~np.isnan(expected)
+    # float32 sums of at most 64 weighted values of order 1.
+    np.testing.assert_allclose(np.asarray(out[: call.num_tokens])[is_real], expected[is_real], rtol=1e-5, atol=1e-5)
+    assert np.isfinite(out).all()
+    check_pages(call, call.arguments["pages"], pages)
+
+
+@pytest.mark.parametrize("num_splits", [2, 3, 8])
+def test_a_context_split_over_programs_is_attended_to_once(num_splits):
+    # Of 8 splits of at most 4 blocks, some have nothing to do.
+    check(make_call(DECODE, **SMALL), q_len=1, block_sizes=dataclasses.replace(BLOCKS, num_splits=num_splits))
+
+
+def test_splits_share_window_soft_cap_and_sinks():
+    sinks = np.array([3.0, -20.0, 0.5, 20.0, 1.0, 0.0], np.float32)
+    splits = dataclasses.replace(BLOCKS, num_splits=3)
+
+    check(make_call(DECODE, **SMALL), q_len=1, block_sizes=splits, window=37, softcap=2.0, sinks=sinks)
+
+
+def test_a_draft_tree_may_be_split():
+    tree = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], bool)
+    call = make_call([(4, 50), (4, 4), (4, 0)], **SMALL)
+    words = np.tile((tree * (1 << np.arange(4))).sum(-1).astype(np.uint32), 3)[:, None]
+
+    splits = dataclasses.replace(BLOCKS, num_splits=2)
+    check(call.with_options(tree_mask=words), q_len=4, trees=[tree] * 3, block_sizes=splits)
+
+
+@pytest.mark.parametrize(("block_m", "block_k"), [(16, 32), (32, 16), (64, 64)])
+def test_tiles_of_any_size_cover_a_ragged_batch(block_m, block_k):
+    lens = [(7, 23), (0, 0), (1, 17), (37, 64), (1, 1), (5, 5), (0, 0)]
+    block_sizes = dataclasses.replace(BLOCKS, block_m=block_m, block_k=block_k, num_splits=2)
+
+    check(make_call(lens, **SMALL, num_padding=13), block_sizes=block_sizes)
+
+
+def test_splits_are_for_few_tiles_over_long_contexts():
+    sizes = functools.partial(gpu_block_sizes, queries=1, group=4, head_dim=128, target=H200)
+
+    assert sizes(num_tiles=8, max_context=32768).num_splits == 32
+    assert sizes(num_tiles=8, max_context=1024).num_splits == 4
+    assert sizes(num_tiles=128, max_context=32768).num_splits == 3
+    assert sizes(num_tiles=512, max_context=32768).num_splits == 1
+
+
+@pytest.mark.parametrize(("queries", "group", "block_m"), [(1, 1, 16), (1, 71, 128), (5, 8, 64), (128, 4, 128)])
+def test_a_tile_holds_at_least_one_query_of_every_head(queries, group, block_m):
+    sizes = gpu_block_sizes(num_tiles=8, queries=queries, group=group, head_dim=128, max_context=4096, target=H200)
+
+    assert sizes.block_m == block_m
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [("block_m", 8, "power of two of at least 16"), ("block_k", 48, "power of two"), ("num_splits", 0, "at least 1")],
+)
+def test_block_sizes_that_no_kernel_has_are_refused(name, value, reason):
+    with pytest.raises(ValueError, match=f"{name}={value} must be .*{reason}"):
+        dataclasses.replace(BLOCKS, **{name: value})
+
+
+def test_a_tile_too_small_for_the_heads_of_a_group_is_refused():
+    call = make_call([(1, 1)], num_heads=17, num_kv_heads=1, head_dim=16, layout="gpu")
+
+    with pytest.raises(ValueError, match="block_m=16 is less than the 17 query heads"):
+        paged_attention_gpu(**call.arguments, scale=1.0, q_len=1, block_sizes=BLOCKS, interpret=True)
+
+
+def abstract_call(*, dtype="bfloat16", page_dtype="bfloat16", head_dim=64, page_size=16, num_pages=4, layout="gpu"):
+    """The arguments of a call of one token, as shapes."""
+    shape = jax.ShapeDtypeStruct
+    scales = {name: shape((2,), jnp.float32) for name in ("k_scale", "v_scale")}
+    return {
+        "q": shape((1, 4, head_dim), dtype),
+        "k": shape((1, 2, head_dim), dtype),
+        "v": shape((1, 2, head_dim), dtype),
+        "pages": abstract_pages(num_pages, page_size, 2, head_dim, page_dtype, layout),
+        "block_tables": shape((1, 2), jnp.int32),
+        "kv_lens": shape((1,), jnp.int32),
+        "cu_q_lens": shape((2,), jnp.int32),
+        **(scales if jnp.dtype(page_dtype).itemsize == 1 else {}),
+    }
+
+
+def lower(kind, **options):
+    """Traces a call for a device that need not be here."""
+    device = AbstractDevice(kind, 100, "gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        attend = functools.partial(paged_attention, scale=1.0, q_len=1, implementation="gpu")
+        return jax.eval_shape(attend, **abstract_call(**options))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("NVIDIA H200", {"layout": "cpu"}, "pages.layout=cpu is not supported.*'gpu'"),
+        ("NVIDIA H200", {"dtype": "float32"}, "q.dtype=float32 is not supported.*bfloat16"),
+        ("NVIDIA H200", {"page_dtype": "float16"}, "pages.dtype=float16 is not supported.*bfloat16.*int8"),
+        ("NVIDIA H200", {"head_dim": 257}, "head_dim=257 is not supported.*257"),
+        ("NVIDIA H200", {"page_size": 8}, r"page_size=8 is not supported.*\(16, 32"),
+        ("NVIDIA H200", {"page_dtype": "int8", "num_pages": 2**20 + 1}, r"between 2\*\*31 and 2\*\*32"),
+        ("NVIDIA A100-SXM4-80GB", {"page_dtype": "float8_e4m3fn"}, "float8_e4m3fn .*capability 8.0.*use int8"),
+        ("Tesla T4", {}, "capability 7.5 of 'Tesla T4' is not supported.*8.0 and up"),
+        ("Radeon", {}, "device='Radeon' of platform 'gpu' is not supported.*'H200'"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused_by_name(kind, options, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        lower(kind, **options)
+
+
+@pytest.mark.parametrize("page_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+def test_a_call_for_a_gpu_that_is_not_here_is_traced(page_dtype):
+    out, pages = lower("NVIDIA L4", page_dtype=page_dtype)
+
+    assert (out.shape, pages.dtype) == ((1, 4, 64), page_dtype)
+
+
+def test_on_cpu_the_kernel_is_refused_and_the_reference_reads_its_pages():
+    call = make_call(DECODE, **SMALL, dtype=jnp.bfloat16)
+
+    with pytest.raises(NotImplementedError, match="device='cpu'"):
+        paged_attention(**call.arguments, scale=0.25, implementation="gpu")
+    out, _ = jax.jit(functools.partial(paged_attention, scale=0.25))(**call.arguments)
+    assert np.isfinite(out.astype(jnp.float32)).all()
