@@ -8,6 +8,7 @@ with JAX_PLATFORMS=cpu, or jax looks for a driver.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 import subprocess
@@ -121,7 +122,7 @@ def compile_for(
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
         seconds = time.perf_counter() - start
         launches = _launches(Path(folder), GPUS[name].arch)
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     return Compiled(
         launches, memory.argument_size_in_bytes, memory.temp_size_in_bytes, memory.alias_size_in_bytes, seconds
     )
@@ -131,6 +132,8 @@ def _launches(folder: Path, arch: str) -> tuple[Launch, ...]:
     """Reads XLA's list of launches, and from ptxas what each kernel takes."""
     usage = {}
     for ptx in folder.glob("*.ptx"):
+        if ".entry" not in ptx.read_text():
+            continue  # constants alone
         command = [str(_ptxas()), "-v", f"-arch={arch}", str(ptx), "-o", os.devnull]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         for entry in log.split("Compiling entry function '")[1:]:
@@ -141,9 +144,10 @@ def _launches(folder: Path, arch: str) -> tuple[Launch, ...]:
     for line in sequence.read_text().splitlines():
         found = re.search(r"(\S+) grid: \[(.+)\] threads: \[(.+)\] +shared_memory: (\d+) bytes", line)
         if found:
-            kernel, grid, threads, shared = found.groups()
-            sizes = [int(np.prod([int(n) for n in text.split(",")])) for text in (grid, threads)]
-            launches.append(Launch(kernel, *sizes, int(shared), *usage.get(kernel, (0, 0))))
+            kernel, *sizes, shared = found.groups()
+            grid, threads = (math.prod(int(n) for n in size.split(",")) for size in sizes)
+            registers, spill_bytes = usage.get(kernel, (0, 0))
+            launches.append(Launch(kernel, grid, threads, int(shared), registers, spill_bytes))
     return tuple(launches)
 
 

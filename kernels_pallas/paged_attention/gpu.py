@@ -73,7 +73,14 @@ def paged_attention_gpu(
     place |= {"k_pages": pages.arrays[0], "v_pages": pages.arrays[1], "sinks": sinks}
     place |= {"k_scale": k_scale, "v_scale": v_scale, "scale": scale, "window": window, "softcap": softcap}
     max_context = M * pages.page_size if window is None else min(M * pages.page_size, window)
-    sizes = functools.partial(gpu_block_sizes, group=N // K, head_dim=H, max_context=max_context, target=target)
+    sizes = functools.partial(
+        gpu_block_sizes,
+        group=N // K,
+        head_dim=H,
+        max_context=max_context,
+        has_tree=tree_mask is not None,
+        target=target,
+    )
     if q_len is not None:
         chosen = block_sizes or sizes(num_tiles=B * K, queries=q_len)
         return _attend(q, kv_lens, cu_q_lens, **place, tree_mask=tree_mask, block_sizes=chosen), pages
@@ -314,8 +321,10 @@ def _find_tile(arrays, block_m: int, q_len: int | None, window: int | None) -> _
 
 def _num_ancestors(tree_mask, tokens: jax.Array, is_query: jax.Array) -> jax.Array:
     """Returns how many tokens of its row each query of a tree descends from, i32[W]."""
-    words = (triton.load(tree_mask, (tokens, word), is_query) for word in range(tree_mask.shape[1]))
-    return sum(jax.lax.population_count(word).astype(jnp.int32) for word in words) - 1
+    num_set = jnp.full(tokens.shape, -1, jnp.int32)
+    for i in range(tree_mask.shape[1]):
+        num_set = num_set + jax.lax.population_count(triton.load(tree_mask, (tokens, i), is_query)).astype(jnp.int32)
+    return num_set
 
 
 def _queries(arrays, tile: _Tile) -> tuple[tuple, jax.Array]:
@@ -324,7 +333,7 @@ def _queries(arrays, tile: _Tile) -> tuple[tuple, jax.Array]:
     return index, tile.is_query[:, None] & (tile.columns < arrays.q.shape[2])[None]
 
 
-def _start(arrays, tile: _Tile, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _start(arrays, tile: _Tile, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns running maximum f32[W], total f32[W] and output f32[W, H] before the first block."""
     maximum, total = jnp.full(shape[:1], MASKED, jnp.float32), jnp.zeros(shape[:1], jnp.float32)
     if arrays.sinks is not None:
@@ -366,11 +375,13 @@ def _load_slots(arrays, pool, tile: _Tile, slots: jax.Array, is_seen: jax.Array 
     S, _, H = pool.shape[1:]
     page_ids = triton.load(arrays.block_tables, (tile.row, slots >> _log2(S)), is_seen)
     page_ids = page_ids + triton.load(arrays.page_offset, (0,))
-    mask = None
-    if is_seen is not None or tile.columns.size > H:
-        mask = jnp.broadcast_to((tile.columns < H)[None], (slots.size, tile.columns.size))
+    mask = (tile.columns < H)[None]
     if is_seen is not None:
-        mask = mask & is_seen[:, None]
+        mask = is_seen[:, None] & mask
+    elif tile.columns.size > H:
+        mask = jnp.broadcast_to(mask, (slots.size, tile.columns.size))
+    else:
+        mask = None  # nothing to hide: the loads of whole blocks stay plain
     index = (page_ids[:, None], (slots & (S - 1))[:, None], tile.kv_head, tile.columns[None])
     return triton.load(pool, index, mask)
 

@@ -1,0 +1,75 @@
+"""The one signature of the weight-only quantized product, and the choice among its implementations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+
+from kernels_pallas.quantized_matmul.gpu import quantized_matmul_gpu
+from kernels_pallas.quantized_matmul.reference import quantized_matmul_reference
+
+# In order of preference. The reference supports every call, so a search ends there; what follows must be named.
+IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
+    "gpu": quantized_matmul_gpu,
+    "reference": quantized_matmul_reference,
+    "gpu_interpret": functools.partial(quantized_matmul_gpu, interpret=True),
+}
+
+
+def quantized_matmul(
+    x: jax.Array,
+    weights: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None = None,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Returns x wᵀ [T, F], where w[f, d] = (weights[f, d] - zeros[f, d // g]) * scales[f, d // g].
+
+    Groups of g = D // groups inputs share a scale; one group is a scale per output channel.
+
+    Args:
+      x: [T, D] activations, floating point.
+      weights: i8[F, D], or i8[F, D / 2] as `pack_int4` lays out 4-bit integers.
+      scales: f[F, groups], in any floating type.
+      zeros: i8[F, groups] zero points; None is 0.
+      implementation: a name from `IMPLEMENTATIONS`, or None for the best that supports the call.
+
+    Returns:
+      [T, F] in x's dtype, accumulated in float32.
+
+    Raises:
+      ValueError: for an unknown implementation or arrays that do not fit together.
+      NotImplementedError: when the named implementation cannot do this call, with the reason.
+    """
+    _check_shapes(x, weights, scales, zeros)
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={implementation!r} is unknown; choose from {sorted(IMPLEMENTATIONS)} or None")
+    names = list(IMPLEMENTATIONS) if implementation is None else [implementation]
+    for name in names:
+        try:
+            return IMPLEMENTATIONS[name](x, weights, scales, zeros)
+        except NotImplementedError:
+            if name == names[-1]:
+                raise
+    raise RuntimeError("no implementation of the quantized product is registered")
+
+
+def _check_shapes(x, weights, scales, zeros) -> None:
+    D, F, groups = x.shape[-1], weights.shape[0], scales.shape[-1]
+    fits = (
+        (x.ndim, weights.ndim) == (2, 2)
+        and weights.dtype == "int8"
+        and weights.shape[1] in (D, D // 2)
+        and scales.shape == (F, groups)
+        and groups > 0
+        and D % groups == 0
+        and (weights.shape[1] == D or (D // groups) % 2 == 0)
+        and (zeros is None or (zeros.shape == scales.shape and zeros.dtype == "int8"))
+    )
+    if not fits:
+        parts = {"x": x, "weights": weights, "scales": scales, "zeros": zeros}
+        listed = ", ".join(f"{n} {a.shape} of {a.dtype}" for n, a in parts.items() if a is not None)
+        raise ValueError(f"arrays do not fit together: {listed}; see quantized_matmul")

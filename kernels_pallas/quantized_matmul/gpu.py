@@ -1,0 +1,147 @@
+"""The group-wise quantized product for NVIDIA GPUs from Ampere on, in Pallas-Triton.
+
+XLA writes the weights to memory in floating point before it multiplies by them, which is all the traffic that
+quantization saves. Here a program takes some rows and some output channels, reads the integers group by group, widens
+them in registers and scales each group's product. Few rows leave most of a GPU idle, so the groups are split over
+several programs, whose sums are added afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from kernels_pallas import triton
+from kernels_pallas.quantized_matmul.reference import split_int4
+
+GROUP_SIZES = (32, 64, 128, 256)
+# Programs per multiprocessor that keep enough bytes under way: three stages of 64 channels x 128 bytes each.
+PROGRAMS_PER_CORE = 2
+# Fewer groups per program than this are not worth a pass over the results.
+MIN_GROUPS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatmulBlockSizes:
+    """How the kernel cuts its work; a block along the inputs is one group."""
+
+    block_m: int  # rows
+    block_n: int  # output channels
+    num_splits: int  # programs that share the groups of one tile
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        for name in ("block_m", "block_n"):
+            value = getattr(self, name)
+            if value < triton.MIN_DOT or value & (value - 1):
+                raise ValueError(f"{name}={value} must be a power of two of at least {triton.MIN_DOT}")
+        for name in ("num_splits", "num_warps", "num_stages"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+def matmul_block_sizes(*, rows: int, channels: int, groups: int, target: triton.Target) -> MatmulBlockSizes:
+    """Returns block sizes for a product of `rows` rows; the compile tests keep them free of spills."""
+    block_m = min(max(pl.next_power_of_2(rows), 16), 64)
+    block_n = 64
+    num_tiles = pl.cdiv(rows, block_m) * pl.cdiv(channels, block_n)
+    splits = min(pl.cdiv(PROGRAMS_PER_CORE * target.num_cores, num_tiles), groups // MIN_GROUPS)
+    return MatmulBlockSizes(
+        block_m=block_m, block_n=block_n, num_splits=max(1, splits), num_warps=4, num_stages=3 if block_m < 64 else 2
+    )
+
+
+def quantized_matmul_gpu(
+    x: jax.Array,
+    weights: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    *,
+    block_sizes: MatmulBlockSizes | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """The contract is that of `quantized_matmul`; `block_sizes` None takes those estimated for the device."""
+    (T, D), F, groups = x.shape, weights.shape[0], scales.shape[1]
+    target = _check(x, D // groups, groups, interpret)
+    block_sizes = block_sizes or matmul_block_sizes(rows=T, channels=F, groups=groups, target=target)
+    splits, block_m, block_n = block_sizes.num_splits, block_sizes.block_m, block_sizes.block_n
+    arrays = {"x": x, "weights": weights, "scales": scales}
+    if zeros is not None:
+        arrays["zeros"] = zeros
+    (out,) = triton.launch(
+        functools.partial(_kernel, names=tuple(arrays), block_sizes=block_sizes),
+        *arrays.values(),
+        # Programs of the same channels are neighbours, so that their weights are read from memory once.
+        grid=(pl.cdiv(T, block_m), pl.cdiv(F, block_n), splits),
+        out=[jax.ShapeDtypeStruct((splits, T, F), x.dtype if splits == 1 else jnp.float32)],
+        num_warps=block_sizes.num_warps,
+        num_stages=block_sizes.num_stages,
+        name="quantized_matmul",
+        interpret=interpret,
+    )
+    return out[0] if splits == 1 else out.sum(0).astype(x.dtype)
+
+
+def _check(x: jax.Array, group_size: int, groups: int, interpret: bool) -> triton.Target:
+    if groups == 1:
+        raise NotImplementedError(
+            "groups=1 is not supported by the GPU kernel, which takes at least 2: XLA fuses the conversion into a"
+            " product with one scale per channel; use implementation='reference'"
+        )
+    dtypes = ("bfloat16", "float16", "float32") if interpret else ("bfloat16", "float16")
+    for what, value, supported in (("x.dtype", x.dtype.name, dtypes), ("group size", group_size, GROUP_SIZES)):
+        if value not in supported:
+            raise NotImplementedError(f"{what}={value} is not supported by the GPU kernel; supported: {supported}")
+    return triton.Target(num_cores=1, capability=triton.MIN_CAPABILITY) if interpret else triton.target()
+
+
+def _kernel(*refs, names, block_sizes: MatmulBlockSizes) -> None:
+    """One program: rows `program_id(0)`, channels `program_id(1)`, part `program_id(2)` of the groups."""
+    arrays = SimpleNamespace(**({"zeros": None} | dict(zip(names, refs, strict=False))))
+    (T, D), (F, groups), out_ref = arrays.x.shape, arrays.scales.shape, refs[-1]
+    rows = pl.program_id(0) * block_sizes.block_m + jnp.arange(block_sizes.block_m, dtype=jnp.int32)
+    channels = pl.program_id(1) * block_sizes.block_n + jnp.arange(block_sizes.block_n, dtype=jnp.int32)
+    multiply = functools.partial(_multiply_group, arrays, rows, channels, size=D // groups)
+    share = pl.cdiv(groups, block_sizes.num_splits)
+    first = pl.program_id(2) * share
+    last = jnp.minimum(first + share, groups)
+    out = jnp.zeros((block_sizes.block_m, block_sizes.block_n), jnp.float32)
+    out = jax.lax.fori_loop(first, last, multiply, out)
+    mask = (rows < T)[:, None] & (channels < F)[None]
+    triton.store(out_ref, (pl.program_id(2), rows[:, None], channels[None]), out, mask)
+
+
+def _multiply_group(arrays, rows: jax.Array, channels: jax.Array, group, out: jax.Array, *, size: int) -> jax.Array:
+    """Adds the product of one group of inputs to out f32[rows, channels]."""
+    (T, D), F = arrays.x.shape, arrays.scales.shape[0]
+    is_packed = arrays.weights.shape[1] < D
+    width = size // 2 if is_packed else size
+    inputs, is_row, is_channel = jnp.arange(width, dtype=jnp.int32), rows < T, channels < F
+    weights = triton.load(
+        arrays.weights,
+        (channels[:, None], (group * width + inputs)[None]),
+        jnp.broadcast_to(is_channel[:, None], (channels.size, width)),
+    )
+    parts = split_int4(weights) if is_packed else (weights,)
+    zeros = None
+    if arrays.zeros is not None:
+        zeros = triton.load(arrays.zeros, (channels, group), is_channel).astype(jnp.float32)
+    product = jnp.zeros(out.shape, jnp.float32)
+    for i, part in enumerate(parts):
+        x = triton.load(
+            arrays.x,
+            (rows[:, None], (group * size + i * width + inputs)[None]),
+            jnp.broadcast_to(is_row[:, None], (rows.size, width)),
+        )
+        part = part.astype(jnp.float32)
+        if zeros is not None:
+            part = part - zeros[:, None]
+        product = product + triton.dot(x, part.astype(x.dtype), transpose_b=True)
+    scales = triton.load(arrays.scales, (channels, group), is_channel).astype(jnp.float32)
+    return out + product * scales[None]

@@ -1,0 +1,69 @@
+"""The quantized product in plain JAX: the oracle of the kernel, and what runs on TPU and CPU."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def pack_int4(weights: jax.Array, group_size: int) -> jax.Array:
+    """Packs integers from -8 to 7, i8[F, D], two to a byte, i8[F, D / 2].
+
+    Byte j of a group of g holds number j in its low half and number j + g / 2 in its high half, so that unpacking gives
+    two runs of neighbours and a kernel need not interleave them.
+    """
+    F, D = weights.shape
+    low, high = jnp.split(weights.reshape(F, D // group_size, group_size), 2, axis=-1)
+    return ((low & 15) | (high << 4)).astype(jnp.int8).reshape(F, D // 2)
+
+
+def unpack_int4(packed: jax.Array, group_size: int) -> jax.Array:
+    """Returns i8[F, D] of what `pack_int4` packed."""
+    F, half = packed.shape
+    halves = split_int4(packed.reshape(F, 2 * half // group_size, group_size // 2))
+    return jnp.concatenate(halves, axis=-1).reshape(F, 2 * half)
+
+
+def split_int4(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the signed low and high halves of bytes."""
+    return jnp.right_shift(jnp.left_shift(packed, 4), 4), jnp.right_shift(packed, 4)
+
+
+def dequantize(weights: jax.Array, scales: jax.Array, zeros: jax.Array | None, num_inputs: int) -> jax.Array:
+    """Returns the weights f32[F, D]; the arguments are those of `quantized_matmul`."""
+    w = _centred(weights, scales, zeros, num_inputs).astype(jnp.float32)
+    w = w * scales.astype(jnp.float32)[..., None]
+    return w.reshape(w.shape[0], num_inputs)
+
+
+def quantized_matmul_reference(
+    x: jax.Array, weights: jax.Array, scales: jax.Array, zeros: jax.Array | None
+) -> jax.Array:
+    """The contract is that of `quantized_matmul`.
+
+    Integers go into the product and scales onto its result, group by group: the compiler fuses the conversion, and the
+    weights are never there in floating point. Of many rows the results per group, float32 [T, groups, F], would be
+    larger than the weights in x's type; then those are made.
+    """
+    (T, D), F, groups = x.shape, weights.shape[0], scales.shape[1]
+    scales = scales.astype(jnp.float32)
+    if groups == 1:
+        w = _centred(weights, scales, zeros, D).reshape(F, D).astype(x.dtype)
+        y = jnp.einsum("td,fd->tf", x, w, preferred_element_type=jnp.float32)
+        return (y * scales[:, 0][None]).astype(x.dtype)
+    if T * groups * 4 > D * x.dtype.itemsize:
+        w = dequantize(weights, scales, zeros, D).astype(x.dtype)
+        return jnp.einsum("td,fd->tf", x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+    w = _centred(weights, scales, zeros, D).astype(x.dtype)
+    y = jnp.einsum("tgd,fgd->tgf", x.reshape(T, groups, -1), w, preferred_element_type=jnp.float32)
+    return (y * scales.T[None]).sum(1).astype(x.dtype)
+
+
+def _centred(weights: jax.Array, scales: jax.Array, zeros: jax.Array | None, num_inputs: int) -> jax.Array:
+    """Returns weights less zero points as integers [F, groups, g]."""
+    F, groups = scales.shape
+    if weights.shape[1] < num_inputs:
+        weights = unpack_int4(weights, num_inputs // groups)
+    w = weights.reshape(F, groups, -1)
+    # Differences of bytes need nine bits, and bfloat16 holds every integer up to 256.
+    return w if zeros is None else w.astype(jnp.int16) - zeros.astype(jnp.int16)[..., None]

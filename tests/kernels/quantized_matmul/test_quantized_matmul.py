@@ -1,0 +1,147 @@
+"""Every implementation of the quantized product against NumPy in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas.quantized_matmul import dequantize, pack_int4, quantized_matmul, unpack_int4
+from kernels_pallas.quantized_matmul.gpu import MatmulBlockSizes, matmul_block_sizes, quantized_matmul_gpu
+from kernels_pallas.triton import Target
+
+multiply = jax.jit(quantized_matmul, static_argnames="implementation")
+
+
+def make_call(T, D, F, group_size, *, bits=8, has_zeros=False, dtype=jnp.float32, seed=0):
+    """Returns the arguments of a call and the product in float64."""
+    generator = np.random.default_rng(seed)
+    low, high = (-8, 7) if bits == 4 else (-128, 127)
+    integers = generator.integers(low, high, (F, D), np.int8, endpoint=True)
+    scales = generator.uniform(0.5, 2.0, (F, D // group_size)).astype(np.float32) / (high * D**0.5)
+    zeros = generator.integers(low, high, scales.shape, np.int8, endpoint=True) if has_zeros else None
+    x = np.asarray(jnp.asarray(generator.standard_normal((T, D)), dtype).astype(jnp.float32))
+    centres = 0 if zeros is None else np.repeat(zeros, group_size, axis=1).astype(np.float64)
+    w = (integers - centres) * np.repeat(scales, group_size, axis=1)
+    stored = pack_int4(jnp.asarray(integers), group_size) if bits == 4 else jnp.asarray(integers)
+    call = (jnp.asarray(x, dtype), stored, jnp.asarray(scales), None if zeros is None else jnp.asarray(zeros))
+    return call, x.astype(np.float64) @ w.T
+
+
+@pytest.mark.parametrize("implementation", ["reference", "gpu_interpret"])
+@pytest.mark.parametrize(
+    ("T", "F", "group_size", "bits", "has_zeros"),
+    [(3, 70, 32, 8, False), (3, 70, 128, 4, True), (1, 64, 64, 8, True), (40, 24, 32, 4, False)],
+)
+def test_a_product_is_that_of_the_weights_the_integers_stand_for(T, F, group_size, bits, has_zeros, implementation):
+    call, expected = make_call(T, 256, F, group_size, bits=bits, has_zeros=has_zeros)
+
+    # float32 sums of 256 terms of order 1/16.
+    np.testing.assert_allclose(multiply(*call, implementation=implementation), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_one_group_is_a_scale_per_channel(bits, has_zeros):
+    call, expected = make_call(5, 96, 10, 96, bits=bits, has_zeros=has_zeros)
+
+    np.testing.assert_allclose(multiply(*call), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "gpu_interpret"])
+def test_half_precision_rows_lose_nothing_to_integers_and_zero_points(implementation):
+    call, expected = make_call(4, 256, 32, 64, has_zeros=True, dtype=jnp.bfloat16)
+
+    out = multiply(*call, implementation=implementation)
+
+    assert out.dtype == jnp.bfloat16
+    # Differences up to 255 are exact in bfloat16, so only the result is rounded, to 8 bits.
+    np.testing.assert_allclose(out.astype(jnp.float32), expected, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize(("block_m", "block_n", "num_splits"), [(16, 32, 3), (32, 16, 8)])
+def test_groups_split_over_programs_are_added_once(block_m, block_n, num_splits):
+    call, expected = make_call(37, 160, 50, 32)
+    blocks = MatmulBlockSizes(block_m=block_m, block_n=block_n, num_splits=num_splits, num_warps=4, num_stages=2)
+
+    out = jax.jit(functools.partial(quantized_matmul_gpu, block_sizes=blocks, interpret=True))(*call)
+
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_packed_integers_are_the_ones_unpacked():
+    integers = jnp.asarray(np.random.default_rng(0).integers(-8, 8, (3, 64)), jnp.int8)
+
+    packed = pack_int4(integers, 32)
+
+    assert packed.shape == (3, 32)
+    np.testing.assert_array_equal(unpack_int4(packed, 32), integers)
+
+
+def test_dequantized_weights_are_those_the_integers_stand_for():
+    weights, scales = jnp.array([[1, -2, 3, 4]], jnp.int8), jnp.array([[0.5, 2.0]], jnp.bfloat16)
+
+    np.testing.assert_array_equal(dequantize(weights, scales, jnp.array([[1, 2]], jnp.int8), 4), [[0.0, -1.5, 2, 4]])
+
+
+def test_few_rows_are_split_over_the_multiprocessors_and_many_are_not():
+    sizes = functools.partial(matmul_block_sizes, groups=32, target=Target(num_cores=132, capability=9.0))
+
+    assert sizes(rows=1, channels=4096).num_splits == 5
+    assert sizes(rows=1, channels=28672).num_splits == 1
+    assert (sizes(rows=512, channels=4096).num_splits, sizes(rows=512, channels=4096).block_m) == (1, 64)
+
+
+SHAPES = {"x": (2, 64), "weights": (8, 64), "scales": (8, 2), "zeros": (8, 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    [
+        ("weights", (8, 16), "int8"),
+        ("weights", (8, 64), "int16"),
+        ("scales", (8, 3), "float32"),
+        ("scales", (4, 2), "float32"),
+        ("zeros", (8, 1), "int8"),
+        ("zeros", (8, 2), "float32"),
+        ("x", (2, 3, 64), "float32"),
+    ],
+)
+def test_arrays_that_do_not_fit_together_are_refused_with_all_of_them(name, shape, dtype):
+    arrays = {n: np.zeros(s, "int8" if n in ("weights", "zeros") else "float32") for n, s in SHAPES.items()}
+
+    with pytest.raises(ValueError, match=f"arrays do not fit together: .*{name} "):
+        quantized_matmul(**{**arrays, name: np.zeros(shape, dtype)})
+
+
+@pytest.mark.parametrize(
+    ("group_size", "dtype", "reason"),
+    [
+        (256, jnp.bfloat16, "groups=1 is not supported.*implementation='reference'"),
+        (16, jnp.bfloat16, "group size=16 is not supported.*32"),
+        (64, jnp.float32, "x.dtype=float32 is not supported.*bfloat16"),
+        (64, jnp.bfloat16, "device='cpu'"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused_by_name(group_size, dtype, reason):
+    call, _ = make_call(2, 256, 8, group_size, dtype=dtype)
+
+    with pytest.raises(NotImplementedError, match=reason):
+        quantized_matmul(*call, implementation="gpu")
+
+
+def test_an_unknown_implementation_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="implementation='cuda' is unknown; choose from .*'reference'"):
+        quantized_matmul(*make_call(2, 64, 8, 32)[0], implementation="cuda")
+
+
+@pytest.mark.parametrize(("name", "value"), [("block_m", 8), ("block_n", 48), ("num_splits", 0)])
+def test_block_sizes_that_no_kernel_has_are_refused(name, value):
+    blocks = MatmulBlockSizes(block_m=16, block_n=16, num_splits=1, num_warps=4, num_stages=2)
+
+    with pytest.raises(ValueError, match=f"{name}={value} must be"):
+        dataclasses.replace(blocks, **{name: value})
