@@ -53,6 +53,8 @@ HELP = {
     "max_log_probs": "most alternatives per token that a request may ask for",
     "max_listed_tokens": "most token ids that a request may name in one parameter",
     "prefix_cache": "share the cache of equal beginnings between requests (default on)",
+    "max_mixed_tokens": "tokens computed in a step in which somebody decodes",
+    "max_waiting": "requests queued beyond those that can run",
 }
 
 

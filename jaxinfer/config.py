@@ -138,6 +138,9 @@ class EngineConfig:
     `max_listed_tokens`: the most token ids that a request may name in `logit_bias`, in `allowed_token_ids`, in all its
     `bad_words` together, and as stop tokens under `min_tokens`.
     `prefix_cache`: whether requests share the pages of equal beginnings, those of finished requests included.
+    `max_mixed_tokens`: tokens computed in a step in which somebody decodes, `None` for max_num_batched_tokens; fewer
+    make prompts slower and the time between tokens more even. `max_waiting`: requests queued beyond those that can
+    run, `None` for any number.
     """
 
     max_num_seqs: int = 32
@@ -149,6 +152,8 @@ class EngineConfig:
     max_log_probs: int = 20
     max_listed_tokens: int = 128
     prefix_cache: bool = True
+    max_mixed_tokens: int | None = None
+    max_waiting: int | None = None
 
     def __post_init__(self) -> None:
         require_int("max_num_seqs", self.max_num_seqs, 1)
@@ -167,4 +172,9 @@ class EngineConfig:
         require_int("max_log_probs", self.max_log_probs, 0)
         require_int("max_listed_tokens", self.max_listed_tokens, 1)
         require_bool("prefix_cache", self.prefix_cache)
+        if self.max_mixed_tokens is not None:
+            # So many that a prompt advances beside all others decoding.
+            require_int("max_mixed_tokens", self.max_mixed_tokens, self.max_num_seqs, self.max_num_batched_tokens)
+        if self.max_waiting is not None:
+            require_int("max_waiting", self.max_waiting, 0)
         CacheConfig(num_pages=1, page_size=self.page_size)

@@ -96,6 +96,8 @@ ENGINE = {
     "max_log_probs": 2,
     "max_listed_tokens": 7,
     "prefix_cache": False,
+    "max_mixed_tokens": 100,
+    "max_waiting": 7,
 }
 
 

@@ -113,7 +113,9 @@ ALLOWED = {
     "engine.prefix": set(),
     "engine.request": below("config", "engine.prefix"),
     "engine.block_tables": below("engine.pages", "engine.request"),
-    "engine.scheduler": below("engine.block_tables", "engine.request", "config"),
+    "engine.policy": below("engine.request"),
+    "engine.waiting": below("engine.policy", "engine.request"),
+    "engine.scheduler": below("engine.block_tables", "engine.policy", "engine.waiting", "engine.request", "config"),
     "engine.batching": below("batch", "sampling_batch", "config", "engine.scheduler", "engine.request"),
 }
 ALLOWED_PAIRS = [(module, allowed) for name, allowed in ALLOWED.items() for module in within(f"jaxinfer.{name}")]

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from numbers import Integral
+from numbers import Integral, Real
+from typing import Any, TypedDict, get_args
 
 from jaxinfer.config import MAX_SEED, CacheConfig, EngineConfig, ModelConfig, SamplingParams
 from jaxinfer.engine.prefix import PageKeys, root_key
-from jaxinfer.engine.request import Request
+from jaxinfer.engine.request import Priority, Request
 from jaxinfer.tokenizer import Detokenizer, Tokenizer
 
 Prompt = str | Sequence[int]
+
+
+class Terms(TypedDict, total=False):
+    """On which terms a request is computed; none of them changes a token of it.
+
+    `priority`: "interactive", the default, goes before "batch" and takes its place in a full engine. `tenant`: for
+    whom it is; tenants have turns, so that nobody waits for all requests of another. `deadline`: seconds after which
+    the request ends with what it has, finish reason "deadline"; close ones go first. `cache_salt`: keeps the cached
+    prefixes of the request to those who give the same salt.
+    """
+
+    priority: Priority
+    tenant: str
+    deadline: float | None
+    cache_salt: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +51,9 @@ class Admission:
         prompt: Prompt,
         sampling: SamplingParams | None,
         *,
+        priority: Priority = "interactive",
+        tenant: str = "",
+        deadline: float | None = None,
         cache_salt: str | None = None,
     ) -> Request:
         """Returns the request, or raises ValueError with what is wrong, the value, and the way out."""
@@ -62,6 +82,9 @@ class Admission:
             stop_token_ids=stop_token_ids,
             text_stream=self._text_stream(sampling),
             keys=self._page_keys(cache_salt),
+            priority=_checked_priority(priority),
+            tenant=_checked_tenant(tenant),
+            time_limit=_checked_time_limit(deadline),
         )
 
     def _text_stream(self, sampling: SamplingParams) -> Detokenizer | None:
@@ -150,3 +173,23 @@ class Admission:
                 f" of the cache, which has {capacity}; lower max_tokens, or raise EngineConfig.num_pages"
                 " or cache_bytes"
             )
+
+
+def _checked_priority(priority: Any) -> Priority:
+    if priority not in get_args(Priority):
+        raise ValueError(f"priority={priority!r} is not allowed: give one of {', '.join(get_args(Priority))}")
+    return priority
+
+
+def _checked_tenant(tenant: Any) -> str:
+    if not isinstance(tenant, str):
+        raise ValueError(f"tenant={tenant!r} is not allowed: give a name as text, or leave it out")
+    return tenant
+
+
+def _checked_time_limit(deadline: Any) -> float:
+    if deadline is None:
+        return math.inf
+    if not isinstance(deadline, Real) or isinstance(deadline, bool) or not 0 < deadline < math.inf:
+        raise ValueError(f"deadline={deadline!r} is not allowed: give seconds from now, above 0, or None for no end")
+    return float(deadline)

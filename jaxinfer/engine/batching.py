@@ -32,12 +32,13 @@ class Bucket:
 def plan_buckets(config: EngineConfig) -> tuple[Bucket, ...]:
     """Returns every shape an engine of this configuration can ask for, smallest first of each kind.
 
-    Decoding takes 1, 8, 64, … rows and prefill 64, 512, … tokens, up to the limits of the configuration. A prefill has
-    as many rows as it could have.
+    Decoding takes 1, 8, 64, … rows and prefill 64, 512, … tokens, up to the limits of the configuration, one of which
+    is the prefill beside decoding rows. A prefill has as many rows as it could have.
     """
     max_rows, max_tokens = config.max_num_seqs, config.max_num_batched_tokens
     decode = [Bucket(True, rows, rows) for rows in _sizes(DECODE_ROWS, max_rows)]
-    prefill = [Bucket(False, n, min(n, max_rows)) for n in _sizes(PREFILL_TOKENS, max_tokens)]
+    sizes = {*_sizes(PREFILL_TOKENS, max_tokens), config.max_mixed_tokens or max_tokens}
+    prefill = [Bucket(False, n, min(n, max_rows)) for n in sorted(sizes)]
     return (*decode, *prefill)
 
 

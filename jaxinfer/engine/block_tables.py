@@ -7,6 +7,9 @@ key         | known   | known   |               a full page never changes: it ma
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from jaxinfer.engine.pages import PageAllocator
 from jaxinfer.engine.request import Request
 
@@ -23,13 +26,21 @@ class BlockTables:
         wanted = -(-(request.num_computed + num_tokens) // self._page_size)
         return max(wanted - len(request.pages), 0)
 
-    def can_hold(self, request: Request) -> bool:
-        """Whether a request without pages could have them for all of its tokens, the shared ones included."""
+    def can_hold(self, request: Request, num_reserved: int, victims: Sequence[Request]) -> bool:
+        """Whether a request without pages could have them for all of its tokens.
+
+        That is beside `num_reserved` pages for others, and if the victims gave up theirs.
+        """
         found = self._find(request)
+        given_up = Counter(page for victim in victims for page in victim.pages)
+
+        def is_idle(page: int) -> bool:
+            return self.pages.num_users(page) == given_up[page]
+
+        # An idle page that is found is one that nobody else can have any more.
         num_new = self.num_missing(request, request.num_uncomputed) - len(found)
-        # A page that is found and that nobody uses is one that nobody else can have any more.
-        num_idle = sum(self.pages.num_users(page) == 0 for page in found)
-        return num_new + num_idle <= self.pages.num_available
+        num_wanted = num_new + sum(map(is_idle, found)) + num_reserved
+        return num_wanted <= self.pages.num_available + sum(map(is_idle, list(given_up)))
 
     def share_prefix(self, request: Request) -> None:
         """Moves a request forward over the pages that others have computed, were it from the middle of one."""

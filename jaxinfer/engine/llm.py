@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from tqdm import tqdm
 
@@ -16,7 +16,7 @@ from jaxinfer.cache import page_bytes
 from jaxinfer.checkpoint import load_checkpoint, read_eos_token_ids, resolve_checkpoint
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, SamplingParams
 from jaxinfer.device import default_cache_bytes, default_dtype, enable_compilation_cache
-from jaxinfer.engine.admission import Admission, Prompt
+from jaxinfer.engine.admission import Admission, Prompt, Terms
 from jaxinfer.engine.request import Completion, Delta, Request
 from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.scheduler import Scheduler
@@ -62,6 +62,8 @@ class LLM:
             max_num_batched_tokens=config.max_num_batched_tokens,
             num_pages=cache_config.num_pages,
             page_size=cache_config.page_size,
+            max_mixed_tokens=config.max_mixed_tokens,
+            max_waiting=config.max_waiting,
         )
         self._admission = Admission(
             model_config=self.model_config,
@@ -81,15 +83,13 @@ class LLM:
         """Whether any request has tokens to come, or a completion that `step` has not handed out."""
         return self._scheduler.num_unfinished > 0 or bool(self._outbox)
 
-    def add(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str | None = None
-    ) -> int:
+    def add(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **terms: Unpack[Terms]) -> int:
         """Queues a prompt, text or token ids, and returns its request id; its tokens come out of `step`.
 
-        `cache_salt` keeps the request's cached prefixes to those who give the same one.
-        Raises ValueError, and changes nothing, where the request could not be honoured exactly.
+        `terms` are priority, tenant, deadline and cache_salt: see `Terms`. Raises ValueError where the request could
+        not be honoured exactly and QueueFullError where too many wait; either changes nothing.
         """
-        request = self._admission.admit(next(self._ids), prompt, sampling_params, cache_salt=cache_salt)
+        request = self._admission.admit(next(self._ids), prompt, sampling_params, **terms)
         self._scheduler.add(request)
         return request.request_id
 
@@ -109,35 +109,35 @@ class LLM:
         return deltas
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str | None = None
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **terms: Unpack[Terms]
     ) -> Iterator[Delta]:
         """Yields a prompt's completion piece by piece, the completion itself with the last; closing it aborts.
 
         Raises ValueError here, not at the first piece, where the request could not be honoured. It is queued with the
-        first piece that is asked for. `cache_salt` is as for `add`.
+        first piece that is asked for, or QueueFullError is raised there. `terms` are as for `add`.
         """
-        return self._deliver(self._admission.admit(next(self._ids), prompt, sampling_params, cache_salt=cache_salt))
+        return self._deliver(self._admission.admit(next(self._ids), prompt, sampling_params, **terms))
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        cache_salt: str | None = None,
         show_progress: bool = True,
+        **terms: Unpack[Terms],
     ) -> list[Completion]:
         """Completes one prompt or many, text or token ids, and returns the completions in the prompts' order.
 
-        `sampling_params` is one for all or one per prompt; `cache_salt` is as for `add`. Raises ValueError before
-        anything is computed if any prompt cannot be honoured. When interrupted, the requests are aborted and the LLM
-        stays usable.
+        `sampling_params` is one for all or one per prompt; `terms` are as for `add`. Raises ValueError before
+        anything is computed if any prompt cannot be honoured, QueueFullError if they are too many. When interrupted,
+        the requests are aborted and the LLM stays usable.
         """
         prompts = _as_prompts(prompts)
         params = _as_params(sampling_params, len(prompts))
         requests = [
-            self._numbered_request(i, *pair, cache_salt=cache_salt)
-            for i, pair in enumerate(zip(prompts, params, strict=True))
+            self._numbered_request(i, *pair, **terms) for i, pair in enumerate(zip(prompts, params, strict=True))
         ]
+        self._scheduler.check_room(len(requests))
         ids = [request.request_id for request in requests]
         mailbox: deque[Delta] = deque()
         try:
@@ -150,6 +150,8 @@ class LLM:
         return [completions[request_id] for request_id in ids]
 
     def _advance(self) -> None:
+        for delta in self._scheduler.expire():
+            self._post(delta)
         step = self._scheduler.schedule()
         if step is None:
             return
@@ -161,8 +163,8 @@ class LLM:
         self._mailboxes.get(delta.request_id, self._outbox).append(delta)
 
     def _deliver(self, request: Request) -> Iterator[Delta]:
-        mailbox = self._mailboxes[request.request_id] = deque()
         self._scheduler.add(request)
+        mailbox = self._mailboxes[request.request_id] = deque()
         try:
             while True:
                 while not mailbox:
@@ -195,11 +197,9 @@ class LLM:
             self._scheduler.abort(request_id)
             self._mailboxes.pop(request_id, None)
 
-    def _numbered_request(
-        self, index: int, prompt: Prompt, sampling: SamplingParams | None, *, cache_salt: str | None
-    ) -> Request:
+    def _numbered_request(self, index: int, prompt: Prompt, sampling: SamplingParams | None, **terms: Unpack[Terms]):
         try:
-            return self._admission.admit(next(self._ids), prompt, sampling, cache_salt=cache_salt)
+            return self._admission.admit(next(self._ids), prompt, sampling, **terms)
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -11,7 +12,12 @@ from jaxinfer.engine.prefix import PageKeys
 
 NO_TOKEN = -1  # what a step gives for a row whose parameters rule out every token
 # "exhausted": the request's parameters ruled out every token.
-FinishReason = Literal["stop", "length", "exhausted", "abort"]
+FinishReason = Literal["stop", "length", "exhausted", "abort", "deadline"]
+Priority = Literal["interactive", "batch"]
+
+
+class QueueFullError(RuntimeError):
+    """More requests wait than `EngineConfig.max_waiting` allows. Nothing was queued; try again later."""
 
 
 class TextStream(Protocol):
@@ -65,7 +71,9 @@ class Request:
     tokens     |------ prompt ------|-- output --|
     computed   |------------ num_computed ---|      the rest is what the scheduler still has to hand out
 
-    `keys` find its full pages in the prefix cache; without them it shares none.
+    `keys` find its full pages in the prefix cache; without them it shares none. `priority`, `tenant` and `deadline`
+    (on the scheduler's clock) say when it is computed, never what comes out. `yields`: it was admitted as batch work,
+    which gives way to interactive requests.
     """
 
     def __init__(
@@ -79,12 +87,21 @@ class Request:
         stop_token_ids: Collection[int],
         text_stream: TextStream | None,
         keys: PageKeys | None = None,
+        priority: Priority = "interactive",
+        tenant: str = "",
+        time_limit: float = math.inf,
     ):
         self.request_id = request_id
         self.sampling = sampling
         self.seed = seed
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        self.priority: Priority = priority
+        self.tenant = tenant
+        self.time_limit = time_limit
+        self.arrival = 0.0
+        self.order = 0  # of arrival
+        self.yields = False
         self.num_computed = 0
         self.num_cached_tokens = 0
         self.pages: list[int] = []
@@ -97,6 +114,10 @@ class Request:
         self._texts: list[str] = []
         self._log_probs: list[float] = []
         self._top_log_probs: list[dict[int, float]] = []
+
+    @property
+    def deadline(self) -> float:
+        return self.arrival + self.time_limit
 
     @property
     def num_uncomputed(self) -> int:

@@ -3,19 +3,25 @@
 Each request has `num_computed` tokens in the cache and wants all of its prompt and output there. A step hands out a
 token budget so that they catch up. Prefill, chunks of it, prefixes found in the cache, decoding and recomputation after
 preemption are one rule.
-Memory pressure is one rule as well: preempt the request that was admitted last, until the others fit.
+Memory pressure is one rule as well: preempt the request that was admitted last, batch work first, until the others
+fit. Whose turn it is says `policy`.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
+import itertools
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from jaxinfer.engine.block_tables import BlockTables
-from jaxinfer.engine.request import Delta, Request
+from jaxinfer.engine.policy import step_order
+from jaxinfer.engine.request import Delta, FinishReason, QueueFullError, Request
+from jaxinfer.engine.waiting import WaitingLine
 
 
 @dataclass(frozen=True)
@@ -48,44 +54,85 @@ class Step:
 
 
 class Scheduler:
-    """Holds all unfinished requests: `waiting` have no pages, `running` advance in every step if they can."""
+    """Holds all unfinished requests: those that wait have no pages, those that run advance in every step if they can.
 
-    def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, num_pages: int, page_size: int):
+    `max_mixed_tokens` bounds the tokens of a step in which somebody decodes, `max_waiting` the requests beyond those
+    that can run; None leaves either open. `clock` counts seconds and never goes back.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        num_pages: int,
+        page_size: int,
+        max_mixed_tokens: int | None = None,
+        max_waiting: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_mixed_tokens = max_mixed_tokens or max_num_batched_tokens
+        self._max_waiting = max_waiting
+        self._clock = clock
         self._tables = BlockTables(num_pages, page_size)
-        self._waiting: deque[Request] = deque()
+        self._orders = itertools.count()
+        self._requests: dict[int, Request] = {}  # all that are unfinished
         self._running: list[Request] = []  # in the order of admission
+        self._waiting = WaitingLine()
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap
         self.num_preemptions = 0
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._waiting) + len(self._running)
+        return len(self._requests)
 
     @property
     def num_available_pages(self) -> int:
         """Pages that no request uses, whether something is cached in them or not."""
         return self._tables.pages.num_available
 
+    def check_room(self, count: int) -> None:
+        """Raises QueueFullError where `count` requests more would be too many."""
+        if self._max_waiting is None or self.num_unfinished + count <= self._max_num_seqs + self._max_waiting:
+            return
+        raise QueueFullError(
+            f"{count} requests more than the {self.num_unfinished} unfinished ones are too many for"
+            f" max_num_seqs={self._max_num_seqs} that run and max_waiting={self._max_waiting}; step until some are"
+            " finished, or raise EngineConfig.max_waiting"
+        )
+
     def add(self, request: Request) -> None:
-        self._waiting.append(request)
+        """Queues a request; QueueFullError where that is one too many."""
+        self.check_room(1)
+        request.arrival, request.order = self._clock(), next(self._orders)
+        self._requests[request.request_id] = request
+        self._waiting.enter(request)
+        if request.deadline < float("inf"):
+            heapq.heappush(self._deadlines, (request.deadline, request.order, request))
 
     def abort(self, request_id: int) -> Delta | None:
         """Ends a request wherever it is and frees its pages; None if there is no such request any more."""
-        for queue in (self._running, self._waiting):
-            for request in queue:
-                if request.request_id == request_id:
-                    queue.remove(request)
-                    self._tables.release(request)
-                    return request.finish("abort")
-        return None
+        request = self._requests.get(request_id)
+        return None if request is None else self._end(request, "abort")
+
+    def expire(self) -> list[Delta]:
+        """Ends the requests whose deadline has passed, wherever they are."""
+        now, deltas = self._clock(), []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = heapq.heappop(self._deadlines)[2]
+            if request.finish_reason is None:
+                deltas.append(self._end(request, "deadline"))
+        return deltas
 
     def schedule(self) -> Step | None:
         """Returns the next step, or None when there is nothing to do. Preempts where pages run out."""
+        is_mixed = any(request.num_uncomputed == 1 for request in self._running)
+        budget = self._max_mixed_tokens if is_mixed else self._max_num_batched_tokens
+        self._admit(budget)
         chunks: list[Chunk] = []
-        budget = self._max_num_batched_tokens
-        # Decoding requests first: a long prompt must not hold up those who wait for their next token.
-        for request in sorted(self._running, key=lambda request: request.num_uncomputed > 1):
+        for request in sorted(self._running, key=step_order):
             if not request.pages:  # preempted for one before it
                 continue
             self._tables.share_prefix(request)
@@ -93,22 +140,8 @@ class Scheduler:
             if num_tokens > 0 and self._make_room(request, num_tokens, chunks):
                 chunks.append(Chunk(request, request.num_computed, num_tokens))
                 budget -= num_tokens
-        # Nobody preempted just now can come in again: it needs at least the pages that it had to give up.
-        while budget > 0 and self._can_admit():
-            request = self._waiting.popleft()
-            self._running.append(request)
-            self._tables.share_prefix(request)
-            num_tokens = min(request.num_uncomputed, budget)
-            self._tables.extend(request, num_tokens)
-            chunks.append(Chunk(request, request.num_computed, num_tokens))
-            budget -= num_tokens
+                self._waiting.charge(request.tenant, num_tokens)
         return Step(tuple(chunks)) if chunks else None
-
-    def _can_admit(self) -> bool:
-        if not self._waiting or len(self._running) >= self._max_num_seqs:
-            return False
-        # Pages for all its tokens, though the first chunk may need fewer: half a prompt in the cache helps nobody.
-        return self._tables.can_hold(self._waiting[0])
 
     def commit(self, step: Step, output: Any) -> list[Delta]:
         """Enters a step's result (`StepOutput` of host arrays, one row per chunk); frees what is finished."""
@@ -116,7 +149,7 @@ class Scheduler:
         deltas = []
         for row, chunk in enumerate(step.chunks):
             request = chunk.request
-            if request.finish_reason is not None:  # aborted while the step ran
+            if request.finish_reason is not None:  # ended while the step ran
                 continue
             is_last = chunk.is_last
             self._tables.advance(request, chunk.num_tokens)
@@ -125,23 +158,70 @@ class Scheduler:
             delta = request.append(tokens[row], log_probs[row], _top_log_probs(output, row, request.sampling.log_probs))
             deltas.append(delta)
             if delta.completion is not None:
-                self._running.remove(request)
-                self._tables.release(request)
+                self._forget(request)
         return deltas
+
+    def _admit(self, budget: int) -> None:
+        """Lets requests run, as many as this step has tokens for, with pages for all tokens that they have so far."""
+        now = self._clock()
+        while (request := self._waiting.first(now)) is not None:
+            # Batch work that waits for its tokens is no reason to keep an interactive request waiting.
+            wanted = sum(other.num_uncomputed for other in self._running if other.yields <= request.yields)
+            if wanted >= budget or not self._make_way(request):
+                return
+            self._waiting.take(request, now)
+            self._running.append(request)
+            self._tables.share_prefix(request)
+            self._tables.extend(request, request.num_uncomputed)
+
+    def _make_way(self, request: Request) -> bool:
+        """Whether the request can run, if need be in the place of batch work, which is preempted for it."""
+        victims: list[Request] = []
+        if request.priority == "interactive":
+            victims = [other for other in self._running if other.yields]
+        if not self._has_room(request, victims):
+            return False
+        while not self._has_room(request):
+            self._preempt(victims.pop())
+        return True
+
+    def _has_room(self, request: Request, victims: Sequence[Request] = ()) -> bool:
+        """Whether there are a row and pages for a waiting request, beside all who run but the victims."""
+        staying = [other for other in self._running if other not in victims] if victims else self._running
+        if len(staying) >= self._max_num_seqs:
+            return False
+        num_reserved = sum(self._tables.num_missing(other, other.num_uncomputed) for other in staying)
+        return self._tables.can_hold(request, num_reserved, victims)
 
     def _make_room(self, request: Request, num_tokens: int, chunks: list[Chunk]) -> bool:
         """Gives the request its pages, preempting from the end of the line; False if it was preempted itself."""
-        scheduled = {chunk.request.request_id for chunk in chunks}
         while self._tables.num_missing(request, num_tokens) > self.num_available_pages:
-            victim = next(r for r in reversed(self._running) if r.request_id not in scheduled)
-            self._running.remove(victim)
-            self._tables.release(victim)
-            self._waiting.appendleft(victim)
-            self.num_preemptions += 1
+            scheduled = {chunk.request.request_id for chunk in chunks}
+            line = sorted(self._running, key=lambda other: other.yields)
+            victim = next(other for other in reversed(line) if other.request_id not in scheduled)
+            self._preempt(victim)
             if victim is request:
                 return False
         self._tables.extend(request, num_tokens)
         return True
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        self._tables.release(request)
+        self._waiting.wait(request)
+        self.num_preemptions += 1
+
+    def _end(self, request: Request, reason: FinishReason) -> Delta:
+        delta = request.finish(reason)
+        self._forget(request)
+        return delta
+
+    def _forget(self, request: Request) -> None:
+        if request in self._running:
+            self._running.remove(request)
+        self._tables.release(request)
+        self._waiting.leave(request)
+        del self._requests[request.request_id]
 
 
 def _top_log_probs(output: Any, row: int, count: int) -> dict[int, float]:

@@ -20,8 +20,8 @@ def llm(shared_llm):
     """The shared engine, before and after which no request is left and no page is taken."""
     yield shared_llm
     leftover = (shared_llm.has_unfinished, num_owned_pages(shared_llm), shared_llm._mailboxes)
-    for request in [*shared_llm._scheduler._running, *shared_llm._scheduler._waiting]:
-        shared_llm.abort(request.request_id)  # or one failure would make those after it fail
+    for request_id in list(shared_llm._scheduler._requests):
+        shared_llm.abort(request_id)  # or one failure would make those after it fail
     shared_llm._mailboxes.clear()
     shared_llm.step()
     assert leftover == (False, 0, {})

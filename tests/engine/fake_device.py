@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ def make_request(
     *,
     page_size: int = 16,
     cache_salt: str | None = None,
+    **terms: Any,
 ) -> Request:
     """A request with this prompt, or with one of this length that no other shares. Without a salt it shares nothing."""
     root = None if cache_salt is None else root_key(model="", params_version=0, adapter="", cache_salt=cache_salt)
@@ -31,6 +33,7 @@ def make_request(
         stop_token_ids=(),
         text_stream=None,
         keys=None if root is None else PageKeys(root, page_size),
+        **terms,
     )
 
 

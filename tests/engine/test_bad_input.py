@@ -62,11 +62,27 @@ def test_sampling_params_of_a_wrong_type_are_refused(llm, params, method):
         getattr(llm, method)([5, 6], params)
 
 
-@pytest.mark.parametrize("cache_salt", ["", 5, b"salt", ["a"]], ids=repr)
+BAD_TERMS = [
+    *(("cache_salt", value) for value in ("", 5, b"salt", ["a"])),
+    *(("priority", value) for value in ("urgent", "", 1, None)),
+    *(("tenant", value) for value in (None, 5, b"a")),
+    *(("deadline", value) for value in (0, -1.0, math.inf, math.nan, "soon", True)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_TERMS, ids=repr)
 @pytest.mark.parametrize("method", ["add", "generate", "stream"])
-def test_a_cache_salt_that_is_no_text_is_refused(llm, method, cache_salt):
-    with pytest.raises(ValueError, match=re.escape(f"cache_salt={cache_salt!r} is not allowed")):
-        getattr(llm, method)([5, 6], GREEDY, cache_salt=cache_salt)
+def test_terms_that_cannot_be_honoured_are_refused(llm, method, name, value):
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} is not allowed: give ")):
+        getattr(llm, method)([5, 6], GREEDY, **{name: value})
+
+    assert not llm.has_unfinished
+
+
+@pytest.mark.parametrize("method", ["add", "generate", "stream"])
+def test_terms_that_do_not_exist_are_refused(llm, method):
+    with pytest.raises(TypeError, match="salt"):
+        getattr(llm, method)([5, 6], GREEDY, salt="a")
 
     assert not llm.has_unfinished
 

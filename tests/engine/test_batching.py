@@ -132,6 +132,12 @@ def test_the_buckets_of_a_configuration_are_these(max_num_seqs, max_num_batched_
     assert [b.num_tokens for b in buckets if not b.is_decode] == prefill
 
 
+def test_a_prefill_beside_decoding_rows_has_a_bucket_of_its_own():
+    buckets = plan_buckets(EngineConfig(max_mixed_tokens=128))
+
+    assert [b.num_tokens for b in buckets if not b.is_decode] == [64, 128, 512]
+
+
 def test_a_decode_bucket_has_one_token_per_row():
     buckets = plan_buckets(EngineConfig())
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jaxinfer.config import SamplingParams
+from jaxinfer.engine.request import QueueFullError
 from tests.engine.engines import GREEDY, completions_of, drain, num_owned_pages, random_prompts, small_engine
 
 PROMPTS = random_prompts(6, max_len=40, seed=3)
@@ -265,3 +266,64 @@ def test_without_the_prefix_cache_nothing_is_shared(checkpoint, llm):
     completions = [generate(other, prompt)[0] for _ in range(2)]
 
     assert [(c.num_cached_tokens, c.token_ids) for c in completions] == [(0, expected)] * 2
+
+
+# ---- terms
+
+
+@pytest.mark.parametrize("method", ["add", "generate", "stream"])
+def test_a_deadline_ends_a_request_with_what_it_has(llm, monkeypatch, method):
+    expected = generate(llm, PROMPTS[0])[0].token_ids
+    now = itertools.count()  # one second per look at the clock
+    monkeypatch.setattr(llm._scheduler, "_clock", lambda: float(next(now)))
+
+    if method == "generate":
+        completion = llm.generate(PROMPTS[0], GREEDY, deadline=9.0, show_progress=False)[0]
+    elif method == "stream":
+        *_, last = llm.stream(PROMPTS[0], GREEDY, deadline=9.0)
+        completion = last.completion
+    else:
+        request_id = llm.add(PROMPTS[0], GREEDY, deadline=9.0)
+        completion = completions_of(drain(llm))[request_id]
+
+    assert completion is not None
+    assert completion.finish_reason == "deadline"
+    assert 0 < len(completion.token_ids) < len(expected)
+    assert completion.token_ids == expected[: len(completion.token_ids)]
+
+
+def test_an_interactive_request_overtakes_batch_work(llm):
+    batch = [llm.add(prompt, GREEDY, priority="batch") for prompt in (PROMPTS * 2)[:8]]  # twice as many as rows
+    deltas = llm.step() + llm.step()
+
+    generate(llm, PROMPTS[1])
+
+    assert llm._scheduler.num_unfinished >= 4
+    assert sorted(completions_of(deltas + drain(llm))) == batch
+
+
+@pytest.fixture
+def with_max_waiting_of_two(llm, monkeypatch):
+    monkeypatch.setattr(llm._scheduler, "_max_waiting", 2)  # beside the 4 that can run
+    return llm
+
+
+def test_too_many_prompts_are_refused_together(with_max_waiting_of_two):
+    with pytest.raises(QueueFullError, match="7 requests more than the 0 unfinished ones"):
+        generate(with_max_waiting_of_two, [PROMPTS[0]] * 7)
+
+    assert not with_max_waiting_of_two.has_unfinished
+    assert len(generate(with_max_waiting_of_two, [PROMPTS[0]] * 6)) == 6
+
+
+def test_a_full_queue_refuses_one_more_and_goes_on(with_max_waiting_of_two):
+    llm = with_max_waiting_of_two
+    ids = [llm.add(PROMPTS[0], GREEDY) for _ in range(6)]
+
+    with pytest.raises(QueueFullError, match="raise EngineConfig.max_waiting"):
+        llm.add(PROMPTS[0], GREEDY)
+    with pytest.raises(QueueFullError, match="raise EngineConfig.max_waiting"):
+        next(llm.stream(PROMPTS[0], GREEDY))
+
+    assert sorted(completions_of(drain(llm))) == ids
+    assert llm._mailboxes == {}

@@ -1,0 +1,35 @@
+"""Who is served first: one ordering of waiting requests, and one of running ones.
+
+Nothing starves: a lane (a tenant's requests of one priority) that had no turn for PATIENCE seconds counts as
+interactive once; among equals the tenant that was served least has the next turn, and within a lane nobody is
+overtaken by who came more than PATIENCE seconds later. The rest is arithmetic on these three lines.
+"""
+
+from __future__ import annotations
+
+from jaxinfer.engine.request import Request
+
+PATIENCE = 30.0  # seconds
+
+
+def due(request: Request) -> float:
+    """Returns when a request wants its turn at the latest: the order within a lane."""
+    return min(request.deadline, request.arrival + PATIENCE)
+
+
+def rank(request: Request, *, now: float, last_turn: float, served: float) -> tuple[bool, float, float]:
+    """Returns the place of the first request of a lane; the smallest goes first.
+
+    `last_turn`: when the lane had one. `served`: tokens computed for the tenant (virtual token counters, Sheng et al.
+    2024, with one price for all tokens).
+    """
+    has_waited = now - max(request.arrival, last_turn) >= PATIENCE
+    return (request.priority == "batch" and not has_waited, served, due(request))
+
+
+def step_order(request: Request) -> tuple[bool, bool]:
+    """Returns the place in a step's token budget, before the order of admission.
+
+    Who decodes comes first: a long prompt must not hold up those who wait for their next token.
+    """
+    return (request.num_uncomputed > 1, request.yields)
