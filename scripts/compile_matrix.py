@@ -53,6 +53,16 @@ def decode_case(mesh: Any, **sizes: Any) -> Case:
     return _attention_case(mesh, num_tokens=32, num_rows=32, kernel="paged_decode", q_len=1, **sizes)
 
 
+def prefill_case(mesh: Any, **sizes: Any) -> Case:
+    """Attention of 512 tokens in any mix of rows."""
+    return _attention_case(mesh, num_tokens=512, num_rows=8, kernel="paged_ragged", **sizes)
+
+
+def verify_case(mesh: Any, **sizes: Any) -> Case:
+    """Attention of 32 rows with 5 tokens each."""
+    return _attention_case(mesh, num_tokens=160, num_rows=32, kernel="paged_ragged", q_len=5, **sizes)
+
+
 def _attention_case(
     mesh: Any,
     *,
@@ -114,6 +124,12 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "decode head_dim 256": functools.partial(decode_case, head_dim=256, num_heads=16, num_kv_heads=4, has_sinks=True),
     "decode pages of 16": functools.partial(decode_case, page_size=16),
     "decode pages of 256": functools.partial(decode_case, page_size=256),
+    "prefill": prefill_case,
+    "prefill int8": functools.partial(prefill_case, page_dtype="int8"),
+    "prefill head_dim 64": functools.partial(prefill_case, head_dim=64, window=1024, has_sinks=True),
+    "prefill head_dim 256": functools.partial(prefill_case, head_dim=256, num_heads=16, num_kv_heads=4, softcap=50.0),
+    "verify": verify_case,
+    "verify a tree": functools.partial(verify_case, tree_words=1),
     "decode int8 pages of 32": functools.partial(decode_case, page_size=32, page_dtype="int8"),
 }
 

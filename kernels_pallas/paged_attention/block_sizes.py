@@ -4,26 +4,49 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax
+
 from kernels_pallas.paged_attention.layout import Pages
 
 # Little's law: a TPU v6e moves 1.6 MB per microsecond and answers after about two, so that much must be under way.
-DECODE_BLOCK_BYTES = 2**21
-DECODE_BLOCK_TOKENS = 512
+BLOCK_BYTES = 2**21
+BLOCK_TOKENS = 512
 # One block is computed with while the others are under way.
 DECODE_BUFFERS = 4
+RAGGED_BUFFERS = 3
+# Rows of queries that share a block of keys: 256 are two passes of the matrix unit.
+RAGGED_ROWS = 256
 
 
 @dataclass(frozen=True)
-class DecodeBlocks:
-    """A block is `pages` pages of one row; `buffers` of them are held, of which all but one are being fetched."""
+class Blocks:
+    """A block is `pages` pages of one row; `buffers` of them are held, of which all but one are being fetched.
+
+    `queries` tokens of a row share a block.
+    """
 
     pages: int
     buffers: int
+    queries: int = 1
 
 
-def decode_blocks(pages: Pages, table_width: int) -> DecodeBlocks:
-    """Returns block sizes for a TPU decode step: DECODE_BLOCK_BYTES each where a block of tokens is that large."""
+def decode_blocks(pages: Pages, table_width: int) -> Blocks:
+    """Returns block sizes for one token a row: BLOCK_BYTES each, where a block of BLOCK_TOKENS is that large."""
+    return Blocks(_block_pages(pages, table_width), DECODE_BUFFERS)
+
+
+def ragged_blocks(
+    pages: Pages, table_width: int, num_tokens: int, num_groups: int, q_len: int | None, tree_mask: jax.Array | None
+) -> Blocks:
+    """Returns block sizes for any number of tokens a row; those of a tree stay together."""
+    queries = min(max(8, RAGGED_ROWS // num_groups), q_len or num_tokens)
+    if tree_mask is not None:
+        queries = q_len or min(32 * tree_mask.shape[1], num_tokens)
+    return Blocks(_block_pages(pages, table_width), RAGGED_BUFFERS, queries)
+
+
+def _block_pages(pages: Pages, table_width: int) -> int:
     _, planes, tiles, rows, width = pages.arrays[0].shape
     page_bytes = planes * tiles * rows * width * pages.dtype.itemsize
-    tokens = min(DECODE_BLOCK_TOKENS, DECODE_BLOCK_BYTES * pages.page_size // page_bytes)
-    return DecodeBlocks(max(1, min(tokens // pages.page_size, table_width)), DECODE_BUFFERS)
+    tokens = min(BLOCK_TOKENS, BLOCK_BYTES * pages.page_size // page_bytes)
+    return max(1, min(tokens // pages.page_size, table_width))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.paged_attention.block_sizes import DecodeBlocks, decode_blocks
+from kernels_pallas.paged_attention.block_sizes import Blocks, decode_blocks, ragged_blocks
 from kernels_pallas.paged_attention.layout import Pages, pack_planes, pad_heads, to_stored
 
 LOG2_E = 1.4426950408889634
@@ -29,6 +30,11 @@ MASKED = -1e30
 # Rows of a 32-bit register; a group of query heads is padded to them.
 SUBLANES = 8
 LANES = 128
+# What the kernels may use of the vector memory: half of the smallest that a chip since v5e has.
+VMEM_BYTES = 2**25
+# Queries and keys in one product where there are many: their scores, float32, take half of the registers.
+ROWS_TOGETHER = 256
+KEYS_TOGETHER = 128
 # KV heads whose code is laid out side by side, so that one's products hide another's softmax.
 HEADS_TOGETHER = 8
 PAGE_DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
@@ -55,45 +61,52 @@ def paged_attention_tpu(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     tree_mask: jax.Array | None = None,
-    blocks: DecodeBlocks | None = None,
+    blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, Pages]:
     """The contract is that of `paged_attention`; `blocks` overrides the block sizes."""
-    _check_support(q, pages)
+    _check_support(q, pages, window, tree_mask)
     if block_tables.size * 4 > MAX_TABLE_BYTES:
         raise NotImplementedError(
             f"block_tables {block_tables.shape} take more than {MAX_TABLE_BYTES} bytes of scalar memory; use larger"
             " pages or fewer rows"
         )
-    if q_len != 1 or tree_mask is not None:
-        raise NotImplementedError(f"the TPU decode kernel computes one token a row, not q_len={q_len}")
-    B, N, H = q.shape
-    K = pages.num_kv_heads
-    G = -(-(N // K) // SUBLANES) * SUBLANES
-    (pool,) = pages.arrays
-    W = pool.shape[-1]
-    queries = pad_heads(q.reshape(B, K, N // K, H), W)
-    queries = jnp.pad(queries, ((0, 0), (0, 0), (0, G - N // K), (0, 0)))
+    T, N, H = q.shape
+    K, (pool,) = pages.num_kv_heads, pages.arrays
+    M, W, G = block_tables.shape[1], pool.shape[-1], N // K
+    queries = pad_heads(q.reshape(T, K, G, H), W)
     new = None
     if k is not None and v is not None:
         new = pack_planes(pages, to_stored(k, k_scale, pages.dtype), to_stored(v, v_scale, pages.dtype))
-    out, pool = _decode(
-        queries,
-        new,
-        pool,
-        block_tables,
-        kv_lens,
-        jnp.asarray(page_offset, jnp.int32),
-        _head_factors(K, scale, softcap, k_scale, v_scale),
-        None if sinks is None else _per_lane(sinks, K, G),
+    block_tables = block_tables.astype(jnp.int32) + page_offset
+    kv_lens, cu_q_lens = kv_lens.astype(jnp.int32), cu_q_lens.astype(jnp.int32)
+    run = functools.partial(
+        _run_kernel,
+        block_tables=block_tables,
+        factors=_head_factors(K, scale, softcap, k_scale, v_scale),
+        sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(K, G) * LOG2_E,
         window=window,
         softcap=softcap,
-        blocks=blocks or decode_blocks(pages, block_tables.shape[1]),
         interpret=interpret,
     )
+    decoding = blocks or decode_blocks(pages, M)
+    if q_len == 1:
+        out, pool = _decode(run, queries, new, pool, kv_lens, decoding)
+    else:
+        # Rows of one token among longer ones would waste most of a tile of queries.
+        q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
+        may_decode = q_len is None and tree_mask is None
+        long = jnp.where(q_lens > 1, kv_lens, 0) if may_decode else kv_lens
+        tiling = blocks or ragged_blocks(pages, M, T, G, q_len, tree_mask)
+        out, pool = _ragged(run, queries, new, pool, block_tables, long, cu_q_lens, tree_mask, tiling)
+        if may_decode:
+            single, last = jnp.where(q_lens == 1, kv_lens, 0), jnp.clip(cu_q_lens[:-1], 0, T - 1)
+            new = None if new is None else new[last]
+            decoded, pool = _decode(run, queries[last], new, pool, single, decoding)
+            out = out.at[jnp.where(single > 0, last, T)].set(decoded, mode="drop")
     # Packed heads keep their values, and so their result, in the right half of the lanes.
     first = 0 if pages.head_dim * 2 > LANES else W // 2
-    return out[:, :, : N // K, first : first + H].reshape(B, N, H), replace(pages, arrays=(pool,))
+    return out[..., first : first + H].reshape(T, N, H), replace(pages, arrays=(pool,))
 
 
 def paged_attention_tpu_interpreted(*args, **kwargs) -> tuple[jax.Array, Pages]:
@@ -101,7 +114,7 @@ def paged_attention_tpu_interpreted(*args, **kwargs) -> tuple[jax.Array, Pages]:
     return paged_attention_tpu(*args, **kwargs, interpret=pltpu.InterpretParams())
 
 
-def _check_support(q: jax.Array, pages: Pages) -> None:
+def _check_support(q: jax.Array, pages: Pages, window: int | None, tree_mask: jax.Array | None) -> None:
     if pages.layout != "tpu":
         raise NotImplementedError(f"the TPU kernels read pages of layout 'tpu', not {pages.layout!r}")
     if q.dtype not in (jnp.bfloat16, jnp.float32):
@@ -110,6 +123,8 @@ def _check_support(q: jax.Array, pages: Pages) -> None:
         raise NotImplementedError(f"pages of {pages.dtype} have no TPU kernel; use one of {[*PAGE_DTYPES]}")
     if pages.head_dim > MAX_HEAD_DIM:
         raise NotImplementedError(f"head_dim={pages.head_dim} has no TPU kernel; at most {MAX_HEAD_DIM}")
+    if window is not None and tree_mask is not None:
+        raise NotImplementedError(f"window={window} together with tree_mask has no TPU kernel; leave out one")
 
 
 def _head_factors(K: int, scale: float, softcap: float | None, k_scale, v_scale) -> jax.Array:
@@ -121,51 +136,146 @@ def _head_factors(K: int, scale: float, softcap: float | None, k_scale, v_scale)
     )
 
 
-def _per_lane(sinks: jax.Array, K: int, G: int) -> jax.Array:
-    """Returns sinks f32[N] in base 2 as the kernel keeps a maximum, f32[K, G, LANES]."""
-    sinks = sinks.astype(jnp.float32).reshape(K, -1) * LOG2_E
-    sinks = jnp.pad(sinks, ((0, 0), (0, G - sinks.shape[1])))
-    return jnp.broadcast_to(sinks[:, :, None], (K, G, LANES))
+class Items(NamedTuple):
+    """The units of a kernel's work, i32[n] each: a few consecutive queries of one row."""
+
+    count: jax.Array  # i32[1]  how many there are; what follows them means nothing
+    row: jax.Array
+    source: jax.Array  # where their queries lie, and their result
+    start: jax.Array  # position of the first query
+    end: jax.Array  # how many tokens of the row they see
 
 
-@functools.partial(jax.jit, static_argnames=("window", "softcap", "blocks", "interpret"))
-def _decode(
-    queries, new, pool, block_tables, kv_lens, page_offset, factors, sinks, *, window, softcap, blocks, interpret
+def _decode(run, queries, new, pool, kv_lens, blocks):
+    """queries [B, K, G, W], new [B, C, W] or None: one token a row, appended in the block that holds its page."""
+    B, G = queries.shape[0], queries.shape[2]
+    rows = jnp.nonzero(kv_lens > 0, size=B, fill_value=0)[0].astype(jnp.int32)
+    end = kv_lens[rows]
+    items = Items((kv_lens > 0).sum(dtype=jnp.int32)[None], rows, rows, end - 1, end)
+    padded = jnp.pad(queries, ((0, 0), (0, 0), (0, -G % SUBLANES), (0, 0)))
+    out, pool = run(items, padded, pool, new=new, blocks=blocks)
+    return jnp.where((kv_lens > 0)[:, None, None, None], out[:, :, :G], jnp.zeros((), out.dtype)), pool
+
+
+def _ragged(run, queries, new, pool, block_tables, kv_lens, cu_q_lens, tree_mask, blocks):
+    """queries [T, K, G, W], new [T, C, W] or None: any number of tokens a row, appended before anything is read."""
+    (T, K, G, W), B, Q = queries.shape, kv_lens.shape[0], blocks.queries
+    starts = cu_q_lens[:-1]
+    q_lens = jnp.where(kv_lens > 0, cu_q_lens[1:] - starts, 0)
+    contexts = kv_lens - q_lens
+    # q_lens 3, 1 in items of 2 -> items' rows 0 0 1, their first queries 0 2 0.
+    item_ends = jnp.cumsum(pl.cdiv(q_lens, Q))
+    item = jnp.arange(pl.cdiv(T, Q) + B)
+    row = jnp.minimum((item_ends[None] <= item[:, None]).sum(-1), B - 1)
+    first = (item - item_ends[row] + pl.cdiv(q_lens, Q)[row]) * Q
+    is_causal = tree_mask is None
+    end = jnp.minimum(contexts[row] + first + Q, kv_lens[row]) if is_causal else kv_lens[row]
+    items = Items(item_ends[-1:], row, item, contexts[row] + first, end)
+    token = (starts[row] + first)[:, None] + jnp.arange(Q)[None]  # [items, Q]
+    token = jnp.where(first[:, None] + jnp.arange(Q)[None] < q_lens[row][:, None], token, T)
+    tiled = queries.at[token].get(mode="fill", fill_value=0).transpose(0, 2, 1, 3, 4).reshape(item.size, K, Q * G, W)
+    tiled = jnp.pad(tiled, ((0, 0), (0, 0), (0, -(Q * G) % SUBLANES), (0, 0)))
+    R = tiled.shape[2]
+    tree = None
+    if tree_mask is not None:  # a word per row of queries, in every lane
+        words = tree_mask.astype(jnp.int32).at[token].get(mode="fill", fill_value=0).transpose(0, 2, 1)
+        words = jnp.pad(jnp.repeat(words, G, axis=2), ((0, 0), (0, 0), (0, R - Q * G)))
+        tree = jnp.broadcast_to(words[..., None], (*words.shape, LANES))
+    tiles = None if new is None else _new_tiles(new, pool, block_tables, contexts, q_lens, starts)
+    out, pool = run(items, tiled, pool, tiles=tiles, tree=tree, blocks=blocks, num_groups=G)
+    row = jnp.minimum((cu_q_lens[1:][None] <= jnp.arange(T)[:, None]).sum(-1), B - 1)
+    place = jnp.arange(T) - starts[row]
+    out = out[:, :, : Q * G].reshape(item.size, K, Q, G, W)
+    out = out[(item_ends - pl.cdiv(q_lens, Q))[row] + place // Q, :, place % Q]
+    is_real = place < q_lens[row]
+    return jnp.where(is_real[:, None, None, None], out, jnp.zeros((), out.dtype)), pool
+
+
+def _new_tiles(new, pool, block_tables, contexts, q_lens, starts):
+    """Cuts new tokens [T, C, W] into the pool's tiles.
+
+    Returns tiles [n, C, t, W], their pages and places in them i32[n], and how many there are i32[1]. What a row's first
+    tile holds already is read from the pool; what follows its last token is zero.
+    """
+    T, B, tile, page_tiles = new.shape[0], q_lens.shape[0], pool.shape[3], pool.shape[2]
+    skips = contexts % tile
+    counts = jnp.where(q_lens > 0, pl.cdiv(skips + q_lens, tile), 0)
+    ends = jnp.cumsum(counts)
+    n = jnp.arange(pl.cdiv(T, tile) + 2 * B)
+    row = jnp.minimum((ends[None] <= n[:, None]).sum(-1), B - 1)
+    in_row = n - ends[row] + counts[row]  # 0 for a row's first tile
+    place = contexts[row] // tile + in_row
+    last = block_tables.shape[1] - 1
+    page_ids = block_tables[row, jnp.clip(place // page_tiles, 0, last)]
+    offset = (in_row * tile - skips[row])[:, None] + jnp.arange(tile)[None]  # token of the row in each slot
+    is_new = (offset >= 0) & (offset < q_lens[row][:, None])
+    tiles = new.at[jnp.where(is_new, starts[row][:, None] + offset, T)].get(mode="fill", fill_value=0)
+    first = jnp.clip(contexts // tile, 0, page_tiles * (last + 1) - 1)
+    old = pool[block_tables[jnp.arange(B), first // page_tiles], :, first % page_tiles]  # [B, C, t, W]
+    is_old = (offset < 0)[:, None, :, None]
+    return jnp.where(is_old, old[row], tiles.transpose(0, 2, 1, 3)), page_ids, place % page_tiles, ends[-1:]
+
+
+@functools.partial(jax.jit, static_argnames=("window", "softcap", "blocks", "num_groups", "interpret"))
+def _run_kernel(
+    items,
+    queries,
+    pool,
+    *,
+    block_tables,
+    factors,
+    sinks,
+    window,
+    softcap,
+    blocks,
+    interpret,
+    new=None,
+    tiles=None,
+    tree=None,
+    num_groups=None,
 ):
-    """queries [B, K, G, W], new [B, C, W] in the pool's dtype or None -> out [B, K, G, W], pool."""
-    B, K, G, W = queries.shape
+    """queries [items, K, R, W] -> the same shape, and the pool. `new` or `tiles` are appended.
+
+    `tree` is i32[items, words, R, LANES].
+    """
+    _, K, R, W = queries.shape
     C, page_tiles, tile = pool.shape[1:4]
     NB, block_tiles = blocks.buffers, blocks.pages * page_tiles
-    rows = jnp.nonzero(kv_lens > 0, size=B, fill_value=0)[0].astype(jnp.int32)
-    counts = jnp.stack([(kv_lens > 0).sum().astype(jnp.int32), page_offset])
-    scalars = [counts, rows, kv_lens.astype(jnp.int32), block_tables.astype(jnp.int32).reshape(-1), factors]
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    inputs, specs = [queries, pool], [anywhere, anywhere]
+    anywhere, in_vmem = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.VMEM)
+    scalars = {"tables": block_tables.reshape(-1), "factors": factors, **items._asdict()}
+    inputs = {"q_hbm": (queries, anywhere), "pool_in": (pool, anywhere)}
     scratch = {
         "kv": pltpu.VMEM((NB, C, block_tiles, tile, W), pool.dtype),
-        "q": pltpu.VMEM((NB, K, G, W), queries.dtype),
-        "out": pltpu.VMEM((2, K, G, W), queries.dtype),
-        "maximum": pltpu.VMEM((K, G, LANES), jnp.float32),
-        "total": pltpu.VMEM((K, G, LANES), jnp.float32),
-        "acc": pltpu.VMEM((K, G, W), jnp.float32),
+        "q": pltpu.VMEM((NB, K, R, W), queries.dtype),
+        "out": pltpu.VMEM((2, K, R, W), queries.dtype),
+        "maximum": pltpu.VMEM((K, R, LANES), jnp.float32),
+        "total": pltpu.VMEM((K, R, LANES), jnp.float32),
+        "acc": pltpu.VMEM((K, R, W), jnp.float32),
         "kv_arrived": pltpu.SemaphoreType.DMA((NB,)),
         "q_arrived": pltpu.SemaphoreType.DMA((NB,)),
         "out_left": pltpu.SemaphoreType.DMA((2,)),
     }
     if new is not None:
-        inputs, specs = [*inputs, new], [*specs, anywhere]
-        scratch |= {
-            "new": pltpu.VMEM((NB, C, W), pool.dtype),
-            "written": pltpu.VMEM((2, C, tile, W), pool.dtype),
-            "tile_left": pltpu.SemaphoreType.DMA((2,)),
-        }
+        inputs["new_hbm"] = (new, anywhere)
+        scratch["new"] = pltpu.VMEM((NB, C, W), pool.dtype)
+        scratch["written"] = pltpu.VMEM((2, C, tile, W), pool.dtype)
+        scratch["tile_left"] = pltpu.SemaphoreType.DMA((2,))
+    if tiles is not None:
+        values, scalars["tile_pages"], scalars["tile_places"], scalars["num_tiles"] = tiles
+        inputs["tiles_hbm"] = (values, anywhere)
+        scratch["tiles_left"] = pltpu.SemaphoreType.DMA(())
+    if tree is not None:
+        inputs["tree_hbm"] = (tree, anywhere)
+        scratch["tree"] = pltpu.VMEM((NB, *tree.shape[1:]), jnp.int32)
+    if num_groups is not None:  # which of an item's queries each row belongs to
+        offsets = jnp.broadcast_to((jnp.arange(R, dtype=jnp.int32) // num_groups)[:, None], (R, LANES))
+        inputs["offsets"] = (offsets, in_vmem)
     if sinks is not None:
-        inputs, specs = [*inputs, sinks], [*specs, pl.BlockSpec(memory_space=pltpu.VMEM)]
+        inputs["sinks"] = (_sinks_of_rows(sinks, R), in_vmem)
     kernel = functools.partial(
-        _decode_kernel,
-        names=tuple(scratch),
-        has_new=new is not None,
-        has_sinks=sinks is not None,
+        _kernel,
+        names=(*scalars, *inputs, "out_hbm", "pool", *scratch),
+        num_rows_of_tables=block_tables.shape[0],
         window=window,
         softcap=softcap,
     )
@@ -174,7 +284,7 @@ def _decode(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(1,),
-            in_specs=specs,
+            in_specs=[spec for _, spec in inputs.values()],
             out_specs=[anywhere] * 2,
             scratch_shapes=list(scratch.values()),
         ),
@@ -184,9 +294,15 @@ def _decode(
         ],
         input_output_aliases={len(scalars) + 1: 1},
         interpret=interpret,
-        compiler_params=pltpu.CompilerParams(disable_bounds_checks=True),
-        name="paged_decode",
-    )(*scalars, *inputs)
+        compiler_params=pltpu.CompilerParams(disable_bounds_checks=True, vmem_limit_bytes=VMEM_BYTES),
+        name="paged_decode" if num_groups is None else "paged_ragged",
+    )(*scalars.values(), *(array for array, _ in inputs.values()))
+
+
+def _sinks_of_rows(sinks: jax.Array, R: int) -> jax.Array:
+    """Returns sinks f32[K, G] as the kernel keeps a maximum, f32[K, R, LANES]: row r of a tile is query head r % G."""
+    K, G = sinks.shape
+    return jnp.broadcast_to(jnp.tile(sinks, (1, -(-R // G)))[:, :R, None], (K, R, LANES))
 
 
 def _as_operand(x: jax.Array, dtype) -> jax.Array:
@@ -201,46 +317,44 @@ def _product(x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
 
 
 class _Refs:
-    """The scratch memory of a kernel by name."""
+    """The memory of a kernel by name."""
 
     def __init__(self, names, refs):
         self.__dict__.update(zip(names, refs, strict=True))
 
 
-def _decode_kernel(counts, rows, kv_lens, tables, factors, *refs, names, has_new, has_sinks, window, softcap):
-    """counts: rows that are not padding, page offset. rows: which. tables: i32[B * M]. factors: f32[2, K]."""
-    q_hbm, _, *refs = refs
-    new_hbm = refs.pop(0) if has_new else None
-    sinks = refs.pop(0) if has_sinks else None
-    out_hbm, pool = refs[:2]
-    s = _Refs(names, refs[2:])
+def _kernel(*refs, names, num_rows_of_tables, window, softcap):
+    """What each reference is stands in `_run_kernel`; the scalars among them are `Items` and page tables."""
+    s = _Refs(names, refs)
+    has_new, has_tiles, has_tree = (hasattr(s, name) for name in ("new_hbm", "tiles_hbm", "tree_hbm"))
+    pool = s.pool
     NB, _, block_tiles, tile, W = s.kv.shape
-    K, _, _ = s.acc.shape
+    K, R, _ = s.acc.shape
     page_tiles, block = pool.shape[2], block_tiles * tile
-    page, M = page_tiles * tile, tables.shape[0] // kv_lens.shape[0]
-    num_rows, page_offset = counts[0], counts[1]
+    page, M = page_tiles * tile, s.tables.shape[0] // num_rows_of_tables
+    num_items = s.count[0]
 
     def first_seen(i):
-        """The first position that row i sees."""
-        return jnp.maximum(kv_lens[rows[i]] - window, 0) if window is not None else 0
+        """The first position that item i sees."""
+        return jnp.maximum(s.start[i] + 1 - window, 0) if window is not None else 0
 
     def first_block(i):
         return first_seen(i) // block
 
     def fetched_tiles(i, b):
-        """The tiles of block b that hold what row i has in the pool and sees: from whole pages on, up to its end."""
-        num_old = kv_lens[rows[i]] - (1 if has_new else 0)
+        """The tiles of block b that hold what item i sees in the pool: from whole pages on, up to its end."""
+        num_old = s.end[i] - (1 if has_new else 0)
         end = jnp.clip((num_old + tile - 1) // tile - b * block_tiles, 0, block_tiles)
         start = jnp.clip(first_seen(i) // page * page_tiles - b * block_tiles, 0, end)
         return start, end
 
     def start_block(i, b, step):
-        slot, row = lax.rem(step, NB), rows[i]
+        slot = lax.rem(step, NB)
         start, end = fetched_tiles(i, b)
 
         def start_page(p, _):
             size = jnp.minimum(end - p * page_tiles, page_tiles)
-            page_id = tables[row * M + b * (block_tiles // page_tiles) + p] + page_offset
+            page_id = s.tables[s.row[i] * M + b * (block_tiles // page_tiles) + p]
             source = pool.at[page_id, :, pl.ds(0, size)]
             pltpu.make_async_copy(source, s.kv.at[slot, :, pl.ds(p * page_tiles, size)], s.kv_arrived.at[slot]).start()
             return 0
@@ -255,43 +369,45 @@ def _decode_kernel(counts, rows, kv_lens, tables, factors, *refs, names, has_new
             part = s.kv.at[slot, :, pl.ds(0, end - start)]
             pltpu.make_async_copy(part, part, s.kv_arrived.at[slot]).wait()
 
-    def row_copies(i):
-        slot, row = lax.rem(i, NB), rows[i]
-        copies = [pltpu.make_async_copy(q_hbm.at[row], s.q.at[slot], s.q_arrived.at[slot])]
+    def item_copies(i):
+        slot, source = lax.rem(i, NB), s.source[i]
+        pairs = [(s.q_hbm, s.q)]
         if has_new:
-            copies.append(pltpu.make_async_copy(new_hbm.at[row], s.new.at[slot], s.q_arrived.at[slot]))
-        return copies
+            pairs.append((s.new_hbm, s.new))
+        if has_tree:
+            pairs.append((s.tree_hbm, s.tree))
+        return [pltpu.make_async_copy(hbm.at[source], vmem.at[slot], s.q_arrived.at[slot]) for hbm, vmem in pairs]
 
     def prefetch(i, b, step):
-        """Starts fetching block b of row i, where there is one, and returns the block after it."""
+        """Starts fetching block b of item i, where there is one, and returns the block after it."""
 
-        @pl.when(i < num_rows)
+        @pl.when(i < num_items)
         def _():
             @pl.when(b == first_block(i))
             def _():
-                for copy in row_copies(i):
+                for copy in item_copies(i):
                     copy.start()
 
             start_block(i, b, step)
 
-        is_last = (b + 1) * block >= kv_lens[rows[jnp.minimum(i, num_rows - 1)]]
-        next_row = jnp.minimum(i + 1, num_rows - 1)
-        return jnp.where(is_last, i + 1, i), jnp.where(is_last, first_block(next_row), b + 1)
+        is_last = (b + 1) * block >= s.end[jnp.minimum(i, num_items - 1)]
+        following = jnp.minimum(i + 1, num_items - 1)
+        return jnp.where(is_last, i + 1, i), jnp.where(is_last, first_block(following), b + 1)
 
     def out_copy(i):
         slot = lax.rem(i, 2)
-        return pltpu.make_async_copy(s.out.at[slot], out_hbm.at[rows[i]], s.out_left.at[slot])
+        return pltpu.make_async_copy(s.out.at[slot], s.out_hbm.at[s.source[i]], s.out_left.at[slot])
 
     def tile_copy(i):
-        """The tile with row i's new token, on its way to the pool."""
-        slot, row, position = lax.rem(i, 2), rows[i], kv_lens[rows[i]] - 1
-        page_id = tables[row * M + position // page] + page_offset
+        """The tile with item i's new token, on its way to the pool."""
+        slot, position = lax.rem(i, 2), s.start[i]
+        page_id = s.tables[s.row[i] * M + position // page]
         target = pool.at[page_id, :, lax.rem(position, page) // tile]
         return pltpu.make_async_copy(s.written.at[slot], target, s.tile_left.at[slot])
 
     def append(i, slot):
-        """Puts row i's new token in its place in the block at `slot`, and zeros after it."""
-        position = kv_lens[rows[i]] - 1
+        """Puts item i's new token in its place in the block at `slot`, if it has one, and zeros after it."""
+        position = s.end[i] - 1
         place = (slot, slice(None), lax.rem(position, block) // tile)
         wide = jnp.float32 if jnp.issubdtype(pool.dtype, jnp.floating) else jnp.int32
         old = s.kv[place].astype(wide)
@@ -311,49 +427,69 @@ def _decode_kernel(counts, rows, kv_lens, tables, factors, *refs, names, has_new
             s.written[lax.rem(i, 2)] = merged.astype(pool.dtype)
             tile_copy(i).start()
 
-    def attend_heads(i, b, slot, first_head, num_heads):
-        """Adds block b to the sums of KV heads first_head to first_head + num_heads."""
-        position = b * block + lax.broadcasted_iota(jnp.int32, (s.q.shape[2], block), 1)
-        is_visible = position < kv_lens[rows[i]]
+    def visible(i, b, r, size, first, width):
+        """Which of block b's keys first to first + width the rows r to r + size of item i see, bool[size, width]."""
+        position = b * block + first + lax.broadcasted_iota(jnp.int32, (size, width), 1)
+        if has_tree:
+            draft = position - s.start[i]
+            seen = draft < 0
+            for w in range(s.tree.shape[1]):
+                bits = _across(s.tree[lax.rem(i, NB), w, pl.ds(r, size)], width)
+                is_here = (draft >= 32 * w) & (draft < 32 * (w + 1))
+                bit = lax.shift_right_logical(bits, jnp.clip(draft - 32 * w, 0, 31)) & 1
+                seen = seen | (is_here & (bit == 1))
+            return seen & (position < s.end[i])
+        own = s.start[i] + (_across(s.offsets[pl.ds(r, size)], width) if hasattr(s, "offsets") else 0)
+        seen = position <= own
         if window is not None:
-            is_visible &= position >= first_seen(i)
-        for h in range(num_heads):
-            head = first_head + h
-            q = s.q[lax.rem(i, NB), head]
-            planes = s.kv.shape[1] // K
-            keys = _as_operand(s.kv[slot, head * planes].reshape(block, W), q.dtype)
-            values = _as_operand(s.kv[slot, head * planes + planes - 1].reshape(block, W), q.dtype)
-            scores = _product(q, keys, 1)
-            scores = scores * factors[0, head]
-            if softcap is not None:
-                scores = jnp.tanh(scores) * (softcap * LOG2_E)
-            scores = jnp.where(is_visible, scores, MASKED)
-            old_maximum = s.maximum[head]
-            maximum = jnp.maximum(old_maximum, scores.max(1, keepdims=True))
-            weights = jnp.exp2(scores - maximum[:, :1])
-            rescale = jnp.exp2(old_maximum - maximum)
-            update = _product(weights.astype(q.dtype), values, 0)
-            s.maximum[head] = maximum
-            s.total[head] = rescale * s.total[head] + weights.sum(1, keepdims=True)
-            s.acc[head] = rescale[:, :1] * s.acc[head] + update
+            seen &= position > own - window
+        # Rows past the item's last query would see keys that were not fetched.
+        return seen & (position < s.end[i]) if hasattr(s, "offsets") else seen
+
+    def attend(i, b, slot, head, r, size, first, width):
+        """Adds keys first to first + width of block b to the sums of rows r to r + size of one KV head."""
+        planes = s.kv.shape[1] // K
+        rows, tiles = pl.ds(r, size), pl.ds(first // tile, width // tile)
+        q = s.q[lax.rem(i, NB), head, rows]
+        keys = _as_operand(s.kv[slot, head * planes, tiles].reshape(width, W), q.dtype)
+        values = _as_operand(s.kv[slot, head * planes + planes - 1, tiles].reshape(width, W), q.dtype)
+        scores = _product(q, keys, 1) * s.factors[0, head]
+        if softcap is not None:
+            scores = jnp.tanh(scores) * (softcap * LOG2_E)
+        scores = jnp.where(visible(i, b, r, size, first, width), scores, MASKED)
+        old_maximum = s.maximum[head, rows]
+        maximum = jnp.maximum(old_maximum, scores.max(1, keepdims=True))
+        weights = jnp.exp2(scores - maximum[:, :1])
+        rescale = jnp.exp2(old_maximum - maximum)
+        update = _product(weights.astype(q.dtype), values, 0)
+        s.maximum[head, rows] = maximum
+        s.total[head, rows] = rescale * s.total[head, rows] + weights.sum(1, keepdims=True)
+        s.acc[head, rows] = rescale[:, :1] * s.acc[head, rows] + update
 
     def attend_block(i, b, slot):
-        together = max(n for n in range(1, HEADS_TOGETHER + 1) if K % n == 0)
+        size, width = min(R, ROWS_TOGETHER), block if R <= ROWS_TOGETHER // 4 else min(block, KEYS_TOGETHER)
+        pieces = [(r, min(size, R - r), first) for r in range(0, R, size) for first in range(0, block, width)]
+        # Few rows: many heads side by side, so that one's products hide another's softmax. Many: their chunks do.
+        together = max(n for n in range(1, max(1, HEADS_TOGETHER // len(pieces)) + 1) if K % n == 0)
+
+        def attend_heads(first_head):
+            for head in range(together):
+                for r, rows, first in pieces:
+                    attend(i, b, slot, first_head + head, r, rows, first, width)
+
         if together == K:
-            attend_heads(i, b, slot, 0, K)
+            attend_heads(0)
         else:
+            pl.loop(0, K // together)(lambda group: attend_heads(group * together))
 
-            @pl.loop(0, K // together)
-            def _(group):
-                attend_heads(i, b, slot, group * together, together)
-
-    def run_row(i, carry):
-        for copy in row_copies(i):
+    def run_item(i, carry):
+        for copy in item_copies(i):
             copy.wait()
-        s.maximum[...] = jnp.full(s.maximum.shape, MASKED, jnp.float32) if sinks is None else sinks[...]
-        s.total[...] = jnp.full(s.total.shape, 0.0 if sinks is None else 1.0, jnp.float32)
+        is_empty = not hasattr(s, "sinks")
+        s.maximum[...] = jnp.full(s.maximum.shape, MASKED, jnp.float32) if is_empty else s.sinks[...]
+        s.total[...] = jnp.full(s.total.shape, 0.0 if is_empty else 1.0, jnp.float32)
         s.acc[...] = jnp.zeros(s.acc.shape, jnp.float32)
-        num_blocks = pl.cdiv(kv_lens[rows[i]], block)
+        num_blocks = pl.cdiv(s.end[i], block)
 
         def run_block(b, carry):
             step, *ahead = carry
@@ -370,8 +506,16 @@ def _decode_kernel(counts, rows, kv_lens, tables, factors, *refs, names, has_new
         def _():
             out_copy(i - 2).wait()
 
-        for h in range(K):
-            s.out[lax.rem(i, 2), h] = (s.acc[h] / s.total[h][:, :1] * factors[1, h]).astype(s.out.dtype)
+        def finish(head):
+            total = s.total[head][:, :1]
+            result = s.acc[head] / jnp.where(total > 0, total, 1.0) * s.factors[1, head]
+            s.out[lax.rem(i, 2), head] = result.astype(s.out.dtype)
+
+        if R <= SUBLANES:
+            for head in range(K):
+                finish(head)
+        else:
+            pl.loop(0, K)(finish)
         out_copy(i).start()
         return carry
 
@@ -384,16 +528,33 @@ def _decode_kernel(counts, rows, kv_lens, tables, factors, *refs, names, has_new
 
         lax.fori_loop(0, block_tiles, zero_tile, 0)
 
+    def append_tiles():
+        """Puts all new tiles into the pool, before any block is fetched."""
+
+        def copy(n):
+            target = pool.at[s.tile_pages[n], :, s.tile_places[n]]
+            return pltpu.make_async_copy(s.tiles_hbm.at[n], target, s.tiles_left)
+
+        pl.loop(0, s.num_tiles[0])(lambda n: copy(n).start())
+        pl.loop(0, s.num_tiles[0])(lambda n: copy(n).wait())
+
+    if has_tiles:
+        append_tiles()
     ahead = (jnp.int32(0), first_block(0))
     for slot in range(NB):
         zero_values(slot)
         if slot < NB - 1:
             ahead = prefetch(*ahead, jnp.int32(slot))
-    lax.fori_loop(0, num_rows, run_row, (jnp.int32(0), *ahead))
+    lax.fori_loop(0, num_items, run_item, (jnp.int32(0), *ahead))
     for back in (2, 1):
 
-        @pl.when(num_rows >= back)
-        def _(i=num_rows - back):
+        @pl.when(num_items >= back)
+        def _(i=num_items - back):
             out_copy(i).wait()
             if has_new:
                 tile_copy(i).wait()
+
+
+def _across(x: jax.Array, width: int) -> jax.Array:
+    """Returns x [n, LANES], the same in all lanes, as wide as `width`."""
+    return x[:, :width] if width <= LANES else jnp.concatenate([x] * (width // LANES), axis=1)

@@ -15,7 +15,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.paged_attention import tpu
-from kernels_pallas.paged_attention.block_sizes import DecodeBlocks
+from kernels_pallas.paged_attention.block_sizes import Blocks
 from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call
 
 SMALL = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "table_width": 8}
@@ -23,7 +23,7 @@ SMALL = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "table_width": 8}
 DECODE = [(1, n) for n in (1, 15, 16, 17, 0, 33, 64, 128, 100)]
 
 
-def run(call, kernels=tpu, execution="eager", tolerance=2e-5, **options):
+def run(call, kernels=tpu, execution="eager", tolerance=2e-5, trees=None, **options):
     """Runs a call in the interpreter and checks the result, the pages, and that there was no race."""
     scale = call.arguments["q"].shape[-1] ** -0.5
     interpret = pltpu.InterpretParams(detect_races=True, dma_execution_mode=execution)
@@ -31,16 +31,17 @@ def run(call, kernels=tpu, execution="eager", tolerance=2e-5, **options):
     out, pages = jax.jit(attend)(**call.arguments)
     options = {name: options[name] for name in ("window", "softcap") if name in options}
     options |= {name: call.arguments[name] for name in ("sinks",) if name in call.arguments}
-    expected = expected_output(call, scale, **options)
+    expected = expected_output(call, scale, trees=trees, **options)
     is_real = ~np.isnan(expected)
     actual = np.asarray(out[: call.num_tokens].astype(jnp.float32))
     np.testing.assert_allclose(actual[is_real], expected[is_real], rtol=tolerance, atol=tolerance)
+    assert np.isfinite(out).all()
     check_pages(call, call.arguments["pages"], pages)
     assert not interpreter.races.races_found
 
 
 def decode(call, **options):
-    run(call, q_len=1, blocks=DecodeBlocks(pages=2, buffers=4), **options)
+    run(call, q_len=1, blocks=Blocks(pages=2, buffers=4), **options)
 
 
 @pytest.mark.parametrize("execution", ["eager", "on_wait"])
@@ -95,6 +96,43 @@ def test_decoding_without_new_keys_reads_what_is_there():
     decode(call.with_options(k=None, v=None, pages=pages))
 
 
+def ragged(call, **options):
+    run(call, blocks=Blocks(pages=2, buffers=3, queries=8), **options)
+
+
+# Long rows and single tokens in any order, chunks that start and end inside tiles, an empty row.
+RAGGED = [(7, 23), (1, 40), (5, 5), (1, 1), (33, 64), (0, 0)]
+
+
+@pytest.mark.parametrize("execution", ["eager", "on_wait"])
+def test_a_ragged_batch_is_exact_and_free_of_races(execution):
+    ragged(make_call(RAGGED, **SMALL, num_padding=3, layout="tpu"), execution=execution)
+
+
+def test_a_ragged_batch_honours_window_soft_cap_and_sinks_together():
+    call = make_call([(7, 23), (20, 50), (1, 30)], **SMALL, layout="tpu")
+
+    ragged(call.with_options(sinks=np.array([-1, 0, 1, 2], np.float32)), window=10, softcap=0.5)
+
+
+@pytest.mark.parametrize("page_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
+def test_a_ragged_batch_over_narrow_pages_is_exact_up_to_the_rounding_of_bfloat16(page_dtype):
+    scales = (np.array([0.02, 0.03], np.float32), np.array([0.03, 0.02], np.float32))
+    narrow = {"dtype": jnp.bfloat16, "page_dtype": page_dtype, "scales": None if page_dtype == "bfloat16" else scales}
+
+    ragged(make_call([(9, 40), (20, 20)], **SMALL, **narrow, page_size=32, layout="tpu"), tolerance=0.03)
+
+
+def test_verifying_a_tree_of_drafts_is_exact():
+    # Token 0 has two children, of which the first has two and the second one.
+    tree = np.array([[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 0, 1, 0, 0, 0], [1, 1, 0, 1, 0, 0]])
+    tree = np.concatenate([tree, [[1, 1, 0, 0, 1, 0], [1, 0, 1, 0, 0, 1]]]).astype(bool)
+    call = make_call([(6, 19), (6, 6)], **SMALL, layout="tpu")
+    words = np.concatenate([tree, tree]) @ (1 << np.arange(6, dtype=np.uint32))
+
+    run(call.with_options(tree_mask=jnp.asarray(words[:, None], jnp.uint32)), q_len=6, trees=[tree, tree])
+
+
 def mutant(line, replacement):
     """Returns the kernels with one line replaced."""
     with open(tpu.__file__) as file:
@@ -120,14 +158,29 @@ MUTATIONS = {
         "jnp.where(row_in_tile == 0, new, old)",
     ),
     "buffers left as they were": ("        zero_values(slot)\n", ""),
-    "a block too few": ("num_blocks = pl.cdiv(kv_lens[rows[i]], block)", "num_blocks = kv_lens[rows[i]] // block"),
+    "a block too few": ("num_blocks = pl.cdiv(s.end[i], block)", "num_blocks = s.end[i] // block"),
 }
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_mutation_of_the_decode_kernel_is_caught(name):
+def test_a_mutation_of_decoding_is_caught(name):
     line, replacement = MUTATIONS[name]
     call = make_call([(1, n) for n in (40, 17, 70, 3, 33, 9)], **SMALL, layout="tpu")
 
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
         decode(call, kernels=mutant(line, replacement), execution="on_wait")
+
+
+RAGGED_MUTATIONS = {
+    "a dropped wait for appended tiles": ("pl.loop(0, s.num_tiles[0])(lambda n: copy(n).wait())", "pass"),
+    "a tile of old tokens overwritten": ("jnp.where(is_old, old[row], ", "jnp.where(is_old & False, old[row], "),
+    "queries that see what follows them": ("seen = position <= own", "seen = position <= own + 1"),
+}
+
+
+@pytest.mark.parametrize("name", RAGGED_MUTATIONS)
+def test_a_mutation_of_ragged_attention_is_caught(name):
+    call = make_call([(7, 23), (9, 40)], **SMALL, layout="tpu")
+
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
+        ragged(call, kernels=mutant(*RAGGED_MUTATIONS[name]), execution="on_wait")
