@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.batch import PADDING_TOKEN, Batch
 from jaxinfer.config import CacheConfig, ModelConfig
-from kernels_pallas.paged_attention import Pages, abstract_pages
+from kernels_pallas.paged_attention import HEADS_AXIS, Pages, abstract_pages, head_specs
 
 # Slots of a pool are counted in int32, and padding is written just past the last.
 MAX_SLOTS = 2**31 - 1
@@ -52,6 +53,12 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
 
     tokens = jax.ShapeDtypeStruct((cache_config.num_pages, cache_config.page_size), jnp.int32)
     return KVCache(groups=tuple(group(n) for n in config.layer_groups), tokens=tokens)
+
+
+def cache_shardings(cache: KVCache, mesh: Mesh) -> KVCache:
+    """Returns a `NamedSharding` per array: KV heads over the mesh's HEADS_AXIS, token ids on every device."""
+    specs = KVCache(groups=tuple(head_specs(pages, HEADS_AXIS) for pages in cache.groups), tokens=PartitionSpec())
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def page_bytes(config: ModelConfig, cache_config: CacheConfig, layout: str | None = None) -> int:

@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxinfer.batch import Batch, num_real_tokens
 from jaxinfer.cache import KVCache, layer_offset, write_tokens
@@ -23,18 +24,28 @@ def forward(
     config: ModelConfig,
     q_len: int | None = None,
     implementation: str | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Runs the batch's tokens through all layers, appending them with their keys and values to the cache.
 
     Returns the hidden states [T, D] after the final norm, and the cache. `q_len` is the number of tokens of every row
     where that is equal and known. `implementation` names a paged-attention kernel, None takes the best.
+    `mesh` is the one that parameters and cache are split over, if they are.
     """
     x = params.embedding[batch.tokens]
     angles = rotary_angles(batch.positions, config)
     groups = []
     for layers, group_cache in zip(params.layers, cache.groups, strict=True):
         x, group_cache = _run_group(
-            layers, group_cache, batch, x, angles, config=config, q_len=q_len, implementation=implementation
+            layers,
+            group_cache,
+            batch,
+            x,
+            angles,
+            config=config,
+            q_len=q_len,
+            implementation=implementation,
+            mesh=mesh,
         )
         groups.append(group_cache)
     cache = KVCache(groups=tuple(groups), tokens=write_tokens(cache, batch))
@@ -42,8 +53,8 @@ def forward(
 
 
 # Jitted by itself so that groups of equal shape are traced once.
-@functools.partial(jax.jit, static_argnames=("config", "q_len", "implementation"))
-def _run_group(layers, cache, batch, x, angles, *, config, q_len, implementation):
+@functools.partial(jax.jit, static_argnames=("config", "q_len", "implementation", "mesh"))
+def _run_group(layers, cache, batch, x, angles, *, config, q_len, implementation, mesh):
     attend = functools.partial(
         paged_attention,
         block_tables=batch.block_tables,
@@ -52,6 +63,7 @@ def _run_group(layers, cache, batch, x, angles, *, config, q_len, implementation
         scale=config.head_dim**-0.5,
         q_len=q_len,
         implementation=implementation,
+        mesh=mesh,
     )
     num_layers = layers.q.shape[0]
     num_tokens = num_real_tokens(batch)

@@ -1,6 +1,7 @@
 """The steps: pure functions from (parameters, cache, batch, sampling) to (output, cache), one dispatch each.
 
-The cache is donated: the caller gives it up and takes its successor from the result.
+The cache is donated: the caller gives it up and takes its successor from the result. Where parameters and cache are
+split over a mesh, the step must be given that mesh.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxinfer.batch import Batch, StepOutput
 from jaxinfer.cache import KVCache, read_tokens
@@ -20,7 +22,7 @@ from jaxinfer.sampling import describe, sample
 from jaxinfer.sampling_batch import SamplingBatch
 
 _jit_step = functools.partial(
-    jax.jit, static_argnames=("config", "max_log_probs", "implementation"), donate_argnames="cache"
+    jax.jit, static_argnames=("config", "max_log_probs", "implementation", "mesh"), donate_argnames="cache"
 )
 
 
@@ -34,13 +36,14 @@ def prefill_step(
     config: ModelConfig,
     max_log_probs: int = 0,
     implementation: str | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[StepOutput, KVCache]:
     """Computes any mix of chunks and draws one token per row, from its last position.
 
     A decoding request in the mix is a chunk of one token. What is drawn for a row whose prompt is not finished means
     nothing. Raises at trace time: ValueError where max_log_probs exceeds the vocabulary.
     """
-    hidden, cache = forward(params, cache, batch, config=config, implementation=implementation)
+    hidden, cache = forward(params, cache, batch, config=config, implementation=implementation, mesh=mesh)
     # Padding rows repeat the end of the last row; their result is discarded.
     last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
     return _finish(params, cache, hidden[last], batch, sampling, max_log_probs), cache
@@ -56,9 +59,10 @@ def decode_step(
     config: ModelConfig,
     max_log_probs: int = 0,
     implementation: str | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[StepOutput, KVCache]:
     """Computes one token per row (T = B, `cu_q_lens` = 0, 1, … B) and draws the next of each."""
-    hidden, cache = forward(params, cache, batch, config=config, q_len=1, implementation=implementation)
+    hidden, cache = forward(params, cache, batch, config=config, q_len=1, implementation=implementation, mesh=mesh)
     return _finish(params, cache, hidden, batch, sampling, max_log_probs), cache
 
 

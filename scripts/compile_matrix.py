@@ -103,6 +103,46 @@ def _attention_case(
     return Case(jax.jit(attend, donate_argnames="pages"), on_mesh(arguments, mesh), pages, kernel)
 
 
+def step_case(mesh: Any, *, is_decode: bool, num_pages: int) -> Case:
+    """A whole step of Llama-3-8B in bfloat16: 32 rows with contexts up to 8,192; prefill computes 512 tokens."""
+    import jax
+
+    from jaxinfer.batch import make_batch
+    from jaxinfer.cache import abstract_cache, cache_shardings
+    from jaxinfer.config import CacheConfig, ModelConfig
+    from jaxinfer.params import abstract_params, shardings
+    from jaxinfer.sampling_batch import make_sampling
+    from jaxinfer.steps import decode_step, prefill_step
+
+    config = ModelConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_position=8192,
+        rope_theta=500000.0,
+    )
+    cache_config = CacheConfig(num_pages=num_pages, page_size=128, dtype="bfloat16")
+    cache = abstract_cache(config, cache_config, "tpu")
+    cache = jax.tree.map(
+        lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
+        cache,
+        cache_shardings(cache, mesh),
+    )
+    batch = make_batch([], page_size=128, num_tokens=32 if is_decode else 512, num_rows=32, table_width=64)
+    arguments = {
+        "params": abstract_params(config, "bfloat16", shardings(config, mesh)),
+        "cache": cache,
+        "batch": jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch),
+        "sampling": jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), make_sampling([], num_rows=32)),
+    }
+    step = functools.partial(decode_step if is_decode else prefill_step, config=config, max_log_probs=20, mesh=mesh)
+    return Case(jax.jit(step, donate_argnames="cache"), on_mesh(arguments, mesh), cache)
+
+
 def on_mesh(tree: Any, mesh: Any) -> Any:
     """Returns the shapes placed on every device of a mesh, where they have no place yet."""
     import jax
@@ -131,7 +171,11 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "verify": verify_case,
     "verify a tree": functools.partial(verify_case, tree_words=1),
     "decode int8 pages of 32": functools.partial(decode_case, page_size=32, page_dtype="int8"),
+    # As many pages as fit beside the weights of 16 GB on one chip of 32 GB, or on eight chips of 16.
+    "step decode": functools.partial(step_case, is_decode=True, num_pages=512),
+    "step prefill": functools.partial(step_case, is_decode=False, num_pages=512),
 }
+STEP_DEVICES = ("v6e", "v5e-8", "v6e-8")
 
 
 def can_compile() -> bool:

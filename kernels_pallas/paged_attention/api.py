@@ -6,13 +6,16 @@ import functools
 from collections.abc import Callable
 
 import jax
+from jax.sharding import Mesh, PartitionSpec
 
 from kernels_pallas.paged_attention.gpu import paged_attention_gpu
-from kernels_pallas.paged_attention.layout import Pages
+from kernels_pallas.paged_attention.layout import Pages, head_specs
 from kernels_pallas.paged_attention.reference import paged_attention_reference
 from kernels_pallas.paged_attention.shapes import check_call
 from kernels_pallas.paged_attention.tpu import paged_attention_tpu, paged_attention_tpu_interpreted
 
+# The mesh axis that heads are split over.
+HEADS_AXIS = "model"
 Implementation = Callable[..., tuple[jax.Array, Pages]]
 
 # In order of preference. The reference supports every call, so a search ends there; what follows must be named.
@@ -43,6 +46,7 @@ def paged_attention(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     tree_mask: jax.Array | None = None,
+    mesh: Mesh | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, Pages]:
     """Appends keys and values of a ragged batch to their pages, and attends to all that each row's pages hold.
@@ -74,6 +78,8 @@ def paged_attention(
       tree_mask: u32[T, words] replaces causality among a row's own tokens, for trees of drafts: all that came before
         this step is visible, and token j of the row if bit j % 32 of word j // 32 is set. A token's bits are itself
         and its ancestors; for `window` it stands where their number puts it, and sees all of its ancestors.
+      mesh: splits heads over the devices of its axis HEADS_AXIS, where it has one: each computes its own KV heads, with
+        the query heads that read them and its part of the pool. Without it the call runs whole on every device.
       implementation: a name from `IMPLEMENTATIONS`, or None for the best that supports the call.
 
     Returns:
@@ -88,27 +94,47 @@ def paged_attention(
         raise ValueError(f"window={window} is not allowed: a query sees at least itself; use None for no window")
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is unknown; choose from {sorted(IMPLEMENTATIONS)} or None")
+    arrays = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "pages": pages,
+        "block_tables": block_tables,
+        "kv_lens": kv_lens,
+        "cu_q_lens": cu_q_lens,
+        "page_offset": page_offset,
+        "sinks": sinks,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "tree_mask": tree_mask,
+    }
+    call = functools.partial(_first_that_can, implementation, scale=scale, q_len=q_len, window=window, softcap=softcap)
+    if mesh is None or HEADS_AXIS not in mesh.axis_names:
+        return call(**arrays)
+    if pages.num_kv_heads % mesh.shape[HEADS_AXIS]:
+        raise ValueError(
+            f"{pages.num_kv_heads} KV heads cannot be split over the {mesh.shape[HEADS_AXIS]} devices of mesh axis"
+            f" {HEADS_AXIS!r}; use a number of devices that divides them"
+        )
+    heads = dict.fromkeys(("q", "k", "v"), PartitionSpec(None, HEADS_AXIS))
+    heads |= dict.fromkeys(("sinks", "k_scale", "v_scale"), PartitionSpec(HEADS_AXIS))
+    specs = {name: heads.get(name, PartitionSpec()) for name in arrays} | {"pages": head_specs(pages, HEADS_AXIS)}
+    specs = {name: None if arrays[name] is None else spec for name, spec in specs.items()}
+    # Kernels are opaque to the replication check.
+    return jax.shard_map(
+        lambda arrays: call(**arrays),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=(heads["q"], specs["pages"]),
+        check_vma=False,
+    )(arrays)
+
+
+def _first_that_can(implementation: str | None, **arguments) -> tuple[jax.Array, Pages]:
     names = list(IMPLEMENTATIONS) if implementation is None else [implementation]
     for name in names:
         try:
-            return IMPLEMENTATIONS[name](
-                q,
-                k,
-                v,
-                pages,
-                block_tables=block_tables,
-                kv_lens=kv_lens,
-                cu_q_lens=cu_q_lens,
-                scale=scale,
-                page_offset=page_offset,
-                q_len=q_len,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                tree_mask=tree_mask,
-            )
+            return IMPLEMENTATIONS[name](**arguments)
         except NotImplementedError:
             if name == names[-1]:
                 raise

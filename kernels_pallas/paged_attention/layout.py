@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 LANES = 16
 TPU_LANES = 128
@@ -55,6 +56,12 @@ class Pages:
     @property
     def dtype(self) -> Any:
         return self.arrays[0].dtype
+
+
+def head_specs(pages: Pages, axis: str) -> Pages:
+    """Returns the partition of a pool whose KV heads are split over a mesh axis."""
+    position = 2 if pages.layout == "gpu" else 1
+    return replace(pages, arrays=(PartitionSpec(*[None] * position, axis),) * len(pages.arrays))
 
 
 def default_layout() -> str:
