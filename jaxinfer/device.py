@@ -23,11 +23,12 @@ def default_dtype() -> str:
 
 
 def default_layer_groups(num_layers: int) -> tuple[int, ...]:
-    """Returns groups of 1 on CPU, where unrolled layers run 1.5 times faster, and one group elsewhere.
+    """Returns one group on TPU, where it compiles in half the time to a tenth of the code, and groups of 1 elsewhere.
 
-    One group compiles in half the time to a tenth of the code, and on TPU runs as fast.
+    On CPU unrolled layers run 1.5 times faster. On GPU a scan copies every layer's weights out of the stack before it
+    multiplies by them, which triples what a decode step reads and writes; and unrolled it compiles as fast.
     """
-    return (1,) * num_layers if jax.default_backend() == "cpu" else (num_layers,)
+    return (num_layers,) if jax.default_backend() == "tpu" else (1,) * num_layers
 
 
 def default_cache_bytes() -> int:

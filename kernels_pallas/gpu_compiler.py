@@ -75,6 +75,7 @@ class Compiled:
     temporary_bytes: int
     aliased_bytes: int  # of the arguments, updated in place
     seconds: float  # to lower and compile
+    processor_seconds: float  # the same, over all threads
 
     def kernels(self, name: str) -> list[Launch]:
         """Returns the launches of a Pallas kernel of that name."""
@@ -115,17 +116,16 @@ def compile_for(
     sharding = NamedSharding(mesh, PartitionSpec())
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
     jitted = jax.jit(function, donate_argnums=donate, static_argnames=tuple(static or ()))
-    start = time.perf_counter()
+    start, used = time.perf_counter(), sum(os.times()[:4])
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jitted.lower(*arguments, **(static or {}))
     with tempfile.TemporaryDirectory() as folder:
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
-        seconds = time.perf_counter() - start
+        seconds, used = time.perf_counter() - start, sum(os.times()[:4]) - used
         launches = _launches(Path(folder), GPUS[name].arch)
     memory: Any = compiled.memory_analysis()
-    return Compiled(
-        launches, memory.argument_size_in_bytes, memory.temp_size_in_bytes, memory.alias_size_in_bytes, seconds
-    )
+    sizes = (memory.argument_size_in_bytes, memory.temp_size_in_bytes, memory.alias_size_in_bytes)
+    return Compiled(launches, *sizes, seconds, used)
 
 
 def _launches(folder: Path, arch: str) -> tuple[Launch, ...]:

@@ -1,0 +1,70 @@
+"""The GPU kernels and whole steps under the real CUDA compiler, which runs without a GPU: in place and in registers."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from scripts.compile_gpu import DEVICES, can_compile, cases_for, compile_in_process
+
+pytestmark = pytest.mark.skipif(not can_compile(), reason='no CUDA compiler; pip install "jaxinfer[aot]"')
+
+KERNELS = ("decode", "verify", "prefill", "product")
+
+
+@functools.cache
+def compiled(device):
+    return compile_in_process(device, cases_for(device, KERNELS))
+
+
+@functools.cache
+def compiled_for_h200(beginning):
+    return compile_in_process("H200", cases_for("H200", [beginning]))
+
+
+@pytest.mark.parametrize(
+    ("device", "name"), [(device, name) for device in DEVICES for name in cases_for(device, KERNELS)]
+)
+def test_a_kernel_compiles_in_place_and_keeps_to_registers(device, name):
+    figures = compiled(device)[name]
+
+    assert "error" not in figures, figures["error"]
+    assert figures["in_place"]
+    assert [kernel["name"] for kernel in figures["kernels"] if kernel["spill_bytes"]] == []
+    assert all(kernel["programs_per_core"] >= 1 for kernel in figures["kernels"])
+    # Partial results of splits, and integers on their way to an int8 pool.
+    assert figures["temporary_bytes"] < 6e6
+
+
+def test_a_decode_step_of_attention_is_two_launches_and_no_memory():
+    figures = compiled("H200")["decode H=128"]
+
+    assert (figures["num_launches"], figures["temporary_bytes"]) == (2, 16)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_kernel_never_writes_the_weights_that_plain_xla_writes(bits):
+    weight_bytes = 14336 * 4096 * 2
+    plain = compiled_for_h200("plain")[f"plain product int{bits} x 16"]
+    kernel = compiled("H200")[f"product int{bits} x 16"]
+
+    assert plain["temporary_bytes"] >= weight_bytes
+    assert kernel["temporary_bytes"] < weight_bytes / 50
+
+
+def test_a_scale_per_channel_needs_no_kernel():
+    assert compiled("H200")["product int8 x 16 per channel"]["temporary_bytes"] < 4e6
+
+
+@pytest.mark.parametrize("name", ["step decode", "step prefill"])
+def test_a_whole_step_of_llama_8b_compiles_from_shapes_alone(name):
+    figures = compiled_for_h200("step")[name]
+
+    assert "error" not in figures, figures["error"]
+    assert figures["in_place"]
+    assert figures["temporary_bytes"] < 200e6
+    # Time of all threads, which what else the machine does cannot lengthen.
+    assert figures["processor_seconds"] < 60
+    # Two launches per layer, and one more in a ragged batch.
+    assert len(figures["kernels"]) == 32 * (2 if name == "step decode" else 3)
