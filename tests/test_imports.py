@@ -111,12 +111,16 @@ ALLOWED = {
     "checkpoint": below("config", "params", "device", "checkpoint"),
     "engine.pages": set(),
     "engine.prefix": set(),
-    "engine.request": below("config", "engine.prefix"),
+    "engine.metrics": set(),
+    "engine.request": below("config", "engine.metrics", "engine.prefix"),
+    "engine.step": below("engine.request"),
     "engine.block_tables": below("engine.pages", "engine.request"),
     "engine.policy": below("engine.request"),
     "engine.waiting": below("engine.policy", "engine.request"),
-    "engine.scheduler": below("engine.block_tables", "engine.policy", "engine.waiting", "engine.request", "config"),
-    "engine.batching": below("batch", "sampling_batch", "config", "engine.scheduler", "engine.request"),
+    "engine.scheduler": below(
+        *(f"engine.{name}" for name in ("block_tables", "metrics", "policy", "request", "step", "waiting")), "config"
+    ),
+    "engine.batching": below("batch", "sampling_batch", "config", "engine.step", "engine.request"),
 }
 ALLOWED_PAIRS = [(module, allowed) for name, allowed in ALLOWED.items() for module in within(f"jaxinfer.{name}")]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from numbers import Integral, Real
@@ -175,6 +175,28 @@ class Admission:
             )
 
 
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Returns one prompt or many as a list of prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | Set | bytes):
+        raise ValueError(f"prompts {prompts!r} are neither text, nor token ids, nor several of these")
+    items: list[Any] = list(prompts)
+    is_one_prompt = bool(items) and all(isinstance(item, Integral) for item in items)
+    return [items] if is_one_prompt else items
+
+
+def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams | None]:
+    """Returns parameters for `count` prompts, from one for all or one for each."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence) or isinstance(params, str):
+        raise ValueError(f"{params!r} is neither a SamplingParams nor a list of them")
+    if len(params) != count:
+        raise ValueError(f"{len(params)} SamplingParams for {count} prompts; give one for all or one per prompt")
+    return params
+
+
 def _checked_priority(priority: Any) -> Priority:
     if priority not in get_args(Priority):
         raise ValueError(f"priority={priority!r} is not allowed: give one of {', '.join(get_args(Priority))}")
@@ -190,6 +212,7 @@ def _checked_tenant(tenant: Any) -> str:
 def _checked_time_limit(deadline: Any) -> float:
     if deadline is None:
         return math.inf
-    if not isinstance(deadline, Real) or isinstance(deadline, bool) or not 0 < deadline < math.inf:
+    is_number = isinstance(deadline, Real) and not isinstance(deadline, bool)
+    if not is_number or not 0 < float(deadline) < math.inf:
         raise ValueError(f"deadline={deadline!r} is not allowed: give seconds from now, above 0, or None for no end")
     return float(deadline)

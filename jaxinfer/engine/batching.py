@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jaxinfer.batch import Batch, Row, make_batch
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.scheduler import Step
+from jaxinfer.engine.step import Step
 from jaxinfer.sampling_batch import SamplingBatch, make_sampling
 
 # A shape is compiled once and costs time to compile, while rows and tokens of padding cost little: on CPU they are not

@@ -42,16 +42,21 @@ class BlockTables:
         num_wanted = num_new + sum(map(is_idle, found)) + num_reserved
         return num_wanted <= self.pages.num_available + sum(map(is_idle, list(given_up)))
 
-    def share_prefix(self, request: Request) -> None:
-        """Moves a request forward over the pages that others have computed, were it from the middle of one."""
+    def share_prefix(self, request: Request) -> int:
+        """Moves a request forward over the pages that others have computed, were it from the middle of one.
+
+        Returns by how many tokens.
+        """
+        start = request.num_computed
         if request.num_uncomputed <= 1:
-            return
+            return 0
         for page in self._find(request):
             index = request.num_computed // self._page_size
             self.pages.acquire(page)
             self.pages.release(request.pages[index : index + 1])  # a page it had begun itself
             request.pages[index : index + 1] = [page]
             request.skip((index + 1) * self._page_size)
+        return request.num_computed - start
 
     def extend(self, request: Request, num_tokens: int) -> None:
         """Gives the request the pages for its next `num_tokens` tokens; ask `num_missing` first."""

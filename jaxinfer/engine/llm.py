@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from numbers import Integral
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 from tqdm import tqdm
 
@@ -16,7 +15,8 @@ from jaxinfer.cache import page_bytes
 from jaxinfer.checkpoint import load_checkpoint, read_eos_token_ids, resolve_checkpoint
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, SamplingParams
 from jaxinfer.device import default_cache_bytes, default_dtype, enable_compilation_cache
-from jaxinfer.engine.admission import Admission, Prompt, Terms
+from jaxinfer.engine.admission import Admission, Prompt, Terms, as_params, as_prompts
+from jaxinfer.engine.metrics import Metrics
 from jaxinfer.engine.request import Completion, Delta, Request
 from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.scheduler import Scheduler
@@ -83,6 +83,10 @@ class LLM:
         """Whether any request has tokens to come, or a completion that `step` has not handed out."""
         return self._scheduler.num_unfinished > 0 or bool(self._outbox)
 
+    def metrics(self) -> Metrics:
+        """Returns what runs, waits and is cached now, and what was computed since the start."""
+        return self._scheduler.metrics()
+
     def add(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **terms: Unpack[Terms]) -> int:
         """Queues a prompt, text or token ids, and returns its request id; its tokens come out of `step`.
 
@@ -132,8 +136,8 @@ class LLM:
         anything is computed if any prompt cannot be honoured, QueueFullError if they are too many. When interrupted,
         the requests are aborted and the LLM stays usable.
         """
-        prompts = _as_prompts(prompts)
-        params = _as_params(sampling_params, len(prompts))
+        prompts = as_prompts(prompts)
+        params = as_params(sampling_params, len(prompts))
         requests = [
             self._numbered_request(i, *pair, **terms) for i, pair in enumerate(zip(prompts, params, strict=True))
         ]
@@ -230,23 +234,3 @@ def plan_cache(model_config: ModelConfig, config: EngineConfig, dtype: str, max_
             " EngineConfig.cache_bytes or lower page_size"
         )
     return replace(one_page, num_pages=num_pages)
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | Set | bytes):
-        raise ValueError(f"prompts {prompts!r} are neither text, nor token ids, nor several of these")
-    items: list[Any] = list(prompts)
-    is_one_prompt = bool(items) and all(isinstance(item, Integral) for item in items)
-    return [items] if is_one_prompt else items
-
-
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, Sequence) or isinstance(params, str):
-        raise ValueError(f"{params!r} is neither a SamplingParams nor a list of them")
-    if len(params) != count:
-        raise ValueError(f"{len(params)} SamplingParams for {count} prompts; give one for all or one per prompt")
-    return params

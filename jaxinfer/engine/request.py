@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal, Protocol
 
 from jaxinfer.config import SamplingParams
+from jaxinfer.engine.metrics import Timings
 from jaxinfer.engine.prefix import PageKeys
 
 NO_TOKEN = -1  # what a step gives for a row whose parameters rule out every token
@@ -38,6 +40,7 @@ class Completion:
     `log_probs` are those of the chosen tokens under the model, before temperature and filters. `top_log_probs` has a
     dictionary from token id to log-probability per token, most probable first, if asked for. `seed` repeats the result.
     `num_cached_tokens` of the prompt were found in the prefix cache and not computed.
+    `timings` say what it took, and have no part in equality.
     """
 
     request_id: int
@@ -49,6 +52,7 @@ class Completion:
     finish_reason: FinishReason
     seed: int
     num_cached_tokens: int = 0
+    timings: Timings = field(default=Timings(), compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +106,8 @@ class Request:
         self.arrival = 0.0
         self.order = 0  # of arrival
         self.yields = False
+        self.first_step: float | None = None  # when it was in a step for the first time
+        self.token_times: list[float] = []  # when each step with a draw ended
         self.num_computed = 0
         self.num_cached_tokens = 0
         self.pages: list[int] = []
@@ -177,6 +183,7 @@ class Request:
             finish_reason=reason,
             seed=self.seed,
             num_cached_tokens=self.num_cached_tokens,
+            timings=self._timings(),
         )
         return Delta(
             request_id=self.request_id,
@@ -184,4 +191,12 @@ class Request:
             token_ids=token_ids,
             log_probs=log_probs,
             completion=completion,
+        )
+
+    def _timings(self) -> Timings:
+        times = self.token_times[: self.num_output_tokens]  # the last draw may have had no token left to draw
+        return Timings(
+            queue=None if self.first_step is None else self.first_step - self.arrival,
+            ttft=times[0] - self.arrival if times else None,
+            itl=tuple(later - earlier for earlier, later in pairwise(times)),
         )

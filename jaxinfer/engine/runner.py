@@ -12,7 +12,7 @@ from jaxinfer.batch import StepOutput
 from jaxinfer.cache import abstract_cache, init_cache
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
 from jaxinfer.engine.batching import Bucket, build_batch, choose_bucket, plan_buckets
-from jaxinfer.engine.scheduler import Step
+from jaxinfer.engine.step import Step
 from jaxinfer.params import Params
 from jaxinfer.steps import decode_step, prefill_step
 

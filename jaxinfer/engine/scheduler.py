@@ -13,44 +13,17 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from jaxinfer.engine.block_tables import BlockTables
+from jaxinfer.engine.metrics import Metrics, Tally
 from jaxinfer.engine.policy import step_order
 from jaxinfer.engine.request import Delta, FinishReason, QueueFullError, Request
+from jaxinfer.engine.step import Chunk, Step
 from jaxinfer.engine.waiting import WaitingLine
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """The next `num_tokens` tokens of a request that are not in the cache, from position `start`."""
-
-    request: Request
-    start: int
-    num_tokens: int
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the request has caught up after this chunk, so that its next token is drawn."""
-        return self.start + self.num_tokens == len(self.request.token_ids)
-
-
-@dataclass(frozen=True)
-class Step:
-    """The chunks to compute, decoding requests first. `is_decode`: every chunk is one token."""
-
-    chunks: tuple[Chunk, ...]
-
-    @property
-    def is_decode(self) -> bool:
-        return all(chunk.num_tokens == 1 for chunk in self.chunks)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
 
 
 class Scheduler:
@@ -82,7 +55,8 @@ class Scheduler:
         self._running: list[Request] = []  # in the order of admission
         self._waiting = WaitingLine()
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap
-        self.num_preemptions = 0
+        self._tally = Tally()
+        self._began = 0.0  # when the step at hand was scheduled
 
     @property
     def num_unfinished(self) -> int:
@@ -92,6 +66,18 @@ class Scheduler:
     def num_available_pages(self) -> int:
         """Pages that no request uses, whether something is cached in them or not."""
         return self._tables.pages.num_available
+
+    def metrics(self) -> Metrics:
+        pages = self._tables.pages
+        return Metrics(
+            num_running=len(self._running),
+            num_waiting=len(self._requests) - len(self._running),
+            num_pages=pages.num_pages,
+            num_owned_pages=pages.num_pages - pages.num_available,
+            num_cached_pages=pages.num_cached,
+            num_free_pages=pages.num_free,
+            **asdict(self._tally),
+        )
 
     def check_room(self, count: int) -> None:
         """Raises QueueFullError where `count` requests more would be too many."""
@@ -128,6 +114,7 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """Returns the next step, or None when there is nothing to do. Preempts where pages run out."""
+        self._began = self._clock()
         is_mixed = any(request.num_uncomputed == 1 for request in self._running)
         budget = self._max_mixed_tokens if is_mixed else self._max_num_batched_tokens
         self._admit(budget)
@@ -135,26 +122,33 @@ class Scheduler:
         for request in sorted(self._running, key=step_order):
             if not request.pages:  # preempted for one before it
                 continue
-            self._tables.share_prefix(request)
+            self._tally.num_found_tokens += self._tables.share_prefix(request)
             num_tokens = min(request.num_uncomputed, budget)
             if num_tokens > 0 and self._make_room(request, num_tokens, chunks):
                 chunks.append(Chunk(request, request.num_computed, num_tokens))
                 budget -= num_tokens
+                request.first_step = self._began if request.first_step is None else request.first_step
                 self._waiting.charge(request.tenant, num_tokens)
         return Step(tuple(chunks)) if chunks else None
 
     def commit(self, step: Step, output: Any) -> list[Delta]:
         """Enters a step's result (`StepOutput` of host arrays, one row per chunk); frees what is finished."""
         tokens, log_probs = output.tokens.tolist(), output.log_probs.tolist()
-        deltas = []
+        now, deltas = self._clock(), []
+        self._tally.num_steps += 1
+        self._tally.busy_seconds += now - self._began
         for row, chunk in enumerate(step.chunks):
             request = chunk.request
             if request.finish_reason is not None:  # ended while the step ran
                 continue
             is_last = chunk.is_last
+            if chunk.num_tokens > 1 or not request.num_output_tokens:
+                self._tally.num_prefill_tokens += chunk.num_tokens
             self._tables.advance(request, chunk.num_tokens)
             if not is_last:
                 continue
+            request.token_times.append(now)
+            self._tally.num_output_tokens += 1
             delta = request.append(tokens[row], log_probs[row], _top_log_probs(output, row, request.sampling.log_probs))
             deltas.append(delta)
             if delta.completion is not None:
@@ -171,7 +165,7 @@ class Scheduler:
                 return
             self._waiting.take(request, now)
             self._running.append(request)
-            self._tables.share_prefix(request)
+            self._tally.num_found_tokens += self._tables.share_prefix(request)
             self._tables.extend(request, request.num_uncomputed)
 
     def _make_way(self, request: Request) -> bool:
@@ -209,7 +203,7 @@ class Scheduler:
         self._running.remove(request)
         self._tables.release(request)
         self._waiting.wait(request)
-        self.num_preemptions += 1
+        self._tally.num_preemptions += 1
 
     def _end(self, request: Request, reason: FinishReason) -> Delta:
         delta = request.finish(reason)
@@ -221,6 +215,7 @@ class Scheduler:
             self._running.remove(request)
         self._tables.release(request)
         self._waiting.leave(request)
+        self._tally.num_finished += 1
         del self._requests[request.request_id]
 
 

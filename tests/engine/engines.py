@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -68,13 +69,12 @@ def poison_cache(llm: LLM) -> None:
 
 
 def num_preemptions(llm: LLM) -> int:
-    return llm._scheduler.num_preemptions
+    return llm.metrics().num_preemptions
 
 
 def num_owned_pages(llm: LLM) -> int:
     """Pages that some request uses; those that are only cached are not among them."""
-    pages = llm._scheduler._tables.pages
-    return pages.num_pages - pages.num_available
+    return llm.metrics().num_owned_pages
 
 
 def forget_prefixes(llm: LLM) -> None:
@@ -92,6 +92,14 @@ def drain(llm: LLM) -> list[Delta]:
 
 def completions_of(deltas: Iterable[Delta]) -> dict[int, Completion]:
     return {delta.request_id: delta.completion for delta in deltas if delta.completion is not None}
+
+
+def content_of(completion: Completion) -> dict:
+    """Everything but the id and what it took.
+
+    Floats are equal only if all bits are: no log-probability here is 0 or NaN.
+    """
+    return {**dataclasses.asdict(completion), "request_id": None, "num_cached_tokens": None, "timings": None}
 
 
 def run_with_arrivals(

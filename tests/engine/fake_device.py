@@ -10,7 +10,8 @@ import numpy as np
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.prefix import PageKeys, root_key
 from jaxinfer.engine.request import Request
-from jaxinfer.engine.scheduler import Step
+from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.step import Step
 
 
 def make_request(
@@ -69,3 +70,41 @@ class FakeDevice:
 
     def slot(self, request: Request, position: int) -> int:
         return request.pages[position // self.page_size] * self.page_size + position % self.page_size
+
+
+class Engine:
+    """A scheduler with a clock that is set by hand and a step that takes one second."""
+
+    def __init__(self, **limits: Any):
+        self.now = 0.0
+        limits = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "num_pages": 16, "page_size": 16, **limits}
+        self.scheduler = Scheduler(**limits, clock=lambda: self.now)
+        self.device = FakeDevice(16)
+        self.finished: list[int] = []
+        self.completions = {}
+
+    def add(self, request_id: int, *, prompt: Any = 4, max_tokens: int = 1, **terms: Any):
+        request = make_request(request_id, prompt, max_tokens, **terms)
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> list[tuple[int, int]]:
+        """Returns (request, number of tokens) of the chunks."""
+        self.enter(self.scheduler.expire())
+        step = self.scheduler.schedule()
+        if step is None:
+            return []
+        self.now += 1.0
+        self.enter(self.scheduler.commit(step, self.device.run(step)))
+        return [(chunk.request.request_id, chunk.num_tokens) for chunk in step.chunks]
+
+    def enter(self, deltas):
+        done = [delta.completion for delta in deltas if delta.completion is not None]
+        self.finished += [completion.request_id for completion in done]
+        self.completions |= {completion.request_id: completion for completion in done}
+
+    def run(self) -> list[int]:
+        """Steps to the end; returns the requests as they finished."""
+        while self.scheduler.num_unfinished:
+            self.step()
+        return self.finished

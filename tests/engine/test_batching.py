@@ -13,7 +13,7 @@ from jaxinfer.batch import PADDING_SLOT
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.batching import Bucket, build_batch, choose_bucket, plan_buckets
 from jaxinfer.engine.request import Request
-from jaxinfer.engine.scheduler import Chunk, Step
+from jaxinfer.engine.step import Chunk, Step
 
 PAGE_SIZE = 16
 TABLE_WIDTH = 8

@@ -5,13 +5,12 @@ On CPU that holds for every bit of every log-probability, so nothing here has a 
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 from jaxinfer.config import SamplingParams
 from tests.engine.engines import (
+    content_of,
     forget_prefixes,
     num_preemptions,
     poison_cache,
@@ -39,14 +38,6 @@ PARAMS = [
     SamplingParams(**{"max_tokens": 3 + 2 * i, "seed": 1000 + i, "ignore_eos": i % 2 == 0, **KINDS[i % 6]})
     for i in range(18)
 ]
-
-
-def content_of(completion) -> dict:
-    """Everything but the id and what it took.
-
-    Floats are equal only if all bits are: no log-probability here is 0 or NaN.
-    """
-    return {**dataclasses.asdict(completion), "request_id": None, "num_cached_tokens": None}
 
 
 @pytest.fixture(scope="module")

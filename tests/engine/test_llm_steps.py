@@ -140,6 +140,23 @@ def test_aborting_the_request_of_a_stream_ends_the_stream(llm):
 # ---- add, step, abort
 
 
+def test_the_metrics_and_timings_of_an_llm_are_those_of_its_requests(llm):
+    before = llm.metrics()
+
+    completions = generate(llm, PROMPTS)
+
+    after = llm.metrics()
+    assert after.num_output_tokens - before.num_output_tokens == 8 * len(PROMPTS)
+    assert after.num_finished - before.num_finished == len(PROMPTS)
+    assert (after.num_running, after.num_waiting, after.num_owned_pages) == (0, 0, 0)
+    for completion in completions:
+        queue, ttft = completion.timings.queue, completion.timings.ttft
+        assert queue is not None
+        assert ttft is not None
+        assert 0 <= queue < ttft < after.busy_seconds - before.busy_seconds + queue
+        assert len(completion.timings.itl) == 7
+
+
 def test_a_new_llm_has_nothing_unfinished(llm):
     assert not llm.has_unfinished
 

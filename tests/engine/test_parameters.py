@@ -17,7 +17,15 @@ import pytest
 import torch
 
 from jaxinfer.config import SamplingParams
-from tests.engine.engines import EOS, num_preemptions, poison_cache, random_prompts, run_with_arrivals, small_engine
+from tests.engine.engines import (
+    EOS,
+    content_of,
+    num_preemptions,
+    poison_cache,
+    random_prompts,
+    run_with_arrivals,
+    small_engine,
+)
 from tests.oracles import load_reference
 
 README = Path(__file__).parents[2] / "README.md"
@@ -55,11 +63,6 @@ def requests_of(name):
     """Every prompt with the parameter."""
     base, fields = PARAMETERS[name]
     return [dataclasses.replace(base, **fields)] * len(PROMPTS)
-
-
-def content_of(completion) -> dict:
-    """Everything but the id. Floats are equal only if all bits are."""
-    return {**dataclasses.asdict(completion), "request_id": None}
 
 
 def yields(llm, prompts, params):

@@ -2,54 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from jaxinfer.engine.policy import PATIENCE
 from jaxinfer.engine.request import QueueFullError
-from jaxinfer.engine.scheduler import Scheduler
-from tests.engine.fake_device import FakeDevice, expected_tokens, make_request
-
-S = 16
-
-
-class Engine:
-    """A scheduler with a clock that is set by hand and a step that takes one second."""
-
-    def __init__(self, **limits: Any):
-        self.now = 0.0
-        limits = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "num_pages": 16, "page_size": S, **limits}
-        self.scheduler = Scheduler(**limits, clock=lambda: self.now)
-        self.device = FakeDevice(S)
-        self.finished: list[int] = []
-        self.completions = {}
-
-    def add(self, request_id: int, *, prompt: Any = 4, max_tokens: int = 1, **terms: Any):
-        request = make_request(request_id, prompt, max_tokens, **terms)
-        self.scheduler.add(request)
-        return request
-
-    def step(self) -> list[tuple[int, int]]:
-        """Returns (request, number of tokens) of the chunks."""
-        self.enter(self.scheduler.expire())
-        step = self.scheduler.schedule()
-        if step is None:
-            return []
-        self.now += 1.0
-        self.enter(self.scheduler.commit(step, self.device.run(step)))
-        return [(chunk.request.request_id, chunk.num_tokens) for chunk in step.chunks]
-
-    def enter(self, deltas):
-        done = [delta.completion for delta in deltas if delta.completion is not None]
-        self.finished += [completion.request_id for completion in done]
-        self.completions |= {completion.request_id: completion for completion in done}
-
-    def run(self) -> list[int]:
-        """Steps to the end; returns the requests as they finished."""
-        while self.scheduler.num_unfinished:
-            self.step()
-        return self.finished
+from tests.engine.fake_device import Engine, expected_tokens
 
 
 def test_interactive_requests_go_before_batch_work_that_came_earlier():
@@ -70,7 +27,7 @@ def test_an_interactive_request_takes_the_row_of_batch_work_which_goes_on_later(
     assert engine.step() == [(1, 4)]
     assert engine.run() == [1, 0]
     assert list(engine.completions[0].token_ids) == expected_tokens(batch, 5)
-    assert engine.scheduler.num_preemptions == 1
+    assert engine.scheduler.metrics().num_preemptions == 1
 
 
 def test_an_interactive_request_takes_the_pages_of_batch_work():
@@ -81,7 +38,7 @@ def test_an_interactive_request_takes_the_pages_of_batch_work():
     engine.add(2, prompt=20)
 
     assert (2, 20) in engine.step()
-    assert engine.scheduler.num_preemptions == 1
+    assert engine.scheduler.metrics().num_preemptions == 1
 
 
 def test_batch_work_is_not_preempted_where_that_would_not_help():
@@ -93,7 +50,7 @@ def test_batch_work_is_not_preempted_where_that_would_not_help():
 
     engine.step()
 
-    assert engine.scheduler.num_preemptions == 0
+    assert engine.scheduler.metrics().num_preemptions == 0
 
 
 def test_interactive_requests_do_not_take_each_others_place():
@@ -103,7 +60,7 @@ def test_interactive_requests_do_not_take_each_others_place():
     engine.add(1)
 
     assert engine.run() == [0, 1]
-    assert engine.scheduler.num_preemptions == 0
+    assert engine.scheduler.metrics().num_preemptions == 0
 
 
 def test_an_interactive_prompt_does_not_wait_for_the_tokens_of_a_batch_prompt():

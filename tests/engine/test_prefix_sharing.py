@@ -133,7 +133,7 @@ def test_a_preempted_request_finds_its_own_full_pages_again():
 
     completions, chunks = run_to_end(scheduler, device)
 
-    assert scheduler.num_preemptions == 1
+    assert scheduler.metrics().num_preemptions == 1
     assert [start for request_id, start, _ in chunks if request_id == 1] == [0, *range(30, 41)]
     assert completions[1].num_cached_tokens == 0, "what it computed itself is not counted as found"
 

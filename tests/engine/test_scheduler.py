@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import SamplingParams
-from jaxinfer.engine.scheduler import Scheduler, Step
+from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.step import Step
 from tests.engine.fake_device import FakeDevice, make_request
 
 
@@ -105,7 +106,7 @@ def test_the_request_admitted_last_is_preempted_when_pages_run_out():
 
     step, _ = run_one_step(scheduler, device)
 
-    assert (chunks_of(step), scheduler.num_preemptions) == ([(0, 16, 1)], 1)
+    assert (chunks_of(step), scheduler.metrics().num_preemptions) == ([(0, 16, 1)], 1)
 
 
 def test_a_preempted_request_is_computed_again_from_its_first_token():

@@ -24,7 +24,8 @@ from hypothesis.stateful import (
 )
 
 from jaxinfer.engine.request import Request
-from jaxinfer.engine.scheduler import Scheduler, Step
+from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.step import Step
 from tests.engine.fake_device import FakeDevice, expected_tokens, make_request
 
 STEPS_PER_EXAMPLE = 40

@@ -1,0 +1,61 @@
+"""What a request took, and what the engine has done: plain numbers, in seconds, tokens and pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timings:
+    """What one request took, in seconds. None where it never came so far."""
+
+    queue: float | None = None  # from its arrival until its first tokens were computed in a step
+    ttft: float | None = None  # from its arrival to its first token
+    itl: tuple[float, ...] = ()  # from each token to the next; waiting after a preemption is part of it
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first."""
+        return sum(self.itl) / len(self.itl) if self.itl else None
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """What has happened since the engine started."""
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_finished: int = 0  # requests, aborted ones included
+    num_prefill_tokens: int = 0  # computed of prompts, and again after preemptions
+    num_found_tokens: int = 0  # not computed because they were in the prefix cache
+    num_output_tokens: int = 0
+    busy_seconds: float = 0.0  # from the scheduling of each step to its result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """The engine at one moment. What `Tally` counts goes on from the start: take the difference of two for a rate."""
+
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_owned_pages: int
+    num_cached_pages: int
+    num_free_pages: int
+    num_steps: int
+    num_preemptions: int
+    num_finished: int
+    num_prefill_tokens: int
+    num_found_tokens: int
+    num_output_tokens: int
+    busy_seconds: float
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """The part of all tokens to prefill that was found in the cache."""
+        return self.num_found_tokens / max(self.num_found_tokens + self.num_prefill_tokens, 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens per second in which the engine had something to do."""
+        return self.num_output_tokens / self.busy_seconds if self.busy_seconds > 0 else 0.0

@@ -1,0 +1,36 @@
+"""What the scheduler asks of the runner: the chunks of requests that are computed together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxinfer.engine.request import Request
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The next `num_tokens` tokens of a request that are not in the cache, from position `start`."""
+
+    request: Request
+    start: int
+    num_tokens: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the request has caught up after this chunk, so that its next token is drawn."""
+        return self.start + self.num_tokens == len(self.request.token_ids)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The chunks to compute, decoding requests first. `is_decode`: every chunk is one token."""
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def is_decode(self) -> bool:
+        return all(chunk.num_tokens == 1 for chunk in self.chunks)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
