@@ -38,6 +38,10 @@ HELP = {
     "logit_bias": "add BIAS to the logit of token ID",
     "bad_words": "never complete this sequence of token ids",
     "allowed_token_ids": "draw nothing but these tokens",
+    "json_schema": "JSON schema that the output has to follow",
+    "regex": "regular expression that the output has to match",
+    "choices": "the output is this string or another one given so",
+    "grammar": "grammar in Lark's notation that the output has to follow",
     "min_tokens": "no stop token or string before this many tokens",
     "seed": "fixes every draw; one is drawn and reported otherwise",
     "log_probs": "print the log probability of each token and of this many alternatives, to standard error",
@@ -72,6 +76,7 @@ REPEATED: dict[str, tuple[Callable[[str], Any], str]] = {
     "logit_bias": (_bias, "ID:BIAS"),
     "bad_words": (_word, "ID,ID,..."),
     "allowed_token_ids": (int, "ID"),
+    "choices": (str, "TEXT"),
     "stop": (str, "TEXT"),
     "stop_token_ids": (int, "ID"),
 }

@@ -43,6 +43,7 @@ def process_logits(logits: jax.Array, processors: ProcessorBatch, make_context: 
             (_lists_any(p.bad_word_tokens), rule_out_bad_words),
             (context.lens - p.prompt_lens < p.min_tokens, rule_out_stop_tokens),
             (_lists_any(p.allowed_token_ids), rule_out_all_but_allowed),
+            ((p.allowed_bits != -1).any(axis=1), rule_out_by_bits),
         )
         for is_used, change in steps:
             logits = when_used(is_used, lambda x, change=change: change(x, p, context), logits)
@@ -116,6 +117,13 @@ def rule_out_stop_tokens(logits: jax.Array, p: ProcessorBatch, context: Context)
 def rule_out_all_but_allowed(logits: jax.Array, p: ProcessorBatch, context: Context) -> jax.Array:
     """Rules out all tokens but those of allowed_token_ids (`PrefixConstrainedLogitsProcessor`)."""
     return jnp.where(_is_listed(logits, p.allowed_token_ids), logits, -jnp.inf)
+
+
+def rule_out_by_bits(logits: jax.Array, p: ProcessorBatch, context: Context) -> jax.Array:
+    """Rules out the tokens whose bit in allowed_bits is 0."""
+    B, V = logits.shape
+    bits = p.allowed_bits[:, :, None] >> jnp.arange(32)[None, None, :] & 1
+    return jnp.where(bits.reshape(B, -1)[:, :V] == 1, logits, -jnp.inf) if p.allowed_bits.size else logits
 
 
 def _rows(logits: jax.Array) -> jax.Array:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
 from typing import Any
@@ -36,6 +37,7 @@ class ProcessorBatch:
     bad_word_distances: Any  # i32[B, N]
     allowed_token_ids: Any  # i32[B, N]  none allows all
     stop_token_ids: Any  # i32[B, N]  not before min_tokens
+    allowed_bits: Any  # i32[B, W]  bit i of word w allows token 32 w + i; W is ceil(V / 32), or 0 for masks of none
 
 
 @struct.dataclass
@@ -61,13 +63,17 @@ def make_sampling(
     prompt_lens: Sequence[int] | None = None,
     stop_token_ids: Sequence[Collection[int]] | None = None,
     max_listed_tokens: int = EngineConfig.max_listed_tokens,
+    vocab_size: int = 0,
+    masks: Mapping[int, np.ndarray] | None = None,
 ) -> SamplingBatch:
     """Lays out the sampling parameters of a batch's rows, on the host; padding rows are greedy.
 
     `seeds` holds each row's seed; without it every row must carry its own in its parameters. `prompt_lens`, in tokens,
     tell prompt from output where a row's presence_penalty, frequency_penalty or min_tokens needs it. `stop_token_ids`
     are all that end each row, by default those of its parameters. A row may list `max_listed_tokens` token ids per
-    parameter. Raises ValueError for rows that do not fit or lack one of these.
+    parameter. `masks` i32[ceil(vocab_size / 32)] hold the bits of the tokens that some rows allow; with a `vocab_size`
+    there is room for them, whether there are any or not. Raises ValueError for rows that do not fit or lack what they
+    need.
     """
     if len(params) > num_rows or (seeds is not None and len(seeds) != len(params)):
         num_seeds = "no" if seeds is None else len(seeds)
@@ -79,11 +85,13 @@ def make_sampling(
     words = np.zeros((num_rows, 2), np.uint32)
     for i, seed in enumerate(seeds):
         words[i] = divmod(seed, 2**32)
+    num_words = -(-vocab_size // 32)
     if any(map(uses_processors, params)):
         stop_ids = [p.stop_token_ids for p in params] if stop_token_ids is None else stop_token_ids
         processors = _make_processors(params, prompt_lens, stop_ids, num_rows, max_listed_tokens)
+        processors = replace(processors, allowed_bits=_allowed_bits(params, masks or {}, num_rows, num_words))
     else:
-        processors = _no_processors(num_rows, max_listed_tokens)
+        processors = _no_processors(num_rows, max_listed_tokens, num_words)
     column = partial(_column, params, num_rows)
     return SamplingBatch(
         temperature=column("temperature", np.float32, 0),
@@ -106,6 +114,7 @@ def uses_processors(params: SamplingParams) -> bool:
         or params.logit_bias
         or params.bad_words
         or params.allowed_token_ids
+        or params.structure
     )
 
 
@@ -115,9 +124,21 @@ def needs_prompt_len(params: SamplingParams) -> bool:
 
 
 @cache
-def _no_processors(num_rows: int, max_listed_tokens: int) -> ProcessorBatch:
+def _no_processors(num_rows: int, max_listed_tokens: int, num_words: int) -> ProcessorBatch:
     # On the device once for all: steps in which nobody uses them do not copy them there.
-    return jax.device_put(_make_processors([], None, [], num_rows, max_listed_tokens))
+    processors = _make_processors([], None, [], num_rows, max_listed_tokens)
+    return jax.device_put(replace(processors, allowed_bits=_allowed_bits([], {}, num_rows, num_words)))
+
+
+def _allowed_bits(
+    params: Sequence[SamplingParams], masks: Mapping[int, np.ndarray], num_rows: int, num_words: int
+) -> np.ndarray:
+    if any(p.structure for p in params) and num_words == 0:
+        raise ValueError("json_schema, regex, choices and grammar need vocab_size and masks: pass them")
+    bits = np.full((num_rows, num_words), -1, np.int32)
+    for row, mask in masks.items():
+        bits[row] = mask
+    return bits
 
 
 def _make_processors(
@@ -159,6 +180,7 @@ def _make_processors(
         bad_word_distances=lists("bad_words", distances, np.int32, 0),
         allowed_token_ids=lists("allowed_token_ids", allowed, np.int32, PADDING_TOKEN),
         stop_token_ids=lists("stop_token_ids", stop_ids, np.int32, PADDING_TOKEN),
+        allowed_bits=np.zeros((num_rows, 0), np.int32),
     )
 
 

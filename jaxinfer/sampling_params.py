@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -12,6 +13,9 @@ from jaxinfer.validation import MAX_INT, as_tuple, is_int, require, require_bool
 MAX_SEED = 2**64 - 1
 # As in OpenAI's API. A token that must not or must be drawn is better named in bad_words or allowed_token_ids.
 MAX_PENALTY, MAX_BIAS = 2.0, 100.0
+
+
+STRUCTURES = ("json_schema", "regex", "choices", "grammar")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +29,9 @@ class SamplingParams:
     is in the output, `presence_penalty` once (as in OpenAI's API). `no_repeat_ngram_size` n rules out what would
     repeat n tokens of prompt and output. `bad_words`, each several token ids, are not completed; unlike in
     `transformers` an end token among them is not drawn either. `min_tokens`: no stop token is drawn, and no stop
-    string is looked for, before as many tokens. `allowed_token_ids`: nothing else is drawn.
+    string is looked for, before as many tokens. `allowed_token_ids`: nothing else is drawn. `json_schema` (JSON text
+    or a mapping), `regex`, `choices` (one of these strings) or `grammar` (in Lark's notation): nothing is drawn from
+    which the output could not go on to what is asked for, and the request ends where nothing can follow.
 
     `temperature` 0 then takes the most probable token; the filters then change nothing. `top_k` 0, `top_p` 1, `min_p`
     0 and `typical_p` 1 switch those filters off; they apply after the temperature, in that order. `seed` fixes every
@@ -51,6 +57,10 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     bad_words: Sequence[Sequence[int]] = ()
     allowed_token_ids: Sequence[int] | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choices: Sequence[str] | None = None
+    grammar: str | None = None
     seed: int | None = None
     log_probs: int = 0
     stop: str | Sequence[str] = ()
@@ -86,8 +96,30 @@ class SamplingParams:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
             require(bool(allowed), "allowed_token_ids", allowed, "at least one token id, or None to allow all")
             object.__setattr__(self, "allowed_token_ids", allowed)
+        self._check_structure()
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+
+    @property
+    def structure(self) -> tuple[str, Any] | None:
+        """The name and value of the one parameter that gives the output a structure, if any."""
+        given = [(name, getattr(self, name)) for name in STRUCTURES if getattr(self, name) is not None]
+        return given[0] if given else None
+
+    def _check_structure(self) -> None:
+        if isinstance(self.json_schema, Mapping):
+            object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
+        for name in ("json_schema", "regex", "grammar"):
+            value = getattr(self, name)
+            require(value is None or (isinstance(value, str) and bool(value)), name, value, "text that is not empty")
+        if self.choices is not None:
+            choices = as_tuple("choices", self.choices, "several strings")
+            are_texts = all(isinstance(choice, str) and choice for choice in choices)
+            require(bool(choices) and are_texts, "choices", choices, "one string or more, none of them empty")
+            object.__setattr__(self, "choices", choices)
+        given = [name for name in STRUCTURES if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are both given; an output can have one structure")
 
 
 def _stop_strings(values: Any) -> tuple[str, ...]:

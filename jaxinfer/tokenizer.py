@@ -54,6 +54,10 @@ class Tokenizer:
                 "download it again or upgrade tokenizers"
             ) from error
 
+    def to_json(self) -> str:
+        """Returns what stands in tokenizer.json."""
+        return self._backend.to_str()
+
     @property
     def vocab_size(self) -> int:
         """Tokens known, added ones included; a model may have more rows than that."""

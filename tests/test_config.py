@@ -77,6 +77,8 @@ REFUSED = [
     *((SamplingParams, "logit_bias", value) for value in ({-1: 0}, {"5": 0}, ((5, 1), (5, 2)), ((5,),), (5,), 5, "5")),
     *((SamplingParams, "bad_words", value) for value in ((5,), ((),), ((-1,),), ((5, "6"),), (((True,),)), 5, "ab")),
     *((SamplingParams, "allowed_token_ids", value) for value in ((), (-1,), (1.0,), (True,), 1, "12")),
+    *((SamplingParams, name, value) for name in ("json_schema", "regex", "grammar") for value in ("", 1, ["a"])),
+    *((SamplingParams, "choices", value) for value in ((), ("",), (1,), 1, "ab")),
     *((SamplingParams, "seed", value) for value in (-1, MAX_SEED + 1, 1.0, True, "8")),
     *((SamplingParams, "log_probs", value) for value in (-1, 1.0, True, "8", None)),
     *((SamplingParams, "ignore_eos", value) for value in NOT_BOOLS),
@@ -154,6 +156,17 @@ def test_lists_and_dictionaries_of_tokens_stay_hashable_and_equal():
     assert (params.logit_bias, params.bad_words) == (((5, 0.5), (7, 1.0)), ((6, 7), (8,)))
     assert params == dataclasses.replace(params)
     hash(params)
+
+
+def test_an_output_has_one_structure_at_most():
+    with pytest.raises(ValueError, match="json_schema and regex are both given"):
+        SamplingParams(json_schema={}, regex="a")
+
+
+def test_a_schema_keeps_the_order_of_its_properties():
+    schema = {"properties": {"b": {}, "a": {}}}
+
+    assert SamplingParams(json_schema=schema).structure == ("json_schema", '{"properties": {"b": {}, "a": {}}}')
 
 
 def test_layer_groups_may_come_in_a_list_and_stay_hashable():

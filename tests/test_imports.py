@@ -99,6 +99,7 @@ ALLOWED = {
     "config": below("validation", "sampling_params"),
     "device": set(),
     "tokenizer": set(),
+    "grammar": below("sampling_params", "tokenizer"),
     "params": below("config"),
     "batch": set(),
     "sampling_batch": below("config", "batch"),
@@ -143,7 +144,9 @@ def test_the_engine_is_imported_by_its_users_only(module):
     assert module in users or not imports_of_ours(module) & set(within("jaxinfer.engine"))
 
 
-@pytest.mark.parametrize("name", ["config", "engine.pages", "engine.request", "engine.scheduler", "tokenizer"])
+@pytest.mark.parametrize(
+    "name", ["config", "engine.pages", "engine.request", "engine.scheduler", "tokenizer", "grammar"]
+)
 def test_no_jax_is_reached_from_what_runs_without_a_device(name):
     modules = reachable(f"jaxinfer.{name}")
 

@@ -159,6 +159,23 @@ def test_min_tokens_rules_out_stop_tokens_as_transformers_does(seed, minimum, st
     np.testing.assert_array_equal(ours, by_transformers(processor, logits, rows))
 
 
+@few_examples
+@given(seed=seeds)
+def test_a_mask_of_bits_leaves_the_tokens_whose_bit_is_set(seed):
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal((2, 70)).astype(np.float32)
+    allowed = rng.random((2, 96)) < 0.5
+    bits = np.packbits(allowed, axis=-1, bitorder="little").view(np.int32)
+    params = SamplingParams(regex="a", temperature=0)
+    sampling = make_sampling([params] * 2, num_rows=2, vocab_size=70, masks={0: bits[0]})
+    context = Context(tokens=jnp.zeros((2, 1), jnp.int32), lens=jnp.ones(2, jnp.int32))
+
+    ours = np.asarray(jit_process(logits, sampling, context))
+
+    np.testing.assert_array_equal(ours[0], np.where(allowed[0, :70], logits[0], -np.inf))
+    np.testing.assert_array_equal(ours[1], logits[1])
+
+
 ALL: dict[str, Any] = {
     "logit_bias": {0: 1.5, 1: -2.0},
     "repetition_penalty": 1.5,

@@ -67,6 +67,7 @@ def test_processors_are_laid_out_by_row_with_padding_that_has_no_effect():
         "bad_word_distances": [[2, 1, 0, 0, 0], [0] * 5],
         "allowed_token_ids": [[9, 4, NOTHING, NOTHING, NOTHING], [NOTHING] * 5],
         "stop_token_ids": [[3, NOTHING, NOTHING, NOTHING, NOTHING], [NOTHING] * 5],
+        "allowed_bits": [[], []],
     }
 
 

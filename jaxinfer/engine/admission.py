@@ -13,6 +13,7 @@ from typing import Any, TypedDict, get_args
 from jaxinfer.config import MAX_SEED, CacheConfig, EngineConfig, ModelConfig, SamplingParams
 from jaxinfer.engine.prefix import PageKeys, root_key
 from jaxinfer.engine.request import Priority, Request
+from jaxinfer.grammar import GrammarCompiler
 from jaxinfer.tokenizer import Detokenizer, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -44,6 +45,7 @@ class Admission:
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     model: str
+    grammars: GrammarCompiler
 
     def admit(
         self,
@@ -85,6 +87,7 @@ class Admission:
             priority=_checked_priority(priority),
             tenant=_checked_tenant(tenant),
             time_limit=_checked_time_limit(deadline),
+            grammar=self.grammars.compile(sampling),
         )
 
     def _text_stream(self, sampling: SamplingParams) -> Detokenizer | None:

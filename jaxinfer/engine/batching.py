@@ -66,6 +66,7 @@ def build_batch(
     page_size: int,
     table_width: int,
     max_listed_tokens: int = EngineConfig.max_listed_tokens,
+    vocab_size: int = 0,
 ) -> tuple[Batch, SamplingBatch]:
     """Lays the step out in the bucket's shape, one row per chunk, in new host arrays."""
     rows = [
@@ -91,5 +92,11 @@ def build_batch(
         prompt_lens=[request.num_prompt_tokens for request in requests],
         stop_token_ids=[request.stop_token_ids for request in requests],
         max_listed_tokens=max_listed_tokens,
+        vocab_size=vocab_size,
+        masks={
+            row: chunk.request.grammar.mask()
+            for row, chunk in enumerate(step.chunks)
+            if chunk.request.grammar is not None and chunk.is_last
+        },
     )
     return batch, sampling

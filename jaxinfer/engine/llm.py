@@ -20,6 +20,7 @@ from jaxinfer.engine.metrics import Metrics
 from jaxinfer.engine.request import Completion, Delta, Request
 from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.grammar import GrammarCompiler
 from jaxinfer.tokenizer import Tokenizer
 
 BUNDLED_MODEL = Path(__file__).parent.parent / "assets" / "tiny"
@@ -73,6 +74,7 @@ class LLM:
             eos_token_ids=read_eos_token_ids(path),
             max_model_len=max_model_len,
             model=f"{path} {dtype} {self.model_config}",
+            grammars=GrammarCompiler(self.tokenizer, self.model_config.vocab_size, read_eos_token_ids(path)),
         )
         self._ids = itertools.count()
         self._outbox: list[Delta] = []  # for step()

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, Protocol
 
+import numpy as np
+
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.metrics import Timings
 from jaxinfer.engine.prefix import PageKeys
@@ -31,6 +33,17 @@ class TextStream(Protocol):
     def push(self, token_ids: Sequence[int]) -> str: ...
 
     def flush(self) -> str: ...
+
+
+class Structure(Protocol):
+    """Which tokens may come next; `jaxinfer.grammar.Grammar` is one."""
+
+    @property
+    def is_complete(self) -> bool: ...
+
+    def accept(self, token_id: int) -> None: ...
+
+    def mask(self) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +107,7 @@ class Request:
         priority: Priority = "interactive",
         tenant: str = "",
         time_limit: float = math.inf,
+        grammar: Structure | None = None,
     ):
         self.request_id = request_id
         self.sampling = sampling
@@ -116,6 +130,7 @@ class Request:
         self._num_reached = 0  # the most that `num_computed` has been
         self._max_tokens = max_tokens
         self.stop_token_ids = frozenset(stop_token_ids)
+        self.grammar = grammar
         self._text_stream = text_stream
         self._texts: list[str] = []
         self._log_probs: list[float] = []
@@ -152,10 +167,14 @@ class Request:
             return self.finish("exhausted")
         self.token_ids.append(token_id)
         self._log_probs.append(log_prob)
+        if self.grammar is not None:
+            self.grammar.accept(token_id)
+        is_complete = self.grammar is not None and self.grammar.is_complete
         if self.sampling.log_probs:
             self._top_log_probs.append(top_log_probs)
         text = self._text_stream.push([token_id]) if self._text_stream else ""
-        if token_id in self.stop_token_ids or (self._text_stream and self._text_stream.is_stopped):
+        is_stopped = self._text_stream is not None and self._text_stream.is_stopped
+        if token_id in self.stop_token_ids or is_stopped or is_complete:
             return self.finish("stop", text, (token_id,), (log_prob,))
         if self.num_output_tokens >= self._max_tokens:
             return self.finish("length", text, (token_id,), (log_prob,))

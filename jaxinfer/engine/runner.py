@@ -54,6 +54,7 @@ class Runner:
             page_size=self._cache_config.page_size,
             table_width=self._table_width,
             max_listed_tokens=self._max_listed_tokens,
+            vocab_size=self._model_config.vocab_size,
         )
 
     def _compile_all(self, show_progress: bool) -> dict[Bucket, jax.stages.Compiled]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import re
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from jaxinfer.config import SamplingParams
+from jaxinfer.sampling_params import STRUCTURES
 from tests.engine.engines import (
     EOS,
     content_of,
@@ -50,12 +52,23 @@ PARAMETERS: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
     "logit_bias": (BASE, {"logit_bias": {30: 5.0, 31: 4.0}}),
     "bad_words": (GREEDY, {"bad_words": [[i] for i in range(2, 40)] + [[i, j] for i in (60, 61) for j in (62, 63)]}),
     "allowed_token_ids": (BASE, {"allowed_token_ids": range(20, 40)}),
+    "json_schema": (BASE, {"json_schema": {"type": "array", "items": {"type": "boolean"}}}),
+    "regex": (BASE, {"regex": "[a-c]{5,20}"}),
+    "choices": (BASE, {"choices": ["yes, it is", "no, it is not"]}),
+    "grammar": (BASE, {"grammar": 'start: "(" start ")" | "x"'}),
     "seed": (BASE, {"seed": 2**63}),
     "log_probs": (BASE, {"log_probs": 2}),
     "stop": (BASE, {"stop": ["a", "b", "c", "1", "2", "3", "<", "P", "Q", "R", "S"]}),
     "stop_token_ids": (BASE, {"stop_token_ids": range(1, 40)}),
     "ignore_eos": (dataclasses.replace(BASE, ignore_eos=False, logit_bias={EOS: 5.0}), {"ignore_eos": True}),
 }
+
+
+HAS_LLGUIDANCE = importlib.util.find_spec("llguidance") is not None
+TESTED = [name for name in PARAMETERS if HAS_LLGUIDANCE or name not in STRUCTURES]
+
+
+NUMBERS = itertools.count(step=len(PROMPTS))
 
 
 @functools.cache
@@ -66,14 +79,14 @@ def requests_of(name):
 
 
 def yields(llm, prompts, params):
-    """What each request yields when nothing else is computed."""
+    """What each request yields when nothing else is computed and nothing of it was before."""
     pairs = zip(prompts, params, strict=True)
-    return [content_of(llm.generate(prompt, p, show_progress=False)[0]) for prompt, p in pairs]
+    salts = (f"alone {i}" for i in itertools.count(next(NUMBERS)))
+    return [content_of(llm.generate(*pair, cache_salt=next(salts), show_progress=False)[0]) for pair in pairs]
 
 
 def together(llm, params):
-    """What the requests yield when they come in a crowd to a poisoned cache."""
-    poison_cache(llm)
+    """What the requests yield when they come in a crowd."""
     prompts, params = [*PROMPTS, *LONG_PROMPTS], [*params, *[BASE] * len(LONG_PROMPTS)]
     return [content_of(c) for c in run_with_arrivals(llm, prompts, params, mean_arrivals=9.0)][: len(PROMPTS)]
 
@@ -85,22 +98,24 @@ def alone(shared_llm):
 
 @pytest.fixture(scope="module")
 def crowded_llm(checkpoint):
-    """Chunks of 5 tokens, and fewer pages than its requests want."""
-    return small_engine(checkpoint, max_num_seqs=3, max_num_batched_tokens=5, num_pages=5)
+    """Chunks of 5 tokens, fewer pages than its requests want, all poisoned, and none shared."""
+    llm = small_engine(checkpoint, max_num_seqs=3, max_num_batched_tokens=5, num_pages=5, prefix_cache=False)
+    poison_cache(llm)
+    return llm
 
 
 def test_every_parameter_is_tested():
     assert set(PARAMETERS) == {field.name for field in dataclasses.fields(SamplingParams)}
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", TESTED)
 def test_the_parameter_changes_what_a_request_yields(llm, alone, name):
     without = yields(llm, PROMPTS[-2:], [PARAMETERS[name][0]] * 2)
 
     assert alone(name)[-2:] != without
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", TESTED)
 def test_the_parameter_is_honoured_in_chunks_and_after_preemption_to_the_bit(crowded_llm, alone, name):
     before = num_preemptions(crowded_llm)
 
@@ -110,16 +125,25 @@ def test_the_parameter_is_honoured_in_chunks_and_after_preemption_to_the_bit(cro
     assert num_preemptions(crowded_llm) > before
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", TESTED)
 def test_the_parameter_is_honoured_beside_requests_with_others(llm, alone, name):
-    names = list(PARAMETERS)
-    start = names.index(name)
-    mixed = [names[(start + i) % len(names)] for i in range(len(PROMPTS))]
+    start = TESTED.index(name)
+    mixed = [TESTED[(start + i) % len(TESTED)] for i in range(len(PROMPTS))]
     params = [requests_of(other)[i] for i, other in enumerate(mixed)]
 
     completions = together(llm, params)
 
     assert completions == [alone(other)[i] for i, other in enumerate(mixed)]
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_the_parameter_is_honoured_after_a_prefix_from_the_cache(llm, alone, name):
+    params = requests_of(name)[-1]
+
+    first, second = (llm.generate(PROMPTS[-1], params, cache_salt=name, show_progress=False)[0] for _ in range(2))
+
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 16)
+    assert content_of(first) == content_of(second) == alone(name)[-1]
 
 
 BY_TRANSFORMERS = {
@@ -203,7 +227,7 @@ def test_what_cannot_be_honoured_is_refused_and_the_engine_goes_on(llm, fields, 
     assert len(llm.generate([5], GREEDY, show_progress=False)[0].token_ids) == 16
 
 
-COLUMNS = ("alone", "in any batch", "in chunks", "after preemption")
+COLUMNS = ("alone", "in any batch", "in chunks", "after preemption", "after a prefix hit")
 TABLE = re.compile(r"(?<=<!-- parameters -->\n).*?(?=<!-- /parameters -->)", re.DOTALL)
 
 
