@@ -23,8 +23,6 @@ from jaxinfer import CacheConfig, ModelConfig, Row, init_cache, load_checkpoint,
 from jaxinfer.decoder import forward, unembed
 from jaxinfer.tokenizer import Tokenizer
 
-END_ID = 0  # <|endoftext|>, which leads every file
-
 PAGE_SIZE = 128
 BUNDLED = Path(__file__).resolve().parents[1] / "jaxinfer" / "assets"
 
@@ -50,7 +48,7 @@ def measure(path: Path) -> float:
     for file in tqdm(held_out_files(), desc=path.name, unit="file"):
         text = file.read_text(encoding="utf-8")
         num_bytes += len(text.encode())
-        token_ids = [END_ID, *tokenizer.encode(text)]
+        token_ids = tokenizer.encode(text)  # led by the token that stands between documents
         for start in range(0, len(token_ids) - 1, length):
             window = token_ids[start : start + length + 1]
             row = Row(window[:-1], 0, range(num_pages))

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,8 @@ LONG_SHARE = 0.15  # of the tokens, the last, in windows of MAX_CONTEXT, so that
 BATCH_TOKENS = 2048
 MEAN_PIECE = 80  # characters
 AFTER_SPACE = re.compile(r"\w (?=\S)")
+STATEMENT = re.compile(r"^ *(?:async |def |class |import |from |for |if |with |@)", re.MULTILINE)
+DOCUMENT_SHARE = 0.1  # of the statements begin a document
 MUON_LR, MUON_MOMENTUM, MUON_WEIGHT_DECAY = 0.02, 0.95, 0.05
 ADAMW_LR, ADAMW_BETAS = 0.008, (0.9, 0.95)
 DECAY_SHARES = {"tiny-draft": 1.0, "tiny": 0.5}  # the last part of the steps, decaying linearly to zero
@@ -51,14 +54,17 @@ log = partial(print, file=sys.stderr, flush=True)
 
 
 def train_tokenizer(files: list[Path]) -> Tokenizer:
-    """Learns a byte-level BPE; END_OF_TEXT is token END_ID and nothing is added around a text."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    """Learns a byte-level BPE; END_OF_TEXT is token END_ID, stands between documents and begins every prompt."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, END_ID)]
+    )
     trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=[END_OF_TEXT], show_progress=False)
     trainer.initial_alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator((path.read_text(encoding="utf-8") for path in files), trainer)
@@ -66,24 +72,37 @@ def train_tokenizer(files: list[Path]) -> Tokenizer:
 
 
 def tokenize(tokenizer: Tokenizer, files: list[Path], seed: int | None = None) -> list[torch.Tensor]:
-    """Returns per file i64[1 + tokens], led by END_ID.
-
-    With a seed, files are cut at random and the pieces encoded one by one, as a prompt is: else the model would never
-    see what follows `def ` where the space is a token of its own. Half of the cuts are after such a space.
-    """
+    """Returns per document i64[1 + tokens], led by END_ID; without a seed, a document is a file."""
     import torch
 
     rng, documents = random.Random(seed), []
     for path in files:
-        text, ids, start = path.read_text(encoding="utf-8"), [END_ID], 0
-        while start < len(text):
-            end = len(text) if seed is None else start + 1 + int(rng.expovariate(1 / MEAN_PIECE))
-            if rng.random() < 0.5 and (space := AFTER_SPACE.search(text, end)):
-                end = space.end()
-            ids += tokenizer.encode(text[start:end]).ids
-            start = end
-        documents.append(torch.tensor(ids))
+        text = path.read_text(encoding="utf-8")
+        for pieces in [[text]] if seed is None else cut(text, rng):
+            encoded = (tokenizer.encode(piece, add_special_tokens=False).ids for piece in pieces)
+            documents.append(torch.tensor([END_ID, *chain.from_iterable(encoded)]))
     return documents
+
+
+def cut(text: str, rng: random.Random) -> list[list[str]]:
+    """Cuts a file into documents that begin with a statement, and each into pieces that are encoded one by one.
+
+    Prompts are like that: they begin anywhere and end anywhere, often after a space. Else the model would never see
+    what follows `def ` where nothing stands before it and the space is a token of its own.
+    """
+    starts = [match.start() for match in STATEMENT.finditer(text) if rng.random() < DOCUMENT_SHARE]
+    documents = []
+    for begin, end in pairwise([0, *starts, len(text)]):
+        pieces, start = [], begin
+        while start < end:
+            stop = start + 1 + int(rng.expovariate(1 / MEAN_PIECE))
+            space = AFTER_SPACE.search(text, start if start == begin else stop)
+            if space and rng.random() < 0.5:
+                stop = space.end()
+            pieces.append(text[start : min(stop, end)])
+            start = stop
+        documents.append(pieces)
+    return [pieces for pieces in documents if pieces]
 
 
 def build_model(shape: dict[str, Any]) -> LlamaForCausalLM:
@@ -97,7 +116,7 @@ def build_model(shape: dict[str, Any]) -> LlamaForCausalLM:
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
-        bos_token_id=None,
+        bos_token_id=END_ID,
         eos_token_id=END_ID,
     )
     model = LlamaForCausalLM(config)
@@ -145,8 +164,10 @@ def next_token_loss(model: LlamaForCausalLM, windows: torch.Tensor, reduction: s
     return cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten(), reduction=reduction)
 
 
-def train(model: LlamaForCausalLM, stream: torch.Tensor, tokens: int, decay_share: float, seed: int) -> None:
-    """Trains in place on windows at random offsets of `stream` i64[tokens]."""
+def train(
+    model: LlamaForCausalLM, stream: torch.Tensor, tokens: int, decay_share: float, *, rate: float, seed: int
+) -> None:
+    """Trains in place on windows at random offsets of `stream` i64[tokens]; `rate` multiplies the learning rates."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -164,7 +185,7 @@ def train(model: LlamaForCausalLM, stream: torch.Tensor, tokens: int, decay_shar
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         decay = (num_steps - step) / (decay_share * max(1, num_steps - WARMUP_STEPS))
-        scale = min((step + 1) / WARMUP_STEPS, decay, 1.0)
+        scale = rate * min((step + 1) / WARMUP_STEPS, decay, 1.0)
         for matrix, momentum in zip(matrices, momenta, strict=True):
             muon_step(matrix, momentum, scale * MUON_LR)
         adamw.param_groups[0]["lr"] = scale * ADAMW_LR
@@ -189,7 +210,7 @@ def bits_per_byte(model: LlamaForCausalLM, documents: list[torch.Tensor], num_by
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     """Writes a Hugging Face folder beside `folder`, then puts it in its place by renaming."""
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
     config |= {"model_max_length": MAX_CONTEXT, "clean_up_tokenization_spaces": False}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".saving-") as scratch:
@@ -214,6 +235,7 @@ def main() -> None:
     parser.add_argument("--continue", dest="is_continued", action="store_true", help="train on what is in --output")
     parser.add_argument("--threads", type=int, default=1, help="more is faster and rounds differently")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rate", type=float, default=1.0, help="multiplies the learning rates")
     arguments = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     import torch
@@ -231,7 +253,7 @@ def main() -> None:
             continue
         torch.manual_seed(arguments.seed)
         model = load_model(arguments.output / name) if arguments.is_continued else build_model(shape)
-        train(model, stream, num_tokens, DECAY_SHARES[name], arguments.seed)
+        train(model, stream, num_tokens, DECAY_SHARES[name], rate=arguments.rate, seed=arguments.seed)
         save(model.bfloat16(), tokenizer, arguments.output / name)
         # The stored weights in float32 arithmetic: bfloat16 matmuls are emulated on most processors.
         bits = bits_per_byte(model.float(), documents, held_out_bytes)
