@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.batch import PADDING_TOKEN, Batch
 from jaxinfer.config import CacheConfig, ModelConfig
-from kernels_pallas.paged_attention import HEADS_AXIS, Pages, abstract_pages, head_specs
+from kernels_pallas.paged_attention import HEADS_AXIS, Pages, abstract_pages, head_specs, put_pages, take_pages
 
 # Slots of a pool are counted in int32, and padding is written just past the last.
 MAX_SLOTS = 2**31 - 1
@@ -30,6 +30,10 @@ class KVCache:
 
     groups: tuple[Pages, ...]
     tokens: Any  # i32[P, S]
+
+
+# The content of some pages apart from any pool, to be kept elsewhere and put back anywhere: a cache of them alone.
+PageBundle = KVCache
 
 
 def init_cache(config: ModelConfig, cache_config: CacheConfig, layout: str | None = None) -> KVCache:
@@ -85,3 +89,31 @@ def read_tokens(cache: KVCache, batch: Batch) -> jax.Array:
     tokens = cache.tokens[batch.block_tables].reshape(B, M * cache.tokens.shape[1])
     is_inside = jnp.arange(tokens.shape[1])[None, :] < batch.kv_lens[:, None]
     return jnp.where(is_inside, tokens, PADDING_TOKEN)
+
+
+def extract_pages(cache: KVCache, page_ids: Any, *, config: ModelConfig) -> PageBundle:
+    """Returns a copy of pages i32[W], in every layer. An id past the pool gives a page of zeros."""
+    page_ids = jnp.asarray(page_ids)
+    pairs = zip(cache.groups, config.layer_groups, strict=True)
+    groups = tuple(take_pages(pool, _in_layers(page_ids, pool, n)) for pool, n in pairs)
+    return PageBundle(groups=groups, tokens=cache.tokens.at[page_ids].get(mode="fill", fill_value=0))
+
+
+def insert_pages(cache: KVCache, page_ids: Any, bundle: PageBundle, *, config: ModelConfig) -> KVCache:
+    """Returns the cache with a bundle's W pages on pages i32[W], in every layer; an id past the pool is dropped.
+
+    The pages may be others than those that the bundle was taken from, and the pool of another size; page size, heads
+    and dtype have to be the same.
+    """
+    page_ids = jnp.asarray(page_ids)
+    triples = zip(cache.groups, bundle.groups, config.layer_groups, strict=True)
+    groups = tuple(put_pages(pool, _in_layers(page_ids, pool, n), new) for pool, new, n in triples)
+    return KVCache(groups=groups, tokens=cache.tokens.at[page_ids].set(bundle.tokens, mode="drop"))
+
+
+def _in_layers(page_ids: Any, pool: Pages, num_layers: int) -> Any:
+    """Returns where pages i32[W] lie in a pool of n layers, i32[n * W]; past the pool if they are."""
+    per_layer = pool.num_pages // num_layers
+    offsets = jnp.arange(num_layers, dtype=jnp.int32)[:, None] * per_layer
+    # Past the last page of its layer an id would be another layer's page.
+    return jnp.where(page_ids[None] < per_layer, offsets + page_ids[None], pool.num_pages).reshape(-1)

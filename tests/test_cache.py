@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.batch import Row, make_batch
-from jaxinfer.cache import abstract_cache, init_cache, layer_offset, page_bytes
+from jaxinfer.cache import abstract_cache, extract_pages, init_cache, insert_pages, layer_offset, page_bytes
 from jaxinfer.config import CacheConfig, ModelConfig
 from kernels_pallas.paged_attention import paged_attention
 
@@ -152,3 +152,82 @@ def test_a_pool_with_more_slots_than_can_be_counted_is_refused():
 
     with pytest.raises(ValueError, match=r"4 layers of 4194304 pages of 128 slots .* \(2147483647\); use fewer pages"):
         abstract_cache(CONFIG, too_many)
+
+
+# ---- bundles
+
+
+def numbered_cache(num_pages, layout, dtype="float32"):
+    """A cache in which every number is another one."""
+    cache = init_cache(CONFIG, dataclasses.replace(CACHE, num_pages=num_pages, dtype=dtype), layout)
+    counts = iter(range(1, 100))
+    return jax.tree.map(lambda a: (jnp.arange(a.size).reshape(a.shape) % 251 + next(counts)).astype(a.dtype), cache)
+
+
+def pages_of(cache, num_pages):
+    """All numbers by layer and page: what `layer_offset` says is there."""
+    pools = zip(cache.groups, CONFIG.layer_groups, strict=True)
+    tokens = {("tokens", 0, page): [np.asarray(cache.tokens[page])] for page in range(num_pages)}
+    return tokens | {
+        (group, layer, page): [np.asarray(a[layer_offset(pool, layer, n) + page]) for a in pool.arrays]
+        for group, (pool, n) in enumerate(pools)
+        for layer in range(n)
+        for page in range(num_pages)
+    }
+
+
+@pytest.mark.parametrize("layout", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_bundle_put_into_another_pool_is_found_on_its_new_pages_and_nothing_else_changes(layout, dtype):
+    source, target = numbered_cache(5, layout, dtype), numbered_cache(3, layout, dtype)
+    bundle = extract_pages(source, jnp.array([4, 1]), config=CONFIG)
+
+    filled = insert_pages(target, jnp.array([0, 2]), bundle, config=CONFIG)
+
+    before, after, given = pages_of(target, 3), pages_of(filled, 3), pages_of(source, 5)
+    for group, layer, page in after:
+        from_page = {0: 4, 2: 1}.get(page)
+        expected = before[group, layer, page] if from_page is None else given[group, layer, from_page]
+        np.testing.assert_equal(after[group, layer, page], expected)
+
+
+@pytest.mark.parametrize("layout", ["cpu", "gpu", "tpu"])
+def test_a_page_past_the_pool_is_inserted_nowhere_not_even_in_the_next_layer(layout):
+    cache = numbered_cache(3, layout)
+    bundle = extract_pages(numbered_cache(5, layout), jnp.array([4, 0]), config=CONFIG)
+
+    filled = insert_pages(cache, jnp.array([3, 2**30]), bundle, config=CONFIG)
+
+    np.testing.assert_equal(pages_of(filled, 3), pages_of(cache, 3))
+
+
+def test_a_page_past_the_pool_is_extracted_as_zeros():
+    bundle = extract_pages(numbered_cache(3, "cpu"), jnp.array([3]), config=CONFIG)
+
+    assert not any(np.asarray(a).any() for a in jax.tree.leaves(bundle))
+
+
+def test_a_bundle_survives_the_way_over_the_host_bit_for_bit():
+    cache = numbered_cache(4, "cpu", "bfloat16")
+    bundle = jax.device_get(extract_pages(cache, jnp.array([0, 1, 2, 3]), config=CONFIG))
+
+    empty = init_cache(CONFIG, dataclasses.replace(CACHE, num_pages=4, dtype="bfloat16"))
+    filled = insert_pages(empty, jnp.array([0, 1, 2, 3]), bundle, config=CONFIG)
+
+    np.testing.assert_equal(pages_of(filled, 4), pages_of(cache, 4))
+
+
+def test_bundles_run_under_jit_and_the_cache_is_written_in_place():
+    cache = numbered_cache(4, "cpu")
+    extract = jax.jit(functools.partial(extract_pages, config=CONFIG))
+    insert = jax.jit(functools.partial(insert_pages, config=CONFIG), donate_argnums=0)
+    expected = pages_of(cache, 4)
+
+    bundle = extract(cache, jnp.array([2, 3]))
+    compiled = insert.lower(cache, jnp.array([1, 0]), bundle).compile()
+    filled = pages_of(compiled(cache, jnp.array([1, 0]), bundle), 4)
+
+    pool_bytes = 4 * page_bytes(CONFIG, CACHE)
+    assert compiled.memory_analysis().alias_size_in_bytes == pool_bytes
+    for group, layer, page in filled:
+        np.testing.assert_equal(filled[group, layer, page], expected[group, layer, {0: 3, 1: 2}.get(page, page)])

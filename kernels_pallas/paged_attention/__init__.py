@@ -8,6 +8,8 @@ from kernels_pallas.paged_attention.layout import (
     gather_tokens,
     head_specs,
     init_pages,
+    put_pages,
+    take_pages,
     write_kv,
 )
 
@@ -20,5 +22,7 @@ __all__ = [
     "head_specs",
     "init_pages",
     "paged_attention",
+    "put_pages",
+    "take_pages",
     "write_kv",
 ]

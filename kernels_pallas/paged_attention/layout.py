@@ -185,3 +185,13 @@ def gather_tokens(pages: Pages, slots: jax.Array) -> tuple[jax.Array, jax.Array]
 def copy_pages(pages: Pages, sources: jax.Array, targets: jax.Array) -> Pages:
     """Returns the pool with pages `sources` i32[n] copied onto pages `targets` i32[n]; past the pool is dropped."""
     return jax.tree.map(lambda pool: pool.at[targets].set(pool[sources], mode="drop"), pages)
+
+
+def take_pages(pages: Pages, page_ids: jax.Array) -> Pages:
+    """Returns a pool of pages i32[n] alone, in that order; one past the pool gives zeros."""
+    return jax.tree.map(lambda pool: pool.at[page_ids].get(mode="fill", fill_value=0), pages)
+
+
+def put_pages(pages: Pages, page_ids: jax.Array, new: Pages) -> Pages:
+    """Returns the pool with the pages of another of n pages on pages i32[n]; past the pool is dropped."""
+    return jax.tree.map(lambda pool, x: pool.at[page_ids].set(x, mode="drop"), pages, new)
