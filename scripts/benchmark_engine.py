@@ -16,6 +16,10 @@ from benchmark_workload import (
     JOB_PROMPT_RANGE,
     PREFILL_BATCH,
     PREFILL_LEN,
+    PREFIX_LEN,
+    PREFIX_OUTPUT_LEN,
+    PREFIX_OWN_LEN,
+    PREFIX_REQUESTS,
     TPOT_OUTPUT_LEN,
     TPOT_PROMPT_LEN,
     TTFT_LEN,
@@ -49,6 +53,7 @@ def load(model: Path, workload: Workload) -> LLM:
         "ttft": [TTFT_LEN + 1],
         "tpot": [TPOT_PROMPT_LEN + TPOT_OUTPUT_LEN],
         "job": [JOB_PROMPT_RANGE[1] + JOB_OUTPUT_RANGE[1]],
+        "prefix": [PREFIX_LEN + PREFIX_OWN_LEN + PREFIX_OUTPUT_LEN],
         "decode": [c + output_len(b, c, workload) for b in workload.batches for c in workload.contexts],
     }
     config = EngineConfig(
@@ -130,7 +135,32 @@ def measure_job(llm: LLM, workload: Workload, task: Task, purpose: str) -> float
     return sum(lengths) / seconds
 
 
+def run_shared_prefix(llm: LLM, workload: Workload, purpose: str, *, salts: list[str]) -> tuple[float, float]:
+    """Adds all requests at once; returns their mean TTFT in ms and their output tokens per second."""
+    shared = workload.prompts(1, PREFIX_LEN, purpose)[0]
+    own = workload.prompts(PREFIX_REQUESTS, PREFIX_OWN_LEN, f"{purpose} own")
+    params = SamplingParams(max_tokens=PREFIX_OUTPUT_LEN, temperature=0.0, ignore_eos=True)
+    began = time.perf_counter()
+    for tokens, salt in zip(own, salts, strict=True):
+        llm.add([*shared, *tokens], params, cache_salt=salt)
+    completions = []
+    while llm.has_unfinished:
+        completions += [delta.completion for delta in llm.step() if delta.completion is not None]
+    seconds = time.perf_counter() - began
+    ttfts = [completion.timings.ttft for completion in completions]
+    return 1e3 * sum(ttfts) / len(ttfts), PREFIX_REQUESTS * PREFIX_OUTPUT_LEN / seconds
+
+
+def measure_prefix(llm: LLM, workload: Workload, task: Task, purpose: str) -> float:
+    """A salt of one's own is what keeps a request from finding what others have computed."""
+    is_cached = task.section.endswith("cached")
+    salts = [purpose if is_cached else f"{purpose} {i}" for i in range(PREFIX_REQUESTS)]
+    ttft, rate = run_shared_prefix(llm, workload, purpose, salts=salts)
+    return ttft if "ttft" in task.section else rate
+
+
 MEASURES = {
+    **{f"prefix {figure} {cache}": measure_prefix for figure in ("ttft", "rate") for cache in ("cached", "computed")},
     "prefill": measure_prefill,
     "decode": measure_decode,
     "ttft": measure_ttft,

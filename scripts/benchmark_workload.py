@@ -14,13 +14,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-SECTIONS = ("prefill", "decode", "ttft", "tpot", "job")
+SECTIONS = ("prefill", "decode", "ttft", "tpot", "job", "prefix")
 JOB_REQUESTS = 64
 JOB_PROMPT_RANGE = (16, 512)
 JOB_OUTPUT_RANGE = (16, 256)
 PREFILL_BATCH, PREFILL_LEN = 4, 512
 TTFT_LEN = 512
 TPOT_PROMPT_LEN = TPOT_OUTPUT_LEN = 128
+# Requests that share their first tokens and go on with a few of their own.
+PREFIX_REQUESTS, PREFIX_LEN, PREFIX_OWN_LEN, PREFIX_OUTPUT_LEN = 64, 1000, 24, 16
 # Steps of a measured decode that are not timed: the first ones touch new shapes and new memory.
 WARM_STEPS = 3
 LOWER, HIGHER = "lower", "higher"
@@ -104,6 +106,12 @@ def table_rows(workload: Workload, static_batches: list[int]) -> dict[str, tuple
             for b in static_batches
         ]
         rows[f"job of {JOB_REQUESTS}, output tokens/s"] = (ours, [*static, continuous])
+    if "prefix" in workload.sections:
+        # Ours alone, with and without: the peer does not share pages between requests.
+        for section, name, better in (("ttft", "mean TTFT, ms", LOWER), ("rate", "output tokens/s", HIGHER)):
+            for cache in ("cached", "computed"):
+                label = f"prefix {cache}: {name}"
+                rows[label] = (Task(section=f"prefix {section} {cache}", label=label, better=better), [])
     return rows
 
 

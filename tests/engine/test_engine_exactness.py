@@ -5,6 +5,8 @@ On CPU that holds for every bit of every log-probability, so nothing here has a 
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -158,3 +160,59 @@ def test_asking_for_alternatives_changes_no_token(llm):
     completions = llm.generate([PROMPTS[0]] * 3, params, show_progress=False)
 
     assert len({(c.token_ids, c.log_probs) for c in completions}) == 1
+
+
+# ---- the gate itself: a fault in one step of many shows
+
+
+def read_pages_in_the_wrong_order(requests):
+    requests[0].pages.reverse()
+
+
+def write_to_a_page_of_another(requests):
+    requests[1].pages[-1] = requests[0].pages[-1]
+
+
+@pytest.mark.parametrize("fault", [None, read_pages_in_the_wrong_order, write_to_a_page_of_another])
+def test_one_wrong_page_id_in_one_step_shows(llm, alone, monkeypatch, fault):
+    run, calls = llm._runner.run, itertools.count()
+
+    def run_with_fault(step):
+        requests = [chunk.request for chunk in step.chunks]
+        kept = [list(request.pages) for request in requests]
+        if next(calls) == 5 and fault is not None:
+            assert len(requests) == 2
+            fault(requests)
+        output = run(step)
+        for request, pages in zip(requests, kept, strict=True):
+            request.pages = pages
+        return output
+
+    forget_prefixes(llm)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._runner, "run", run_with_fault)
+        completions = llm.generate([PROMPTS[8], PROMPTS[15]], [PARAMS[8], PARAMS[15]], show_progress=False)
+    forget_prefixes(llm)  # what a fault wrote is found by nobody
+
+    assert ([content_of(c) for c in completions] == [alone[8], alone[15]]) == (fault is None)
+
+
+def test_one_wrong_page_found_in_the_cache_shows(llm, alone, monkeypatch):
+    pages = llm._scheduler._tables.pages
+    for i in (3, 8):
+        llm.generate(PROMPTS[i], PARAMS[i], show_progress=False)
+    other = pages.find(llm_keys(llm, PROMPTS[8]).key(0, PROMPTS[8]))
+    right = pages.find(llm_keys(llm, PROMPTS[3]).key(0, PROMPTS[3]))
+    assert None not in (other, right)
+    find = pages.find
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pages, "find", lambda key: other if find(key) == right else find(key))
+        completion = llm.generate(PROMPTS[3], PARAMS[3], show_progress=False)[0]
+    forget_prefixes(llm)
+
+    assert content_of(completion) != alone[3]
+
+
+def llm_keys(llm, prompt):
+    return llm._admission.admit(0, prompt, None).keys
