@@ -139,7 +139,7 @@ def test_a_module_imports_only_what_lies_below_it(module, allowed):
 
 @pytest.mark.parametrize("module", [name for name in MODULES if ".engine" not in name])
 def test_the_engine_is_imported_by_its_users_only(module):
-    users = {"jaxinfer", *below("cli", "serve", "batch_job")}
+    users = {"jaxinfer", *below("cli", "serve", "batch_job", "simulation")}
 
     assert module in users or not imports_of_ours(module) & set(within("jaxinfer.engine"))
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
@@ -20,6 +21,7 @@ from jaxinfer.engine.metrics import Metrics
 from jaxinfer.engine.request import Completion, Delta, Request
 from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.step import Step
 from jaxinfer.grammar import GrammarCompiler
 from jaxinfer.tokenizer import Tokenizer
 
@@ -53,29 +55,16 @@ class LLM:
         dtype = dtype or default_dtype()
         params, self.model_config = load_checkpoint(path, dtype, show_progress=show_progress)
         self.tokenizer = Tokenizer.from_path(path)
-        max_model_len = resolve_max_model_len(self.model_config, config)
-        cache_config = plan_cache(self.model_config, config, dtype, max_model_len)
+        self._admission, self._scheduler = plan_host(path, self.model_config, config, dtype, self.tokenizer)
         self._runner = Runner(
-            params, self.model_config, config, cache_config, max_model_len=max_model_len, show_progress=show_progress
+            params,
+            self.model_config,
+            config,
+            self._admission.cache_config,
+            max_model_len=self._admission.max_model_len,
+            show_progress=show_progress,
         )
-        self._scheduler = Scheduler(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            num_pages=cache_config.num_pages,
-            page_size=cache_config.page_size,
-            max_mixed_tokens=config.max_mixed_tokens,
-            max_waiting=config.max_waiting,
-        )
-        self._admission = Admission(
-            model_config=self.model_config,
-            engine_config=config,
-            cache_config=cache_config,
-            tokenizer=self.tokenizer,
-            eos_token_ids=read_eos_token_ids(path),
-            max_model_len=max_model_len,
-            model=f"{path} {dtype} {self.model_config}",
-            grammars=GrammarCompiler(self.tokenizer, self.model_config.vocab_size, read_eos_token_ids(path)),
-        )
+        self.on_step: Callable[[Step, float], None] | None = None  # told each step and the seconds it took
         self._ids = itertools.count()
         self._outbox: list[Delta] = []  # for step()
         self._mailboxes: dict[int, deque[Delta]] = {}  # of generate() and stream(), by request
@@ -156,6 +145,7 @@ class LLM:
         return [completions[request_id] for request_id in ids]
 
     def _advance(self) -> None:
+        began = time.perf_counter()
         for delta in self._scheduler.expire():
             self._post(delta)
         step = self._scheduler.schedule()
@@ -164,6 +154,8 @@ class LLM:
         output = self._runner.run(step)
         for delta in self._scheduler.commit(step, output):
             self._post(delta)
+        if self.on_step is not None:
+            self.on_step(step, time.perf_counter() - began)
 
     def _post(self, delta: Delta) -> None:
         self._mailboxes.get(delta.request_id, self._outbox).append(delta)
@@ -208,6 +200,39 @@ class LLM:
             return self._admission.admit(next(self._ids), prompt, sampling, **terms)
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from None
+
+
+def plan_host(
+    path: Path,
+    model_config: ModelConfig,
+    config: EngineConfig,
+    dtype: str,
+    tokenizer: Tokenizer | None,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[Admission, Scheduler]:
+    """Returns what decides which requests are taken and when they are computed; no weights are needed for it."""
+    max_model_len = resolve_max_model_len(model_config, config)
+    cache_config = plan_cache(model_config, config, dtype, max_model_len)
+    admission = Admission(
+        model_config=model_config,
+        engine_config=config,
+        cache_config=cache_config,
+        tokenizer=tokenizer,
+        eos_token_ids=read_eos_token_ids(path),
+        max_model_len=max_model_len,
+        model=f"{path} {dtype} {model_config}",
+        grammars=GrammarCompiler(tokenizer, model_config.vocab_size, read_eos_token_ids(path)),
+    )
+    scheduler = Scheduler(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_pages=cache_config.num_pages,
+        page_size=cache_config.page_size,
+        max_mixed_tokens=config.max_mixed_tokens,
+        max_waiting=config.max_waiting,
+        clock=clock,
+    )
+    return admission, scheduler
 
 
 def resolve_max_model_len(model_config: ModelConfig, config: EngineConfig) -> int:

@@ -1,0 +1,21 @@
+"""What a load would do to an engine: traces of requests, run by a real engine or by its scheduler alone."""
+
+from jaxinfer.simulation.driver import drive
+from jaxinfer.simulation.real_engine import RealEngine
+from jaxinfer.simulation.report import Report, prediction_errors
+from jaxinfer.simulation.simulated_engine import SimulatedEngine, load_simulated_engine
+from jaxinfer.simulation.step_times import StepTimes, fit_step_times
+from jaxinfer.simulation.trace import TracedRequest, read_trace
+
+__all__ = [
+    "RealEngine",
+    "Report",
+    "SimulatedEngine",
+    "StepTimes",
+    "TracedRequest",
+    "drive",
+    "fit_step_times",
+    "load_simulated_engine",
+    "prediction_errors",
+    "read_trace",
+]

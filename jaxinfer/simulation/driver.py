@@ -1,0 +1,94 @@
+"""One loop for both: a trace on a real engine by the clock on the wall, or on its scheduler by a virtual one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from tqdm import tqdm
+
+from jaxinfer.engine.request import Delta, QueueFullError
+from jaxinfer.simulation.report import Outcomes, Report
+from jaxinfer.simulation.trace import TracedRequest
+
+
+class Engine(Protocol):
+    """What a trace runs on; times in seconds from the start."""
+
+    @property
+    def num_steps(self) -> int: ...
+
+    @property
+    def num_preemptions(self) -> int: ...
+
+    def now(self) -> float: ...
+
+    def wait_until(self, moment: float) -> None: ...
+
+    def add(self, index: int, request: TracedRequest) -> int:
+        """Queues request number `index` of the trace and returns its id.
+
+        ValueError or QueueFullError where it is refused.
+        """
+        ...
+
+    def step(self) -> list[Delta]:
+        """Computes one step, if there is anything to compute."""
+        ...
+
+
+@dataclass
+class _InFlight:
+    request: TracedRequest
+    first: float | None = None
+
+
+def drive(
+    trace: Iterable[TracedRequest],
+    engine: Engine,
+    *,
+    max_ttft: float = float("inf"),
+    max_tpot: float = float("inf"),
+    total: int | None = None,
+    show_progress: bool = False,
+) -> Report:
+    """Runs a trace to its end. Requests that have arrived are added between steps.
+
+    `max_ttft` and `max_tpot`, in seconds, are the targets that a request of the goodput meets. A request that the
+    engine refuses is counted and left out. `total` is the number of requests, for the progress bar, where it is known.
+    """
+    outcomes = Outcomes()
+    in_flight: dict[int, _InFlight] = {}
+    arrivals = enumerate(trace)
+    upcoming = next(arrivals, None)
+    with tqdm(total=total, unit="request", disable=not show_progress) as progress:
+        while upcoming is not None or in_flight:
+            if upcoming is not None and not in_flight:
+                engine.wait_until(upcoming[1].arrival)
+            while upcoming is not None and upcoming[1].arrival <= engine.now():
+                try:
+                    in_flight[engine.add(*upcoming)] = _InFlight(upcoming[1])
+                except (ValueError, QueueFullError):
+                    outcomes.num_refused += 1
+                upcoming = next(arrivals, None)
+            deltas = engine.step() if in_flight else []
+            now = engine.now()
+            for delta in deltas:
+                flight = in_flight[delta.request_id]
+                if flight.first is None and delta.token_ids:
+                    flight.first = now
+                if delta.completion is not None:
+                    del in_flight[delta.request_id]
+                    progress.update()
+                    outcomes.add(
+                        arrival=flight.request.arrival,
+                        first=now if flight.first is None else flight.first,
+                        end=now,
+                        num_tokens=len(delta.completion.token_ids),
+                        num_prompt_tokens=len(delta.completion.prompt_token_ids),
+                        num_cached_tokens=delta.completion.num_cached_tokens,
+                    )
+    return outcomes.report(
+        num_steps=engine.num_steps, num_preemptions=engine.num_preemptions, max_ttft=max_ttft, max_tpot=max_tpot
+    )

@@ -1,0 +1,80 @@
+"""The engine's own admission and scheduler under a virtual clock: a load without a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from jaxinfer.checkpoint import read_config, resolve_checkpoint
+from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.device import default_dtype
+from jaxinfer.engine.admission import Admission
+from jaxinfer.engine.batching import choose_bucket, plan_buckets
+from jaxinfer.engine.llm import BUNDLED_MODEL, plan_host
+from jaxinfer.engine.request import Delta
+from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.simulation.step_times import StepTimes
+from jaxinfer.simulation.trace import TracedRequest, make_prompt
+
+
+class VirtualClock:
+    """Seconds since the start, going on only as it is told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SimulatedEngine:
+    """Schedules as an engine with this admission and scheduler would; a step takes what `step_times` says."""
+
+    def __init__(self, admission: Admission, scheduler: Scheduler, clock: VirtualClock, step_times: StepTimes) -> None:
+        self._admission = admission
+        self._clock = clock
+        self._scheduler = scheduler
+        self._buckets = plan_buckets(admission.engine_config)
+        self._step_times = step_times
+        self.num_steps = 0
+        # Which token is drawn changes nothing: nothing but the length ends a request.
+        rows = admission.engine_config.max_num_seqs
+        self._output = SimpleNamespace(tokens=np.zeros(rows, np.int32), log_probs=np.zeros(rows, np.float32))
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._scheduler.metrics().num_preemptions
+
+    def now(self) -> float:
+        return self._clock.now
+
+    def wait_until(self, moment: float) -> None:
+        self._clock.now = max(self._clock.now, moment)
+
+    def add(self, index: int, request: TracedRequest) -> int:
+        prompt = make_prompt(request, index, self._admission.model_config.vocab_size)
+        params = SamplingParams(max_tokens=request.output_len, temperature=0.0, ignore_eos=True)
+        self._scheduler.add(self._admission.admit(index, prompt, params))
+        return index
+
+    def step(self) -> list[Delta]:
+        step = self._scheduler.schedule()
+        if step is None:
+            return []
+        self.num_steps += 1
+        self._clock.now += self._step_times.seconds(step, choose_bucket(self._buckets, step))
+        return self._scheduler.commit(step, self._output)
+
+
+def load_simulated_engine(
+    model: str | Path | None, engine_config: EngineConfig, step_times: StepTimes, dtype: str | None = None
+) -> SimulatedEngine:
+    """Returns the engine that `LLM(model, config=engine_config, dtype=dtype)` would be, without its weights."""
+    path = resolve_checkpoint(BUNDLED_MODEL if model is None else model)
+    clock = VirtualClock()
+    admission, scheduler = plan_host(
+        path, read_config(path), engine_config, dtype or default_dtype(), tokenizer=None, clock=clock
+    )
+    return SimulatedEngine(admission, scheduler, clock, step_times)

@@ -1,0 +1,95 @@
+"""How long a step takes, as a function of what is computed in it, fitted from measured steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from scipy.optimize import nnls
+
+from jaxinfer.engine.batching import Bucket
+from jaxinfer.engine.step import Step
+
+# What a step costs grows with each of these, so no coefficient is negative.
+FEATURES = ("step", "padded tokens", "tokens", "tokens in sixteens", "rows", "context tokens", "attended tokens")
+# Of a step that was interrupted by something else, the measured time tells nothing.
+OUTLIER = 1.5
+FIT_ROUNDS = 5
+MIN_STEPS = 8
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """What was computed, by `step_features`, and how long it took in seconds, host work included."""
+
+    is_decode: bool
+    features: tuple[float, ...]
+    seconds: float
+
+
+def step_features(step: Step, bucket: Bucket) -> tuple[float, ...]:
+    """Returns the FEATURES of a step in its compiled shape."""
+    context = attended = 0
+    for chunk in step.chunks:
+        end = chunk.start + chunk.num_tokens
+        context += end
+        attended += chunk.num_tokens * (chunk.start + end) // 2
+    tokens = step.num_tokens
+    return (1, bucket.num_tokens, tokens, -(-tokens // 16), len(step.chunks), context, attended)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds per unit of each of the FEATURES, of decode steps and of all others."""
+
+    decode: tuple[float, ...]
+    prefill: tuple[float, ...]
+
+    def seconds(self, step: Step, bucket: Bucket) -> float:
+        """Returns how long the step would take in this compiled shape."""
+        weights = self.decode if bucket.is_decode else self.prefill
+        return sum(weight * feature for weight, feature in zip(weights, step_features(step, bucket), strict=True))
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps({"features": FEATURES, **asdict(self)}, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> StepTimes:
+        """Raises ValueError for a file that `save` of this version has not written."""
+        try:
+            fields = json.loads(Path(path).read_text())
+            if tuple(fields["features"]) != FEATURES:
+                raise ValueError(f"features are {fields['features']}, not {list(FEATURES)}")
+            return cls(tuple(map(float, fields["decode"])), tuple(map(float, fields["prefill"])))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} holds no step times: {error}; measure them anew with `jaxinfer replay`") from None
+
+
+def fit_step_times(steps: Iterable[MeasuredStep]) -> StepTimes:
+    """Fits non-negative least squares of the relative error, without steps that took far longer than their like.
+
+    Raises ValueError where too few steps of a kind were measured.
+    """
+    steps = list(steps)
+    kinds = {}
+    for name, is_decode in (("decode", True), ("prefill", False)):
+        chosen = [step for step in steps if step.is_decode == is_decode]
+        if len(chosen) < MIN_STEPS:
+            raise ValueError(f"{len(chosen)} {name} steps were measured, at least {MIN_STEPS} are needed; replay more")
+        kinds[name] = _fit(np.array([step.features for step in chosen]), np.array([step.seconds for step in chosen]))
+    return StepTimes(**kinds)
+
+
+def _fit(features: np.ndarray, seconds: np.ndarray) -> tuple[float, ...]:
+    kept = np.ones(len(seconds), bool)
+    scale = features.max(0).clip(1)
+    weights = np.zeros(features.shape[1])
+    for _ in range(FIT_ROUNDS):
+        rows = features[kept] / scale / seconds[kept, None]
+        weights = nnls(rows, np.ones(kept.sum()))[0] / scale
+        ratio = seconds / np.maximum(features @ weights, 1e-12)
+        kept = ratio < OUTLIER * np.median(ratio)
+    return tuple(weights.tolist())

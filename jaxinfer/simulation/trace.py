@@ -1,0 +1,95 @@
+"""Traces: when requests arrive, how long they are, and which of them begin alike.
+
+A trace is a JSON-lines file in the format of the Mooncake traces (Qin et al. 2024): `timestamp` in milliseconds,
+`input_length` and `output_length` in tokens, and optionally `hash_ids`, one per block of 512 prompt tokens, equal where
+the blocks are equal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BLOCK_LEN = 512
+# Digits that spell out a block's id at its beginning; the first tells shared blocks from those of one request.
+ID_DIGITS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedRequest:
+    """A request of a trace: `arrival` in seconds from the start, lengths in tokens, ids of its shared blocks."""
+
+    arrival: float
+    input_len: int
+    output_len: int
+    block_ids: tuple[int, ...] = ()
+
+
+def read_trace(path: str | Path) -> Iterator[TracedRequest]:
+    """Yields the requests of a file, one line at a time, in order of arrival.
+
+    Raises ValueError for a line that is no request, naming it and what is wrong.
+    """
+    last = 0.0
+    with Path(path).open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                request = _parse(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+            if request.arrival < last:
+                raise ValueError(
+                    f"{path}, line {number}: timestamp {1e3 * request.arrival:g} lies before the line above"
+                )
+            last = request.arrival
+            yield request
+
+
+def _parse(fields: Any) -> TracedRequest:
+    if not isinstance(fields, dict):
+        raise ValueError(f"{fields!r} is not a JSON object")
+    timestamp = fields.get("timestamp")
+    if not isinstance(timestamp, int | float) or isinstance(timestamp, bool) or not 0 <= timestamp < float("inf"):
+        raise ValueError(f"timestamp={timestamp!r} is not a number of milliseconds of at least 0")
+    for name in ("input_length", "output_length"):
+        if not isinstance(fields.get(name), int) or isinstance(fields[name], bool) or fields[name] < 1:
+            raise ValueError(f"{name}={fields.get(name)!r} is not a number of tokens of at least 1")
+    ids = fields.get("hash_ids", [])
+    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise ValueError(f"hash_ids={ids!r} is not a list of integers of at least 0")
+    return TracedRequest(
+        arrival=timestamp / 1e3,
+        input_len=fields["input_length"],
+        output_len=fields["output_length"],
+        block_ids=tuple(ids),
+    )
+
+
+def make_prompt(request: TracedRequest, index: int, vocab_size: int) -> list[int]:
+    """Returns `input_len` token ids that agree with those of other requests in exactly the shared blocks.
+
+    What no block id covers belongs to the request alone; `index` is its number in the trace.
+    """
+    blocks = [(0, block_id) for block_id in request.block_ids[: -(-request.input_len // BLOCK_LEN)]]
+    covered = min(len(blocks) * BLOCK_LEN, request.input_len)
+    tokens: list[int] = []
+    for kind, number in blocks:
+        tokens += _spell(kind, number, vocab_size, BLOCK_LEN)
+    rest = request.input_len - covered
+    return tokens[:covered] + _spell(1, index, vocab_size, rest)
+
+
+def _spell(kind: int, number: int, vocab_size: int, count: int) -> list[int]:
+    """Returns `count` token ids that begin with kind and number, in base vocab_size."""
+    digits = [kind]
+    for _ in range(ID_DIGITS - 1):
+        number, digit = divmod(number, vocab_size)
+        digits.append(digit)
+    if number:
+        raise ValueError(f"a block id does not fit {ID_DIGITS - 1} token ids of a vocabulary of {vocab_size}")
+    return (digits + [2 % vocab_size] * max(count - ID_DIGITS, 0))[:count]

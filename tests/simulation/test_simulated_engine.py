@@ -1,0 +1,87 @@
+"""The simulated engine schedules as the real one does, and its clock adds up what its steps take."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.simulation.driver import drive
+from jaxinfer.simulation.real_engine import RealEngine
+from jaxinfer.simulation.simulated_engine import load_simulated_engine
+from jaxinfer.simulation.step_times import FEATURES, StepTimes, fit_step_times
+from jaxinfer.simulation.trace import TracedRequest
+from tests.engine.engines import SMALL, save_small_checkpoint, small_engine
+
+CONFIG = {**SMALL, "max_model_len": 256, "num_pages": 20}
+# One second a step of decoding, ten of any other, whatever is in it.
+CONSTANT = StepTimes((1.0,) + (0.0,) * (len(FEATURES) - 1), (10.0,) + (0.0,) * (len(FEATURES) - 1))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_small_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def simulate(checkpoint, trace, times=CONSTANT, **options):
+    engine = load_simulated_engine(checkpoint, EngineConfig(**CONFIG), times)
+    return drive(trace, engine, **options)
+
+
+def request(arrival, input_len, output_len, *block_ids):
+    return TracedRequest(arrival=arrival, input_len=input_len, output_len=output_len, block_ids=block_ids)
+
+
+def test_the_clock_adds_up_the_steps_of_one_request(checkpoint):
+    report = simulate(checkpoint, [request(5.0, 20, 4)])
+
+    # It arrives at 5, is prefilled until 15, and three more tokens take a second each.
+    assert report.ttft["mean"] == 10.0
+    assert report.tpot["mean"] == 1.0
+    assert report.latency["p99"] == 13.0
+    assert (report.makespan, report.num_steps) == (18.0, 4)
+    assert report.output_tokens_per_second == pytest.approx(4 / 18)
+
+
+def test_a_request_that_comes_during_a_step_waits_for_the_next(checkpoint):
+    report = simulate(checkpoint, [request(0.0, 20, 3), request(2.0, 20, 1)])
+
+    # 0 to 10: the first alone; 10 to 20: both, and the second is done; 20 to 21: the first.
+    assert report.ttft["mean"] == (10.0 + 18.0) / 2
+    assert report.makespan == 21.0
+
+
+def test_goodput_counts_those_who_met_both_targets(checkpoint):
+    trace = [request(0.0, 20, 3), request(2.0, 20, 1)]
+
+    assert simulate(checkpoint, trace, max_ttft=10.0, max_tpot=5.0).goodput == 0.0
+    assert simulate(checkpoint, trace, max_ttft=10.0, max_tpot=6.0).goodput == pytest.approx(1 / 21)
+    assert simulate(checkpoint, trace, max_ttft=18.0).goodput == pytest.approx(2 / 21)
+
+
+def test_a_request_that_does_not_fit_is_refused_and_the_rest_goes_on(checkpoint):
+    report = simulate(checkpoint, [request(0.0, 300, 3), request(0.0, 20, 3)])
+
+    assert (report.num_refused, report.num_requests) == (1, 1)
+
+
+def test_an_empty_trace_is_an_empty_report(checkpoint):
+    report = simulate(checkpoint, [])
+
+    assert (report.num_requests, report.num_steps, report.ttft) == (0, 0, {})
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_real_engine_takes_the_same_steps(checkpoint, seed):
+    rng = np.random.default_rng(seed)
+    trace = [request(0.0, *rng.integers(1, 100, 2).tolist(), int(rng.integers(0, 3))) for _ in range(30)]
+    real = RealEngine(small_engine(checkpoint, **CONFIG))
+
+    replayed = drive(trace, real)
+    times = fit_step_times(real.steps)
+    simulated = simulate(checkpoint, trace, times)
+
+    assert real.num_preemptions > 0
+    assert replayed.hit_rate > 0
+    for name in ("num_requests", "num_refused", "num_steps", "num_preemptions", "hit_rate"):
+        assert getattr(simulated, name) == getattr(replayed, name), name
