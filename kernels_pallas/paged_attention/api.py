@@ -116,7 +116,7 @@ def paged_attention(
             f"{pages.num_kv_heads} KV heads cannot be split over the {mesh.shape[HEADS_AXIS]} devices of mesh axis"
             f" {HEADS_AXIS!r}; use a number of devices that divides them"
         )
-    heads = dict.fromkeys(("q", "k", "v"), PartitionSpec(None, HEADS_AXIS))
+    heads: dict[str, PartitionSpec] = dict.fromkeys(("q", "k", "v"), PartitionSpec(None, HEADS_AXIS))
     heads |= dict.fromkeys(("sinks", "k_scale", "v_scale"), PartitionSpec(HEADS_AXIS))
     specs = {name: heads.get(name, PartitionSpec()) for name in arrays} | {"pages": head_specs(pages, HEADS_AXIS)}
     specs = {name: None if arrays[name] is None else spec for name, spec in specs.items()}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +23,20 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.paged_attention.block_sizes import Blocks, decode_blocks, ragged_blocks
 from kernels_pallas.paged_attention.layout import Pages, pack_planes, pad_heads, to_stored
+from kernels_pallas.paged_attention.tpu_items import (
+    LANES,
+    LOG2_E,
+    decode_items,
+    head_factors,
+    new_tiles,
+    ragged_items,
+    sinks_of_rows,
+)
 
-LOG2_E = 1.4426950408889634
 # Finite, so that a row of masked scores gives zeros and not NaN.
 MASKED = -1e30
 # Rows of a 32-bit register; a group of query heads is padded to them.
 SUBLANES = 8
-LANES = 128
 # What the kernels may use of the vector memory: half of the smallest that a chip since v5e has.
 VMEM_BYTES = 2**25
 # Queries and keys in one product where there are many: their scores, float32, take half of the registers.
@@ -83,7 +90,7 @@ def paged_attention_tpu(
     run = functools.partial(
         _run_kernel,
         block_tables=block_tables,
-        factors=_head_factors(K, scale, softcap, k_scale, v_scale),
+        factors=head_factors(K, scale, softcap, k_scale, v_scale),
         sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(K, G) * LOG2_E,
         window=window,
         softcap=softcap,
@@ -127,33 +134,11 @@ def _check_support(q: jax.Array, pages: Pages, window: int | None, tree_mask: ja
         raise NotImplementedError(f"window={window} together with tree_mask has no TPU kernel; leave out one")
 
 
-def _head_factors(K: int, scale: float, softcap: float | None, k_scale, v_scale) -> jax.Array:
-    """Returns f32[2, K]: what products with stored keys are multiplied by, and what the result is multiplied by."""
-    to_scores = scale * LOG2_E if softcap is None else scale / softcap
-    ones = jnp.ones(K, jnp.float32)
-    return jnp.stack(
-        [to_scores * (ones if k_scale is None else k_scale.astype(jnp.float32)), ones if v_scale is None else v_scale]
-    )
-
-
-class Items(NamedTuple):
-    """The units of a kernel's work, i32[n] each: a few consecutive queries of one row."""
-
-    count: jax.Array  # i32[1]  how many there are; what follows them means nothing
-    row: jax.Array
-    source: jax.Array  # where their queries lie, and their result
-    start: jax.Array  # position of the first query
-    end: jax.Array  # how many tokens of the row they see
-
-
 def _decode(run, queries, new, pool, kv_lens, blocks):
     """queries [B, K, G, W], new [B, C, W] or None: one token a row, appended in the block that holds its page."""
-    B, G = queries.shape[0], queries.shape[2]
-    rows = jnp.nonzero(kv_lens > 0, size=B, fill_value=0)[0].astype(jnp.int32)
-    end = kv_lens[rows]
-    items = Items((kv_lens > 0).sum(dtype=jnp.int32)[None], rows, rows, end - 1, end)
+    G = queries.shape[2]
     padded = jnp.pad(queries, ((0, 0), (0, 0), (0, -G % SUBLANES), (0, 0)))
-    out, pool = run(items, padded, pool, new=new, blocks=blocks)
+    out, pool = run(decode_items(kv_lens), padded, pool, new=new, blocks=blocks)
     return jnp.where((kv_lens > 0)[:, None, None, None], out[:, :, :G], jnp.zeros((), out.dtype)), pool
 
 
@@ -162,18 +147,9 @@ def _ragged(run, queries, new, pool, block_tables, kv_lens, cu_q_lens, tree_mask
     (T, K, G, W), B, Q = queries.shape, kv_lens.shape[0], blocks.queries
     starts = cu_q_lens[:-1]
     q_lens = jnp.where(kv_lens > 0, cu_q_lens[1:] - starts, 0)
-    contexts = kv_lens - q_lens
-    # q_lens 3, 1 in items of 2 -> items' rows 0 0 1, their first queries 0 2 0.
-    item_ends = jnp.cumsum(pl.cdiv(q_lens, Q))
-    item = jnp.arange(pl.cdiv(T, Q) + B)
-    row = jnp.minimum((item_ends[None] <= item[:, None]).sum(-1), B - 1)
-    first = (item - item_ends[row] + pl.cdiv(q_lens, Q)[row]) * Q
-    is_causal = tree_mask is None
-    end = jnp.minimum(contexts[row] + first + Q, kv_lens[row]) if is_causal else kv_lens[row]
-    items = Items(item_ends[-1:], row, item, contexts[row] + first, end)
-    token = (starts[row] + first)[:, None] + jnp.arange(Q)[None]  # [items, Q]
-    token = jnp.where(first[:, None] + jnp.arange(Q)[None] < q_lens[row][:, None], token, T)
-    tiled = queries.at[token].get(mode="fill", fill_value=0).transpose(0, 2, 1, 3, 4).reshape(item.size, K, Q * G, W)
+    items, token = ragged_items(kv_lens, q_lens, starts, T, Q, is_causal=tree_mask is None)
+    num_items = token.shape[0]
+    tiled = queries.at[token].get(mode="fill", fill_value=0).transpose(0, 2, 1, 3, 4).reshape(num_items, K, Q * G, W)
     tiled = jnp.pad(tiled, ((0, 0), (0, 0), (0, -(Q * G) % SUBLANES), (0, 0)))
     R = tiled.shape[2]
     tree = None
@@ -181,39 +157,15 @@ def _ragged(run, queries, new, pool, block_tables, kv_lens, cu_q_lens, tree_mask
         words = tree_mask.astype(jnp.int32).at[token].get(mode="fill", fill_value=0).transpose(0, 2, 1)
         words = jnp.pad(jnp.repeat(words, G, axis=2), ((0, 0), (0, 0), (0, R - Q * G)))
         tree = jnp.broadcast_to(words[..., None], (*words.shape, LANES))
-    tiles = None if new is None else _new_tiles(new, pool, block_tables, contexts, q_lens, starts)
+    tiles = None if new is None else new_tiles(new, pool, block_tables, kv_lens - q_lens, q_lens, starts)
     out, pool = run(items, tiled, pool, tiles=tiles, tree=tree, blocks=blocks, num_groups=G)
     row = jnp.minimum((cu_q_lens[1:][None] <= jnp.arange(T)[:, None]).sum(-1), B - 1)
     place = jnp.arange(T) - starts[row]
-    out = out[:, :, : Q * G].reshape(item.size, K, Q, G, W)
-    out = out[(item_ends - pl.cdiv(q_lens, Q))[row] + place // Q, :, place % Q]
+    out = out[:, :, : Q * G].reshape(num_items, K, Q, G, W)
+    first_item = jnp.cumsum(pl.cdiv(q_lens, Q)) - pl.cdiv(q_lens, Q)
+    out = out[first_item[row] + place // Q, :, place % Q]
     is_real = place < q_lens[row]
     return jnp.where(is_real[:, None, None, None], out, jnp.zeros((), out.dtype)), pool
-
-
-def _new_tiles(new, pool, block_tables, contexts, q_lens, starts):
-    """Cuts new tokens [T, C, W] into the pool's tiles.
-
-    Returns tiles [n, C, t, W], their pages and places in them i32[n], and how many there are i32[1]. What a row's first
-    tile holds already is read from the pool; what follows its last token is zero.
-    """
-    T, B, tile, page_tiles = new.shape[0], q_lens.shape[0], pool.shape[3], pool.shape[2]
-    skips = contexts % tile
-    counts = jnp.where(q_lens > 0, pl.cdiv(skips + q_lens, tile), 0)
-    ends = jnp.cumsum(counts)
-    n = jnp.arange(pl.cdiv(T, tile) + 2 * B)
-    row = jnp.minimum((ends[None] <= n[:, None]).sum(-1), B - 1)
-    in_row = n - ends[row] + counts[row]  # 0 for a row's first tile
-    place = contexts[row] // tile + in_row
-    last = block_tables.shape[1] - 1
-    page_ids = block_tables[row, jnp.clip(place // page_tiles, 0, last)]
-    offset = (in_row * tile - skips[row])[:, None] + jnp.arange(tile)[None]  # token of the row in each slot
-    is_new = (offset >= 0) & (offset < q_lens[row][:, None])
-    tiles = new.at[jnp.where(is_new, starts[row][:, None] + offset, T)].get(mode="fill", fill_value=0)
-    first = jnp.clip(contexts // tile, 0, page_tiles * (last + 1) - 1)
-    old = pool[block_tables[jnp.arange(B), first // page_tiles], :, first % page_tiles]  # [B, C, t, W]
-    is_old = (offset < 0)[:, None, :, None]
-    return jnp.where(is_old, old[row], tiles.transpose(0, 2, 1, 3)), page_ids, place % page_tiles, ends[-1:]
 
 
 @functools.partial(jax.jit, static_argnames=("window", "softcap", "blocks", "num_groups", "interpret"))
@@ -271,7 +223,7 @@ def _run_kernel(
         offsets = jnp.broadcast_to((jnp.arange(R, dtype=jnp.int32) // num_groups)[:, None], (R, LANES))
         inputs["offsets"] = (offsets, in_vmem)
     if sinks is not None:
-        inputs["sinks"] = (_sinks_of_rows(sinks, R), in_vmem)
+        inputs["sinks"] = (sinks_of_rows(sinks, R), in_vmem)
     kernel = functools.partial(
         _kernel,
         names=(*scalars, *inputs, "out_hbm", "pool", *scratch),
@@ -299,12 +251,6 @@ def _run_kernel(
     )(*scalars.values(), *(array for array, _ in inputs.values()))
 
 
-def _sinks_of_rows(sinks: jax.Array, R: int) -> jax.Array:
-    """Returns sinks f32[K, G] as the kernel keeps a maximum, f32[K, R, LANES]: row r of a tile is query head r % G."""
-    K, G = sinks.shape
-    return jnp.broadcast_to(jnp.tile(sinks, (1, -(-R // G)))[:, :R, None], (K, R, LANES))
-
-
 def _as_operand(x: jax.Array, dtype) -> jax.Array:
     """Returns what a product with `dtype` takes: the matrix unit's input stage converts float8, twice as fast."""
     return x if x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating) else x.astype(dtype)
@@ -316,16 +262,9 @@ def _product(x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
     return lax.dot_general(x, y, (((1,), (axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
-class _Refs:
-    """The memory of a kernel by name."""
-
-    def __init__(self, names, refs):
-        self.__dict__.update(zip(names, refs, strict=True))
-
-
 def _kernel(*refs, names, num_rows_of_tables, window, softcap):
     """What each reference is stands in `_run_kernel`; the scalars among them are `Items` and page tables."""
-    s = _Refs(names, refs)
+    s = SimpleNamespace(**dict(zip(names, refs, strict=True)))
     has_new, has_tiles, has_tree = (hasattr(s, name) for name in ("new_hbm", "tiles_hbm", "tree_hbm"))
     pool = s.pool
     NB, _, block_tiles, tile, W = s.kv.shape
@@ -492,8 +431,8 @@ def _kernel(*refs, names, num_rows_of_tables, window, softcap):
         num_blocks = pl.cdiv(s.end[i], block)
 
         def run_block(b, carry):
-            step, *ahead = carry
-            ahead = prefetch(*ahead, step + NB - 1)
+            step, ahead_item, ahead_block = carry
+            ahead = prefetch(ahead_item, ahead_block, step + NB - 1)
             slot = lax.rem(step, NB)
             wait_block(i, b, slot)
             pl.when(b == num_blocks - 1)(lambda: append(i, slot))

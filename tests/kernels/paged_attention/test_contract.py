@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.paged_attention.api import IMPLEMENTATIONS
 from tests.kernels.paged_attention.oracle import make_call
 
-SMALL = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 
 
 def test_an_unknown_implementation_is_refused_with_the_known_ones():

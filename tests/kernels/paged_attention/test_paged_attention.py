@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from tests.kernels.paged_attention.oracle import check_pages, expected_output, m
 
 STATIC = ("scale", "q_len", "window", "softcap", "implementation")
 attend = jax.jit(paged_attention, static_argnames=STATIC)
-SMALL = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 # float32 sums of at most 300 weighted values of order 1.
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
 
@@ -84,7 +85,7 @@ def test_a_uniform_batch_is_the_attention_of_each_row_alone(q_len, target):
 )
 def test_query_heads_share_the_key_value_head_of_their_group(num_heads, num_kv_heads, head_dim, target):
     implementation, make = target
-    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    sizes: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
 
     check(make([(1, 33), (9, 30), (1, 1)], **sizes, num_padding=1), implementation)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +16,16 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.paged_attention import tpu
+from kernels_pallas.paged_attention import tpu, tpu_items
 from kernels_pallas.paged_attention.block_sizes import Blocks
 from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call
 
-SMALL = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "table_width": 8}
+SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "table_width": 8}
 # Lengths around a page of 16 and a block of 2 pages, with an empty row between.
 DECODE = [(1, n) for n in (1, 15, 16, 17, 0, 33, 64, 128, 100)]
 
 
-def run(call, kernels=tpu, execution="eager", tolerance=2e-5, trees=None, **options):
+def run(call, kernels=tpu, execution: Literal["eager", "on_wait"] = "eager", tolerance=2e-5, trees=None, **options):
     """Runs a call in the interpreter and checks the result, the pages, and that there was no race."""
     scale = call.arguments["q"].shape[-1] ** -0.5
     interpret = pltpu.InterpretParams(detect_races=True, dma_execution_mode=execution)
@@ -37,11 +39,18 @@ def run(call, kernels=tpu, execution="eager", tolerance=2e-5, trees=None, **opti
     np.testing.assert_allclose(actual[is_real], expected[is_real], rtol=tolerance, atol=tolerance)
     assert np.isfinite(out).all()
     check_pages(call, call.arguments["pages"], pages)
+    assert interpreter.races is not None
     assert not interpreter.races.races_found
 
 
 def decode(call, **options):
     run(call, q_len=1, blocks=Blocks(pages=2, buffers=4), **options)
+
+
+def narrow_pages(dtype) -> dict[str, Any]:
+    """Arguments of `make_call` for bfloat16 queries over pages of `dtype`."""
+    scales = None if dtype == "bfloat16" else tuple(np.array(x, np.float32) for x in ([0.02, 0.03], [0.03, 0.02]))
+    return {"dtype": jnp.bfloat16, "page_dtype": dtype, "scales": scales, "page_size": 32}
 
 
 @pytest.mark.parametrize("execution", ["eager", "on_wait"])
@@ -55,7 +64,7 @@ def test_decoding_rows_of_any_length_is_exact_and_free_of_races(execution):
     ids=str,
 )
 def test_decoding_is_exact_for_any_heads(num_heads, num_kv_heads, head_dim):
-    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    sizes: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
 
     decode(make_call([(1, 1), (1, 50)], **{**SMALL, **sizes}, layout="tpu"))
 
@@ -69,12 +78,9 @@ def test_decoding_honours_window_soft_cap_and_sinks_together(window):
 
 @pytest.mark.parametrize("page_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
 def test_decoding_from_narrow_pages_is_exact_up_to_the_rounding_of_bfloat16(page_dtype):
-    scales = (np.array([0.02, 0.03], np.float32), np.array([0.03, 0.02], np.float32))
-    narrow = {"dtype": jnp.bfloat16, "page_dtype": page_dtype, "scales": None if page_dtype == "bfloat16" else scales}
+    narrow = narrow_pages(page_dtype)
 
-    decode(
-        make_call([(1, 33), (1, 64), (1, 1), (1, 70)], **SMALL, **narrow, page_size=32, layout="tpu"), tolerance=0.03
-    )
+    decode(make_call([(1, 33), (1, 64), (1, 1), (1, 70)], **SMALL, **narrow, layout="tpu"), tolerance=0.03)
 
 
 @pytest.mark.parametrize("page_size", [16, 128, 256])
@@ -117,10 +123,9 @@ def test_a_ragged_batch_honours_window_soft_cap_and_sinks_together():
 
 @pytest.mark.parametrize("page_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
 def test_a_ragged_batch_over_narrow_pages_is_exact_up_to_the_rounding_of_bfloat16(page_dtype):
-    scales = (np.array([0.02, 0.03], np.float32), np.array([0.03, 0.02], np.float32))
-    narrow = {"dtype": jnp.bfloat16, "page_dtype": page_dtype, "scales": None if page_dtype == "bfloat16" else scales}
+    narrow = narrow_pages(page_dtype)
 
-    ragged(make_call([(9, 40), (20, 20)], **SMALL, **narrow, page_size=32, layout="tpu"), tolerance=0.03)
+    ragged(make_call([(9, 40), (20, 20)], **SMALL, **narrow, layout="tpu"), tolerance=0.03)
 
 
 def test_verifying_a_tree_of_drafts_is_exact():
@@ -134,20 +139,25 @@ def test_verifying_a_tree_of_drafts_is_exact():
 
 
 def mutant(line, replacement):
-    """Returns the kernels with one line replaced."""
-    with open(tpu.__file__) as file:
-        source = file.read()
-    assert source.count(line) == 1, line
-    module = types.ModuleType("mutant")
-    exec(compile(source.replace(line, replacement), "mutant", "exec"), module.__dict__)
-    return module
+    """Returns the kernels with one line replaced, in whichever of their files it stands."""
+    modules = {}
+    for module in (tpu_items, tpu):
+        source = inspect.getsource(module)
+        modules[module] = types.ModuleType(f"mutant of {module.__name__}")
+        if line in source:
+            assert source.count(line) == 1, line
+            modules["changed"] = modules[module]
+        exec(compile(source.replace(line, replacement), "mutant", "exec"), modules[module].__dict__)
+    assert "changed" in modules, line
+    modules[tpu].__dict__ |= {name: getattr(modules[tpu_items], name) for name in ("new_tiles", "ragged_items")}
+    return modules[tpu]
 
 
 MUTATIONS = {
     "a dropped wait for a block": ("pltpu.make_async_copy(part, part, s.kv_arrived.at[slot]).wait()", "pass"),
     "a block fetched into the buffer in use": (
-        "ahead = prefetch(*ahead, step + NB - 1)",
-        "ahead = prefetch(*ahead, step + NB)",
+        "ahead = prefetch(ahead_item, ahead_block, step + NB - 1)",
+        "ahead = prefetch(ahead_item, ahead_block, step + NB)",
     ),
     "a dropped wait for queries": ("copy.wait()", "pass"),
     "a dropped wait for a result": ("out_copy(i - 2).wait()", "pass"),
@@ -164,11 +174,11 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mutation_of_decoding_is_caught(name):
-    line, replacement = MUTATIONS[name]
+    kernels = mutant(*MUTATIONS[name])
     call = make_call([(1, n) for n in (40, 17, 70, 3, 33, 9)], **SMALL, layout="tpu")
 
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
-        decode(call, kernels=mutant(line, replacement), execution="on_wait")
+        decode(call, kernels=kernels, execution="on_wait")
 
 
 RAGGED_MUTATIONS = {
@@ -180,7 +190,8 @@ RAGGED_MUTATIONS = {
 
 @pytest.mark.parametrize("name", RAGGED_MUTATIONS)
 def test_a_mutation_of_ragged_attention_is_caught(name):
+    kernels = mutant(*RAGGED_MUTATIONS[name])
     call = make_call([(7, 23), (9, 40)], **SMALL, layout="tpu")
 
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
-        ragged(call, kernels=mutant(*RAGGED_MUTATIONS[name]), execution="on_wait")
+        ragged(call, kernels=kernels, execution="on_wait")
