@@ -103,8 +103,28 @@ def _attention_case(
     return Case(jax.jit(attend, donate_argnames="pages"), on_mesh(arguments, mesh), pages, kernel)
 
 
-def step_case(mesh: Any, *, is_decode: bool, num_pages: int) -> Case:
-    """A whole step of Llama-3-8B in bfloat16: 32 rows with contexts up to 8,192; prefill computes 512 tokens."""
+def forward_case(mesh: Any, *, is_decode: bool) -> Case:
+    """All layers of Llama-3-8B and its logits, without sampling; otherwise as `step_case`."""
+    import jax
+
+    from jaxinfer.decoder import forward, unembed
+
+    case = step_case(mesh, is_decode=is_decode)
+    config = case.function.__wrapped__.keywords["config"]
+
+    def logits(params: Any, cache: Any, batch: Any) -> Any:
+        hidden, cache = forward(params, cache, batch, config=config, q_len=1 if is_decode else None, mesh=mesh)
+        return unembed(params, hidden[:32]), cache
+
+    arguments = {name: case.arguments[name] for name in ("params", "cache", "batch")}
+    return Case(jax.jit(logits, donate_argnames="cache"), arguments, case.cache)
+
+
+def step_case(mesh: Any, *, is_decode: bool) -> Case:
+    """A whole step of Llama-3-8B in bfloat16: 32 rows with contexts up to 8,192; prefill computes 512 tokens.
+
+    The cache is 512 pages of 128, what fits beside 16 GB of weights on a chip of 32 GB.
+    """
     import jax
 
     from jaxinfer.batch import make_batch
@@ -125,7 +145,7 @@ def step_case(mesh: Any, *, is_decode: bool, num_pages: int) -> Case:
         max_position=8192,
         rope_theta=500000.0,
     )
-    cache_config = CacheConfig(num_pages=num_pages, page_size=128, dtype="bfloat16")
+    cache_config = CacheConfig(num_pages=512, page_size=128, dtype="bfloat16")
     cache = abstract_cache(config, cache_config, "tpu")
     cache = jax.tree.map(
         lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
@@ -171,11 +191,14 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "verify": verify_case,
     "verify a tree": functools.partial(verify_case, tree_words=1),
     "decode int8 pages of 32": functools.partial(decode_case, page_size=32, page_dtype="int8"),
-    # As many pages as fit beside the weights of 16 GB on one chip of 32 GB, or on eight chips of 16.
-    "step decode": functools.partial(step_case, is_decode=True, num_pages=512),
-    "step prefill": functools.partial(step_case, is_decode=False, num_pages=512),
+    "forward decode": functools.partial(forward_case, is_decode=True),
+    "forward prefill": functools.partial(forward_case, is_decode=False),
+    "step decode": functools.partial(step_case, is_decode=True),
+    "step prefill": functools.partial(step_case, is_decode=False),
 }
-STEP_DEVICES = ("v6e", "v5e-8", "v6e-8")
+KERNEL_CASES = tuple(name for name in CASES if not name.startswith(("forward", "step")))
+# 16 GB of weights do not fit on one v5e.
+MODEL_DEVICES = ("v6e", "v5e-8", "v6e-8")
 
 
 def can_compile() -> bool:
@@ -286,7 +309,7 @@ def _loops(schedule: str) -> list[tuple[int, int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", nargs="+", choices=TOPOLOGIES, default=KERNEL_DEVICES)
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(KERNEL_CASES))
     parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

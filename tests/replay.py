@@ -19,10 +19,10 @@ from jaxinfer.params import Params, abstract_params
 Chunks = Sequence[tuple[int, int]]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "q_len"), donate_argnames="cache")
-def all_logits(params, cache, batch, *, config, q_len=None):
+@functools.partial(jax.jit, static_argnames=("config", "q_len", "implementation"), donate_argnames="cache")
+def all_logits(params, cache, batch, *, config, q_len=None, implementation=None):
     """Returns the logits [T, V] of every token of a step, padding included, and the cache."""
-    hidden, cache = forward(params, cache, batch, config=config, q_len=q_len)
+    hidden, cache = forward(params, cache, batch, config=config, q_len=q_len, implementation=implementation)
     return unembed(params, hidden, num_real_tokens(batch)), cache
 
 
@@ -38,9 +38,9 @@ def lively_params(config: ModelConfig, seed: int = 0) -> Params:
     return jax.tree_util.tree_map_with_path(draw, abstract_params(config, jnp.float32))
 
 
-def nan_cache(config: ModelConfig, cache_config: CacheConfig) -> KVCache:
+def nan_cache(config: ModelConfig, cache_config: CacheConfig, layout: str | None = None) -> KVCache:
     """Returns a cache in which every slot is poisoned, so that reading one that was not written shows."""
-    return jax.tree.map(poisoned, init_cache(config, cache_config))
+    return jax.tree.map(poisoned, init_cache(config, cache_config, layout))
 
 
 def poisoned(pool: jax.Array) -> jax.Array:
@@ -64,12 +64,14 @@ def replay(
     shape: tuple[int, int],
     page_size: int = 16,
     q_len: int | None = None,
+    implementation: str | None = None,
+    layout: str | None = None,
 ) -> list[np.ndarray]:
     """Returns each sequence's logits [tokens, V] after `steps`, which all have `shape`: tokens, rows."""
     table_width = -(-max(map(len, sequences)) // page_size)
     pages = deal_pages(len(sequences), table_width)
-    cache = nan_cache(config, CacheConfig(num_pages=pages.size, page_size=page_size))
-    layout = {
+    cache = nan_cache(config, CacheConfig(num_pages=pages.size, page_size=page_size), layout)
+    bucket = {
         "page_size": page_size,
         "num_tokens": shape[0],
         "num_rows": shape[1],
@@ -83,7 +85,8 @@ def replay(
             start, end = starts[i], starts[i] + length
             rows.append(Row(sequences[i][start:end].tolist(), start, pages[i, : -(-end // page_size)].tolist()))
             starts[i] = end
-        step_logits, cache = all_logits(params, cache, make_batch(rows, **layout), config=config, q_len=q_len)
+        batch = make_batch(rows, **bucket)
+        step_logits, cache = all_logits(params, cache, batch, config=config, q_len=q_len, implementation=implementation)
         parts = np.split(np.asarray(step_logits), np.cumsum([length for _, length in chunks]))
         for (i, _), part in zip(chunks, parts, strict=False):
             logits[i].append(part)

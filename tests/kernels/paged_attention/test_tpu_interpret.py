@@ -140,16 +140,12 @@ def test_verifying_a_tree_of_drafts_is_exact():
 
 def mutant(line, replacement):
     """Returns the kernels with one line replaced, in whichever of their files it stands."""
-    modules = {}
-    for module in (tpu_items, tpu):
-        source = inspect.getsource(module)
-        modules[module] = types.ModuleType(f"mutant of {module.__name__}")
-        if line in source:
-            assert source.count(line) == 1, line
-            modules["changed"] = modules[module]
+    modules = {module: types.ModuleType(f"mutant of {module.__name__}") for module in (tpu_items, tpu)}
+    sources = {module: inspect.getsource(module) for module in modules}
+    assert sum(source.count(line) for source in sources.values()) == 1, line
+    for module, source in sources.items():
         exec(compile(source.replace(line, replacement), "mutant", "exec"), modules[module].__dict__)
-    assert "changed" in modules, line
-    modules[tpu].__dict__ |= {name: getattr(modules[tpu_items], name) for name in ("new_tiles", "ragged_items")}
+    modules[tpu].__dict__.update({name: getattr(modules[tpu_items], name) for name in ("new_tiles", "ragged_items")})
     return modules[tpu]
 
 
