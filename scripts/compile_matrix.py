@@ -197,8 +197,6 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "step prefill": functools.partial(step_case, is_decode=False),
 }
 KERNEL_CASES = tuple(name for name in CASES if not name.startswith(("forward", "step")))
-# 16 GB of weights do not fit on one v5e.
-MODEL_DEVICES = ("v6e", "v5e-8", "v6e-8")
 
 
 def can_compile() -> bool:
