@@ -180,7 +180,7 @@ def compile_case(device: str, name: str) -> dict[str, Any]:
     case = CASES[name]()
     donate = () if case.cache is None else (case.cache,)
     compiled = gpu_compiler.compile_for(device, case.function, *case.arguments, donate=donate)
-    cache = jax.tree.leaves(case.arguments[case.cache]) if donate else []
+    cache = jax.tree.leaves([case.arguments[i] for i in donate])
     gpu = gpu_compiler.GPUS[device]
     return {
         "temporary_bytes": compiled.temporary_bytes,

@@ -2,6 +2,8 @@
 
 import os
 
+# The compilers of the extra `aot` come with plugins that look for their devices; tests run on CPU unless told otherwise.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # One folder of compiled steps for all tests of a run, subprocesses included, unless the caller has chosen one.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(os.path.dirname(__file__), ".compilation_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")

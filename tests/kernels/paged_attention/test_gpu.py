@@ -16,12 +16,47 @@ from kernels_pallas.paged_attention import abstract_pages, paged_attention
 from kernels_pallas.paged_attention.gpu import paged_attention_gpu
 from kernels_pallas.paged_attention.gpu_block_sizes import GpuBlockSizes, gpu_block_sizes
 from kernels_pallas.triton import Target
+from tests.kernels.paged_attention import test_paged_attention as common
 from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call
 
 SMALL: dict[str, Any] = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 20, "layout": "gpu"}
 DECODE = [(1, 1), (1, 15), (1, 16), (1, 17), (1, 64), (1, 33), (1, 0)]
 BLOCKS = GpuBlockSizes(block_m=16, block_k=16, num_splits=1, num_warps=4, num_stages=2)
 H200 = Target(num_cores=132, capability=9.0)
+
+TARGET = ("gpu_interpret", functools.partial(make_call, layout="gpu"))
+# The tests of every implementation, in as many cases as the kernel has paths.
+COMMON = [
+    (common.test_a_ragged_batch_is_the_attention_of_each_row_alone, "single tokens between long rows"),
+    (common.test_a_ragged_batch_is_the_attention_of_each_row_alone, "long rows between single tokens"),
+    (common.test_a_ragged_batch_is_the_attention_of_each_row_alone, "empty rows between"),
+    (common.test_a_ragged_batch_is_the_attention_of_each_row_alone, "nothing but padding"),
+    (common.test_a_uniform_batch_is_the_attention_of_each_row_alone, 5),
+    (common.test_query_heads_share_the_key_value_head_of_their_group, 8, 2, 80),
+    (common.test_query_heads_share_the_key_value_head_of_their_group, 7, 1, 128),
+    (common.test_lengths_around_the_page_size_are_exact, 64, None),
+    (common.test_scores_far_apart_neither_overflow_nor_vanish,),
+    (common.test_a_window_hides_what_lies_behind_it, 17, None),
+    (common.test_a_window_hides_what_lies_behind_it, 1, 1),
+    (common.test_sinks_take_their_share_of_the_weights, 20.0, None),
+    (common.test_a_draft_sees_the_context_and_its_own_ancestors, "two rows", None),
+    (common.test_a_draft_sees_the_context_and_its_own_ancestors, "more drafts than a word has bits", 14),
+    (common.test_narrow_pages_are_accumulated_in_float32, "bfloat16", None),
+    (common.test_narrow_pages_are_accumulated_in_float32, "int8 under bfloat16", 1),
+    (common.test_narrow_pages_are_accumulated_in_float32, "int8 under float32", None),
+    (common.test_narrow_pages_are_accumulated_in_float32, "float8 under bfloat16", None),
+    (common.test_layers_that_share_keys_and_values_write_nothing, None),
+    (common.test_a_page_offset_selects_the_layer, 1),
+    (common.test_values_at_padding_positions_are_finite, [(5, 21), (0, 0)]),
+    (common.test_a_result_is_the_same_bits_whatever_the_neighbours, 1),
+]
+
+
+@pytest.mark.parametrize("case", COMMON, ids=lambda case: " ".join([case[0].__name__, *map(str, case[1:])]))
+def test_the_kernel_passes_the_tests_of_every_implementation(case):
+    test, *arguments = case
+
+    test(*arguments, TARGET)
 
 
 def check(call, *, q_len=None, trees=None, block_sizes, **options):

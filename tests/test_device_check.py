@@ -1,0 +1,62 @@
+"""The script for whoever has a GPU or TPU, on the CPU at hand."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from kernels_pallas.paged_attention.api import IMPLEMENTATIONS
+from scripts import device_check
+
+
+def test_everything_is_checked_measured_and_written_down(tmp_path, capsys):
+    assert device_check.main(["--small", "--json", str(tmp_path / "out.json")]) == 0
+
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["platform"] == "cpu"
+    assert all(written[name] for name in ("device", "jax", "jaxlib", "date"))
+    records = written["records"]
+    assert {r["section"] for r in records} == {"check", "copy", "product", "decode", "prefill", "int4"}
+    assert all(r["passes"] for r in records if r["section"] == "check")
+    assert all(r["microseconds"] > 0 and r["of_plain"] > 0 for r in records if r["section"] != "check")
+    printed = capsys.readouterr().out
+    assert all(r["case"] in printed for r in records)
+
+
+def test_a_wrong_kernel_is_told(monkeypatch):
+    right = IMPLEMENTATIONS["reference"]
+
+    def wrong(*args, **kwargs):
+        out, pages = right(*args, **kwargs)
+        return out + jnp.asarray(0.1, out.dtype), pages
+
+    monkeypatch.setitem(IMPLEMENTATIONS, "reference", wrong)
+
+    assert next(device_check.check_kernels())["passes"] is False
+
+
+def test_what_a_device_does_not_have_says_why():
+    def unavailable():
+        raise ImportError("no cuDNN here")
+
+    record = device_check.vendor_record({"section": "decode"}, unavailable, 1.0, "bytes_per_s")
+
+    assert record == {"section": "decode", "note": "not available: ImportError: no cuDNN here"}
+
+
+def test_rates_are_fractions_of_the_plain_ones(monkeypatch):
+    monkeypatch.setattr(device_check, "DATA_SHEETS", {device_check.jax.devices()[0].device_kind: (8e9, 1e9)})
+    records = [
+        {"section": "copy", "bytes_per_s": 4e9},
+        {"section": "product", "flops_per_s": 5e8},
+        {"section": "decode", "bytes_per_s": 3e9},
+        {"section": "prefill", "flops_per_s": 4e8},
+        {"section": "decode", "note": "not available"},
+    ]
+
+    device_check.add_fractions(records)
+
+    fractions = [(r.get("of_plain"), r.get("of_data_sheet")) for r in records]
+    assert fractions == [(1.0, 0.5), (1.0, 0.5), (0.75, pytest.approx(0.375)), (0.8, 0.4), (None, None)]
