@@ -2,7 +2,7 @@
 
 import os
 
-# The compilers of the extra `aot` come with plugins that look for their devices; tests run on CPU unless told otherwise.
+# The compilers of the extra `aot` are plugins that look for their devices; tests run on CPU unless told otherwise.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # One folder of compiled steps for all tests of a run, subprocesses included, unless the caller has chosen one.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(os.path.dirname(__file__), ".compilation_cache"))
