@@ -30,6 +30,8 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 HELP = {
+    "n": "samples to draw of the prompt",
+    "best_of": "draw this many samples and give the n most probable",
     "max_tokens": "most tokens to generate",
     "temperature": "0 takes the most probable token",
     "top_k": "sample from the K most probable tokens; 0 switches it off",
@@ -193,7 +195,9 @@ def _generate(arguments: argparse.Namespace) -> None:
     for delta in llm.stream(prompt, params):
         if delta.token_ids and first_at is None:
             first_at = time.monotonic()
-        sys.stdout.write(delta.text if delta.completion is None else delta.text + "\n")
+        # Samples come mixed, so they are shown one by one as they end.
+        text = delta.text if params.n == 1 else delta.completion.text if delta.completion else ""
+        sys.stdout.write(text if delta.completion is None else text + "\n")
         sys.stdout.flush()
         if delta.completion is not None:
             _report(delta.completion, arguments, started_at, first_at or time.monotonic())
@@ -211,7 +215,7 @@ def _report(completion: Completion, arguments: argparse.Namespace, started_at: f
         print(
             f"{len(completion.prompt_token_ids)} + {num_tokens} tokens in {seconds:.2f} s, "
             f"{num_tokens / max(seconds, 1e-9):.1f} tokens/s, first after {first_at - started_at:.3f} s, "
-            f"ended by {completion.finish_reason}, seed {completion.seed}",
+            f"ended by {completion.finish_reason}, seed {completion.seed}, sample {completion.sample_index}",
             file=sys.stderr,
         )
 

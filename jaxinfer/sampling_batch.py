@@ -60,6 +60,7 @@ def make_sampling(
     *,
     num_rows: int,
     seeds: Sequence[int] | None = None,
+    sample_index: Sequence[int] = (),
     prompt_lens: Sequence[int] | None = None,
     stop_token_ids: Sequence[Collection[int]] | None = None,
     max_listed_tokens: int = EngineConfig.max_listed_tokens,
@@ -68,7 +69,8 @@ def make_sampling(
 ) -> SamplingBatch:
     """Lays out the sampling parameters of a batch's rows, on the host; padding rows are greedy.
 
-    `seeds` holds each row's seed; without it every row must carry its own in its parameters. `prompt_lens`, in tokens,
+    `seeds` holds each row's seed; without it every row must carry its own in its parameters. `sample_index` tells
+    several samples of one prompt and seed apart; 0 where it is left out. `prompt_lens`, in tokens,
     tell prompt from output where a row's presence_penalty, frequency_penalty or min_tokens needs it. `stop_token_ids`
     are all that end each row, by default those of its parameters. A row may list `max_listed_tokens` token ids per
     parameter. `masks` i32[ceil(vocab_size / 32)] hold the bits of the tokens that some rows allow; with a `vocab_size`
@@ -100,7 +102,7 @@ def make_sampling(
         min_p=column("min_p", np.float32, 0),
         typical_p=column("typical_p", np.float32, 1),
         seeds=words,
-        sample_index=np.zeros(num_rows, np.int32),
+        sample_index=padded(np.array(sample_index, np.int32), num_rows, 0),
         num_log_probs=column("log_probs", np.int32, 0),
         processors=processors,
     )

@@ -35,14 +35,19 @@ class SamplingParams:
 
     `temperature` 0 then takes the most probable token; the filters then change nothing. `top_k` 0, `top_p` 1, `min_p`
     0 and `typical_p` 1 switch those filters off; they apply after the temperature, in that order. `seed` fixes every
-    draw: token i of a request depends on (seed, i) and the logits alone; `None` lets the engine draw one and report it.
-    Where the parameters rule out every token, the request ends with finish reason "exhausted".
+    draw: token i of sample j depends on (seed, j, i) and the logits alone; `None` lets the engine draw one and report
+    it. Where the parameters rule out every token, the request ends with finish reason "exhausted".
+
+    `n` samples are drawn of one prompt, each a completion with its `sample_index`; `best_of` draws as many and gives
+    the `n` with the greatest sum of log-probabilities, best first, when all have ended.
 
     `log_probs` is how many alternatives to report per token beside the chosen one. `stop` ends the text before the
     first of these strings; `stop_token_ids` end it at a token, in addition to the model's end tokens, which
     `ignore_eos` switches off.
     """
 
+    n: int = 1
+    best_of: int | None = None
     max_tokens: int = 128
     min_tokens: int = 0
     temperature: float = 1.0
@@ -68,6 +73,12 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        require_int("n", self.n, 1)
+        if self.best_of is not None:
+            require_int("best_of", self.best_of, self.n)
+        several = "1 with temperature=0, for all samples would be the same"
+        require(self.n == 1 or self.temperature != 0, "n", self.n, several)
+        require(self.best_of in (None, 1) or self.temperature != 0, "best_of", self.best_of, several)
         require_int("max_tokens", self.max_tokens, 1)
         require_int("min_tokens", self.min_tokens, 0)
         require(
@@ -99,6 +110,11 @@ class SamplingParams:
         self._check_structure()
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples are drawn."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def structure(self) -> tuple[str, Any] | None:

@@ -66,6 +66,8 @@ def test_a_prompt_left_out_is_standard_input_less_one_line_end(monkeypatch, llm,
 
 
 SAMPLING = {
+    "n": 2,
+    "best_of": 3,
     "max_tokens": 3,
     "temperature": 0.5,
     "top_k": 2,

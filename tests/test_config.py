@@ -67,6 +67,8 @@ REFUSED = [
     *((SamplingParams, "top_k", value) for value in (-1, 1.0, True, "8", None)),
     *((SamplingParams, "top_p", value) for value in (*NOT_NUMBERS, 0, 0.0, -0.1, 1.0000001, 2)),
     *((SamplingParams, "min_p", value) for value in (*NOT_NUMBERS, -0.1, 1.0000001)),
+    *((SamplingParams, "n", value) for value in NOT_SIZES),
+    *((SamplingParams, "best_of", value) for value in (0, -1, 1.0, True, "8")),
     *((SamplingParams, "min_tokens", value) for value in (-1, 1.0, True, "8", None, 129)),
     *((SamplingParams, "typical_p", value) for value in (*NOT_NUMBERS, 0, -0.1, 1.0000001)),
     *((SamplingParams, "repetition_penalty", value) for value in (*NOT_NUMBERS, 0, -0.1)),
@@ -156,6 +158,17 @@ def test_lists_and_dictionaries_of_tokens_stay_hashable_and_equal():
     assert (params.logit_bias, params.bad_words) == (((5, 0.5), (7, 1.0)), ((6, 7), (8,)))
     assert params == dataclasses.replace(params)
     hash(params)
+
+
+@pytest.mark.parametrize("fields", [{"n": 2}, {"best_of": 2}], ids=repr)
+def test_several_samples_without_chance_are_refused(fields):
+    with pytest.raises(ValueError, match=r"2 is not allowed: .*temperature=0.*the same"):
+        SamplingParams(**fields, temperature=0)
+
+
+def test_more_samples_than_the_best_are_taken_from_are_refused():
+    with pytest.raises(ValueError, match="best_of=2 is not allowed: best_of must be an integer from 3"):
+        SamplingParams(n=3, best_of=2)
 
 
 def test_an_output_has_one_structure_at_most():

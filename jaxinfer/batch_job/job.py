@@ -120,6 +120,7 @@ class _Job:
         self._output = output
         self._bar = bar
         self._in_flight: dict[int, Request] = {}
+        self._completions: dict[int, list[Completion]] = {}  # of requests with samples to come
         self._started_at = time.monotonic()
         self.num_completed = 0
         self.num_errors = 0
@@ -167,13 +168,23 @@ class _Job:
                 continue
             self.num_tokens += len(delta.token_ids)
             if delta.completion is not None:
-                self._record_completion(self._in_flight.pop(delta.request_id), delta.completion)
+                self._take(delta.request_id, delta.completion)
 
-    def _record_completion(self, request: Request, completion: Completion) -> None:
+    def _take(self, request_id: int, completion: Completion) -> None:
+        request = self._in_flight[request_id]
+        completions = self._completions.setdefault(request_id, [])
+        completions.append(completion)
+        if len(completions) == request.sampling_params.n:
+            del self._in_flight[request_id]
+            self._record_completions(request, self._completions.pop(request_id))
+
+    def _record_completions(self, request: Request, completions: list[Completion]) -> None:
         # Someone else has aborted it: it is not done, and the next run does it.
-        if completion.finish_reason == "abort":
+        if any(completion.finish_reason == "abort" for completion in completions):
             return
-        self._output.append(completion_line(request, completion))
+        if request.sampling_params.best_of is None:
+            completions.sort(key=lambda completion: completion.sample_index)
+        self._output.append(completion_line(request, completions))
         self.num_completed += 1
         self._advance()
 

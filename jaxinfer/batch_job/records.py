@@ -80,23 +80,33 @@ def custom_id_of(raw: bytes) -> str | None:
         return None
 
 
-def completion_line(request: Request, completion: Completion) -> bytes:
-    """Formats the result of a request, line end included; infinite log probabilities become null."""
-    record: dict[str, Any] = {
-        "line": request.line,
-        "custom_id": request.custom_id,
+def completion_line(request: Request, completions: Sequence[Completion]) -> bytes:
+    """Formats the result of a request, line end included; infinite log probabilities become null.
+
+    Where several samples were asked for they stand in `samples`, by sample_index, or best first with `best_of`.
+    """
+    record: dict[str, Any] = {"line": request.line, "custom_id": request.custom_id}
+    if request.sampling_params.n == 1:
+        record |= _sample(request, completions[0])
+    else:
+        record["samples"] = [_sample(request, c) | {"sample_index": c.sample_index} for c in completions]
+    record["num_prompt_tokens"] = len(completions[0].prompt_token_ids)
+    record["seed"] = completions[0].seed
+    return _format(record)
+
+
+def _sample(request: Request, completion: Completion) -> dict[str, Any]:
+    sample: dict[str, Any] = {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "log_probs": _finite(completion.log_probs),
     }
     if request.sampling_params.log_probs > 0:
-        record["top_log_probs"] = [
+        sample["top_log_probs"] = [
             dict(zip(top, _finite(list(top.values())), strict=True)) for top in completion.top_log_probs
         ]
-    record["finish_reason"] = completion.finish_reason
-    record["num_prompt_tokens"] = len(completion.prompt_token_ids)
-    record["seed"] = completion.seed
-    return _format(record)
+    sample["finish_reason"] = completion.finish_reason
+    return sample
 
 
 def error_line(line: int, custom_id: str | None, message: str) -> bytes:
@@ -111,7 +121,7 @@ def parse_record(raw: bytes) -> tuple[int, str | None]:
         with contextlib.suppress(ValueError):
             record = _parse_object(raw)
     line, custom_id = record.get("line"), record.get("custom_id")
-    is_result = "error" in record or ("token_ids" in record and custom_id is not None)
+    is_result = "error" in record or (("token_ids" in record or "samples" in record) and custom_id is not None)
     if type(line) is not int or line < 1 or not isinstance(custom_id, str | None) or not is_result:
         raise ValueError("not a record of a batch job")
     return line, custom_id

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from numbers import Integral, Real
@@ -49,7 +49,7 @@ class Admission:
 
     def admit(
         self,
-        request_id: int,
+        ids: Iterator[int],
         prompt: Prompt,
         sampling: SamplingParams | None,
         *,
@@ -57,8 +57,8 @@ class Admission:
         tenant: str = "",
         deadline: float | None = None,
         cache_salt: str | None = None,
-    ) -> Request:
-        """Returns the request, or raises ValueError with what is wrong, the value, and the way out."""
+    ) -> list[Request]:
+        """Returns a request per sample, or raises ValueError with what is wrong, the value, and the way out."""
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise ValueError(f"{sampling!r} is not a SamplingParams")
@@ -75,20 +75,25 @@ class Admission:
         eos = () if sampling.ignore_eos else self.eos_token_ids
         stop_token_ids = {*sampling.stop_token_ids, *eos}
         self._check_listed_tokens(sampling, stop_token_ids)
-        return Request(
-            request_id,
-            token_ids,
-            sampling,
-            seed=secrets.randbelow(MAX_SEED + 1) if sampling.seed is None else sampling.seed,
-            max_tokens=min(sampling.max_tokens, self.max_model_len - len(token_ids)),
-            stop_token_ids=stop_token_ids,
-            text_stream=self._text_stream(sampling),
-            keys=self._page_keys(cache_salt),
-            priority=_checked_priority(priority),
-            tenant=_checked_tenant(tenant),
-            time_limit=_checked_time_limit(deadline),
-            grammar=self.grammars.compile(sampling),
-        )
+        seed = secrets.randbelow(MAX_SEED + 1) if sampling.seed is None else sampling.seed
+        return [
+            Request(
+                next(ids),
+                token_ids,
+                sampling,
+                seed=seed,
+                sample_index=sample_index,
+                max_tokens=min(sampling.max_tokens, self.max_model_len - len(token_ids)),
+                stop_token_ids=stop_token_ids,
+                text_stream=self._text_stream(sampling),
+                keys=self._page_keys(cache_salt),
+                priority=_checked_priority(priority),
+                tenant=_checked_tenant(tenant),
+                time_limit=_checked_time_limit(deadline),
+                grammar=self.grammars.compile(sampling),
+            )
+            for sample_index in range(sampling.num_samples)
+        ]
 
     def _text_stream(self, sampling: SamplingParams) -> Detokenizer | None:
         if self.tokenizer is None:

@@ -89,6 +89,7 @@ def build_batch(
         [request.sampling for request in requests],
         num_rows=bucket.num_rows,
         seeds=[request.seed for request in requests],
+        sample_index=[request.sample_index for request in requests],
         prompt_lens=[request.num_prompt_tokens for request in requests],
         stop_token_ids=[request.stop_token_ids for request in requests],
         max_listed_tokens=max_listed_tokens,

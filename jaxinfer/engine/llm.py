@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +18,9 @@ from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, SamplingPara
 from jaxinfer.device import default_cache_bytes, default_dtype, enable_compilation_cache
 from jaxinfer.engine.admission import Admission, Prompt, Terms, as_params, as_prompts
 from jaxinfer.engine.metrics import Metrics
-from jaxinfer.engine.request import Completion, Delta, Request
+from jaxinfer.engine.request import Completion, Delta
 from jaxinfer.engine.runner import Runner
+from jaxinfer.engine.samples import Samples
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.step import Step
 from jaxinfer.grammar import GrammarCompiler
@@ -67,6 +68,7 @@ class LLM:
         self.on_step: Callable[[Step, float], None] | None = None  # told each step and the seconds it took
         self._ids = itertools.count()
         self._outbox: list[Delta] = []  # for step()
+        self._samples: dict[int, Samples] = {}  # where there are several, by each of their requests
         self._mailboxes: dict[int, deque[Delta]] = {}  # of generate() and stream(), by request
 
     @property
@@ -84,18 +86,19 @@ class LLM:
         `terms` are priority, tenant, deadline and cache_salt: see `Terms`. Raises ValueError where the request could
         not be honoured exactly and QueueFullError where too many wait; either changes nothing.
         """
-        request = self._admission.admit(next(self._ids), prompt, sampling_params, **terms)
-        self._scheduler.add(request)
-        return request.request_id
+        samples = self._admit(prompt, sampling_params, **terms)
+        self._queue(samples)
+        return samples.request_id
 
     def abort(self, request_id: int) -> None:
         """Ends a request early; its completion, with finish reason "abort", comes out like any other.
 
         A request that has finished already is left as it is.
         """
-        delta = self._scheduler.abort(request_id)
-        if delta is not None:
-            self._post(delta)
+        for sample_id in self._sample_ids(request_id):
+            delta = self._scheduler.abort(sample_id)
+            if delta is not None:
+                self._post(delta)
 
     def step(self) -> list[Delta]:
         """Computes one step and returns what it added to the requests of `add`; empty when there is nothing to do."""
@@ -111,7 +114,7 @@ class LLM:
         Raises ValueError here, not at the first piece, where the request could not be honoured. It is queued with the
         first piece that is asked for, or QueueFullError is raised there. `terms` are as for `add`.
         """
-        return self._deliver(self._admission.admit(next(self._ids), prompt, sampling_params, **terms))
+        return self._deliver(self._admit(prompt, sampling_params, **terms))
 
     def generate(
         self,
@@ -123,26 +126,25 @@ class LLM:
     ) -> list[Completion]:
         """Completes one prompt or many, text or token ids, and returns the completions in the prompts' order.
 
+        A prompt with `n` above 1 has n of them in a row, by sample_index, or best first with `best_of`.
         `sampling_params` is one for all or one per prompt; `terms` are as for `add`. Raises ValueError before
         anything is computed if any prompt cannot be honoured, QueueFullError if they are too many. When interrupted,
         the requests are aborted and the LLM stays usable.
         """
         prompts = as_prompts(prompts)
         params = as_params(sampling_params, len(prompts))
-        requests = [
-            self._numbered_request(i, *pair, **terms) for i, pair in enumerate(zip(prompts, params, strict=True))
-        ]
-        self._scheduler.check_room(len(requests))
-        ids = [request.request_id for request in requests]
+        groups = [self._numbered(i, *pair, **terms) for i, pair in enumerate(zip(prompts, params, strict=True))]
+        self._scheduler.check_room(sum(len(samples.requests) for samples in groups))
+        ids = [samples.request_id for samples in groups]
         mailbox: deque[Delta] = deque()
         try:
             self._mailboxes.update(dict.fromkeys(ids, mailbox))
-            for request in requests:
-                self._scheduler.add(request)
-            completions = self._collect(mailbox, len(ids), show_progress)
+            for samples in groups:
+                self._queue(samples)
+            completions = self._collect(mailbox, sum(samples.num_completions for samples in groups), show_progress)
         finally:
             self._forget(ids)
-        return [completions[request_id] for request_id in ids]
+        return [c for samples in groups for c in samples.in_order(completions[samples.request_id])]
 
     def _advance(self) -> None:
         began = time.perf_counter()
@@ -158,33 +160,60 @@ class LLM:
             self.on_step(step, time.perf_counter() - began)
 
     def _post(self, delta: Delta) -> None:
-        self._mailboxes.get(delta.request_id, self._outbox).append(delta)
+        samples = self._samples.get(delta.request_id)
+        if samples is not None:
+            deltas = samples.hand_out(delta)
+            if samples.is_finished:
+                self._forget_samples(samples.request_id)
+        else:
+            deltas = [delta]
+        for delta in deltas:
+            self._mailboxes.get(delta.request_id, self._outbox).append(delta)
 
-    def _deliver(self, request: Request) -> Iterator[Delta]:
-        self._scheduler.add(request)
-        mailbox = self._mailboxes[request.request_id] = deque()
+    def _admit(self, prompt: Prompt, sampling: SamplingParams | None, **terms: Unpack[Terms]) -> Samples:
+        return Samples(self._admission.admit(self._ids, prompt, sampling, **terms))
+
+    def _queue(self, samples: Samples) -> None:
+        self._scheduler.check_room(len(samples.requests))
+        if len(samples.requests) > 1:
+            self._samples.update(dict.fromkeys((request.request_id for request in samples.requests), samples))
+        for request in samples.requests:
+            self._scheduler.add(request)
+
+    def _sample_ids(self, request_id: int) -> list[int]:
+        samples = self._samples.get(request_id)
+        return [request_id] if samples is None else [request.request_id for request in samples.requests]
+
+    def _forget_samples(self, request_id: int) -> None:
+        for sample_id in self._sample_ids(request_id):
+            self._samples.pop(sample_id, None)
+
+    def _deliver(self, samples: Samples) -> Iterator[Delta]:
+        self._queue(samples)
+        mailbox = self._mailboxes[samples.request_id] = deque()
+        num_to_come = samples.num_completions
         try:
-            while True:
+            while num_to_come:
                 while not mailbox:
                     self._advance()
                 delta = mailbox.popleft()
+                num_to_come -= delta.completion is not None
                 yield delta
-                if delta.completion is not None:
-                    return
         finally:
-            self._forget([request.request_id])
+            self._forget([samples.request_id])
 
-    def _collect(self, mailbox: deque[Delta], count: int, show_progress: bool) -> dict[int, Completion]:
-        completions: dict[int, Completion] = {}
-        num_tokens = 0
+    def _collect(self, mailbox: deque[Delta], count: int, show_progress: bool) -> dict[int, list[Completion]]:
+        completions: defaultdict[int, list[Completion]] = defaultdict(list)
+        num_completions = num_tokens = 0
         with tqdm(total=count, unit="request", disable=not show_progress, smoothing=0) as progress:
-            while len(completions) < count:
+            while num_completions < count:
                 self._advance()
                 while mailbox:
                     delta = mailbox.popleft()
                     num_tokens += len(delta.token_ids)
                     if delta.completion is not None:
-                        completions[delta.request_id] = delta.completion
+                        completions[delta.request_id].append(delta.completion)
+                        num_completions += 1
                         progress.update()
                 elapsed = max(progress.format_dict["elapsed"], 1e-9)
                 progress.set_postfix_str(f"{num_tokens / elapsed:.1f} tokens/s", refresh=False)
@@ -192,12 +221,14 @@ class LLM:
 
     def _forget(self, ids: Iterable[int]) -> None:
         for request_id in ids:
-            self._scheduler.abort(request_id)
+            for sample_id in self._sample_ids(request_id):
+                self._scheduler.abort(sample_id)
+            self._forget_samples(request_id)
             self._mailboxes.pop(request_id, None)
 
-    def _numbered_request(self, index: int, prompt: Prompt, sampling: SamplingParams | None, **terms: Unpack[Terms]):
+    def _numbered(self, index: int, prompt: Prompt, sampling: SamplingParams | None, **terms: Unpack[Terms]) -> Samples:
         try:
-            return self._admission.admit(next(self._ids), prompt, sampling, **terms)
+            return self._admit(prompt, sampling, **terms)
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from None
 

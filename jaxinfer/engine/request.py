@@ -50,10 +50,10 @@ class Structure(Protocol):
 class Completion:
     """A finished request. `text` ends before a stop string; `token_ids` are all tokens that were made.
 
-    `log_probs` are those of the chosen tokens under the model, before temperature and filters. `top_log_probs` has a
-    dictionary from token id to log-probability per token, most probable first, if asked for. `seed` repeats the result.
-    `num_cached_tokens` of the prompt were found in the prefix cache and not computed.
-    `timings` say what it took, and have no part in equality.
+    `sample_index` counts the samples of one prompt. `log_probs` are those of the chosen tokens under the model, before
+    temperature and filters. `top_log_probs` has a dictionary from token id to log-probability per token, most probable
+    first, if asked for. `seed` repeats the result. `num_cached_tokens` of the prompt were found in the prefix cache and
+    not computed. `timings` say what it took, and have no part in equality.
     """
 
     request_id: int
@@ -64,6 +64,7 @@ class Completion:
     top_log_probs: tuple[dict[int, float], ...]
     finish_reason: FinishReason
     seed: int
+    sample_index: int = 0
     num_cached_tokens: int = 0
     timings: Timings = field(default=Timings(), compare=False)
 
@@ -79,6 +80,7 @@ class Delta:
     text: str
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
+    sample_index: int = 0
     completion: Completion | None = None
 
 
@@ -100,6 +102,7 @@ class Request:
         sampling: SamplingParams,
         *,
         seed: int,
+        sample_index: int = 0,
         max_tokens: int,
         stop_token_ids: Collection[int],
         text_stream: TextStream | None,
@@ -112,6 +115,7 @@ class Request:
         self.request_id = request_id
         self.sampling = sampling
         self.seed = seed
+        self.sample_index = sample_index
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.priority: Priority = priority
@@ -179,7 +183,7 @@ class Request:
         if self.num_output_tokens >= self._max_tokens:
             return self.finish("length", text, (token_id,), (log_prob,))
         self._texts.append(text)
-        return Delta(request_id=self.request_id, text=text, token_ids=(token_id,), log_probs=(log_prob,))
+        return self._delta(text, (token_id,), (log_prob,))
 
     def finish(
         self,
@@ -201,11 +205,22 @@ class Request:
             top_log_probs=tuple(self._top_log_probs),
             finish_reason=reason,
             seed=self.seed,
+            sample_index=self.sample_index,
             num_cached_tokens=self.num_cached_tokens,
             timings=self._timings(),
         )
+        return self._delta(text, token_ids, log_probs, completion)
+
+    def _delta(
+        self,
+        text: str,
+        token_ids: tuple[int, ...],
+        log_probs: tuple[float, ...],
+        completion: Completion | None = None,
+    ) -> Delta:
         return Delta(
             request_id=self.request_id,
+            sample_index=self.sample_index,
             text=text,
             token_ids=token_ids,
             log_probs=log_probs,

@@ -56,7 +56,8 @@ class SimulatedEngine:
     def add(self, index: int, request: TracedRequest) -> int:
         prompt = make_prompt(request, index, self._admission.model_config.vocab_size)
         params = SamplingParams(max_tokens=request.output_len, temperature=0.0, ignore_eos=True)
-        self._scheduler.add(self._admission.admit(index, prompt, params))
+        for one in self._admission.admit(iter([index]), prompt, params):
+            self._scheduler.add(one)
         return index
 
     def step(self) -> list[Delta]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -46,6 +47,8 @@ PARAMETERS = {
     "top_k": 2,
     "top_p": 0.25,
     "min_p": 0.125,
+    "n": 2,
+    "best_of": 3,
     "typical_p": 0.5,
     "repetition_penalty": 1.5,
     "presence_penalty": -0.5,
@@ -155,7 +158,7 @@ def test_the_seed_of_a_request_without_one_is_the_same_in_every_process():
 
 
 def test_a_result_has_everything_of_the_completion_on_one_line():
-    raw = completion_line(request(log_probs=2), COMPLETION)
+    raw = completion_line(request(log_probs=2), [COMPLETION])
     assert raw.count(b"\n") == 1
     assert raw.endswith(b"\n")
     assert json.loads(raw) == {
@@ -172,14 +175,14 @@ def test_a_result_has_everything_of_the_completion_on_one_line():
 
 
 def test_alternatives_are_left_out_when_not_asked_for():
-    assert "top_log_probs" not in json.loads(completion_line(request(), COMPLETION))
+    assert "top_log_probs" not in json.loads(completion_line(request(), [COMPLETION]))
 
 
 @pytest.mark.parametrize("custom_id", ["a", "", "中\u2028\n", "\ud800", None])
 def test_a_record_names_its_line_again(custom_id):
     raws = [error_line(3, custom_id, "why \ud800")]
     if custom_id is not None:
-        raws.append(completion_line(request(custom_id=custom_id), COMPLETION))
+        raws.append(completion_line(request(custom_id=custom_id), [COMPLETION]))
     assert [parse_record(raw) for raw in raws] == [(3, custom_id), (4, custom_id)][: len(raws)]
     assert all(raw.count(b"\n") == 1 for raw in raws)
 
@@ -201,3 +204,14 @@ NO_RECORDS = [
 def test_other_lines_are_not_taken_for_records(raw):
     with pytest.raises(ValueError, match="not a record"):
         parse_record(raw)
+
+
+def test_several_samples_are_one_record():
+    other = dataclasses.replace(COMPLETION, sample_index=1, text="other")
+
+    raw = completion_line(request(n=2), [COMPLETION, other])
+
+    record = json.loads(raw)
+    assert [(s["sample_index"], s["text"]) for s in record["samples"]] == [(0, COMPLETION.text), (1, "other")]
+    assert (record["seed"], record["num_prompt_tokens"]) == (11, len(COMPLETION.prompt_token_ids))
+    assert parse_record(raw) == (4, "a")

@@ -63,7 +63,8 @@ def small_engine(path: Path, **overrides: Any) -> LLM:
 
 
 def poison_cache(llm: LLM) -> None:
-    """Poisons every slot of the cache: whatever reads a slot that was not written shows it."""
+    """Poisons every slot of the cache: whatever reads a slot that was not written shows it. No prefix is left."""
+    llm._scheduler._tables.pages.evict(llm.metrics().num_cached_pages)
     runner = llm._runner
     runner._cache = jax.tree.map(poisoned, runner._cache)
 

@@ -19,15 +19,7 @@ import torch
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.sampling_params import STRUCTURES
-from tests.engine.engines import (
-    EOS,
-    content_of,
-    num_preemptions,
-    poison_cache,
-    random_prompts,
-    run_with_arrivals,
-    small_engine,
-)
+from tests.engine.engines import EOS, content_of, num_preemptions, poison_cache, random_prompts, small_engine
 from tests.oracles import load_reference
 
 README = Path(__file__).parents[2] / "README.md"
@@ -38,6 +30,8 @@ GREEDY = dataclasses.replace(BASE, temperature=0)
 
 # What each parameter is set to, beside what it is compared with. Greedy where a draw would hide what is meant.
 PARAMETERS: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
+    "n": (BASE, {"n": 2}),
+    "best_of": (BASE, {"best_of": 3}),
     "max_tokens": (BASE, {"max_tokens": 7}),
     "min_tokens": (dataclasses.replace(BASE, stop_token_ids=range(1, 60)), {"min_tokens": 9}),
     "temperature": (BASE, {"temperature": 0.3}),
@@ -78,17 +72,22 @@ def requests_of(name):
     return [dataclasses.replace(base, **fields)] * len(PROMPTS)
 
 
+def contents(completions) -> list[dict]:
+    return [content_of(completion) for completion in completions]
+
+
 def yields(llm, prompts, params):
-    """What each request yields when nothing else is computed and nothing of it was before."""
+    """What each request yields when nothing else is computed and nothing of it was before, a list of its samples."""
     pairs = zip(prompts, params, strict=True)
     salts = (f"alone {i}" for i in itertools.count(next(NUMBERS)))
-    return [content_of(llm.generate(*pair, cache_salt=next(salts), show_progress=False)[0]) for pair in pairs]
+    return [contents(llm.generate(*pair, cache_salt=next(salts), show_progress=False)) for pair in pairs]
 
 
 def together(llm, params):
     """What the requests yield when they come in a crowd."""
-    prompts, params = [*PROMPTS, *LONG_PROMPTS], [*params, *[BASE] * len(LONG_PROMPTS)]
-    return [content_of(c) for c in run_with_arrivals(llm, prompts, params, mean_arrivals=9.0)][: len(PROMPTS)]
+    prompts, all_params = [*PROMPTS, *LONG_PROMPTS], [*params, *[BASE] * len(LONG_PROMPTS)]
+    completions = iter(contents(llm.generate(prompts, all_params, show_progress=False)))
+    return [list(itertools.islice(completions, p.n)) for p in params]
 
 
 @pytest.fixture(scope="module")
@@ -140,10 +139,10 @@ def test_the_parameter_is_honoured_beside_requests_with_others(llm, alone, name)
 def test_the_parameter_is_honoured_after_a_prefix_from_the_cache(llm, alone, name):
     params = requests_of(name)[-1]
 
-    first, second = (llm.generate(PROMPTS[-1], params, cache_salt=name, show_progress=False)[0] for _ in range(2))
+    first, second = (llm.generate(PROMPTS[-1], params, cache_salt=name, show_progress=False) for _ in range(2))
 
-    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 16)
-    assert content_of(first) == content_of(second) == alone(name)[-1]
+    assert (first[0].num_cached_tokens, second[0].num_cached_tokens) == (0, 16)
+    assert contents(first) == contents(second) == alone(name)[-1]
 
 
 BY_TRANSFORMERS = {
@@ -157,7 +156,7 @@ BY_TRANSFORMERS = {
 def test_greedy_tokens_are_those_of_transformers(checkpoint, alone, name):
     reference: Any = load_reference(checkpoint)
     reference.generation_config.eos_token_id = None
-    for prompt, completion in zip(PROMPTS, alone(name), strict=True):
+    for prompt, (completion,) in zip(PROMPTS, alone(name), strict=True):
         with torch.no_grad():
             output = reference.generate(
                 torch.tensor([prompt]),
