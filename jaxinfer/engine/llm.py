@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from jaxinfer.checkpoint import load_checkpoint, read_eos_token_ids, resolve_che
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, SamplingParams
 from jaxinfer.device import default_cache_bytes, default_dtype, enable_compilation_cache
 from jaxinfer.engine.admission import Admission, Prompt, Terms, as_params, as_prompts
+from jaxinfer.engine.beam_search import Beam, num_candidates, search
 from jaxinfer.engine.metrics import Metrics
 from jaxinfer.engine.request import Completion, Delta
 from jaxinfer.engine.runner import Runner
@@ -25,6 +27,7 @@ from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.step import Step
 from jaxinfer.grammar import GrammarCompiler
 from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.validation import require_int, require_real
 
 BUNDLED_MODEL = Path(__file__).parent.parent / "assets" / "tiny"
 
@@ -145,6 +148,57 @@ class LLM:
         finally:
             self._forget(ids)
         return [c for samples in groups for c in samples.in_order(completions[samples.request_id])]
+
+    def beam_search(
+        self,
+        prompt: Prompt,
+        *,
+        num_beams: int,
+        max_tokens: int = SamplingParams.max_tokens,
+        length_penalty: float = 1.0,
+        ignore_eos: bool = False,
+        **terms: Unpack[Terms],
+    ) -> list[Completion]:
+        """Returns the `num_beams` best continuations that beam search finds, best first, as `transformers` would.
+
+        They are ranked by the sum of log-probabilities over length ** length_penalty. Each step is a request of one
+        token for every beam, which finds all but its last page in the prefix cache; `terms` are as for `add`. Raises
+        ValueError where the request could not be honoured, or EngineConfig.max_log_probs is too small for the beams.
+        """
+        require_int("num_beams", num_beams, 1)
+        require_real("length_penalty", length_penalty, -math.inf)
+        (request,) = self._admit(
+            prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, temperature=0), **terms
+        ).requests
+        count = min(num_candidates(num_beams, len(request.stop_token_ids)), self.model_config.vocab_size)
+        params = SamplingParams(max_tokens=1, temperature=0, log_probs=count, ignore_eos=True)
+
+        def extend(beams: Sequence[Beam]) -> list[dict[int, float]]:
+            prompts = [[*request.token_ids, *beam.token_ids] for beam in beams]
+            completions = self.generate(prompts, params, show_progress=False, **terms)
+            return [completion.top_log_probs[0] for completion in completions]
+
+        beams = search(
+            extend,
+            num_beams=num_beams,
+            max_tokens=request.max_tokens,
+            stop_token_ids=request.stop_token_ids,
+            length_penalty=length_penalty,
+        )
+        return [
+            Completion(
+                request_id=request.request_id,
+                prompt_token_ids=tuple(request.token_ids),
+                text="" if self.tokenizer is None else self.tokenizer.decode(beam.token_ids),
+                token_ids=beam.token_ids,
+                log_probs=beam.log_probs,
+                top_log_probs=(),
+                finish_reason="stop" if beam.token_ids[-1] in request.stop_token_ids else "length",
+                seed=request.seed,
+                sample_index=rank,
+            )
+            for rank, beam in enumerate(beams)
+        ]
 
     def _advance(self) -> None:
         began = time.perf_counter()

@@ -132,7 +132,7 @@ class Request:
         self.keys = keys
         self.finish_reason: FinishReason | None = None
         self._num_reached = 0  # the most that `num_computed` has been
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self.stop_token_ids = frozenset(stop_token_ids)
         self.grammar = grammar
         self._text_stream = text_stream
@@ -180,7 +180,7 @@ class Request:
         is_stopped = self._text_stream is not None and self._text_stream.is_stopped
         if token_id in self.stop_token_ids or is_stopped or is_complete:
             return self.finish("stop", text, (token_id,), (log_prob,))
-        if self.num_output_tokens >= self._max_tokens:
+        if self.num_output_tokens >= self.max_tokens:
             return self.finish("length", text, (token_id,), (log_prob,))
         self._texts.append(text)
         return self._delta(text, (token_id,), (log_prob,))

@@ -1,0 +1,60 @@
+"""The most probable continuations of a prompt, by beam search; deterministic."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Beam:
+    """A continuation with its tokens' log-probabilities; a finished one ends with a stop token or has full length."""
+
+    token_ids: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+
+    def score(self, length_penalty: float) -> float:
+        """The sum of log-probabilities over length ** length_penalty; of no tokens, 0."""
+        return sum(self.log_probs) / max(len(self.token_ids), 1) ** length_penalty
+
+    def extended(self, token_id: int, log_prob: float) -> Beam:
+        return Beam((*self.token_ids, token_id), (*self.log_probs, log_prob))
+
+
+def num_candidates(num_beams: int, num_stop_tokens: int) -> int:
+    """Returns how many continuations a step looks at: enough to go on with where as many as can be have ended."""
+    return max(2, 1 + num_stop_tokens) * num_beams
+
+
+def search(
+    extend: Callable[[Sequence[Beam]], Sequence[dict[int, float]]],
+    *,
+    num_beams: int,
+    max_tokens: int,
+    stop_token_ids: Collection[int],
+    length_penalty: float,
+) -> list[Beam]:
+    """Returns the `num_beams` best finished beams, best first, as `transformers` does with early_stopping=False.
+
+    `extend` gives the log-probabilities of the `num_candidates` most probable next tokens of each beam. Longer beams
+    are favoured by a greater length_penalty. The search ends when no running beam is better, at its present length,
+    than the worst of `num_beams` finished ones.
+    """
+    running, finished = [Beam()], []
+    for length in range(1, max_tokens + 1):
+        extended = [
+            beam.extended(*token)
+            for beam, tokens in zip(running, extend(running), strict=True)
+            for token in tokens.items()
+        ]
+        best = heapq.nlargest(num_candidates(num_beams, len(stop_token_ids)), extended, key=lambda b: sum(b.log_probs))
+        has_ended = [length == max_tokens or beam.token_ids[-1] in stop_token_ids for beam in best]
+        # Those beyond the first num_beams are there to go on with, not to end.
+        finished += [beam for beam, ended in zip(best[:num_beams], has_ended, strict=False) if ended]
+        finished = heapq.nlargest(num_beams, finished, key=lambda beam: beam.score(length_penalty))
+        running = [beam for beam, ended in zip(best, has_ended, strict=True) if not ended][:num_beams]
+        is_full = len(finished) == num_beams
+        if not running or (is_full and running[0].score(length_penalty) <= finished[-1].score(length_penalty)):
+            break
+    return finished
