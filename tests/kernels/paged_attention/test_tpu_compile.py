@@ -23,7 +23,7 @@ MAX_BUNDLES = {
 }
 # What is compiled here; `scripts/compile_matrix.py` has every case for every device, which takes longer.
 KERNELS = {
-    "v5e": (*(name for name in KERNEL_CASES if name.startswith("decode")), "prefill"),
+    "v5e": (*(name for name in KERNEL_CASES if name.startswith("decode")), "prefill", "prefill head_dim 64", "verify"),
     "v5p": ("decode",),
     "v6e": ("decode", "decode int8", "decode fp8", "prefill", "verify a tree"),
     "tpu7x": ("decode",),

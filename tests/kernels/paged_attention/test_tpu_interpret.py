@@ -149,11 +149,12 @@ def mutant(line, replacement):
     return modules[tpu]
 
 
+# None that makes a kernel wait for what never comes: the interpreter would wait as well.
 MUTATIONS = {
     "a dropped wait for a block": ("pltpu.make_async_copy(part, part, s.kv_arrived.at[slot]).wait()", "pass"),
-    "a block fetched into the buffer in use": (
-        "ahead = prefetch(ahead_item, ahead_block, step + NB - 1)",
-        "ahead = prefetch(ahead_item, ahead_block, step + NB)",
+    "a block fetched into another buffer": (
+        "s.kv.at[slot, :, pl.ds(p * page_tiles, size)]",
+        "s.kv.at[lax.rem(slot + 1, NB), :, pl.ds(p * page_tiles, size)]",
     ),
     "a dropped wait for queries": ("copy.wait()", "pass"),
     "a dropped wait for a result": ("out_copy(i - 2).wait()", "pass"),
@@ -164,7 +165,6 @@ MUTATIONS = {
         "jnp.where(row_in_tile == 0, new, old)",
     ),
     "buffers left as they were": ("        zero_values(slot)\n", ""),
-    "a block too few": ("num_blocks = pl.cdiv(s.end[i], block)", "num_blocks = s.end[i] // block"),
 }
 
 
