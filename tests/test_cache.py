@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -164,10 +165,12 @@ def numbered_cache(num_pages, layout, dtype="float32"):
     return jax.tree.map(lambda a: (jnp.arange(a.size).reshape(a.shape) % 251 + next(counts)).astype(a.dtype), cache)
 
 
-def pages_of(cache, num_pages):
+def pages_of(cache, num_pages) -> dict[Any, list[np.ndarray]]:
     """All numbers by layer and page: what `layer_offset` says is there."""
     pools = zip(cache.groups, CONFIG.layer_groups, strict=True)
-    tokens = {("tokens", 0, page): [np.asarray(cache.tokens[page])] for page in range(num_pages)}
+    tokens: dict[Any, list[np.ndarray]] = {
+        ("tokens", 0, page): [np.asarray(cache.tokens[page])] for page in range(num_pages)
+    }
     return tokens | {
         (group, layer, page): [np.asarray(a[layer_offset(pool, layer, n) + page]) for a in pool.arrays]
         for group, (pool, n) in enumerate(pools)
@@ -228,6 +231,8 @@ def test_bundles_run_under_jit_and_the_cache_is_written_in_place():
     filled = pages_of(compiled(cache, jnp.array([1, 0]), bundle), 4)
 
     pool_bytes = 4 * page_bytes(CONFIG, CACHE)
-    assert compiled.memory_analysis().alias_size_in_bytes == pool_bytes
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == pool_bytes
     for group, layer, page in filled:
         np.testing.assert_equal(filled[group, layer, page], expected[group, layer, {0: 3, 1: 2}.get(page, page)])
