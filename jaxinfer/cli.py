@@ -43,6 +43,7 @@ HELP = {
     "frequency_penalty": "subtracted from a token's logit for each time it is in the output",
     "no_repeat_ngram_size": "never repeat this many tokens; 0 switches it off",
     "logit_bias": "add BIAS to the logit of token ID",
+    "logits_processors": "use this processor of the engine's, with this argument",
     "bad_words": "never complete this sequence of token ids",
     "allowed_token_ids": "draw nothing but these tokens",
     "json_schema": "JSON schema that the output has to follow",
@@ -74,6 +75,11 @@ def _bias(text: str) -> tuple[int, float]:
     return int(token_id), float(bias)
 
 
+def _argument(text: str) -> tuple[str, float]:
+    name, _, argument = text.rpartition(":")
+    return name, float(argument)
+
+
 def _word(text: str) -> tuple[int, ...]:
     return tuple(int(token_id) for token_id in text.split(","))
 
@@ -81,6 +87,7 @@ def _word(text: str) -> tuple[int, ...]:
 # Options that take one value each time they are given: how it is read, and what it looks like.
 REPEATED: dict[str, tuple[Callable[[str], Any], str]] = {
     "logit_bias": (_bias, "ID:BIAS"),
+    "logits_processors": (_argument, "NAME:ARGUMENT"),
     "bad_words": (_word, "ID,ID,..."),
     "allowed_token_ids": (int, "ID"),
     "choices": (str, "TEXT"),

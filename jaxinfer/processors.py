@@ -7,7 +7,7 @@ and frequency penalties, which it does not have, follow OpenAI's API.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,22 @@ class Context:
     lens: jax.Array  # i32[B]
 
 
-def process_logits(logits: jax.Array, processors: ProcessorBatch, make_context: Callable[[], Context]) -> jax.Array:
+# What a user may add: (logits f32[V], tokens i32[L], their number i32[], the request's argument f32[]) -> logits
+# f32[V]. Past their number, tokens are PADDING_TOKEN. It is traced into the step and called for one row under vmap.
+LogitsProcessor = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def process_logits(
+    logits: jax.Array,
+    processors: ProcessorBatch,
+    make_context: Callable[[], Context],
+    custom: Sequence[LogitsProcessor] = (),
+) -> jax.Array:
     """Returns the logits f32[B, V] that each row's parameters make of the model's; -inf rules a token out.
 
-    `make_context` is called inside the branch that is taken only when some row uses a processor.
+    `custom` are processors of the user, in the order of the columns of `custom_arguments`; no structure is broken by
+    them, which comes last. `make_context` is called inside the branch that is taken only when some row uses a
+    processor.
     """
     p = processors
 
@@ -43,6 +55,7 @@ def process_logits(logits: jax.Array, processors: ProcessorBatch, make_context: 
             (_lists_any(p.bad_word_tokens), rule_out_bad_words),
             (context.lens - p.prompt_lens < p.min_tokens, rule_out_stop_tokens),
             (_lists_any(p.allowed_token_ids), rule_out_all_but_allowed),
+            *((p.uses_custom[:, i], _batched(processor, i)) for i, processor in enumerate(custom)),
             ((p.allowed_bits != -1).any(axis=1), rule_out_by_bits),
         )
         for is_used, change in steps:
@@ -124,6 +137,13 @@ def rule_out_by_bits(logits: jax.Array, p: ProcessorBatch, context: Context) -> 
     B, V = logits.shape
     bits = p.allowed_bits[:, :, None] >> jnp.arange(32)[None, None, :] & 1
     return jnp.where(bits.reshape(B, -1)[:, :V] == 1, logits, -jnp.inf) if p.allowed_bits.size else logits
+
+
+def _batched(processor: LogitsProcessor, column: int) -> Callable[..., jax.Array]:
+    def process(logits: jax.Array, p: ProcessorBatch, context: Context) -> jax.Array:
+        return jax.vmap(processor)(logits, context.tokens, context.lens, p.custom_arguments[:, column])
+
+    return process
 
 
 def _rows(logits: jax.Array) -> jax.Array:

@@ -37,6 +37,8 @@ class ProcessorBatch:
     bad_word_distances: Any  # i32[B, N]
     allowed_token_ids: Any  # i32[B, N]  none allows all
     stop_token_ids: Any  # i32[B, N]  not before min_tokens
+    uses_custom: Any  # bool[B, C]  of C processors of the user
+    custom_arguments: Any  # f32[B, C]
     allowed_bits: Any  # i32[B, W]  bit i of word w allows token 32 w + i; W is ceil(V / 32), or 0 for masks of none
 
 
@@ -66,6 +68,7 @@ def make_sampling(
     max_listed_tokens: int = EngineConfig.max_listed_tokens,
     vocab_size: int = 0,
     masks: Mapping[int, np.ndarray] | None = None,
+    custom: Sequence[str] = (),
 ) -> SamplingBatch:
     """Lays out the sampling parameters of a batch's rows, on the host; padding rows are greedy.
 
@@ -74,8 +77,8 @@ def make_sampling(
     tell prompt from output where a row's presence_penalty, frequency_penalty or min_tokens needs it. `stop_token_ids`
     are all that end each row, by default those of its parameters. A row may list `max_listed_tokens` token ids per
     parameter. `masks` i32[ceil(vocab_size / 32)] hold the bits of the tokens that some rows allow; with a `vocab_size`
-    there is room for them, whether there are any or not. Raises ValueError for rows that do not fit or lack what they
-    need.
+    there is room for them, whether there are any or not. `custom` names the user's processors, in their order. Raises
+    ValueError for rows that do not fit or lack what they need.
     """
     if len(params) > num_rows or (seeds is not None and len(seeds) != len(params)):
         num_seeds = "no" if seeds is None else len(seeds)
@@ -90,10 +93,10 @@ def make_sampling(
     num_words = -(-vocab_size // 32)
     if any(map(uses_processors, params)):
         stop_ids = [p.stop_token_ids for p in params] if stop_token_ids is None else stop_token_ids
-        processors = _make_processors(params, prompt_lens, stop_ids, num_rows, max_listed_tokens)
+        processors = _make_processors(params, prompt_lens, stop_ids, num_rows, max_listed_tokens, tuple(custom))
         processors = replace(processors, allowed_bits=_allowed_bits(params, masks or {}, num_rows, num_words))
     else:
-        processors = _no_processors(num_rows, max_listed_tokens, num_words)
+        processors = _no_processors(num_rows, max_listed_tokens, num_words, tuple(custom))
     column = partial(_column, params, num_rows)
     return SamplingBatch(
         temperature=column("temperature", np.float32, 0),
@@ -117,6 +120,7 @@ def uses_processors(params: SamplingParams) -> bool:
         or params.bad_words
         or params.allowed_token_ids
         or params.structure
+        or params.logits_processors
     )
 
 
@@ -126,9 +130,9 @@ def needs_prompt_len(params: SamplingParams) -> bool:
 
 
 @cache
-def _no_processors(num_rows: int, max_listed_tokens: int, num_words: int) -> ProcessorBatch:
+def _no_processors(num_rows: int, max_listed_tokens: int, num_words: int, custom: tuple[str, ...]) -> ProcessorBatch:
     # On the device once for all: steps in which nobody uses them do not copy them there.
-    processors = _make_processors([], None, [], num_rows, max_listed_tokens)
+    processors = _make_processors([], None, [], num_rows, max_listed_tokens, custom)
     return jax.device_put(replace(processors, allowed_bits=_allowed_bits([], {}, num_rows, num_words)))
 
 
@@ -149,6 +153,7 @@ def _make_processors(
     stop_token_ids: Sequence[Collection[int]],
     num_rows: int,
     max_listed_tokens: int,
+    custom: tuple[str, ...],
 ) -> ProcessorBatch:
     if prompt_lens is None:
         if any(map(needs_prompt_len, params)):
@@ -168,6 +173,12 @@ def _make_processors(
     bad_words = [list(chain.from_iterable(p.bad_words)) for p in params]
     distances = [[d for word in p.bad_words for d in range(len(word) - 1, -1, -1)] for p in params]
     stop_ids = [ids if p.min_tokens else () for p, ids in zip(params, stop_token_ids, strict=True)]
+    uses_custom = np.zeros((num_rows, len(custom)), np.bool_)
+    custom_arguments = np.zeros((num_rows, len(custom)), np.float32)
+    for row, p in enumerate(params):
+        for name, argument in p.logits_processors:
+            uses_custom[row, custom.index(name)] = True
+            custom_arguments[row, custom.index(name)] = argument
     return ProcessorBatch(
         is_used=padded(np.array([uses_processors(p) for p in params], np.bool_), num_rows, False),
         prompt_lens=padded(np.array(prompt_lens, np.int32), num_rows, 0),
@@ -182,6 +193,8 @@ def _make_processors(
         bad_word_distances=lists("bad_words", distances, np.int32, 0),
         allowed_token_ids=lists("allowed_token_ids", allowed, np.int32, PADDING_TOKEN),
         stop_token_ids=lists("stop_token_ids", stop_ids, np.int32, PADDING_TOKEN),
+        uses_custom=uses_custom,
+        custom_arguments=custom_arguments,
         allowed_bits=np.zeros((num_rows, 0), np.int32),
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from jaxinfer.validation import MAX_INT, as_tuple, is_int, require, require_bool, require_int, require_real
+from jaxinfer.validation import MAX_FLOAT, MAX_INT, as_tuple, is_int, require, require_bool, require_int, require_real
 
 MAX_SEED = 2**64 - 1
 # As in OpenAI's API. A token that must not or must be drawn is better named in bad_words or allowed_token_ids.
@@ -32,6 +32,8 @@ class SamplingParams:
     string is looked for, before as many tokens. `allowed_token_ids`: nothing else is drawn. `json_schema` (JSON text
     or a mapping), `regex`, `choices` (one of these strings) or `grammar` (in Lark's notation): nothing is drawn from
     which the output could not go on to what is asked for, and the request ends where nothing can follow.
+    `logits_processors`: names of functions that the LLM was made with, each with its argument for this request; they
+    come before the structure.
 
     `temperature` 0 then takes the most probable token; the filters then change nothing. `top_k` 0, `top_p` 1, `min_p`
     0 and `typical_p` 1 switch those filters off; they apply after the temperature, in that order. `seed` fixes every
@@ -66,6 +68,7 @@ class SamplingParams:
     regex: str | None = None
     choices: Sequence[str] | None = None
     grammar: str | None = None
+    logits_processors: Mapping[str, float] | Sequence[tuple[str, float]] = ()
     seed: int | None = None
     log_probs: int = 0
     stop: str | Sequence[str] = ()
@@ -102,6 +105,7 @@ class SamplingParams:
         require_bool("ignore_eos", self.ignore_eos)
         # Lists are welcome as input; tuples keep the object hashable.
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        object.__setattr__(self, "logits_processors", _arguments(self.logits_processors))
         object.__setattr__(self, "bad_words", _words(self.bad_words))
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
@@ -166,6 +170,20 @@ def _biases(values: Any) -> tuple[tuple[int, float], ...]:
     biases = {int(token_id): float(bias) for token_id, bias in pairs}
     require(len(biases) == len(pairs), "logit_bias", values, "one bias per token id")
     return tuple(sorted(biases.items()))
+
+
+def _arguments(values: Any) -> tuple[tuple[str, float], ...]:
+    requirement = "from names of processors to finite numbers"
+    pairs = list(values.items()) if isinstance(values, Mapping) else as_tuple("logits_processors", values, requirement)
+    for pair in pairs:
+        is_named = isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)
+        require(is_named, "logits_processors", values, requirement)
+        number: Any = pair[1]
+        is_real = isinstance(number, Real) and not isinstance(number, bool) and abs(float(number)) <= MAX_FLOAT
+        require(is_real, "logits_processors", values, requirement)
+    arguments = {name: float(number) for name, number in pairs}
+    require(len(arguments) == len(pairs), "logits_processors", values, "one argument per processor")
+    return tuple(sorted(arguments.items()))
 
 
 def _words(values: Any) -> tuple[tuple[int, ...], ...]:

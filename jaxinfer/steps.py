@@ -17,12 +17,12 @@ from jaxinfer.cache import KVCache, read_tokens
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import forward, unembed
 from jaxinfer.params import Params
-from jaxinfer.processors import Context, process_logits
+from jaxinfer.processors import Context, LogitsProcessor, process_logits
 from jaxinfer.sampling import describe, sample
 from jaxinfer.sampling_batch import SamplingBatch
 
 _jit_step = functools.partial(
-    jax.jit, static_argnames=("config", "max_log_probs", "implementation", "mesh"), donate_argnames="cache"
+    jax.jit, static_argnames=("config", "max_log_probs", "implementation", "mesh", "custom"), donate_argnames="cache"
 )
 
 
@@ -37,6 +37,7 @@ def prefill_step(
     max_log_probs: int = 0,
     implementation: str | None = None,
     mesh: Mesh | None = None,
+    custom: tuple[LogitsProcessor, ...] = (),
 ) -> tuple[StepOutput, KVCache]:
     """Computes any mix of chunks and draws one token per row, from its last position.
 
@@ -46,7 +47,7 @@ def prefill_step(
     hidden, cache = forward(params, cache, batch, config=config, implementation=implementation, mesh=mesh)
     # Padding rows repeat the end of the last row; their result is discarded.
     last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
-    return _finish(params, cache, hidden[last], batch, sampling, max_log_probs), cache
+    return _finish(params, cache, hidden[last], batch, sampling, max_log_probs, custom), cache
 
 
 @_jit_step
@@ -60,19 +61,26 @@ def decode_step(
     max_log_probs: int = 0,
     implementation: str | None = None,
     mesh: Mesh | None = None,
+    custom: tuple[LogitsProcessor, ...] = (),
 ) -> tuple[StepOutput, KVCache]:
     """Computes one token per row (T = B, `cu_q_lens` = 0, 1, … B) and draws the next of each."""
     hidden, cache = forward(params, cache, batch, config=config, q_len=1, implementation=implementation, mesh=mesh)
-    return _finish(params, cache, hidden, batch, sampling, max_log_probs), cache
+    return _finish(params, cache, hidden, batch, sampling, max_log_probs, custom), cache
 
 
 def _finish(
-    params: Params, cache: KVCache, hidden: jax.Array, batch: Batch, sampling: SamplingBatch, max_log_probs: int
+    params: Params,
+    cache: KVCache,
+    hidden: jax.Array,
+    batch: Batch,
+    sampling: SamplingBatch,
+    max_log_probs: int,
+    custom: tuple[LogitsProcessor, ...],
 ) -> StepOutput:
     logits = unembed(params, hidden, (batch.kv_lens > 0).sum())
     context = functools.partial(_context, cache, batch)
     # A row's context is kv_lens tokens, so the token drawn now will stand at position kv_lens.
-    tokens = sample(process_logits(logits, sampling.processors, context), sampling, batch.kv_lens)
+    tokens = sample(process_logits(logits, sampling.processors, context, custom), sampling, batch.kv_lens)
     return describe(logits, tokens, sampling, max_log_probs)
 
 

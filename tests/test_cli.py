@@ -82,6 +82,7 @@ SAMPLING = {
     "bad_words": ((6, 7), (8,)),
     "allowed_token_ids": (9, 5),
     "min_tokens": 2,
+    "logits_processors": (("a", 1.5), ("b:c", -2.0)),
     "json_schema": '{"type": "null"}',
     "regex": "[0-9]+",
     "choices": ("yes", "no"),
@@ -116,7 +117,7 @@ def options_of(name: str, value: Any) -> list[str]:
 
 
 def written(name: str, value: Any) -> str:
-    separator = {"logit_bias": ":", "bad_words": ","}.get(name)
+    separator = {"logit_bias": ":", "logits_processors": ":", "bad_words": ","}.get(name)
     return separator.join(map(str, value)) if separator else str(value)
 
 

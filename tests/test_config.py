@@ -80,6 +80,8 @@ REFUSED = [
     *((SamplingParams, "bad_words", value) for value in ((5,), ((),), ((-1,),), ((5, "6"),), (((True,),)), 5, "ab")),
     *((SamplingParams, "allowed_token_ids", value) for value in ((), (-1,), (1.0,), (True,), 1, "12")),
     *((SamplingParams, name, value) for name in ("json_schema", "regex", "grammar") for value in ("", 1, ["a"])),
+    *((SamplingParams, "logits_processors", {"a": value}) for value in NOT_NUMBERS),
+    *((SamplingParams, "logits_processors", value) for value in ({1: 1}, (("a", 1), ("a", 2)), ("ab",), 5)),
     *((SamplingParams, "choices", value) for value in ((), ("",), (1,), 1, "ab")),
     *((SamplingParams, "seed", value) for value in (-1, MAX_SEED + 1, 1.0, True, "8")),
     *((SamplingParams, "log_probs", value) for value in (-1, 1.0, True, "8", None)),

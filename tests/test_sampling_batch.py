@@ -48,10 +48,13 @@ def test_processors_are_laid_out_by_row_with_padding_that_has_no_effect():
         logit_bias={7: 2.0, 6: -1.0},
         bad_words=[[5, 6, 7], [8]],
         allowed_token_ids=[9, 4],
+        logits_processors={"b": 0.5},
         seed=0,
     )
 
-    sampling = make_sampling([params], num_rows=2, prompt_lens=[11], stop_token_ids=[[3]], max_listed_tokens=5)
+    sampling = make_sampling(
+        [params], num_rows=2, prompt_lens=[11], stop_token_ids=[[3]], max_listed_tokens=5, custom=("a", "b")
+    )
 
     assert as_lists(sampling.processors) == {
         "is_used": [True, False],
@@ -67,6 +70,8 @@ def test_processors_are_laid_out_by_row_with_padding_that_has_no_effect():
         "bad_word_distances": [[2, 1, 0, 0, 0], [0] * 5],
         "allowed_token_ids": [[9, 4, NOTHING, NOTHING, NOTHING], [NOTHING] * 5],
         "stop_token_ids": [[3, NOTHING, NOTHING, NOTHING, NOTHING], [NOTHING] * 5],
+        "uses_custom": [[False, True], [False, False]],
+        "custom_arguments": [[0, 0.5], [0, 0]],
         "allowed_bits": [[], []],
     }
 

@@ -162,7 +162,7 @@ def _request(fields: dict[str, Any], line: int) -> Request:
     for name, value in parameters.items():
         if name == "logit_bias" and isinstance(value, dict):
             parameters[name] = _biases(value)
-        elif name != "json_schema":
+        elif name not in ("json_schema", "logits_processors"):
             # It would pass for the collection of its keys.
             _require(not isinstance(value, dict), f"{name} is an object; give a value or a list")
     if parameters.get("seed") is None:

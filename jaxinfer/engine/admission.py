@@ -46,6 +46,7 @@ class Admission:
     max_model_len: int
     model: str
     grammars: GrammarCompiler
+    custom: tuple[str, ...]  # names of the LLM's logits processors
 
     def admit(
         self,
@@ -75,6 +76,12 @@ class Admission:
         eos = () if sampling.ignore_eos else self.eos_token_ids
         stop_token_ids = {*sampling.stop_token_ids, *eos}
         self._check_listed_tokens(sampling, stop_token_ids)
+        for name, _ in sampling.logits_processors:
+            if name not in self.custom:
+                raise ValueError(
+                    f"logits_processors has {name!r}, which is none of the LLM's {list(self.custom)}; give the function"
+                    " to LLM(logits_processors={name: function})"
+                )
         seed = secrets.randbelow(MAX_SEED + 1) if sampling.seed is None else sampling.seed
         return [
             Request(

@@ -67,6 +67,7 @@ def build_batch(
     table_width: int,
     max_listed_tokens: int = EngineConfig.max_listed_tokens,
     vocab_size: int = 0,
+    custom: tuple[str, ...] = (),
 ) -> tuple[Batch, SamplingBatch]:
     """Lays the step out in the bucket's shape, one row per chunk, in new host arrays."""
     rows = [
@@ -94,6 +95,7 @@ def build_batch(
         stop_token_ids=[request.stop_token_ids for request in requests],
         max_listed_tokens=max_listed_tokens,
         vocab_size=vocab_size,
+        custom=custom,
         masks={
             row: chunk.request.grammar.mask()
             for row, chunk in enumerate(step.chunks)

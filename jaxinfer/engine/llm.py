@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
@@ -26,6 +26,7 @@ from jaxinfer.engine.samples import Samples
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.step import Step
 from jaxinfer.grammar import GrammarCompiler
+from jaxinfer.processors import LogitsProcessor
 from jaxinfer.tokenizer import Tokenizer
 from jaxinfer.validation import require_int, require_real
 
@@ -39,6 +40,9 @@ class LLM:
     package is used. `dtype` is float32, bfloat16 or float16; None takes float32 on CPU, bfloat16 where the device
     has it and float16 elsewhere. Loading and compiling happen here, so that no request ever waits for them.
 
+    `logits_processors` are functions of the user's, by name: see `jaxinfer.processors.LogitsProcessor`. They become a
+    part of the compiled steps, and act on the requests that name them in `SamplingParams.logits_processors`.
+
     Requests are added (`add`) and advance together, one `step` at a time; `generate` and `stream` do both for you.
     Not thread-safe: one thread owns an LLM.
 
@@ -51,6 +55,7 @@ class LLM:
         *,
         config: EngineConfig | None = None,
         dtype: str | None = None,
+        logits_processors: Mapping[str, LogitsProcessor] | None = None,
         show_progress: bool = False,
     ):
         enable_compilation_cache()
@@ -59,13 +64,17 @@ class LLM:
         dtype = dtype or default_dtype()
         params, self.model_config = load_checkpoint(path, dtype, show_progress=show_progress)
         self.tokenizer = Tokenizer.from_path(path)
-        self._admission, self._scheduler = plan_host(path, self.model_config, config, dtype, self.tokenizer)
+        custom = dict(logits_processors or {})
+        self._admission, self._scheduler = plan_host(
+            path, self.model_config, config, dtype, self.tokenizer, custom=tuple(custom)
+        )
         self._runner = Runner(
             params,
             self.model_config,
             config,
             self._admission.cache_config,
             max_model_len=self._admission.max_model_len,
+            custom=custom,
             show_progress=show_progress,
         )
         self.on_step: Callable[[Step, float], None] | None = None  # told each step and the seconds it took
@@ -293,6 +302,8 @@ def plan_host(
     config: EngineConfig,
     dtype: str,
     tokenizer: Tokenizer | None,
+    *,
+    custom: tuple[str, ...] = (),
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Admission, Scheduler]:
     """Returns what decides which requests are taken and when they are computed; no weights are needed for it."""
@@ -306,6 +317,7 @@ def plan_host(
         eos_token_ids=read_eos_token_ids(path),
         max_model_len=max_model_len,
         model=f"{path} {dtype} {model_config}",
+        custom=custom,
         grammars=GrammarCompiler(tokenizer, model_config.vocab_size, read_eos_token_ids(path)),
     )
     scheduler = Scheduler(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -14,6 +15,7 @@ from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
 from jaxinfer.engine.batching import Bucket, build_batch, choose_bucket, plan_buckets
 from jaxinfer.engine.step import Step
 from jaxinfer.params import Params
+from jaxinfer.processors import LogitsProcessor
 from jaxinfer.steps import decode_step, prefill_step
 
 
@@ -28,12 +30,14 @@ class Runner:
         cache_config: CacheConfig,
         *,
         max_model_len: int,
+        custom: Mapping[str, LogitsProcessor],
         show_progress: bool,
     ):
         self._params = params
         self._model_config = model_config
         self._cache_config = cache_config
         self._max_log_probs = min(engine_config.max_log_probs, model_config.vocab_size)
+        self._custom = dict(custom)
         self._max_listed_tokens = engine_config.max_listed_tokens
         self._table_width = -(-max_model_len // cache_config.page_size)
         self._buckets = plan_buckets(engine_config)
@@ -55,6 +59,7 @@ class Runner:
             table_width=self._table_width,
             max_listed_tokens=self._max_listed_tokens,
             vocab_size=self._model_config.vocab_size,
+            custom=tuple(self._custom),
         )
 
     def _compile_all(self, show_progress: bool) -> dict[Bucket, jax.stages.Compiled]:
@@ -70,6 +75,7 @@ class Runner:
                 sampling,
                 config=self._model_config,
                 max_log_probs=self._max_log_probs,
+                custom=tuple(self._custom.values()),
             ).compile()
 
         # The compiler releases the interpreter lock, so buckets compile beside each other; the largest goes first.

@@ -58,6 +58,7 @@ PARAMETERS = {
     "bad_words": [[6, 7], [8]],
     "allowed_token_ids": [9, 5],
     "min_tokens": 2,
+    "logits_processors": {"a": 1.5},
     "json_schema": {"type": "null"},
     "regex": "[0-9]+",
     "choices": ["yes", "no"],

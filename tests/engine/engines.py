@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -58,8 +59,14 @@ def spelled(token_ids: Iterable[int]) -> str:
     return "".join("" if i == EOS else " " if i == 1 else chr(i + 31) for i in token_ids)
 
 
+def favour_turns(logits: jax.Array, tokens: jax.Array, length: jax.Array, bonus: jax.Array) -> jax.Array:
+    """Adds `bonus` to tokens that follow the last one by an odd distance."""
+    distance = jnp.arange(logits.shape[0]) - tokens[length - 1]
+    return jnp.where(distance % 2 == 1, logits + bonus, logits)
+
+
 def small_engine(path: Path, **overrides: Any) -> LLM:
-    return LLM(path, config=EngineConfig(**{**SMALL, **overrides}))
+    return LLM(path, config=EngineConfig(**{**SMALL, **overrides}), logits_processors={"turns": favour_turns})
 
 
 def poison_cache(llm: LLM) -> None:
