@@ -5,4 +5,5 @@ cd "$(dirname "$0")/.."
 ruff check .
 ruff format --check .
 pyright
-pytest "$@"
+# Compiling takes most of the time, and much of it on one core.
+pytest -n 2 --dist worksteal "$@"

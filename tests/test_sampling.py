@@ -106,7 +106,7 @@ def is_typicality_decided(logits, p):
     """Whether no cumulated probability is at p, and no two tokens are equally typical, within float32 rounding."""
     gaps = surprise_gaps(logits)
     cumulated = np.cumsum(np.take_along_axis(softmax(logits), gaps.argsort(-1), -1), -1)
-    return np.abs(cumulated - p).min() > ROUNDING and np.diff(np.sort(gaps, -1)).min() > ROUNDING
+    return np.abs(cumulated - p).min() > ROUNDING and np.diff(np.sort(gaps, -1)).min(initial=np.inf) > ROUNDING
 
 
 @few_examples

@@ -215,4 +215,4 @@ def test_one_wrong_page_found_in_the_cache_shows(llm, alone, monkeypatch):
 
 
 def llm_keys(llm, prompt):
-    return llm._admission.admit(0, prompt, None).keys
+    return llm._admission.admit(iter([0]), prompt, None)[0].keys
