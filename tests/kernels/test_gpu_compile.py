@@ -8,7 +8,10 @@ import pytest
 
 from scripts.compile_gpu import DEVICES, can_compile, cases_for, compile_in_process
 
-pytestmark = pytest.mark.skipif(not can_compile(), reason='no CUDA compiler; pip install "jaxinfer[aot]"')
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(not can_compile(), reason='no CUDA compiler; pip install "jaxinfer[aot]"'),
+]
 
 # What an L4 takes is what an A100 takes, but for 8-bit floating point.
 ON_L4 = ("decode H=128", "prefill H=128", "decode fp8", "prefill fp8", "product int4 x 16")

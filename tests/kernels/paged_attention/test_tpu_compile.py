@@ -8,7 +8,10 @@ import pytest
 
 from scripts.compile_matrix import KERNEL_CASES, can_compile, compile_in_process
 
-pytestmark = pytest.mark.skipif(not can_compile(), reason='libtpu is not installed; pip install "jaxinfer[aot]"')
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(not can_compile(), reason='libtpu is not installed; pip install "jaxinfer[aot]"'),
+]
 
 # Cycles in which the device can read a block of 512 tokens of 8 heads of 128, 2 bytes each, keys and values: the least
 # that one turn of the loop can take. v5e: 2 MiB at 819 GB/s and 1.5 GHz; v6e: at 1,640 GB/s and 1.75 GHz.
