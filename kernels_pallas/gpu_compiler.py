@@ -84,7 +84,9 @@ class Compiled:
 
 def is_available() -> bool:
     """Returns whether the wheels of the compiler are installed."""
-    return importlib.util.find_spec("jax_plugins.xla_cuda12") is not None and _ptxas() is not None
+    # Of a submodule, find_spec imports the parent, so that one is asked for first.
+    has_plugins = importlib.util.find_spec("jax_plugins") is not None
+    return has_plugins and importlib.util.find_spec("jax_plugins.xla_cuda12") is not None and _ptxas() is not None
 
 
 def _ptxas() -> Path | None:
