@@ -1,15 +1,20 @@
-"""Sums over the last axis in an order that never depends on the other axes."""
+"""Sums over the last axis in an order that, on CPU, never depends on the other axes."""
 
 import jax
 import jax.numpy as jnp
 
 
 def row_sum(x: jax.Array) -> jax.Array:
-    """Returns `x.sum(-1)` added up in a fixed tree, so that a row has the same sum in any batch.
+    """Returns `x.sum(-1)`, on CPU added up in a fixed tree, so that a row has the same sum in any batch.
 
-    `x.sum(-1)` is vectorised differently with the number of rows, and then rounds differently. Here the row is halved
-    and added elementwise, which leaves the compiler no order to choose.
+    There `x.sum(-1)` is vectorised differently with the number of rows, and then rounds differently. Elsewhere products
+    of matrices depend on the batch already, and the tree would be written to memory level by level.
     """
+    return jax.lax.platform_dependent(x, cpu=_tree_sum, default=lambda x: x.sum(-1))
+
+
+def _tree_sum(x: jax.Array) -> jax.Array:
+    """The row is halved and added elementwise, which leaves the compiler no order to choose."""
     while x.shape[-1] > 1:
         half, is_odd = divmod(x.shape[-1], 2)
         if is_odd:
