@@ -46,6 +46,17 @@ class StepOutput:
     top_log_probs: Any  # f32[B, A]
 
 
+@struct.dataclass
+class VerifyOutput:
+    """What a verify step returns to the host: the fields of `StepOutput` for up to Q tokens of each row."""
+
+    tokens: Any  # i32[B, Q]  of which the first num_emitted mean something
+    log_probs: Any  # f32[B, Q]
+    top_tokens: Any  # i32[B, Q, A]
+    top_log_probs: Any  # f32[B, Q, A]
+    num_emitted: Any  # i32[B]  1 + accepted drafts; 0 on padding
+
+
 class Row(NamedTuple):
     """The part of one request computed in one step."""
 

@@ -28,9 +28,9 @@ def forward(
 ) -> tuple[jax.Array, KVCache]:
     """Runs the batch's tokens through all layers, appending them with their keys and values to the cache.
 
-    Returns the hidden states [T, D] after the final norm, and the cache. `q_len` is the number of tokens of every row
-    where that is equal and known. `implementation` names a paged-attention kernel, None takes the best.
-    `mesh` is the one that parameters and cache are split over, if they are.
+    Returns the hidden states [T, D] after the final norm, and the cache. `q_len` is as for `paged_attention`.
+    `implementation` names a paged-attention kernel, None takes the best. `mesh` is the one that parameters and cache
+    are split over, if they are.
     """
     x = params.embedding[batch.tokens]
     angles = rotary_angles(batch.positions, config)

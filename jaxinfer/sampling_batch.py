@@ -39,7 +39,8 @@ class ProcessorBatch:
     stop_token_ids: Any  # i32[B, N]  not before min_tokens
     uses_custom: Any  # bool[B, C]  of C processors of the user
     custom_arguments: Any  # f32[B, C]
-    allowed_bits: Any  # i32[B, W]  bit i of word w allows token 32 w + i; W is ceil(V / 32), or 0 for masks of none
+    # i32[B, W], in a verify step i32[T, W]: bit i of word w allows token 32 w + i; W is ceil(V / 32), or 0 for no masks
+    allowed_bits: Any
 
 
 @struct.dataclass
@@ -68,6 +69,7 @@ def make_sampling(
     max_listed_tokens: int = EngineConfig.max_listed_tokens,
     vocab_size: int = 0,
     masks: Mapping[int, np.ndarray] | None = None,
+    num_masks: int | None = None,
     custom: Sequence[str] = (),
 ) -> SamplingBatch:
     """Lays out the sampling parameters of a batch's rows, on the host; padding rows are greedy.
@@ -77,7 +79,8 @@ def make_sampling(
     tell prompt from output where a row's presence_penalty, frequency_penalty or min_tokens needs it. `stop_token_ids`
     are all that end each row, by default those of its parameters. A row may list `max_listed_tokens` token ids per
     parameter. `masks` i32[ceil(vocab_size / 32)] hold the bits of the tokens that some rows allow; with a `vocab_size`
-    there is room for them, whether there are any or not. `custom` names the user's processors, in their order. Raises
+    there is room for them, whether there are any or not. `num_masks`: how many there may be, one per row if None; a
+    verify step has one per token. `custom` names the user's processors, in their order. Raises
     ValueError for rows that do not fit or lack what they need.
     """
     if len(params) > num_rows or (seeds is not None and len(seeds) != len(params)):
@@ -90,13 +93,13 @@ def make_sampling(
     words = np.zeros((num_rows, 2), np.uint32)
     for i, seed in enumerate(seeds):
         words[i] = divmod(seed, 2**32)
-    num_words = -(-vocab_size // 32)
+    mask_shape = (num_rows if num_masks is None else num_masks, -(-vocab_size // 32))
     if any(map(uses_processors, params)):
         stop_ids = [p.stop_token_ids for p in params] if stop_token_ids is None else stop_token_ids
         processors = _make_processors(params, prompt_lens, stop_ids, num_rows, max_listed_tokens, tuple(custom))
-        processors = replace(processors, allowed_bits=_allowed_bits(params, masks or {}, num_rows, num_words))
+        processors = replace(processors, allowed_bits=_allowed_bits(params, masks or {}, mask_shape))
     else:
-        processors = _no_processors(num_rows, max_listed_tokens, num_words, tuple(custom))
+        processors = _no_processors(num_rows, max_listed_tokens, mask_shape, tuple(custom))
     column = partial(_column, params, num_rows)
     return SamplingBatch(
         temperature=column("temperature", np.float32, 0),
@@ -130,18 +133,20 @@ def needs_prompt_len(params: SamplingParams) -> bool:
 
 
 @cache
-def _no_processors(num_rows: int, max_listed_tokens: int, num_words: int, custom: tuple[str, ...]) -> ProcessorBatch:
+def _no_processors(
+    num_rows: int, max_listed_tokens: int, mask_shape: tuple[int, int], custom: tuple[str, ...]
+) -> ProcessorBatch:
     # On the device once for all: steps in which nobody uses them do not copy them there.
     processors = _make_processors([], None, [], num_rows, max_listed_tokens, custom)
-    return jax.device_put(replace(processors, allowed_bits=_allowed_bits([], {}, num_rows, num_words)))
+    return jax.device_put(replace(processors, allowed_bits=_allowed_bits([], {}, mask_shape)))
 
 
 def _allowed_bits(
-    params: Sequence[SamplingParams], masks: Mapping[int, np.ndarray], num_rows: int, num_words: int
+    params: Sequence[SamplingParams], masks: Mapping[int, np.ndarray], mask_shape: tuple[int, int]
 ) -> np.ndarray:
-    if any(p.structure for p in params) and num_words == 0:
+    if any(p.structure for p in params) and mask_shape[1] == 0:
         raise ValueError("json_schema, regex, choices and grammar need vocab_size and masks: pass them")
-    bits = np.full((num_rows, num_words), -1, np.int32)
+    bits = np.full(mask_shape, -1, np.int32)
     for row, mask in masks.items():
         bits[row] = mask
     return bits

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxinfer.batch import Batch, StepOutput
+from jaxinfer.batch import Batch, StepOutput, VerifyOutput
 from jaxinfer.cache import KVCache, read_tokens
 from jaxinfer.config import ModelConfig
 from jaxinfer.decoder import forward, unembed
@@ -20,10 +20,10 @@ from jaxinfer.params import Params
 from jaxinfer.processors import Context, LogitsProcessor, process_logits
 from jaxinfer.sampling import describe, sample
 from jaxinfer.sampling_batch import SamplingBatch
+from jaxinfer.speculative import batch_of_tokens, emit, sampling_of_tokens
 
-_jit_step = functools.partial(
-    jax.jit, static_argnames=("config", "max_log_probs", "implementation", "mesh", "custom"), donate_argnames="cache"
-)
+_STATICS = ("config", "max_log_probs", "implementation", "mesh", "custom")
+_jit_step = functools.partial(jax.jit, static_argnames=_STATICS, donate_argnames="cache")
 
 
 @_jit_step
@@ -66,6 +66,31 @@ def decode_step(
     """Computes one token per row (T = B, `cu_q_lens` = 0, 1, … B) and draws the next of each."""
     hidden, cache = forward(params, cache, batch, config=config, q_len=1, implementation=implementation, mesh=mesh)
     return _finish(params, cache, hidden, batch, sampling, max_log_probs, custom), cache
+
+
+@functools.partial(jax.jit, static_argnames=("q_len", *_STATICS), donate_argnames="cache")
+def verify_step(
+    params: Params,
+    cache: KVCache,
+    batch: Batch,
+    sampling: SamplingBatch,
+    *,
+    q_len: int,
+    config: ModelConfig,
+    max_log_probs: int = 0,
+    implementation: str | None = None,
+    mesh: Mesh | None = None,
+    custom: tuple[LogitsProcessor, ...] = (),
+) -> tuple[VerifyOutput, KVCache]:
+    """Computes each row's last token and the drafts after it, up to `q_len` tokens a row, and emits what stands.
+
+    Rows may have fewer drafts, or none. `allowed_bits` of the sampling has a row per token, all others one per row.
+    What of the cache belongs to rejected drafts lies past the row's context: the next step overwrites it.
+    """
+    hidden, cache = forward(params, cache, batch, config=config, q_len=q_len, implementation=implementation, mesh=mesh)
+    per_token = batch_of_tokens(batch), sampling_of_tokens(batch, sampling)
+    drawn = _finish(params, cache, hidden, *per_token, max_log_probs, custom)
+    return emit(drawn, batch, q_len), cache
 
 
 def _finish(

@@ -90,6 +90,7 @@ CORE = (
     "sampling_batch",
     "processors",
     "sampling",
+    "speculative",
     "steps",
 )
 # What a module may import of ours; modules that are not named here are free.
@@ -108,6 +109,7 @@ ALLOWED = {
     "cache": below("config", "batch") | set(within("kernels_pallas")),
     "decoder": below("config", "params", "layers", "cache", "batch") | set(within("kernels_pallas")),
     "sampling": below("batch", "sampling_batch", "processors") | set(within("kernels_pallas")),
+    "speculative": below("batch", "sampling_batch"),
     "steps": below(*CORE),
     "checkpoint": below("config", "params", "device", "checkpoint"),
     "engine.pages": set(),

@@ -70,7 +70,8 @@ def paged_attention(
       cu_q_lens: i32[B + 1] where each row's tokens start; padding rows are empty unless `q_len` is given.
       scale: multiplies the scores.
       page_offset: i32[] added to every page id: where a layer's pages begin in the pool of its group.
-      q_len: the number of tokens of every row, where that is known and equal; lets the kernel specialise.
+      q_len: the most tokens that a row has, where that is known; lets the kernel specialise. 1 says that every row has
+        one, the padding rows included.
       window: a query at position p sees only the keys at positions above p - window; None sees all.
       softcap: bounds the scores by a tanh; None leaves them.
       sinks: f32[N] a score per query head that takes part in the softmax and carries no value; None for none.
@@ -83,7 +84,8 @@ def paged_attention(
       implementation: a name from `IMPLEMENTATIONS`, or None for the best that supports the call.
 
     Returns:
-      [T, N, H] in q's dtype, and the pool. Values at padding positions are finite and mean nothing.
+      [T, N, H] in q's dtype, and the pool. Values at padding positions mean nothing; they are finite where no q_len
+      above 1 is given.
 
     Raises:
       ValueError: for an unknown implementation or arrays that do not fit together.

@@ -32,6 +32,7 @@ COMMON = [
     (common.test_a_ragged_batch_is_the_attention_of_each_row_alone, "empty rows between"),
     (common.test_a_ragged_batch_is_the_attention_of_each_row_alone, "nothing but padding"),
     (common.test_a_uniform_batch_is_the_attention_of_each_row_alone, 5),
+    (common.test_rows_may_have_fewer_tokens_than_the_bound,),
     (common.test_query_heads_share_the_key_value_head_of_their_group, 8, 2, 80),
     (common.test_query_heads_share_the_key_value_head_of_their_group, 7, 1, 128),
     (common.test_lengths_around_the_page_size_are_exact, 64, None),

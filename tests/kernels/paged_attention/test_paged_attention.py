@@ -78,6 +78,13 @@ def test_a_uniform_batch_is_the_attention_of_each_row_alone(q_len, target):
     check(make(lens, **SMALL), implementation, q_len=q_len)
 
 
+def test_rows_may_have_fewer_tokens_than_the_bound(target):
+    implementation, make = target
+    lens = [(4, 23), (1, 40), (3, 3), (4, 64), (2, 17), (1, 1), (0, 0)]
+
+    check(make(lens, **SMALL, num_padding=13), implementation, q_len=4)
+
+
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"),
     [(3, 3, 64), (8, 2, 80), (7, 1, 128)],

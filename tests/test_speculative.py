@@ -1,0 +1,237 @@
+"""Verification emits the tokens of plain decoding, to the bit, whatever was drafted; and so their distribution."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from jaxinfer.batch import Row, make_batch
+from jaxinfer.config import CacheConfig, ModelConfig, SamplingParams
+from jaxinfer.sampling_batch import make_sampling
+from jaxinfer.speculative import NO_DRAFT, accept_drafts
+from jaxinfer.steps import decode_step, prefill_step, verify_step
+from tests.replay import all_logits, lively_params, nan_cache
+
+CONFIG = ModelConfig(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position=64,
+    layer_groups=(1, 2),
+)
+CACHE = CacheConfig(num_pages=8, page_size=16)
+B, Q = 4, 4
+PROMPTS = (list(range(5, 25)), list(range(40, 52)), [3])
+PAGES = ([4, 2], [0, 1], [7, 5])
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "as drawn": {"temperature": 1.0},
+    "filtered": {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "typical_p": 0.9},
+    "penalised": {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.7},
+    "no token twice": {"no_repeat_ngram_size": 1},
+    "pairs ruled out": {"bad_words": [[i, j] for i in range(0, 8) for j in range(50, 58)], "temperature": 3.0},
+    "no end yet": {"min_tokens": 3, "stop_token_ids": range(0, 40), "temperature": 2.0},
+}
+
+
+def test_a_row_emits_its_drafts_as_far_as_they_are_right_and_one_token_more():
+    cases = jnp.array(list(itertools.product(range(2), repeat=Q + Q - 1)))
+    drawn, drafts = cases[:, :Q], cases[:, Q:]
+
+    emitted = accept_drafts(drawn, drafts).tolist()
+
+    for i, count in enumerate(emitted):
+        first_wrong = next((j for j in range(Q - 1) if drawn[i, j] != drafts[i, j]), Q - 1)
+        assert count == first_wrong + 1
+
+
+def test_where_nothing_is_drafted_nothing_is_accepted():
+    drawn = jnp.array([[-1, -1, -1], [4, 5, 6]])
+
+    emitted = accept_drafts(drawn, jnp.array([[NO_DRAFT, NO_DRAFT], [4, NO_DRAFT]]))
+
+    assert emitted.tolist() == [1, 2]
+
+
+@functools.cache
+def params():
+    return lively_params(CONFIG)
+
+
+def sampling_for(kind, num_masks=B):
+    fields = [SamplingParams(seed=i, **KINDS[kind]) for i in range(len(PROMPTS))]
+    lens = [len(prompt) for prompt in PROMPTS]
+    return make_sampling(fields, num_rows=B, prompt_lens=lens, max_listed_tokens=128, num_masks=num_masks)
+
+
+def prefilled():
+    """A cache with all but the last token of each prompt."""
+    rows = [Row(prompt[:-1] or prompt, 0, pages) for prompt, pages in zip(PROMPTS, PAGES, strict=True)]
+    batch = make_batch(rows, page_size=16, num_tokens=40, num_rows=B, table_width=2)
+    return prefill_step(params(), nan_cache(CONFIG, CACHE), batch, sampling_for("greedy"), config=CONFIG)[1]
+
+
+@functools.cache
+def decoded(kind, num_steps=Q + 2):
+    """Each prompt's next tokens and their log-probabilities by plain decoding, i32 and f32 [B, num_steps]."""
+    cache, contexts, outputs = prefilled(), [list(prompt) for prompt in PROMPTS], []
+    for _ in range(num_steps):
+        rows = [Row(c[-1:], len(c) - 1, pages) for c, pages in zip(contexts, PAGES, strict=True)]
+        batch = make_batch(rows, page_size=16, num_tokens=B, num_rows=B, table_width=2)
+        output, cache = decode_step(params(), cache, batch, sampling_for(kind), config=CONFIG, max_log_probs=2)
+        outputs.append(output)
+        for context, token in zip(contexts, output.tokens.tolist(), strict=False):
+            context.append(token)
+    return tuple(np.stack([getattr(o, name) for o in outputs], 1) for name in ("tokens", "log_probs"))
+
+
+def verify(cache, contexts, drafts, kind):
+    rows = [
+        Row([*context[-1:], *drafted], len(context) - 1, pages)
+        for context, drafted, pages in zip(contexts, drafts, PAGES, strict=True)
+    ]
+    batch = make_batch(rows, page_size=16, num_tokens=B * Q, num_rows=B, table_width=2)
+    sampling = sampling_for(kind, num_masks=B * Q)
+    return verify_step(params(), cache, batch, sampling, q_len=Q, config=CONFIG, max_log_probs=2)
+
+
+# How many right drafts each row gets, and how many wrong ones after them.
+DRAFTS = {
+    "all right": [(3, 0), (3, 0), (3, 0)],
+    "of any length": [(0, 0), (2, 1), (1, 0)],
+    "wrong from the start": [(0, 3), (0, 1), (0, 2)],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_verify_step_emits_what_decoding_draws_to_the_bit(kind, name):
+    tokens, log_probs = decoded(kind)
+    drafts = [
+        [*tokens[i, :right].tolist(), *[(tokens[i, right] + 1) % 61] * wrong]
+        for i, (right, wrong) in enumerate(DRAFTS[name])
+    ]
+
+    output, _ = verify(prefilled(), PROMPTS, drafts, kind)
+
+    assert output.num_emitted.tolist() == [right + 1 for right, _ in DRAFTS[name]] + [0]
+    for i, count in enumerate(output.num_emitted.tolist()):
+        np.testing.assert_array_equal(output.tokens[i, :count], tokens[i, :count])
+        np.testing.assert_array_equal(output.log_probs[i, :count], log_probs[i, :count])
+
+
+def test_what_a_rejected_draft_left_in_the_cache_is_overwritten():
+    tokens, log_probs = decoded("penalised")
+    wrong = [[*row[:1].tolist(), (row[1] + 1) % 61, 9] for row in tokens[:3]]
+    output, cache = verify(prefilled(), PROMPTS, wrong, "penalised")
+    assert output.num_emitted.tolist() == [2, 2, 2, 0]
+    contexts = [[*prompt, *row[:2].tolist()] for prompt, row in zip(PROMPTS, tokens, strict=False)]
+
+    output, _ = verify(cache, contexts, [row[2:5].tolist() for row in tokens[:3]], "penalised")
+
+    np.testing.assert_array_equal(output.tokens[:3], tokens[:3, 2:6])
+    np.testing.assert_array_equal(output.log_probs[:3], log_probs[:3, 2:6])
+
+
+def test_every_position_of_a_row_has_its_own_mask():
+    masks = {0: np.array([1 << 7, 0]), 1: np.array([1 << 9, 0]), 2: np.array([0, 1 << 2])}  # token 7, then 9, then 34
+    fields = SamplingParams(choices=["x"], temperature=0)
+    sampling = make_sampling([fields], num_rows=1, masks=masks, num_masks=Q, vocab_size=61)
+    batch = make_batch([Row([5, 7, 9], 0, [0])], page_size=16, num_tokens=Q, num_rows=1, table_width=2)
+
+    output, _ = verify_step(params(), nan_cache(CONFIG, CACHE), batch, sampling, q_len=Q, config=CONFIG)
+
+    assert output.tokens[0, :3].tolist() == [7, 9, 34]
+    assert output.num_emitted.tolist() == [3]
+
+
+# ---- the distribution, over a vocabulary small enough to count
+
+TINY = dataclasses.replace(CONFIG, vocab_size=8, num_layers=1, layer_groups=(1,))
+MANY = 1024
+CONTEXT = [3]
+DISTRIBUTIONS: dict[str, dict[str, Any]] = {
+    "as they are": {},
+    "temperature": {"temperature": 0.7},
+    "top_k": {"top_k": 4},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.2},
+    "penalties": {"repetition_penalty": 1.5, "presence_penalty": 0.3, "frequency_penalty": 0.2},
+}
+
+
+def probabilities(context, fields):
+    """The distribution of the token after a context, by definition, f64[V]."""
+    batch = make_batch([Row(context, 0, [0])], page_size=16, num_tokens=8, num_rows=2, table_width=1)
+    cache = nan_cache(TINY, CacheConfig(num_pages=1, page_size=16))
+    logits = np.asarray(all_logits(tiny_params(), cache, batch, config=TINY)[0])[len(context) - 1].astype(np.float64)
+    for token in set(context):
+        logits[token] *= fields.get("repetition_penalty", 1) ** (-1 if logits[token] > 0 else 1)
+    for token in set(context[len(CONTEXT) :]):
+        logits[token] -= fields.get("presence_penalty", 0) + fields.get("frequency_penalty", 0) * context[3:].count(
+            token
+        )
+    weights = np.exp((logits - logits.max()) / fields.get("temperature", 1.0))
+    order = np.argsort(-weights)
+    weights[order[fields.get("top_k", 8) :]] = 0
+    before = np.cumsum(weights[order]) - weights[order]
+    weights[order[before >= fields.get("top_p", 1.0) * weights.sum()]] = 0
+    weights[weights < fields.get("min_p", 0) * weights.max()] = 0
+    return weights / weights.sum()
+
+
+@functools.cache
+def tiny_params():
+    return lively_params(TINY, seed=12)
+
+
+def draw_many(fields, draft):
+    """What verification emits for many seeds, all with the same draft: i32[MANY, 2], and how many tokens."""
+
+    params, prompt_lens = [SamplingParams(**fields)] * MANY, [len(CONTEXT)] * MANY
+    sampling = make_sampling(
+        params, num_rows=MANY, seeds=range(MANY), prompt_lens=prompt_lens, max_listed_tokens=1, num_masks=2 * MANY
+    )
+    rows = [Row([*CONTEXT, draft], 0, [i]) for i in range(MANY)]
+    batch = make_batch(rows, page_size=16, num_tokens=2 * MANY, num_rows=MANY, table_width=1)
+    cache = nan_cache(TINY, CacheConfig(num_pages=MANY, page_size=16))
+    output, _ = verify_step(tiny_params(), cache, batch, sampling, q_len=2, config=TINY)
+    return jax.device_get((output.tokens, output.num_emitted))
+
+
+def assert_drawn_from(tokens, expected):
+    counts = np.bincount(tokens, minlength=8)
+    assert counts[expected == 0].sum() == 0
+    likely = expected * len(tokens) >= 5  # below, chi-square is no approximation
+    counts, expected = (
+        np.append(counts[likely], counts[~likely].sum()),
+        np.append(expected[likely], expected[~likely].sum()),
+    )
+    used = expected > 0
+    test: Any = stats.chisquare(counts[used], counts.sum() * expected[used] / expected.sum())
+    assert test.pvalue > 1e-3  # seeds are fixed, so this does not flicker
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_emitted_tokens_have_the_distribution_of_the_target(name):
+    fields = DISTRIBUTIONS[name]
+    first = probabilities(CONTEXT, fields)
+    draft = int(first.argmax())
+
+    tokens, num_emitted = draw_many(fields, draft)
+
+    assert_drawn_from(tokens[:, 0], first)
+    assert ((num_emitted == 2) == (tokens[:, 0] == draft)).all()
+    assert_drawn_from(tokens[num_emitted == 2, 1], probabilities([*CONTEXT, draft], fields))
