@@ -15,7 +15,6 @@ from flax import struct
 PADDING_SLOT = 2**30
 # Pads lists of token ids: past every vocabulary, so that scatters drop it.
 PADDING_TOKEN = 2**30
-NO_TOKEN = -1
 
 
 @struct.dataclass

@@ -13,9 +13,10 @@ from enum import IntEnum
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.batch import NO_TOKEN, StepOutput
+from jaxinfer.batch import StepOutput
 from jaxinfer.processors import when_used
 from jaxinfer.sampling_batch import SamplingBatch
+from jaxinfer.sampling_params import NO_TOKEN
 from kernels_pallas.row_sum import row_sum
 
 

@@ -11,6 +11,8 @@ from typing import Any
 from jaxinfer.validation import MAX_FLOAT, MAX_INT, as_tuple, is_int, require, require_bool, require_int, require_real
 
 MAX_SEED = 2**64 - 1
+# What a step gives for a row whose parameters rule out every token.
+NO_TOKEN = -1
 # As in OpenAI's API. A token that must not or must be drawn is better named in bad_words or allowed_token_ids.
 MAX_PENALTY, MAX_BIAS = 2.0, 100.0
 

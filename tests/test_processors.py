@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
-from jaxinfer.batch import NO_TOKEN, PADDING_TOKEN
+from jaxinfer.batch import PADDING_TOKEN
 from jaxinfer.config import SamplingParams
 from jaxinfer.processors import Context, process_logits
 from jaxinfer.sampling import sample
 from jaxinfer.sampling_batch import make_sampling
+from jaxinfer.sampling_params import NO_TOKEN
 
 B, V, L, N = 4, 24, 32, 16
 PROMPT_LEN = 3

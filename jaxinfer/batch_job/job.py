@@ -19,6 +19,7 @@ from jaxinfer.batch_job.records import (
     error_line,
     read_requests,
 )
+from jaxinfer.engine.samples import in_order
 
 if TYPE_CHECKING:
     from jaxinfer.engine.llm import LLM, Completion
@@ -182,9 +183,7 @@ class _Job:
         # Someone else has aborted it: it is not done, and the next run does it.
         if any(completion.finish_reason == "abort" for completion in completions):
             return
-        if request.sampling_params.best_of is None:
-            completions.sort(key=lambda completion: completion.sample_index)
-        self._output.append(completion_line(request, completions))
+        self._output.append(completion_line(request, in_order(completions, request.sampling_params)))
         self.num_completed += 1
         self._advance()
 

@@ -6,6 +6,7 @@ import math
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from numbers import Integral, Real
 from typing import Any, TypedDict, get_args
@@ -82,21 +83,24 @@ class Admission:
                     f"logits_processors has {name!r}, which is none of the LLM's {list(self.custom)}; give the function"
                     " to LLM(logits_processors={name: function})"
                 )
-        seed = secrets.randbelow(MAX_SEED + 1) if sampling.seed is None else sampling.seed
+        root = self._root_key(cache_salt)
+        make_sample = partial(
+            Request,
+            prompt_token_ids=token_ids,
+            sampling=sampling,
+            seed=secrets.randbelow(MAX_SEED + 1) if sampling.seed is None else sampling.seed,
+            max_tokens=min(sampling.max_tokens, self.max_model_len - len(token_ids)),
+            stop_token_ids=stop_token_ids,
+            priority=_checked_priority(priority),
+            tenant=_checked_tenant(tenant),
+            time_limit=_checked_time_limit(deadline),
+        )
         return [
-            Request(
+            make_sample(
                 next(ids),
-                token_ids,
-                sampling,
-                seed=seed,
                 sample_index=sample_index,
-                max_tokens=min(sampling.max_tokens, self.max_model_len - len(token_ids)),
-                stop_token_ids=stop_token_ids,
                 text_stream=self._text_stream(sampling),
-                keys=self._page_keys(cache_salt),
-                priority=_checked_priority(priority),
-                tenant=_checked_tenant(tenant),
-                time_limit=_checked_time_limit(deadline),
+                keys=None if root is None else PageKeys(root, self.cache_config.page_size),
                 grammar=self.grammars.compile(sampling),
             )
             for sample_index in range(sampling.num_samples)
@@ -137,7 +141,8 @@ class Admission:
                 f" min_tokens={sampling.min_tokens} rule out all of them; allow more"
             )
 
-    def _page_keys(self, cache_salt: str | None) -> PageKeys | None:
+    def _root_key(self, cache_salt: str | None) -> bytes | None:
+        """What the keys of the request's pages begin with; None where it shares none."""
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise ValueError(
                 f"cache_salt={cache_salt!r} is not allowed: give a string that only those know who may share cached"
@@ -146,8 +151,7 @@ class Admission:
         if not self.engine_config.prefix_cache:
             return None
         # An engine has one set of parameters for life, and no adapters.
-        root = root_key(model=self.model, params_version=0, adapter="", cache_salt=cache_salt or "")
-        return PageKeys(root, self.cache_config.page_size)
+        return root_key(model=self.model, params_version=0, adapter="", cache_salt=cache_salt or "")
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -58,9 +58,9 @@ class BlockTables:
             request.skip((index + 1) * self._page_size)
         return request.num_computed - start
 
-    def extend(self, request: Request, num_tokens: int) -> None:
-        """Gives the request the pages for its next `num_tokens` tokens; ask `num_missing` first."""
-        request.pages += self.pages.allocate(self.num_missing(request, num_tokens))
+    def extend(self, request: Request, count: int) -> None:
+        """Gives the request the pages that `num_missing` said it lacks."""
+        request.pages += self.pages.allocate(count)
 
     def advance(self, request: Request, num_tokens: int) -> None:
         """Enters that the next `num_tokens` tokens are in the cache, and makes pages known that are full now."""

@@ -7,25 +7,23 @@ import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
 
 from tqdm import tqdm
 
-from jaxinfer.cache import page_bytes
-from jaxinfer.checkpoint import load_checkpoint, read_eos_token_ids, resolve_checkpoint
-from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, SamplingParams
-from jaxinfer.device import default_cache_bytes, default_dtype, enable_compilation_cache
-from jaxinfer.engine.admission import Admission, Prompt, Terms, as_params, as_prompts
+from jaxinfer.checkpoint import load_checkpoint, resolve_checkpoint
+from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.device import default_dtype, enable_compilation_cache
+from jaxinfer.engine.admission import Prompt, Terms, as_params, as_prompts
 from jaxinfer.engine.beam_search import Beam, num_candidates, search
+from jaxinfer.engine.mailroom import Mailroom
 from jaxinfer.engine.metrics import Metrics
+from jaxinfer.engine.planning import plan_host
 from jaxinfer.engine.request import Completion, Delta
 from jaxinfer.engine.runner import Runner
-from jaxinfer.engine.samples import Samples
-from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.samples import Samples, in_order
 from jaxinfer.engine.step import Step
-from jaxinfer.grammar import GrammarCompiler
 from jaxinfer.processors import LogitsProcessor
 from jaxinfer.tokenizer import Tokenizer
 from jaxinfer.validation import require_int, require_real
@@ -79,14 +77,12 @@ class LLM:
         )
         self.on_step: Callable[[Step, float], None] | None = None  # told each step and the seconds it took
         self._ids = itertools.count()
-        self._outbox: list[Delta] = []  # for step()
-        self._samples: dict[int, Samples] = {}  # where there are several, by each of their requests
-        self._mailboxes: dict[int, deque[Delta]] = {}  # of generate() and stream(), by request
+        self._mailroom = Mailroom()
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any request has tokens to come, or a completion that `step` has not handed out."""
-        return self._scheduler.num_unfinished > 0 or bool(self._outbox)
+        return self._scheduler.num_unfinished > 0 or self._mailroom.has_mail
 
     def metrics(self) -> Metrics:
         """Returns what runs, waits and is cached now, and what was computed since the start."""
@@ -107,16 +103,15 @@ class LLM:
 
         A request that has finished already is left as it is.
         """
-        for sample_id in self._sample_ids(request_id):
+        for sample_id in self._mailroom.sample_ids(request_id):
             delta = self._scheduler.abort(sample_id)
             if delta is not None:
-                self._post(delta)
+                self._mailroom.post(delta)
 
     def step(self) -> list[Delta]:
         """Computes one step and returns what it added to the requests of `add`; empty when there is nothing to do."""
         self._advance()
-        deltas, self._outbox = self._outbox, []
-        return deltas
+        return self._mailroom.take()
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **terms: Unpack[Terms]
@@ -148,15 +143,14 @@ class LLM:
         groups = [self._numbered(i, *pair, **terms) for i, pair in enumerate(zip(prompts, params, strict=True))]
         self._scheduler.check_room(sum(len(samples.requests) for samples in groups))
         ids = [samples.request_id for samples in groups]
-        mailbox: deque[Delta] = deque()
         try:
-            self._mailboxes.update(dict.fromkeys(ids, mailbox))
+            mailbox = self._mailroom.open_mailbox(ids)
             for samples in groups:
                 self._queue(samples)
             completions = self._collect(mailbox, sum(samples.num_completions for samples in groups), show_progress)
         finally:
             self._forget(ids)
-        return [c for samples in groups for c in samples.in_order(completions[samples.request_id])]
+        return [c for samples in groups for c in in_order(completions[samples.request_id], samples.sampling)]
 
     def beam_search(
         self,
@@ -212,48 +206,28 @@ class LLM:
     def _advance(self) -> None:
         began = time.perf_counter()
         for delta in self._scheduler.expire():
-            self._post(delta)
+            self._mailroom.post(delta)
         step = self._scheduler.schedule()
         if step is None:
             return
         output = self._runner.run(step)
         for delta in self._scheduler.commit(step, output):
-            self._post(delta)
+            self._mailroom.post(delta)
         if self.on_step is not None:
             self.on_step(step, time.perf_counter() - began)
-
-    def _post(self, delta: Delta) -> None:
-        samples = self._samples.get(delta.request_id)
-        if samples is not None:
-            deltas = samples.hand_out(delta)
-            if samples.is_finished:
-                self._forget_samples(samples.request_id)
-        else:
-            deltas = [delta]
-        for delta in deltas:
-            self._mailboxes.get(delta.request_id, self._outbox).append(delta)
 
     def _admit(self, prompt: Prompt, sampling: SamplingParams | None, **terms: Unpack[Terms]) -> Samples:
         return Samples(self._admission.admit(self._ids, prompt, sampling, **terms))
 
     def _queue(self, samples: Samples) -> None:
         self._scheduler.check_room(len(samples.requests))
-        if len(samples.requests) > 1:
-            self._samples.update(dict.fromkeys((request.request_id for request in samples.requests), samples))
+        self._mailroom.expect(samples)
         for request in samples.requests:
             self._scheduler.add(request)
 
-    def _sample_ids(self, request_id: int) -> list[int]:
-        samples = self._samples.get(request_id)
-        return [request_id] if samples is None else [request.request_id for request in samples.requests]
-
-    def _forget_samples(self, request_id: int) -> None:
-        for sample_id in self._sample_ids(request_id):
-            self._samples.pop(sample_id, None)
-
     def _deliver(self, samples: Samples) -> Iterator[Delta]:
         self._queue(samples)
-        mailbox = self._mailboxes[samples.request_id] = deque()
+        mailbox = self._mailroom.open_mailbox([samples.request_id])
         num_to_come = samples.num_completions
         try:
             while num_to_come:
@@ -284,77 +258,12 @@ class LLM:
 
     def _forget(self, ids: Iterable[int]) -> None:
         for request_id in ids:
-            for sample_id in self._sample_ids(request_id):
+            for sample_id in self._mailroom.sample_ids(request_id):
                 self._scheduler.abort(sample_id)
-            self._forget_samples(request_id)
-            self._mailboxes.pop(request_id, None)
+            self._mailroom.forget(request_id)
 
     def _numbered(self, index: int, prompt: Prompt, sampling: SamplingParams | None, **terms: Unpack[Terms]) -> Samples:
         try:
             return self._admit(prompt, sampling, **terms)
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from None
-
-
-def plan_host(
-    path: Path,
-    model_config: ModelConfig,
-    config: EngineConfig,
-    dtype: str,
-    tokenizer: Tokenizer | None,
-    *,
-    custom: tuple[str, ...] = (),
-    clock: Callable[[], float] = time.monotonic,
-) -> tuple[Admission, Scheduler]:
-    """Returns what decides which requests are taken and when they are computed; no weights are needed for it."""
-    max_model_len = resolve_max_model_len(model_config, config)
-    cache_config = plan_cache(model_config, config, dtype, max_model_len)
-    admission = Admission(
-        model_config=model_config,
-        engine_config=config,
-        cache_config=cache_config,
-        tokenizer=tokenizer,
-        eos_token_ids=read_eos_token_ids(path),
-        max_model_len=max_model_len,
-        model=f"{path} {dtype} {model_config}",
-        custom=custom,
-        grammars=GrammarCompiler(tokenizer, model_config.vocab_size, read_eos_token_ids(path)),
-    )
-    scheduler = Scheduler(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        num_pages=cache_config.num_pages,
-        page_size=cache_config.page_size,
-        max_mixed_tokens=config.max_mixed_tokens,
-        max_waiting=config.max_waiting,
-        clock=clock,
-    )
-    return admission, scheduler
-
-
-def resolve_max_model_len(model_config: ModelConfig, config: EngineConfig) -> int:
-    """Returns the most tokens a request can have; ValueError where the engine asks for more than the model has."""
-    if config.max_model_len is None:
-        return model_config.max_position
-    if config.max_model_len > model_config.max_position:
-        raise ValueError(
-            f"max_model_len={config.max_model_len} is more than the model's {model_config.max_position} positions;"
-            " lower it or leave it out"
-        )
-    return config.max_model_len
-
-
-def plan_cache(model_config: ModelConfig, config: EngineConfig, dtype: str, max_model_len: int) -> CacheConfig:
-    """Returns the pool: `num_pages` if set, else what all rows at full length use, within the bytes allowed."""
-    one_page = CacheConfig(num_pages=1, page_size=config.page_size, dtype=dtype)
-    if config.num_pages is not None:
-        return replace(one_page, num_pages=config.num_pages)
-    pages_per_row = -(-max_model_len // config.page_size)
-    limit = default_cache_bytes() if config.cache_bytes is None else config.cache_bytes
-    num_pages = min(config.max_num_seqs * pages_per_row, limit // page_bytes(model_config, one_page))
-    if num_pages < 1:
-        raise ValueError(
-            f"cache_bytes={limit} is less than one page of {page_bytes(model_config, one_page)} bytes; raise"
-            " EngineConfig.cache_bytes or lower page_size"
-        )
-    return replace(one_page, num_pages=num_pages)

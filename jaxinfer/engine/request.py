@@ -10,11 +10,10 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from jaxinfer.config import SamplingParams
 from jaxinfer.engine.metrics import Timings
 from jaxinfer.engine.prefix import PageKeys
+from jaxinfer.sampling_params import NO_TOKEN, SamplingParams
 
-NO_TOKEN = -1  # what a step gives for a row whose parameters rule out every token
 # "exhausted": the request's parameters ruled out every token.
 FinishReason = Literal["stop", "length", "exhausted", "abort", "deadline"]
 Priority = Literal["interactive", "batch"]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxinfer.engine.request import Completion, Delta, Request
+from jaxinfer.sampling_params import SamplingParams
 
 
 class Samples:
@@ -19,6 +20,7 @@ class Samples:
         self.requests = tuple(requests)
         self.request_id = requests[0].request_id
         self.num_completions = sampling.n  # that go out
+        self.sampling = sampling
         self._is_best_of = sampling.best_of is not None
         self._completions: list[Completion] = []
 
@@ -35,14 +37,16 @@ class Samples:
             return [replace(delta, request_id=self.request_id, completion=completion)]
         return [_whole(completion) for completion in self._best()] if self.is_finished else []
 
-    def in_order(self, completions: Sequence[Completion]) -> list[Completion]:
-        """Returns the completions that went out, by sample_index, or best first with `best_of`."""
-        return list(completions) if self._is_best_of else sorted(completions, key=lambda c: c.sample_index)
-
     def _best(self) -> list[Completion]:
         # Equals in the order of their index, whichever ended first.
         ranked = sorted(self._completions, key=lambda c: (-sum(c.log_probs), c.sample_index))
         return ranked[: self.num_completions]
+
+
+def in_order(completions: Sequence[Completion], sampling: SamplingParams) -> list[Completion]:
+    """Returns the completions of one prompt as a user wants them: by sample_index, or best first with `best_of`."""
+    is_best_of = sampling.best_of is not None  # which come out best first
+    return list(completions) if is_best_of else sorted(completions, key=lambda c: c.sample_index)
 
 
 def _whole(completion: Completion) -> Delta:

@@ -166,14 +166,14 @@ class Scheduler:
             self._waiting.take(request, now)
             self._running.append(request)
             self._tally.num_found_tokens += self._tables.share_prefix(request)
-            self._tables.extend(request, request.num_uncomputed)
+            self._tables.extend(request, self._tables.num_missing(request, request.num_uncomputed))
 
     def _make_way(self, request: Request) -> bool:
         """Whether the request can run, if need be in the place of batch work, which is preempted for it."""
-        victims: list[Request] = []
-        if request.priority == "interactive":
-            victims = [other for other in self._running if other.yields]
-        if not self._has_room(request, victims):
+        if self._has_room(request):
+            return True
+        victims = [other for other in self._running if other.yields] if request.priority == "interactive" else []
+        if not victims or not self._has_room(request, victims):
             return False
         while not self._has_room(request):
             self._preempt(victims.pop())
@@ -189,14 +189,17 @@ class Scheduler:
 
     def _make_room(self, request: Request, num_tokens: int, chunks: list[Chunk]) -> bool:
         """Gives the request its pages, preempting from the end of the line; False if it was preempted itself."""
-        while self._tables.num_missing(request, num_tokens) > self.num_available_pages:
+        num_missing = self._tables.num_missing(request, num_tokens)
+        if num_missing == 0:  # nearly always, for one who decodes
+            return True
+        while num_missing > self.num_available_pages:
             scheduled = {chunk.request.request_id for chunk in chunks}
             line = sorted(self._running, key=lambda other: other.yields)
             victim = next(other for other in reversed(line) if other.request_id not in scheduled)
             self._preempt(victim)
             if victim is request:
                 return False
-        self._tables.extend(request, num_tokens)
+        self._tables.extend(request, num_missing)
         return True
 
     def _preempt(self, request: Request) -> None:

@@ -8,9 +8,10 @@ from typing import Protocol
 
 from tqdm import tqdm
 
+from jaxinfer.config import SamplingParams
 from jaxinfer.engine.request import Delta, QueueFullError
 from jaxinfer.simulation.report import Outcomes, Report
-from jaxinfer.simulation.trace import TracedRequest
+from jaxinfer.simulation.trace import TracedRequest, make_prompt
 
 
 class Engine(Protocol):
@@ -26,11 +27,11 @@ class Engine(Protocol):
 
     def wait_until(self, moment: float) -> None: ...
 
-    def add(self, index: int, request: TracedRequest) -> int:
-        """Queues request number `index` of the trace and returns its id.
+    @property
+    def vocab_size(self) -> int: ...
 
-        ValueError or QueueFullError where it is refused.
-        """
+    def add(self, prompt: list[int], params: SamplingParams) -> int:
+        """Queues a request and returns its id; ValueError or QueueFullError where it is refused."""
         ...
 
     def step(self) -> list[Delta]:
@@ -68,7 +69,7 @@ def drive(
                 engine.wait_until(upcoming[1].arrival)
             while upcoming is not None and upcoming[1].arrival <= engine.now():
                 try:
-                    in_flight[engine.add(*upcoming)] = _InFlight(upcoming[1])
+                    in_flight[_add(engine, *upcoming)] = _InFlight(upcoming[1])
                 except (ValueError, QueueFullError):
                     outcomes.num_refused += 1
                 upcoming = next(arrivals, None)
@@ -92,3 +93,9 @@ def drive(
     return outcomes.report(
         num_steps=engine.num_steps, num_preemptions=engine.num_preemptions, max_ttft=max_ttft, max_tpot=max_tpot
     )
+
+
+def _add(engine: Engine, index: int, request: TracedRequest) -> int:
+    prompt = make_prompt(request, index, engine.vocab_size)
+    # Which tokens are drawn does not matter; how many does, and on a real engine greedy ones cost least.
+    return engine.add(prompt, SamplingParams(max_tokens=request.output_len, temperature=0.0, ignore_eos=True))

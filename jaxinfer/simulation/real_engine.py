@@ -10,7 +10,6 @@ from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request import Delta
 from jaxinfer.engine.step import Step
 from jaxinfer.simulation.step_times import MeasuredStep, step_features
-from jaxinfer.simulation.trace import TracedRequest, make_prompt
 
 
 class RealEngine:
@@ -39,9 +38,11 @@ class RealEngine:
     def wait_until(self, moment: float) -> None:
         time.sleep(max(moment - self.now(), 0.0))
 
-    def add(self, index: int, request: TracedRequest) -> int:
-        prompt = make_prompt(request, index, self._llm.model_config.vocab_size)
-        params = SamplingParams(max_tokens=request.output_len, temperature=0.0, ignore_eos=True)
+    @property
+    def vocab_size(self) -> int:
+        return self._llm.model_config.vocab_size
+
+    def add(self, prompt: list[int], params: SamplingParams) -> int:
         return self._llm.add(prompt, params)
 
     def step(self) -> list[Delta]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +13,11 @@ from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.device import default_dtype
 from jaxinfer.engine.admission import Admission
 from jaxinfer.engine.batching import choose_bucket, plan_buckets
-from jaxinfer.engine.llm import BUNDLED_MODEL, plan_host
+from jaxinfer.engine.llm import BUNDLED_MODEL
+from jaxinfer.engine.planning import plan_host
 from jaxinfer.engine.request import Delta
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.simulation.step_times import StepTimes
-from jaxinfer.simulation.trace import TracedRequest, make_prompt
 
 
 class VirtualClock:
@@ -38,6 +39,7 @@ class SimulatedEngine:
         self._scheduler = scheduler
         self._buckets = plan_buckets(admission.engine_config)
         self._step_times = step_times
+        self._ids = itertools.count()
         self.num_steps = 0
         # Which token is drawn changes nothing: nothing but the length ends a request.
         rows = admission.engine_config.max_num_seqs
@@ -53,12 +55,14 @@ class SimulatedEngine:
     def wait_until(self, moment: float) -> None:
         self._clock.now = max(self._clock.now, moment)
 
-    def add(self, index: int, request: TracedRequest) -> int:
-        prompt = make_prompt(request, index, self._admission.model_config.vocab_size)
-        params = SamplingParams(max_tokens=request.output_len, temperature=0.0, ignore_eos=True)
-        for one in self._admission.admit(iter([index]), prompt, params):
-            self._scheduler.add(one)
-        return index
+    @property
+    def vocab_size(self) -> int:
+        return self._admission.model_config.vocab_size
+
+    def add(self, prompt: list[int], params: SamplingParams) -> int:
+        (request,) = self._admission.admit(self._ids, prompt, params)
+        self._scheduler.add(request)
+        return request.request_id
 
     def step(self) -> list[Delta]:
         step = self._scheduler.schedule()

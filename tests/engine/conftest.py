@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxinfer.engine.mailroom import Mailroom
 from tests.engine.engines import num_owned_pages, save_small_checkpoint, small_engine
 
 
@@ -19,9 +20,8 @@ def shared_llm(checkpoint):
 def llm(shared_llm):
     """The shared engine, before and after which no request is left and no page is taken."""
     yield shared_llm
-    leftover = (shared_llm.has_unfinished, num_owned_pages(shared_llm), shared_llm._mailboxes)
+    leftover = (shared_llm.has_unfinished, num_owned_pages(shared_llm), shared_llm._mailroom.is_idle)
     for request_id in list(shared_llm._scheduler._requests):
         shared_llm.abort(request_id)  # or one failure would make those after it fail
-    shared_llm._mailboxes.clear()
-    shared_llm.step()
-    assert leftover == (False, 0, {})
+    shared_llm._mailroom = Mailroom()
+    assert leftover == (False, 0, True)

@@ -10,7 +10,8 @@ import pytest
 
 from jaxinfer.cache import page_bytes
 from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
-from jaxinfer.engine.llm import LLM, plan_cache, resolve_max_model_len
+from jaxinfer.engine.llm import LLM
+from jaxinfer.engine.planning import plan_cache, resolve_max_model_len
 from tests.engine.engines import GREEDY, SMALL, num_owned_pages, save_small_checkpoint, small_engine
 
 BAD_PROMPTS = {

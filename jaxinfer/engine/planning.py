@@ -1,0 +1,82 @@
+"""What follows from a model and an engine's configuration before any weight is loaded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from jaxinfer.cache import page_bytes
+from jaxinfer.checkpoint import read_eos_token_ids
+from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
+from jaxinfer.device import default_cache_bytes
+from jaxinfer.engine.admission import Admission
+from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.grammar import GrammarCompiler
+from jaxinfer.tokenizer import Tokenizer
+
+
+def plan_host(
+    path: Path,
+    model_config: ModelConfig,
+    config: EngineConfig,
+    dtype: str,
+    tokenizer: Tokenizer | None,
+    *,
+    custom: tuple[str, ...] = (),
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[Admission, Scheduler]:
+    """Returns what decides which requests are taken and when they are computed; no weights are needed for it."""
+    max_model_len = resolve_max_model_len(model_config, config)
+    cache_config = plan_cache(model_config, config, dtype, max_model_len)
+    eos_token_ids = read_eos_token_ids(path)
+    admission = Admission(
+        model_config=model_config,
+        engine_config=config,
+        cache_config=cache_config,
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids,
+        max_model_len=max_model_len,
+        model=f"{path} {dtype} {model_config}",
+        custom=custom,
+        grammars=GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids),
+    )
+    scheduler = Scheduler(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        num_pages=cache_config.num_pages,
+        page_size=cache_config.page_size,
+        max_mixed_tokens=config.max_mixed_tokens,
+        max_waiting=config.max_waiting,
+        clock=clock,
+    )
+    return admission, scheduler
+
+
+def resolve_max_model_len(model_config: ModelConfig, config: EngineConfig) -> int:
+    """Returns the most tokens a request can have; ValueError where the engine asks for more than the model has."""
+    if config.max_model_len is None:
+        return model_config.max_position
+    if config.max_model_len > model_config.max_position:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} is more than the model's {model_config.max_position} positions;"
+            " lower it or leave it out"
+        )
+    return config.max_model_len
+
+
+def plan_cache(model_config: ModelConfig, config: EngineConfig, dtype: str, max_model_len: int) -> CacheConfig:
+    """Returns the pool: `num_pages` if set, else what all rows at full length use, within the bytes allowed."""
+    one_page = CacheConfig(num_pages=1, page_size=config.page_size, dtype=dtype)
+    if config.num_pages is not None:
+        return replace(one_page, num_pages=config.num_pages)
+    pages_per_row = -(-max_model_len // config.page_size)
+    limit = default_cache_bytes() if config.cache_bytes is None else config.cache_bytes
+    num_pages = min(config.max_num_seqs * pages_per_row, limit // page_bytes(model_config, one_page))
+    if num_pages < 1:
+        raise ValueError(
+            f"cache_bytes={limit} is less than one page of {page_bytes(model_config, one_page)} bytes; raise"
+            " EngineConfig.cache_bytes or lower page_size"
+        )
+    return replace(one_page, num_pages=num_pages)
