@@ -141,6 +141,9 @@ class EngineConfig:
     `max_mixed_tokens`: tokens computed in a step in which somebody decodes, `None` for max_num_batched_tokens; fewer
     make prompts slower and the time between tokens more even. `max_waiting`: requests queued beyond those that can
     run, `None` for any number.
+    `host_cache_bytes`: memory of the host for pages that the pool has no room for, `None` for none of it.
+    `disk_cache_path`: a folder for those that the host has no room for, within `disk_cache_bytes`; it outlasts the
+    process.
     """
 
     max_num_seqs: int = 32
@@ -154,6 +157,9 @@ class EngineConfig:
     prefix_cache: bool = True
     max_mixed_tokens: int | None = None
     max_waiting: int | None = None
+    host_cache_bytes: int | None = None
+    disk_cache_bytes: int | None = None
+    disk_cache_path: str | None = None
 
     def __post_init__(self) -> None:
         require_int("max_num_seqs", self.max_num_seqs, 1)
@@ -178,3 +184,18 @@ class EngineConfig:
         if self.max_waiting is not None:
             require_int("max_waiting", self.max_waiting, 0)
         CacheConfig(num_pages=1, page_size=self.page_size)
+        self._check_tiers()
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether pages that the pool has no room for are kept somewhere."""
+        return self.host_cache_bytes is not None or self.disk_cache_bytes is not None
+
+    def _check_tiers(self) -> None:
+        for name in ("host_cache_bytes", "disk_cache_bytes"):
+            if getattr(self, name) is not None:
+                require_int(name, getattr(self, name), 1, 2**62)
+                require(self.prefix_cache, name, getattr(self, name), "None without prefix_cache, whose pages it keeps")
+        path, limit = self.disk_cache_path, self.disk_cache_bytes
+        is_whole = path is None if limit is None else isinstance(path, str) and bool(path)
+        require(is_whole, "disk_cache_path", path, f"a folder if and only if disk_cache_bytes={limit} is given")

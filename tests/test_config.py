@@ -60,6 +60,9 @@ REFUSED = [
     *((EngineConfig, name, value) for name in ("num_pages", "cache_bytes") for value in (0, -1, 1.0, True, "8")),
     *((EngineConfig, "max_log_probs", value) for value in (-1, 1.0, True, "8", None)),
     *((EngineConfig, "prefix_cache", value) for value in (0, 1, "no", None)),
+    *((EngineConfig, "host_cache_bytes", value) for value in (0, -1, 1.0, True, "8")),
+    (EngineConfig, "disk_cache_bytes", 0),
+    (EngineConfig, "disk_cache_path", "folder without a limit"),
     *((EngineConfig, "max_mixed_tokens", value) for value in (31, 513, 64.0, True, "64")),
     *((EngineConfig, "max_waiting", value) for value in (-1, 1.0, True, "8")),
     *((SamplingParams, "max_tokens", value) for value in NOT_SIZES),
@@ -99,6 +102,7 @@ ACCEPTED = [
     (EngineConfig, {"cache_bytes": 1, "max_log_probs": 0}),
     *((EngineConfig, {"max_mixed_tokens": value}) for value in (32, 512)),
     (EngineConfig, {"max_waiting": 0, "prefix_cache": False}),
+    (EngineConfig, {"host_cache_bytes": 1, "disk_cache_bytes": 1, "disk_cache_path": "folder"}),
     (SamplingParams, {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "max_tokens": 1}),
     (SamplingParams, {"temperature": np.float32(0.5), "top_p": 1e-6, "min_p": 1, "top_k": np.int64(3)}),
     (SamplingParams, {"typical_p": 1, "repetition_penalty": 1e-6, "no_repeat_ngram_size": 1}),
@@ -120,6 +124,18 @@ def test_a_value_on_its_bound_is_accepted_as_it_is(kind, fields):
     config = kind(**{**MINIMAL[kind], **fields})
 
     assert {name: getattr(config, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize("path", [None, ""])
+def test_a_limit_of_the_disk_cache_wants_a_folder(path):
+    with pytest.raises(ValueError, match=f"disk_cache_path={path!r} is not allowed.*disk_cache_bytes=7 is given"):
+        EngineConfig(disk_cache_bytes=7, disk_cache_path=path)
+
+
+@pytest.mark.parametrize("name", ["host_cache_bytes", "disk_cache_bytes"])
+def test_tiers_of_a_prefix_cache_want_one(name):
+    with pytest.raises(ValueError, match=f"{name}=7 is not allowed.*prefix_cache"):
+        EngineConfig(**{"prefix_cache": False, name: 7})
 
 
 @pytest.mark.parametrize("kind", MINIMAL, ids=lambda kind: kind.__name__)

@@ -116,12 +116,18 @@ ALLOWED = {
     "engine.prefix": set(),
     "engine.metrics": set(),
     "engine.request": below("sampling_params", "engine.metrics", "engine.prefix"),
-    "engine.step": below("engine.request"),
-    "engine.block_tables": below("engine.pages", "engine.request"),
+    "engine.page_copies": set(),
+    "engine.sealed_file": set(),
+    "engine.tiers": below("engine.metrics", "engine.page_copies"),
+    "engine.host_tier": below("engine.metrics", "engine.page_copies"),
+    "engine.disk_tier": below("engine.metrics", "engine.page_copies", "engine.prefix", "engine.sealed_file"),
+    "engine.step": below("engine.page_copies", "engine.request"),
+    "engine.block_tables": below("engine.page_copies", "engine.pages", "engine.request", "engine.tiers"),
     "engine.policy": below("engine.request"),
     "engine.waiting": below("engine.policy", "engine.request"),
     "engine.scheduler": below(
-        *(f"engine.{name}" for name in ("block_tables", "metrics", "policy", "request", "step", "waiting")), "config"
+        *(f"engine.{name}" for name in ("block_tables", "metrics", "policy", "request", "step", "tiers", "waiting")),
+        "config",
     ),
     "engine.batching": below("batch", "sampling_batch", "config", "engine.step", "engine.request"),
 }
@@ -147,7 +153,8 @@ def test_the_engine_is_imported_by_its_users_only(module):
 
 
 @pytest.mark.parametrize(
-    "name", ["config", "engine.pages", "engine.request", "engine.scheduler", "tokenizer", "grammar"]
+    "name",
+    ["config", "engine.pages", "engine.request", "engine.scheduler", "engine.disk_tier", "tokenizer", "grammar"],
 )
 def test_no_jax_is_reached_from_what_runs_without_a_device(name):
     modules = reachable(f"jaxinfer.{name}")

@@ -10,16 +10,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from jaxinfer.engine.page_copies import CopyIn, CopyOut, PageCopies
 from jaxinfer.engine.pages import PageAllocator
 from jaxinfer.engine.request import Request
+from jaxinfer.engine.tiers import PageTiers
 
 
 class BlockTables:
-    """Gives pages to requests and takes them back. Only full pages are shared, so nobody ever writes a shared one."""
+    """Gives pages to requests and takes them back. Only full pages are shared, so nobody ever writes a shared one.
 
-    def __init__(self, num_pages: int, page_size: int):
+    `copies` are to be made before the next step. What is evicted goes to the `tiers`, if there are any.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, tiers: PageTiers | None = None):
         self._page_size = page_size
-        self.pages = PageAllocator(num_pages)
+        self._tiers = tiers
+        self.copies = PageCopies()
+        self.pages = PageAllocator(num_pages, None if tiers is None else self._keep)
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Returns how many pages the request lacks to compute its next `num_tokens` tokens."""
@@ -43,19 +50,14 @@ class BlockTables:
         return num_wanted <= self.pages.num_available + sum(map(is_idle, list(given_up)))
 
     def share_prefix(self, request: Request) -> int:
-        """Moves a request forward over the pages that others have computed, were it from the middle of one.
+        """Moves a request forward over pages that are computed already, were it from the middle of one.
 
+        They are shared where they are in the pool; from elsewhere they are copied onto pages that the request has.
         Returns by how many tokens.
         """
         start = request.num_computed
-        if request.num_uncomputed <= 1:
-            return 0
-        for page in self._find(request):
-            index = request.num_computed // self._page_size
-            self.pages.acquire(page)
-            self.pages.release(request.pages[index : index + 1])  # a page it had begun itself
-            request.pages[index : index + 1] = [page]
-            request.skip((index + 1) * self._page_size)
+        while request.num_uncomputed > 1 and (self._share_page(request) or self._fill_page(request)):
+            pass
         return request.num_computed - start
 
     def extend(self, request: Request, count: int) -> None:
@@ -77,6 +79,63 @@ class BlockTables:
         request.pages = []
         request.num_computed = 0
 
+    def park(self, request: Request) -> None:
+        """Takes the pages of a request that gives way; what it has computed can be found when it comes back."""
+        request.num_parked = request.num_computed
+        num_tokens = request.num_computed % self._page_size
+        if self._tiers is not None and request.keys is not None and num_tokens:
+            key = request.keys.partial_key(request.num_computed, request.token_ids)
+            if self._tiers.wants(key, num_tokens):
+                self.copies.append(CopyOut(request.pages[request.num_computed // self._page_size], key))
+        self.release(request)
+
+    def _keep(self, page: int, key: bytes) -> None:
+        assert self._tiers is not None
+        if self._tiers.wants(key, self._page_size):
+            self.copies.append(CopyOut(page, key))
+
+    def _share_page(self, request: Request) -> bool:
+        """Moves the request over its next page if that is in the pool."""
+        index = request.num_computed // self._page_size
+        if request.keys is None or index >= self._num_shareable(request):
+            return False
+        page = self.pages.find(request.keys.key(index, request.token_ids))
+        if page is None:
+            return False
+        self.pages.acquire(page)
+        self.pages.release(request.pages[index : index + 1])  # a page it had begun itself
+        request.pages[index : index + 1] = [page]
+        request.skip((index + 1) * self._page_size)
+        return True
+
+    def _fill_page(self, request: Request) -> bool:
+        """Moves the request over its next page, or into it, if the content is somewhere else."""
+        index, S = request.num_computed // self._page_size, self._page_size
+        if self._tiers is None or request.keys is None or index >= len(request.pages):
+            return False
+        page = request.pages[index]
+        if index < self._num_shareable(request):
+            key = request.keys.key(index, request.token_ids)
+            content = self._tiers.get(key, (index + 1) * S - request.num_computed)
+            if content is not None:
+                self.copies.append(CopyIn(page, content))
+                request.pages[index] = self.pages.register(page, key)
+                request.skip((index + 1) * S)
+                return True
+        num_parked = request.num_parked
+        if request.num_computed < num_parked < (index + 1) * S:
+            key = request.keys.partial_key(num_parked, request.token_ids)
+            content = self._tiers.get(key, num_parked - request.num_computed)
+            if content is not None:
+                self.copies.append(CopyIn(page, content))
+                request.skip(num_parked)
+                return True
+        return False
+
+    def _num_shareable(self, request: Request) -> int:
+        """Returns how many pages of the request can be full without its last token, whose logits are wanted."""
+        return (len(request.token_ids) - 1) // self._page_size
+
     def _find(self, request: Request) -> list[int]:
         """Returns the cached pages from the first that the request has not computed whole, as far as they go on.
 
@@ -85,8 +144,7 @@ class BlockTables:
         found: list[int] = []
         if request.keys is None:
             return found
-        first, last = request.num_computed // self._page_size, (len(request.token_ids) - 1) // self._page_size
-        for index in range(first, last):
+        for index in range(request.num_computed // self._page_size, self._num_shareable(request)):
             page = self.pages.find(request.keys.key(index, request.token_ids))
             if page is None:
                 break

@@ -73,6 +73,7 @@ class LLM:
             self._admission.cache_config,
             max_model_len=self._admission.max_model_len,
             custom=custom,
+            tiers=self._scheduler.tiers,
             show_progress=show_progress,
         )
         self.on_step: Callable[[Step, float], None] | None = None  # told each step and the seconds it took

@@ -33,6 +33,19 @@ class Tally:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TierMetrics:
+    """One tier of the prefix cache at one moment: what it holds, and what it has done since the start."""
+
+    name: str
+    num_pages: int
+    num_bytes: int
+    num_stored: int
+    num_hits: int
+    num_dropped: int  # for want of room, whether the next tier took them or not
+    num_lost: int  # could not be written, or not be read as they were written
+
+
+@dataclass(frozen=True, kw_only=True)
 class Metrics:
     """The engine at one moment. What `Tally` counts goes on from the start: take the difference of two for a rate."""
 
@@ -49,6 +62,7 @@ class Metrics:
     num_found_tokens: int
     num_output_tokens: int
     busy_seconds: float
+    tiers: tuple[TierMetrics, ...] = ()  # fastest first
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -10,14 +10,18 @@ free + cached + owned == num_pages, after every call.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class PageAllocator:
-    """Hands out the pages 0 … num_pages - 1 and counts the users of each."""
+    """Hands out the pages 0 … num_pages - 1 and counts the users of each.
 
-    def __init__(self, num_pages: int):
+    `on_evict` is told each page that is evicted and its key, before anybody can have the page.
+    """
+
+    def __init__(self, num_pages: int, on_evict: Callable[[int, bytes], None] | None = None):
         self.num_pages = num_pages
+        self._on_evict = on_evict
         # The page given back last is given out first: it is the likeliest to be in a CPU's cache.
         self._free = list(range(num_pages - 1, -1, -1))
         self._num_users = [0] * num_pages
@@ -98,6 +102,9 @@ class PageAllocator:
         count = max(min(count, len(self._cached)), 0)
         for _ in range(count):
             page, _ = self._cached.popitem(last=False)
-            del self._page_of[self._key_of.pop(page)]
+            key = self._key_of.pop(page)
+            del self._page_of[key]
             self._free.append(page)
+            if self._on_evict is not None:
+                self._on_evict(page, key)
         return count

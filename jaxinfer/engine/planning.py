@@ -12,7 +12,11 @@ from jaxinfer.checkpoint import read_eos_token_ids
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
 from jaxinfer.device import default_cache_bytes
 from jaxinfer.engine.admission import Admission
+from jaxinfer.engine.disk_tier import DiskTier
+from jaxinfer.engine.host_tier import HostTier
+from jaxinfer.engine.identity import page_identity
 from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.tiers import PageTiers, Tier
 from jaxinfer.grammar import GrammarCompiler
 from jaxinfer.tokenizer import Tokenizer
 
@@ -31,6 +35,9 @@ def plan_host(
     max_model_len = resolve_max_model_len(model_config, config)
     cache_config = plan_cache(model_config, config, dtype, max_model_len)
     eos_token_ids = read_eos_token_ids(path)
+    model = f"{path} {dtype} {model_config}"
+    if config.disk_cache_path is not None:  # which outlasts this process, and perhaps what the path leads to
+        model = repr(page_identity(path, model_config, cache_config))
     admission = Admission(
         model_config=model_config,
         engine_config=config,
@@ -38,7 +45,7 @@ def plan_host(
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
         max_model_len=max_model_len,
-        model=f"{path} {dtype} {model_config}",
+        model=model,
         custom=custom,
         grammars=GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids),
     )
@@ -49,6 +56,7 @@ def plan_host(
         page_size=cache_config.page_size,
         max_mixed_tokens=config.max_mixed_tokens,
         max_waiting=config.max_waiting,
+        tiers=plan_tiers(config, page_bytes(model_config, cache_config)),
         clock=clock,
     )
     return admission, scheduler
@@ -80,3 +88,20 @@ def plan_cache(model_config: ModelConfig, config: EngineConfig, dtype: str, max_
             " EngineConfig.cache_bytes or lower page_size"
         )
     return replace(one_page, num_pages=num_pages)
+
+
+def plan_tiers(config: EngineConfig, bytes_per_page: int) -> PageTiers | None:
+    """Returns where pages go that the pool has no room for, None for nowhere; ValueError if that holds no page."""
+    for name in ("host_cache_bytes", "disk_cache_bytes"):
+        limit = getattr(config, name)
+        if limit is not None and limit < bytes_per_page:
+            raise ValueError(
+                f"{name}={limit} is less than one page of {bytes_per_page} bytes; raise EngineConfig.{name} or leave it"
+                " out"
+            )
+    tiers: list[Tier] = []
+    if config.host_cache_bytes is not None:
+        tiers.append(HostTier(config.host_cache_bytes, bytes_per_page))
+    if config.disk_cache_path is not None and config.disk_cache_bytes is not None:
+        tiers.append(DiskTier(Path(config.disk_cache_path).expanduser(), config.disk_cache_bytes))
+    return PageTiers(tiers) if tiers else None

@@ -26,6 +26,13 @@ class PageKeys:
         self._chain = [root]
         self._page_size = page_size
 
+    def partial_key(self, num_tokens: int, token_ids: Sequence[int]) -> bytes:
+        """Returns the key of the last page of `num_tokens` tokens, which it does not fill."""
+        index, rest = divmod(num_tokens, self._page_size)
+        parent = self.key(index - 1, token_ids) if index else self._chain[0]
+        # Fewer tokens than a page has are other bytes than any page's, so no key of a full page is the same.
+        return _digest(parent + array("i", token_ids[num_tokens - rest : num_tokens]).tobytes())
+
     def key(self, index: int, token_ids: Sequence[int]) -> bytes:
         """Returns the key of page `index` of a sequence, of which `token_ids` covers at least that page."""
         S = self._page_size

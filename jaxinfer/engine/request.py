@@ -130,6 +130,7 @@ class Request:
         self.pages: list[int] = []
         self.keys = keys
         self.finish_reason: FinishReason | None = None
+        self.num_parked = 0  # how far it was when it gave way, its last page in a tier
         self._num_reached = 0  # the most that `num_computed` has been
         self.max_tokens = max_tokens
         self.stop_token_ids = frozenset(stop_token_ids)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -13,10 +14,16 @@ from jaxinfer.batch import StepOutput
 from jaxinfer.cache import abstract_cache, init_cache
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
 from jaxinfer.engine.batching import Bucket, build_batch, choose_bucket, plan_buckets
+from jaxinfer.engine.page_copier import PageCopier
+from jaxinfer.engine.page_copies import Copy, CopyIn, CopyOut, CopyWithin
 from jaxinfer.engine.step import Step
+from jaxinfer.engine.tiers import PageTiers
 from jaxinfer.params import Params
 from jaxinfer.processors import LogitsProcessor
 from jaxinfer.steps import decode_step, prefill_step
+
+# Pages copied at once, without tiers and with them: one that is evicted while others decode, or many.
+COPY_WIDTHS = ((1,), (1, 8))
 
 
 class Runner:
@@ -31,6 +38,7 @@ class Runner:
         *,
         max_model_len: int,
         custom: Mapping[str, LogitsProcessor],
+        tiers: PageTiers | None,
         show_progress: bool,
     ):
         self._params = params
@@ -41,15 +49,46 @@ class Runner:
         self._max_listed_tokens = engine_config.max_listed_tokens
         self._table_width = -(-max_model_len // cache_config.page_size)
         self._buckets = plan_buckets(engine_config)
-        self._compiled = self._compile_all(show_progress)
+        self._tiers = tiers
+        self._compiled, self._copier = self._compile_all(show_progress)
         self._cache = init_cache(model_config, cache_config)
+        if tiers is not None:
+            tiers.seconds_per_copy = self._measure_copies()
 
     def run(self, step: Step) -> StepOutput:
         """Computes the step and returns its output as host arrays, one row per chunk and padding after them."""
+        for copies in step.copies.batches(self._copier.max_width):
+            self._copy(copies)
         bucket = choose_bucket(self._buckets, step)
         batch, sampling = self._build(step, bucket)
         output, self._cache = self._compiled[bucket](self._params, self._cache, batch, sampling)
         return jax.device_get(output)
+
+    def _copy(self, copies: Sequence[Copy]) -> None:
+        """Makes copies of one kind."""
+        match copies:
+            case [CopyWithin(source, page)]:
+                self._cache = self._copier.duplicate(self._cache, source, page)
+            case [CopyIn(), *_]:
+                contents = [copy.content for copy in copies if isinstance(copy, CopyIn)]
+                self._cache = self._copier.write(self._cache, [copy.page for copy in copies], contents)
+            case [CopyOut(), *_]:
+                contents = self._copier.read(self._cache, [copy.page for copy in copies])
+                for copy, content in zip(copies, contents, strict=True):
+                    assert isinstance(copy, CopyOut)
+                    assert self._tiers is not None
+                    self._tiers.put(copy.key, content)
+
+    def _measure_copies(self) -> float:
+        """Returns the seconds that a page takes out of the cache and in again, at best."""
+        seconds = []
+        pages = list(range(min(self._copier.max_width, self._cache_config.num_pages)))
+        for _ in range(3):
+            began = time.perf_counter()
+            contents = self._copier.read(self._cache, pages)
+            self._cache = jax.block_until_ready(self._copier.write(self._cache, pages, contents))
+            seconds.append((time.perf_counter() - began) / len(pages))
+        return min(seconds)
 
     def _build(self, step: Step, bucket: Bucket):
         return build_batch(
@@ -62,7 +101,7 @@ class Runner:
             custom=tuple(self._custom),
         )
 
-    def _compile_all(self, show_progress: bool) -> dict[Bucket, jax.stages.Compiled]:
+    def _compile_all(self, show_progress: bool) -> tuple[dict[Bucket, jax.stages.Compiled], PageCopier]:
         cache = abstract_cache(self._model_config, self._cache_config)
 
         def compile_bucket(bucket: Bucket) -> jax.stages.Compiled:
@@ -82,5 +121,6 @@ class Runner:
         order = sorted(self._buckets, key=lambda bucket: -bucket.num_tokens)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             futures = {bucket: pool.submit(compile_bucket, bucket) for bucket in order}
+            copier = pool.submit(PageCopier, cache, self._model_config, COPY_WIDTHS[self._tiers is not None])
             progress = tqdm(futures.items(), desc="compiling steps", unit="step", disable=not show_progress)
-            return {bucket: future.result() for bucket, future in progress}
+            return {bucket: future.result() for bucket, future in progress}, copier.result()

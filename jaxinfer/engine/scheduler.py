@@ -23,6 +23,7 @@ from jaxinfer.engine.metrics import Metrics, Tally
 from jaxinfer.engine.policy import step_order
 from jaxinfer.engine.request import Delta, FinishReason, QueueFullError, Request
 from jaxinfer.engine.step import Chunk, Step
+from jaxinfer.engine.tiers import PageTiers
 from jaxinfer.engine.waiting import WaitingLine
 
 
@@ -30,7 +31,8 @@ class Scheduler:
     """Holds all unfinished requests: those that wait have no pages, those that run advance in every step if they can.
 
     `max_mixed_tokens` bounds the tokens of a step in which somebody decodes, `max_waiting` the requests beyond those
-    that can run; None leaves either open. `clock` counts seconds and never goes back.
+    that can run; None leaves either open. `tiers` keep pages that the pool has no room for. `clock` counts seconds and
+    never goes back.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Scheduler:
         page_size: int,
         max_mixed_tokens: int | None = None,
         max_waiting: int | None = None,
+        tiers: PageTiers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._max_num_seqs = max_num_seqs
@@ -49,7 +52,8 @@ class Scheduler:
         self._max_mixed_tokens = max_mixed_tokens or max_num_batched_tokens
         self._max_waiting = max_waiting
         self._clock = clock
-        self._tables = BlockTables(num_pages, page_size)
+        self.tiers = tiers
+        self._tables = BlockTables(num_pages, page_size, tiers)
         self._orders = itertools.count()
         self._requests: dict[int, Request] = {}  # all that are unfinished
         self._running: list[Request] = []  # in the order of admission
@@ -77,6 +81,7 @@ class Scheduler:
             num_cached_pages=pages.num_cached,
             num_free_pages=pages.num_free,
             **asdict(self._tally),
+            tiers=() if self.tiers is None else self.tiers.metrics(),
         )
 
     def check_room(self, count: int) -> None:
@@ -129,7 +134,7 @@ class Scheduler:
                 budget -= num_tokens
                 request.first_step = self._began if request.first_step is None else request.first_step
                 self._waiting.charge(request.tenant, num_tokens)
-        return Step(tuple(chunks)) if chunks else None
+        return Step(tuple(chunks), self._tables.copies) if chunks else None
 
     def commit(self, step: Step, output: Any) -> list[Delta]:
         """Enters a step's result (`StepOutput` of host arrays, one row per chunk); frees what is finished."""
@@ -137,6 +142,8 @@ class Scheduler:
         now, deltas = self._clock(), []
         self._tally.num_steps += 1
         self._tally.busy_seconds += now - self._began
+        if self.tiers is not None and not step.is_decode:
+            self.tiers.observe_prefill(step.num_tokens, now - self._began)
         for row, chunk in enumerate(step.chunks):
             request = chunk.request
             if request.finish_reason is not None:  # ended while the step ran
@@ -204,7 +211,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)
-        self._tables.release(request)
+        self._tables.park(request)
         self._waiting.wait(request)
         self._tally.num_preemptions += 1
 

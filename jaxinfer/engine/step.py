@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from jaxinfer.engine.page_copies import PageCopies
 from jaxinfer.engine.request import Request
 
 
@@ -23,9 +24,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Step:
-    """The chunks to compute, decoding requests first. `is_decode`: every chunk is one token."""
+    """The chunks to compute, decoding requests first, and the copies of pages to make before.
+
+    `is_decode`: every chunk is one token.
+    """
 
     chunks: tuple[Chunk, ...]
+    copies: PageCopies = field(default_factory=PageCopies)
 
     @property
     def is_decode(self) -> bool:

@@ -77,6 +77,11 @@ def load_simulated_engine(
     model: str | Path | None, engine_config: EngineConfig, step_times: StepTimes, dtype: str | None = None
 ) -> SimulatedEngine:
     """Returns the engine that `LLM(model, config=engine_config, dtype=dtype)` would be, without its weights."""
+    if engine_config.has_tiers:
+        raise ValueError(
+            f"host_cache_bytes={engine_config.host_cache_bytes} and disk_cache_bytes={engine_config.disk_cache_bytes}"
+            " cannot be simulated, for no page holds anything; leave them out"
+        )
     path = resolve_checkpoint(BUNDLED_MODEL if model is None else model)
     clock = VirtualClock()
     admission, scheduler = plan_host(

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.config import SamplingParams
+from jaxinfer.engine.page_copies import Copy, CopyIn, CopyOut, CopyWithin
 from jaxinfer.engine.prefix import PageKeys, root_key
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.step import Step
+from jaxinfer.engine.tiers import PageTiers
 
 
 def make_request(
@@ -53,17 +55,41 @@ def expected_tokens(request: Request, count: int) -> list[int]:
 class FakeDevice:
     """Keeps tokens in slots as a cache would and reads each context back through the request's pages."""
 
-    def __init__(self, page_size: int):
+    def __init__(self, page_size: int, tiers: PageTiers | None = None):
         self.page_size = page_size
+        self.tiers = tiers
         self.slots: dict[int, int] = {}
 
     def run(self, step: Step) -> SimpleNamespace:
+        for batch in step.copies.batches(2):
+            self.copy(batch)
         for chunk in step.chunks:
             for position in range(chunk.start, chunk.start + chunk.num_tokens):
                 self.slots[self.slot(chunk.request, position)] = chunk.request.token_ids[position]
         contexts = [self.context(chunk.request, chunk.start + chunk.num_tokens) for chunk in step.chunks]
         tokens = np.array([next_token(context) for context in contexts])
         return SimpleNamespace(tokens=tokens, log_probs=np.zeros(len(tokens), np.float32))
+
+    def copy(self, batch: list[Copy]) -> None:
+        """Makes copies, each content being what is in the slots of a page; the last first, for any order must do."""
+        for copy in reversed(batch):
+            match copy:
+                case CopyOut(page, key):
+                    assert self.tiers is not None
+                    self.tiers.put(key, self.content(page))
+                case CopyIn(page, content):
+                    self.fill(page, content)
+                case CopyWithin(source, page):
+                    self.fill(page, self.content(source))
+
+    def content(self, page: int) -> dict[int, int]:
+        start = page * self.page_size
+        return {i: self.slots[start + i] for i in range(self.page_size) if start + i in self.slots}
+
+    def fill(self, page: int, content: dict[int, int]) -> None:
+        for i in range(self.page_size):
+            self.slots.pop(page * self.page_size + i, None)
+        self.slots |= {page * self.page_size + i: token for i, token in content.items()}
 
     def context(self, request: Request, kv_len: int) -> list[int]:
         return [self.slots[self.slot(request, position)] for position in range(kv_len)]

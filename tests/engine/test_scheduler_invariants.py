@@ -23,9 +23,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from jaxinfer.engine.host_tier import HostTier
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.step import Step
+from jaxinfer.engine.tiers import PageTiers
 from tests.engine.fake_device import FakeDevice, expected_tokens, make_request
 
 STEPS_PER_EXAMPLE = 40
@@ -40,20 +42,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 4),
         more=st.integers(0, 6),
         mixed=st.integers(0, 6),
+        tier_pages=st.sampled_from([(20,), (3, 20), (1, 2), ()]),
+        copy_pays=st.sampled_from([True, True, False]),
     )
-    def start(self, num_pages, page_size, max_num_seqs, more, mixed):
+    def start(self, num_pages, page_size, max_num_seqs, more, mixed, tier_pages, copy_pays):
         self.now = 0.0
         self.num_pages, self.page_size = num_pages, page_size
         self.max_num_seqs, self.budget = max_num_seqs, max_num_seqs + more
+        self.tiers = PageTiers([HostTier(n, page_bytes=1) for n in tier_pages]) if tier_pages else None
+        if self.tiers is not None and not copy_pays:
+            self.tiers.seconds_per_copy = 1.0  # and a step takes none
         self.scheduler = Scheduler(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=self.budget,
             num_pages=num_pages,
             page_size=page_size,
             max_mixed_tokens=max_num_seqs + mixed if mixed <= more else None,
+            tiers=self.tiers,
             clock=lambda: self.now,
         )
-        self.device = FakeDevice(page_size)
+        self.device = FakeDevice(page_size, self.tiers)
         self.ids = itertools.count()
         self.requests: dict[int, Request] = {}
         self.completions = {}
@@ -109,11 +117,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.enter(step)
 
     @precondition(lambda self: self.scheduler.num_unfinished)
-    @rule(has_run=st.booleans())
-    def step_that_is_interrupted(self, has_run):
+    @rule(has_run=st.booleans(), num_batches=st.integers(0, 3))
+    def step_that_is_interrupted(self, has_run, num_batches):
         step = self.schedule()
         if has_run:
             self.device.run(step)
+        for batch in itertools.islice(step.copies.batches(2), num_batches):
+            self.device.copy(batch)  # the last of them is not taken as made
 
     @precondition(lambda self: self.requests)
     @rule(number=st.integers(0, 100))
@@ -134,9 +144,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.completions[delta.request_id] = delta.completion
         assert all(r.deadline > self.now for r in self.scheduler._requests.values())
 
-    @rule(count=st.integers(1, 3))
+    @rule(count=st.sampled_from([8, 1, 2, 3]))
     def evict(self, count):
         self.scheduler._tables.pages.evict(count)
+
+    @precondition(lambda self: self.scheduler._running)
+    @rule(number=st.integers(0, 100))
+    def preempt(self, number):
+        self.scheduler._preempt(self.scheduler._running[number % len(self.scheduler._running)])
 
     def schedule(self) -> Step:
         decoding = [r for r in self.scheduler._running if r.num_uncomputed == 1]
@@ -167,7 +182,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def enter(self, step: Step):
         aborted = [chunk.request for chunk in step.chunks if chunk.request.finish_reason is not None]
-        running = Step(tuple(chunk for chunk in step.chunks if chunk.request not in aborted))
+        running = Step(tuple(chunk for chunk in step.chunks if chunk.request not in aborted), step.copies)
         results = dict(zip(running.chunks, self.device.run(running).tokens.tolist(), strict=True))
         tokens = np.array([results.get(chunk, -1) for chunk in step.chunks])
         output = SimpleNamespace(tokens=tokens, log_probs=np.zeros(len(tokens), np.float32))
@@ -197,11 +212,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not any(r.pages or r.num_computed for r in waiting)
         unfinished = [r.request_id for r in self.requests.values() if r.finish_reason is None]
         assert sorted(r.request_id for r in running + waiting) == unfinished
+        device = self.device_after_copies()
         for request in running:
             assert len(request.pages) == len(set(request.pages)) >= -(-request.num_computed // self.page_size)
             assert request.num_computed < len(request.token_ids), "nothing is left to compute"
-            context = self.device.context(request, request.num_computed)
+            context = device.context(request, request.num_computed)
             assert context == request.token_ids[: request.num_computed], "the tokens of another"
+
+    def device_after_copies(self) -> FakeDevice:
+        """What the device will hold when all copies are made that the scheduler has thought of."""
+        copies = self.scheduler._tables.copies
+        if not copies:
+            return self.device
+        device = FakeDevice(self.page_size, PageTiers([]))
+        device.slots = dict(self.device.slots)
+        for copy in copies._queue:
+            device.copy([copy])
+        return device
 
     def teardown(self):
         if not hasattr(self, "scheduler"):

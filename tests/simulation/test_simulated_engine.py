@@ -85,3 +85,8 @@ def test_the_real_engine_takes_the_same_steps(checkpoint, seed):
     assert replayed.hit_rate > 0
     for name in ("num_requests", "num_refused", "num_steps", "num_preemptions", "hit_rate"):
         assert getattr(simulated, name) == getattr(replayed, name), name
+
+
+def test_tiers_cannot_be_simulated(checkpoint):
+    with pytest.raises(ValueError, match="host_cache_bytes=9999 .* cannot be simulated.*leave them out"):
+        load_simulated_engine(checkpoint, EngineConfig(**CONFIG, host_cache_bytes=9999), CONSTANT)

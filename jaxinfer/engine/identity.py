@@ -1,0 +1,24 @@
+"""Whose pages they are: what has to be the same for a page that was computed elsewhere to be a page here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+
+from jaxinfer._version import __version__
+from jaxinfer.checkpoint.fingerprint import fingerprint
+from jaxinfer.config import CacheConfig, ModelConfig
+
+
+def page_identity(path: Path, model_config: ModelConfig, cache_config: CacheConfig) -> dict[str, str]:
+    """Returns it by aspects. It holds across machines and processes and reads the whole checkpoint."""
+    return {
+        "weights": fingerprint(path),
+        "model": repr(model_config),
+        "dtype": cache_config.dtype,
+        "page_size": str(cache_config.page_size),
+        "platform": jax.default_backend(),
+        # Another version may add up in another order.
+        "versions": f"jaxinfer {__version__}, jax {jax.__version__}",
+    }

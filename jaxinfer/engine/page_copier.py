@@ -1,0 +1,85 @@
+"""Pages out of the cache, into it and within it, by a few compiled functions; contents are bytes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+
+from jaxinfer.cache import KVCache, PageBundle, extract_pages, insert_pages
+from jaxinfer.config import ModelConfig
+from jaxinfer.engine.page_copies import Content
+
+NO_PAGE = 2**30  # past every pool: nothing is read from there or written to it
+
+
+class PageCopier:
+    """Copies pages of one kind of cache. Everything is compiled here, so that no request waits for it."""
+
+    def __init__(self, cache: KVCache, config: ModelConfig, widths: Sequence[int]) -> None:
+        """`cache` may be abstract. `widths`: how many pages are copied at once, the smallest number first."""
+        extract = jax.jit(functools.partial(extract_pages, config=config))
+        insert = jax.jit(functools.partial(insert_pages, config=config), donate_argnums=0)
+        self._widths = tuple(widths)
+        self._bundles: dict[int, PageBundle] = {}  # abstract
+        self._extract: dict[int, Callable[..., PageBundle]] = {}
+        self._insert: dict[int, Callable[..., KVCache]] = {}
+        for width in widths:
+            ids = np.zeros((width,), np.int32)
+            self._bundles[width] = bundle = jax.eval_shape(extract, cache, ids)
+            self._extract[width] = extract.lower(cache, ids).compile()
+            self._insert[width] = insert.lower(cache, ids, bundle).compile()
+
+    @property
+    def max_width(self) -> int:
+        return self._widths[-1]
+
+    def duplicate(self, cache: KVCache, source: int, target: int) -> KVCache:
+        """Returns the cache with the content of one page on another as well; the one that is given is given up."""
+        width = self._widths[0]
+        bundle = self._extract[width](cache, self._ids([source], width))
+        return self._insert[width](cache, self._ids([target], width), bundle)
+
+    def read(self, cache: KVCache, pages: Sequence[int]) -> list[Content]:
+        """Returns what each page holds, u8[page_bytes]."""
+        contents = []
+        for some, width in self._split(pages):
+            bundle = jax.device_get(self._extract[width](cache, self._ids(some, width)))
+            arrays = [_by_page(array, width) for array in jax.tree.leaves(bundle)]
+            for i in range(len(some)):
+                contents.append(np.concatenate([array[:, i].reshape(-1).view(np.uint8) for array in arrays]))
+        return contents
+
+    def write(self, cache: KVCache, pages: Sequence[int], contents: Sequence[Content]) -> KVCache:
+        """Returns the cache with these contents on as many pages, `max_width` at most; the one given is given up."""
+        ((some, width),) = self._split(pages)
+        return self._insert[width](cache, self._ids(some, width), self._bundle(contents, width))
+
+    def _bundle(self, contents: Sequence[Content], width: int) -> PageBundle:
+        leaves, structure = jax.tree.flatten(self._bundles[width])
+        arrays, start = [], 0
+        for leaf in leaves:
+            array = np.zeros(leaf.shape, leaf.dtype)
+            by_page = _by_page(array, width)
+            end = start + by_page[:, 0].nbytes
+            for i, content in enumerate(contents):
+                by_page[:, i] = content[start:end].view(leaf.dtype).reshape(by_page[:, i].shape)
+            arrays.append(array)
+            start = end
+        return jax.tree.unflatten(structure, arrays)
+
+    def _split(self, pages: Sequence[int]) -> Iterator[tuple[Sequence[int], int]]:
+        """Yields the pages in runs, each with the smallest width that holds it."""
+        for start in range(0, len(pages), self.max_width):
+            some = pages[start : start + self.max_width]
+            yield some, next(width for width in self._widths if width >= len(some))
+
+    def _ids(self, pages: Sequence[int], width: int) -> np.ndarray:
+        return np.array([*pages, *[NO_PAGE] * (width - len(pages))], np.int32)
+
+
+def _by_page(array: np.ndarray, num_pages: int) -> np.ndarray:
+    """Returns the pages of n layers [n * W, ...], layer by layer, as [n, W, size]: a view."""
+    return array.reshape(array.shape[0] // num_pages, num_pages, -1)
