@@ -12,6 +12,11 @@ import numpy as np
 
 from kernels_pallas.paged_attention import Pages, abstract_pages, gather_tokens, write_kv
 
+# Compiles in half the time, for tests that judge numbers within rounding; most of their time goes there.
+UNOPTIMISED = {"xla_backend_optimization_level": 0}
+write = jax.jit(write_kv, compiler_options=UNOPTIMISED)
+gather = jax.jit(gather_tokens, compiler_options=UNOPTIMISED)
+
 
 @dataclass
 class Call:
@@ -61,17 +66,14 @@ def make_call(
     old = [max(kv_len - q_len, 0) for q_len, kv_len in lens]
     keys, values = (np.concatenate([row[i][:n] for row, n in zip(rows, old, strict=True)]) for i in (1, 2))
     k_scale, v_scale = (None, None) if scales is None else scales
-    stored = (
-        jnp.asarray(stored_form(keys, k_scale, page_dtype)),
-        jnp.asarray(stored_form(values, v_scale, page_dtype)),
-    )
-    pages = write_kv(pages, *stored, jnp.asarray(np.concatenate([s[:n] for s, n in zip(slots, old, strict=True)])))
+    stored = (stored_form(keys, k_scale, page_dtype), stored_form(values, v_scale, page_dtype))
+    pages = write(pages, *stored, np.concatenate([s[:n] for s, n in zip(slots, old, strict=True)]))
 
     def ragged(which: int, heads: int) -> jax.Array:
         # A padding row has queries but no keys.
         parts = [row[which][-n:] if len(row[which]) else np.full((n, heads, head_dim), np.nan) for row, n in used]
         padding = np.full((num_padding, heads, head_dim), np.nan)
-        return jnp.asarray(np.concatenate([*parts, padding]).astype(np.float32), dtype)
+        return jnp.asarray(np.concatenate([*parts, padding]).astype(dtype))
 
     used = [(row, q_len) for row, (q_len, _) in zip(rows, lens, strict=True) if q_len]
     arguments = {
@@ -94,7 +96,7 @@ def poisoned(pages: Pages) -> Pages:
 
     def fill(a: Any) -> jax.Array:
         is_integer = jnp.issubdtype(a.dtype, jnp.integer)
-        return jnp.full(a.shape, jnp.iinfo(a.dtype).max if is_integer else jnp.nan, a.dtype)
+        return jnp.asarray(np.full(a.shape, jnp.iinfo(a.dtype).max if is_integer else np.nan, a.dtype))
 
     return jax.tree.map(fill, pages)
 
@@ -169,16 +171,13 @@ def expected_output(call: Call, scale: float, *, trees: Sequence[np.ndarray] | N
 
 def check_pages(call: Call, before: Pages, after: Pages) -> None:
     """Asserts that every row's context can be read from the pool, and that pages of no row are as they were."""
-    scales = [call.arguments.get(name) for name in ("k_scale", "v_scale")]
-    for (_, k, v), slots in zip(call.rows, call.slots, strict=True):
-        if len(slots):
-            for x, stored, scale in zip((k, v), gather_tokens(after, jnp.asarray(slots)), scales, strict=True):
-                read = np.asarray(stored.astype(jnp.float32))
-                read = read if scale is None else read * np.asarray(scale)[None, :, None]
-                np.testing.assert_array_equal(read, x)
-    used = {int(slot) // after.page_size for slots in call.slots for slot in slots}
-    others = np.array([page for page in range(after.num_pages) if page not in used])
+    slots = np.concatenate(call.slots)
+    for which, (stored, name) in enumerate(zip(gather(after, slots), ("k_scale", "v_scale"), strict=True), 1):
+        read = np.asarray(stored).astype(np.float32)
+        scale = call.arguments.get(name)
+        read = read if scale is None else read * np.asarray(scale)[None, :, None]
+        np.testing.assert_array_equal(read, np.concatenate([row[which] for row in call.rows]))
+    others = np.setdiff1d(np.arange(after.num_pages), slots // after.page_size)
     for old, new in zip(before.arrays, after.arrays, strict=True):
-        np.testing.assert_array_equal(
-            np.asarray(new[others].astype(jnp.float32)), np.asarray(old[others].astype(jnp.float32))
-        )
+        old, new = (np.asarray(pool)[others].astype(np.float32) for pool in (old, new))
+        np.testing.assert_array_equal(new, old)

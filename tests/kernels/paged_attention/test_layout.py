@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels_pallas.paged_attention import abstract_pages, copy_pages, gather_tokens, init_pages, write_kv
+from kernels_pallas.paged_attention import abstract_pages, copy_pages, gather_tokens, write_kv
 from kernels_pallas.paged_attention.layout import LAYOUTS, default_layout
-from tests.kernels.paged_attention.oracle import poisoned
+from tests.kernels.paged_attention.oracle import UNOPTIMISED, gather, poisoned, write
 
 S = 16
+
+
+@functools.partial(jax.jit, compiler_options=UNOPTIMISED)
+def read_back(pages, k, v, slots):
+    return gather_tokens(write_kv(pages, k, v, slots), slots)
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -21,7 +28,7 @@ def layout(request):
 
 def draw(n, num_kv_heads, head_dim):
     k, v = np.random.default_rng(0).standard_normal((2, n, num_kv_heads, head_dim), dtype=np.float32)
-    return jnp.asarray(k), jnp.asarray(v)
+    return k, v
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3])
@@ -30,9 +37,8 @@ def draw(n, num_kv_heads, head_dim):
 def test_what_is_written_to_slots_is_read_from_them(layout, num_kv_heads, head_dim, dtype):
     pages = poisoned(abstract_pages(4, S, num_kv_heads, head_dim, dtype, layout))
     k, v = draw(3, num_kv_heads, head_dim)
-    slots = jnp.array([2 * S, 5, 3 * S + 15])
 
-    read = gather_tokens(write_kv(pages, k, v, slots), slots)
+    read = read_back(pages, k, v, np.array([2 * S, 5, 3 * S + 15]))
 
     assert (pages.num_pages, pages.page_size, pages.num_kv_heads) == (4, S, num_kv_heads)
     for x, expected in zip(read, (k, v), strict=True):
@@ -42,29 +48,29 @@ def test_what_is_written_to_slots_is_read_from_them(layout, num_kv_heads, head_d
 def test_a_slot_past_the_pool_is_dropped(layout):
     pages = poisoned(abstract_pages(2, S, 2, 16, "float32", layout))
 
-    written = write_kv(pages, *draw(2, 2, 16), jnp.array([2 * S, 2**31 - 1]))
+    written = write(pages, *draw(2, 2, 16), np.array([2 * S, 2**31 - 1]))
 
     assert all(np.isnan(pool).all() for pool in written.arrays)
 
 
 def test_a_write_leaves_every_other_slot(layout):
-    pages = init_pages(2, S, 2, 16, "float32", layout)
+    pages = poisoned(abstract_pages(2, S, 2, 16, "float32", layout))
 
-    k, v = gather_tokens(write_kv(pages, *draw(1, 2, 16), jnp.array([S + 3])), jnp.arange(2 * S))
+    k, v = gather(write(pages, *draw(1, 2, 16), np.array([S + 3])), np.arange(2 * S))
 
     for x in (k, v):
-        assert set(np.flatnonzero(np.asarray(x).any((1, 2))).tolist()) == {S + 3}
+        assert set(np.flatnonzero(~np.isnan(x).any((1, 2))).tolist()) == {S + 3}
 
 
 def test_copied_pages_equal_their_sources_and_pages_past_the_pool_are_dropped(layout):
-    pages = init_pages(4, S, 1, 2, "float32", layout)
-    k = jnp.arange(4.0 * S)[:, None, None] * jnp.ones((4 * S, 1, 2))
-    pages = write_kv(pages, k, -k, jnp.arange(4 * S))
+    pages = poisoned(abstract_pages(4, S, 1, 2, "float32", layout))
+    k = np.arange(4.0 * S, dtype=np.float32)[:, None, None] * np.ones((4 * S, 1, 2), np.float32)
+    pages = write(pages, k, -k, np.arange(4 * S))
 
     copied = copy_pages(pages, jnp.array([3, 1, 2]), jnp.array([0, 2, 4]))
 
     expected = np.concatenate([k[3 * S :], k[S : 2 * S], k[S : 2 * S], k[3 * S :]])
-    for x, sign in zip(gather_tokens(copied, jnp.arange(4 * S)), (1, -1), strict=True):
+    for x, sign in zip(gather(copied, np.arange(4 * S)), (1, -1), strict=True):
         np.testing.assert_array_equal(x, sign * expected)
 
 

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.paged_attention import tpu, tpu_items
 from kernels_pallas.paged_attention.block_sizes import Blocks
-from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call
+from tests.kernels.paged_attention.oracle import UNOPTIMISED, check_pages, expected_output, make_call
 
 SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "table_width": 8}
 # Lengths around a page of 16 and a block of 2 pages, with an empty row between.
@@ -30,7 +30,7 @@ def run(call, kernels=tpu, execution: Literal["eager", "on_wait"] = "eager", tol
     scale = call.arguments["q"].shape[-1] ** -0.5
     interpret = pltpu.InterpretParams(detect_races=True, dma_execution_mode=execution)
     attend = functools.partial(kernels.paged_attention_tpu, scale=scale, interpret=interpret, **options)
-    out, pages = jax.jit(attend)(**call.arguments)
+    out, pages = jax.jit(attend, compiler_options=UNOPTIMISED)(**call.arguments)
     options = {name: options[name] for name in ("window", "softcap") if name in options}
     options |= {name: call.arguments[name] for name in ("sinks",) if name in call.arguments}
     expected = expected_output(call, scale, trees=trees, **options)
