@@ -115,11 +115,10 @@ def rule_out_bad_words(logits: jax.Array, p: ProcessorBatch, context: Context) -
     index = context.lens[:, None] - distances
     written = jnp.take_along_axis(context.tokens, jnp.maximum(index, 0), axis=1)
     is_missing = (distances > 0) & ((index < 0) | (written != words))
-    is_last = (distances == 0).astype(jnp.int32)
-    word_ids = jnp.cumsum(is_last, axis=1) - is_last  # distances 2 1 0 0 1 0 -> word_ids 0 0 0 1 2 2
-    num_missing = jnp.zeros_like(words).at[_rows(logits), word_ids].add(is_missing.astype(jnp.int32))
-    is_met = (distances == 0) & (jnp.take_along_axis(num_missing, word_ids, axis=1) == 0)
-    return _rule_out(logits, jnp.where(is_met, words, PADDING_TOKEN))
+    places = jnp.arange(words.shape[1])[None, :]
+    ends = places + distances  # distances 2 1 0 0 1 0 -> ends 2 2 2 3 5 5
+    misses = (is_missing[:, :, None] & (ends[:, :, None] == places[:, None, :])).any(axis=1)
+    return _rule_out(logits, jnp.where((distances == 0) & ~misses, words, PADDING_TOKEN))
 
 
 def rule_out_stop_tokens(logits: jax.Array, p: ProcessorBatch, context: Context) -> jax.Array:

@@ -71,56 +71,56 @@ def filter_logits(logits: jax.Array, sampling: SamplingBatch) -> jax.Array:
     first, whose probability reaches p (Meister et al. 2022). Equal logits stay or go together.
     """
 
-    def cut(logits: jax.Array, is_used: jax.Array, threshold: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        return when_used(is_used, lambda x: jnp.where(x < threshold(x)[:, None], -jnp.inf, x), logits)
+    is_used = jnp.stack([sampling.top_k > 0, sampling.top_p < 1, sampling.typical_p < 1])
 
-    logits = cut(logits, sampling.top_k > 0, lambda x: _top_k_threshold(x, sampling.top_k))
-    logits = cut(logits, sampling.top_p < 1, lambda x: _top_p_threshold(x, sampling.top_p))
-    logits = cut(logits, sampling.min_p > 0, lambda x: x.max(-1) + jnp.log(sampling.min_p))
-    is_used = sampling.typical_p < 1
-    return when_used(is_used, lambda x: jnp.where(_is_typical(x, sampling.typical_p), x, -jnp.inf), logits)
+    def cut(mass: jax.Array, x: jax.Array) -> jax.Array:
+        is_improbable = x < (x.max(-1) + jnp.log(sampling.min_p))[:, None]
+        x = jnp.where((mass == Mass.TYPICAL) & is_improbable, -jnp.inf, x)
+        return when_used(is_used[mass], lambda x: _cut_by_mass(x, mass, sampling), x)
 
-
-def _top_k_threshold(logits: jax.Array, k: jax.Array) -> jax.Array:
-    """The k-th largest value of each row, f32[B]."""
-    return _bisect(logits, lambda is_above: is_above.sum(-1, dtype=jnp.int32) >= k)
+    # A loop, for a bisection is long to compile. Min-p has none; its turn is before the last.
+    return jax.lax.fori_loop(0, len(Mass), cut, logits)
 
 
-def _top_p_threshold(logits: jax.Array, p: jax.Array) -> jax.Array:
-    """The largest value for which the tokens not below it hold probability p, f32[B]."""
-    weights = jnp.exp(logits - logits.max(-1, keepdims=True))
-    return _mass_threshold(logits, weights, p)
+class Mass(IntEnum):
+    """The filters that keep the tokens of highest value up to some total weight."""
+
+    TOP_K = 0  # values: logits; a weight of 1 each, up to k
+    TOP_P = 1  # values: logits; their probabilities, up to p
+    TYPICAL = 2  # values: minus the distance from the expected surprise; their probabilities, up to p
 
 
-def _is_typical(logits: jax.Array, p: jax.Array) -> jax.Array:
-    """Which tokens typical-p keeps, bool[B, V]."""
+def _cut_by_mass(logits: jax.Array, mass: jax.Array, sampling: SamplingBatch) -> jax.Array:
     below_top = logits - logits.max(-1, keepdims=True)
     weights = jnp.exp(below_top)
-    total = row_sum(weights)[:, None]
-    surprise = jnp.log(total) - below_top
-    expected = row_sum(jnp.where(weights > 0, weights * surprise, 0.0))[:, None] / total
-    typicality = -jnp.abs(surprise - expected)
-    return typicality >= _mass_threshold(typicality, weights, p)[:, None]
-
-
-def _mass_threshold(values: jax.Array, weights: jax.Array, p: jax.Array) -> jax.Array:
-    """The largest of each row's values for which those not below it have p of the row's weight, f32[B]."""
+    total = row_sum(weights)
+    p = jnp.where(mass == Mass.TOP_P, sampling.top_p, sampling.typical_p)
     # Not 0, even where p is too small for a float: the greatest value stays.
-    wanted = jnp.maximum(p * row_sum(weights), 1e-30)
-    return _bisect(values, lambda is_above: row_sum(jnp.where(is_above, weights, 0.0)) >= wanted)
+    wanted = jnp.where(mass == Mass.TOP_K, sampling.top_k.astype(jnp.float32), jnp.maximum(p * total, 1e-30))
+    values = jnp.where(mass == Mass.TYPICAL, _typicality(below_top, weights, total), logits)
+    weights = jnp.where(mass == Mass.TOP_K, 1.0, weights)
+    threshold = _bisect(values, lambda is_above: row_sum(jnp.where(is_above, weights, 0.0)) >= wanted)
+    return jnp.where(values < threshold[:, None], -jnp.inf, logits)
 
 
-def _bisect(logits: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The largest value t of each row for which `is_enough(logits >= t)`; is_enough must hold for all tokens."""
-    keys = _ordered_bits(logits)
+def _typicality(below_top: jax.Array, weights: jax.Array, total: jax.Array) -> jax.Array:
+    """Minus the distance of each token's surprise from the expected one, f32[B, V] (Meister et al. 2022)."""
+    surprise = jnp.log(total)[:, None] - below_top
+    expected = row_sum(jnp.where(weights > 0, weights * surprise, 0.0)) / total
+    return -jnp.abs(surprise - expected[:, None])
+
+
+def _bisect(values: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The largest value t of each row for which `is_enough(values >= t)`; the least where there is none."""
+    keys = _ordered_bits(values)
 
     def set_bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
         candidate = threshold | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
         return jnp.where(is_enough(keys >= candidate[:, None]), candidate, threshold)
 
-    threshold = jax.lax.fori_loop(0, 32, set_bit, jnp.zeros(logits.shape[:1], jnp.uint32))
-    # From the bit pattern back to the value: the smallest logit that the threshold lets through.
-    return jnp.where(keys >= threshold[:, None], logits, jnp.inf).min(-1)
+    threshold = jax.lax.fori_loop(0, 32, set_bit, jnp.zeros(values.shape[:1], jnp.uint32))
+    # From the bit pattern back to the value: the smallest that the threshold lets through.
+    return jnp.where(keys >= threshold[:, None], values, jnp.inf).min(-1)
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
