@@ -67,6 +67,11 @@ HELP = {
     "prefix_cache": "share the cache of equal beginnings between requests (default on)",
     "max_mixed_tokens": "tokens computed in a step in which somebody decodes",
     "max_waiting": "requests queued beyond those that can run",
+    "host_cache_bytes": "bytes of the host's memory for pages that the cache has no room for",
+    "disk_cache_bytes": "bytes of the disk for pages that the host has no room for",
+    "disk_cache_path": "folder for these",
+    "max_drafts": "most drafts verified per request and step",
+    "adaptive_drafts": "verify only as many drafts as pay (default on)",
 }
 
 
@@ -151,6 +156,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--max-ttft", type=float, default=math.inf, metavar="S", help="target of the goodput")
         command.add_argument("--max-tpot", type=float, default=math.inf, metavar="S", help="target of the goodput")
 
+    for command in (generate, batch):
+        command.add_argument("--speculation", metavar="DRAFTER", help="guess tokens ahead: ngram or suffix")
+
     for command in (generate, batch, replay, simulate):
         command.add_argument("--quiet", action="store_true", help="no progress and no statistics")
         engine = command.add_argument_group("engine")
@@ -188,7 +196,13 @@ def _load(arguments: argparse.Namespace) -> LLM:
     config = _from_arguments(EngineConfig, arguments)
     from jaxinfer import LLM
 
-    return LLM(arguments.model, config=config, dtype=arguments.dtype, show_progress=not arguments.quiet)
+    return LLM(
+        arguments.model,
+        config=config,
+        dtype=arguments.dtype,
+        speculation=getattr(arguments, "speculation", None),  # `replay` measures plain steps
+        show_progress=not arguments.quiet,
+    )
 
 
 def _generate(arguments: argparse.Namespace) -> None:

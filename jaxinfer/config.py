@@ -144,6 +144,8 @@ class EngineConfig:
     `host_cache_bytes`: memory of the host for pages that the pool has no room for, `None` for none of it.
     `disk_cache_path`: a folder for those that the host has no room for, within `disk_cache_bytes`; it outlasts the
     process.
+    `max_drafts`: drafts per request and step, where the LLM speculates. `adaptive_drafts`: whether each step verifies
+    as many of them as bring the most tokens per second, or all.
     """
 
     max_num_seqs: int = 32
@@ -160,6 +162,8 @@ class EngineConfig:
     host_cache_bytes: int | None = None
     disk_cache_bytes: int | None = None
     disk_cache_path: str | None = None
+    max_drafts: int = 7
+    adaptive_drafts: bool = True
 
     def __post_init__(self) -> None:
         require_int("max_num_seqs", self.max_num_seqs, 1)
@@ -183,6 +187,9 @@ class EngineConfig:
             require_int("max_mixed_tokens", self.max_mixed_tokens, self.max_num_seqs, self.max_num_batched_tokens)
         if self.max_waiting is not None:
             require_int("max_waiting", self.max_waiting, 0)
+        # Fewer than a page has slots, so that drafts never take more than one page.
+        require_int("max_drafts", self.max_drafts, 1, 15)
+        require_bool("adaptive_drafts", self.adaptive_drafts)
         CacheConfig(num_pages=1, page_size=self.page_size)
         self._check_tiers()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,6 +39,21 @@ class Grammar:
         if self._matcher.is_error():  # a limit was met, before or just now
             words[:] = 0
         return words
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """Returns how many of the tokens, from the first on, the structure has room for."""
+        return 0 if self._matcher.is_error() else self._matcher.validate_tokens(list(token_ids))
+
+    def masks(self, token_ids: Sequence[int]) -> list[np.ndarray]:
+        """Returns the mask as it is, and as it would be after each of some tokens that are allowed."""
+        # A copy, for there may be no way back from the end of the structure, or from a limit that is met.
+        ahead = Grammar(self._matcher.deep_copy(), self._num_words) if token_ids else self
+        masks = [self.mask()]
+        for token_id in token_ids:
+            if not ahead.is_complete:
+                ahead.accept(token_id)
+            masks.append(ahead.mask())
+        return masks
 
 
 class GrammarCompiler:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 import subprocess
 import sys
@@ -105,7 +106,13 @@ ENGINE = {
     "prefix_cache": False,
     "max_mixed_tokens": 100,
     "max_waiting": 7,
+    "host_cache_bytes": 1000,
+    "disk_cache_bytes": 1000,
+    "disk_cache_path": "pages",
+    "max_drafts": 3,
+    "adaptive_drafts": False,
 }
+NEEDS = {"disk_cache_bytes": "disk_cache_path", "disk_cache_path": "disk_cache_bytes"}
 
 
 def options_of(name: str, value: Any) -> list[str]:
@@ -129,13 +136,17 @@ def test_each_sampling_option_reaches_the_request(llm, name):
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(EngineConfig)])
 def test_each_engine_option_reaches_the_engine(llm, name):
-    assert cli.main(["generate", "p", *options_of(name, ENGINE[name])]) == 0
-    assert llm.told["config"] == EngineConfig(**{name: ENGINE[name]})
+    fields = {needed: ENGINE[needed] for needed in {name, NEEDS.get(name, name)}}
+    options = itertools.chain(*(options_of(*field) for field in fields.items()))
+
+    assert cli.main(["generate", "p", *options]) == 0
+
+    assert llm.told["config"] == EngineConfig(**fields)
 
 
-def test_model_and_dtype_reach_the_engine(llm):
-    assert cli.main(["generate", "p", "--model", "m", "--dtype", "bfloat16"]) == 0
-    assert (llm.told["model"], llm.told["dtype"]) == ("m", "bfloat16")
+def test_model_dtype_and_drafter_reach_the_engine(llm):
+    assert cli.main(["generate", "p", "--model", "m", "--dtype", "bfloat16", "--speculation", "ngram"]) == 0
+    assert (llm.told["model"], llm.told["dtype"], llm.told["speculation"]) == ("m", "bfloat16", "ngram")
 
 
 def test_log_probs_are_printed_when_asked_for(capsys):

@@ -91,6 +91,7 @@ class Admission:
             seed=secrets.randbelow(MAX_SEED + 1) if sampling.seed is None else sampling.seed,
             max_tokens=min(sampling.max_tokens, self.max_model_len - len(token_ids)),
             stop_token_ids=stop_token_ids,
+            cache_salt=cache_salt,
             priority=_checked_priority(priority),
             tenant=_checked_tenant(tenant),
             time_limit=_checked_time_limit(deadline),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxinfer.batch import Batch, Row, make_batch
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.step import Step
@@ -18,28 +20,56 @@ GROWTH = 8
 
 @dataclass(frozen=True)
 class Bucket:
-    """One compiled shape: T tokens in B rows. A decode bucket has T = B, one token per row."""
+    """One compiled shape: T tokens in B rows.
+
+    A decode bucket has T = B, one token per row. A verify bucket is for rows of up to `q_len` tokens, 0 for others.
+    """
 
     is_decode: bool
     num_tokens: int
     num_rows: int
+    q_len: int = 0
+
+    @property
+    def is_verify(self) -> bool:
+        return self.q_len > 0
 
     @property
     def name(self) -> str:
+        if self.is_verify:
+            return f"verify {self.num_tokens} of {self.num_rows}"
         return f"decode {self.num_rows}" if self.is_decode else f"prefill {self.num_tokens}"
 
 
-def plan_buckets(config: EngineConfig) -> tuple[Bucket, ...]:
+def plan_buckets(config: EngineConfig, max_drafts: int = 0) -> tuple[Bucket, ...]:
     """Returns every shape an engine of this configuration can ask for, smallest first of each kind.
 
     Decoding takes 1, 8, 64, … rows and prefill 64, 512, … tokens, up to the limits of the configuration, one of which
-    is the prefill beside decoding rows. A prefill has as many rows as it could have.
+    is the prefill beside decoding rows. A prefill has as many rows as it could have. Where drafts are verified, rows
+    of decoding may have one draft each, or all have `max_drafts`, as far as the limits allow.
     """
     max_rows, max_tokens = config.max_num_seqs, config.max_num_batched_tokens
     decode = [Bucket(True, rows, rows) for rows in _sizes(DECODE_ROWS, max_rows)]
     sizes = {*_sizes(PREFILL_TOKENS, max_tokens), config.max_mixed_tokens or max_tokens}
     prefill = [Bucket(False, n, min(n, max_rows)) for n in sorted(sizes)]
-    return (*decode, *prefill)
+    verify = _verify_buckets([bucket.num_rows for bucket in decode], max_drafts, max_verified_tokens(config))
+    return (*decode, *verify, *prefill)
+
+
+def max_verified_tokens(config: EngineConfig) -> int:
+    """Returns how many tokens a step may have in which drafts are verified: somebody decodes in it."""
+    return config.max_mixed_tokens or config.max_num_batched_tokens
+
+
+def _verify_buckets(sizes: list[int], max_drafts: int, max_tokens: int) -> list[Bucket]:
+    q_len = 1 + max_drafts
+    buckets = []
+    for num_rows in sizes if max_drafts else ():
+        # One row wants few tokens whatever its drafts; of many rows, few may have any.
+        wanted = {q_len * num_rows} if num_rows == 1 else {2 * num_rows, q_len * num_rows}
+        counts = {min(num_tokens, max_tokens) for num_tokens in wanted}
+        buckets += [Bucket(False, n, num_rows, q_len) for n in sorted(counts) if n > num_rows]
+    return buckets
 
 
 def _sizes(first: tuple[int, ...], last: int) -> list[int]:
@@ -54,7 +84,7 @@ def choose_bucket(buckets: tuple[Bucket, ...], step: Step) -> Bucket:
     """Returns the smallest bucket that holds the step."""
     for bucket in buckets:
         fits = bucket.num_tokens >= step.num_tokens and bucket.num_rows >= len(step.chunks)
-        if bucket.is_decode == step.is_decode and fits:
+        if (bucket.is_decode, bucket.is_verify) == (step.is_decode, step.is_verify) and fits:
             return bucket
     raise RuntimeError(f"no bucket holds {step.num_tokens} tokens in {len(step.chunks)} rows")
 
@@ -72,7 +102,7 @@ def build_batch(
     """Lays the step out in the bucket's shape, one row per chunk, in new host arrays."""
     rows = [
         Row(
-            chunk.request.token_ids[chunk.start : chunk.start + chunk.num_tokens],
+            [*chunk.request.token_ids[chunk.start : chunk.start + chunk.num_tokens], *chunk.drafts],
             chunk.start,
             chunk.request.pages,
         )
@@ -96,10 +126,20 @@ def build_batch(
         max_listed_tokens=max_listed_tokens,
         vocab_size=vocab_size,
         custom=custom,
-        masks={
-            row: chunk.request.grammar.mask()
-            for row, chunk in enumerate(step.chunks)
-            if chunk.request.grammar is not None and chunk.is_last
-        },
+        masks=_masks(step),
+        num_masks=bucket.num_tokens if bucket.is_verify else None,
     )
     return batch, sampling
+
+
+def _masks(step: Step) -> dict[int, np.ndarray]:
+    """Returns what the structures of requests allow, by row; in a verify step by token."""
+    masks, first = {}, 0
+    for row, chunk in enumerate(step.chunks):
+        grammar = chunk.request.grammar
+        if grammar is not None and step.is_verify:
+            masks |= enumerate(grammar.masks(chunk.drafts), first)
+        elif grammar is not None and chunk.is_last:
+            masks[row] = grammar.mask()
+        first += chunk.num_tokens + len(chunk.drafts)
+    return masks

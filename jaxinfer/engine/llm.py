@@ -17,12 +17,14 @@ from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.device import default_dtype, enable_compilation_cache
 from jaxinfer.engine.admission import Prompt, Terms, as_params, as_prompts
 from jaxinfer.engine.beam_search import Beam, num_candidates, search
+from jaxinfer.engine.drafters import Drafter
 from jaxinfer.engine.mailroom import Mailroom
 from jaxinfer.engine.metrics import Metrics
 from jaxinfer.engine.planning import plan_host
 from jaxinfer.engine.request import Completion, Delta
 from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.samples import Samples, in_order
+from jaxinfer.engine.speculation import plan_speculation
 from jaxinfer.engine.step import Step
 from jaxinfer.processors import LogitsProcessor
 from jaxinfer.tokenizer import Tokenizer
@@ -41,6 +43,10 @@ class LLM:
     `logits_processors` are functions of the user's, by name: see `jaxinfer.processors.LogitsProcessor`. They become a
     part of the compiled steps, and act on the requests that name them in `SamplingParams.logits_processors`.
 
+    `speculation` guesses tokens ahead, to be verified several at once: "ngram" guesses what followed the last tokens
+    where the request had them before, "suffix" also where other outputs had them, a `Drafter` of the user's whatever it
+    does. No token depends on it, only the time that a token takes.
+
     Requests are added (`add`) and advance together, one `step` at a time; `generate` and `stream` do both for you.
     Not thread-safe: one thread owns an LLM.
 
@@ -54,6 +60,7 @@ class LLM:
         config: EngineConfig | None = None,
         dtype: str | None = None,
         logits_processors: Mapping[str, LogitsProcessor] | None = None,
+        speculation: str | Drafter | None = None,
         show_progress: bool = False,
     ):
         enable_compilation_cache()
@@ -63,8 +70,9 @@ class LLM:
         params, self.model_config = load_checkpoint(path, dtype, show_progress=show_progress)
         self.tokenizer = Tokenizer.from_path(path)
         custom = dict(logits_processors or {})
+        planned = plan_speculation(speculation, config)
         self._admission, self._scheduler = plan_host(
-            path, self.model_config, config, dtype, self.tokenizer, custom=tuple(custom)
+            path, self.model_config, config, dtype, self.tokenizer, custom=tuple(custom), speculation=planned
         )
         self._runner = Runner(
             params,
@@ -72,10 +80,14 @@ class LLM:
             config,
             self._admission.cache_config,
             max_model_len=self._admission.max_model_len,
+            max_drafts=0 if planned is None else config.max_drafts,
             custom=custom,
             tiers=self._scheduler.tiers,
             show_progress=show_progress,
         )
+        if planned is not None:
+            cache_config = self._admission.cache_config
+            planned.rehearse(self._runner.run, cache_config.num_pages, cache_config.page_size)
         self.on_step: Callable[[Step, float], None] | None = None  # told each step and the seconds it took
         self._ids = itertools.count()
         self._mailroom = Mailroom()

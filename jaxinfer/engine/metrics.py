@@ -29,6 +29,8 @@ class Tally:
     num_prefill_tokens: int = 0  # computed of prompts, and again after preemptions
     num_found_tokens: int = 0  # not computed because they were in the prefix cache
     num_output_tokens: int = 0
+    num_drafted_tokens: int = 0  # drafts that were verified
+    num_accepted_tokens: int = 0  # drafts that were right
     busy_seconds: float = 0.0  # from the scheduling of each step to its result
 
 
@@ -61,13 +63,21 @@ class Metrics:
     num_prefill_tokens: int
     num_found_tokens: int
     num_output_tokens: int
+    num_drafted_tokens: int
+    num_accepted_tokens: int
     busy_seconds: float
+    num_drafts: tuple[int, ...]  # of each request in the last step in which all decoded: the chosen K
     tiers: tuple[TierMetrics, ...] = ()  # fastest first
 
     @property
     def prefix_hit_rate(self) -> float:
         """The part of all tokens to prefill that was found in the cache."""
         return self.num_found_tokens / max(self.num_found_tokens + self.num_prefill_tokens, 1)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """The part of the verified drafts that was right."""
+        return self.num_accepted_tokens / max(self.num_drafted_tokens, 1)
 
     @property
     def tokens_per_second(self) -> float:

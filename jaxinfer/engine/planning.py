@@ -16,6 +16,7 @@ from jaxinfer.engine.disk_tier import DiskTier
 from jaxinfer.engine.host_tier import HostTier
 from jaxinfer.engine.identity import page_identity
 from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.speculation import Speculation
 from jaxinfer.engine.tiers import PageTiers, Tier
 from jaxinfer.grammar import GrammarCompiler
 from jaxinfer.tokenizer import Tokenizer
@@ -29,6 +30,7 @@ def plan_host(
     tokenizer: Tokenizer | None,
     *,
     custom: tuple[str, ...] = (),
+    speculation: Speculation | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Admission, Scheduler]:
     """Returns what decides which requests are taken and when they are computed; no weights are needed for it."""
@@ -57,6 +59,7 @@ def plan_host(
         max_mixed_tokens=config.max_mixed_tokens,
         max_waiting=config.max_waiting,
         tiers=plan_tiers(config, page_bytes(model_config, cache_config)),
+        speculation=speculation,
         clock=clock,
     )
     return admission, scheduler

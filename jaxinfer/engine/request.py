@@ -44,6 +44,10 @@ class Structure(Protocol):
 
     def mask(self) -> np.ndarray: ...
 
+    def num_allowed(self, token_ids: Sequence[int]) -> int: ...
+
+    def masks(self, token_ids: Sequence[int]) -> list[np.ndarray]: ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
@@ -106,6 +110,7 @@ class Request:
         stop_token_ids: Collection[int],
         text_stream: TextStream | None,
         keys: PageKeys | None = None,
+        cache_salt: str | None = None,
         priority: Priority = "interactive",
         tenant: str = "",
         time_limit: float = math.inf,
@@ -129,6 +134,7 @@ class Request:
         self.num_cached_tokens = 0
         self.pages: list[int] = []
         self.keys = keys
+        self.cache_salt = cache_salt
         self.finish_reason: FinishReason | None = None
         self.num_parked = 0  # how far it was when it gave way, its last page in a tier
         self._num_reached = 0  # the most that `num_computed` has been

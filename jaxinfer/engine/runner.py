@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 from tqdm import tqdm
 
-from jaxinfer.batch import StepOutput
+from jaxinfer.batch import StepOutput, VerifyOutput
 from jaxinfer.cache import abstract_cache, init_cache
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
 from jaxinfer.engine.batching import Bucket, build_batch, choose_bucket, plan_buckets
@@ -20,7 +20,7 @@ from jaxinfer.engine.step import Step
 from jaxinfer.engine.tiers import PageTiers
 from jaxinfer.params import Params
 from jaxinfer.processors import LogitsProcessor
-from jaxinfer.steps import decode_step, prefill_step
+from jaxinfer.steps import decode_step, prefill_step, verify_step
 
 # Pages copied at once, without tiers and with them: one that is evicted while others decode, or many.
 COPY_WIDTHS = ((1,), (1, 8))
@@ -37,6 +37,7 @@ class Runner:
         cache_config: CacheConfig,
         *,
         max_model_len: int,
+        max_drafts: int,
         custom: Mapping[str, LogitsProcessor],
         tiers: PageTiers | None,
         show_progress: bool,
@@ -48,14 +49,14 @@ class Runner:
         self._custom = dict(custom)
         self._max_listed_tokens = engine_config.max_listed_tokens
         self._table_width = -(-max_model_len // cache_config.page_size)
-        self._buckets = plan_buckets(engine_config)
+        self._buckets = plan_buckets(engine_config, max_drafts)
         self._tiers = tiers
         self._compiled, self._copier = self._compile_all(show_progress)
         self._cache = init_cache(model_config, cache_config)
         if tiers is not None:
             tiers.seconds_per_copy = self._measure_copies()
 
-    def run(self, step: Step) -> StepOutput:
+    def run(self, step: Step) -> StepOutput | VerifyOutput:
         """Computes the step and returns its output as host arrays, one row per chunk and padding after them."""
         for copies in step.copies.batches(self._copier.max_width):
             self._copy(copies)
@@ -106,7 +107,9 @@ class Runner:
 
         def compile_bucket(bucket: Bucket) -> jax.stages.Compiled:
             batch, sampling = self._build(Step(()), bucket)
-            step = decode_step if bucket.is_decode else prefill_step
+            step, statics = decode_step if bucket.is_decode else prefill_step, {}
+            if bucket.is_verify:
+                step, statics = verify_step, {"q_len": bucket.q_len}
             return step.lower(
                 self._params,
                 cache,
@@ -115,6 +118,7 @@ class Runner:
                 config=self._model_config,
                 max_log_probs=self._max_log_probs,
                 custom=tuple(self._custom.values()),
+                **statics,
             ).compile()
 
         # The compiler releases the interpreter lock, so buckets compile beside each other; the largest goes first.

@@ -14,11 +14,10 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from jaxinfer.engine.block_tables import BlockTables
+from jaxinfer.engine.emission import emitted_tokens, extend_request
 from jaxinfer.engine.metrics import Metrics, Tally
 from jaxinfer.engine.policy import step_order
 from jaxinfer.engine.request import Delta, FinishReason, QueueFullError, Request
@@ -26,13 +25,16 @@ from jaxinfer.engine.step import Chunk, Step
 from jaxinfer.engine.tiers import PageTiers
 from jaxinfer.engine.waiting import WaitingLine
 
+if TYPE_CHECKING:  # it knows the compiled shapes, and so jax
+    from jaxinfer.engine.speculation import Speculation
+
 
 class Scheduler:
     """Holds all unfinished requests: those that wait have no pages, those that run advance in every step if they can.
 
     `max_mixed_tokens` bounds the tokens of a step in which somebody decodes, `max_waiting` the requests beyond those
-    that can run; None leaves either open. `tiers` keep pages that the pool has no room for. `clock` counts seconds and
-    never goes back.
+    that can run; None leaves either open. `tiers` keep pages that the pool has no room for. `speculation` adds drafts
+    where all decode. `clock` counts seconds and never goes back.
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class Scheduler:
         max_mixed_tokens: int | None = None,
         max_waiting: int | None = None,
         tiers: PageTiers | None = None,
+        speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_mixed_tokens = max_mixed_tokens or max_num_batched_tokens
         self._max_waiting = max_waiting
+        self._speculation = speculation
         self._clock = clock
         self.tiers = tiers
         self._tables = BlockTables(num_pages, page_size, tiers)
@@ -80,6 +84,7 @@ class Scheduler:
             num_owned_pages=pages.num_pages - pages.num_available,
             num_cached_pages=pages.num_cached,
             num_free_pages=pages.num_free,
+            num_drafts=() if self._speculation is None else self._speculation.num_drafts,
             **asdict(self._tally),
             tiers=() if self.tiers is None else self.tiers.metrics(),
         )
@@ -134,29 +139,36 @@ class Scheduler:
                 budget -= num_tokens
                 request.first_step = self._began if request.first_step is None else request.first_step
                 self._waiting.charge(request.tenant, num_tokens)
+        if self._speculation is not None:
+            chunks = self._speculation.add_drafts(chunks, self._tables)
         return Step(tuple(chunks), self._tables.copies) if chunks else None
 
     def commit(self, step: Step, output: Any) -> list[Delta]:
         """Enters a step's result (`StepOutput` of host arrays, one row per chunk); frees what is finished."""
-        tokens, log_probs = output.tokens.tolist(), output.log_probs.tolist()
+        emitted = emitted_tokens(step, output)
         now, deltas = self._clock(), []
         self._tally.num_steps += 1
         self._tally.busy_seconds += now - self._began
-        if self.tiers is not None and not step.is_decode:
+        if self.tiers is not None and not (step.is_decode or step.is_verify):
             self.tiers.observe_prefill(step.num_tokens, now - self._began)
-        for row, chunk in enumerate(step.chunks):
+        if self._speculation is not None:
+            self._speculation.observe(step, emitted, now - self._began)
+        for chunk, tokens in zip(step.chunks, emitted, strict=True):
             request = chunk.request
             if request.finish_reason is not None:  # ended while the step ran
                 continue
-            is_last = chunk.is_last
             if chunk.num_tokens > 1 or not request.num_output_tokens:
                 self._tally.num_prefill_tokens += chunk.num_tokens
-            self._tables.advance(request, chunk.num_tokens)
-            if not is_last:
+            if not chunk.is_last:
+                self._tables.advance(request, chunk.num_tokens)
                 continue
-            request.token_times.append(now)
-            self._tally.num_output_tokens += 1
-            delta = request.append(tokens[row], log_probs[row], _top_log_probs(output, row, request.sampling.log_probs))
+            request.token_times += [now] * len(tokens)
+            delta = extend_request(request, tokens)
+            self._tally.num_output_tokens += len(delta.token_ids)
+            self._tally.num_drafted_tokens += len(chunk.drafts)
+            self._tally.num_accepted_tokens += len(tokens) - 1
+            # The drafts before the last token were right, so they are computed as well.
+            self._tables.advance(request, min(chunk.num_tokens - 1 + len(tokens), request.num_uncomputed))
             deltas.append(delta)
             if delta.completion is not None:
                 self._forget(request)
@@ -225,15 +237,7 @@ class Scheduler:
             self._running.remove(request)
         self._tables.release(request)
         self._waiting.leave(request)
+        if self._speculation is not None:
+            self._speculation.forget(request)
         self._tally.num_finished += 1
         del self._requests[request.request_id]
-
-
-def _top_log_probs(output: Any, row: int, count: int) -> dict[int, float]:
-    if count == 0:
-        return {}
-    tokens, log_probs = (
-        np.asarray(output.top_tokens[row, :count]),
-        np.asarray(output.top_log_probs[row, :count]),
-    )
-    return dict(zip(tokens.tolist(), log_probs.tolist(), strict=True))

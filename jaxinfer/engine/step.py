@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxinfer.engine.page_copies import PageCopies
@@ -10,11 +11,12 @@ from jaxinfer.engine.request import Request
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next `num_tokens` tokens of a request that are not in the cache, from position `start`."""
+    """The next `num_tokens` tokens of a request that are not in the cache, from position `start`, and drafts after."""
 
     request: Request
     start: int
     num_tokens: int
+    drafts: Sequence[int] = ()
 
     @property
     def is_last(self) -> bool:
@@ -26,7 +28,7 @@ class Chunk:
 class Step:
     """The chunks to compute, decoding requests first, and the copies of pages to make before.
 
-    `is_decode`: every chunk is one token.
+    `is_decode`: every chunk is one token. `is_verify`: every chunk is one token with any number of drafts.
     """
 
     chunks: tuple[Chunk, ...]
@@ -34,8 +36,12 @@ class Step:
 
     @property
     def is_decode(self) -> bool:
-        return all(chunk.num_tokens == 1 for chunk in self.chunks)
+        return not self.is_verify and all(chunk.num_tokens == 1 for chunk in self.chunks)
+
+    @property
+    def is_verify(self) -> bool:
+        return any(chunk.drafts for chunk in self.chunks)
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        return sum(chunk.num_tokens + len(chunk.drafts) for chunk in self.chunks)

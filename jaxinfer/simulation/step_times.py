@@ -8,16 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from scipy.optimize import nnls
 
 from jaxinfer.engine.batching import Bucket
 from jaxinfer.engine.step import Step
+from jaxinfer.engine.step_times import FEATURES, fit_weights, step_features
 
-# What a step costs grows with each of these, so no coefficient is negative.
-FEATURES = ("step", "padded tokens", "tokens", "tokens in sixteens", "rows", "context tokens", "attended tokens")
-# Of a step that was interrupted by something else, the measured time tells nothing.
-OUTLIER = 1.5
-FIT_ROUNDS = 5
 MIN_STEPS = 8
 
 
@@ -28,17 +23,6 @@ class MeasuredStep:
     is_decode: bool
     features: tuple[float, ...]
     seconds: float
-
-
-def step_features(step: Step, bucket: Bucket) -> tuple[float, ...]:
-    """Returns the FEATURES of a step in its compiled shape."""
-    context = attended = 0
-    for chunk in step.chunks:
-        end = chunk.start + chunk.num_tokens
-        context += end
-        attended += chunk.num_tokens * (chunk.start + end) // 2
-    tokens = step.num_tokens
-    return (1, bucket.num_tokens, tokens, -(-tokens // 16), len(step.chunks), context, attended)
 
 
 @dataclass(frozen=True)
@@ -79,17 +63,7 @@ def fit_step_times(steps: Iterable[MeasuredStep]) -> StepTimes:
         chosen = [step for step in steps if step.is_decode == is_decode]
         if len(chosen) < MIN_STEPS:
             raise ValueError(f"{len(chosen)} {name} steps were measured, at least {MIN_STEPS} are needed; replay more")
-        kinds[name] = _fit(np.array([step.features for step in chosen]), np.array([step.seconds for step in chosen]))
+        kinds[name] = fit_weights(
+            np.array([step.features for step in chosen]), np.array([step.seconds for step in chosen])
+        )
     return StepTimes(**kinds)
-
-
-def _fit(features: np.ndarray, seconds: np.ndarray) -> tuple[float, ...]:
-    kept = np.ones(len(seconds), bool)
-    scale = features.max(0).clip(1)
-    weights = np.zeros(features.shape[1])
-    for _ in range(FIT_ROUNDS):
-        rows = features[kept] / scale / seconds[kept, None]
-        weights = nnls(rows, np.ones(kept.sum()))[0] / scale
-        ratio = seconds / np.maximum(features @ weights, 1e-12)
-        kept = ratio < OUTLIER * np.median(ratio)
-    return tuple(weights.tolist())

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxinfer.engine.mailroom import Mailroom
-from tests.engine.engines import num_owned_pages, save_small_checkpoint, small_engine
+from tests.engine.engines import ScriptedDrafter, num_owned_pages, poison_cache, save_small_checkpoint, small_engine
 
 
 @pytest.fixture(scope="session")
@@ -14,6 +14,15 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="session")
 def shared_llm(checkpoint):
     return small_engine(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def crowded_llm(checkpoint):
+    """Chunks of 5 tokens, fewer pages than its requests want, all poisoned, and drafts where a test has some."""
+    limits = {"max_num_seqs": 3, "max_num_batched_tokens": 5, "num_pages": 6, "max_drafts": 3}
+    llm = small_engine(checkpoint, **limits, adaptive_drafts=False, speculation=ScriptedDrafter(0))
+    poison_cache(llm)
+    return llm
 
 
 @pytest.fixture

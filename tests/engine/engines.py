@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.engine.drafters import Drafter
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request import Completion, Delta
 from tests.oracles import save_random_checkpoint
@@ -65,8 +68,39 @@ def favour_turns(logits: jax.Array, tokens: jax.Array, length: jax.Array, bonus:
     return jnp.where(distance % 2 == 1, logits + bonus, logits)
 
 
-def small_engine(path: Path, **overrides: Any) -> LLM:
-    return LLM(path, config=EngineConfig(**{**SMALL, **overrides}), logits_processors={"turns": favour_turns})
+def small_engine(path: Path, *, speculation: Any = None, **overrides: Any) -> LLM:
+    config = EngineConfig(**{**SMALL, **overrides})
+    return LLM(path, config=config, logits_processors={"turns": favour_turns}, speculation=speculation)
+
+
+class ScriptedDrafter:
+    """Guesses each token of known answers rightly with a given probability, wrongly else; other requests not at all."""
+
+    def __init__(self, acceptance: float, completions: Iterable[Completion] = ()):
+        self.acceptance = acceptance
+        self.answers = {(c.prompt_token_ids, c.sample_index): c.token_ids for c in completions}
+        self._random = random.Random(0)
+
+    def draft(self, requests, counts):
+        return [self._draft(*pair) for pair in zip(requests, counts, strict=True)]
+
+    def forget(self, request):
+        pass
+
+    def _draft(self, request, count):
+        prompt = tuple(request.token_ids[: request.num_prompt_tokens])
+        answer = self.answers.get((prompt, request.sample_index), ())[request.num_output_tokens :][:count]
+        return [token if self._random.random() < self.acceptance else (token + 1) % 96 for token in answer]
+
+
+@contextlib.contextmanager
+def drafts_from(llm: LLM, drafter: Drafter) -> Iterator[None]:
+    """Gives an engine that speculates another drafter for a while."""
+    speculation = llm._scheduler._speculation
+    assert speculation is not None
+    speculation._drafter, kept = drafter, speculation._drafter
+    yield
+    speculation._drafter = kept
 
 
 def poison_cache(llm: LLM) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,7 @@ from jaxinfer.engine.page_copies import Copy, CopyIn, CopyOut, CopyWithin
 from jaxinfer.engine.prefix import PageKeys, root_key
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.scheduler import Scheduler
-from jaxinfer.engine.step import Step
+from jaxinfer.engine.step import Chunk, Step
 from jaxinfer.engine.tiers import PageTiers
 
 
@@ -36,6 +38,7 @@ def make_request(
         stop_token_ids=(),
         text_stream=None,
         keys=None if root is None else PageKeys(root, page_size),
+        cache_salt=cache_salt,
         **terms,
     )
 
@@ -52,6 +55,26 @@ def expected_tokens(request: Request, count: int) -> list[int]:
     return tokens[request.num_prompt_tokens :]
 
 
+class GuessingDrafter:
+    """Knows what comes next, and guesses wrong now and then, on purpose."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self.forgotten: list[int] = []
+
+    def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
+        return [self._draft(*pair) for pair in zip(requests, counts, strict=True)]
+
+    def forget(self, request: Request) -> None:
+        self.forgotten.append(request.request_id)
+
+    def _draft(self, request: Request, count: int) -> list[int]:
+        tokens = list(request.token_ids)
+        for _ in range(self._random.randint(0, count + 1)):
+            tokens.append(next_token(tokens) if self._random.random() < 0.7 else 5)
+        return tokens[len(request.token_ids) :]
+
+
 class FakeDevice:
     """Keeps tokens in slots as a cache would and reads each context back through the request's pages."""
 
@@ -63,12 +86,23 @@ class FakeDevice:
     def run(self, step: Step) -> SimpleNamespace:
         for batch in step.copies.batches(2):
             self.copy(batch)
+        rows, counts = [], []
         for chunk in step.chunks:
-            for position in range(chunk.start, chunk.start + chunk.num_tokens):
-                self.slots[self.slot(chunk.request, position)] = chunk.request.token_ids[position]
-        contexts = [self.context(chunk.request, chunk.start + chunk.num_tokens) for chunk in step.chunks]
-        tokens = np.array([next_token(context) for context in contexts])
-        return SimpleNamespace(tokens=tokens, log_probs=np.zeros(len(tokens), np.float32))
+            drawn = self.compute(chunk) if chunk.request.finish_reason is None else [-1]
+            is_right = [draft == token for draft, token in zip(chunk.drafts, drawn, strict=False)]
+            rows.append(drawn)
+            counts.append([*is_right, False].index(False) + 1)
+        width = max(map(len, rows))
+        tokens = np.array([row + [-1] * (width - len(row)) for row in rows])
+        tokens = tokens if step.is_verify else tokens[:, 0]
+        return SimpleNamespace(tokens=tokens, log_probs=np.zeros(tokens.shape), num_emitted=np.array(counts))
+
+    def compute(self, chunk: Chunk) -> list[int]:
+        """Writes the chunk's tokens and drafts; returns the token after the last known one and after each draft."""
+        end = chunk.start + chunk.num_tokens
+        for position, token in enumerate([*chunk.request.token_ids[chunk.start : end], *chunk.drafts], chunk.start):
+            self.slots[self.slot(chunk.request, position)] = token
+        return [next_token(self.context(chunk.request, end + i)) for i in range(1 + len(chunk.drafts))]
 
     def copy(self, batch: list[Copy]) -> None:
         """Makes copies, each content being what is in the slots of a page; the last first, for any order must do."""

@@ -21,12 +21,9 @@ from tests.engine.engines import (
     small_engine,
 )
 
-# Other buckets, chunks and batches than those of the shared engine (4 requests, 32 tokens, all pages).
+# Engines of other buckets, chunks and batches than those of the shared one (4 requests, 32 tokens, all pages).
 # The page size is the same: it is a constant of an engine, and may change the order in which attention adds up.
-ENGINES = {
-    "larger steps": {"max_num_seqs": 9, "max_num_batched_tokens": 80},
-    "tiny chunks, few pages": {"max_num_seqs": 3, "max_num_batched_tokens": 5, "num_pages": 7},
-}
+ENGINES = {"larger steps": "roomy_llm", "tiny chunks, few pages": "crowded_llm"}
 KINDS = [
     {"temperature": 0},
     {"temperature": 0, "log_probs": 3},
@@ -55,9 +52,14 @@ def generate_alone(llm, prompt, params):
     return completion
 
 
+@pytest.fixture(scope="module")
+def roomy_llm(checkpoint):
+    return small_engine(checkpoint, max_num_seqs=9, max_num_batched_tokens=80)
+
+
 @pytest.fixture(scope="module", params=list(ENGINES))
-def other_llm(request, checkpoint):
-    return small_engine(checkpoint, **ENGINES[request.param])
+def other_llm(request):
+    return request.getfixturevalue(ENGINES[request.param])
 
 
 @pytest.mark.parametrize("arrivals_seed", [0, 1, 2])

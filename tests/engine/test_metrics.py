@@ -93,6 +93,9 @@ def test_the_metrics_are_what_was_done():
         num_prefill_tokens=20 + 5 + 40,
         num_found_tokens=16,
         num_output_tokens=3 + 2 * 2,
+        num_drafted_tokens=0,
+        num_accepted_tokens=0,
+        num_drafts=(),
         busy_seconds=5.0,
     )
     assert metrics.prefix_hit_rate == 16 / 81

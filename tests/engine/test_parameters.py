@@ -19,7 +19,15 @@ import torch
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.sampling_params import STRUCTURES
-from tests.engine.engines import EOS, content_of, num_preemptions, poison_cache, random_prompts, small_engine
+from tests.engine.engines import (
+    EOS,
+    ScriptedDrafter,
+    content_of,
+    drafts_from,
+    forget_prefixes,
+    num_preemptions,
+    random_prompts,
+)
 from tests.oracles import load_reference
 
 README = Path(__file__).parents[2] / "README.md"
@@ -96,14 +104,6 @@ def alone(shared_llm):
     return functools.cache(lambda name: yields(shared_llm, PROMPTS, requests_of(name)))
 
 
-@pytest.fixture(scope="module")
-def crowded_llm(checkpoint):
-    """Chunks of 5 tokens, fewer pages than its requests want, all poisoned, and none shared."""
-    llm = small_engine(checkpoint, max_num_seqs=3, max_num_batched_tokens=5, num_pages=5, prefix_cache=False)
-    poison_cache(llm)
-    return llm
-
-
 def test_every_parameter_is_tested():
     assert set(PARAMETERS) == {field.name for field in dataclasses.fields(SamplingParams)}
 
@@ -119,6 +119,7 @@ def test_the_parameter_changes_what_a_request_yields(llm, alone, name):
 def test_the_parameter_is_honoured_in_chunks_and_after_preemption_to_the_bit(crowded_llm, alone, name):
     before = num_preemptions(crowded_llm)
 
+    forget_prefixes(crowded_llm)
     completions = together(crowded_llm, requests_of(name))
 
     assert completions == alone(name)
@@ -148,6 +149,23 @@ def test_the_parameter_is_honoured_after_a_prefix_from_the_cache(llm, alone, nam
     assert first[0].num_cached_tokens == 0 or params.num_samples > 1
     assert second[0].num_cached_tokens == 16
     assert contents(first) == contents(second) == alone(name)[-1]
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_the_parameter_is_honoured_where_drafts_are_verified_to_the_bit(crowded_llm, shared_llm, alone, name):
+    answers = [shared_llm.generate(p, requests_of(name)[0], show_progress=False) for p in PROMPTS]
+    before = crowded_llm.metrics()
+    forget_prefixes(crowded_llm)
+
+    with drafts_from(crowded_llm, ScriptedDrafter(0.7, itertools.chain(*answers))):
+        completions = together(crowded_llm, requests_of(name))
+
+    assert completions == alone(name)
+    after = crowded_llm.metrics()
+    num_drafted = after.num_drafted_tokens - before.num_drafted_tokens
+    num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
+    assert num_accepted > 0
+    assert num_accepted < num_drafted or name in STRUCTURES  # which verify no draft that they rule out
 
 
 BY_TRANSFORMERS = {
@@ -240,7 +258,7 @@ def test_what_cannot_be_honoured_is_refused_and_the_engine_goes_on(llm, fields, 
     assert len(llm.generate([5], GREEDY, show_progress=False)[0].token_ids) == 16
 
 
-COLUMNS = ("alone", "in any batch", "in chunks", "after preemption", "after a prefix hit")
+COLUMNS = ("alone", "in any batch", "in chunks", "after preemption", "after a prefix hit", "speculation")
 TABLE = re.compile(r"(?<=<!-- parameters -->\n).*?(?=<!-- /parameters -->)", re.DOTALL)
 
 

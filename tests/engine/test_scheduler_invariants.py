@@ -9,10 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from types import SimpleNamespace
 
 import hypothesis.strategies as st
-import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -26,9 +24,10 @@ from hypothesis.stateful import (
 from jaxinfer.engine.host_tier import HostTier
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.speculation import Speculation
 from jaxinfer.engine.step import Step
 from jaxinfer.engine.tiers import PageTiers
-from tests.engine.fake_device import FakeDevice, expected_tokens, make_request
+from tests.engine.fake_device import FakeDevice, GuessingDrafter, expected_tokens, make_request
 
 STEPS_PER_EXAMPLE = 40
 
@@ -44,15 +43,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         mixed=st.integers(0, 6),
         tier_pages=st.sampled_from([(20,), (3, 20), (1, 2), ()]),
         copy_pays=st.sampled_from([True, True, False]),
+        max_drafts=st.integers(0, 4),
     )
-    def start(self, num_pages, page_size, max_num_seqs, more, mixed, tier_pages, copy_pays):
+    def start(self, num_pages, page_size, max_num_seqs, more, mixed, tier_pages, copy_pays, max_drafts):
         self.now = 0.0
         self.num_pages, self.page_size = num_pages, page_size
         self.max_num_seqs, self.budget = max_num_seqs, max_num_seqs + more
+        self.drafter = GuessingDrafter(num_pages)
         self.tiers = PageTiers([HostTier(n, page_bytes=1) for n in tier_pages]) if tier_pages else None
         if self.tiers is not None and not copy_pays:
             self.tiers.seconds_per_copy = 1.0  # and a step takes none
         self.scheduler = Scheduler(
+            speculation=Speculation(self.drafter, max_drafts=max_drafts, max_tokens=self.budget),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=self.budget,
             num_pages=num_pages,
@@ -163,7 +165,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         for chunk in chunks:
             assert chunk.start == chunk.request.num_computed
             assert 1 <= chunk.num_tokens <= chunk.request.num_uncomputed
-            assert len(chunk.request.pages) * self.page_size >= chunk.start + chunk.num_tokens
+            num_slots = chunk.num_tokens + len(chunk.drafts)
+            assert len(chunk.request.pages) * self.page_size >= chunk.start + num_slots
+            assert not chunk.drafts or all(c.num_tokens == 1 and c.is_last for c in chunks)
         decoded = [chunk.request for chunk in chunks if chunk.request in decoding]
         assert {*decoded} == {r for r in decoding if r in self.scheduler._running}, "a decoding request was held up"
         places = [i for i, chunk in enumerate(chunks) if chunk.request in decoding]
@@ -175,17 +179,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def what_is_written_is_nobody_elses(self, step: Step):
         pages = self.scheduler._tables.pages
         for chunk in step.chunks:
-            first, last = chunk.start // self.page_size, (chunk.start + chunk.num_tokens - 1) // self.page_size
+            end = chunk.start + chunk.num_tokens + len(chunk.drafts)
+            first, last = chunk.start // self.page_size, (end - 1) // self.page_size
             for page in chunk.request.pages[first : last + 1]:
                 assert pages.num_users(page) == 1, "a page is written by one and read by another"
                 assert page not in pages._key_of, "a page is written whose content is known"
 
     def enter(self, step: Step):
-        aborted = [chunk.request for chunk in step.chunks if chunk.request.finish_reason is not None]
-        running = Step(tuple(chunk for chunk in step.chunks if chunk.request not in aborted), step.copies)
-        results = dict(zip(running.chunks, self.device.run(running).tokens.tolist(), strict=True))
-        tokens = np.array([results.get(chunk, -1) for chunk in step.chunks])
-        output = SimpleNamespace(tokens=tokens, log_probs=np.zeros(len(tokens), np.float32))
+        output = self.device.run(step)
         for delta in self.scheduler.commit(step, output):
             if delta.completion is not None:
                 self.completions[delta.request_id] = delta.completion
@@ -243,6 +244,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.num_unfinished == 0, "livelock"
         assert self.scheduler.num_available_pages == self.num_pages
         assert self.completions.keys() == self.requests.keys()
+        assert sorted(self.drafter.forgotten) == sorted(self.requests)
         for request_id, completion in self.completions.items():
             request = self.requests[request_id]
             assert list(completion.token_ids) == expected_tokens(request, len(completion.token_ids))

@@ -14,10 +14,11 @@ from jaxinfer.engine.disk_tier import DiskTier
 from jaxinfer.engine.host_tier import HostTier
 from jaxinfer.engine.page_copies import CopyIn
 from tests.engine.engines import content_of, forget_prefixes, num_preemptions, run_with_arrivals, small_engine
-from tests.engine.test_engine_exactness import ENGINES, PARAMS, PROMPTS, generate_alone
+from tests.engine.test_engine_exactness import PARAMS, PROMPTS, generate_alone
 from tests.engine.test_runner import recorded_compilations
 
-LIMITS = {**ENGINES["tiny chunks, few pages"], "host_cache_bytes": 10**7, "disk_cache_bytes": 10**7}
+FEW_PAGES = {"max_num_seqs": 3, "max_num_batched_tokens": 5, "num_pages": 7}
+LIMITS = {**FEW_PAGES, "host_cache_bytes": 10**7, "disk_cache_bytes": 10**7}
 
 
 @pytest.fixture(scope="module")

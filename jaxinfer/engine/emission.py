@@ -1,0 +1,53 @@
+"""What a step drew, one token or several per request, and how a request takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.engine.request import Delta, Request
+from jaxinfer.engine.step import Step
+
+Emitted = tuple[int, float, dict[int, float]]  # a token, its log-probability, and those of the alternatives
+
+
+def emitted_tokens(step: Step, output: Any) -> list[list[Emitted]]:
+    """Returns what a step's output of host arrays, `StepOutput` or `VerifyOutput`, has for each chunk."""
+    count = len(step.chunks)
+    tokens, log_probs = (array[:count].reshape(count, -1).tolist() for array in (output.tokens, output.log_probs))
+    counts = output.num_emitted.tolist() if step.is_verify else [1] * count
+    emitted = []
+    for row, chunk in enumerate(step.chunks):
+        num_log_probs = chunk.request.sampling.log_probs
+        tops = _alternatives(output, row, num_log_probs) if num_log_probs else [{}] * counts[row]
+        emitted.append(list(zip(tokens[row][: counts[row]], log_probs[row], tops, strict=False)))
+    return emitted
+
+
+def _alternatives(output: Any, row: int, count: int) -> list[dict[int, float]]:
+    tokens, log_probs = (
+        np.asarray(array[row]).reshape(-1, array.shape[-1])[:, :count].tolist()
+        for array in (output.top_tokens, output.top_log_probs)
+    )
+    return [dict(zip(*pair, strict=True)) for pair in zip(tokens, log_probs, strict=True)]
+
+
+def extend_request(request: Request, emitted: Iterable[Emitted]) -> Delta:
+    """Adds the tokens that one step drew for a request, up to one that ends it."""
+    deltas: list[Delta] = []
+    for token in emitted:
+        deltas.append(request.append(*token))
+        if request.finish_reason is not None:
+            break
+    if len(deltas) == 1:
+        return deltas[0]
+    return replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
+        log_probs=tuple(chain.from_iterable(delta.log_probs for delta in deltas)),
+    )
