@@ -115,8 +115,11 @@ ALLOWED = {
     "engine.pages": set(),
     "engine.prefix": set(),
     "engine.metrics": set(),
-    "engine.request": below("sampling_params", "engine.metrics", "engine.prefix"),
+    "engine.completion": below("engine.metrics"),
     "engine.page_copies": set(),
+    "engine.request": below(
+        "sampling_params", "engine.completion", "engine.metrics", "engine.page_copies", "engine.prefix"
+    ),
     "engine.sealed_file": set(),
     "engine.tiers": below("engine.metrics", "engine.page_copies"),
     "engine.host_tier": below("engine.metrics", "engine.page_copies"),

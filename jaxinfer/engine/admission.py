@@ -100,14 +100,14 @@ class Admission:
             make_sample(
                 next(ids),
                 sample_index=sample_index,
-                text_stream=self._text_stream(sampling),
+                text_stream=self.text_stream(sampling),
                 keys=None if root is None else PageKeys(root, self.cache_config.page_size),
                 grammar=self.grammars.compile(sampling),
             )
             for sample_index in range(sampling.num_samples)
         ]
 
-    def _text_stream(self, sampling: SamplingParams) -> Detokenizer | None:
+    def text_stream(self, sampling: SamplingParams) -> Detokenizer | None:
         if self.tokenizer is None:
             return None
         return Detokenizer(self.tokenizer, stop=sampling.stop, min_tokens=sampling.min_tokens)

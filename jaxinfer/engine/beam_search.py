@@ -6,6 +6,9 @@ import heapq
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from jaxinfer.engine.request import Completion, Request
+from jaxinfer.tokenizer import Tokenizer
+
 
 @dataclass(frozen=True)
 class Beam:
@@ -58,3 +61,21 @@ def search(
         if not running or (is_full and running[0].score(length_penalty) <= finished[-1].score(length_penalty)):
             break
     return finished
+
+
+def as_completions(beams: Sequence[Beam], request: Request, tokenizer: Tokenizer | None) -> list[Completion]:
+    """Returns finished beams as completions of the request that they were searched for."""
+    return [
+        Completion(
+            request_id=request.request_id,
+            prompt_token_ids=tuple(request.token_ids),
+            text="" if tokenizer is None else tokenizer.decode(beam.token_ids),
+            token_ids=beam.token_ids,
+            log_probs=beam.log_probs,
+            top_log_probs=(),
+            finish_reason="stop" if beam.token_ids[-1] in request.stop_token_ids else "length",
+            seed=request.seed,
+            sample_index=rank,
+        )
+        for rank, beam in enumerate(beams)
+    ]

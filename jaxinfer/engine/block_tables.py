@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from jaxinfer.engine.page_copies import CopyIn, CopyOut, PageCopies
+from jaxinfer.engine.page_copies import Content, CopyIn, CopyOut, CopyWithin, PageCopies
 from jaxinfer.engine.pages import PageAllocator
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.tiers import PageTiers
@@ -99,6 +99,29 @@ class BlockTables:
                 self.copies.append(CopyOut(request.pages[request.num_computed // self._page_size], key))
         self.release(request)
 
+    def rewind(self, request: Request) -> bool:
+        """Gives back the pages past the tokens of a request, which have become fewer.
+
+        A page that others may read is not written: it is copied. False if there is no page for that, or none left.
+        """
+        if not request.pages:
+            return True
+        request.num_computed = min(request.num_computed, len(request.token_ids) - 1)
+        kept = -(-request.num_computed // self._page_size)
+        self.pages.release(request.pages[kept:])
+        del request.pages[kept:]
+        if not request.pages:
+            return False
+        last = request.pages[-1]
+        if request.num_computed % self._page_size == 0 or not self.pages.is_known(last):
+            return True
+        if self.pages.num_available == 0:
+            return False
+        request.pages[-1:] = self.pages.allocate(1)
+        self.copies.append(CopyWithin(last, request.pages[-1]))
+        self.pages.release([last])
+        return True
+
     def _keep(self, page: int, key: bytes) -> None:
         assert self._tiers is not None
         if self._tiers.wants(key, self._page_size):
@@ -120,27 +143,52 @@ class BlockTables:
 
     def _fill_page(self, request: Request) -> bool:
         """Moves the request over its next page, or into it, if the content is somewhere else."""
-        index, S = request.num_computed // self._page_size, self._page_size
-        if self._tiers is None or request.keys is None or index >= len(request.pages):
+        index = request.num_computed // self._page_size
+        if index >= len(request.pages):
             return False
-        page = request.pages[index]
-        if index < self._num_shareable(request):
-            key = request.keys.key(index, request.token_ids)
-            content = self._tiers.get(key, (index + 1) * S - request.num_computed)
+        page, limit = request.pages[index], min((index + 1) * self._page_size, len(request.token_ids) - 1)
+        found = self._in_file(request, index, limit)
+        found = found or self._in_origin(request, index, limit) or self._in_tiers(request, index, limit)
+        if found is None:
+            return False
+        end, source = found
+        self.copies.append(CopyWithin(source, page) if isinstance(source, int) else CopyIn(page, source))
+        if request.keys is not None and end == (index + 1) * self._page_size:
+            request.pages[index] = self.pages.register(page, request.keys.key(index, request.token_ids))
+        request.skip(end)
+        return True
+
+    def _in_file(self, request: Request, index: int, limit: int) -> tuple[int, Content] | None:
+        """Returns page `index` as the request was saved with it, and up to which token it is to be had."""
+        end = min(limit, request.num_saved)
+        if end > request.num_computed:
+            return end, request.saved[index]
+        request.saved, request.num_saved = (), 0
+        return None
+
+    def _in_origin(self, request: Request, index: int, limit: int) -> tuple[int, int] | None:
+        """Returns the page of the request that it was forked from, and up to which token they are the same."""
+        origin = request.origin
+        end = 0 if origin is None else min(limit, origin.num_computed)
+        if origin is not None and end > request.num_computed and origin.token_ids[:end] == request.token_ids[:end]:
+            return end, origin.pages[index]
+        request.origin = None
+        return None
+
+    def _in_tiers(self, request: Request, index: int, limit: int) -> tuple[int, Content] | None:
+        """Returns page `index` from the tiers, whole or as it was when the request gave way, and its last token."""
+        if self._tiers is None or request.keys is None:
+            return None
+        keys, num_parked = request.keys, request.num_parked
+        if limit == (index + 1) * self._page_size:
+            content = self._tiers.get(keys.key(index, request.token_ids), limit - request.num_computed)
             if content is not None:
-                self.copies.append(CopyIn(page, content))
-                request.pages[index] = self.pages.register(page, key)
-                request.skip((index + 1) * S)
-                return True
-        num_parked = request.num_parked
-        if request.num_computed < num_parked < (index + 1) * S:
-            key = request.keys.partial_key(num_parked, request.token_ids)
+                return limit, content
+        if request.num_computed < num_parked <= limit and num_parked % self._page_size:
+            key = keys.partial_key(num_parked, request.token_ids)
             content = self._tiers.get(key, num_parked - request.num_computed)
-            if content is not None:
-                self.copies.append(CopyIn(page, content))
-                request.skip(num_parked)
-                return True
-        return False
+            return None if content is None else (num_parked, content)
+        return None
 
     def _num_shareable(self, request: Request) -> int:
         """Returns how many pages of the request can be full without its last token, whose logits are wanted."""

@@ -19,7 +19,9 @@ MAX_REMEMBERED_TOKENS = 200_000
 
 @runtime_checkable
 class Drafter(Protocol):
-    """What speculation needs. The tokens of a request so far are its `token_ids`; they only ever grow."""
+    """What speculation needs. The tokens of a request so far are its `token_ids`, a list that only ever grows; one
+    that is set back has another list from then on.
+    """
 
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
         """Returns up to `counts[i]` tokens, none if need be, that may follow those of `requests[i]`."""

@@ -16,7 +16,8 @@ from jaxinfer.checkpoint import load_checkpoint, resolve_checkpoint
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.device import default_dtype, enable_compilation_cache
 from jaxinfer.engine.admission import Prompt, Terms, as_params, as_prompts
-from jaxinfer.engine.beam_search import Beam, num_candidates, search
+from jaxinfer.engine.beam_search import Beam, as_completions, num_candidates, search
+from jaxinfer.engine.branches import Branches
 from jaxinfer.engine.drafters import Drafter
 from jaxinfer.engine.mailroom import Mailroom
 from jaxinfer.engine.metrics import Metrics
@@ -91,6 +92,7 @@ class LLM:
         self.on_step: Callable[[Step, float], None] | None = None  # told each step and the seconds it took
         self._ids = itertools.count()
         self._mailroom = Mailroom()
+        self._branches = Branches(self._ids, self._admission, self._scheduler, self._runner, path)
 
     @property
     def has_unfinished(self) -> bool:
@@ -120,6 +122,22 @@ class LLM:
             delta = self._scheduler.abort(sample_id)
             if delta is not None:
                 self._mailroom.post(delta)
+
+    def fork(self, request_id: int, *, seed: int | None = None) -> int:
+        """Branches an unfinished request and returns the id of the branch: see `Branches.fork`."""
+        return self._branches.fork(request_id, seed)
+
+    def rewind(self, request_id: int, num_tokens: int, *, seed: int | None = None) -> None:
+        """Takes back the last tokens of an unfinished request's output: see `Branches.rewind`."""
+        self._branches.rewind(request_id, num_tokens, seed)
+
+    def save(self, request_id: int, path: str | Path) -> None:
+        """Writes an unfinished request to a file, all that it needs to go on: see `Branches.save`."""
+        self._branches.save(request_id, Path(path))
+
+    def restore(self, path: str | Path) -> int:
+        """Queues the request in a file and returns its id here: see `Branches.restore`."""
+        return self._branches.restore(Path(path))
 
     def step(self) -> list[Delta]:
         """Computes one step and returns what it added to the requests of `add`; empty when there is nothing to do."""
@@ -201,20 +219,7 @@ class LLM:
             stop_token_ids=request.stop_token_ids,
             length_penalty=length_penalty,
         )
-        return [
-            Completion(
-                request_id=request.request_id,
-                prompt_token_ids=tuple(request.token_ids),
-                text="" if self.tokenizer is None else self.tokenizer.decode(beam.token_ids),
-                token_ids=beam.token_ids,
-                log_probs=beam.log_probs,
-                top_log_probs=(),
-                finish_reason="stop" if beam.token_ids[-1] in request.stop_token_ids else "length",
-                seed=request.seed,
-                sample_index=rank,
-            )
-            for rank, beam in enumerate(beams)
-        ]
+        return as_completions(beams, request, self.tokenizer)
 
     def _advance(self) -> None:
         began = time.perf_counter()

@@ -78,6 +78,10 @@ class PageAllocator:
             else:
                 self._free.append(page)
 
+    def is_known(self, page: int) -> bool:
+        """Whether the page's content has a key, so that others may read it now or later."""
+        return page in self._key_of
+
     def find(self, key: bytes) -> int | None:
         """Returns the page with this content."""
         return self._page_of.get(key)

@@ -26,6 +26,12 @@ class PageKeys:
         self._chain = [root]
         self._page_size = page_size
 
+    def begin_again(self, num_tokens: int) -> PageKeys:
+        """Returns the keys of a sequence that has the first `num_tokens` tokens of this one and may go on otherwise."""
+        keys = PageKeys(self._chain[0], self._page_size)
+        keys._chain = self._chain[: num_tokens // self._page_size + 1]
+        return keys
+
     def partial_key(self, num_tokens: int, token_ids: Sequence[int]) -> bytes:
         """Returns the key of the last page of `num_tokens` tokens, which it does not fill."""
         index, rest = divmod(num_tokens, self._page_size)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, Protocol
 
 import numpy as np
 
+from jaxinfer.engine.completion import Completion as Completion
+from jaxinfer.engine.completion import Delta as Delta
+from jaxinfer.engine.completion import FinishReason as FinishReason
 from jaxinfer.engine.metrics import Timings
+from jaxinfer.engine.page_copies import Content
 from jaxinfer.engine.prefix import PageKeys
 from jaxinfer.sampling_params import NO_TOKEN, SamplingParams
 
-# "exhausted": the request's parameters ruled out every token.
-FinishReason = Literal["stop", "length", "exhausted", "abort", "deadline"]
 Priority = Literal["interactive", "batch"]
 
 
@@ -49,42 +51,11 @@ class Structure(Protocol):
     def masks(self, token_ids: Sequence[int]) -> list[np.ndarray]: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """A finished request. `text` ends before a stop string; `token_ids` are all tokens that were made.
+@dataclass
+class Family:
+    """A request and the forks of it and of theirs; each draws as another sample."""
 
-    `sample_index` counts the samples of one prompt. `log_probs` are those of the chosen tokens under the model, before
-    temperature and filters. `top_log_probs` has a dictionary from token id to log-probability per token, most probable
-    first, if asked for. `seed` repeats the result. `num_cached_tokens` of the prompt were found in the prefix cache and
-    not computed. `timings` say what it took, and have no part in equality.
-    """
-
-    request_id: int
-    prompt_token_ids: tuple[int, ...]
-    text: str
-    token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    top_log_probs: tuple[dict[int, float], ...]
-    finish_reason: FinishReason
-    seed: int
-    sample_index: int = 0
-    num_cached_tokens: int = 0
-    timings: Timings = field(default=Timings(), compare=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Delta:
-    """What one step added to a request; the last one carries the completion.
-
-    `text` can be empty while an unfinished character or the possible start of a stop string is held back.
-    """
-
-    request_id: int
-    text: str
-    token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    sample_index: int = 0
-    completion: Completion | None = None
+    num_samples: int
 
 
 class Request:
@@ -96,6 +67,8 @@ class Request:
     `keys` find its full pages in the prefix cache; without them it shares none. `priority`, `tenant` and `deadline`
     (on the scheduler's clock) say when it is computed, never what comes out. `yields`: it was admitted as batch work,
     which gives way to interactive requests.
+
+    What else it keeps follows from its tokens, so a request that is given the tokens of another goes on like it.
     """
 
     def __init__(
@@ -135,6 +108,10 @@ class Request:
         self.pages: list[int] = []
         self.keys = keys
         self.cache_salt = cache_salt
+        self.family = Family(sample_index + 1)
+        self.origin: Request | None = None  # what it was forked from, whose pages it may take over
+        self.saved: Sequence[Content] = ()  # its pages from a file, and how many tokens are in them
+        self.num_saved = 0
         self.finish_reason: FinishReason | None = None
         self.num_parked = 0  # how far it was when it gave way, its last page in a tier
         self._num_reached = 0  # the most that `num_computed` has been
@@ -158,6 +135,25 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def outputs(self) -> list[tuple[int, float, dict[int, float]]]:
+        """The tokens of the output, each with its log-probability and those of the alternatives."""
+        tops = self._top_log_probs or [{}] * self.num_output_tokens
+        return list(zip(self.token_ids[self.num_prompt_tokens :], self._log_probs, tops, strict=True))
+
+    def rewind(self, num_tokens: int, text_stream: TextStream | None, grammar: Structure | None) -> None:
+        """Takes back the last tokens of the output; text stream and grammar are to be new ones."""
+        kept = self.outputs[: self.num_output_tokens - num_tokens]
+        # A new list: drafters may go on reading the old one.
+        self.token_ids = self.token_ids[: self.num_prompt_tokens]
+        del self.token_times[len(kept) :]
+        self._texts, self._log_probs, self._top_log_probs = [], [], []
+        self._text_stream, self.grammar = text_stream, grammar
+        for output in kept:
+            self.append(*output)
+        self.keys = None if self.keys is None else self.keys.begin_again(len(self.token_ids))
+        self.num_saved = min(self.num_saved, len(self.token_ids))
 
     def advance(self, num_tokens: int) -> None:
         """Enters that the next `num_tokens` tokens are in the cache."""

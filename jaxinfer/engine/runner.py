@@ -15,7 +15,7 @@ from jaxinfer.cache import abstract_cache, init_cache
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
 from jaxinfer.engine.batching import Bucket, build_batch, choose_bucket, plan_buckets
 from jaxinfer.engine.page_copier import PageCopier
-from jaxinfer.engine.page_copies import Copy, CopyIn, CopyOut, CopyWithin
+from jaxinfer.engine.page_copies import Content, Copy, CopyIn, CopyOut, CopyWithin, PageCopies
 from jaxinfer.engine.step import Step
 from jaxinfer.engine.tiers import PageTiers
 from jaxinfer.params import Params
@@ -58,12 +58,20 @@ class Runner:
 
     def run(self, step: Step) -> StepOutput | VerifyOutput:
         """Computes the step and returns its output as host arrays, one row per chunk and padding after them."""
-        for copies in step.copies.batches(self._copier.max_width):
-            self._copy(copies)
+        self._make_copies(step.copies)
         bucket = choose_bucket(self._buckets, step)
         batch, sampling = self._build(step, bucket)
         output, self._cache = self._compiled[bucket](self._params, self._cache, batch, sampling)
         return jax.device_get(output)
+
+    def read_pages(self, copies: PageCopies, pages: Sequence[int]) -> list[Content]:
+        """Returns what pages hold after copies that are still to be made."""
+        self._make_copies(copies)
+        return self._copier.read(self._cache, pages)
+
+    def _make_copies(self, copies: PageCopies) -> None:
+        for batch in copies.batches(self._copier.max_width):
+            self._copy(batch)
 
     def _copy(self, copies: Sequence[Copy]) -> None:
         """Makes copies of one kind."""

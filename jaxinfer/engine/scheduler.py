@@ -58,6 +58,7 @@ class Scheduler:
         self._clock = clock
         self.tiers = tiers
         self._tables = BlockTables(num_pages, page_size, tiers)
+        self.copies = self._tables.copies  # which the next step makes before it computes anything
         self._orders = itertools.count()
         self._requests: dict[int, Request] = {}  # all that are unfinished
         self._running: list[Request] = []  # in the order of admission
@@ -108,6 +109,18 @@ class Scheduler:
         if request.deadline < float("inf"):
             heapq.heappush(self._deadlines, (request.deadline, request.order, request))
 
+    def find(self, request_id: int) -> Request | None:
+        """Returns an unfinished request."""
+        return self._requests.get(request_id)
+
+    def time_left(self, request: Request) -> float:
+        return request.deadline - self._clock()
+
+    def rewind(self, request: Request) -> None:
+        """Enters that a request has fewer tokens than before."""
+        if not self._tables.rewind(request):
+            self._preempt(request)
+
     def abort(self, request_id: int) -> Delta | None:
         """Ends a request wherever it is and frees its pages; None if there is no such request any more."""
         request = self._requests.get(request_id)
@@ -141,7 +154,7 @@ class Scheduler:
                 self._waiting.charge(request.tenant, num_tokens)
         if self._speculation is not None:
             chunks = self._speculation.add_drafts(chunks, self._tables)
-        return Step(tuple(chunks), self._tables.copies) if chunks else None
+        return Step(tuple(chunks), self.copies) if chunks else None
 
     def commit(self, step: Step, output: Any) -> list[Delta]:
         """Enters a step's result (`StepOutput` of host arrays, one row per chunk); frees what is finished."""

@@ -43,15 +43,16 @@ def make_request(
     )
 
 
-def next_token(token_ids: list[int]) -> int:
-    """A model of sorts: the next token is a function of all tokens so far and their order."""
-    return hash(tuple(token_ids)) % 1_000_003
+def next_token(token_ids: list[int], seed: int = 0, sample_index: int = 0) -> int:
+    """A model of sorts: the next token is a function of all tokens so far, their order, and what draws it."""
+    return hash((seed, sample_index, *token_ids)) % 1_000_003
 
 
-def expected_tokens(request: Request, count: int) -> list[int]:
-    tokens = request.token_ids[: request.num_prompt_tokens]
-    for _ in range(count):
-        tokens = [*tokens, next_token(tokens)]
+def expected_tokens(request: Request, count: int, begun: list[int] | None = None) -> list[int]:
+    """What a request draws that had the tokens `begun` when it was made or set back, its prompt if None."""
+    tokens = begun or request.token_ids[: request.num_prompt_tokens]
+    while len(tokens) < request.num_prompt_tokens + count:
+        tokens = [*tokens, next_token(tokens, request.seed, request.sample_index)]
     return tokens[request.num_prompt_tokens :]
 
 
@@ -71,7 +72,7 @@ class GuessingDrafter:
     def _draft(self, request: Request, count: int) -> list[int]:
         tokens = list(request.token_ids)
         for _ in range(self._random.randint(0, count + 1)):
-            tokens.append(next_token(tokens) if self._random.random() < 0.7 else 5)
+            tokens.append(next_token(tokens, request.seed, request.sample_index) if self._random.random() < 0.7 else 5)
         return tokens[len(request.token_ids) :]
 
 
@@ -102,7 +103,7 @@ class FakeDevice:
         end = chunk.start + chunk.num_tokens
         for position, token in enumerate([*chunk.request.token_ids[chunk.start : end], *chunk.drafts], chunk.start):
             self.slots[self.slot(chunk.request, position)] = token
-        return [next_token(self.context(chunk.request, end + i)) for i in range(1 + len(chunk.drafts))]
+        return [self.draw(chunk.request, end + i) for i in range(1 + len(chunk.drafts))]
 
     def copy(self, batch: list[Copy]) -> None:
         """Makes copies, each content being what is in the slots of a page; the last first, for any order must do."""
@@ -124,6 +125,9 @@ class FakeDevice:
         for i in range(self.page_size):
             self.slots.pop(page * self.page_size + i, None)
         self.slots |= {page * self.page_size + i: token for i, token in content.items()}
+
+    def draw(self, request: Request, kv_len: int) -> int:
+        return next_token(self.context(request, kv_len), request.seed, request.sample_index)
 
     def context(self, request: Request, kv_len: int) -> list[int]:
         return [self.slots[self.slot(request, position)] for position in range(kv_len)]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
@@ -21,6 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from jaxinfer.engine.branches import fork, rewind
 from jaxinfer.engine.host_tier import HostTier
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.scheduler import Scheduler
@@ -30,16 +33,17 @@ from jaxinfer.engine.tiers import PageTiers
 from tests.engine.fake_device import FakeDevice, GuessingDrafter, expected_tokens, make_request
 
 STEPS_PER_EXAMPLE = 40
+ADMISSION: Any = SimpleNamespace(text_stream=lambda _: None, grammars=SimpleNamespace(compile=lambda _: None))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, advance and are aborted in any order, in a pool that is often too small for all."""
 
     @initialize(
-        num_pages=st.integers(1, 8),
+        num_pages=st.sampled_from([8, 12, 1, 2, 3, 5]),
         page_size=st.integers(1, 4),
         max_num_seqs=st.integers(1, 4),
-        more=st.integers(0, 6),
+        more=st.sampled_from([6, 20, 0, 2]),
         mixed=st.integers(0, 6),
         tier_pages=st.sampled_from([(20,), (3, 20), (1, 2), ()]),
         copy_pays=st.sampled_from([True, True, False]),
@@ -66,13 +70,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.device = FakeDevice(page_size, self.tiers)
         self.ids = itertools.count()
         self.requests: dict[int, Request] = {}
+        self.begun: dict[int, list[int]] = {}  # with which tokens, of those that did not begin with their prompt
         self.completions = {}
 
     # Few prompts, so that most share a beginning; each goes on where the one before it in the alphabet ends.
     @rule(
         letter=st.integers(0, 2),
-        num_prompt_tokens=st.integers(1, 32),
-        max_tokens=st.integers(1, 12),
+        num_prompt_tokens=st.sampled_from([5, 9, 18, 1, 32]) | st.integers(1, 32),
+        max_tokens=st.sampled_from([12, 20, 6, 1]),
         cache_salt=st.sampled_from(["", "", "mine", None]),
         priority=st.sampled_from(["interactive", "batch"]),
         tenant=st.sampled_from(["a", "b"]),
@@ -104,11 +109,59 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.add(request)
 
     @precondition(lambda self: self.scheduler.num_unfinished)
-    @rule()
-    def step(self):
-        self.expire()
-        if self.scheduler.num_unfinished:
-            self.enter(self.schedule())
+    @rule(number=st.integers(0, 100), seed=st.sampled_from([None, 1]))
+    def fork(self, number, seed):
+        origin = self.unfinished(number)
+        branch = fork(origin, next(self.ids), ADMISSION, time_limit=self.scheduler.time_left(origin))
+        branch.seed = origin.seed if seed is None else seed
+        self.begin(branch)
+
+    @precondition(lambda self: self.scheduler.num_unfinished)
+    @rule(number=st.integers(0, 100), count=st.integers(1, 6), seed=st.sampled_from([None, 2]))
+    def rewind(self, number, count, seed):
+        request = self.unfinished(number)
+        if request.num_output_tokens:
+            request.seed = request.seed if seed is None else seed
+            rewind(request, min(count, request.num_output_tokens), ADMISSION)
+            self.scheduler.rewind(request)
+            self.begun[request.request_id] = list(request.token_ids)
+
+    @precondition(lambda self: self.scheduler.num_unfinished)
+    @rule(number=st.integers(0, 100))
+    def save_and_restore(self, number):
+        request = self.unfinished(number)
+        device = self.device_after_copies()
+        restored = fork(request, next(self.ids), ADMISSION, time_limit=self.scheduler.time_left(request))
+        restored.sample_index, restored.origin = request.sample_index, None
+        if request.pages:
+            restored.saved = [device.content(page) for page in request.pages]
+            restored.num_saved = request.num_computed
+        self.begin(restored)
+
+    def begin(self, request):
+        """Adds a request that has tokens already."""
+        self.begun[request.request_id] = list(request.token_ids)
+        self.requests[request.request_id] = request
+        self.scheduler.add(request)
+
+    def unfinished(self, number) -> Request:
+        """Returns a request, mostly one that runs, which has drawn what it should have so far."""
+        running = [r for r in self.scheduler._running if r.num_output_tokens]
+        requests = (number % 8 and running) or list(self.scheduler._requests.values())
+        request = requests[number % len(requests)]
+        assert request.token_ids[request.num_prompt_tokens :] == self.expected_tokens(request)
+        return request
+
+    def expected_tokens(self, request) -> list[int]:
+        return expected_tokens(request, request.num_output_tokens, self.begun.get(request.request_id))
+
+    @precondition(lambda self: self.scheduler.num_unfinished)
+    @rule(count=st.sampled_from([6, 3, 1, 1]))
+    def step(self, count=1):
+        for _ in range(count):
+            self.expire()
+            if self.scheduler.num_unfinished:
+                self.enter(self.schedule())
 
     @precondition(lambda self: self.scheduler.num_unfinished)
     @rule(number=st.integers(0, 100))
@@ -247,7 +300,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sorted(self.drafter.forgotten) == sorted(self.requests)
         for request_id, completion in self.completions.items():
             request = self.requests[request_id]
-            assert list(completion.token_ids) == expected_tokens(request, len(completion.token_ids))
+            assert list(completion.token_ids) == self.expected_tokens(request)
 
 
 def run(num_examples: int) -> None:

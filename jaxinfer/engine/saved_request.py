@@ -1,0 +1,90 @@
+"""A request in a file, to be continued by another process as if nothing had been.
+
+digest, 32 bytes | length of the head, 8 bytes | head, JSON | pages, one after another
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.engine.admission import Admission
+from jaxinfer.engine.page_copies import Content
+from jaxinfer.engine.request import Request
+from jaxinfer.engine.sealed_file import read_sealed, write_sealed
+from jaxinfer.sampling_params import SamplingParams
+
+KIND = "request of jaxinfer, 1"
+LENGTH_BYTES = 8
+
+
+def write_request(
+    path: Path, request: Request, time_limit: float, contents: Sequence[Content], num_saved: int, identity: dict
+) -> None:
+    """Writes a request that is to run for `time_limit` seconds more, and its pages, in which `num_saved` tokens are."""
+    head = {
+        "kind": KIND,
+        "identity": identity,
+        "prompt": request.token_ids[: request.num_prompt_tokens],
+        "outputs": [(token, log_prob, list(tops.items())) for token, log_prob, tops in request.outputs],
+        "sampling": asdict(request.sampling),
+        "seed": request.seed,
+        "sample_index": request.sample_index,
+        "num_samples": request.family.num_samples,
+        "terms": {
+            "priority": request.priority,
+            "tenant": request.tenant,
+            "deadline": None if time_limit == math.inf else max(time_limit, 1e-3),  # it may have come just now
+            "cache_salt": request.cache_salt,
+        },
+        "num_saved": num_saved,
+        "num_pages": len(contents),
+    }
+    encoded = json.dumps(head).encode()
+    write_sealed(path, [len(encoded).to_bytes(LENGTH_BYTES, "little"), encoded, *contents])
+
+
+def read_request(path: Path, request_id: int, admission: Admission, identity: dict[str, str]) -> Request:
+    """Returns the request in a file; ValueError where it is damaged or cannot be continued here, with the reason."""
+    sealed = read_sealed(path)
+    start = LENGTH_BYTES + int.from_bytes(sealed[:LENGTH_BYTES], "little")
+    try:
+        head: dict[str, Any] = json.loads(bytes(sealed[LENGTH_BYTES:start]))
+        kind = head["kind"]
+    except (ValueError, KeyError, TypeError):
+        kind = None
+    if kind != KIND:
+        raise ValueError(f"{path} is not a {KIND}; give a file that LLM.save has written with this version")
+    for aspect, here in identity.items():
+        if head["identity"][aspect] != here:
+            raise ValueError(
+                f"{path} was saved with {aspect}={head['identity'][aspect]!r}, here it is {here!r}: its pages would be"
+                " wrong; restore it with an LLM like the one that saved it"
+            )
+    request = _rebuild(path, head, request_id, admission)
+    if head["num_pages"]:
+        request.saved = list(np.frombuffer(sealed[start:], np.uint8).reshape(head["num_pages"], -1))
+        request.num_saved = head["num_saved"]
+    return request
+
+
+def _rebuild(path: Path, head: dict[str, Any], request_id: int, admission: Admission) -> Request:
+    sampling = SamplingParams(**head["sampling"])
+    (request,) = admission.admit(count(request_id), head["prompt"], sampling, **head["terms"])
+    request.seed, request.sample_index = head["seed"], head["sample_index"]
+    request.family.num_samples = head["num_samples"]
+    for token_id, log_prob, tops in head["outputs"]:
+        request.append(token_id, log_prob, dict(map(tuple, tops)))
+        if request.finish_reason is not None:
+            raise ValueError(
+                f"{path} has {len(head['outputs'])} tokens of output, but here the request ends after"
+                f" {request.num_output_tokens}, with max_model_len={admission.max_model_len}; raise it in EngineConfig"
+            )
+    return request
