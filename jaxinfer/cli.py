@@ -157,7 +157,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--max-tpot", type=float, default=math.inf, metavar="S", help="target of the goodput")
 
     for command in (generate, batch):
-        command.add_argument("--speculation", metavar="DRAFTER", help="guess tokens ahead: ngram or suffix")
+        command.add_argument(
+            "--speculation", metavar="DRAFTER", help="ngram, suffix, or a draft model by its folder or id"
+        )
 
     for command in (generate, batch, replay, simulate):
         command.add_argument("--quiet", action="store_true", help="no progress and no statistics")

@@ -20,10 +20,10 @@ from jaxinfer.params import Params
 from jaxinfer.processors import Context, LogitsProcessor, process_logits
 from jaxinfer.sampling import describe, sample
 from jaxinfer.sampling_batch import SamplingBatch
-from jaxinfer.speculative import batch_of_tokens, emit, sampling_of_tokens
+from jaxinfer.speculative import batch_of_tokens, emit, next_batch, sampling_of_tokens
 
-_STATICS = ("config", "max_log_probs", "implementation", "mesh", "custom")
-_jit_step = functools.partial(jax.jit, static_argnames=_STATICS, donate_argnames="cache")
+_STATICS = ("config", "implementation", "mesh", "custom")
+_jit_step = functools.partial(jax.jit, static_argnames=("max_log_probs", *_STATICS), donate_argnames="cache")
 
 
 @_jit_step
@@ -68,7 +68,7 @@ def decode_step(
     return _finish(params, cache, hidden, batch, sampling, max_log_probs, custom), cache
 
 
-@functools.partial(jax.jit, static_argnames=("q_len", *_STATICS), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("q_len", "max_log_probs", *_STATICS), donate_argnames="cache")
 def verify_step(
     params: Params,
     cache: KVCache,
@@ -93,6 +93,42 @@ def verify_step(
     return emit(drawn, batch, q_len), cache
 
 
+@functools.partial(jax.jit, static_argnames=("max_drafts", *_STATICS), donate_argnames="cache")
+def draft_step(
+    params: Params,
+    cache: KVCache,
+    batch: Batch,
+    sampling: SamplingBatch,
+    counts: jax.Array,
+    *,
+    max_drafts: int,
+    config: ModelConfig,
+    implementation: str | None = None,
+    mesh: Mesh | None = None,
+    custom: tuple[LogitsProcessor, ...] = (),
+) -> tuple[jax.Array, KVCache]:
+    """Computes any mix of chunks and draws several tokens for each row, one after another, i32[B, max_drafts].
+
+    Of row b `counts[b]` tokens mean something, and all but the last of them are in the cache as well; rows with more of
+    them come first. They are drawn as `decode_step` would.
+    """
+    run = functools.partial(forward, config=config, implementation=implementation, mesh=mesh)
+    hidden, cache = run(params, cache, batch)
+    last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
+    _, tokens = _draw(params, cache, hidden[last], batch, sampling, custom)
+    drafts = jnp.zeros((tokens.shape[0], max_drafts), jnp.int32).at[:, 0].set(tokens)
+
+    def draft(i: jax.Array, carry: tuple[jax.Array, jax.Array, KVCache]) -> tuple[jax.Array, jax.Array, KVCache]:
+        drafts, tokens, cache = carry
+        one = next_batch(batch, tokens, jnp.where(i < counts, batch.kv_lens + i, 0), cache.tokens.shape[1])
+        hidden, cache = run(params, cache, one, q_len=1)
+        _, tokens = _draw(params, cache, hidden, one, sampling, custom)
+        return drafts.at[:, i].set(tokens), tokens, cache
+
+    drafts, _, cache = jax.lax.fori_loop(1, counts.max(), draft, (drafts, tokens, cache))
+    return drafts, cache
+
+
 def _finish(
     params: Params,
     cache: KVCache,
@@ -102,11 +138,24 @@ def _finish(
     max_log_probs: int,
     custom: tuple[LogitsProcessor, ...],
 ) -> StepOutput:
+    logits, tokens = _draw(params, cache, hidden, batch, sampling, custom)
+    return describe(logits, tokens, sampling, max_log_probs)
+
+
+def _draw(
+    params: Params,
+    cache: KVCache,
+    hidden: jax.Array,
+    batch: Batch,
+    sampling: SamplingBatch,
+    custom: tuple[LogitsProcessor, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the logits f32[B, V] of hidden states [B, D] and the token i32[B] that each row draws."""
     logits = unembed(params, hidden, (batch.kv_lens > 0).sum())
     context = functools.partial(_context, cache, batch)
     # A row's context is kv_lens tokens, so the token drawn now will stand at position kv_lens.
     tokens = sample(process_logits(logits, sampling.processors, context, custom), sampling, batch.kv_lens)
-    return describe(logits, tokens, sampling, max_log_probs)
+    return logits, tokens
 
 
 def _context(cache: KVCache, batch: Batch) -> Context:

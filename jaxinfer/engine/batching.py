@@ -49,11 +49,16 @@ def plan_buckets(config: EngineConfig, max_drafts: int = 0) -> tuple[Bucket, ...
     of decoding may have one draft each, or all have `max_drafts`, as far as the limits allow.
     """
     max_rows, max_tokens = config.max_num_seqs, config.max_num_batched_tokens
-    decode = [Bucket(True, rows, rows) for rows in _sizes(DECODE_ROWS, max_rows)]
+    decode = [Bucket(True, rows, rows) for rows in decode_sizes(config)]
     sizes = {*_sizes(PREFILL_TOKENS, max_tokens), config.max_mixed_tokens or max_tokens}
     prefill = [Bucket(False, n, min(n, max_rows)) for n in sorted(sizes)]
     verify = _verify_buckets([bucket.num_rows for bucket in decode], max_drafts, max_verified_tokens(config))
     return (*decode, *verify, *prefill)
+
+
+def decode_sizes(config: EngineConfig) -> list[int]:
+    """Returns how many rows steps of decoding rows have."""
+    return _sizes(DECODE_ROWS, config.max_num_seqs)
 
 
 def max_verified_tokens(config: EngineConfig) -> int:

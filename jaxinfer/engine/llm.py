@@ -45,8 +45,9 @@ class LLM:
     part of the compiled steps, and act on the requests that name them in `SamplingParams.logits_processors`.
 
     `speculation` guesses tokens ahead, to be verified several at once: "ngram" guesses what followed the last tokens
-    where the request had them before, "suffix" also where other outputs had them, a `Drafter` of the user's whatever it
-    does. No token depends on it, only the time that a token takes.
+    where the request had them before, "suffix" also where other outputs had them, the folder or Hub id of a small model
+    of the same vocabulary lets that draft, a `Drafter` of the user's does whatever it does. No token depends on it,
+    only the time that a token takes.
 
     Requests are added (`add`) and advance together, one `step` at a time; `generate` and `stream` do both for you.
     Not thread-safe: one thread owns an LLM.
@@ -61,7 +62,7 @@ class LLM:
         config: EngineConfig | None = None,
         dtype: str | None = None,
         logits_processors: Mapping[str, LogitsProcessor] | None = None,
-        speculation: str | Drafter | None = None,
+        speculation: str | Path | Drafter | None = None,
         show_progress: bool = False,
     ):
         enable_compilation_cache()
@@ -71,7 +72,7 @@ class LLM:
         params, self.model_config = load_checkpoint(path, dtype, show_progress=show_progress)
         self.tokenizer = Tokenizer.from_path(path)
         custom = dict(logits_processors or {})
-        planned = plan_speculation(speculation, config)
+        planned = plan_speculation(speculation, config, dtype)
         self._admission, self._scheduler = plan_host(
             path, self.model_config, config, dtype, self.tokenizer, custom=tuple(custom), speculation=planned
         )
@@ -87,8 +88,7 @@ class LLM:
             show_progress=show_progress,
         )
         if planned is not None:
-            cache_config = self._admission.cache_config
-            planned.rehearse(self._runner.run, cache_config.num_pages, cache_config.page_size)
+            planned.prepare(self._runner.run, self._admission, custom)
         self.on_step: Callable[[Step, float], None] | None = None  # told each step and the seconds it took
         self._ids = itertools.count()
         self._mailroom = Mailroom()

@@ -35,7 +35,7 @@ def plan_host(
 ) -> tuple[Admission, Scheduler]:
     """Returns what decides which requests are taken and when they are computed; no weights are needed for it."""
     max_model_len = resolve_max_model_len(model_config, config)
-    cache_config = plan_cache(model_config, config, dtype, max_model_len)
+    cache_config = plan_cache(model_config, config, dtype, max_model_len, speculation)
     eos_token_ids = read_eos_token_ids(path)
     model = f"{path} {dtype} {model_config}"
     if config.disk_cache_path is not None:  # which outlasts this process, and perhaps what the path leads to
@@ -77,17 +77,25 @@ def resolve_max_model_len(model_config: ModelConfig, config: EngineConfig) -> in
     return config.max_model_len
 
 
-def plan_cache(model_config: ModelConfig, config: EngineConfig, dtype: str, max_model_len: int) -> CacheConfig:
+def plan_cache(
+    model_config: ModelConfig,
+    config: EngineConfig,
+    dtype: str,
+    max_model_len: int,
+    speculation: Speculation | None = None,
+) -> CacheConfig:
     """Returns the pool: `num_pages` if set, else what all rows at full length use, within the bytes allowed."""
     one_page = CacheConfig(num_pages=1, page_size=config.page_size, dtype=dtype)
     if config.num_pages is not None:
         return replace(one_page, num_pages=config.num_pages)
     pages_per_row = -(-max_model_len // config.page_size)
     limit = default_cache_bytes() if config.cache_bytes is None else config.cache_bytes
-    num_pages = min(config.max_num_seqs * pages_per_row, limit // page_bytes(model_config, one_page))
+    bytes_per_page = page_bytes(model_config, one_page)
+    bytes_per_page += 0 if speculation is None else speculation.page_bytes(one_page)
+    num_pages = min(config.max_num_seqs * pages_per_row, limit // bytes_per_page)
     if num_pages < 1:
         raise ValueError(
-            f"cache_bytes={limit} is less than one page of {page_bytes(model_config, one_page)} bytes; raise"
+            f"cache_bytes={limit} is less than one page of {bytes_per_page} bytes; raise"
             " EngineConfig.cache_bytes or lower page_size"
         )
     return replace(one_page, num_pages=num_pages)

@@ -8,21 +8,26 @@ a draft that was not worth verifying is held against the tokens that came all th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxinfer.config import EngineConfig
+from jaxinfer.checkpoint import load_checkpoint
+from jaxinfer.config import CacheConfig, EngineConfig
+from jaxinfer.engine.admission import Admission
 from jaxinfer.engine.batching import max_verified_tokens, plan_buckets
 from jaxinfer.engine.block_tables import BlockTables
 from jaxinfer.engine.draft_estimates import DRAFTER_MEMORY, FIRST_RATE, REQUEST_MEMORY, Acceptance, DraftTimes
+from jaxinfer.engine.draft_model import DraftModel
 from jaxinfer.engine.drafters import Drafter, make_drafter
 from jaxinfer.engine.emission import Emitted
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.step import Chunk, Step
 from jaxinfer.engine.step_costs import StepCosts
+from jaxinfer.processors import LogitsProcessor
 
 # Speculation must promise so much before it is tried: costs are known to a few percent.
 MARGIN = 1.02
@@ -80,10 +85,25 @@ class Speculation:
             if chunk.is_last and chunk.request.finish_reason is None:
                 self._compare(chunk.request, [token_id for token_id, _, _ in tokens])
 
-    def rehearse(self, run: Callable[[Step], Any], num_pages: int, page_size: int) -> None:
-        """Learns what steps take, as `StepCosts.rehearse`."""
+    def page_bytes(self, cache_config: CacheConfig) -> int:
+        """Returns what drafting needs for each page of the cache."""
+        return self._drafter.page_bytes(cache_config) if isinstance(self._drafter, DraftModel) else 0
+
+    def prepare(
+        self, run: Callable[[Step], Any], admission: Admission, custom: Mapping[str, LogitsProcessor] | None = None
+    ) -> None:
+        """Does all that must not wait for the first request; `run` computes steps of an engine that has none yet."""
+        cache_config = admission.cache_config
+        if isinstance(self._drafter, DraftModel):
+            self._drafter.prepare(
+                admission.engine_config,
+                cache_config,
+                table_width=-(-admission.max_model_len // cache_config.page_size),
+                vocab_size=admission.model_config.vocab_size,
+                custom=custom or {},
+            )
         if self._costs is not None:
-            self._costs.rehearse(run, num_pages, page_size)
+            self._costs.rehearse(run, cache_config.num_pages, cache_config.page_size)
 
     def forget(self, request: Request) -> None:
         """Is told that a request has ended."""
@@ -185,13 +205,17 @@ class Speculation:
         return [tokens[:count] for tokens, count in zip(drafts, counts, strict=True)]
 
 
-def plan_speculation(speculation: str | Drafter | None, config: EngineConfig) -> Speculation | None:
+def plan_speculation(speculation: str | Path | Drafter | None, config: EngineConfig, dtype: str) -> Speculation | None:
     """Returns what adds drafts to the steps of an engine; ValueError for a drafter that does not exist."""
     if speculation is None:
         return None
+    if isinstance(speculation, Path) or (isinstance(speculation, str) and "/" in speculation):
+        drafter: Drafter = DraftModel(*load_checkpoint(speculation, dtype))
+    else:
+        drafter = make_drafter(speculation)
     buckets = plan_buckets(config, config.max_drafts)
     return Speculation(
-        make_drafter(speculation),
+        drafter,
         max_drafts=config.max_drafts,
         max_tokens=max_verified_tokens(config),
         costs=StepCosts(buckets) if config.adaptive_drafts else None,

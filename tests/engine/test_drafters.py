@@ -97,5 +97,5 @@ def test_the_oldest_outputs_make_room_for_new_ones():
 
 @pytest.mark.parametrize("speculation", ["eagle", 3, object()], ids=str)
 def test_a_drafter_that_does_not_exist_is_refused(speculation: Any):
-    with pytest.raises(ValueError, match=r"speculation=.* is not allowed: give one of 'ngram', 'suffix', an object"):
+    with pytest.raises(ValueError, match=r"speculation=.* is not allowed: give one of 'ngram', 'suffix', a Path"):
         make_drafter(speculation)

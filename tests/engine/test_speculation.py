@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.block_tables import BlockTables
+from jaxinfer.engine.draft_model import DraftModel
 from jaxinfer.engine.drafters import NgramDrafter, SuffixDrafter
 from jaxinfer.engine.speculation import Speculation
 from jaxinfer.engine.step import Chunk, Step
@@ -17,6 +19,7 @@ from tests.engine.engines import (
     ScriptedDrafter,
     content_of,
     drafts_from,
+    favour_turns,
     forget_prefixes,
     poison_cache,
     random_prompts,
@@ -62,6 +65,41 @@ def test_every_drafter_leaves_every_bit_as_it_is(crowded_llm, answers, name):
     assert after.num_accepted_tokens > before.num_accepted_tokens
     assert after.num_preemptions > before.num_preemptions
     assert after.num_found_tokens > before.num_found_tokens
+
+
+def draft_model_for(llm, params, config):
+    model = DraftModel(params, config)
+    limits, pages = llm.engine_config, llm._admission.cache_config
+    target, custom = llm.model_config, {"turns": favour_turns}
+    model.prepare(limits, pages, table_width=6, vocab_size=target.vocab_size, custom=custom)
+    return model
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(crowded_llm, shared_llm):
+    changes = {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3, "logits_processors": {"turns": 2.0}}
+    base = SamplingParams(max_tokens=30, seed=9, ignore_eos=True)
+    params = [replace(base, n=2), replace(base, temperature=1.3, **changes), replace(base, temperature=0)]
+    plain = shared_llm.generate(PROMPTS[:3], params, show_progress=False)
+    model = draft_model_for(crowded_llm, crowded_llm._runner._params, crowded_llm.model_config)
+    forget_prefixes(crowded_llm)
+    before = crowded_llm.metrics()
+
+    with drafts_from(crowded_llm, model):
+        completions = crowded_llm.generate(PROMPTS[:3], params, show_progress=False)
+
+    after = crowded_llm.metrics()
+    num_drafted = after.num_drafted_tokens - before.num_drafted_tokens
+    assert contents(completions) == contents(plain)
+    assert num_drafted > 20
+    assert after.num_accepted_tokens - before.num_accepted_tokens == num_drafted
+    assert model._computed == {}
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(crowded_llm):
+    config = crowded_llm.model_config
+
+    with pytest.raises(ValueError, match="vocabulary of 97 tokens, the target one of 96"):
+        draft_model_for(crowded_llm, None, replace(config, vocab_size=97))
 
 
 def test_drafts_that_are_right_save_steps_and_are_counted(crowded_llm, answers):
