@@ -47,13 +47,13 @@ class StepOutput:
 
 @struct.dataclass
 class VerifyOutput:
-    """What a verify step returns to the host: the fields of `StepOutput` for up to Q tokens of each row."""
+    """What a verify step or a decode loop returns to the host: the fields of `StepOutput` for Q tokens of each row."""
 
     tokens: Any  # i32[B, Q]  of which the first num_emitted mean something
     log_probs: Any  # f32[B, Q]
     top_tokens: Any  # i32[B, Q, A]
     top_log_probs: Any  # f32[B, Q, A]
-    num_emitted: Any  # i32[B]  1 + accepted drafts; 0 on padding
+    num_emitted: Any  # i32[B]  1 + accepted drafts, or the steps until the row stopped; 0 on padding
 
 
 class Row(NamedTuple):

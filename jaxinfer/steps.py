@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxinfer.batch import Batch, StepOutput, VerifyOutput
 from jaxinfer.cache import KVCache, read_tokens
 from jaxinfer.config import ModelConfig
+from jaxinfer.decode_loop import LoopBatch, run_loop
 from jaxinfer.decoder import forward, unembed
 from jaxinfer.params import Params
 from jaxinfer.processors import Context, LogitsProcessor, process_logits
@@ -91,6 +92,35 @@ def verify_step(
     per_token = batch_of_tokens(batch), sampling_of_tokens(batch, sampling)
     drawn = _finish(params, cache, hidden, *per_token, max_log_probs, custom)
     return emit(drawn, batch, q_len), cache
+
+
+@functools.partial(jax.jit, static_argnames=("num_steps", *_STATICS), donate_argnames="cache")
+def decode_loop(
+    params: Params,
+    cache: KVCache,
+    batch: Batch,
+    sampling: SamplingBatch,
+    loop: LoopBatch,
+    *,
+    num_steps: int,
+    config: ModelConfig,
+    max_log_probs: int = 0,
+    implementation: str | None = None,
+    mesh: Mesh | None = None,
+    custom: tuple[LogitsProcessor, ...] = (),
+) -> tuple[VerifyOutput, KVCache]:
+    """Runs `decode_step` up to `num_steps` times, each on the tokens that the last one drew.
+
+    A row stops as `loop` says, and emits what it drew so far. `block_tables` must have pages for its `max_tokens`.
+    The `allowed_bits` of a row are those of its next token alone, so no row may have a structure.
+    """
+    statics = {"config": config, "implementation": implementation, "mesh": mesh}
+
+    def decode(cache: KVCache, batch: Batch) -> tuple[StepOutput, KVCache]:
+        hidden, cache = forward(params, cache, batch, q_len=1, **statics)
+        return _finish(params, cache, hidden, batch, sampling, max_log_probs, custom), cache
+
+    return run_loop(decode, cache, batch, loop, num_steps)
 
 
 @functools.partial(jax.jit, static_argnames=("max_drafts", *_STATICS), donate_argnames="cache")

@@ -91,6 +91,7 @@ CORE = (
     "processors",
     "sampling",
     "speculative",
+    "decode_loop",
     "steps",
 )
 # What a module may import of ours; modules that are not named here are free.
@@ -110,6 +111,7 @@ ALLOWED = {
     "decoder": below("config", "params", "layers", "cache", "batch") | set(within("kernels_pallas")),
     "sampling": below("batch", "sampling_batch", "sampling_params", "processors") | set(within("kernels_pallas")),
     "speculative": below("batch", "sampling_batch"),
+    "decode_loop": below("batch", "cache", "sampling_params"),
     "steps": below(*CORE),
     "checkpoint": below("config", "params", "device", "checkpoint"),
     "engine.pages": set(),
