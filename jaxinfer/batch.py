@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -33,6 +34,21 @@ def num_real_tokens(batch: Batch) -> Any:
     """Returns how many of the batch's tokens are not padding, i32[]."""
     q_lens = batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
     return jnp.where(batch.kv_lens > 0, q_lens, 0).sum()
+
+
+def next_batch(batch: Batch, tokens: jax.Array, kv_lens: jax.Array, page_size: int) -> Batch:
+    """Returns a batch of one token i32[B] per row, the last of kv_lens i32[B]; rows of 0 are padding."""
+    B = kv_lens.shape[0]
+    positions = jnp.maximum(kv_lens - 1, 0)
+    slots = batch.block_tables[jnp.arange(B), positions // page_size] * page_size + positions % page_size
+    return Batch(
+        tokens=jnp.where(kv_lens > 0, tokens, 0),
+        positions=positions,
+        slot_mapping=jnp.where(kv_lens > 0, slots, PADDING_SLOT),
+        cu_q_lens=jnp.arange(B + 1, dtype=jnp.int32),
+        kv_lens=kv_lens,
+        block_tables=batch.block_tables,
+    )
 
 
 @struct.dataclass

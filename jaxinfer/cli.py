@@ -29,6 +29,8 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
+BATCH_LOOP_STEPS = 8  # as nobody waits for a single token; more gain nothing
+
 HELP = {
     "n": "samples to draw of the prompt",
     "best_of": "draw this many samples and give the n most probable",
@@ -64,6 +66,7 @@ HELP = {
     "cache_bytes": "bytes the cache may take",
     "max_log_probs": "most alternatives per token that a request may ask for",
     "max_listed_tokens": "most token ids that a request may name in one parameter",
+    "decode_loop_steps": "decode steps that one dispatch may run; tokens then come in bursts",
     "prefix_cache": "share the cache of equal beginnings between requests (default on)",
     "max_mixed_tokens": "tokens computed in a step in which somebody decodes",
     "max_waiting": "requests queued beyond those that can run",
@@ -248,6 +251,8 @@ def _batch(arguments: argparse.Namespace) -> None:
 
     # Loading a model takes minutes: a mistyped path is told before.
     check_paths(arguments.input, arguments.output)
+    if arguments.speculation is None:
+        vars(arguments).setdefault("decode_loop_steps", BATCH_LOOP_STEPS)
     llm = _load(arguments)
     limits = {} if arguments.max_in_flight is None else {"max_in_flight": arguments.max_in_flight}
     summary = run_batch(llm, arguments.input, arguments.output, show_progress=not arguments.quiet, **limits)

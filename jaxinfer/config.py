@@ -138,6 +138,8 @@ class EngineConfig:
     `max_listed_tokens`: the most token ids that a request may name in `logit_bias`, in `allowed_token_ids`, in all its
     `bad_words` together, and as stop tokens under `min_tokens`.
     `prefix_cache`: whether requests share the pages of equal beginnings, those of finished requests included.
+    `decode_loop_steps`: decode steps that one dispatch may run while all requests decode. More take less time; their
+    tokens come all at once, and abort and deadline act between dispatches. Not beside speculation.
     `max_mixed_tokens`: tokens computed in a step in which somebody decodes, `None` for max_num_batched_tokens; fewer
     make prompts slower and the time between tokens more even. `max_waiting`: requests queued beyond those that can
     run, `None` for any number.
@@ -157,6 +159,7 @@ class EngineConfig:
     max_log_probs: int = 20
     max_listed_tokens: int = 128
     prefix_cache: bool = True
+    decode_loop_steps: int = 1
     max_mixed_tokens: int | None = None
     max_waiting: int | None = None
     host_cache_bytes: int | None = None
@@ -182,6 +185,7 @@ class EngineConfig:
         require_int("max_log_probs", self.max_log_probs, 0)
         require_int("max_listed_tokens", self.max_listed_tokens, 1)
         require_bool("prefix_cache", self.prefix_cache)
+        require_int("decode_loop_steps", self.decode_loop_steps, 1)
         if self.max_mixed_tokens is not None:
             # So many that a prompt advances beside all others decoding.
             require_int("max_mixed_tokens", self.max_mixed_tokens, self.max_num_seqs, self.max_num_batched_tokens)

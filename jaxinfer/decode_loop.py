@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxinfer.batch import PADDING_TOKEN, Batch, StepOutput, VerifyOutput, padded
+from jaxinfer.batch import PADDING_TOKEN, Batch, StepOutput, VerifyOutput, next_batch, padded
 from jaxinfer.cache import KVCache
 from jaxinfer.sampling_params import NO_TOKEN
 
@@ -74,9 +75,14 @@ def run_loop(decode: DecodeStep, cache: KVCache, batch: Batch, loop: LoopBatch, 
         has_stopped = (now.is_running & ~is_running).any()
         return _Progress(
             step=now.step + 1,
-            batch=_next_batch(now.batch, drawn.tokens, is_running, page_size),
+            batch=next_batch(
+                now.batch,
+                jnp.where(is_running, drawn.tokens, now.batch.tokens),
+                now.batch.kv_lens + is_running.astype(jnp.int32),
+                page_size,
+            ),
             cache=cache,
-            output=_entered(now.output, drawn, now.step).replace(num_emitted=num_emitted),
+            output=replace(_entered(now.output, drawn, now.step), num_emitted=num_emitted),
             is_running=is_running,
             is_over=~is_running.any() | (loop.ends_early & has_stopped),
         )
@@ -94,19 +100,6 @@ def run_loop(decode: DecodeStep, cache: KVCache, batch: Batch, loop: LoopBatch, 
     return end.output, end.cache
 
 
-def _next_batch(batch: Batch, drawn: jax.Array, is_running: jax.Array, page_size: int) -> Batch:
-    """The batch with the drawn token of each running row as its next one."""
-    step = is_running.astype(jnp.int32)
-    positions = batch.positions + step
-    pages = jnp.take_along_axis(batch.block_tables, positions[:, None] // page_size, axis=1)[:, 0]
-    return batch.replace(
-        tokens=jnp.where(is_running, drawn, batch.tokens),
-        positions=positions,
-        slot_mapping=jnp.where(is_running, pages * page_size + positions % page_size, batch.slot_mapping),
-        kv_lens=batch.kv_lens + step,
-    )
-
-
 def _empty_output(one: StepOutput, num_steps: int) -> VerifyOutput:
     def column(field: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.zeros((field.shape[0], num_steps, *field.shape[1:]), field.dtype)
@@ -120,7 +113,7 @@ def _entered(output: VerifyOutput, drawn: StepOutput, step: jax.Array) -> Verify
         name: jax.lax.dynamic_update_index_in_dim(getattr(output, name), column, step, axis=1)
         for name, column in _fields(drawn).items()
     }
-    return output.replace(**columns)
+    return replace(output, **columns)
 
 
 def _fields(output: StepOutput) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.batch import PADDING_SLOT, Batch, StepOutput, VerifyOutput
+from jaxinfer.batch import Batch, StepOutput, VerifyOutput
 from jaxinfer.sampling_batch import SamplingBatch
 
 NO_DRAFT = -2  # equal to no token that is drawn, NO_TOKEN included
@@ -44,21 +44,6 @@ def batch_of_tokens(batch: Batch) -> Batch:
         cu_q_lens=jnp.arange(batch.tokens.shape[0] + 1, dtype=jnp.int32),
         kv_lens=jnp.where(is_real, batch.positions + 1, 0),
         block_tables=batch.block_tables[rows],
-    )
-
-
-def next_batch(batch: Batch, tokens: jax.Array, kv_lens: jax.Array, page_size: int) -> Batch:
-    """Returns a batch of one token i32[B] per row, the last of kv_lens i32[B]; rows of 0 are padding."""
-    B = kv_lens.shape[0]
-    positions = jnp.maximum(kv_lens - 1, 0)
-    slots = batch.block_tables[jnp.arange(B), positions // page_size] * page_size + positions % page_size
-    return Batch(
-        tokens=jnp.where(kv_lens > 0, tokens, 0),
-        positions=positions,
-        slot_mapping=jnp.where(kv_lens > 0, slots, PADDING_SLOT),
-        cu_q_lens=jnp.arange(B + 1, dtype=jnp.int32),
-        kv_lens=kv_lens,
-        block_tables=batch.block_tables,
     )
 
 

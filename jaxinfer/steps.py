@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxinfer.batch import Batch, StepOutput, VerifyOutput
+from jaxinfer.batch import Batch, StepOutput, VerifyOutput, next_batch
 from jaxinfer.cache import KVCache, read_tokens
 from jaxinfer.config import ModelConfig
 from jaxinfer.decode_loop import LoopBatch, run_loop
@@ -21,7 +21,7 @@ from jaxinfer.params import Params
 from jaxinfer.processors import Context, LogitsProcessor, process_logits
 from jaxinfer.sampling import describe, sample
 from jaxinfer.sampling_batch import SamplingBatch
-from jaxinfer.speculative import batch_of_tokens, emit, next_batch, sampling_of_tokens
+from jaxinfer.speculative import batch_of_tokens, emit, sampling_of_tokens
 
 _STATICS = ("config", "implementation", "mesh", "custom")
 _jit_step = functools.partial(jax.jit, static_argnames=("max_log_probs", *_STATICS), donate_argnames="cache")

@@ -111,6 +111,7 @@ ENGINE = {
     "disk_cache_path": "pages",
     "max_drafts": 3,
     "adaptive_drafts": False,
+    "decode_loop_steps": 4,
 }
 NEEDS = {"disk_cache_bytes": "disk_cache_path", "disk_cache_path": "disk_cache_bytes"}
 
@@ -147,6 +148,17 @@ def test_each_engine_option_reaches_the_engine(llm, name):
 def test_model_dtype_and_drafter_reach_the_engine(llm):
     assert cli.main(["generate", "p", "--model", "m", "--dtype", "bfloat16", "--speculation", "ngram"]) == 0
     assert (llm.told["model"], llm.told["dtype"], llm.told["speculation"]) == ("m", "bfloat16", "ngram")
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"), [([], 8), (["--decode-loop-steps", "2"], 2), (["--speculation", "ngram"], 1)], ids=str
+)
+def test_a_batch_job_decodes_in_loops_unless_told_otherwise(llm, tmp_path, options, steps):
+    (tmp_path / "in.jsonl").write_text('{"custom_id": "a", "prompt": "p"}\n')
+
+    assert cli.main(["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), "--quiet", *options]) == 0
+
+    assert llm.told["config"].decode_loop_steps == steps
 
 
 def test_log_probs_are_printed_when_asked_for(capsys):

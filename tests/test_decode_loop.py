@@ -143,4 +143,5 @@ def test_the_cache_of_a_loop_is_aliased_and_never_copied():
     lowered = decode_loop.lower(params(), cache, decode_batch(PROMPTS), SAMPLING, loop, num_steps=STEPS, **STATICS)
 
     memory = lowered.compile().memory_analysis()
+    assert memory is not None
     assert memory.alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(cache))

@@ -128,17 +128,18 @@ ALLOWED = {
     "engine.disk_tier": below("engine.metrics", "engine.page_copies", "engine.prefix", "engine.sealed_file"),
     "engine.step": below("engine.page_copies", "engine.request"),
     "engine.emission": below("engine.request", "engine.step"),
+    "engine.looping": below("engine.block_tables", "engine.step"),
     "engine.drafters": below("engine.request"),
     "engine.draft_estimates": set(),
     "engine.block_tables": below("engine.page_copies", "engine.pages", "engine.request", "engine.tiers"),
     "engine.policy": below("engine.request"),
     "engine.waiting": below("engine.policy", "engine.request"),
     "engine.scheduler": below(
-        *(f"engine.{name}" for name in ("block_tables", "emission", "metrics", "policy", "request", "step")),
+        *(f"engine.{name}" for name in ("block_tables", "emission", "looping", "metrics", "policy", "request", "step")),
         *(f"engine.{name}" for name in ("tiers", "waiting")),
         "config",
     ),
-    "engine.batching": below("batch", "sampling_batch", "config", "engine.step", "engine.request"),
+    "engine.batching": below("batch", "decode_loop", "sampling_batch", "config", "engine.step", "engine.request"),
 }
 ALLOWED_PAIRS = [(module, allowed) for name, allowed in ALLOWED.items() for module in within(f"jaxinfer.{name}")]
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxinfer.batch import Batch, Row, make_batch
 from jaxinfer.config import EngineConfig
+from jaxinfer.decode_loop import LoopBatch, make_loop
 from jaxinfer.engine.step import Step
 from jaxinfer.sampling_batch import SamplingBatch, make_sampling
 
@@ -135,6 +136,20 @@ def build_batch(
         num_masks=bucket.num_tokens if bucket.is_verify else None,
     )
     return batch, sampling
+
+
+def build_loop(step: Step, bucket: Bucket, max_stop_tokens: int) -> LoopBatch:
+    """Lays out how long each chunk of a decode step goes on.
+
+    Of more stop tokens than fit the device does not know the last: what it draws after one of them is dropped here.
+    """
+    return make_loop(
+        [chunk.max_drawn for chunk in step.chunks],
+        [list(chunk.request.stop_token_ids)[:max_stop_tokens] for chunk in step.chunks],
+        num_rows=bucket.num_rows,
+        max_stop_tokens=max_stop_tokens,
+        ends_early=step.ends_early,
+    )
 
 
 def _masks(step: Step) -> dict[int, np.ndarray]:

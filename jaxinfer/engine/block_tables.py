@@ -64,15 +64,15 @@ class BlockTables:
         """Gives the request the pages that `num_missing` said it lacks."""
         request.pages += self.pages.allocate(count)
 
-    def extend_for_drafts(self, request: Request, num_drafts: int) -> int:
-        """Gives the request the pages for its next token and that many drafts, if there are some that nobody uses.
+    def extend_ahead(self, request: Request, num_tokens: int) -> int:
+        """Gives the request the pages for its next token and that many after it, if there are some that nobody uses.
 
-        Returns how many drafts its pages hold. Drafts are worth no page of another request.
+        Returns for how many after it there is room. What may never come is worth no page of another request.
         """
-        num_missing = self.num_missing(request, 1 + num_drafts)
+        num_missing = self.num_missing(request, 1 + num_tokens)
         self.extend(request, min(num_missing, self.pages.num_available))
         room = len(request.pages) * self._page_size - request.num_computed - 1
-        return min(room, num_drafts)
+        return min(room, num_tokens)
 
     def advance(self, request: Request, num_tokens: int) -> None:
         """Enters that the next `num_tokens` tokens are in the cache, and makes pages known that are full now."""

@@ -19,7 +19,7 @@ def emitted_tokens(step: Step, output: Any) -> list[list[Emitted]]:
     """Returns what a step's output of host arrays, `StepOutput` or `VerifyOutput`, has for each chunk."""
     count = len(step.chunks)
     tokens, log_probs = (array[:count].reshape(count, -1).tolist() for array in (output.tokens, output.log_probs))
-    counts = output.num_emitted.tolist() if step.is_verify else [1] * count
+    counts = [1] * count if output.tokens.ndim == 1 else output.num_emitted.tolist()
     emitted = []
     for row, chunk in enumerate(step.chunks):
         num_log_probs = chunk.request.sampling.log_probs

@@ -58,6 +58,7 @@ def plan_host(
         page_size=cache_config.page_size,
         max_mixed_tokens=config.max_mixed_tokens,
         max_waiting=config.max_waiting,
+        decode_loop_steps=config.decode_loop_steps,
         tiers=plan_tiers(config, page_bytes(model_config, cache_config)),
         speculation=speculation,
         clock=clock,

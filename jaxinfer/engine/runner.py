@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 from tqdm import tqdm
@@ -13,14 +14,14 @@ from tqdm import tqdm
 from jaxinfer.batch import StepOutput, VerifyOutput
 from jaxinfer.cache import abstract_cache, init_cache
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
-from jaxinfer.engine.batching import Bucket, build_batch, choose_bucket, plan_buckets
+from jaxinfer.engine.batching import Bucket, build_batch, build_loop, choose_bucket, plan_buckets
 from jaxinfer.engine.page_copier import PageCopier
 from jaxinfer.engine.page_copies import Content, Copy, CopyIn, CopyOut, CopyWithin, PageCopies
 from jaxinfer.engine.step import Step
 from jaxinfer.engine.tiers import PageTiers
 from jaxinfer.params import Params
 from jaxinfer.processors import LogitsProcessor
-from jaxinfer.steps import decode_step, prefill_step, verify_step
+from jaxinfer.steps import decode_loop, decode_step, prefill_step, verify_step
 
 # Pages copied at once, without tiers and with them: one that is evicted while others decode, or many.
 COPY_WIDTHS = ((1,), (1, 8))
@@ -48,6 +49,7 @@ class Runner:
         self._max_log_probs = min(engine_config.max_log_probs, model_config.vocab_size)
         self._custom = dict(custom)
         self._max_listed_tokens = engine_config.max_listed_tokens
+        self._loop_steps = engine_config.decode_loop_steps
         self._table_width = -(-max_model_len // cache_config.page_size)
         self._buckets = plan_buckets(engine_config, max_drafts)
         self._tiers = tiers
@@ -60,8 +62,7 @@ class Runner:
         """Computes the step and returns its output as host arrays, one row per chunk and padding after them."""
         self._make_copies(step.copies)
         bucket = choose_bucket(self._buckets, step)
-        batch, sampling = self._build(step, bucket)
-        output, self._cache = self._compiled[bucket](self._params, self._cache, batch, sampling)
+        output, self._cache = self._compiled[bucket](self._params, self._cache, *self._build(step, bucket))
         return jax.device_get(output)
 
     def read_pages(self, copies: PageCopies, pages: Sequence[int]) -> list[Content]:
@@ -99,8 +100,9 @@ class Runner:
             seconds.append((time.perf_counter() - began) / len(pages))
         return min(seconds)
 
-    def _build(self, step: Step, bucket: Bucket):
-        return build_batch(
+    def _build(self, step: Step, bucket: Bucket) -> tuple[Any, ...]:
+        """Returns what the bucket's compiled step takes after parameters and cache."""
+        batch, sampling = build_batch(
             step,
             bucket,
             page_size=self._cache_config.page_size,
@@ -109,20 +111,23 @@ class Runner:
             vocab_size=self._model_config.vocab_size,
             custom=tuple(self._custom),
         )
+        if not (bucket.is_decode and self._loop_steps > 1):
+            return batch, sampling
+        return batch, sampling, build_loop(step, bucket, self._max_listed_tokens)
 
     def _compile_all(self, show_progress: bool) -> tuple[dict[Bucket, jax.stages.Compiled], PageCopier]:
         cache = abstract_cache(self._model_config, self._cache_config)
 
         def compile_bucket(bucket: Bucket) -> jax.stages.Compiled:
-            batch, sampling = self._build(Step(()), bucket)
             step, statics = decode_step if bucket.is_decode else prefill_step, {}
+            if bucket.is_decode and self._loop_steps > 1:
+                step, statics = decode_loop, {"num_steps": self._loop_steps}
             if bucket.is_verify:
                 step, statics = verify_step, {"q_len": bucket.q_len}
             return step.lower(
                 self._params,
                 cache,
-                batch,
-                sampling,
+                *self._build(Step(()), bucket),
                 config=self._model_config,
                 max_log_probs=self._max_log_probs,
                 custom=tuple(self._custom.values()),

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.engine.block_tables import BlockTables
 from jaxinfer.engine.emission import emitted_tokens, extend_request
+from jaxinfer.engine.looping import go_on
 from jaxinfer.engine.metrics import Metrics, Tally
 from jaxinfer.engine.policy import step_order
 from jaxinfer.engine.request import Delta, FinishReason, QueueFullError, Request
@@ -34,7 +35,8 @@ class Scheduler:
 
     `max_mixed_tokens` bounds the tokens of a step in which somebody decodes, `max_waiting` the requests beyond those
     that can run; None leaves either open. `tiers` keep pages that the pool has no room for. `speculation` adds drafts
-    where all decode. `clock` counts seconds and never goes back.
+    where all decode; without it, such a step may go on for `decode_loop_steps`. `clock` counts seconds and never goes
+    back.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Scheduler:
         page_size: int,
         max_mixed_tokens: int | None = None,
         max_waiting: int | None = None,
+        decode_loop_steps: int = 1,
         tiers: PageTiers | None = None,
         speculation: Speculation | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -54,6 +57,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_mixed_tokens = max_mixed_tokens or max_num_batched_tokens
         self._max_waiting = max_waiting
+        self._decode_loop_steps = decode_loop_steps
         self._speculation = speculation
         self._clock = clock
         self.tiers = tiers
@@ -154,7 +158,10 @@ class Scheduler:
                 self._waiting.charge(request.tenant, num_tokens)
         if self._speculation is not None:
             chunks = self._speculation.add_drafts(chunks, self._tables)
-        return Step(tuple(chunks), self.copies) if chunks else None
+        elif self._decode_loop_steps > 1:
+            chunks = go_on(chunks, self._tables, self._decode_loop_steps)
+        somebody_waits = len(self._requests) > len(self._running)
+        return Step(tuple(chunks), self.copies, somebody_waits) if chunks else None
 
     def commit(self, step: Step, output: Any) -> list[Delta]:
         """Enters a step's result (`StepOutput` of host arrays, one row per chunk); frees what is finished."""
@@ -179,8 +186,8 @@ class Scheduler:
             delta = extend_request(request, tokens)
             self._tally.num_output_tokens += len(delta.token_ids)
             self._tally.num_drafted_tokens += len(chunk.drafts)
-            self._tally.num_accepted_tokens += len(tokens) - 1
-            # The drafts before the last token were right, so they are computed as well.
+            self._tally.num_accepted_tokens += len(tokens) - 1 if chunk.drafts else 0
+            # All drawn tokens but the last are computed: they were drafts that were right, or a loop went on by them.
             self._tables.advance(request, min(chunk.num_tokens - 1 + len(tokens), request.num_uncomputed))
             deltas.append(delta)
             if delta.completion is not None:

@@ -114,7 +114,7 @@ class Speculation:
     def _limit(self, request: Request, tables: BlockTables) -> int:
         """Returns how many drafts a request can use, and gives it the pages for as many."""
         wanted = min(self._max_drafts, request.max_tokens - request.num_output_tokens - 1)
-        return tables.extend_for_drafts(request, wanted)
+        return tables.extend_ahead(request, wanted)
 
     def _propose(self, chunks: Sequence[Chunk], limits: Sequence[int]) -> list[list[int]]:
         nothing: list[list[int]] = [[] for _ in chunks]
@@ -209,6 +209,11 @@ def plan_speculation(speculation: str | Path | Drafter | None, config: EngineCon
     """Returns what adds drafts to the steps of an engine; ValueError for a drafter that does not exist."""
     if speculation is None:
         return None
+    if config.decode_loop_steps > 1:
+        raise ValueError(
+            f"decode_loop_steps={config.decode_loop_steps} leaves no place for speculation={speculation!r}, which"
+            " chooses drafts after every step; set EngineConfig.decode_loop_steps to 1 or leave out speculation"
+        )
     if isinstance(speculation, Path) or (isinstance(speculation, str) and "/" in speculation):
         drafter: Drafter = DraftModel(*load_checkpoint(speculation, dtype))
     else:

@@ -11,12 +11,16 @@ from jaxinfer.engine.request import Request
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next `num_tokens` tokens of a request that are not in the cache, from position `start`, and drafts after."""
+    """The next `num_tokens` tokens of a request that are not in the cache, from position `start`, and drafts after.
+
+    `max_drawn`: the most tokens that a decode loop may draw, for which the request has pages.
+    """
 
     request: Request
     start: int
     num_tokens: int
     drafts: Sequence[int] = ()
+    max_drawn: int = 1
 
     @property
     def is_last(self) -> bool:
@@ -29,10 +33,12 @@ class Step:
     """The chunks to compute, decoding requests first, and the copies of pages to make before.
 
     `is_decode`: every chunk is one token. `is_verify`: every chunk is one token with any number of drafts.
+    `ends_early`: a decode loop ends with the first request that does, for somebody waits for its place.
     """
 
     chunks: tuple[Chunk, ...]
     copies: PageCopies = field(default_factory=PageCopies)
+    ends_early: bool = False
 
     @property
     def is_decode(self) -> bool:

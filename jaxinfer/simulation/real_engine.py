@@ -9,13 +9,14 @@ from jaxinfer.engine.batching import choose_bucket, plan_buckets
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request import Delta
 from jaxinfer.engine.step import Step
-from jaxinfer.simulation.step_times import MeasuredStep, step_features
+from jaxinfer.simulation.step_times import MeasuredStep, require_plain_decoding, step_features
 
 
 class RealEngine:
     """An LLM that nobody else uses; `steps` holds what was measured. Time counts from the first question for it."""
 
     def __init__(self, llm: LLM) -> None:
+        require_plain_decoding(llm.engine_config)
         self._llm = llm
         self._buckets = plan_buckets(llm.engine_config)
         self._started: float | None = None

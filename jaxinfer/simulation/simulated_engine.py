@@ -17,7 +17,7 @@ from jaxinfer.engine.llm import BUNDLED_MODEL
 from jaxinfer.engine.planning import plan_host
 from jaxinfer.engine.request import Delta
 from jaxinfer.engine.scheduler import Scheduler
-from jaxinfer.simulation.step_times import StepTimes
+from jaxinfer.simulation.step_times import StepTimes, require_plain_decoding
 
 
 class VirtualClock:
@@ -34,6 +34,7 @@ class SimulatedEngine:
     """Schedules as an engine with this admission and scheduler would; a step takes what `step_times` says."""
 
     def __init__(self, admission: Admission, scheduler: Scheduler, clock: VirtualClock, step_times: StepTimes) -> None:
+        require_plain_decoding(admission.engine_config)
         self._admission = admission
         self._clock = clock
         self._scheduler = scheduler

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxinfer.config import EngineConfig
 from jaxinfer.engine.batching import Bucket
 from jaxinfer.engine.step import Step
 from jaxinfer.engine.step_times import FEATURES, fit_weights, step_features
@@ -50,6 +51,15 @@ class StepTimes:
             return cls(tuple(map(float, fields["decode"])), tuple(map(float, fields["prefill"])))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} holds no step times: {error}; measure them anew with `jaxinfer replay`") from None
+
+
+def require_plain_decoding(config: EngineConfig) -> None:
+    """Raises ValueError for an engine whose steps are not of the kinds that times are fitted for."""
+    if config.decode_loop_steps > 1:
+        raise ValueError(
+            f"decode_loop_steps={config.decode_loop_steps} is not simulated: what a decode loop takes is not fitted;"
+            " set EngineConfig.decode_loop_steps to 1"
+        )
 
 
 def fit_step_times(steps: Iterable[MeasuredStep]) -> StepTimes:

@@ -25,6 +25,15 @@ def crowded_llm(checkpoint):
     return llm
 
 
+@pytest.fixture(scope="session")
+def looping_llm(checkpoint):
+    """Up to 4 decode steps in a dispatch, fewer pages than its requests want, all poisoned."""
+    limits = {"max_num_seqs": 3, "max_num_batched_tokens": 5, "num_pages": 6}
+    llm = small_engine(checkpoint, **limits, decode_loop_steps=4)
+    poison_cache(llm)
+    return llm
+
+
 @pytest.fixture
 def llm(shared_llm):
     """The shared engine, before and after which no request is left and no page is taken."""

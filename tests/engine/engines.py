@@ -19,6 +19,7 @@ from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.drafters import Drafter
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request import Completion, Delta
+from jaxinfer.engine.step import Step
 from tests.oracles import save_random_checkpoint
 from tests.replay import poisoned
 
@@ -142,6 +143,17 @@ def content_of(completion: Completion) -> dict:
     Floats are equal only if all bits are: no log-probability here is 0 or NaN.
     """
     return {**dataclasses.asdict(completion), "request_id": None, "num_cached_tokens": None, "timings": None}
+
+
+@contextlib.contextmanager
+def recorded_steps(llm: LLM) -> Iterator[list[Step]]:
+    """The steps that the engine takes meanwhile."""
+    steps: list[Step] = []
+    llm.on_step = lambda step, _: steps.append(step)
+    try:
+        yield steps
+    finally:
+        llm.on_step = None
 
 
 def run_with_arrivals(

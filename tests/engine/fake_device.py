@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,6 +89,8 @@ class FakeDevice:
         for batch in step.copies.batches(2):
             self.copy(batch)
         rows, counts = [], []
+        if any(chunk.max_drawn > 1 for chunk in step.chunks):
+            return self.loop(step)
         for chunk in step.chunks:
             drawn = self.compute(chunk) if chunk.request.finish_reason is None else [-1]
             is_right = [draft == token for draft, token in zip(chunk.drafts, drawn, strict=False)]
@@ -97,6 +100,20 @@ class FakeDevice:
         tokens = np.array([row + [-1] * (width - len(row)) for row in rows])
         tokens = tokens if step.is_verify else tokens[:, 0]
         return SimpleNamespace(tokens=tokens, log_probs=np.zeros(tokens.shape), num_emitted=np.array(counts))
+
+    def loop(self, step: Step) -> SimpleNamespace:
+        """Draws token after token for every chunk, each of which it writes before the next."""
+        most = max(chunk.max_drawn for chunk in step.chunks)
+        tokens = np.full((len(step.chunks), most), -1)
+        for row, chunk in zip(tokens, step.chunks, strict=True):
+            ahead: list[int] = []
+            for i in range(chunk.max_drawn):
+                row[i] = self.compute(replace(chunk, drafts=ahead))[-1]
+                ahead.append(int(row[i]))
+        counts = np.array([chunk.max_drawn for chunk in step.chunks])
+        if step.ends_early:
+            counts = np.minimum(counts, counts.min())
+        return SimpleNamespace(tokens=tokens, log_probs=np.zeros(tokens.shape), num_emitted=counts)
 
     def compute(self, chunk: Chunk) -> list[int]:
         """Writes the chunk's tokens and drafts; returns the token after the last known one and after each draft."""

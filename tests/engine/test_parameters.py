@@ -27,6 +27,7 @@ from tests.engine.engines import (
     forget_prefixes,
     num_preemptions,
     random_prompts,
+    recorded_steps,
 )
 from tests.oracles import load_reference
 
@@ -168,6 +169,17 @@ def test_the_parameter_is_honoured_where_drafts_are_verified_to_the_bit(crowded_
     assert num_accepted < num_drafted or name in STRUCTURES  # which verify no draft that they rule out
 
 
+@pytest.mark.parametrize("name", TESTED)
+def test_the_parameter_is_honoured_in_a_decode_loop_to_the_bit(looping_llm, alone, name):
+    forget_prefixes(looping_llm)
+
+    with recorded_steps(looping_llm) as steps:
+        completions = together(looping_llm, requests_of(name))
+
+    assert completions == alone(name)
+    assert any(chunk.max_drawn > 1 for step in steps for chunk in step.chunks)
+
+
 BY_TRANSFORMERS = {
     "repetition_penalty": {"repetition_penalty": 1.8},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
@@ -258,7 +270,7 @@ def test_what_cannot_be_honoured_is_refused_and_the_engine_goes_on(llm, fields, 
     assert len(llm.generate([5], GREEDY, show_progress=False)[0].token_ids) == 16
 
 
-COLUMNS = ("alone", "in any batch", "in chunks", "after preemption", "after a prefix hit", "speculation")
+COLUMNS = ("alone", "in any batch", "in chunks", "after preemption", "after a prefix hit", "speculation", "decode loop")
 TABLE = re.compile(r"(?<=<!-- parameters -->\n).*?(?=<!-- /parameters -->)", re.DOTALL)
 
 

@@ -90,3 +90,8 @@ def test_the_real_engine_takes_the_same_steps(checkpoint, seed):
 def test_tiers_cannot_be_simulated(checkpoint):
     with pytest.raises(ValueError, match="host_cache_bytes=9999 .* cannot be simulated.*leave them out"):
         load_simulated_engine(checkpoint, EngineConfig(**CONFIG, host_cache_bytes=9999), CONSTANT)
+
+
+def test_decode_loops_cannot_be_simulated(checkpoint):
+    with pytest.raises(ValueError, match="decode_loop_steps=4 is not simulated.*to 1"):
+        load_simulated_engine(checkpoint, EngineConfig(**CONFIG, decode_loop_steps=4), CONSTANT)
