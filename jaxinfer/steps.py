@@ -94,7 +94,7 @@ def verify_step(
     return emit(drawn, batch, q_len), cache
 
 
-@functools.partial(jax.jit, static_argnames=("num_steps", *_STATICS), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("num_steps", "max_log_probs", *_STATICS), donate_argnames="cache")
 def decode_loop(
     params: Params,
     cache: KVCache,

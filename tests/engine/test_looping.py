@@ -91,4 +91,4 @@ def test_a_loop_saves_dispatches(looping_llm):
 
 def test_a_loop_beside_speculation_is_refused():
     with pytest.raises(ValueError, match="decode_loop_steps=4 leaves no place for speculation='ngram'"):
-        plan_speculation("ngram", EngineConfig(decode_loop_steps=4))
+        plan_speculation("ngram", EngineConfig(decode_loop_steps=4), "float32")
