@@ -131,7 +131,9 @@ ALLOWED = {
     "engine.looping": below("engine.block_tables", "engine.step"),
     "engine.drafters": below("engine.request"),
     "engine.draft_estimates": set(),
-    "engine.block_tables": below("engine.page_copies", "engine.pages", "engine.request", "engine.tiers"),
+    "engine.block_tables": below(
+        "engine.page_copies", "engine.pages", "engine.prefix", "engine.request", "engine.tiers"
+    ),
     "engine.policy": below("engine.request"),
     "engine.waiting": below("engine.policy", "engine.request"),
     "engine.scheduler": below(

@@ -12,8 +12,12 @@ from collections.abc import Sequence
 
 from jaxinfer.engine.page_copies import Content, CopyIn, CopyOut, CopyWithin, PageCopies
 from jaxinfer.engine.pages import PageAllocator
+from jaxinfer.engine.prefix import PageKeys
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.tiers import PageTiers
+
+# A copy reads and writes a whole page, so it has to save an eighth of one or more.
+MIN_COPIED = 8
 
 
 class BlockTables:
@@ -26,7 +30,10 @@ class BlockTables:
         self._page_size = page_size
         self._tiers = tiers
         self.copies = PageCopies()
-        self.pages = PageAllocator(num_pages, None if tiers is None else self._keep)
+        self.pages = PageAllocator(num_pages, self._let_go)
+        # The last page that was full after those of a key, with its tokens: others may begin with some of them.
+        self._successors: dict[bytes, tuple[bytes, Sequence[int]]] = {}
+        self._parents: dict[bytes, bytes] = {}  # of all pages that are known
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Returns how many pages the request lacks to compute its next `num_tokens` tokens."""
@@ -81,8 +88,7 @@ class BlockTables:
         if request.keys is None:
             return
         for index in range(first, request.num_computed // self._page_size):
-            key = request.keys.key(index, request.token_ids)
-            request.pages[index] = self.pages.register(request.pages[index], key)
+            self._make_known(request, request.keys, index)
 
     def release(self, request: Request) -> None:
         self.pages.release(request.pages)
@@ -122,9 +128,19 @@ class BlockTables:
         self.pages.release([last])
         return True
 
-    def _keep(self, page: int, key: bytes) -> None:
-        assert self._tiers is not None
-        if self._tiers.wants(key, self._page_size):
+    def _make_known(self, request: Request, keys: PageKeys, index: int) -> None:
+        """Gives a full page its key."""
+        parent, key = keys.parent_key(index, request.token_ids), keys.key(index, request.token_ids)
+        request.pages[index] = self.pages.register(request.pages[index], key)
+        self._successors[parent] = (key, request.token_ids[index * self._page_size : (index + 1) * self._page_size])
+        self._parents[key] = parent
+
+    def _let_go(self, page: int, key: bytes) -> None:
+        """Is told that a page is evicted."""
+        parent = self._parents.pop(key)
+        if parent in self._successors and self._successors[parent][0] == key:
+            del self._successors[parent]
+        if self._tiers is not None and self._tiers.wants(key, self._page_size):
             self.copies.append(CopyOut(page, key))
 
     def _share_page(self, request: Request) -> bool:
@@ -149,12 +165,13 @@ class BlockTables:
         page, limit = request.pages[index], min((index + 1) * self._page_size, len(request.token_ids) - 1)
         found = self._in_file(request, index, limit)
         found = found or self._in_origin(request, index, limit) or self._in_tiers(request, index, limit)
+        found = found or self._in_successor(request, index, limit)
         if found is None:
             return False
         end, source = found
         self.copies.append(CopyWithin(source, page) if isinstance(source, int) else CopyIn(page, source))
         if request.keys is not None and end == (index + 1) * self._page_size:
-            request.pages[index] = self.pages.register(page, request.keys.key(index, request.token_ids))
+            self._make_known(request, request.keys, index)
         request.skip(end)
         return True
 
@@ -189,6 +206,19 @@ class BlockTables:
             content = self._tiers.get(key, num_parked - request.num_computed)
             return None if content is None else (num_parked, content)
         return None
+
+    def _in_successor(self, request: Request, index: int, limit: int) -> tuple[int, int] | None:
+        """Returns a page of the pool that begins like page `index`, and up to which token it does."""
+        if request.keys is None:
+            return None
+        key, tokens = self._successors.get(request.keys.parent_key(index, request.token_ids), (b"", ()))
+        start = index * self._page_size
+        own = request.token_ids[start:limit]
+        count = next((i for i, pair in enumerate(zip(own, tokens, strict=False)) if pair[0] != pair[1]), len(own))
+        page = self.pages.find(key)
+        if page is None or start + count < request.num_computed + max(self._page_size // MIN_COPIED, 1):
+            return None
+        return start + count, page
 
     def _num_shareable(self, request: Request) -> int:
         """Returns how many pages of the request can be full without its last token, whose logits are wanted."""

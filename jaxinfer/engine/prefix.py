@@ -35,9 +35,13 @@ class PageKeys:
     def partial_key(self, num_tokens: int, token_ids: Sequence[int]) -> bytes:
         """Returns the key of the last page of `num_tokens` tokens, which it does not fill."""
         index, rest = divmod(num_tokens, self._page_size)
-        parent = self.key(index - 1, token_ids) if index else self._chain[0]
+        parent = self.parent_key(index, token_ids)
         # Fewer tokens than a page has are other bytes than any page's, so no key of a full page is the same.
         return _digest(parent + array("i", token_ids[num_tokens - rest : num_tokens]).tobytes())
+
+    def parent_key(self, index: int, token_ids: Sequence[int]) -> bytes:
+        """Returns the key of all tokens before page `index`."""
+        return self.key(index - 1, token_ids) if index else self._chain[0]
 
     def key(self, index: int, token_ids: Sequence[int]) -> bytes:
         """Returns the key of page `index` of a sequence, of which `token_ids` covers at least that page."""

@@ -69,6 +69,8 @@ class SimulatedEngine:
         step = self._scheduler.schedule()
         if step is None:
             return []
+        for _ in step.copies.batches(len(step.copies)):
+            pass  # no page holds anything
         self.num_steps += 1
         self._clock.now += self._step_times.seconds(step, choose_bucket(self._buckets, step))
         return self._scheduler.commit(step, self._output)

@@ -148,7 +148,7 @@ def test_the_parameter_is_honoured_after_a_prefix_from_the_cache(llm, alone, nam
 
     # Later samples find the prompt of the first.
     assert first[0].num_cached_tokens == 0 or params.num_samples > 1
-    assert second[0].num_cached_tokens == 16
+    assert second[0].num_cached_tokens in (16, 23)  # of 24; more where the output had filled the last page
     assert contents(first) == contents(second) == alone(name)[-1]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxinfer.engine.scheduler import Scheduler
-from tests.engine.fake_device import FakeDevice, make_request
+from tests.engine.fake_device import FakeDevice, expected_tokens, make_request
 
 S = 16
 SHARED = list(range(40))  # two full pages and a half
@@ -73,7 +73,33 @@ def test_the_last_token_is_computed_even_where_all_pages_are_known():
 
     _, chunks = run_to_end(scheduler, device)
 
-    assert chunks == [(1, 16, 16)]
+    assert chunks == [(1, 31, 1)]
+
+
+@pytest.mark.parametrize(("num_shared", "start"), [(33, 32), (34, 34), (45, 45), (47, 47)])
+def test_a_page_that_begins_alike_is_copied_as_far_as_it_does_if_that_is_worth_it(num_shared, start):
+    prompt = list(range(48))
+    scheduler, device, _ = after(prompt)
+    request = make_request(1, [*prompt[:num_shared], *range(100, 120)], 3, cache_salt="")
+    scheduler.add(request)
+
+    completions, chunks = run_to_end(scheduler, device)
+
+    assert chunks[0] == (1, start, num_shared + 20 - start)
+    assert completions[1].num_cached_tokens == start
+    assert list(completions[1].token_ids) == expected_tokens(request, 3)
+
+
+def test_a_page_that_began_alike_is_not_copied_after_it_was_evicted():
+    prompt = list(range(48))
+    scheduler, device, _ = after(prompt)
+    scheduler._tables.pages.evict(1)  # the last one
+    scheduler.add(make_request(1, [*prompt[:45], 100, 101, 102], 1, cache_salt=""))
+
+    _, chunks = run_to_end(scheduler, device)
+
+    assert chunks == [(1, 32, 16)]
+    assert scheduler._tables._successors.keys() == set(scheduler._tables._parents.values())
 
 
 def test_generated_tokens_are_found_in_the_next_turn():

@@ -95,3 +95,12 @@ def test_tiers_cannot_be_simulated(checkpoint):
 def test_decode_loops_cannot_be_simulated(checkpoint):
     with pytest.raises(ValueError, match="decode_loop_steps=4 is not simulated.*to 1"):
         load_simulated_engine(checkpoint, EngineConfig(**CONFIG, decode_loop_steps=4), CONSTANT)
+
+
+def test_copies_of_pages_do_not_pile_up(checkpoint):
+    engine = load_simulated_engine(checkpoint, EngineConfig(**CONFIG), CONSTANT)
+    # Blocks have 512 tokens: of the second prompt the last page is begun by the first.
+    drive([request(0.0, 40, 20, 1), request(100.0, 46, 2, 1)], engine)
+
+    assert len(engine._scheduler.copies) == 0
+    assert engine._scheduler.metrics().num_found_tokens > 32
