@@ -23,7 +23,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from benchmark import BUNDLED_MODEL, conditions, confine, integers
+from benchmark import BUNDLED_MODEL, conditions, confine, integers, some_of
 from benchmark_workload import RANDOM_SHAPES, checkpoint
 
 from jaxinfer import LLM, EngineConfig, SamplingParams
@@ -191,10 +191,11 @@ def measure(model: Path, batch: int, arguments: argparse.Namespace) -> dict[str,
     texts = Texts(tokenizer.encode, read_config(model).vocab_size)
     prompts, scripts = texts.prompts(batch), texts.scripts(batch)
     scripted = ScriptedDrafter()
-    drafters: dict[str, Any] = {"plain": None, "ngram": "ngram", "suffix": "suffix"}
+    drafters: dict[str, Any] = {name: name for name in arguments.drafters if name != "none"}
     if arguments.draft_model is not None:
         drafters["draft model"] = arguments.draft_model
-    engines = {name: Engine(model, batch, drafter, scripts) for name, drafter in drafters.items()}
+    engines = {name: Engine(model, batch, drafters[name], scripts) for name in drafters}
+    engines["plain"] = Engine(model, batch, None, scripts)
     oracle = Engine(model, batch, scripted, scripts)
     scripted.learn(engines["plain"].run(prompts, is_edit=False, salt="first")[2])
     figures: dict[str, list[float]] = {}
@@ -230,6 +231,9 @@ def parse_arguments() -> argparse.Namespace:
     model.add_argument("--model", type=Path, default=BUNDLED_MODEL, help="checkpoint folder")
     model.add_argument("--random-shape", choices=RANDOM_SHAPES, help="size of a random checkpoint")
     parser.add_argument("--draft-model", type=Path, help="checkpoint folder of a draft model of the same vocabulary")
+    parser.add_argument(
+        "--drafters", type=some_of("none", "ngram", "suffix"), default=("ngram", "suffix"), help="by comma"
+    )
     parser.add_argument("--batches", type=integers, default=(1, 32), help="requests at a time")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2, help="cores")

@@ -33,6 +33,8 @@ from jaxinfer.processors import LogitsProcessor
 MARGIN = 1.02
 # The part of the time that may go into drafts which only show whether drafting has become worth while.
 TRIAL_PART = 0.01
+# Steps that pass without asking for drafts while none are worth it: asking costs the host up to some 2 % of a step.
+MAX_REST = 4
 # A drafter that takes less than this part of a step is asked in every step.
 CHEAP = 0.01
 
@@ -62,6 +64,7 @@ class Speculation:
         self._of_request: dict[int, Acceptance] = {}
         self._pending: dict[int, list[int]] = {}  # drafts that the next tokens of a request will be held against
         self._credit = 0.0  # seconds that trials may take
+        self._num_idle = self._rest = 0  # how often no draft was worth verifying, and steps until the next are made
         self._drafting = 0.0  # seconds of the step at hand
         self.num_drafts: tuple[int, ...] = ()  # of each request in the last step in which all decoded
 
@@ -124,12 +127,18 @@ class Speculation:
         requests = [chunk.request for chunk in chunks]
         if self._costs is None:
             return _shared_out(self._draft(requests, limits), room)
+        if self._rest > 0:
+            self._rest -= 1
+            return nothing
         costs = self._costs.seconds(chunks, room)
         count = self._choose_count(chunks, max(limits), costs)
         if count == 0:
             return nothing
         drafts = self._draft(requests, [min(limit, count) for limit in limits])
-        return self._choose_drafts(requests, drafts, costs)
+        chosen = self._choose_drafts(requests, drafts, costs)
+        self._num_idle = 0 if any(chosen) else min(self._num_idle + 1, MAX_REST)
+        self._rest = self._num_idle
+        return chosen
 
     def _compare(self, request: Request, token_ids: Sequence[int]) -> None:
         """Holds a request's drafts, verified or not, against the tokens that came."""
@@ -167,9 +176,9 @@ class Speculation:
     def _choose_count(self, chunks: Sequence[Chunk], most: int, costs: np.ndarray) -> int:
         """Returns how many drafts of each request to ask for: drafting them has to be paid before they are seen."""
         B = len(chunks)
-        drafting = np.array([self._draft_times.seconds(B, count) for count in range(most + 1)])
-        if drafting[most] < CHEAP * costs[0]:
+        if self._draft_times.seconds(B, most) < CHEAP * costs[0]:
             return most
+        drafting = np.array([self._draft_times.seconds(B, count) for count in range(most + 1)])
         seconds = costs[::B][: most + 1]
         seconds = seconds + drafting[: len(seconds)]
         if len(seconds) == 1:  # not even one draft each has room

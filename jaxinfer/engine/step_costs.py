@@ -16,7 +16,7 @@ from jaxinfer.engine.step import Chunk, Step
 from jaxinfer.engine.step_times import fit_weights, step_features
 
 WINDOW = 256  # steps of a kind that the fit looks back on
-REFIT_AFTER = 32  # steps, so that the fit costs some microseconds a step
+REFIT_AFTER = 256  # steps of a kind, so that the fit costs some microseconds a step
 # How far one step moves the correction of its shape: what the fit knows nothing of changes over tens of steps.
 RATE = 0.1
 
@@ -29,7 +29,7 @@ class StepCosts:
         self._measured = {is_verify: deque(maxlen=WINDOW) for is_verify in (False, True)}
         self._weights: dict[bool, np.ndarray] = {}
         self._corrections: defaultdict[Bucket, float] = defaultdict(lambda: 1.0)
-        self._num_new = 0
+        self._num_new = {False: 0, True: 0}
 
     def enter(self, step: Step, seconds: float) -> None:
         """Learns what a step took; one that only prefills tells nothing here."""
@@ -38,20 +38,18 @@ class StepCosts:
         bucket = choose_bucket(self._buckets, step)
         features = step_features(step, bucket)
         self._measured[bucket.is_verify].append((features, seconds))
-        self._num_new += 1
+        self._num_new[bucket.is_verify] += 1
         if bucket.is_verify in self._weights:
             ratio = seconds / max(float(self._weights[bucket.is_verify] @ np.array(features)), 1e-9)
             # A step that something interrupted moves it no further than one that was a little slow.
             self._corrections[bucket] += RATE * (min(ratio, 1.5) - self._corrections[bucket])
-        if self._num_new >= REFIT_AFTER or bucket.is_verify not in self._weights:
-            self.fit()
+        if self._num_new[bucket.is_verify] >= REFIT_AFTER or bucket.is_verify not in self._weights:
+            self._fit(bucket.is_verify)
 
-    def fit(self) -> None:
-        self._num_new = 0
-        for is_verify, measured in self._measured.items():
-            if measured:
-                features, seconds = (np.array(column) for column in zip(*measured, strict=True))
-                self._weights[is_verify] = np.array(fit_weights(features, seconds))
+    def _fit(self, is_verify: bool) -> None:
+        self._num_new[is_verify] = 0
+        features, seconds = (np.array(column) for column in zip(*self._measured[is_verify], strict=True))
+        self._weights[is_verify] = np.array(fit_weights(features, seconds))
 
     def seconds(self, chunks: Sequence[Chunk], max_drafts: int) -> np.ndarray:
         """Returns what a step of these chunks of one token takes with 0, 1, … max_drafts drafts, f64[max_drafts + 1].
@@ -88,7 +86,8 @@ class StepCosts:
                     began = time.perf_counter()
                     run(step)
                     self.enter(step, time.perf_counter() - began)
-        self.fit()
+        for is_verify in self._weights:
+            self._fit(is_verify)
 
 
 def made_up_steps(bucket: Bucket, num_pages: int, page_size: int) -> list[Step]:
