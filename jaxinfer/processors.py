@@ -86,7 +86,8 @@ def penalise_output(logits: jax.Array, p: ProcessorBatch, context: Context) -> j
     """Subtracts frequency_penalty times a token's count in the output, and presence_penalty once."""
     is_output = jnp.arange(context.tokens.shape[1])[None, :] >= p.prompt_lens[:, None]
     tokens = jnp.where(is_output, context.tokens, PADDING_TOKEN)
-    counts = jnp.zeros_like(logits).at[_rows(logits), tokens].add(1.0, mode="drop")
+    # Row by row: for a TPU, one scatter of all rows' tokens takes 13 s to compile, this one 1 s.
+    counts = jax.lax.map(lambda ids: jnp.zeros(logits.shape[1:]).at[ids].add(1.0, mode="drop"), tokens)
     return logits - p.frequency_penalty[:, None] * counts - jnp.where(counts > 0, p.presence_penalty[:, None], 0.0)
 
 
@@ -155,7 +156,8 @@ def _rule_out(logits: jax.Array, token_ids: jax.Array) -> jax.Array:
 
 def _is_listed(logits: jax.Array, token_ids: jax.Array) -> jax.Array:
     """Whether each token is among the row's token_ids i32[B, N], bool[B, V]."""
-    return jnp.zeros(logits.shape, jnp.bool_).at[_rows(logits), token_ids].set(True, mode="drop")
+    # As numbers: for a TPU, a scatter of booleans takes 26 s to compile where this one takes 1 s.
+    return jnp.zeros(logits.shape).at[_rows(logits), token_ids].set(1.0, mode="drop") > 0
 
 
 def _lists_any(token_ids: jax.Array) -> jax.Array:
