@@ -65,7 +65,7 @@ def _run_group(layers, cache, batch, x, angles, *, config, q_len, implementation
         implementation=implementation,
         mesh=mesh,
     )
-    num_layers = layers.q.shape[0]
+    num_layers = layers.attention_norm.shape[0]
     num_tokens = num_real_tokens(batch)
 
     def run_layer(carry, inputs):
@@ -74,8 +74,7 @@ def _run_group(layers, cache, batch, x, angles, *, config, q_len, implementation
         h = rms_norm(x, layer.attention_norm, epsilon=config.norm_epsilon)
         q, k, v = project_qkv(layer, h, angles, num_tokens, config=config)
         attended, cache = attend(q, k, v, cache, page_offset=layer_offset(cache, index, num_layers))
-        o = layer.o.reshape(x.shape[1], -1)
-        x = x + linear(attended.reshape(x.shape[0], -1), o, layer.o_bias, num_tokens)
+        x = x + linear(attended, layer.o, layer.o_bias, num_tokens)
         h = rms_norm(x, layer.mlp_norm, epsilon=config.norm_epsilon)
         return (x + mlp(layer, h, num_tokens), cache), None
 

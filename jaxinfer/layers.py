@@ -12,26 +12,54 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.config import ModelConfig, RopeScaling
+from jaxinfer.quantization import QuantizedArray
+from kernels_pallas.quantized_matmul import dequantize, quantized_matmul
 from kernels_pallas.row_sum import row_sum
 
 # Rows of every matrix product on CPU: as many float32 as its vector registers hold at least.
 EIGHT = 8
 
 
-def linear(x: jax.Array, w: jax.Array, bias: jax.Array | None = None, num_rows: jax.Array | None = None) -> jax.Array:
-    """Returns x wᵀ + bias [T, out...] in x's dtype, for x [T, in] and w [out..., in]; `num_rows` as in `product`."""
-    y = product(x, w.reshape(-1, w.shape[-1]), num_rows).astype(x.dtype)
-    y = y.reshape(x.shape[0], *w.shape[:-1])
+def linear(
+    x: jax.Array, w: jax.Array | QuantizedArray, bias: jax.Array | None = None, num_rows: jax.Array | None = None
+) -> jax.Array:
+    """Returns x wᵀ + bias [T, out...] in x's dtype; x, w and `num_rows` are as in `product`."""
+    y = product(x, w, num_rows).astype(x.dtype)
     return y if bias is None else y + bias[None]
 
 
-def product(x: jax.Array, w: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
-    """Returns x wᵀ f32[T, out] for x [T, in] and w [out, in], added up in float32.
+def product(x: jax.Array, w: jax.Array | QuantizedArray, num_rows: jax.Array | None = None) -> jax.Array:
+    """Returns x wᵀ f32[T, out...] for x [T, in...] and w [out..., in...], added up in float32.
 
     Where num_rows i32[] is given, only so many rows mean anything: on CPU the padding after them is not multiplied.
     """
     num_rows = jnp.asarray(x.shape[0]) if num_rows is None else num_rows
+    outputs = w.shape[: len(w.shape) - x.ndim + 1]
+    F = math.prod(outputs)
+    x = x.reshape(x.shape[0], -1)
+    if isinstance(w, QuantizedArray):
+        y = _quantized_product(x, w.values.reshape(F, -1), w.scales.reshape(F, -1), num_rows)
+    else:
+        y = _product(x, w.reshape(F, -1), num_rows)
+    return y.reshape(x.shape[0], *outputs)
+
+
+def _product(x: jax.Array, w: jax.Array, num_rows: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(x, w, num_rows, cpu=_product_in_eights, default=_plain_product)
+
+
+def _quantized_product(x: jax.Array, values: jax.Array, scales: jax.Array, num_rows: jax.Array) -> jax.Array:
+    """x wᵀ f32[T, F] for x [T, D], values i8[F, D] and scales f32[F, groups]."""
+    if scales.shape[1] == 1:  # compilers fuse the conversion into the product
+        return _product(x, values.astype(x.dtype), num_rows) * scales.T
+    return jax.lax.platform_dependent(
+        x,
+        values,
+        scales,
+        num_rows,
+        cpu=lambda x, v, s, n: _product_in_eights(x, dequantize(v, s, None, x.shape[1]).astype(x.dtype), n),
+        default=lambda x, v, s, _: quantized_matmul(x, v, s).astype(jnp.float32),
+    )
 
 
 def _plain_product(x: jax.Array, w: jax.Array, _: jax.Array) -> jax.Array:

@@ -1,0 +1,125 @@
+"""Quantized weights against NumPy: how they are rounded, what products with them give, where they go on a mesh."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from jaxinfer.config import ModelConfig
+from jaxinfer.layers import linear
+from jaxinfer.params import shardings
+from jaxinfer.quantization import QuantizedArray, quantize, quantize_params, quantized_shardings
+from tests.replay import lively_params, replay
+
+GENERATOR = np.random.default_rng(0)
+CONFIG = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position=64,
+)
+
+
+def normal(*shape):
+    return GENERATOR.standard_normal(shape).astype(np.float32)
+
+
+def floats(w: QuantizedArray) -> np.ndarray:
+    """The weights [F, D] that a quantized array of two dimensions stands for, float64."""
+    values, scales = np.asarray(w.values, np.float64), np.asarray(w.scales, np.float64)
+    return values * np.repeat(scales, values.shape[1] // scales.shape[1], axis=1)
+
+
+@pytest.mark.parametrize(("group_size", "num_groups"), [(None, 1), (16, 4)])
+def test_each_weight_is_rounded_to_the_nearest_of_its_groups_grid(group_size, num_groups):
+    w = normal(6, 64)
+
+    quantized = quantize(w, group_size=group_size)
+
+    steps = np.abs(w.reshape(6, num_groups, -1)).max(-1) / 127
+    np.testing.assert_allclose(quantized.scales, steps, rtol=1e-6)
+    assert quantized.values.dtype == jnp.int8
+    # Half a step, and one rounding of the scale.
+    assert (np.abs(floats(quantized) - w) <= 0.5001 * np.repeat(steps, 64 // num_groups, axis=1)).all()
+
+
+def test_weights_of_zero_stay_zero():
+    assert (floats(quantize(np.zeros((2, 8), np.float32), group_size=4)) == 0).all()
+
+
+@pytest.mark.parametrize("group_size", [0, 5, 128])
+def test_a_group_size_that_does_not_divide_the_inputs_is_refused(group_size):
+    with pytest.raises(ValueError, match=rf"group_size={group_size} does not divide the 64 inputs"):
+        quantize(normal(6, 64), group_size=group_size)
+
+
+@pytest.mark.parametrize("group_size", [None, 32])
+@pytest.mark.parametrize("T", [2, 17])
+def test_a_product_with_quantized_weights_is_that_of_the_weights_they_stand_for(T, group_size):
+    x, w = normal(T, 4, 32), normal(24, 4, 32)
+
+    y = jax.jit(linear)(x, quantize(w, num_input_axes=2, group_size=group_size))
+
+    stand_for = floats(quantize(w.reshape(24, 128), group_size=group_size))
+    # float32 has 24 bits of mantissa; 128 products of numbers around 1.
+    np.testing.assert_allclose(y, x.reshape(T, 128).astype(float) @ stand_for.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("group_size", [None, 32])
+def test_a_row_of_a_quantized_product_is_the_same_bits_in_any_batch(group_size):
+    x, w = normal(17, 128), quantize(normal(24, 128), group_size=group_size)
+
+    together = jax.jit(linear)(x, w)
+
+    for row in (0, 16):
+        np.testing.assert_array_equal(jax.jit(linear)(x[row : row + 2][:1], w)[0], together[row])
+
+
+@pytest.mark.parametrize("group_size", [None, 16])
+def test_a_quantized_model_gives_the_logits_of_the_weights_it_stands_for(group_size):
+    params = lively_params(CONFIG)
+    quantized = quantize_params(params, group_size=group_size)
+    stand_for = jax.tree.map(
+        lambda w, q: floats_like(w, q) if isinstance(q, QuantizedArray) else w,
+        params,
+        quantized,
+        is_leaf=lambda node: isinstance(node, QuantizedArray),
+    )
+    steps = [[(0, 10), (1, 7)]]
+    sequences = list(GENERATOR.integers(0, CONFIG.vocab_size, (2, 12), dtype=np.int32))
+
+    actual, expected = (replay(p, sequences, steps, config=CONFIG, shape=(17, 2)) for p in (quantized, stand_for))
+
+    assert sum(isinstance(w, QuantizedArray) for w in quantized_leaves(quantized)) == 8  # seven of a layer, unembedding
+    for logits, reference in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(logits, reference, rtol=1e-4, atol=1e-5)
+
+
+def quantized_leaves(params):
+    return jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, QuantizedArray))
+
+
+def floats_like(w, quantized):
+    """The weights that a quantized tensor of any shape stands for, in float32."""
+    groups = quantized.scales.shape[-1]
+    rows = np.asarray(quantized.scales).reshape(-1, groups)
+    flat = QuantizedArray(np.asarray(quantized.values).reshape(rows.shape[0], -1), rows)
+    return floats(flat).reshape(w.shape).astype(np.float32)
+
+
+def test_scales_are_split_as_the_outputs_they_belong_to():
+    placement = quantized_shardings(shardings(CONFIG, AbstractMesh((2,), ("model",))))
+
+    layer = placement.layers[0]
+    assert layer.q.scales.spec == PartitionSpec(None, "model", None, None)  # [n, N, H, 1]
+    assert layer.o.values.spec == PartitionSpec(None, None, "model", None)  # [n, D, N, H]
+    assert layer.o.scales.spec == PartitionSpec(None, None, None)  # [n, D, 1]
+    assert placement.unembedding.scales.spec == PartitionSpec("model", None)
+    assert layer.attention_norm.spec == PartitionSpec(None, None)
