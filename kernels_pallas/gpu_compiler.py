@@ -14,7 +14,7 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 
 class Gpu(NamedTuple):
@@ -70,10 +70,8 @@ class Launch(NamedTuple):
 class Compiled:
     """A program for a GPU. What a loop body launches counts once."""
 
+    program: jax.stages.Compiled
     launches: tuple[Launch, ...]
-    argument_bytes: int
-    temporary_bytes: int
-    aliased_bytes: int  # of the arguments, updated in place
     seconds: float  # to lower and compile
     processor_seconds: float  # the same, over all threads
 
@@ -95,39 +93,27 @@ def _ptxas() -> Path | None:
     return next((path for f in folders if (path := Path(f) / "cuda_nvcc/bin/ptxas").exists()), None)
 
 
-def mesh_of(name: str) -> Mesh:
-    """Returns a mesh of one GPU of `GPUS`, which need not be here."""
+def mesh_of(name: str, num_devices: int = 1) -> Mesh:
+    """Returns a mesh of GPUs of `GPUS`, which need not be here, with one axis "model"."""
     topology = topologies.get_topology_desc(
-        platform="cuda", topology_name=name, target_config=_target_config(GPUS[name]), topology="1x1x1"
+        platform="cuda", topology_name=name, target_config=_target_config(GPUS[name]), topology=f"1x1x{num_devices}"
     )
-    return Mesh(np.array(topology.devices[:1]), ("x",))
+    return Mesh(np.array(topology.devices), ("model",))
 
 
-def compile_for(
-    name: str,
-    function: Callable,
-    *arguments: Any,
-    donate: tuple[int, ...] = (),
-    static: Mapping[str, Any] | None = None,
-) -> Compiled:
-    """Compiles function(*arguments, **static) for a GPU of `GPUS`, from trees of `jax.ShapeDtypeStruct`.
+def compile_for(name: str, mesh: Mesh, function: Any, **arguments: Any) -> Compiled:
+    """Compiles a jitted function for GPUs of `GPUS`, from trees of `jax.ShapeDtypeStruct` that are placed on `mesh`.
 
-    `donate` numbers the arguments that are given up. Raises the compiler's own errors, or ends the process.
+    Raises the compiler's own errors, or ends the process.
     """
-    mesh = mesh_of(name)
-    sharding = NamedSharding(mesh, PartitionSpec())
-    arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
-    jitted = jax.jit(function, donate_argnums=donate, static_argnames=tuple(static or ()))
     start, used = time.perf_counter(), sum(os.times()[:4])
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = jitted.lower(*arguments, **(static or {}))
+        lowered = function.lower(**arguments)
     with tempfile.TemporaryDirectory() as folder:
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
         seconds, used = time.perf_counter() - start, sum(os.times()[:4]) - used
         launches = _launches(Path(folder), GPUS[name].arch)
-    memory: Any = compiled.memory_analysis()
-    sizes = (memory.argument_size_in_bytes, memory.temp_size_in_bytes, memory.alias_size_in_bytes)
-    return Compiled(launches, *sizes, seconds, used)
+    return Compiled(compiled, launches, seconds, used)
 
 
 def _launches(folder: Path, arch: str) -> tuple[Launch, ...]:

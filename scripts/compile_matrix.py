@@ -3,9 +3,9 @@
     python scripts/compile_matrix.py [--devices v5e v6e] [--cases decode] [--json]
 
 Needs the extra `aot` (libtpu). Every device compiles in a process of its own, for a fatal compiler error ends one.
-Per case: bytes beside arguments and results, whether the cache is updated in place, seconds to lower and compile, and
-from the compiler's final schedule the bundles (instructions of one cycle, where nothing stalls) of the kernel's largest
-loop, and its register spills.
+Per case: bytes beside arguments and results, whether the cache is updated in place, seconds to lower and compile, by
+the clock and of all threads together, and from the compiler's final schedule the bundles (instructions of one cycle,
+where nothing stalls) of the kernel's largest loop, and its register spills.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import os
-import re
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from scripts.compilers import Case, compile_in_process, memory_figures, on_mesh, print_figures, step_case
+from scripts.tpu_schedule import schedule_figures
+
 # The name of a topology and the arguments that pick one chip of it.
 ONE_CHIP = {"chips_per_host_bounds": [1, 1, 1]}
 TOPOLOGIES = {
@@ -37,15 +37,6 @@ TOPOLOGIES = {
     "v6e-8": ("v6e:2x4", {}),
 }
 KERNEL_DEVICES = ("v5e", "v5p", "v6e", "tpu7x")
-
-
-class Case(NamedTuple):
-    """A jitted function, its arguments as shapes, and the cache that it must update in place."""
-
-    function: Any
-    arguments: dict[str, Any]
-    cache: Any
-    kernel: str | None = None
 
 
 def decode_case(mesh: Any, **sizes: Any) -> Case:
@@ -100,77 +91,14 @@ def _attention_case(
     if has_sinks:
         arguments["sinks"] = jax.ShapeDtypeStruct((N,), jnp.float32)
     attend = functools.partial(paged_attention_tpu, scale=H**-0.5, **options)
-    return Case(jax.jit(attend, donate_argnames="pages"), on_mesh(arguments, mesh), pages, kernel)
+    return Case(jax.jit(attend, donate_argnames="pages"), on_mesh(arguments, mesh), pages, (kernel,))
 
 
-def forward_case(mesh: Any, *, is_decode: bool) -> Case:
-    """All layers of Llama-3-8B and its logits, without sampling; otherwise as `step_case`."""
-    import jax
-
-    from jaxinfer.decoder import forward, unembed
-
-    case = step_case(mesh, is_decode=is_decode)
-    config = case.function.__wrapped__.keywords["config"]
-
-    def logits(params: Any, cache: Any, batch: Any) -> Any:
-        hidden, cache = forward(params, cache, batch, config=config, q_len=1 if is_decode else None, mesh=mesh)
-        return unembed(params, hidden[:32]), cache
-
-    arguments = {name: case.arguments[name] for name in ("params", "cache", "batch")}
-    return Case(jax.jit(logits, donate_argnames="cache"), arguments, case.cache)
-
-
-def step_case(mesh: Any, *, is_decode: bool) -> Case:
-    """A whole step of Llama-3-8B in bfloat16: 32 rows with contexts up to 8,192; prefill computes 512 tokens.
-
-    The cache is 512 pages of 128, what fits beside 16 GB of weights on a chip of 32 GB.
-    """
-    import jax
-
-    from jaxinfer.batch import make_batch
-    from jaxinfer.cache import abstract_cache, cache_shardings
-    from jaxinfer.config import CacheConfig, ModelConfig
-    from jaxinfer.params import abstract_params, shardings
-    from jaxinfer.sampling_batch import make_sampling
-    from jaxinfer.steps import decode_step, prefill_step
-
-    config = ModelConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position=8192,
-        rope_theta=500000.0,
-    )
-    cache_config = CacheConfig(num_pages=512, page_size=128, dtype="bfloat16")
-    cache = abstract_cache(config, cache_config, "tpu")
-    cache = jax.tree.map(
-        lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-        cache,
-        cache_shardings(cache, mesh),
-    )
-    batch = make_batch([], page_size=128, num_tokens=32 if is_decode else 512, num_rows=32, table_width=64)
-    arguments = {
-        "params": abstract_params(config, "bfloat16", shardings(config, mesh)),
-        "cache": cache,
-        "batch": jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch),
-        "sampling": jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), make_sampling([], num_rows=32)),
-    }
-    step = functools.partial(decode_step if is_decode else prefill_step, config=config, max_log_probs=20, mesh=mesh)
-    return Case(jax.jit(step, donate_argnames="cache"), on_mesh(arguments, mesh), cache)
-
-
-def on_mesh(tree: Any, mesh: Any) -> Any:
-    """Returns the shapes placed on every device of a mesh, where they have no place yet."""
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding or everywhere), tree)
-
+# 32 rows with contexts up to 8,192; prefill computes 512 tokens. There are as many pages as fit beside the weights: 512
+# of 128 tokens on a chip of 32 GB, half as many beside 8-bit weights on one of 16 GB.
+tpu_step = functools.partial(step_case, layout="tpu", num_rows=32, page_size=128)
+decode_step = functools.partial(tpu_step, step="decode_step", num_tokens=32, num_pages=512)
+prefill_step = functools.partial(tpu_step, step="prefill_step", num_tokens=512, num_pages=512)
 
 CASES: dict[str, Callable[[Any], Case]] = {
     "decode": decode_case,
@@ -191,12 +119,12 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "verify": verify_case,
     "verify a tree": functools.partial(verify_case, tree_words=1),
     "decode int8 pages of 32": functools.partial(decode_case, page_size=32, page_dtype="int8"),
-    "forward decode": functools.partial(forward_case, is_decode=True),
-    "forward prefill": functools.partial(forward_case, is_decode=False),
-    "step decode": functools.partial(step_case, is_decode=True),
-    "step prefill": functools.partial(step_case, is_decode=False),
+    "step decode": decode_step,
+    "step prefill": prefill_step,
+    "step decode int8 weights": functools.partial(decode_step, has_int8_weights=True, num_pages=256),
+    "step prefill int8 weights": functools.partial(prefill_step, has_int8_weights=True, num_pages=256),
 }
-KERNEL_CASES = tuple(name for name in CASES if not name.startswith(("forward", "step")))
+KERNEL_CASES = tuple(name for name in CASES if not name.startswith("step"))
 
 
 def can_compile() -> bool:
@@ -204,104 +132,49 @@ def can_compile() -> bool:
     return find_spec("libtpu") is not None
 
 
-def compile_in_process(device: str, cases: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Compiles cases for a device in a fresh process; returns each one's figures, or {"error": …}."""
-    results: dict[str, dict[str, Any]] = {name: {"error": "the compiler ended the process before"} for name in cases}
+def compile_for(device: str, cases: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Compiles cases for a device in a process of their own; returns each one's figures, or {"error": …}."""
     with tempfile.TemporaryDirectory() as dump:
         environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "JAX_PLATFORMS": "cpu",
-            "JAX_ENABLE_COMPILATION_CACHE": "false",
             # A second process may load libtpu, and there is no cloud machine to ask for its topology.
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
             "TPU_SKIP_MDS_QUERY": "1",
             "TPU_WORKER_HOSTNAMES": "localhost",
             "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-            "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true"
-            " --xla_jf_dump_llo_pass_label_regex=final",
         }
-        command = [sys.executable, __file__, "--worker", device, dump, *results]
-        worker = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    for line in worker.stdout.splitlines():
-        if line.startswith("{"):
-            result = json.loads(line)
-            results[result.pop("case")] = result
-    unfinished = {name for name, result in results.items() if result.get("error", "").startswith("the compiler ended")}
-    for name in unfinished:
-        results[name] = {"error": f"the process ended with {worker.returncode}: {worker.stderr[-600:]}"}
-    return results
+        if any(name in KERNEL_CASES for name in cases):  # a whole step would spend its time writing
+            environment["LIBTPU_INIT_ARGS"] = (
+                f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"
+            )
+        return compile_in_process(__file__, [device, dump], cases, environment)
 
 
-def work(device: str, dump: Path, cases: Iterable[str]) -> None:
-    """Compiles cases and prints a line of JSON for each."""
-    import jax
+def mesh_of(device: str) -> Any:
+    """Returns a mesh of the chips of a device, which need not be here."""
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh
 
     topology, arguments = TOPOLOGIES[device]
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **arguments).devices
-    mesh = Mesh(np.array(devices if device.endswith("-8") else devices[:1]), ("model",))
-    for name in cases:
-        start, seen = time.perf_counter(), set(dump.iterdir())
-        try:
-            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                case = CASES[name](mesh)
-                lowered = case.function.lower(**case.arguments)
-            memory = lowered.compile().memory_analysis()
-            seconds = time.perf_counter() - start
-            figures = {
-                "temp_bytes": memory.temp_size_in_bytes,
-                "in_place": memory.alias_size_in_bytes >= _bytes_per_device(case.cache),
-                "seconds": round(seconds, 1),
-            }
-            if case.kernel is not None:
-                figures |= schedule_figures(set(dump.iterdir()) - seen, case.kernel)
-        except Exception as error:  # whatever it is belongs in the table
-            figures = {"error": f"{type(error).__name__}: {str(error)[:600]}"}
-        print(json.dumps({"case": name, **figures}), flush=True)
+    return Mesh(np.array(devices if device.endswith("-8") else devices[:1]), ("model",))
 
 
-def _bytes_per_device(cache: Any) -> int:
+def compile_case(mesh: Any, dump: Path, name: str) -> dict[str, Any]:
+    """Returns what a case needs, its kernel's schedule included."""
     import jax
 
-    def size(a: Any) -> int:
-        shape = a.shape if a.sharding is None else a.sharding.shard_shape(a.shape)
-        return math.prod(shape) * a.dtype.itemsize
-
-    return sum(map(size, jax.tree.leaves(cache)))
-
-
-def schedule_figures(files: Iterable[Path], kernel: str) -> dict[str, int]:
-    """Returns bundles of the largest loop, of the whole kernel, and spills, from libtpu's dump of a kernel."""
-    named = [path for path in files if kernel in path.name]
-    bundles = [p for p in named if re.search(r"\d-final_bundles\.txt$", p.name)]
-    usage = [p for p in named if p.name.endswith("final_hlo-static-per-bundle-utilization.txt")]
-    if len(bundles) != 1 or len(usage) != 1:
-        raise RuntimeError(f"the compiler left {len(bundles)} schedules of {kernel} and {len(usage)} of their usage")
-    lines = usage[0].read_text().splitlines()
-    columns = [column.strip() for column in lines[1].split(",")]
-    counts = [[int(n) for n in line.split()] for line in lines[4:] if line.strip()]
-    spill_columns = [columns.index("VSTORE:SPILL"), columns.index("VLOAD:FILL")]
-    loops = sorted(_loops(bundles[0].read_text()), key=lambda loop: loop[0] - loop[1])
-    first, last = loops[0]
-    return {
-        "bundles": last - first + 1,
-        "kernel_bundles": len(counts),
-        "spills": sum(row[i] for row in counts for i in spill_columns),
-    }
-
-
-def _loops(schedule: str) -> list[tuple[int, int]]:
-    """The first and last bundle of each loop: a branch back to the start of a region."""
-    address, starts, branches = 0, {}, []
-    for line in schedule.splitlines():
-        if match := re.match(r"\s*(0x[0-9a-f]+)\s+(?:LH|LB|LE|PB|PF)?\s*:", line):
-            address = int(match[1], 16)
-        starts |= dict.fromkeys(re.findall(r"Start(?:/End)?(?: empty)? region (\d+)", line), address)
-        branches += [(address, region) for region in re.findall(r"sbr\.rel.*?target = \$region(\d+)", line)]
-    return [(starts[region], at) for at, region in branches if region in starts and starts[region] <= at]
+    seen = set(dump.iterdir())
+    start, used = time.perf_counter(), sum(os.times()[:4])
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        case = CASES[name](mesh)
+        lowered = case.function.lower(**case.arguments)
+    figures = memory_figures(lowered.compile(), case.cache)
+    figures["seconds"] = round(time.perf_counter() - start, 1)
+    figures["processor_seconds"] = round(sum(os.times()[:4]) - used, 1)
+    for kernel in case.kernels:
+        figures |= schedule_figures(set(dump.iterdir()) - seen, kernel)
+    return figures
 
 
 def main() -> None:
@@ -309,22 +182,23 @@ def main() -> None:
     parser.add_argument("--devices", nargs="+", choices=TOPOLOGIES, default=KERNEL_DEVICES)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(KERNEL_CASES))
     parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
-    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        device, dump, *cases = arguments.worker
-        return work(device, Path(dump), cases)
+        device, dump = arguments.worker
+        return print_figures(arguments.cases, functools.partial(compile_case, mesh_of(device), Path(dump)))
     if not can_compile():
         sys.exit('libtpu is not installed: pip install "jaxinfer[aot]"')
-    columns = ("temp_bytes", "in_place", "seconds", "bundles", "kernel_bundles", "spills")
+    memory = ("temporary_bytes", "in_place", "seconds", "processor_seconds")
+    columns = (*memory, "bundles", "inner_bundles", "kernel_bundles", "spills", "inner_spills")
     if not arguments.json:
-        print(f"{'device':8}{'case':28}" + "".join(f"{column:>15}" for column in columns))
+        print(f"{'device':8}{'case':28}" + "".join(f"{column:>18}" for column in columns))
     for device in arguments.devices:
-        for name, figures in compile_in_process(device, arguments.cases).items():
+        for name, figures in compile_for(device, arguments.cases).items():
             if arguments.json:
                 print(json.dumps({"device": device, "case": name, **figures}), flush=True)
             else:
-                cells = "".join(f"{figures.get(column, '')!s:>15}" for column in columns)
+                cells = "".join(f"{figures.get(column, '')!s:>18}" for column in columns)
                 print(f"{device:8}{name:28}{figures.get('error', cells)}", flush=True)
 
 

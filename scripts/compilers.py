@@ -1,17 +1,16 @@
-"""What the scripts that run the compilers of accelerators share: a process per device, and the model they compile."""
+"""What the scripts that run the compilers of accelerators share: a process per device, and whole steps of a model."""
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from jaxinfer.config import ModelConfig
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 # What jax would do for the machine at hand is not wanted: it would look for a driver, and what comes from a cache of
@@ -24,11 +23,44 @@ ENVIRONMENT = {
 }
 
 
-def llama_3_8b(layer_groups: tuple[int, ...] | None = None) -> ModelConfig:
-    """Returns the shape of Llama 3 8B."""
-    from jaxinfer.config import ModelConfig
+class Case(NamedTuple):
+    """A jitted function, its arguments as shapes, the cache that it must update in place, and kernels to look at."""
 
-    return ModelConfig(
+    function: Any
+    arguments: dict[str, Any]
+    cache: Any = None
+    kernels: tuple[str, ...] = ()
+
+
+def step_case(
+    mesh: Any,
+    *,
+    step: str,
+    layout: str,
+    num_tokens: int,
+    num_rows: int,
+    num_pages: int,
+    page_size: int,
+    max_context: int = 8192,
+    has_int8_weights: bool = False,
+    layer_groups: tuple[int, ...] = (),
+    kernels: tuple[str, ...] = (),
+) -> Case:
+    """A whole step of Llama 3 8B, `step` being its name in `jaxinfer.steps`, split over all devices of a mesh.
+
+    Everything is bfloat16, or 8 bits with a scale per output channel where weights are so.
+    """
+    import jax
+
+    from jaxinfer import steps
+    from jaxinfer.batch import make_batch
+    from jaxinfer.cache import abstract_cache, cache_shardings
+    from jaxinfer.config import CacheConfig, ModelConfig
+    from jaxinfer.params import abstract_params, shardings
+    from jaxinfer.quantization import quantize_params, quantized_shardings
+    from jaxinfer.sampling_batch import make_sampling
+
+    config = ModelConfig(
         vocab_size=128256,
         hidden_size=4096,
         intermediate_size=14336,
@@ -40,6 +72,51 @@ def llama_3_8b(layer_groups: tuple[int, ...] | None = None) -> ModelConfig:
         rope_theta=500000.0,
         layer_groups=layer_groups,
     )
+    params, placement = abstract_params(config, "bfloat16"), shardings(config, mesh)
+    if has_int8_weights:
+        params, placement = jax.eval_shape(quantize_params, params), quantized_shardings(placement)
+    cache = abstract_cache(config, CacheConfig(num_pages=num_pages, page_size=page_size, dtype="bfloat16"), layout)
+    cache = placed(cache, cache_shardings(cache, mesh))
+    sizes = {"num_tokens": num_tokens, "num_rows": num_rows, "table_width": max_context // page_size}
+    host = {
+        "batch": make_batch([], page_size=page_size, **sizes),
+        "sampling": make_sampling([], num_rows=num_rows, vocab_size=config.vocab_size),
+    }
+    arguments = {"params": placed(params, placement), "cache": cache, **on_mesh(host, mesh)}
+    function = functools.partial(getattr(steps, step), config=config, max_log_probs=20, mesh=mesh)
+    return Case(jax.jit(function, donate_argnames="cache"), arguments, cache, kernels)
+
+
+def placed(tree: Any, shardings: Any) -> Any:
+    """Returns shapes with their shardings."""
+    import jax
+
+    return jax.tree.map(lambda a, at: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at), tree, shardings)
+
+
+def on_mesh(tree: Any, mesh: Any) -> Any:
+    """Returns the shapes of a tree's arrays, each whole on every device of a mesh."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), tree)
+
+
+def memory_figures(compiled: Any, cache: Any) -> dict[str, Any]:
+    """Returns the bytes that a program takes beside arguments and results, and whether it updates the cache in place.
+
+    All per device.
+    """
+    import jax
+
+    def size(a: Any) -> int:
+        shape = a.shape if a.sharding is None else a.sharding.shard_shape(a.shape)
+        return math.prod(shape) * a.dtype.itemsize
+
+    memory = compiled.memory_analysis()
+    in_place = memory.alias_size_in_bytes >= sum(map(size, jax.tree.leaves(cache)))
+    return {"temporary_bytes": memory.temp_size_in_bytes, "in_place": in_place}
 
 
 def compile_in_process(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
+from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.paged_attention.layout import Pages
 
@@ -22,12 +23,14 @@ RAGGED_ROWS = 256
 class Blocks:
     """A block is `pages` pages of one row; `buffers` of them are held, of which all but one are being fetched.
 
-    `queries` tokens of a row share a block.
+    `queries` tokens of a row share a block; where their heads make more than `rows` rows, that many are computed with
+    at a time.
     """
 
     pages: int
     buffers: int
     queries: int = 1
+    rows: int = 128
 
 
 def decode_blocks(pages: Pages, table_width: int) -> Blocks:
@@ -42,7 +45,15 @@ def ragged_blocks(
     queries = min(max(8, RAGGED_ROWS // num_groups), q_len or num_tokens)
     if tree_mask is not None:
         queries = q_len or min(32 * tree_mask.shape[1], num_tokens)
-    return Blocks(_block_pages(pages, table_width), RAGGED_BUFFERS, queries)
+    return Blocks(_block_pages(pages, table_width), RAGGED_BUFFERS, queries, _matrix_unit())
+
+
+def _matrix_unit() -> int:
+    """Returns the width of the TPU's matrix unit: with fewer rows at a time it waits, with more registers spill."""
+    try:
+        return pltpu.get_tpu_info().mxu_column_size
+    except ValueError:  # interpreted, where there is no TPU
+        return Blocks.rows
 
 
 def _block_pages(pages: Pages, table_width: int) -> int:

@@ -23,27 +23,22 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.paged_attention.block_sizes import Blocks, decode_blocks, ragged_blocks
 from kernels_pallas.paged_attention.layout import Pages, pack_planes, pad_heads, to_stored
+from kernels_pallas.paged_attention.reference import LOG2_E, MASKED
+from kernels_pallas.paged_attention.tpu_attend import MAX_ROWS_IN_REGISTERS, attention_of_block, piece_width
 from kernels_pallas.paged_attention.tpu_items import (
     LANES,
-    LOG2_E,
     decode_items,
     head_factors,
     new_tiles,
     ragged_items,
     sinks_of_rows,
+    token_rows,
 )
 
-# Finite, so that a row of masked scores gives zeros and not NaN.
-MASKED = -1e30
 # Rows of a 32-bit register; a group of query heads is padded to them.
 SUBLANES = 8
 # What the kernels may use of the vector memory: half of the smallest that a chip since v5e has.
 VMEM_BYTES = 2**25
-# Queries and keys in one product where there are many: their scores, float32, take half of the registers.
-ROWS_TOGETHER = 256
-KEYS_TOGETHER = 128
-# KV heads whose code is laid out side by side, so that one's products hide another's softmax.
-HEADS_TOGETHER = 8
 PAGE_DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
 MAX_HEAD_DIM = 256
 # The scalar memory holds 1 MiB; half of it is left to the compiler.
@@ -110,7 +105,10 @@ def paged_attention_tpu(
             single, last = jnp.where(q_lens == 1, kv_lens, 0), jnp.clip(cu_q_lens[:-1], 0, T - 1)
             new = None if new is None else new[last]
             decoded, pool = _decode(run, queries[last], new, pool, single, decoding)
-            out = out.at[jnp.where(single > 0, last, T)].set(decoded, mode="drop")
+            # Taken by every token from its row: a scatter to the rows' tokens takes a TPU's compiler half a minute.
+            row = token_rows(cu_q_lens, T)
+            is_single = (single[row] > 0) & (jnp.arange(T) == last[row])
+            out = jnp.where(is_single[:, None, None, None], decoded[row], out)
     # Packed heads keep their values, and so their result, in the right half of the lanes.
     first = 0 if pages.head_dim * 2 > LANES else W // 2
     return out[..., first : first + H].reshape(T, N, H), replace(pages, arrays=(pool,))
@@ -144,13 +142,15 @@ def _decode(run, queries, new, pool, kv_lens, blocks):
 
 def _ragged(run, queries, new, pool, block_tables, kv_lens, cu_q_lens, tree_mask, blocks):
     """queries [T, K, G, W], new [T, C, W] or None: any number of tokens a row, appended before anything is read."""
-    (T, K, G, W), B, Q = queries.shape, kv_lens.shape[0], blocks.queries
+    (T, K, G, W), Q = queries.shape, blocks.queries
     starts = cu_q_lens[:-1]
     q_lens = jnp.where(kv_lens > 0, cu_q_lens[1:] - starts, 0)
     items, token = ragged_items(kv_lens, q_lens, starts, T, Q, is_causal=tree_mask is None)
     num_items = token.shape[0]
     tiled = queries.at[token].get(mode="fill", fill_value=0).transpose(0, 2, 1, 3, 4).reshape(num_items, K, Q * G, W)
-    tiled = jnp.pad(tiled, ((0, 0), (0, 0), (0, -(Q * G) % SUBLANES), (0, 0)))
+    # Many rows are computed with in pieces of equal size.
+    multiple = SUBLANES if blocks.rows >= Q * G else blocks.rows
+    tiled = jnp.pad(tiled, ((0, 0), (0, 0), (0, -(Q * G) % multiple), (0, 0)))
     R = tiled.shape[2]
     tree = None
     if tree_mask is not None:  # a word per row of queries, in every lane
@@ -159,7 +159,7 @@ def _ragged(run, queries, new, pool, block_tables, kv_lens, cu_q_lens, tree_mask
         tree = jnp.broadcast_to(words[..., None], (*words.shape, LANES))
     tiles = None if new is None else new_tiles(new, pool, block_tables, kv_lens - q_lens, q_lens, starts)
     out, pool = run(items, tiled, pool, tiles=tiles, tree=tree, blocks=blocks, num_groups=G)
-    row = jnp.minimum((cu_q_lens[1:][None] <= jnp.arange(T)[:, None]).sum(-1), B - 1)
+    row = token_rows(cu_q_lens, T)
     place = jnp.arange(T) - starts[row]
     out = out[:, :, : Q * G].reshape(num_items, K, Q, G, W)
     first_item = jnp.cumsum(pl.cdiv(q_lens, Q)) - pl.cdiv(q_lens, Q)
@@ -207,6 +207,12 @@ def _run_kernel(
         "q_arrived": pltpu.SemaphoreType.DMA((NB,)),
         "out_left": pltpu.SemaphoreType.DMA((2,)),
     }
+    if R > MAX_ROWS_IN_REGISTERS:
+        size, width = min(R, blocks.rows), piece_width(block_tiles * tile)
+        scratch["scores"] = pltpu.VMEM((size, width), jnp.float32)
+        scratch["greatest"] = pltpu.VMEM((size, LANES), jnp.float32)
+        scratch["weights"] = pltpu.VMEM((size, width), queries.dtype)
+        scratch["rescale"] = pltpu.VMEM((size, LANES), jnp.float32)
     if new is not None:
         inputs["new_hbm"] = (new, anywhere)
         scratch["new"] = pltpu.VMEM((NB, C, W), pool.dtype)
@@ -251,17 +257,6 @@ def _run_kernel(
     )(*scalars.values(), *(array for array, _ in inputs.values()))
 
 
-def _as_operand(x: jax.Array, dtype) -> jax.Array:
-    """Returns what a product with `dtype` takes: the matrix unit's input stage converts float8, twice as fast."""
-    return x if x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating) else x.astype(dtype)
-
-
-def _product(x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
-    """Returns the sum over the last axis of x and `axis` of y, in float32; float32 operands are not rounded."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return lax.dot_general(x, y, (((1,), (axis,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
-
-
 def _kernel(*refs, names, num_rows_of_tables, window, softcap):
     """What each reference is stands in `_run_kernel`; the scalars among them are `Items` and page tables."""
     s = SimpleNamespace(**dict(zip(names, refs, strict=True)))
@@ -272,6 +267,7 @@ def _kernel(*refs, names, num_rows_of_tables, window, softcap):
     page_tiles, block = pool.shape[2], block_tiles * tile
     page, M = page_tiles * tile, s.tables.shape[0] // num_rows_of_tables
     num_items = s.count[0]
+    attend_block = attention_of_block(s, window=window, softcap=softcap)
 
     def first_seen(i):
         """The first position that item i sees."""
@@ -366,67 +362,12 @@ def _kernel(*refs, names, num_rows_of_tables, window, softcap):
             s.written[lax.rem(i, 2)] = merged.astype(pool.dtype)
             tile_copy(i).start()
 
-    def visible(i, b, r, size, first, width):
-        """Which of block b's keys first to first + width the rows r to r + size of item i see, bool[size, width]."""
-        position = b * block + first + lax.broadcasted_iota(jnp.int32, (size, width), 1)
-        if has_tree:
-            draft = position - s.start[i]
-            seen = draft < 0
-            for w in range(s.tree.shape[1]):
-                bits = _across(s.tree[lax.rem(i, NB), w, pl.ds(r, size)], width)
-                is_here = (draft >= 32 * w) & (draft < 32 * (w + 1))
-                bit = lax.shift_right_logical(bits, jnp.clip(draft - 32 * w, 0, 31)) & 1
-                seen = seen | (is_here & (bit == 1))
-            return seen & (position < s.end[i])
-        own = s.start[i] + (_across(s.offsets[pl.ds(r, size)], width) if hasattr(s, "offsets") else 0)
-        seen = position <= own
-        if window is not None:
-            seen &= position > own - window
-        # Rows past the item's last query would see keys that were not fetched.
-        return seen & (position < s.end[i]) if hasattr(s, "offsets") else seen
-
-    def attend(i, b, slot, head, r, size, first, width):
-        """Adds keys first to first + width of block b to the sums of rows r to r + size of one KV head."""
-        planes = s.kv.shape[1] // K
-        rows, tiles = pl.ds(r, size), pl.ds(first // tile, width // tile)
-        q = s.q[lax.rem(i, NB), head, rows]
-        keys = _as_operand(s.kv[slot, head * planes, tiles].reshape(width, W), q.dtype)
-        values = _as_operand(s.kv[slot, head * planes + planes - 1, tiles].reshape(width, W), q.dtype)
-        scores = _product(q, keys, 1) * s.factors[0, head]
-        if softcap is not None:
-            scores = jnp.tanh(scores) * (softcap * LOG2_E)
-        scores = jnp.where(visible(i, b, r, size, first, width), scores, MASKED)
-        old_maximum = s.maximum[head, rows]
-        maximum = jnp.maximum(old_maximum, scores.max(1, keepdims=True))
-        weights = jnp.exp2(scores - maximum[:, :1])
-        rescale = jnp.exp2(old_maximum - maximum)
-        update = _product(weights.astype(q.dtype), values, 0)
-        s.maximum[head, rows] = maximum
-        s.total[head, rows] = rescale * s.total[head, rows] + weights.sum(1, keepdims=True)
-        s.acc[head, rows] = rescale[:, :1] * s.acc[head, rows] + update
-
-    def attend_block(i, b, slot):
-        size, width = min(R, ROWS_TOGETHER), block if R <= ROWS_TOGETHER // 4 else min(block, KEYS_TOGETHER)
-        pieces = [(r, min(size, R - r), first) for r in range(0, R, size) for first in range(0, block, width)]
-        # Few rows: many heads side by side, so that one's products hide another's softmax. Many: their chunks do.
-        together = max(n for n in range(1, max(1, HEADS_TOGETHER // len(pieces)) + 1) if K % n == 0)
-
-        def attend_heads(first_head):
-            for head in range(together):
-                for r, rows, first in pieces:
-                    attend(i, b, slot, first_head + head, r, rows, first, width)
-
-        if together == K:
-            attend_heads(0)
-        else:
-            pl.loop(0, K // together)(lambda group: attend_heads(group * together))
-
     def run_item(i, carry):
         for copy in item_copies(i):
             copy.wait()
         is_empty = not hasattr(s, "sinks")
         s.maximum[...] = jnp.full(s.maximum.shape, MASKED, jnp.float32) if is_empty else s.sinks[...]
-        s.total[...] = jnp.full(s.total.shape, 0.0 if is_empty else 1.0, jnp.float32)
+        s.total[...] = jnp.full(s.total.shape, 0.0 if is_empty else 1.0 / LANES, jnp.float32)
         s.acc[...] = jnp.zeros(s.acc.shape, jnp.float32)
         num_blocks = pl.cdiv(s.end[i], block)
 
@@ -446,7 +387,7 @@ def _kernel(*refs, names, num_rows_of_tables, window, softcap):
             out_copy(i - 2).wait()
 
         def finish(head):
-            total = s.total[head][:, :1]
+            total = s.total[head].sum(1, keepdims=True)
             result = s.acc[head] / jnp.where(total > 0, total, 1.0) * s.factors[1, head]
             s.out[lax.rem(i, 2), head] = result.astype(s.out.dtype)
 
@@ -492,8 +433,3 @@ def _kernel(*refs, names, num_rows_of_tables, window, softcap):
             out_copy(i).wait()
             if has_new:
                 tile_copy(i).wait()
-
-
-def _across(x: jax.Array, width: int) -> jax.Array:
-    """Returns x [n, LANES], the same in all lanes, as wide as `width`."""
-    return x[:, :width] if width <= LANES else jnp.concatenate([x] * (width // LANES), axis=1)

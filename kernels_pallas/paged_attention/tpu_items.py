@@ -7,7 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-LOG2_E = 1.4426950408889634
+from kernels_pallas.paged_attention.reference import LOG2_E
+
 LANES = 128
 
 
@@ -68,6 +69,12 @@ def new_tiles(new, pool, block_tables, contexts, q_lens, starts):
     old = pool[block_tables[jnp.arange(B), first // page_tiles], :, first % page_tiles]  # [B, C, t, W]
     is_old = (offset < 0)[:, None, :, None]
     return jnp.where(is_old, old[row], tiles.transpose(0, 2, 1, 3)), page_ids, place % page_tiles, ends[-1:]
+
+
+def token_rows(cu_q_lens: jax.Array, num_tokens: int) -> jax.Array:
+    """Returns the row of each token, i32[T]; padding tokens get the last."""
+    ends = cu_q_lens[1:]
+    return jnp.minimum((ends[None] <= jnp.arange(num_tokens)[:, None]).sum(-1), ends.shape[0] - 1)
 
 
 def head_factors(K: int, scale: float, softcap: float | None, k_scale, v_scale) -> jax.Array:

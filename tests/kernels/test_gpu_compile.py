@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from scripts.compile_gpu import DEVICES, can_compile, cases_for, compile_in_process
+from scripts.compile_gpu import DEVICES, can_compile, cases_for, compile_for
 
 pytestmark = [
     pytest.mark.aot,
@@ -21,12 +21,12 @@ CASES = [(device, name) for device in DEVICES for name in cases_for(device, KERN
 
 @functools.cache
 def compiled(device):
-    return compile_in_process(device, cases_for(device, KERNELS[device]))
+    return compile_for(device, cases_for(device, KERNELS[device]))
 
 
 @functools.cache
-def compiled_for_h200(beginning):
-    return compile_in_process("H200", cases_for("H200", [beginning]))
+def compiled_beginning_with(beginning, device="H200"):
+    return compile_for(device, cases_for(device, [beginning]))
 
 
 @pytest.mark.parametrize(("device", "name"), CASES)
@@ -50,7 +50,7 @@ def test_a_decode_step_of_attention_is_two_launches_and_no_memory():
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_kernel_never_writes_the_weights_that_plain_xla_writes(bits):
     weight_bytes = 14336 * 4096 * 2
-    plain = compiled_for_h200("plain")[f"plain product int{bits} x 16"]
+    plain = compiled_beginning_with("plain")[f"plain product int{bits} x 16"]
     kernel = compiled("H200")[f"product int{bits} x 16"]
 
     assert plain["temporary_bytes"] >= weight_bytes
@@ -61,9 +61,10 @@ def test_a_scale_per_channel_needs_no_kernel():
     assert compiled("H200")["product int8 x 16 per channel"]["temporary_bytes"] < 4e6
 
 
+@pytest.mark.parametrize("device", ["H200", "H200-8"])
 @pytest.mark.parametrize("name", ["step decode", "step prefill"])
-def test_a_whole_step_of_llama_8b_compiles_from_shapes_alone(name):
-    figures = compiled_for_h200("step")[name]
+def test_a_whole_step_of_llama_8b_compiles_from_shapes_alone(name, device):
+    figures = compiled_beginning_with("step", device)[name]
 
     assert "error" not in figures, figures["error"]
     assert figures["in_place"]

@@ -16,7 +16,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.paged_attention import tpu, tpu_items
+from kernels_pallas.paged_attention import tpu, tpu_attend, tpu_items
 from kernels_pallas.paged_attention.block_sizes import Blocks
 from tests.kernels.paged_attention.oracle import UNOPTIMISED, check_pages, expected_output, make_call
 
@@ -115,6 +115,25 @@ def test_a_ragged_batch_is_exact_and_free_of_races(execution):
     ragged(make_call(RAGGED, **SMALL, num_padding=3, layout="tpu"), execution=execution)
 
 
+def many_rows(call, **options):
+    """64 rows of queries in pieces of 32: more than registers hold."""
+    run(call, blocks=Blocks(pages=2, buffers=3, queries=32, rows=32), **options)
+
+
+MANY_ROWS = [(33, 120), (3, 70)]
+
+
+@pytest.mark.parametrize(("lens", "options"), [(MANY_ROWS, {}), ([(33, 120)], {"window": 40})], ids=str)
+def test_many_rows_of_queries_are_exact_and_free_of_races(lens, options):
+    many_rows(make_call(lens, **SMALL, num_padding=3, layout="tpu"), **options)
+
+
+def test_blocks_of_more_keys_than_a_piece_has_are_exact(monkeypatch):
+    monkeypatch.setattr(tpu_attend, "KEYS_TOGETHER", 32)  # blocks of 48, pieces of 16
+
+    run(make_call([(17, 100)], **SMALL, layout="tpu"), blocks=Blocks(pages=3, buffers=3, queries=20, rows=40))
+
+
 def test_a_ragged_batch_honours_window_soft_cap_and_sinks_together():
     call = make_call([(7, 23), (20, 50), (1, 30)], **SMALL, layout="tpu")
 
@@ -140,12 +159,13 @@ def test_verifying_a_tree_of_drafts_is_exact():
 
 def mutant(line, replacement):
     """Returns the kernels with one line replaced, in whichever of their files it stands."""
-    modules = {module: types.ModuleType(f"mutant of {module.__name__}") for module in (tpu_items, tpu)}
+    modules = {module: types.ModuleType(f"mutant of {module.__name__}") for module in (tpu_items, tpu_attend, tpu)}
     sources = {module: inspect.getsource(module) for module in modules}
     assert sum(source.count(line) for source in sources.values()) == 1, line
     for module, source in sources.items():
         exec(compile(source.replace(line, replacement), "mutant", "exec"), modules[module].__dict__)
-    modules[tpu].__dict__.update({name: getattr(modules[tpu_items], name) for name in ("new_tiles", "ragged_items")})
+    for module, names in ((tpu_items, ("new_tiles", "ragged_items")), (tpu_attend, ("attention_of_block",))):
+        modules[tpu].__dict__.update({name: getattr(modules[module], name) for name in names})
     return modules[tpu]
 
 
@@ -182,6 +202,30 @@ RAGGED_MUTATIONS = {
     "a tile of old tokens overwritten": ("jnp.where(is_old, old[row], ", "jnp.where(is_old & False, old[row], "),
     "queries that see what follows them": ("seen = position <= own", "seen = position <= own + 1"),
 }
+
+
+MANY_ROWS_MUTATIONS = {
+    "weights that are replaced before they are used": (
+        "            finish(n - 1)\n            go_on(n)\n",
+        "            go_on(n)\n            finish(n - 1)\n",
+    ),
+    "scores that are replaced before they are used": (
+        "            go_on(n)\n            begin(n + 1)\n",
+        "            begin(n + 1)\n            go_on(n)\n",
+    ),
+    "a block taken for one that all queries see": (
+        "sees_all = (b + 1) * block <= s.start[i]",
+        "sees_all = b * block <= s.start[i]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MANY_ROWS_MUTATIONS)
+def test_a_mutation_of_attention_of_many_rows_is_caught(name):
+    kernels = mutant(*MANY_ROWS_MUTATIONS[name])
+
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
+        many_rows(make_call([(33, 80)], **SMALL, layout="tpu"), kernels=kernels)
 
 
 @pytest.mark.parametrize("name", RAGGED_MUTATIONS)
