@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +29,7 @@ CONFIG = ModelConfig(
 )
 
 
-def normal(*shape):
+def normal(*shape) -> Any:
     return GENERATOR.standard_normal(shape).astype(np.float32)
 
 
@@ -51,7 +53,7 @@ def test_each_weight_is_rounded_to_the_nearest_of_its_groups_grid(group_size, nu
 
 
 def test_weights_of_zero_stay_zero():
-    assert (floats(quantize(np.zeros((2, 8), np.float32), group_size=4)) == 0).all()
+    assert (floats(quantize(jnp.zeros((2, 8)), group_size=4)) == 0).all()
 
 
 @pytest.mark.parametrize("group_size", [0, 5, 128])
@@ -115,9 +117,10 @@ def floats_like(w, quantized):
 
 
 def test_scales_are_split_as_the_outputs_they_belong_to():
-    placement = quantized_shardings(shardings(CONFIG, AbstractMesh((2,), ("model",))))
+    mesh: Any = AbstractMesh((2,), ("model",))
+    placement: Any = quantized_shardings(shardings(CONFIG, mesh))
 
-    layer = placement.layers[0]
+    layer: Any = placement.layers[0]
     assert layer.q.scales.spec == PartitionSpec(None, "model", None, None)  # [n, N, H, 1]
     assert layer.o.values.spec == PartitionSpec(None, None, "model", None)  # [n, D, N, H]
     assert layer.o.scales.spec == PartitionSpec(None, None, None)  # [n, D, 1]
