@@ -95,7 +95,7 @@ def test_the_oldest_outputs_make_room_for_new_ones():
     assert set(drafter._indices) == {"20", "30"}
 
 
-@pytest.mark.parametrize("speculation", ["eagle", 3, object()], ids=str)
+@pytest.mark.parametrize("speculation", ["eagle", 3, object()], ids=["name", "number", "object"])
 def test_a_drafter_that_does_not_exist_is_refused(speculation: Any):
     with pytest.raises(ValueError, match=r"speculation=.* is not allowed: give one of 'ngram', 'suffix', a Path"):
         make_drafter(speculation)
