@@ -112,7 +112,7 @@ def decode_loop(
     """Runs `decode_step` up to `num_steps` times, each on the tokens that the last one drew.
 
     A row stops as `loop` says, and emits what it drew so far. `block_tables` must have pages for its `max_tokens`.
-    The `allowed_bits` of a row are those of its next token alone, so no row may have a structure.
+    The `allowed_bits` of a row are those of its next token alone, so a row with a structure may draw no more.
     """
     statics = {"config": config, "implementation": implementation, "mesh": mesh}
 

@@ -51,9 +51,9 @@ def plan_buckets(config: EngineConfig, max_drafts: int = 0) -> tuple[Bucket, ...
     """
     max_rows, max_tokens = config.max_num_seqs, config.max_num_batched_tokens
     decode = [Bucket(True, rows, rows) for rows in decode_sizes(config)]
-    sizes = {*_sizes(PREFILL_TOKENS, max_tokens), config.max_mixed_tokens or max_tokens}
+    sizes = {*_sizes(PREFILL_TOKENS, max_tokens), max_verified_tokens(config)}
     prefill = [Bucket(False, n, min(n, max_rows)) for n in sorted(sizes)]
-    verify = _verify_buckets([bucket.num_rows for bucket in decode], max_drafts, max_verified_tokens(config))
+    verify = _verify_buckets(decode_sizes(config), max_drafts, max_verified_tokens(config))
     return (*decode, *verify, *prefill)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from jaxinfer.engine.page_copies import Content, CopyIn, CopyOut, CopyWithin, PageCopies
 from jaxinfer.engine.pages import PageAllocator
-from jaxinfer.engine.prefix import PageKeys
+from jaxinfer.engine.prefix import PageKeys, num_equal
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.tiers import PageTiers
 
@@ -74,8 +74,10 @@ class BlockTables:
     def extend_ahead(self, request: Request, num_tokens: int) -> int:
         """Gives the request the pages for its next token and that many after it, if there are some that nobody uses.
 
-        Returns for how many after it there is room. What may never come is worth no page of another request.
+        Returns for how many after it there is room; never for more than it may still draw but the last, which needs no
+        slot. What may never come is worth no page of another request.
         """
+        num_tokens = min(num_tokens, request.max_tokens - request.num_output_tokens - 1)
         num_missing = self.num_missing(request, 1 + num_tokens)
         self.extend(request, min(num_missing, self.pages.num_available))
         room = len(request.pages) * self._page_size - request.num_computed - 1
@@ -213,8 +215,7 @@ class BlockTables:
             return None
         key, tokens = self._successors.get(request.keys.parent_key(index, request.token_ids), (b"", ()))
         start = index * self._page_size
-        own = request.token_ids[start:limit]
-        count = next((i for i, pair in enumerate(zip(own, tokens, strict=False)) if pair[0] != pair[1]), len(own))
+        count = num_equal(request.token_ids[start:limit], tokens)
         page = self.pages.find(key)
         if page is None or start + count < request.num_computed + max(self._page_size // MIN_COPIED, 1):
             return None

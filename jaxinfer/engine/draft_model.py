@@ -16,6 +16,7 @@ from jaxinfer.batch import Row, make_batch, padded
 from jaxinfer.cache import abstract_cache, init_cache, page_bytes
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
 from jaxinfer.engine.batching import decode_sizes
+from jaxinfer.engine.prefix import num_equal
 from jaxinfer.engine.request import Request
 from jaxinfer.params import Params
 from jaxinfer.processors import LogitsProcessor
@@ -106,8 +107,8 @@ class DraftModel:
     def _num_computed(self, request: Request) -> int:
         """Returns how many of the request's tokens are in the cache, without the last one, which is always computed."""
         pages, num_tokens, drafts = self._computed.get(request.request_id, ([], 0, []))
-        num_kept = _num_equal(pages, request.pages) * self._page_size
-        num_tokens = min(num_tokens + _num_equal(drafts, request.token_ids[num_tokens:]), num_kept)
+        num_kept = num_equal(pages, request.pages) * self._page_size
+        num_tokens = min(num_tokens + num_equal(drafts, request.token_ids[num_tokens:]), num_kept)
         last = len(request.token_ids) - 1
         while request.keys is not None and (end := (num_tokens // self._page_size + 1) * self._page_size) <= last:
             index = num_tokens // self._page_size
@@ -145,12 +146,6 @@ class DraftModel:
             self._params, cache, *self._layout(shape, [], [], []), **statics, custom=tuple(self._custom.values())
         )
         return lowered.compile()
-
-
-def _num_equal(first: Sequence[int], second: Sequence[int]) -> int:
-    """Returns how many items two sequences have in common from the first on."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _first_tokens(spans: Sequence[Span], room: int) -> list[Span]:

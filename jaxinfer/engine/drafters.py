@@ -1,6 +1,6 @@
 """Who guesses the next tokens of a request, for the target to verify. A guess changes no token, only the time it takes.
 
-A drafter of one's own is an object with the three methods of `Drafter`, given to `LLM(speculation=…)`.
+A drafter of one's own is an object with the two methods of `Drafter`, given to `LLM(speculation=…)`.
 """
 
 from __future__ import annotations

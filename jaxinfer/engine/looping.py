@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxinfer.engine.block_tables import BlockTables
-from jaxinfer.engine.step import Chunk
+from jaxinfer.engine.step import Chunk, all_decode
 
 
 def go_on(chunks: Sequence[Chunk], tables: BlockTables, max_steps: int) -> list[Chunk]:
@@ -14,9 +14,6 @@ def go_on(chunks: Sequence[Chunk], tables: BlockTables, max_steps: int) -> list[
 
     That is one each unless all decode, and where one has a structure: the mask of its next token comes from the host.
     """
-    requests = [chunk.request for chunk in chunks]
-    if not all(chunk.num_tokens == 1 and chunk.is_last for chunk in chunks) or any(r.grammar for r in requests):
+    if not all_decode(chunks) or any(chunk.request.grammar for chunk in chunks):
         return list(chunks)
-    wanted = [min(max_steps, request.max_tokens - request.num_output_tokens) for request in requests]
-    drawn = [1 + tables.extend_ahead(*pair) for pair in zip(requests, (count - 1 for count in wanted), strict=True)]
-    return [replace(chunk, max_drawn=count) for chunk, count in zip(chunks, drawn, strict=True)]
+    return [replace(chunk, max_drawn=1 + tables.extend_ahead(chunk.request, max_steps - 1)) for chunk in chunks]

@@ -56,5 +56,11 @@ class PageKeys:
         return self._chain[index + 1]
 
 
+def num_equal(first: Sequence[int], second: Sequence[int]) -> int:
+    """Returns how many items two sequences have in common from the first on."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
 def _digest(content: bytes) -> bytes:
     return blake2b(content, digest_size=DIGEST_BYTES).digest()

@@ -25,7 +25,7 @@ from jaxinfer.engine.draft_model import DraftModel
 from jaxinfer.engine.drafters import Drafter, make_drafter
 from jaxinfer.engine.emission import Emitted
 from jaxinfer.engine.request import Request
-from jaxinfer.engine.step import Chunk, Step
+from jaxinfer.engine.step import Chunk, Step, all_decode
 from jaxinfer.engine.step_costs import StepCosts
 from jaxinfer.processors import LogitsProcessor
 
@@ -71,9 +71,9 @@ class Speculation:
     def add_drafts(self, chunks: list[Chunk], tables: BlockTables) -> list[Chunk]:
         """Returns the chunks with drafts, and takes pages for them where some are free; none unless all decode."""
         self._drafting = 0.0
-        if not chunks or not all(chunk.num_tokens == 1 and chunk.is_last for chunk in chunks):
+        if not chunks or not all_decode(chunks):
             return chunks
-        drafts = self._propose(chunks, [self._limit(chunk.request, tables) for chunk in chunks])
+        drafts = self._propose(chunks, [tables.extend_ahead(chunk.request, self._max_drafts) for chunk in chunks])
         self.num_drafts = tuple(map(len, drafts))
         return [replace(chunk, drafts=tokens) for chunk, tokens in zip(chunks, drafts, strict=True)]
 
@@ -113,11 +113,6 @@ class Speculation:
         self._drafter.forget(request)
         self._of_request.pop(request.request_id, None)
         self._pending.pop(request.request_id, None)
-
-    def _limit(self, request: Request, tables: BlockTables) -> int:
-        """Returns how many drafts a request can use, and gives it the pages for as many."""
-        wanted = min(self._max_drafts, request.max_tokens - request.num_output_tokens - 1)
-        return tables.extend_ahead(request, wanted)
 
     def _propose(self, chunks: Sequence[Chunk], limits: Sequence[int]) -> list[list[int]]:
         nothing: list[list[int]] = [[] for _ in chunks]

@@ -51,3 +51,8 @@ class Step:
     @property
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens + len(chunk.drafts) for chunk in self.chunks)
+
+
+def all_decode(chunks: Sequence[Chunk]) -> bool:
+    """Whether every chunk is the last token of its request, after which the next is drawn."""
+    return all(chunk.num_tokens == 1 and chunk.is_last for chunk in chunks)
