@@ -123,14 +123,13 @@ class Engine:
 
     def bound(self, batch: int, rate: float) -> float:
         """The most tokens per second for any number of drafts a row, drafted in no time (Leviathan et al. 2023)."""
-        speculation = self.llm._scheduler._speculation
-        assert speculation is not None
-        assert speculation._costs is not None
         context = [0] * (PROMPT_LEN + OUTPUT_LEN // 2)
         greedy: dict[str, Any] = {"sampling": SamplingParams(temperature=0), "seed": 0, "max_tokens": 1}
         requests = [Request(i, context, **greedy, stop_token_ids=(), text_stream=None) for i in range(batch)]
         chunks = [Chunk(request, len(context) - 1, 1) for request in requests]
-        seconds = speculation._costs.seconds(chunks, MAX_DRAFTS * batch)[::batch]
+        speculation = self.llm._scheduler._speculation
+        assert speculation is not None
+        seconds = speculation.step_seconds(chunks, MAX_DRAFTS * batch)[::batch]
         return max(batch * sum(rate**i for i in range(k + 1)) / seconds[k] for k in range(MAX_DRAFTS + 1))
 
 

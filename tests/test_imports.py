@@ -132,7 +132,11 @@ ALLOWED = {
     "engine.emission": below("engine.request", "engine.step"),
     "engine.looping": below("engine.block_tables", "engine.step"),
     "engine.drafters": below("engine.request"),
-    "engine.draft_estimates": set(),
+    "engine.cost_fit": set(),
+    "engine.draft_choice": set(),
+    "engine.draft_ledger": set(),
+    "engine.draft_estimates": below("engine.cost_fit"),
+    "engine.draft_source": below("engine.draft_estimates", "engine.drafters", "engine.request"),
     "engine.block_tables": below(
         "engine.page_copies", "engine.pages", "engine.prefix", "engine.request", "engine.tiers"
     ),

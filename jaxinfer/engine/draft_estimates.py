@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
+
+import numpy as np
+
+from jaxinfer.engine.cost_fit import fit_weights
+
 # What a request's first drafts are believed to be worth, and how many tries that belief outweighs.
 FIRST_RATE, FIRST_TRIES = 0.5, 2.0
 # What a try still counts after the next one: a text changes, and with it how well it can be guessed.
 REQUEST_MEMORY, DRAFTER_MEMORY = 0.95, 0.995
+# Times that the fit looks back on, and after how many new ones it is made again once there are some.
+WINDOW, REFIT_AFTER = 64, 32
 
 
 class Acceptance:
@@ -24,26 +32,31 @@ class Acceptance:
 
 
 class DraftTimes:
-    """What drafting takes, by the number of requests and of drafts of each."""
+    """What drafting takes, by the tokens that the drafter has not seen yet, the drafts in a row, and all of them.
+
+    A text that is new to a model takes it far longer than the next token of one that it knows.
+    """
 
     def __init__(self) -> None:
-        self._seconds: dict[tuple[int, int], float] = {}
+        self._measured: deque[tuple[tuple[float, ...], float]] = deque(maxlen=WINDOW)
+        self._num_entered = 0
+        self._weights = np.zeros(4)
 
-    def enter(self, num_requests: int, count: int, seconds: float) -> None:
-        key = (_size(num_requests), count)
-        known = self._seconds.get(key)
-        # Never more than double at once: one interruption must not rule drafting out.
-        self._seconds[key] = seconds if known is None else known + 0.2 * (min(seconds, 2 * known) - known)
+    @property
+    def seconds_per_token(self) -> float:
+        return float(self._weights[1])
 
-    def seconds(self, num_requests: int, count: int) -> float:
-        """Returns what it took, in proportion from the nearest count that is known; 0 where nothing is."""
-        size = _size(num_requests)
-        known = [(abs(other - count), other) for n, other in self._seconds if n == size]
-        if not known or count == 0:
-            return 0.0
-        nearest = min(known)[1]
-        return self._seconds[size, nearest] * count / nearest
+    def enter(self, num_unseen: int, num_requests: int, count: int, seconds: float) -> None:
+        self._measured.append((_features(num_unseen, num_requests, count), max(seconds, 1e-7)))
+        self._num_entered += 1
+        if self._num_entered < 8 or self._num_entered % REFIT_AFTER == 0:
+            features, times = (np.array(column, np.float64) for column in zip(*self._measured, strict=True))
+            self._weights = np.array(fit_weights(features, times))
+
+    def seconds(self, num_unseen: int, num_requests: int, count: int) -> float:
+        """Returns what up to `count` drafts for each request take; 0 before any were made."""
+        return float(self._weights @ _features(num_unseen, num_requests, count)) if count else 0.0
 
 
-def _size(num_requests: int) -> int:
-    return (num_requests - 1).bit_length()
+def _features(num_unseen: int, num_requests: int, count: int) -> tuple[float, ...]:
+    return (1.0, num_unseen, count, num_requests * count)

@@ -7,7 +7,9 @@ draft is but a guess: the target's draws decide.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -67,7 +69,9 @@ class DraftModel:
         widest = max(engine_config.max_num_batched_tokens, CATCH_UP * sizes[-1])  # for prompts, too
         shapes = {**{(rows, CATCH_UP * rows): None for rows in sizes}, (sizes[-1], widest): None}
         cache = abstract_cache(self._config, cache_config)
-        self._compiled = {shape: self._compile(shape, cache) for shape in shapes}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler releases the interpreter lock
+            compiled = pool.map(lambda shape: self._compile(shape, cache), shapes)
+            self._compiled = dict(zip(shapes, compiled, strict=True))
         self._cache = init_cache(self._config, cache_config)
 
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:

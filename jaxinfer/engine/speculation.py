@@ -1,15 +1,16 @@
 """How many drafts of which requests a step verifies: as many as bring the most tokens per second, and often none.
 
 A draft costs time whether it is right or not. What a step takes with so many tokens more is known from the engine's own
-steps (`step_costs`); how often a request's drafts are right, from what its drafts have met so far, verified or not:
-a draft that was not worth verifying is held against the tokens that came all the same.
+steps (`step_costs`); how often a request's drafts are right, from what its drafts have met so far, verified or not
+(`draft_source`). And whatever is believed of drafts, what they have cost and brought is booked (`draft_ledger`): a
+drafter that loses is left alone until the loss is small beside the time that has passed.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.engine.admission import Admission
 from jaxinfer.engine.batching import max_verified_tokens, plan_buckets
 from jaxinfer.engine.block_tables import BlockTables
-from jaxinfer.engine.draft_estimates import DRAFTER_MEMORY, FIRST_RATE, REQUEST_MEMORY, Acceptance, DraftTimes
+from jaxinfer.engine.draft_choice import choose_count, choose_drafts, share_out
+from jaxinfer.engine.draft_ledger import Ledger
 from jaxinfer.engine.draft_model import DraftModel
+from jaxinfer.engine.draft_source import DraftSource
 from jaxinfer.engine.drafters import Drafter, make_drafter
 from jaxinfer.engine.emission import Emitted
 from jaxinfer.engine.request import Request
@@ -29,14 +32,22 @@ from jaxinfer.engine.step import Chunk, Step, all_decode
 from jaxinfer.engine.step_costs import StepCosts
 from jaxinfer.processors import LogitsProcessor
 
-# Speculation must promise so much before it is tried: costs are known to a few percent.
-MARGIN = 1.02
-# The part of the time that may go into drafts which only show whether drafting has become worth while.
-TRIAL_PART = 0.01
-# Steps that pass without asking for drafts while none are worth it: asking costs the host up to some 2 % of a step.
-MAX_REST = 4
-# A drafter that takes less than this part of a step is asked in every step.
+# A drafter that takes less than this part of a step is asked before anything is worked out.
 CHEAP = 0.01
+# Steps with drafts after which one goes without, so that what that takes stays known.
+MAX_DRAFTING = 128
+
+
+@dataclass
+class Attempt:
+    """What was done about drafts for the step at hand."""
+
+    seconds: float = 0.0  # that it took
+    is_measured: bool = False  # whether what the step takes is worth the time to enter it
+    plain: float = 0.0  # what the step should take without drafts, and with them
+    expected: float = 0.0
+    invested: float = 0.0  # of `seconds`, what is paid once for many steps
+    has_drafts: bool = False  # whether some were made, verified or not
 
 
 class Speculation:
@@ -56,49 +67,70 @@ class Speculation:
     ) -> None:
         self._max_drafts = max_drafts
         self._max_tokens = max_tokens
-        self._drafter = drafter
         self._costs = costs
         self._clock = clock
-        self._draft_times = DraftTimes()
-        self._of_drafter = Acceptance(FIRST_RATE, DRAFTER_MEMORY)
-        self._of_request: dict[int, Acceptance] = {}
-        self._pending: dict[int, list[int]] = {}  # drafts that the next tokens of a request will be held against
-        self._credit = 0.0  # seconds that trials may take
-        self._num_idle = self._rest = 0  # how often no draft was worth verifying, and steps until the next are made
-        self._drafting = 0.0  # seconds of the step at hand
+        self._ledger = Ledger()
+        self._attempt = Attempt()
+        self._plain = 0.0  # what a step takes without drafts, as far as known
+        self._num_drafting = 0  # steps with drafts since the last one without
+        self.source = DraftSource(drafter, clock)
         self.num_drafts: tuple[int, ...] = ()  # of each request in the last step in which all decoded
 
     def add_drafts(self, chunks: list[Chunk], tables: BlockTables) -> list[Chunk]:
         """Returns the chunks with drafts, and takes pages for them where some are free; none unless all decode."""
-        self._drafting = 0.0
+        attempt = self._attempt = Attempt()
         if not chunks or not all_decode(chunks):
             return chunks
+        self.num_drafts = (0,) * len(chunks)
+        if self._costs is not None and self._ledger.takes_rest():
+            return chunks
+        if self._costs is not None and self._num_drafting >= MAX_DRAFTING:
+            self._num_drafting, attempt.is_measured = 0, True
+            return chunks
+        began = self._clock()
         drafts = self._propose(chunks, [tables.extend_ahead(chunk.request, self._max_drafts) for chunk in chunks])
+        attempt.seconds = self._clock() - began
         self.num_drafts = tuple(map(len, drafts))
+        self._num_drafting = self._num_drafting + 1 if any(drafts) else 0
+        if self._plain > 0:
+            self._ledger.enter_choice(any(drafts), attempt.seconds - attempt.invested, self._plain)
         return [replace(chunk, drafts=tokens) for chunk, tokens in zip(chunks, drafts, strict=True)]
 
     def observe(self, step: Step, emitted: Sequence[Sequence[Emitted]], seconds: float) -> None:
         """Learns from a step: what it took, drafting included, and which drafts were right."""
         if self._costs is None:
             return
-        self._costs.enter(step, seconds - self._drafting)
-        if step.is_decode:
-            self._credit = min(self._credit + TRIAL_PART * seconds, 10 * seconds)
+        attempt = self._attempt
+        if attempt.is_measured:
+            self._costs.enter(step, seconds - attempt.seconds)
+        if step.is_decode or step.is_verify:
+            self._ledger.enter_step(seconds)
+            if attempt.has_drafts:
+                plain = attempt.plain * sum(map(len, emitted)) / len(emitted)
+                self._ledger.enter_drafts(seconds - attempt.invested, attempt.expected, plain)
         for chunk, tokens in zip(step.chunks, emitted, strict=True):
             if chunk.is_last and chunk.request.finish_reason is None:
-                self._compare(chunk.request, [token_id for token_id, _, _ in tokens])
+                self.source.compare(chunk.request, [token_id for token_id, _, _ in tokens])
+
+    def step_seconds(self, chunks: Sequence[Chunk], most: int) -> np.ndarray:
+        """Returns what a step takes with 0, 1, … `most` drafts, f64[most + 1], as far as known."""
+        if self._costs is None:
+            raise ValueError("step times are learned with adaptive drafts only: set EngineConfig.adaptive_drafts")
+        return self._costs.seconds(chunks, most)
 
     def page_bytes(self, cache_config: CacheConfig) -> int:
         """Returns what drafting needs for each page of the cache."""
-        return self._drafter.page_bytes(cache_config) if isinstance(self._drafter, DraftModel) else 0
+        drafter = self.source.drafter
+        return drafter.page_bytes(cache_config) if isinstance(drafter, DraftModel) else 0
 
     def prepare(
         self, run: Callable[[Step], Any], admission: Admission, custom: Mapping[str, LogitsProcessor] | None = None
     ) -> None:
         """Does all that must not wait for the first request; `run` computes steps of an engine that has none yet."""
         cache_config = admission.cache_config
-        if isinstance(self._drafter, DraftModel):
-            self._drafter.prepare(
+        self.source.vocab_size = admission.model_config.vocab_size
+        if isinstance(self.source.drafter, DraftModel):
+            self.source.drafter.prepare(
                 admission.engine_config,
                 cache_config,
                 table_width=-(-admission.max_model_len // cache_config.page_size),
@@ -107,12 +139,13 @@ class Speculation:
             )
         if self._costs is not None:
             self._costs.rehearse(run, cache_config.num_pages, cache_config.page_size)
+            if isinstance(self.source.drafter, DraftModel):
+                for requests in self._costs.made_up_requests(cache_config.num_pages, cache_config.page_size):
+                    self.source.rehearse(requests, self._max_drafts)
 
     def forget(self, request: Request) -> None:
         """Is told that a request has ended."""
-        self._drafter.forget(request)
-        self._of_request.pop(request.request_id, None)
-        self._pending.pop(request.request_id, None)
+        self.source.forget(request)
 
     def _propose(self, chunks: Sequence[Chunk], limits: Sequence[int]) -> list[list[int]]:
         nothing: list[list[int]] = [[] for _ in chunks]
@@ -121,92 +154,53 @@ class Speculation:
             return nothing
         requests = [chunk.request for chunk in chunks]
         if self._costs is None:
-            return _shared_out(self._draft(requests, limits), room)
-        if self._rest > 0:
-            self._rest -= 1
-            return nothing
-        costs = self._costs.seconds(chunks, room)
-        count = self._choose_count(chunks, max(limits), costs)
-        if count == 0:
-            return nothing
-        drafts = self._draft(requests, [min(limit, count) for limit in limits])
-        chosen = self._choose_drafts(requests, drafts, costs)
-        self._num_idle = 0 if any(chosen) else min(self._num_idle + 1, MAX_REST)
-        self._rest = self._num_idle
-        return chosen
+            drafts = self.source.draft(requests, limits)
+            return _first_of(drafts, share_out([len(tokens) for tokens in drafts], room))
+        drafting, unseen = self.source.seconds(requests, max(limits))
+        if drafting[-1] + unseen < CHEAP * self._plain:
+            drafts = self.source.draft(requests, limits)
+            if not any(drafts):
+                return nothing
+            costs = self._step_seconds(chunks, room)
+        else:
+            costs = self._step_seconds(chunks, room)
+            count = self._affordable(requests, costs, drafting, unseen)
+            if count == 0:
+                return nothing
+            drafts = self.source.draft(requests, [min(limit, count) for limit in limits])
+        counts = choose_drafts(self.source.rates(requests), [len(tokens) for tokens in drafts], costs)
+        self._attempt.has_drafts = True
+        self._attempt.expected = float(costs[sum(counts)]) + drafting[max(counts)]
+        return _first_of(drafts, counts)
 
-    def _compare(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Holds a request's drafts, verified or not, against the tokens that came."""
-        pending = self._pending.get(request.request_id)
-        if not pending:
-            return
-        own = self._acceptance(request)
-        for i, token_id in enumerate(token_ids[: len(pending)]):
-            is_right = token_id == pending[i]
-            own.enter(is_right)
-            self._of_drafter.enter(is_right)
-            if not is_right:
-                del self._pending[request.request_id]
-                return
-        self._pending[request.request_id] = pending[len(token_ids) :]
+    def _step_seconds(self, chunks: Sequence[Chunk], room: int) -> np.ndarray:
+        """Returns what the step takes with 0, 1, … `room` drafts, f64[room + 1]."""
+        costs = self.step_seconds(chunks, room)
+        self._attempt.is_measured = True
+        self._attempt.plain = self._plain = float(costs[0])
+        return costs
 
-    def _acceptance(self, request: Request) -> Acceptance:
-        found = self._of_request.get(request.request_id)
-        if found is None:
-            found = self._of_request[request.request_id] = Acceptance(self._of_drafter.rate, REQUEST_MEMORY)
-        return found
+    def _affordable(self, requests: Sequence[Request], costs: np.ndarray, drafting: np.ndarray, unseen: float) -> int:
+        """Returns how many drafts of each request to make: they have to be paid before they are seen.
 
-    def _draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
-        began = self._clock()
-        drafts = self._drafter.draft(requests, counts)
-        self._drafting = self._clock() - began
-        self._draft_times.enter(len(requests), max(counts), self._drafting)
-        for i, request in enumerate(requests):
-            drafts[i] = drafts[i][: counts[i]]
-            if request.grammar is not None and drafts[i]:
-                drafts[i] = drafts[i][: request.grammar.num_allowed(drafts[i])]
-            self._pending[request.request_id] = drafts[i]
-        return drafts
-
-    def _choose_count(self, chunks: Sequence[Chunk], most: int, costs: np.ndarray) -> int:
-        """Returns how many drafts of each request to ask for: drafting them has to be paid before they are seen."""
-        B = len(chunks)
-        if self._draft_times.seconds(B, most) < CHEAP * costs[0]:
-            return most
-        drafting = np.array([self._draft_times.seconds(B, count) for count in range(most + 1)])
-        seconds = costs[::B][: most + 1]
-        seconds = seconds + drafting[: len(seconds)]
+        What is paid once is shared out over all tokens that are to come. Without a promise of gain one draft is tried
+        where that loss is allowed.
+        """
+        seconds = costs[:: len(requests)][: len(drafting)]
         if len(seconds) == 1:  # not even one draft each has room
             return 0
-        rates = np.array([self._acceptance(chunk.request).rate for chunk in chunks])
-        gains = [(rates**depth).sum() for depth in range(1, len(seconds))]
-        values = (B + np.cumsum([0.0, *gains])) / seconds
-        best = int(values.argmax())
-        if best > 0 and values[best] > MARGIN * values[0]:
-            return best
-        loss = seconds[1] - costs[0]
-        if self._credit < loss:
-            return 0
-        self._credit -= loss
-        return 1
-
-    def _choose_drafts(
-        self, requests: Sequence[Request], drafts: list[list[int]], costs: np.ndarray
-    ) -> list[list[int]]:
-        """Returns the drafts that are worth verifying, the likeliest of all requests first."""
-        likelihoods = [
-            (rate**depth, i)
-            for i, rate in enumerate(self._acceptance(request).rate for request in requests)
-            for depth in range(1, len(drafts[i]) + 1)
-        ]
-        likelihoods = sorted(likelihoods, reverse=True)[: len(costs) - 1]
-        gains = np.cumsum([0.0, *(likelihood for likelihood, _ in likelihoods)])
-        values = (len(requests) + gains) / costs[: len(gains)]
-        best = int(values.argmax())
-        if best == 0 or values[best] < MARGIN * values[0]:
-            return [[] for _ in requests]
-        counts = np.bincount([i for _, i in likelihoods[:best]], minlength=len(requests)).tolist()
-        return [tokens[:count] for tokens, count in zip(drafts, counts, strict=True)]
+        num_to_come = max(request.max_tokens - request.num_output_tokens for request in requests)
+        seconds = seconds + drafting[: len(seconds)]
+        seconds[1:] += unseen / num_to_come
+        count = choose_count(self.source.rates(requests), seconds) if drafting[-1] > 0 else 1
+        if count == 0 and self._ledger.credit >= seconds[1] + unseen - seconds[0]:
+            count = 1
+        if count > 0 and unseen > CHEAP * seconds[0]:
+            if self._ledger.credit < 0:
+                return 0
+            self._ledger.invest(unseen)
+            self._attempt.invested = unseen
+        return count
 
 
 def plan_speculation(speculation: str | Path | Drafter | None, config: EngineConfig, dtype: str) -> Speculation | None:
@@ -231,8 +225,5 @@ def plan_speculation(speculation: str | Path | Drafter | None, config: EngineCon
     )
 
 
-def _shared_out(drafts: list[list[int]], room: int) -> list[list[int]]:
-    """Returns the first drafts of all, then the second ones, as far as there is room."""
-    places = sorted((depth, i) for i, tokens in enumerate(drafts) for depth in range(len(tokens)))[:room]
-    counts = np.bincount([i for _, i in places], minlength=len(drafts)).tolist()
+def _first_of(drafts: Sequence[list[int]], counts: Sequence[int]) -> list[list[int]]:
     return [tokens[:count] for tokens, count in zip(drafts, counts, strict=True)]

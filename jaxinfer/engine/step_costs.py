@@ -11,9 +11,10 @@ import numpy as np
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.batching import Bucket, choose_bucket
+from jaxinfer.engine.cost_fit import fit_weights
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.step import Chunk, Step
-from jaxinfer.engine.step_times import fit_weights, step_features
+from jaxinfer.engine.step_times import step_features
 
 WINDOW = 256  # steps of a kind that the fit looks back on
 REFIT_AFTER = 256  # steps of a kind, so that the fit costs some microseconds a step
@@ -89,6 +90,11 @@ class StepCosts:
         for is_verify in self._weights:
             self._fit(is_verify)
 
+    def made_up_requests(self, num_pages: int, page_size: int) -> list[list[Request]]:
+        """Returns the requests of made-up decode steps, as many in each as a shape holds."""
+        steps = [made_up_steps(bucket, num_pages, page_size)[-1] for bucket in self._buckets if bucket.is_decode]
+        return [[chunk.request for chunk in step.chunks] for step in steps]
+
 
 def made_up_steps(bucket: Bucket, num_pages: int, page_size: int) -> list[Step]:
     """Returns steps of decoding rows that fill a bucket with tokens, and one that hardly does."""
@@ -100,9 +106,8 @@ def made_up_steps(bucket: Bucket, num_pages: int, page_size: int) -> list[Step]:
         chunks = []
         for row in range(num_rows):
             token_ids = [0] * (page_size - max(bucket.q_len, 1))
-            request = Request(
-                -1, token_ids, SamplingParams(temperature=0), seed=0, max_tokens=1, stop_token_ids=(), text_stream=None
-            )
+            greedy = SamplingParams(temperature=0)
+            request = Request(-1 - row, token_ids, greedy, seed=0, max_tokens=1, stop_token_ids=(), text_stream=None)
             request.pages = [row]
             num_drafts = (num_tokens - num_rows + row) // num_rows  # as even as can be
             chunks.append(Chunk(request, len(token_ids) - 1, 1, [0] * num_drafts))

@@ -11,8 +11,9 @@ import numpy as np
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.batching import Bucket
+from jaxinfer.engine.cost_fit import fit_weights
 from jaxinfer.engine.step import Step
-from jaxinfer.engine.step_times import FEATURES, fit_weights, step_features
+from jaxinfer.engine.step_times import FEATURES, step_features
 
 MIN_STEPS = 8
 

@@ -99,9 +99,9 @@ def drafts_from(llm: LLM, drafter: Drafter) -> Iterator[None]:
     """Gives an engine that speculates another drafter for a while."""
     speculation = llm._scheduler._speculation
     assert speculation is not None
-    speculation._drafter, kept = drafter, speculation._drafter
+    speculation.source.drafter, kept = drafter, speculation.source.drafter
     yield
-    speculation._drafter = kept
+    speculation.source.drafter = kept
 
 
 def poison_cache(llm: LLM) -> None:

@@ -208,11 +208,16 @@ class FixedDrafter:
 class Bench:
     """Speculation for requests that decode, whose tokens are as scripted: draft j of a row is right with its rate."""
 
-    def __init__(self, costs, rates, *, drafter=None, max_drafts=4, max_tokens=64):
+    def __init__(self, costs, rates, *, believed=None, drafter=None, max_drafts=4, max_tokens=64):
         self.drafter = drafter or FixedDrafter()
         self.speculation = Speculation(
-            self.drafter, max_drafts=max_drafts, max_tokens=max_tokens, costs=costs, clock=lambda: self.drafter.now
+            self.drafter,
+            max_drafts=max_drafts,
+            max_tokens=max_tokens,
+            costs=believed or costs,
+            clock=lambda: self.drafter.now,
         )
+        self.costs, self.seconds, self.num_tokens = costs, 0.0, 0
         self.tables = BlockTables(64, 16)
         self.requests = [make_request(i, 4, 1000) for i in range(len(rates))]
         self.rates, self.random = rates, np.random.default_rng(0)
@@ -222,16 +227,21 @@ class Bench:
 
     def step(self):
         """Returns how many drafts of each request a step verifies."""
+        began = self.drafter.now
         chunks = self.speculation.add_drafts([Chunk(r, 3, 1) for r in self.requests], self.tables)
+        num_drafts = sum(len(chunk.drafts) for chunk in chunks)
+        seconds = 1.0 if self.costs is None else float(self.costs.seconds(chunks, num_drafts)[-1])
         emitted = []
         for chunk, rate in zip(chunks, self.rates, strict=True):
             rights = self.random.random(len(chunk.drafts)) < rate
             num_right = [*rights.tolist(), False].index(False)
             goes_on = num_right == len(chunk.drafts) and self.random.random() < rate
-            guessed = [*self.speculation._pending.get(chunk.request.request_id, []), 0]  # verified or not
+            guessed = [*self.speculation.source._pending.get(chunk.request.request_id, []), 0]  # verified or not
             next_token = guessed[min(num_right, len(guessed) - 1)] if goes_on else 99
             emitted.append([(t, 0.0, {}) for t in [*chunk.drafts[:num_right], next_token]])
-        self.speculation.observe(Step(tuple(chunks)), emitted, 1.0)
+        self.speculation.observe(Step(tuple(chunks)), emitted, seconds + self.drafter.now - began)
+        self.seconds += seconds + self.drafter.now - began
+        self.num_tokens += sum(map(len, emitted))
         return self.speculation.num_drafts
 
     def run(self, num_steps=300):
@@ -289,6 +299,26 @@ def test_drafting_that_takes_time_is_weighed_before_it_is_done():
 
     assert cheap > 2.5
     assert dear < 0.6
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6])
+@pytest.mark.parametrize("seconds_per_draft", [0.0, 0.1, 1.0])
+def test_a_drafter_is_never_much_slower_than_none_even_where_drafts_cost_far_more_than_believed(
+    rate, seconds_per_draft
+):
+    bench = Bench(Costs(0.3), [rate], believed=Costs(0.05), drafter=FixedDrafter(seconds_per_draft))
+
+    bench.run(1000)
+
+    assert bench.num_tokens / bench.seconds > 0.98  # a plain step takes a second
+
+
+def test_a_token_that_does_not_exist_is_refused_as_a_draft():
+    bench = Bench(None, [1.0])
+    bench.speculation.source.vocab_size = 4
+
+    with pytest.raises(ValueError, match=r"FixedDrafter drafted \[1, 2, 3, 4\] for request 0; .* from 0 to 3"):
+        bench.step()
 
 
 def test_a_drafter_that_becomes_good_is_found_out():

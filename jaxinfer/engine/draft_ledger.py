@@ -1,0 +1,58 @@
+"""What speculation has cost and brought against plain decoding, so that it cannot go on losing."""
+
+from __future__ import annotations
+
+# The part of the time that may be lost to drafts, most of all to those which only show whether drafting has become
+# worth while.
+LOSS_PART = 0.01
+# Steps whose time may be lost at first, and after a good time.
+FIRST_CREDIT, MAX_CREDIT = 2, 2
+# A step that something interrupted counts no more than this many times what it should have taken.
+OUTLIER = 2.0
+# The part of the time that may go into the choice itself where nothing comes of it.
+CHOICE_PART = 0.005
+
+
+class Ledger:
+    """Seconds that may be lost, and steps to pass before drafts are considered again."""
+
+    def __init__(self) -> None:
+        self._credit: float | None = None
+        self._loan = 0.0  # what may be owed because it was paid for many steps to come
+        self._num_idle = self._rest = 0
+
+    @property
+    def credit(self) -> float:
+        return self._credit or 0.0
+
+    def takes_rest(self) -> bool:
+        """Whether the step at hand is to have no drafts, without a look; asked once in each."""
+        if self._rest > 0:
+            self._rest -= 1
+            return True
+        return self.credit < -self._loan
+
+    def enter_choice(self, is_chosen: bool, seconds: float, plain: float) -> None:
+        """Enters whether drafts were worth verifying, and the seconds that it took to see that."""
+        self._num_idle = 0 if is_chosen else self._num_idle + 1
+        self._rest = min(self._num_idle, int(seconds / (CHOICE_PART * plain)))
+
+    def invest(self, seconds: float) -> None:
+        """Enters that so much is paid now for many steps to come. None but who owes nothing may do so."""
+        self._credit = self.credit - seconds
+        self._loan = max(-self._credit, 0.0)
+
+    def enter_step(self, seconds: float) -> None:
+        """Enters a step in which all decode."""
+        if self._credit is None:
+            self._credit = FIRST_CREDIT * seconds
+        self._enter(LOSS_PART * seconds, MAX_CREDIT * seconds)
+
+    def enter_drafts(self, seconds: float, expected: float, plain: float) -> None:
+        """Enters what a step with drafts took, should have taken, and what its tokens would have taken without."""
+        self._enter(plain - min(seconds, OUTLIER * expected), MAX_CREDIT * expected)
+
+    def _enter(self, gain: float, most: float) -> None:
+        self._credit = min(self.credit + gain, most)
+        if self._credit >= 0:
+            self._loan = 0.0
