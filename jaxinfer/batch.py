@@ -72,6 +72,11 @@ class VerifyOutput:
     num_emitted: Any  # i32[B]  1 + accepted drafts, or the steps until the row stopped; 0 on padding
 
 
+def drawn_in_row(row: int) -> int:
+    """Returns what stands in a batch for the token that a row of the step before draws; it is no token id."""
+    return -1 - row
+
+
 class Row(NamedTuple):
     """The part of one request computed in one step."""
 

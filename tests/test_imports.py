@@ -130,6 +130,7 @@ ALLOWED = {
     "engine.disk_tier": below("engine.metrics", "engine.page_copies", "engine.prefix", "engine.sealed_file"),
     "engine.step": below("engine.page_copies", "engine.request"),
     "engine.emission": below("engine.request", "engine.step"),
+    "engine.pipeline": below("engine.request", "engine.step"),
     "engine.looping": below("engine.block_tables", "engine.step"),
     "engine.drafters": below("engine.request"),
     "engine.cost_fit": set(),

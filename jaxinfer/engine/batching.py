@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from jaxinfer.batch import Batch, Row, make_batch
+from jaxinfer.batch import Batch, Row, drawn_in_row, make_batch
 from jaxinfer.config import EngineConfig
 from jaxinfer.decode_loop import LoopBatch, make_loop
-from jaxinfer.engine.step import Step
+from jaxinfer.engine.step import Chunk, Step
 from jaxinfer.sampling_batch import SamplingBatch, make_sampling
 
 # A shape is compiled once and costs time to compile, while rows and tokens of padding cost little: on CPU they are not
@@ -104,16 +105,13 @@ def build_batch(
     max_listed_tokens: int = EngineConfig.max_listed_tokens,
     vocab_size: int = 0,
     custom: tuple[str, ...] = (),
+    drawn_in: Mapping[int, int] | None = None,
 ) -> tuple[Batch, SamplingBatch]:
-    """Lays the step out in the bucket's shape, one row per chunk, in new host arrays."""
-    rows = [
-        Row(
-            [*chunk.request.token_ids[chunk.start : chunk.start + chunk.num_tokens], *chunk.drafts],
-            chunk.start,
-            chunk.request.pages,
-        )
-        for chunk in step.chunks
-    ]
+    """Lays the step out in the bucket's shape, one row per chunk, in new host arrays.
+
+    `drawn_in` has the rows of requests in the step before: a token that it draws is in the batch as `drawn_in_row`.
+    """
+    rows = [Row(_token_ids(chunk, drawn_in or {}), chunk.start, chunk.request.pages) for chunk in step.chunks]
     batch = make_batch(
         rows,
         page_size=page_size,
@@ -136,6 +134,13 @@ def build_batch(
         num_masks=bucket.num_tokens if bucket.is_verify else None,
     )
     return batch, sampling
+
+
+def _token_ids(chunk: Chunk, drawn_in: Mapping[int, int]) -> list[int]:
+    token_ids = chunk.request.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+    if len(token_ids) < chunk.num_tokens:
+        token_ids.append(drawn_in_row(drawn_in[chunk.request.request_id]))
+    return [*token_ids, *chunk.drafts]
 
 
 def build_loop(step: Step, bucket: Bucket, max_stop_tokens: int) -> LoopBatch:

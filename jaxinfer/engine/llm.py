@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Unpack
 
@@ -19,8 +19,10 @@ from jaxinfer.engine.admission import Prompt, Terms, as_params, as_prompts
 from jaxinfer.engine.beam_search import Beam, as_completions, num_candidates, search
 from jaxinfer.engine.branches import Branches
 from jaxinfer.engine.drafters import Drafter
+from jaxinfer.engine.interrupts import deferred_interrupts
 from jaxinfer.engine.mailroom import Mailroom
 from jaxinfer.engine.metrics import Metrics
+from jaxinfer.engine.pipeline import Pipeline
 from jaxinfer.engine.planning import plan_host
 from jaxinfer.engine.request import Completion, Delta
 from jaxinfer.engine.runner import Runner
@@ -89,6 +91,7 @@ class LLM:
         )
         if planned is not None:
             planned.prepare(self._runner.run, self._admission, custom)
+        self._pipeline = Pipeline(self._scheduler, self._runner)
         self.on_step: Callable[[Step, float], None] | None = None  # told each step and the seconds it took
         self._ids = itertools.count()
         self._mailroom = Mailroom()
@@ -222,17 +225,13 @@ class LLM:
         return as_completions(beams, request, self.tokenizer)
 
     def _advance(self) -> None:
-        began = time.perf_counter()
-        for delta in self._scheduler.expire():
-            self._mailroom.post(delta)
-        step = self._scheduler.schedule()
-        if step is None:
-            return
-        output = self._runner.run(step)
-        for delta in self._scheduler.commit(step, output):
-            self._mailroom.post(delta)
-        if self.on_step is not None:
-            self.on_step(step, time.perf_counter() - began)
+        with deferred_interrupts():
+            deltas = self._scheduler.expire()
+            advance = self._pipeline.advance()
+            for delta in chain(deltas, advance.deltas if advance else ()):
+                self._mailroom.post(delta)
+        if advance is not None and self.on_step is not None:
+            self.on_step(advance.step, advance.seconds)
 
     def _admit(self, prompt: Prompt, sampling: SamplingParams | None, **terms: Unpack[Terms]) -> Samples:
         return Samples(self._admission.admit(self._ids, prompt, sampling, **terms))

@@ -104,6 +104,8 @@ class Request:
         self.first_step: float | None = None  # when it was in a step for the first time
         self.token_times: list[float] = []  # when each step with a draw ended
         self.num_computed = 0
+        self.num_pending = 0  # tokens that a step which is launched draws: they count, though nobody knows them yet
+        self.num_rewinds = 0
         self.num_cached_tokens = 0
         self.pages: list[int] = []
         self.keys = keys
@@ -129,12 +131,17 @@ class Request:
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens that are known but not in the cache: all of a new prompt, 1 while decoding."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens that are there but not in the cache: all of a new prompt, 1 while decoding."""
+        return len(self.token_ids) + self.num_pending - self.num_computed
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the token that is being drawn is the last, whatever it is."""
+        return self.num_pending > 0 and self.num_output_tokens + self.num_pending >= self.max_tokens
 
     @property
     def outputs(self) -> list[tuple[int, float, dict[int, float]]]:
@@ -145,6 +152,8 @@ class Request:
     def rewind(self, num_tokens: int, text_stream: TextStream | None, grammar: Structure | None) -> None:
         """Takes back the last tokens of the output; text stream and grammar are to be new ones."""
         kept = self.outputs[: self.num_output_tokens - num_tokens]
+        self.num_rewinds += 1
+        self.num_pending = 0
         # A new list: drafters may go on reading the old one.
         self.token_ids = self.token_ids[: self.num_prompt_tokens]
         del self.token_times[len(kept) :]

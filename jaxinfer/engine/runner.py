@@ -9,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from tqdm import tqdm
 
 from jaxinfer.batch import StepOutput, VerifyOutput
 from jaxinfer.cache import abstract_cache, init_cache
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
 from jaxinfer.engine.batching import Bucket, build_batch, build_loop, choose_bucket, plan_buckets
+from jaxinfer.engine.chaining import after_another
 from jaxinfer.engine.page_copier import PageCopier
 from jaxinfer.engine.page_copies import Content, Copy, CopyIn, CopyOut, CopyWithin, PageCopies
 from jaxinfer.engine.step import Step
@@ -53,17 +55,29 @@ class Runner:
         self._table_width = -(-max_model_len // cache_config.page_size)
         self._buckets = plan_buckets(engine_config, max_drafts)
         self._tiers = tiers
+        self._drawn = jnp.zeros((engine_config.max_num_seqs,), jnp.int32)  # by each row of the last step
+        self._rows: dict[int, int] = {}  # of the requests in the last step
         self._compiled, self._copier = self._compile_all(show_progress)
         self._cache = init_cache(model_config, cache_config)
         if tiers is not None:
             tiers.seconds_per_copy = self._measure_copies()
 
-    def run(self, step: Step) -> StepOutput | VerifyOutput:
-        """Computes the step and returns its output as host arrays, one row per chunk and padding after them."""
+    def launch(self, step: Step) -> StepOutput | VerifyOutput:
+        """Begins to compute the step, after all before it; returns its output, one row per chunk and padding after."""
         self._make_copies(step.copies)
         bucket = choose_bucket(self._buckets, step)
-        output, self._cache = self._compiled[bucket](self._params, self._cache, *self._build(step, bucket))
+        arguments = self._build(step, bucket)
+        output, self._drawn, self._cache = self._compiled[bucket](self._params, self._cache, self._drawn, *arguments)
+        self._rows = {chunk.request.request_id: row for row, chunk in enumerate(step.chunks)}
+        return output
+
+    def read(self, output: StepOutput | VerifyOutput) -> StepOutput | VerifyOutput:
+        """Waits for what `launch` has begun and returns it as host arrays."""
         return jax.device_get(output)
+
+    def run(self, step: Step) -> StepOutput | VerifyOutput:
+        """Computes the step and returns its output as host arrays."""
+        return self.read(self.launch(step))
 
     def read_pages(self, copies: PageCopies, pages: Sequence[int]) -> list[Content]:
         """Returns what pages hold after copies that are still to be made."""
@@ -110,6 +124,7 @@ class Runner:
             max_listed_tokens=self._max_listed_tokens,
             vocab_size=self._model_config.vocab_size,
             custom=tuple(self._custom),
+            drawn_in=self._rows,
         )
         if not (bucket.is_decode and self._loop_steps > 1):
             return batch, sampling
@@ -124,15 +139,14 @@ class Runner:
                 step, statics = decode_loop, {"num_steps": self._loop_steps}
             if bucket.is_verify:
                 step, statics = verify_step, {"q_len": bucket.q_len}
-            return step.lower(
-                self._params,
-                cache,
-                *self._build(Step(()), bucket),
+            step = after_another(
+                step,
                 config=self._model_config,
                 max_log_probs=self._max_log_probs,
                 custom=tuple(self._custom.values()),
                 **statics,
-            ).compile()
+            )
+            return step.lower(self._params, cache, self._drawn, *self._build(Step(()), bucket)).compile()
 
         # The compiler releases the interpreter lock, so buckets compile beside each other; the largest goes first.
         order = sorted(self._buckets, key=lambda bucket: -bucket.num_tokens)

@@ -59,6 +59,8 @@ class Scheduler:
         self._max_waiting = max_waiting
         self._decode_loop_steps = decode_loop_steps
         self._speculation = speculation
+        # Whether a step may be scheduled before the tokens of the last are known: there is one of each request, then.
+        self._overlap = speculation is None and decode_loop_steps == 1
         self._clock = clock
         self.tiers = tiers
         self._tables = BlockTables(num_pages, page_size, tiers)
@@ -69,7 +71,9 @@ class Scheduler:
         self._waiting = WaitingLine()
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap
         self._tally = Tally()
-        self._began = 0.0  # when the step at hand was scheduled
+        self._entered: Step | None = None  # which is not committed yet
+        self._leaving: list[Request] = []  # which draw their last token in it, and have no pages any more
+        self._committed = 0.0  # when a step was for the last time
 
     @property
     def num_unfinished(self) -> int:
@@ -122,7 +126,10 @@ class Scheduler:
 
     def rewind(self, request: Request) -> None:
         """Enters that a request has fewer tokens than before."""
-        if not self._tables.rewind(request):
+        if request in self._leaving:
+            self._leaving.remove(request)
+            self._waiting.wait(request)
+        elif not self._tables.rewind(request):
             self._preempt(request)
 
     def abort(self, request_id: int) -> Delta | None:
@@ -139,9 +146,16 @@ class Scheduler:
                 deltas.append(self._end(request, "deadline"))
         return deltas
 
-    def schedule(self) -> Step | None:
-        """Returns the next step, or None when there is nothing to do. Preempts where pages run out."""
-        self._began = self._clock()
+    def schedule(self, after: Step | None = None) -> Step | None:
+        """Returns the next step, or None when there is nothing to do. Preempts where pages run out.
+
+        `after` is a step that is launched and not committed: its requests have a token more, whatever it is. None where
+        one must be known first, and where another step is launched already. A token that ends its request is met too
+        late: then what this step draws for it is void.
+        """
+        if after is not None and not self._look_ahead(after):
+            return None
+        began = self._clock()
         is_mixed = any(request.num_uncomputed == 1 for request in self._running)
         budget = self._max_mixed_tokens if is_mixed else self._max_num_batched_tokens
         self._admit(budget)
@@ -152,47 +166,75 @@ class Scheduler:
             self._tally.num_found_tokens += self._tables.share_prefix(request)
             num_tokens = min(request.num_uncomputed, budget)
             if num_tokens > 0 and self._make_room(request, num_tokens, chunks):
-                chunks.append(Chunk(request, request.num_computed, num_tokens))
+                chunks.append(Chunk(request, request.num_computed, num_tokens, num_rewinds=request.num_rewinds))
                 budget -= num_tokens
-                request.first_step = self._began if request.first_step is None else request.first_step
+                request.first_step = began if request.first_step is None else request.first_step
                 self._waiting.charge(request.tenant, num_tokens)
         if self._speculation is not None:
             chunks = self._speculation.add_drafts(chunks, self._tables)
         elif self._decode_loop_steps > 1:
             chunks = go_on(chunks, self._tables, self._decode_loop_steps)
         somebody_waits = len(self._requests) > len(self._running)
-        return Step(tuple(chunks), self.copies, somebody_waits) if chunks else None
+        return Step(tuple(chunks), self.copies, somebody_waits, began) if chunks else None
 
     def commit(self, step: Step, output: Any) -> list[Delta]:
         """Enters a step's result (`StepOutput` of host arrays, one row per chunk); frees what is finished."""
         emitted = emitted_tokens(step, output)
         now, deltas = self._clock(), []
+        seconds, self._committed = now - max(step.began, self._committed), now
         self._tally.num_steps += 1
-        self._tally.busy_seconds += now - self._began
+        self._tally.busy_seconds += seconds
         if self.tiers is not None and not (step.is_decode or step.is_verify):
-            self.tiers.observe_prefill(step.num_tokens, now - self._began)
+            self.tiers.observe_prefill(step.num_tokens, seconds)
         if self._speculation is not None:
-            self._speculation.observe(step, emitted, now - self._began)
+            self._speculation.observe(step, emitted, seconds)
+        self._enter(step)
+        self._entered = None
+        self._leaving.clear()
         for chunk, tokens in zip(step.chunks, emitted, strict=True):
             request = chunk.request
-            if request.finish_reason is not None:  # ended while the step ran
+            if chunk.is_void:
                 continue
             if chunk.num_tokens > 1 or not request.num_output_tokens:
                 self._tally.num_prefill_tokens += chunk.num_tokens
             if not chunk.is_last:
-                self._tables.advance(request, chunk.num_tokens)
                 continue
+            request.num_pending = 0
             request.token_times += [now] * len(tokens)
             delta = extend_request(request, tokens)
             self._tally.num_output_tokens += len(delta.token_ids)
             self._tally.num_drafted_tokens += len(chunk.drafts)
             self._tally.num_accepted_tokens += len(tokens) - 1 if chunk.drafts else 0
-            # All drawn tokens but the last are computed: they were drafts that were right, or a loop went on by them.
-            self._tables.advance(request, min(chunk.num_tokens - 1 + len(tokens), request.num_uncomputed))
+            if len(tokens) > 1:  # all but the last are computed: drafts that were right, or a loop went on by them
+                self._tables.advance(request, min(len(tokens) - 1, request.num_uncomputed))
             deltas.append(delta)
             if delta.completion is not None:
                 self._forget(request)
         return deltas
+
+    def _look_ahead(self, step: Step) -> bool:
+        """Whether the step after this one can be scheduled before its tokens are known; enters it if so."""
+        if not self._overlap or any(chunk.request.grammar is not None and chunk.is_last for chunk in step.chunks):
+            return False
+        self._enter(step)
+        for chunk in step.chunks:
+            request = chunk.request
+            # Steps run one after another: what the next one does with its pages comes after this one has read them.
+            if request.is_ending and request in self._running:
+                self._running.remove(request)
+                self._tables.release(request)
+                self._leaving.append(request)
+        return True
+
+    def _enter(self, step: Step) -> None:
+        """Enters once that a step is launched: its tokens are in the cache for whatever is computed later."""
+        if step is self._entered:
+            return
+        self._entered = step
+        for chunk in step.chunks:
+            if not chunk.is_void:
+                self._tables.advance(chunk.request, chunk.num_tokens)
+                chunk.request.num_pending = int(chunk.is_last)
 
     def _admit(self, budget: int) -> None:
         """Lets requests run, as many as this step has tokens for, with pages for all tokens that they have so far."""

@@ -9,11 +9,12 @@ from jaxinfer.engine.page_copies import PageCopies
 from jaxinfer.engine.request import Request
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Chunk:
     """The next `num_tokens` tokens of a request that are not in the cache, from position `start`, and drafts after.
 
-    `max_drawn`: the most tokens that a decode loop may draw, for which the request has pages.
+    `max_drawn`: the most tokens that a decode loop may draw, for which the request has pages. `num_rewinds`: those of
+    the request so far.
     """
 
     request: Request
@@ -21,11 +22,20 @@ class Chunk:
     num_tokens: int
     drafts: Sequence[int] = ()
     max_drawn: int = 1
+    num_rewinds: int = 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the request has caught up after this chunk, so that its next token is drawn."""
+        """Whether the request has caught up after this chunk, so that its next token is drawn.
+
+        It is known when the steps before are committed.
+        """
         return self.start + self.num_tokens == len(self.request.token_ids)
+
+    @property
+    def is_void(self) -> bool:
+        """Whether the request has ended or was set back since: nothing that is drawn for it counts."""
+        return self.request.finish_reason is not None or self.request.num_rewinds != self.num_rewinds
 
 
 @dataclass(frozen=True)
@@ -33,12 +43,14 @@ class Step:
     """The chunks to compute, decoding requests first, and the copies of pages to make before.
 
     `is_decode`: every chunk is one token. `is_verify`: every chunk is one token with any number of drafts.
-    `ends_early`: a decode loop ends with the first request that does, for somebody waits for its place.
+    `ends_early`: a decode loop ends with the first request that does, for somebody waits for its place. `began`: when
+    it was scheduled.
     """
 
     chunks: tuple[Chunk, ...]
     copies: PageCopies = field(default_factory=PageCopies)
     ends_early: bool = False
+    began: float = 0.0
 
     @property
     def is_decode(self) -> bool:

@@ -14,9 +14,11 @@ from jaxinfer.device import default_dtype
 from jaxinfer.engine.admission import Admission
 from jaxinfer.engine.batching import choose_bucket, plan_buckets
 from jaxinfer.engine.llm import BUNDLED_MODEL
+from jaxinfer.engine.pipeline import Pipeline
 from jaxinfer.engine.planning import plan_host
 from jaxinfer.engine.request import Delta
 from jaxinfer.engine.scheduler import Scheduler
+from jaxinfer.engine.step import Step
 from jaxinfer.simulation.step_times import StepTimes, require_plain_decoding
 
 
@@ -45,6 +47,8 @@ class SimulatedEngine:
         # Which token is drawn changes nothing: nothing but the length ends a request.
         rows = admission.engine_config.max_num_seqs
         self._output = SimpleNamespace(tokens=np.zeros(rows, np.int32), log_probs=np.zeros(rows, np.float32))
+        self._busy_until = 0.0
+        self._pipeline = Pipeline(scheduler, self, clock)
 
     @property
     def num_preemptions(self) -> int:
@@ -66,14 +70,22 @@ class SimulatedEngine:
         return request.request_id
 
     def step(self) -> list[Delta]:
-        step = self._scheduler.schedule()
-        if step is None:
-            return []
+        advance = self._pipeline.advance()
+        return [] if advance is None else advance.deltas
+
+    def launch(self, step: Step) -> float:
+        """Returns when the step will have been computed, after all before it."""
         for _ in step.copies.batches(len(step.copies)):
             pass  # no page holds anything
         self.num_steps += 1
-        self._clock.now += self._step_times.seconds(step, choose_bucket(self._buckets, step))
-        return self._scheduler.commit(step, self._output)
+        seconds = self._step_times.seconds(step, choose_bucket(self._buckets, step))
+        self._busy_until = max(self._busy_until, self._clock.now) + seconds
+        return self._busy_until
+
+    def read(self, output: float) -> SimpleNamespace:
+        """Waits until then."""
+        self.wait_until(output)
+        return self._output
 
 
 def load_simulated_engine(

@@ -104,6 +104,29 @@ def drafts_from(llm: LLM, drafter: Drafter) -> Iterator[None]:
     speculation.source.drafter = kept
 
 
+@contextlib.contextmanager
+def plain_steps(llm: LLM, *, overlap: bool) -> Iterator[None]:
+    """Takes steps without drafts for a while, each launched before the last is read, or none so."""
+    scheduler = llm._scheduler
+    kept, scheduler._speculation, scheduler._overlap = scheduler._speculation, None, overlap
+    yield
+    scheduler._speculation, scheduler._overlap = kept, kept is None
+
+
+@contextlib.contextmanager
+def counted_overlaps(llm: LLM) -> Iterator[list[int]]:
+    """For each step that is launched meanwhile, of how many requests a token was still to be drawn."""
+    launch, counts = llm._runner.launch, []
+
+    def counting_launch(step: Step) -> Any:
+        counts.append(sum(chunk.start + chunk.num_tokens > len(chunk.request.token_ids) for chunk in step.chunks))
+        return launch(step)
+
+    llm._runner.launch = counting_launch
+    yield counts
+    llm._runner.launch = launch
+
+
 def poison_cache(llm: LLM) -> None:
     """Poisons every slot of the cache: whatever reads a slot that was not written shows it. No prefix is left."""
     llm._scheduler._tables.pages.evict(llm.metrics().num_cached_pages)

@@ -84,6 +84,7 @@ class FakeDevice:
         self.page_size = page_size
         self.tiers = tiers
         self.slots: dict[int, int] = {}
+        self.drawn: dict[int, int] = {}  # by the last step, for each request
 
     def run(self, step: Step) -> SimpleNamespace:
         for batch in step.copies.batches(2):
@@ -96,6 +97,7 @@ class FakeDevice:
             is_right = [draft == token for draft, token in zip(chunk.drafts, drawn, strict=False)]
             rows.append(drawn)
             counts.append([*is_right, False].index(False) + 1)
+        self.drawn = {chunk.request.request_id: row[0] for chunk, row in zip(step.chunks, rows, strict=True)}
         width = max(map(len, rows))
         tokens = np.array([row + [-1] * (width - len(row)) for row in rows])
         tokens = tokens if step.is_verify else tokens[:, 0]
@@ -118,7 +120,10 @@ class FakeDevice:
     def compute(self, chunk: Chunk) -> list[int]:
         """Writes the chunk's tokens and drafts; returns the token after the last known one and after each draft."""
         end = chunk.start + chunk.num_tokens
-        for position, token in enumerate([*chunk.request.token_ids[chunk.start : end], *chunk.drafts], chunk.start):
+        tokens = chunk.request.token_ids[chunk.start : end]
+        if len(tokens) < chunk.num_tokens:  # the last is what the step before has drawn
+            tokens = [*tokens, self.drawn[chunk.request.request_id]]
+        for position, token in enumerate([*tokens, *chunk.drafts], chunk.start):
             self.slots[self.slot(chunk.request, position)] = token
         return [self.draw(chunk.request, end + i) for i in range(1 + len(chunk.drafts))]
 

@@ -15,6 +15,7 @@ from tests.engine.engines import (
     content_of,
     forget_prefixes,
     num_preemptions,
+    plain_steps,
     poison_cache,
     random_prompts,
     run_with_arrivals,
@@ -42,7 +43,8 @@ PARAMS = [
 @pytest.fixture(scope="module")
 def alone(shared_llm):
     """What each request yields when nothing else is computed and nothing was before."""
-    return [content_of(generate_alone(shared_llm, *pair)) for pair in zip(PROMPTS, PARAMS, strict=True)]
+    with plain_steps(shared_llm, overlap=False):
+        return [content_of(generate_alone(shared_llm, *pair)) for pair in zip(PROMPTS, PARAMS, strict=True)]
 
 
 def generate_alone(llm, prompt, params):
@@ -185,22 +187,49 @@ def write_to_a_page_of_another(requests):
 
 @pytest.mark.parametrize("fault", [None, read_pages_in_the_wrong_order, write_to_a_page_of_another])
 def test_one_wrong_page_id_in_one_step_shows(llm, alone, monkeypatch, fault):
-    run, calls = llm._runner.run, itertools.count()
+    launch, calls = llm._runner.launch, itertools.count()
 
-    def run_with_fault(step):
+    def launch_with_fault(step):
         requests = [chunk.request for chunk in step.chunks]
         kept = [list(request.pages) for request in requests]
         if next(calls) == 5 and fault is not None:
             assert len(requests) == 2
             fault(requests)
-        output = run(step)
+        output = launch(step)
         for request, pages in zip(requests, kept, strict=True):
             request.pages = pages
         return output
 
     forget_prefixes(llm)
     with monkeypatch.context() as patch:
-        patch.setattr(llm._runner, "run", run_with_fault)
+        patch.setattr(llm._runner, "launch", launch_with_fault)
+        completions = llm.generate([PROMPTS[8], PROMPTS[15]], [PARAMS[8], PARAMS[15]], show_progress=False)
+    forget_prefixes(llm)  # what a fault wrote is found by nobody
+
+    assert ([content_of(c) for c in completions] == [alone[8], alone[15]]) == (fault is None)
+
+
+def swap_rows(runner):
+    runner._rows = dict(zip(runner._rows, reversed(runner._rows.values()), strict=True))
+
+
+def keep_the_tokens_of_the_step_before_last(runner):
+    runner._drawn = runner.drawn_before
+
+
+@pytest.mark.parametrize("fault", [None, swap_rows, keep_the_tokens_of_the_step_before_last])
+def test_one_wrong_token_from_the_step_before_shows(llm, alone, monkeypatch, fault):
+    launch, calls = llm._runner.launch, itertools.count()
+
+    def launch_with_fault(step):
+        if next(calls) == 5 and fault is not None:
+            fault(llm._runner)
+        llm._runner.drawn_before = llm._runner._drawn
+        return launch(step)
+
+    forget_prefixes(llm)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._runner, "launch", launch_with_fault)
         completions = llm.generate([PROMPTS[8], PROMPTS[15]], [PARAMS[8], PARAMS[15]], show_progress=False)
     forget_prefixes(llm)  # what a fault wrote is found by nobody
 

@@ -29,15 +29,15 @@ def token_ids_of(completions):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupted_generate_leaves_the_llm_usable_and_all_pages_free(llm, monkeypatch, error):
     expected = token_ids_of(generate(llm, PROMPTS))
-    run, calls = llm._runner.run, itertools.count()
+    launch, calls = llm._runner.launch, itertools.count()
 
-    def interrupted_run(step):
+    def interrupted_launch(step):
         if next(calls) == 4:
             raise error("stop it")
-        return run(step)
+        return launch(step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm._runner, "run", interrupted_run)
+        patch.setattr(llm._runner, "launch", interrupted_launch)
         with pytest.raises(error):
             generate(llm, PROMPTS)
 
@@ -50,11 +50,11 @@ def test_an_interrupted_generate_leaves_the_requests_of_others_alone(llm, monkey
     request_id = llm.add(PROMPTS[0], GREEDY)
     llm.step()
 
-    def interrupted_run(step):
+    def interrupted_launch(step):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm._runner, "run", interrupted_run)
+        patch.setattr(llm._runner, "launch", interrupted_launch)
         with pytest.raises(KeyboardInterrupt):
             generate(llm, PROMPTS[1])
 

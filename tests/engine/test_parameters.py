@@ -23,9 +23,11 @@ from tests.engine.engines import (
     EOS,
     ScriptedDrafter,
     content_of,
+    counted_overlaps,
     drafts_from,
     forget_prefixes,
     num_preemptions,
+    plain_steps,
     random_prompts,
     recorded_steps,
 )
@@ -102,7 +104,12 @@ def together(llm, params):
 
 @pytest.fixture(scope="module")
 def alone(shared_llm):
-    return functools.cache(lambda name: yields(shared_llm, PROMPTS, requests_of(name)))
+    @functools.cache
+    def alone(name):
+        with plain_steps(shared_llm, overlap=False):
+            return yields(shared_llm, PROMPTS, requests_of(name))
+
+    return alone
 
 
 def test_every_parameter_is_tested():
@@ -178,6 +185,19 @@ def test_the_parameter_is_honoured_in_a_decode_loop_to_the_bit(looping_llm, alon
 
     assert completions == alone(name)
     assert any(chunk.max_drawn > 1 for step in steps for chunk in step.chunks)
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_the_parameter_is_honoured_where_steps_overlap_to_the_bit(crowded_llm, alone, name):
+    before = num_preemptions(crowded_llm)
+    forget_prefixes(crowded_llm)
+
+    with plain_steps(crowded_llm, overlap=True), counted_overlaps(crowded_llm) as counts:
+        completions = together(crowded_llm, requests_of(name))
+
+    assert completions == alone(name)
+    assert max(counts) > 0
+    assert num_preemptions(crowded_llm) > before or name in STRUCTURES
 
 
 BY_TRANSFORMERS = {
@@ -270,7 +290,10 @@ def test_what_cannot_be_honoured_is_refused_and_the_engine_goes_on(llm, fields, 
     assert len(llm.generate([5], GREEDY, show_progress=False)[0].token_ids) == 16
 
 
-COLUMNS = ("alone", "in any batch", "in chunks", "after preemption", "after a prefix hit", "speculation", "decode loop")
+COLUMNS = (
+    *("alone", "in any batch", "in chunks", "after preemption", "after a prefix hit"),
+    *("speculation", "decode loop", "overlap"),
+)
 TABLE = re.compile(r"(?<=<!-- parameters -->\n).*?(?=<!-- /parameters -->)", re.DOTALL)
 
 

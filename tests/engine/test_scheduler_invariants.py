@@ -6,9 +6,11 @@ python -c "from tests.engine.test_scheduler_invariants import run; run(25_000)"
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +27,8 @@ from hypothesis.stateful import (
 
 from jaxinfer.engine.branches import fork, rewind
 from jaxinfer.engine.host_tier import HostTier
-from jaxinfer.engine.request import Request
+from jaxinfer.engine.pipeline import Pipeline
+from jaxinfer.engine.request import Delta, Request
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.speculation import Speculation
 from jaxinfer.engine.step import Step
@@ -47,7 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         mixed=st.integers(0, 6),
         tier_pages=st.sampled_from([(20,), (3, 20), (1, 2), ()]),
         copy_pays=st.sampled_from([True, True, False]),
-        max_drafts=st.integers(0, 4),
+        max_drafts=st.sampled_from([None, 4, 1, None, 2, 0, 3]),  # None: steps overlap instead
     )
     def start(self, num_pages, page_size, max_num_seqs, more, mixed, tier_pages, copy_pays, max_drafts):
         self.now = 0.0
@@ -58,7 +61,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.tiers is not None and not copy_pays:
             self.tiers.seconds_per_copy = 1.0  # and a step takes none
         self.scheduler = Scheduler(
-            speculation=Speculation(self.drafter, max_drafts=max_drafts, max_tokens=self.budget),
+            speculation=None
+            if max_drafts is None
+            else Speculation(self.drafter, max_drafts=max_drafts, max_tokens=self.budget),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=self.budget,
             num_pages=num_pages,
@@ -68,6 +73,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             clock=lambda: self.now,
         )
         self.device = FakeDevice(page_size, self.tiers)
+        self.pipeline = Pipeline(self, self)  # what it asks for passes through here
+        self.meanwhile: Callable[[], None] | None = None  # to do while a step runs
+        self.interruption: Callable[[Step], None] | None = None  # to do instead of launching one
         self.ids = itertools.count()
         self.requests: dict[int, Request] = {}
         self.begun: dict[int, list[int]] = {}  # with which tokens, of those that did not begin with their prompt
@@ -161,24 +169,35 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.expire()
             if self.scheduler.num_unfinished:
-                self.enter(self.schedule())
+                assert self.pipeline.advance() is not None
 
     @precondition(lambda self: self.scheduler.num_unfinished)
     @rule(number=st.integers(0, 100))
     def step_with_an_abort_while_it_runs(self, number):
-        step = self.schedule()
-        self.expire()
-        self.abort(number)
-        self.enter(step)
+        def abort():
+            self.expire()
+            self.abort(number)
+
+        self.meanwhile = abort
+        self.pipeline.advance()
+        self.meanwhile = None
 
     @precondition(lambda self: self.scheduler.num_unfinished)
     @rule(has_run=st.booleans(), num_batches=st.integers(0, 3))
     def step_that_is_interrupted(self, has_run, num_batches):
-        step = self.schedule()
-        if has_run:
-            self.device.run(step)
-        for batch in itertools.islice(step.copies.batches(2), num_batches):
-            self.device.copy(batch)  # the last of them is not taken as made
+        def interrupt(step):
+            drawn = self.device.drawn
+            if has_run:
+                self.device.run(step)
+            for batch in itertools.islice(step.copies.batches(2), num_batches):
+                self.device.copy(batch)  # the last of them is not taken as made
+            self.device.drawn = drawn
+            raise KeyboardInterrupt
+
+        self.interruption = interrupt
+        with contextlib.suppress(KeyboardInterrupt):
+            self.pipeline.advance()
+        self.interruption = None
 
     @precondition(lambda self: self.requests)
     @rule(number=st.integers(0, 100))
@@ -203,15 +222,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     def evict(self, count):
         self.scheduler._tables.pages.evict(count)
 
-    @precondition(lambda self: self.scheduler._running)
+    # In earnest it happens in schedule() alone, where all steps on their way are entered.
+    @precondition(lambda self: self.scheduler._running and not self.pipeline._launched)
     @rule(number=st.integers(0, 100))
     def preempt(self, number):
         self.scheduler._preempt(self.scheduler._running[number % len(self.scheduler._running)])
 
-    def schedule(self) -> Step:
+    def schedule(self, after: Step | None = None) -> Step | None:
         decoding = [r for r in self.scheduler._running if r.num_uncomputed == 1]
-        step = self.scheduler.schedule()
-        assert step is not None, "requests wait but nothing is computed"
+        step = self.scheduler.schedule(after)
+        if step is None:
+            assert after is not None, "requests wait but nothing is computed"
+            return None
         chunks = step.chunks
         assert 1 <= step.num_tokens <= self.budget
         assert len({chunk.request.request_id for chunk in chunks}) == len(chunks) <= self.max_num_seqs
@@ -238,11 +260,20 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert pages.num_users(page) == 1, "a page is written by one and read by another"
                 assert page not in pages._key_of, "a page is written whose content is known"
 
-    def enter(self, step: Step):
-        output = self.device.run(step)
-        for delta in self.scheduler.commit(step, output):
-            if delta.completion is not None:
-                self.completions[delta.request_id] = delta.completion
+    def launch(self, step: Step) -> Any:
+        if self.interruption is not None:
+            self.interruption(step)
+        return self.device.run(step)
+
+    def read(self, output: Any) -> Any:
+        if self.meanwhile is not None:
+            self.meanwhile()
+        return output
+
+    def commit(self, step: Step, output: Any) -> list[Delta]:
+        deltas = self.scheduler.commit(step, output)
+        self.completions |= {delta.request_id: delta.completion for delta in deltas if delta.completion is not None}
+        return deltas
 
     @invariant()
     def every_page_is_free_or_cached_or_owned_and_its_users_are_counted(self):
@@ -269,7 +300,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         device = self.device_after_copies()
         for request in running:
             assert len(request.pages) == len(set(request.pages)) >= -(-request.num_computed // self.page_size)
-            assert request.num_computed < len(request.token_ids), "nothing is left to compute"
+            assert request.num_uncomputed > 0, "nothing is left to compute"
             context = device.context(request, request.num_computed)
             assert context == request.token_ids[: request.num_computed], "the tokens of another"
 
@@ -297,7 +328,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.num_unfinished == 0, "livelock"
         assert self.scheduler.num_available_pages == self.num_pages
         assert self.completions.keys() == self.requests.keys()
-        assert sorted(self.drafter.forgotten) == sorted(self.requests)
+        assert sorted(self.drafter.forgotten) == sorted(self.requests if self.scheduler._speculation else [])
         for request_id, completion in self.completions.items():
             request = self.requests[request_id]
             assert list(completion.token_ids) == self.expected_tokens(request)

@@ -43,11 +43,11 @@ def test_the_clock_adds_up_the_steps_of_one_request(checkpoint):
     assert report.output_tokens_per_second == pytest.approx(4 / 18)
 
 
-def test_a_request_that_comes_during_a_step_waits_for_the_next(checkpoint):
+def test_a_request_that_comes_during_a_step_waits_for_the_one_after_the_next(checkpoint):
     report = simulate(checkpoint, [request(0.0, 20, 3), request(2.0, 20, 1)])
 
-    # 0 to 10: the first alone; 10 to 20: both, and the second is done; 20 to 21: the first.
-    assert report.ttft["mean"] == (10.0 + 18.0) / 2
+    # 0 to 10 and 10 to 11: the first, its second step on its way since 0; 11 to 21: both, and both are done.
+    assert report.ttft["mean"] == (10.0 + 19.0) / 2
     assert report.makespan == 21.0
 
 
@@ -56,7 +56,7 @@ def test_goodput_counts_those_who_met_both_targets(checkpoint):
 
     assert simulate(checkpoint, trace, max_ttft=10.0, max_tpot=5.0).goodput == 0.0
     assert simulate(checkpoint, trace, max_ttft=10.0, max_tpot=6.0).goodput == pytest.approx(1 / 21)
-    assert simulate(checkpoint, trace, max_ttft=18.0).goodput == pytest.approx(2 / 21)
+    assert simulate(checkpoint, trace, max_ttft=19.0).goodput == pytest.approx(2 / 21)
 
 
 def test_a_request_that_does_not_fit_is_refused_and_the_rest_goes_on(checkpoint):

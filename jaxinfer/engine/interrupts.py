@@ -1,0 +1,34 @@
+"""Ctrl-C where it does no harm."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def deferred_interrupts() -> Iterator[None]:
+    """Lets what is inside come to its end before Ctrl-C has an effect; a second Ctrl-C does not wait.
+
+    A step hands buffers over to the device and gets others back: between the two the engine has none.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    # Python hands signals to the main thread alone, and what is not a function raises nothing.
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    interrupts = []
+
+    def defer(number: int, frame: object) -> None:
+        interrupts.append((number, frame))
+        signal.signal(signal.SIGINT, handler)
+
+    signal.signal(signal.SIGINT, defer)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if interrupts:
+        handler(*interrupts[0])

@@ -1,0 +1,87 @@
+"""The loop of the engine: what to compute, compute it, hand out what was drawn."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from jaxinfer.engine.request import Delta
+from jaxinfer.engine.step import Step
+
+
+class Planner(Protocol):
+    """Says what is computed and hands out what comes of it; `Scheduler` is one."""
+
+    def schedule(self, after: Step | None = None) -> Step | None: ...
+
+    def commit(self, step: Step, output: Any) -> list[Delta]: ...
+
+
+class Device(Protocol):
+    """Computes steps one after another, in the order in which they are launched; `Runner` is one."""
+
+    def launch(self, step: Step) -> Any:
+        """Begins a step, without waiting for it, and returns what `read` takes."""
+        ...
+
+    def read(self, output: Any) -> Any:
+        """Waits for a step and returns its output as host arrays."""
+        ...
+
+
+class Launched(NamedTuple):
+    """A step that is on its way."""
+
+    step: Step
+    began: float
+    output: Any
+
+
+class Advance(NamedTuple):
+    """What one turn of the loop has brought: a step, the seconds that it took, what it added to requests."""
+
+    step: Step
+    seconds: float
+    deltas: list[Delta]
+
+
+class Pipeline:
+    """Launches each step before the tokens of the one before it are read, where the scheduler knows enough for that.
+
+    device  |------------- step n -------------|----------- step n + 1 -----------|
+    host    commit n-1 · launch n+1 · wait ····|commit n · launch n+2 · wait ·····|
+
+    So the host works while the device does, and no step waits for it.
+    """
+
+    def __init__(self, scheduler: Planner, device: Device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._scheduler = scheduler
+        self._device = device
+        self._clock = clock
+        self._launched: deque[Launched] = deque()  # two at most, the second after the first
+        self._ended = 0.0  # when the last step was committed
+
+    def advance(self) -> Advance | None:
+        """Returns what one step has brought, when the next is on its way; None when there is nothing to do."""
+        if self._launched and all(chunk.is_void for chunk in self._launched[0].step.chunks):
+            self._launched.popleft()  # nobody wants it any more
+        if not self._launched and not self._launch():
+            return None
+        step, began, output = self._launched[0]
+        if len(self._launched) == 1:
+            self._launch(after=step)
+        deltas = self._scheduler.commit(step, self._device.read(output))
+        self._launched.popleft()
+        began, self._ended = max(began, self._ended), self._clock()
+        return Advance(step, self._ended - began, deltas)
+
+    def _launch(self, after: Step | None = None) -> bool:
+        """Launches the next step, if there is one."""
+        began = self._clock()
+        step = self._scheduler.schedule(after)
+        if step is None:
+            return False
+        self._launched.append(Launched(step, began, self._device.launch(step)))
+        return True

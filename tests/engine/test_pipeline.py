@@ -1,0 +1,127 @@
+"""Steps that are launched before the tokens of the last are known; `test_parameters` shows that no bit changes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+import pytest
+
+from jaxinfer.config import SamplingParams
+from jaxinfer.engine.interrupts import deferred_interrupts
+from jaxinfer.engine.pipeline import Pipeline
+from tests.engine.engines import GREEDY, completions_of, counted_overlaps, drain
+from tests.engine.fake_device import Engine, expected_tokens
+
+
+class RecordingDevice:
+    """Draws at once what a fake device would, and keeps the order in which steps are launched and read."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.events: list[str] = []
+        self.rows: list[dict[int, int]] = []
+
+    def launch(self, step):
+        number = len(self.rows)
+        self.rows.append({chunk.request.request_id: chunk.start for chunk in step.chunks})
+        self.events.append(f"launch {number}")
+        return number, self.engine.device.run(step)
+
+    def read(self, output):
+        self.events.append(f"read {output[0]}")
+        return output[1]
+
+
+def pipeline_of(engine: Engine) -> tuple[Pipeline, RecordingDevice]:
+    device = RecordingDevice(engine)
+    return Pipeline(engine.scheduler, device), device
+
+
+def run(engine: Engine, pipeline: Pipeline) -> None:
+    while engine.scheduler.num_unfinished:
+        advance = pipeline.advance()
+        engine.enter([] if advance is None else advance.deltas)
+
+
+def test_each_step_is_launched_before_the_last_is_read():
+    engine = Engine()
+    engine.add(0, prompt=5, max_tokens=3)
+    pipeline, device = pipeline_of(engine)
+
+    run(engine, pipeline)
+
+    assert device.events == ["launch 0", "launch 1", "read 0", "launch 2", "read 1", "read 2"]
+
+
+def test_requests_yield_what_they_yield_alone():
+    engine = Engine(max_num_seqs=3, num_pages=5, max_num_batched_tokens=9)
+    requests = [engine.add(i, prompt=3 + 9 * i, max_tokens=20 + i) for i in range(5)]
+
+    run(engine, pipeline_of(engine)[0])
+
+    assert engine.scheduler.metrics().num_preemptions > 0
+    for i, request in enumerate(requests):
+        assert list(engine.completions[i].token_ids) == expected_tokens(request, 20 + i)
+
+
+def test_who_draws_the_last_token_makes_room_at_once():
+    engine = Engine(num_pages=1)
+    for i in range(2):
+        engine.add(i, prompt=3, max_tokens=2)
+    pipeline, device = pipeline_of(engine)
+
+    run(engine, pipeline)
+
+    assert device.rows == [{0: 0}, {0: 3}, {1: 0}, {1: 3}]
+    assert device.events.index("launch 2") < device.events.index("read 1")
+
+
+def test_what_was_drawn_after_the_end_is_dropped(llm):
+    (first,) = llm.generate([5, 6], GREEDY, show_progress=False)
+    end = first.token_ids[3]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop_token_ids=[end])
+
+    with counted_overlaps(llm) as counts:
+        (stopped,) = llm.generate([5, 6], params, show_progress=False)
+
+    assert stopped.token_ids == first.token_ids[: first.token_ids.index(end) + 1]
+    assert len(counts) == len(stopped.token_ids) + 1  # one step too many
+    assert not llm.has_unfinished
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_a_token_on_its_way_does_not_come_after_a_rewind(llm, num_tokens):
+    params = SamplingParams(seed=1, max_tokens=8, ignore_eos=True)
+    (expected,) = llm.generate([5, 6], params, show_progress=False)
+    request_id = llm.add([5, 6], params)
+    for _ in range(4):
+        llm.step()
+
+    llm.rewind(request_id, num_tokens)
+
+    assert completions_of(drain(llm))[request_id].token_ids == expected.token_ids
+
+
+def test_nothing_is_launched_ahead_of_a_token_that_a_structure_waits_for(llm):
+    with counted_overlaps(llm) as counts:
+        llm.generate([5], SamplingParams(regex="[a-c]{6}", seed=0), show_progress=False)
+
+    assert set(counts) == {0}
+
+
+@pytest.mark.parametrize(("count", "expected"), [(0, ["the end"]), (1, ["the end"]), (2, [])])
+def test_ctrl_c_waits_for_the_end_of_a_step_but_not_twice(count, expected):
+    events = []
+
+    def step():
+        with deferred_interrupts():
+            for _ in range(count):
+                os.kill(os.getpid(), signal.SIGINT)
+            events.append("the end")
+
+    with pytest.raises(KeyboardInterrupt) if count else contextlib.nullcontext():
+        step()
+
+    assert events == expected
