@@ -7,7 +7,7 @@ from typing import Literal
 
 from jaxinfer.sampling_params import MAX_SEED as MAX_SEED
 from jaxinfer.sampling_params import SamplingParams as SamplingParams
-from jaxinfer.validation import is_int, require, require_bool, require_int, require_positive, require_real
+from jaxinfer.validation import MAX_INT, is_int, require, require_bool, require_int, require_positive, require_real
 
 CACHE_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -130,10 +130,11 @@ class CacheConfig:
 class EngineConfig:
     """Limits of the engine; together with the model they determine every compiled shape.
 
-    `max_num_seqs`: requests computed in one step. `max_num_batched_tokens`: tokens computed in one step.
-    `max_model_len`: prompt plus output of a request, `None` for the model's own limit. `num_pages`: pages in the
-    pool, `None` for as many as all rows at full length can use, bounded by `cache_bytes`.
-    `cache_bytes`: bytes the page pool may take, `None` for 1 GiB on CPU and for what the device has left elsewhere.
+    `max_num_seqs`: requests computed in one step. `max_num_batched_tokens`: tokens computed in one step, `None` for
+    128 on CPU and 512 elsewhere, and for no less than max_num_seqs or max_mixed_tokens. `max_model_len`: prompt plus
+    output of a request, `None` for the model's own limit. `num_pages`: pages in the pool, `None` for as many as all
+    rows at full length can use, bounded by `cache_bytes`. `cache_bytes`: bytes the page pool may take, `None` for 1 GiB
+    on CPU and for what the device has left elsewhere.
     `max_log_probs`: the most alternatives per token that a request may ask for.
     `max_listed_tokens`: the most token ids that a request may name in `logit_bias`, in `allowed_token_ids`, in all its
     `bad_words` together, and as stop tokens under `min_tokens`.
@@ -151,7 +152,7 @@ class EngineConfig:
     """
 
     max_num_seqs: int = 32
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     page_size: int = 128
     num_pages: int | None = None
@@ -170,12 +171,13 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         require_int("max_num_seqs", self.max_num_seqs, 1)
-        require(
-            is_int(self.max_num_batched_tokens) and self.max_num_batched_tokens >= self.max_num_seqs,
-            "max_num_batched_tokens",
-            self.max_num_batched_tokens,
-            f"an integer of at least max_num_seqs={self.max_num_seqs}, so that every running request can advance",
-        )
+        if self.max_num_batched_tokens is not None:
+            require(
+                is_int(self.max_num_batched_tokens) and self.max_num_batched_tokens >= self.max_num_seqs,
+                "max_num_batched_tokens",
+                self.max_num_batched_tokens,
+                f"an integer of at least max_num_seqs={self.max_num_seqs}, so that every running request can advance",
+            )
         if self.max_model_len is not None:
             require_int("max_model_len", self.max_model_len, 2)
         if self.num_pages is not None:
@@ -188,7 +190,8 @@ class EngineConfig:
         require_int("decode_loop_steps", self.decode_loop_steps, 1)
         if self.max_mixed_tokens is not None:
             # So many that a prompt advances beside all others decoding.
-            require_int("max_mixed_tokens", self.max_mixed_tokens, self.max_num_seqs, self.max_num_batched_tokens)
+            most = self.max_num_batched_tokens or MAX_INT
+            require_int("max_mixed_tokens", self.max_mixed_tokens, self.max_num_seqs, most)
         if self.max_waiting is not None:
             require_int("max_waiting", self.max_waiting, 0)
         # Fewer than a page has slots, so that drafts never take more than one page.

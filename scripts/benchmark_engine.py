@@ -30,9 +30,10 @@ from benchmark_workload import (
 )
 
 from jaxinfer import LLM, EngineConfig, SamplingParams
+from jaxinfer.engine.batching import max_batched_tokens
 
 MAX_NUM_SEQS = 32
-MAX_NUM_BATCHED_TOKENS = 512
+MAX_NUM_BATCHED_TOKENS = max_batched_tokens(EngineConfig(max_num_seqs=MAX_NUM_SEQS))
 # A bound only: the engine takes what its rows can use. Preemption would be measured as slow decoding.
 CACHE_BYTES = 8 << 30
 

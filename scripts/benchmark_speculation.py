@@ -97,7 +97,7 @@ class Engine:
     """One of our engines, and what its decoding steps took."""
 
     def __init__(self, model: Path, batch: int, speculation: Any, scripts: np.ndarray, dtype: str = "float32") -> None:
-        config = EngineConfig(max_num_seqs=batch, max_model_len=PROMPT_LEN + OUTPUT_LEN, max_num_batched_tokens=512)
+        config = EngineConfig(max_num_seqs=batch, max_model_len=PROMPT_LEN + OUTPUT_LEN)
         processors = {"script": processor_of(scripts)}
         self.llm = LLM(model, config=config, dtype=dtype, logits_processors=processors, speculation=speculation)
         self.llm.on_step = self._enter

@@ -54,7 +54,7 @@ REFUSED = [
     *((CacheConfig, "num_pages", value) for value in NOT_SIZES),
     *((CacheConfig, "page_size", value) for value in (*NOT_SIZES, 8, 48, 256, 64.0)),
     *((EngineConfig, "max_num_seqs", value) for value in NOT_SIZES),
-    *((EngineConfig, "max_num_batched_tokens", value) for value in (*NOT_SIZES, 31)),
+    *((EngineConfig, "max_num_batched_tokens", value) for value in (0, -1, 64.0, True, "64", 31)),
     *((EngineConfig, "max_model_len", value) for value in (1, 0, -1, 2.0, True, "8", float("nan"))),
     *((EngineConfig, "page_size", value) for value in (*NOT_SIZES, 8, 48, 256)),
     *((EngineConfig, name, value) for name in ("num_pages", "cache_bytes") for value in (0, -1, 1.0, True, "8")),
@@ -63,7 +63,7 @@ REFUSED = [
     *((EngineConfig, "host_cache_bytes", value) for value in (0, -1, 1.0, True, "8")),
     (EngineConfig, "disk_cache_bytes", 0),
     (EngineConfig, "disk_cache_path", "folder without a limit"),
-    *((EngineConfig, "max_mixed_tokens", value) for value in (31, 513, 64.0, True, "64")),
+    *((EngineConfig, "max_mixed_tokens", value) for value in (31, 64.0, True, "64")),
     *((EngineConfig, "max_waiting", value) for value in (-1, 1.0, True, "8")),
     *((SamplingParams, "max_tokens", value) for value in NOT_SIZES),
     *((SamplingParams, "temperature", value) for value in (*NOT_NUMBERS, -1e-9)),
@@ -155,6 +155,11 @@ def test_fields_are_given_by_name_only(kind):
 
 def test_all_layers_are_one_group_unless_told_otherwise():
     assert ModelConfig(**MODEL).layer_groups == (3,)
+
+
+def test_a_mixed_step_has_no_more_tokens_than_any():
+    with pytest.raises(ValueError, match="max_mixed_tokens=65 is not allowed.*from 32 to 64"):
+        EngineConfig(max_num_batched_tokens=64, max_mixed_tokens=65)
 
 
 def test_linear_rope_scaling_needs_no_original_length():

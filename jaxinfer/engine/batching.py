@@ -10,13 +10,14 @@ import numpy as np
 from jaxinfer.batch import Batch, Row, drawn_in_row, make_batch
 from jaxinfer.config import EngineConfig
 from jaxinfer.decode_loop import LoopBatch, make_loop
+from jaxinfer.device import default_batched_tokens
 from jaxinfer.engine.step import Chunk, Step
 from jaxinfer.sampling_batch import SamplingBatch, make_sampling
 
 # A shape is compiled once and costs time to compile, while rows and tokens of padding cost little: on CPU they are not
 # multiplied, and accelerators stream the same weights whether few rows need them or many.
 DECODE_ROWS = (1, 8)
-PREFILL_TOKENS = (64,)
+PREFILL_TOKENS = (128,)
 GROWTH = 8
 
 
@@ -46,11 +47,11 @@ class Bucket:
 def plan_buckets(config: EngineConfig, max_drafts: int = 0) -> tuple[Bucket, ...]:
     """Returns every shape an engine of this configuration can ask for, smallest first of each kind.
 
-    Decoding takes 1, 8, 64, … rows and prefill 64, 512, … tokens, up to the limits of the configuration, one of which
+    Decoding takes 1, 8, 64, … rows and prefill 128, 1024, … tokens, up to the limits of the configuration, one of which
     is the prefill beside decoding rows. A prefill has as many rows as it could have. Where drafts are verified, rows
     of decoding may have one draft each, or all have `max_drafts`, as far as the limits allow.
     """
-    max_rows, max_tokens = config.max_num_seqs, config.max_num_batched_tokens
+    max_rows, max_tokens = config.max_num_seqs, max_batched_tokens(config)
     decode = [Bucket(True, rows, rows) for rows in decode_sizes(config)]
     sizes = {*_sizes(PREFILL_TOKENS, max_tokens), max_verified_tokens(config)}
     prefill = [Bucket(False, n, min(n, max_rows)) for n in sorted(sizes)]
@@ -63,9 +64,15 @@ def decode_sizes(config: EngineConfig) -> list[int]:
     return _sizes(DECODE_ROWS, config.max_num_seqs)
 
 
+def max_batched_tokens(config: EngineConfig) -> int:
+    """Returns how many tokens a step may have: as configured, else as the device likes it and all rows can advance."""
+    least = max(config.max_num_seqs, config.max_mixed_tokens or 0)
+    return config.max_num_batched_tokens or max(default_batched_tokens(), least)
+
+
 def max_verified_tokens(config: EngineConfig) -> int:
     """Returns how many tokens a step may have in which drafts are verified: somebody decodes in it."""
-    return config.max_mixed_tokens or config.max_num_batched_tokens
+    return config.max_mixed_tokens or max_batched_tokens(config)
 
 
 def _verify_buckets(sizes: list[int], max_drafts: int, max_tokens: int) -> list[Bucket]:

@@ -16,19 +16,28 @@ from jaxinfer.params import Params
 from jaxinfer.sampling_batch import SamplingBatch
 
 
-def after_another(step: Callable[..., Any], **statics: Any) -> Any:
-    """Returns a step, jitted, as (params, cache, drawn, batch, sampling, …) -> (output, drawn, cache).
+@functools.partial(
+    jax.jit,
+    static_argnames=("step", "config", "max_log_probs", "custom", "num_steps", "q_len"),
+    donate_argnames="cache",
+)
+def chained_step(
+    params: Params,
+    cache: KVCache,
+    drawn: jax.Array,
+    batch: Batch,
+    sampling: SamplingBatch,
+    *rest: Any,
+    step: Callable[..., Any],
+    **statics: Any,
+) -> tuple[Any, jax.Array, KVCache]:
+    """Runs `step(params, cache, batch, sampling, *rest, **statics)` and returns (output, drawn, cache).
 
     `drawn` i32[R] has what each row of the step before has drawn, R being the most rows of all steps; a token of the
     batch that is `drawn_in_row(r)` is taken from there. The cache is donated.
     """
-
-    @functools.partial(jax.jit, donate_argnames="cache")
-    def run(params: Params, cache: KVCache, drawn: jax.Array, batch: Batch, sampling: SamplingBatch, *rest: Any):
-        tokens = jnp.where(batch.tokens < 0, drawn[-1 - batch.tokens], batch.tokens)
-        output, cache = step(params, cache, replace(batch, tokens=tokens), sampling, *rest, **statics)
-        # What a step draws that yields several tokens a row, no other takes from here.
-        drawn = drawn.at[: output.tokens.shape[0]].set(output.tokens) if output.tokens.ndim == 1 else drawn
-        return output, drawn, cache
-
-    return run
+    tokens = jnp.where(batch.tokens < 0, drawn[-1 - batch.tokens], batch.tokens)
+    output, cache = step(params, cache, replace(batch, tokens=tokens), sampling, *rest, **statics)
+    # What a step draws that yields several tokens a row, no other takes from here.
+    drawn = drawn.at[: output.tokens.shape[0]].set(output.tokens) if output.tokens.ndim == 1 else drawn
+    return output, drawn, cache

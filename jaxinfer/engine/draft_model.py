@@ -17,7 +17,8 @@ import numpy as np
 from jaxinfer.batch import Row, make_batch, padded
 from jaxinfer.cache import abstract_cache, init_cache, page_bytes
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
-from jaxinfer.engine.batching import decode_sizes
+from jaxinfer.engine.batching import decode_sizes, max_batched_tokens
+from jaxinfer.engine.executables import compile_or_load
 from jaxinfer.engine.prefix import num_equal
 from jaxinfer.engine.request import Request
 from jaxinfer.params import Params
@@ -66,7 +67,7 @@ class DraftModel:
         self._engine_config, self._page_size, self._table_width = engine_config, cache_config.page_size, table_width
         self._custom = dict(custom)
         sizes = decode_sizes(engine_config)
-        widest = max(engine_config.max_num_batched_tokens, CATCH_UP * sizes[-1])  # for prompts, too
+        widest = max(max_batched_tokens(engine_config), CATCH_UP * sizes[-1])  # for prompts, too
         shapes = {**{(rows, CATCH_UP * rows): None for rows in sizes}, (sizes[-1], widest): None}
         cache = abstract_cache(self._config, cache_config)
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler releases the interpreter lock
@@ -146,10 +147,9 @@ class DraftModel:
 
     def _compile(self, shape: Shape, cache) -> jax.stages.Compiled:
         statics = {"config": self._config, "max_drafts": self._engine_config.max_drafts}
-        lowered = draft_step.lower(
-            self._params, cache, *self._layout(shape, [], [], []), **statics, custom=tuple(self._custom.values())
-        )
-        return lowered.compile()
+        arguments = self._layout(shape, [], [], [])
+        custom = tuple(self._custom.values())
+        return compile_or_load(draft_step, self._params, cache, *arguments, **statics, custom=custom)
 
 
 def _first_tokens(spans: Sequence[Span], room: int) -> list[Span]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxinfer.cache import KVCache, PageBundle, extract_pages, insert_pages
 from jaxinfer.config import ModelConfig
+from jaxinfer.engine.executables import compile_or_load
 from jaxinfer.engine.page_copies import Content
 
 NO_PAGE = 2**30  # past every pool: nothing is read from there or written to it
@@ -20,17 +21,17 @@ class PageCopier:
 
     def __init__(self, cache: KVCache, config: ModelConfig, widths: Sequence[int]) -> None:
         """`cache` may be abstract. `widths`: how many pages are copied at once, the smallest number first."""
-        extract = jax.jit(functools.partial(extract_pages, config=config))
-        insert = jax.jit(functools.partial(insert_pages, config=config), donate_argnums=0)
+        extract = jax.jit(extract_pages, static_argnames="config")
+        insert = jax.jit(insert_pages, static_argnames="config", donate_argnames="cache")
         self._widths = tuple(widths)
         self._bundles: dict[int, PageBundle] = {}  # abstract
         self._extract: dict[int, Callable[..., PageBundle]] = {}
         self._insert: dict[int, Callable[..., KVCache]] = {}
         for width in widths:
             ids = np.zeros((width,), np.int32)
-            self._bundles[width] = bundle = jax.eval_shape(extract, cache, ids)
-            self._extract[width] = extract.lower(cache, ids).compile()
-            self._insert[width] = insert.lower(cache, ids, bundle).compile()
+            self._bundles[width] = bundle = jax.eval_shape(functools.partial(extract, config=config), cache, ids)
+            self._extract[width] = compile_or_load(extract, cache, ids, config=config)
+            self._insert[width] = compile_or_load(insert, cache, ids, bundle, config=config)
 
     @property
     def max_width(self) -> int:

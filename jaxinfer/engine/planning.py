@@ -12,6 +12,7 @@ from jaxinfer.checkpoint import read_eos_token_ids
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
 from jaxinfer.device import default_cache_bytes
 from jaxinfer.engine.admission import Admission
+from jaxinfer.engine.batching import max_batched_tokens
 from jaxinfer.engine.disk_tier import DiskTier
 from jaxinfer.engine.host_tier import HostTier
 from jaxinfer.engine.identity import page_identity
@@ -53,7 +54,7 @@ def plan_host(
     )
     scheduler = Scheduler(
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=max_batched_tokens(config),
         num_pages=cache_config.num_pages,
         page_size=cache_config.page_size,
         max_mixed_tokens=config.max_mixed_tokens,

@@ -16,7 +16,8 @@ from jaxinfer.batch import StepOutput, VerifyOutput
 from jaxinfer.cache import abstract_cache, init_cache
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
 from jaxinfer.engine.batching import Bucket, build_batch, build_loop, choose_bucket, plan_buckets
-from jaxinfer.engine.chaining import after_another
+from jaxinfer.engine.chaining import chained_step
+from jaxinfer.engine.executables import compile_or_load
 from jaxinfer.engine.page_copier import PageCopier
 from jaxinfer.engine.page_copies import Content, Copy, CopyIn, CopyOut, CopyWithin, PageCopies
 from jaxinfer.engine.step import Step
@@ -139,14 +140,18 @@ class Runner:
                 step, statics = decode_loop, {"num_steps": self._loop_steps}
             if bucket.is_verify:
                 step, statics = verify_step, {"q_len": bucket.q_len}
-            step = after_another(
-                step,
+            return compile_or_load(
+                chained_step,
+                self._params,
+                cache,
+                self._drawn,
+                *self._build(Step(()), bucket),
+                step=step,
                 config=self._model_config,
                 max_log_probs=self._max_log_probs,
                 custom=tuple(self._custom.values()),
                 **statics,
             )
-            return step.lower(self._params, cache, self._drawn, *self._build(Step(()), bucket)).compile()
 
         # The compiler releases the interpreter lock, so buckets compile beside each other; the largest goes first.
         order = sorted(self._buckets, key=lambda bucket: -bucket.num_tokens)

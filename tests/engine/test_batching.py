@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.batch import PADDING_SLOT
 from jaxinfer.config import EngineConfig, SamplingParams
-from jaxinfer.engine.batching import Bucket, build_batch, choose_bucket, plan_buckets
+from jaxinfer.engine.batching import Bucket, build_batch, choose_bucket, max_batched_tokens, plan_buckets
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.step import Chunk, Step
 
@@ -109,18 +110,18 @@ def test_the_batch_describes_the_chunks_of_the_step_and_nothing_else(case):
 def test_buckets_are_few_and_distinct(config):
     buckets = plan_buckets(config)
 
-    # 1 row, 8 rows, 64 tokens, and the limits themselves, which are at most 48 rows and 200 tokens here.
+    # 1 row, 8 rows, 128 tokens, and the limits themselves, which are at most 48 rows and 200 tokens here.
     assert len(buckets) == len(set(buckets)) <= 3 + 2
 
 
 @pytest.mark.parametrize(
     ("max_num_seqs", "max_num_batched_tokens", "decode", "prefill"),
     [
-        (32, 512, [1, 8, 32], [64, 512]),
+        (32, 512, [1, 8, 32], [128, 512]),
         (1, 1, [1], [1]),
         (3, 40, [1, 3], [40]),
-        (12, 100, [1, 8, 12], [64, 100]),
-        (100, 600, [1, 8, 64, 100], [64, 512, 600]),
+        (12, 100, [1, 8, 12], [100]),
+        (100, 1600, [1, 8, 64, 100], [128, 1024, 1600]),
     ],
 )
 def test_the_buckets_of_a_configuration_are_these(max_num_seqs, max_num_batched_tokens, decode, prefill):
@@ -133,9 +134,25 @@ def test_the_buckets_of_a_configuration_are_these(max_num_seqs, max_num_batched_
 
 
 def test_a_prefill_beside_decoding_rows_has_a_bucket_of_its_own():
-    buckets = plan_buckets(EngineConfig(max_mixed_tokens=128))
+    buckets = plan_buckets(EngineConfig(max_mixed_tokens=64, max_num_batched_tokens=512))
 
     assert [b.num_tokens for b in buckets if not b.is_decode] == [64, 128, 512]
+
+
+@pytest.mark.parametrize(
+    ("platform", "limits", "num_tokens"),
+    [
+        ("cpu", {}, 128),
+        ("tpu", {}, 512),
+        ("cpu", {"max_num_seqs": 200}, 200),
+        ("cpu", {"max_mixed_tokens": 300}, 300),
+        ("tpu", {"max_num_batched_tokens": 40}, 40),
+    ],
+)
+def test_a_step_has_as_many_tokens_as_the_device_likes_and_every_row_needs(monkeypatch, platform, limits, num_tokens):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+
+    assert max_batched_tokens(EngineConfig(**limits)) == num_tokens
 
 
 def test_a_decode_bucket_has_one_token_per_row():
