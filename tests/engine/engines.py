@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -20,6 +21,7 @@ from jaxinfer.engine.drafters import Drafter
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request import Completion, Delta
 from jaxinfer.engine.step import Step
+from tests.kernels.paged_attention.oracle import UNOPTIMISED
 from tests.oracles import save_random_checkpoint
 from tests.replay import poisoned
 
@@ -72,6 +74,14 @@ def favour_turns(logits: jax.Array, tokens: jax.Array, length: jax.Array, bonus:
 def small_engine(path: Path, *, speculation: Any = None, **overrides: Any) -> LLM:
     config = EngineConfig(**{**SMALL, **overrides})
     return LLM(path, config=config, logits_processors={"turns": favour_turns}, speculation=speculation)
+
+
+def quick_engine(path: Path, **overrides: Any) -> LLM:
+    """A small engine for tests that judge within rounding, or no numbers at all: it is compiled in half the time."""
+    compile_optimised = jax.stages.Lowered.compile
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", lambda lowered: compile_optimised(lowered, UNOPTIMISED))
+        return small_engine(path, **overrides)
 
 
 class ScriptedDrafter:

@@ -12,7 +12,7 @@ from jaxinfer.cache import page_bytes
 from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.planning import plan_cache, resolve_max_model_len
-from tests.engine.engines import GREEDY, SMALL, num_owned_pages, save_small_checkpoint, small_engine
+from tests.engine.engines import GREEDY, SMALL, num_owned_pages, quick_engine, save_small_checkpoint
 
 BAD_PROMPTS = {
     "empty text": ("", "empty"),
@@ -195,7 +195,7 @@ def test_the_llm_refuses_a_configuration_that_the_model_does_not_fit(checkpoint,
 def mute_llm_with_two_pages(tmp_path_factory):
     """Without a tokenizer, and with 32 slots where a request may have 96 tokens."""
     path = save_small_checkpoint(tmp_path_factory.mktemp("mute"), with_tokenizer=False)
-    return small_engine(path, num_pages=2, max_num_seqs=2, max_num_batched_tokens=16)
+    return quick_engine(path, num_pages=2, max_num_seqs=2, max_num_batched_tokens=16)
 
 
 @pytest.mark.parametrize(("num_prompt_tokens", "max_tokens"), [(33, 1), (30, 4), (32, 2), (1, 33)])

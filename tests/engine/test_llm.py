@@ -11,8 +11,8 @@ from jaxinfer.config import SamplingParams
 from tests.engine.engines import (
     EOS,
     GREEDY,
+    quick_engine,
     random_prompts,
-    small_engine,
     spelled,
 )
 
@@ -205,7 +205,7 @@ def test_an_llm_without_a_tokenizer_completes_token_ids(checkpoint, llm, tmp_pat
     for file in checkpoint.iterdir():
         if file.name != "tokenizer.json":
             (tmp_path / file.name).symlink_to(file)
-    mute = small_engine(tmp_path)
+    mute = quick_engine(tmp_path)
 
     completion = generate(mute, PROMPTS[0])[0]
 

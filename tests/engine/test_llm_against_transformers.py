@@ -14,9 +14,9 @@ from jaxinfer.engine.llm import LLM
 from tests.engine.engines import (
     num_preemptions,
     poison_cache,
+    quick_engine,
     random_prompts,
     run_with_arrivals,
-    small_engine,
 )
 from tests.oracles import load_reference, reference_logits, save_random_checkpoint
 
@@ -76,7 +76,7 @@ def models(request, tmp_path_factory) -> tuple[LLM, Any]:
     with pytest.MonkeyPatch.context() as patch:
         if case.has_one_layer_group:
             patch.setattr(jaxinfer.checkpoint, "default_layer_groups", lambda num_layers: (num_layers,))
-        llm = small_engine(path, num_pages=NUM_PAGES)
+        llm = quick_engine(path, num_pages=NUM_PAGES)
     poison_cache(llm)
     return llm, load_reference(path)
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.llm import LLM
-from tests.engine.engines import run_with_arrivals, save_small_checkpoint, small_engine
+from tests.engine.engines import quick_engine, run_with_arrivals, save_small_checkpoint, small_engine
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -157,7 +157,7 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason_and_the_engine_goes_
 
 
 def test_a_structure_needs_a_tokenizer(tmp_path):
-    mute = small_engine(save_small_checkpoint(tmp_path / "mute", with_tokenizer=False))
+    mute = quick_engine(save_small_checkpoint(tmp_path / "mute", with_tokenizer=False))
 
     with pytest.raises(ValueError, match="regex='a' cannot be compiled: .*no tokenizer"):
         mute.add([5], SamplingParams(regex="a"))

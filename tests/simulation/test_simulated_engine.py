@@ -11,7 +11,7 @@ from jaxinfer.simulation.real_engine import RealEngine
 from jaxinfer.simulation.simulated_engine import load_simulated_engine
 from jaxinfer.simulation.step_times import FEATURES, StepTimes, fit_step_times
 from jaxinfer.simulation.trace import TracedRequest
-from tests.engine.engines import SMALL, save_small_checkpoint, small_engine
+from tests.engine.engines import SMALL, quick_engine, save_small_checkpoint
 
 CONFIG = {**SMALL, "max_model_len": 256, "num_pages": 20}
 # One second a step of decoding, ten of any other, whatever is in it.
@@ -75,7 +75,7 @@ def test_an_empty_trace_is_an_empty_report(checkpoint):
 def test_the_real_engine_takes_the_same_steps(checkpoint, seed):
     rng = np.random.default_rng(seed)
     trace = [request(0.0, *rng.integers(1, 100, 2).tolist(), int(rng.integers(0, 3))) for _ in range(30)]
-    real = RealEngine(small_engine(checkpoint, **CONFIG))
+    real = RealEngine(quick_engine(checkpoint, **CONFIG))
 
     replayed = drive(trace, real)
     times = fit_step_times(real.steps)
