@@ -78,9 +78,9 @@ def small_engine(path: Path, *, speculation: Any = None, **overrides: Any) -> LL
 
 def quick_engine(path: Path, **overrides: Any) -> LLM:
     """A small engine for tests that judge within rounding, or no numbers at all: it is compiled in half the time."""
-    compile_optimised = jax.stages.Lowered.compile
+    compile_with: Any = jax.stages.Lowered.compile
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.stages.Lowered, "compile", lambda lowered: compile_optimised(lowered, UNOPTIMISED))
+        patch.setattr(jax.stages.Lowered, "compile", lambda lowered: compile_with(lowered, UNOPTIMISED))
         return small_engine(path, **overrides)
 
 
