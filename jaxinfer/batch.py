@@ -97,9 +97,9 @@ def make_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows
         raise ValueError(f"{total} tokens in {len(rows)} rows do not fit num_tokens={num_tokens}, num_rows={num_rows}")
     for row in rows:
         _check_row(row, page_size, table_width)
-    block_tables = np.zeros((num_rows, table_width), np.int32)
-    for i, row in enumerate(rows):
-        block_tables[i, : len(row.page_ids)] = row.page_ids
+    block_tables = make_block_tables([row.page_ids for row in rows], num_rows, table_width)
+    if num_tokens == num_rows and (q_lens == 1).all():
+        return make_decode_batch([row.token_ids[0] for row in rows], starts, block_tables, page_size)
     ends = np.cumsum(q_lens)
     row_ids = np.repeat(np.arange(len(rows), dtype=np.int32), q_lens)  # q_lens 3, 1, 2 -> row_ids 0 0 0 1 2 2
     offsets = np.arange(total, dtype=np.int32) - np.repeat(ends - q_lens, q_lens)
@@ -107,14 +107,36 @@ def make_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows
     slots = block_tables[row_ids, positions // page_size] * page_size + positions % page_size
     cu_q_lens = np.full(num_rows + 1, total, np.int32)
     cu_q_lens[: len(rows) + 1] = np.concatenate([[0], ends])
-    if num_tokens == num_rows and (q_lens == 1).all():  # a decode step: padding rows own their padding token
-        cu_q_lens = np.arange(num_rows + 1, dtype=np.int32)
     return Batch(
         tokens=padded(np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int32), num_tokens, 0),
         positions=padded(positions, num_tokens, 0),
         slot_mapping=padded(slots, num_tokens, PADDING_SLOT),
         cu_q_lens=cu_q_lens,
         kv_lens=padded(starts + q_lens, num_rows, 0),
+        block_tables=block_tables,
+    )
+
+
+def make_block_tables(page_ids: Sequence[Sequence[int]], num_rows: int, table_width: int) -> np.ndarray:
+    """Returns the pages of rows as i32[num_rows, table_width]."""
+    block_tables = np.zeros((num_rows, table_width), np.int32)
+    for i, pages in enumerate(page_ids):
+        block_tables[i, : len(pages)] = pages
+    return block_tables
+
+
+def make_decode_batch(
+    token_ids: Sequence[int], starts: Sequence[int] | np.ndarray, block_tables: np.ndarray, page_size: int
+) -> Batch:
+    """Lays out one token per row, at positions `starts`; padding rows own their padding token."""
+    num_rows, positions = len(block_tables), np.array(starts, np.int32)
+    slots = block_tables[np.arange(len(positions)), positions // page_size] * page_size + positions % page_size
+    return Batch(
+        tokens=padded(np.array(token_ids, np.int32), num_rows, 0),
+        positions=padded(positions, num_rows, 0),
+        slot_mapping=padded(slots, num_rows, PADDING_SLOT),
+        cu_q_lens=np.arange(num_rows + 1, dtype=np.int32),
+        kv_lens=padded(positions + 1, num_rows, 0),
         block_tables=block_tables,
     )
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxinfer.batch import Batch, Row, drawn_in_row, make_batch
+from jaxinfer.batch import Batch, Row, drawn_in_row, make_batch, make_block_tables, make_decode_batch
 from jaxinfer.config import EngineConfig
 from jaxinfer.decode_loop import LoopBatch, make_loop
 from jaxinfer.device import default_batched_tokens
+from jaxinfer.engine.request import Request
 from jaxinfer.engine.step import Chunk, Step
 from jaxinfer.sampling_batch import SamplingBatch, make_sampling
 
@@ -103,44 +104,91 @@ def choose_bucket(buckets: tuple[Bucket, ...], step: Step) -> Bucket:
     raise RuntimeError(f"no bucket holds {step.num_tokens} tokens in {len(step.chunks)} rows")
 
 
-def build_batch(
-    step: Step,
-    bucket: Bucket,
-    *,
-    page_size: int,
-    table_width: int,
-    max_listed_tokens: int = EngineConfig.max_listed_tokens,
-    vocab_size: int = 0,
-    custom: tuple[str, ...] = (),
-    drawn_in: Mapping[int, int] | None = None,
-) -> tuple[Batch, SamplingBatch]:
-    """Lays the step out in the bucket's shape, one row per chunk, in new host arrays.
+class BatchBuilder:
+    """Lays steps out in new host arrays, one row per chunk.
 
-    `drawn_in` has the rows of requests in the step before: a token that it draws is in the batch as `drawn_in_row`.
+    What stays as it was while the same requests decode is laid out once, and never written again.
     """
-    rows = [Row(_token_ids(chunk, drawn_in or {}), chunk.start, chunk.request.pages) for chunk in step.chunks]
-    batch = make_batch(
-        rows,
-        page_size=page_size,
-        num_tokens=bucket.num_tokens,
-        num_rows=bucket.num_rows,
-        table_width=table_width,
-    )
-    requests = [chunk.request for chunk in step.chunks]
-    sampling = make_sampling(
-        [request.sampling for request in requests],
-        num_rows=bucket.num_rows,
-        seeds=[request.seed for request in requests],
-        sample_index=[request.sample_index for request in requests],
-        prompt_lens=[request.num_prompt_tokens for request in requests],
-        stop_token_ids=[request.stop_token_ids for request in requests],
-        max_listed_tokens=max_listed_tokens,
-        vocab_size=vocab_size,
-        custom=custom,
-        masks=_masks(step),
-        num_masks=bucket.num_tokens if bucket.is_verify else None,
-    )
-    return batch, sampling
+
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        table_width: int,
+        max_listed_tokens: int = EngineConfig.max_listed_tokens,
+        vocab_size: int = 0,
+        custom: tuple[str, ...] = (),
+    ) -> None:
+        self._page_size = page_size
+        self._table_width = table_width
+        self._max_listed_tokens = max_listed_tokens
+        self._vocab_size = vocab_size
+        self._custom = custom
+        # Of the last step of decoding requests: its shape, its rows, and for each its rewinds and its pages.
+        self._last: tuple[Bucket, list[Request], list[int]] | None = None
+        self._pages: list[list[int]] = []
+        self._block_tables = np.zeros((0, table_width), np.int32)
+        self._sampling: SamplingBatch | None = None
+
+    def build(
+        self, step: Step, bucket: Bucket, drawn_in: Mapping[int, int] | None = None
+    ) -> tuple[Batch, SamplingBatch]:
+        """Lays the step out in the bucket's shape.
+
+        `drawn_in` has the rows of requests in the step before: a token that it draws is in the batch as `drawn_in_row`.
+        """
+        drawn_in = drawn_in or {}
+        if bucket.is_decode:
+            return self._build_decode(step, bucket, drawn_in)
+        batch = make_batch(
+            [Row(_token_ids(chunk, drawn_in), chunk.start, chunk.request.pages) for chunk in step.chunks],
+            page_size=self._page_size,
+            num_tokens=bucket.num_tokens,
+            num_rows=bucket.num_rows,
+            table_width=self._table_width,
+        )
+        return batch, self._make_sampling(step, bucket)
+
+    def _build_decode(self, step: Step, bucket: Bucket, drawn_in: Mapping[int, int]) -> tuple[Batch, SamplingBatch]:
+        requests = [chunk.request for chunk in step.chunks]
+        rows = (bucket, requests, [chunk.num_rewinds for chunk in step.chunks])
+        pages = [request.pages for request in requests]
+        if rows != self._last:
+            self._last, self._pages = rows, [list(page_ids) for page_ids in pages]
+            self._block_tables = make_block_tables(pages, bucket.num_rows, self._table_width)
+            self._sampling = None
+        elif pages != self._pages:
+            self._block_tables = self._block_tables.copy()  # a step on its way reads the one before
+            for row, page_ids in enumerate(pages):
+                if page_ids != self._pages[row]:
+                    self._pages[row] = list(page_ids)
+                    self._block_tables[row, : len(page_ids)] = page_ids
+        if self._sampling is None or any(request.grammar is not None for request in requests):
+            self._sampling = self._make_sampling(step, bucket)
+        token_ids = [
+            ids[chunk.start]
+            if chunk.start < len(ids := chunk.request.token_ids)
+            else drawn_in_row(drawn_in[chunk.request.request_id])
+            for chunk in step.chunks
+        ]
+        starts = [chunk.start for chunk in step.chunks]
+        return make_decode_batch(token_ids, starts, self._block_tables, self._page_size), self._sampling
+
+    def _make_sampling(self, step: Step, bucket: Bucket) -> SamplingBatch:
+        requests = [chunk.request for chunk in step.chunks]
+        return make_sampling(
+            [request.sampling for request in requests],
+            num_rows=bucket.num_rows,
+            seeds=[request.seed for request in requests],
+            sample_index=[request.sample_index for request in requests],
+            prompt_lens=[request.num_prompt_tokens for request in requests],
+            stop_token_ids=[request.stop_token_ids for request in requests],
+            max_listed_tokens=self._max_listed_tokens,
+            vocab_size=self._vocab_size,
+            custom=self._custom,
+            masks=_masks(step),
+            num_masks=bucket.num_tokens if bucket.is_verify else None,
+        )
 
 
 def _token_ids(chunk: Chunk, drawn_in: Mapping[int, int]) -> list[int]:

@@ -37,8 +37,8 @@ class BlockTables:
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Returns how many pages the request lacks to compute its next `num_tokens` tokens."""
-        wanted = -(-(request.num_computed + num_tokens) // self._page_size)
-        return max(wanted - len(request.pages), 0)
+        num_missing = -(-(request.num_computed + num_tokens) // self._page_size) - len(request.pages)
+        return num_missing if num_missing > 0 else 0
 
     def can_hold(self, request: Request, num_reserved: int, victims: Sequence[Request]) -> bool:
         """Whether a request without pages could have them for all of its tokens.
@@ -87,15 +87,16 @@ class BlockTables:
         """Enters that the next `num_tokens` tokens are in the cache, and makes pages known that are full now."""
         first = request.num_computed // self._page_size
         request.advance(num_tokens)
-        if request.keys is None:
+        last = request.num_computed // self._page_size
+        if request.keys is None or first == last:
             return
-        for index in range(first, request.num_computed // self._page_size):
+        for index in range(first, last):
             self._make_known(request, request.keys, index)
 
     def release(self, request: Request) -> None:
         self.pages.release(request.pages)
         request.pages = []
-        request.num_computed = 0
+        request.give_up(0)
 
     def park(self, request: Request) -> None:
         """Takes the pages of a request that gives way; what it has computed can be found when it comes back."""
@@ -114,7 +115,7 @@ class BlockTables:
         """
         if not request.pages:
             return True
-        request.num_computed = min(request.num_computed, len(request.token_ids) - 1)
+        request.give_up(min(request.num_computed, len(request.token_ids) - 1))
         kept = -(-request.num_computed // self._page_size)
         self.pages.release(request.pages[kept:])
         del request.pages[kept:]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -15,9 +15,12 @@ from jaxinfer.engine.step import Step
 Emitted = tuple[int, float, dict[int, float]]  # a token, its log-probability, and those of the alternatives
 
 
-def emitted_tokens(step: Step, output: Any) -> list[list[Emitted]]:
+def emitted_tokens(step: Step, output: Any) -> Sequence[Sequence[Emitted]]:
     """Returns what a step's output of host arrays, `StepOutput` or `VerifyOutput`, has for each chunk."""
     count = len(step.chunks)
+    if output.tokens.ndim == 1 and not any(chunk.request.sampling.log_probs for chunk in step.chunks):
+        pairs = zip(output.tokens[:count].tolist(), output.log_probs[:count].tolist(), strict=True)
+        return [((token, log_prob, {}),) for token, log_prob in pairs]
     tokens, log_probs = (array[:count].reshape(count, -1).tolist() for array in (output.tokens, output.log_probs))
     counts = [1] * count if output.tokens.ndim == 1 else output.num_emitted.tolist()
     emitted = []
@@ -36,15 +39,13 @@ def _alternatives(output: Any, row: int, count: int) -> list[dict[int, float]]:
     return [dict(zip(*pair, strict=True)) for pair in zip(tokens, log_probs, strict=True)]
 
 
-def extend_request(request: Request, emitted: Iterable[Emitted]) -> Delta:
-    """Adds the tokens that one step drew for a request, up to one that ends it."""
+def extend_request(request: Request, emitted: Sequence[Emitted]) -> Delta:
+    """Adds the tokens, at least one, that one step drew for a request, up to one that ends it."""
     deltas: list[Delta] = []
     for token in emitted:
         deltas.append(request.append(*token))
         if request.finish_reason is not None:
             break
-    if len(deltas) == 1:
-        return deltas[0]
     return replace(
         deltas[-1],
         text="".join(delta.text for delta in deltas),

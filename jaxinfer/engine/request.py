@@ -116,7 +116,7 @@ class Request:
         self.num_saved = 0
         self.finish_reason: FinishReason | None = None
         self.num_parked = 0  # how far it was when it gave way, its last page in a tier
-        self._num_reached = 0  # the most that `num_computed` has been
+        self._num_reached = 0  # the most that `num_computed` was before it became less
         self.max_tokens = max_tokens
         self.stop_token_ids = frozenset(stop_token_ids)
         self.grammar = grammar
@@ -141,7 +141,7 @@ class Request:
     @property
     def is_ending(self) -> bool:
         """Whether the token that is being drawn is the last, whatever it is."""
-        return self.num_pending > 0 and self.num_output_tokens + self.num_pending >= self.max_tokens
+        return len(self.token_ids) + self.num_pending >= self.num_prompt_tokens + self.max_tokens
 
     @property
     def outputs(self) -> list[tuple[int, float, dict[int, float]]]:
@@ -167,7 +167,11 @@ class Request:
     def advance(self, num_tokens: int) -> None:
         """Enters that the next `num_tokens` tokens are in the cache."""
         self.num_computed += num_tokens
+
+    def give_up(self, num_computed: int) -> None:
+        """Enters that only so many tokens are in the cache any more."""
         self._num_reached = max(self._num_reached, self.num_computed)
+        self.num_computed = num_computed
 
     def skip(self, num_computed: int) -> None:
         """Enters that the tokens up to `num_computed` are in the cache without having been computed."""
@@ -182,19 +186,27 @@ class Request:
             return self.finish("exhausted")
         self.token_ids.append(token_id)
         self._log_probs.append(log_prob)
+        is_stop, text = token_id in self.stop_token_ids, ""
         if self.grammar is not None:
             self.grammar.accept(token_id)
-        is_complete = self.grammar is not None and self.grammar.is_complete
+            is_stop |= self.grammar.is_complete
         if self.sampling.log_probs:
             self._top_log_probs.append(top_log_probs)
-        text = self._text_stream.push([token_id]) if self._text_stream else ""
-        is_stopped = self._text_stream is not None and self._text_stream.is_stopped
-        if token_id in self.stop_token_ids or is_stopped or is_complete:
+        if self._text_stream is not None:
+            text = self._text_stream.push((token_id,))
+            is_stop |= self._text_stream.is_stopped
+        if is_stop:
             return self.finish("stop", text, (token_id,), (log_prob,))
-        if self.num_output_tokens >= self.max_tokens:
+        if len(self.token_ids) - self.num_prompt_tokens >= self.max_tokens:
             return self.finish("length", text, (token_id,), (log_prob,))
         self._texts.append(text)
-        return self._delta(text, (token_id,), (log_prob,))
+        return Delta(
+            request_id=self.request_id,
+            sample_index=self.sample_index,
+            text=text,
+            token_ids=(token_id,),
+            log_probs=(log_prob,),
+        )
 
     def finish(
         self,
@@ -220,15 +232,6 @@ class Request:
             num_cached_tokens=self.num_cached_tokens,
             timings=self._timings(),
         )
-        return self._delta(text, token_ids, log_probs, completion)
-
-    def _delta(
-        self,
-        text: str,
-        token_ids: tuple[int, ...],
-        log_probs: tuple[float, ...],
-        completion: Completion | None = None,
-    ) -> Delta:
         return Delta(
             request_id=self.request_id,
             sample_index=self.sample_index,

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from jaxinfer.batch import StepOutput, VerifyOutput
 from jaxinfer.cache import abstract_cache, init_cache
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
-from jaxinfer.engine.batching import Bucket, build_batch, build_loop, choose_bucket, plan_buckets
+from jaxinfer.engine.batching import BatchBuilder, Bucket, build_loop, choose_bucket, plan_buckets
 from jaxinfer.engine.chaining import chained_step
 from jaxinfer.engine.executables import compile_or_load
 from jaxinfer.engine.page_copier import PageCopier
@@ -53,7 +53,13 @@ class Runner:
         self._custom = dict(custom)
         self._max_listed_tokens = engine_config.max_listed_tokens
         self._loop_steps = engine_config.decode_loop_steps
-        self._table_width = -(-max_model_len // cache_config.page_size)
+        self._builder = BatchBuilder(
+            page_size=cache_config.page_size,
+            table_width=-(-max_model_len // cache_config.page_size),
+            max_listed_tokens=engine_config.max_listed_tokens,
+            vocab_size=model_config.vocab_size,
+            custom=tuple(custom),
+        )
         self._buckets = plan_buckets(engine_config, max_drafts)
         self._tiers = tiers
         self._drawn = jnp.zeros((engine_config.max_num_seqs,), jnp.int32)  # by each row of the last step
@@ -117,16 +123,7 @@ class Runner:
 
     def _build(self, step: Step, bucket: Bucket) -> tuple[Any, ...]:
         """Returns what the bucket's compiled step takes after parameters and cache."""
-        batch, sampling = build_batch(
-            step,
-            bucket,
-            page_size=self._cache_config.page_size,
-            table_width=self._table_width,
-            max_listed_tokens=self._max_listed_tokens,
-            vocab_size=self._model_config.vocab_size,
-            custom=tuple(self._custom),
-            drawn_in=self._rows,
-        )
+        batch, sampling = self._builder.build(step, bucket, self._rows)
         if not (bucket.is_decode and self._loop_steps > 1):
             return batch, sampling
         return batch, sampling, build_loop(step, bucket, self._max_listed_tokens)
@@ -134,7 +131,7 @@ class Runner:
     def _compile_all(self, show_progress: bool) -> tuple[dict[Bucket, jax.stages.Compiled], PageCopier]:
         cache = abstract_cache(self._model_config, self._cache_config)
 
-        def compile_bucket(bucket: Bucket) -> jax.stages.Compiled:
+        def compile_bucket(bucket: Bucket, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
             step, statics = decode_step if bucket.is_decode else prefill_step, {}
             if bucket.is_decode and self._loop_steps > 1:
                 step, statics = decode_loop, {"num_steps": self._loop_steps}
@@ -145,7 +142,7 @@ class Runner:
                 self._params,
                 cache,
                 self._drawn,
-                *self._build(Step(()), bucket),
+                *arguments,
                 step=step,
                 config=self._model_config,
                 max_log_probs=self._max_log_probs,
@@ -156,7 +153,7 @@ class Runner:
         # The compiler releases the interpreter lock, so buckets compile beside each other; the largest goes first.
         order = sorted(self._buckets, key=lambda bucket: -bucket.num_tokens)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            futures = {bucket: pool.submit(compile_bucket, bucket) for bucket in order}
+            futures = {bucket: pool.submit(compile_bucket, bucket, self._build(Step(()), bucket)) for bucket in order}
             copier = pool.submit(PageCopier, cache, self._model_config, COPY_WIDTHS[self._tiers is not None])
             progress = tqdm(futures.items(), desc="compiling steps", unit="step", disable=not show_progress)
             return {bucket: future.result() for bucket, future in progress}, copier.result()

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.engine.block_tables import BlockTables
-from jaxinfer.engine.emission import emitted_tokens, extend_request
+from jaxinfer.engine.emission import Emitted, emitted_tokens, extend_request
 from jaxinfer.engine.looping import go_on
 from jaxinfer.engine.metrics import Metrics, Tally
 from jaxinfer.engine.policy import step_order
@@ -163,12 +163,17 @@ class Scheduler:
         for request in sorted(self._running, key=step_order):
             if not request.pages:  # preempted for one before it
                 continue
-            self._tally.num_found_tokens += self._tables.share_prefix(request)
-            num_tokens = min(request.num_uncomputed, budget)
+            num_tokens = request.num_uncomputed
+            if num_tokens > 1:
+                self._tally.num_found_tokens += self._tables.share_prefix(request)
+                num_tokens = request.num_uncomputed
+            if num_tokens > budget:
+                num_tokens = budget
             if num_tokens > 0 and self._make_room(request, num_tokens, chunks):
                 chunks.append(Chunk(request, request.num_computed, num_tokens, num_rewinds=request.num_rewinds))
                 budget -= num_tokens
-                request.first_step = began if request.first_step is None else request.first_step
+                if request.first_step is None:
+                    request.first_step = began
                 self._waiting.charge(request.tenant, num_tokens)
         if self._speculation is not None:
             chunks = self._speculation.add_drafts(chunks, self._tables)
@@ -197,33 +202,35 @@ class Scheduler:
                 continue
             if chunk.num_tokens > 1 or not request.num_output_tokens:
                 self._tally.num_prefill_tokens += chunk.num_tokens
-            if not chunk.is_last:
-                continue
-            request.num_pending = 0
+            if request.num_pending:
+                deltas.append(self._hand_over(chunk, tokens, now))
+        self._tally.num_output_tokens += sum(len(delta.token_ids) for delta in deltas)
+        return deltas
+
+    def _hand_over(self, chunk: Chunk, tokens: Sequence[Emitted], now: float) -> Delta:
+        """Gives a request what was drawn for it."""
+        request = chunk.request
+        request.num_pending = 0
+        if len(tokens) == 1:
+            request.token_times.append(now)
+            delta = request.append(*tokens[0])
+        else:
             request.token_times += [now] * len(tokens)
             delta = extend_request(request, tokens)
-            self._tally.num_output_tokens += len(delta.token_ids)
+            # All but the last are computed: drafts that were right, or a loop went on by them.
+            self._tables.advance(request, min(len(tokens) - 1, request.num_uncomputed))
+        if chunk.drafts:
             self._tally.num_drafted_tokens += len(chunk.drafts)
-            self._tally.num_accepted_tokens += len(tokens) - 1 if chunk.drafts else 0
-            if len(tokens) > 1:  # all but the last are computed: drafts that were right, or a loop went on by them
-                self._tables.advance(request, min(len(tokens) - 1, request.num_uncomputed))
-            deltas.append(delta)
-            if delta.completion is not None:
-                self._forget(request)
-        return deltas
+            self._tally.num_accepted_tokens += len(tokens) - 1
+        if delta.completion is not None:
+            self._forget(request)
+        return delta
 
     def _look_ahead(self, step: Step) -> bool:
         """Whether the step after this one can be scheduled before its tokens are known; enters it if so."""
         if not self._overlap or any(chunk.request.grammar is not None and chunk.is_last for chunk in step.chunks):
             return False
         self._enter(step)
-        for chunk in step.chunks:
-            request = chunk.request
-            # Steps run one after another: what the next one does with its pages comes after this one has read them.
-            if request.is_ending and request in self._running:
-                self._running.remove(request)
-                self._tables.release(request)
-                self._leaving.append(request)
         return True
 
     def _enter(self, step: Step) -> None:
@@ -232,9 +239,16 @@ class Scheduler:
             return
         self._entered = step
         for chunk in step.chunks:
-            if not chunk.is_void:
-                self._tables.advance(chunk.request, chunk.num_tokens)
-                chunk.request.num_pending = int(chunk.is_last)
+            request = chunk.request
+            if chunk.is_void:
+                continue
+            self._tables.advance(request, chunk.num_tokens)
+            request.num_pending = int(chunk.is_last)
+            if request.num_pending and request.is_ending:
+                # Steps run one after another: what the next one does with the pages comes after this one has read them.
+                self._running.remove(request)
+                self._tables.release(request)
+                self._leaving.append(request)
 
     def _admit(self, budget: int) -> None:
         """Lets requests run, as many as this step has tokens for, with pages for all tokens that they have so far."""

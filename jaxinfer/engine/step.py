@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from jaxinfer.engine.page_copies import PageCopies
 from jaxinfer.engine.request import Request
@@ -52,15 +53,15 @@ class Step:
     ends_early: bool = False
     began: float = 0.0
 
-    @property
+    @cached_property
     def is_decode(self) -> bool:
         return not self.is_verify and all(chunk.num_tokens == 1 for chunk in self.chunks)
 
-    @property
+    @cached_property
     def is_verify(self) -> bool:
         return any(chunk.drafts for chunk in self.chunks)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens + len(chunk.drafts) for chunk in self.chunks)
 

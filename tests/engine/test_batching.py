@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.batch import PADDING_SLOT
 from jaxinfer.config import EngineConfig, SamplingParams
-from jaxinfer.engine.batching import Bucket, build_batch, choose_bucket, max_batched_tokens, plan_buckets
+from jaxinfer.engine.batching import BatchBuilder, Bucket, choose_bucket, max_batched_tokens, plan_buckets
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.step import Chunk, Step
 
@@ -89,7 +89,7 @@ def test_the_batch_describes_the_chunks_of_the_step_and_nothing_else(case):
     config, step = case
     bucket = choose_bucket(plan_buckets(config), step)
 
-    batch, _ = build_batch(step, bucket, page_size=PAGE_SIZE, table_width=20)
+    batch, _ = BatchBuilder(page_size=PAGE_SIZE, table_width=20).build(step, bucket)
 
     end = 0
     for row, chunk in enumerate(step.chunks):
@@ -162,13 +162,15 @@ def test_a_decode_bucket_has_one_token_per_row():
 
 
 def test_padding_rows_of_a_decode_batch_own_their_padding_token():
-    batch, _ = build_batch(make_step([(3, 1)]), Bucket(True, 4, 4), page_size=PAGE_SIZE, table_width=TABLE_WIDTH)
+    batch, _ = BatchBuilder(page_size=PAGE_SIZE, table_width=TABLE_WIDTH).build(make_step([(3, 1)]), Bucket(True, 4, 4))
 
     assert batch.cu_q_lens.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_padding_rows_of_a_prefill_batch_are_empty():
-    batch, _ = build_batch(make_step([(0, 5)]), Bucket(False, 16, 4), page_size=PAGE_SIZE, table_width=TABLE_WIDTH)
+    batch, _ = BatchBuilder(page_size=PAGE_SIZE, table_width=TABLE_WIDTH).build(
+        make_step([(0, 5)]), Bucket(False, 16, 4)
+    )
 
     assert batch.cu_q_lens.tolist() == [0, 5, 5, 5, 5]
 
@@ -180,7 +182,7 @@ def test_each_row_is_sampled_as_its_request_asks():
     ]
     chunks = tuple(make_chunk(0, 2, 5 + i, sampling) for i, sampling in enumerate(params))
 
-    _, sampling = build_batch(Step(chunks), Bucket(False, 16, 3), page_size=PAGE_SIZE, table_width=TABLE_WIDTH)
+    _, sampling = BatchBuilder(page_size=PAGE_SIZE, table_width=TABLE_WIDTH).build(Step(chunks), Bucket(False, 16, 3))
 
     assert sampling.temperature.tolist() == [0.5, 0, 0]
     assert sampling.top_k.tolist() == [3, 0, 0]
@@ -195,7 +197,7 @@ def test_a_seed_keeps_all_its_64_bits(seed):
     chunk = make_chunk(0, 2)
     chunk.request.seed = seed
 
-    _, sampling = build_batch(Step((chunk,)), Bucket(False, 16, 2), page_size=PAGE_SIZE, table_width=TABLE_WIDTH)
+    _, sampling = BatchBuilder(page_size=PAGE_SIZE, table_width=TABLE_WIDTH).build(Step((chunk,)), Bucket(False, 16, 2))
 
     high, low = sampling.seeds[0].tolist()
     assert high * 2**32 + low == seed
@@ -203,11 +205,11 @@ def test_a_seed_keeps_all_its_64_bits(seed):
 
 @pytest.mark.parametrize("bucket", plan_buckets(EngineConfig()), ids=lambda bucket: bucket.name)
 def test_shapes_and_types_depend_on_the_bucket_alone(bucket):
-    empty = build_batch(Step(()), bucket, page_size=PAGE_SIZE, table_width=TABLE_WIDTH)
+    empty = BatchBuilder(page_size=PAGE_SIZE, table_width=TABLE_WIDTH).build(Step(()), bucket)
     num_tokens = 1 if bucket.is_decode else bucket.num_tokens // 2
     step = make_step([(0, num_tokens // 2 or 1)])
 
-    full = build_batch(step, bucket, page_size=PAGE_SIZE, table_width=20)[0], empty[1]
+    full = BatchBuilder(page_size=PAGE_SIZE, table_width=20).build(step, bucket)[0], empty[1]
 
     for name in ("tokens", "positions", "slot_mapping", "cu_q_lens", "kv_lens"):
         ours, theirs = getattr(empty[0], name), getattr(full[0], name)
