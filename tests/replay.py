@@ -14,16 +14,21 @@ from jaxinfer.cache import KVCache, init_cache
 from jaxinfer.config import CacheConfig, ModelConfig
 from jaxinfer.decoder import forward, unembed
 from jaxinfer.params import Params, abstract_params
+from tests.kernels.paged_attention.oracle import UNOPTIMISED
 
 # The part of each sequence that one step computes: (sequence, number of tokens), in row order.
 Chunks = Sequence[tuple[int, int]]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "q_len", "implementation"), donate_argnames="cache")
-def all_logits(params, cache, batch, *, config, q_len=None, implementation=None):
+def _all_logits(params, cache, batch, *, config, q_len=None, implementation=None):
     """Returns the logits [T, V] of every token of a step, padding included, and the cache."""
     hidden, cache = forward(params, cache, batch, config=config, q_len=q_len, implementation=implementation)
     return unembed(params, hidden, num_real_tokens(batch)), cache
+
+
+_jit = functools.partial(jax.jit, static_argnames=("config", "q_len", "implementation"), donate_argnames="cache")
+all_logits = _jit(_all_logits)
+all_logits_unoptimised = _jit(_all_logits, compiler_options=UNOPTIMISED)
 
 
 def lively_params(config: ModelConfig, seed: int = 0) -> Params:
@@ -66,8 +71,12 @@ def replay(
     q_len: int | None = None,
     implementation: str | None = None,
     layout: str | None = None,
+    is_exact: bool = True,
 ) -> list[np.ndarray]:
-    """Returns each sequence's logits [tokens, V] after `steps`, which all have `shape`: tokens, rows."""
+    """Returns each sequence's logits [tokens, V] after `steps`, which all have `shape`: tokens, rows.
+
+    For tests that judge within rounding, `is_exact` may be False: compiled without optimisation, in half the time.
+    """
     table_width = -(-max(map(len, sequences)) // page_size)
     pages = deal_pages(len(sequences), table_width)
     cache = nan_cache(config, CacheConfig(num_pages=pages.size, page_size=page_size), layout)
@@ -77,6 +86,7 @@ def replay(
         "num_rows": shape[1],
         "table_width": table_width,
     }
+    run = all_logits if is_exact else all_logits_unoptimised
     logits = [[np.zeros((0, config.vocab_size), np.float32)] for _ in sequences]
     starts = [0] * len(sequences)
     for chunks in steps:
@@ -86,7 +96,7 @@ def replay(
             rows.append(Row(sequences[i][start:end].tolist(), start, pages[i, : -(-end // page_size)].tolist()))
             starts[i] = end
         batch = make_batch(rows, **bucket)
-        step_logits, cache = all_logits(params, cache, batch, config=config, q_len=q_len, implementation=implementation)
+        step_logits, cache = run(params, cache, batch, config=config, q_len=q_len, implementation=implementation)
         parts = np.split(np.asarray(step_logits), np.cumsum([length for _, length in chunks]))
         for (i, _), part in zip(chunks, parts, strict=False):
             logits[i].append(part)

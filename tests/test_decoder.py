@@ -107,7 +107,7 @@ def case(request, tmp_path_factory):
 def test_logits_are_those_of_transformers_for_any_split(case, split):
     params, config, sequences, expected = case
 
-    logits = replay(params, sequences, SPLITS[split], config=config, shape=SHAPE)
+    logits = replay(params, sequences, SPLITS[split], config=config, shape=SHAPE, is_exact=False)
 
     for ours, theirs in zip(logits, expected, strict=True):
         # Logits of order 1 after some thousand float32 operations, added in another order.

@@ -32,7 +32,8 @@ RUNS = {
 def test_the_tpu_kernels_give_the_logits_of_the_reference(name):
     steps, shape, q_len = RUNS[name]
     sequences = list(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (3, 24), dtype=np.int32))
-    run = functools.partial(replay, lively_params(CONFIG), sequences, steps, config=CONFIG, shape=shape, q_len=q_len)
+    shapes = {"config": CONFIG, "shape": shape, "q_len": q_len}
+    run = functools.partial(replay, lively_params(CONFIG), sequences, steps, **shapes, is_exact=False)
 
     expected = run(implementation="reference")
     actual = run(implementation="tpu_interpret", layout="tpu")

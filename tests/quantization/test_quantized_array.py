@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -97,7 +98,8 @@ def test_a_quantized_model_gives_the_logits_of_the_weights_it_stands_for(group_s
     steps = [[(0, 10), (1, 7)]]
     sequences = list(GENERATOR.integers(0, CONFIG.vocab_size, (2, 12), dtype=np.int32))
 
-    actual, expected = (replay(p, sequences, steps, config=CONFIG, shape=(17, 2)) for p in (quantized, stand_for))
+    run = functools.partial(replay, config=CONFIG, shape=(17, 2), is_exact=False)
+    actual, expected = (run(p, sequences, steps) for p in (quantized, stand_for))
 
     assert sum(isinstance(w, QuantizedArray) for w in quantized_leaves(quantized)) == 8  # seven of a layer, unembedding
     for logits, reference in zip(actual, expected, strict=True):
