@@ -7,6 +7,7 @@ split over a mesh, the step must be given that mesh.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,8 @@ def prefill_step(
     hidden, cache = forward(params, cache, batch, config=config, implementation=implementation, mesh=mesh)
     # Padding rows repeat the end of the last row; their result is discarded.
     last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
-    return _finish(params, cache, hidden[last], batch, sampling, max_log_probs, custom), cache
+    output = _finish(params, cache, hidden[last], batch, sampling, max_log_probs, custom)
+    return replace(output, hidden=hidden), cache
 
 
 @_jit_step
@@ -66,7 +68,8 @@ def decode_step(
 ) -> tuple[StepOutput, KVCache]:
     """Computes one token per row (T = B, `cu_q_lens` = 0, 1, … B) and draws the next of each."""
     hidden, cache = forward(params, cache, batch, config=config, q_len=1, implementation=implementation, mesh=mesh)
-    return _finish(params, cache, hidden, batch, sampling, max_log_probs, custom), cache
+    output = _finish(params, cache, hidden, batch, sampling, max_log_probs, custom)
+    return replace(output, hidden=hidden), cache
 
 
 @functools.partial(jax.jit, static_argnames=("q_len", "max_log_probs", *_STATICS), donate_argnames="cache")
@@ -91,7 +94,7 @@ def verify_step(
     hidden, cache = forward(params, cache, batch, config=config, q_len=q_len, implementation=implementation, mesh=mesh)
     per_token = batch_of_tokens(batch), sampling_of_tokens(batch, sampling)
     drawn = _finish(params, cache, hidden, *per_token, max_log_probs, custom)
-    return emit(drawn, batch, q_len), cache
+    return replace(emit(drawn, batch, q_len), hidden=hidden), cache
 
 
 @functools.partial(jax.jit, static_argnames=("num_steps", "max_log_probs", *_STATICS), donate_argnames="cache")

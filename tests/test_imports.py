@@ -93,6 +93,7 @@ CORE = (
     "sampling",
     "speculative",
     "decode_loop",
+    "draft_heads",
     "steps",
 )
 # What a module may import of ours; modules that are not named here are free.
@@ -114,6 +115,7 @@ ALLOWED = {
     "sampling": below("batch", "sampling_batch", "sampling_params", "processors") | set(within("kernels_pallas")),
     "speculative": below("batch", "sampling_batch"),
     "decode_loop": below("batch", "cache", "sampling_params"),
+    "draft_heads": below("decoder", "layers", "params", "sampling", "sampling_batch"),
     "steps": below(*CORE),
     "checkpoint": below("config", "params", "device", "checkpoint"),
     "engine.pages": set(),

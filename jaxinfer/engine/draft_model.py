@@ -8,21 +8,24 @@ draft is but a guess: the target's draws decide.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxinfer.batch import Row, make_batch, padded
 from jaxinfer.cache import abstract_cache, init_cache, page_bytes
-from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
+from jaxinfer.config import CacheConfig, ModelConfig
 from jaxinfer.engine.batching import decode_sizes, max_batched_tokens
+from jaxinfer.engine.device_drafter import Target
+from jaxinfer.engine.emission import Emitted
 from jaxinfer.engine.executables import compile_or_load
 from jaxinfer.engine.prefix import num_equal
 from jaxinfer.engine.request import Request
+from jaxinfer.engine.step import Step
 from jaxinfer.params import Params
-from jaxinfer.processors import LogitsProcessor
 from jaxinfer.sampling_batch import make_sampling
 from jaxinfer.steps import draft_step
 
@@ -49,23 +52,20 @@ class DraftModel:
         """Returns what a page of this model takes."""
         return page_bytes(self._config, cache_config)
 
-    def prepare(
-        self,
-        engine_config: EngineConfig,
-        cache_config: CacheConfig,
-        *,
-        table_width: int,
-        vocab_size: int,
-        custom: Mapping[str, LogitsProcessor],
-    ) -> None:
+    def prepare(self, target: Target) -> int:
         """Compiles the steps and makes the cache; ValueError for a model of another vocabulary."""
+        vocab_size, engine_config, cache_config = (
+            target.model_config.vocab_size,
+            target.engine_config,
+            target.cache_config,
+        )
         if self._config.vocab_size != vocab_size:
             raise ValueError(
                 f"the draft model has a vocabulary of {self._config.vocab_size} tokens, the target one of {vocab_size};"
                 " speculation needs a draft model of the target's"
             )
-        self._engine_config, self._page_size, self._table_width = engine_config, cache_config.page_size, table_width
-        self._custom = dict(custom)
+        self._engine_config, self._page_size = engine_config, cache_config.page_size
+        self._table_width, self._custom = target.table_width, dict(target.custom)
         sizes = decode_sizes(engine_config)
         widest = max(max_batched_tokens(engine_config), CATCH_UP * sizes[-1])  # for prompts, too
         shapes = {**{(rows, CATCH_UP * rows): None for rows in sizes}, (sizes[-1], widest): None}
@@ -74,6 +74,10 @@ class DraftModel:
             compiled = pool.map(lambda shape: self._compile(shape, cache), shapes)
             self._compiled = dict(zip(shapes, compiled, strict=True))
         self._cache = init_cache(self._config, cache_config)
+        return engine_config.max_drafts
+
+    def observe(self, step: Step, emitted: Sequence[Sequence[Emitted]], hidden: Any) -> None:
+        """It has states of its own."""
 
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in requests]

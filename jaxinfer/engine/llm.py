@@ -48,8 +48,8 @@ class LLM:
 
     `speculation` guesses tokens ahead, to be verified several at once: "ngram" guesses what followed the last tokens
     where the request had them before, "suffix" also where other outputs had them, the folder or Hub id of a small model
-    of the same vocabulary lets that draft, a `Drafter` of the user's does whatever it does. No token depends on it,
-    only the time that a token takes.
+    of the same vocabulary lets that draft, the folder of trained draft heads lets these, a `Drafter` of the user's does
+    whatever it does. No token depends on it, only the time that a token takes.
 
     Requests are added (`add`) and advance together, one `step` at a time; `generate` and `stream` do both for you.
     Not thread-safe: one thread owns an LLM.
@@ -90,7 +90,7 @@ class LLM:
             show_progress=show_progress,
         )
         if planned is not None:
-            planned.prepare(self._runner.run, self._admission, custom)
+            planned.prepare(self._runner.run, self._admission, params, custom)
         self._pipeline = Pipeline(self._scheduler, self._runner)
         self.on_step: Callable[[Step, float], None] | None = None  # told each step and the seconds it took
         self._ids = itertools.count()

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -80,7 +81,8 @@ class Runner:
 
     def read(self, output: StepOutput | VerifyOutput) -> StepOutput | VerifyOutput:
         """Waits for what `launch` has begun and returns it as host arrays."""
-        return jax.device_get(output)
+        # States stay on the device: nobody but a drafter wants them.
+        return replace(jax.device_get(replace(output, hidden=None)), hidden=output.hidden)
 
     def run(self, step: Step) -> StepOutput | VerifyOutput:
         """Computes the step and returns its output as host arrays."""

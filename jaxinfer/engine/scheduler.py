@@ -192,7 +192,7 @@ class Scheduler:
         if self.tiers is not None and not (step.is_decode or step.is_verify):
             self.tiers.observe_prefill(step.num_tokens, seconds)
         if self._speculation is not None:
-            self._speculation.observe(step, emitted, seconds)
+            self._speculation.observe(step, emitted, seconds, output.hidden)
         self._enter(step)
         self._entered = None
         self._leaving.clear()

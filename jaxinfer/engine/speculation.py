@@ -17,19 +17,23 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.checkpoint import load_checkpoint
+from jaxinfer.checkpoint.draft_heads import has_draft_heads, load_draft_heads
 from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.engine.admission import Admission
 from jaxinfer.engine.batching import max_verified_tokens, plan_buckets
 from jaxinfer.engine.block_tables import BlockTables
+from jaxinfer.engine.device_drafter import DeviceDrafter, Target
 from jaxinfer.engine.draft_choice import choose_count, choose_drafts, share_out
 from jaxinfer.engine.draft_ledger import Ledger
 from jaxinfer.engine.draft_model import DraftModel
 from jaxinfer.engine.draft_source import DraftSource
 from jaxinfer.engine.drafters import Drafter, make_drafter
 from jaxinfer.engine.emission import Emitted
+from jaxinfer.engine.head_drafter import HeadDrafter
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.step import Chunk, Step, all_decode
 from jaxinfer.engine.step_costs import StepCosts
+from jaxinfer.params import Params
 from jaxinfer.processors import LogitsProcessor
 
 # A drafter that takes less than this part of a step is asked before anything is worked out.
@@ -96,8 +100,13 @@ class Speculation:
             self._ledger.enter_choice(any(drafts), attempt.seconds - attempt.invested, self._plain)
         return [replace(chunk, drafts=tokens) for chunk, tokens in zip(chunks, drafts, strict=True)]
 
-    def observe(self, step: Step, emitted: Sequence[Sequence[Emitted]], seconds: float) -> None:
-        """Learns from a step: what it took, drafting included, and which drafts were right."""
+    def observe(self, step: Step, emitted: Sequence[Sequence[Emitted]], seconds: float, hidden: Any = None) -> None:
+        """Learns from a step: what it took, drafting included, and which drafts were right.
+
+        `hidden` are the states of its tokens, for drafters that begin with them.
+        """
+        if isinstance(self.source.drafter, DeviceDrafter):
+            self.source.drafter.observe(step, emitted, hidden)
         if self._costs is None:
             return
         attempt = self._attempt
@@ -121,25 +130,31 @@ class Speculation:
     def page_bytes(self, cache_config: CacheConfig) -> int:
         """Returns what drafting needs for each page of the cache."""
         drafter = self.source.drafter
-        return drafter.page_bytes(cache_config) if isinstance(drafter, DraftModel) else 0
+        return drafter.page_bytes(cache_config) if isinstance(drafter, DeviceDrafter) else 0
 
     def prepare(
-        self, run: Callable[[Step], Any], admission: Admission, custom: Mapping[str, LogitsProcessor] | None = None
+        self,
+        run: Callable[[Step], Any],
+        admission: Admission,
+        params: Params,
+        custom: Mapping[str, LogitsProcessor],
     ) -> None:
         """Does all that must not wait for the first request; `run` computes steps of an engine that has none yet."""
         cache_config = admission.cache_config
         self.source.vocab_size = admission.model_config.vocab_size
-        if isinstance(self.source.drafter, DraftModel):
-            self.source.drafter.prepare(
-                admission.engine_config,
-                cache_config,
+        if isinstance(self.source.drafter, DeviceDrafter):
+            target = Target(
+                params=params,
+                model_config=admission.model_config,
+                engine_config=admission.engine_config,
+                cache_config=cache_config,
                 table_width=-(-admission.max_model_len // cache_config.page_size),
-                vocab_size=admission.model_config.vocab_size,
-                custom=custom or {},
+                custom=custom,
             )
+            self._max_drafts = min(self._max_drafts, self.source.drafter.prepare(target))
         if self._costs is not None:
             self._costs.rehearse(run, cache_config.num_pages, cache_config.page_size)
-            if isinstance(self.source.drafter, DraftModel):
+            if isinstance(self.source.drafter, DeviceDrafter):
                 for requests in self._costs.made_up_requests(cache_config.num_pages, cache_config.page_size):
                     self.source.rehearse(requests, self._max_drafts)
 
@@ -213,7 +228,7 @@ def plan_speculation(speculation: str | Path | Drafter | None, config: EngineCon
             " chooses drafts after every step; set EngineConfig.decode_loop_steps to 1 or leave out speculation"
         )
     if isinstance(speculation, Path) or (isinstance(speculation, str) and "/" in speculation):
-        drafter: Drafter = DraftModel(*load_checkpoint(speculation, dtype))
+        drafter = _load_drafter(speculation, dtype)
     else:
         drafter = make_drafter(speculation)
     buckets = plan_buckets(config, config.max_drafts)
@@ -223,6 +238,12 @@ def plan_speculation(speculation: str | Path | Drafter | None, config: EngineCon
         max_tokens=max_verified_tokens(config),
         costs=StepCosts(buckets) if config.adaptive_drafts else None,
     )
+
+
+def _load_drafter(path: str | Path, dtype: str) -> Drafter:
+    if has_draft_heads(path):
+        return HeadDrafter(load_draft_heads(path, dtype))
+    return DraftModel(*load_checkpoint(path, dtype))
 
 
 def _first_of(drafts: Sequence[list[int]], counts: Sequence[int]) -> list[list[int]]:

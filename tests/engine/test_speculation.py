@@ -6,13 +6,16 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.block_tables import BlockTables
+from jaxinfer.engine.device_drafter import Target
 from jaxinfer.engine.draft_model import DraftModel
 from jaxinfer.engine.drafters import NgramDrafter, SuffixDrafter
+from jaxinfer.engine.head_drafter import HeadDrafter
 from jaxinfer.engine.speculation import Speculation
 from jaxinfer.engine.step import Chunk, Step
 from tests.engine.engines import (
@@ -23,6 +26,7 @@ from tests.engine.engines import (
     forget_prefixes,
     poison_cache,
     random_prompts,
+    recorded_steps,
     run_with_arrivals,
 )
 from tests.engine.fake_device import make_request
@@ -69,10 +73,19 @@ def test_every_drafter_leaves_every_bit_as_it_is(crowded_llm, answers, name):
 
 def draft_model_for(llm, params, config):
     model = DraftModel(params, config)
-    limits, pages = llm.engine_config, llm._admission.cache_config
-    target, custom = llm.model_config, {"turns": favour_turns}
-    model.prepare(limits, pages, table_width=6, vocab_size=target.vocab_size, custom=custom)
+    model.prepare(target_of(llm))
     return model
+
+
+def target_of(llm):
+    return Target(
+        params=llm._runner._params,
+        model_config=llm.model_config,
+        engine_config=llm.engine_config,
+        cache_config=llm._admission.cache_config,
+        table_width=6,
+        custom={"turns": favour_turns},
+    )
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(crowded_llm, shared_llm):
@@ -93,6 +106,42 @@ def test_a_model_that_drafts_for_itself_is_always_right(crowded_llm, shared_llm)
     assert num_drafted > 20
     assert after.num_accepted_tokens - before.num_accepted_tokens == num_drafted
     assert model._computed == {}
+
+
+@pytest.fixture(scope="module")
+def heads(crowded_llm):
+    """Two heads that change nothing: they draft what the state says of the next token, which is the last one."""
+    config = crowded_llm.model_config
+    drafter = HeadDrafter(jnp.zeros((2, config.hidden_size, 2 * config.hidden_size), jnp.float32))
+    assert drafter.prepare(target_of(crowded_llm)) == 2
+    return drafter
+
+
+def test_heads_draft_from_the_state_that_the_last_token_was_drawn_from(crowded_llm, shared_llm, heads):
+    greedy = replace(PARAMS[0], temperature=0, log_probs=0)
+    plain = shared_llm.generate(PROMPTS, greedy, show_progress=False)
+    forget_prefixes(crowded_llm)
+    poison_cache(crowded_llm)
+
+    with drafts_from(crowded_llm, heads), recorded_steps(crowded_llm) as steps:
+        completions = crowded_llm.generate(PROMPTS, greedy, show_progress=False)
+
+    assert contents(completions) == contents(plain)
+    drafts = [(chunk.request.token_ids[chunk.start], chunk.drafts) for step in steps for chunk in step.chunks]
+    assert sum(len(tokens) for _, tokens in drafts) > 50
+    assert all(set(tokens) <= {last} for last, tokens in drafts)
+
+
+def test_heads_leave_every_bit_as_it_is(crowded_llm, answers, heads):
+    forget_prefixes(crowded_llm)
+
+    with drafts_from(crowded_llm, heads):
+        assert contents(run_with_arrivals(crowded_llm, PROMPTS, PARAMS, mean_arrivals=0.5)) == contents(answers)
+
+
+def test_heads_of_another_width_are_refused(crowded_llm):
+    with pytest.raises(ValueError, match=r"hidden size of 8, the target has 144"):
+        HeadDrafter(jnp.zeros((2, 8, 16))).prepare(target_of(crowded_llm))
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(crowded_llm):

@@ -1,0 +1,47 @@
+"""What a drafter that runs on the device beside the target is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
+from jaxinfer.engine.emission import Emitted
+from jaxinfer.engine.request import Request
+from jaxinfer.engine.step import Step
+from jaxinfer.params import Params
+from jaxinfer.processors import LogitsProcessor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The model that is drafted for, and its engine's limits."""
+
+    params: Params
+    model_config: ModelConfig
+    engine_config: EngineConfig
+    cache_config: CacheConfig
+    table_width: int
+    custom: Mapping[str, LogitsProcessor]
+
+
+@runtime_checkable
+class DeviceDrafter(Protocol):
+    """A `Drafter` with steps of its own on the device."""
+
+    def page_bytes(self, cache_config: CacheConfig) -> int:
+        """Returns what it needs for each page of the target's cache."""
+        ...
+
+    def prepare(self, target: Target) -> int:
+        """Compiles all it needs; returns the most drafts it makes. ValueError for one that it cannot draft for."""
+        ...
+
+    def observe(self, step: Step, emitted: Sequence[Sequence[Emitted]], hidden: Any) -> None:
+        """Is shown each step, what it emitted and its tokens' states [T, D], on the device."""
+        ...
+
+    def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]: ...
+
+    def forget(self, request: Request) -> None: ...

@@ -1,0 +1,94 @@
+"""What heads on the last states draft, by NumPy; and which files hold heads."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxinfer.checkpoint.draft_heads import has_draft_heads, load_draft_heads
+from jaxinfer.config import ModelConfig, SamplingParams
+from jaxinfer.draft_heads import draft_from_heads
+from jaxinfer.sampling import sample
+from jaxinfer.sampling_batch import make_sampling
+from tests.replay import lively_params
+
+CONFIG = ModelConfig(
+    vocab_size=61,
+    hidden_size=24,
+    num_layers=1,
+    intermediate_size=16,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    max_position=64,
+)
+K = 3
+
+
+def head_logits(params, weights, hidden, tokens):
+    """The formula of the heads, f64[B, K, V]."""
+    embedding = np.asarray(params.embedding, np.float64)
+    table = embedding if params.unembedding is None else np.asarray(params.unembedding, np.float64)
+    steered = np.concatenate([hidden, embedding[tokens]], -1) @ weights.transpose(0, 2, 1)  # [K, B, D]
+    states = hidden + steered / (1 + np.exp(-steered))
+    return (states @ table.T).transpose(1, 0, 2)
+
+
+@pytest.fixture(scope="module")
+def case():
+    random = np.random.default_rng(0)
+    weights = random.standard_normal((K, 24, 48)).astype(np.float32)
+    hidden = random.standard_normal((4, 24)).astype(np.float32)
+    return lively_params(CONFIG), weights, hidden, np.array([3, 60, 0, 17], np.int32)
+
+
+def test_greedy_heads_draft_the_most_probable_token_of_their_formula(case):
+    sampling = make_sampling([SamplingParams(temperature=0)] * 4, num_rows=4)
+
+    drafts = draft_from_heads(*case, sampling, np.arange(4, dtype=np.int32))
+
+    np.testing.assert_array_equal(drafts, head_logits(*case).argmax(-1))
+
+
+def test_each_head_draws_with_the_noise_of_its_position(case):
+    params = [SamplingParams(temperature=1.1, top_k=20, seed=i) for i in range(4)]
+    sampling, positions = make_sampling(params, num_rows=4), np.array([5, 9, 2, 40], np.int32)
+
+    drafts = draft_from_heads(*case, sampling, positions)
+
+    for k in range(K):
+        logits = jnp.asarray(head_logits(*case)[:, k], jnp.float32)
+        np.testing.assert_array_equal(drafts[:, k], sample(logits, sampling, jnp.asarray(positions + k)))
+
+
+def save_heads(folder, weights, **changes):
+    description = {"drafter": "medusa", "num_heads": K, "hidden_size": 24, **changes}
+    (folder / "draft_heads.json").write_text(json.dumps(description))
+    save_file({"weights": weights}, folder / "draft_heads.safetensors")
+
+
+def test_heads_are_loaded_from_their_folder(case, tmp_path):
+    assert not has_draft_heads(tmp_path)
+    save_heads(tmp_path, case[1])
+
+    assert has_draft_heads(tmp_path)
+    np.testing.assert_array_equal(load_draft_heads(tmp_path, "float32"), case[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"drafter": "owl"}, "of kind 'owl'"),
+        ({"num_heads": 4}, "says .4, 24, 48."),
+        ({"hidden_size": None}, "no draft heads that can be read"),
+    ],
+)
+def test_a_folder_of_anything_else_is_refused(case, tmp_path, changes, message):
+    save_heads(tmp_path, case[1], **changes)
+
+    with pytest.raises(ValueError, match=message):
+        load_draft_heads(tmp_path, "float32")
