@@ -11,6 +11,7 @@ import logging
 import os
 import pickle
 import platform
+import threading
 from collections.abc import Sequence
 from hashlib import blake2b
 from importlib.metadata import version
@@ -32,6 +33,23 @@ _FAILURES = (OSError, ValueError, TypeError, NotImplementedError, pickle.PickleE
 _OWN_OPTIONS = ("jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache")
 
 
+class _JaxCache(threading.local):
+    """Whether JAX's own cache had what this thread compiled last: XLA for CPU serialises that without its functions."""
+
+    was_hit = False
+
+
+_jax_cache = _JaxCache()
+
+
+def _listen(event: str, **_: Any) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        _jax_cache.was_hit = True
+
+
+jax.monitoring.register_event_listener(_listen)
+
+
 def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Compiled:
     """Returns `function.lower(*args, **statics).compile()` for a jitted function of this package.
 
@@ -48,7 +66,10 @@ def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Com
         pass
     except _FAILURES as error:
         logger.warning("%s cannot be loaded and is made anew: %s", path, error)
+    _jax_cache.was_hit = False
     compiled = function.lower(*args, **statics).compile()
+    if _jax_cache.was_hit:
+        return compiled
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_sealed(path, [pickle.dumps(serialize(compiled))])

@@ -66,6 +66,8 @@ def require_plain_decoding(config: EngineConfig) -> None:
 def fit_step_times(steps: Iterable[MeasuredStep]) -> StepTimes:
     """Fits non-negative least squares of the relative error, without steps that took far longer than their like.
 
+    What disturbed those will disturb others: all steps together take as long as they were measured to.
+
     Raises ValueError where too few steps of a kind were measured.
     """
     steps = list(steps)
@@ -74,7 +76,7 @@ def fit_step_times(steps: Iterable[MeasuredStep]) -> StepTimes:
         chosen = [step for step in steps if step.is_decode == is_decode]
         if len(chosen) < MIN_STEPS:
             raise ValueError(f"{len(chosen)} {name} steps were measured, at least {MIN_STEPS} are needed; replay more")
-        kinds[name] = fit_weights(
-            np.array([step.features for step in chosen]), np.array([step.seconds for step in chosen])
-        )
+        features, seconds = np.array([step.features for step in chosen]), np.array([step.seconds for step in chosen])
+        weights = np.array(fit_weights(features, seconds))
+        kinds[name] = tuple((weights * seconds.sum() / (features @ weights).sum()).tolist())
     return StepTimes(**kinds)

@@ -61,6 +61,18 @@ def test_what_is_loaded_computes_every_bit_of_what_was_compiled(folder):
     assert np.array_equal(state, other)
 
 
+def test_what_the_cache_of_jax_had_is_not_kept_for_it_could_not_be_loaded(folder):
+    class Lowered:
+        def compile(self):
+            jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
+            return advance.lower(jnp.zeros(6), X).compile()
+
+    names = {name: getattr(advance, name) for name in ("__module__", "__qualname__")}
+    compile_or_load(SimpleNamespace(lower=lambda *_: Lowered(), **names), jnp.zeros(6), X)
+
+    assert kept(folder) == []
+
+
 def test_what_is_loaded_takes_donations(folder):
     compile_or_load(advance, jnp.zeros(6), X)
     state = jnp.zeros(6)

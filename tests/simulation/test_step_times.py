@@ -56,16 +56,18 @@ def test_the_features_of_a_step_are_counted():
 
 
 @pytest.mark.parametrize("disturbed", [0.0, 0.2])
-def test_times_are_recovered_though_some_steps_were_disturbed(disturbed):
+def test_times_are_recovered_and_all_together_as_long_as_with_the_disturbed_ones(disturbed):
     rng = np.random.default_rng(0)
     steps = measured(rng, 200, True, disturbed) + measured(rng, 200, False, disturbed)
 
     times = fit_step_times(steps)
 
     for is_decode, weights in ((True, DECODE), (False, PREFILL)):
+        chosen = [step for step in steps if step.is_decode == is_decode]
+        delay = sum(step.seconds for step in chosen) / sum(np.dot(weights, step.features) for step in chosen)
         for _ in range(20):
             step = random_step(rng, is_decode)
-            expected = np.dot(weights, step_features(step, bucket_of(step)))
+            expected = delay * np.dot(weights, step_features(step, bucket_of(step)))
             assert times.seconds(step, bucket_of(step)) == pytest.approx(expected, rel=1e-6)
 
 
