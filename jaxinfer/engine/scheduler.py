@@ -69,7 +69,7 @@ class Scheduler:
         self._requests: dict[int, Request] = {}  # all that are unfinished
         self._running: list[Request] = []  # in the order of admission
         self._waiting = WaitingLine()
-        self._deadlines: list[tuple[float, int, Request]] = []  # a heap
+        self._deadlines: list[tuple[float, int]] = []  # a heap of deadlines and request ids
         self._tally = Tally()
         self._entered: Step | None = None  # which is not committed yet
         self._leaving: list[Request] = []  # which draw their last token in it, and have no pages any more
@@ -115,7 +115,7 @@ class Scheduler:
         self._requests[request.request_id] = request
         self._waiting.enter(request)
         if request.deadline < float("inf"):
-            heapq.heappush(self._deadlines, (request.deadline, request.order, request))
+            heapq.heappush(self._deadlines, (request.deadline, request.request_id))
 
     def find(self, request_id: int) -> Request | None:
         """Returns an unfinished request."""
@@ -141,8 +141,8 @@ class Scheduler:
         """Ends the requests whose deadline has passed, wherever they are."""
         now, deltas = self._clock(), []
         while self._deadlines and self._deadlines[0][0] <= now:
-            request = heapq.heappop(self._deadlines)[2]
-            if request.finish_reason is None:
+            request = self._requests.get(heapq.heappop(self._deadlines)[1])
+            if request is not None:
                 deltas.append(self._end(request, "deadline"))
         return deltas
 
