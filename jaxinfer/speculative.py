@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from jaxinfer.batch import Batch, StepOutput, VerifyOutput
 from jaxinfer.sampling_batch import SamplingBatch
+from kernels_pallas.paged_attention import token_rows
 
 NO_DRAFT = -2  # equal to no token that is drawn, NO_TOKEN included
 
@@ -57,10 +58,9 @@ def sampling_of_tokens(batch: Batch, sampling: SamplingBatch) -> SamplingBatch:
 
 def rows_of_tokens(batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Returns the row i32[T] of each token, and whether it is none of the padding, bool[T]."""
-    token = jnp.arange(batch.tokens.shape[0])
-    row = (batch.cu_q_lens[1:][None] <= token[:, None]).sum(-1)  # cu_q_lens 0 3 4 6 -> row 0 0 0 1 2 2
-    row = jnp.minimum(row, batch.kv_lens.shape[0] - 1)
-    return row, (token < batch.cu_q_lens[-1]) & (batch.kv_lens[row] > 0)
+    num_tokens = batch.tokens.shape[0]
+    row = token_rows(batch.cu_q_lens, num_tokens)
+    return row, (jnp.arange(num_tokens) < batch.cu_q_lens[-1]) & (batch.kv_lens[row] > 0)
 
 
 def emit(drawn: StepOutput, batch: Batch, q_len: int) -> VerifyOutput:

@@ -114,6 +114,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "decode pages of 256": functools.partial(decode_case, page_size=256),
     "prefill": prefill_case,
     "prefill int8": functools.partial(prefill_case, page_dtype="int8"),
+    "prefill fp8": functools.partial(prefill_case, page_dtype="float8_e4m3fn"),
     "prefill head_dim 64": functools.partial(prefill_case, head_dim=64, window=1024, has_sinks=True),
     "prefill head_dim 256": functools.partial(prefill_case, head_dim=256, num_heads=16, num_kv_heads=4, softcap=50.0),
     "verify": verify_case,

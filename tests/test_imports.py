@@ -113,7 +113,7 @@ ALLOWED = {
     "cache": below("config", "batch") | set(within("kernels_pallas")),
     "decoder": below("config", "params", "layers", "cache", "batch") | set(within("kernels_pallas")),
     "sampling": below("batch", "sampling_batch", "sampling_params", "processors") | set(within("kernels_pallas")),
-    "speculative": below("batch", "sampling_batch"),
+    "speculative": below("batch", "sampling_batch") | set(within("kernels_pallas")),
     "decode_loop": below("batch", "cache", "sampling_params"),
     "draft_heads": below("decoder", "layers", "params", "sampling", "sampling_batch"),
     "steps": below(*CORE),

@@ -4,7 +4,6 @@ from kernels_pallas.paged_attention.api import HEADS_AXIS, paged_attention
 from kernels_pallas.paged_attention.layout import (
     Pages,
     abstract_pages,
-    copy_pages,
     gather_tokens,
     head_specs,
     init_pages,
@@ -12,17 +11,18 @@ from kernels_pallas.paged_attention.layout import (
     take_pages,
     write_kv,
 )
+from kernels_pallas.paged_attention.shapes import token_rows
 
 __all__ = [
     "HEADS_AXIS",
     "Pages",
     "abstract_pages",
-    "copy_pages",
     "gather_tokens",
     "head_specs",
     "init_pages",
     "paged_attention",
     "put_pages",
     "take_pages",
+    "token_rows",
     "write_kv",
 ]

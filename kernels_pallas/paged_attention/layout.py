@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
 LANES = 16
@@ -27,6 +28,10 @@ TPU_LANES = 128
 # Bytes of one lane of a TPU tile: 8 rows of 32 bits, 16 of 16, 32 of 8.
 TPU_TILE_BYTES = 32
 LAYOUTS = ("cpu", "gpu", "tpu")
+# Exponents are biased by 7 in float8_e4m3fn and by 11 in float8_e4m3b11fnuz.
+FNUZ_FACTOR = 16.0
+# The only NaN of float8_e4m3b11fnuz, which has the bits of the other's -0, and one of the other's.
+FNUZ_NAN, FN_NAN = 0x80, 0x7F
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +60,13 @@ class Pages:
 
     @property
     def dtype(self) -> Any:
-        return self.arrays[0].dtype
+        """What the numbers are that `write_kv` takes and `gather_tokens` gives."""
+        return jnp.dtype(jnp.float8_e4m3fn) if self.is_fnuz else self.arrays[0].dtype
+
+    @property
+    def is_fnuz(self) -> bool:
+        """Whether the array holds float8_e4m3fn as float8_e4m3b11fnuz."""
+        return self.arrays[0].dtype == jnp.float8_e4m3b11fnuz
 
 
 def head_specs(pages: Pages, axis: str) -> Pages:
@@ -86,6 +97,8 @@ def abstract_pages(
         if S % tile:
             raise ValueError(f"page_size={S} is not a multiple of {tile}, the rows of a TPU tile of {dtype.name}")
         width = _round_up(head_dim * (3 - _planes(head_dim)), TPU_LANES)
+        if dtype == jnp.float8_e4m3fn:
+            dtype = jnp.dtype(jnp.float8_e4m3b11fnuz)
         shapes = [(P, K * _planes(head_dim), S // tile, tile, width)]
     else:
         raise ValueError(f"layout={layout!r} is unknown; choose from {LAYOUTS} or None for the platform's own")
@@ -148,12 +161,27 @@ def write_kv(pages: Pages, k: jax.Array, v: jax.Array, slots: jax.Array) -> Page
 
 
 def pack_planes(pages: Pages, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Returns keys and values [..., K, H] as the planes [..., C, W] of a TPU pool."""
+    """Returns keys and values [..., K, H], as `write_kv` takes them, as the planes [..., C, W] of a TPU pool."""
     width = pages.arrays[0].shape[-1]
+    if pages.is_fnuz:
+        k, v = _to_fnuz(k), _to_fnuz(v)
     if _planes(pages.head_dim) == 1:
         return jnp.concatenate([pad_heads(k, width // 2), pad_heads(v, width // 2)], axis=-1)
     planes = jnp.stack([pad_heads(k, width), pad_heads(v, width)], axis=-2)
     return planes.reshape(*k.shape[:-2], -1, width)
+
+
+def _to_fnuz(x: jax.Array) -> jax.Array:
+    """Returns float8_e4m3fn as float8_e4m3b11fnuz worth 1 / FNUZ_FACTOR: the same bits, -0 as 0."""
+    bits = lax.bitcast_convert_type(x, jnp.uint8)
+    bits = jnp.where(bits == FNUZ_NAN, jnp.uint8(0), bits)
+    bits = jnp.where(jnp.isnan(x), jnp.uint8(FNUZ_NAN), bits)
+    return lax.bitcast_convert_type(bits, jnp.float8_e4m3b11fnuz)
+
+
+def _from_fnuz(x: jax.Array) -> jax.Array:
+    bits = lax.bitcast_convert_type(x, jnp.uint8)
+    return lax.bitcast_convert_type(jnp.where(bits == FNUZ_NAN, jnp.uint8(FN_NAN), bits), jnp.float8_e4m3fn)
 
 
 def read_pages(pages: Pages, page_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -170,6 +198,8 @@ def read_pages(pages: Pages, page_ids: jax.Array) -> tuple[jax.Array, jax.Array]
         k, v = jnp.split(planes[:, :, 0], 2, axis=-1)
     else:
         k, v = planes[:, :, 0], planes[:, :, 1]
+    if pages.is_fnuz:
+        k, v = _from_fnuz(k), _from_fnuz(v)
     return k.swapaxes(2, 3), v
 
 
@@ -180,11 +210,6 @@ def gather_tokens(pages: Pages, slots: jax.Array) -> tuple[jax.Array, jax.Array]
     k = jnp.take_along_axis(k, offsets[:, None, None, None], axis=3)[..., 0]
     v = jnp.take_along_axis(v, offsets[:, None, None, None], axis=2)[:, :, 0]
     return k[..., : pages.head_dim], v[..., : pages.head_dim]
-
-
-def copy_pages(pages: Pages, sources: jax.Array, targets: jax.Array) -> Pages:
-    """Returns the pool with pages `sources` i32[n] copied onto pages `targets` i32[n]; past the pool is dropped."""
-    return jax.tree.map(lambda pool: pool.at[targets].set(pool[sources], mode="drop"), pages)
 
 
 def take_pages(pages: Pages, page_ids: jax.Array) -> Pages:

@@ -8,6 +8,12 @@ import jax.numpy as jnp
 from kernels_pallas.paged_attention.layout import Pages
 
 
+def token_rows(cu_q_lens: jax.Array, num_tokens: int) -> jax.Array:
+    """Returns the row of each token, i32[T]; padding gets the last: cu_q_lens 0 3 4 6 -> rows 0 0 0 1 2 2."""
+    ends = cu_q_lens[1:]
+    return jnp.minimum((ends[None] <= jnp.arange(num_tokens)[:, None]).sum(-1), ends.shape[0] - 1)
+
+
 def token_slots(
     num_tokens: int, pages: Pages, block_tables: jax.Array, kv_lens: jax.Array, cu_q_lens: jax.Array, page_offset
 ) -> jax.Array:
@@ -15,9 +21,7 @@ def token_slots(
 
     q_lens 3, 1 and kv_lens 3, 20 -> rows 0 0 0 1, positions 0 1 2 19.
     """
-    S, B = pages.page_size, kv_lens.shape[0]
-    token = jnp.arange(num_tokens)
-    row = jnp.minimum((cu_q_lens[1:][None] <= token[:, None]).sum(-1), B - 1)
+    S, token, row = pages.page_size, jnp.arange(num_tokens), token_rows(cu_q_lens, num_tokens)
     position = kv_lens[row] - cu_q_lens[row + 1] + token
     is_real = (token < cu_q_lens[-1]) & (kv_lens[row] > 0)
     page = block_tables[row, jnp.clip(position // S, 0, block_tables.shape[1] - 1)] + page_offset

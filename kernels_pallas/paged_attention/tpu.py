@@ -22,9 +22,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.paged_attention.block_sizes import Blocks, decode_blocks, ragged_blocks
-from kernels_pallas.paged_attention.layout import Pages, pack_planes, pad_heads, to_stored
+from kernels_pallas.paged_attention.layout import FNUZ_FACTOR, Pages, pack_planes, pad_heads, to_stored
 from kernels_pallas.paged_attention.reference import LOG2_E, MASKED
-from kernels_pallas.paged_attention.tpu_attend import MAX_ROWS_IN_REGISTERS, attention_of_block, piece_width
+from kernels_pallas.paged_attention.shapes import token_rows
+from kernels_pallas.paged_attention.tpu_attend import (
+    MAX_ROWS_IN_REGISTERS,
+    attention_of_block,
+    piece_width,
+    reads_as_fn,
+)
 from kernels_pallas.paged_attention.tpu_items import (
     LANES,
     decode_items,
@@ -32,7 +38,6 @@ from kernels_pallas.paged_attention.tpu_items import (
     new_tiles,
     ragged_items,
     sinks_of_rows,
-    token_rows,
 )
 
 # Rows of a 32-bit register; a group of query heads is padded to them.
@@ -82,10 +87,11 @@ def paged_attention_tpu(
         new = pack_planes(pages, to_stored(k, k_scale, pages.dtype), to_stored(v, v_scale, pages.dtype))
     block_tables = block_tables.astype(jnp.int32) + page_offset
     kv_lens, cu_q_lens = kv_lens.astype(jnp.int32), cu_q_lens.astype(jnp.int32)
+    factor = FNUZ_FACTOR if pages.is_fnuz and not reads_as_fn(pool.dtype) else 1.0
     run = functools.partial(
         _run_kernel,
         block_tables=block_tables,
-        factors=head_factors(K, scale, softcap, k_scale, v_scale),
+        factors=head_factors(K, factor, scale, softcap, k_scale, v_scale),
         sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(K, G) * LOG2_E,
         window=window,
         softcap=softcap,
@@ -344,22 +350,24 @@ def _kernel(*refs, names, num_rows_of_tables, window, softcap):
         """Puts item i's new token in its place in the block at `slot`, if it has one, and zeros after it."""
         position = s.end[i] - 1
         place = (slot, slice(None), lax.rem(position, block) // tile)
-        wide = jnp.float32 if jnp.issubdtype(pool.dtype, jnp.floating) else jnp.int32
-        old = s.kv[place].astype(wide)
+        # Merged as numbers of 32 bits, which all chips select from; of 8 bits as integers, to which all convert.
+        narrow, wide = (jnp.int8, jnp.int32) if pool.dtype.itemsize == 1 else (pool.dtype, jnp.float32)
+        old = _as_dtype(s.kv[place], narrow).astype(wide)
         row_in_tile = lax.broadcasted_iota(jnp.int32, old.shape, 1) - lax.rem(position, tile)
         if has_new:
-            new = s.new[lax.rem(i, NB)].astype(wide)[:, None, :]
+            new = _as_dtype(s.new[lax.rem(i, NB)], narrow).astype(wide)[:, None, :]
             merged = jnp.where(row_in_tile < 0, old, jnp.where(row_in_tile == 0, new, jnp.zeros_like(old)))
         else:
             merged = jnp.where(row_in_tile <= 0, old, jnp.zeros_like(old))
-        s.kv[place] = merged.astype(pool.dtype)
+        merged = _as_dtype(merged.astype(narrow), pool.dtype)
+        s.kv[place] = merged
         if has_new:
 
             @pl.when(i >= 2)
             def _():
                 tile_copy(i - 2).wait()
 
-            s.written[lax.rem(i, 2)] = merged.astype(pool.dtype)
+            s.written[lax.rem(i, 2)] = merged
             tile_copy(i).start()
 
     def run_item(i, carry):
@@ -433,3 +441,8 @@ def _kernel(*refs, names, num_rows_of_tables, window, softcap):
             out_copy(i).wait()
             if has_new:
                 tile_copy(i).wait()
+
+
+def _as_dtype(x: jax.Array, dtype) -> jax.Array:
+    """Returns the same bits as another dtype of the same width."""
+    return x if x.dtype == dtype else pltpu.bitcast(x, dtype)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.paged_attention.reference import LOG2_E, MASKED
 from kernels_pallas.paged_attention.tpu_items import LANES
@@ -173,8 +174,22 @@ def attention_of_block(
     return attend_block
 
 
+def reads_as_fn(dtype) -> bool:
+    """Returns whether the chip multiplies float8_e4m3fn and not the float8_e4m3b11fnuz that is held, as TPU7x does."""
+    return dtype == jnp.float8_e4m3b11fnuz and not _multiplies(dtype)
+
+
+def _multiplies(dtype) -> bool:
+    try:
+        return pltpu.get_tpu_info().is_matmul_supported(jnp.bfloat16, dtype)
+    except ValueError:  # interpreted, where there is no TPU
+        return True
+
+
 def _as_operand(x: jax.Array, dtype) -> jax.Array:
     """Returns what a product with `dtype` takes: the matrix unit's input stage converts float8, twice as fast."""
+    if reads_as_fn(x.dtype):
+        x = pltpu.bitcast(x, jnp.float8_e4m3fn)  # of the bits that mean something else, -0 and NaN, none was written
     return x if x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating) else x.astype(dtype)
 
 

@@ -71,19 +71,15 @@ def new_tiles(new, pool, block_tables, contexts, q_lens, starts):
     return jnp.where(is_old, old[row], tiles.transpose(0, 2, 1, 3)), page_ids, place % page_tiles, ends[-1:]
 
 
-def token_rows(cu_q_lens: jax.Array, num_tokens: int) -> jax.Array:
-    """Returns the row of each token, i32[T]; padding tokens get the last."""
-    ends = cu_q_lens[1:]
-    return jnp.minimum((ends[None] <= jnp.arange(num_tokens)[:, None]).sum(-1), ends.shape[0] - 1)
+def head_factors(K: int, factor: float, scale: float, softcap: float | None, k_scale, v_scale) -> jax.Array:
+    """Returns f32[2, K]: what products with stored keys are multiplied by, and what the result is multiplied by.
 
-
-def head_factors(K: int, scale: float, softcap: float | None, k_scale, v_scale) -> jax.Array:
-    """Returns f32[2, K]: what products with stored keys are multiplied by, and what the result is multiplied by."""
+    Numbers are worth `factor` times what the matrix unit reads, times their scales.
+    """
     to_scores = scale * LOG2_E if softcap is None else scale / softcap
     ones = jnp.ones(K, jnp.float32)
-    return jnp.stack(
-        [to_scores * (ones if k_scale is None else k_scale.astype(jnp.float32)), ones if v_scale is None else v_scale]
-    )
+    k_scale, v_scale = (ones if s is None else s.astype(jnp.float32) for s in (k_scale, v_scale))
+    return jnp.stack([to_scores * k_scale, v_scale]) * factor
 
 
 def sinks_of_rows(sinks: jax.Array, R: int) -> jax.Array:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
-from kernels_pallas.paged_attention import abstract_pages, copy_pages, gather_tokens, write_kv
-from kernels_pallas.paged_attention.layout import LAYOUTS, default_layout
+from kernels_pallas.paged_attention import abstract_pages, gather_tokens, init_pages, write_kv
+from kernels_pallas.paged_attention.layout import FNUZ_FACTOR, LAYOUTS, default_layout
 from tests.kernels.paged_attention.oracle import UNOPTIMISED, gather, poisoned, write
 
 S = 16
@@ -62,16 +62,25 @@ def test_a_write_leaves_every_other_slot(layout):
         assert set(np.flatnonzero(~np.isnan(x).any((1, 2))).tolist()) == {S + 3}
 
 
-def test_copied_pages_equal_their_sources_and_pages_past_the_pool_are_dropped(layout):
-    pages = poisoned(abstract_pages(4, S, 1, 2, "float32", layout))
-    k = np.arange(4.0 * S, dtype=np.float32)[:, None, None] * np.ones((4 * S, 1, 2), np.float32)
-    pages = write(pages, k, -k, np.arange(4 * S))
+def test_every_8_bit_float_is_stored_and_worth_what_it_is(layout):
+    numbers = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).reshape(16, 1, 16)
+    pages = poisoned(abstract_pages(1, S, 1, 16, "float8_e4m3fn", layout))
 
-    copied = copy_pages(pages, jnp.array([3, 1, 2]), jnp.array([0, 2, 4]))
+    read = read_back(pages, numbers, numbers[::-1], np.arange(16))
 
-    expected = np.concatenate([k[3 * S :], k[S : 2 * S], k[S : 2 * S], k[3 * S :]])
-    for x, sign in zip(gather(copied, np.arange(4 * S)), (1, -1), strict=True):
-        np.testing.assert_array_equal(x, sign * expected)
+    assert pages.dtype == numbers.dtype
+    for x, expected in zip(read, (numbers, numbers[::-1]), strict=True):
+        # NaN equals NaN, and -0 equals 0.
+        np.testing.assert_array_equal(np.asarray(x).astype(np.float32), expected.astype(np.float32))
+
+
+def test_the_tpu_pool_holds_8_bit_floats_that_are_worth_a_sixteenth():
+    numbers = np.array([-448, -1.125, 2**-9, 0, 1, 7, 448], np.float32)[:, None, None]
+    pages = write(init_pages(1, 32, 1, 1, "float8_e4m3fn", "tpu"), numbers, -numbers, np.arange(7))
+
+    held = np.asarray(pages.arrays[0]).astype(np.float32).reshape(32, 128)
+
+    np.testing.assert_array_equal(FNUZ_FACTOR * held[:7, [0, 64]], np.hstack([numbers[:, 0], -numbers[:, 0]]))
 
 
 def test_an_unknown_layout_is_refused_with_the_known_ones():

@@ -23,6 +23,7 @@ MAX_BUNDLES = {
     ("v5e", "decode int8"): 1.1 * READ_CYCLES["v5e"] / 2,
     ("v6e", "decode int8"): 1.1 * READ_CYCLES["v6e"] / 2,
     ("v5e", "decode fp8"): 1.1 * READ_CYCLES["v5e"] / 2,
+    ("v6e", "decode fp8"): 1.1 * READ_CYCLES["v6e"] / 2,
 }
 # One turn of the prefill kernel's innermost loop: so many rows of queries with 512 keys of 128, two products; and what
 # the matrix units do per cycle, 197 Tflop/s at 1.5 GHz and 918 at 1.75.
