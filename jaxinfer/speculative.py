@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxinfer.batch import Batch, StepOutput, VerifyOutput
 from jaxinfer.sampling_batch import SamplingBatch
-from kernels_pallas.paged_attention import token_rows
+from kernels_pallas.paged_attention.shapes import token_rows
 
 NO_DRAFT = -2  # equal to no token that is drawn, NO_TOKEN included
 

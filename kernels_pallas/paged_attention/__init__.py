@@ -11,7 +11,6 @@ from kernels_pallas.paged_attention.layout import (
     take_pages,
     write_kv,
 )
-from kernels_pallas.paged_attention.shapes import token_rows
 
 __all__ = [
     "HEADS_AXIS",
@@ -23,6 +22,5 @@ __all__ = [
     "paged_attention",
     "put_pages",
     "take_pages",
-    "token_rows",
     "write_kv",
 ]

@@ -136,7 +136,7 @@ def attention_of_block(
         count = K * num_pieces
 
         def piece(n):
-            n = jnp.minimum(n, count - 1)  # past the last one, scores are computed in vain
+            n = jnp.clip(n, 0, count - 1)  # past the last one, scores are computed in vain
             rest = lax.rem(n, num_pieces)
             r = pl.multiple_of(rest // num_chunks * size, size)
             return n // num_pieces, r, size, pl.multiple_of(lax.rem(rest, num_chunks) * width, width), width
@@ -156,10 +156,10 @@ def attention_of_block(
             go_on(n)
             begin(n + 1)
 
+        # The first turn has nothing to finish: it adds nothing. Stages beside the loop would be longer, and spill.
+        s.weights[...], s.rescale[...] = jnp.zeros_like(s.weights), jnp.ones_like(s.rescale)
         begin(0)
-        go_on(0)
-        begin(1)
-        pl.loop(1, count)(run)
+        pl.loop(0, count)(run)
         finish(count - 1)
 
     def attend_block(i, b, slot):
