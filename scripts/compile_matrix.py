@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from kernels_pallas.paged_attention.block_sizes import Blocks
 from scripts.compilers import Case, compile_in_process, memory_figures, on_mesh, print_figures, step_case
 from scripts.tpu_schedule import schedule_figures
 
@@ -100,10 +101,14 @@ tpu_step = functools.partial(step_case, layout="tpu", num_rows=32, page_size=128
 decode_step = functools.partial(tpu_step, step="decode_step", num_tokens=32, num_pages=512)
 prefill_step = functools.partial(tpu_step, step="prefill_step", num_tokens=512, num_pages=512)
 
+# Four buffers of 512 tokens, whatever is tuned, so that one device compares with another.
+decode_512 = functools.partial(decode_case, blocks=Blocks(pages=4, buffers=4))
+
 CASES: dict[str, Callable[[Any], Case]] = {
-    "decode": decode_case,
-    "decode int8": functools.partial(decode_case, page_dtype="int8"),
-    "decode fp8": functools.partial(decode_case, page_dtype="float8_e4m3fn"),
+    "decode": decode_512,
+    "decode int8": functools.partial(decode_512, page_dtype="int8"),
+    "decode fp8": functools.partial(decode_512, page_dtype="float8_e4m3fn"),
+    "decode as tuned": decode_case,
     "decode float32": functools.partial(decode_case, dtype="float32"),
     "decode 1 KV head": functools.partial(decode_case, num_heads=4, num_kv_heads=1),
     "decode head_dim 64": functools.partial(decode_case, head_dim=64, window=1024),
@@ -133,8 +138,11 @@ def can_compile() -> bool:
     return find_spec("libtpu") is not None
 
 
-def compile_for(device: str, cases: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Compiles cases for a device in a process of their own; returns each one's figures, or {"error": …}."""
+def compile_for(device: str, cases: Iterable[str], script: str = __file__) -> dict[str, dict[str, Any]]:
+    """Compiles cases for a device in a process of their own; returns each one's figures, or {"error": …}.
+
+    `script` is the one that knows the cases.
+    """
     with tempfile.TemporaryDirectory() as dump:
         environment = {
             # A second process may load libtpu, and there is no cloud machine to ask for its topology.
@@ -143,11 +151,11 @@ def compile_for(device: str, cases: Iterable[str]) -> dict[str, dict[str, Any]]:
             "TPU_WORKER_HOSTNAMES": "localhost",
             "TPU_ACCELERATOR_TYPE": "v5litepod-4",
         }
-        if any(name in KERNEL_CASES for name in cases):  # a whole step would spend its time writing
+        if not all(name.startswith("step") for name in cases):  # a whole step would spend its time writing
             environment["LIBTPU_INIT_ARGS"] = (
                 f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"
             )
-        return compile_in_process(__file__, [device, dump], cases, environment)
+        return compile_in_process(script, [device, dump], cases, environment)
 
 
 def mesh_of(device: str) -> Any:
@@ -161,14 +169,14 @@ def mesh_of(device: str) -> Any:
     return Mesh(np.array(devices if device.endswith("-8") else devices[:1]), ("model",))
 
 
-def compile_case(mesh: Any, dump: Path, name: str) -> dict[str, Any]:
+def compile_case(mesh: Any, dump: Path, make_case: Callable[[Any], Case]) -> dict[str, Any]:
     """Returns what a case needs, its kernel's schedule included."""
     import jax
 
     seen = set(dump.iterdir())
     start, used = time.perf_counter(), sum(os.times()[:4])
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        case = CASES[name](mesh)
+        case = make_case(mesh)
         lowered = case.function.lower(**case.arguments)
     figures = memory_figures(lowered.compile(), case.cache)
     figures["seconds"] = round(time.perf_counter() - start, 1)
@@ -187,7 +195,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.worker:
         device, dump = arguments.worker
-        return print_figures(arguments.cases, functools.partial(compile_case, mesh_of(device), Path(dump)))
+        compile_named = functools.partial(compile_case, mesh_of(device), Path(dump))
+        return print_figures(arguments.cases, lambda name: compile_named(CASES[name]))
     if not can_compile():
         sys.exit('libtpu is not installed: pip install "jaxinfer[aot]"')
     memory = ("temporary_bytes", "in_place", "seconds", "processor_seconds")

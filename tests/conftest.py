@@ -9,6 +9,21 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(os.path.dirname(
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 import jax
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--tpu-kernels", action="store_true", help="attention by the TPU kernels in Pallas' interpreter: tests/engine"
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--tpu-kernels"):
+        from tests.engine.engines import SIZES, interpret_tpu_kernels
+
+        SIZES.update({"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1})
+        interpret_tpu_kernels(pytest.MonkeyPatch())

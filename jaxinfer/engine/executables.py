@@ -122,14 +122,14 @@ def _surroundings() -> str:
 
 
 def _source() -> str:
-    """A digest of both packages, each file with its place in them."""
+    """A digest of both packages, each file with its place in them, and of the block sizes that are tuned."""
     digest = blake2b(digest_size=20)
     for package in ("jaxinfer", "kernels_pallas"):
         spec = find_spec(package)
         assert spec is not None
         assert spec.submodule_search_locations is not None
         root = Path(spec.submodule_search_locations[0])
-        for file in sorted(root.rglob("*.py")):
+        for file in sorted([*root.rglob("*.py"), *root.rglob("tuned/*.json")]):
             digest.update(f"{package} {file.relative_to(root)} ".encode() + file.read_bytes())
     return digest.hexdigest()
 

@@ -97,7 +97,7 @@ def paged_attention_tpu(
         softcap=softcap,
         interpret=interpret,
     )
-    decoding = blocks or decode_blocks(pages, M)
+    decoding = blocks or decode_blocks(pages, M, G)
     if q_len == 1:
         out, pool = _decode(run, queries, new, pool, kv_lens, decoding)
     else:

@@ -34,6 +34,12 @@ def piece_width(block: int) -> int:
     return block if block <= KEYS_TOGETHER else math.gcd(block, KEYS_TOGETHER)
 
 
+def heads_together(num_kv_heads: int, block: int) -> int:
+    """Returns how many KV heads with few rows have their code side by side; a loop goes over such groups."""
+    most = max(1, PIECES_TOGETHER * piece_width(block) // block)
+    return max(n for n in range(1, most + 1) if num_kv_heads % n == 0)
+
+
 def attention_of_block(
     s: SimpleNamespace, *, window: int | None, softcap: float | None
 ) -> Callable[[jax.Array, jax.Array, jax.Array], None]:
@@ -105,7 +111,7 @@ def attention_of_block(
         """Pieces of all rows, many heads' code side by side, for one alone would wait for every single result."""
         width = piece_width(block)
         num_chunks = block // width
-        together = max(n for n in range(1, max(1, PIECES_TOGETHER // num_chunks) + 1) if K % n == 0)
+        together = heads_together(K, block)
 
         def attend_heads(first_head):
             pieces = [(first_head + h, 0, R, c * width, width) for h in range(together) for c in range(num_chunks)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from jaxinfer.engine.drafters import Drafter
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request import Completion, Delta
 from jaxinfer.engine.step import Step
+from kernels_pallas.paged_attention import api, layout
+from kernels_pallas.paged_attention.block_sizes import Blocks
 from tests.kernels.paged_attention.oracle import UNOPTIMISED
 from tests.oracles import save_random_checkpoint
 from tests.replay import poisoned
@@ -82,6 +85,17 @@ def quick_engine(path: Path, **overrides: Any) -> LLM:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.stages.Lowered, "compile", lambda lowered: compile_with(lowered, UNOPTIMISED))
         return small_engine(path, **overrides)
+
+
+def interpret_tpu_kernels(patch: pytest.MonkeyPatch) -> None:
+    """Makes this machine a TPU to whoever asks for default pages and the best kernel; 0.2 s per step and layer.
+
+    `pytest tests/engine --tpu-kernels` runs the tests of the engine so, for hours.
+    """
+    # Tiles of 8 rows in both kernels, so that a token's sums have the same order in both.
+    blocks = Blocks(pages=2, buffers=2, queries=4)
+    patch.setattr(layout, "default_layout", lambda: "tpu")
+    patch.setitem(api.IMPLEMENTATIONS, "tpu", functools.partial(api.paged_attention_tpu_interpreted, blocks=blocks))
 
 
 class ScriptedDrafter:

@@ -32,15 +32,16 @@ MIN_RATES = {("v5e", "prefill"): (0.5, 0.5), ("v6e", "prefill"): (0.25, 0.24)}
 # What is compiled here; `scripts/compile_matrix.py` has every case for every device, which takes longer.
 KERNELS = {
     "v5e": (*(name for name in KERNEL_CASES if name.startswith("decode")), "prefill", "prefill head_dim 64", "verify"),
-    "v5p": ("decode",),
+    "v5p": ("decode", "decode int8", "decode fp8", "prefill"),
     "v6e": ("decode", "decode int8", "decode fp8", "prefill", "verify a tree"),
-    "tpu7x": ("decode",),
+    "tpu7x": ("decode", "decode int8", "decode fp8", "prefill"),
 }
 STEPS = {
     "v6e": ("step decode", "step prefill"),
     "v6e-8": ("step decode", "step prefill"),
     # 16 GB of weights in bfloat16 are more than a chip has.
-    "v5e": ("step decode int8 weights",),
+    "v5e": ("step decode int8 weights", "step prefill int8 weights"),
+    "v5e-8": ("step decode int8 weights", "step prefill int8 weights"),
 }
 
 
@@ -75,7 +76,8 @@ def test_a_whole_step_of_llama_8b_compiles_from_shapes_alone(device, name):
     assert "error" not in figures, figures["error"]
     assert figures["in_place"]
     assert figures["temporary_bytes"] < 200e6
-    # Time of all threads: 35 to 81 s were measured on two cores shared with others.
+    # Of all threads, for other work on the machine lengthens the time by the clock. 60 s on two cores are about 100:
+    # 68 s took 40 s by the clock on two quiet ones.
     assert figures["processor_seconds"] < 100
 
 

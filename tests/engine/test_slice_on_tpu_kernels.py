@@ -1,0 +1,46 @@
+"""A slice of the engine's tests over the TPU kernels, interpreted; `pytest tests/engine --tpu-kernels` runs all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxinfer.config import SamplingParams
+from tests.engine.engines import forget_prefixes, interpret_tpu_kernels, poison_cache, quick_engine, random_prompts
+
+PARAMS = [SamplingParams(temperature=t, seed=7, max_tokens=3, ignore_eos=True, log_probs=2) for t in (0, 1, 0)]
+
+
+@pytest.fixture(scope="module")
+def tpu_llm(checkpoint):
+    """Chunks of 16 tokens, and every slot that is not written is NaN."""
+    with pytest.MonkeyPatch.context() as patch:
+        interpret_tpu_kernels(patch)
+        llm = quick_engine(checkpoint, max_num_seqs=2, max_num_batched_tokens=16)
+        poison_cache(llm)
+        yield llm
+
+
+def test_chunks_and_single_tokens_in_one_step_yield_what_the_reference_does(tpu_llm, llm):
+    prompts = random_prompts(3, max_len=40, seed=1)
+    assert max(map(len, prompts)) > 16
+
+    assert tpu_llm._runner._cache.groups[0].layout == "tpu"
+    check_same(tpu_llm.generate(prompts, PARAMS), llm.generate(prompts, PARAMS))
+
+
+def test_a_prefix_found_in_the_cache_yields_what_computing_it_does(tpu_llm):
+    (prompt,) = np.random.default_rng(2).integers(1, 96, (1, 20)).tolist()
+    forget_prefixes(tpu_llm)
+
+    computed, found = (tpu_llm.generate([prompt], PARAMS[1]) for _ in range(2))
+
+    assert [c.num_cached_tokens for c in (*computed, *found)] == [0, 16]
+    check_same(found, computed)
+
+
+def check_same(completions, expected):
+    for completion, other in zip(completions, expected, strict=True):
+        assert completion.token_ids == other.token_ids
+        # float32 through two layers, summed in another order.
+        np.testing.assert_allclose(completion.log_probs, other.log_probs, rtol=1e-4, atol=1e-4)
