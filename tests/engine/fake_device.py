@@ -101,7 +101,9 @@ class FakeDevice:
         width = max(map(len, rows))
         tokens = np.array([row + [-1] * (width - len(row)) for row in rows])
         tokens = tokens if step.is_verify else tokens[:, 0]
-        return SimpleNamespace(tokens=tokens, log_probs=np.zeros(tokens.shape), num_emitted=np.array(counts))
+        return SimpleNamespace(
+            tokens=tokens, log_probs=np.zeros(tokens.shape), num_emitted=np.array(counts), hidden=None
+        )
 
     def loop(self, step: Step) -> SimpleNamespace:
         """Draws token after token for every chunk, each of which it writes before the next."""
@@ -115,7 +117,7 @@ class FakeDevice:
         counts = np.array([chunk.max_drawn for chunk in step.chunks])
         if step.ends_early:
             counts = np.minimum(counts, counts.min())
-        return SimpleNamespace(tokens=tokens, log_probs=np.zeros(tokens.shape), num_emitted=counts)
+        return SimpleNamespace(tokens=tokens, log_probs=np.zeros(tokens.shape), num_emitted=counts, hidden=None)
 
     def compute(self, chunk: Chunk) -> list[int]:
         """Writes the chunk's tokens and drafts; returns the token after the last known one and after each draft."""

@@ -234,6 +234,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if step is None:
             assert after is not None, "requests wait but nothing is computed"
             return None
+        decoding = [r for r in decoding if r.num_uncomputed == 1]  # or it gave way and was admitted again
         chunks = step.chunks
         assert 1 <= step.num_tokens <= self.budget
         assert len({chunk.request.request_id for chunk in chunks}) == len(chunks) <= self.max_num_seqs
