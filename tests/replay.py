@@ -16,6 +16,18 @@ from jaxinfer.decoder import forward, unembed
 from jaxinfer.params import Params, abstract_params
 from tests.kernels.paged_attention.oracle import UNOPTIMISED
 
+# Layers in groups of several sizes, and a vocabulary that fills no whole word of masks.
+SMALL_MODEL = ModelConfig(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position=64,
+    layer_groups=(1, 2),
+)
 # The part of each sequence that one step computes: (sequence, number of tokens), in row order.
 Chunks = Sequence[tuple[int, int]]
 

@@ -9,23 +9,13 @@ import jax
 import numpy as np
 
 from jaxinfer.batch import Row, make_batch
-from jaxinfer.config import CacheConfig, ModelConfig, SamplingParams
+from jaxinfer.config import CacheConfig, SamplingParams
 from jaxinfer.decode_loop import make_loop
 from jaxinfer.sampling_batch import make_sampling
 from jaxinfer.steps import decode_loop, decode_step, prefill_step
-from tests.replay import lively_params, nan_cache
+from tests.replay import SMALL_MODEL, lively_params, nan_cache
 
-CONFIG = ModelConfig(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_position=64,
-    layer_groups=(1, 1),
-)
+CONFIG = dataclasses.replace(SMALL_MODEL, num_layers=2, layer_groups=(1, 1))
 CACHE = CacheConfig(num_pages=10, page_size=16)
 PROMPTS = (list(range(5, 25)), list(range(40, 54)), [3])
 PAGES = ([4, 2], [0, 8], [7, 1])

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from jaxinfer.config import ModelConfig
-from tests.replay import lively_params, replay
+from tests.replay import SMALL_MODEL, lively_params, replay
 
-CONFIG = ModelConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_position=64,
-    layer_groups=(2,),
-)
+CONFIG = replace(SMALL_MODEL, vocab_size=64, num_layers=2, layer_groups=(2,))
 # Steps of (sequence, number of tokens), their shape, and the tokens per row where that is fixed.
 RUNS = {
     "chunks, then single tokens beside a chunk": ([[(0, 20), (1, 7)], [(0, 1), (2, 18), (1, 1)]], (32, 3), None),

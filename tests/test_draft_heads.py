@@ -10,22 +10,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxinfer.checkpoint.draft_heads import has_draft_heads, load_draft_heads
-from jaxinfer.config import ModelConfig, SamplingParams
+from jaxinfer.config import SamplingParams
 from jaxinfer.draft_heads import draft_from_heads
 from jaxinfer.sampling import sample
 from jaxinfer.sampling_batch import make_sampling
-from tests.replay import lively_params
+from tests.replay import SMALL_MODEL, lively_params
 
-CONFIG = ModelConfig(
-    vocab_size=61,
-    hidden_size=24,
-    num_layers=1,
-    intermediate_size=16,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    max_position=64,
-)
+CONFIG = SMALL_MODEL
 K = 3
 
 
@@ -41,8 +32,8 @@ def head_logits(params, weights, hidden, tokens):
 @pytest.fixture(scope="module")
 def case():
     random = np.random.default_rng(0)
-    weights = random.standard_normal((K, 24, 48)).astype(np.float32)
-    hidden = random.standard_normal((4, 24)).astype(np.float32)
+    weights = random.standard_normal((K, 32, 64)).astype(np.float32)
+    hidden = random.standard_normal((4, 32)).astype(np.float32)
     return lively_params(CONFIG), weights, hidden, np.array([3, 60, 0, 17], np.int32)
 
 
@@ -66,7 +57,7 @@ def test_each_head_draws_with_the_noise_of_its_position(case):
 
 
 def save_heads(folder, weights, **changes):
-    description = {"drafter": "medusa", "num_heads": K, "hidden_size": 24, **changes}
+    description = {"drafter": "medusa", "num_heads": K, "hidden_size": 32, **changes}
     (folder / "draft_heads.json").write_text(json.dumps(description))
     save_file({"weights": weights}, folder / "draft_heads.safetensors")
 
@@ -83,7 +74,7 @@ def test_heads_are_loaded_from_their_folder(case, tmp_path):
     ("changes", "message"),
     [
         ({"drafter": "owl"}, "of kind 'owl'"),
-        ({"num_heads": 4}, "says .4, 24, 48."),
+        ({"num_heads": 4}, "says .4, 32, 64."),
         ({"hidden_size": None}, "no draft heads that can be read"),
     ],
 )

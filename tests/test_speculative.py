@@ -14,23 +14,13 @@ import pytest
 from scipy import stats
 
 from jaxinfer.batch import Row, make_batch
-from jaxinfer.config import CacheConfig, ModelConfig, SamplingParams
+from jaxinfer.config import CacheConfig, SamplingParams
 from jaxinfer.sampling_batch import make_sampling
 from jaxinfer.speculative import NO_DRAFT, accept_drafts
 from jaxinfer.steps import decode_step, prefill_step, verify_step
-from tests.replay import all_logits, lively_params, nan_cache
+from tests.replay import SMALL_MODEL, all_logits, lively_params, nan_cache
 
-CONFIG = ModelConfig(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_position=64,
-    layer_groups=(1, 2),
-)
+CONFIG = SMALL_MODEL
 CACHE = CacheConfig(num_pages=8, page_size=16)
 B, Q = 4, 4
 PROMPTS = (list(range(5, 25)), list(range(40, 52)), [3])

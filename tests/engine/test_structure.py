@@ -4,78 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
 
 import pytest
 
 from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.engine.drafters import NgramDrafter
 from jaxinfer.engine.llm import LLM
-from tests.engine.engines import quick_engine, run_with_arrivals, save_small_checkpoint, small_engine
+from tests.engine.engines import drafts_from, quick_engine, run_with_arrivals, save_small_checkpoint, small_engine
+from tests.engine.schemas import SCHEMAS
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 
-NAME = {"type": "string", "maxLength": 8}
-SCHEMAS: dict[str, Any] = {
-    "null": {"type": "null"},
-    "boolean": {"type": "boolean"},
-    "integer range": {"type": "integer", "minimum": -7, "maximum": 120},
-    "exclusive range": {"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 9},
-    "multiple": {"type": "integer", "minimum": 0, "maximum": 100, "multipleOf": 5},
-    "string": {"type": "string", "minLength": 2, "maxLength": 5},
-    "pattern": {"type": "string", "pattern": "^[a-c]{2}-[0-9]{3}$"},
-    "date": {"type": "string", "format": "date"},
-    "uuid": {"type": "string", "format": "uuid"},
-    "ipv4": {"type": "string", "format": "ipv4"},
-    "enum": {"enum": ["red", "green", 3, None, True, {"a": 1}]},
-    "const": {"const": {"a": [1, 2]}},
-    "types": {"type": ["boolean", "null"]},
-    "array": {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4},
-    "tuple": {"type": "array", "prefixItems": [{"type": "null"}, NAME], "items": False, "minItems": 2},
-    "nested arrays": {
-        "type": "array",
-        "items": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2},
-        "minItems": 1,
-        "maxItems": 2,
-    },
-    "object": {"type": "object", "properties": {"a": {"type": "null"}, "b": NAME}, "required": ["b"]},
-    "closed object": {
-        "type": "object",
-        "properties": {"name": NAME, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
-        "required": ["name", "age"],
-    },
-    "values": {"type": "object", "properties": {"x": {"type": "null"}}, "required": ["x"]},
-    "anyOf": {"anyOf": [{"type": "null"}, {"type": "integer", "minimum": 1, "maximum": 3}, NAME]},
-    "allOf": {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 30}]},
-    "definitions": {
-        "$defs": {"point": {"type": "array", "prefixItems": [{"enum": [0, 1]}] * 2, "items": False, "minItems": 2}},
-        "type": "array",
-        "items": {"$ref": "#/$defs/point"},
-        "minItems": 1,
-        "maxItems": 2,
-    },
-    "deep": {
-        "type": "object",
-        "properties": {
-            "a": {"type": "object", "properties": {"b": {"type": "array", "items": {"const": 1}, "maxItems": 2}}},
-            "c": {"anyOf": [{"const": "x"}, {"type": "null"}]},
-        },
-        "required": ["a", "c"],
-    },
-}
-
-
-def closed(schema):
-    """The schema without properties that it does not name and without spaces, so that an output has an end."""
-    if isinstance(schema, list):
-        return [closed(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    extra = {"additionalProperties": False} if "properties" in schema else {}
-    return {name: closed(part) if name not in ("const", "enum") else part for name, part in schema.items()} | extra
-
-
-SCHEMAS = {name: closed(schema) | {"x-guidance": {"whitespace_flexible": False}} for name, schema in SCHEMAS.items()}
 LARK = 'start: "(" (start | ITEM) ")"\nITEM: /[a-z]{1,3}/'
 OTHERS = {
     "regex": ({"regex": "[A-F]{2}[0-9]{1,3}(x|yz)?"}, lambda text: re.fullmatch("[A-F]{2}[0-9]{1,3}(x|yz)?", text)),
@@ -93,18 +33,37 @@ def bundled_llm():
     return LLM(config=EngineConfig(max_num_seqs=8, max_num_batched_tokens=64))
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_every_output_of_the_bundled_model_follows_its_schema(bundled_llm, temperature):
-    params = [
-        SamplingParams(json_schema=schema, max_tokens=200, seed=i, temperature=temperature)
-        for i, schema in enumerate([*SCHEMAS.values()] * 2)
+def of_schemas(schemas):
+    """Parameters for some schemas, at temperatures 0, 1 and 2 in turn."""
+    return [
+        SamplingParams(json_schema=schema, max_tokens=90, seed=i, temperature=i % 3) for i, schema in enumerate(schemas)
     ]
 
-    completions = bundled_llm.generate(["x = "] * len(params), params, show_progress=False)
 
+def require_valid(completions, schemas):
     assert {c.finish_reason for c in completions} == {"stop"}
-    for completion, schema in zip(completions, [*SCHEMAS.values()] * 2, strict=True):
+    for completion, schema in zip(completions, schemas, strict=True):
         jsonschema.validate(json.loads(completion.text), schema, format_checker=jsonschema.FormatChecker())
+
+
+def test_every_output_of_the_bundled_model_follows_its_schema(bundled_llm):
+    schemas = list(SCHEMAS.values())
+
+    completions = bundled_llm.generate(["x = "] * len(schemas), of_schemas(schemas), show_progress=False)
+
+    assert len(schemas) == 200
+    require_valid(completions, schemas)
+
+
+def test_every_output_of_a_random_model_follows_its_schema_with_drafts(crowded_llm):
+    schemas = list(SCHEMAS.values())[::7]
+    before = crowded_llm.metrics().num_drafted_tokens
+
+    with drafts_from(crowded_llm, NgramDrafter()):
+        completions = crowded_llm.generate([[9]] * len(schemas), of_schemas(schemas), show_progress=False)
+
+    require_valid(completions, schemas)
+    assert crowded_llm.metrics().num_drafted_tokens > before
 
 
 @pytest.mark.parametrize("kind", OTHERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,23 +12,13 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jaxinfer.config import ModelConfig
 from jaxinfer.layers import linear
 from jaxinfer.params import shardings
 from jaxinfer.quantization import QuantizedArray, quantize, quantize_params, quantized_shardings
-from tests.replay import lively_params, replay
+from tests.replay import SMALL_MODEL, lively_params, replay
 
 GENERATOR = np.random.default_rng(0)
-CONFIG = ModelConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_position=64,
-)
+CONFIG = replace(SMALL_MODEL, vocab_size=64, num_layers=2, layer_groups=(2,))
 
 
 def normal(*shape) -> Any:
