@@ -60,7 +60,7 @@ class Scheduler:
         self._decode_loop_steps = decode_loop_steps
         self._speculation = speculation
         # Whether a step may be scheduled before the tokens of the last are known: there is one of each request, then.
-        self._overlap = speculation is None and decode_loop_steps == 1
+        self._overlap = decode_loop_steps == 1
         self._clock = clock
         self.tiers = tiers
         self._tables = BlockTables(num_pages, page_size, tiers)
@@ -228,6 +228,8 @@ class Scheduler:
 
     def _look_ahead(self, step: Step) -> bool:
         """Whether the step after this one can be scheduled before its tokens are known; enters it if so."""
+        if self._speculation is not None and not self._speculation.lets_pass(step):
+            return False
         if not self._overlap or any(chunk.request.grammar is not None and chunk.is_last for chunk in step.chunks):
             return False
         self._enter(step)

@@ -100,6 +100,13 @@ class Speculation:
             self._ledger.enter_choice(any(drafts), attempt.seconds - attempt.invested, self._plain)
         return [replace(chunk, drafts=tokens) for chunk, tokens in zip(chunks, drafts, strict=True)]
 
+    def lets_pass(self, step: Step) -> bool:
+        """Whether the step after this one is to have no drafts, without a look, and so may be launched before this one
+        has ended. Drafts begin with tokens that are known.
+        """
+        is_plain = step.is_decode and not self._attempt.is_measured and not self._attempt.has_drafts
+        return is_plain and self._costs is not None and self._ledger.takes_rest()
+
     def observe(self, step: Step, emitted: Sequence[Sequence[Emitted]], seconds: float, hidden: Any = None) -> None:
         """Learns from a step: what it took, drafting included, and which drafts were right.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -237,6 +238,23 @@ class Costs:
 
     def enter(self, step, seconds):
         pass
+
+
+def test_steps_that_are_to_have_no_drafts_are_launched_ahead_and_no_bit_changes(crowded_llm, answers, monkeypatch):
+    speculation = crowded_llm._scheduler._speculation
+    ask, passed, coin = speculation.lets_pass, [], random.Random(0)
+    monkeypatch.setattr(speculation, "_costs", Costs(0.3))
+    monkeypatch.setattr(speculation._ledger, "takes_rest", lambda: coin.random() < 0.7)
+    monkeypatch.setattr(speculation, "lets_pass", lambda step: passed.append(ask(step)) or passed[-1])
+    forget_prefixes(crowded_llm)
+    before = crowded_llm.metrics().num_drafted_tokens
+
+    with drafts_from(crowded_llm, ScriptedDrafter(0.4, answers)):
+        completions = run_with_arrivals(crowded_llm, PROMPTS, PARAMS, mean_arrivals=0.5)
+
+    assert contents(completions) == contents(answers)
+    assert passed.count(True) > 10
+    assert crowded_llm.metrics().num_drafted_tokens > before
 
 
 class FixedDrafter:
