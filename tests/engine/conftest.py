@@ -3,7 +3,14 @@
 import pytest
 
 from jaxinfer.engine.mailroom import Mailroom
-from tests.engine.engines import ScriptedDrafter, num_owned_pages, poison_cache, save_small_checkpoint, small_engine
+from tests.engine.engines import (
+    ScriptedDrafter,
+    num_owned_pages,
+    poison_cache,
+    quick_engine,
+    save_small_checkpoint,
+    small_engine,
+)
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +39,16 @@ def looping_llm(checkpoint):
     llm = small_engine(checkpoint, **limits, decode_loop_steps=4)
     poison_cache(llm)
     return llm
+
+
+@pytest.fixture(scope="session")
+def mute_llm(checkpoint, tmp_path_factory):
+    """Without a tokenizer, and with 32 slots where a request may have 96 tokens."""
+    folder = tmp_path_factory.mktemp("mute")
+    for file in checkpoint.iterdir():
+        if file.name != "tokenizer.json":
+            (folder / file.name).symlink_to(file)
+    return quick_engine(folder, num_pages=2, max_num_seqs=2, max_num_batched_tokens=16)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from jaxinfer.cache import page_bytes
 from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.planning import plan_cache, resolve_max_model_len
-from tests.engine.engines import GREEDY, SMALL, num_owned_pages, quick_engine, save_small_checkpoint
+from tests.engine.engines import GREEDY, SMALL, num_owned_pages
 
 BAD_PROMPTS = {
     "empty text": ("", "empty"),
@@ -191,33 +191,26 @@ def test_the_llm_refuses_a_configuration_that_the_model_does_not_fit(checkpoint,
         LLM(checkpoint, config=EngineConfig(**{**SMALL, option: value}))
 
 
-@pytest.fixture(scope="module")
-def mute_llm_with_two_pages(tmp_path_factory):
-    """Without a tokenizer, and with 32 slots where a request may have 96 tokens."""
-    path = save_small_checkpoint(tmp_path_factory.mktemp("mute"), with_tokenizer=False)
-    return quick_engine(path, num_pages=2, max_num_seqs=2, max_num_batched_tokens=16)
-
-
 @pytest.mark.parametrize(("num_prompt_tokens", "max_tokens"), [(33, 1), (30, 4), (32, 2), (1, 33)])
-def test_a_request_larger_than_the_pool_is_refused(mute_llm_with_two_pages, num_prompt_tokens, max_tokens):
+def test_a_request_larger_than_the_pool_is_refused(mute_llm, num_prompt_tokens, max_tokens):
     with pytest.raises(ValueError, match=r"may need 33 slots of the cache, which has 32; lower max_tokens"):
-        mute_llm_with_two_pages.add([5] * num_prompt_tokens, SamplingParams(max_tokens=max_tokens))
+        mute_llm.add([5] * num_prompt_tokens, SamplingParams(max_tokens=max_tokens))
 
 
 @pytest.mark.parametrize(("num_prompt_tokens", "max_tokens"), [(32, 1), (30, 3), (1, 32)])
-def test_a_request_that_just_fits_the_pool_is_honoured(mute_llm_with_two_pages, num_prompt_tokens, max_tokens):
+def test_a_request_that_just_fits_the_pool_is_honoured(mute_llm, num_prompt_tokens, max_tokens):
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
 
-    completion = mute_llm_with_two_pages.generate([5] * num_prompt_tokens, params, show_progress=False)[0]
+    completion = mute_llm.generate([5] * num_prompt_tokens, params, show_progress=False)[0]
 
     assert len(completion.token_ids) == max_tokens
 
 
-def test_text_is_refused_without_a_tokenizer(mute_llm_with_two_pages):
+def test_text_is_refused_without_a_tokenizer(mute_llm):
     with pytest.raises(ValueError, match=r"no tokenizer\.json; give the prompt as token ids"):
-        mute_llm_with_two_pages.add("text")
+        mute_llm.add("text")
 
 
-def test_stop_strings_are_refused_without_a_tokenizer(mute_llm_with_two_pages):
+def test_stop_strings_are_refused_without_a_tokenizer(mute_llm):
     with pytest.raises(ValueError, match=r"stop=\('a',\) needs a tokenizer"):
-        mute_llm_with_two_pages.add([5], SamplingParams(max_tokens=1, stop=("a",)))
+        mute_llm.add([5], SamplingParams(max_tokens=1, stop=("a",)))

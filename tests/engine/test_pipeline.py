@@ -111,6 +111,15 @@ def test_nothing_is_launched_ahead_of_a_token_that_a_structure_waits_for(llm):
     assert set(counts) == {0}
 
 
+@pytest.fixture
+def raising_interrupts():
+    """Ctrl-C raises, also in a process that was started with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("raising_interrupts")
 @pytest.mark.parametrize(("count", "expected"), [(0, ["the end"]), (1, ["the end"]), (2, [])])
 def test_ctrl_c_waits_for_the_end_of_a_step_but_not_twice(count, expected):
     events = []

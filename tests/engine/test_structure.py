@@ -10,7 +10,7 @@ import pytest
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.drafters import NgramDrafter
 from jaxinfer.engine.llm import LLM
-from tests.engine.engines import drafts_from, quick_engine, run_with_arrivals, save_small_checkpoint, small_engine
+from tests.engine.engines import drafts_from, run_with_arrivals
 from tests.engine.schemas import SCHEMAS
 
 pytest.importorskip("llguidance")
@@ -85,14 +85,18 @@ def test_an_end_token_ends_the_structure_even_where_it_is_ignored(llm):
     assert (completion.token_ids, completion.finish_reason) == ((0,), "stop")
 
 
-def test_structures_are_the_same_in_any_company_and_after_preemption(llm, checkpoint):
-    crowded = small_engine(checkpoint, max_num_seqs=3, max_num_batched_tokens=5, num_pages=5)
-    params = [SamplingParams(**fields, seed=i, max_tokens=30) for i, (fields, _) in enumerate([*OTHERS.values()] * 3)]
-    prompts = [[5 + i] * (4 * i + 1) for i in range(len(params))]
+def test_structures_are_the_same_in_any_company_and_after_preemption(llm, crowded_llm):
+    # Of the long ones no three fit the pool.
+    structures = [*(fields for fields, _ in OTHERS.values()), *[{"regex": "[a-c]{28}"}] * 7]
+    params = [SamplingParams(**fields, seed=i, max_tokens=30) for i, fields in enumerate(structures)]
+    prompts = [[5 + i] * (i + 5) for i in range(len(params))]
     alone = [llm.generate(*pair, show_progress=False)[0] for pair in zip(prompts, params, strict=True)]
 
-    together = run_with_arrivals(crowded, prompts, params, mean_arrivals=9.0)
+    before = crowded_llm.metrics().num_preemptions
 
+    together = run_with_arrivals(crowded_llm, prompts, params, mean_arrivals=9.0)
+
+    assert crowded_llm.metrics().num_preemptions > before
     assert [(c.text, c.log_probs) for c in together] == [(c.text, c.log_probs) for c in alone]
 
 
@@ -115,8 +119,6 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason_and_the_engine_goes_
     assert llm.generate("a", SamplingParams(choices=["b"]), show_progress=False)[0].text == "b"
 
 
-def test_a_structure_needs_a_tokenizer(tmp_path):
-    mute = quick_engine(save_small_checkpoint(tmp_path / "mute", with_tokenizer=False))
-
+def test_a_structure_needs_a_tokenizer(mute_llm):
     with pytest.raises(ValueError, match="regex='a' cannot be compiled: .*no tokenizer"):
-        mute.add([5], SamplingParams(regex="a"))
+        mute_llm.add([5], SamplingParams(regex="a", max_tokens=2))
