@@ -14,7 +14,9 @@ import pytest
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.block_tables import BlockTables
 from jaxinfer.engine.device_drafter import Target
+from jaxinfer.engine.draft_ledger import Ledger
 from jaxinfer.engine.draft_model import DraftModel
+from jaxinfer.engine.draft_source import DraftSource
 from jaxinfer.engine.drafters import NgramDrafter, SuffixDrafter
 from jaxinfer.engine.head_drafter import HeadDrafter
 from jaxinfer.engine.speculation import Speculation
@@ -244,6 +246,9 @@ def test_steps_that_are_to_have_no_drafts_are_launched_ahead_and_no_bit_changes(
     speculation = crowded_llm._scheduler._speculation
     ask, passed, coin = speculation.lets_pass, [], random.Random(0)
     monkeypatch.setattr(speculation, "_costs", Costs(0.3))
+    # What other tests' drafters were worth says nothing about this one.
+    monkeypatch.setattr(speculation, "source", DraftSource(speculation.source.drafter, speculation._clock))
+    monkeypatch.setattr(speculation, "_ledger", Ledger())
     monkeypatch.setattr(speculation._ledger, "takes_rest", lambda: coin.random() < 0.7)
     monkeypatch.setattr(speculation, "lets_pass", lambda step: passed.append(ask(step)) or passed[-1])
     forget_prefixes(crowded_llm)
