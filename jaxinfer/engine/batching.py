@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -175,20 +176,28 @@ class BatchBuilder:
         return make_decode_batch(token_ids, starts, self._block_tables, self._page_size), self._sampling
 
     def _make_sampling(self, step: Step, bucket: Bucket) -> SamplingBatch:
-        requests = [chunk.request for chunk in step.chunks]
-        return make_sampling(
-            [request.sampling for request in requests],
+        return sampling_of_requests(
+            [chunk.request for chunk in step.chunks],
             num_rows=bucket.num_rows,
-            seeds=[request.seed for request in requests],
-            sample_index=[request.sample_index for request in requests],
-            prompt_lens=[request.num_prompt_tokens for request in requests],
-            stop_token_ids=[request.stop_token_ids for request in requests],
             max_listed_tokens=self._max_listed_tokens,
             vocab_size=self._vocab_size,
             custom=self._custom,
             masks=_masks(step),
             num_masks=bucket.num_tokens if bucket.is_verify else None,
         )
+
+
+def sampling_of_requests(requests: Sequence[Request], *, num_rows: int, **options: Any) -> SamplingBatch:
+    """Lays out how each request draws, one row each; `options` are those of `make_sampling`."""
+    return make_sampling(
+        [request.sampling for request in requests],
+        num_rows=num_rows,
+        seeds=[request.seed for request in requests],
+        sample_index=[request.sample_index for request in requests],
+        prompt_lens=[request.num_prompt_tokens for request in requests],
+        stop_token_ids=[request.stop_token_ids for request in requests],
+        **options,
+    )
 
 
 def _token_ids(chunk: Chunk, drawn_in: Mapping[int, int]) -> list[int]:

@@ -18,7 +18,7 @@ import numpy as np
 from jaxinfer.batch import Row, make_batch, padded
 from jaxinfer.cache import abstract_cache, init_cache, page_bytes
 from jaxinfer.config import CacheConfig, ModelConfig
-from jaxinfer.engine.batching import decode_sizes, max_batched_tokens
+from jaxinfer.engine.batching import decode_sizes, max_batched_tokens, sampling_of_requests
 from jaxinfer.engine.device_drafter import Target
 from jaxinfer.engine.emission import Emitted
 from jaxinfer.engine.executables import compile_or_load
@@ -26,7 +26,6 @@ from jaxinfer.engine.prefix import num_equal
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.step import Step
 from jaxinfer.params import Params
-from jaxinfer.sampling_batch import make_sampling
 from jaxinfer.steps import draft_step
 
 Shape = tuple[int, int]  # rows and tokens
@@ -135,13 +134,9 @@ class DraftModel:
             num_rows=num_rows,
             table_width=self._table_width,
         )
-        sampling = make_sampling(
-            [request.sampling for request in requests],
+        sampling = sampling_of_requests(
+            requests,
             num_rows=num_rows,
-            seeds=[request.seed for request in requests],
-            sample_index=[request.sample_index for request in requests],
-            prompt_lens=[request.num_prompt_tokens for request in requests],
-            stop_token_ids=[request.stop_token_ids for request in requests],
             max_listed_tokens=self._engine_config.max_listed_tokens,
             # No masks: drafts that a structure rules out are dropped before they are verified.
             vocab_size=self._config.vocab_size,

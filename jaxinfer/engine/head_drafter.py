@@ -14,13 +14,13 @@ import numpy as np
 from jaxinfer.batch import padded
 from jaxinfer.config import CacheConfig
 from jaxinfer.draft_heads import draft_from_heads
-from jaxinfer.engine.batching import decode_sizes
+from jaxinfer.engine.batching import decode_sizes, sampling_of_requests
 from jaxinfer.engine.device_drafter import Target
 from jaxinfer.engine.emission import Emitted
 from jaxinfer.engine.executables import compile_or_load
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.step import Step
-from jaxinfer.sampling_batch import SamplingBatch, make_sampling
+from jaxinfer.sampling_batch import SamplingBatch
 
 
 class HeadDrafter:
@@ -87,13 +87,9 @@ class HeadDrafter:
         self, requests: Sequence[Request], states: np.ndarray, size: int
     ) -> tuple[np.ndarray, np.ndarray, SamplingBatch, np.ndarray]:
         """Returns what `draft_from_heads` takes after the parameters and the weights."""
-        sampling = make_sampling(
-            [request.sampling for request in requests],
+        sampling = sampling_of_requests(
+            requests,
             num_rows=size,
-            seeds=[request.seed for request in requests],
-            sample_index=[request.sample_index for request in requests],
-            prompt_lens=[request.num_prompt_tokens for request in requests],
-            stop_token_ids=[request.stop_token_ids for request in requests],
             max_listed_tokens=self._target.engine_config.max_listed_tokens,
             vocab_size=self._target.model_config.vocab_size,
             custom=tuple(self._target.custom),
