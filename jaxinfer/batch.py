@@ -60,6 +60,7 @@ class StepOutput:
     top_tokens: Any  # i32[B, A]  most probable first; zeros unless some row wants them
     top_log_probs: Any  # f32[B, A]
     hidden: Any = None  # [T, D]  after the final norm, of all tokens of the step, for drafters
+    prompt: Any = None  # PromptOutput  of a prefill step that was given a `PromptBatch`
 
 
 @struct.dataclass

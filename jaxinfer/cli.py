@@ -19,7 +19,7 @@ from jaxinfer.cli_options import add_fields, from_arguments
 from jaxinfer.config import EngineConfig, SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from jaxinfer import LLM
     from jaxinfer.engine.llm import Completion
@@ -117,6 +117,8 @@ def _load(arguments: argparse.Namespace) -> LLM:
 def _generate(arguments: argparse.Namespace) -> None:
     params = from_arguments(SamplingParams, arguments)
     prompt = sys.stdin.read().removesuffix("\n") if arguments.prompt is None else arguments.prompt
+    if params.prompt_log_probs is not None:
+        vars(arguments).setdefault("max_prompt_log_probs", params.prompt_log_probs)
     llm = _load(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that cannot show a character is no reason to stop.
@@ -134,11 +136,12 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 
 def _report(completion: Completion, arguments: argparse.Namespace, started_at: float, first_at: float) -> None:
+    if getattr(arguments, "prompt_log_probs", None) is not None:
+        rows = zip(completion.prompt_log_probs, completion.prompt_top_log_probs, strict=True)
+        _print_log_probs("prompt token", completion.prompt_token_ids, rows)
     if getattr(arguments, "log_probs", 0):
-        rows = zip(completion.token_ids, completion.log_probs, completion.top_log_probs, strict=True)
-        for token_id, log_prob, top in rows:
-            alternatives = " ".join(f"{other}:{value:.4f}" for other, value in top.items())
-            print(f"token {token_id} {log_prob:.4f}  alternatives {alternatives}", file=sys.stderr)
+        rows = zip(completion.log_probs, completion.top_log_probs, strict=True)
+        _print_log_probs("token", completion.token_ids, rows)
     if not arguments.quiet:
         seconds = time.monotonic() - started_at
         num_tokens = len(completion.token_ids)
@@ -148,6 +151,15 @@ def _report(completion: Completion, arguments: argparse.Namespace, started_at: f
             f"ended by {completion.finish_reason}, seed {completion.seed}, sample {completion.sample_index}",
             file=sys.stderr,
         )
+
+
+def _print_log_probs(
+    name: str, token_ids: Iterable[int], rows: Iterable[tuple[float | None, dict[int, float]]]
+) -> None:
+    for token_id, (log_prob, top) in zip(token_ids, rows, strict=False):
+        alternatives = " ".join(f"{other}:{value:.4f}" for other, value in top.items())
+        value = "-" if log_prob is None else f"{log_prob:.4f}"
+        print(f"{name} {token_id} {value}  alternatives {alternatives}", file=sys.stderr)
 
 
 def _batch(arguments: argparse.Namespace) -> None:

@@ -135,7 +135,8 @@ class EngineConfig:
     output of a request, `None` for the model's own limit. `num_pages`: pages in the pool, `None` for as many as all
     rows at full length can use, bounded by `cache_bytes`. `cache_bytes`: bytes the page pool may take, `None` for 1 GiB
     on CPU and for what the device has left elsewhere.
-    `max_log_probs`: the most alternatives per token that a request may ask for.
+    `max_log_probs`: the most alternatives per token that a request may ask for. `max_prompt_log_probs`: the same for
+    the tokens of prompts; None lets no request ask for `prompt_log_probs`, and compiles nothing for them.
     `max_listed_tokens`: the most token ids that a request may name in `logit_bias`, in `allowed_token_ids`, in all its
     `bad_words` together, and as stop tokens under `min_tokens`.
     `prefix_cache`: whether requests share the pages of equal beginnings, those of finished requests included.
@@ -158,6 +159,7 @@ class EngineConfig:
     num_pages: int | None = None
     cache_bytes: int | None = None
     max_log_probs: int = 20
+    max_prompt_log_probs: int | None = None
     max_listed_tokens: int = 128
     prefix_cache: bool = True
     decode_loop_steps: int = 1
@@ -185,6 +187,8 @@ class EngineConfig:
         if self.cache_bytes is not None:
             require_int("cache_bytes", self.cache_bytes, 1, 2**62)
         require_int("max_log_probs", self.max_log_probs, 0)
+        if self.max_prompt_log_probs is not None:
+            require_int("max_prompt_log_probs", self.max_prompt_log_probs, 0)
         require_int("max_listed_tokens", self.max_listed_tokens, 1)
         require_bool("prefix_cache", self.prefix_cache)
         require_int("decode_loop_steps", self.decode_loop_steps, 1)

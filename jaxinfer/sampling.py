@@ -131,6 +131,17 @@ def _ordered_bits(x: jax.Array) -> jax.Array:
 
 def describe(logits: jax.Array, tokens: jax.Array, sampling: SamplingBatch, max_log_probs: int) -> StepOutput:
     """Returns the tokens i32[B] with their log-probabilities under the unfiltered logits f32[B, V]."""
+    wants_top = jnp.any(sampling.num_log_probs > 0)
+    log_probs, top_tokens, top_log_probs = log_probs_of(logits, tokens, wants_top, max_log_probs)
+    return StepOutput(tokens=tokens, log_probs=log_probs, top_tokens=top_tokens, top_log_probs=top_log_probs)
+
+
+def log_probs_of(
+    logits: jax.Array, tokens: jax.Array, wants_top: jax.Array, max_log_probs: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the log-probabilities f32[B] of tokens i32[B] under logits f32[B, V], and the most probable tokens with
+    theirs, i32[B, A] and f32[B, A], best first; zeros where nobody wants them (bool[]).
+    """
     B = logits.shape[0]
     maximum = logits.max(-1)
     log_total = maximum + jnp.log(row_sum(jnp.exp(logits - maximum[:, None])))
@@ -143,5 +154,4 @@ def describe(logits: jax.Array, tokens: jax.Array, sampling: SamplingBatch, max_
     def nothing() -> tuple[jax.Array, jax.Array]:
         return jnp.zeros((B, max_log_probs), jnp.int32), jnp.zeros((B, max_log_probs), jnp.float32)
 
-    top_tokens, top_log_probs = jax.lax.cond(jnp.any(sampling.num_log_probs > 0), top, nothing)
-    return StepOutput(tokens=tokens, log_probs=chosen - log_total, top_tokens=top_tokens, top_log_probs=top_log_probs)
+    return chosen - log_total, *jax.lax.cond(wants_top, top, nothing)

@@ -45,9 +45,10 @@ class SamplingParams:
     `n` samples are drawn of one prompt, each a completion with its `sample_index`; `best_of` draws as many and gives
     the `n` with the greatest sum of log-probabilities, best first, when all have ended.
 
-    `log_probs` is how many alternatives to report per token beside the chosen one. `stop` ends the text before the
-    first of these strings; `stop_token_ids` end it at a token, in addition to the model's end tokens, which
-    `ignore_eos` switches off.
+    `log_probs` is how many alternatives to report per token beside the chosen one, `prompt_log_probs` how many per
+    token of the prompt beside the one that is there; None reports nothing of the prompt, all of which is computed
+    otherwise, be it cached or not. `stop` ends the text before the first of these strings; `stop_token_ids` end it at a
+    token, in addition to the model's end tokens, which `ignore_eos` switches off.
     """
 
     n: int = 1
@@ -73,6 +74,7 @@ class SamplingParams:
     logits_processors: Mapping[str, float] | Sequence[tuple[str, float]] = ()
     seed: int | None = None
     log_probs: int = 0
+    prompt_log_probs: int | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
@@ -104,6 +106,8 @@ class SamplingParams:
         if self.seed is not None:
             require_int("seed", self.seed, 0, MAX_SEED)
         require_int("log_probs", self.log_probs, 0)
+        if self.prompt_log_probs is not None:
+            require_int("prompt_log_probs", self.prompt_log_probs, 0)
         require_bool("ignore_eos", self.ignore_eos)
         # Lists are welcome as input; tuples keep the object hashable.
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))

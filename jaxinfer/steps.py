@@ -20,6 +20,7 @@ from jaxinfer.decode_loop import LoopBatch, run_loop
 from jaxinfer.decoder import forward, unembed
 from jaxinfer.params import Params
 from jaxinfer.processors import Context, LogitsProcessor, process_logits
+from jaxinfer.prompt_log_probs import PromptBatch, describe_prompt
 from jaxinfer.sampling import describe, sample
 from jaxinfer.sampling_batch import SamplingBatch
 from jaxinfer.speculative import batch_of_tokens, emit, sampling_of_tokens
@@ -28,15 +29,19 @@ _STATICS = ("config", "implementation", "mesh", "custom")
 _jit_step = functools.partial(jax.jit, static_argnames=("max_log_probs", *_STATICS), donate_argnames="cache")
 
 
-@_jit_step
+@functools.partial(
+    jax.jit, static_argnames=("max_log_probs", "max_prompt_log_probs", *_STATICS), donate_argnames="cache"
+)
 def prefill_step(
     params: Params,
     cache: KVCache,
     batch: Batch,
     sampling: SamplingBatch,
+    prompt: PromptBatch | None = None,
     *,
     config: ModelConfig,
     max_log_probs: int = 0,
+    max_prompt_log_probs: int = 0,
     implementation: str | None = None,
     mesh: Mesh | None = None,
     custom: tuple[LogitsProcessor, ...] = (),
@@ -44,13 +49,15 @@ def prefill_step(
     """Computes any mix of chunks and draws one token per row, from its last position.
 
     A decoding request in the mix is a chunk of one token. What is drawn for a row whose prompt is not finished means
-    nothing. Raises at trace time: ValueError where max_log_probs exceeds the vocabulary.
+    nothing. With a `prompt` the output has the log-probabilities of the prompts' tokens that it names. Raises at trace
+    time: ValueError where max_log_probs exceeds the vocabulary.
     """
     hidden, cache = forward(params, cache, batch, config=config, implementation=implementation, mesh=mesh)
     # Padding rows repeat the end of the last row; their result is discarded.
     last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
     output = _finish(params, cache, hidden[last], batch, sampling, max_log_probs, custom)
-    return replace(output, hidden=hidden), cache
+    described = None if prompt is None else describe_prompt(params, hidden, prompt, max_prompt_log_probs)
+    return replace(output, hidden=hidden, prompt=described), cache
 
 
 @_jit_step

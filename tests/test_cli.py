@@ -90,6 +90,7 @@ SAMPLING = {
     "grammar": 'start: "a"',
     "seed": 2**64 - 1,
     "log_probs": 4,
+    "prompt_log_probs": 3,
     "stop": ("x", "y z"),
     "stop_token_ids": (6, 7),
     "ignore_eos": True,
@@ -102,6 +103,7 @@ ENGINE = {
     "num_pages": 5,
     "cache_bytes": 4096,
     "max_log_probs": 2,
+    "max_prompt_log_probs": 3,
     "max_listed_tokens": 7,
     "prefix_cache": False,
     "max_mixed_tokens": 100,
@@ -166,6 +168,15 @@ def test_log_probs_are_printed_when_asked_for(capsys):
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[0] for line in lines] == ["token", "token"]
     assert all("alternatives" in line for line in lines)
+
+
+def test_those_of_the_prompt_are_printed_when_asked_for(capsys, llm):
+    assert cli.main(["generate", "pq", "--quiet", "--prompt-log-probs", "1", "--seed", "0"]) == 0
+    assert llm.told["config"].max_prompt_log_probs == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "prompt token 0 -  alternatives ",
+        "prompt token 1 -0.5000  alternatives 7:-0.2500",
+    ]
 
 
 MISTAKES = [

@@ -59,6 +59,7 @@ REFUSED = [
     *((EngineConfig, "page_size", value) for value in (*NOT_SIZES, 8, 48, 256)),
     *((EngineConfig, name, value) for name in ("num_pages", "cache_bytes") for value in (0, -1, 1.0, True, "8")),
     *((EngineConfig, "max_log_probs", value) for value in (-1, 1.0, True, "8", None)),
+    *((EngineConfig, "max_prompt_log_probs", value) for value in (-1, 1.0, True, "8")),
     *((EngineConfig, "prefix_cache", value) for value in (0, 1, "no", None)),
     *((EngineConfig, "host_cache_bytes", value) for value in (0, -1, 1.0, True, "8")),
     (EngineConfig, "disk_cache_bytes", 0),
@@ -88,6 +89,7 @@ REFUSED = [
     *((SamplingParams, "choices", value) for value in ((), ("",), (1,), 1, "ab")),
     *((SamplingParams, "seed", value) for value in (-1, MAX_SEED + 1, 1.0, True, "8")),
     *((SamplingParams, "log_probs", value) for value in (-1, 1.0, True, "8", None)),
+    *((SamplingParams, "prompt_log_probs", value) for value in (-1, 1.0, True, "8")),
     *((SamplingParams, "ignore_eos", value) for value in NOT_BOOLS),
     *((SamplingParams, "stop", value) for value in ("", ("",), ("a", ""), (1,), 1, None, b"a")),
     *((SamplingParams, "stop_token_ids", value) for value in ((-1,), (1.0,), (True,), ("1",), 1, None, "12")),
@@ -109,7 +111,7 @@ ACCEPTED = [
     *((SamplingParams, {"presence_penalty": value, "frequency_penalty": -value}) for value in (-2, 2)),
     (SamplingParams, {"min_tokens": 128, "allowed_token_ids": (0,), "logit_bias": ((0, -100.0), (1, 100.0))}),
     (SamplingParams, {"seed": MAX_SEED}),
-    (SamplingParams, {"seed": 0, "log_probs": 0}),
+    (SamplingParams, {"seed": 0, "log_probs": 0, "prompt_log_probs": 0}),
 ]
 
 

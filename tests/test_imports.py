@@ -94,6 +94,7 @@ CORE = (
     "speculative",
     "decode_loop",
     "draft_heads",
+    "prompt_log_probs",
     "steps",
 )
 # What a module may import of ours; modules that are not named here are free.
@@ -116,6 +117,7 @@ ALLOWED = {
     "speculative": below("batch", "sampling_batch") | set(within("kernels_pallas")),
     "decode_loop": below("batch", "cache", "sampling_params"),
     "draft_heads": below("decoder", "layers", "params", "sampling", "sampling_batch"),
+    "prompt_log_probs": below("batch", "decoder", "params", "sampling"),
     "steps": below(*CORE),
     "checkpoint": below("config", "params", "device", "checkpoint"),
     "engine.pages": set(),
@@ -123,8 +125,10 @@ ALLOWED = {
     "engine.metrics": set(),
     "engine.completion": below("engine.metrics"),
     "engine.page_copies": set(),
+    "engine.family": set(),
     "engine.request": below(
-        "sampling_params", "engine.completion", "engine.metrics", "engine.page_copies", "engine.prefix"
+        *("sampling_params", "engine.completion", "engine.family", "engine.metrics", "engine.page_copies"),
+        "engine.prefix",
     ),
     "engine.sealed_file": set(),
     "engine.tiers": below("engine.metrics", "engine.page_copies"),
@@ -152,7 +156,8 @@ ALLOWED = {
     ),
     "engine.executables": below("engine.sealed_file"),
     "engine.batching": below(
-        "batch", "decode_loop", "device", "sampling_batch", "config", "engine.step", "engine.request"
+        *("batch", "decode_loop", "device", "prompt_log_probs", "sampling_batch", "config", "engine.step"),
+        "engine.request",
     ),
 }
 ALLOWED_PAIRS = [(module, allowed) for name, allowed in ALLOWED.items() for module in within(f"jaxinfer.{name}")]

@@ -102,9 +102,11 @@ def _sample(request: Request, completion: Completion) -> dict[str, Any]:
         "log_probs": _finite(completion.log_probs),
     }
     if request.sampling_params.log_probs > 0:
-        sample["top_log_probs"] = [
-            dict(zip(top, _finite(list(top.values())), strict=True)) for top in completion.top_log_probs
-        ]
+        sample["top_log_probs"] = _alternatives(completion.top_log_probs)
+    if request.sampling_params.prompt_log_probs is not None:
+        sample["prompt_log_probs"] = _finite(completion.prompt_log_probs)
+    if request.sampling_params.prompt_log_probs:
+        sample["prompt_top_log_probs"] = _alternatives(completion.prompt_top_log_probs)
     sample["finish_reason"] = completion.finish_reason
     return sample
 
@@ -205,8 +207,12 @@ def _kind(value: Any) -> str:
     return "missing or null" if value is None else kinds.get(type(value), "an object")
 
 
-def _finite(values: Sequence[float]) -> list[float | None]:
-    return [value if math.isfinite(value) else None for value in values]
+def _alternatives(rows: Sequence[Mapping[int, float]]) -> list[dict[int, float | None]]:
+    return [dict(zip(row, _finite(list(row.values())), strict=True)) for row in rows]
+
+
+def _finite(values: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None or not math.isfinite(value) else value for value in values]
 
 
 def _format(record: dict[str, Any]) -> bytes:

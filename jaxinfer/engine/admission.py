@@ -12,6 +12,7 @@ from numbers import Integral, Real
 from typing import Any, TypedDict, get_args
 
 from jaxinfer.config import MAX_SEED, CacheConfig, EngineConfig, ModelConfig, SamplingParams
+from jaxinfer.engine.family import Family
 from jaxinfer.engine.prefix import PageKeys, root_key
 from jaxinfer.engine.request import Priority, Request
 from jaxinfer.grammar import GrammarCompiler
@@ -66,12 +67,10 @@ class Admission:
             raise ValueError(f"{sampling!r} is not a SamplingParams")
         token_ids = self._encode(prompt)
         self._check_lengths(len(token_ids), sampling)
-        max_log_probs = min(self.engine_config.max_log_probs, self.model_config.vocab_size)
-        if sampling.log_probs > max_log_probs:
-            raise ValueError(
-                f"log_probs={sampling.log_probs} is more than max_log_probs={max_log_probs}; ask for fewer or raise"
-                f" EngineConfig.max_log_probs, up to the vocabulary of {self.model_config.vocab_size}"
-            )
+        self._check_alternatives("log_probs", sampling.log_probs, self.engine_config.max_log_probs)
+        if sampling.prompt_log_probs is not None:
+            limit = self.engine_config.max_prompt_log_probs
+            self._check_alternatives("prompt_log_probs", sampling.prompt_log_probs, limit)
         if sampling.stop and self.tokenizer is None:
             raise ValueError(f"stop={sampling.stop!r} needs a tokenizer, which this checkpoint does not have")
         eos = () if sampling.ignore_eos else self.eos_token_ids
@@ -95,6 +94,7 @@ class Admission:
             priority=_checked_priority(priority),
             tenant=_checked_tenant(tenant),
             time_limit=_checked_time_limit(deadline),
+            family=Family(sampling.num_samples),
         )
         return [
             make_sample(
@@ -111,6 +111,14 @@ class Admission:
         if self.tokenizer is None:
             return None
         return Detokenizer(self.tokenizer, stop=sampling.stop, min_tokens=sampling.min_tokens)
+
+    def _check_alternatives(self, name: str, count: int, limit: int | None) -> None:
+        vocab_size = self.model_config.vocab_size
+        if limit is None or count > min(limit, vocab_size):
+            raise ValueError(
+                f"{name}={count} is more than max_{name}={limit}; ask for fewer or raise EngineConfig.max_{name}, up to"
+                f" the vocabulary of {vocab_size}"
+            )
 
     def _check_listed_tokens(self, sampling: SamplingParams, stop_token_ids: Collection[int]) -> None:
         allowed = sampling.allowed_token_ids

@@ -14,6 +14,7 @@ from jaxinfer.decode_loop import LoopBatch, make_loop
 from jaxinfer.device import default_batched_tokens
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.step import Chunk, Step
+from jaxinfer.prompt_log_probs import PromptBatch, make_prompt, no_prompt
 from jaxinfer.sampling_batch import SamplingBatch, make_sampling
 
 # A shape is compiled once and costs time to compile, while rows and tokens of padding cost little: on CPU they are not
@@ -38,6 +39,10 @@ class Bucket:
     @property
     def is_verify(self) -> bool:
         return self.q_len > 0
+
+    @property
+    def is_prefill(self) -> bool:
+        return not self.is_decode and not self.is_verify
 
     @property
     def name(self) -> str:
@@ -205,6 +210,16 @@ def _token_ids(chunk: Chunk, drawn_in: Mapping[int, int]) -> list[int]:
     if len(token_ids) < chunk.num_tokens:
         token_ids.append(drawn_in_row(drawn_in[chunk.request.request_id]))
     return [*token_ids, *chunk.drafts]
+
+
+def build_prompt(step: Step, bucket: Bucket) -> PromptBatch:
+    """Lays out of which prompt tokens a step yields the log-probabilities."""
+    places, token_ids = [], []
+    for chunk, place, count in step.described:
+        places += range(place, place + count)
+        token_ids += chunk.request.token_ids[chunk.start + 1 :][:count]
+    wants_top = any(chunk.request.sampling.prompt_log_probs for chunk, *_ in step.described)
+    return make_prompt(places, token_ids, bucket.num_tokens, wants_top) if places else no_prompt(bucket.num_tokens)
 
 
 def build_loop(step: Step, bucket: Bucket, max_stop_tokens: int) -> LoopBatch:

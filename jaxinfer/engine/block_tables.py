@@ -165,7 +165,7 @@ class BlockTables:
         index = request.num_computed // self._page_size
         if index >= len(request.pages):
             return False
-        page, limit = request.pages[index], min((index + 1) * self._page_size, len(request.token_ids) - 1)
+        page, limit = request.pages[index], min((index + 1) * self._page_size, request.max_skipped)
         found = self._in_file(request, index, limit)
         found = found or self._in_origin(request, index, limit) or self._in_tiers(request, index, limit)
         found = found or self._in_successor(request, index, limit)
@@ -223,8 +223,8 @@ class BlockTables:
         return start + count, page
 
     def _num_shareable(self, request: Request) -> int:
-        """Returns how many pages of the request can be full without its last token, whose logits are wanted."""
-        return (len(request.token_ids) - 1) // self._page_size
+        """Returns how many pages of the request can be full without a token that has to be computed."""
+        return request.max_skipped // self._page_size
 
     def _find(self, request: Request) -> list[int]:
         """Returns the cached pages from the first that the request has not computed whole, as far as they go on.

@@ -118,11 +118,11 @@ def fork(request: Request, request_id: int, admission: Admission, *, time_limit:
         time_limit=time_limit,
         grammar=admission.grammars.compile(request.sampling),
         cache_salt=request.cache_salt,
+        family=request.family,
     )
     for output in request.outputs:
         branch.append(*output)
     request.family.num_samples += 1
-    branch.family = request.family
     branch.origin, branch.saved, branch.num_saved = request, request.saved, request.num_saved
     return branch
 

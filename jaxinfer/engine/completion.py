@@ -17,8 +17,10 @@ class Completion:
 
     `sample_index` counts the samples of one prompt. `log_probs` are those of the chosen tokens under the model, before
     temperature and filters. `top_log_probs` has a dictionary from token id to log-probability per token, most probable
-    first, if asked for. `seed` repeats the result. `num_cached_tokens` of the prompt were found in the prefix cache and
-    not computed. `timings` say what it took, and have no part in equality.
+    first, if asked for. `prompt_log_probs` and `prompt_top_log_probs` have the same of each token of the prompt, given
+    those before it, if asked for; the first follows nothing and has None. A request that ended early has them as far
+    as it came. `seed` repeats the result. `num_cached_tokens` of the prompt were found in the prefix cache and not
+    computed. `timings` say what it took, and have no part in equality.
     """
 
     request_id: int
@@ -31,6 +33,8 @@ class Completion:
     seed: int
     sample_index: int = 0
     num_cached_tokens: int = 0
+    prompt_log_probs: tuple[float | None, ...] = ()
+    prompt_top_log_probs: tuple[dict[int, float], ...] = ()
     timings: Timings = field(default=Timings(), compare=False)
 
 

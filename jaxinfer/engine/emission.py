@@ -31,12 +31,26 @@ def emitted_tokens(step: Step, output: Any) -> Sequence[Sequence[Emitted]]:
     return emitted
 
 
-def _alternatives(output: Any, row: int, count: int) -> list[dict[int, float]]:
+def _alternatives(output: Any, row: int | slice, count: int) -> list[dict[int, float]]:
     tokens, log_probs = (
         np.asarray(array[row]).reshape(-1, array.shape[-1])[:, :count].tolist()
         for array in (output.top_tokens, output.top_log_probs)
     )
     return [dict(zip(*pair, strict=True)) for pair in zip(tokens, log_probs, strict=True)]
+
+
+def enter_prompts(step: Step, output: Any) -> None:
+    """Enters the log-probabilities of prompt tokens that a step's output has."""
+    first = 0
+    for chunk, _, count in step.described:
+        family, rows = chunk.request.family, slice(first, first + count)
+        first += count
+        # What was computed before, by another sample or before a preemption, is known.
+        num_known = len(family.prompt_log_probs) - (chunk.start + 1)
+        num_log_probs = chunk.request.sampling.prompt_log_probs
+        tops = _alternatives(output.prompt, rows, num_log_probs) if num_log_probs else [{}] * count
+        family.prompt_log_probs += np.asarray(output.prompt.log_probs)[rows].tolist()[num_known:]
+        family.prompt_top_log_probs += tops[num_known:]
 
 
 def extend_request(request: Request, emitted: Sequence[Emitted]) -> Delta:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,6 +14,15 @@ class Timings:
     queue: float | None = None  # from its arrival until its first tokens were computed in a step
     ttft: float | None = None  # from its arrival to its first token
     itl: tuple[float, ...] = ()  # from each token to the next; waiting after a preemption is part of it
+
+    @classmethod
+    def of(cls, arrival: float, first_step: float | None, token_times: Sequence[float]) -> Timings:
+        """Returns the timings of a request from when it arrived, was in a step first, and had each token."""
+        return cls(
+            queue=None if first_step is None else first_step - arrival,
+            ttft=token_times[0] - arrival if token_times else None,
+            itl=tuple(later - earlier for earlier, later in pairwise(token_times)),
+        )
 
     @property
     def tpot(self) -> float | None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, Protocol
 
 import numpy as np
@@ -13,6 +11,7 @@ import numpy as np
 from jaxinfer.engine.completion import Completion as Completion
 from jaxinfer.engine.completion import Delta as Delta
 from jaxinfer.engine.completion import FinishReason as FinishReason
+from jaxinfer.engine.family import Family
 from jaxinfer.engine.metrics import Timings
 from jaxinfer.engine.page_copies import Content
 from jaxinfer.engine.prefix import PageKeys
@@ -51,13 +50,6 @@ class Structure(Protocol):
     def masks(self, token_ids: Sequence[int]) -> list[np.ndarray]: ...
 
 
-@dataclass
-class Family:
-    """A request and the forks of it and of theirs; each draws as another sample."""
-
-    num_samples: int
-
-
 class Request:
     """One prompt on its way: `num_computed` of its tokens are in the cache, `pages` hold them.
 
@@ -88,6 +80,7 @@ class Request:
         tenant: str = "",
         time_limit: float = math.inf,
         grammar: Structure | None = None,
+        family: Family | None = None,
     ):
         self.request_id = request_id
         self.sampling = sampling
@@ -110,7 +103,7 @@ class Request:
         self.pages: list[int] = []
         self.keys = keys
         self.cache_salt = cache_salt
-        self.family = Family(sample_index + 1)
+        self.family = family or Family(sample_index + 1)
         self.origin: Request | None = None  # what it was forked from, whose pages it may take over
         self.saved: Sequence[Content] = ()  # its pages from a file, and how many tokens are in them
         self.num_saved = 0
@@ -133,6 +126,14 @@ class Request:
     def num_uncomputed(self) -> int:
         """Tokens that are there but not in the cache: all of a new prompt, 1 while decoding."""
         return len(self.token_ids) + self.num_pending - self.num_computed
+
+    @property
+    def max_skipped(self) -> int:
+        """How many tokens may be found in a cache; those after them have to be computed, for what follows from them."""
+        num_described = len(self.family.prompt_log_probs)
+        if self.sampling.prompt_log_probs is None or num_described == self.num_prompt_tokens:
+            return len(self.token_ids) - 1
+        return num_described - 1
 
     @property
     def num_output_tokens(self) -> int:
@@ -219,6 +220,7 @@ class Request:
         self.finish_reason = reason
         text += self._text_stream.flush() if self._text_stream else ""
         self._texts.append(text)
+        wants_prompt = self.sampling.prompt_log_probs is not None
         completion = Completion(
             request_id=self.request_id,
             prompt_token_ids=tuple(self.token_ids[: self.num_prompt_tokens]),
@@ -226,11 +228,14 @@ class Request:
             token_ids=tuple(self.token_ids[self.num_prompt_tokens :]),
             log_probs=tuple(self._log_probs),
             top_log_probs=tuple(self._top_log_probs),
+            prompt_log_probs=tuple(self.family.prompt_log_probs) if wants_prompt else (),
+            prompt_top_log_probs=tuple(self.family.prompt_top_log_probs) if wants_prompt else (),
             finish_reason=reason,
             seed=self.seed,
             sample_index=self.sample_index,
             num_cached_tokens=self.num_cached_tokens,
-            timings=self._timings(),
+            # The last draw may have had no token left to draw.
+            timings=Timings.of(self.arrival, self.first_step, self.token_times[: self.num_output_tokens]),
         )
         return Delta(
             request_id=self.request_id,
@@ -239,12 +244,4 @@ class Request:
             token_ids=token_ids,
             log_probs=log_probs,
             completion=completion,
-        )
-
-    def _timings(self) -> Timings:
-        times = self.token_times[: self.num_output_tokens]  # the last draw may have had no token left to draw
-        return Timings(
-            queue=None if self.first_step is None else self.first_step - self.arrival,
-            ttft=times[0] - self.arrival if times else None,
-            itl=tuple(later - earlier for earlier, later in pairwise(times)),
         )

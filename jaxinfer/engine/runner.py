@@ -16,7 +16,7 @@ from tqdm import tqdm
 from jaxinfer.batch import StepOutput, VerifyOutput
 from jaxinfer.cache import abstract_cache, init_cache
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
-from jaxinfer.engine.batching import BatchBuilder, Bucket, build_loop, choose_bucket, plan_buckets
+from jaxinfer.engine.batching import BatchBuilder, Bucket, build_loop, build_prompt, choose_bucket, plan_buckets
 from jaxinfer.engine.chaining import chained_step
 from jaxinfer.engine.executables import compile_or_load
 from jaxinfer.engine.page_copier import PageCopier
@@ -51,6 +51,7 @@ class Runner:
         self._model_config = model_config
         self._cache_config = cache_config
         self._max_log_probs = min(engine_config.max_log_probs, model_config.vocab_size)
+        self._max_prompt_log_probs = engine_config.max_prompt_log_probs
         self._custom = dict(custom)
         self._max_listed_tokens = engine_config.max_listed_tokens
         self._loop_steps = engine_config.decode_loop_steps
@@ -77,7 +78,8 @@ class Runner:
         arguments = self._build(step, bucket)
         output, self._drawn, self._cache = self._compiled[bucket](self._params, self._cache, self._drawn, *arguments)
         self._rows = {chunk.request.request_id: row for row, chunk in enumerate(step.chunks)}
-        return output
+        is_described = isinstance(output, VerifyOutput) or step.described
+        return output if is_described else replace(output, prompt=None)  # nobody reads it
 
     def read(self, output: StepOutput | VerifyOutput) -> StepOutput | VerifyOutput:
         """Waits for what `launch` has begun and returns it as host arrays."""
@@ -125,10 +127,11 @@ class Runner:
 
     def _build(self, step: Step, bucket: Bucket) -> tuple[Any, ...]:
         """Returns what the bucket's compiled step takes after parameters and cache."""
-        batch, sampling = self._builder.build(step, bucket, self._rows)
-        if not (bucket.is_decode and self._loop_steps > 1):
-            return batch, sampling
-        return batch, sampling, build_loop(step, bucket, self._max_listed_tokens)
+        arguments = self._builder.build(step, bucket, self._rows)
+        if bucket.is_decode and self._loop_steps > 1:
+            return *arguments, build_loop(step, bucket, self._max_listed_tokens)
+        has_prompt = bucket.is_prefill and self._max_prompt_log_probs is not None
+        return (*arguments, build_prompt(step, bucket)) if has_prompt else arguments
 
     def _compile_all(self, show_progress: bool) -> tuple[dict[Bucket, jax.stages.Compiled], PageCopier]:
         cache = abstract_cache(self._model_config, self._cache_config)
@@ -139,6 +142,8 @@ class Runner:
                 step, statics = decode_loop, {"num_steps": self._loop_steps}
             if bucket.is_verify:
                 step, statics = verify_step, {"q_len": bucket.q_len}
+            if bucket.is_prefill:
+                statics = {"max_prompt_log_probs": min(self._max_prompt_log_probs or 0, self._model_config.vocab_size)}
             return compile_or_load(
                 chained_step,
                 self._params,

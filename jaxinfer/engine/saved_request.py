@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.engine.admission import Admission
+from jaxinfer.engine.family import Family
 from jaxinfer.engine.page_copies import Content
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.sealed_file import read_sealed, write_sealed
 from jaxinfer.sampling_params import SamplingParams
 
-KIND = "request of jaxinfer, 1"
+KIND = "request of jaxinfer, 2"
 LENGTH_BYTES = 8
 
 
@@ -33,6 +34,8 @@ def write_request(
         "kind": KIND,
         "identity": identity,
         "prompt": request.token_ids[: request.num_prompt_tokens],
+        "prompt_log_probs": request.family.prompt_log_probs,
+        "prompt_top_log_probs": [list(tops.items()) for tops in request.family.prompt_top_log_probs],
         "outputs": [(token, log_prob, list(tops.items())) for token, log_prob, tops in request.outputs],
         "sampling": asdict(request.sampling),
         "seed": request.seed,
@@ -79,7 +82,8 @@ def _rebuild(path: Path, head: dict[str, Any], request_id: int, admission: Admis
     sampling = SamplingParams(**head["sampling"])
     (request,) = admission.admit(count(request_id), head["prompt"], sampling, **head["terms"])
     request.seed, request.sample_index = head["seed"], head["sample_index"]
-    request.family.num_samples = head["num_samples"]
+    tops = [dict(map(tuple, pairs)) for pairs in head["prompt_top_log_probs"]]
+    request.family = Family(head["num_samples"], head["prompt_log_probs"], tops)
     for token_id, log_prob, tops in head["outputs"]:
         request.append(token_id, log_prob, dict(map(tuple, tops)))
         if request.finish_reason is not None:

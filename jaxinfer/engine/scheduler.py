@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.engine.block_tables import BlockTables
-from jaxinfer.engine.emission import Emitted, emitted_tokens, extend_request
+from jaxinfer.engine.emission import Emitted, emitted_tokens, enter_prompts, extend_request
 from jaxinfer.engine.looping import go_on
 from jaxinfer.engine.metrics import Metrics, Tally
 from jaxinfer.engine.policy import step_order
@@ -193,6 +193,7 @@ class Scheduler:
             self.tiers.observe_prefill(step.num_tokens, seconds)
         if self._speculation is not None:
             self._speculation.observe(step, emitted, seconds, output.hidden)
+        enter_prompts(step, output)
         self._enter(step)
         self._entered = None
         self._leaving.clear()

@@ -43,7 +43,9 @@ class Chunk:
 class Step:
     """The chunks to compute, decoding requests first, and the copies of pages to make before.
 
-    `is_decode`: every chunk is one token. `is_verify`: every chunk is one token with any number of drafts.
+    `is_decode`: every chunk is one token, and nobody wants to know more of it. `is_verify`: every chunk is one token
+    with any number of drafts. `described`: the chunks that yield log-probabilities of tokens of their prompts, where
+    they lie in the step, and of how many tokens.
     `ends_early`: a decode loop ends with the first request that does, for somebody waits for its place. `began`: when
     it was scheduled.
     """
@@ -55,7 +57,19 @@ class Step:
 
     @cached_property
     def is_decode(self) -> bool:
-        return not self.is_verify and all(chunk.num_tokens == 1 for chunk in self.chunks)
+        return not self.is_verify and all(chunk.num_tokens == 1 for chunk in self.chunks) and not self.described
+
+    @cached_property
+    def described(self) -> Sequence[tuple[Chunk, int, int]]:
+        described, place = [], 0
+        for chunk in self.chunks:
+            request = chunk.request
+            if request.sampling.prompt_log_probs is not None:
+                # A token is described by the state of the one before it.
+                count = min(chunk.num_tokens, request.num_prompt_tokens - 1 - chunk.start)
+                described += [(chunk, place, count)] if count > 0 else []
+            place += chunk.num_tokens + len(chunk.drafts)
+        return described
 
     @cached_property
     def is_verify(self) -> bool:

@@ -65,6 +65,8 @@ class FakeLLM:
             token_ids=tokens,
             log_probs=log_probs,
             top_log_probs=tuple({token: -0.5, 101: float("-inf")} for token in tokens) if params.log_probs else (),
+            prompt_log_probs=() if params.prompt_log_probs is None else (None, *[-0.5] * (len(prompt) - 1)),
+            prompt_top_log_probs=() if params.prompt_log_probs is None else ({}, *[{7: -0.25}] * (len(prompt) - 1)),
             finish_reason=finish_reason,
             seed=params.seed or 0,
         )

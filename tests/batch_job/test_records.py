@@ -30,6 +30,8 @@ COMPLETION = Completion(
     token_ids=(7, 8),
     log_probs=(-0.5, float("-inf")),
     top_log_probs=({7: -0.5, 9: -1.0}, {8: float("-inf")}),
+    prompt_log_probs=(None, -2.0, float("-inf")),
+    prompt_top_log_probs=({}, {5: -1.0}, {6: float("-inf")}),
     finish_reason="stop",
     seed=11,
 )
@@ -65,6 +67,7 @@ PARAMETERS = {
     "grammar": 'start: "a"',
     "seed": 2**64 - 1,
     "log_probs": 4,
+    "prompt_log_probs": 3,
     "stop": ["x"],
     "stop_token_ids": [6],
     "ignore_eos": True,
@@ -159,7 +162,7 @@ def test_the_seed_of_a_request_without_one_is_the_same_in_every_process():
 
 
 def test_a_result_has_everything_of_the_completion_on_one_line():
-    raw = completion_line(request(log_probs=2), [COMPLETION])
+    raw = completion_line(request(log_probs=2, prompt_log_probs=1), [COMPLETION])
     assert raw.count(b"\n") == 1
     assert raw.endswith(b"\n")
     assert json.loads(raw) == {
@@ -169,6 +172,8 @@ def test_a_result_has_everything_of_the_completion_on_one_line():
         "token_ids": [7, 8],
         "log_probs": [-0.5, None],
         "top_log_probs": [{"7": -0.5, "9": -1.0}, {"8": None}],
+        "prompt_log_probs": [None, -2.0, None],
+        "prompt_top_log_probs": [{}, {"5": -1.0}, {"6": None}],
         "finish_reason": "stop",
         "num_prompt_tokens": 3,
         "seed": 11,
@@ -176,7 +181,12 @@ def test_a_result_has_everything_of_the_completion_on_one_line():
 
 
 def test_alternatives_are_left_out_when_not_asked_for():
-    assert "top_log_probs" not in json.loads(completion_line(request(), [COMPLETION]))
+    record = json.loads(completion_line(request(), [COMPLETION]))
+
+    assert not record.keys() & {"top_log_probs", "prompt_log_probs", "prompt_top_log_probs"}
+    record = json.loads(completion_line(request(prompt_log_probs=0), [COMPLETION]))
+    assert record["prompt_log_probs"] == [None, -2.0, None]
+    assert "prompt_top_log_probs" not in record
 
 
 @pytest.mark.parametrize("custom_id", ["a", "", "中\u2028\n", "\ud800", None])

@@ -20,13 +20,14 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def shared_llm(checkpoint):
-    return small_engine(checkpoint)
+    return small_engine(checkpoint, max_prompt_log_probs=3)
 
 
 @pytest.fixture(scope="session")
 def crowded_llm(checkpoint):
     """Chunks of 5 tokens, fewer pages than its requests want, all poisoned, and drafts where a test has some."""
     limits = {"max_num_seqs": 3, "max_num_batched_tokens": 5, "num_pages": 6, "max_drafts": 3}
+    limits["max_prompt_log_probs"] = 3
     llm = small_engine(checkpoint, **limits, adaptive_drafts=False, speculation=ScriptedDrafter(0))
     poison_cache(llm)
     return llm
@@ -36,6 +37,7 @@ def crowded_llm(checkpoint):
 def looping_llm(checkpoint):
     """Up to 4 decode steps in a dispatch, fewer pages than its requests want, all poisoned."""
     limits = {"max_num_seqs": 3, "max_num_batched_tokens": 5, "num_pages": 6}
+    limits["max_prompt_log_probs"] = 3
     llm = small_engine(checkpoint, **limits, decode_loop_steps=4)
     poison_cache(llm)
     return llm

@@ -112,9 +112,16 @@ def test_a_wrong_number_of_sampling_params_is_refused(llm, num_params, num_promp
         llm.generate(["a"] * num_prompts, [GREEDY] * num_params)
 
 
-def test_more_log_probs_than_compiled_are_refused(llm):
-    with pytest.raises(ValueError, match=r"log_probs=5 is more than max_log_probs=4; ask for fewer or raise"):
-        llm.add("a", SamplingParams(log_probs=5))
+@pytest.mark.parametrize(("name", "limit"), [("log_probs", 4), ("prompt_log_probs", 3)])
+def test_more_log_probs_than_compiled_are_refused(llm, name, limit):
+    message = rf"^{name}={limit + 1} is more than max_{name}={limit}; ask for fewer or raise EngineConfig.max_{name}"
+    with pytest.raises(ValueError, match=message):
+        llm.add("a", SamplingParams(**{name: limit + 1}))
+
+
+def test_those_of_prompts_are_refused_where_nothing_was_compiled_for_them(mute_llm):
+    with pytest.raises(ValueError, match="prompt_log_probs=0 is more than max_prompt_log_probs=None; ask for fewer or"):
+        mute_llm.add([5], SamplingParams(prompt_log_probs=0, max_tokens=1))
 
 
 def test_as_many_log_probs_as_compiled_are_honoured(llm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,7 +77,7 @@ def models(request, tmp_path_factory) -> tuple[LLM, Any]:
     with pytest.MonkeyPatch.context() as patch:
         if case.has_one_layer_group:
             patch.setattr(jaxinfer.checkpoint, "default_layer_groups", lambda num_layers: (num_layers,))
-        llm = quick_engine(path, num_pages=NUM_PAGES)
+        llm = quick_engine(path, num_pages=NUM_PAGES, max_prompt_log_probs=3)
     poison_cache(llm)
     return llm, load_reference(path)
 
@@ -148,6 +149,23 @@ def test_the_log_probs_of_drawn_tokens_are_those_before_temperature_and_filters(
     chosen = log_probs[range(12), list(completion.token_ids)]
     # As above.
     np.testing.assert_allclose(completion.log_probs, chosen, atol=1e-4, rtol=0)
+
+
+def test_the_log_probs_of_a_prompt_and_its_alternatives_are_those_of_transformers(models):
+    llm, reference = models
+    prompt = list(range(90, 13, -1))  # three chunks
+    params = SamplingParams(prompt_log_probs=3, max_tokens=1, temperature=0)
+
+    completion = llm.generate(prompt, params, show_progress=False)[0]
+
+    expected = reference_log_probs(reference, prompt[:1], prompt[1:])
+    tops = completion.prompt_top_log_probs[1:]
+    # As above.
+    close = functools.partial(np.testing.assert_allclose, atol=1e-4, rtol=0)
+    close(completion.prompt_log_probs[1:], expected[range(76), prompt[1:]])
+    close([list(top.values()) for top in tops], -np.sort(-expected)[:, :3])
+    close([list(top.values()) for top in tops], [row[list(top)] for row, top in zip(expected, tops, strict=True)])
+    assert (completion.prompt_log_probs[0], completion.prompt_top_log_probs[0]) == (None, {})
 
 
 def test_a_prompt_of_many_chunks_yields_the_tokens_of_transformers(models):
