@@ -63,7 +63,9 @@ def load(model: Path, workload: Workload) -> LLM:
         max_model_len=max(length for section in workload.sections for length in lengths[section]),
         cache_bytes=CACHE_BYTES,
     )
-    return LLM(model, config=config, dtype="float32")
+    llm = LLM(model, config=config, dtype="float32")
+    llm.warm_up()
+    return llm
 
 
 def add(llm: LLM, prompts: list[list[int]], max_tokens: int) -> list[int]:

@@ -33,6 +33,8 @@ def params(num_tokens: int) -> SamplingParams:
 def measure_sharing(rounds: int) -> None:
     """Prints what prompts that share nothing take with the prefix cache and without it, in alternation."""
     engines = {on: LLM(config=EngineConfig(max_model_len=512, prefix_cache=on)) for on in (True, False)}
+    for llm in engines.values():
+        llm.warm_up()
     draw, ratios = random.Random(0), []
     for number in range(rounds + 1):
         prompts = random_prompts(engines[True], SHARING_REQUESTS, SHARING_LEN, draw)
@@ -91,6 +93,7 @@ def run_load(llm: LLM, seconds: float, rate: float, draw: random.Random) -> Load
 def measure_mixed(seconds: float, rate: float, max_mixed_tokens: int) -> None:
     """Prints the TTFT of interactive requests on an idle engine and over a batch job, and what the job loses."""
     llm = LLM(config=EngineConfig(max_model_len=512, max_mixed_tokens=max_mixed_tokens))
+    llm.warm_up()
     draw, idle = random.Random(0), []
     for prompt in random_prompts(llm, IDLE_REQUESTS + 1, INTERACTIVE_LEN, draw):
         began = time.perf_counter()

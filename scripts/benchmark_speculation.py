@@ -100,6 +100,7 @@ class Engine:
         config = EngineConfig(max_num_seqs=batch, max_model_len=PROMPT_LEN + OUTPUT_LEN)
         processors = {"script": processor_of(scripts)}
         self.llm = LLM(model, config=config, dtype=dtype, logits_processors=processors, speculation=speculation)
+        self.llm.warm_up()
         self.llm.on_step = self._enter
         self._seconds, self._num_steps = 0.0, 0
 

@@ -102,10 +102,13 @@ def _sizes(first: tuple[int, ...], last: int) -> list[int]:
 
 
 def choose_bucket(buckets: tuple[Bucket, ...], step: Step) -> Bucket:
-    """Returns the smallest bucket that holds the step."""
+    """Returns the first of `plan_buckets`, or of some of them, that holds the step: the smallest of its kind.
+
+    A prefill holds steps of decoding as well, where they have none of their own.
+    """
     for bucket in buckets:
         fits = bucket.num_tokens >= step.num_tokens and bucket.num_rows >= len(step.chunks)
-        if (bucket.is_decode, bucket.is_verify) == (step.is_decode, step.is_verify) and fits:
+        if fits and bucket.is_verify == step.is_verify and (step.is_decode or not bucket.is_decode):
             return bucket
     raise RuntimeError(f"no bucket holds {step.num_tokens} tokens in {len(step.chunks)} rows")
 

@@ -41,7 +41,8 @@ class LLM:
 
     `model` is a folder with a Hugging Face checkpoint or a Hub id; without it the small model that comes with the
     package is used. `dtype` is float32, bfloat16 or float16; None takes float32 on CPU, bfloat16 where the device
-    has it and float16 elsewhere. Loading and compiling happen here, so that no request ever waits for them.
+    has it and float16 elsewhere. Weights are loaded here, and what can compute any request is compiled: none ever waits
+    for either. What computes small steps faster is compiled meanwhile; `warm_up` waits for it.
 
     `logits_processors` are functions of the user's, by name: see `jaxinfer.processors.LogitsProcessor`. They become a
     part of the compiled steps, and act on the requests that name them in `SamplingParams.logits_processors`.
@@ -89,7 +90,8 @@ class LLM:
             tiers=self._scheduler.tiers,
             show_progress=show_progress,
         )
-        if planned is not None:
+        if planned is not None:  # which measures what steps take
+            self.warm_up(show_progress=show_progress)
             planned.prepare(self._runner.run, self._admission, params, custom)
         self._pipeline = Pipeline(self._scheduler, self._runner)
         self.on_step: Callable[[Step, float], None] | None = None  # told each step and the seconds it took
@@ -101,6 +103,14 @@ class LLM:
     def has_unfinished(self) -> bool:
         """Whether any request has tokens to come, or a completion that `step` has not handed out."""
         return self._scheduler.num_unfinished > 0 or self._mailroom.has_mail
+
+    def warm_up(self, *, show_progress: bool = False) -> None:
+        """Waits until the compiler is done, for even times from the first request on.
+
+        Until then larger steps stand in for smaller ones, and the compiler takes its share of the host. Raises what the
+        compiler raises.
+        """
+        self._runner.compiled_steps.wait(show_progress=show_progress)
 
     def metrics(self) -> Metrics:
         """Returns what runs, waits and is cached now, and what was computed since the start."""

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from tqdm import tqdm
 
 from jaxinfer.batch import StepOutput, VerifyOutput
 from jaxinfer.cache import abstract_cache, init_cache
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
-from jaxinfer.engine.batching import BatchBuilder, Bucket, build_loop, build_prompt, choose_bucket, plan_buckets
+from jaxinfer.engine.batching import BatchBuilder, Bucket, build_loop, build_prompt, plan_buckets
 from jaxinfer.engine.chaining import chained_step
+from jaxinfer.engine.compiled_steps import CompiledSteps
 from jaxinfer.engine.executables import compile_or_load
 from jaxinfer.engine.page_copier import PageCopier
 from jaxinfer.engine.page_copies import Content, Copy, CopyIn, CopyOut, CopyWithin, PageCopies
@@ -32,7 +30,7 @@ COPY_WIDTHS = ((1,), (1, 8))
 
 
 class Runner:
-    """Runs scheduled steps. Every shape a step can have is compiled before the first one runs."""
+    """Runs scheduled steps. A step that holds any other is compiled before the first one runs."""
 
     def __init__(
         self,
@@ -66,7 +64,7 @@ class Runner:
         self._tiers = tiers
         self._drawn = jnp.zeros((engine_config.max_num_seqs,), jnp.int32)  # by each row of the last step
         self._rows: dict[int, int] = {}  # of the requests in the last step
-        self._compiled, self._copier = self._compile_all(show_progress)
+        self.compiled_steps, self._copier = self._compile_all(show_progress)
         self._cache = init_cache(model_config, cache_config)
         if tiers is not None:
             tiers.seconds_per_copy = self._measure_copies()
@@ -74,9 +72,9 @@ class Runner:
     def launch(self, step: Step) -> StepOutput | VerifyOutput:
         """Begins to compute the step, after all before it; returns its output, one row per chunk and padding after."""
         self._make_copies(step.copies)
-        bucket = choose_bucket(self._buckets, step)
+        bucket, compiled = self.compiled_steps.choose(step)
         arguments = self._build(step, bucket)
-        output, self._drawn, self._cache = self._compiled[bucket](self._params, self._cache, self._drawn, *arguments)
+        output, self._drawn, self._cache = compiled(self._params, self._cache, self._drawn, *arguments)
         self._rows = {chunk.request.request_id: row for row, chunk in enumerate(step.chunks)}
         is_described = isinstance(output, VerifyOutput) or step.described
         return output if is_described else replace(output, prompt=None)  # nobody reads it
@@ -133,10 +131,11 @@ class Runner:
         has_prompt = bucket.is_prefill and self._max_prompt_log_probs is not None
         return (*arguments, build_prompt(step, bucket)) if has_prompt else arguments
 
-    def _compile_all(self, show_progress: bool) -> tuple[dict[Bucket, jax.stages.Compiled], PageCopier]:
+    def _compile_all(self, show_progress: bool) -> tuple[CompiledSteps, PageCopier]:
         cache = abstract_cache(self._model_config, self._cache_config)
+        arguments = {bucket: self._build(Step(()), bucket) for bucket in self._buckets}
 
-        def compile_bucket(bucket: Bucket, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+        def compile_bucket(bucket: Bucket) -> jax.stages.Compiled:
             step, statics = decode_step if bucket.is_decode else prefill_step, {}
             if bucket.is_decode and self._loop_steps > 1:
                 step, statics = decode_loop, {"num_steps": self._loop_steps}
@@ -149,7 +148,7 @@ class Runner:
                 self._params,
                 cache,
                 self._drawn,
-                *arguments,
+                *arguments[bucket],
                 step=step,
                 config=self._model_config,
                 max_log_probs=self._max_log_probs,
@@ -157,10 +156,7 @@ class Runner:
                 **statics,
             )
 
-        # The compiler releases the interpreter lock, so buckets compile beside each other; the largest goes first.
-        order = sorted(self._buckets, key=lambda bucket: -bucket.num_tokens)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            futures = {bucket: pool.submit(compile_bucket, bucket, self._build(Step(()), bucket)) for bucket in order}
-            copier = pool.submit(PageCopier, cache, self._model_config, COPY_WIDTHS[self._tiers is not None])
-            progress = tqdm(futures.items(), desc="compiling steps", unit="step", disable=not show_progress)
-            return {bucket: future.result() for bucket, future in progress}, copier.result()
+        steps = CompiledSteps(self._buckets, compile_bucket)
+        copier = PageCopier(cache, self._model_config, COPY_WIDTHS[self._tiers is not None])
+        steps.wait_for_last(show_progress=show_progress)
+        return steps, copier

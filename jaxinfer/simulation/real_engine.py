@@ -17,6 +17,7 @@ class RealEngine:
 
     def __init__(self, llm: LLM) -> None:
         require_plain_decoding(llm.engine_config)
+        llm.warm_up()
         self._llm = llm
         self._buckets = plan_buckets(llm.engine_config)
         self._started: float | None = None

@@ -24,9 +24,9 @@ from jaxinfer.engine.request import Completion, Delta
 from jaxinfer.engine.step import Step
 from kernels_pallas.paged_attention import api, layout
 from kernels_pallas.paged_attention.block_sizes import Blocks
-from tests.kernels.paged_attention.oracle import UNOPTIMISED
 from tests.oracles import save_random_checkpoint
 from tests.replay import poisoned
+from tests.unoptimised import unoptimised_steps
 
 # Few buckets, so that an engine is compiled in seconds: decode 1 and 4, prefill 32.
 SMALL: dict[str, Any] = {
@@ -74,16 +74,17 @@ def favour_turns(logits: jax.Array, tokens: jax.Array, length: jax.Array, bonus:
     return jnp.where(distance % 2 == 1, logits + bonus, logits)
 
 
-def small_engine(path: Path, *, speculation: Any = None, **overrides: Any) -> LLM:
+def small_engine(path: Path, *, speculation: Any = None, is_warm: bool = True, **overrides: Any) -> LLM:
     config = EngineConfig(**{**SMALL, **overrides})
-    return LLM(path, config=config, logits_processors={"turns": favour_turns}, speculation=speculation)
+    llm = LLM(path, config=config, logits_processors={"turns": favour_turns}, speculation=speculation)
+    if is_warm:
+        llm.warm_up()
+    return llm
 
 
 def quick_engine(path: Path, **overrides: Any) -> LLM:
-    """A small engine for tests that judge within rounding, or no numbers at all: it is compiled in half the time."""
-    compile_with: Any = jax.stages.Lowered.compile
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.stages.Lowered, "compile", lambda lowered: compile_with(lowered, UNOPTIMISED))
+    """A small engine for tests that judge within rounding, or no numbers at all: it is compiled in less time."""
+    with unoptimised_steps():
         return small_engine(path, **overrides)
 
 

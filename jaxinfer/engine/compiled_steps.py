@@ -1,0 +1,68 @@
+"""The compiled steps of an engine, one per bucket, and what is done until all are there."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import jax
+from tqdm import tqdm
+
+from jaxinfer.engine.batching import Bucket, choose_bucket
+from jaxinfer.engine.step import Step
+
+logger = logging.getLogger(__name__)
+
+COMPILING = "compiling"  # how the names of threads begin that do
+
+
+class CompiledSteps:
+    """Compiles a step for each bucket, side by side. The last bucket, which holds any step, is worth waiting for.
+
+    The others follow while requests are computed; until they do, the last stands in for them. So a first token comes
+    as soon as anything can compute it, and no request ever waits for the compiler.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], compile_bucket: Callable[[Bucket], jax.stages.Compiled]) -> None:
+        self._buckets = tuple(buckets)
+        self._ready: tuple[Bucket, ...] = ()
+        self._compiled: dict[Bucket, jax.stages.Compiled] = {}
+        self._failed: set[Bucket] = set()
+        # The compiler releases the interpreter lock, has threads of its own, and leaves cores for requests. At the end
+        # of the process it finishes, for the next one's sake.
+        pool = ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1), thread_name_prefix=COMPILING)
+        order = (self._buckets[-1], *self._buckets[:-1])
+        self._to_come: dict[Bucket, Future[jax.stages.Compiled]] = {b: pool.submit(compile_bucket, b) for b in order}
+        pool.shutdown(wait=False)
+
+    def wait_for_last(self, *, show_progress: bool = False) -> None:
+        """Waits until any step can be computed."""
+        # Where several processes compute together, all have to choose alike.
+        self._wait_for(self._buckets[-1:] if jax.process_count() == 1 else self._buckets, show_progress)
+
+    def wait(self, *, show_progress: bool = False) -> None:
+        """Waits until every bucket has its step; raises what the compiler raised."""
+        self._wait_for([bucket for bucket in self._buckets if bucket in self._to_come], show_progress)
+
+    def choose(self, step: Step) -> tuple[Bucket, jax.stages.Compiled]:
+        """Returns the smallest bucket that is compiled and holds the step."""
+        if self._to_come:
+            self._collect()
+        bucket = choose_bucket(self._ready, step)
+        return bucket, self._compiled[bucket]
+
+    def _wait_for(self, buckets: Sequence[Bucket], show_progress: bool) -> None:
+        for bucket in tqdm(buckets, desc="compiling steps", unit="step", disable=not show_progress):
+            self._compiled[bucket] = self._to_come[bucket].result()
+            del self._to_come[bucket]
+        self._ready = tuple(bucket for bucket in self._buckets if bucket in self._compiled)
+
+    def _collect(self) -> None:
+        for bucket in [bucket for bucket, future in self._to_come.items() if future.done()]:
+            if (error := self._to_come[bucket].exception()) is None:
+                self._wait_for([bucket], show_progress=False)
+            elif bucket not in self._failed:
+                self._failed.add(bucket)
+                logger.error("%s cannot be compiled, larger steps stand in for it: %r", bucket.name, error)

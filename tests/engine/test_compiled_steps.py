@@ -1,0 +1,111 @@
+"""Any request is computed as soon as one step is compiled, and with every step afterwards, to the same bits."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.engine import runner
+from jaxinfer.engine.batching import plan_buckets
+from jaxinfer.engine.compiled_steps import CompiledSteps
+from tests.engine.engines import content_of, random_prompts, small_engine
+from tests.engine.test_batching import make_step
+
+BUCKETS = plan_buckets(EngineConfig(max_num_seqs=8, max_num_batched_tokens=64))
+LAST = BUCKETS[-1]
+DECODE = make_step([(5, 1), (9, 1)])
+
+
+@pytest.fixture
+def gate():
+    gate = threading.Event()
+    yield gate
+    gate.set()  # or its threads would wait for ever
+
+
+def steps_behind(gate):
+    """Steps of which all but the last are compiled when the gate opens; each is the name of its bucket."""
+
+    def compile_bucket(bucket):
+        assert bucket == LAST or gate.wait(60)
+        return bucket.name
+
+    steps = CompiledSteps(BUCKETS, compile_bucket)
+    steps.wait_for_last()
+    return steps
+
+
+def test_the_last_stands_in_for_what_is_not_compiled(gate):
+    steps = steps_behind(gate)
+
+    assert steps.choose(DECODE) == (LAST, LAST.name)
+
+
+def test_every_step_has_its_own_when_all_are_compiled(gate):
+    steps = steps_behind(gate)
+    gate.set()
+
+    steps.wait()
+
+    assert [steps.choose(make_step([(5, 1)] * n))[1] for n in (1, 2, 8)] == ["decode 1", "decode 8", "decode 8"]
+    assert steps.choose(make_step([(0, 9), (0, 50)]))[1] == "prefill 64"
+
+
+def test_what_is_compiled_meanwhile_is_used_without_waiting(gate):
+    steps = steps_behind(gate)
+    gate.set()
+
+    while steps.choose(DECODE)[0] == LAST:
+        pass
+
+    assert steps.choose(DECODE)[1] == "decode 8"
+
+
+def test_a_failure_of_the_compiler_is_told_and_larger_steps_go_on(caplog):
+    def compile_bucket(bucket):
+        if bucket != LAST:
+            raise MemoryError("out of registers")
+        return bucket.name
+
+    steps = CompiledSteps(BUCKETS, compile_bucket)
+    steps.wait_for_last()
+
+    while not caplog.records:
+        assert steps.choose(DECODE) == (LAST, LAST.name)
+
+    assert "out of registers" in caplog.text
+    with pytest.raises(MemoryError, match="out of registers"):
+        steps.wait()
+
+
+def test_a_failure_at_the_last_is_raised():
+    def compile_bucket(bucket):
+        raise MemoryError("out of registers")
+
+    with pytest.raises(MemoryError, match="out of registers"):
+        CompiledSteps(BUCKETS, compile_bucket).wait_for_last()
+
+
+def test_an_engine_that_still_compiles_yields_every_bit_of_one_that_has(checkpoint, llm, gate, monkeypatch):
+    compile_with = runner.compile_or_load
+
+    def compile_behind_the_gate(function, *args, **statics):
+        assert statics.get("step") is not runner.decode_step or gate.wait(60)
+        return compile_with(function, *args, **statics)
+
+    monkeypatch.setattr(runner, "compile_or_load", compile_behind_the_gate)
+    early = small_engine(checkpoint, is_warm=False)
+
+    expected = contents(llm)
+    assert contents(early) == expected
+    gate.set()
+    early.warm_up()
+    assert contents(early) == expected
+
+
+def contents(llm):
+    """What some requests yield, greedy and drawn."""
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=8, log_probs=2) for i in range(6)]
+    return [*map(content_of, llm.generate(random_prompts(6, max_len=60), params, show_progress=False))]
