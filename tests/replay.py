@@ -14,7 +14,7 @@ from jaxinfer.cache import KVCache, init_cache
 from jaxinfer.config import CacheConfig, ModelConfig
 from jaxinfer.decoder import forward, unembed
 from jaxinfer.params import Params, abstract_params
-from tests.kernels.paged_attention.oracle import UNOPTIMISED
+from tests.unoptimised import UNOPTIMISED
 
 # Layers in groups of several sizes, and a vocabulary that fills no whole word of masks.
 SMALL_MODEL = ModelConfig(

@@ -74,11 +74,10 @@ def favour_turns(logits: jax.Array, tokens: jax.Array, length: jax.Array, bonus:
     return jnp.where(distance % 2 == 1, logits + bonus, logits)
 
 
-def small_engine(path: Path, *, speculation: Any = None, is_warm: bool = True, **overrides: Any) -> LLM:
+def small_engine(path: Path, *, speculation: Any = None, **overrides: Any) -> LLM:
     config = EngineConfig(**{**SMALL, **overrides})
     llm = LLM(path, config=config, logits_processors={"turns": favour_turns}, speculation=speculation)
-    if is_warm:
-        llm.warm_up()
+    llm.warm_up()
     return llm
 
 

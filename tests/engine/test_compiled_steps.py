@@ -10,7 +10,8 @@ from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine import runner
 from jaxinfer.engine.batching import plan_buckets
 from jaxinfer.engine.compiled_steps import CompiledSteps
-from tests.engine.engines import content_of, random_prompts, small_engine
+from jaxinfer.engine.llm import LLM
+from tests.engine.engines import SMALL, content_of, favour_turns, random_prompts
 from tests.engine.test_batching import make_step
 
 BUCKETS = plan_buckets(EngineConfig(max_num_seqs=8, max_num_batched_tokens=64))
@@ -96,7 +97,7 @@ def test_an_engine_that_still_compiles_yields_every_bit_of_one_that_has(checkpoi
         return compile_with(function, *args, **statics)
 
     monkeypatch.setattr(runner, "compile_or_load", compile_behind_the_gate)
-    early = small_engine(checkpoint, is_warm=False)
+    early = LLM(checkpoint, config=EngineConfig(**SMALL), logits_processors={"turns": favour_turns})
 
     expected = contents(llm)
     assert contents(early) == expected

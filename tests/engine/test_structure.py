@@ -12,6 +12,7 @@ from jaxinfer.engine.drafters import NgramDrafter
 from jaxinfer.engine.llm import LLM
 from tests.engine.engines import drafts_from, run_with_arrivals
 from tests.engine.schemas import SCHEMAS
+from tests.unoptimised import unoptimised_steps
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -30,7 +31,8 @@ def is_balanced(text):
 
 @pytest.fixture(scope="module")
 def bundled_llm():
-    return LLM(config=EngineConfig(max_num_seqs=8, max_num_batched_tokens=64))
+    with unoptimised_steps():
+        return LLM(config=EngineConfig(max_num_seqs=8, max_num_batched_tokens=64))
 
 
 def of_schemas(schemas):

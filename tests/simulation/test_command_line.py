@@ -9,6 +9,7 @@ import pytest
 
 from jaxinfer import cli
 from tests.engine.engines import save_small_checkpoint
+from tests.unoptimised import unoptimised_steps
 
 ENGINE = ["--max-num-seqs", "4", "--max-num-batched-tokens", "32", "--max-model-len", "96", "--page-size", "16"]
 
@@ -23,9 +24,9 @@ def folder(tmp_path_factory):
 
 
 def run(folder, command, *options):
-    return cli.main(
-        [command, str(folder / "trace.jsonl"), "--model", str(folder / "model"), "--quiet", *ENGINE, *options]
-    )
+    arguments = [command, str(folder / "trace.jsonl"), "--model", str(folder / "model"), "--quiet", *ENGINE, *options]
+    with unoptimised_steps():
+        return cli.main(arguments)
 
 
 def test_a_trace_is_replayed_and_simulated(folder, capsys):

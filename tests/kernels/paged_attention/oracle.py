@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.paged_attention import Pages, abstract_pages, gather_tokens, write_kv
+from tests.unoptimised import UNOPTIMISED
 
-# Compiles in half the time, for tests that judge numbers within rounding; most of their time goes there.
-UNOPTIMISED = {"xla_backend_optimization_level": 0}
 write = jax.jit(write_kv, compiler_options=UNOPTIMISED)
 gather = jax.jit(gather_tokens, compiler_options=UNOPTIMISED)
 

@@ -17,7 +17,8 @@ from kernels_pallas.paged_attention.gpu import paged_attention_gpu
 from kernels_pallas.paged_attention.gpu_block_sizes import GpuBlockSizes, gpu_block_sizes
 from kernels_pallas.triton import Target
 from tests.kernels.paged_attention import test_paged_attention as common
-from tests.kernels.paged_attention.oracle import UNOPTIMISED, check_pages, expected_output, make_call
+from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call
+from tests.unoptimised import UNOPTIMISED
 
 SMALL: dict[str, Any] = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 20, "layout": "gpu"}
 DECODE = [(1, 1), (1, 15), (1, 16), (1, 17), (1, 64), (1, 33), (1, 0)]

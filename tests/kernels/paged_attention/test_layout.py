@@ -11,7 +11,8 @@ import pytest
 
 from kernels_pallas.paged_attention import abstract_pages, gather_tokens, init_pages, write_kv
 from kernels_pallas.paged_attention.layout import FNUZ_FACTOR, LAYOUTS, default_layout
-from tests.kernels.paged_attention.oracle import UNOPTIMISED, gather, poisoned, write
+from tests.kernels.paged_attention.oracle import gather, poisoned, write
+from tests.unoptimised import UNOPTIMISED
 
 S = 16
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from kernels_pallas.paged_attention import paged_attention
-from tests.kernels.paged_attention.oracle import UNOPTIMISED, check_pages, expected_output, make_call
+from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call
+from tests.unoptimised import UNOPTIMISED
 
 STATIC = ("scale", "q_len", "window", "softcap", "implementation")
 attend = jax.jit(paged_attention, static_argnames=STATIC)

@@ -18,7 +18,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.paged_attention import tpu, tpu_attend, tpu_items
 from kernels_pallas.paged_attention.block_sizes import Blocks
-from tests.kernels.paged_attention.oracle import UNOPTIMISED, check_pages, expected_output, make_call
+from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call
+from tests.unoptimised import UNOPTIMISED
 
 SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "table_width": 8}
 # Lengths around a page of 16 and a block of 2 pages, with an empty row between.
