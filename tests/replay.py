@@ -63,7 +63,7 @@ def nan_cache(config: ModelConfig, cache_config: CacheConfig, layout: str | None
 def poisoned(pool: jax.Array) -> jax.Array:
     """Returns NaN everywhere, or, in a pool of token ids, a token as good as any."""
     is_float = jnp.issubdtype(pool.dtype, jnp.floating)
-    return jnp.full(pool.shape, jnp.nan if is_float else 7, pool.dtype)
+    return jnp.asarray(np.full(pool.shape, np.nan if is_float else 7, pool.dtype))
 
 
 def deal_pages(num_sequences: int, pages_each: int, seed: int = 0) -> np.ndarray:

@@ -15,6 +15,7 @@ from jaxinfer.batch import Row, make_batch
 from jaxinfer.cache import abstract_cache, extract_pages, init_cache, insert_pages, layer_offset, page_bytes
 from jaxinfer.config import CacheConfig, ModelConfig
 from kernels_pallas.paged_attention import paged_attention
+from tests.unoptimised import UNOPTIMISED
 
 K, H, S, P = 2, 16, 16, 3
 CONFIG = ModelConfig(
@@ -29,6 +30,8 @@ CONFIG = ModelConfig(
     layer_groups=(1, 4),
 )
 CACHE = CacheConfig(num_pages=P, page_size=S)
+extract = jax.jit(functools.partial(extract_pages, config=CONFIG), compiler_options=UNOPTIMISED)
+insert = jax.jit(functools.partial(insert_pages, config=CONFIG), compiler_options=UNOPTIMISED)
 
 
 @functools.partial(jax.jit, static_argnames="has_keys")
@@ -57,7 +60,7 @@ def attend_layer(group, q, batch, index):
 
 def group_of_four():
     """The group of layers 1 to 4, NaN everywhere."""
-    return jax.tree.map(lambda a: jnp.full(a.shape, jnp.nan, a.dtype), init_cache(CONFIG, CACHE).groups[1])
+    return jax.tree.map(lambda a: np.full(a.shape, np.nan, a.dtype), init_cache(CONFIG, CACHE).groups[1])
 
 
 def draw(T):
@@ -162,17 +165,19 @@ def numbered_cache(num_pages, layout, dtype="float32"):
     """A cache in which every number is another one."""
     cache = init_cache(CONFIG, dataclasses.replace(CACHE, num_pages=num_pages, dtype=dtype), layout)
     counts = iter(range(1, 100))
-    return jax.tree.map(lambda a: (jnp.arange(a.size).reshape(a.shape) % 251 + next(counts)).astype(a.dtype), cache)
+    return jax.tree.map(
+        lambda a: jnp.asarray((np.arange(a.size).reshape(a.shape) % 251 + next(counts)).astype(a.dtype)), cache
+    )
 
 
 def pages_of(cache, num_pages) -> dict[Any, list[np.ndarray]]:
     """All numbers by layer and page: what `layer_offset` says is there."""
     pools = zip(cache.groups, CONFIG.layer_groups, strict=True)
     tokens: dict[Any, list[np.ndarray]] = {
-        ("tokens", 0, page): [np.asarray(cache.tokens[page])] for page in range(num_pages)
+        ("tokens", 0, page): [np.asarray(cache.tokens)[page]] for page in range(num_pages)
     }
     return tokens | {
-        (group, layer, page): [np.asarray(a[layer_offset(pool, layer, n) + page]) for a in pool.arrays]
+        (group, layer, page): [np.asarray(a)[layer_offset(pool, layer, n) + page] for a in pool.arrays]
         for group, (pool, n) in enumerate(pools)
         for layer in range(n)
         for page in range(num_pages)
@@ -183,9 +188,9 @@ def pages_of(cache, num_pages) -> dict[Any, list[np.ndarray]]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_bundle_put_into_another_pool_is_found_on_its_new_pages_and_nothing_else_changes(layout, dtype):
     source, target = numbered_cache(5, layout, dtype), numbered_cache(3, layout, dtype)
-    bundle = extract_pages(source, jnp.array([4, 1]), config=CONFIG)
+    bundle = extract(source, jnp.array([4, 1]))
 
-    filled = insert_pages(target, jnp.array([0, 2]), bundle, config=CONFIG)
+    filled = insert(target, jnp.array([0, 2]), bundle)
 
     before, after, given = pages_of(target, 3), pages_of(filled, 3), pages_of(source, 5)
     for group, layer, page in after:
@@ -197,37 +202,36 @@ def test_a_bundle_put_into_another_pool_is_found_on_its_new_pages_and_nothing_el
 @pytest.mark.parametrize("layout", ["cpu", "gpu", "tpu"])
 def test_a_page_past_the_pool_is_inserted_nowhere_not_even_in_the_next_layer(layout):
     cache = numbered_cache(3, layout)
-    bundle = extract_pages(numbered_cache(5, layout), jnp.array([4, 0]), config=CONFIG)
+    bundle = extract(numbered_cache(5, layout), jnp.array([4, 0]))
 
-    filled = insert_pages(cache, jnp.array([3, 2**30]), bundle, config=CONFIG)
+    filled = insert(cache, jnp.array([3, 2**30]), bundle)
 
     np.testing.assert_equal(pages_of(filled, 3), pages_of(cache, 3))
 
 
 def test_a_page_past_the_pool_is_extracted_as_zeros():
-    bundle = extract_pages(numbered_cache(3, "cpu"), jnp.array([3]), config=CONFIG)
+    bundle = extract(numbered_cache(3, "cpu"), jnp.array([3]))
 
     assert not any(np.asarray(a).any() for a in jax.tree.leaves(bundle))
 
 
 def test_a_bundle_survives_the_way_over_the_host_bit_for_bit():
     cache = numbered_cache(4, "cpu", "bfloat16")
-    bundle = jax.device_get(extract_pages(cache, jnp.array([0, 1, 2, 3]), config=CONFIG))
+    bundle = jax.device_get(extract(cache, jnp.array([0, 1, 2, 3])))
 
     empty = init_cache(CONFIG, dataclasses.replace(CACHE, num_pages=4, dtype="bfloat16"))
-    filled = insert_pages(empty, jnp.array([0, 1, 2, 3]), bundle, config=CONFIG)
+    filled = insert(empty, jnp.array([0, 1, 2, 3]), bundle)
 
     np.testing.assert_equal(pages_of(filled, 4), pages_of(cache, 4))
 
 
 def test_bundles_run_under_jit_and_the_cache_is_written_in_place():
     cache = numbered_cache(4, "cpu")
-    extract = jax.jit(functools.partial(extract_pages, config=CONFIG))
-    insert = jax.jit(functools.partial(insert_pages, config=CONFIG), donate_argnums=0)
+    in_place = jax.jit(functools.partial(insert_pages, config=CONFIG), donate_argnums=0)
     expected = pages_of(cache, 4)
 
     bundle = extract(cache, jnp.array([2, 3]))
-    compiled = insert.lower(cache, jnp.array([1, 0]), bundle).compile()
+    compiled = in_place.lower(cache, jnp.array([1, 0]), bundle).compile()
     filled = pages_of(compiled(cache, jnp.array([1, 0]), bundle), 4)
 
     pool_bytes = 4 * page_bytes(CONFIG, CACHE)

@@ -12,8 +12,8 @@ from jaxinfer.batch import Row, make_batch
 from jaxinfer.config import CacheConfig, SamplingParams
 from jaxinfer.decode_loop import make_loop
 from jaxinfer.sampling_batch import make_sampling
-from jaxinfer.steps import decode_loop, decode_step, prefill_step
-from tests.replay import SMALL_MODEL, lively_params, nan_cache
+from jaxinfer.steps import decode_loop, decode_step
+from tests.replay import SMALL_MODEL, all_logits, lively_params, nan_cache
 
 CONFIG = dataclasses.replace(SMALL_MODEL, num_layers=2, layer_groups=(1, 1))
 CACHE = CacheConfig(num_pages=10, page_size=16)
@@ -45,7 +45,7 @@ def params():
 def prefilled():
     """A cache of all tokens but the last of each prompt."""
     rows = [Row(prompt[:-1] or prompt, 0, pages) for prompt, pages in zip(PROMPTS, PAGES, strict=True)]
-    return prefill_step(params(), nan_cache(CONFIG, CACHE), layout(rows, 40), SAMPLING, **STATICS)[1]
+    return all_logits(params(), nan_cache(CONFIG, CACHE), layout(rows, 40), config=CONFIG)[1]
 
 
 def decode_batch(contexts):
@@ -118,7 +118,7 @@ def test_a_loop_that_others_wait_for_ends_with_its_first_row():
 def test_a_loop_without_rows_does_nothing():
     cache = prefilled()
     before = jax.device_get(cache)
-    loop = make_loop([], [], num_rows=B, max_stop_tokens=1, ends_early=False)
+    loop = make_loop([], [], num_rows=B, max_stop_tokens=4, ends_early=False)
 
     output, after = decode_loop(params(), cache, layout([], B), SAMPLING, loop, num_steps=STEPS, **STATICS)
 

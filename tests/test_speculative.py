@@ -17,7 +17,7 @@ from jaxinfer.batch import Row, make_batch
 from jaxinfer.config import CacheConfig, SamplingParams
 from jaxinfer.sampling_batch import make_sampling
 from jaxinfer.speculative import NO_DRAFT, accept_drafts
-from jaxinfer.steps import decode_step, prefill_step, verify_step
+from jaxinfer.steps import decode_step, verify_step
 from tests.replay import SMALL_MODEL, all_logits, lively_params, nan_cache
 
 CONFIG = SMALL_MODEL
@@ -63,14 +63,14 @@ def params():
 def sampling_for(kind, num_masks=B):
     fields = [SamplingParams(seed=i, **KINDS[kind]) for i in range(len(PROMPTS))]
     lens = [len(prompt) for prompt in PROMPTS]
-    return make_sampling(fields, num_rows=B, prompt_lens=lens, max_listed_tokens=128, num_masks=num_masks)
+    return make_sampling(fields, num_rows=B, prompt_lens=lens, vocab_size=61, num_masks=num_masks)
 
 
 def prefilled():
     """A cache with all but the last token of each prompt."""
     rows = [Row(prompt[:-1] or prompt, 0, pages) for prompt, pages in zip(PROMPTS, PAGES, strict=True)]
     batch = make_batch(rows, page_size=16, num_tokens=40, num_rows=B, table_width=2)
-    return prefill_step(params(), nan_cache(CONFIG, CACHE), batch, sampling_for("greedy"), config=CONFIG)[1]
+    return all_logits(params(), nan_cache(CONFIG, CACHE), batch, config=CONFIG)[1]
 
 
 @functools.cache
@@ -93,8 +93,10 @@ def verify(cache, contexts, drafts, kind):
         for context, drafted, pages in zip(contexts, drafts, PAGES, strict=True)
     ]
     batch = make_batch(rows, page_size=16, num_tokens=B * Q, num_rows=B, table_width=2)
-    sampling = sampling_for(kind, num_masks=B * Q)
-    return verify_step(params(), cache, batch, sampling, q_len=Q, config=CONFIG, max_log_probs=2)
+    return verify_batch(cache, batch, sampling_for(kind, num_masks=B * Q))
+
+
+verify_batch = functools.partial(verify_step, params(), q_len=Q, config=CONFIG, max_log_probs=2)
 
 
 # How many right drafts each row gets, and how many wrong ones after them.
@@ -138,13 +140,13 @@ def test_what_a_rejected_draft_left_in_the_cache_is_overwritten():
 def test_every_position_of_a_row_has_its_own_mask():
     masks = {0: np.array([1 << 7, 0]), 1: np.array([1 << 9, 0]), 2: np.array([0, 1 << 2])}  # token 7, then 9, then 34
     fields = SamplingParams(choices=["x"], temperature=0)
-    sampling = make_sampling([fields], num_rows=1, masks=masks, num_masks=Q, vocab_size=61)
-    batch = make_batch([Row([5, 7, 9], 0, [0])], page_size=16, num_tokens=Q, num_rows=1, table_width=2)
+    sampling = make_sampling([fields], num_rows=B, masks=masks, num_masks=B * Q, vocab_size=61)
+    batch = make_batch([Row([5, 7, 9], 0, [0])], page_size=16, num_tokens=B * Q, num_rows=B, table_width=2)
 
-    output, _ = verify_step(params(), nan_cache(CONFIG, CACHE), batch, sampling, q_len=Q, config=CONFIG)
+    output, _ = verify_batch(nan_cache(CONFIG, CACHE), batch, sampling)
 
     assert output.tokens[0, :3].tolist() == [7, 9, 34]
-    assert output.num_emitted.tolist() == [3]
+    assert output.num_emitted.tolist() == [3, 0, 0, 0]
 
 
 # ---- the distribution, over a vocabulary small enough to count

@@ -21,7 +21,7 @@ from jaxinfer.steps import decode_step, prefill_step
 from tests.replay import SMALL_MODEL, all_logits, lively_params, nan_cache
 
 CONFIG = SMALL_MODEL
-CACHE = CacheConfig(num_pages=8, page_size=16)
+CACHE = CacheConfig(num_pages=2048, page_size=16)  # 24 MiB, far larger than anything else in a step
 B = 4
 PROMPTS = (list(range(5, 25)), list(range(40, 52)), [3])
 PAGES = ([4, 2], [0], [7])
@@ -40,11 +40,15 @@ def params():
     return lively_params(CONFIG)
 
 
-def prefill(prompts, sampling, cache=None, **statics):
+NUM_LOG_PROBS = 3
+decode = functools.partial(decode_step, config=CONFIG, max_log_probs=NUM_LOG_PROBS)
+
+
+def prefill(prompts, sampling, cache=None, max_log_probs=NUM_LOG_PROBS):
     """Computes whole prompts in a step of 40 tokens."""
     rows = [Row(prompt, 0, pages) for prompt, pages in zip(prompts, PAGES, strict=True)]
     cache = nan_cache(CONFIG, CACHE) if cache is None else cache
-    return prefill_step(params(), cache, layout(rows, 40), sampling, config=CONFIG, **statics)
+    return prefill_step(params(), cache, layout(rows, 40), sampling, config=CONFIG, max_log_probs=max_log_probs)
 
 
 def decode_rows():
@@ -94,8 +98,10 @@ def test_a_decode_step_is_the_prefill_step_of_one_token_chunks_bit_for_bit(tempe
     sampling = sampling_for(temperature=temperature)
     batch = layout(decode_rows(), B)
 
-    decoded = decode_step(params(), prefilled_without_the_last_token(), batch, sampling, config=CONFIG)
-    prefilled = prefill_step(params(), prefilled_without_the_last_token(), batch, sampling, config=CONFIG)
+    decoded = decode(params(), prefilled_without_the_last_token(), batch, sampling)
+    prefilled = prefill_step(
+        params(), prefilled_without_the_last_token(), batch, sampling, config=CONFIG, max_log_probs=NUM_LOG_PROBS
+    )
 
     for ours, theirs in zip(as_arrays(decoded), as_arrays(prefilled), strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -106,7 +112,7 @@ def test_a_token_drawn_after_decoding_is_the_one_drawn_after_prefill():
     whole, _ = prefill(PROMPTS, sampling)
 
     batch = layout(decode_rows(), B)
-    decoded, _ = decode_step(params(), prefilled_without_the_last_token(), batch, sampling, config=CONFIG)
+    decoded, _ = decode(params(), prefilled_without_the_last_token(), batch, sampling)
 
     assert decoded.tokens[:3].tolist() == whole.tokens[:3].tolist()
     assert decoded.log_probs[:3].tolist() == whole.log_probs[:3].tolist()
@@ -118,16 +124,16 @@ def test_consecutive_draws_of_one_request_use_other_noise():
     cache, drawn = nan_cache(CONFIG, CACHE), []
     for position in range(12):
         batch = layout([Row([1], position, [0])], B)
-        output, cache = decode_step(flat, cache, batch, sampling_for(temperature=2.0), config=CONFIG)
+        output, cache = decode(flat, cache, batch, sampling_for(temperature=2.0))
         drawn.append(output.tokens[0].item())
 
     assert len(set(drawn)) > 4
 
 
 def test_alternatives_are_as_many_as_the_step_was_built_for():
-    output, _ = prefill(PROMPTS, sampling_for(log_probs=1), max_log_probs=3)
+    output, _ = prefill(PROMPTS, sampling_for(log_probs=1))
 
-    assert output.top_tokens.shape == output.top_log_probs.shape == (B, 3)
+    assert output.top_tokens.shape == output.top_log_probs.shape == (B, NUM_LOG_PROBS)
     assert (np.diff(output.top_log_probs, axis=-1) <= 0).all()
 
 
@@ -138,12 +144,11 @@ def test_more_alternatives_than_tokens_are_refused():
 
 @functools.cache
 def compiled(step):
-    """A step over a cache of 24 MiB, far larger than anything else in it."""
-    cache = abstract_cache(CONFIG, CacheConfig(num_pages=2048, page_size=16))
+    cache = abstract_cache(CONFIG, CACHE)
     num_bytes = sum(leaf.size * 4 for leaf in jax.tree.leaves(cache))
     batch = layout([], B if step is decode_step else 40)
     arguments = (abstract_params(CONFIG, jnp.float32), cache, batch, make_sampling([], num_rows=B))
-    return step.lower(*arguments, config=CONFIG).compile(), num_bytes
+    return step.lower(*arguments, config=CONFIG, max_log_probs=NUM_LOG_PROBS).compile(), num_bytes
 
 
 @pytest.mark.parametrize("step", [prefill_step, decode_step], ids=["prefill", "decode"])

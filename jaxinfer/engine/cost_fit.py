@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from scipy.optimize import nnls
 
 # Of a step that was interrupted by something else, the measured time tells nothing.
 OUTLIER = 1.5
@@ -15,6 +14,8 @@ def fit_weights(features: np.ndarray, seconds: np.ndarray) -> tuple[float, ...]:
 
     Fits non-negative least squares of the relative error, without those that took far longer than their like.
     """
+    from scipy.optimize import nnls  # a sixth of the time to import this package, where few need it
+
     kept = np.ones(len(seconds), bool)
     scale = features.max(0).clip(1)
     weights = np.zeros(features.shape[1])

@@ -79,7 +79,7 @@ def test_a_row_of_a_quantized_product_is_the_same_bits_in_any_batch(group_size):
 @pytest.mark.parametrize("group_size", [None, 16])
 def test_a_quantized_model_gives_the_logits_of_the_weights_it_stands_for(group_size):
     params = lively_params(CONFIG)
-    quantized = quantize_params(params, group_size=group_size)
+    quantized = jax.jit(quantize_params, static_argnames="group_size")(params, group_size=group_size)
     stand_for = jax.tree.map(
         lambda w, q: floats_like(w, q) if isinstance(q, QuantizedArray) else w,
         params,
