@@ -1,19 +1,19 @@
 """The command line: `jaxinfer generate` streams one completion, `jaxinfer batch` runs a file of requests.
 
-`jaxinfer replay` runs a trace of requests in real time, and `jaxinfer simulate` does without a device.
+`jaxinfer bench` measures a load, `jaxinfer replay` a trace of requests, and `jaxinfer simulate` needs no device.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
-import math
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 # jax takes seconds to import, so the commands import what needs it, after the arguments have been read.
+from jaxinfer import cli_load
 from jaxinfer._version import __version__
 from jaxinfer.cli_options import add_fields, from_arguments
 from jaxinfer.config import EngineConfig, SamplingParams
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from jaxinfer import LLM
     from jaxinfer.engine.llm import Completion
-    from jaxinfer.simulation import Report
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
@@ -73,26 +72,13 @@ def _parser() -> argparse.ArgumentParser:
     batch.add_argument("--max-in-flight", type=int, metavar="N", help="requests given to the engine at a time")
     batch.set_defaults(run=_batch)
 
-    replay = commands.add_parser("replay", help="run a trace of requests, measuring every step", allow_abbrev=False)
-    replay.add_argument("--save-step-times", metavar="FILE", help="write how long steps take, for `simulate`")
-    replay.add_argument("--step-times", metavar="FILE", help="simulate as well with these, and print how far off it is")
-    replay.set_defaults(run=_replay)
-
-    simulate = commands.add_parser("simulate", help="run a trace without a device", allow_abbrev=False)
-    simulate.add_argument("--step-times", metavar="FILE", required=True, help="what `replay` has saved")
-    simulate.set_defaults(run=_simulate)
-
-    for command in (replay, simulate):
-        command.add_argument("trace", metavar="TRACE.jsonl", help="lines of timestamp, input_length, output_length, …")
-        command.add_argument("--max-ttft", type=float, default=math.inf, metavar="S", help="target of the goodput")
-        command.add_argument("--max-tpot", type=float, default=math.inf, metavar="S", help="target of the goodput")
-
+    loads = cli_load.add_commands(commands, _load)
     for command in (generate, batch):
         command.add_argument(
             "--speculation", metavar="DRAFTER", help="ngram, suffix, or a draft model by its folder or id"
         )
 
-    for command in (generate, batch, replay, simulate):
+    for command in (generate, batch, *loads):
         command.add_argument("--quiet", action="store_true", help="no progress and no statistics")
         engine = command.add_argument_group("engine")
         engine.add_argument("--model", help="folder or name of a checkpoint; the bundled model when it is left out")
@@ -109,7 +95,7 @@ def _load(arguments: argparse.Namespace) -> LLM:
         arguments.model,
         config=config,
         dtype=arguments.dtype,
-        speculation=getattr(arguments, "speculation", None),  # `replay` measures plain steps
+        speculation=getattr(arguments, "speculation", None),  # a load has none: it has no text to speculate on
         show_progress=not arguments.quiet,
     )
 
@@ -180,46 +166,6 @@ def _batch(arguments: argparse.Namespace) -> None:
             f"{summary.num_tokens / max(summary.seconds, 1e-9):.1f} tokens/s",
             file=sys.stderr,
         )
-
-
-def _replay(arguments: argparse.Namespace) -> None:
-    from jaxinfer.simulation import RealEngine, StepTimes, drive, fit_step_times, prediction_errors, read_trace
-
-    # A replay takes as long as the trace: a mistake in either file is told before.
-    num_requests = sum(1 for _ in read_trace(arguments.trace))
-    if arguments.step_times is not None:
-        StepTimes.load(arguments.step_times)
-    engine = RealEngine(_load(arguments))
-    report = drive(read_trace(arguments.trace), engine, total=num_requests, **_targets(arguments))
-    print(report)
-    if arguments.save_step_times is not None:
-        fit_step_times(engine.steps).save(arguments.save_step_times)
-    if arguments.step_times is not None:
-        simulated = _run_simulation(arguments)
-        errors = prediction_errors(simulated, report)
-        print(f"simulated: {simulated}")
-        print("simulated is off by " + ", ".join(f"{error:+.1%} in {name}" for name, error in errors.items()))
-
-
-def _simulate(arguments: argparse.Namespace) -> None:
-    print(_run_simulation(arguments))
-
-
-def _run_simulation(arguments: argparse.Namespace) -> Report:
-    from jaxinfer.simulation import StepTimes, drive, load_simulated_engine, read_trace
-
-    config = from_arguments(EngineConfig, arguments)
-    times = StepTimes.load(arguments.step_times)
-    engine = load_simulated_engine(arguments.model, config, times, arguments.dtype)
-    return drive(read_trace(arguments.trace), engine, **_targets(arguments))
-
-
-def _targets(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "max_ttft": arguments.max_ttft,
-        "max_tpot": arguments.max_tpot,
-        "show_progress": not arguments.quiet,
-    }
 
 
 if __name__ == "__main__":

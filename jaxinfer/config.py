@@ -150,6 +150,8 @@ class EngineConfig:
     process.
     `max_drafts`: drafts per request and step, where the LLM speculates. `adaptive_drafts`: whether each step verifies
     as many of them as bring the most tokens per second, or all.
+    `ttft_target`, `tpot_target`: seconds to the first token, and per token after it, within which a request counts for
+    the goodput; `None` for any. They change nothing else.
     """
 
     max_num_seqs: int = 32
@@ -170,6 +172,8 @@ class EngineConfig:
     disk_cache_path: str | None = None
     max_drafts: int = 7
     adaptive_drafts: bool = True
+    ttft_target: float | None = None
+    tpot_target: float | None = None
 
     def __post_init__(self) -> None:
         require_int("max_num_seqs", self.max_num_seqs, 1)
@@ -201,6 +205,9 @@ class EngineConfig:
         # Fewer than a page has slots, so that drafts never take more than one page.
         require_int("max_drafts", self.max_drafts, 1, 15)
         require_bool("adaptive_drafts", self.adaptive_drafts)
+        for name in ("ttft_target", "tpot_target"):
+            if getattr(self, name) is not None:
+                require_real(name, getattr(self, name), 0.0)
         CacheConfig(num_pages=1, page_size=self.page_size)
         self._check_tiers()
 

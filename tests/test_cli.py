@@ -114,6 +114,8 @@ ENGINE = {
     "max_drafts": 3,
     "adaptive_drafts": False,
     "decode_loop_steps": 4,
+    "ttft_target": 0.5,
+    "tpot_target": 0.25,
 }
 NEEDS = {"disk_cache_bytes": "disk_cache_path", "disk_cache_path": "disk_cache_bytes"}
 

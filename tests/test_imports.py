@@ -149,9 +149,13 @@ ALLOWED = {
     ),
     "engine.policy": below("engine.request"),
     "engine.waiting": below("engine.policy", "engine.request"),
+    "engine.observer": below("engine.metrics", "engine.request", "engine.step"),
+    "engine.running": below(
+        *(f"engine.{name}" for name in ("block_tables", "metrics", "observer", "policy", "request", "step", "waiting"))
+    ),
     "engine.scheduler": below(
-        *(f"engine.{name}" for name in ("block_tables", "emission", "looping", "metrics", "policy", "request", "step")),
-        *(f"engine.{name}" for name in ("tiers", "waiting")),
+        *(f"engine.{name}" for name in ("block_tables", "emission", "looping", "metrics", "observer", "request")),
+        *(f"engine.{name}" for name in ("running", "step", "tiers", "waiting")),
         "config",
     ),
     "engine.executables": below("engine.sealed_file"),
@@ -176,7 +180,7 @@ def test_a_module_imports_only_what_lies_below_it(module, allowed):
 
 @pytest.mark.parametrize("module", [name for name in MODULES if ".engine" not in name])
 def test_the_engine_is_imported_by_its_users_only(module):
-    users = {"jaxinfer", *below("cli", "serve", "batch_job", "simulation")}
+    users = {"jaxinfer", *below("cli", "cli_load", "serve", "batch_job", "simulation")}
 
     assert module in users or not imports_of_ours(module) & set(within("jaxinfer.engine"))
 

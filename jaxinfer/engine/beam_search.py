@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from jaxinfer.config import SamplingParams
 from jaxinfer.engine.request import Completion, Request
 from jaxinfer.tokenizer import Tokenizer
 
@@ -61,6 +62,33 @@ def search(
         if not running or (is_full and running[0].score(length_penalty) <= finished[-1].score(length_penalty)):
             break
     return finished
+
+
+def complete(
+    request: Request,
+    generate: Callable[[list[list[int]], SamplingParams], Sequence[Completion]],
+    *,
+    num_beams: int,
+    length_penalty: float,
+    vocab_size: int,
+    tokenizer: Tokenizer | None,
+) -> list[Completion]:
+    """Returns the completions that `search` finds for a request; `generate` computes a token of each beam."""
+    count = min(num_candidates(num_beams, len(request.stop_token_ids)), vocab_size)
+    params = SamplingParams(max_tokens=1, temperature=0, log_probs=count, ignore_eos=True)
+
+    def extend(beams: Sequence[Beam]) -> list[dict[int, float]]:
+        completions = generate([[*request.token_ids, *beam.token_ids] for beam in beams], params)
+        return [completion.top_log_probs[0] for completion in completions]
+
+    beams = search(
+        extend,
+        num_beams=num_beams,
+        max_tokens=request.max_tokens,
+        stop_token_ids=request.stop_token_ids,
+        length_penalty=length_penalty,
+    )
+    return as_completions(beams, request, tokenizer)
 
 
 def as_completions(beams: Sequence[Beam], request: Request, tokenizer: Tokenizer | None) -> list[Completion]:

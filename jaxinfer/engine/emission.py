@@ -53,6 +53,16 @@ def enter_prompts(step: Step, output: Any) -> None:
         family.prompt_top_log_probs += tops[num_known:]
 
 
+def take_tokens(request: Request, emitted: Sequence[Emitted], now: float) -> Delta:
+    """Gives a request what a step that ended just now drew for it."""
+    request.num_pending = 0
+    if len(emitted) == 1:
+        request.token_times.append(now)
+        return request.append(*emitted[0])
+    request.token_times += [now] * len(emitted)
+    return extend_request(request, emitted)
+
+
 def extend_request(request: Request, emitted: Sequence[Emitted]) -> Delta:
     """Adds the tokens, at least one, that one step drew for a request, up to one that ends it."""
     deltas: list[Delta] = []

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Unpack
-
-from tqdm import tqdm
 
 from jaxinfer.checkpoint import load_checkpoint, resolve_checkpoint
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.device import default_dtype, enable_compilation_cache
 from jaxinfer.engine.admission import Prompt, Terms, as_params, as_prompts
-from jaxinfer.engine.beam_search import Beam, as_completions, num_candidates, search
+from jaxinfer.engine.beam_search import complete
 from jaxinfer.engine.branches import Branches
+from jaxinfer.engine.delivery import Delivery
 from jaxinfer.engine.drafters import Drafter
 from jaxinfer.engine.interrupts import deferred_interrupts
-from jaxinfer.engine.mailroom import Mailroom
 from jaxinfer.engine.metrics import Metrics
 from jaxinfer.engine.pipeline import Pipeline
 from jaxinfer.engine.planning import plan_host
 from jaxinfer.engine.request import Completion, Delta
 from jaxinfer.engine.runner import Runner
-from jaxinfer.engine.samples import Samples, in_order
+from jaxinfer.engine.samples import Samples
 from jaxinfer.engine.speculation import plan_speculation
 from jaxinfer.engine.step import Step
+from jaxinfer.engine.timeline import MAX_STEPS, Timeline, recorded_timeline
 from jaxinfer.processors import LogitsProcessor
 from jaxinfer.tokenizer import Tokenizer
 from jaxinfer.validation import require_int, require_real
@@ -96,13 +96,13 @@ class LLM:
         self._pipeline = Pipeline(self._scheduler, self._runner)
         self.on_step: Callable[[Step, float], None] | None = None  # told each step and the seconds it took
         self._ids = itertools.count()
-        self._mailroom = Mailroom()
+        self._delivery = Delivery(self._scheduler, self._advance)
         self._branches = Branches(self._ids, self._admission, self._scheduler, self._runner, path)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any request has tokens to come, or a completion that `step` has not handed out."""
-        return self._scheduler.num_unfinished > 0 or self._mailroom.has_mail
+        return self._scheduler.num_unfinished > 0 or self._delivery.mailroom.has_mail
 
     def warm_up(self, *, show_progress: bool = False) -> None:
         """Waits until the compiler is done, for even times from the first request on.
@@ -116,6 +116,16 @@ class LLM:
         """Returns what runs, waits and is cached now, and what was computed since the start."""
         return self._scheduler.metrics()
 
+    def timeline(self, *, max_steps: int = MAX_STEPS) -> AbstractContextManager[Timeline]:
+        """Records steps, load and the phases of requests inside a `with`: `with llm.timeline() as timeline: ...`.
+
+        The last `max_steps` steps are kept; `timeline.save("timeline.json")` writes them for ui.perfetto.dev. Waits
+        until the compiler is done, as `warm_up` does.
+        """
+        require_int("max_steps", max_steps, 1)
+        self.warm_up()
+        return recorded_timeline(self._scheduler, self._runner.buckets, max_steps)
+
     def add(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **terms: Unpack[Terms]) -> int:
         """Queues a prompt, text or token ids, and returns its request id; its tokens come out of `step`.
 
@@ -123,7 +133,7 @@ class LLM:
         not be honoured exactly and QueueFullError where too many wait; either changes nothing.
         """
         samples = self._admit(prompt, sampling_params, **terms)
-        self._queue(samples)
+        self._delivery.queue(samples)
         return samples.request_id
 
     def abort(self, request_id: int) -> None:
@@ -131,10 +141,7 @@ class LLM:
 
         A request that has finished already is left as it is.
         """
-        for sample_id in self._mailroom.sample_ids(request_id):
-            delta = self._scheduler.abort(sample_id)
-            if delta is not None:
-                self._mailroom.post(delta)
+        self._delivery.abort(request_id)
 
     def fork(self, request_id: int, *, seed: int | None = None) -> int:
         """Branches an unfinished request and returns the id of the branch: see `Branches.fork`."""
@@ -155,7 +162,7 @@ class LLM:
     def step(self) -> list[Delta]:
         """Computes one step and returns what it added to the requests of `add`; empty when there is nothing to do."""
         self._advance()
-        return self._mailroom.take()
+        return self._delivery.mailroom.take()
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **terms: Unpack[Terms]
@@ -165,7 +172,7 @@ class LLM:
         Raises ValueError here, not at the first piece, where the request could not be honoured. It is queued with the
         first piece that is asked for, or QueueFullError is raised there. `terms` are as for `add`.
         """
-        return self._deliver(self._admit(prompt, sampling_params, **terms))
+        return self._delivery.stream(self._admit(prompt, sampling_params, **terms))
 
     def generate(
         self,
@@ -185,16 +192,7 @@ class LLM:
         prompts = as_prompts(prompts)
         params = as_params(sampling_params, len(prompts))
         groups = [self._numbered(i, *pair, **terms) for i, pair in enumerate(zip(prompts, params, strict=True))]
-        self._scheduler.check_room(sum(len(samples.requests) for samples in groups))
-        ids = [samples.request_id for samples in groups]
-        try:
-            mailbox = self._mailroom.open_mailbox(ids)
-            for samples in groups:
-                self._queue(samples)
-            completions = self._collect(mailbox, sum(samples.num_completions for samples in groups), show_progress)
-        finally:
-            self._forget(ids)
-        return [c for samples in groups for c in in_order(completions[samples.request_id], samples.sampling)]
+        return self._delivery.collect(groups, show_progress)
 
     def beam_search(
         self,
@@ -214,80 +212,28 @@ class LLM:
         """
         require_int("num_beams", num_beams, 1)
         require_real("length_penalty", length_penalty, -math.inf)
-        (request,) = self._admit(
-            prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, temperature=0), **terms
-        ).requests
-        count = min(num_candidates(num_beams, len(request.stop_token_ids)), self.model_config.vocab_size)
-        params = SamplingParams(max_tokens=1, temperature=0, log_probs=count, ignore_eos=True)
-
-        def extend(beams: Sequence[Beam]) -> list[dict[int, float]]:
-            prompts = [[*request.token_ids, *beam.token_ids] for beam in beams]
-            completions = self.generate(prompts, params, show_progress=False, **terms)
-            return [completion.top_log_probs[0] for completion in completions]
-
-        beams = search(
-            extend,
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, temperature=0)
+        (request,) = self._admit(prompt, sampling, **terms).requests
+        return complete(
+            request,
+            partial(self.generate, show_progress=False, **terms),
             num_beams=num_beams,
-            max_tokens=request.max_tokens,
-            stop_token_ids=request.stop_token_ids,
             length_penalty=length_penalty,
+            vocab_size=self.model_config.vocab_size,
+            tokenizer=self.tokenizer,
         )
-        return as_completions(beams, request, self.tokenizer)
 
     def _advance(self) -> None:
         with deferred_interrupts():
             deltas = self._scheduler.expire()
             advance = self._pipeline.advance()
             for delta in chain(deltas, advance.deltas if advance else ()):
-                self._mailroom.post(delta)
+                self._delivery.mailroom.post(delta)
         if advance is not None and self.on_step is not None:
             self.on_step(advance.step, advance.seconds)
 
     def _admit(self, prompt: Prompt, sampling: SamplingParams | None, **terms: Unpack[Terms]) -> Samples:
         return Samples(self._admission.admit(self._ids, prompt, sampling, **terms))
-
-    def _queue(self, samples: Samples) -> None:
-        self._scheduler.check_room(len(samples.requests))
-        self._mailroom.expect(samples)
-        for request in samples.requests:
-            self._scheduler.add(request)
-
-    def _deliver(self, samples: Samples) -> Iterator[Delta]:
-        self._queue(samples)
-        mailbox = self._mailroom.open_mailbox([samples.request_id])
-        num_to_come = samples.num_completions
-        try:
-            while num_to_come:
-                while not mailbox:
-                    self._advance()
-                delta = mailbox.popleft()
-                num_to_come -= delta.completion is not None
-                yield delta
-        finally:
-            self._forget([samples.request_id])
-
-    def _collect(self, mailbox: deque[Delta], count: int, show_progress: bool) -> dict[int, list[Completion]]:
-        completions: defaultdict[int, list[Completion]] = defaultdict(list)
-        num_completions = num_tokens = 0
-        with tqdm(total=count, unit="request", disable=not show_progress, smoothing=0) as progress:
-            while num_completions < count:
-                self._advance()
-                while mailbox:
-                    delta = mailbox.popleft()
-                    num_tokens += len(delta.token_ids)
-                    if delta.completion is not None:
-                        completions[delta.request_id].append(delta.completion)
-                        num_completions += 1
-                        progress.update()
-                elapsed = max(progress.format_dict["elapsed"], 1e-9)
-                progress.set_postfix_str(f"{num_tokens / elapsed:.1f} tokens/s", refresh=False)
-        return completions
-
-    def _forget(self, ids: Iterable[int]) -> None:
-        for request_id in ids:
-            for sample_id in self._mailroom.sample_ids(request_id):
-                self._scheduler.abort(sample_id)
-            self._mailroom.forget(request_id)
 
     def _numbered(self, index: int, prompt: Prompt, sampling: SamplingParams | None, **terms: Unpack[Terms]) -> Samples:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,6 +31,21 @@ class Timings:
         return sum(self.itl) / len(self.itl) if self.itl else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Targets:
+    """The most that a request may take to be a good one, in seconds."""
+
+    ttft: float = math.inf
+    tpot: float = math.inf
+
+    def are_met(self, timings: Timings) -> bool:
+        """A request without a token has met none; one of a single token has no time between tokens."""
+        return timings.ttft is not None and timings.ttft <= self.ttft and (timings.tpot or 0.0) <= self.tpot
+
+
+NO_TARGETS = Targets()
+
+
 @dataclass(kw_only=True)
 class Tally:
     """What has happened since the engine started."""
@@ -37,6 +53,7 @@ class Tally:
     num_steps: int = 0
     num_preemptions: int = 0
     num_finished: int = 0  # requests, aborted ones included
+    num_good: int = 0  # of them those that came to their own end within both targets
     num_prefill_tokens: int = 0  # computed of prompts, and again after preemptions
     num_found_tokens: int = 0  # not computed because they were in the prefix cache
     num_output_tokens: int = 0
@@ -71,6 +88,7 @@ class Metrics:
     num_steps: int
     num_preemptions: int
     num_finished: int
+    num_good: int
     num_prefill_tokens: int
     num_found_tokens: int
     num_output_tokens: int
@@ -94,3 +112,8 @@ class Metrics:
     def tokens_per_second(self) -> float:
         """Output tokens per second in which the engine had something to do."""
         return self.num_output_tokens / self.busy_seconds if self.busy_seconds > 0 else 0.0
+
+    @property
+    def goodput(self) -> float:
+        """Good requests, by EngineConfig.ttft_target and tpot_target, per second in which there was something to do."""
+        return self.num_good / self.busy_seconds if self.busy_seconds > 0 else 0.0

@@ -42,6 +42,15 @@ class PageAllocator:
         """Pages that `allocate` can give: the free ones and the cached ones."""
         return len(self._free) + len(self._cached)
 
+    def counts(self) -> dict[str, int]:
+        """Returns how many pages there are, and in which state."""
+        return {
+            "num_pages": self.num_pages,
+            "num_owned_pages": self.num_pages - self.num_available,
+            "num_cached_pages": self.num_cached,
+            "num_free_pages": self.num_free,
+        }
+
     def num_users(self, page: int) -> int:
         return self._num_users[page]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from jaxinfer.engine.batching import max_batched_tokens
 from jaxinfer.engine.disk_tier import DiskTier
 from jaxinfer.engine.host_tier import HostTier
 from jaxinfer.engine.identity import page_identity
+from jaxinfer.engine.metrics import Targets
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.speculation import Speculation
 from jaxinfer.engine.tiers import PageTiers, Tier
@@ -62,9 +64,16 @@ def plan_host(
         decode_loop_steps=config.decode_loop_steps,
         tiers=plan_tiers(config, page_bytes(model_config, cache_config)),
         speculation=speculation,
+        targets=plan_targets(config),
         clock=clock,
     )
     return admission, scheduler
+
+
+def plan_targets(config: EngineConfig) -> Targets:
+    """Returns what the goodput counts by."""
+    ttft, tpot = (math.inf if target is None else target for target in (config.ttft_target, config.tpot_target))
+    return Targets(ttft=ttft, tpot=tpot)
 
 
 def resolve_max_model_len(model_config: ModelConfig, config: EngineConfig) -> int:

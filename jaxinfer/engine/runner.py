@@ -60,7 +60,7 @@ class Runner:
             vocab_size=model_config.vocab_size,
             custom=tuple(custom),
         )
-        self._buckets = plan_buckets(engine_config, max_drafts)
+        self.buckets = plan_buckets(engine_config, max_drafts)
         self._tiers = tiers
         self._drawn = jnp.zeros((engine_config.max_num_seqs,), jnp.int32)  # by each row of the last step
         self._rows: dict[int, int] = {}  # of the requests in the last step
@@ -133,7 +133,7 @@ class Runner:
 
     def _compile_all(self, show_progress: bool) -> tuple[CompiledSteps, PageCopier]:
         cache = abstract_cache(self._model_config, self._cache_config)
-        arguments = {bucket: self._build(Step(()), bucket) for bucket in self._buckets}
+        arguments = {bucket: self._build(Step(()), bucket) for bucket in self.buckets}
 
         def compile_bucket(bucket: Bucket) -> jax.stages.Compiled:
             step, statics = decode_step if bucket.is_decode else prefill_step, {}
@@ -156,7 +156,7 @@ class Runner:
                 **statics,
             )
 
-        steps = CompiledSteps(self._buckets, compile_bucket)
+        steps = CompiledSteps(self.buckets, compile_bucket)
         copier = PageCopier(cache, self._model_config, COPY_WIDTHS[self._tiers is not None])
         steps.wait_for_last(show_progress=show_progress)
         return steps, copier

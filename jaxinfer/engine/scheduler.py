@@ -2,14 +2,12 @@
 
 Each request has `num_computed` tokens in the cache and wants all of its prompt and output there. A step hands out a
 token budget so that they catch up. Prefill, chunks of it, prefixes found in the cache, decoding and recomputation after
-preemption are one rule.
-Memory pressure is one rule as well: preempt the request that was admitted last, batch work first, until the others
-fit. Whose turn it is says `policy`.
+preemption are one rule. Memory pressure is one as well: preempt the request that was admitted last, batch work first,
+until the others fit (`running`). Whose turn it is says `policy`.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -17,14 +15,15 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.engine.block_tables import BlockTables
-from jaxinfer.engine.emission import Emitted, emitted_tokens, enter_prompts, extend_request
+from jaxinfer.engine.emission import Emitted, emitted_tokens, enter_prompts, take_tokens
 from jaxinfer.engine.looping import go_on
-from jaxinfer.engine.metrics import Metrics, Tally
-from jaxinfer.engine.policy import step_order
+from jaxinfer.engine.metrics import NO_TARGETS, Metrics, Tally, Targets
+from jaxinfer.engine.observer import Observer
 from jaxinfer.engine.request import Delta, FinishReason, QueueFullError, Request
+from jaxinfer.engine.running import Running
 from jaxinfer.engine.step import Chunk, Step
 from jaxinfer.engine.tiers import PageTiers
-from jaxinfer.engine.waiting import WaitingLine
+from jaxinfer.engine.waiting import Deadlines, WaitingLine
 
 if TYPE_CHECKING:  # it knows the compiled shapes, and so jax
     from jaxinfer.engine.speculation import Speculation
@@ -35,8 +34,8 @@ class Scheduler:
 
     `max_mixed_tokens` bounds the tokens of a step in which somebody decodes, `max_waiting` the requests beyond those
     that can run; None leaves either open. `tiers` keep pages that the pool has no room for. `speculation` adds drafts
-    where all decode; without it, such a step may go on for `decode_loop_steps`. `clock` counts seconds and never goes
-    back.
+    where all decode; without it, such a step may go on for `decode_loop_steps`. `targets` are what the goodput counts
+    by. `clock` counts seconds and never goes back. `observers` are told what happens.
     """
 
     def __init__(
@@ -51,6 +50,7 @@ class Scheduler:
         decode_loop_steps: int = 1,
         tiers: PageTiers | None = None,
         speculation: Speculation | None = None,
+        targets: Targets = NO_TARGETS,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._max_num_seqs = max_num_seqs
@@ -61,16 +61,20 @@ class Scheduler:
         self._speculation = speculation
         # Whether a step may be scheduled before the tokens of the last are known: there is one of each request, then.
         self._overlap = decode_loop_steps == 1
-        self._clock = clock
+        self._targets = targets
+        self.clock = clock
         self.tiers = tiers
         self._tables = BlockTables(num_pages, page_size, tiers)
         self.copies = self._tables.copies  # which the next step makes before it computes anything
         self._orders = itertools.count()
         self._requests: dict[int, Request] = {}  # all that are unfinished
-        self._running: list[Request] = []  # in the order of admission
         self._waiting = WaitingLine()
-        self._deadlines: list[tuple[float, int]] = []  # a heap of deadlines and request ids
+        self._deadlines = Deadlines()
         self._tally = Tally()
+        self.observers: list[Observer] = []
+        self._running = Running(
+            max_num_seqs, tables=self._tables, waiting=self._waiting, tally=self._tally, observers=self.observers
+        )
         self._entered: Step | None = None  # which is not committed yet
         self._leaving: list[Request] = []  # which draw their last token in it, and have no pages any more
         self._committed = 0.0  # when a step was for the last time
@@ -85,14 +89,10 @@ class Scheduler:
         return self._tables.pages.num_available
 
     def metrics(self) -> Metrics:
-        pages = self._tables.pages
         return Metrics(
             num_running=len(self._running),
             num_waiting=len(self._requests) - len(self._running),
-            num_pages=pages.num_pages,
-            num_owned_pages=pages.num_pages - pages.num_available,
-            num_cached_pages=pages.num_cached,
-            num_free_pages=pages.num_free,
+            **self._tables.pages.counts(),
             num_drafts=() if self._speculation is None else self._speculation.num_drafts,
             **asdict(self._tally),
             tiers=() if self.tiers is None else self.tiers.metrics(),
@@ -111,18 +111,19 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request; QueueFullError where that is one too many."""
         self.check_room(1)
-        request.arrival, request.order = self._clock(), next(self._orders)
+        request.arrival, request.order = self.clock(), next(self._orders)
         self._requests[request.request_id] = request
         self._waiting.enter(request)
-        if request.deadline < float("inf"):
-            heapq.heappush(self._deadlines, (request.deadline, request.request_id))
+        self._deadlines.enter(request)
+        for observer in self.observers:
+            observer.arrived(request)
 
     def find(self, request_id: int) -> Request | None:
         """Returns an unfinished request."""
         return self._requests.get(request_id)
 
     def time_left(self, request: Request) -> float:
-        return request.deadline - self._clock()
+        return request.deadline - self.clock()
 
     def rewind(self, request: Request) -> None:
         """Enters that a request has fewer tokens than before."""
@@ -130,7 +131,7 @@ class Scheduler:
             self._leaving.remove(request)
             self._waiting.wait(request)
         elif not self._tables.rewind(request):
-            self._preempt(request)
+            self._running.preempt(request)
 
     def abort(self, request_id: int) -> Delta | None:
         """Ends a request wherever it is and frees its pages; None if there is no such request any more."""
@@ -139,12 +140,8 @@ class Scheduler:
 
     def expire(self) -> list[Delta]:
         """Ends the requests whose deadline has passed, wherever they are."""
-        now, deltas = self._clock(), []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            request = self._requests.get(heapq.heappop(self._deadlines)[1])
-            if request is not None:
-                deltas.append(self._end(request, "deadline"))
-        return deltas
+        requests = map(self.find, self._deadlines.passed(self.clock()))
+        return [self._end(request, "deadline") for request in requests if request is not None]
 
     def schedule(self, after: Step | None = None) -> Step | None:
         """Returns the next step, or None when there is nothing to do. Preempts where pages run out.
@@ -155,37 +152,24 @@ class Scheduler:
         """
         if after is not None and not self._look_ahead(after):
             return None
-        began = self._clock()
+        began = self.clock()
         is_mixed = any(request.num_uncomputed == 1 for request in self._running)
         budget = self._max_mixed_tokens if is_mixed else self._max_num_batched_tokens
-        self._admit(budget)
-        chunks: list[Chunk] = []
-        for request in sorted(self._running, key=step_order):
-            if not request.pages:  # preempted for one before it
-                continue
-            num_tokens = request.num_uncomputed
-            if num_tokens > 1:
-                self._tally.num_found_tokens += self._tables.share_prefix(request)
-                num_tokens = request.num_uncomputed
-            if num_tokens > budget:
-                num_tokens = budget
-            if num_tokens > 0 and self._make_room(request, num_tokens, chunks):
-                chunks.append(Chunk(request, request.num_computed, num_tokens, num_rewinds=request.num_rewinds))
-                budget -= num_tokens
-                if request.first_step is None:
-                    request.first_step = began
-                self._waiting.charge(request.tenant, num_tokens)
+        self._running.admit(budget, began)
+        chunks = self._running.hand_out(budget, began)
         if self._speculation is not None:
             chunks = self._speculation.add_drafts(chunks, self._tables)
         elif self._decode_loop_steps > 1:
             chunks = go_on(chunks, self._tables, self._decode_loop_steps)
+        for observer in self.observers:
+            observer.scheduled(began, self.metrics())
         somebody_waits = len(self._requests) > len(self._running)
         return Step(tuple(chunks), self.copies, somebody_waits, began) if chunks else None
 
     def commit(self, step: Step, output: Any) -> list[Delta]:
         """Enters a step's result (`StepOutput` of host arrays, one row per chunk); frees what is finished."""
         emitted = emitted_tokens(step, output)
-        now, deltas = self._clock(), []
+        now, deltas = self.clock(), []
         seconds, self._committed = now - max(step.began, self._committed), now
         self._tally.num_steps += 1
         self._tally.busy_seconds += seconds
@@ -197,6 +181,8 @@ class Scheduler:
         self._enter(step)
         self._entered = None
         self._leaving.clear()
+        for observer in self.observers:
+            observer.computed(step, now - seconds, now)
         for chunk, tokens in zip(step.chunks, emitted, strict=True):
             request = chunk.request
             if chunk.is_void:
@@ -211,19 +197,15 @@ class Scheduler:
     def _hand_over(self, chunk: Chunk, tokens: Sequence[Emitted], now: float) -> Delta:
         """Gives a request what was drawn for it."""
         request = chunk.request
-        request.num_pending = 0
-        if len(tokens) == 1:
-            request.token_times.append(now)
-            delta = request.append(*tokens[0])
-        else:
-            request.token_times += [now] * len(tokens)
-            delta = extend_request(request, tokens)
+        delta = take_tokens(request, tokens, now)
+        if len(tokens) > 1:
             # All but the last are computed: drafts that were right, or a loop went on by them.
             self._tables.advance(request, min(len(tokens) - 1, request.num_uncomputed))
         if chunk.drafts:
             self._tally.num_drafted_tokens += len(chunk.drafts)
             self._tally.num_accepted_tokens += len(tokens) - 1
         if delta.completion is not None:
+            self._tally.num_good += self._targets.are_met(delta.completion.timings)
             self._forget(request)
         return delta
 
@@ -249,62 +231,8 @@ class Scheduler:
             request.num_pending = int(chunk.is_last)
             if request.num_pending and request.is_ending:
                 # Steps run one after another: what the next one does with the pages comes after this one has read them.
-                self._running.remove(request)
-                self._tables.release(request)
+                self._running.leave(request)
                 self._leaving.append(request)
-
-    def _admit(self, budget: int) -> None:
-        """Lets requests run, as many as this step has tokens for, with pages for all tokens that they have so far."""
-        now = self._clock()
-        while (request := self._waiting.first(now)) is not None:
-            # Batch work that waits for its tokens is no reason to keep an interactive request waiting.
-            wanted = sum(other.num_uncomputed for other in self._running if other.yields <= request.yields)
-            if wanted >= budget or not self._make_way(request):
-                return
-            self._waiting.take(request, now)
-            self._running.append(request)
-            self._tally.num_found_tokens += self._tables.share_prefix(request)
-            self._tables.extend(request, self._tables.num_missing(request, request.num_uncomputed))
-
-    def _make_way(self, request: Request) -> bool:
-        """Whether the request can run, if need be in the place of batch work, which is preempted for it."""
-        if self._has_room(request):
-            return True
-        victims = [other for other in self._running if other.yields] if request.priority == "interactive" else []
-        if not victims or not self._has_room(request, victims):
-            return False
-        while not self._has_room(request):
-            self._preempt(victims.pop())
-        return True
-
-    def _has_room(self, request: Request, victims: Sequence[Request] = ()) -> bool:
-        """Whether there are a row and pages for a waiting request, beside all who run but the victims."""
-        staying = [other for other in self._running if other not in victims] if victims else self._running
-        if len(staying) >= self._max_num_seqs:
-            return False
-        num_reserved = sum(self._tables.num_missing(other, other.num_uncomputed) for other in staying)
-        return self._tables.can_hold(request, num_reserved, victims)
-
-    def _make_room(self, request: Request, num_tokens: int, chunks: list[Chunk]) -> bool:
-        """Gives the request its pages, preempting from the end of the line; False if it was preempted itself."""
-        num_missing = self._tables.num_missing(request, num_tokens)
-        if num_missing == 0:  # nearly always, for one who decodes
-            return True
-        while num_missing > self.num_available_pages:
-            scheduled = {chunk.request.request_id for chunk in chunks}
-            line = sorted(self._running, key=lambda other: other.yields)
-            victim = next(other for other in reversed(line) if other.request_id not in scheduled)
-            self._preempt(victim)
-            if victim is request:
-                return False
-        self._tables.extend(request, num_missing)
-        return True
-
-    def _preempt(self, request: Request) -> None:
-        self._running.remove(request)
-        self._tables.park(request)
-        self._waiting.wait(request)
-        self._tally.num_preemptions += 1
 
     def _end(self, request: Request, reason: FinishReason) -> Delta:
         delta = request.finish(reason)
@@ -312,11 +240,11 @@ class Scheduler:
         return delta
 
     def _forget(self, request: Request) -> None:
-        if request in self._running:
-            self._running.remove(request)
-        self._tables.release(request)
+        self._running.leave(request)
         self._waiting.leave(request)
         if self._speculation is not None:
             self._speculation.forget(request)
         self._tally.num_finished += 1
         del self._requests[request.request_id]
+        for observer in self.observers:
+            observer.ended(request)

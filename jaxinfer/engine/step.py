@@ -75,6 +75,10 @@ class Step:
     def is_verify(self) -> bool:
         return any(chunk.drafts for chunk in self.chunks)
 
+    @property
+    def kind(self) -> str:
+        return "verify" if self.is_verify else "decode" if self.is_decode else "prefill"
+
     @cached_property
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens + len(chunk.drafts) for chunk in self.chunks)

@@ -1,4 +1,4 @@
-"""The requests that wait, in one lane per tenant and priority, and what each tenant has been served."""
+"""The requests that wait, in one lane per tenant and priority, what each tenant has been served, and deadlines."""
 
 from __future__ import annotations
 
@@ -70,3 +70,21 @@ class WaitingLine:
         lane = (request.tenant, request.priority)
         heapq.heappop(self._lanes[lane])
         self._last_turns[lane] = now
+
+
+class Deadlines:
+    """Says which requests have run out of time; it knows them by their ids, or it would keep those that have ended."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int]] = []
+
+    def enter(self, request: Request) -> None:
+        if request.deadline < math.inf:
+            heapq.heappush(self._heap, (request.deadline, request.request_id))
+
+    def passed(self, now: float) -> list[int]:
+        """Returns the requests, ended or not, whose deadline has passed since the last time."""
+        ids = []
+        while self._heap and self._heap[0][0] <= now:
+            ids.append(heapq.heappop(self._heap)[1])
+        return ids

@@ -9,6 +9,7 @@ from typing import Protocol
 from tqdm import tqdm
 
 from jaxinfer.config import SamplingParams
+from jaxinfer.engine.metrics import NO_TARGETS, Targets
 from jaxinfer.engine.request import Delta, QueueFullError
 from jaxinfer.simulation.report import Outcomes, Report
 from jaxinfer.simulation.trace import TracedRequest, make_prompt
@@ -49,15 +50,14 @@ def drive(
     trace: Iterable[TracedRequest],
     engine: Engine,
     *,
-    max_ttft: float = float("inf"),
-    max_tpot: float = float("inf"),
+    targets: Targets = NO_TARGETS,
     total: int | None = None,
     show_progress: bool = False,
 ) -> Report:
     """Runs a trace to its end. Requests that have arrived are added between steps.
 
-    `max_ttft` and `max_tpot`, in seconds, are the targets that a request of the goodput meets. A request that the
-    engine refuses is counted and left out. `total` is the number of requests, for the progress bar, where it is known.
+    `targets` are what a request of the goodput meets. A request that the engine refuses is counted and left out.
+    `total` is the number of requests, for the progress bar, where it is known.
     """
     outcomes = Outcomes()
     in_flight: dict[int, _InFlight] = {}
@@ -90,9 +90,7 @@ def drive(
                         num_prompt_tokens=len(delta.completion.prompt_token_ids),
                         num_cached_tokens=delta.completion.num_cached_tokens,
                     )
-    return outcomes.report(
-        num_steps=engine.num_steps, num_preemptions=engine.num_preemptions, max_ttft=max_ttft, max_tpot=max_tpot
-    )
+    return outcomes.report(num_steps=engine.num_steps, num_preemptions=engine.num_preemptions, targets=targets)
 
 
 def _add(engine: Engine, index: int, request: TracedRequest) -> int:

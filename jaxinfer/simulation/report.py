@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxinfer.engine.metrics import Targets
+
 PERCENTILES = (50, 90, 99)
 
 
@@ -80,8 +82,8 @@ class Outcomes:
         self._num_cached_tokens += num_cached_tokens
         self._end = max(self._end, end)
 
-    def report(self, *, num_steps: int, num_preemptions: int, max_ttft: float, max_tpot: float) -> Report:
-        """Returns the figures so far; a request is good within both targets, in seconds."""
+    def report(self, *, num_steps: int, num_preemptions: int, targets: Targets) -> Report:
+        """Returns the figures so far; a request is good within both targets."""
         ttft, tpot, latency = np.array(self._ttft), np.array(self._tpot), np.array(self._latency)
         makespan = max(self._end, 1e-9)
         return Report(
@@ -91,7 +93,7 @@ class Outcomes:
             num_preemptions=num_preemptions,
             makespan=self._end,
             output_tokens_per_second=self._num_tokens / makespan,
-            goodput=float(((ttft <= max_ttft) & (tpot <= max_tpot)).sum()) / makespan,
+            goodput=float(((ttft <= targets.ttft) & (tpot <= targets.tpot)).sum()) / makespan,
             hit_rate=self._num_cached_tokens / max(self._num_prompt_tokens, 1),
             ttft=_summary(ttft),
             tpot=_summary(tpot[tpot > 0]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,8 @@ from jaxinfer.engine.planning import plan_host
 from jaxinfer.engine.request import Delta
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.step import Step
-from jaxinfer.simulation.step_times import StepTimes, require_plain_decoding
+from jaxinfer.engine.timeline import MAX_STEPS, Timeline, recorded_timeline
+from jaxinfer.simulation.step_times import StepTimes, require_known_steps
 
 
 class VirtualClock:
@@ -36,7 +38,6 @@ class SimulatedEngine:
     """Schedules as an engine with this admission and scheduler would; a step takes what `step_times` says."""
 
     def __init__(self, admission: Admission, scheduler: Scheduler, clock: VirtualClock, step_times: StepTimes) -> None:
-        require_plain_decoding(admission.engine_config)
         self._admission = admission
         self._clock = clock
         self._scheduler = scheduler
@@ -73,6 +74,9 @@ class SimulatedEngine:
         advance = self._pipeline.advance()
         return [] if advance is None else advance.deltas
 
+    def timeline(self) -> AbstractContextManager[Timeline]:
+        return recorded_timeline(self._scheduler, self._buckets, MAX_STEPS)
+
     def launch(self, step: Step) -> float:
         """Returns when the step will have been computed, after all before it."""
         for _ in step.copies.batches(len(step.copies)):
@@ -92,11 +96,7 @@ def load_simulated_engine(
     model: str | Path | None, engine_config: EngineConfig, step_times: StepTimes, dtype: str | None = None
 ) -> SimulatedEngine:
     """Returns the engine that `LLM(model, config=engine_config, dtype=dtype)` would be, without its weights."""
-    if engine_config.has_tiers:
-        raise ValueError(
-            f"host_cache_bytes={engine_config.host_cache_bytes} and disk_cache_bytes={engine_config.disk_cache_bytes}"
-            " cannot be simulated, for no page holds anything; leave them out"
-        )
+    require_known_steps(engine_config)
     path = resolve_checkpoint(BUNDLED_MODEL if model is None else model)
     clock = VirtualClock()
     admission, scheduler = plan_host(

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.batching import Bucket
+from jaxinfer.engine.batching import Bucket, choose_bucket, plan_buckets
 from jaxinfer.engine.cost_fit import fit_weights
+from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.step import Step
 from jaxinfer.engine.step_times import FEATURES, step_features
 
@@ -54,13 +55,30 @@ class StepTimes:
             raise ValueError(f"{path} holds no step times: {error}; measure them anew with `jaxinfer replay`") from None
 
 
-def require_plain_decoding(config: EngineConfig) -> None:
-    """Raises ValueError for an engine whose steps are not of the kinds that times are fitted for."""
+def require_known_steps(config: EngineConfig) -> None:
+    """Raises ValueError for an engine whose steps take what is not fitted."""
     if config.decode_loop_steps > 1:
         raise ValueError(
             f"decode_loop_steps={config.decode_loop_steps} is not simulated: what a decode loop takes is not fitted;"
             " set EngineConfig.decode_loop_steps to 1"
         )
+    if config.has_tiers:
+        raise ValueError(
+            f"host_cache_bytes={config.host_cache_bytes} and disk_cache_bytes={config.disk_cache_bytes} are not"
+            " simulated: what copies of pages take is not fitted, and no page holds anything; leave them out"
+        )
+
+
+def measured_steps(llm: LLM) -> list[MeasuredStep]:
+    """Returns a list that each step of the LLM will be entered in from now on."""
+    require_known_steps(llm.engine_config)
+    buckets, steps = plan_buckets(llm.engine_config), []
+
+    def measure(step: Step, seconds: float) -> None:
+        steps.append(MeasuredStep(step.is_decode, step_features(step, choose_bucket(buckets, step)), seconds))
+
+    llm.on_step = measure
+    return steps
 
 
 def fit_step_times(steps: Iterable[MeasuredStep]) -> StepTimes:

@@ -8,6 +8,8 @@ the blocks are equal.
 from __future__ import annotations
 
 import json
+import math
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +70,19 @@ def _parse(fields: Any) -> TracedRequest:
         output_len=fields["output_length"],
         block_ids=tuple(ids),
     )
+
+
+def random_trace(
+    count: int, *, input_lens: tuple[int, int], output_lens: tuple[int, int], rate: float, seed: int
+) -> Iterator[TracedRequest]:
+    """Yields requests that share nothing, `rate` a second on average and independent of each other (Poisson).
+
+    Each length is drawn evenly from a least to a most. An infinite rate lets all arrive at once.
+    """
+    draw, arrival = random.Random(seed), 0.0
+    for _ in range(count):
+        yield TracedRequest(arrival=arrival, input_len=draw.randint(*input_lens), output_len=draw.randint(*output_lens))
+        arrival += draw.expovariate(rate) if rate < math.inf else 0.0
 
 
 def make_prompt(request: TracedRequest, index: int, vocab_size: int) -> list[int]:

@@ -57,8 +57,8 @@ def mute_llm(checkpoint, tmp_path_factory):
 def llm(shared_llm):
     """The shared engine, before and after which no request is left and no page is taken."""
     yield shared_llm
-    leftover = (shared_llm.has_unfinished, num_owned_pages(shared_llm), shared_llm._mailroom.is_idle)
+    leftover = (shared_llm.has_unfinished, num_owned_pages(shared_llm), shared_llm._delivery.mailroom.is_idle)
     for request_id in list(shared_llm._scheduler._requests):
         shared_llm.abort(request_id)  # or one failure would make those after it fail
-    shared_llm._mailroom = Mailroom()
+    shared_llm._delivery.mailroom = Mailroom()
     assert leftover == (False, 0, True)

@@ -343,4 +343,4 @@ def test_a_full_queue_refuses_one_more_and_goes_on(with_max_waiting_of_two):
         next(llm.stream(PROMPTS[0], GREEDY))
 
     assert sorted(completions_of(drain(llm))) == ids
-    assert llm._mailroom.is_idle
+    assert llm._delivery.mailroom.is_idle

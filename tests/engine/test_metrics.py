@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxinfer.engine.metrics import Metrics, Timings
+from jaxinfer.engine.metrics import Metrics, Targets, Timings
 from tests.engine.fake_device import Engine
 
 
@@ -90,6 +90,7 @@ def test_the_metrics_are_what_was_done():
         num_steps=5,
         num_preemptions=0,
         num_finished=1,
+        num_good=1,
         num_prefill_tokens=20 + 5 + 40,
         num_found_tokens=16,
         num_output_tokens=3 + 2 * 2,
@@ -106,6 +107,35 @@ def test_the_metrics_of_an_engine_that_did_nothing_are_zero():
     metrics = Engine().scheduler.metrics()
 
     assert (metrics.prefix_hit_rate, metrics.tokens_per_second, metrics.num_free_pages) == (0.0, 0.0, 16)
+
+
+@pytest.mark.parametrize(
+    ("targets", "num_good"),
+    [(Targets(), 3), (Targets(ttft=2.0), 2), (Targets(ttft=1.9), 1), (Targets(tpot=1.0), 3), (Targets(tpot=0.9), 2)],
+    ids=repr,
+)
+def test_goodput_counts_finished_requests_within_both_targets(targets, num_good):
+    engine = Engine(targets=targets)  # one row, one second per step
+    for request_id, max_tokens in ((0, 1), (1, 1), (2, 3)):
+        engine.add(request_id, max_tokens=max_tokens)  # first tokens after 1, 2 and 3 seconds
+    engine.run()
+
+    metrics = engine.scheduler.metrics()
+
+    assert (metrics.num_good, metrics.goodput) == (num_good, num_good / 5)
+
+
+def test_a_request_that_was_ended_from_outside_is_not_a_good_one():
+    engine = Engine()
+    engine.add(0, max_tokens=9)
+    engine.add(1, max_tokens=9, time_limit=0.5)
+    engine.step()
+    engine.scheduler.abort(0)
+    engine.run()
+
+    metrics = engine.scheduler.metrics()
+
+    assert (metrics.num_finished, metrics.num_good, metrics.goodput) == (2, 0, 0.0)
 
 
 def test_a_snapshot_does_not_change():

@@ -86,7 +86,7 @@ def test_abort_ends_all_samples(llm, fields):
 
     completions = [delta.completion for delta in drain(llm)]
     assert [c.finish_reason for c in completions if c] == ["abort"] * params.n
-    assert llm._mailroom.is_idle
+    assert llm._delivery.mailroom.is_idle
 
 
 def test_a_stream_that_is_closed_leaves_nothing_behind(llm):
@@ -96,4 +96,4 @@ def test_a_stream_that_is_closed_leaves_nothing_behind(llm):
     stream.close()
 
     assert not llm.has_unfinished
-    assert llm._mailroom.is_idle
+    assert llm._delivery.mailroom.is_idle

@@ -226,7 +226,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler._running and not self.pipeline._launched)
     @rule(number=st.integers(0, 100))
     def preempt(self, number):
-        self.scheduler._preempt(self.scheduler._running[number % len(self.scheduler._running)])
+        self.scheduler._running.preempt(self.scheduler._running[number % len(self.scheduler._running)])
 
     def schedule(self, after: Step | None = None) -> Step | None:
         decoding = [r for r in self.scheduler._running if r.num_uncomputed == 1]
@@ -297,7 +297,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(running) <= self.max_num_seqs
         assert not any(r.pages or r.num_computed for r in waiting)
         unfinished = [r.request_id for r in self.requests.values() if r.finish_reason is None]
-        assert sorted(r.request_id for r in running + waiting) == unfinished
+        assert sorted(r.request_id for r in [*running, *waiting]) == unfinished
         device = self.device_after_copies()
         for request in running:
             assert len(request.pages) == len(set(request.pages)) >= -(-request.num_computed // self.page_size)

@@ -83,7 +83,7 @@ def test_without_pages_of_others_in_the_way_only_the_last_page_is_copied():
     machine.add(0, 20, 12)
     for _ in range(5):
         machine.step()
-    machine.scheduler._preempt(machine.scheduler._running[0])  # 24 of 25 tokens are computed
+    machine.scheduler._running.preempt(machine.scheduler._running[0])  # 24 of 25 tokens are computed
     machine.make_copies()
 
     machine.run()

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine.metrics import Targets
 from jaxinfer.simulation.driver import drive
 from jaxinfer.simulation.real_engine import RealEngine
 from jaxinfer.simulation.simulated_engine import load_simulated_engine
-from jaxinfer.simulation.step_times import FEATURES, StepTimes, fit_step_times
+from jaxinfer.simulation.step_times import FEATURES, StepTimes, fit_step_times, measured_steps
 from jaxinfer.simulation.trace import TracedRequest
 from tests.engine.engines import SMALL, quick_engine, save_small_checkpoint
 
@@ -54,9 +55,9 @@ def test_a_request_that_comes_during_a_step_waits_for_the_one_after_the_next(che
 def test_goodput_counts_those_who_met_both_targets(checkpoint):
     trace = [request(0.0, 20, 3), request(2.0, 20, 1)]
 
-    assert simulate(checkpoint, trace, max_ttft=10.0, max_tpot=5.0).goodput == 0.0
-    assert simulate(checkpoint, trace, max_ttft=10.0, max_tpot=6.0).goodput == pytest.approx(1 / 21)
-    assert simulate(checkpoint, trace, max_ttft=19.0).goodput == pytest.approx(2 / 21)
+    assert simulate(checkpoint, trace, targets=Targets(ttft=10.0, tpot=5.0)).goodput == 0.0
+    assert simulate(checkpoint, trace, targets=Targets(ttft=10.0, tpot=6.0)).goodput == pytest.approx(1 / 21)
+    assert simulate(checkpoint, trace, targets=Targets(ttft=19.0)).goodput == pytest.approx(2 / 21)
 
 
 def test_a_request_that_does_not_fit_is_refused_and_the_rest_goes_on(checkpoint):
@@ -75,10 +76,11 @@ def test_an_empty_trace_is_an_empty_report(checkpoint):
 def test_the_real_engine_takes_the_same_steps(checkpoint, seed):
     rng = np.random.default_rng(seed)
     trace = [request(0.0, *rng.integers(1, 100, 2).tolist(), int(rng.integers(0, 3))) for _ in range(30)]
-    real = RealEngine(quick_engine(checkpoint, **CONFIG))
+    llm = quick_engine(checkpoint, **CONFIG)
+    real, steps = RealEngine(llm), measured_steps(llm)
 
     replayed = drive(trace, real)
-    times = fit_step_times(real.steps)
+    times = fit_step_times(steps)
     simulated = simulate(checkpoint, trace, times)
 
     assert real.num_preemptions > 0
@@ -88,7 +90,7 @@ def test_the_real_engine_takes_the_same_steps(checkpoint, seed):
 
 
 def test_tiers_cannot_be_simulated(checkpoint):
-    with pytest.raises(ValueError, match="host_cache_bytes=9999 .* cannot be simulated.*leave them out"):
+    with pytest.raises(ValueError, match="host_cache_bytes=9999 .* not simulated.*leave them out"):
         load_simulated_engine(checkpoint, EngineConfig(**CONFIG, host_cache_bytes=9999), CONSTANT)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 
+import numpy as np
 import pytest
 
-from jaxinfer.simulation.trace import BLOCK_LEN, TracedRequest, make_prompt, read_trace
+from jaxinfer.simulation.trace import BLOCK_LEN, TracedRequest, make_prompt, random_trace, read_trace
 
 GOOD = {"timestamp": 1500, "input_length": 6, "output_length": 2}
 
@@ -90,3 +91,22 @@ def test_blocks_past_the_length_are_cut():
 def test_an_id_that_the_vocabulary_cannot_spell_is_refused():
     with pytest.raises(ValueError, match="does not fit 7 token ids of a vocabulary of 3"):
         prompt(0, 600, 3**7, vocab_size=3)
+
+
+def test_a_random_trace_has_the_rate_and_the_lengths_it_was_told():
+    trace = list(random_trace(10_000, input_lens=(3, 5), output_lens=(7, 7), rate=20.0, seed=1))
+
+    gaps = np.diff([request.arrival for request in trace])
+    assert {request.input_len for request in trace} == {3, 4, 5}
+    assert {request.output_len for request in trace} == {7}
+    # The mean of 10,000 exponential gaps deviates by 1 % in one standard deviation; theirs is as large as the mean.
+    assert gaps.mean() == pytest.approx(1 / 20, rel=0.05)
+    assert gaps.std() == pytest.approx(1 / 20, rel=0.1)
+
+
+def test_at_an_infinite_rate_all_arrive_at_once_and_a_seed_fixes_the_rest():
+    options = {"input_lens": (1, 1000), "output_lens": (1, 1000), "rate": float("inf")}
+    first, again, other = (list(random_trace(9, **options, seed=seed)) for seed in (1, 1, 2))
+
+    assert first == again != other
+    assert {request.arrival for request in first} == {0.0}

@@ -1,0 +1,150 @@
+"""The commands that put a load on an engine, or on its scheduler alone: bench, replay and simulate."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxinfer.cli_options import from_arguments
+from jaxinfer.config import EngineConfig
+
+if TYPE_CHECKING:
+    from jaxinfer import LLM
+    from jaxinfer.simulation import RealEngine, Report, SimulatedEngine, TracedRequest
+
+Load = Callable[[argparse.Namespace], "LLM"]
+
+
+def add_commands(commands: Any, load: Load) -> list[argparse.ArgumentParser]:
+    """Adds the parsers of the three commands and returns them; `load` makes the engine that arguments ask for."""
+    bench = commands.add_parser("bench", help="measure the engine under a random load", allow_abbrev=False)
+    bench.add_argument("--num-requests", type=int, default=64, metavar="N", help="how many (default 64)")
+    bench.add_argument("--input-len", type=_lengths, default=(128, 128), metavar="N", help="tokens, or LOW-HIGH (128)")
+    bench.add_argument("--output-len", type=_lengths, default=(64, 64), metavar="N", help="tokens, or LOW-HIGH (64)")
+    bench.add_argument("--rate", type=float, default=math.inf, help="requests a second; all at once when left out")
+    bench.add_argument("--seed", type=int, default=0, help="of arrivals and lengths (default 0)")
+    bench.set_defaults(run=lambda arguments: _bench(arguments, load))
+
+    replay = commands.add_parser("replay", help="run a trace of requests, measuring every step", allow_abbrev=False)
+    replay.add_argument("--save-step-times", metavar="FILE", help="write how long steps take, for `simulate`")
+    replay.add_argument("--step-times", metavar="FILE", help="simulate as well with these, and print how far off it is")
+    replay.set_defaults(run=lambda arguments: _replay(arguments, load))
+
+    simulate = commands.add_parser("simulate", help="run a trace without a device", allow_abbrev=False)
+    simulate.add_argument("--step-times", metavar="FILE", required=True, help="what `replay` has saved")
+    simulate.set_defaults(run=_simulate)
+
+    for command in (replay, simulate):
+        command.add_argument("trace", metavar="TRACE.jsonl", help="lines of timestamp, input_length, output_length, …")
+    for command in (bench, replay, simulate):
+        command.add_argument("--plot", metavar="FILE.png", help="draw rows, pages and requests over time")
+        command.add_argument("--timeline", metavar="FILE.json", help="write a timeline for ui.perfetto.dev")
+    return [bench, replay, simulate]
+
+
+def _lengths(text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    lengths = int(low), int(high or low)
+    if not 1 <= lengths[0] <= lengths[1]:
+        raise argparse.ArgumentTypeError(f"{text} is neither a number of at least 1 nor a range LOW-HIGH")
+    return lengths
+
+
+def _bench(arguments: argparse.Namespace, load: Load) -> None:
+    from jaxinfer.simulation import RealEngine, random_trace
+
+    if arguments.num_requests < 1 or not arguments.rate > 0:
+        raise ValueError(f"num_requests={arguments.num_requests} and rate={arguments.rate} have to be above 0")
+    _check_files(arguments)
+    trace = random_trace(
+        arguments.num_requests,
+        input_lens=arguments.input_len,
+        output_lens=arguments.output_len,
+        rate=arguments.rate,
+        seed=arguments.seed,
+    )
+    print(_record(trace, RealEngine(load(arguments)), arguments, total=arguments.num_requests))
+
+
+def _replay(arguments: argparse.Namespace, load: Load) -> None:
+    from jaxinfer.simulation import (
+        RealEngine,
+        fit_step_times,
+        measured_steps,
+        prediction_errors,
+        read_trace,
+        require_known_steps,
+    )
+
+    # A replay takes as long as the trace: a mistake is told before.
+    _check_files(arguments)
+    num_requests = sum(1 for _ in read_trace(arguments.trace))
+    if arguments.save_step_times is not None:
+        require_known_steps(from_arguments(EngineConfig, arguments))
+    simulated_engine = None if arguments.step_times is None else _simulated_engine(arguments)
+    llm = load(arguments)
+    steps = [] if arguments.save_step_times is None else measured_steps(llm)
+    report = _record(read_trace(arguments.trace), RealEngine(llm), arguments, total=num_requests)
+    print(report)
+    if arguments.save_step_times is not None:
+        fit_step_times(steps).save(arguments.save_step_times)
+    if simulated_engine is not None:
+        simulated = _drive(read_trace(arguments.trace), simulated_engine, arguments)
+        errors = prediction_errors(simulated, report)
+        print(f"simulated: {simulated}")
+        print("simulated is off by " + ", ".join(f"{error:+.1%} in {name}" for name, error in errors.items()))
+
+
+def _simulate(arguments: argparse.Namespace) -> None:
+    from jaxinfer.simulation import read_trace
+
+    _check_files(arguments)
+    print(_record(read_trace(arguments.trace), _simulated_engine(arguments), arguments))
+
+
+def _simulated_engine(arguments: argparse.Namespace) -> SimulatedEngine:
+    from jaxinfer.simulation import StepTimes, load_simulated_engine
+
+    times, config = StepTimes.load(arguments.step_times), from_arguments(EngineConfig, arguments)
+    return load_simulated_engine(arguments.model, config, times, arguments.dtype)
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Raises what would be raised at the end, when the load has been run for nothing."""
+    from jaxinfer.simulation import require_matplotlib
+
+    if arguments.plot is not None:
+        require_matplotlib()
+    for path in (arguments.plot, arguments.timeline):
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"{path} cannot be written: its folder does not exist")
+
+
+def _record(
+    trace: Iterable[TracedRequest], engine: RealEngine | SimulatedEngine, arguments: argparse.Namespace, **options: Any
+) -> Report:
+    """Runs a trace and writes the files that are wanted of it."""
+    from jaxinfer.simulation import plot_timeline
+
+    if arguments.plot is None and arguments.timeline is None:
+        return _drive(trace, engine, arguments, **options)
+    with engine.timeline() as timeline:
+        report = _drive(trace, engine, arguments, **options)
+    if arguments.timeline is not None:
+        timeline.save(arguments.timeline)
+    if arguments.plot is not None:
+        plot_timeline(timeline, arguments.plot)
+    return report
+
+
+def _drive(
+    trace: Iterable[TracedRequest], engine: RealEngine | SimulatedEngine, arguments: argparse.Namespace, **options: Any
+) -> Report:
+    from jaxinfer.engine.planning import plan_targets
+    from jaxinfer.simulation import drive
+
+    targets = plan_targets(from_arguments(EngineConfig, arguments))
+    return drive(trace, engine, targets=targets, show_progress=not arguments.quiet, **options)

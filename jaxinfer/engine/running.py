@@ -1,0 +1,131 @@
+"""The requests that run: who is let in, with a row and pages, and who gives way where they run out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+from jaxinfer.engine.block_tables import BlockTables
+from jaxinfer.engine.metrics import Tally
+from jaxinfer.engine.observer import Observer
+from jaxinfer.engine.policy import step_order
+from jaxinfer.engine.request import Request
+from jaxinfer.engine.step import Chunk
+from jaxinfer.engine.waiting import WaitingLine
+
+
+class Running(Sequence[Request]):
+    """`max_num_seqs` requests at most, in the order of admission; they have pages, those in the `waiting` line none.
+
+    What is done is counted in `tally`, and told to the `observers`.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        *,
+        tables: BlockTables,
+        waiting: WaitingLine,
+        tally: Tally,
+        observers: Sequence[Observer],
+    ) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._tables = tables
+        self._waiting = waiting
+        self._tally = tally
+        self._observers = observers
+        self._requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    @overload
+    def __getitem__(self, index: int) -> Request: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Request]: ...
+    def __getitem__(self, index: int | slice) -> Request | Sequence[Request]:
+        return self._requests[index]
+
+    def admit(self, budget: int, now: float) -> None:
+        """Lets requests run, as many as a step has tokens for, with pages for all tokens that they have so far."""
+        while (request := self._waiting.first(now)) is not None:
+            # Batch work that waits for its tokens is no reason to keep an interactive request waiting.
+            wanted = sum(other.num_uncomputed for other in self._requests if other.yields <= request.yields)
+            if wanted >= budget or not self._make_way(request):
+                return
+            self._waiting.take(request, now)
+            self._requests.append(request)
+            self._tally.num_found_tokens += self._tables.share_prefix(request)
+            self._tables.extend(request, self._tables.num_missing(request, request.num_uncomputed))
+
+    def hand_out(self, budget: int, now: float) -> list[Chunk]:
+        """Shares the token budget of a step, and gives the requests the pages for it, preempting where they run out."""
+        chunks: list[Chunk] = []
+        for request in sorted(self._requests, key=step_order):
+            if not request.pages:  # preempted for one before it
+                continue
+            num_tokens = request.num_uncomputed
+            if num_tokens > 1:
+                self._tally.num_found_tokens += self._tables.share_prefix(request)
+                num_tokens = request.num_uncomputed
+            if num_tokens > budget:
+                num_tokens = budget
+            if num_tokens > 0 and self._make_room(request, num_tokens, chunks):
+                chunks.append(Chunk(request, request.num_computed, num_tokens, num_rewinds=request.num_rewinds))
+                budget -= num_tokens
+                if request.first_step is None:
+                    request.first_step = now
+                self._waiting.charge(request.tenant, num_tokens)
+        return chunks
+
+    def preempt(self, request: Request) -> None:
+        """Lets a request wait again, without its pages."""
+        self._requests.remove(request)
+        self._tables.park(request)
+        self._waiting.wait(request)
+        self._tally.num_preemptions += 1
+        for observer in self._observers:
+            observer.preempted(request)
+
+    def leave(self, request: Request) -> None:
+        """Takes the row and the pages of a request that draws no more, if it has any."""
+        if request in self._requests:
+            self._requests.remove(request)
+        self._tables.release(request)
+
+    def _make_way(self, request: Request) -> bool:
+        """Whether the request can run, if need be in the place of batch work, which is preempted for it."""
+        if self._has_room(request):
+            return True
+        victims = [other for other in self._requests if other.yields] if request.priority == "interactive" else []
+        if not victims or not self._has_room(request, victims):
+            return False
+        while not self._has_room(request):
+            self.preempt(victims.pop())
+        return True
+
+    def _has_room(self, request: Request, victims: Sequence[Request] = ()) -> bool:
+        """Whether there are a row and pages for a waiting request, beside all who run but the victims."""
+        staying = [other for other in self._requests if other not in victims] if victims else self._requests
+        if len(staying) >= self._max_num_seqs:
+            return False
+        num_reserved = sum(self._tables.num_missing(other, other.num_uncomputed) for other in staying)
+        return self._tables.can_hold(request, num_reserved, victims)
+
+    def _make_room(self, request: Request, num_tokens: int, chunks: Sequence[Chunk]) -> bool:
+        """Gives the request its pages, preempting from the end of the line; False if it was preempted itself."""
+        num_missing = self._tables.num_missing(request, num_tokens)
+        if num_missing == 0:  # nearly always, for one who decodes
+            return True
+        while num_missing > self._tables.pages.num_available:
+            scheduled = {chunk.request.request_id for chunk in chunks}
+            line = sorted(self._requests, key=lambda other: other.yields)
+            victim = next(other for other in reversed(line) if other.request_id not in scheduled)
+            self.preempt(victim)
+            if victim is request:
+                return False
+        self._tables.extend(request, num_missing)
+        return True
