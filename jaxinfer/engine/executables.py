@@ -40,6 +40,8 @@ class _JaxCache(threading.local):
 
 
 _jax_cache = _JaxCache()
+# What it had before: JAX has that in memory since, and says nothing when it returns it again.
+_were_hits: set[Path] = set()
 
 
 def _listen(event: str, **_: Any) -> None:
@@ -69,6 +71,8 @@ def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Com
     _jax_cache.was_hit = False
     compiled = function.lower(*args, **statics).compile()
     if _jax_cache.was_hit:
+        _were_hits.add(path)
+    if path in _were_hits:
         return compiled
     try:
         folder.mkdir(parents=True, exist_ok=True)
