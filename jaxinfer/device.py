@@ -59,3 +59,8 @@ def enable_compilation_cache() -> None:
         jax.config.update("jax_compilation_cache_dir", str(COMPILATION_CACHE))
         # Every step is worth keeping: a small model has many that compile in under JAX's threshold of a second.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def compiles_on_device() -> bool:
+    """Whether the compiler measures candidates on the device, in memory that a cache would take: XLA does on GPUs."""
+    return jax.default_backend() == "gpu"

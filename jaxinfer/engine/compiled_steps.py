@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax
 from tqdm import tqdm
 
+from jaxinfer.device import compiles_on_device
 from jaxinfer.engine.batching import Bucket, choose_bucket
 from jaxinfer.engine.step import Step
 
@@ -38,9 +39,10 @@ class CompiledSteps:
         pool.shutdown(wait=False)
 
     def wait_for_last(self, *, show_progress: bool = False) -> None:
-        """Waits until any step can be computed."""
+        """Waits until any step can be computed, and for all buckets where the others cannot come later."""
         # Where several processes compute together, all have to choose alike.
-        self._wait_for(self._buckets[-1:] if jax.process_count() == 1 else self._buckets, show_progress)
+        is_enough = jax.process_count() == 1 and not compiles_on_device()
+        self._wait_for(self._buckets[-1:] if is_enough else self._buckets, show_progress)
 
     def wait(self, *, show_progress: bool = False) -> None:
         """Waits until every bucket has its step; raises what the compiler raised."""

@@ -64,6 +64,22 @@ def test_what_is_compiled_meanwhile_is_used_without_waiting(gate):
     assert steps.choose(DECODE)[1] == "decode 8"
 
 
+@pytest.mark.parametrize("reason", ["the compiler uses the device", "several processes"])
+def test_all_steps_are_waited_for_where_they_cannot_come_later(monkeypatch, reason):
+    if reason == "several processes":
+        monkeypatch.setattr("jax.process_count", lambda: 2)
+    else:
+        monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+
+    def compile_bucket(bucket):
+        return bucket.name
+
+    steps = CompiledSteps(BUCKETS, compile_bucket)
+    steps.wait_for_last()
+
+    assert set(steps._compiled) == set(BUCKETS)
+
+
 def test_a_failure_of_the_compiler_is_told_and_larger_steps_go_on(caplog):
     def compile_bucket(bucket):
         if bucket != LAST:
