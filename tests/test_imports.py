@@ -143,7 +143,9 @@ ALLOWED = {
     "engine.draft_choice": set(),
     "engine.draft_ledger": set(),
     "engine.draft_estimates": below("engine.cost_fit"),
-    "engine.draft_source": below("engine.draft_estimates", "engine.drafters", "engine.request"),
+    "engine.draft_source": below(
+        "engine.device_drafter", "engine.draft_estimates", "engine.drafters", "engine.request"
+    ),
     "engine.block_tables": below(
         "engine.page_copies", "engine.pages", "engine.prefix", "engine.request", "engine.tiers"
     ),

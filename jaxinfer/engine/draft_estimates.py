@@ -53,9 +53,14 @@ class DraftTimes:
             features, times = (np.array(column, np.float64) for column in zip(*self._measured, strict=True))
             self._weights = np.array(fit_weights(features, times))
 
-    def seconds(self, num_unseen: int, num_requests: int, count: int) -> float:
-        """Returns what up to `count` drafts for each request take; 0 before any were made."""
-        return float(self._weights @ _features(num_unseen, num_requests, count)) if count else 0.0
+    def seconds(self, num_requests: int, most: int) -> np.ndarray:
+        """Returns what 0, 1, … `most` drafts take for each request of which one token is unseen, f64[most + 1];
+        0 before any were made.
+        """
+        once, unseen, drafts, all_drafts = self._weights
+        seconds = once + unseen * num_requests + (drafts + all_drafts * num_requests) * np.arange(most + 1)
+        seconds[0] = 0.0
+        return seconds
 
 
 def _features(num_unseen: int, num_requests: int, count: int) -> tuple[float, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxinfer.engine.device_drafter import DeviceDrafter
 from jaxinfer.engine.draft_estimates import DRAFTER_MEMORY, FIRST_RATE, REQUEST_MEMORY, Acceptance, DraftTimes
 from jaxinfer.engine.drafters import Drafter
 from jaxinfer.engine.request import Request
@@ -17,6 +18,8 @@ class DraftSource:
 
     def __init__(self, drafter: Drafter, clock: Callable[[], float] = time.perf_counter) -> None:
         self.drafter = drafter
+        self._looked_at: Drafter | None = None
+        self._device_drafter: DeviceDrafter | None = None
         self.vocab_size: int | None = None
         self._clock = clock
         self._times = DraftTimes()
@@ -24,6 +27,14 @@ class DraftSource:
         self._of_request: dict[int, Acceptance] = {}
         self._pending: dict[int, list[int]] = {}  # drafts that the next tokens of a request will be held against
         self._num_seen: dict[int, int] = {}  # tokens that a request had when it was drafted for
+
+    @property
+    def device_drafter(self) -> DeviceDrafter | None:
+        """The drafter, if it runs on the device."""
+        if self._looked_at is not self.drafter:  # to look takes a tenth of a millisecond
+            self._looked_at = self.drafter
+            self._device_drafter = self.drafter if isinstance(self.drafter, DeviceDrafter) else None
+        return self._device_drafter
 
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
         """Returns up to `counts[i]` drafts for each request, as far as its structure allows them."""
@@ -38,7 +49,8 @@ class DraftSource:
                 if request.grammar is not None:
                     drafts[i] = drafts[i][: request.grammar.num_allowed(drafts[i])]
             self._pending[request.request_id] = drafts[i]
-            self._num_seen[request.request_id] = len(request.token_ids)
+            if drafts[i] or self.device_drafter is None:  # a model that drafts nothing is still reading
+                self._num_seen[request.request_id] = len(request.token_ids)
         return drafts
 
     def rehearse(self, requests: Sequence[Request], most: int) -> None:
@@ -61,8 +73,9 @@ class DraftSource:
         """Returns what 0, 1, … `most` drafts for each request take, f64[most + 1], and what comes to that now, for
         tokens that the drafter has not seen.
         """
-        steady = [self._times.seconds(len(requests), len(requests), count) for count in range(most + 1)]
-        return np.array(steady), self._times.seconds_per_token * (self.num_unseen(requests) - len(requests))
+        return self._times.seconds(len(requests), most), self._times.seconds_per_token * (
+            self.num_unseen(requests) - len(requests)
+        )
 
     def rates(self, requests: Sequence[Request]) -> np.ndarray:
         """Returns how likely each request's next draft is right, f64[B]."""

@@ -26,7 +26,7 @@ from jaxinfer.engine.planning import plan_host
 from jaxinfer.engine.request import Completion, Delta
 from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.samples import Samples
-from jaxinfer.engine.speculation import plan_speculation
+from jaxinfer.engine.speculation_plan import plan_speculation
 from jaxinfer.engine.step import Step
 from jaxinfer.engine.timeline import MAX_STEPS, Timeline, recorded_timeline
 from jaxinfer.processors import LogitsProcessor
@@ -92,7 +92,7 @@ class LLM:
         )
         if planned is not None:  # which measures what steps take
             self.warm_up(show_progress=show_progress)
-            planned.prepare(self._runner.run, self._admission, params, custom)
+            planned.prepare(self._runner, self._admission, params, custom)
         self._pipeline = Pipeline(self._scheduler, self._runner)
         self.on_step: Callable[[Step, float], None] | None = None  # told each step and the seconds it took
         self._ids = itertools.count()

@@ -157,14 +157,14 @@ class Scheduler:
         budget = self._max_mixed_tokens if is_mixed else self._max_num_batched_tokens
         self._running.admit(budget, began)
         chunks = self._running.hand_out(budget, began)
-        if self._speculation is not None:
+        if self._speculation is not None and after is None:
             chunks = self._speculation.add_drafts(chunks, self._tables)
         elif self._decode_loop_steps > 1:
             chunks = go_on(chunks, self._tables, self._decode_loop_steps)
         for observer in self.observers:
             observer.scheduled(began, self.metrics())
         somebody_waits = len(self._requests) > len(self._running)
-        return Step(tuple(chunks), self.copies, somebody_waits, began) if chunks else None
+        return Step(tuple(chunks), self.copies, somebody_waits, began, after is not None) if chunks else None
 
     def commit(self, step: Step, output: Any) -> list[Delta]:
         """Enters a step's result (`StepOutput` of host arrays, one row per chunk); frees what is finished."""

@@ -47,13 +47,14 @@ class Step:
     with any number of drafts. `described`: the chunks that yield log-probabilities of tokens of their prompts, where
     they lie in the step, and of how many tokens.
     `ends_early`: a decode loop ends with the first request that does, for somebody waits for its place. `began`: when
-    it was scheduled.
+    it was scheduled. `is_ahead`: the tokens of the step before were not known then.
     """
 
     chunks: tuple[Chunk, ...]
     copies: PageCopies = field(default_factory=PageCopies)
     ends_early: bool = False
     began: float = 0.0
+    is_ahead: bool = False
 
     @cached_property
     def is_decode(self) -> bool:

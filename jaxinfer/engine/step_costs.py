@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.batching import Bucket, choose_bucket
 from jaxinfer.engine.cost_fit import fit_weights
+from jaxinfer.engine.pipeline import Device
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.step import Chunk, Step
 from jaxinfer.engine.step_times import step_features
@@ -20,6 +20,7 @@ WINDOW = 256  # steps of a kind that the fit looks back on
 REFIT_AFTER = 256  # steps of a kind, so that the fit costs some microseconds a step
 # How far one step moves the correction of its shape: what the fit knows nothing of changes over tens of steps.
 RATE = 0.1
+NUM_AHEAD = 4  # steps that are launched ahead of each other to be measured
 
 
 class StepCosts:
@@ -29,21 +30,25 @@ class StepCosts:
         self._buckets = tuple(bucket for bucket in buckets if bucket.is_decode or bucket.is_verify)
         self._measured = {is_verify: deque(maxlen=WINDOW) for is_verify in (False, True)}
         self._weights: dict[bool, np.ndarray] = {}
-        self._corrections: defaultdict[Bucket, float] = defaultdict(lambda: 1.0)
+        # By shape, and for decoding by whether the step was launched ahead.
+        self._corrections: defaultdict[tuple[Bucket, bool], float] = defaultdict(lambda: 1.0)
         self._num_new = {False: 0, True: 0}
+        self._layouts: dict[tuple[int, int], tuple[Bucket, list[Bucket], np.ndarray]] = {}
 
-    def enter(self, step: Step, seconds: float) -> None:
-        """Learns what a step took; one that only prefills tells nothing here."""
+    def enter(self, step: Step, seconds: float, count: int = 1) -> None:
+        """Learns what a step took, or `count` alike in the mean; one that only prefills tells nothing here."""
         if not step.is_decode and not step.is_verify:
             return
         bucket = choose_bucket(self._buckets, step)
-        features = step_features(step, bucket)
-        self._measured[bucket.is_verify].append((features, seconds))
-        self._num_new[bucket.is_verify] += 1
+        features, kind = step_features(step, bucket), (bucket, step.is_ahead)
         if bucket.is_verify in self._weights:
             ratio = seconds / max(float(self._weights[bucket.is_verify] @ np.array(features)), 1e-9)
             # A step that something interrupted moves it no further than one that was a little slow.
-            self._corrections[bucket] += RATE * (min(ratio, 1.5) - self._corrections[bucket])
+            self._corrections[kind] += (1 - (1 - RATE) ** count) * (min(ratio, 1.5) - self._corrections[kind])
+            if not (step.is_verify or step.is_ahead):  # not what drafts are held against
+                return
+        self._measured[bucket.is_verify].append((features, seconds))
+        self._num_new[bucket.is_verify] += 1
         if self._num_new[bucket.is_verify] >= REFIT_AFTER or bucket.is_verify not in self._weights:
             self._fit(bucket.is_verify)
 
@@ -57,43 +62,64 @@ class StepCosts:
 
         Where no step of a kind was measured so far, it is infinite.
         """
-        plain = choose_bucket(self._buckets, Step(tuple(chunks)))
-        verify = [bucket for bucket in self._buckets if bucket.is_verify and bucket.num_rows >= len(chunks)]
-        base = np.array(step_features(Step(tuple(chunks)), plain), np.float64)
-        out = np.full(max_drafts + 1, np.inf)
+        count, out = len(chunks), np.full(max_drafts + 1, np.inf)
+        context = sum(chunk.start for chunk in chunks) + count
+        plain, verify, features = self._layout(count, max_drafts)
         if False in self._weights:
-            out[0] = self._weights[False] @ base * self._corrections[plain]
-        if True not in self._weights or max_drafts == 0:
-            return out
-        tokens = len(chunks) + np.arange(1, max_drafts + 1)
-        mean_context = base[-1] / len(chunks)
-        index = np.searchsorted([bucket.num_tokens for bucket in verify], tokens)
-        features = np.empty((max_drafts, len(base)))
-        features[:, 0], features[:, 1] = 1, np.array([bucket.num_tokens for bucket in verify])[index]
-        features[:, 2], features[:, 3], features[:, 4] = tokens, -(-tokens // 16), len(chunks)
-        features[:, 5], features[:, 6] = base[5] + tokens - len(chunks), tokens * mean_context
-        out[1:] = features @ self._weights[True] * np.array([self._corrections[bucket] for bucket in verify])[index]
+            # The mask of a structure's next token comes from the host, so no step is launched before it is known.
+            is_ahead = not any(chunk.request.grammar for chunk in chunks)
+            out[0] = _total(self._weights[False], features[0], context, count) * self._corrections[plain, is_ahead]
+        if True in self._weights and max_drafts > 0:
+            corrections = np.array([self._corrections[bucket, False] for bucket in verify])
+            out[1:] = _total(self._weights[True], features[1:], context, count) * corrections
         return out
 
-    def rehearse(self, run: Callable[[Step], Any], num_pages: int, page_size: int) -> None:
+    def _layout(self, count: int, max_drafts: int) -> tuple[Bucket, list[Bucket], np.ndarray]:
+        """Returns the shapes of steps of so many rows without drafts and with 1, 2, … of them, and the features of each
+        that do not depend on the context.
+        """
+        if (count, max_drafts) not in self._layouts:
+            fits = [bucket for bucket in self._buckets if bucket.num_rows >= count]
+            plain = next(bucket for bucket in fits if bucket.is_decode)
+            tokens = range(count + 1, count + max_drafts + 1)
+            verify = [next(b for b in fits if b.is_verify and b.num_tokens >= n) for n in tokens]
+            rows = [
+                (1, b.num_tokens, n, -(-n // 16), count)
+                for b, n in zip([plain, *verify], [count, *tokens], strict=True)
+            ]
+            self._layouts[count, max_drafts] = plain, verify, np.array(rows, np.float64)
+        return self._layouts[count, max_drafts]
+
+    def rehearse(self, device: Device, num_pages: int, page_size: int) -> None:
         """Measures made-up steps of every shape, so that something is known before the first request.
 
-        `run` computes a step on a cache of which nobody needs anything yet.
+        `device` computes steps on a cache of which nobody needs anything yet. Steps without drafts are launched ahead
+        of each other, as they are later.
         """
         for bucket in self._buckets:
             for step in made_up_steps(bucket, num_pages, page_size):
-                run(step)  # the first run touches new memory
+                device.read(device.launch(step))  # the first run touches new memory
                 for _ in range(2):
                     began = time.perf_counter()
-                    run(step)
-                    self.enter(step, time.perf_counter() - began)
+                    launched = [device.launch(step) for _ in range(1 if step.is_verify else NUM_AHEAD)]
+                    for output in launched:
+                        device.read(output)
+                    self.enter(step, (time.perf_counter() - began) / len(launched))
         for is_verify in self._weights:
             self._fit(is_verify)
+        self._corrections.clear()  # of fits to a part of that
 
     def made_up_requests(self, num_pages: int, page_size: int) -> list[list[Request]]:
         """Returns the requests of made-up decode steps, as many in each as a shape holds."""
         steps = [made_up_steps(bucket, num_pages, page_size)[-1] for bucket in self._buckets if bucket.is_decode]
         return [[chunk.request for chunk in step.chunks] for step in steps]
+
+
+def _total(weights: np.ndarray, features: np.ndarray, context: int, count: int) -> np.ndarray:
+    """Returns the seconds of steps by all FEATURES, of which the last two follow from the context of `count` rows."""
+    num_tokens = features[..., 2]
+    attended = context + num_tokens - count, num_tokens * context / count
+    return features @ weights[:5] + weights[5] * attended[0] + weights[6] * attended[1]
 
 
 def made_up_steps(bucket: Bucket, num_pages: int, page_size: int) -> list[Step]:
@@ -111,5 +137,5 @@ def made_up_steps(bucket: Bucket, num_pages: int, page_size: int) -> list[Step]:
             request.pages = [row]
             num_drafts = (num_tokens - num_rows + row) // num_rows  # as even as can be
             chunks.append(Chunk(request, len(token_ids) - 1, 1, [0] * num_drafts))
-        steps.append(Step(tuple(chunks)))
+        steps.append(Step(tuple(chunks), is_ahead=not bucket.is_verify))
     return steps

@@ -13,8 +13,9 @@ def step_features(step: Step, bucket: Bucket) -> tuple[float, ...]:
     """Returns the FEATURES of a step in its compiled shape."""
     context = attended = 0
     for chunk in step.chunks:
-        end = chunk.start + chunk.num_tokens
+        count = chunk.num_tokens + len(chunk.drafts)
+        end = chunk.start + count
         context += end
-        attended += chunk.num_tokens * (chunk.start + end) // 2
+        attended += count * (chunk.start + end) // 2
     tokens = step.num_tokens
     return (1, bucket.num_tokens, tokens, -(-tokens // 16), len(step.chunks), context, attended)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxinfer.config import EngineConfig, SamplingParams
-from jaxinfer.engine.speculation import plan_speculation
+from jaxinfer.engine.speculation_plan import plan_speculation
 from tests.engine.engines import GREEDY, recorded_steps
 from tests.engine.fake_device import Engine, expected_tokens
 

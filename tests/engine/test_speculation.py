@@ -14,9 +14,7 @@ import pytest
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.block_tables import BlockTables
 from jaxinfer.engine.device_drafter import Target
-from jaxinfer.engine.draft_ledger import Ledger
 from jaxinfer.engine.draft_model import DraftModel
-from jaxinfer.engine.draft_source import DraftSource
 from jaxinfer.engine.drafters import NgramDrafter, SuffixDrafter
 from jaxinfer.engine.head_drafter import HeadDrafter
 from jaxinfer.engine.speculation import Speculation
@@ -238,24 +236,22 @@ class Costs:
     def seconds(self, chunks, max_drafts):
         return 1.0 + self.per_draft * np.maximum(np.arange(max_drafts + 1) - self.num_free, 0)
 
-    def enter(self, step, seconds):
+    def enter(self, step, seconds, count=1):
         pass
 
 
 def test_steps_that_are_to_have_no_drafts_are_launched_ahead_and_no_bit_changes(crowded_llm, answers, monkeypatch):
-    speculation = crowded_llm._scheduler._speculation
-    ask, passed, coin = speculation.lets_pass, [], random.Random(0)
-    monkeypatch.setattr(speculation, "_costs", Costs(0.3))
-    # What other tests' drafters were worth says nothing about this one.
-    monkeypatch.setattr(speculation, "source", DraftSource(speculation.source.drafter, speculation._clock))
-    monkeypatch.setattr(speculation, "_ledger", Ledger())
-    monkeypatch.setattr(speculation._ledger, "takes_rest", lambda: coin.random() < 0.7)
+    drafter, passed, coin = ScriptedDrafter(0.4, answers), [], random.Random(0)
+    costs: Any = Costs(0.3)
+    speculation = Speculation(drafter, max_drafts=3, max_tokens=5, costs=costs)
+    ask, worth = speculation.lets_pass, lambda *_: coin.random() < 0.5
+    monkeypatch.setattr(speculation._decision, "is_worth_waiting", worth)
     monkeypatch.setattr(speculation, "lets_pass", lambda step: passed.append(ask(step)) or passed[-1])
+    monkeypatch.setattr(crowded_llm._scheduler, "_speculation", speculation)
     forget_prefixes(crowded_llm)
     before = crowded_llm.metrics().num_drafted_tokens
 
-    with drafts_from(crowded_llm, ScriptedDrafter(0.4, answers)):
-        completions = run_with_arrivals(crowded_llm, PROMPTS, PARAMS, mean_arrivals=0.5)
+    completions = run_with_arrivals(crowded_llm, PROMPTS, PARAMS, mean_arrivals=0.5)
 
     assert contents(completions) == contents(answers)
     assert passed.count(True) > 10
@@ -289,7 +285,7 @@ class Bench:
             costs=believed or costs,
             clock=lambda: self.drafter.now,
         )
-        self.costs, self.seconds, self.num_tokens = costs, 0.0, 0
+        self.costs, self.seconds, self.num_tokens, self.is_ahead = costs, 0.0, 0, False
         self.tables = BlockTables(64, 16)
         self.requests = [make_request(i, 4, 1000) for i in range(len(rates))]
         self.rates, self.random = rates, np.random.default_rng(0)
@@ -299,8 +295,11 @@ class Bench:
 
     def step(self):
         """Returns how many drafts of each request a step verifies."""
-        began = self.drafter.now
-        chunks = self.speculation.add_drafts([Chunk(r, 3, 1) for r in self.requests], self.tables)
+        began, chunks = self.drafter.now, [Chunk(r, 3, 1) for r in self.requests]
+        if not self.is_ahead:
+            chunks = self.speculation.add_drafts(chunks, self.tables)
+        step = Step(tuple(chunks), is_ahead=self.is_ahead)
+        self.is_ahead = self.speculation.lets_pass(step)
         num_drafts = sum(len(chunk.drafts) for chunk in chunks)
         seconds = 1.0 if self.costs is None else float(self.costs.seconds(chunks, num_drafts)[-1])
         emitted = []
@@ -311,10 +310,10 @@ class Bench:
             guessed = [*self.speculation.source._pending.get(chunk.request.request_id, []), 0]  # verified or not
             next_token = guessed[min(num_right, len(guessed) - 1)] if goes_on else 99
             emitted.append([(t, 0.0, {}) for t in [*chunk.drafts[:num_right], next_token]])
-        self.speculation.observe(Step(tuple(chunks)), emitted, seconds + self.drafter.now - began)
+        self.speculation.observe(step, emitted, seconds + self.drafter.now - began)
         self.seconds += seconds + self.drafter.now - began
         self.num_tokens += sum(map(len, emitted))
-        return self.speculation.num_drafts
+        return tuple(len(chunk.drafts) for chunk in chunks)
 
     def run(self, num_steps=300):
         """The mean number of drafts of each request, after a while."""
@@ -342,7 +341,7 @@ def test_tokens_per_second_come_near_the_most_that_any_number_of_drafts_brings(r
 def test_drafts_go_to_those_whose_drafts_are_right():
     good, bad = Bench(Costs(0.3), [0.9, 0.1]).run()
 
-    assert good > 3
+    assert good > 2.5
     assert bad < 0.3
 
 
@@ -362,7 +361,7 @@ def test_a_drafter_that_is_never_right_is_left_alone_but_for_trials():
 
     bench.run(600)
 
-    # A trial of 0.3 s per 100 s: 30 steps at 1 % each.
+    # A trial of 0.9 s per 45 s: 2 %.
     assert 6 <= len(drafter.counts) <= 40
 
 
@@ -382,7 +381,7 @@ def test_a_drafter_is_never_much_slower_than_none_even_where_drafts_cost_far_mor
 
     bench.run(1000)
 
-    assert bench.num_tokens / bench.seconds > 0.98  # a plain step takes a second
+    assert bench.num_tokens / bench.seconds > 0.97  # a plain step takes a second
 
 
 def test_a_token_that_does_not_exist_is_refused_as_a_draft():

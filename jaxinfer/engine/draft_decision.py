@@ -1,0 +1,162 @@
+"""Whether drafts are worth their time: to wait for tokens that they begin with, to make them, to verify them.
+
+What a step takes with so many tokens more is known from the engine's own steps (`step_costs`), how often a request's
+drafts are right from what its drafts have met so far, verified or not (`draft_source`). And whatever is believed of
+them, what drafts have cost and brought is booked (`draft_ledger`): a drafter that loses is left alone until the loss is
+small beside the time that has passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxinfer.engine.draft_choice import choose_count, choose_drafts
+from jaxinfer.engine.draft_ledger import Ledger
+from jaxinfer.engine.draft_source import DraftSource
+from jaxinfer.engine.emission import Emitted
+from jaxinfer.engine.plain_runs import PlainRuns
+from jaxinfer.engine.request import Request
+from jaxinfer.engine.step import Chunk, Step
+from jaxinfer.engine.step_costs import StepCosts
+
+# A drafter on the host that takes less than this part of a step is asked while one runs, whether it has anything.
+CHEAP = 0.05
+# Drafts of a request that are made to see whether they have become worth while.
+TRIAL = 4
+# Steps without drafts after which one has some, so that what that takes stays known.
+MAX_IDLE = 128
+
+
+@dataclass
+class Attempt:
+    """What was done about drafts for a step that was not launched ahead."""
+
+    seconds: float = 0.0  # that it took
+    invested: float = 0.0  # of these, what is paid once for many steps
+    plain: float = 0.0  # what the step should take launched ahead without drafts; 0 where nothing is held against that
+    expected: float = 0.0  # what it should take as it is
+
+
+class Decision:
+    """Decides on the drafts of `source`, of which a step holds as many as leave its tokens within `max_tokens`."""
+
+    def __init__(self, source: DraftSource, costs: StepCosts, max_tokens: int, clock: Callable[[], float]) -> None:
+        self.costs = costs
+        self.ledger = Ledger()
+        self.plain_runs = PlainRuns(costs)
+        self._source = source
+        self._max_tokens = max_tokens
+        self._clock = clock
+        self._plain = 0.0  # what a step takes without drafts, as far as known
+        self._num_owed = 0  # drafts of each request that are still to come, when what is new to the drafter is read
+        self._num_idle = 0  # steps without drafts since some were verified
+
+    def is_worth_waiting(self, chunks: Sequence[Chunk], limits: Sequence[int]) -> bool:
+        """Whether the step of these chunks is to have drafts and so waits for the tokens of the one that runs."""
+        if self.plain_runs.is_wanted or self.is_in_debt([chunk.request for chunk in chunks]):
+            return False
+        began = self._clock()
+        is_promising = self._is_promising(chunks, limits)
+        self.ledger.enter_choice(is_promising, self._clock() - began, self._plain)
+        return is_promising
+
+    def is_in_debt(self, requests: Sequence[Request]) -> bool:
+        """Whether so much is lost that there are to be no drafts for some time."""
+        return self.ledger.is_in_debt(self._advance(requests))
+
+    def seconds(self, chunks: Sequence[Chunk], room: int) -> np.ndarray:
+        """Returns what a step takes with 0, 1, … `room` drafts, as far as they fit in, f64[at most room + 1]."""
+        costs = self.costs.seconds(chunks, min(room, self._max_tokens - len(chunks)))
+        self._plain = float(costs[0])
+        return costs
+
+    def draft(self, requests: Sequence[Request], limits: Sequence[int], costs: np.ndarray, attempt: Attempt):
+        """Returns the drafts of each request that are to be verified, at most `limits[i]`; says in `attempt` what they
+        cost. costs f64[N + 1]: what the step takes with 0, 1, … N drafts.
+        """
+        drafting, unseen = self._source.seconds(requests, max(limits))
+        count = max(limits) if self._is_cheap(drafting, unseen) else self._affordable(requests, costs, drafting, unseen)
+        if count == 0:
+            return [[] for _ in requests]
+        if unseen > CHEAP * self._plain:
+            self.ledger.invest(unseen)
+            attempt.invested = unseen
+        drafts = self._source.draft(requests, [min(limit, count) for limit in limits])
+        is_reading = self._source.device_drafter is not None and not any(drafts)
+        self._num_owed = count if is_reading and self._source.num_unseen(requests) > len(requests) else 0
+        counts = self._choose(requests, [len(tokens) for tokens in drafts], costs)
+        attempt.expected = float(costs[sum(counts)]) + float(drafting[max(counts)])
+        return [tokens[:count] for tokens, count in zip(drafts, counts, strict=True)]
+
+    def observe(self, step: Step, emitted: Sequence[Sequence[Emitted]], seconds: float, attempt: Attempt) -> None:
+        """Learns from a step what it took, and which drafts were right."""
+        self._num_idle = 0 if step.is_verify else self._num_idle + 1
+        if step.is_ahead and step.is_decode:
+            self.plain_runs.enter_plain(step, seconds)
+            self.ledger.enter_step(seconds)
+        elif not step.is_ahead and attempt.plain > 0:
+            self.costs.enter(step, seconds - attempt.seconds)
+            num_tokens = sum(map(len, emitted)) / len(emitted)
+            self.ledger.enter_step(seconds)
+            self.ledger.enter_gain(seconds - attempt.invested, attempt.expected, num_tokens, attempt.plain)
+            self.plain_runs.enter_drafts(seconds, attempt.plain * num_tokens - seconds)
+        for chunk, tokens in zip(step.chunks, emitted, strict=True):
+            if chunk.is_last and chunk.request.finish_reason is None:
+                self._source.compare(chunk.request, [token_id for token_id, _, _ in tokens])
+
+    def _is_promising(self, chunks: Sequence[Chunk], limits: Sequence[int]) -> bool:
+        requests = [chunk.request for chunk in chunks]
+        room = min(self._max_tokens - len(chunks), sum(limits))
+        if room <= 0:
+            return False
+        drafting, unseen = self._source.seconds(requests, max(limits))
+        if not self._is_cheap(drafting, unseen):
+            return self._affordable(requests, self.seconds(chunks, room), drafting, unseen) > 0
+        # Their first tokens are guesses of what is being drawn. All are held against what comes, verified or not.
+        drafts = self._source.draft(requests, [limit + 1 for limit in limits])
+        counts = [max(len(tokens) - 1, 0) for tokens in drafts]
+        return any(counts) and any(self._choose(requests, counts, self.seconds(chunks, room)))
+
+    def _is_cheap(self, drafting: np.ndarray, unseen: float) -> bool:
+        """Whether drafts can be made before it is clear what they are good for."""
+        return self._source.device_drafter is None and drafting[-1] + unseen < CHEAP * self._plain
+
+    def _affordable(self, requests: Sequence[Request], costs: np.ndarray, drafting: np.ndarray, unseen: float) -> int:
+        """Returns how many drafts of each request to make: they have to be paid before they are seen.
+
+        What is paid once is shared out over all tokens that are to come. Without a promise of gain some are tried
+        where that loss is allowed: they are held against what comes, verified or not.
+        """
+        seconds = costs[:: len(requests)][: len(drafting)]
+        if len(seconds) == 1:  # not even one draft each has room
+            return 0
+        if self._num_owed > 0:
+            return min(self._num_owed, len(seconds) - 1)
+        seconds = seconds + drafting[: len(seconds)]
+        seconds[1:] += unseen / max(map(num_to_come, requests))
+        count = choose_count(self._source.rates(requests), seconds) if drafting[-1] > 0 else 1
+        if unseen > CHEAP * self._plain and not self.ledger.may_invest(self._advance(requests)):
+            return 0
+        trial = min(TRIAL, len(seconds) - 1)
+        if count == 0 and self.ledger.credit + self._advance(requests) >= seconds[trial] + unseen - seconds[0]:
+            count = trial
+        return count
+
+    def _choose(self, requests: Sequence[Request], counts: Sequence[int], costs: np.ndarray) -> list[int]:
+        """Returns how many drafts of each request to verify, of so many that it has."""
+        chosen = choose_drafts(self._source.rates(requests), counts, costs)
+        if not any(chosen) and self._num_idle >= MAX_IDLE and any(counts):
+            chosen[counts.index(max(counts))] = 1
+        return chosen
+
+    def _advance(self, requests: Sequence[Request]) -> float:
+        """Returns what may be lost now because it may be lost before the last of the requests ends."""
+        return self.ledger.advance(max(map(num_to_come, requests)), self._plain)
+
+
+def num_to_come(request: Request) -> int:
+    """Returns how many tokens the request may still draw."""
+    return request.max_tokens - request.num_output_tokens
