@@ -40,6 +40,7 @@ HELP = {
     "max_model_len": "most tokens of prompt and output together",
     "page_size": "token slots per page of the cache",
     "num_pages": "pages of the cache",
+    "memory_bytes": "bytes that parameters, cache and steps may take on the device",
     "cache_bytes": "bytes the cache may take",
     "max_log_probs": "most alternatives per token that a request may ask for",
     "max_prompt_log_probs": "the same per token of the prompt; without it no request may ask",

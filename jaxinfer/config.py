@@ -133,8 +133,9 @@ class EngineConfig:
     `max_num_seqs`: requests computed in one step. `max_num_batched_tokens`: tokens computed in one step, `None` for
     128 on CPU and 512 elsewhere, and for no less than max_num_seqs or max_mixed_tokens. `max_model_len`: prompt plus
     output of a request, `None` for the model's own limit. `num_pages`: pages in the pool, `None` for as many as all
-    rows at full length can use, bounded by `cache_bytes`. `cache_bytes`: bytes the page pool may take, `None` for 1 GiB
-    on CPU and for what the device has left elsewhere.
+    rows at full length can use, as far as there is memory for them. `memory_bytes`: what parameters, pages and steps
+    may take on the device together, `None` for what it has, and on CPU for any. `cache_bytes`: what the pages may take,
+    `None` for what is left; on CPU, where nothing sets a limit, for 1 GiB.
     `max_log_probs`: the most alternatives per token that a request may ask for. `max_prompt_log_probs`: the same for
     the tokens of prompts; None lets no request ask for `prompt_log_probs`, and compiles nothing for them.
     `max_listed_tokens`: the most token ids that a request may name in `logit_bias`, in `allowed_token_ids`, in all its
@@ -159,6 +160,7 @@ class EngineConfig:
     max_model_len: int | None = None
     page_size: int = 128
     num_pages: int | None = None
+    memory_bytes: int | None = None
     cache_bytes: int | None = None
     max_log_probs: int = 20
     max_prompt_log_probs: int | None = None
@@ -188,8 +190,9 @@ class EngineConfig:
             require_int("max_model_len", self.max_model_len, 2)
         if self.num_pages is not None:
             require_int("num_pages", self.num_pages, 1)
-        if self.cache_bytes is not None:
-            require_int("cache_bytes", self.cache_bytes, 1, 2**62)
+        for name in ("memory_bytes", "cache_bytes"):
+            if getattr(self, name) is not None:
+                require_int(name, getattr(self, name), 1, 2**62)
         require_int("max_log_probs", self.max_log_probs, 0)
         if self.max_prompt_log_probs is not None:
             require_int("max_prompt_log_probs", self.max_prompt_log_probs, 0)

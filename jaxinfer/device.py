@@ -7,9 +7,8 @@ from pathlib import Path
 import jax
 
 COMPILATION_CACHE = Path.home() / ".cache" / "jaxinfer" / "compilation"
+# The page pool where neither the user nor the device sets a limit.
 CPU_CACHE_BYTES = 2**30
-# Left free on an accelerator beside parameters and pages, for what the steps need while they run.
-STEP_BYTES = 2**30
 
 
 def default_dtype() -> str:
@@ -40,12 +39,12 @@ def default_batched_tokens() -> int:
     return 128 if jax.default_backend() == "cpu" else 512
 
 
-def default_cache_bytes() -> int:
-    """Returns how many bytes the page pool may take when the user sets no limit."""
+def free_bytes() -> int | None:
+    """Returns how many bytes the device has left, None where it has no limit of its own, as a CPU."""
     stats = jax.devices()[0].memory_stats()
     if not stats or "bytes_limit" not in stats:
-        return CPU_CACHE_BYTES
-    return stats["bytes_limit"] - stats["bytes_in_use"] - STEP_BYTES
+        return None
+    return stats["bytes_limit"] - stats["bytes_in_use"]
 
 
 def enable_compilation_cache() -> None:

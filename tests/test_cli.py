@@ -101,6 +101,7 @@ ENGINE = {
     "max_model_len": 40,
     "page_size": 16,
     "num_pages": 5,
+    "memory_bytes": 9999,
     "cache_bytes": 4096,
     "max_log_probs": 2,
     "max_prompt_log_probs": 3,

@@ -57,7 +57,11 @@ REFUSED = [
     *((EngineConfig, "max_num_batched_tokens", value) for value in (0, -1, 64.0, True, "64", 31)),
     *((EngineConfig, "max_model_len", value) for value in (1, 0, -1, 2.0, True, "8", float("nan"))),
     *((EngineConfig, "page_size", value) for value in (*NOT_SIZES, 8, 48, 256)),
-    *((EngineConfig, name, value) for name in ("num_pages", "cache_bytes") for value in (0, -1, 1.0, True, "8")),
+    *(
+        (EngineConfig, name, value)
+        for name in ("num_pages", "memory_bytes", "cache_bytes")
+        for value in (0, -1, 1.0, True, "8")
+    ),
     *((EngineConfig, "max_log_probs", value) for value in (-1, 1.0, True, "8", None)),
     *((EngineConfig, "max_prompt_log_probs", value) for value in (-1, 1.0, True, "8")),
     *((EngineConfig, "prefix_cache", value) for value in (0, 1, "no", None)),

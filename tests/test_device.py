@@ -66,17 +66,17 @@ def test_layers_are_stacked_where_a_scan_reads_them_in_place(on_device, platform
     assert device.default_layer_groups(3) == groups
 
 
-def test_pages_take_what_an_accelerator_has_left_beside_the_steps(on_device):
+def test_an_accelerator_has_left_what_is_not_in_use(on_device):
     on_device("gpu", memory_stats=lambda: {"bytes_limit": 80 * 2**30, "bytes_in_use": 16 * 2**30})
 
-    assert device.default_cache_bytes() == 63 * 2**30
+    assert device.free_bytes() == 64 * 2**30
 
 
 @pytest.mark.parametrize("stats", [None, {}, {"bytes_in_use": 5}])
-def test_pages_take_a_gibibyte_where_the_device_has_no_limit(on_device, stats):
+def test_a_cpu_has_no_limit_of_its_own(on_device, stats):
     on_device("cpu", memory_stats=lambda: stats)
 
-    assert device.default_cache_bytes() == 2**30
+    assert device.free_bytes() is None
 
 
 def test_compiled_steps_are_kept_in_the_users_cache_folder(cache_options):

@@ -161,6 +161,8 @@ ALLOWED = {
         "config",
     ),
     "engine.executables": below("engine.sealed_file"),
+    "engine.compile_watch": set(),
+    "plan": set(),
     "engine.batching": below(
         *("batch", "decode_loop", "device", "prompt_log_probs", "sampling_batch", "config", "engine.step"),
         "engine.request",
@@ -218,11 +220,11 @@ def test_only_layers_cache_and_the_decoder_call_paged_attention():
     assert users - set(within("kernels_pallas")) == {"jaxinfer.cache", "jaxinfer.decoder"}
 
 
-def test_only_the_runner_and_the_draft_model_run_steps_and_own_a_cache():
+def test_only_the_runner_its_compiler_and_the_draft_model_know_steps_and_own_a_cache():
     runners = {name for name in MODULES if imports_of(name) & {"jaxinfer.steps", "jaxinfer.cache.init_cache"}}
 
     # The package's `__init__` may hand the functional names to the user.
-    assert runners - {"jaxinfer"} == {"jaxinfer.engine.runner", "jaxinfer.engine.draft_model"}
+    assert runners - {"jaxinfer"} == {f"jaxinfer.engine.{name}" for name in ("compiling", "runner", "draft_model")}
 
 
 @pytest.mark.parametrize("module", MODULES)

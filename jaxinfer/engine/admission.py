@@ -201,8 +201,8 @@ class Admission:
         if num_slots > capacity:
             raise ValueError(
                 f"prompt of {num_prompt_tokens} tokens with max_tokens={sampling.max_tokens} may need {num_slots} slots"
-                f" of the cache, which has {capacity}; lower max_tokens, or raise EngineConfig.num_pages"
-                " or cache_bytes"
+                f" of the cache, which has {capacity}; lower max_tokens, or raise EngineConfig.num_pages,"
+                " cache_bytes or memory_bytes"
             )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import MappingProxyType
 
 import jax
 from tqdm import tqdm
@@ -26,15 +27,21 @@ class CompiledSteps:
     as soon as anything can compute it, and no request ever waits for the compiler.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], compile_bucket: Callable[[Bucket], jax.stages.Compiled]) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        compile_bucket: Callable[[Bucket], jax.stages.Compiled],
+        known: Mapping[Bucket, jax.stages.Compiled] = MappingProxyType({}),
+    ) -> None:
+        """`known` are compiled already."""
         self._buckets = tuple(buckets)
-        self._ready: tuple[Bucket, ...] = ()
-        self._compiled: dict[Bucket, jax.stages.Compiled] = {}
+        self._compiled = dict(known)
+        self._ready = tuple(bucket for bucket in self._buckets if bucket in self._compiled)
         self._failed: set[Bucket] = set()
         # The compiler releases the interpreter lock, has threads of its own, and leaves cores for requests. At the end
         # of the process it finishes, for the next one's sake.
         pool = ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1), thread_name_prefix=COMPILING)
-        order = (self._buckets[-1], *self._buckets[:-1])
+        order = [b for b in (self._buckets[-1], *self._buckets[:-1]) if b not in known]
         self._to_come: dict[Bucket, Future[jax.stages.Compiled]] = {b: pool.submit(compile_bucket, b) for b in order}
         pool.shutdown(wait=False)
 
@@ -42,11 +49,17 @@ class CompiledSteps:
         """Waits until any step can be computed, and for all buckets where the others cannot come later."""
         # Where several processes compute together, all have to choose alike.
         is_enough = jax.process_count() == 1 and not compiles_on_device()
-        self._wait_for(self._buckets[-1:] if is_enough else self._buckets, show_progress)
+        buckets = self._buckets[-1:] if is_enough else self._buckets
+        self._wait_for([bucket for bucket in buckets if bucket in self._to_come], show_progress)
 
     def wait(self, *, show_progress: bool = False) -> None:
         """Waits until every bucket has its step; raises what the compiler raised."""
         self._wait_for([bucket for bucket in self._buckets if bucket in self._to_come], show_progress)
+
+    @property
+    def compiled(self) -> Mapping[Bucket, jax.stages.Compiled]:
+        """Those that can be chosen so far."""
+        return self._compiled
 
     def choose(self, step: Step) -> tuple[Bucket, jax.stages.Compiled]:
         """Returns the smallest bucket that is compiled and holds the step."""

@@ -34,8 +34,24 @@ class DeviceDrafter(Protocol):
         """Returns what it needs for each page of the target's cache."""
         ...
 
+    @property
+    def resident_bytes(self) -> int:
+        """What its parameters take."""
+        ...
+
+    @property
+    def num_executables(self) -> int: ...
+
+    @property
+    def step_bytes(self) -> int:
+        """What its steps need beside parameters and pages, once they are compiled."""
+        ...
+
     def prepare(self, target: Target) -> int:
-        """Compiles all it needs; returns the most drafts it makes. ValueError for one that it cannot draft for."""
+        """Compiles all it needs; returns the most drafts it makes. ValueError for one that it cannot draft for.
+
+        A second time, for a cache of another size, it does so anew.
+        """
         ...
 
     def observe(self, step: Step, emitted: Sequence[Sequence[Emitted]], hidden: Any) -> None:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxinfer.batch import Row, make_batch, padded
-from jaxinfer.cache import abstract_cache, init_cache, page_bytes
+from jaxinfer.cache import KVCache, abstract_cache, init_cache, page_bytes
 from jaxinfer.config import CacheConfig, ModelConfig
 from jaxinfer.engine.batching import decode_sizes, max_batched_tokens, sampling_of_requests
 from jaxinfer.engine.device_drafter import Target
@@ -26,6 +26,7 @@ from jaxinfer.engine.prefix import num_equal
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.step import Step
 from jaxinfer.params import Params
+from jaxinfer.plan.memory import num_bytes, step_bytes
 from jaxinfer.steps import draft_step
 
 Shape = tuple[int, int]  # rows and tokens
@@ -43,9 +44,18 @@ class DraftModel:
     def __init__(self, params: Params, config: ModelConfig) -> None:
         self._params = params
         self._config = config
+        self.step_bytes = 0
         # What was computed for a request: in which pages, how many of its tokens, and which drafts after them.
         self._computed: dict[int, tuple[list[int], int, list[int]]] = {}
         self._known: dict[int, bytes] = {}  # what full pages hold, by its key in the target's prefix cache
+
+    @property
+    def resident_bytes(self) -> int:
+        return num_bytes(self._params)
+
+    @property
+    def num_executables(self) -> int:
+        return len(self._compiled)
 
     def page_bytes(self, cache_config: CacheConfig) -> int:
         """Returns what a page of this model takes."""
@@ -69,9 +79,11 @@ class DraftModel:
         widest = max(max_batched_tokens(engine_config), CATCH_UP * sizes[-1])  # for prompts, too
         shapes = {**{(rows, CATCH_UP * rows): None for rows in sizes}, (sizes[-1], widest): None}
         cache = abstract_cache(self._config, cache_config)
+        inputs = [self._layout(shape, [], [], []) for shape in shapes]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler releases the interpreter lock
-            compiled = pool.map(lambda shape: self._compile(shape, cache), shapes)
+            compiled = pool.map(lambda arguments: self._compile(cache, arguments), inputs)
             self._compiled = dict(zip(shapes, compiled, strict=True))
+        self.step_bytes = max(map(step_bytes, self._compiled.values(), inputs))
         self._cache = init_cache(self._config, cache_config)
         return engine_config.max_drafts
 
@@ -144,11 +156,9 @@ class DraftModel:
         )
         return batch, sampling, padded(np.array(counts, np.int32), num_rows, 0)
 
-    def _compile(self, shape: Shape, cache) -> jax.stages.Compiled:
+    def _compile(self, cache: KVCache, inputs: tuple[Any, ...]) -> jax.stages.Compiled:
         statics = {"config": self._config, "max_drafts": self._engine_config.max_drafts}
-        arguments = self._layout(shape, [], [], [])
-        custom = tuple(self._custom.values())
-        return compile_or_load(draft_step, self._params, cache, *arguments, **statics, custom=custom)
+        return compile_or_load(draft_step, self._params, cache, *inputs, **statics, custom=tuple(self._custom.values()))
 
 
 def _first_tokens(spans: Sequence[Span], room: int) -> list[Span]:

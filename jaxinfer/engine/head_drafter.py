@@ -20,6 +20,7 @@ from jaxinfer.engine.emission import Emitted
 from jaxinfer.engine.executables import compile_or_load
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.step import Step
+from jaxinfer.plan.memory import num_bytes, step_bytes
 from jaxinfer.sampling_batch import SamplingBatch
 
 
@@ -31,8 +32,17 @@ class HeadDrafter:
 
     def __init__(self, weights: jax.Array) -> None:
         self._weights = weights
+        self.step_bytes = 0
         self._hidden: Any = None  # [T, D] of the last step
         self._places: dict[int, tuple[int, int]] = {}  # by request: the state of its last token, and how many it has
+
+    @property
+    def resident_bytes(self) -> int:
+        return num_bytes(self._weights)
+
+    @property
+    def num_executables(self) -> int:
+        return len(self._compiled)
 
     def page_bytes(self, cache_config: CacheConfig) -> int:
         return 0
@@ -48,8 +58,10 @@ class HeadDrafter:
         self._target, self._width = target, width
         self._dtype = target.params.final_norm.dtype
         sizes = decode_sizes(target.engine_config)
+        inputs = [self._layout([], np.zeros((0, width), self._dtype), size) for size in sizes]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler releases the interpreter lock
-            self._compiled = dict(zip(sizes, pool.map(self._compile, sizes), strict=True))
+            self._compiled = dict(zip(sizes, pool.map(self._compile, inputs), strict=True))
+        self.step_bytes = max(map(step_bytes, self._compiled.values(), inputs))
         return num_heads
 
     def observe(self, step: Step, emitted: Sequence[Sequence[Emitted]], hidden: Any) -> None:
@@ -100,6 +112,5 @@ class HeadDrafter:
         positions = np.array([len(request.token_ids) for request in requests], np.int32)
         return hidden, padded(tokens, size, 0), replace(sampling, processors=None), padded(positions, size, 0)
 
-    def _compile(self, size: int) -> jax.stages.Compiled:
-        empty = self._layout([], np.zeros((0, self._width), self._dtype), size)
-        return compile_or_load(draft_from_heads, self._target.params, self._weights, *empty)
+    def _compile(self, inputs: tuple[Any, ...]) -> jax.stages.Compiled:
+        return compile_or_load(draft_from_heads, self._target.params, self._weights, *inputs)

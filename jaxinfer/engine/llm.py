@@ -6,29 +6,33 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Unpack
 
+from jaxinfer.cache import page_bytes
 from jaxinfer.checkpoint import load_checkpoint, resolve_checkpoint
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.device import default_dtype, enable_compilation_cache
 from jaxinfer.engine.admission import Prompt, Terms, as_params, as_prompts
 from jaxinfer.engine.beam_search import complete
 from jaxinfer.engine.branches import Branches
+from jaxinfer.engine.compile_watch import CompileWatch
 from jaxinfer.engine.delivery import Delivery
 from jaxinfer.engine.drafters import Drafter
 from jaxinfer.engine.interrupts import deferred_interrupts
 from jaxinfer.engine.metrics import Metrics
 from jaxinfer.engine.pipeline import Pipeline
-from jaxinfer.engine.planning import plan_host
+from jaxinfer.engine.planning import plan_host, plan_tiers
 from jaxinfer.engine.request import Completion, Delta
 from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.samples import Samples
 from jaxinfer.engine.speculation_plan import plan_speculation
 from jaxinfer.engine.step import Step
 from jaxinfer.engine.timeline import MAX_STEPS, Timeline, recorded_timeline
+from jaxinfer.engine.warm_up import Ready, WarmUp, plan_target
 from jaxinfer.processors import LogitsProcessor
 from jaxinfer.tokenizer import Tokenizer
 from jaxinfer.validation import require_int, require_real
@@ -76,23 +80,25 @@ class LLM:
         self.tokenizer = Tokenizer.from_path(path)
         custom = dict(logits_processors or {})
         planned = plan_speculation(speculation, config, dtype)
+        target = plan_target(params, self.model_config, config, dtype, custom, planned)
+        tiers = plan_tiers(config, page_bytes(self.model_config, target.cache_config))
+        self._warm_up = WarmUp(target, planned)
         self._admission, self._scheduler = plan_host(
-            path, self.model_config, config, dtype, self.tokenizer, custom=tuple(custom), speculation=planned
-        )
-        self._runner = Runner(
-            params,
+            path,
             self.model_config,
             config,
-            self._admission.cache_config,
-            max_model_len=self._admission.max_model_len,
-            max_drafts=0 if planned is None else config.max_drafts,
-            custom=custom,
-            tiers=self._scheduler.tiers,
-            show_progress=show_progress,
+            dtype,
+            self.tokenizer,
+            custom=tuple(custom),
+            speculation=planned,
+            tiers=tiers,
+            cache_config=self._warm_up.cache_config,
         )
+        self._runner = Runner(params, self._warm_up, tiers)
         if planned is not None:  # which measures what steps take
             self.warm_up(show_progress=show_progress)
-            planned.prepare(self._runner, self._admission, params, custom)
+            planned.rehearse(self._runner, self._warm_up.cache_config)
+        self._compile_watch = CompileWatch()
         self._pipeline = Pipeline(self._scheduler, self._runner)
         self.on_step: Callable[[Step, float], None] | None = None  # told each step and the seconds it took
         self._ids = itertools.count()
@@ -104,17 +110,18 @@ class LLM:
         """Whether any request has tokens to come, or a completion that `step` has not handed out."""
         return self._scheduler.num_unfinished > 0 or self._delivery.mailroom.has_mail
 
-    def warm_up(self, *, show_progress: bool = False) -> None:
-        """Waits until the compiler is done, for even times from the first request on.
+    def warm_up(self, *, show_progress: bool = False) -> Ready:
+        """Waits until the compiler is done, for even times from the first request on, and returns what it has done.
 
         Until then larger steps stand in for smaller ones, and the compiler takes its share of the host. Raises what the
         compiler raises.
         """
         self._runner.compiled_steps.wait(show_progress=show_progress)
+        return self._warm_up.ready()
 
     def metrics(self) -> Metrics:
         """Returns what runs, waits and is cached now, and what was computed since the start."""
-        return self._scheduler.metrics()
+        return replace(self._scheduler.metrics(), num_late_compiles=self._compile_watch.count)
 
     def timeline(self, *, max_steps: int = MAX_STEPS) -> AbstractContextManager[Timeline]:
         """Records steps, load and the phases of requests inside a `with`: `with llm.timeline() as timeline: ...`.
@@ -224,7 +231,7 @@ class LLM:
         )
 
     def _advance(self) -> None:
-        with deferred_interrupts():
+        with deferred_interrupts(), self._compile_watch:
             deltas = self._scheduler.expire()
             advance = self._pipeline.advance()
             for delta in chain(deltas, advance.deltas if advance else ()):

@@ -97,6 +97,7 @@ class Metrics:
     busy_seconds: float
     num_drafts: tuple[int, ...]  # of each request in the last step in which all decoded: the chosen K
     tiers: tuple[TierMetrics, ...] = ()  # fastest first
+    num_late_compiles: int = 0  # that a step had to wait for; everything should have been compiled before
 
     @property
     def prefix_hit_rate(self) -> float:

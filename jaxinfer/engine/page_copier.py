@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ from jaxinfer.cache import KVCache, PageBundle, extract_pages, insert_pages
 from jaxinfer.config import ModelConfig
 from jaxinfer.engine.executables import compile_or_load
 from jaxinfer.engine.page_copies import Content
+from jaxinfer.plan.memory import step_bytes
 
 NO_PAGE = 2**30  # past every pool: nothing is read from there or written to it
 
@@ -25,13 +26,24 @@ class PageCopier:
         insert = jax.jit(insert_pages, static_argnames="config", donate_argnames="cache")
         self._widths = tuple(widths)
         self._bundles: dict[int, PageBundle] = {}  # abstract
-        self._extract: dict[int, Callable[..., PageBundle]] = {}
-        self._insert: dict[int, Callable[..., KVCache]] = {}
+        self._extract: dict[int, jax.stages.Compiled] = {}
+        self._insert: dict[int, jax.stages.Compiled] = {}
         for width in widths:
             ids = np.zeros((width,), np.int32)
             self._bundles[width] = bundle = jax.eval_shape(functools.partial(extract, config=config), cache, ids)
             self._extract[width] = compile_or_load(extract, cache, ids, config=config)
             self._insert[width] = compile_or_load(insert, cache, ids, bundle, config=config)
+
+    @property
+    def num_executables(self) -> int:
+        return len(self._extract) + len(self._insert)
+
+    @property
+    def step_bytes(self) -> int:
+        """What copies need on the device beside the cache."""
+        ids = np.zeros((self.max_width,), np.int32)
+        inserted = step_bytes(self._insert[self.max_width], (ids, self._bundles[self.max_width]))
+        return max(step_bytes(self._extract[self.max_width], (ids,)), inserted)
 
     @property
     def max_width(self) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from jaxinfer.cache import page_bytes
 from jaxinfer.checkpoint import read_eos_token_ids
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
-from jaxinfer.device import default_cache_bytes
+from jaxinfer.device import CPU_CACHE_BYTES, free_bytes
 from jaxinfer.engine.admission import Admission
 from jaxinfer.engine.batching import max_batched_tokens
 from jaxinfer.engine.disk_tier import DiskTier
@@ -34,11 +34,16 @@ def plan_host(
     *,
     custom: tuple[str, ...] = (),
     speculation: Speculation | None = None,
+    tiers: PageTiers | None = None,
+    cache_config: CacheConfig | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Admission, Scheduler]:
-    """Returns what decides which requests are taken and when they are computed; no weights are needed for it."""
+    """Returns what decides which requests are taken and when they are computed; no weights are needed for it.
+
+    `cache_config` is the cache that there is, None for the one that `plan_cache` allows.
+    """
     max_model_len = resolve_max_model_len(model_config, config)
-    cache_config = plan_cache(model_config, config, dtype, max_model_len, speculation)
+    cache_config = cache_config or plan_cache(model_config, config, dtype, max_model_len, speculation)
     eos_token_ids = read_eos_token_ids(path)
     model = f"{path} {dtype} {model_config}"
     if config.disk_cache_path is not None:  # which outlasts this process, and perhaps what the path leads to
@@ -62,7 +67,7 @@ def plan_host(
         max_mixed_tokens=config.max_mixed_tokens,
         max_waiting=config.max_waiting,
         decode_loop_steps=config.decode_loop_steps,
-        tiers=plan_tiers(config, page_bytes(model_config, cache_config)),
+        tiers=tiers,
         speculation=speculation,
         targets=plan_targets(config),
         clock=clock,
@@ -95,21 +100,47 @@ def plan_cache(
     max_model_len: int,
     speculation: Speculation | None = None,
 ) -> CacheConfig:
-    """Returns the pool: `num_pages` if set, else what all rows at full length use, within the bytes allowed."""
+    """Returns the most pages that are of use: `num_pages` if set, else what all rows at full length use.
+
+    That is within `cache_bytes`, or within CPU_CACHE_BYTES where nothing sets a limit.
+    """
     one_page = CacheConfig(num_pages=1, page_size=config.page_size, dtype=dtype)
     if config.num_pages is not None:
         return replace(one_page, num_pages=config.num_pages)
-    pages_per_row = -(-max_model_len // config.page_size)
-    limit = default_cache_bytes() if config.cache_bytes is None else config.cache_bytes
-    bytes_per_page = page_bytes(model_config, one_page)
-    bytes_per_page += 0 if speculation is None else speculation.page_bytes(one_page)
-    num_pages = min(config.max_num_seqs * pages_per_row, limit // bytes_per_page)
-    if num_pages < 1:
-        raise ValueError(
-            f"cache_bytes={limit} is less than one page of {bytes_per_page} bytes; raise"
-            " EngineConfig.cache_bytes or lower page_size"
-        )
+    num_pages = config.max_num_seqs * -(-max_model_len // config.page_size)
+    limit = config.cache_bytes
+    if limit is None and config.memory_bytes is None and free_bytes() is None:
+        limit = CPU_CACHE_BYTES
+    if limit is not None:
+        bytes_per_page = bytes_of_page(model_config, one_page, speculation)
+        num_pages = min(num_pages, limit // bytes_per_page)
+        if num_pages < 1:
+            raise ValueError(
+                f"cache_bytes={limit} is less than one page of {bytes_per_page} bytes; raise"
+                " EngineConfig.cache_bytes or lower page_size"
+            )
     return replace(one_page, num_pages=num_pages)
+
+
+def bytes_of_page(model_config: ModelConfig, cache_config: CacheConfig, speculation: Speculation | None) -> int:
+    """Returns what a page takes, a draft model's with it."""
+    drafter = None if speculation is None else speculation.source.device_drafter
+    return page_bytes(model_config, cache_config) + (0 if drafter is None else drafter.page_bytes(cache_config))
+
+
+def plan_limit(config: EngineConfig, resident_bytes: int) -> int | None:
+    """Returns what parameters, pages and steps may take together, the first of which are on the device already.
+
+    None for no limit; ValueError for one that the device does not have.
+    """
+    free = free_bytes()
+    has = None if free is None else free + resident_bytes
+    if config.memory_bytes is not None and has is not None and config.memory_bytes > has:
+        raise ValueError(
+            f"memory_bytes={config.memory_bytes} is more than the {has} bytes that the device has; lower it or leave it"
+            " out"
+        )
+    return has if config.memory_bytes is None else config.memory_bytes
 
 
 def plan_tiers(config: EngineConfig, bytes_per_page: int) -> PageTiers | None:

@@ -8,12 +8,11 @@ tokens (`draft_decision`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from jaxinfer.config import CacheConfig
-from jaxinfer.engine.admission import Admission
 from jaxinfer.engine.block_tables import BlockTables
 from jaxinfer.engine.device_drafter import Target
 from jaxinfer.engine.draft_choice import share_out
@@ -25,8 +24,6 @@ from jaxinfer.engine.pipeline import Device
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.step import Chunk, Step, all_decode
 from jaxinfer.engine.step_costs import StepCosts
-from jaxinfer.params import Params
-from jaxinfer.processors import LogitsProcessor
 
 
 class Speculation:
@@ -93,37 +90,21 @@ class Speculation:
         if self._decision is not None:
             self._decision.observe(step, emitted, seconds, self._attempt)
 
-    def page_bytes(self, cache_config: CacheConfig) -> int:
-        """Returns what drafting needs for each page of the cache."""
-        drafter = self.source.device_drafter
-        return 0 if drafter is None else drafter.page_bytes(cache_config)
-
-    def prepare(
-        self,
-        device: Device,
-        admission: Admission,
-        params: Params,
-        custom: Mapping[str, LogitsProcessor],
-    ) -> None:
-        """Does all that must not wait for the first request; `device` computes steps of an engine that has none yet."""
-        cache_config = admission.cache_config
-        self.source.vocab_size = admission.model_config.vocab_size
+    def prepare(self, target: Target) -> None:
+        """Compiles what drafting for this target needs; again for a cache of another size."""
+        self.source.vocab_size = target.model_config.vocab_size
         if self.source.device_drafter is not None:
-            target = Target(
-                params=params,
-                model_config=admission.model_config,
-                engine_config=admission.engine_config,
-                cache_config=cache_config,
-                table_width=-(-admission.max_model_len // cache_config.page_size),
-                custom=custom,
-            )
             self._max_drafts = min(self._max_drafts, self.source.device_drafter.prepare(target))
-        if self._decision is not None:
-            costs = self._decision.costs
-            costs.rehearse(device, cache_config.num_pages, cache_config.page_size)
-            if self.source.device_drafter is not None:
-                for requests in costs.made_up_requests(cache_config.num_pages, cache_config.page_size):
-                    self.source.rehearse(requests, self._max_drafts)
+
+    def rehearse(self, device: Device, cache_config: CacheConfig) -> None:
+        """Measures what must be known before the first request; `device` computes steps of an engine without any."""
+        if self._decision is None:
+            return
+        costs, pages = self._decision.costs, (cache_config.num_pages, cache_config.page_size)
+        costs.rehearse(device, *pages)
+        if self.source.device_drafter is not None:
+            for requests in costs.made_up_requests(*pages):
+                self.source.rehearse(requests, self._max_drafts)
 
     def forget(self, request: Request) -> None:
         """Is told that a request has ended."""

@@ -62,6 +62,11 @@ def require_known_steps(config: EngineConfig) -> None:
             f"decode_loop_steps={config.decode_loop_steps} is not simulated: what a decode loop takes is not fitted;"
             " set EngineConfig.decode_loop_steps to 1"
         )
+    if config.memory_bytes is not None and config.num_pages is None:
+        raise ValueError(
+            f"memory_bytes={config.memory_bytes} is not simulated: how many pages that leaves is known when the steps"
+            " are compiled; set EngineConfig.num_pages"
+        )
     if config.has_tiers:
         raise ValueError(
             f"host_cache_bytes={config.host_cache_bytes} and disk_cache_bytes={config.disk_cache_bytes} are not"

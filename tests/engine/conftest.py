@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxinfer.engine.compile_watch import CompileWatch
 from jaxinfer.engine.mailroom import Mailroom
 from tests.engine.engines import (
     ScriptedDrafter,
@@ -11,6 +12,13 @@ from tests.engine.engines import (
     save_small_checkpoint,
     small_engine,
 )
+
+
+@pytest.fixture(autouse=True)
+def no_request_waits_for_a_compiler():
+    before = CompileWatch.total
+    yield
+    assert CompileWatch.total == before
 
 
 @pytest.fixture(scope="session")

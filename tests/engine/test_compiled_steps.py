@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from jaxinfer.config import EngineConfig, SamplingParams
-from jaxinfer.engine import runner
+from jaxinfer.engine import compiling
 from jaxinfer.engine.batching import plan_buckets
 from jaxinfer.engine.compiled_steps import CompiledSteps
 from jaxinfer.engine.llm import LLM
@@ -106,13 +106,13 @@ def test_a_failure_at_the_last_is_raised():
 
 
 def test_an_engine_that_still_compiles_yields_every_bit_of_one_that_has(checkpoint, llm, gate, monkeypatch):
-    compile_with = runner.compile_or_load
+    compile_with = compiling.compile_or_load
 
     def compile_behind_the_gate(function, *args, **statics):
-        assert statics.get("step") is not runner.decode_step or gate.wait(60)
+        assert statics.get("step") is not compiling.decode_step or gate.wait(60)
         return compile_with(function, *args, **statics)
 
-    monkeypatch.setattr(runner, "compile_or_load", compile_behind_the_gate)
+    monkeypatch.setattr(compiling, "compile_or_load", compile_behind_the_gate)
     early = LLM(checkpoint, config=EngineConfig(**SMALL), logits_processors={"turns": favour_turns})
 
     expected = contents(llm)

@@ -1,0 +1,109 @@
+"""How steps are laid out in their shapes, and how these are compiled."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.cache import abstract_cache
+from jaxinfer.config import CacheConfig
+from jaxinfer.engine.batching import BatchBuilder, Bucket, build_loop, build_prompt, plan_buckets
+from jaxinfer.engine.chaining import chained_step
+from jaxinfer.engine.compiled_steps import COMPILING
+from jaxinfer.engine.device_drafter import Target
+from jaxinfer.engine.executables import compile_or_load
+from jaxinfer.engine.step import Step
+from jaxinfer.plan.memory import step_bytes
+from jaxinfer.steps import decode_loop, decode_step, prefill_step, verify_step
+
+
+class StepCompiler:
+    """Knows the shapes that an engine's limits allow, lays steps out in them and compiles them."""
+
+    def __init__(self, target: Target, max_drafts: int) -> None:
+        config = target.engine_config
+        self.buckets = plan_buckets(config, max_drafts)
+        self.max_num_rows = config.max_num_seqs
+        self.model_config = target.model_config
+        self._params = target.params
+        self._max_log_probs = min(config.max_log_probs, target.model_config.vocab_size)
+        self._max_prompt_log_probs = config.max_prompt_log_probs
+        self._custom = dict(target.custom)
+        self._max_listed_tokens = config.max_listed_tokens
+        self._loop_steps = config.decode_loop_steps
+        self._builder = BatchBuilder(
+            page_size=config.page_size,
+            table_width=target.table_width,
+            max_listed_tokens=config.max_listed_tokens,
+            vocab_size=target.model_config.vocab_size,
+            custom=tuple(target.custom),
+        )
+        self._empty = {bucket: self.lay_out(Step(()), bucket, {}) for bucket in self.buckets}
+        self.seconds: dict[Bucket, float] = {}  # that each shape took to be compiled or loaded the last time
+
+    @property
+    def largest(self) -> list[Bucket]:
+        """The largest shape of each kind, which needs the most memory of its kind; the last one holds any step."""
+        kinds = {(bucket.is_decode, bucket.is_verify): bucket for bucket in self.buckets}
+        return list(kinds.values())
+
+    def lay_out(self, step: Step, bucket: Bucket, rows: Mapping[int, int]) -> tuple[Any, ...]:
+        """Returns what the bucket's compiled step takes after parameters, cache and tokens of the step before.
+
+        `rows` are those that requests had in that one.
+        """
+        arguments = self._builder.build(step, bucket, rows)
+        if bucket.is_decode and self._loop_steps > 1:
+            return *arguments, build_loop(step, bucket, self._max_listed_tokens)
+        has_prompt = bucket.is_prefill and self._max_prompt_log_probs is not None
+        return (*arguments, build_prompt(step, bucket)) if has_prompt else arguments
+
+    def guess_bytes(self) -> int:
+        """Returns about what steps will be found to need: how XLA for CPU allots logits and activations in float32."""
+        D, F, V = (getattr(self.model_config, f"{name}_size") for name in ("hidden", "intermediate", "vocab"))
+        return max(
+            4 * 9 * V * (bucket.num_tokens if bucket.is_verify else bucket.num_rows)
+            + 4 * bucket.num_tokens * (3 * F + 16 * D)
+            for bucket in self.buckets
+        )
+
+    def step_bytes(self, compiled: Mapping[Bucket, jax.stages.Compiled]) -> int:
+        """Returns what the hungriest of some compiled steps needs beside parameters and cache."""
+        return max(step_bytes(step, self._empty[bucket]) for bucket, step in compiled.items())
+
+    def compile_all(self, buckets: Sequence[Bucket], cache_config: CacheConfig) -> dict[Bucket, jax.stages.Compiled]:
+        """Compiles some shapes side by side and waits for them."""
+        with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix=COMPILING) as pool:
+            return dict(zip(buckets, pool.map(partial(self.compile, cache_config), buckets), strict=True))
+
+    def compile(self, cache_config: CacheConfig, bucket: Bucket) -> jax.stages.Compiled:
+        """Compiles a shape for a cache of this configuration, or loads it from disk."""
+        began = time.perf_counter()
+        step, statics = decode_step if bucket.is_decode else prefill_step, {}
+        if bucket.is_decode and self._loop_steps > 1:
+            step, statics = decode_loop, {"num_steps": self._loop_steps}
+        if bucket.is_verify:
+            step, statics = verify_step, {"q_len": bucket.q_len}
+        if bucket.is_prefill:
+            statics = {"max_prompt_log_probs": min(self._max_prompt_log_probs or 0, self.model_config.vocab_size)}
+        compiled = compile_or_load(
+            chained_step,
+            self._params,
+            abstract_cache(self.model_config, cache_config),
+            jax.ShapeDtypeStruct((self.max_num_rows,), jnp.int32),
+            *self._empty[bucket],
+            step=step,
+            config=self.model_config,
+            max_log_probs=self._max_log_probs,
+            custom=tuple(self._custom.values()),
+            **statics,
+        )
+        self.seconds[bucket] = time.perf_counter() - began
+        return compiled

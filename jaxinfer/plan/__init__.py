@@ -1,0 +1,1 @@
+"""What an engine will need, before it runs."""

@@ -1,0 +1,99 @@
+"""What an engine needs of its device: parameters, what compiled functions take beside them, and pages in the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import jax
+
+# A step is launched before the one ahead of it is read, so there are inputs and results of two.
+IN_FLIGHT = 2
+# Compiling again for pages that take less than this part of the limit is not worth the time.
+WASTE = 0.02
+# What compiled functions need hardly depends on the number of pages, so the second round nearly always fits.
+MAX_ROUNDS = 4
+
+Compiled = TypeVar("Compiled")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes on the device at most. `resident_bytes`: parameters, of a drafter as well. `limit_bytes`: None for none."""
+
+    resident_bytes: int
+    step_bytes: int
+    page_bytes: int
+    num_pages: int
+    limit_bytes: int | None = None
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.resident_bytes + self.pool_bytes + self.step_bytes
+
+    @property
+    def num_fitting(self) -> int:
+        """How many pages the limit has room for; those there are, where there is no limit."""
+        if self.limit_bytes is None:
+            return self.num_pages
+        return (self.limit_bytes - self.resident_bytes - self.step_bytes) // self.page_bytes
+
+    def __str__(self) -> str:
+        parts = (self.resident_bytes, self.pool_bytes, self.step_bytes, self.total_bytes)
+        resident, pool, steps, total = (f"{num_bytes / 1e6:,.1f} MB" for num_bytes in parts)
+        limit = "" if self.limit_bytes is None else f" of {self.limit_bytes / 1e6:,.1f} MB"
+        return f"{resident} of parameters + {pool} in {self.num_pages} pages + {steps} for steps = {total}{limit}"
+
+
+def num_bytes(tree: Any) -> int:
+    """Returns what the arrays of a tree take, abstract ones included."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def step_bytes(compiled: jax.stages.Compiled, inputs: Iterable[Any]) -> int:
+    """Returns what a compiled function needs beside what lives on the device anyway.
+
+    `inputs` are those of its arguments that are made for each call. NotImplementedError where the device does not tell.
+    """
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        raise NotImplementedError(
+            f"{jax.default_backend()} does not tell how much memory compiled steps need, so pages cannot be planned"
+        )
+    results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return analysis.temp_size_in_bytes + IN_FLIGHT * (num_bytes(tuple(inputs)) + results)
+
+
+def fit_pages(
+    compile_for: Callable[[int], tuple[Compiled, int]], guess: MemoryPlan, *, is_fixed: bool
+) -> tuple[Compiled, MemoryPlan]:
+    """Compiles for as many pages as the limit has room for, at most `guess.num_pages`, and returns the plan.
+
+    `compile_for` takes a number of pages and returns what it compiled and what that needs; `guess.step_bytes` is what
+    it may need. `is_fixed`: so many pages or an error. Raises ValueError where the limit is too small.
+    """
+    most, least = guess.num_pages, guess.num_pages if is_fixed else 1
+    _require_room(replace(guess, step_bytes=0), least)  # what cannot fit at all is not worth compiling
+    num_pages = max(min(most, guess.num_fitting), least)
+    for _ in range(MAX_ROUNDS):
+        compiled, needed = compile_for(num_pages)
+        plan = replace(guess, step_bytes=needed, num_pages=num_pages)
+        _require_room(plan, least)
+        fitting = min(plan.num_fitting, most)
+        if plan.limit_bytes is None or 0 <= (fitting - num_pages) * plan.page_bytes <= WASTE * plan.limit_bytes:
+            return compiled, plan
+        num_pages = fitting
+    raise RuntimeError(f"what compiled steps need keeps changing with the number of pages: {plan}")
+
+
+def _require_room(plan: MemoryPlan, num_pages: int) -> None:
+    if plan.limit_bytes is not None and plan.num_fitting < num_pages:
+        raise ValueError(
+            f"memory_bytes={plan.limit_bytes} is too little: {plan}; raise EngineConfig.memory_bytes or lower"
+            " num_pages, page_size, max_num_seqs or max_num_batched_tokens"
+        )

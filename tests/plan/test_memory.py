@@ -1,0 +1,91 @@
+"""How many pages fit is arithmetic on what compiled functions need, whatever was guessed before."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.plan.memory import MemoryPlan, fit_pages, num_bytes, step_bytes
+
+GUESS = MemoryPlan(resident_bytes=1000, step_bytes=500, page_bytes=10, num_pages=800, limit_bytes=5000)
+
+
+def fit(needed, *, is_fixed=False, **changes):
+    """Returns the plan and for how many pages was compiled; `needed` says what that then needs."""
+    compiled = []
+
+    def compile_for(num_pages):
+        compiled.append(num_pages)
+        return num_pages, needed(num_pages)
+
+    last, plan = fit_pages(compile_for, GUESS.__class__(**{**vars(GUESS), **changes}), is_fixed=is_fixed)
+    assert last == plan.num_pages == compiled[-1]
+    return plan, compiled
+
+
+def test_pages_take_what_parameters_and_steps_leave():
+    plan, compiled = fit(lambda _: 500)
+
+    assert (plan.num_pages, plan.total_bytes) == ((5000 - 1000 - 500) // 10, 5000)
+    assert compiled == [350]
+
+
+def test_a_guess_that_was_too_low_is_compiled_again_for_fewer_pages():
+    plan, compiled = fit(lambda _: 1500)
+
+    assert compiled == [350, 250]
+    assert (plan.step_bytes, plan.total_bytes) == (1500, 5000)
+
+
+def test_a_guess_that_wastes_memory_is_compiled_again_for_more_pages():
+    plan, compiled = fit(lambda _: 100)
+
+    assert compiled == [350, 390]
+    assert plan.total_bytes == 5000
+
+
+def test_what_a_guess_wastes_within_a_fiftieth_of_the_limit_is_not_worth_compiling_again():
+    plan, compiled = fit(lambda _: 400)  # 10 pages of 10 bytes more
+
+    assert compiled == [350]
+    assert plan.total_bytes == 4900
+
+
+def test_needs_that_grow_with_the_pages_are_met_as_well():
+    plan, _ = fit(lambda num_pages: 500 + 2 * num_pages)
+
+    assert 0.98 * 5000 <= plan.total_bytes <= 5000
+    assert plan.step_bytes == 500 + 2 * plan.num_pages
+
+
+@pytest.mark.parametrize("changes", [{"num_pages": 20}, {"limit_bytes": None, "num_pages": 20}], ids=str)
+def test_there_are_no_more_pages_than_are_of_use(changes):
+    assert fit(lambda _: 500, **changes) == (MemoryPlan(**{**vars(GUESS), **changes}), [20])
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_fixed"),
+    [({"limit_bytes": 1505}, False), ({"limit_bytes": 900}, False), ({"num_pages": 351}, True)],
+    ids=str,
+)
+def test_a_limit_without_room_is_refused(changes, is_fixed):
+    with pytest.raises(
+        ValueError, match=r"memory_bytes=\d+ is too little: .*; raise EngineConfig.memory_bytes or lower"
+    ):
+        fit(lambda _: 500, is_fixed=is_fixed, **changes)
+
+
+def test_a_compiled_function_needs_its_temporaries_and_what_goes_in_and_out_of_two_calls():
+    def function(state, x):
+        return state.at[0].set(x.sum()), jnp.sort(jnp.outer(x, x))
+
+    state, x = jnp.zeros(1000), np.ones(100, np.float32)
+    compiled = jax.jit(function, donate_argnums=0).lower(state, x).compile()
+
+    needed = step_bytes(compiled, [x])
+
+    # In 400 bytes, out 40,000, and the state stays where it is; the product before it is sorted is as large.
+    assert 2 * (400 + 40_000) <= needed <= 2 * (400 + 40_000) + 50_000
+    assert num_bytes({"a": x, "b": jax.ShapeDtypeStruct((3, 2), jnp.bfloat16)}) == 400 + 12
