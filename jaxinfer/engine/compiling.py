@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from tqdm import tqdm
 
 from jaxinfer.cache import abstract_cache
 from jaxinfer.config import CacheConfig
@@ -78,10 +79,14 @@ class StepCompiler:
         """Returns what the hungriest of some compiled steps needs beside parameters and cache."""
         return max(step_bytes(step, self._empty[bucket]) for bucket, step in compiled.items())
 
-    def compile_all(self, buckets: Sequence[Bucket], cache_config: CacheConfig) -> dict[Bucket, jax.stages.Compiled]:
+    def compile_all(
+        self, buckets: Sequence[Bucket], cache_config: CacheConfig, *, show_progress: bool
+    ) -> dict[Bucket, jax.stages.Compiled]:
         """Compiles some shapes side by side and waits for them."""
         with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix=COMPILING) as pool:
-            return dict(zip(buckets, pool.map(partial(self.compile, cache_config), buckets), strict=True))
+            steps = pool.map(partial(self.compile, cache_config), buckets)
+            progress = tqdm(steps, "compiling steps", len(buckets), unit="step", disable=not show_progress)
+            return dict(zip(buckets, progress, strict=True))
 
     def compile(self, cache_config: CacheConfig, bucket: Bucket) -> jax.stages.Compiled:
         """Compiles a shape for a cache of this configuration, or loads it from disk."""

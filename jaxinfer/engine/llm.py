@@ -82,7 +82,7 @@ class LLM:
         planned = plan_speculation(speculation, config, dtype)
         target = plan_target(params, self.model_config, config, dtype, custom, planned)
         tiers = plan_tiers(config, page_bytes(self.model_config, target.cache_config))
-        self._warm_up = WarmUp(target, planned)
+        self._warm_up = WarmUp(target, planned, show_progress=show_progress)
         self._admission, self._scheduler = plan_host(
             path,
             self.model_config,

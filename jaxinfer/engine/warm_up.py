@@ -66,7 +66,8 @@ class WarmUp:
     no room for a page.
     """
 
-    def __init__(self, target: Target, speculation: Speculation | None) -> None:
+    def __init__(self, target: Target, speculation: Speculation | None, *, show_progress: bool) -> None:
+        self._show_progress = show_progress
         self._target, self._speculation = target, speculation
         max_drafts = 0 if speculation is None else target.engine_config.max_drafts
         self.compiler = compiler = StepCompiler(target, max_drafts)
@@ -84,6 +85,7 @@ class WarmUp:
         (known, self.copier), self._memory = fit_pages(self._compile_for, guess, is_fixed=is_fixed)
         self.cache_config = self._cache_config(self._memory.num_pages)
         self.steps = CompiledSteps(compiler.buckets, partial(compiler.compile, self.cache_config), known)
+        self.steps.wait_for_last(show_progress=show_progress)
 
     def ready(self) -> Ready:
         """Returns what is compiled so far."""
@@ -102,7 +104,7 @@ class WarmUp:
         cache = abstract_cache(self.compiler.model_config, cache_config)
         with ThreadPoolExecutor(1) as pool:
             copier = pool.submit(PageCopier, cache, self.compiler.model_config, self._copy_widths)
-            compiled = self.compiler.compile_all(self._waits_for, cache_config)
+            compiled = self.compiler.compile_all(self._waits_for, cache_config, show_progress=self._show_progress)
         needed = self.compiler.step_bytes(compiled) + copier.result().step_bytes
         if self._speculation is not None:
             self._speculation.prepare(replace(self._target, cache_config=cache_config))
