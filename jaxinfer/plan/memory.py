@@ -15,6 +15,9 @@ WASTE = 0.02
 # What compiled functions need hardly depends on the number of pages, so the second round nearly always fits.
 MAX_ROUNDS = 4
 
+# Left free for compiled functions that do not say what they need.
+UNTOLD_BYTES = 2**30
+
 Compiled = TypeVar("Compiled")
 
 
@@ -58,13 +61,11 @@ def num_bytes(tree: Any) -> int:
 def step_bytes(compiled: jax.stages.Compiled, inputs: Iterable[Any]) -> int:
     """Returns what a compiled function needs beside what lives on the device anyway.
 
-    `inputs` are those of its arguments that are made for each call. NotImplementedError where the device does not tell.
+    `inputs` are those of its arguments that are made for each call. Where the device does not tell, it is UNTOLD_BYTES.
     """
     analysis = compiled.memory_analysis()
     if analysis is None:
-        raise NotImplementedError(
-            f"{jax.default_backend()} does not tell how much memory compiled steps need, so pages cannot be planned"
-        )
+        return UNTOLD_BYTES
     results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return analysis.temp_size_in_bytes + IN_FLIGHT * (num_bytes(tuple(inputs)) + results)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.plan.memory import MemoryPlan, fit_pages, num_bytes, step_bytes
+from jaxinfer.plan.memory import UNTOLD_BYTES, MemoryPlan, fit_pages, num_bytes, step_bytes
 
 GUESS = MemoryPlan(resident_bytes=1000, step_bytes=500, page_bytes=10, num_pages=800, limit_bytes=5000)
 
@@ -89,3 +91,13 @@ def test_a_compiled_function_needs_its_temporaries_and_what_goes_in_and_out_of_t
     # In 400 bytes, out 40,000, and the state stays where it is; the product before it is sorted is as large.
     assert 2 * (400 + 40_000) <= needed <= 2 * (400 + 40_000) + 50_000
     assert num_bytes({"a": x, "b": jax.ShapeDtypeStruct((3, 2), jnp.bfloat16)}) == 400 + 12
+
+
+def test_a_function_that_does_not_say_what_it_needs_has_a_reserve():
+    class Silent:
+        def memory_analysis(self):
+            return None
+
+    silent: Any = Silent()
+
+    assert step_bytes(silent, []) == UNTOLD_BYTES
