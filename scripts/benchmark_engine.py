@@ -30,7 +30,7 @@ from benchmark_workload import (
 )
 
 from jaxinfer import LLM, EngineConfig, SamplingParams
-from jaxinfer.engine.batching import max_batched_tokens
+from jaxinfer.engine.buckets import max_batched_tokens
 
 MAX_NUM_SEQS = 32
 MAX_NUM_BATCHED_TOKENS = max_batched_tokens(EngineConfig(max_num_seqs=MAX_NUM_SEQS))

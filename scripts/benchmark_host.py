@@ -17,7 +17,8 @@ from benchmark import integers
 
 from jaxinfer.checkpoint import read_config
 from jaxinfer.config import EngineConfig, SamplingParams
-from jaxinfer.engine.batching import BatchBuilder, choose_bucket, plan_buckets
+from jaxinfer.engine.batching import BatchBuilder
+from jaxinfer.engine.buckets import choose_bucket, plan_buckets
 from jaxinfer.engine.llm import BUNDLED_MODEL
 from jaxinfer.engine.mailroom import Mailroom
 from jaxinfer.engine.pipeline import Pipeline

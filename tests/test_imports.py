@@ -163,8 +163,9 @@ ALLOWED = {
     "engine.executables": below("engine.sealed_file"),
     "engine.compile_watch": set(),
     "plan": set(),
+    "engine.buckets": below("config", "device", "engine.step"),
     "engine.batching": below(
-        *("batch", "decode_loop", "device", "prompt_log_probs", "sampling_batch", "config", "engine.step"),
+        *("batch", "decode_loop", "prompt_log_probs", "sampling_batch", "config", "engine.buckets", "engine.step"),
         "engine.request",
     ),
 }

@@ -1,9 +1,8 @@
-"""The few shapes in which steps are computed, and how a scheduled step is laid out in one of them."""
+"""How a scheduled step is laid out in one of the few shapes in which steps are computed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,106 +10,11 @@ import numpy as np
 from jaxinfer.batch import Batch, Row, drawn_in_row, make_batch, make_block_tables, make_decode_batch
 from jaxinfer.config import EngineConfig
 from jaxinfer.decode_loop import LoopBatch, make_loop
-from jaxinfer.device import default_batched_tokens
+from jaxinfer.engine.buckets import Bucket
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.step import Chunk, Step
 from jaxinfer.prompt_log_probs import PromptBatch, make_prompt, no_prompt
 from jaxinfer.sampling_batch import SamplingBatch, make_sampling
-
-# A shape is compiled once and costs time to compile, while rows and tokens of padding cost little: on CPU they are not
-# multiplied, and accelerators stream the same weights whether few rows need them or many.
-DECODE_ROWS = (1, 8)
-PREFILL_TOKENS = (128,)
-GROWTH = 8
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """One compiled shape: T tokens in B rows.
-
-    A decode bucket has T = B, one token per row. A verify bucket is for rows of up to `q_len` tokens, 0 for others.
-    """
-
-    is_decode: bool
-    num_tokens: int
-    num_rows: int
-    q_len: int = 0
-
-    @property
-    def is_verify(self) -> bool:
-        return self.q_len > 0
-
-    @property
-    def is_prefill(self) -> bool:
-        return not self.is_decode and not self.is_verify
-
-    @property
-    def name(self) -> str:
-        if self.is_verify:
-            return f"verify {self.num_tokens} of {self.num_rows}"
-        return f"decode {self.num_rows}" if self.is_decode else f"prefill {self.num_tokens}"
-
-
-def plan_buckets(config: EngineConfig, max_drafts: int = 0) -> tuple[Bucket, ...]:
-    """Returns every shape an engine of this configuration can ask for, smallest first of each kind.
-
-    Decoding takes 1, 8, 64, … rows and prefill 128, 1024, … tokens, up to the limits of the configuration, one of which
-    is the prefill beside decoding rows. A prefill has as many rows as it could have. Where drafts are verified, rows
-    of decoding may have one draft each, or all have `max_drafts`, as far as the limits allow.
-    """
-    max_rows, max_tokens = config.max_num_seqs, max_batched_tokens(config)
-    decode = [Bucket(True, rows, rows) for rows in decode_sizes(config)]
-    sizes = {*_sizes(PREFILL_TOKENS, max_tokens), max_verified_tokens(config)}
-    prefill = [Bucket(False, n, min(n, max_rows)) for n in sorted(sizes)]
-    verify = _verify_buckets(decode_sizes(config), max_drafts, max_verified_tokens(config))
-    return (*decode, *verify, *prefill)
-
-
-def decode_sizes(config: EngineConfig) -> list[int]:
-    """Returns how many rows steps of decoding rows have."""
-    return _sizes(DECODE_ROWS, config.max_num_seqs)
-
-
-def max_batched_tokens(config: EngineConfig) -> int:
-    """Returns how many tokens a step may have: as configured, else as the device likes it and all rows can advance."""
-    least = max(config.max_num_seqs, config.max_mixed_tokens or 0)
-    return config.max_num_batched_tokens or max(default_batched_tokens(), least)
-
-
-def max_verified_tokens(config: EngineConfig) -> int:
-    """Returns how many tokens a step may have in which drafts are verified: somebody decodes in it."""
-    return config.max_mixed_tokens or max_batched_tokens(config)
-
-
-def _verify_buckets(sizes: list[int], max_drafts: int, max_tokens: int) -> list[Bucket]:
-    q_len = 1 + max_drafts
-    buckets = []
-    for num_rows in sizes if max_drafts else ():
-        # One row wants few tokens whatever its drafts; of many rows, few may have any.
-        wanted = {q_len * num_rows} if num_rows == 1 else {2 * num_rows, q_len * num_rows}
-        counts = {min(num_tokens, max_tokens) for num_tokens in wanted}
-        buckets += [Bucket(False, n, num_rows, q_len) for n in sorted(counts) if n > num_rows]
-    return buckets
-
-
-def _sizes(first: tuple[int, ...], last: int) -> list[int]:
-    """`first`, going on by GROWTH, as far as below `last`; then `last` itself."""
-    sizes = list(first)
-    while sizes[-1] < last:
-        sizes.append(sizes[-1] * GROWTH)
-    return [*(size for size in sizes if size < last), last]
-
-
-def choose_bucket(buckets: tuple[Bucket, ...], step: Step) -> Bucket:
-    """Returns the first of `plan_buckets`, or of some of them, that holds the step: the smallest of its kind.
-
-    A prefill holds steps of decoding as well, where they have none of their own.
-    """
-    for bucket in buckets:
-        fits = bucket.num_tokens >= step.num_tokens and bucket.num_rows >= len(step.chunks)
-        if fits and bucket.is_verify == step.is_verify and (step.is_decode or not bucket.is_decode):
-            return bucket
-    raise RuntimeError(f"no bucket holds {step.num_tokens} tokens in {len(step.chunks)} rows")
 
 
 class BatchBuilder:

@@ -12,7 +12,7 @@ import jax
 from tqdm import tqdm
 
 from jaxinfer.device import compiles_on_device
-from jaxinfer.engine.batching import Bucket, choose_bucket
+from jaxinfer.engine.buckets import Bucket, choose_bucket
 from jaxinfer.engine.step import Step
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,8 @@ from tqdm import tqdm
 
 from jaxinfer.cache import abstract_cache
 from jaxinfer.config import CacheConfig
-from jaxinfer.engine.batching import BatchBuilder, Bucket, build_loop, build_prompt, plan_buckets
+from jaxinfer.engine.batching import BatchBuilder, build_loop, build_prompt
+from jaxinfer.engine.buckets import Bucket, plan_buckets
 from jaxinfer.engine.chaining import chained_step
 from jaxinfer.engine.compiled_steps import COMPILING
 from jaxinfer.engine.device_drafter import Target

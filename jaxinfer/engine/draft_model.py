@@ -18,7 +18,8 @@ import numpy as np
 from jaxinfer.batch import Row, make_batch, padded
 from jaxinfer.cache import KVCache, abstract_cache, init_cache, page_bytes
 from jaxinfer.config import CacheConfig, ModelConfig
-from jaxinfer.engine.batching import decode_sizes, max_batched_tokens, sampling_of_requests
+from jaxinfer.engine.batching import sampling_of_requests
+from jaxinfer.engine.buckets import decode_sizes, max_batched_tokens
 from jaxinfer.engine.device_drafter import Target
 from jaxinfer.engine.emission import Emitted
 from jaxinfer.engine.executables import compile_or_load

@@ -14,7 +14,8 @@ import numpy as np
 from jaxinfer.batch import padded
 from jaxinfer.config import CacheConfig
 from jaxinfer.draft_heads import draft_from_heads
-from jaxinfer.engine.batching import decode_sizes, sampling_of_requests
+from jaxinfer.engine.batching import sampling_of_requests
+from jaxinfer.engine.buckets import decode_sizes
 from jaxinfer.engine.device_drafter import Target
 from jaxinfer.engine.emission import Emitted
 from jaxinfer.engine.executables import compile_or_load

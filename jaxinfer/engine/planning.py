@@ -13,7 +13,7 @@ from jaxinfer.checkpoint import read_eos_token_ids
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
 from jaxinfer.device import CPU_CACHE_BYTES, free_bytes
 from jaxinfer.engine.admission import Admission
-from jaxinfer.engine.batching import max_batched_tokens
+from jaxinfer.engine.buckets import max_batched_tokens
 from jaxinfer.engine.disk_tier import DiskTier
 from jaxinfer.engine.host_tier import HostTier
 from jaxinfer.engine.identity import page_identity

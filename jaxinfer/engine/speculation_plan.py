@@ -7,7 +7,7 @@ from pathlib import Path
 from jaxinfer.checkpoint import load_checkpoint
 from jaxinfer.checkpoint.draft_heads import has_draft_heads, load_draft_heads
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.batching import max_verified_tokens, plan_buckets
+from jaxinfer.engine.buckets import max_verified_tokens, plan_buckets
 from jaxinfer.engine.draft_model import DraftModel
 from jaxinfer.engine.drafters import Drafter, make_drafter
 from jaxinfer.engine.head_drafter import HeadDrafter

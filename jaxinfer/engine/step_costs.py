@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxinfer.config import SamplingParams
-from jaxinfer.engine.batching import Bucket, choose_bucket
+from jaxinfer.engine.buckets import Bucket, choose_bucket
 from jaxinfer.engine.cost_fit import fit_weights
 from jaxinfer.engine.pipeline import Device
 from jaxinfer.engine.request import Request

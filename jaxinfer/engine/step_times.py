@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxinfer.engine.batching import Bucket
+from jaxinfer.engine.buckets import Bucket
 from jaxinfer.engine.step import Step
 
 # What a step costs grows with each of these, so no coefficient is negative.

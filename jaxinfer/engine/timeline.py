@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxinfer.engine.batching import Bucket, choose_bucket
+from jaxinfer.engine.buckets import Bucket, choose_bucket
 from jaxinfer.engine.metrics import Metrics
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.scheduler import Scheduler

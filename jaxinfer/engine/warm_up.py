@@ -11,7 +11,7 @@ import jax
 
 from jaxinfer.cache import abstract_cache
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
-from jaxinfer.engine.batching import Bucket
+from jaxinfer.engine.buckets import Bucket
 from jaxinfer.engine.compiled_steps import CompiledSteps
 from jaxinfer.engine.compiling import StepCompiler
 from jaxinfer.engine.device_drafter import Target

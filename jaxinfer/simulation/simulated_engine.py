@@ -13,7 +13,7 @@ from jaxinfer.checkpoint import read_config, resolve_checkpoint
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.device import default_dtype
 from jaxinfer.engine.admission import Admission
-from jaxinfer.engine.batching import choose_bucket, plan_buckets
+from jaxinfer.engine.buckets import choose_bucket, plan_buckets
 from jaxinfer.engine.llm import BUNDLED_MODEL
 from jaxinfer.engine.pipeline import Pipeline
 from jaxinfer.engine.planning import plan_host

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.batching import Bucket, choose_bucket, plan_buckets
+from jaxinfer.engine.buckets import Bucket, choose_bucket, plan_buckets
 from jaxinfer.engine.cost_fit import fit_weights
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.step import Step

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from jaxinfer.batch import PADDING_SLOT
 from jaxinfer.config import EngineConfig, SamplingParams
-from jaxinfer.engine.batching import BatchBuilder, Bucket, choose_bucket, max_batched_tokens, plan_buckets
+from jaxinfer.engine.batching import BatchBuilder
+from jaxinfer.engine.buckets import Bucket, choose_bucket, max_batched_tokens, plan_buckets
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.step import Chunk, Step
 

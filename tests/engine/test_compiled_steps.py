@@ -8,7 +8,7 @@ import pytest
 
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine import compiling
-from jaxinfer.engine.batching import plan_buckets
+from jaxinfer.engine.buckets import plan_buckets
 from jaxinfer.engine.compiled_steps import CompiledSteps
 from jaxinfer.engine.llm import LLM
 from tests.engine.engines import SMALL, content_of, favour_turns, random_prompts

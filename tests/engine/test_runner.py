@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import SamplingParams
-from jaxinfer.engine.batching import plan_buckets
+from jaxinfer.engine.buckets import plan_buckets
 from tests.engine.engines import GREEDY, poison_cache, random_prompts, run_with_arrivals
 
 MIXED = [

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.batching import plan_buckets
+from jaxinfer.engine.buckets import plan_buckets
 from jaxinfer.engine.timeline import Load, RequestSpan, StepSpan, recorded_timeline
 from tests.engine.engines import GREEDY, random_prompts
 from tests.engine.fake_device import Engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxinfer.engine.batching import Bucket
+from jaxinfer.engine.buckets import Bucket
 from jaxinfer.engine.step import Chunk, Step
 from jaxinfer.simulation.step_times import FEATURES, MeasuredStep, StepTimes, fit_step_times, step_features
 from tests.engine.fake_device import make_request
