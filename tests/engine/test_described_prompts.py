@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxinfer.config import SamplingParams
@@ -128,7 +128,7 @@ def test_one_that_is_attributed_to_the_token_beside_shows(llm, alone, monkeypatc
         output = launch(step)
         if not step.described:
             return output
-        return output.replace(prompt=output.prompt.replace(log_probs=jnp.roll(output.prompt.log_probs, 1)))
+        return output.replace(prompt=output.prompt.replace(log_probs=np.roll(output.prompt.log_probs, 1)))
 
     monkeypatch.setattr(llm._runner, "launch", launch_and_shift)
     assert run(llm)[0].prompt_log_probs[:20] != alone.prompt_log_probs[:20]

@@ -292,7 +292,7 @@ def test_without_the_prefix_cache_nothing_is_shared(checkpoint, llm):
 def test_a_deadline_ends_a_request_with_what_it_has(llm, monkeypatch, method):
     expected = generate(llm, PROMPTS[0])[0].token_ids
     now = itertools.count()  # one second per look at the clock
-    monkeypatch.setattr(llm._scheduler, "_clock", lambda: float(next(now)))
+    monkeypatch.setattr(llm._scheduler, "clock", lambda: float(next(now)))
 
     if method == "generate":
         completion = llm.generate(PROMPTS[0], GREEDY, deadline=9.0, show_progress=False)[0]

@@ -246,6 +246,7 @@ def test_steps_that_are_to_have_no_drafts_are_launched_ahead_and_no_bit_changes(
     speculation = Speculation(drafter, max_drafts=3, max_tokens=5, costs=costs)
     ask, worth = speculation.lets_pass, lambda *_: coin.random() < 0.5
     monkeypatch.setattr(speculation._decision, "is_worth_waiting", worth)
+    monkeypatch.setattr(speculation._decision, "is_in_debt", lambda _: False)  # however slow this machine is
     monkeypatch.setattr(speculation, "lets_pass", lambda step: passed.append(ask(step)) or passed[-1])
     monkeypatch.setattr(crowded_llm._scheduler, "_speculation", speculation)
     forget_prefixes(crowded_llm)
