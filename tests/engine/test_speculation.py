@@ -17,6 +17,7 @@ from jaxinfer.engine.device_drafter import Target
 from jaxinfer.engine.draft_model import DraftModel
 from jaxinfer.engine.drafters import NgramDrafter, SuffixDrafter
 from jaxinfer.engine.head_drafter import HeadDrafter
+from jaxinfer.engine.plain_runs import PlainRuns
 from jaxinfer.engine.speculation import Speculation
 from jaxinfer.engine.step import Chunk, Step
 from tests.engine.engines import (
@@ -246,7 +247,9 @@ def test_steps_that_are_to_have_no_drafts_are_launched_ahead_and_no_bit_changes(
     speculation = Speculation(drafter, max_drafts=3, max_tokens=5, costs=costs)
     ask, worth = speculation.lets_pass, lambda *_: coin.random() < 0.5
     monkeypatch.setattr(speculation._decision, "is_worth_waiting", worth)
-    monkeypatch.setattr(speculation._decision, "is_in_debt", lambda _: False)  # however slow this machine is
+    # However slow this machine is, drafts are asked for where the coin says so.
+    monkeypatch.setattr(speculation._decision, "is_in_debt", lambda _: False)
+    monkeypatch.setattr(PlainRuns, "is_wanted", False)
     monkeypatch.setattr(speculation, "lets_pass", lambda step: passed.append(ask(step)) or passed[-1])
     monkeypatch.setattr(crowded_llm._scheduler, "_speculation", speculation)
     forget_prefixes(crowded_llm)
