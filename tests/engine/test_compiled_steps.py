@@ -7,11 +7,9 @@ import threading
 import pytest
 
 from jaxinfer.config import EngineConfig, SamplingParams
-from jaxinfer.engine import compiling
 from jaxinfer.engine.buckets import plan_buckets
 from jaxinfer.engine.compiled_steps import CompiledSteps
-from jaxinfer.engine.llm import LLM
-from tests.engine.engines import SMALL, content_of, favour_turns, random_prompts
+from tests.engine.engines import content_of, forget_prefixes, random_prompts, recorded_steps
 from tests.engine.test_batching import make_step
 
 BUCKETS = plan_buckets(EngineConfig(max_num_seqs=8, max_num_batched_tokens=64))
@@ -105,24 +103,19 @@ def test_a_failure_at_the_last_is_raised():
         CompiledSteps(BUCKETS, compile_bucket).wait_for_last()
 
 
-def test_an_engine_that_still_compiles_yields_every_bit_of_one_that_has(checkpoint, llm, gate, monkeypatch):
-    compile_with = compiling.compile_or_load
+def test_a_larger_step_yields_every_bit_of_those_it_stands_in_for(llm, monkeypatch):
+    expected, steps = contents(llm), llm._runner.compiled_steps
+    monkeypatch.setattr(steps, "_ready", steps._ready[-1:])
 
-    def compile_behind_the_gate(function, *args, **statics):
-        assert statics.get("step") is not compiling.decode_step or gate.wait(60)
-        return compile_with(function, *args, **statics)
+    with recorded_steps(llm) as computed:
+        assert contents(llm) == expected
 
-    monkeypatch.setattr(compiling, "compile_or_load", compile_behind_the_gate)
-    early = LLM(checkpoint, config=EngineConfig(**SMALL), logits_processors={"turns": favour_turns})
-
-    expected = contents(llm)
-    assert contents(early) == expected
-    gate.set()
-    early.warm_up()
-    assert contents(early) == expected
+    assert any(step.is_decode for step in computed)
+    assert {steps.choose(step)[0].is_decode for step in computed} == {False}
 
 
 def contents(llm):
-    """What some requests yield, greedy and drawn."""
+    """What some requests yield, greedy and drawn, of which nothing is cached."""
+    forget_prefixes(llm)
     params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=8, log_probs=2) for i in range(6)]
     return [*map(content_of, llm.generate(random_prompts(6, max_len=60), params, show_progress=False))]
