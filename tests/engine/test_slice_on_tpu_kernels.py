@@ -11,6 +11,11 @@ from tests.engine.engines import forget_prefixes, interpret_tpu_kernels, poison_
 PARAMS = [SamplingParams(temperature=t, seed=7, max_tokens=3, ignore_eos=True, log_probs=2) for t in (0, 1, 0)]
 
 
+@pytest.fixture(autouse=True)
+def no_request_waits_for_a_compiler():
+    """Not asked here: Pallas' interpreter compiles as it goes."""
+
+
 @pytest.fixture(scope="module")
 def tpu_llm(checkpoint):
     """Chunks of 16 tokens, and every slot that is not written is NaN."""
