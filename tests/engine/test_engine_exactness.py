@@ -56,7 +56,7 @@ def generate_alone(llm, prompt, params):
 
 @pytest.fixture(scope="module")
 def roomy_llm(checkpoint):
-    return small_engine(checkpoint, max_num_batched_tokens=80)
+    return small_engine(checkpoint, max_num_seqs=8, max_num_batched_tokens=80)
 
 
 @pytest.fixture(scope="module", params=list(ENGINES))

@@ -34,7 +34,7 @@ from tests.engine.engines import (
 from tests.oracles import load_reference
 
 README = Path(__file__).parents[2] / "README.md"
-PROMPTS = [*random_prompts(3, max_len=40, seed=4), [40, 41, 42] * 8]
+PROMPTS = [*random_prompts(5, max_len=40, seed=4), [40, 41, 42] * 8]
 LONG_PROMPTS = [[5 + i] * 40 for i in range(4)]  # of requests that want all pages, beside those that are looked at
 BASE = SamplingParams(max_tokens=16, seed=5, ignore_eos=True)
 GREEDY = dataclasses.replace(BASE, temperature=0)

@@ -13,10 +13,8 @@ SLACK = 3.0
 PROGRAM = """
 import time
 start = time.perf_counter()
-from jaxinfer import EngineConfig, LLM, SamplingParams
-# The engine of the test that kills jobs, so that it is compiled once for both.
-limits = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 64, "decode_loop_steps": 8}
-delta = next(LLM(config=EngineConfig(**limits)).stream("Once upon a time", SamplingParams(max_tokens=2)))
+from jaxinfer import LLM, SamplingParams
+delta = next(LLM().stream("Once upon a time", SamplingParams(max_tokens=2)))
 assert len(delta.token_ids) == 1
 print(time.perf_counter() - start, time.process_time())
 """

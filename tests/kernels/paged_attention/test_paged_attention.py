@@ -279,7 +279,7 @@ def test_a_result_is_the_same_bits_whatever_the_neighbours(q_len, target):
     np.testing.assert_array_equal(pair, full[rows])
 
 
-@pytest.mark.parametrize(("head_dim", "group"), [(8, 3), (20, 1), (40, 1), (64, 3)])
+@pytest.mark.parametrize(("head_dim", "group"), [(8, 3), (20, 1), (24, 3), (40, 1), (64, 3)])
 def test_a_query_has_the_same_bits_in_a_long_row_a_short_one_and_alone(head_dim, group):
     arguments = make_call([(48, 48)], num_heads=2 * group, num_kv_heads=2, head_dim=head_dim).arguments
     whole, pages = attend(**arguments, scale=0.25, implementation="reference")
