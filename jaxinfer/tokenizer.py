@@ -39,6 +39,8 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._token_bytes: dict[int, bytes] = {}
+        # Of those tokens the ones that are ASCII alone, and so the same text wherever they stand.
+        self.ascii_texts: dict[int, str] = {}
 
     @classmethod
     def from_path(cls, checkpoint_dir: str | Path) -> Tokenizer | None:
@@ -93,6 +95,8 @@ class Tokenizer:
         if known is None:
             token = self._backend.id_to_token(token_id) if self.has_text(token_id) else ""
             known = self._token_bytes[token_id] = _unspell(token or "")
+            if known.isascii():
+                self.ascii_texts[token_id] = known.decode()
         return known
 
 
@@ -108,14 +112,14 @@ class _ByteText:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._ascii_texts = tokenizer.ascii_texts
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_inside = False  # a character
 
     def push(self, token_id: int) -> str:
-        token = self._tokenizer.token_bytes(token_id)
-        if token.isascii() and not self._is_inside:  # nearly always, and five times as fast
-            return token.decode()
-        text = self._decoder.decode(token)
+        if not self._is_inside and (text := self._ascii_texts.get(token_id)) is not None:  # nearly always
+            return text
+        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
         self._is_inside = bool(self._decoder.getstate()[0])
         return text
 
@@ -176,27 +180,17 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._held = ""
-        self.stop_met: str | None = None
-        # Up to and including the token that completed a stop string, even where more were pushed with it.
-        self.num_tokens = 0
+        self._num_tokens = 0  # counted where there are stop strings
+        self.is_stopped = False  # by a stop string
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a stop string, `stop_met`, was met."""
-        return self.stop_met is not None
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Takes tokens until a stop string is met; returns the new text that no later token can change."""
+    def push(self, token_id: int) -> str:
+        """Takes the next token; returns the new text that no later token can change."""
         if not self._stop:
-            self.num_tokens += len(token_ids)
-            return "".join([self._text.push(token_id) for token_id in token_ids])
-        texts = []
-        for token_id in token_ids:
-            if self.is_stopped:
-                break
-            self.num_tokens += 1
-            texts.append(self._before_stop(self._text.push(token_id)))
-        return "".join(texts)
+            return self._text.push(token_id)
+        if self.is_stopped:
+            return ""
+        self._num_tokens += 1
+        return self._before_stop(self._text.push(token_id))
 
     def flush(self) -> str:
         """Returns the text held back when no more tokens come; an incomplete character shows as U+FFFD."""
@@ -207,14 +201,14 @@ class Detokenizer:
         return text + held
 
     def _before_stop(self, text: str) -> str:
-        if not self._stop or self.num_tokens <= self._min_tokens:
+        if not self._stop or self._num_tokens <= self._min_tokens:
             return text
         text = self._held + text
         # The first one completed, not the first one begun, so that it does not matter how the text was cut.
-        matches = [(start + len(stop), start, stop) for stop in self._stop if (start := text.find(stop)) >= 0]
+        matches = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
         if matches:
-            _, end, self.stop_met = min(matches)
-            self._held = ""
+            self._held, self.is_stopped = "", True
+            _, end = min(matches)
         else:
             end = len(text) - max(_overlap(text, stop) for stop in self._stop)
             self._held = text[end:]

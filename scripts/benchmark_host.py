@@ -67,8 +67,7 @@ def measure(batch: int) -> list[float]:
         scheduler.expire()
         advance = pipeline.advance()
         assert advance is not None
-        for delta in advance.deltas:
-            mailroom.post(delta)
+        mailroom.post(advance.deltas)
         mailroom.take()
         if advance.step.is_decode and len(advance.step.chunks) == batch:
             seconds.append(time.perf_counter() - began)

@@ -37,7 +37,7 @@ class BatchBuilder:
         self._max_listed_tokens = max_listed_tokens
         self._vocab_size = vocab_size
         self._custom = custom
-        # Of the last step of decoding requests: its shape, its rows, and for each its rewinds and its pages.
+        # Of the last step of decoding requests: its shape, its rows, and for each its version and its pages.
         self._last: tuple[Bucket, list[Request], list[int]] | None = None
         self._pages: list[list[int]] = []
         self._block_tables = np.zeros((0, table_width), np.int32)
@@ -64,7 +64,7 @@ class BatchBuilder:
 
     def _build_decode(self, step: Step, bucket: Bucket, drawn_in: Mapping[int, int]) -> tuple[Batch, SamplingBatch]:
         requests = [chunk.request for chunk in step.chunks]
-        rows = (bucket, requests, [chunk.num_rewinds for chunk in step.chunks])
+        rows = (bucket, requests, [chunk.version for chunk in step.chunks])
         pages = [request.pages for request in requests]
         if rows != self._last:
             self._last, self._pages = rows, [list(page_ids) for page_ids in pages]
@@ -76,15 +76,13 @@ class BatchBuilder:
                 if page_ids != self._pages[row]:
                     self._pages[row] = list(page_ids)
                     self._block_tables[row, : len(page_ids)] = page_ids
-        if self._sampling is None or any(request.grammar is not None for request in requests):
+        if self._sampling is None or (not step.is_plain and any(request.grammar is not None for request in requests)):
             self._sampling = self._make_sampling(step, bucket)
-        token_ids = [
-            ids[chunk.start]
-            if chunk.start < len(ids := chunk.request.token_ids)
-            else drawn_in_row(drawn_in[chunk.request.request_id])
-            for chunk in step.chunks
-        ]
         starts = [chunk.start for chunk in step.chunks]
+        if starts == [len(request.token_ids) for request in requests]:  # as in all steps that are launched ahead
+            token_ids = [drawn_in_row(drawn_in[request.request_id]) for request in requests]
+        else:
+            token_ids = [_token_ids(chunk, drawn_in)[0] for chunk in step.chunks]
         return make_decode_batch(token_ids, starts, self._block_tables, self._page_size), self._sampling
 
     def _make_sampling(self, step: Step, bucket: Bucket) -> SamplingBatch:

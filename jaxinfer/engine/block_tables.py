@@ -27,7 +27,7 @@ class BlockTables:
     """
 
     def __init__(self, num_pages: int, page_size: int, tiers: PageTiers | None = None):
-        self._page_size = page_size
+        self.page_size = page_size
         self._tiers = tiers
         self.copies = PageCopies()
         self.pages = PageAllocator(num_pages, self._let_go)
@@ -37,7 +37,7 @@ class BlockTables:
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Returns how many pages the request lacks to compute its next `num_tokens` tokens."""
-        num_missing = -(-(request.num_computed + num_tokens) // self._page_size) - len(request.pages)
+        num_missing = -(-(request.num_computed + num_tokens) // self.page_size) - len(request.pages)
         return num_missing if num_missing > 0 else 0
 
     def can_hold(self, request: Request, num_reserved: int, victims: Sequence[Request]) -> bool:
@@ -80,15 +80,15 @@ class BlockTables:
         num_tokens = min(num_tokens, request.max_tokens - request.num_output_tokens - 1)
         num_missing = self.num_missing(request, 1 + num_tokens)
         self.extend(request, min(num_missing, self.pages.num_available))
-        room = len(request.pages) * self._page_size - request.num_computed - 1
+        room = len(request.pages) * self.page_size - request.num_computed - 1
         return min(room, num_tokens)
 
     def advance(self, request: Request, num_tokens: int) -> None:
         """Enters that the next `num_tokens` tokens are in the cache, and makes pages known that are full now."""
-        first = request.num_computed // self._page_size
-        request.advance(num_tokens)
-        last = request.num_computed // self._page_size
-        if request.keys is None or first == last:
+        first = request.num_computed // self.page_size
+        request.num_computed += num_tokens
+        last = request.num_computed // self.page_size
+        if first == last or request.keys is None:
             return
         for index in range(first, last):
             self._make_known(request, request.keys, index)
@@ -101,11 +101,11 @@ class BlockTables:
     def park(self, request: Request) -> None:
         """Takes the pages of a request that gives way; what it has computed can be found when it comes back."""
         request.num_parked = request.num_computed
-        num_tokens = request.num_computed % self._page_size
+        num_tokens = request.num_computed % self.page_size
         if self._tiers is not None and request.keys is not None and num_tokens:
             key = request.keys.partial_key(request.num_computed, request.token_ids)
             if self._tiers.wants(key, num_tokens):
-                self.copies.append(CopyOut(request.pages[request.num_computed // self._page_size], key))
+                self.copies.append(CopyOut(request.pages[request.num_computed // self.page_size], key))
         self.release(request)
 
     def rewind(self, request: Request) -> bool:
@@ -116,13 +116,13 @@ class BlockTables:
         if not request.pages:
             return True
         request.give_up(min(request.num_computed, len(request.token_ids) - 1))
-        kept = -(-request.num_computed // self._page_size)
+        kept = -(-request.num_computed // self.page_size)
         self.pages.release(request.pages[kept:])
         del request.pages[kept:]
         if not request.pages:
             return False
         last = request.pages[-1]
-        if request.num_computed % self._page_size == 0 or not self.pages.is_known(last):
+        if request.num_computed % self.page_size == 0 or not self.pages.is_known(last):
             return True
         if self.pages.num_available == 0:
             return False
@@ -135,7 +135,7 @@ class BlockTables:
         """Gives a full page its key."""
         parent, key = keys.parent_key(index, request.token_ids), keys.key(index, request.token_ids)
         request.pages[index] = self.pages.register(request.pages[index], key)
-        self._successors[parent] = (key, request.token_ids[index * self._page_size : (index + 1) * self._page_size])
+        self._successors[parent] = (key, request.token_ids[index * self.page_size : (index + 1) * self.page_size])
         self._parents[key] = parent
 
     def _let_go(self, page: int, key: bytes) -> None:
@@ -143,12 +143,12 @@ class BlockTables:
         parent = self._parents.pop(key)
         if parent in self._successors and self._successors[parent][0] == key:
             del self._successors[parent]
-        if self._tiers is not None and self._tiers.wants(key, self._page_size):
+        if self._tiers is not None and self._tiers.wants(key, self.page_size):
             self.copies.append(CopyOut(page, key))
 
     def _share_page(self, request: Request) -> bool:
         """Moves the request over its next page if that is in the pool."""
-        index = request.num_computed // self._page_size
+        index = request.num_computed // self.page_size
         if request.keys is None or index >= self._num_shareable(request):
             return False
         page = self.pages.find(request.keys.key(index, request.token_ids))
@@ -157,15 +157,15 @@ class BlockTables:
         self.pages.acquire(page)
         self.pages.release(request.pages[index : index + 1])  # a page it had begun itself
         request.pages[index : index + 1] = [page]
-        request.skip((index + 1) * self._page_size)
+        request.skip((index + 1) * self.page_size)
         return True
 
     def _fill_page(self, request: Request) -> bool:
         """Moves the request over its next page, or into it, if the content is somewhere else."""
-        index = request.num_computed // self._page_size
+        index = request.num_computed // self.page_size
         if index >= len(request.pages):
             return False
-        page, limit = request.pages[index], min((index + 1) * self._page_size, request.max_skipped)
+        page, limit = request.pages[index], min((index + 1) * self.page_size, request.max_skipped)
         found = self._in_file(request, index, limit)
         found = found or self._in_origin(request, index, limit) or self._in_tiers(request, index, limit)
         found = found or self._in_successor(request, index, limit)
@@ -173,7 +173,7 @@ class BlockTables:
             return False
         end, source = found
         self.copies.append(CopyWithin(source, page) if isinstance(source, int) else CopyIn(page, source))
-        if request.keys is not None and end == (index + 1) * self._page_size:
+        if request.keys is not None and end == (index + 1) * self.page_size:
             self._make_known(request, request.keys, index)
         request.skip(end)
         return True
@@ -200,11 +200,11 @@ class BlockTables:
         if self._tiers is None or request.keys is None:
             return None
         keys, num_parked = request.keys, request.num_parked
-        if limit == (index + 1) * self._page_size:
+        if limit == (index + 1) * self.page_size:
             content = self._tiers.get(keys.key(index, request.token_ids), limit - request.num_computed)
             if content is not None:
                 return limit, content
-        if request.num_computed < num_parked <= limit and num_parked % self._page_size:
+        if request.num_computed < num_parked <= limit and num_parked % self.page_size:
             key = keys.partial_key(num_parked, request.token_ids)
             content = self._tiers.get(key, num_parked - request.num_computed)
             return None if content is None else (num_parked, content)
@@ -215,16 +215,16 @@ class BlockTables:
         if request.keys is None:
             return None
         key, tokens = self._successors.get(request.keys.parent_key(index, request.token_ids), (b"", ()))
-        start = index * self._page_size
+        start = index * self.page_size
         count = num_equal(request.token_ids[start:limit], tokens)
         page = self.pages.find(key)
-        if page is None or start + count < request.num_computed + max(self._page_size // MIN_COPIED, 1):
+        if page is None or start + count < request.num_computed + max(self.page_size // MIN_COPIED, 1):
             return None
         return start + count, page
 
     def _num_shareable(self, request: Request) -> int:
         """Returns how many pages of the request can be full without a token that has to be computed."""
-        return request.max_skipped // self._page_size
+        return request.max_skipped // self.page_size
 
     def _find(self, request: Request) -> list[int]:
         """Returns the cached pages from the first that the request has not computed whole, as far as they go on.
@@ -234,7 +234,7 @@ class BlockTables:
         found: list[int] = []
         if request.keys is None:
             return found
-        for index in range(request.num_computed // self._page_size, self._num_shareable(request)):
+        for index in range(request.num_computed // self.page_size, self._num_shareable(request)):
             page = self.pages.find(request.keys.key(index, request.token_ids))
             if page is None:
                 break

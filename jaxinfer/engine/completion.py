@@ -38,9 +38,7 @@ class Completion:
     timings: Timings = field(default=Timings(), compare=False)
 
 
-@dataclass(
-    kw_only=True, slots=True
-)  # not frozen: there is one per request and step, and that would cost three times more
+@dataclass(slots=True)  # not frozen: there is one per request and step, and that would cost three times more
 class Delta:
     """What one step added to a request; the last one carries the completion.
 

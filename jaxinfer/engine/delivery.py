@@ -33,7 +33,7 @@ class Delivery:
         for sample_id in self.mailroom.sample_ids(request_id):
             delta = self._scheduler.abort(sample_id)
             if delta is not None:
-                self.mailroom.post(delta)
+                self.mailroom.post([delta])
 
     def stream(self, samples: Samples) -> Iterator[Delta]:
         """Queues one prompt and yields what comes of it; ends it when it is closed."""

@@ -18,7 +18,7 @@ Emitted = tuple[int, float, dict[int, float]]  # a token, its log-probability, a
 def emitted_tokens(step: Step, output: Any) -> Sequence[Sequence[Emitted]]:
     """Returns what a step's output of host arrays, `StepOutput` or `VerifyOutput`, has for each chunk."""
     count = len(step.chunks)
-    if output.tokens.ndim == 1 and not any(chunk.request.sampling.log_probs for chunk in step.chunks):
+    if output.tokens.ndim == 1 and step.is_plain:
         pairs = zip(output.tokens[:count].tolist(), output.log_probs[:count].tolist(), strict=True)
         return [((token, log_prob, {}),) for token, log_prob in pairs]
     tokens, log_probs = (array[:count].reshape(count, -1).tolist() for array in (output.tokens, output.log_probs))
@@ -57,8 +57,9 @@ def take_tokens(request: Request, emitted: Sequence[Emitted], now: float) -> Del
     """Gives a request what a step that ended just now drew for it."""
     request.num_pending = 0
     if len(emitted) == 1:
+        ((token_id, log_prob, top_log_probs),) = emitted
         request.token_times.append(now)
-        return request.append(*emitted[0])
+        return request.append(token_id, log_prob, top_log_probs)
     request.token_times += [now] * len(emitted)
     return extend_request(request, emitted)
 

@@ -234,8 +234,7 @@ class LLM:
         with deferred_interrupts(), self._compile_watch:
             deltas = self._scheduler.expire()
             advance = self._pipeline.advance()
-            for delta in chain(deltas, advance.deltas if advance else ()):
-                self._delivery.mailroom.post(delta)
+            self._delivery.mailroom.post(chain(deltas, advance.deltas if advance else ()))
         if advance is not None and self.on_step is not None:
             self.on_step(advance.step, advance.seconds)
 

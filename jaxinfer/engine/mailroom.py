@@ -37,16 +37,19 @@ class Mailroom:
         self._mailboxes.update(dict.fromkeys(request_ids, mailbox))
         return mailbox
 
-    def post(self, delta: Delta) -> None:
-        samples = self._samples.get(delta.request_id)
-        if samples is None:
-            deltas = [delta]
-        else:
-            deltas = samples.hand_out(delta)
+    def post(self, deltas: Iterable[Delta]) -> None:
+        for delta in deltas:
+            samples = self._samples.get(delta.request_id)
+            if samples is None:
+                self._deliver(delta)
+                continue
+            for one in samples.hand_out(delta):
+                self._deliver(one)
             if samples.is_finished:
                 self._forget_samples(samples.request_id)
-        for one in deltas:
-            self._mailboxes.get(one.request_id, self._outbox).append(one)
+
+    def _deliver(self, delta: Delta) -> None:
+        self._mailboxes.get(delta.request_id, self._outbox).append(delta)
 
     def take(self) -> list[Delta]:
         """Returns what came for those who have no mailbox."""

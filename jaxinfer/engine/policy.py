@@ -7,6 +7,9 @@ overtaken by who came more than PATIENCE seconds later. The rest is arithmetic o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain
+
 from jaxinfer.engine.request import Request
 
 PATIENCE = 30.0  # seconds
@@ -27,9 +30,12 @@ def rank(request: Request, *, now: float, last_turn: float, served: float) -> tu
     return (request.priority == "batch" and not has_waited, served, due(request))
 
 
-def step_order(request: Request) -> tuple[bool, bool]:
-    """Returns the place in a step's token budget, before the order of admission.
+def step_order(requests: Iterable[Request]) -> list[Request]:
+    """Returns requests in the order in which they have a part of a step's token budget; else it stays as it is.
 
     Who decodes comes first: a long prompt must not hold up those who wait for their next token.
     """
-    return (request.num_uncomputed > 1, request.yields)
+    groups: tuple[list[Request], ...] = ([], [], [], [])
+    for request in requests:
+        groups[2 * (request.num_uncomputed > 1) + request.yields].append(request)
+    return list(chain.from_iterable(groups))

@@ -64,7 +64,8 @@ class Running(Sequence[Request]):
     def hand_out(self, budget: int, now: float) -> list[Chunk]:
         """Shares the token budget of a step, and gives the requests the pages for it, preempting where they run out."""
         chunks: list[Chunk] = []
-        for request in sorted(self._requests, key=step_order):
+        page_size = self._tables.page_size
+        for request in step_order(self._requests):
             if not request.pages:  # preempted for one before it
                 continue
             num_tokens = request.num_uncomputed
@@ -73,8 +74,11 @@ class Running(Sequence[Request]):
                 num_tokens = request.num_uncomputed
             if num_tokens > budget:
                 num_tokens = budget
-            if num_tokens > 0 and self._make_room(request, num_tokens, chunks):
-                chunks.append(Chunk(request, request.num_computed, num_tokens, num_rewinds=request.num_rewinds))
+            start = request.num_computed
+            # Nearly always, for one who decodes.
+            has_room = start + num_tokens <= len(request.pages) * page_size
+            if num_tokens > 0 and (has_room or self._make_room(request, num_tokens, chunks)):
+                chunks.append(Chunk(request, start, num_tokens, request.version))
                 budget -= num_tokens
                 if request.first_step is None:
                     request.first_step = now
@@ -118,8 +122,6 @@ class Running(Sequence[Request]):
     def _make_room(self, request: Request, num_tokens: int, chunks: Sequence[Chunk]) -> bool:
         """Gives the request its pages, preempting from the end of the line; False if it was preempted itself."""
         num_missing = self._tables.num_missing(request, num_tokens)
-        if num_missing == 0:  # nearly always, for one who decodes
-            return True
         while num_missing > self._tables.pages.num_available:
             scheduled = {chunk.request.request_id for chunk in chunks}
             line = sorted(self._requests, key=lambda other: other.yields)

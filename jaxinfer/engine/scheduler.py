@@ -184,14 +184,14 @@ class Scheduler:
         for observer in self.observers:
             observer.computed(step, now - seconds, now)
         for chunk, tokens in zip(step.chunks, emitted, strict=True):
-            request = chunk.request
             if chunk.is_void:
                 continue
-            if chunk.num_tokens > 1 or not request.num_output_tokens:
+            request = chunk.request
+            if chunk.num_tokens > 1 or chunk.start < request.num_prompt_tokens:
                 self._tally.num_prefill_tokens += chunk.num_tokens
             if request.num_pending:
                 deltas.append(self._hand_over(chunk, tokens, now))
-        self._tally.num_output_tokens += sum(len(delta.token_ids) for delta in deltas)
+        self._tally.num_output_tokens += sum([len(delta.token_ids) for delta in deltas])
         return deltas
 
     def _hand_over(self, chunk: Chunk, tokens: Sequence[Emitted], now: float) -> Delta:
@@ -213,7 +213,7 @@ class Scheduler:
         """Whether the step after this one can be scheduled before its tokens are known; enters it if so."""
         if self._speculation is not None and not self._speculation.lets_pass(step):
             return False
-        if not self._overlap or any(chunk.request.grammar is not None and chunk.is_last for chunk in step.chunks):
+        if not self._overlap or (not step.is_plain and any(c.request.grammar and c.is_last for c in step.chunks)):
             return False
         self._enter(step)
         return True
@@ -224,12 +224,12 @@ class Scheduler:
             return
         self._entered = step
         for chunk in step.chunks:
-            request = chunk.request
             if chunk.is_void:
                 continue
+            request = chunk.request
             self._tables.advance(request, chunk.num_tokens)
-            request.num_pending = int(chunk.is_last)
-            if request.num_pending and request.is_ending:
+            request.num_pending = int(request.num_computed == len(request.token_ids))
+            if request.num_pending and request.num_output_tokens + 1 >= request.max_tokens:
                 # Steps run one after another: what the next one does with the pages comes after this one has read them.
                 self._running.leave(request)
                 self._leaving.append(request)

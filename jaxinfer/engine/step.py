@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 
 from jaxinfer.engine.page_copies import PageCopies
 from jaxinfer.engine.request import Request
@@ -14,16 +15,16 @@ from jaxinfer.engine.request import Request
 class Chunk:
     """The next `num_tokens` tokens of a request that are not in the cache, from position `start`, and drafts after.
 
-    `max_drawn`: the most tokens that a decode loop may draw, for which the request has pages. `num_rewinds`: those of
-    the request so far.
+    `version`: that of the request. `max_drawn`: the most tokens that a decode loop may draw, for which the request has
+    pages.
     """
 
     request: Request
     start: int
     num_tokens: int
+    version: int = 0
     drafts: Sequence[int] = ()
     max_drawn: int = 1
-    num_rewinds: int = 0
 
     @property
     def is_last(self) -> bool:
@@ -36,7 +37,7 @@ class Chunk:
     @property
     def is_void(self) -> bool:
         """Whether the request has ended or was set back since: nothing that is drawn for it counts."""
-        return self.request.finish_reason is not None or self.request.num_rewinds != self.num_rewinds
+        return self.request.version != self.version
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Step:
 
     `is_decode`: every chunk is one token, and nobody wants to know more of it. `is_verify`: every chunk is one token
     with any number of drafts. `described`: the chunks that yield log-probabilities of tokens of their prompts, where
-    they lie in the step, and of how many tokens.
+    they lie in the step, and of how many tokens. `is_plain`: that of every request.
     `ends_early`: a decode loop ends with the first request that does, for somebody waits for its place. `began`: when
     it was scheduled. `is_ahead`: the tokens of the step before were not known then.
     """
@@ -57,12 +58,18 @@ class Step:
     is_ahead: bool = False
 
     @cached_property
+    def is_plain(self) -> bool:
+        return all(map(attrgetter("request.is_plain"), self.chunks))
+
+    @cached_property
     def is_decode(self) -> bool:
-        return not self.is_verify and all(chunk.num_tokens == 1 for chunk in self.chunks) and not self.described
+        return not self.is_verify and self.num_tokens == len(self.chunks) and not self.described
 
     @cached_property
     def described(self) -> Sequence[tuple[Chunk, int, int]]:
         described, place = [], 0
+        if self.is_plain:
+            return described
         for chunk in self.chunks:
             request = chunk.request
             if request.sampling.prompt_log_probs is not None:
@@ -74,7 +81,7 @@ class Step:
 
     @cached_property
     def is_verify(self) -> bool:
-        return any(chunk.drafts for chunk in self.chunks)
+        return any(map(attrgetter("drafts"), self.chunks))
 
     @property
     def kind(self) -> str:
@@ -82,7 +89,8 @@ class Step:
 
     @cached_property
     def num_tokens(self) -> int:
-        return sum(chunk.num_tokens + len(chunk.drafts) for chunk in self.chunks)
+        num_drafts = sum(len(chunk.drafts) for chunk in self.chunks) if self.is_verify else 0
+        return sum(map(attrgetter("num_tokens"), self.chunks)) + num_drafts
 
 
 def all_decode(chunks: Sequence[Chunk]) -> bool:

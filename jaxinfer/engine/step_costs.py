@@ -136,6 +136,6 @@ def made_up_steps(bucket: Bucket, num_pages: int, page_size: int) -> list[Step]:
             request = Request(-1 - row, token_ids, greedy, seed=0, max_tokens=1, stop_token_ids=(), text_stream=None)
             request.pages = [row]
             num_drafts = (num_tokens - num_rows + row) // num_rows  # as even as can be
-            chunks.append(Chunk(request, len(token_ids) - 1, 1, [0] * num_drafts))
+            chunks.append(Chunk(request, len(token_ids) - 1, 1, drafts=[0] * num_drafts))
         steps.append(Step(tuple(chunks), is_ahead=not bucket.is_verify))
     return steps

@@ -26,6 +26,7 @@ def make_request(
     *,
     page_size: int = 16,
     cache_salt: str | None = None,
+    log_probs: int = 0,
     **terms: Any,
 ) -> Request:
     """A request with this prompt, or with one of this length that no other shares. Without a salt it shares nothing."""
@@ -33,7 +34,7 @@ def make_request(
     return Request(
         request_id,
         [next_token([request_id, i]) for i in range(prompt)] if isinstance(prompt, int) else prompt,
-        SamplingParams(max_tokens=max_tokens),
+        SamplingParams(max_tokens=max_tokens, log_probs=log_probs),
         seed=0,
         max_tokens=max_tokens,
         stop_token_ids=(),

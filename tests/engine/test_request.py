@@ -14,8 +14,8 @@ class Letters:
     def __init__(self, stop: str = ""):
         self.stop, self.held, self.is_stopped = stop, "", False
 
-    def push(self, token_ids) -> str:
-        letters = self.held + "".join(chr(ord("a") + i) for i in token_ids)
+    def push(self, token_id) -> str:
+        letters = self.held + chr(ord("a") + token_id)
         if self.stop and self.stop in letters:
             self.is_stopped, self.held = True, ""
             return letters[: letters.index(self.stop)]

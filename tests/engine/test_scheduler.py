@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxinfer.config import SamplingParams
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.step import Step
 from tests.engine.fake_device import FakeDevice, make_request
@@ -151,9 +150,7 @@ def test_aborting_an_unknown_request_changes_nothing():
 
 def test_alternatives_are_handed_out_only_to_who_asked():
     scheduler = make_scheduler()
-    asking = make_request(0, 4, 1)
-    asking.sampling = SamplingParams(log_probs=2)
-    scheduler.add(asking)
+    scheduler.add(make_request(0, 4, 1, log_probs=2))
     scheduler.add(make_request(1, 4, 1))
     output = SimpleNamespace(
         tokens=np.array([9, 9]),
