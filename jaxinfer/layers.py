@@ -70,7 +70,8 @@ def _product_in_eights(x: jax.Array, w: jax.Array, num_rows: jax.Array) -> jax.A
     """x wᵀ as products of exactly EIGHT rows of x, so that one routine with one order of summation computes them all.
 
     The weights are the left operand: they stream past the eight rows without being packed first, which makes this 1.4
-    times faster than one product at 2 rows, 1.7 at 8, 1.2 at 16 and even at 32; at 512 it costs a quarter more.
+    times faster than one product at 2 rows, 1.7 at 8, 1.2 at 16 and even at 32; at 512 it costs a quarter more. Four
+    rows would take a tenth less, but have other bits where D is above some 4,096: their sums are cut elsewhere.
     """
 
     def multiply(eight: jax.Array) -> jax.Array:

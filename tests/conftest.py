@@ -1,5 +1,6 @@
 """The strictest settings jax has: no silent promotion of types or ranks."""
 
+import gc
 import os
 
 # The compilers of the extra `aot` are plugins that look for their devices; tests run on CPU unless told otherwise.
@@ -7,12 +8,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # One folder of compiled steps for all tests of a run, subprocesses included, unless the caller has chosen one.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(os.path.dirname(__file__), ".compilation_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+# In subprocesses as well, whose compiled steps are then those of the tests.
+os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+# Tracing leaves many objects and little garbage; looking for it takes a twentieth of the time.
+gc.set_threshold(50_000, 50, 50)
 
-import jax
 import pytest
-
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_addoption(parser):

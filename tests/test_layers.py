@@ -12,10 +12,11 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxinfer.config import ModelConfig, RopeScaling
-from jaxinfer.layers import linear, rms_norm, rotary_angles, rotary_embedding, rotary_frequencies, swiglu
+from jaxinfer.layers import linear, product, rms_norm, rotary_angles, rotary_embedding, rotary_frequencies, swiglu
 from kernels_pallas.row_sum import row_sum
 
 jit_linear = jax.jit(linear)
+jit_product = jax.jit(product)
 jit_rms_norm = jax.jit(rms_norm, static_argnames="epsilon")
 GENERATOR = np.random.default_rng(0)
 # float32 has 24 bits of mantissa; some tens of roundings.
@@ -53,6 +54,16 @@ def test_linear_is_x_times_w_transposed_plus_bias(T, num_rows, out_shape, has_bi
     expected = np.reshape(expected, (T, *out_shape)) + has_bias * bias
     assert_close(y[:num_rows], expected[:num_rows])
     assert np.isfinite(y).all()
+
+
+@pytest.mark.parametrize(("F", "D"), [(300, 768), (33, 5000)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_bits_of_a_product_do_not_depend_on_the_rows_beside(F, D, dtype):
+    x, w = jnp.asarray(normal(16, D), dtype), jnp.asarray(normal(F, D), dtype)
+    many = jit_product(x, w)
+
+    for T in (1, 4, 5, 8):
+        np.testing.assert_array_equal(jit_product(x[:T], w), many[:T])
 
 
 @pytest.mark.parametrize("shape", [(3, 48), (2, 5, 12), (2, 7)], ids=str)

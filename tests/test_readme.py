@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.unoptimised import unoptimised_steps
-
 README = Path(__file__).parents[1] / "README.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
@@ -26,7 +24,6 @@ def test_the_functional_example_runs_and_prints_something(capsys, monkeypatch):
 def test_the_examples_of_the_engine_run_one_after_another_and_print_something(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # they write a file
 
-    with unoptimised_steps():
-        run("\n".join(EXAMPLES[1:]))
+    run("\n".join(EXAMPLES[1:]))
 
     assert capsys.readouterr().out.strip()

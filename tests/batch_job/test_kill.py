@@ -9,10 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-NUM_REQUESTS = 60
+NUM_REQUESTS = 240
 NUM_KILLS = 10
-# Few compiled steps, so that a start costs little.
-ENGINE = ["--max-num-seqs", "4", "--max-num-batched-tokens", "8", "--max-model-len", "64"]
+# The steps of `LLM()`, which other tests need as well, so that they are compiled once.
+ENGINE = ["--decode-loop-steps", "1"]
 
 
 def write_requests(path: Path) -> None:

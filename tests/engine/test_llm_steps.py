@@ -278,7 +278,7 @@ def test_every_way_in_takes_a_cache_salt(llm, method):
 def test_without_the_prefix_cache_nothing_is_shared(checkpoint, llm):
     prompt = random_prompts(1, max_len=60, seed=8)[0]
     expected = generate(llm, prompt)[0].token_ids
-    other = small_engine(checkpoint, prefix_cache=False)
+    other = small_engine(checkpoint, prefix_cache=False, max_prompt_log_probs=3)
 
     completions = [generate(other, prompt)[0] for _ in range(2)]
 

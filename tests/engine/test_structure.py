@@ -7,12 +7,11 @@ import re
 
 import pytest
 
-from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.config import SamplingParams
 from jaxinfer.engine.drafters import NgramDrafter
 from jaxinfer.engine.llm import LLM
 from tests.engine.engines import drafts_from, run_with_arrivals
 from tests.engine.schemas import SCHEMAS
-from tests.unoptimised import unoptimised_steps
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -31,8 +30,7 @@ def is_balanced(text):
 
 @pytest.fixture(scope="module")
 def bundled_llm():
-    with unoptimised_steps():
-        return LLM(config=EngineConfig(max_num_seqs=8, max_num_batched_tokens=64))
+    return LLM()  # as other tests start it, so that its steps are compiled once
 
 
 def of_schemas(schemas):

@@ -17,7 +17,7 @@ from tests.engine.engines import content_of, forget_prefixes, num_preemptions, r
 from tests.engine.test_engine_exactness import PARAMS, PROMPTS, generate_alone
 from tests.engine.test_runner import recorded_compilations
 
-FEW_PAGES = {"max_num_seqs": 3, "max_num_batched_tokens": 5, "num_pages": 6}
+FEW_PAGES = {"max_num_seqs": 3, "max_num_batched_tokens": 5, "num_pages": 6, "max_prompt_log_probs": 3}
 LIMITS = {**FEW_PAGES, "host_cache_bytes": 10**7, "disk_cache_bytes": 10**7}
 
 
