@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from tqdm import tqdm
 
 from jaxinfer.cache import abstract_cache
 from jaxinfer.config import CacheConfig
 from jaxinfer.engine.batching import BatchBuilder, build_loop, build_prompt
 from jaxinfer.engine.buckets import Bucket, plan_buckets
 from jaxinfer.engine.chaining import chained_step
-from jaxinfer.engine.compiled_steps import COMPILING
 from jaxinfer.engine.device_drafter import Target
 from jaxinfer.engine.executables import compile_or_load
 from jaxinfer.engine.step import Step
@@ -79,15 +74,6 @@ class StepCompiler:
     def step_bytes(self, compiled: Mapping[Bucket, jax.stages.Compiled]) -> int:
         """Returns what the hungriest of some compiled steps needs beside parameters and cache."""
         return max(step_bytes(step, self._empty[bucket]) for bucket, step in compiled.items())
-
-    def compile_all(
-        self, buckets: Sequence[Bucket], cache_config: CacheConfig, *, show_progress: bool
-    ) -> dict[Bucket, jax.stages.Compiled]:
-        """Compiles some shapes side by side and waits for them."""
-        with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix=COMPILING) as pool:
-            steps = pool.map(partial(self.compile, cache_config), buckets)
-            progress = tqdm(steps, "compiling steps", len(buckets), unit="step", disable=not show_progress)
-            return dict(zip(buckets, progress, strict=True))
 
     def compile(self, cache_config: CacheConfig, bucket: Bucket) -> jax.stages.Compiled:
         """Compiles a shape for a cache of this configuration, or loads it from disk."""

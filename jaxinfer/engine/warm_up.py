@@ -99,18 +99,19 @@ class WarmUp:
             memory=replace(self._memory, step_bytes=needed),
         )
 
-    def _compile_for(self, num_pages: int) -> tuple[tuple[dict[Bucket, jax.stages.Compiled], PageCopier], int]:
+    def _compile_for(self, num_pages: int) -> tuple[tuple[Mapping[Bucket, jax.stages.Compiled], PageCopier], int]:
         cache_config = self._cache_config(num_pages)
         cache = abstract_cache(self.compiler.model_config, cache_config)
         with ThreadPoolExecutor(1) as pool:
             copier = pool.submit(PageCopier, cache, self.compiler.model_config, self._copy_widths)
-            compiled = self.compiler.compile_all(self._waits_for, cache_config, show_progress=self._show_progress)
-        needed = self.compiler.step_bytes(compiled) + copier.result().step_bytes
+            steps = CompiledSteps(self._waits_for, partial(self.compiler.compile, cache_config))
+            steps.wait(show_progress=self._show_progress)
+        needed = self.compiler.step_bytes(steps.compiled) + copier.result().step_bytes
         if self._speculation is not None:
             self._speculation.prepare(replace(self._target, cache_config=cache_config))
         # Drafts are made while no step is on its way.
         needed = max(needed, 0 if self._drafter is None else self._drafter.step_bytes)
-        return (compiled, copier.result()), needed
+        return (steps.compiled, copier.result()), needed
 
     @property
     def _copy_widths(self) -> tuple[int, ...]:
