@@ -65,6 +65,7 @@ class ModelConfig:
     has_output_bias: bool = False
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
+    sliding_window: int | None = None  # a token sees so many, itself included; None: all before it
     # Layers of one group are stacked and run by one scan: few groups compile fast, groups of 1 run fastest on CPU.
     layer_groups: tuple[int, ...] = ()
 
@@ -91,6 +92,8 @@ class ModelConfig:
             self.num_heads,
             f"a multiple of num_kv_heads={self.num_kv_heads}",
         )
+        if self.sliding_window is not None:
+            require_int("sliding_window", self.sliding_window, 1)
         require_real("rope_theta", self.rope_theta, 1.0)
         require_real("norm_epsilon", self.norm_epsilon, 0.0)
         for name in ("has_tied_embeddings", "has_qkv_bias", "has_output_bias", "has_mlp_bias", "has_qk_norm"):

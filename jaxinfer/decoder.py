@@ -1,4 +1,4 @@
-"""The ragged decoder of the attention families: Llama, Qwen2, Qwen3 and whatever differs from them by a tensor."""
+"""The ragged decoder of Llama, Mistral, Qwen2, Qwen3 and whatever differs from them by a tensor."""
 
 from __future__ import annotations
 
@@ -62,6 +62,7 @@ def _run_group(layers, cache, batch, x, angles, *, config, q_len, implementation
         cu_q_lens=batch.cu_q_lens,
         scale=config.head_dim**-0.5,
         q_len=q_len,
+        window=config.sliding_window,
         implementation=implementation,
         mesh=mesh,
     )

@@ -15,6 +15,7 @@ transformers.utils.logging.disable_progress_bar()
 
 CONFIGS = {
     "llama": transformers.LlamaConfig,
+    "mistral": transformers.MistralConfig,
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
 }
@@ -28,11 +29,11 @@ SIZES = {
     "max_position_embeddings": 256,
 }
 # Qwen3 states its head_dim, so it is one that hidden_size // num_attention_heads would not give.
-FAMILY_SIZES = {"llama": {}, "qwen2": {}, "qwen3": {"head_dim": 12}}
+FAMILY_SIZES = {"llama": {}, "mistral": {}, "qwen2": {}, "qwen3": {"head_dim": 12}}
 
 
 def random_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
-    """Returns the configuration of a small model of "llama", "qwen2" or "qwen3"."""
+    """Returns the configuration of a small model of one of the families."""
     return CONFIGS[family](**{**SIZES, **FAMILY_SIZES[family], **overrides})
 
 

@@ -89,9 +89,9 @@ def replay(
 
     For tests that judge within rounding, `is_exact` may be False: compiled without optimisation, in half the time.
     """
-    table_width = -(-max(map(len, sequences)) // page_size)
+    table_width, window = -(-max(map(len, sequences)) // page_size), config.sliding_window
     pages = deal_pages(len(sequences), table_width)
-    cache = nan_cache(config, CacheConfig(num_pages=pages.size, page_size=page_size), layout)
+    cache = nan_cache(config, CacheConfig(num_pages=pages.size + 1, page_size=page_size), layout)
     bucket = {
         "page_size": page_size,
         "num_tokens": shape[0],
@@ -105,7 +105,10 @@ def replay(
         rows = []
         for i, length in chunks:
             start, end = starts[i], starts[i] + length
-            rows.append(Row(sequences[i][start:end].tolist(), start, pages[i, : -(-end // page_size)].tolist()))
+            page_ids = pages[i, : -(-end // page_size)].tolist()
+            num_freed = 0 if window is None else max(start - window + 1, 0) // page_size
+            page_ids[:num_freed] = [pages.size] * num_freed  # nobody writes it
+            rows.append(Row(sequences[i][start:end].tolist(), start, page_ids))
             starts[i] = end
         batch = make_batch(rows, **bucket)
         step_logits, cache = run(params, cache, batch, config=config, q_len=q_len, implementation=implementation)

@@ -42,9 +42,18 @@ CASES = {
         },
     ),
     "llama, G=2, H=80, biases": ("llama", {"head_dim": 80, "attention_bias": True, "mlp_bias": True}),
-    "qwen2, G=7, tied": (
+    "mistral, window of 11": ("mistral", {"sliding_window": 11}),
+    "qwen2, G=7, tied, window of 17": (
         "qwen2",
-        {"num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 56, "tie_word_embeddings": True},
+        {
+            "num_attention_heads": 7,
+            "num_key_value_heads": 1,
+            "hidden_size": 56,
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 17,
+            "max_window_layers": 0,
+        },
     ),
     "qwen3, G=4, H=128, yarn rope": (
         "qwen3",

@@ -19,10 +19,10 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="bit-equa
 LENGTH = 128
 SIZES = ("num_heads", "num_kv_heads", "head_dim", "hidden_size", "intermediate_size", "vocab_size")
 MAIN = (8, 2, 16, 64, 96, 128)
-# Sizes, page size, and switches: heads in odd groups, head dims and widths that fill no vector, norms and biases.
+# Sizes, page size, and switches: heads in odd groups, head dims and widths that fill no vector, norms, biases, window.
 LAYOUTS = {
     "G=4": (MAIN, 16, {}),
-    "G=1 H=20": ((3, 3, 20, 72, 100, 101), 16, {}),
+    "G=1 H=20, window of 21": ((3, 3, 20, 72, 100, 101), 16, {"sliding_window": 21}),
     "G=3 H=24 S=64": ((6, 2, 24, 96, 150, 97), 64, {"has_qkv_bias": True, "has_mlp_bias": True}),
     "G=7 H=64 S=128": ((7, 1, 64, 100, 77, 130), 128, {"has_qk_norm": True}),
 }
@@ -97,4 +97,4 @@ def test_logits_are_the_same_bits_for_any_heads_widths_and_page_size(layout):
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_logits_are_the_same_bits_decoding_with_one_query_per_key_head(num_rows):
-    check("G=1 H=20", [[(i, 1) for i in range(num_rows)]] * 60, (num_rows, num_rows), q_len=1)
+    check("G=1 H=20, window of 21", [[(i, 1) for i in range(num_rows)]] * 60, (num_rows, num_rows), q_len=1)

@@ -65,7 +65,8 @@ def paged_attention(
       k, v: [T, K, H] keys and values of the same tokens. Both None where they are in the pool already, as in layers
         that share them: then nothing is written and the pool is returned as it came.
       pages: the pool, in any layout. Donate it at the outermost `jit`, and it is updated in place.
-      block_tables: i32[B, M] page ids; entries past a row's length may be anything inside the pool.
+      block_tables: i32[B, M] page ids; entries past a row's length, and of pages wholly behind the window of its first
+        token here, may be anything inside the pool.
       kv_lens: i32[B] context lengths in tokens, this step's included; 0 marks a padding row, which writes nothing.
       cu_q_lens: i32[B + 1] where each row's tokens start; padding rows are empty unless `q_len` is given.
       scale: multiplies the scores.

@@ -130,12 +130,15 @@ def _attend_tile(q_tile, pages, block_tables, positions, context, kv_lens, scori
     S = pages.page_size
     W = max(Q * G, 2)  # all queries of a KV head in one product; a single one is doubled
     q = jnp.broadcast_to(q_tile.transpose(0, 2, 1, 3, 4).reshape(R, K, Q * G, H), (R, K, W, H))
-    last, first = positions.max(-1), jnp.zeros((), jnp.int32)
+    # Per row, what lies before the first slot that is seen and after the last may be anything.
+    first, last = jnp.zeros((R,), jnp.int32), positions.max(-1)
     if scoring.tree_mask is not None:
         last = jnp.where(last < 0, last, kv_lens - 1)
     if scoring.window is not None:
-        is_query = positions >= 0
-        first = jnp.maximum(jnp.where(is_query, positions, jnp.int32(2**30)).min() - scoring.window + 1, 0) // S
+        lowest = jnp.where(positions >= 0, positions, jnp.int32(2**30)).min(-1)
+        first = jnp.maximum(lowest - scoring.window + 1, 0)
+        if scoring.tree_mask is not None:  # a draft sees all of its ancestors
+            first = jnp.minimum(first, context[:, 0])
 
     def is_visible_to(slots: jax.Array) -> jax.Array:
         """[R, 1, W, S]: which slots each query sees."""
@@ -160,7 +163,8 @@ def _attend_tile(q_tile, pages, block_tables, positions, context, kv_lens, scori
         slots = i * S + jnp.arange(S)
         k, v = (x.astype(q.dtype) for x in read_pages(pages, block_tables[:, i]))  # [R, K, H, S], [R, K, S, H]
         # A masked weight is 0, but 0 * NaN is NaN: what lies in unused slots must go as well.
-        v = jnp.where((slots[None] <= last[:, None])[:, None, :, None], v, jnp.zeros_like(v))
+        is_seen = (slots[None] >= first[:, None]) & (slots[None] <= last[:, None])
+        v = jnp.where(is_seen[:, None, :, None], v, jnp.zeros_like(v))
         scores = _scores(jnp.einsum("rkwh,rkhs->rkws", q, k, preferred_element_type=jnp.float32), scoring)
         is_visible = is_visible_to(slots)
         scores = jnp.where(is_visible, scores, MASKED)
@@ -176,7 +180,7 @@ def _attend_tile(q_tile, pages, block_tables, positions, context, kv_lens, scori
         sinks = jnp.broadcast_to(scoring.sinks[None, :, None] * LOG2_E, (R, K, Q, G)).reshape(R, K, Q * G)
         sinks = jnp.broadcast_to(sinks, zero.shape)
         start = (jnp.ceil(sinks), jnp.exp2(sinks - jnp.ceil(sinks)), start[2])
-    _, total, out = jax.lax.fori_loop(first, last.max() // S + 1, attend_page, start)
+    _, total, out = jax.lax.fori_loop(first.min() // S, last.max() // S + 1, attend_page, start)
     out = (out / jnp.where(total > 0, total, 1.0)[..., None])[:, :, : Q * G]
     if scoring.v_scale is not None:
         out = out * jnp.broadcast_to(scoring.v_scale[None, :, None, None], out.shape)

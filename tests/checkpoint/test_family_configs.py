@@ -19,6 +19,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+SLIDING = {"use_sliding_window": True, "sliding_window": 20}
 ABSENT = object()
 WAYS_OUT = ("; use a checkpoint", "; use the", "; download", "; write the", "has to be", "must be")
 VARIANTS = [
@@ -27,9 +28,17 @@ VARIANTS = [
     ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
     ("llama", {"num_key_value_heads": None}),
     ("llama", {"rope_parameters": {"rope_theta": 500000.0, **LLAMA3}}),
+    ("mistral", {}),
+    ("mistral", {"sliding_window": 20, "head_dim": 24}),
+    ("mistral", {"sliding_window": None}),
     ("qwen2", {"tie_word_embeddings": True}),
+    ("qwen2", {**SLIDING, "max_window_layers": 0}),
+    ("qwen2", {**SLIDING, "max_window_layers": 3}),
+    ("qwen2", {**SLIDING, "layer_types": ["sliding_attention"] * 3}),
     ("qwen2", {"rope_parameters": {"rope_theta": 1000000.0, **YARN}}),
     ("qwen3", {}),
+    ("qwen3", {**SLIDING, "sliding_window": None, "max_window_layers": 0}),
+    ("qwen3", {**SLIDING, "max_window_layers": 0, "layer_types": ["full_attention"] * 3}),
     ("qwen3", {"attention_bias": True, "head_dim": 128}),
     ("qwen3", {"num_key_value_heads": None, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
 ]
@@ -68,6 +77,14 @@ def assert_agrees(config, reference) -> None:
     assert config.has_output_bias == has_attention_bias
     assert config.has_mlp_bias == getattr(reference, "mlp_bias", False)
     assert config.has_qk_norm == (reference.model_type == "qwen3")
+    assert config.sliding_window == window_of(reference)
+
+
+def window_of(reference) -> int | None:
+    """What the modules of transformers take: Mistral the window, Qwen2 and Qwen3 that of layers which slide."""
+    kinds = getattr(reference, "layer_types", None) or ["full_attention"]
+    is_sliding = reference.model_type == "mistral" or set(kinds) == {"sliding_attention"}
+    return reference.sliding_window if is_sliding else None
 
 
 @pytest.mark.parametrize(("family", "overrides"), VARIANTS)
@@ -98,7 +115,7 @@ def test_absent_keys_get_the_defaults_of_transformers(family):
     assert_agrees(translate(hf), CONFIGS[family](**hf))
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])  # MistralConfig takes no null
 def test_null_number_of_kv_heads_means_one_for_each_head(family):
     hf = minimal(family, num_key_value_heads=None)
     assert_agrees(translate(hf), CONFIGS[family](**hf))
@@ -174,7 +191,6 @@ def test_original_max_position_is_looked_up_where_transformers_does(scaling, ins
     ("keys", "named"),
     [
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"use_sliding_window": True}, "use_sliding_window=True"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config="),
         ({"compression_config": {"format": "pack"}}, "compression_config="),
@@ -206,11 +222,30 @@ def test_what_cannot_be_honoured_is_refused_by_name_with_a_way_out(family, keys,
 
 
 @pytest.mark.parametrize(
+    ("family", "keys", "named"),
+    [
+        ("llama", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("mistral", {"sliding_window": 0}, "sliding_window=0"),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, "full_attention"),
+        ("qwen2", {**SLIDING, "max_window_layers": 1}, "max_window_layers=1 of 3 layers"),
+        ("qwen2", {**SLIDING, "max_window_layers": None}, "max_window_layers=None"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "sliding_attention"),
+        ("qwen3", {"use_sliding_window": "yes"}, "use_sliding_window='yes'"),
+        ("qwen3", {**SLIDING, "sliding_window": -1, "max_window_layers": 0}, "sliding_window=-1"),
+    ],
+)
+def test_a_window_that_not_all_layers_have_is_refused_by_name_with_a_way_out(family, keys, named):
+    with pytest.raises(ValueError, match=re.escape(named)) as refusal:
+        translate(minimal(family, **keys))
+    assert any(way_out in str(refusal.value) for way_out in WAYS_OUT)
+
+
+@pytest.mark.parametrize(
     "keys",
     [
         {"hidden_act": "swish"},
         {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 1},
-        {"layer_types": ["full_attention"] * 3},
+        {"layer_types": ["full_attention"] * 3, "sliding_window": 0},
         {"quantization_config": None},
         {"partial_rotary_factor": 1.0},
         {"architectures": None},
@@ -223,6 +258,6 @@ def test_settings_that_change_nothing_are_accepted(keys):
 
 @pytest.mark.parametrize("model_type", ["gemma2", None, ["llama"]])
 def test_unknown_family_is_refused_with_those_that_are_known(model_type):
-    with pytest.raises(ValueError, match=r"llama, qwen2, qwen3") as refusal:
+    with pytest.raises(ValueError, match=r"llama, mistral, qwen2, qwen3") as refusal:
         family_of({"model_type": model_type})
     assert repr(model_type) in str(refusal.value)

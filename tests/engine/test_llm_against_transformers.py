@@ -41,12 +41,14 @@ class Case(NamedTuple):
     has_tied_embeddings: bool
     rope: dict[str, Any] | None
     has_one_layer_group: bool  # as on GPU and TPU; on CPU every layer is its own group
+    window: int | None = None
 
 
 CASES = {
     "llama, groups of 4, heads of 64": Case("llama", 4, 1, 64, False, LLAMA3, False),
     "llama, groups of 2, heads of 80": Case("llama", 4, 2, 80, True, LINEAR, True),
     "qwen2, groups of 7, heads of 80": Case("qwen2", 7, 1, 80, False, YARN, False),
+    "mistral, window of 20": Case("mistral", 4, 2, 64, False, None, False, 20),
     "qwen3, groups of 1, heads of 128": Case("qwen3", 2, 2, 128, True, None, True),
 }
 # At most 40 + 15 computed tokens in 4 pages: four such requests do not fit a pool of 7.
@@ -64,6 +66,7 @@ def models(request, tmp_path_factory) -> tuple[LLM, Any]:
     """One checkpoint in both frameworks; ours has a pool too small for its traffic, filled with NaN."""
     case: Case = request.param
     overrides: dict[str, Any] = {} if case.rope is None else {"rope_parameters": case.rope}
+    overrides |= {} if case.window is None else {"sliding_window": case.window}
     path = save_random_checkpoint(
         tmp_path_factory.mktemp("model"),
         case.family,

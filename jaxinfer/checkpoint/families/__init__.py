@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.checkpoint.families import llama, qwen2, qwen3
+from jaxinfer.checkpoint.families import llama, mistral, qwen2, qwen3
 from jaxinfer.checkpoint.families.common import Family
 
-FAMILIES: Mapping[str, Family] = {"llama": llama.FAMILY, "qwen2": qwen2.FAMILY, "qwen3": qwen3.FAMILY}
+FAMILIES: Mapping[str, Family] = {
+    "llama": llama.FAMILY,
+    "mistral": mistral.FAMILY,
+    "qwen2": qwen2.FAMILY,
+    "qwen3": qwen3.FAMILY,
+}
 
 
 def family_of(hf: Mapping[str, Any]) -> Family:

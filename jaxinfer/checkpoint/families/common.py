@@ -28,7 +28,6 @@ class Family:
 # Key -> (values that change nothing, what to do about any other). An absent key is as good as the first.
 _HONOURED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu", "swish"), "use a checkpoint whose MLP is gated by silu"),
-    "use_sliding_window": ((False, None), "use a checkpoint whose layers all attend to the whole context"),
     "partial_rotary_factor": ((1.0, None), "use a checkpoint that rotates whole heads"),
     "rope_interleaved": ((False, None), "use a checkpoint that rotates the two halves of a head"),
     "is_causal": ((True, None), "use a checkpoint of a causal language model"),
@@ -67,11 +66,4 @@ def _refuse_what_is_not_honoured(hf: Mapping[str, Any], architecture: str) -> No
         raise ValueError(
             f"architectures={architectures!r} in config.json is not supported: only {architecture} is;"
             " use a checkpoint of the language model itself"
-        )
-    layer_types = hf.get("layer_types") or ()
-    others = sorted({str(kind) for kind in layer_types} - {"full_attention"})
-    if others:
-        raise ValueError(
-            f"layer_types in config.json contains {others}, which is not supported;"
-            " use a checkpoint whose layers are all full_attention"
         )

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxinfer.checkpoint.families.common import Family, WeightTable, translate_common
 from jaxinfer.checkpoint.families.fields import divided_head_dim, is_enabled, num_kv_heads, require_size
+from jaxinfer.checkpoint.families.window import no_window
 from jaxinfer.config import ModelConfig
 
 _LAYER = "model.layers.{layer}"
@@ -36,6 +37,7 @@ WEIGHTS: WeightTable = {
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translates config.json; what is absent gets the default of transformers' LlamaConfig."""
+    no_window(hf)
     has_attention_bias = is_enabled(hf, "attention_bias")
     return ModelConfig(
         **translate_common(hf, architecture="LlamaForCausalLM", max_position=2048),

@@ -8,6 +8,7 @@ from typing import Any
 from jaxinfer.checkpoint.families import llama
 from jaxinfer.checkpoint.families.common import Family, translate_common
 from jaxinfer.checkpoint.families.fields import divided_head_dim, num_kv_heads
+from jaxinfer.checkpoint.families.window import switched_window
 from jaxinfer.config import ModelConfig
 
 
@@ -17,6 +18,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         **translate_common(hf, architecture="Qwen2ForCausalLM", max_position=32768),
         num_kv_heads=num_kv_heads(hf, default=32),
         head_dim=divided_head_dim(hf),
+        sliding_window=switched_window(hf),
         has_qkv_bias=True,
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 from jaxinfer.checkpoint.families import llama
 from jaxinfer.checkpoint.families.common import Family, WeightTable, translate_common
 from jaxinfer.checkpoint.families.fields import is_enabled, num_kv_heads, require_size
+from jaxinfer.checkpoint.families.window import switched_window
 from jaxinfer.config import ModelConfig
 
 WEIGHTS: WeightTable = {
@@ -25,6 +26,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=num_kv_heads(hf, default=32),
         # Not the hidden size shared out among the heads: Qwen3-4B has 2560 / 32 = 80 but heads of 128.
         head_dim=require_size(hf, "head_dim", 128),
+        sliding_window=switched_window(hf),
         has_qkv_bias=has_attention_bias,
         has_output_bias=has_attention_bias,
         has_qk_norm=True,

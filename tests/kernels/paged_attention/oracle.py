@@ -29,6 +29,15 @@ class Call:
     def with_options(self, **options: Any) -> Call:
         return Call({**self.arguments, **options}, self.rows, self.num_tokens, self.slots)
 
+    def with_freed_pages(self, window: int) -> Call:
+        """The same with tables in which all pages wholly behind the window are one that nobody ever wrote."""
+        tables, pages = self.arguments["block_tables"].copy(), self.arguments["pages"]
+        (unused,) = np.setdiff1d(np.arange(pages.num_pages), tables)
+        firsts = self.arguments["kv_lens"] - np.diff(self.arguments["cu_q_lens"]) - window + 1
+        for table, num_freed in zip(tables, np.maximum(firsts, 0) // pages.page_size, strict=True):
+            table[:num_freed] = unused
+        return self.with_options(block_tables=tables)
+
 
 def make_call(
     lens: Sequence[tuple[int, int]],

@@ -142,7 +142,7 @@ def test_a_window_hides_what_lies_behind_it(window, q_len, target):
     implementation, make = target
     lens = [(q_len or length, kv_len) for length, kv_len in RAGGED_OPTIONS if kv_len]
 
-    check(make(lens, **SMALL), implementation, q_len=q_len, window=window)
+    check(make(lens, **SMALL).with_freed_pages(window), implementation, q_len=q_len, window=window)
 
 
 @pytest.mark.parametrize("q_len", [None, 1])

@@ -72,7 +72,7 @@ def test_decoding_is_exact_for_any_heads(num_heads, num_kv_heads, head_dim):
 
 @pytest.mark.parametrize("window", [1, 20])
 def test_decoding_honours_window_soft_cap_and_sinks_together(window):
-    call = make_call(DECODE[3:], **SMALL, layout="tpu")
+    call = make_call(DECODE[3:], **SMALL, layout="tpu").with_freed_pages(window)
 
     decode(call.with_options(sinks=np.array([-1, 0, 1, 2], np.float32)), window=window, softcap=0.5)
 
@@ -136,7 +136,7 @@ def test_blocks_of_more_keys_than_a_piece_has_are_exact(monkeypatch):
 
 
 def test_a_ragged_batch_honours_window_soft_cap_and_sinks_together():
-    call = make_call([(7, 23), (20, 50), (1, 30)], **SMALL, layout="tpu")
+    call = make_call([(7, 23), (20, 50), (1, 30)], **SMALL, layout="tpu").with_freed_pages(10)
 
     ragged(call.with_options(sinks=np.array([-1, 0, 1, 2], np.float32)), window=10, softcap=0.5)
 

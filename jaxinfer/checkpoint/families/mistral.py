@@ -1,0 +1,25 @@
+"""Mistral: Llama with a sliding window, which later ones have no more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.checkpoint.families import llama
+from jaxinfer.checkpoint.families.common import Family, translate_common
+from jaxinfer.checkpoint.families.fields import divided_head_dim, num_kv_heads
+from jaxinfer.checkpoint.families.window import stated_window
+from jaxinfer.config import ModelConfig
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translates config.json; what is absent gets the default of transformers' MistralConfig."""
+    return ModelConfig(
+        **translate_common(hf, architecture="MistralForCausalLM", max_position=131072),
+        num_kv_heads=num_kv_heads(hf, default=8),
+        head_dim=divided_head_dim(hf),
+        sliding_window=stated_window(hf),
+    )
+
+
+FAMILY = Family(config_from_hf=config_from_hf, weights=llama.WEIGHTS)

@@ -1,0 +1,72 @@
+"""The sliding window of config.json: all layers have the same one or none has any, and anything else is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.checkpoint.families.fields import require_size
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+# The defaults of transformers, for Mistral, Qwen2 and Qwen3 alike.
+DEFAULT_WINDOW = 4096
+DEFAULT_MAX_WINDOW_LAYERS = 28
+
+
+def no_window(hf: Mapping[str, Any]) -> None:
+    """Refuses a window, which the family does not have."""
+    if hf.get("use_sliding_window") not in (None, False):
+        raise ValueError(
+            f"use_sliding_window={hf['use_sliding_window']!r} in config.json is not supported; use a checkpoint whose"
+            " layers all attend to the whole context"
+        )
+    _check_layers(hf, FULL)
+
+
+def stated_window(hf: Mapping[str, Any]) -> int | None:
+    """Returns `sliding_window`, which all layers have unless it is null, as in Mistral."""
+    window = _sliding_window(hf)
+    _check_layers(hf, FULL if window is None else SLIDING)
+    return window
+
+
+def switched_window(hf: Mapping[str, Any]) -> int | None:
+    """Returns `sliding_window` where `use_sliding_window` switches it on, as in Qwen2 and Qwen3.
+
+    The layers from `max_window_layers` on have it then, or those that `layer_types` names.
+    """
+    switch, num_full = hf.get("use_sliding_window"), hf.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS)
+    if switch not in (None, False, True):
+        raise ValueError(
+            f"use_sliding_window={switch!r} in config.json is neither true nor false; write the one that is meant"
+        )
+    window = _sliding_window(hf) if switch else None
+    if window is None or set(hf.get("layer_types") or ()) == {FULL}:
+        _check_layers(hf, FULL)
+        return None
+    if not hf.get("layer_types"):
+        num_layers = require_size(hf, "num_hidden_layers")
+        if not isinstance(num_full, int) or 0 < num_full < num_layers:
+            raise ValueError(
+                f"max_window_layers={num_full!r} of {num_layers} layers in config.json is not supported; use a"
+                " checkpoint whose layers all have the window, or none"
+            )
+        return window if num_full <= 0 else None
+    _check_layers(hf, SLIDING)
+    return window
+
+
+def _sliding_window(hf: Mapping[str, Any]) -> int | None:
+    if hf.get("sliding_window", DEFAULT_WINDOW) is None:
+        return None
+    return require_size(hf, "sliding_window", DEFAULT_WINDOW)
+
+
+def _check_layers(hf: Mapping[str, Any], kind: str) -> None:
+    """Raises ValueError where `layer_types` has others than this one."""
+    others = sorted({str(other) for other in hf.get("layer_types") or ()} - {kind})
+    if others:
+        raise ValueError(
+            f"layer_types in config.json contains {others}, which is not supported; use a checkpoint whose layers are"
+            f" all {kind}, as its other settings say"
+        )
