@@ -127,6 +127,12 @@ class SamplingParams:
         return self.n if self.best_of is None else self.best_of
 
     @property
+    def reads_context(self) -> bool:
+        """Whether what was said so far, however long ago, changes the logits."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.no_repeat_ngram_size)
+        return self.repetition_penalty != 1 or any(penalties) or bool(self.bad_words or self.logits_processors)
+
+    @property
     def structure(self) -> tuple[str, Any] | None:
         """The name and value of the one parameter that gives the output a structure, if any."""
         given = [(name, getattr(self, name)) for name in STRUCTURES if getattr(self, name) is not None]

@@ -11,10 +11,11 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 # In subprocesses as well, whose compiled steps are then those of the tests.
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
-# Tracing leaves many objects and little garbage; looking for it takes a twentieth of the time.
-gc.set_threshold(50_000, 50, 50)
 
 import pytest
+
+# Tracing leaves many objects and little garbage; looking for it takes a twentieth of the time.
+gc.set_threshold(50_000, 50, 50)
 
 
 def pytest_addoption(parser):

@@ -125,6 +125,8 @@ ALLOWED = {
     "engine.metrics": set(),
     "engine.completion": below("engine.metrics"),
     "engine.page_copies": set(),
+    "engine.page_window": set(),
+    "engine.page_finder": below(*(f"engine.{name}" for name in ("page_copies", "pages", "prefix", "request", "tiers"))),
     "engine.family": set(),
     "engine.request": below(
         *("sampling_params", "engine.completion", "engine.family", "engine.metrics", "engine.page_copies"),
@@ -147,7 +149,8 @@ ALLOWED = {
         "engine.device_drafter", "engine.draft_estimates", "engine.drafters", "engine.request"
     ),
     "engine.block_tables": below(
-        "engine.page_copies", "engine.pages", "engine.prefix", "engine.request", "engine.tiers"
+        *(f"engine.{name}" for name in ("page_copies", "page_finder", "page_window", "pages", "prefix", "request")),
+        "engine.tiers",
     ),
     "engine.policy": below("engine.request"),
     "engine.waiting": below("engine.policy", "engine.request"),
@@ -157,7 +160,7 @@ ALLOWED = {
     ),
     "engine.scheduler": below(
         *(f"engine.{name}" for name in ("block_tables", "emission", "looping", "metrics", "observer", "request")),
-        *(f"engine.{name}" for name in ("running", "step", "tiers", "waiting")),
+        *(f"engine.{name}" for name in ("page_window", "running", "step", "tiers", "waiting")),
         "config",
     ),
     "engine.executables": below("engine.sealed_file"),

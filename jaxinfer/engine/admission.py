@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from numbers import Integral, Real
-from typing import Any, TypedDict, get_args
+from numbers import Integral
+from typing import Any
 
 from jaxinfer.config import MAX_SEED, CacheConfig, EngineConfig, ModelConfig, SamplingParams
 from jaxinfer.engine.family import Family
+from jaxinfer.engine.page_window import PageWindow
 from jaxinfer.engine.prefix import PageKeys, root_key
 from jaxinfer.engine.request import Priority, Request
+from jaxinfer.engine.terms import checked_priority, checked_tenant, checked_time_limit
 from jaxinfer.grammar import GrammarCompiler
 from jaxinfer.tokenizer import Detokenizer, Tokenizer
 
 Prompt = str | Sequence[int]
-
-
-class Terms(TypedDict, total=False):
-    """On which terms a request is computed; none of them changes a token of it.
-
-    `priority`: "interactive", the default, goes before "batch" and takes its place in a full engine. `tenant`: for
-    whom it is; tenants have turns, so that nobody waits for all requests of another. `deadline`: seconds after which
-    the request ends with what it has, finish reason "deadline"; close ones go first. `cache_salt`: keeps the cached
-    prefixes of the request to those who give the same salt.
-    """
-
-    priority: Priority
-    tenant: str
-    deadline: float | None
-    cache_salt: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +32,7 @@ class Admission:
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...]
     max_model_len: int
+    window: PageWindow | None
     model: str
     grammars: GrammarCompiler
     custom: tuple[str, ...]  # names of the LLM's logits processors
@@ -91,9 +78,9 @@ class Admission:
             max_tokens=min(sampling.max_tokens, self.max_model_len - len(token_ids)),
             stop_token_ids=stop_token_ids,
             cache_salt=cache_salt,
-            priority=_checked_priority(priority),
-            tenant=_checked_tenant(tenant),
-            time_limit=_checked_time_limit(deadline),
+            priority=checked_priority(priority),
+            tenant=checked_tenant(tenant),
+            time_limit=checked_time_limit(deadline),
             family=Family(sampling.num_samples),
         )
         return [
@@ -197,6 +184,8 @@ class Admission:
             )
         # The last token is drawn but never computed, so it needs no slot.
         num_slots = min(num_prompt_tokens + sampling.max_tokens, self.max_model_len) - 1
+        if self.window is not None and not sampling.reads_context:
+            num_slots = min(num_slots, self.window.most * self.cache_config.page_size)
         capacity = self.cache_config.num_pages * self.cache_config.page_size
         if num_slots > capacity:
             raise ValueError(
@@ -226,24 +215,3 @@ def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if len(params) != count:
         raise ValueError(f"{len(params)} SamplingParams for {count} prompts; give one for all or one per prompt")
     return params
-
-
-def _checked_priority(priority: Any) -> Priority:
-    if priority not in get_args(Priority):
-        raise ValueError(f"priority={priority!r} is not allowed: give one of {', '.join(get_args(Priority))}")
-    return priority
-
-
-def _checked_tenant(tenant: Any) -> str:
-    if not isinstance(tenant, str):
-        raise ValueError(f"tenant={tenant!r} is not allowed: give a name as text, or leave it out")
-    return tenant
-
-
-def _checked_time_limit(deadline: Any) -> float:
-    if deadline is None:
-        return math.inf
-    is_number = isinstance(deadline, Real) and not isinstance(deadline, bool)
-    if not is_number or not 0 < float(deadline) < math.inf:
-        raise ValueError(f"deadline={deadline!r} is not allowed: give seconds from now, above 0, or None for no end")
-    return float(deadline)

@@ -9,52 +9,61 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 
-from jaxinfer.engine.page_copies import Content, CopyIn, CopyOut, CopyWithin, PageCopies
+from jaxinfer.engine.page_copies import CopyIn, CopyOut, CopyWithin, PageCopies
+from jaxinfer.engine.page_finder import PageFinder, Source
+from jaxinfer.engine.page_window import PageWindow
 from jaxinfer.engine.pages import PageAllocator
-from jaxinfer.engine.prefix import PageKeys, num_equal
+from jaxinfer.engine.prefix import PageKeys
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.tiers import PageTiers
-
-# A copy reads and writes a whole page, so it has to save an eighth of one or more.
-MIN_COPIED = 8
 
 
 class BlockTables:
     """Gives pages to requests and takes them back. Only full pages are shared, so nobody ever writes a shared one.
 
-    `copies` are to be made before the next step. What is evicted goes to the `tiers`, if there are any.
+    `copies` are to be made before the next step. What is evicted goes to the `tiers`, if there are any. Pages behind
+    the `window` are taken back while a request runs, unless its parameters read its whole context.
     """
 
-    def __init__(self, num_pages: int, page_size: int, tiers: PageTiers | None = None):
+    def __init__(
+        self, num_pages: int, page_size: int, tiers: PageTiers | None = None, window: PageWindow | None = None
+    ):
         self.page_size = page_size
         self._tiers = tiers
+        self._window = window
         self.copies = PageCopies()
         self.pages = PageAllocator(num_pages, self._let_go)
-        # The last page that was full after those of a key, with its tokens: others may begin with some of them.
-        self._successors: dict[bytes, tuple[bytes, Sequence[int]]] = {}
-        self._parents: dict[bytes, bytes] = {}  # of all pages that are known
+        self._finder = PageFinder(self.pages, page_size, tiers)
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Returns how many pages the request lacks to compute its next `num_tokens` tokens."""
         num_missing = -(-(request.num_computed + num_tokens) // self.page_size) - len(request.pages)
         return num_missing if num_missing > 0 else 0
 
+    def num_wanted(self, request: Request) -> int:
+        """Returns how many pages the request lacks to compute all of its tokens, in as many steps as that takes."""
+        return self._num_wanted(request, len(request.pages), len(request.pages) - request.num_freed)
+
     def can_hold(self, request: Request, num_reserved: int, victims: Sequence[Request]) -> bool:
         """Whether a request without pages could have them for all of its tokens.
 
         That is beside `num_reserved` pages for others, and if the victims gave up theirs.
         """
-        found = self._find(request)
-        given_up = Counter(page for victim in victims for page in victim.pages)
+        first, pages = self._finder.pages_at_hand(request, self._num_kept(request))
+        found = [page for page in pages if page is not None]
+        given_up = Counter(chain.from_iterable(victim.pages[victim.num_freed :] for victim in victims))
 
         def is_idle(page: int) -> bool:
             return self.pages.num_users(page) == given_up[page]
 
         # An idle page that is found is one that nobody else can have any more.
-        num_new = self.num_missing(request, request.num_uncomputed) - len(found)
-        num_wanted = num_new + sum(map(is_idle, found)) + num_reserved
-        return num_wanted <= self.pages.num_available + sum(map(is_idle, list(given_up)))
+        num_new = self._num_wanted(request, first + len(pages), len(pages)) + len(pages) - len(found)
+        num_wanted = num_new + sum(map(is_idle, found))
+        if len(found) < len(pages):  # a tier may have lost the others
+            num_wanted = max(num_wanted, self._num_wanted(request, 0, 0))
+        return num_wanted + num_reserved <= self.pages.num_available + sum(map(is_idle, list(given_up)))
 
     def share_prefix(self, request: Request) -> int:
         """Moves a request forward over pages that are computed already, were it from the middle of one.
@@ -62,9 +71,11 @@ class BlockTables:
         They are shared where they are in the pool; from elsewhere they are copied onto pages that the request has.
         Returns by how many tokens.
         """
-        start = request.num_computed
+        start, num_kept = request.num_computed, self._num_kept(request)
+        if num_kept is not None and not request.pages:
+            self._begin(request, num_kept)
         while request.num_uncomputed > 1 and (self._share_page(request) or self._fill_page(request)):
-            pass
+            self._free_behind(request)
         return request.num_computed - start
 
     def extend(self, request: Request, count: int) -> None:
@@ -84,18 +95,23 @@ class BlockTables:
         return min(room, num_tokens)
 
     def advance(self, request: Request, num_tokens: int) -> None:
-        """Enters that the next `num_tokens` tokens are in the cache, and makes pages known that are full now."""
+        """Enters that the next `num_tokens` tokens are in the cache, of a step that is launched.
+
+        Makes pages known that are full now, and takes those that lie behind the window: what others do with them comes
+        after this step has read them.
+        """
         first = request.num_computed // self.page_size
         request.num_computed += num_tokens
         last = request.num_computed // self.page_size
-        if first == last or request.keys is None:
-            return
-        for index in range(first, last):
-            self._make_known(request, request.keys, index)
+        if first != last and request.keys is not None:
+            for index in range(first, last):
+                self._make_known(request, request.keys, index)
+        if self._window is not None:
+            self._free_behind(request)
 
     def release(self, request: Request) -> None:
-        self.pages.release(request.pages)
-        request.pages = []
+        self.pages.release(request.pages[request.num_freed :])
+        request.pages, request.num_freed = [], 0
         request.give_up(0)
 
     def park(self, request: Request) -> None:
@@ -111,11 +127,16 @@ class BlockTables:
     def rewind(self, request: Request) -> bool:
         """Gives back the pages past the tokens of a request, which have become fewer.
 
-        A page that others may read is not written: it is copied. False if there is no page for that, or none left.
+        A page that others may read is not written: it is copied. False if there is no page for that, or none left, or
+        what the window is on now was given back.
         """
         if not request.pages:
             return True
         request.give_up(min(request.num_computed, len(request.token_ids) - 1))
+        num_kept = self._num_kept(request) or 0
+        if request.num_freed > max(request.num_computed // self.page_size - num_kept, 0):
+            self.release(request)
+            return False
         kept = -(-request.num_computed // self.page_size)
         self.pages.release(request.pages[kept:])
         del request.pages[kept:]
@@ -131,27 +152,61 @@ class BlockTables:
         self.pages.release([last])
         return True
 
+    def _begin(self, request: Request, num_kept: int) -> None:
+        """Lets a request without pages go on after the last that are anywhere, where its model sees no further."""
+        first, found = self._finder.pages_at_hand(request, num_kept)
+        copied = {i: self._finder.elsewhere(request, i) for i, page in enumerate(found, first) if page is None}
+        if any(copy is None or copy[0] != (i + 1) * self.page_size for i, copy in copied.items()):
+            return  # a tier has lost it, or it does not pay
+        for page in found:
+            if page is not None:  # before others are evicted for new ones
+                self.pages.acquire(page)
+        new = self.pages.allocate(len(copied))
+        request.pages = [0] * first + [new.pop() if page is None else page for page in found]
+        request.num_freed = first
+        for index, copy in copied.items():
+            assert copy is not None
+            self._fill(request, index, *copy)
+        request.skip((first + len(found)) * self.page_size)
+
+    def _num_kept(self, request: Request) -> int | None:
+        """Returns how many full pages a request keeps before that of its last token, None for all."""
+        return None if self._window is None or request.sampling.reads_context else self._window.num_kept
+
+    def _free_behind(self, request: Request) -> None:
+        """Takes the pages of a request that no token sees any more, should it have one token less as well."""
+        num_kept = self._num_kept(request)
+        if num_kept is None:
+            return
+        num_freed = max((request.num_computed - 1) // self.page_size - num_kept, request.num_freed)
+        self.pages.release(request.pages[request.num_freed : num_freed])
+        request.num_freed = num_freed
+
+    def _num_wanted(self, request: Request, num_pages: int, num_owned: int) -> int:
+        """Returns how many pages it wants beside the first `num_pages`, of which it has `num_owned`."""
+        num_tokens = request.num_computed + request.num_uncomputed
+        count = -(-num_tokens // self.page_size) - num_pages
+        if self._window is not None and self._num_kept(request) is not None:
+            count = min(count, self._window.most - num_owned)
+        return max(count, 0)
+
     def _make_known(self, request: Request, keys: PageKeys, index: int) -> None:
         """Gives a full page its key."""
-        parent, key = keys.parent_key(index, request.token_ids), keys.key(index, request.token_ids)
+        key = keys.key(index, request.token_ids)
         request.pages[index] = self.pages.register(request.pages[index], key)
-        self._successors[parent] = (key, request.token_ids[index * self.page_size : (index + 1) * self.page_size])
-        self._parents[key] = parent
+        token_ids = request.token_ids[index * self.page_size : (index + 1) * self.page_size]
+        self._finder.enter(key, keys.parent_key(index, request.token_ids), token_ids)
 
     def _let_go(self, page: int, key: bytes) -> None:
         """Is told that a page is evicted."""
-        parent = self._parents.pop(key)
-        if parent in self._successors and self._successors[parent][0] == key:
-            del self._successors[parent]
+        self._finder.forget(key)
         if self._tiers is not None and self._tiers.wants(key, self.page_size):
             self.copies.append(CopyOut(page, key))
 
     def _share_page(self, request: Request) -> bool:
         """Moves the request over its next page if that is in the pool."""
         index = request.num_computed // self.page_size
-        if request.keys is None or index >= self._num_shareable(request):
-            return False
-        page = self.pages.find(request.keys.key(index, request.token_ids))
+        page = self._finder.in_pool(request, index)
         if page is None:
             return False
         self.pages.acquire(page)
@@ -163,80 +218,15 @@ class BlockTables:
     def _fill_page(self, request: Request) -> bool:
         """Moves the request over its next page, or into it, if the content is somewhere else."""
         index = request.num_computed // self.page_size
-        if index >= len(request.pages):
+        if index >= len(request.pages) or (found := self._finder.elsewhere(request, index)) is None:
             return False
-        page, limit = request.pages[index], min((index + 1) * self.page_size, request.max_skipped)
-        found = self._in_file(request, index, limit)
-        found = found or self._in_origin(request, index, limit) or self._in_tiers(request, index, limit)
-        found = found or self._in_successor(request, index, limit)
-        if found is None:
-            return False
-        end, source = found
+        self._fill(request, index, *found)
+        request.skip(found[0])
+        return True
+
+    def _fill(self, request: Request, index: int, end: int, source: Source) -> None:
+        """Has a page of a request copied from elsewhere, up to token `end`."""
+        page = request.pages[index]
         self.copies.append(CopyWithin(source, page) if isinstance(source, int) else CopyIn(page, source))
         if request.keys is not None and end == (index + 1) * self.page_size:
             self._make_known(request, request.keys, index)
-        request.skip(end)
-        return True
-
-    def _in_file(self, request: Request, index: int, limit: int) -> tuple[int, Content] | None:
-        """Returns page `index` as the request was saved with it, and up to which token it is to be had."""
-        end = min(limit, request.num_saved)
-        if end > request.num_computed:
-            return end, request.saved[index]
-        request.saved, request.num_saved = (), 0
-        return None
-
-    def _in_origin(self, request: Request, index: int, limit: int) -> tuple[int, int] | None:
-        """Returns the page of the request that it was forked from, and up to which token they are the same."""
-        origin = request.origin
-        end = 0 if origin is None else min(limit, origin.num_computed)
-        if origin is not None and end > request.num_computed and origin.token_ids[:end] == request.token_ids[:end]:
-            return end, origin.pages[index]
-        request.origin = None
-        return None
-
-    def _in_tiers(self, request: Request, index: int, limit: int) -> tuple[int, Content] | None:
-        """Returns page `index` from the tiers, whole or as it was when the request gave way, and its last token."""
-        if self._tiers is None or request.keys is None:
-            return None
-        keys, num_parked = request.keys, request.num_parked
-        if limit == (index + 1) * self.page_size:
-            content = self._tiers.get(keys.key(index, request.token_ids), limit - request.num_computed)
-            if content is not None:
-                return limit, content
-        if request.num_computed < num_parked <= limit and num_parked % self.page_size:
-            key = keys.partial_key(num_parked, request.token_ids)
-            content = self._tiers.get(key, num_parked - request.num_computed)
-            return None if content is None else (num_parked, content)
-        return None
-
-    def _in_successor(self, request: Request, index: int, limit: int) -> tuple[int, int] | None:
-        """Returns a page of the pool that begins like page `index`, and up to which token it does."""
-        if request.keys is None:
-            return None
-        key, tokens = self._successors.get(request.keys.parent_key(index, request.token_ids), (b"", ()))
-        start = index * self.page_size
-        count = num_equal(request.token_ids[start:limit], tokens)
-        page = self.pages.find(key)
-        if page is None or start + count < request.num_computed + max(self.page_size // MIN_COPIED, 1):
-            return None
-        return start + count, page
-
-    def _num_shareable(self, request: Request) -> int:
-        """Returns how many pages of the request can be full without a token that has to be computed."""
-        return request.max_skipped // self.page_size
-
-    def _find(self, request: Request) -> list[int]:
-        """Returns the cached pages from the first that the request has not computed whole, as far as they go on.
-
-        The page of the last token is left out: that token has to be computed, for its logits are wanted.
-        """
-        found: list[int] = []
-        if request.keys is None:
-            return found
-        for index in range(request.num_computed // self.page_size, self._num_shareable(request)):
-            page = self.pages.find(request.keys.key(index, request.token_ids))
-            if page is None:
-                break
-            found.append(page)
-        return found

@@ -70,10 +70,11 @@ class Branches:
         Raises OSError where the file cannot be written, and leaves what was there before.
         """
         request = self._find(request_id)
-        num_saved, contents = request.num_computed, self._runner.read_pages(self._scheduler.copies, request.pages)
-        if request.num_saved > num_saved:  # it was restored and has not run since
-            num_saved, contents = request.num_saved, request.saved
-        write_request(path, request, self._scheduler.time_left(request), contents, num_saved, self._identity)
+        span = (request.num_freed, request.num_computed)
+        contents = self._runner.read_pages(self._scheduler.copies, request.pages[request.num_freed :])
+        if request.num_saved > request.num_computed:  # it was restored and has not run since
+            span, contents = (request.first_saved, request.num_saved), request.saved
+        write_request(path, request, self._scheduler.time_left(request), contents, span, self._identity)
 
     def restore(self, path: Path) -> int:
         """Queues the request in a file and returns its id here; it yields what it would have where it was saved.
@@ -123,7 +124,8 @@ def fork(request: Request, request_id: int, admission: Admission, *, time_limit:
     for output in request.outputs:
         branch.append(*output)
     request.family.num_samples += 1
-    branch.origin, branch.saved, branch.num_saved = request, request.saved, request.num_saved
+    branch.origin, branch.saved = request, request.saved
+    branch.first_saved, branch.num_saved = request.first_saved, request.num_saved
     return branch
 
 

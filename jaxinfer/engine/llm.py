@@ -16,7 +16,7 @@ from jaxinfer.cache import page_bytes
 from jaxinfer.checkpoint import load_checkpoint, resolve_checkpoint
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.device import default_dtype, enable_compilation_cache
-from jaxinfer.engine.admission import Prompt, Terms, as_params, as_prompts
+from jaxinfer.engine.admission import Prompt, as_params, as_prompts
 from jaxinfer.engine.beam_search import complete
 from jaxinfer.engine.branches import Branches
 from jaxinfer.engine.compile_watch import CompileWatch
@@ -31,6 +31,7 @@ from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.samples import Samples
 from jaxinfer.engine.speculation_plan import plan_speculation
 from jaxinfer.engine.step import Step
+from jaxinfer.engine.terms import Terms
 from jaxinfer.engine.timeline import MAX_STEPS, Timeline, recorded_timeline
 from jaxinfer.engine.warm_up import Ready, WarmUp, plan_target
 from jaxinfer.processors import LogitsProcessor

@@ -18,6 +18,7 @@ from jaxinfer.engine.disk_tier import DiskTier
 from jaxinfer.engine.host_tier import HostTier
 from jaxinfer.engine.identity import page_identity
 from jaxinfer.engine.metrics import Targets
+from jaxinfer.engine.page_window import PageWindow, page_window
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.speculation import Speculation
 from jaxinfer.engine.tiers import PageTiers, Tier
@@ -48,6 +49,7 @@ def plan_host(
     model = f"{path} {dtype} {model_config}"
     if config.disk_cache_path is not None:  # which outlasts this process, and perhaps what the path leads to
         model = repr(page_identity(path, model_config, cache_config))
+    window = plan_window(model_config, config, speculation)
     admission = Admission(
         model_config=model_config,
         engine_config=config,
@@ -55,6 +57,7 @@ def plan_host(
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
         max_model_len=max_model_len,
+        window=window,
         model=model,
         custom=custom,
         grammars=GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids),
@@ -68,11 +71,22 @@ def plan_host(
         max_waiting=config.max_waiting,
         decode_loop_steps=config.decode_loop_steps,
         tiers=tiers,
+        window=window,
         speculation=speculation,
         targets=plan_targets(config),
         clock=clock,
     )
     return admission, scheduler
+
+
+def plan_window(model_config: ModelConfig, config: EngineConfig, speculation: Speculation | None) -> PageWindow | None:
+    """Returns how many pages a request needs, None for those of all of its tokens."""
+    if model_config.sliding_window is None:
+        return None
+    drafter = None if speculation is None else speculation.source.device_drafter
+    if drafter is not None and drafter.page_bytes(CacheConfig(num_pages=1, page_size=config.page_size)):
+        return None  # it lays its own keys in the same pages, and reads them from the first when it likes
+    return page_window(model_config.sliding_window, config.page_size, max_batched_tokens(config))
 
 
 def plan_targets(config: EngineConfig) -> Targets:

@@ -69,7 +69,7 @@ class Request:
         *("priority", "tenant", "time_limit", "arrival", "order", "yields", "first_step", "token_times"),
         *("num_computed", "num_pending", "version", "num_cached_tokens", "pages", "keys", "cache_salt", "family"),
         *("origin", "saved", "num_saved", "finish_reason", "num_parked", "_num_reached", "stop_token_ids", "grammar"),
-        *("is_plain", "_text_stream", "_texts", "_log_probs", "_top_log_probs"),
+        *("is_plain", "num_freed", "first_saved", "_text_stream", "_texts", "_log_probs", "_top_log_probs"),
     )
 
     def __init__(
@@ -110,12 +110,13 @@ class Request:
         self.version = 0  # goes up where it is set back or ends: nothing counts that was launched before
         self.num_cached_tokens = 0
         self.pages: list[int] = []
+        self.num_freed = 0  # of the first pages, which lie behind the window: whatever is in their place is not its own
         self.keys = keys
         self.cache_salt = cache_salt
         self.family = family or Family(sample_index + 1)
         self.origin: Request | None = None  # what it was forked from, whose pages it may take over
-        self.saved: Sequence[Content] = ()  # its pages from a file, and how many tokens are in them
-        self.num_saved = 0
+        self.saved: Sequence[Content] = ()  # its pages from a file, from which on, and up to which token
+        self.first_saved, self.num_saved = 0, 0
         self.finish_reason: FinishReason | None = None
         self.num_parked = 0  # how far it was when it gave way, its last page in a tier
         self._num_reached = 0  # the most that `num_computed` was before it became less

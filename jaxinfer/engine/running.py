@@ -50,7 +50,8 @@ class Running(Sequence[Request]):
         return self._requests[index]
 
     def admit(self, budget: int, now: float) -> None:
-        """Lets requests run, as many as a step has tokens for, with pages for all tokens that they have so far."""
+        """Lets requests run, as many as a step has tokens for, with pages for all tokens that they have so far,
+        or for as many as they have pages for at once."""
         while (request := self._waiting.first(now)) is not None:
             # Batch work that waits for its tokens is no reason to keep an interactive request waiting.
             wanted = sum(other.num_uncomputed for other in self._requests if other.yields <= request.yields)
@@ -59,7 +60,7 @@ class Running(Sequence[Request]):
             self._waiting.take(request, now)
             self._requests.append(request)
             self._tally.num_found_tokens += self._tables.share_prefix(request)
-            self._tables.extend(request, self._tables.num_missing(request, request.num_uncomputed))
+            self._tables.extend(request, self._tables.num_wanted(request))
 
     def hand_out(self, budget: int, now: float) -> list[Chunk]:
         """Shares the token budget of a step, and gives the requests the pages for it, preempting where they run out."""
@@ -116,7 +117,7 @@ class Running(Sequence[Request]):
         staying = [other for other in self._requests if other not in victims] if victims else self._requests
         if len(staying) >= self._max_num_seqs:
             return False
-        num_reserved = sum(self._tables.num_missing(other, other.num_uncomputed) for other in staying)
+        num_reserved = sum(map(self._tables.num_wanted, staying))
         return self._tables.can_hold(request, num_reserved, victims)
 
     def _make_room(self, request: Request, num_tokens: int, chunks: Sequence[Chunk]) -> bool:

@@ -22,14 +22,17 @@ from jaxinfer.engine.request import Request
 from jaxinfer.engine.sealed_file import read_sealed, write_sealed
 from jaxinfer.sampling_params import SamplingParams
 
-KIND = "request of jaxinfer, 2"
+KIND = "request of jaxinfer, 3"
 LENGTH_BYTES = 8
 
 
 def write_request(
-    path: Path, request: Request, time_limit: float, contents: Sequence[Content], num_saved: int, identity: dict
+    path: Path, request: Request, time_limit: float, contents: Sequence[Content], span: tuple[int, int], identity: dict
 ) -> None:
-    """Writes a request that is to run for `time_limit` seconds more, and its pages, in which `num_saved` tokens are."""
+    """Writes a request that is to run for `time_limit` seconds more, and its pages.
+
+    `span`: which of its pages is the first of them, and how many tokens are computed after the last.
+    """
     head = {
         "kind": KIND,
         "identity": identity,
@@ -47,7 +50,8 @@ def write_request(
             "deadline": None if time_limit == math.inf else max(time_limit, 1e-3),  # it may have come just now
             "cache_salt": request.cache_salt,
         },
-        "num_saved": num_saved,
+        "first_saved": span[0],
+        "num_saved": span[1],
         "num_pages": len(contents),
     }
     encoded = json.dumps(head).encode()
@@ -74,7 +78,7 @@ def read_request(path: Path, request_id: int, admission: Admission, identity: di
     request = _rebuild(path, head, request_id, admission)
     if head["num_pages"]:
         request.saved = list(np.frombuffer(sealed[start:], np.uint8).reshape(head["num_pages"], -1))
-        request.num_saved = head["num_saved"]
+        request.first_saved, request.num_saved = head["first_saved"], head["num_saved"]
     return request
 
 

@@ -19,6 +19,7 @@ from jaxinfer.engine.emission import Emitted, emitted_tokens, enter_prompts, tak
 from jaxinfer.engine.looping import go_on
 from jaxinfer.engine.metrics import NO_TARGETS, Metrics, Tally, Targets
 from jaxinfer.engine.observer import Observer
+from jaxinfer.engine.page_window import PageWindow
 from jaxinfer.engine.request import Delta, FinishReason, QueueFullError, Request
 from jaxinfer.engine.running import Running
 from jaxinfer.engine.step import Chunk, Step
@@ -33,9 +34,9 @@ class Scheduler:
     """Holds all unfinished requests: those that wait have no pages, those that run advance in every step if they can.
 
     `max_mixed_tokens` bounds the tokens of a step in which somebody decodes, `max_waiting` the requests beyond those
-    that can run; None leaves either open. `tiers` keep pages that the pool has no room for. `speculation` adds drafts
-    where all decode; without it, such a step may go on for `decode_loop_steps`. `targets` are what the goodput counts
-    by. `clock` counts seconds and never goes back. `observers` are told what happens.
+    that can run; None leaves either open. `tiers` keep pages that the pool has no room for; none is kept for a request
+    behind its `window`. `speculation` adds drafts where all decode; without it, such a step may go on for
+    `decode_loop_steps`. `targets` are what the goodput counts by. `clock` counts seconds. `observers` hear of it.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Scheduler:
         max_waiting: int | None = None,
         decode_loop_steps: int = 1,
         tiers: PageTiers | None = None,
+        window: PageWindow | None = None,
         speculation: Speculation | None = None,
         targets: Targets = NO_TARGETS,
         clock: Callable[[], float] = time.monotonic,
@@ -64,12 +66,11 @@ class Scheduler:
         self._targets = targets
         self.clock = clock
         self.tiers = tiers
-        self._tables = BlockTables(num_pages, page_size, tiers)
+        self._tables = BlockTables(num_pages, page_size, tiers, window)
         self.copies = self._tables.copies  # which the next step makes before it computes anything
         self._orders = itertools.count()
         self._requests: dict[int, Request] = {}  # all that are unfinished
-        self._waiting = WaitingLine()
-        self._deadlines = Deadlines()
+        self._waiting, self._deadlines = WaitingLine(), Deadlines()
         self._tally = Tally()
         self.observers: list[Observer] = []
         self._running = Running(
@@ -103,9 +104,9 @@ class Scheduler:
         if self._max_waiting is None or self.num_unfinished + count <= self._max_num_seqs + self._max_waiting:
             return
         raise QueueFullError(
-            f"{count} requests more than the {self.num_unfinished} unfinished ones are too many for"
-            f" max_num_seqs={self._max_num_seqs} that run and max_waiting={self._max_waiting}; step until some are"
-            " finished, or raise EngineConfig.max_waiting"
+            f"{count} requests more than the {self.num_unfinished} unfinished ones are too many for max_num_seqs="
+            f"{self._max_num_seqs} that run and max_waiting={self._max_waiting}; step until some are finished, or raise"
+            " EngineConfig.max_waiting"
         )
 
     def add(self, request: Request) -> None:
@@ -135,8 +136,7 @@ class Scheduler:
 
     def abort(self, request_id: int) -> Delta | None:
         """Ends a request wherever it is and frees its pages; None if there is no such request any more."""
-        request = self._requests.get(request_id)
-        return None if request is None else self._end(request, "abort")
+        return None if (request := self.find(request_id)) is None else self._end(request, "abort")
 
     def expire(self) -> list[Delta]:
         """Ends the requests whose deadline has passed, wherever they are."""

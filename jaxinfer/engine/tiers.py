@@ -52,7 +52,11 @@ class PageTiers:
 
     def wants(self, key: bytes, num_tokens: int) -> bool:
         """Whether a page of so many tokens is to be copied out."""
-        return not any(tier.touch(key) for tier in self._tiers) and self._pays(self._tiers[0], num_tokens)
+        return not self.has(key) and self._pays(self._tiers[0], num_tokens)
+
+    def has(self, key: bytes) -> bool:
+        """Returns whether a page is in some tier, which counts as a use of it."""
+        return any(tier.touch(key) for tier in self._tiers)
 
     def get(self, key: bytes, num_tokens: int) -> Content | None:
         """Returns the page that saves computing `num_tokens` tokens, if it is here and pays."""

@@ -50,9 +50,9 @@ EOS = 0
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
-def save_small_checkpoint(path: Path, *, with_tokenizer: bool = True) -> Path:
-    """A Llama of two layers over 96 tokens: the end token 0, the space 1, then printable ASCII."""
-    save_random_checkpoint(path, "llama", eos_token_id=EOS, **SIZES)
+def save_small_checkpoint(path: Path, *, family: str = "llama", with_tokenizer: bool = True, **overrides: Any) -> Path:
+    """A model of two layers over 96 tokens: the end token 0, the space 1, then printable ASCII."""
+    save_random_checkpoint(path, family, eos_token_id=EOS, **SIZES, **overrides)
     if with_tokenizer:
         characters = ["<end>", "Ġ", *map(chr, range(33, 127))]
         tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, []))

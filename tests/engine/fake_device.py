@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.page_copies import Copy, CopyIn, CopyOut, CopyWithin
+from jaxinfer.engine.page_window import page_window
 from jaxinfer.engine.prefix import PageKeys, root_key
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.scheduler import Scheduler
@@ -26,6 +27,7 @@ def make_request(
     *,
     page_size: int = 16,
     cache_salt: str | None = None,
+    reads_context: bool = False,
     log_probs: int = 0,
     **terms: Any,
 ) -> Request:
@@ -34,7 +36,7 @@ def make_request(
     return Request(
         request_id,
         [next_token([request_id, i]) for i in range(prompt)] if isinstance(prompt, int) else prompt,
-        SamplingParams(max_tokens=max_tokens, log_probs=log_probs),
+        SamplingParams(max_tokens=max_tokens, log_probs=log_probs, repetition_penalty=2.0 if reads_context else 1.0),
         seed=0,
         max_tokens=max_tokens,
         stop_token_ids=(),
@@ -45,24 +47,38 @@ def make_request(
     )
 
 
-def next_token(token_ids: list[int], seed: int = 0, sample_index: int = 0) -> int:
-    """A model of sorts: the next token is a function of all tokens so far, their order, and what draws it."""
-    return hash((seed, sample_index, *token_ids)) % 1_000_003
+def next_token(seen: list[int], position: int = 0, seed: int = 0, sample_index: int = 0) -> int:
+    """A model of sorts: a function of the tokens that it sees, their order, the place of the next and what draws it."""
+    return hash((seed, sample_index, position, *seen)) % 1_000_003
 
 
-def expected_tokens(request: Request, count: int, begun: list[int] | None = None) -> list[int]:
+def first_seen(request: Request, position: int, window: int | None) -> int:
+    """Which token a request sees first when it draws the one at a position."""
+    return 0 if window is None or request.sampling.reads_context else max(position - window, 0)
+
+
+def token_after(tokens: list[int], request: Request, window: int | None) -> int:
+    """What a request draws after these tokens."""
+    seen = tokens[first_seen(request, len(tokens), window) :]
+    return next_token(seen, len(tokens), request.seed, request.sample_index)
+
+
+def expected_tokens(
+    request: Request, count: int, begun: list[int] | None = None, window: int | None = None
+) -> list[int]:
     """What a request draws that had the tokens `begun` when it was made or set back, its prompt if None."""
     tokens = begun or request.token_ids[: request.num_prompt_tokens]
     while len(tokens) < request.num_prompt_tokens + count:
-        tokens = [*tokens, next_token(tokens, request.seed, request.sample_index)]
+        tokens = [*tokens, token_after(tokens, request, window)]
     return tokens[request.num_prompt_tokens :]
 
 
 class GuessingDrafter:
     """Knows what comes next, and guesses wrong now and then, on purpose."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, window: int | None = None) -> None:
         self._random = random.Random(seed)
+        self._window = window
         self.forgotten: list[int] = []
 
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
@@ -74,16 +90,20 @@ class GuessingDrafter:
     def _draft(self, request: Request, count: int) -> list[int]:
         tokens = list(request.token_ids)
         for _ in range(self._random.randint(0, count + 1)):
-            tokens.append(next_token(tokens, request.seed, request.sample_index) if self._random.random() < 0.7 else 5)
+            tokens.append(token_after(tokens, request, self._window) if self._random.random() < 0.7 else 5)
         return tokens[len(request.token_ids) :]
 
 
 class FakeDevice:
-    """Keeps tokens in slots as a cache would and reads each context back through the request's pages."""
+    """Keeps tokens in slots as a cache would and reads each context back through the request's pages.
 
-    def __init__(self, page_size: int, tiers: PageTiers | None = None):
+    With a `window` a token sees that many, itself included, unless the request's parameters read all.
+    """
+
+    def __init__(self, page_size: int, tiers: PageTiers | None = None, window: int | None = None):
         self.page_size = page_size
         self.tiers = tiers
+        self.window = window
         self.slots: dict[int, int] = {}
         self.drawn: dict[int, int] = {}  # by the last step, for each request
 
@@ -123,6 +143,8 @@ class FakeDevice:
     def compute(self, chunk: Chunk) -> list[int]:
         """Writes the chunk's tokens and drafts; returns the token after the last known one and after each draft."""
         end = chunk.start + chunk.num_tokens
+        if not chunk.is_void:
+            self.check_context(chunk.request, chunk.start)
         tokens = chunk.request.token_ids[chunk.start : end]
         if len(tokens) < chunk.num_tokens:  # the last is what the step before has drawn
             tokens = [*tokens, self.drawn[chunk.request.request_id]]
@@ -152,23 +174,32 @@ class FakeDevice:
         self.slots |= {page * self.page_size + i: token for i, token in content.items()}
 
     def draw(self, request: Request, kv_len: int) -> int:
-        return next_token(self.context(request, kv_len), request.seed, request.sample_index)
+        return next_token(self.context(request, kv_len), kv_len, request.seed, request.sample_index)
 
     def context(self, request: Request, kv_len: int) -> list[int]:
-        return [self.slots[self.slot(request, position)] for position in range(kv_len)]
+        """What a request sees that has so many tokens in its pages."""
+        return [self.slots[self.slot(request, i)] for i in range(first_seen(request, kv_len, self.window), kv_len)]
+
+    def check_context(self, request: Request, kv_len: int) -> None:
+        """Asserts that what the token after the first `kv_len` sees of them is in its pages."""
+        first = first_seen(request, kv_len + 1, self.window)
+        context = [self.slots[self.slot(request, i)] for i in range(first, kv_len)]
+        assert context == request.token_ids[first:kv_len], "the tokens of another"
 
     def slot(self, request: Request, position: int) -> int:
+        assert position // self.page_size >= request.num_freed, "a page is used that was given back"
         return request.pages[position // self.page_size] * self.page_size + position % self.page_size
 
 
 class Engine:
     """A scheduler with a clock that is set by hand and a step that takes one second."""
 
-    def __init__(self, **limits: Any):
+    def __init__(self, *, window: int | None = None, **limits: Any):
         self.now = 0.0
         limits = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "num_pages": 16, "page_size": 16, **limits}
-        self.scheduler = Scheduler(**limits, clock=lambda: self.now)
-        self.device = FakeDevice(16)
+        self.window = None if window is None else page_window(window, 16, limits["max_num_batched_tokens"])
+        self.scheduler = Scheduler(**limits, window=self.window, clock=lambda: self.now)
+        self.device = FakeDevice(16, limits.get("tiers"), window)
         self.finished: list[int] = []
         self.completions = {}
 

@@ -99,7 +99,8 @@ def test_a_page_that_began_alike_is_not_copied_after_it_was_evicted():
     _, chunks = run_to_end(scheduler, device)
 
     assert chunks == [(1, 32, 16)]
-    assert scheduler._tables._successors.keys() == set(scheduler._tables._parents.values())
+    finder = scheduler._tables._finder
+    assert finder._successors.keys() == set(finder._parents.values())
 
 
 def test_generated_tokens_are_found_in_the_next_turn():

@@ -27,6 +27,7 @@ from hypothesis.stateful import (
 
 from jaxinfer.engine.branches import fork, rewind
 from jaxinfer.engine.host_tier import HostTier
+from jaxinfer.engine.page_window import page_window
 from jaxinfer.engine.pipeline import Pipeline
 from jaxinfer.engine.request import Delta, Request
 from jaxinfer.engine.scheduler import Scheduler
@@ -51,12 +52,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         tier_pages=st.sampled_from([(20,), (3, 20), (1, 2), ()]),
         copy_pays=st.sampled_from([True, True, False]),
         max_drafts=st.sampled_from([None, 4, 1, None, 2, 0, 3]),  # None: steps overlap instead
+        window=st.sampled_from([None, 3, 6, 1, 2, 10]),
     )
-    def start(self, num_pages, page_size, max_num_seqs, more, mixed, tier_pages, copy_pays, max_drafts):
+    def start(self, num_pages, page_size, max_num_seqs, more, mixed, tier_pages, copy_pays, max_drafts, window):
         self.now = 0.0
+        self.window = window
         self.num_pages, self.page_size = num_pages, page_size
         self.max_num_seqs, self.budget = max_num_seqs, max_num_seqs + more
-        self.drafter = GuessingDrafter(num_pages)
+        self.page_window = None if window is None else page_window(window, page_size, self.budget)
+        self.drafter = GuessingDrafter(num_pages, window)
         self.tiers = PageTiers([HostTier(n, page_bytes=1) for n in tier_pages]) if tier_pages else None
         if self.tiers is not None and not copy_pays:
             self.tiers.seconds_per_copy = 1.0  # and a step takes none
@@ -70,9 +74,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             page_size=page_size,
             max_mixed_tokens=max_num_seqs + mixed if mixed <= more else None,
             tiers=self.tiers,
+            window=self.page_window,
             clock=lambda: self.now,
         )
-        self.device = FakeDevice(page_size, self.tiers)
+        self.device = FakeDevice(page_size, self.tiers, window)
         self.pipeline = Pipeline(self, self)  # what it asks for passes through here
         self.meanwhile: Callable[[], None] | None = None  # to do while a step runs
         self.interruption: Callable[[Step], None] | None = None  # to do instead of launching one
@@ -90,6 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.sampled_from(["interactive", "batch"]),
         tenant=st.sampled_from(["a", "b"]),
         time_limit=st.sampled_from([math.inf, math.inf, 20.0]),
+        reads_context=st.sampled_from([False, False, True]),
     )
     def add(self, letter, num_prompt_tokens, max_tokens, cache_salt, **terms):
         prompt = [7] * 5 + [letter] * 32
@@ -107,9 +113,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def enqueue(self, prompt, max_tokens, cache_salt, **terms):
         # The last token is drawn but not computed. What does not fit the pool alone is refused earlier.
-        num_slots = self.num_pages * self.page_size
-        prompt = prompt[:num_slots]
-        max_tokens = min(max_tokens, num_slots + 1 - len(prompt))
+        if self.page_window is None or self.num_pages < self.page_window.most or terms.get("reads_context"):
+            num_slots = self.num_pages * self.page_size
+            prompt = prompt[:num_slots]
+            max_tokens = min(max_tokens, num_slots + 1 - len(prompt))
         request = make_request(
             next(self.ids), prompt, max_tokens, page_size=self.page_size, cache_salt=cache_salt, **terms
         )
@@ -142,8 +149,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         restored = fork(request, next(self.ids), ADMISSION, time_limit=self.scheduler.time_left(request))
         restored.sample_index, restored.origin = request.sample_index, None
         if request.pages:
-            restored.saved = [device.content(page) for page in request.pages]
-            restored.num_saved = request.num_computed
+            restored.saved = [device.content(page) for page in request.pages[request.num_freed :]]
+            restored.first_saved, restored.num_saved = request.num_freed, request.num_computed
         self.begin(restored)
 
     def begin(self, request):
@@ -161,7 +168,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return request
 
     def expected_tokens(self, request) -> list[int]:
-        return expected_tokens(request, request.num_output_tokens, self.begun.get(request.request_id))
+        return expected_tokens(request, request.num_output_tokens, self.begun.get(request.request_id), self.window)
 
     @precondition(lambda self: self.scheduler.num_unfinished)
     @rule(count=st.sampled_from([6, 3, 1, 1]))
@@ -257,6 +264,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for chunk in step.chunks:
             end = chunk.start + chunk.num_tokens + len(chunk.drafts)
             first, last = chunk.start // self.page_size, (end - 1) // self.page_size
+            assert first >= chunk.request.num_freed, "a page is written that was given back"
             for page in chunk.request.pages[first : last + 1]:
                 assert pages.num_users(page) == 1, "a page is written by one and read by another"
                 assert page not in pages._key_of, "a page is written whose content is known"
@@ -281,7 +289,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         pages = self.scheduler._tables.pages
-        users = Counter(page for request in self.scheduler._running for page in request.pages)
+        users = Counter(page for r in self.scheduler._running for page in r.pages[r.num_freed :])
         assert [pages.num_users(page) for page in range(self.num_pages)] == [users[p] for p in range(self.num_pages)]
         assert sorted([*pages._free, *pages._cached, *users]) == list(range(self.num_pages)), "a page is lost"
         assert pages._page_of == {key: page for page, key in pages._key_of.items()}
@@ -295,22 +303,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         running = self.scheduler._running
         waiting = [r for r in self.scheduler._requests.values() if r not in running]
         assert len(running) <= self.max_num_seqs
-        assert not any(r.pages or r.num_computed for r in waiting)
+        assert not any(r.pages or r.num_freed or r.num_computed for r in waiting)
         unfinished = [r.request_id for r in self.requests.values() if r.finish_reason is None]
         assert sorted(r.request_id for r in [*running, *waiting]) == unfinished
         device = self.device_after_copies()
         for request in running:
-            assert len(request.pages) == len(set(request.pages)) >= -(-request.num_computed // self.page_size)
+            assert len(request.pages) >= -(-request.num_computed // self.page_size)
             assert request.num_uncomputed > 0, "nothing is left to compute"
-            context = device.context(request, request.num_computed)
-            assert context == request.token_ids[: request.num_computed], "the tokens of another"
+            device.check_context(request, request.num_computed)
+            self.has_no_more_pages_than_its_window_needs(request)
+
+    def has_no_more_pages_than_its_window_needs(self, request: Request):
+        owned = request.pages[request.num_freed :]
+        assert len(owned) == len(set(owned))
+        if self.window is None or request.sampling.reads_context:
+            assert request.num_freed == 0
+        else:
+            most_written = max(self.budget, 5)  # a token and four drafts
+            assert len(owned) <= 1 + -(-self.window // self.page_size) + -(-most_written // self.page_size)
 
     def device_after_copies(self) -> FakeDevice:
         """What the device will hold when all copies are made that the scheduler has thought of."""
         copies = self.scheduler._tables.copies
         if not copies:
             return self.device
-        device = FakeDevice(self.page_size, PageTiers([]))
+        device = FakeDevice(self.page_size, PageTiers([]), self.window)
         device.slots = dict(self.device.slots)
         for copy in copies._queue:
             device.copy([copy])

@@ -1,0 +1,45 @@
+"""On which terms a request is computed, checked."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any, TypedDict, get_args
+
+from jaxinfer.engine.request import Priority
+
+
+class Terms(TypedDict, total=False):
+    """On which terms a request is computed; none of them changes a token of it.
+
+    `priority`: "interactive", the default, goes before "batch" and takes its place in a full engine. `tenant`: for
+    whom it is; tenants have turns, so that nobody waits for all requests of another. `deadline`: seconds after which
+    the request ends with what it has, finish reason "deadline"; close ones go first. `cache_salt`: keeps the cached
+    prefixes of the request to those who give the same salt.
+    """
+
+    priority: Priority
+    tenant: str
+    deadline: float | None
+    cache_salt: str | None
+
+
+def checked_priority(priority: Any) -> Priority:
+    if priority not in get_args(Priority):
+        raise ValueError(f"priority={priority!r} is not allowed: give one of {', '.join(get_args(Priority))}")
+    return priority
+
+
+def checked_tenant(tenant: Any) -> str:
+    if not isinstance(tenant, str):
+        raise ValueError(f"tenant={tenant!r} is not allowed: give a name as text, or leave it out")
+    return tenant
+
+
+def checked_time_limit(deadline: Any) -> float:
+    if deadline is None:
+        return math.inf
+    is_number = isinstance(deadline, Real) and not isinstance(deadline, bool)
+    if not is_number or not 0 < float(deadline) < math.inf:
+        raise ValueError(f"deadline={deadline!r} is not allowed: give seconds from now, above 0, or None for no end")
+    return float(deadline)
