@@ -50,8 +50,10 @@ class Running(Sequence[Request]):
         return self._requests[index]
 
     def admit(self, budget: int, now: float) -> None:
-        """Lets requests run, as many as a step has tokens for, with pages for all tokens that they have so far,
-        or for as many as they have pages for at once."""
+        """Lets requests run, as many as a step has tokens for, with pages for all tokens that they have so far.
+
+        Those that see no further than a window get as many as they ever have at once.
+        """
         while (request := self._waiting.first(now)) is not None:
             # Batch work that waits for its tokens is no reason to keep an interactive request waiting.
             wanted = sum(other.num_uncomputed for other in self._requests if other.yields <= request.yields)
