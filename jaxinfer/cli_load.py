@@ -86,8 +86,9 @@ def _replay(arguments: argparse.Namespace, load: Load) -> None:
         require_known_steps(from_arguments(EngineConfig, arguments))
     simulated_engine = None if arguments.step_times is None else _simulated_engine(arguments)
     llm = load(arguments)
+    engine = RealEngine(llm)
     steps = [] if arguments.save_step_times is None else measured_steps(llm)
-    report = _record(read_trace(arguments.trace), RealEngine(llm), arguments, total=num_requests)
+    report = _record(read_trace(arguments.trace), engine, arguments, total=num_requests)
     print(report)
     if arguments.save_step_times is not None:
         fit_step_times(steps).save(arguments.save_step_times)

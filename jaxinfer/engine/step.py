@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from operator import attrgetter
 
 from jaxinfer.engine.page_copies import PageCopies
@@ -40,15 +39,16 @@ class Chunk:
         return self.request.version != self.version
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Step:
     """The chunks to compute, decoding requests first, and the copies of pages to make before.
 
-    `is_decode`: every chunk is one token, and nobody wants to know more of it. `is_verify`: every chunk is one token
-    with any number of drafts. `described`: the chunks that yield log-probabilities of tokens of their prompts, where
-    they lie in the step, and of how many tokens. `is_plain`: that of every request.
     `ends_early`: a decode loop ends with the first request that does, for somebody waits for its place. `began`: when
     it was scheduled. `is_ahead`: the tokens of the step before were not known then.
+
+    `is_decode`: every chunk is one token, and nobody wants to know more of it. `is_verify`: every chunk is one token
+    with any number of drafts. `is_plain`: that of every request. `described`: the chunks that yield log-probabilities
+    of tokens of their prompts, where they lie in the step, and of how many tokens.
     """
 
     chunks: tuple[Chunk, ...]
@@ -56,16 +56,19 @@ class Step:
     ends_early: bool = False
     began: float = 0.0
     is_ahead: bool = False
+    num_tokens: int = field(init=False)
+    is_verify: bool = field(init=False)
+    is_plain: bool = field(init=False)
+    is_decode: bool = field(init=False)
 
-    @cached_property
-    def is_plain(self) -> bool:
-        return all(map(attrgetter("request.is_plain"), self.chunks))
+    def __post_init__(self) -> None:
+        num_drafts = sum(map(len, map(attrgetter("drafts"), self.chunks)))
+        self.num_tokens = sum(map(attrgetter("num_tokens"), self.chunks)) + num_drafts
+        self.is_verify = num_drafts > 0
+        self.is_plain = all(map(attrgetter("request.is_plain"), self.chunks))
+        self.is_decode = not self.is_verify and self.num_tokens == len(self.chunks) and not self.described
 
-    @cached_property
-    def is_decode(self) -> bool:
-        return not self.is_verify and self.num_tokens == len(self.chunks) and not self.described
-
-    @cached_property
+    @property
     def described(self) -> Sequence[tuple[Chunk, int, int]]:
         described, place = [], 0
         if self.is_plain:
@@ -79,18 +82,9 @@ class Step:
             place += chunk.num_tokens + len(chunk.drafts)
         return described
 
-    @cached_property
-    def is_verify(self) -> bool:
-        return any(map(attrgetter("drafts"), self.chunks))
-
     @property
     def kind(self) -> str:
         return "verify" if self.is_verify else "decode" if self.is_decode else "prefill"
-
-    @cached_property
-    def num_tokens(self) -> int:
-        num_drafts = sum(len(chunk.drafts) for chunk in self.chunks) if self.is_verify else 0
-        return sum(map(attrgetter("num_tokens"), self.chunks)) + num_drafts
 
 
 def all_decode(chunks: Sequence[Chunk]) -> bool:

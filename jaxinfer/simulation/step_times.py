@@ -10,13 +10,22 @@ from pathlib import Path
 import numpy as np
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine import step_times
 from jaxinfer.engine.buckets import Bucket, choose_bucket, plan_buckets
 from jaxinfer.engine.cost_fit import fit_weights
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.step import Step
-from jaxinfer.engine.step_times import FEATURES, step_features
 
 MIN_STEPS = 8
+# Rows are computed side by side, so a step takes as long as its longest one; and what the host does for a step is
+# hidden by the one before it, if that was still on its way.
+FEATURES = (*step_times.FEATURES, "longest context", "not ahead")
+
+
+def step_features(step: Step, bucket: Bucket) -> tuple[float, ...]:
+    """Returns the FEATURES of a step in its compiled shape."""
+    longest = max(chunk.start + chunk.num_tokens for chunk in step.chunks)
+    return (*step_times.step_features(step, bucket), longest, not step.is_ahead)
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.engine.buckets import plan_buckets
 from jaxinfer.engine.metrics import Targets
 from jaxinfer.simulation.driver import drive
-from jaxinfer.simulation.real_engine import RealEngine
+from jaxinfer.simulation.real_engine import RealEngine, rehearse
 from jaxinfer.simulation.simulated_engine import load_simulated_engine
 from jaxinfer.simulation.step_times import FEATURES, StepTimes, fit_step_times, measured_steps
 from jaxinfer.simulation.trace import TracedRequest
@@ -70,6 +74,25 @@ def test_an_empty_trace_is_an_empty_report(checkpoint):
     report = simulate(checkpoint, [])
 
     assert (report.num_requests, report.num_steps, report.ttft) == (0, 0, {})
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_num_seqs": 20, "max_num_batched_tokens": 128, "max_mixed_tokens": 40}])
+def test_a_rehearsal_has_the_largest_prefill_and_every_size_of_decode_steps(checkpoint, limits):
+    config, shapes = EngineConfig(**CONFIG | limits), set()
+    times: Any = SimpleNamespace(seconds=lambda step, bucket: shapes.add(bucket) or 1.0)
+    engine = load_simulated_engine(checkpoint, config, times)
+
+    def generate(prompts, params, show_progress):
+        for pair in zip(prompts, params, strict=True):
+            engine.add(*pair)
+        while engine._scheduler.num_unfinished:
+            engine.step()
+
+    model_config, metrics = engine._admission.model_config, engine._scheduler.metrics
+    llm: Any = SimpleNamespace(engine_config=config, model_config=model_config, metrics=metrics, generate=generate)
+    rehearse(llm)
+
+    assert shapes >= {bucket for bucket in plan_buckets(config) if bucket.is_decode} | {plan_buckets(config)[-1]}
 
 
 @pytest.mark.parametrize("seed", [0, 1])

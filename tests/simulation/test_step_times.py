@@ -10,8 +10,8 @@ from jaxinfer.engine.step import Chunk, Step
 from jaxinfer.simulation.step_times import FEATURES, MeasuredStep, StepTimes, fit_step_times, step_features
 from tests.engine.fake_device import make_request
 
-DECODE = (2e-3, 1e-5, 0, 4e-4, 1e-4, 3e-7, 0)
-PREFILL = (1e-3, 0, 2e-4, 0, 3e-4, 0, 1e-7)
+DECODE = (2e-3, 1e-5, 0, 4e-4, 1e-4, 3e-7, 0, 5e-7, 0)
+PREFILL = (1e-3, 0, 2e-4, 0, 3e-4, 0, 1e-7, 0, 2e-3)
 
 
 def random_step(rng, is_decode):
@@ -20,7 +20,7 @@ def random_step(rng, is_decode):
     for i in range(num_rows):
         start = int(rng.integers(0, 900))
         chunks.append(Chunk(make_request(i, 1, 1), start, 1 if is_decode else int(rng.integers(2, 60))))
-    return Step(tuple(chunks))
+    return Step(tuple(chunks), is_ahead=bool(rng.integers(0, 2)))
 
 
 def bucket_of(step):
@@ -52,6 +52,8 @@ def test_the_features_of_a_step_are_counted():
         "rows": 2,
         "context tokens": 11 + 24,
         "attended tokens": (10 + 11) // 2 + 20 * (4 + 24) // 2,
+        "longest context": 24,
+        "not ahead": 1,
     }
 
 
