@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jaxinfer.config import EngineConfig, ModelConfig, SamplingParams
+from jaxinfer.engine.branches import fork, rewind
 from jaxinfer.engine.page_window import page_window
 from jaxinfer.engine.planning import plan_window
 from tests.engine.engines import (
@@ -26,6 +28,7 @@ from tests.engine.engines import (
     save_small_checkpoint,
 )
 from tests.engine.fake_device import Engine, expected_tokens
+from tests.engine.test_scheduler_invariants import ADMISSION
 from tests.engine.test_tier_exactness import evict_all, set_tiers
 
 WINDOW, S = 20, 16
@@ -267,6 +270,22 @@ def test_a_page_that_another_request_sees_stays_with_it():
 
     for request in (first, second):
         assert list(engine.completions[request.request_id].token_ids) == expected_tokens(request, 30, window=WINDOW)
+
+
+def test_a_branch_that_is_set_back_takes_no_page_that_its_origin_gave_back():
+    engine = Engine(window=WINDOW, max_num_seqs=2, num_pages=24)
+    origin = engine.add(0, prompt=150, max_tokens=40)
+    while origin.num_output_tokens < 30:
+        engine.step()
+    branch = fork(origin, 1, ADMISSION, time_limit=math.inf)
+    rewind(branch, 20, ADMISSION)
+    engine.scheduler.add(branch)
+
+    engine.run()
+
+    assert list(engine.completions[1].token_ids) == expected_tokens(
+        branch, 40, list(origin.token_ids[:160]), window=WINDOW
+    )
 
 
 @pytest.mark.parametrize("decode_loop_steps", [1, 8])
