@@ -69,7 +69,7 @@ class CompiledSteps:
         return bucket, self._compiled[bucket]
 
     def _wait_for(self, buckets: Sequence[Bucket], show_progress: bool) -> None:
-        for bucket in tqdm(buckets, desc="compiling steps", unit="step", disable=not show_progress):
+        for bucket in tqdm(buckets, desc="compiling steps", unit="step", disable=not (show_progress and buckets)):
             self._compiled[bucket] = self._to_come[bucket].result()
             del self._to_come[bucket]
         self._ready = tuple(bucket for bucket in self._buckets if bucket in self._compiled)
