@@ -125,7 +125,7 @@ ALLOWED = {
     "engine.metrics": set(),
     "engine.completion": below("engine.metrics"),
     "engine.page_copies": set(),
-    "engine.page_window": set(),
+    "engine.page_window": below("sampling_params"),
     "engine.page_finder": below(*(f"engine.{name}" for name in ("page_copies", "pages", "prefix", "request", "tiers"))),
     "engine.family": set(),
     "engine.request": below(

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxinfer.config import MAX_SEED, CacheConfig, EngineConfig, ModelConfig, SamplingParams
 from jaxinfer.engine.family import Family
-from jaxinfer.engine.page_window import PageWindow
+from jaxinfer.engine.page_window import PageWindow, window_for
 from jaxinfer.engine.prefix import PageKeys, root_key
 from jaxinfer.engine.request import Priority, Request
 from jaxinfer.engine.terms import checked_priority, checked_tenant, checked_time_limit
@@ -184,8 +184,9 @@ class Admission:
             )
         # The last token is drawn but never computed, so it needs no slot.
         num_slots = min(num_prompt_tokens + sampling.max_tokens, self.max_model_len) - 1
-        if self.window is not None and not sampling.reads_context:
-            num_slots = min(num_slots, self.window.most * self.cache_config.page_size)
+        window = window_for(self.window, sampling)
+        if window is not None:
+            num_slots = min(num_slots, window.most * self.cache_config.page_size)
         capacity = self.cache_config.num_pages * self.cache_config.page_size
         if num_slots > capacity:
             raise ValueError(

@@ -13,7 +13,7 @@ from itertools import chain
 
 from jaxinfer.engine.page_copies import CopyIn, CopyOut, CopyWithin, PageCopies
 from jaxinfer.engine.page_finder import PageFinder, Source
-from jaxinfer.engine.page_window import PageWindow
+from jaxinfer.engine.page_window import PageWindow, window_for
 from jaxinfer.engine.pages import PageAllocator
 from jaxinfer.engine.prefix import PageKeys
 from jaxinfer.engine.request import Request
@@ -171,7 +171,8 @@ class BlockTables:
 
     def _num_kept(self, request: Request) -> int | None:
         """Returns how many full pages a request keeps before that of its last token, None for all."""
-        return None if self._window is None or request.sampling.reads_context else self._window.num_kept
+        window = window_for(self._window, request.sampling)
+        return None if window is None else window.num_kept
 
     def _free_behind(self, request: Request) -> None:
         """Takes the pages of a request that no token sees any more, should it have one token less as well."""
@@ -186,8 +187,9 @@ class BlockTables:
         """Returns how many pages it wants beside the first `num_pages`, of which it has `num_owned`."""
         num_tokens = request.num_computed + request.num_uncomputed
         count = -(-num_tokens // self.page_size) - num_pages
-        if self._window is not None and self._num_kept(request) is not None:
-            count = min(count, self._window.most - num_owned)
+        window = window_for(self._window, request.sampling)
+        if window is not None:
+            count = min(count, window.most - num_owned)
         return max(count, 0)
 
     def _make_known(self, request: Request, keys: PageKeys, index: int) -> None:

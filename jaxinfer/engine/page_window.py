@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxinfer.sampling_params import SamplingParams
+
 
 @dataclass(frozen=True)
 class PageWindow:
@@ -23,3 +25,8 @@ def page_window(window: int, page_size: int, max_step_tokens: int) -> PageWindow
     # The first token of a page sees window - 1 tokens before it. One page at least, so that a prefix can be found.
     num_kept = max(-(-(window - 1) // page_size), 1)
     return PageWindow(num_kept, num_kept + 1 + -(-max_step_tokens // page_size))
+
+
+def window_for(window: PageWindow | None, sampling: SamplingParams) -> PageWindow | None:
+    """Returns the window behind which a request with these parameters gives pages back, None where it keeps all."""
+    return None if window is None or sampling.reads_context else window

@@ -35,8 +35,8 @@ class Scheduler:
 
     `max_mixed_tokens` bounds the tokens of a step in which somebody decodes, `max_waiting` the requests beyond those
     that can run; None leaves either open. `tiers` keep pages that the pool has no room for; none is kept for a request
-    behind its `window`. `speculation` adds drafts where all decode; without it, such a step may go on for
-    `decode_loop_steps`. `targets` are what the goodput counts by. `clock` counts seconds. `observers` hear of it.
+    behind its `window`. `speculation` adds drafts where all decode; else such a step may go on for `decode_loop_steps`.
+    The goodput counts by the `targets`. `clock` counts seconds and never goes back. `observers` are told what happens.
     """
 
     def __init__(
