@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from jaxinfer.config import EngineConfig, ModelConfig, SamplingParams
+from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.branches import fork, rewind
 from jaxinfer.engine.page_window import page_window
 from jaxinfer.engine.planning import plan_window
@@ -30,6 +31,7 @@ from tests.engine.engines import (
 from tests.engine.fake_device import Engine, expected_tokens
 from tests.engine.test_scheduler_invariants import ADMISSION
 from tests.engine.test_tier_exactness import evict_all, set_tiers
+from tests.replay import SMALL_MODEL
 
 WINDOW, S = 20, 16
 # 2 full pages behind that of the last token, that one, and one more that a step of 5 tokens may write.
@@ -311,17 +313,7 @@ def test_the_most_pages_are_those_of_the_window_of_a_step_and_one_more(window):
 
 
 def test_where_a_draft_model_reads_the_same_pages_none_is_given_back():
-    config: Any = ModelConfig(
-        vocab_size=8,
-        hidden_size=8,
-        intermediate_size=8,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=8,
-        max_position=99,
-        sliding_window=WINDOW,
-    )
+    config = dataclasses.replace(SMALL_MODEL, sliding_window=WINDOW)
 
     def planned(bytes_per_page: int):
         drafter = SimpleNamespace(page_bytes=lambda _: bytes_per_page)
