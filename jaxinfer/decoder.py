@@ -112,4 +112,6 @@ def mlp(layer: LayerParams, x: jax.Array, num_tokens: jax.Array) -> jax.Array:
 def unembed(params: Params, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
     """Returns logits f32[rows, V] of hidden states [rows, D], of which num_rows mean anything (all, if None)."""
     table = params.embedding if params.unembedding is None else params.unembedding
+    if params.lens is not None:  # Belrose et al. 2023
+        hidden = hidden + linear(hidden, params.lens, None, num_rows)
     return product(hidden, table, num_rows)

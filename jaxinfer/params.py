@@ -41,12 +41,16 @@ class LayerParams:
 
 @struct.dataclass
 class Params:
-    """All tensors of a decoder. `unembedding` is None where the embedding serves for both ends."""
+    """All tensors of a decoder. `unembedding` is None where the embedding serves for both ends.
+
+    Those of its first layers alone may have a `lens`, which brings the state after them nearer to the last.
+    """
 
     embedding: Any  # [V, D]
     layers: tuple[LayerParams, ...]
     final_norm: Any  # [D]
     unembedding: Any = None  # [V, D]
+    lens: Any = None  # [D, D]
 
 
 @dataclass(frozen=True)

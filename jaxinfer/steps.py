@@ -153,7 +153,8 @@ def draft_step(
     them come first. They are drawn as `decode_step` would.
     """
     run = functools.partial(forward, config=config, implementation=implementation, mesh=mesh)
-    hidden, cache = run(params, cache, batch)
+    # Every row has a token, so where there are no more than rows, each has one.
+    hidden, cache = run(params, cache, batch, q_len=1 if len(batch.tokens) == len(batch.kv_lens) else None)
     last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
     _, tokens = _draw(params, cache, hidden[last], batch, sampling, custom)
     drafts = jnp.zeros((tokens.shape[0], max_drafts), jnp.int32).at[:, 0].set(tokens)

@@ -66,6 +66,13 @@ def test_layers_are_stacked_where_a_scan_reads_them_in_place(on_device, platform
     assert device.default_layer_groups(3) == groups
 
 
+@pytest.mark.parametrize(("first_layers", "groups"), [(2, (2, 4)), (None, (6,)), (6, (6,))])
+def test_a_group_ends_after_the_layers_that_are_wanted_by_themselves(on_device, first_layers, groups):
+    on_device("tpu")
+
+    assert device.default_layer_groups(6, first_layers) == groups
+
+
 def test_an_accelerator_has_left_what_is_not_in_use(on_device):
     on_device("gpu", memory_stats=lambda: {"bytes_limit": 80 * 2**30, "bytes_in_use": 16 * 2**30})
 

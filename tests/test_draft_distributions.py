@@ -16,11 +16,11 @@ from jaxinfer.batch import Row, make_batch
 from jaxinfer.config import CacheConfig, SamplingParams
 from jaxinfer.draft_heads import draft_from_heads
 from jaxinfer.sampling_batch import make_sampling
-from jaxinfer.steps import decode_step, verify_step
+from jaxinfer.steps import decode_step, draft_step, verify_step
 from tests.replay import SMALL_MODEL, all_logits_unoptimised, lively_params, nan_cache
 from tests.unoptimised import UNOPTIMISED
 
-TINY = dataclasses.replace(SMALL_MODEL, vocab_size=8, num_layers=1, layer_groups=(1,))
+TINY = dataclasses.replace(SMALL_MODEL, vocab_size=8, num_layers=2, layer_groups=(1, 1))
 V, MANY, NUM_DRAFTS = TINY.vocab_size, 1024, 2
 CONTEXT = [3]
 FIXED = [7, 4]
@@ -36,6 +36,8 @@ quickly = functools.partial(jax.jit, compiler_options=UNOPTIMISED)
 decode = quickly(functools.partial(decode_step, config=TINY))
 verify = quickly(functools.partial(verify_step, q_len=1 + NUM_DRAFTS, config=TINY))
 from_heads = quickly(draft_from_heads)
+FIRST_LAYER = dataclasses.replace(TINY, num_layers=1, layer_groups=(1,))
+from_exit = quickly(functools.partial(draft_step, max_drafts=NUM_DRAFTS, config=FIRST_LAYER))
 
 
 @functools.cache
@@ -68,18 +70,28 @@ def probabilities(context, fields):
     return weights / weights.sum()
 
 
-def fixed_drafts(output, sampling):
+def fixed_drafts(output, cache, sampling):
     return np.tile(np.array(FIXED, np.int32), (MANY, 1))
 
 
-def head_drafts(output, sampling):
+def exit_drafts(output, cache, sampling):
+    D = TINY.hidden_size
+    lens = np.random.default_rng(1).standard_normal((D, D)).astype(np.float32) / D
+    first = dataclasses.replace(params(), layers=params().layers[:1], lens=lens)
+    rows = [Row([token], len(CONTEXT), [i]) for i, token in enumerate(output.tokens.tolist())]
+    batch = make_batch(rows, page_size=16, num_tokens=MANY, num_rows=MANY, table_width=1)
+    counts = np.full(MANY, NUM_DRAFTS, np.int32)
+    return from_exit(first, dataclasses.replace(cache, groups=cache.groups[:1]), batch, sampling, counts)[0]
+
+
+def head_drafts(output, cache, sampling):
     D = TINY.hidden_size
     weights = np.random.default_rng(1).standard_normal((NUM_DRAFTS, D, 2 * D)).astype(np.float32) / 8
     positions = jnp.full((MANY,), len(CONTEXT) + 1, jnp.int32)
     return from_heads(params(), weights, output.hidden, output.tokens, sampling, positions)
 
 
-DRAFTERS = {"the same for all": fixed_drafts, "heads": head_drafts}
+DRAFTERS = {"the same for all": fixed_drafts, "heads": head_drafts, "early exit": exit_drafts}
 
 
 def draw_many(fields, drafter):
@@ -93,7 +105,7 @@ def draw_many(fields, drafter):
     batch = functools.partial(make_batch, page_size=16, num_rows=MANY, table_width=1)
     rows = [Row(CONTEXT, 0, [i]) for i in range(MANY)]
     first, cache = decode(params(), cache, batch(rows, num_tokens=MANY), sampling)
-    drafts = np.asarray(drafter(first, sampling)).tolist()
+    drafts = np.asarray(drafter(first, cache, sampling)).tolist()
     rows = [Row([token, *drafts[i]], len(CONTEXT), [i]) for i, token in enumerate(first.tokens.tolist())]
     tokens = batch(rows, num_tokens=(1 + NUM_DRAFTS) * MANY)
     sampling = make_sampling([SamplingParams(**fields)] * MANY, num_rows=MANY, num_masks=len(tokens.tokens), **options)

@@ -67,14 +67,27 @@ def test_heads_are_loaded_from_their_folder(case, tmp_path):
     save_heads(tmp_path, case[1])
 
     assert has_draft_heads(tmp_path)
-    np.testing.assert_array_equal(load_draft_heads(tmp_path, "float32"), case[1])
+    np.testing.assert_array_equal(load_draft_heads(tmp_path, "float32").tensors["weights"], case[1])
+
+
+def test_an_early_exit_is_loaded_from_its_folder(tmp_path):
+    tensors = {"norm": np.ones(8, np.float32), "lens": np.eye(8, dtype=np.float32)}
+    description = {"drafter": "exit", "num_layers": 2, "hidden_size": 8}
+    (tmp_path / "draft_heads.json").write_text(json.dumps(description))
+    save_file(tensors, tmp_path / "draft_heads.safetensors")
+
+    found = load_draft_heads(tmp_path, "float32")
+
+    assert (found.kind, found.numbers) == ("exit", {"num_layers": 2, "hidden_size": 8})
+    np.testing.assert_array_equal(found.tensors["lens"], tensors["lens"])
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"drafter": "owl"}, "of kind 'owl'"),
-        ({"num_heads": 4}, "says .4, 32, 64."),
+        ({"drafter": "exit"}, "no draft heads that can be read: KeyError"),
+        ({"num_heads": 4}, "says .*4, 32, 64."),
         ({"hidden_size": None}, "no draft heads that can be read"),
     ],
 )

@@ -224,11 +224,13 @@ def test_only_layers_cache_and_the_decoder_call_paged_attention():
     assert users - set(within("kernels_pallas")) == {"jaxinfer.cache", "jaxinfer.decoder"}
 
 
-def test_only_the_runner_its_compiler_and_the_draft_model_know_steps_and_own_a_cache():
+def test_only_the_runner_its_compiler_and_models_that_draft_know_steps_and_own_a_cache():
     runners = {name for name in MODULES if imports_of(name) & {"jaxinfer.steps", "jaxinfer.cache.init_cache"}}
 
     # The package's `__init__` may hand the functional names to the user.
-    assert runners - {"jaxinfer"} == {f"jaxinfer.engine.{name}" for name in ("compiling", "runner", "draft_model")}
+    assert runners - {"jaxinfer"} == {
+        f"jaxinfer.engine.{name}" for name in ("compiling", "runner", "draft_model", "draft_steps")
+    }
 
 
 @pytest.mark.parametrize("module", MODULES)

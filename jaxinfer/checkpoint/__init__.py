@@ -14,13 +14,18 @@ __all__ = ["load_checkpoint", "load_params", "read_config", "read_eos_token_ids"
 
 
 def load_checkpoint(
-    path_or_id: str | Path, dtype: str | None = None, *, show_progress: bool = False
+    path_or_id: str | Path,
+    dtype: str | None = None,
+    *,
+    first_layers: int | None = None,
+    show_progress: bool = False,
 ) -> tuple[Params, ModelConfig]:
     """Loads a Hugging Face checkpoint from a folder or the Hub, in the format and groups that suit the device.
 
-    Raises ValueError for a checkpoint that cannot be used, with everything that is wrong with it.
+    Where `first_layers` are wanted by themselves, a group ends after them. Raises ValueError for a checkpoint that
+    cannot be used, with everything that is wrong with it.
     """
     path = resolve_checkpoint(path_or_id)
     config = read_config(path)
-    config = replace(config, layer_groups=default_layer_groups(config.num_layers))
+    config = replace(config, layer_groups=default_layer_groups(config.num_layers, first_layers))
     return load_params(path, config, dtype or default_dtype(), show_progress=show_progress), config

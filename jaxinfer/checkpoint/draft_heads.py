@@ -1,8 +1,12 @@
-"""Draft heads on disk: a folder with a description and one tensor, as scripts/train_draft_heads.py writes them."""
+"""What drafts from the target's states, on disk: a folder with a description and tensors.
+
+scripts/train_draft_heads.py writes it.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,21 @@ import jax
 from safetensors.flax import load_file
 
 DESCRIPTION, TENSORS = "draft_heads.json", "draft_heads.safetensors"
+# The numbers that describe a drafter of each kind, and the shapes of its tensors by them.
+SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
+    "medusa": {"weights": ("num_heads", "hidden_size", "2 hidden_size")},
+    "exit": {"norm": ("hidden_size",), "lens": ("hidden_size", "hidden_size")},
+}
+FURTHER: dict[str, tuple[str, ...]] = {"medusa": (), "exit": ("num_layers",)}
+
+
+@dataclass(frozen=True)
+class DraftHeads:
+    """A drafter of one of the kinds: what describes it, and its tensors."""
+
+    kind: str
+    numbers: dict[str, Any]
+    tensors: dict[str, jax.Array]
 
 
 def has_draft_heads(path: str | Path) -> bool:
@@ -17,17 +36,25 @@ def has_draft_heads(path: str | Path) -> bool:
     return Path(path, DESCRIPTION).is_file()
 
 
-def load_draft_heads(path: str | Path, dtype: Any) -> jax.Array:
-    """Returns the weights [K, D, 2 D] of Medusa heads; ValueError where the folder holds anything else."""
+def load_draft_heads(path: str | Path, dtype: Any) -> DraftHeads:
+    """Returns what a folder holds; ValueError where that is not what its description says."""
     try:
         description = json.loads(Path(path, DESCRIPTION).read_text(encoding="utf-8"))
-        weights = load_file(Path(path, TENSORS))["weights"]
-        shape = tuple(int(description[name]) for name in ("num_heads", "hidden_size"))
-    except (OSError, KeyError, ValueError, TypeError) as error:
+        kind = description.get("drafter")
+        if kind not in SHAPES:
+            kinds = ", ".join(map(repr, SHAPES))
+            raise ValueError(f"{path} holds draft heads of kind {kind!r}; there are {kinds}")
+        tensors = load_file(Path(path, TENSORS))
+        names = {name for shape in SHAPES[kind].values() for name in shape if not name.startswith("2 ")}
+        numbers = {name: description[name] for name in (*sorted(names), *FURTHER[kind])}
+        shapes = {name: tuple(_size(numbers, axis) for axis in axes) for name, axes in SHAPES[kind].items()}
+    except (OSError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds no draft heads that can be read: {error!r}") from None
-    if description.get("drafter") != "medusa":
-        raise ValueError(f"{path} holds draft heads of kind {description.get('drafter')!r}; there is 'medusa'")
-    wanted = (*shape, 2 * shape[1])
-    if weights.shape != wanted:
-        raise ValueError(f"{path} has weights of shape {weights.shape}, but {DESCRIPTION} there says {wanted}")
-    return weights.astype(dtype)
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    if found != shapes:
+        raise ValueError(f"{path} has tensors of shapes {found}, but {DESCRIPTION} there says {shapes}")
+    return DraftHeads(kind, numbers, {name: tensor.astype(dtype) for name, tensor in tensors.items()})
+
+
+def _size(numbers: dict[str, Any], axis: str) -> int:
+    return 2 * int(numbers[axis[2:]]) if axis.startswith("2 ") else int(numbers[axis])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from jaxinfer.cache import KVCache
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
 from jaxinfer.engine.emission import Emitted
 from jaxinfer.engine.request import Request
@@ -26,13 +27,22 @@ class Target:
     custom: Mapping[str, LogitsProcessor]
 
 
+# Lets a function of the target's cache have it: takes cache -> (result, cache), returns the result.
+LendCache = Callable[[Callable[[KVCache], tuple[Any, KVCache]]], Any]
+
+
 @runtime_checkable
 class DeviceDrafter(Protocol):
     """A `Drafter` with steps of its own on the device."""
 
+    @property
+    def first_layers(self) -> int | None:
+        """After how many of the target's layers a group of them has to end, if it matters."""
+        return None
+
     def page_bytes(self, cache_config: CacheConfig) -> int:
         """Returns what it needs for each page of the target's cache."""
-        ...
+        return 0
 
     @property
     def resident_bytes(self) -> int:
@@ -54,10 +64,13 @@ class DeviceDrafter(Protocol):
         """
         ...
 
+    def attach(self, lend_cache: LendCache) -> None:
+        """Is told, before it drafts first, how to compute on the target's cache."""
+
     def observe(self, step: Step, emitted: Sequence[Sequence[Emitted]], hidden: Any) -> None:
         """Is shown each step, what it emitted and its tokens' states [T, D], on the device."""
-        ...
 
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]: ...
 
-    def forget(self, request: Request) -> None: ...
+    def forget(self, request: Request) -> None:
+        """Is told that a request has ended."""

@@ -7,36 +7,25 @@ draft is but a guess: the target's draws decide.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-import jax
-import numpy as np
-
-from jaxinfer.batch import Row, make_batch, padded
-from jaxinfer.cache import KVCache, abstract_cache, init_cache, page_bytes
+from jaxinfer.batch import Row
+from jaxinfer.cache import init_cache, page_bytes
 from jaxinfer.config import CacheConfig, ModelConfig
-from jaxinfer.engine.batching import sampling_of_requests
 from jaxinfer.engine.buckets import decode_sizes, max_batched_tokens
-from jaxinfer.engine.device_drafter import Target
-from jaxinfer.engine.emission import Emitted
-from jaxinfer.engine.executables import compile_or_load
+from jaxinfer.engine.device_drafter import DeviceDrafter, Target
+from jaxinfer.engine.draft_steps import DraftSteps, Shape
 from jaxinfer.engine.prefix import num_equal
 from jaxinfer.engine.request import Request
-from jaxinfer.engine.step import Step
 from jaxinfer.params import Params
-from jaxinfer.plan.memory import num_bytes, step_bytes
-from jaxinfer.steps import draft_step
+from jaxinfer.plan.memory import num_bytes
 
-Shape = tuple[int, int]  # rows and tokens
 Span = tuple[int, int, int]  # which request, and from which token to which
 # Tokens of a row that most steps begin with: the last one, and one that was accepted without having been computed.
 CATCH_UP = 2
 
 
-class DraftModel:
+class DraftModel(DeviceDrafter):
     """Drafts what a model of the same vocabulary draws with the noise of the target's draws.
 
     Where the two agree on what is likely, they then agree on what is drawn as well. One dispatch per step.
@@ -45,7 +34,6 @@ class DraftModel:
     def __init__(self, params: Params, config: ModelConfig) -> None:
         self._params = params
         self._config = config
-        self.step_bytes = 0
         # What was computed for a request: in which pages, how many of its tokens, and which drafts after them.
         self._computed: dict[int, tuple[list[int], int, list[int]]] = {}
         self._known: dict[int, bytes] = {}  # what full pages hold, by its key in the target's prefix cache
@@ -56,7 +44,11 @@ class DraftModel:
 
     @property
     def num_executables(self) -> int:
-        return len(self._compiled)
+        return len(self._steps.shapes)
+
+    @property
+    def step_bytes(self) -> int:
+        return self._steps.step_bytes
 
     def page_bytes(self, cache_config: CacheConfig) -> int:
         """Returns what a page of this model takes."""
@@ -64,32 +56,19 @@ class DraftModel:
 
     def prepare(self, target: Target) -> int:
         """Compiles the steps and makes the cache; ValueError for a model of another vocabulary."""
-        vocab_size, engine_config, cache_config = (
-            target.model_config.vocab_size,
-            target.engine_config,
-            target.cache_config,
-        )
+        vocab_size, engine_config = target.model_config.vocab_size, target.engine_config
         if self._config.vocab_size != vocab_size:
             raise ValueError(
                 f"the draft model has a vocabulary of {self._config.vocab_size} tokens, the target one of {vocab_size};"
                 " speculation needs a draft model of the target's"
             )
-        self._engine_config, self._page_size = engine_config, cache_config.page_size
-        self._table_width, self._custom = target.table_width, dict(target.custom)
+        self._page_size = target.cache_config.page_size
         sizes = decode_sizes(engine_config)
         widest = max(max_batched_tokens(engine_config), CATCH_UP * sizes[-1])  # for prompts, too
-        shapes = {**{(rows, CATCH_UP * rows): None for rows in sizes}, (sizes[-1], widest): None}
-        cache = abstract_cache(self._config, cache_config)
-        inputs = [self._layout(shape, [], [], []) for shape in shapes]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler releases the interpreter lock
-            compiled = pool.map(lambda arguments: self._compile(cache, arguments), inputs)
-            self._compiled = dict(zip(shapes, compiled, strict=True))
-        self.step_bytes = max(map(step_bytes, self._compiled.values(), inputs))
-        self._cache = init_cache(self._config, cache_config)
+        shapes = [(rows, CATCH_UP * rows) for rows in sizes]
+        self._steps = DraftSteps(self._params, self._config, target, [*shapes, (sizes[-1], widest)])
+        self._cache = init_cache(self._config, target.cache_config)
         return engine_config.max_drafts
-
-    def observe(self, step: Step, emitted: Sequence[Sequence[Emitted]], hidden: Any) -> None:
-        """It has states of its own."""
 
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in requests]
@@ -97,7 +76,7 @@ class DraftModel:
         order = sorted((i for i, count in enumerate(counts) if count), key=lambda i: -counts[i])
         spans = [(i, self._num_computed(requests[i]), len(requests[i].token_ids)) for i in order]
         num_tokens = sum(end - start for _, start, end in spans)
-        for shape in self._compiled:
+        for shape in self._steps.shapes:
             if shape[0] >= len(spans) and shape[1] >= num_tokens:
                 for (i, *_), tokens in zip(spans, self._run(shape, requests, spans, counts), strict=True):
                     drafts[i] = tokens
@@ -115,9 +94,7 @@ class DraftModel:
         chosen = [requests[i] for i, *_ in spans]
         rows = [Row(r.token_ids[start:end], start, r.pages) for r, (_, start, end) in zip(chosen, spans, strict=True)]
         limits = [counts[i] for i, *_ in spans]
-        arguments = self._layout(shape, rows, chosen, limits)
-        drafts, self._cache = self._compiled[shape](self._params, self._cache, *arguments)
-        tokens = [row[:limit] for row, limit in zip(jax.device_get(drafts).tolist(), limits, strict=False)]
+        tokens, self._cache = self._steps.run(shape, self._cache, rows, chosen, limits)
         for request, (_, start, end), drafted in zip(chosen, spans, tokens, strict=True):
             self._computed[request.request_id] = (list(request.pages), end, drafted[:-1])
             if request.keys is not None:
@@ -137,29 +114,6 @@ class DraftModel:
                 break
             num_tokens = end
         return min(num_tokens, last)
-
-    def _layout(self, shape: Shape, rows: Sequence[Row], requests: Sequence[Request], counts: Sequence[int]):
-        num_rows, num_tokens = shape
-        batch = make_batch(
-            rows,
-            page_size=self._page_size,
-            num_tokens=num_tokens,
-            num_rows=num_rows,
-            table_width=self._table_width,
-        )
-        sampling = sampling_of_requests(
-            requests,
-            num_rows=num_rows,
-            max_listed_tokens=self._engine_config.max_listed_tokens,
-            # No masks: drafts that a structure rules out are dropped before they are verified.
-            vocab_size=self._config.vocab_size,
-            custom=tuple(self._custom),
-        )
-        return batch, sampling, padded(np.array(counts, np.int32), num_rows, 0)
-
-    def _compile(self, cache: KVCache, inputs: tuple[Any, ...]) -> jax.stages.Compiled:
-        statics = {"config": self._config, "max_drafts": self._engine_config.max_drafts}
-        return compile_or_load(draft_step, self._params, cache, *inputs, **statics, custom=tuple(self._custom.values()))
 
 
 def _first_tokens(spans: Sequence[Span], room: int) -> list[Span]:

@@ -12,11 +12,10 @@ import jax
 import numpy as np
 
 from jaxinfer.batch import padded
-from jaxinfer.config import CacheConfig
 from jaxinfer.draft_heads import draft_from_heads
 from jaxinfer.engine.batching import sampling_of_requests
 from jaxinfer.engine.buckets import decode_sizes
-from jaxinfer.engine.device_drafter import Target
+from jaxinfer.engine.device_drafter import DeviceDrafter, Target
 from jaxinfer.engine.emission import Emitted
 from jaxinfer.engine.executables import compile_or_load
 from jaxinfer.engine.request import Request
@@ -25,7 +24,7 @@ from jaxinfer.plan.memory import num_bytes, step_bytes
 from jaxinfer.sampling_batch import SamplingBatch
 
 
-class HeadDrafter:
+class HeadDrafter(DeviceDrafter):
     """Drafts what heads [K, D, 2 D] on the last states draw, with the noise of the target's draws.
 
     Parameters that change logits before the temperature have no part in it.
@@ -33,7 +32,6 @@ class HeadDrafter:
 
     def __init__(self, weights: jax.Array) -> None:
         self._weights = weights
-        self.step_bytes = 0
         self._hidden: Any = None  # [T, D] of the last step
         self._places: dict[int, tuple[int, int]] = {}  # by request: the state of its last token, and how many it has
 
@@ -45,8 +43,9 @@ class HeadDrafter:
     def num_executables(self) -> int:
         return len(self._compiled)
 
-    def page_bytes(self, cache_config: CacheConfig) -> int:
-        return 0
+    @property
+    def step_bytes(self) -> int:
+        return self._step_bytes
 
     def prepare(self, target: Target) -> int:
         """Compiles the heads for the engine's batch sizes; ValueError for heads of a model of another width."""
@@ -62,7 +61,7 @@ class HeadDrafter:
         inputs = [self._layout([], np.zeros((0, width), self._dtype), size) for size in sizes]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler releases the interpreter lock
             self._compiled = dict(zip(sizes, pool.map(self._compile, inputs), strict=True))
-        self.step_bytes = max(map(step_bytes, self._compiled.values(), inputs))
+        self._step_bytes = max(map(step_bytes, self._compiled.values(), inputs))
         return num_heads
 
     def observe(self, step: Step, emitted: Sequence[Sequence[Emitted]], hidden: Any) -> None:

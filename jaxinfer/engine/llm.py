@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Unpack
 
 from jaxinfer.cache import page_bytes
-from jaxinfer.checkpoint import load_checkpoint, resolve_checkpoint
+from jaxinfer.checkpoint import resolve_checkpoint
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.device import default_dtype, enable_compilation_cache
 from jaxinfer.engine.admission import Prompt, as_params, as_prompts
@@ -29,7 +29,7 @@ from jaxinfer.engine.planning import plan_host, plan_tiers
 from jaxinfer.engine.request import Completion, Delta
 from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.samples import Samples
-from jaxinfer.engine.speculation_plan import plan_speculation
+from jaxinfer.engine.speculation_plan import load_target, plan_speculation
 from jaxinfer.engine.step import Step
 from jaxinfer.engine.terms import Terms
 from jaxinfer.engine.timeline import MAX_STEPS, Timeline, recorded_timeline
@@ -53,8 +53,8 @@ class LLM:
     part of the compiled steps, and act on the requests that name them in `SamplingParams.logits_processors`.
 
     `speculation` guesses tokens ahead, to be verified several at once: "ngram" guesses what followed the last tokens
-    where the request had them before, "suffix" also where other outputs had them, the folder or Hub id of a small model
-    of the same vocabulary lets that draft, the folder of trained draft heads lets these, a `Drafter` of the user's does
+    where the request had them before, "suffix" also where other outputs had them; a folder or Hub id has a small model
+    of the same vocabulary, or what was trained to draft from this model's states; a `Drafter` of the user's does
     whatever it does. No token depends on it, only the time that a token takes.
 
     Requests are added (`add`) and advance together, one `step` at a time; `generate` and `stream` do both for you.
@@ -77,10 +77,10 @@ class LLM:
         self.engine_config = config = config or EngineConfig()
         path = resolve_checkpoint(BUNDLED_MODEL if model is None else model)
         dtype = dtype or default_dtype()
-        params, self.model_config = load_checkpoint(path, dtype, show_progress=show_progress)
+        planned = plan_speculation(speculation, config, dtype)
+        params, self.model_config = load_target(path, dtype, planned, show_progress=show_progress)
         self.tokenizer = Tokenizer.from_path(path)
         custom = dict(logits_processors or {})
-        planned = plan_speculation(speculation, config, dtype)
         target = plan_target(params, self.model_config, config, dtype, custom, planned)
         tiers = plan_tiers(config, page_bytes(self.model_config, target.cache_config))
         self._warm_up = WarmUp(target, planned, show_progress=show_progress)
@@ -98,6 +98,7 @@ class LLM:
         self._runner = Runner(params, self._warm_up, tiers)
         if planned is not None:  # which measures what steps take
             self.warm_up(show_progress=show_progress)
+            planned.attach(partial(self._runner.lend_cache, self._scheduler.copies))
             planned.rehearse(self._runner, self._warm_up.cache_config)
         self._compile_watch = CompileWatch()
         self._pipeline = Pipeline(self._scheduler, self._runner)

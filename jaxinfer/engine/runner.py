@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxinfer.batch import StepOutput, VerifyOutput
-from jaxinfer.cache import init_cache
+from jaxinfer.cache import KVCache, init_cache
 from jaxinfer.engine.page_copies import Content, Copy, CopyIn, CopyOut, CopyWithin, PageCopies
 from jaxinfer.engine.step import Step
 from jaxinfer.engine.tiers import PageTiers
 from jaxinfer.engine.warm_up import WarmUp
 from jaxinfer.params import Params
+
+T = TypeVar("T")
 
 
 class Runner:
@@ -58,6 +61,12 @@ class Runner:
         """Returns what pages hold after copies that are still to be made."""
         self._make_copies(copies)
         return self._copier.read(self._cache, pages)
+
+    def lend_cache(self, copies: PageCopies, compute: Callable[[KVCache], tuple[T, KVCache]]) -> T:
+        """Lets `compute` have the cache, after copies that are still to be made, and returns its result."""
+        self._make_copies(copies)
+        result, self._cache = compute(self._cache)
+        return result
 
     def _make_copies(self, copies: PageCopies) -> None:
         for batch in copies.batches(self._copier.max_width):

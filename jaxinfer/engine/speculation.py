@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxinfer.config import CacheConfig
 from jaxinfer.engine.block_tables import BlockTables
-from jaxinfer.engine.device_drafter import Target
+from jaxinfer.engine.device_drafter import LendCache, Target
 from jaxinfer.engine.draft_choice import share_out
 from jaxinfer.engine.draft_decision import Attempt, Decision, num_to_come
 from jaxinfer.engine.draft_source import DraftSource
@@ -95,6 +95,16 @@ class Speculation:
         self.source.vocab_size = target.model_config.vocab_size
         if self.source.device_drafter is not None:
             self._max_drafts = min(self._max_drafts, self.source.device_drafter.prepare(target))
+
+    @property
+    def first_layers(self) -> int | None:
+        """After how many of the target's layers a group of them has to end, if it matters."""
+        return None if self.source.device_drafter is None else self.source.device_drafter.first_layers
+
+    def attach(self, lend_cache: LendCache) -> None:
+        """Is told how a drafter may compute on the target's cache."""
+        if self.source.device_drafter is not None:
+            self.source.device_drafter.attach(lend_cache)
 
     def rehearse(self, device: Device, cache_config: CacheConfig) -> None:
         """Measures what must be known before the first request; `device` computes steps of an engine without any."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxinfer.checkpoint import load_checkpoint
-from jaxinfer.checkpoint.draft_heads import has_draft_heads, load_draft_heads
-from jaxinfer.config import EngineConfig
+from jaxinfer.checkpoint.draft_heads import DraftHeads, has_draft_heads, load_draft_heads
+from jaxinfer.config import EngineConfig, ModelConfig
 from jaxinfer.engine.buckets import max_verified_tokens, plan_buckets
 from jaxinfer.engine.draft_model import DraftModel
 from jaxinfer.engine.drafters import Drafter, make_drafter
+from jaxinfer.engine.exit_drafter import ExitDrafter
 from jaxinfer.engine.head_drafter import HeadDrafter
 from jaxinfer.engine.speculation import Speculation
 from jaxinfer.engine.step_costs import StepCosts
+from jaxinfer.params import Params
 
 
 def plan_speculation(speculation: str | Path | Drafter | None, config: EngineConfig, dtype: str) -> Speculation | None:
@@ -37,7 +39,22 @@ def plan_speculation(speculation: str | Path | Drafter | None, config: EngineCon
     )
 
 
+def load_target(
+    path: Path, dtype: str, planned: Speculation | None, *, show_progress: bool
+) -> tuple[Params, ModelConfig]:
+    """Loads the model that is drafted for, its layers in groups that suit the drafter, if there is one."""
+    first_layers = None if planned is None else planned.first_layers
+    return load_checkpoint(path, dtype, first_layers=first_layers, show_progress=show_progress)
+
+
 def _load_drafter(path: str | Path, dtype: str) -> Drafter:
     if has_draft_heads(path):
-        return HeadDrafter(load_draft_heads(path, dtype))
+        return drafter_of(load_draft_heads(path, dtype))
     return DraftModel(*load_checkpoint(path, dtype))
+
+
+def drafter_of(heads: DraftHeads) -> Drafter:
+    """Returns the drafter that has these heads."""
+    if heads.kind == "exit":
+        return ExitDrafter(heads.numbers["num_layers"], heads.tensors["norm"], heads.tensors["lens"])
+    return HeadDrafter(heads.tensors["weights"])

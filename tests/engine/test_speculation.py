@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxinfer.engine.block_tables import BlockTables
 from jaxinfer.engine.device_drafter import Target
 from jaxinfer.engine.draft_model import DraftModel
 from jaxinfer.engine.drafters import NgramDrafter, SuffixDrafter
+from jaxinfer.engine.exit_drafter import ExitDrafter
 from jaxinfer.engine.head_drafter import HeadDrafter
 from jaxinfer.engine.plain_runs import PlainRuns
 from jaxinfer.engine.speculation import Speculation
@@ -144,6 +146,58 @@ def test_heads_leave_every_bit_as_it_is(crowded_llm, answers, heads):
 def test_heads_of_another_width_are_refused(crowded_llm):
     with pytest.raises(ValueError, match=r"hidden size of 8, the target has 144"):
         HeadDrafter(jnp.zeros((2, 8, 16))).prepare(target_of(crowded_llm))
+
+
+@pytest.fixture(scope="module")
+def early_exit(crowded_llm):
+    """The first of two layers with a random lens, and the same as a model with pages of its own."""
+    D = crowded_llm.model_config.hidden_size
+    lens = jnp.asarray(np.random.default_rng(0).standard_normal((D, D)) / D, jnp.float32)
+    target = target_of(crowded_llm)
+    norm = target.params.final_norm
+    drafter = ExitDrafter(1, norm, lens)
+    drafter.prepare(target)
+    drafter.attach(partial(crowded_llm._runner.lend_cache, crowded_llm._scheduler.copies))
+    params = replace(target.params, layers=target.params.layers[:1], final_norm=norm, lens=lens)
+    config = replace(crowded_llm.model_config, num_layers=1, layer_groups=(1,))
+    return drafter, draft_model_for(crowded_llm, params, config)
+
+
+class Twice:
+    """Two drafters that should draft alike, where the second has read as far as the first."""
+
+    def __init__(self, *drafters):
+        self.drafters, self.num_alike = drafters, 0
+
+    def draft(self, requests, counts):
+        first, second = (drafter.draft(requests, counts) for drafter in self.drafters)
+        if any(second):
+            assert first == second
+            self.num_alike += sum(map(len, first))
+        return first
+
+    def forget(self, request):
+        for drafter in self.drafters:
+            drafter.forget(request)
+
+
+def test_an_early_exit_drafts_what_the_same_layers_do_in_pages_of_their_own(crowded_llm, answers, early_exit):
+    forget_prefixes(crowded_llm)
+    poison_cache(crowded_llm)
+    both, before = Twice(*early_exit), crowded_llm.metrics()
+
+    with drafts_from(crowded_llm, both):
+        assert contents(run_with_arrivals(crowded_llm, PROMPTS, PARAMS, mean_arrivals=9.0)) == contents(answers)
+
+    assert both.num_alike > 50
+    assert crowded_llm.metrics().num_accepted_tokens > before.num_accepted_tokens
+    assert crowded_llm.metrics().num_preemptions > before.num_preemptions
+
+
+@pytest.mark.parametrize(("num_layers", "width", "message"), [(2, 144, r"after \[1, 2\]"), (1, 8, "hidden size of 8")])
+def test_an_exit_of_another_model_is_refused(crowded_llm, num_layers, width, message):
+    with pytest.raises(ValueError, match=message):
+        ExitDrafter(num_layers, jnp.ones(width), jnp.zeros((width, width))).prepare(target_of(crowded_llm))
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(crowded_llm):

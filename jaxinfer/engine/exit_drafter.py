@@ -1,0 +1,88 @@
+"""Drafts by the target's own first layers, in the target's own pages: self-speculation (Zhang et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import jax
+
+from jaxinfer.batch import Row
+from jaxinfer.cache import KVCache
+from jaxinfer.engine.buckets import decode_sizes
+from jaxinfer.engine.device_drafter import DeviceDrafter, LendCache, Target
+from jaxinfer.engine.draft_steps import DraftSteps
+from jaxinfer.engine.request import Request
+from jaxinfer.plan.memory import num_bytes
+
+
+class ExitDrafter(DeviceDrafter):
+    """Drafts what the first `num_layers` layers draw by a norm [D] and a lens [D, D], with the noise of the target's.
+
+    The keys and values of these layers are in the target's pages already, so it knows every request, whatever became
+    of it before. What it writes lies past the tokens that are computed: the next step overwrites it.
+    """
+
+    def __init__(self, num_layers: int, norm: jax.Array, lens: jax.Array) -> None:
+        self._num_layers, self._norm, self._lens = num_layers, norm, lens
+
+    @property
+    def first_layers(self) -> int:
+        return self._num_layers
+
+    @property
+    def resident_bytes(self) -> int:
+        return num_bytes((self._norm, self._lens))
+
+    @property
+    def num_executables(self) -> int:
+        return len(self._steps.shapes)
+
+    @property
+    def step_bytes(self) -> int:
+        return self._steps.step_bytes
+
+    def prepare(self, target: Target) -> int:
+        """Compiles the steps; ValueError for an exit of another model."""
+        config = target.model_config
+        if self._lens.shape[0] != config.hidden_size:
+            raise ValueError(
+                f"the early exit is for a hidden size of {self._lens.shape[0]}, the target has {config.hidden_size};"
+                " speculation needs one that was trained on the target"
+            )
+        ends = list(accumulate(config.layer_groups))
+        if self._num_layers not in ends[:-1]:
+            raise ValueError(
+                f"the early exit is after layer {self._num_layers}, but the target's groups of layers end after {ends};"
+                " an exit is after one of them, before the last"
+            )
+        self._num_groups = ends.index(self._num_layers) + 1
+        layers = target.params.layers[: self._num_groups]
+        params = replace(target.params, layers=layers, final_norm=self._norm, lens=self._lens)
+        groups = config.layer_groups[: self._num_groups]
+        first = replace(config, num_layers=self._num_layers, layer_groups=groups)
+        self._steps = DraftSteps(params, first, target, [(rows, rows) for rows in decode_sizes(target.engine_config)])
+        return target.engine_config.max_drafts
+
+    def attach(self, lend_cache: LendCache) -> None:
+        self._lend_cache = lend_cache
+
+    def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in requests]
+        # Those with most drafts first: in the last rounds they alone are computed.
+        order = sorted((i for i, count in enumerate(counts) if count), key=lambda i: -counts[i])
+        if not order:
+            return drafts
+        chosen = [requests[i] for i in order]
+        rows = [Row(r.token_ids[-1:], len(r.token_ids) - 1, r.pages) for r in chosen]
+        shape = next(shape for shape in self._steps.shapes if shape[0] >= len(rows))
+
+        def compute(cache: KVCache) -> tuple[list[list[int]], KVCache]:
+            first = replace(cache, groups=cache.groups[: self._num_groups])
+            tokens, first = self._steps.run(shape, first, rows, chosen, [counts[i] for i in order])
+            return tokens, replace(first, groups=first.groups + cache.groups[self._num_groups :])
+
+        for i, tokens in zip(order, self._lend_cache(compute), strict=True):
+            drafts[i] = tokens
+        return drafts
