@@ -74,7 +74,11 @@ def paged_attention_reference(
     pool = (pages, block_tables + page_offset)
     scoring = Scoring(scale, window, softcap, sinks, k_scale, v_scale, tree_mask)
     out = jnp.zeros_like(queries)
-    if q_len is not None and q_len <= ROWS_TILE:
+    if q_len == 1 and T <= ROWS_TILE:  # a single tile, in the order that rows have
+        positions = kv_lens[:, None] - 1
+        out = _attend_tile(queries[:, None], *pool, positions, positions, kv_lens, scoring._replace(tree_mask=None))
+        out = out[:, 0].astype(q.dtype)
+    elif q_len is not None and q_len <= ROWS_TILE:
         out = _attend(
             out, queries, *pool, kv_lens, cu_q_lens, num_queries=q_len, num_rows=ROWS_TILE // q_len, scoring=scoring
         )
