@@ -105,9 +105,9 @@ def save(tensors: Tensors, folder: Path, description: dict) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "draft_heads.json").write_text(json.dumps(description, indent=2) + "\n")
-    save_file(
-        {name: t.to(torch.bfloat16).contiguous() for name, t in tensors.items()}, folder / "draft_heads.safetensors"
-    )
+    path = folder / "draft_heads.safetensors"
+    save_file({name: t.to(torch.bfloat16).contiguous() for name, t in tensors.items()}, path)
+    path.chmod(0o644)
 
 
 def main() -> None:

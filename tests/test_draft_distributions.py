@@ -14,10 +14,11 @@ from scipy import stats
 
 from jaxinfer.batch import Row, make_batch
 from jaxinfer.config import CacheConfig, SamplingParams
-from jaxinfer.draft_heads import draft_from_heads
+from jaxinfer.draft_heads import MedusaHeads, draft_from_states
 from jaxinfer.sampling_batch import make_sampling
 from jaxinfer.steps import decode_step, draft_step, verify_step
 from tests.replay import SMALL_MODEL, all_logits_unoptimised, lively_params, nan_cache
+from tests.test_eagle_head import eagle_head
 from tests.unoptimised import UNOPTIMISED
 
 TINY = dataclasses.replace(SMALL_MODEL, vocab_size=8, num_layers=2, layer_groups=(1, 1))
@@ -35,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
 quickly = functools.partial(jax.jit, compiler_options=UNOPTIMISED)
 decode = quickly(functools.partial(decode_step, config=TINY))
 verify = quickly(functools.partial(verify_step, q_len=1 + NUM_DRAFTS, config=TINY))
-from_heads = quickly(draft_from_heads)
+from_heads = quickly(functools.partial(draft_from_states, num_drafts=NUM_DRAFTS))
 FIRST_LAYER = dataclasses.replace(TINY, num_layers=1, layer_groups=(1,))
 from_exit = quickly(functools.partial(draft_step, max_drafts=NUM_DRAFTS, config=FIRST_LAYER))
 
@@ -84,14 +85,30 @@ def exit_drafts(output, cache, sampling):
     return from_exit(first, dataclasses.replace(cache, groups=cache.groups[:1]), batch, sampling, counts)[0]
 
 
-def head_drafts(output, cache, sampling):
+def drafts_of(heads, output, sampling):
+    windows = jnp.tile(output.hidden[:, None], (1, heads.window, 1))
+    tokens = jnp.tile(output.tokens[:, None], (1, heads.window))
+    positions = jnp.full((MANY,), len(CONTEXT) + 1, jnp.int32)
+    rows, num_known = jnp.arange(MANY, dtype=jnp.int32), jnp.ones(MANY, jnp.int32)
+    return from_heads(params(), heads, windows, rows, tokens, num_known, sampling, positions)
+
+
+def medusa_drafts(output, cache, sampling):
     D = TINY.hidden_size
     weights = np.random.default_rng(1).standard_normal((NUM_DRAFTS, D, 2 * D)).astype(np.float32) / 8
-    positions = jnp.full((MANY,), len(CONTEXT) + 1, jnp.int32)
-    return from_heads(params(), weights, output.hidden, output.tokens, sampling, positions)
+    return drafts_of(MedusaHeads(weights), output, sampling)
 
 
-DRAFTERS = {"the same for all": fixed_drafts, "heads": head_drafts, "early exit": exit_drafts}
+def eagle_drafts(output, cache, sampling):
+    return drafts_of(eagle_head(dataclasses.replace(FIRST_LAYER, intermediate_size=24)), output, sampling)
+
+
+DRAFTERS = {
+    "the same for all": fixed_drafts,
+    "medusa heads": medusa_drafts,
+    "eagle head": eagle_drafts,
+    "early exit": exit_drafts,
+}
 
 
 def draw_many(fields, drafter):

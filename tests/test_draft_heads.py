@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from jaxinfer.checkpoint.draft_heads import has_draft_heads, load_draft_heads
 from jaxinfer.config import SamplingParams
-from jaxinfer.draft_heads import draft_from_heads
+from jaxinfer.draft_heads import MedusaHeads, draft_from_states
 from jaxinfer.sampling import sample
 from jaxinfer.sampling_batch import make_sampling
 from tests.replay import SMALL_MODEL, lively_params
@@ -37,10 +37,18 @@ def case():
     return lively_params(CONFIG), weights, hidden, np.array([3, 60, 0, 17], np.int32)
 
 
+def draft(case, sampling, positions):
+    """What heads draft from states [B, D] that lie in other rows, backwards."""
+    params, weights, hidden, tokens = case
+    rows, windows = np.arange(4, dtype=np.int32)[::-1], hidden[::-1, None]
+    inputs = (rows, tokens[:, None], np.ones(4, np.int32))
+    return draft_from_states(params, MedusaHeads(weights), windows, *inputs, sampling, positions, num_drafts=K)
+
+
 def test_greedy_heads_draft_the_most_probable_token_of_their_formula(case):
     sampling = make_sampling([SamplingParams(temperature=0)] * 4, num_rows=4)
 
-    drafts = draft_from_heads(*case, sampling, np.arange(4, dtype=np.int32))
+    drafts = draft(case, sampling, np.arange(4, dtype=np.int32))
 
     np.testing.assert_array_equal(drafts, head_logits(*case).argmax(-1))
 
@@ -49,7 +57,7 @@ def test_each_head_draws_with_the_noise_of_its_position(case):
     params = [SamplingParams(temperature=1.1, top_k=20, seed=i) for i in range(4)]
     sampling, positions = make_sampling(params, num_rows=4), np.array([5, 9, 2, 40], np.int32)
 
-    drafts = draft_from_heads(*case, sampling, positions)
+    drafts = draft(case, sampling, positions)
 
     for k in range(K):
         logits = jnp.asarray(head_logits(*case)[:, k], jnp.float32)

@@ -94,6 +94,7 @@ CORE = (
     "speculative",
     "decode_loop",
     "draft_heads",
+    "eagle_head",
     "prompt_log_probs",
     "steps",
 )
@@ -117,6 +118,7 @@ ALLOWED = {
     "speculative": below("batch", "sampling_batch") | set(within("kernels_pallas")),
     "decode_loop": below("batch", "cache", "sampling_params"),
     "draft_heads": below("decoder", "layers", "params", "sampling", "sampling_batch"),
+    "eagle_head": below("config", "decoder", "draft_heads", "layers", "params", "sampling", "sampling_batch"),
     "prompt_log_probs": below("batch", "decoder", "params", "sampling"),
     "steps": below(*CORE),
     "checkpoint": below("config", "params", "device", "checkpoint"),

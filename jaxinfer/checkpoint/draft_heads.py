@@ -17,9 +17,25 @@ DESCRIPTION, TENSORS = "draft_heads.json", "draft_heads.safetensors"
 # The numbers that describe a drafter of each kind, and the shapes of its tensors by them.
 SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
     "medusa": {"weights": ("num_heads", "hidden_size", "2 hidden_size")},
+    "eagle": {
+        **dict.fromkeys(("embedding_norm", "hidden_norm", "final_norm"), ("hidden_size",)),
+        **dict.fromkeys(("attention_norm", "mlp_norm"), ("hidden_size",)),
+        "input": ("hidden_size", "2 hidden_size"),
+        "q": ("num_heads", "head_dim", "hidden_size"),
+        "k": ("num_kv_heads", "head_dim", "hidden_size"),
+        "v": ("num_kv_heads", "head_dim", "hidden_size"),
+        "o": ("hidden_size", "num_heads", "head_dim"),
+        "gate": ("intermediate_size", "hidden_size"),
+        "up": ("intermediate_size", "hidden_size"),
+        "down": ("hidden_size", "intermediate_size"),
+    },
     "exit": {"norm": ("hidden_size",), "lens": ("hidden_size", "hidden_size")},
 }
-FURTHER: dict[str, tuple[str, ...]] = {"medusa": (), "exit": ("num_layers",)}
+FURTHER: dict[str, tuple[str, ...]] = {
+    "medusa": (),
+    "eagle": ("vocab_size", "window", "rope_theta", "norm_epsilon"),
+    "exit": ("num_layers",),
+}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Drafts by trained heads on the target's last hidden states. It keeps nothing but the last step's, on the device."""
+"""Drafts by trained heads on the target's last hidden states, which are all that it keeps."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ import jax
 import numpy as np
 
 from jaxinfer.batch import padded
-from jaxinfer.draft_heads import draft_from_heads
+from jaxinfer.draft_heads import MedusaHeads, draft_from_states
+from jaxinfer.eagle_head import EagleHead
 from jaxinfer.engine.batching import sampling_of_requests
-from jaxinfer.engine.buckets import decode_sizes
+from jaxinfer.engine.buckets import decode_sizes, plan_buckets
 from jaxinfer.engine.device_drafter import DeviceDrafter, Target
 from jaxinfer.engine.emission import Emitted
 from jaxinfer.engine.executables import compile_or_load
 from jaxinfer.engine.request import Request
+from jaxinfer.engine.state_windows import StateWindows, Window
 from jaxinfer.engine.step import Step
 from jaxinfer.plan.memory import num_bytes, step_bytes
-from jaxinfer.sampling_batch import SamplingBatch
 
 
 class HeadDrafter(DeviceDrafter):
-    """Drafts what heads [K, D, 2 D] on the last states draw, with the noise of the target's draws.
+    """Drafts what heads on the last states draw, with the noise of the target's draws.
 
-    Parameters that change logits before the temperature have no part in it.
+    It drafts nothing for a request of which it has seen no step since that was last without pages. Parameters that
+    change logits before the temperature have no part in it.
     """
 
-    def __init__(self, weights: jax.Array) -> None:
-        self._weights = weights
-        self._hidden: Any = None  # [T, D] of the last step
-        self._places: dict[int, tuple[int, int]] = {}  # by request: the state of its last token, and how many it has
+    def __init__(self, heads: MedusaHeads | EagleHead) -> None:
+        self._heads = heads
 
     @property
     def resident_bytes(self) -> int:
-        return num_bytes(self._weights)
+        return num_bytes(self._heads)
 
     @property
     def num_executables(self) -> int:
-        return len(self._compiled)
+        return len(self._compiled) + self._windows.num_executables
 
     @property
     def step_bytes(self) -> int:
@@ -49,56 +49,47 @@ class HeadDrafter(DeviceDrafter):
 
     def prepare(self, target: Target) -> int:
         """Compiles the heads for the engine's batch sizes; ValueError for heads of a model of another width."""
-        num_heads, width, _ = self._weights.shape
-        if width != target.model_config.hidden_size:
+        config, width = target.engine_config, target.model_config.hidden_size
+        if self._heads.hidden_size != width:
             raise ValueError(
-                f"the draft heads are for a hidden size of {width}, the target has {target.model_config.hidden_size};"
+                f"the draft heads are for a hidden size of {self._heads.hidden_size}, the target has {width};"
                 " speculation needs heads that were trained on the target"
             )
-        self._target, self._width = target, width
-        self._dtype = target.params.final_norm.dtype
-        sizes = decode_sizes(target.engine_config)
-        inputs = [self._layout([], np.zeros((0, width), self._dtype), size) for size in sizes]
+        self._target, self._num_drafts = target, self._heads.most_drafts(config.max_drafts)
+        sizes, dtype = decode_sizes(config), target.params.final_norm.dtype
+        steps = [bucket.num_tokens for bucket in plan_buckets(config, config.max_drafts)]
+        self._windows = StateWindows(config.max_num_seqs, self._heads.window, width, dtype, steps)
+        windows = self._windows.enter()
+        inputs = [(windows, *self._lay_out([], [], size)) for size in sizes]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler releases the interpreter lock
             self._compiled = dict(zip(sizes, pool.map(self._compile, inputs), strict=True))
-        self._step_bytes = max(map(step_bytes, self._compiled.values(), inputs))
-        return num_heads
+        self._step_bytes = max(map(step_bytes, self._compiled.values(), inputs)) + self._windows.num_bytes
+        return self._num_drafts
 
     def observe(self, step: Step, emitted: Sequence[Sequence[Emitted]], hidden: Any) -> None:
-        self._hidden, self._places = hidden, {}
-        first = 0
-        for chunk, tokens in zip(step.chunks, emitted, strict=True):
-            if chunk.is_last:
-                # Of a row that emitted n tokens the last was drawn from the state of the n-th that was computed.
-                place = first + chunk.num_tokens + len(tokens) - 2
-                num_tokens = len(chunk.request.token_ids) + len(tokens)
-                self._places[chunk.request.request_id] = (place, num_tokens)
-            first += chunk.num_tokens + len(chunk.drafts)
+        self._windows.note(step, emitted, hidden)
 
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in requests]
-        known = [i for i, request in enumerate(requests) if counts[i] and self._knows(request)]
+        windows = self._windows.enter()
+        found = [
+            self._windows.find(request) if count else None for request, count in zip(requests, counts, strict=True)
+        ]
+        known = [(i, window) for i, window in enumerate(found) if window is not None]
         if not known:
             return drafts
-        chosen = [requests[i] for i in known]
-        size = next(size for size in self._compiled if size >= len(chosen))
-        states = np.asarray(self._hidden)[[self._places[request.request_id][0] for request in chosen]]
-        drawn = self._compiled[size](self._target.params, self._weights, *self._layout(chosen, states, size))
-        for i, row in zip(known, jax.device_get(drawn).tolist(), strict=False):
+        size = next(size for size in self._compiled if size >= len(known))
+        arguments = self._lay_out([requests[i] for i, _ in known], [window for _, window in known], size)
+        drawn = self._compiled[size](self._target.params, self._heads, windows, *arguments)
+        for (i, _), row in zip(known, jax.device_get(drawn).tolist(), strict=False):
             drafts[i] = row[: counts[i]]
         return drafts
 
     def forget(self, request: Request) -> None:
-        self._places.pop(request.request_id, None)
+        self._windows.forget(request)
 
-    def _knows(self, request: Request) -> bool:
-        # One that was set back since has fewer tokens than the step has left it with.
-        return self._places.get(request.request_id, (0, -1))[1] == len(request.token_ids)
-
-    def _layout(
-        self, requests: Sequence[Request], states: np.ndarray, size: int
-    ) -> tuple[np.ndarray, np.ndarray, SamplingBatch, np.ndarray]:
-        """Returns what `draft_from_heads` takes after the parameters and the weights."""
+    def _lay_out(self, requests: Sequence[Request], windows: Sequence[Window], size: int) -> tuple[Any, ...]:
+        """Returns what `draft_from_states` takes after the windows."""
         sampling = sampling_of_requests(
             requests,
             num_rows=size,
@@ -106,11 +97,18 @@ class HeadDrafter(DeviceDrafter):
             vocab_size=self._target.model_config.vocab_size,
             custom=tuple(self._target.custom),
         )
-        hidden = np.zeros((size, self._width), self._dtype)
-        hidden[: len(requests)] = states
-        tokens = np.array([request.token_ids[-1] for request in requests], np.int32)
-        positions = np.array([len(request.token_ids) for request in requests], np.int32)
-        return hidden, padded(tokens, size, 0), replace(sampling, processors=None), padded(positions, size, 0)
+        rows, num_known = (
+            padded(np.array([getattr(window, name) for window in windows], np.int32), size, 0)
+            for name in ("row", "num_known")
+        )
+        W = self._heads.window
+        tokens = np.zeros((size, W), np.int32)
+        for row, request in enumerate(requests):
+            last = request.token_ids[-W:]
+            tokens[row, W - len(last) :] = last
+        positions = padded(np.array([len(request.token_ids) for request in requests], np.int32), size, 0)
+        return rows, tokens, num_known, replace(sampling, processors=None), positions
 
     def _compile(self, inputs: tuple[Any, ...]) -> jax.stages.Compiled:
-        return compile_or_load(draft_from_heads, self._target.params, self._weights, *inputs)
+        statics = {"num_drafts": self._num_drafts}
+        return compile_or_load(draft_from_states, self._target.params, self._heads, *inputs, **statics)

@@ -7,6 +7,8 @@ from pathlib import Path
 from jaxinfer.checkpoint import load_checkpoint
 from jaxinfer.checkpoint.draft_heads import DraftHeads, has_draft_heads, load_draft_heads
 from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.draft_heads import MedusaHeads
+from jaxinfer.eagle_head import EagleHead
 from jaxinfer.engine.buckets import max_verified_tokens, plan_buckets
 from jaxinfer.engine.draft_model import DraftModel
 from jaxinfer.engine.drafters import Drafter, make_drafter
@@ -14,7 +16,7 @@ from jaxinfer.engine.exit_drafter import ExitDrafter
 from jaxinfer.engine.head_drafter import HeadDrafter
 from jaxinfer.engine.speculation import Speculation
 from jaxinfer.engine.step_costs import StepCosts
-from jaxinfer.params import Params
+from jaxinfer.params import LayerParams, Params
 
 
 def plan_speculation(speculation: str | Path | Drafter | None, config: EngineConfig, dtype: str) -> Speculation | None:
@@ -57,4 +59,12 @@ def drafter_of(heads: DraftHeads) -> Drafter:
     """Returns the drafter that has these heads."""
     if heads.kind == "exit":
         return ExitDrafter(heads.numbers["num_layers"], heads.tensors["norm"], heads.tensors["lens"])
-    return HeadDrafter(heads.tensors["weights"])
+    return HeadDrafter(MedusaHeads(heads.tensors["weights"]) if heads.kind == "medusa" else _eagle_head(heads))
+
+
+def _eagle_head(heads: DraftHeads) -> EagleHead:
+    numbers, layer = dict(heads.numbers), dict(heads.tensors)
+    own = {name: layer.pop(name) for name in ("embedding_norm", "hidden_norm", "input", "final_norm")}
+    window = int(numbers.pop("window"))
+    config = ModelConfig(num_layers=1, max_position=2 * window, **numbers)  # a layer alone has no use for either
+    return EagleHead(layer=LayerParams(**layer), config=config, window=window, **own)

@@ -6,13 +6,16 @@ import json
 import random
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 
 from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.decoder import unembed
+from jaxinfer.draft_heads import MedusaHeads
 from jaxinfer.engine.block_tables import BlockTables
 from jaxinfer.engine.device_drafter import Target
 from jaxinfer.engine.draft_model import DraftModel
@@ -23,6 +26,7 @@ from jaxinfer.engine.plain_runs import PlainRuns
 from jaxinfer.engine.speculation import Speculation
 from jaxinfer.engine.step import Chunk, Step
 from tests.engine.engines import (
+    EOS,
     ScriptedDrafter,
     content_of,
     drafts_from,
@@ -34,6 +38,7 @@ from tests.engine.engines import (
     run_with_arrivals,
 )
 from tests.engine.fake_device import make_request
+from tests.unoptimised import unoptimised_steps
 
 KINDS = [{"temperature": 0}, {"temperature": 0.8, "log_probs": 2}, {"temperature": 1.2, "top_k": 9, "top_p": 0.9}]
 PROMPTS = [*random_prompts(5, max_len=40, seed=3), [20, 21, 22] * 9]
@@ -116,7 +121,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(crowded_llm, shared_llm)
 def heads(crowded_llm):
     """Two heads that change nothing: they draft what the state says of the next token, which is the last one."""
     config = crowded_llm.model_config
-    drafter = HeadDrafter(jnp.zeros((2, config.hidden_size, 2 * config.hidden_size), jnp.float32))
+    drafter = HeadDrafter(MedusaHeads(jnp.zeros((2, config.hidden_size, 2 * config.hidden_size), jnp.float32)))
     assert drafter.prepare(target_of(crowded_llm)) == 2
     return drafter
 
@@ -143,9 +148,50 @@ def test_heads_leave_every_bit_as_it_is(crowded_llm, answers, heads):
         assert contents(run_with_arrivals(crowded_llm, PROMPTS, PARAMS, mean_arrivals=0.5)) == contents(answers)
 
 
+@struct.dataclass
+class Recall:
+    """Drafts the most probable token of each of the states that it begins with; the end token where there is none."""
+
+    hidden_size: int = struct.field(pytree_node=False)
+    window = 3
+
+    def most_drafts(self, most):
+        return self.window
+
+    def draft(self, params, states, sampling, positions, num_drafts):
+        B, W, D = states.hidden.shape
+        tokens = unembed(params, states.hidden.reshape(-1, D)).argmax(-1).astype(jnp.int32).reshape(B, W)
+        return jnp.where(jnp.arange(W)[None] >= W - states.num_known[:, None], tokens, EOS)
+
+
+def test_a_window_holds_the_states_that_the_last_tokens_were_drawn_from(crowded_llm, shared_llm):
+    greedy = replace(PARAMS[0], temperature=0, log_probs=0)
+    plain = shared_llm.generate(PROMPTS, greedy, show_progress=False)
+    recall: Any = HeadDrafter(cast(Any, Recall(crowded_llm.model_config.hidden_size)))
+    recall.prepare(target_of(crowded_llm))
+    forget_prefixes(crowded_llm)
+    before = crowded_llm.metrics().num_preemptions
+
+    with drafts_from(crowded_llm, recall), recorded_steps(crowded_llm) as steps:
+        completions = run_with_arrivals(crowded_llm, PROMPTS, [greedy] * len(PROMPTS), mean_arrivals=2.0)
+
+    assert contents(completions) == contents(plain)
+    chunks = [chunk for step in steps for chunk in step.chunks if chunk.drafts]
+    pairs = [
+        (chunk.request.token_ids[place], token)
+        for chunk in chunks
+        for place, token in enumerate(chunk.drafts, chunk.start - 2)
+        if place >= chunk.request.num_prompt_tokens and token != EOS
+    ]
+    assert len(pairs) > 200
+    assert all(held == token for held, token in pairs)
+    assert crowded_llm.metrics().num_preemptions > before
+    assert len(recall._windows._free) == 3  # rows of requests that have ended serve others
+
+
 def test_heads_of_another_width_are_refused(crowded_llm):
     with pytest.raises(ValueError, match=r"hidden size of 8, the target has 144"):
-        HeadDrafter(jnp.zeros((2, 8, 16))).prepare(target_of(crowded_llm))
+        HeadDrafter(MedusaHeads(jnp.zeros((2, 8, 16)))).prepare(target_of(crowded_llm))
 
 
 @pytest.fixture(scope="module")
@@ -156,11 +202,13 @@ def early_exit(crowded_llm):
     target = target_of(crowded_llm)
     norm = target.params.final_norm
     drafter = ExitDrafter(1, norm, lens)
-    drafter.prepare(target)
-    drafter.attach(partial(crowded_llm._runner.lend_cache, crowded_llm._scheduler.copies))
     params = replace(target.params, layers=target.params.layers[:1], final_norm=norm, lens=lens)
     config = replace(crowded_llm.model_config, num_layers=1, layer_groups=(1,))
-    return drafter, draft_model_for(crowded_llm, params, config)
+    with unoptimised_steps():
+        drafter.prepare(target)
+        model = draft_model_for(crowded_llm, params, config)
+    drafter.attach(partial(crowded_llm._runner.lend_cache, crowded_llm._scheduler.copies))
+    return drafter, model
 
 
 class Twice:
