@@ -13,37 +13,20 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.paged_attention.block_sizes import Blocks, decode_blocks, ragged_blocks
 from kernels_pallas.paged_attention.layout import FNUZ_FACTOR, Pages, pack_planes, pad_heads, to_stored
-from kernels_pallas.paged_attention.reference import LOG2_E, MASKED
+from kernels_pallas.paged_attention.reference import LOG2_E
 from kernels_pallas.paged_attention.shapes import token_rows
-from kernels_pallas.paged_attention.tpu_attend import (
-    MAX_ROWS_IN_REGISTERS,
-    attention_of_block,
-    piece_width,
-    reads_as_fn,
-)
-from kernels_pallas.paged_attention.tpu_items import (
-    LANES,
-    decode_items,
-    head_factors,
-    new_tiles,
-    ragged_items,
-    sinks_of_rows,
-)
+from kernels_pallas.paged_attention.tpu_attend import reads_as_fn
+from kernels_pallas.paged_attention.tpu_items import LANES, decode_items, head_factors, new_tiles, ragged_items
+from kernels_pallas.paged_attention.tpu_kernel import SUBLANES, run_kernel
 
-# Rows of a 32-bit register; a group of query heads is padded to them.
-SUBLANES = 8
-# What the kernels may use of the vector memory: half of the smallest that a chip since v5e has.
-VMEM_BYTES = 2**25
 PAGE_DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
 MAX_HEAD_DIM = 256
 # The scalar memory holds 1 MiB; half of it is left to the compiler.
@@ -89,7 +72,7 @@ def paged_attention_tpu(
     kv_lens, cu_q_lens = kv_lens.astype(jnp.int32), cu_q_lens.astype(jnp.int32)
     factor = FNUZ_FACTOR if pages.is_fnuz and not reads_as_fn(pool.dtype) else 1.0
     run = functools.partial(
-        _run_kernel,
+        run_kernel,
         block_tables=block_tables,
         factors=head_factors(K, factor, scale, softcap, k_scale, v_scale),
         sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(K, G) * LOG2_E,
@@ -172,277 +155,3 @@ def _ragged(run, queries, new, pool, block_tables, kv_lens, cu_q_lens, tree_mask
     out = out[first_item[row] + place // Q, :, place % Q]
     is_real = place < q_lens[row]
     return jnp.where(is_real[:, None, None, None], out, jnp.zeros((), out.dtype)), pool
-
-
-@functools.partial(jax.jit, static_argnames=("window", "softcap", "blocks", "num_groups", "interpret"))
-def _run_kernel(
-    items,
-    queries,
-    pool,
-    *,
-    block_tables,
-    factors,
-    sinks,
-    window,
-    softcap,
-    blocks,
-    interpret,
-    new=None,
-    tiles=None,
-    tree=None,
-    num_groups=None,
-):
-    """queries [items, K, R, W] -> the same shape, and the pool. `new` or `tiles` are appended.
-
-    `tree` is i32[items, words, R, LANES].
-    """
-    _, K, R, W = queries.shape
-    C, page_tiles, tile = pool.shape[1:4]
-    NB, block_tiles = blocks.buffers, blocks.pages * page_tiles
-    anywhere, in_vmem = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.VMEM)
-    scalars = {"tables": block_tables.reshape(-1), "factors": factors, **items._asdict()}
-    inputs = {"q_hbm": (queries, anywhere), "pool_in": (pool, anywhere)}
-    scratch = {
-        "kv": pltpu.VMEM((NB, C, block_tiles, tile, W), pool.dtype),
-        "q": pltpu.VMEM((NB, K, R, W), queries.dtype),
-        "out": pltpu.VMEM((2, K, R, W), queries.dtype),
-        "maximum": pltpu.VMEM((K, R, LANES), jnp.float32),
-        "total": pltpu.VMEM((K, R, LANES), jnp.float32),
-        "acc": pltpu.VMEM((K, R, W), jnp.float32),
-        "kv_arrived": pltpu.SemaphoreType.DMA((NB,)),
-        "q_arrived": pltpu.SemaphoreType.DMA((NB,)),
-        "out_left": pltpu.SemaphoreType.DMA((2,)),
-    }
-    if R > MAX_ROWS_IN_REGISTERS:
-        size, width = min(R, blocks.rows), piece_width(block_tiles * tile)
-        scratch["scores"] = pltpu.VMEM((size, width), jnp.float32)
-        scratch["greatest"] = pltpu.VMEM((size, LANES), jnp.float32)
-        scratch["weights"] = pltpu.VMEM((size, width), queries.dtype)
-        scratch["rescale"] = pltpu.VMEM((size, LANES), jnp.float32)
-    if new is not None:
-        inputs["new_hbm"] = (new, anywhere)
-        scratch["new"] = pltpu.VMEM((NB, C, W), pool.dtype)
-        scratch["written"] = pltpu.VMEM((2, C, tile, W), pool.dtype)
-        scratch["tile_left"] = pltpu.SemaphoreType.DMA((2,))
-    if tiles is not None:
-        values, scalars["tile_pages"], scalars["tile_places"], scalars["num_tiles"] = tiles
-        inputs["tiles_hbm"] = (values, anywhere)
-        scratch["tiles_left"] = pltpu.SemaphoreType.DMA(())
-    if tree is not None:
-        inputs["tree_hbm"] = (tree, anywhere)
-        scratch["tree"] = pltpu.VMEM((NB, *tree.shape[1:]), jnp.int32)
-    if num_groups is not None:  # which of an item's queries each row belongs to
-        offsets = jnp.broadcast_to((jnp.arange(R, dtype=jnp.int32) // num_groups)[:, None], (R, LANES))
-        inputs["offsets"] = (offsets, in_vmem)
-    if sinks is not None:
-        inputs["sinks"] = (sinks_of_rows(sinks, R), in_vmem)
-    kernel = functools.partial(
-        _kernel,
-        names=(*scalars, *inputs, "out_hbm", "pool", *scratch),
-        num_rows_of_tables=block_tables.shape[0],
-        window=window,
-        softcap=softcap,
-    )
-    return pl.pallas_call(
-        kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=(1,),
-            in_specs=[spec for _, spec in inputs.values()],
-            out_specs=[anywhere] * 2,
-            scratch_shapes=list(scratch.values()),
-        ),
-        out_shape=[
-            jax.ShapeDtypeStruct(queries.shape, queries.dtype),
-            jax.ShapeDtypeStruct(pool.shape, pool.dtype),
-        ],
-        input_output_aliases={len(scalars) + 1: 1},
-        interpret=interpret,
-        compiler_params=pltpu.CompilerParams(disable_bounds_checks=True, vmem_limit_bytes=VMEM_BYTES),
-        name="paged_decode" if num_groups is None else "paged_ragged",
-    )(*scalars.values(), *(array for array, _ in inputs.values()))
-
-
-def _kernel(*refs, names, num_rows_of_tables, window, softcap):
-    """What each reference is stands in `_run_kernel`; the scalars among them are `Items` and page tables."""
-    s = SimpleNamespace(**dict(zip(names, refs, strict=True)))
-    has_new, has_tiles, has_tree = (hasattr(s, name) for name in ("new_hbm", "tiles_hbm", "tree_hbm"))
-    pool = s.pool
-    NB, _, block_tiles, tile, W = s.kv.shape
-    K, R, _ = s.acc.shape
-    page_tiles, block = pool.shape[2], block_tiles * tile
-    page, M = page_tiles * tile, s.tables.shape[0] // num_rows_of_tables
-    num_items = s.count[0]
-    attend_block = attention_of_block(s, window=window, softcap=softcap)
-
-    def first_seen(i):
-        """The first position that item i sees."""
-        return jnp.maximum(s.start[i] + 1 - window, 0) if window is not None else 0
-
-    def first_block(i):
-        return first_seen(i) // block
-
-    def fetched_tiles(i, b):
-        """The tiles of block b that hold what item i sees in the pool: from whole pages on, up to its end."""
-        num_old = s.end[i] - (1 if has_new else 0)
-        end = jnp.clip((num_old + tile - 1) // tile - b * block_tiles, 0, block_tiles)
-        start = jnp.clip(first_seen(i) // page * page_tiles - b * block_tiles, 0, end)
-        return start, end
-
-    def start_block(i, b, step):
-        slot = lax.rem(step, NB)
-        start, end = fetched_tiles(i, b)
-
-        def start_page(p, _):
-            size = jnp.minimum(end - p * page_tiles, page_tiles)
-            page_id = s.tables[s.row[i] * M + b * (block_tiles // page_tiles) + p]
-            source = pool.at[page_id, :, pl.ds(0, size)]
-            pltpu.make_async_copy(source, s.kv.at[slot, :, pl.ds(p * page_tiles, size)], s.kv_arrived.at[slot]).start()
-            return 0
-
-        lax.fori_loop(start // page_tiles, pl.cdiv(end, page_tiles), start_page, 0)
-
-    def wait_block(i, b, slot):
-        start, end = fetched_tiles(i, b)
-
-        @pl.when(end > start)
-        def _():  # waits for as many bytes as all pages of the block have together
-            part = s.kv.at[slot, :, pl.ds(0, end - start)]
-            pltpu.make_async_copy(part, part, s.kv_arrived.at[slot]).wait()
-
-    def item_copies(i):
-        slot, source = lax.rem(i, NB), s.source[i]
-        pairs = [(s.q_hbm, s.q)]
-        if has_new:
-            pairs.append((s.new_hbm, s.new))
-        if has_tree:
-            pairs.append((s.tree_hbm, s.tree))
-        return [pltpu.make_async_copy(hbm.at[source], vmem.at[slot], s.q_arrived.at[slot]) for hbm, vmem in pairs]
-
-    def prefetch(i, b, step):
-        """Starts fetching block b of item i, where there is one, and returns the block after it."""
-
-        @pl.when(i < num_items)
-        def _():
-            @pl.when(b == first_block(i))
-            def _():
-                for copy in item_copies(i):
-                    copy.start()
-
-            start_block(i, b, step)
-
-        is_last = (b + 1) * block >= s.end[jnp.minimum(i, num_items - 1)]
-        following = jnp.minimum(i + 1, num_items - 1)
-        return jnp.where(is_last, i + 1, i), jnp.where(is_last, first_block(following), b + 1)
-
-    def out_copy(i):
-        slot = lax.rem(i, 2)
-        return pltpu.make_async_copy(s.out.at[slot], s.out_hbm.at[s.source[i]], s.out_left.at[slot])
-
-    def tile_copy(i):
-        """The tile with item i's new token, on its way to the pool."""
-        slot, position = lax.rem(i, 2), s.start[i]
-        page_id = s.tables[s.row[i] * M + position // page]
-        target = pool.at[page_id, :, lax.rem(position, page) // tile]
-        return pltpu.make_async_copy(s.written.at[slot], target, s.tile_left.at[slot])
-
-    def append(i, slot):
-        """Puts item i's new token in its place in the block at `slot`, if it has one, and zeros after it."""
-        position = s.end[i] - 1
-        place = (slot, slice(None), lax.rem(position, block) // tile)
-        # Merged as numbers of 32 bits, which all chips select from; of 8 bits as integers, to which all convert.
-        narrow, wide = (jnp.int8, jnp.int32) if pool.dtype.itemsize == 1 else (pool.dtype, jnp.float32)
-        old = _as_dtype(s.kv[place], narrow).astype(wide)
-        row_in_tile = lax.broadcasted_iota(jnp.int32, old.shape, 1) - lax.rem(position, tile)
-        if has_new:
-            new = _as_dtype(s.new[lax.rem(i, NB)], narrow).astype(wide)[:, None, :]
-            merged = jnp.where(row_in_tile < 0, old, jnp.where(row_in_tile == 0, new, jnp.zeros_like(old)))
-        else:
-            merged = jnp.where(row_in_tile <= 0, old, jnp.zeros_like(old))
-        merged = _as_dtype(merged.astype(narrow), pool.dtype)
-        s.kv[place] = merged
-        if has_new:
-
-            @pl.when(i >= 2)
-            def _():
-                tile_copy(i - 2).wait()
-
-            s.written[lax.rem(i, 2)] = merged
-            tile_copy(i).start()
-
-    def run_item(i, carry):
-        for copy in item_copies(i):
-            copy.wait()
-        is_empty = not hasattr(s, "sinks")
-        s.maximum[...] = jnp.full(s.maximum.shape, MASKED, jnp.float32) if is_empty else s.sinks[...]
-        s.total[...] = jnp.full(s.total.shape, 0.0 if is_empty else 1.0 / LANES, jnp.float32)
-        s.acc[...] = jnp.zeros(s.acc.shape, jnp.float32)
-        num_blocks = pl.cdiv(s.end[i], block)
-
-        def run_block(b, carry):
-            step, ahead_item, ahead_block = carry
-            ahead = prefetch(ahead_item, ahead_block, step + NB - 1)
-            slot = lax.rem(step, NB)
-            wait_block(i, b, slot)
-            pl.when(b == num_blocks - 1)(lambda: append(i, slot))
-            attend_block(i, b, slot)
-            return step + 1, *ahead
-
-        carry = lax.fori_loop(first_block(i), num_blocks, run_block, carry)
-
-        @pl.when(i >= 2)
-        def _():
-            out_copy(i - 2).wait()
-
-        def finish(head):
-            total = s.total[head].sum(1, keepdims=True)
-            result = s.acc[head] / jnp.where(total > 0, total, 1.0) * s.factors[1, head]
-            s.out[lax.rem(i, 2), head] = result.astype(s.out.dtype)
-
-        if R <= SUBLANES:
-            for head in range(K):
-                finish(head)
-        else:
-            pl.loop(0, K)(finish)
-        out_copy(i).start()
-        return carry
-
-    def zero_values(slot):
-        """Makes what a first, short block leaves behind finite: 0 * NaN is NaN."""
-
-        def zero_tile(n, _):
-            s.kv[slot, :, n] = jnp.zeros((s.kv.shape[1], tile, W), s.kv.dtype)
-            return 0
-
-        lax.fori_loop(0, block_tiles, zero_tile, 0)
-
-    def append_tiles():
-        """Puts all new tiles into the pool, before any block is fetched."""
-
-        def copy(n):
-            target = pool.at[s.tile_pages[n], :, s.tile_places[n]]
-            return pltpu.make_async_copy(s.tiles_hbm.at[n], target, s.tiles_left)
-
-        pl.loop(0, s.num_tiles[0])(lambda n: copy(n).start())
-        pl.loop(0, s.num_tiles[0])(lambda n: copy(n).wait())
-
-    if has_tiles:
-        append_tiles()
-    ahead = (jnp.int32(0), first_block(0))
-    for slot in range(NB):
-        zero_values(slot)
-        if slot < NB - 1:
-            ahead = prefetch(*ahead, jnp.int32(slot))
-    lax.fori_loop(0, num_items, run_item, (jnp.int32(0), *ahead))
-    for back in (2, 1):
-
-        @pl.when(num_items >= back)
-        def _(i=num_items - back):
-            out_copy(i).wait()
-            if has_new:
-                tile_copy(i).wait()
-
-
-def _as_dtype(x: jax.Array, dtype) -> jax.Array:
-    """Returns the same bits as another dtype of the same width."""
-    return x if x.dtype == dtype else pltpu.bitcast(x, dtype)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 from typing import Any, Literal
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.paged_attention import tpu, tpu_attend, tpu_items
+from kernels_pallas.paged_attention import tpu, tpu_append, tpu_attend, tpu_fetch, tpu_items, tpu_kernel
 from kernels_pallas.paged_attention.block_sizes import Blocks
 from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call
 from tests.unoptimised import UNOPTIMISED
@@ -158,16 +160,19 @@ def test_verifying_a_tree_of_drafts_is_exact():
     run(call.with_options(tree_mask=jnp.asarray(words[:, None], jnp.uint32)), q_len=6, trees=[tree, tree])
 
 
+# In the order in which one needs another.
+FILES = (tpu_items, tpu_attend, tpu_fetch, tpu_append, tpu_kernel, tpu)
+
+
 def mutant(line, replacement):
     """Returns the kernels with one line replaced, in whichever of their files it stands."""
-    modules = {module: types.ModuleType(f"mutant of {module.__name__}") for module in (tpu_items, tpu_attend, tpu)}
-    sources = {module: inspect.getsource(module) for module in modules}
+    sources = {module.__name__: inspect.getsource(module) for module in FILES}
     assert sum(source.count(line) for source in sources.values()) == 1, line
-    for module, source in sources.items():
-        exec(compile(source.replace(line, replacement), "mutant", "exec"), modules[module].__dict__)
-    for module, names in ((tpu_items, ("new_tiles", "ragged_items")), (tpu_attend, ("attention_of_block",))):
-        modules[tpu].__dict__.update({name: getattr(modules[module], name) for name in names})
-    return modules[tpu]
+    with mock.patch.dict(sys.modules):  # each imports the mutants before it
+        for name, source in sources.items():
+            sys.modules[name] = types.ModuleType(name)
+            exec(compile(source.replace(line, replacement), "mutant", "exec"), sys.modules[name].__dict__)
+        return sys.modules[tpu.__name__]
 
 
 # None that makes a kernel wait for what never comes: the interpreter would wait as well.
@@ -185,7 +190,7 @@ MUTATIONS = {
         "jnp.where(row_in_tile == 0, new, jnp.zeros_like(old))",
         "jnp.where(row_in_tile == 0, new, old)",
     ),
-    "buffers left as they were": ("        zero_values(slot)\n", ""),
+    "buffers left as they were": ("        _zero_values(s, slot)\n", ""),
 }
 
 

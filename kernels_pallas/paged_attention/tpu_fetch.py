@@ -1,0 +1,83 @@
+"""How blocks of pages, queries and new tokens come into a TPU's vector memory, several blocks ahead across rows."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+
+def fetching(s: SimpleNamespace, *, num_rows: int, window: int | None) -> SimpleNamespace:
+    """Returns what fetches for the kernel that has the references `s`, with page tables of `num_rows` rows.
+
+    `first_block(i)` is where item i begins; `prefetch(i, b, step)` starts fetching a block; `wait_block(i, b, slot)`
+    waits for it; `item_copies(i)` are to be waited for before item i is computed.
+    """
+    NB, _, block_tiles, tile, _ = s.kv.shape
+    page_tiles, block, M = s.pool.shape[2], block_tiles * tile, s.tables.shape[0] // num_rows
+    num_items, has_new, has_tree = s.count[0], hasattr(s, "new_hbm"), hasattr(s, "tree_hbm")
+
+    def first_seen(i):
+        """The first position that item i sees."""
+        return jnp.maximum(s.start[i] + 1 - window, 0) if window is not None else 0
+
+    def first_block(i):
+        return first_seen(i) // block
+
+    def fetched_tiles(i, b):
+        """The tiles of block b that hold what item i sees in the pool: from whole pages on, up to its end."""
+        num_old = s.end[i] - (1 if has_new else 0)
+        end = jnp.clip((num_old + tile - 1) // tile - b * block_tiles, 0, block_tiles)
+        start = jnp.clip(first_seen(i) // (page_tiles * tile) * page_tiles - b * block_tiles, 0, end)
+        return start, end
+
+    def start_block(i, b, step):
+        slot = lax.rem(step, NB)
+        start, end = fetched_tiles(i, b)
+
+        def start_page(p, _):
+            size = jnp.minimum(end - p * page_tiles, page_tiles)
+            page_id = s.tables[s.row[i] * M + b * (block_tiles // page_tiles) + p]
+            source = s.pool.at[page_id, :, pl.ds(0, size)]
+            pltpu.make_async_copy(source, s.kv.at[slot, :, pl.ds(p * page_tiles, size)], s.kv_arrived.at[slot]).start()
+            return 0
+
+        lax.fori_loop(start // page_tiles, pl.cdiv(end, page_tiles), start_page, 0)
+
+    def wait_block(i, b, slot):
+        start, end = fetched_tiles(i, b)
+
+        @pl.when(end > start)
+        def _():  # waits for as many bytes as all pages of the block have together
+            part = s.kv.at[slot, :, pl.ds(0, end - start)]
+            pltpu.make_async_copy(part, part, s.kv_arrived.at[slot]).wait()
+
+    def item_copies(i):
+        slot, source = lax.rem(i, NB), s.source[i]
+        pairs = [(s.q_hbm, s.q)]
+        if has_new:
+            pairs.append((s.new_hbm, s.new))
+        if has_tree:
+            pairs.append((s.tree_hbm, s.tree))
+        return [pltpu.make_async_copy(hbm.at[source], vmem.at[slot], s.q_arrived.at[slot]) for hbm, vmem in pairs]
+
+    def prefetch(i, b, step):
+        """Starts fetching block b of item i, where there is one, and returns the block after it."""
+
+        @pl.when(i < num_items)
+        def _():
+            @pl.when(b == first_block(i))
+            def _():
+                for copy in item_copies(i):
+                    copy.start()
+
+            start_block(i, b, step)
+
+        is_last = (b + 1) * block >= s.end[jnp.minimum(i, num_items - 1)]
+        following = jnp.minimum(i + 1, num_items - 1)
+        return jnp.where(is_last, i + 1, i), jnp.where(is_last, first_block(following), b + 1)
+
+    return SimpleNamespace(first_block=first_block, prefetch=prefetch, wait_block=wait_block, item_copies=item_copies)
