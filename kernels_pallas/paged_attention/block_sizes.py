@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,25 @@ import jax
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.paged_attention.layout import Pages
+from kernels_pallas.paged_attention.tpu_attend import MAX_ROWS_IN_REGISTERS
 
-# Little's law: a TPU v6e moves 1.6 MB per microsecond and answers after about two, so that much must be under way.
 BLOCK_BYTES = 2**21
 BLOCK_TOKENS = 512
 # One block is computed with while the others are under way.
-DECODE_BUFFERS = 4
-RAGGED_BUFFERS = 3
-# Rows of queries that share a block of keys: 256 are two passes of the matrix unit.
-RAGGED_ROWS = 256
+MIN_BUFFERS = 3
+INTERPRETED_BUFFERS = 4
+MAX_BUFFERS = 12
+# All blocks that are held at once, half of what kernels may use of the vector memory.
+MAX_HELD_BYTES = 2**24
+# How long a TPU's memory takes to answer.
+LATENCY = 2e-6
+# Queries that share a block of keys. By the compiler's schedules more are slower where a row has 128 tokens in a step,
+# fewer wherever it has more.
+TILE_QUERIES = 128
+# Numbers of a tile's result, over all heads; what the kernel holds beside it is some six times as much.
+MAX_TILE_SIZE = 2**19
+# A row has a tile of its own, however few its tokens: half a tile where so many rows would be mostly padding.
+MAX_PADDING = 8
 TABLES = Path(__file__).parent / "tuned"
 # What an entry of a table is for; its other fields say what was chosen, and how it was ranked.
 KEYS = ("kernel", "page_dtype", "num_kv_heads", "head_dim", "num_groups")
@@ -42,27 +53,38 @@ class Blocks:
 
 def decode_blocks(pages: Pages, table_width: int, num_groups: int) -> Blocks:
     """Returns block sizes for one token a row: BLOCK_BYTES each, where a block of BLOCK_TOKENS is that large."""
-    tuned = tuned_entry("decode", pages, num_groups)
+    chip = chip_at_hand()
+    call = ("decode", pages.dtype.name, pages.num_kv_heads, pages.head_dim, num_groups)
+    tuned = None if chip is None else tuned_table(chip).get(call)
     if tuned is not None:
         return Blocks(_pages_of(tuned["block_tokens"], pages, table_width), tuned["buffers"])
-    return Blocks(_block_pages(pages, table_width), DECODE_BUFFERS)
+    return _blocks(pages, table_width)
 
 
 def ragged_blocks(
-    pages: Pages, table_width: int, num_tokens: int, num_groups: int, q_len: int | None, tree_mask: jax.Array | None
+    pages: Pages,
+    table_width: int,
+    num_tokens: int,
+    num_rows: int,
+    num_groups: int,
+    q_len: int | None,
+    tree_mask: jax.Array | None,
 ) -> Blocks:
     """Returns block sizes for any number of tokens a row; those of a tree stay together."""
-    queries = min(max(8, RAGGED_ROWS // num_groups), q_len or num_tokens)
+    tile_size = pages.num_kv_heads * num_groups * pages.arrays[0].shape[-1]
+    queries = TILE_QUERIES if TILE_QUERIES * num_rows <= MAX_PADDING * num_tokens else TILE_QUERIES // 2
+    queries = min(max(8, min(queries, MAX_TILE_SIZE // tile_size)), q_len or num_tokens)
     if tree_mask is not None:
         queries = q_len or min(32 * tree_mask.shape[1], num_tokens)
-    return Blocks(_block_pages(pages, table_width), RAGGED_BUFFERS, queries, _matrix_unit())
+    blocks = replace(_blocks(pages, table_width), queries=queries, rows=matrix_unit())
+    # More rows take longer to compute with than the memory to answer.
+    return blocks if queries * num_groups <= MAX_ROWS_IN_REGISTERS else replace(blocks, buffers=MIN_BUFFERS)
 
 
-def tuned_entry(kernel: str, pages: Pages, num_groups: int) -> dict[str, Any] | None:
-    """Returns the entry of a kernel for these pages in the table of the chip at hand, if there is one."""
-    chip = chip_at_hand()
-    call = (kernel, pages.dtype.name, pages.num_kv_heads, pages.head_dim, num_groups)
-    return None if chip is None else tuned_table(chip).get(call)
+def buffers_for(block_bytes: int, bandwidth: float) -> int:
+    """Returns how many blocks to hold, so that what is under way keeps the memory busy while it answers."""
+    wanted = 1 + math.ceil(LATENCY * bandwidth / block_bytes)  # Little's law, and the block that is computed with
+    return max(MIN_BUFFERS, min(wanted, MAX_BUFFERS, MAX_HELD_BYTES // block_bytes))
 
 
 def chip_at_hand() -> str | None:
@@ -83,7 +105,7 @@ def tuned_table(chip: str) -> dict[tuple, dict[str, Any]]:
     return {tuple(entry[key] for key in KEYS): entry for entry in json.loads(path.read_text())["entries"]}
 
 
-def _matrix_unit() -> int:
+def matrix_unit() -> int:
     """Returns the width of the TPU's matrix unit: with fewer rows at a time it waits, with more registers spill."""
     try:
         return pltpu.get_tpu_info().mxu_column_size
@@ -91,10 +113,15 @@ def _matrix_unit() -> int:
         return Blocks.rows
 
 
-def _block_pages(pages: Pages, table_width: int) -> int:
+def _blocks(pages: Pages, table_width: int) -> Blocks:
     _, planes, tiles, rows, width = pages.arrays[0].shape
     page_bytes = planes * tiles * rows * width * pages.dtype.itemsize
-    return _pages_of(min(BLOCK_TOKENS, BLOCK_BYTES * pages.page_size // page_bytes), pages, table_width)
+    num_pages = _pages_of(min(BLOCK_TOKENS, BLOCK_BYTES * pages.page_size // page_bytes), pages, table_width)
+    try:
+        info: Any = pltpu.get_tpu_info()
+    except ValueError:  # interpreted, where nothing has to be waited for
+        return Blocks(num_pages, INTERPRETED_BUFFERS)
+    return Blocks(num_pages, buffers_for(num_pages * page_bytes, info.mem_bw_bytes_per_second * info.num_cores))
 
 
 def _pages_of(tokens: int, pages: Pages, table_width: int) -> int:

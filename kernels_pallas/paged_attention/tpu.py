@@ -88,7 +88,7 @@ def paged_attention_tpu(
         q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
         may_decode = q_len is None and tree_mask is None
         long = jnp.where(q_lens > 1, kv_lens, 0) if may_decode else kv_lens
-        tiling = blocks or ragged_blocks(pages, M, T, G, q_len, tree_mask)
+        tiling = blocks or ragged_blocks(pages, M, T, kv_lens.shape[0], G, q_len, tree_mask)
         out, pool = _ragged(run, queries, new, pool, block_tables, long, cu_q_lens, tree_mask, tiling)
         if may_decode:
             single, last = jnp.where(q_lens == 1, kv_lens, 0), jnp.clip(cu_q_lens[:-1], 0, T - 1)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
 
 from kernels_pallas.paged_attention import abstract_pages, block_sizes
-from kernels_pallas.paged_attention.block_sizes import KEYS, TABLES, Blocks, decode_blocks, tuned_table
-from kernels_pallas.paged_attention.tpu import VMEM_BYTES
-from scripts import tune_kernels
+from kernels_pallas.paged_attention.block_sizes import (
+    INTERPRETED_BUFFERS,
+    KEYS,
+    MAX_HELD_BYTES,
+    TABLES,
+    Blocks,
+    decode_blocks,
+    ragged_blocks,
+    tuned_table,
+)
+from scripts import kernel_ratings, tune_kernels
 
 CHIPS = ("v5e", "v6e")
 ENTRY = {"kernel": "decode", "page_dtype": "int8", "num_kv_heads": 1, "head_dim": 128, "num_groups": 4}
@@ -20,7 +29,9 @@ CHOICE = {"block_tokens": 1024, "buffers": 9}
 @pytest.fixture
 def chip(monkeypatch, tmp_path):
     """A TPU v6e with a table of one entry."""
-    info = SimpleNamespace(chip_version=SimpleNamespace(value="v6e"))
+    info = SimpleNamespace(
+        chip_version=SimpleNamespace(value="v6e"), mem_bw_bytes_per_second=1.64e12, num_cores=1, mxu_column_size=256
+    )
     monkeypatch.setattr(block_sizes.pltpu, "get_tpu_info", lambda: info)
     monkeypatch.setattr(block_sizes, "TABLES", tmp_path)
     (tmp_path / "tpu_v6e.json").write_text(json.dumps({"entries": [ENTRY | CHOICE]}))
@@ -43,11 +54,37 @@ def test_a_tabled_choice_is_used_as_far_as_tables_are_wide(page_size, table_widt
 @pytest.mark.usefixtures("chip")
 @pytest.mark.parametrize(("changes", "num_groups"), [({}, 8), ({"page_dtype": "bfloat16"}, 4), ({"head_dim": 64}, 4)])
 def test_what_is_not_tabled_goes_by_the_rules(changes, num_groups):
-    assert decode_blocks(pages_of(**changes), 64, num_groups) == Blocks(4, block_sizes.DECODE_BUFFERS)
+    pages = pages_of(**changes)
+
+    blocks = decode_blocks(pages, 64, num_groups)
+
+    # 3.28 MB answer two microseconds of 1.64 TB/s: one block of 512 tokens is computed with, the rest are under way.
+    block_bytes = 512 * kernel_ratings.token_bytes({**ENTRY, **changes})
+    assert blocks == Blocks(4, min(1 + math.ceil(3.28e6 / block_bytes), 12))
+
+
+@pytest.mark.usefixtures("chip")
+@pytest.mark.parametrize(
+    ("num_kv_heads", "num_groups", "num_rows", "queries"),
+    [(8, 4, 8, 128), (1, 8, 32, 128), (1, 8, 64, 64), (8, 8, 8, 64), (16, 32, 8, 8), (1, 1024, 8, 8)],
+)
+def test_a_tile_has_128_queries_unless_heads_or_rows_are_many(num_kv_heads, num_groups, num_rows, queries):
+    pages = pages_of(num_kv_heads=num_kv_heads)
+
+    blocks = ragged_blocks(pages, 64, 512, num_rows, num_groups, None, None)
+
+    assert blocks.queries == queries
+
+
+@pytest.mark.usefixtures("chip")
+def test_rows_of_few_tokens_wait_for_memory_and_keep_more_of_it_busy():
+    blocks = ragged_blocks(pages_of(), 64, 160, 32, 4, 5, None)
+
+    assert blocks == Blocks(4, 12, 5, 256)
 
 
 def test_without_a_tpu_no_table_is_read():
-    assert decode_blocks(pages_of(), 64, 4) == Blocks(4, block_sizes.DECODE_BUFFERS)
+    assert decode_blocks(pages_of(), 64, 4) == Blocks(4, INTERPRETED_BUFFERS)
 
 
 @pytest.mark.parametrize("chip_name", CHIPS)
@@ -55,12 +92,12 @@ def test_the_tables_have_choices_that_fit_for_every_shape_they_are_made_for(chip
     tuned_table.cache_clear()
     table = tuned_table(chip_name)
 
-    wanted = [tuple({"kernel": "decode", **shape}[key] for key in KEYS) for shape in tune_kernels.shapes()]
+    wanted = [tuple(shape[key] for key in KEYS) for shape in tune_kernels.shapes("decode")]
     assert sorted(table) == sorted(wanted)
     for entry in table.values():
-        held = entry["block_tokens"] * entry["buffers"] * tune_kernels.token_bytes(entry)
+        held = entry["block_tokens"] * entry["buffers"] * kernel_ratings.token_bytes(entry)
         assert entry["block_tokens"] % 128 == 0
-        assert held <= VMEM_BYTES / 2
+        assert held <= MAX_HELD_BYTES
 
 
 def test_a_table_says_what_it_was_made_by():
@@ -75,10 +112,10 @@ def test_a_choice_is_rated_by_what_takes_longer_reading_or_computing(bundles, ex
     # A token of 8 heads of 128 has 4,096 bytes: 512 of them take 2,238 cycles of 1.75 GHz at 1,640 GB/s.
     shape = {"page_dtype": "bfloat16", "num_kv_heads": 8, "head_dim": 128, "num_groups": 4}
     if expected is None:
-        parts = [-(-n // 512) * bundles / (n * 4096 * 1.75 / 1640) for n in tune_kernels.CONTEXTS]
+        parts = [-(-n // 512) * bundles / (n * 4096 * 1.75 / 1640) for n in kernel_ratings.CONTEXTS]
         expected = sum(parts) / len(parts)
 
-    rated = tune_kernels.slowdown("v6e", shape, {"block_tokens": 512, "buffers": 4}, bundles)
+    rated = kernel_ratings.rate_decode("v6e", shape, {"block_tokens": 512, "buffers": 4}, bundles)
 
     assert rated == pytest.approx(expected, rel=1e-3)
 
@@ -88,6 +125,20 @@ def test_a_loop_over_heads_counts_as_often_as_it_turns(block_tokens, times):
     # Eight pieces of up to 512 keys stand side by side: all 8 heads of a block of 512, or 4 of one of 1,024.
     figures = {"bundles": 1000, "inner_bundles": [600]}
 
-    bundles = tune_kernels.bundles_of_turn({"num_kv_heads": 8}, {"block_tokens": block_tokens}, figures)
+    bundles = kernel_ratings.bundles_of_turn({"num_kv_heads": 8}, {"block_tokens": block_tokens}, figures)
 
     assert bundles == 1000 + times * 600
+
+
+def test_prefill_is_rated_by_the_turns_of_the_loop_with_a_mask_and_of_the_one_without(monkeypatch):
+    monkeypatch.setattr(kernel_ratings, "CHUNKS", (256,))
+    monkeypatch.setattr(kernel_ratings, "TOKENS_BEFORE", (512,))
+    shape = {"page_dtype": "bfloat16", "num_kv_heads": 8, "head_dim": 128, "num_groups": 4}
+    figures = {"bundles": 2500, "inner_bundles": [400, 500]}
+
+    rated = kernel_ratings.rate_ragged("v6e", shape, {"block_tokens": 512, "queries": 128}, figures, piece_rows=256)
+
+    # Two tiles, each of two blocks, one without a mask; 8 heads of two pieces a block.
+    cycles = 2 * (2 * (2500 - 900) / 2 + 16 * (400 + 500))
+    flops = 4 * 32 * 128 * sum(range(513, 769))
+    assert rated == pytest.approx(cycles / (flops / 918e12 * 1.75e9))
