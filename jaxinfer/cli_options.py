@@ -56,6 +56,7 @@ HELP = {
     "adaptive_drafts": "verify only as many drafts as pay (default on)",
     "ttft_target": "seconds to the first token within which a request counts for the goodput",
     "tpot_target": "seconds per token after it within which a request counts for the goodput",
+    "quantization": "int8 or int4: round the weights of products to so many bits",
 }
 
 

@@ -10,6 +10,7 @@ from jaxinfer.sampling_params import SamplingParams as SamplingParams
 from jaxinfer.validation import MAX_INT, is_int, require, require_bool, require_int, require_positive, require_real
 
 CACHE_DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZATIONS = ("int8", "int4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +157,8 @@ class EngineConfig:
     as many of them as bring the most tokens per second, or all.
     `ttft_target`, `tpot_target`: seconds to the first token, and per token after it, within which a request counts for
     the goodput; `None` for any. They change nothing else.
+    `quantization`: "int8" rounds the weights of products to 8 bits with a scale per output channel while they are
+    loaded, "int4" to 4 bits with a scale per 128 inputs; None leaves them in the LLM's dtype.
     """
 
     max_num_seqs: int = 32
@@ -179,6 +182,7 @@ class EngineConfig:
     adaptive_drafts: bool = True
     ttft_target: float | None = None
     tpot_target: float | None = None
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         require_int("max_num_seqs", self.max_num_seqs, 1)
@@ -214,6 +218,8 @@ class EngineConfig:
         for name in ("ttft_target", "tpot_target"):
             if getattr(self, name) is not None:
                 require_real(name, getattr(self, name), 0.0)
+        names = ", ".join(map(repr, QUANTIZATIONS))
+        require(self.quantization in (None, *QUANTIZATIONS), "quantization", self.quantization, f"{names} or None")
         CacheConfig(num_pages=1, page_size=self.page_size)
         self._check_tiers()
 

@@ -127,6 +127,9 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "plain product int8 x 16": functools.partial(product, rows=16, bits=8, is_plain=True),
     "product int8 x 16 per channel": functools.partial(product, rows=16, bits=8, group_size=4096),
     "step decode": functools.partial(step, step="decode_step", num_tokens=64, num_rows=64),
+    "step decode int4 weights": functools.partial(
+        step, step="decode_step", num_tokens=64, num_rows=64, quantization="int4"
+    ),
     "step prefill": functools.partial(step, step="prefill_step", num_tokens=2048, num_rows=16),
 }
 # Refused there, with a reason; see kernels_pallas/triton.py.

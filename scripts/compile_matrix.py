@@ -127,8 +127,9 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "decode int8 pages of 32": functools.partial(decode_case, page_size=32, page_dtype="int8"),
     "step decode": decode_step,
     "step prefill": prefill_step,
-    "step decode int8 weights": functools.partial(decode_step, has_int8_weights=True, num_pages=256),
-    "step prefill int8 weights": functools.partial(prefill_step, has_int8_weights=True, num_pages=256),
+    "step decode int8 weights": functools.partial(decode_step, quantization="int8", num_pages=256),
+    "step decode int4 weights": functools.partial(decode_step, quantization="int4", num_pages=256),
+    "step prefill int8 weights": functools.partial(prefill_step, quantization="int8", num_pages=256),
 }
 KERNEL_CASES = tuple(name for name in CASES if not name.startswith("step"))
 

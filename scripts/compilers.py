@@ -42,13 +42,13 @@ def step_case(
     num_pages: int,
     page_size: int,
     max_context: int = 8192,
-    has_int8_weights: bool = False,
+    quantization: str | None = None,
     layer_groups: tuple[int, ...] = (),
     kernels: tuple[str, ...] = (),
 ) -> Case:
     """A whole step of Llama 3 8B, `step` being its name in `jaxinfer.steps`, split over all devices of a mesh.
 
-    Everything is bfloat16, or 8 bits with a scale per output channel where weights are so.
+    Everything is bfloat16; weights are what `quantize_weight` makes of them where a `quantization` is named.
     """
     import jax
 
@@ -58,6 +58,7 @@ def step_case(
     from jaxinfer.config import CacheConfig, ModelConfig
     from jaxinfer.params import abstract_params, shardings
     from jaxinfer.quantization import quantize_params, quantized_shardings
+    from jaxinfer.quantization.quantized_array import INT4_GROUP_SIZE
     from jaxinfer.sampling_batch import make_sampling
 
     config = ModelConfig(
@@ -73,8 +74,10 @@ def step_case(
         layer_groups=layer_groups,
     )
     params, placement = abstract_params(config, "bfloat16"), shardings(config, mesh)
-    if has_int8_weights:
-        params, placement = jax.eval_shape(quantize_params, params), quantized_shardings(placement)
+    if quantization is not None:
+        options = {"int8": {}, "int4": {"bits": 4, "group_size": INT4_GROUP_SIZE}}[quantization]
+        params = jax.eval_shape(functools.partial(quantize_params, **options), params)
+        placement = quantized_shardings(placement)
     cache = abstract_cache(config, CacheConfig(num_pages=num_pages, page_size=page_size, dtype="bfloat16"), layout)
     cache = placed(cache, cache_shardings(cache, mesh))
     sizes = {"num_tokens": num_tokens, "num_rows": num_rows, "table_width": max_context // page_size}

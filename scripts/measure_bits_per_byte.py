@@ -1,6 +1,6 @@
 """Measures how well the bundled models predict the held-out part of their corpus, in bits per byte, by jaxinfer itself.
 
-usage: python scripts/measure_bits_per_byte.py [CHECKPOINT ...]
+usage: python scripts/measure_bits_per_byte.py [CHECKPOINT ...] [--quantization int4]
 
 The held-out files are those of `corpus.py` for the interpreter that runs this script. Every file begins after
 an end-of-text token and is cut into windows of the model's length, as in training.
@@ -8,9 +8,9 @@ an end-of-text token and is cut into windows of the model's length, as in traini
 
 from __future__ import annotations
 
+import argparse
 import functools
 import math
-import sys
 from pathlib import Path
 
 import jax
@@ -20,6 +20,7 @@ from corpus import held_out_files
 from tqdm import tqdm
 
 from jaxinfer import CacheConfig, ModelConfig, Row, init_cache, load_checkpoint, make_batch
+from jaxinfer.config import QUANTIZATIONS
 from jaxinfer.decoder import forward, unembed
 from jaxinfer.tokenizer import Tokenizer
 
@@ -35,9 +36,9 @@ def negative_log_likelihood(params, cache, batch, targets, *, config: ModelConfi
     return -jnp.take_along_axis(log_probs, targets[:, None], axis=-1)[:, 0]
 
 
-def measure(path: Path) -> float:
+def measure(path: Path, quantization: str | None) -> float:
     """Returns the bits per byte of the checkpoint at `path`."""
-    params, config = load_checkpoint(path)
+    params, config = load_checkpoint(path, quantization=quantization)
     tokenizer = Tokenizer.from_path(path)
     if tokenizer is None:
         raise ValueError(f"{path} has no tokenizer.json, so it cannot read text")
@@ -61,5 +62,9 @@ def measure(path: Path) -> float:
 
 
 if __name__ == "__main__":
-    for checkpoint in sys.argv[1:] or [BUNDLED / "tiny", BUNDLED / "tiny-draft"]:
-        print(f"{checkpoint}: {measure(Path(checkpoint)):.4f} bits per byte")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("checkpoints", nargs="*", default=[BUNDLED / "tiny", BUNDLED / "tiny-draft"])
+    parser.add_argument("--quantization", choices=QUANTIZATIONS)
+    arguments = parser.parse_args()
+    for checkpoint in arguments.checkpoints:
+        print(f"{checkpoint}: {measure(Path(checkpoint), arguments.quantization):.4f} bits per byte")

@@ -156,7 +156,7 @@ def device_at_hand() -> str:
 
     chip = chip_at_hand()
     device = "tpu7x" if chip == "7x" else chip
-    if device not in CHIPS:
+    if device is None or device not in CHIPS:
         raise RuntimeError(f"--by-time needs one of {sorted(CHIPS)} at hand, not {device}; leave it out elsewhere")
     return device
 

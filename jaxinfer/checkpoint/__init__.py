@@ -18,14 +18,17 @@ def load_checkpoint(
     dtype: str | None = None,
     *,
     first_layers: int | None = None,
+    quantization: str | None = None,
     show_progress: bool = False,
 ) -> tuple[Params, ModelConfig]:
     """Loads a Hugging Face checkpoint from a folder or the Hub, in the format and groups that suit the device.
 
-    Where `first_layers` are wanted by themselves, a group ends after them. Raises ValueError for a checkpoint that
+    Where `first_layers` are wanted by themselves, a group ends after them. `quantization` is "int8" or "int4", see
+    `jaxinfer.quantization.quantize_weight`; None leaves weights as they are. Raises ValueError for a checkpoint that
     cannot be used, with everything that is wrong with it.
     """
     path = resolve_checkpoint(path_or_id)
     config = read_config(path)
     config = replace(config, layer_groups=default_layer_groups(config.num_layers, first_layers))
-    return load_params(path, config, dtype or default_dtype(), show_progress=show_progress), config
+    dtype = dtype or default_dtype()
+    return load_params(path, config, dtype, quantization=quantization, show_progress=show_progress), config

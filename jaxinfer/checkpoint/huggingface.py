@@ -15,6 +15,7 @@ from jaxinfer.checkpoint.families import family_of
 from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor, read_header
 from jaxinfer.config import ModelConfig
 from jaxinfer.params import Params
+from jaxinfer.quantization import quantize_weight
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -78,6 +79,7 @@ def load_params(
     dtype: Any,
     *,
     placement: Params | None = None,
+    quantization: str | None = None,
     show_progress: bool = False,
 ) -> Params:
     """Reads the parameters of a checkpoint directory as `dtype`, one tensor of `Params` at a time.
@@ -85,8 +87,11 @@ def load_params(
     Each is on its devices before the next is read, so the host holds one stacked group of one weight at most,
     and of that, where `placement` (see `jaxinfer.params.shardings`) splits it, only the slices of this
     process's devices. Every missing, unexpected or mis-shaped tensor is listed in one ValueError before any
-    is read. `config` is that of `read_config`, with any `layer_groups`.
+    is read. `config` is that of `read_config`, with any `layer_groups`. With `quantization` ("int8", "int4") weights
+    are quantized one by one, where they are whole: not with a `placement`.
     """
+    if quantization is not None and placement is not None:
+        raise ValueError(f"quantization={quantization!r} with a placement is not supported; leave out one")
     path = Path(path)
     weights = family_of(_read_json(path / "config.json")).weights
     plan = plan_assembly(config, weights)
@@ -94,18 +99,21 @@ def load_params(
     _refuse_misfits(path, plan, stored, config)
     if config.has_tied_embeddings and UNEMBEDDING in stored:
         _require_same(stored[EMBEDDING], stored[UNEMBEDDING])
-    assemblies, structure = jax.tree.flatten(plan, is_leaf=_is_assembly)
+    places, structure = jax.tree_util.tree_flatten_with_path(plan, is_leaf=_is_assembly)
     if placement is not None and jax.tree.structure(placement) != structure:
         raise ValueError(
             f"placement does not have the tensors of a model with layer_groups={config.layer_groups};"
             " build it from the config that is given here"
         )
-    shardings = [None] * len(assemblies) if placement is None else jax.tree.leaves(placement)
+    shardings = [None] * len(places) if placement is None else jax.tree.leaves(placement)
     dtype = jnp.dtype(dtype)
-    with _progress_bar(sum(len(a.names) for a in assemblies), show_progress) as bar:
+    with _progress_bar(sum(len(a.names) for _, a in places), show_progress) as bar:
         leaves = []
-        for assembly, sharding in zip(assemblies, shardings, strict=True):
-            leaves.append(assemble(assembly, stored, dtype, sharding))
+        for (where, assembly), sharding in zip(places, shardings, strict=True):
+            tensor = assemble(assembly, stored, dtype, sharding)
+            if quantization is not None:
+                tensor = quantize_weight(where[-1].name, tensor, quantization)
+            leaves.append(tensor)
             bar.update(len(assembly.names))
     return jax.tree.unflatten(structure, leaves)
 

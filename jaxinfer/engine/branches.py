@@ -99,7 +99,9 @@ class Branches:
 
     @cached_property
     def _identity(self) -> dict[str, str]:
-        return page_identity(self._path, self._admission.model_config, self._admission.cache_config)
+        admission = self._admission
+        quantization = admission.engine_config.quantization
+        return page_identity(self._path, admission.model_config, admission.cache_config, quantization)
 
 
 def fork(request: Request, request_id: int, admission: Admission, *, time_limit: float) -> Request:

@@ -11,10 +11,13 @@ from jaxinfer.checkpoint.fingerprint import fingerprint
 from jaxinfer.config import CacheConfig, ModelConfig
 
 
-def page_identity(path: Path, model_config: ModelConfig, cache_config: CacheConfig) -> dict[str, str]:
+def page_identity(
+    path: Path, model_config: ModelConfig, cache_config: CacheConfig, quantization: str | None
+) -> dict[str, str]:
     """Returns it by aspects. It holds across machines and processes and reads the whole checkpoint."""
     return {
         "weights": fingerprint(path),
+        "quantization": str(quantization),
         "model": repr(model_config),
         "dtype": cache_config.dtype,
         "page_size": str(cache_config.page_size),

@@ -78,7 +78,7 @@ class LLM:
         path = resolve_checkpoint(BUNDLED_MODEL if model is None else model)
         dtype = dtype or default_dtype()
         planned = plan_speculation(speculation, config, dtype)
-        params, self.model_config = load_target(path, dtype, planned, show_progress=show_progress)
+        params, self.model_config = load_target(path, config, dtype, planned, show_progress=show_progress)
         self.tokenizer = Tokenizer.from_path(path)
         custom = dict(logits_processors or {})
         target = plan_target(params, self.model_config, config, dtype, custom, planned)

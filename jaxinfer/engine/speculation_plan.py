@@ -42,11 +42,12 @@ def plan_speculation(speculation: str | Path | Drafter | None, config: EngineCon
 
 
 def load_target(
-    path: Path, dtype: str, planned: Speculation | None, *, show_progress: bool
+    path: Path, config: EngineConfig, dtype: str, planned: Speculation | None, *, show_progress: bool
 ) -> tuple[Params, ModelConfig]:
     """Loads the model that is drafted for, its layers in groups that suit the drafter, if there is one."""
     first_layers = None if planned is None else planned.first_layers
-    return load_checkpoint(path, dtype, first_layers=first_layers, show_progress=show_progress)
+    loading = {"quantization": config.quantization, "show_progress": show_progress}
+    return load_checkpoint(path, dtype, first_layers=first_layers, **loading)
 
 
 def _load_drafter(path: str | Path, dtype: str) -> Drafter:

@@ -1,5 +1,11 @@
 """Weights in fewer bits: the type that stands for them, and how floating-point weights become one."""
 
-from jaxinfer.quantization.quantized_array import QuantizedArray, quantize, quantize_params, quantized_shardings
+from jaxinfer.quantization.quantized_array import (
+    QuantizedArray,
+    quantize,
+    quantize_params,
+    quantize_weight,
+    quantized_shardings,
+)
 
-__all__ = ["QuantizedArray", "quantize", "quantize_params", "quantized_shardings"]
+__all__ = ["QuantizedArray", "quantize", "quantize_params", "quantize_weight", "quantized_shardings"]

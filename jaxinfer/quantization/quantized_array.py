@@ -1,4 +1,4 @@
-"""8-bit weights with a scale per output channel, or per group of inputs."""
+"""Weights of 8 or 4 bits with a scale per output channel, or per group of inputs."""
 
 from __future__ import annotations
 
@@ -13,19 +13,24 @@ from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer.params import LayerParams, Params
+from kernels_pallas.quantized_matmul import pack_int4
 
-# The largest of a group becomes this; -128 is left out, so that the grid is symmetric.
-LARGEST = 127
+# By bits, what the largest of a group becomes; the least integer is left out, so that the grid is symmetric.
+LARGEST = {8: 127, 4: 7}
+# Of 4 bits, where it divides the inputs, and else its greatest divisor that does: half a byte's error is spread over no
+# more weights, for a sixteenth of the memory in scales of 32 bits.
+INT4_GROUP_SIZE = 128
 # The weights of products, and how many of their last axes are inputs. Norms, biases and the embedding, of which rows
 # are taken, stay as they are.
-NUM_INPUT_AXES = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1}
+NUM_INPUT_AXES = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1, "unembedding": 1}
 
 
 @struct.dataclass
 class QuantizedArray:
     """Weights [out..., in...] as integers: weight = value * scale, with one scale per group of inputs.
 
-    The inputs, flattened, are cut into groups of equal size; a single group is a scale per output channel.
+    The inputs, flattened, are cut into groups of equal size; a single group is a scale per output channel. Integers of
+    4 bits lie two to a byte, as `pack_int4` lays out the flattened inputs: the last axis of inputs is half as long.
     """
 
     values: Any  # i8[out..., in...]
@@ -33,32 +38,58 @@ class QuantizedArray:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """That of the integers as they are stored."""
         return self.values.shape
 
 
-def quantize(w: jax.Array, *, num_input_axes: int = 1, group_size: int | None = None) -> QuantizedArray:
+def quantize(w: jax.Array, *, num_input_axes: int = 1, group_size: int | None = None, bits: int = 8) -> QuantizedArray:
     """Rounds weights [out..., in...] to the nearest of 255 steps per group, of which the largest weight is the last.
 
-    `group_size` is a number of inputs; None makes a group of all inputs of a channel. Raises ValueError where it does
-    not divide them.
+    Of 15 where `bits` is 4. `group_size` is a number of inputs; None makes a group of all inputs of a channel. Raises
+    ValueError where it does not divide them, or is odd with 4 bits, and for other bits.
     """
-    outputs, num_inputs = w.shape[: w.ndim - num_input_axes], math.prod(w.shape[w.ndim - num_input_axes :])
+    if bits not in LARGEST:
+        raise ValueError(f"bits={bits} is not supported; use one of {sorted(LARGEST)}")
+    outputs, inputs = w.shape[: w.ndim - num_input_axes], w.shape[w.ndim - num_input_axes :]
+    num_inputs = math.prod(inputs)
     size = num_inputs if group_size is None else group_size
     if size < 1 or num_inputs % size:
         raise ValueError(f"group_size={group_size} does not divide the {num_inputs} inputs of weights {w.shape}")
+    if bits == 4 and (size % 2 or inputs[-1] % 2):
+        raise ValueError(f"group_size={size} of weights {w.shape}: integers of 4 bits go in pairs; use even sizes")
     groups = w.reshape(*outputs, num_inputs // size, size).astype(jnp.float32)
     largest = jnp.abs(groups).max(-1, keepdims=True)
-    scales = jnp.where(largest > 0, largest / LARGEST, 1.0)  # a group of zeros has any scale
+    scales = jnp.where(largest > 0, largest / LARGEST[bits], 1.0)  # a group of zeros has any scale
     values = jnp.round(groups / scales).astype(jnp.int8)
-    return QuantizedArray(values.reshape(w.shape), scales[..., 0])
+    if bits == 4:
+        values = pack_int4(values.reshape(-1, num_inputs), size)
+        inputs = (*inputs[:-1], inputs[-1] // 2)
+    return QuantizedArray(values.reshape(*outputs, *inputs), scales[..., 0])
 
 
-def quantize_params(params: Params, *, group_size: int | None = None) -> Params:
-    """Returns the parameters with the weights of all products quantized; `group_size` as in `quantize`.
+_quantize = jax.jit(quantize, static_argnames=("num_input_axes", "group_size", "bits"))
+
+
+def quantize_weight(name: str, w: jax.Array, quantization: str) -> jax.Array | QuantizedArray:
+    """Returns a tensor of `Params`, known by its field, as "int8" (a scale per channel) or "int4" (one per group).
+
+    What is no weight of a product stays as it is: norms, biases and the embedding.
+    """
+    axes = NUM_INPUT_AXES.get(name)
+    if axes is None:
+        return w
+    if quantization == "int8":
+        return _quantize(w, num_input_axes=axes)
+    size = math.gcd(math.prod(w.shape[w.ndim - axes :]), INT4_GROUP_SIZE)
+    return _quantize(w, num_input_axes=axes, group_size=size, bits=4)
+
+
+def quantize_params(params: Params, *, group_size: int | None = None, bits: int = 8) -> Params:
+    """Returns the parameters with the weights of all products quantized; the options are those of `quantize`.
 
     A tied embedding stays in floating point at both ends.
     """
-    return _replace_weights(params, lambda w, axes: quantize(w, num_input_axes=axes, group_size=group_size))
+    return _replace_weights(params, lambda w, axes: quantize(w, num_input_axes=axes, group_size=group_size, bits=bits))
 
 
 def quantized_shardings(placement: Params) -> Params:
@@ -73,7 +104,8 @@ def quantized_shardings(placement: Params) -> Params:
 
 def _replace_weights(params: Params, change: Callable[[Any, int], QuantizedArray]) -> Params:
     def change_layers(layers: LayerParams) -> LayerParams:
-        return replace(layers, **{name: change(getattr(layers, name), axes) for name, axes in NUM_INPUT_AXES.items()})
+        axes = {name: n for name, n in NUM_INPUT_AXES.items() if name != "unembedding"}
+        return replace(layers, **{name: change(getattr(layers, name), n) for name, n in axes.items()})
 
-    unembedding = None if params.unembedding is None else change(params.unembedding, 1)
+    unembedding = None if params.unembedding is None else change(params.unembedding, NUM_INPUT_AXES["unembedding"])
     return replace(params, layers=tuple(map(change_layers, params.layers)), unembedding=unembedding)

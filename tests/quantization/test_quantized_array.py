@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxinfer.layers import linear
 from jaxinfer.params import shardings
-from jaxinfer.quantization import QuantizedArray, quantize, quantize_params, quantized_shardings
+from jaxinfer.quantization import QuantizedArray, quantize, quantize_params, quantize_weight, quantized_shardings
 from tests.replay import SMALL_MODEL, lively_params, replay
 
 GENERATOR = np.random.default_rng(0)
@@ -25,23 +25,28 @@ def normal(*shape) -> Any:
     return GENERATOR.standard_normal(shape).astype(np.float32)
 
 
-def floats(w: QuantizedArray) -> np.ndarray:
+def floats(w: QuantizedArray, bits: int = 8) -> np.ndarray:
     """The weights [F, D] that a quantized array of two dimensions stands for, float64."""
-    values, scales = np.asarray(w.values, np.float64), np.asarray(w.scales, np.float64)
+    values, scales = np.asarray(w.values), np.asarray(w.scales, np.float64)
+    if bits == 4:  # the low halves of a group's bytes, then the high ones; 8 to 15 stand for -8 to -1
+        groups = values.view(np.uint8).reshape(*scales.shape, -1)
+        halves = np.concatenate([groups & 15, groups >> 4], axis=-1).astype(int)
+        values = np.where(halves < 8, halves, halves - 16).reshape(scales.shape[0], -1)
     return values * np.repeat(scales, values.shape[1] // scales.shape[1], axis=1)
 
 
+@pytest.mark.parametrize(("bits", "largest"), [(8, 127), (4, 7)])
 @pytest.mark.parametrize(("group_size", "num_groups"), [(None, 1), (16, 4)])
-def test_each_weight_is_rounded_to_the_nearest_of_its_groups_grid(group_size, num_groups):
+def test_each_weight_is_rounded_to_the_nearest_of_its_groups_grid(group_size, num_groups, bits, largest):
     w = normal(6, 64)
 
-    quantized = quantize(w, group_size=group_size)
+    quantized = quantize(w, group_size=group_size, bits=bits)
 
-    steps = np.abs(w.reshape(6, num_groups, -1)).max(-1) / 127
+    steps = np.abs(w.reshape(6, num_groups, -1)).max(-1) / largest
     np.testing.assert_allclose(quantized.scales, steps, rtol=1e-6)
-    assert quantized.values.dtype == jnp.int8
+    assert quantized.values.nbytes == w.size * bits / 8
     # Half a step, and one rounding of the scale.
-    assert (np.abs(floats(quantized) - w) <= 0.5001 * np.repeat(steps, 64 // num_groups, axis=1)).all()
+    assert (np.abs(floats(quantized, bits) - w) <= 0.5001 * np.repeat(steps, 64 // num_groups, axis=1)).all()
 
 
 def test_weights_of_zero_stay_zero():
@@ -54,14 +59,26 @@ def test_a_group_size_that_does_not_divide_the_inputs_is_refused(group_size):
         quantize(normal(6, 64), group_size=group_size)
 
 
-@pytest.mark.parametrize("group_size", [None, 32])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 3}, r"bits=3 is not supported; use one of \[4, 8\]"),
+        ({"bits": 4, "group_size": 3}, r"group_size=3 of weights \(2, 6\): integers of 4 bits go in pairs"),
+    ],
+)
+def test_bits_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        quantize(normal(2, 6), **options)
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (8, 32), (4, None), (4, 32)])
 @pytest.mark.parametrize("T", [2, 17])
-def test_a_product_with_quantized_weights_is_that_of_the_weights_they_stand_for(T, group_size):
+def test_a_product_with_quantized_weights_is_that_of_the_weights_they_stand_for(T, bits, group_size):
     x, w = normal(T, 4, 32), normal(24, 4, 32)
 
-    y = jax.jit(linear)(x, quantize(w, num_input_axes=2, group_size=group_size))
+    y = jax.jit(linear)(x, quantize(w, num_input_axes=2, group_size=group_size, bits=bits))
 
-    stand_for = floats(quantize(w.reshape(24, 128), group_size=group_size))
+    stand_for = floats(quantize(w.reshape(24, 128), group_size=group_size, bits=bits), bits)
     # float32 has 24 bits of mantissa; 128 products of numbers around 1.
     np.testing.assert_allclose(y, x.reshape(T, 128).astype(float) @ stand_for.T, rtol=1e-4, atol=1e-4)
 
@@ -76,12 +93,13 @@ def test_a_row_of_a_quantized_product_is_the_same_bits_in_any_batch(group_size):
         np.testing.assert_array_equal(jax.jit(linear)(x[row : row + 2][:1], w)[0], together[row])
 
 
-@pytest.mark.parametrize("group_size", [None, 16])
-def test_a_quantized_model_gives_the_logits_of_the_weights_it_stands_for(group_size):
+@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (4, 16)])
+def test_a_quantized_model_gives_the_logits_of_the_weights_it_stands_for(bits, group_size):
     params = lively_params(CONFIG)
-    quantized = jax.jit(quantize_params, static_argnames="group_size")(params, group_size=group_size)
+    quantize_all = jax.jit(quantize_params, static_argnames=("group_size", "bits"))
+    quantized = quantize_all(params, group_size=group_size, bits=bits)
     stand_for = jax.tree.map(
-        lambda w, q: floats_like(w, q) if isinstance(q, QuantizedArray) else w,
+        lambda w, q: floats_like(w, q, bits) if isinstance(q, QuantizedArray) else w,
         params,
         quantized,
         is_leaf=lambda node: isinstance(node, QuantizedArray),
@@ -101,12 +119,32 @@ def quantized_leaves(params):
     return jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, QuantizedArray))
 
 
-def floats_like(w, quantized):
+def floats_like(w, quantized, bits):
     """The weights that a quantized tensor of any shape stands for, in float32."""
     groups = quantized.scales.shape[-1]
     rows = np.asarray(quantized.scales).reshape(-1, groups)
     flat = QuantizedArray(np.asarray(quantized.values).reshape(rows.shape[0], -1), rows)
-    return floats(flat).reshape(w.shape).astype(np.float32)
+    return floats(flat, bits).reshape(w.shape).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "values", "scales"),
+    [
+        ("q", "int8", (2, 4, 16, 48), (2, 4, 16, 1)),
+        ("q", "int4", (2, 4, 16, 24), (2, 4, 16, 3)),  # groups of 16, the greatest divisor of 48 and of 128
+        ("o", "int4", (2, 4, 16, 24), (2, 4, 6)),  # 16 * 48 inputs in groups of 128
+    ],
+)
+def test_a_weight_has_a_scale_per_channel_in_8_bits_and_one_per_group_in_4(name, quantization, values, scales):
+    weight: Any = quantize_weight(name, jnp.ones((2, 4, 16, 48)), quantization)
+
+    assert (weight.values.shape, weight.scales.shape) == (values, scales)
+
+
+def test_what_no_product_takes_stays_in_floating_point():
+    embedding = jnp.ones((4, 8))
+
+    assert quantize_weight("embedding", embedding, "int4") is embedding
 
 
 def test_scales_are_split_as_the_outputs_they_belong_to():
