@@ -75,8 +75,11 @@ class VerifyOutput:
     hidden: Any = None  # [T, D]  as in `StepOutput`; a decode loop has none
 
 
-def drawn_in_row(row: int) -> int:
-    """Returns what stands in a batch for the token that a row of the step before draws; it is no token id."""
+def drawn_in_row(row: Any) -> Any:
+    """Returns what stands in a batch for the token that a row of the step before draws, or several; it is no token id.
+
+    An integer for an integer, an array for an array.
+    """
     return -1 - row
 
 
@@ -102,7 +105,8 @@ def make_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows
         _check_row(row, page_size, table_width)
     block_tables = make_block_tables([row.page_ids for row in rows], num_rows, table_width)
     if num_tokens == num_rows and (q_lens == 1).all():
-        return make_decode_batch([row.token_ids[0] for row in rows], starts, block_tables, page_size)
+        token_ids = np.array([row.token_ids[0] for row in rows], np.int32)
+        return make_decode_batch(token_ids, starts, block_tables, page_size)
     ends = np.cumsum(q_lens)
     row_ids = np.repeat(np.arange(len(rows), dtype=np.int32), q_lens)  # q_lens 3, 1, 2 -> row_ids 0 0 0 1 2 2
     offsets = np.arange(total, dtype=np.int32) - np.repeat(ends - q_lens, q_lens)
@@ -128,14 +132,12 @@ def make_block_tables(page_ids: Sequence[Sequence[int]], num_rows: int, table_wi
     return block_tables
 
 
-def make_decode_batch(
-    token_ids: Sequence[int], starts: Sequence[int] | np.ndarray, block_tables: np.ndarray, page_size: int
-) -> Batch:
-    """Lays out one token per row, at positions `starts`; padding rows own their padding token."""
-    num_rows, positions = len(block_tables), np.array(starts, np.int32)
-    slots = block_tables[np.arange(len(positions)), positions // page_size] * page_size + positions % page_size
+def make_decode_batch(token_ids: np.ndarray, positions: np.ndarray, block_tables: np.ndarray, page_size: int) -> Batch:
+    """Lays out one token i32[N] per row, at positions i32[N]; padding rows own their padding token."""
+    num_rows, (indices, offsets) = len(block_tables), np.divmod(positions, page_size)
+    slots = block_tables[np.arange(len(positions)), indices] * page_size + offsets
     return Batch(
-        tokens=padded(np.array(token_ids, np.int32), num_rows, 0),
+        tokens=padded(token_ids, num_rows, 0),
         positions=padded(positions, num_rows, 0),
         slot_mapping=padded(slots, num_rows, PADDING_SLOT),
         cu_q_lens=np.arange(num_rows + 1, dtype=np.int32),
@@ -155,8 +157,11 @@ def _check_row(row: Row, page_size: int, table_width: int) -> None:
 
 
 def padded(values: np.ndarray, size: int, padding: float) -> np.ndarray:
-    """Returns values followed by padding up to `size`, as bool, f32 or i32."""
+    """Returns values followed by padding up to `size`, as bool, f32 or i32; themselves where there are as many."""
     # Of no values numpy makes 64-bit floats.
-    out = np.full(size, padding, values.dtype if values.dtype in (np.float32, np.bool_) else np.int32)
+    dtype = values.dtype if values.dtype in (np.float32, np.bool_) else np.int32
+    if len(values) == size:
+        return values.astype(dtype, copy=False)
+    out = np.full(size, padding, dtype)
     out[: len(values)] = values
     return out

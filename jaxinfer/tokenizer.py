@@ -112,15 +112,12 @@ class _ByteText:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ascii_texts = tokenizer.ascii_texts
+        self.texts = tokenizer.ascii_texts  # of tokens that need not be pushed: most, unless one ends in a character
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._is_inside = False  # a character
 
     def push(self, token_id: int) -> str:
-        if not self._is_inside and (text := self._ascii_texts.get(token_id)) is not None:  # nearly always
-            return text
         text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
-        self._is_inside = bool(self._decoder.getstate()[0])
+        self.texts = {} if self._decoder.getstate()[0] else self._tokenizer.ascii_texts
         return text
 
     def flush(self) -> str:
@@ -139,6 +136,7 @@ class _WindowText:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self.texts: dict[int, str] = {}
         self._context: list[int] = []
         self._context_len = 0  # characters
         self._pending: list[int] = []
@@ -178,6 +176,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, min_tokens: int = 0) -> None:
         self._text = _ByteText(tokenizer) if tokenizer.is_byte_level else _WindowText(tokenizer)
         self._stop = tuple(stop)
+        self.texts = {} if stop else self._text.texts  # of tokens that need not be pushed if they come next
         self._min_tokens = min_tokens
         self._held = ""
         self._num_tokens = 0  # counted where there are stop strings
@@ -186,7 +185,9 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """Takes the next token; returns the new text that no later token can change."""
         if not self._stop:
-            return self._text.push(token_id)
+            text = self._text.push(token_id)
+            self.texts = self._text.texts
+            return text
         if self.is_stopped:
             return ""
         self._num_tokens += 1

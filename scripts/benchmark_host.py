@@ -23,7 +23,7 @@ from jaxinfer.engine.llm import BUNDLED_MODEL
 from jaxinfer.engine.mailroom import Mailroom
 from jaxinfer.engine.pipeline import Pipeline
 from jaxinfer.engine.planning import plan_host
-from jaxinfer.engine.step import Step
+from jaxinfer.engine.step import NO_ROWS, Step
 from jaxinfer.tokenizer import Tokenizer
 
 PROMPT_LEN, OUTPUT_LEN, MAX_MODEL_LEN = 100, 300, 1024
@@ -37,13 +37,13 @@ class NoDevice:
         self._builder = BatchBuilder(
             page_size=config.page_size, table_width=-(-MAX_MODEL_LEN // config.page_size), vocab_size=vocab_size
         )
-        self._rows: dict[int, int] = {}
+        self._before = NO_ROWS
         rows = config.max_num_seqs
         self._output = SimpleNamespace(tokens=np.full(rows, 70, np.int32), log_probs=np.zeros(rows, np.float32))
 
     def launch(self, step: Step) -> None:
-        self._builder.build(step, choose_bucket(self._buckets, step), self._rows)
-        self._rows = {chunk.request.request_id: row for row, chunk in enumerate(step.chunks)}
+        self._builder.build(step, choose_bucket(self._buckets, step), self._before)
+        self._before = step.chunks.rows
 
     def read(self, output: None) -> SimpleNamespace:
         return self._output

@@ -132,8 +132,9 @@ ALLOWED = {
     "engine.family": set(),
     "engine.request": below(
         *("sampling_params", "engine.completion", "engine.family", "engine.metrics", "engine.page_copies"),
-        "engine.prefix",
+        *("engine.prefix", "engine.readers"),
     ),
+    "engine.readers": set(),
     "engine.sealed_file": set(),
     "engine.tiers": below("engine.metrics", "engine.page_copies"),
     "engine.host_tier": below("engine.metrics", "engine.page_copies"),

@@ -97,6 +97,15 @@ def test_byte_level_text_in_pieces_is_right_for_any_bytes(content):
     assert shown(byte_level(), [[token_id] for token_id in ids]) == byte_level().decode(ids)
 
 
+@given(chunks=chunks_of(st.integers(0, 420)))
+def test_a_token_that_need_not_be_pushed_has_the_text_that_a_push_gives(chunks):
+    pushed, looked_up = Detokenizer(byte_level()), Detokenizer(byte_level())
+    for token_id in flat(chunks):
+        expected = pushed.push(token_id)
+        text = looked_up.texts.get(token_id)
+        assert (looked_up.push(token_id) if text is None else text) == expected
+
+
 def test_each_token_of_a_byte_level_tokenizer_has_the_bytes_of_its_text():
     tokenizer = byte_level()
     for token_id in range(tokenizer.vocab_size + 1):

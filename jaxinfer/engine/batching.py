@@ -12,7 +12,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.decode_loop import LoopBatch, make_loop
 from jaxinfer.engine.buckets import Bucket
 from jaxinfer.engine.request import Request
-from jaxinfer.engine.step import Chunk, Step
+from jaxinfer.engine.step import NO_ROWS, Chunk, Rows, Step
 from jaxinfer.prompt_log_probs import PromptBatch, make_prompt, no_prompt
 from jaxinfer.sampling_batch import SamplingBatch, make_sampling
 
@@ -37,22 +37,20 @@ class BatchBuilder:
         self._max_listed_tokens = max_listed_tokens
         self._vocab_size = vocab_size
         self._custom = custom
-        # Of the last step of decoding requests: its shape, its rows, and for each its version and its pages.
-        self._last: tuple[Bucket, list[Request], list[int]] | None = None
+        # Of the last step of decoding requests: its shape, its rows, and for each its pages.
+        self._last: tuple[Bucket, Rows] | None = None
         self._pages: list[list[int]] = []
         self._block_tables = np.zeros((0, table_width), np.int32)
         self._sampling: SamplingBatch | None = None
 
-    def build(
-        self, step: Step, bucket: Bucket, drawn_in: Mapping[int, int] | None = None
-    ) -> tuple[Batch, SamplingBatch]:
+    def build(self, step: Step, bucket: Bucket, before: Rows = NO_ROWS) -> tuple[Batch, SamplingBatch]:
         """Lays the step out in the bucket's shape.
 
-        `drawn_in` has the rows of requests in the step before: a token that it draws is in the batch as `drawn_in_row`.
+        `before` are the rows of the step before: a token that it draws is in the batch as `drawn_in_row`.
         """
-        drawn_in = drawn_in or {}
         if bucket.is_decode:
-            return self._build_decode(step, bucket, drawn_in)
+            return self._build_decode(step, bucket, before)
+        drawn_in = _places(before)
         batch = make_batch(
             [Row(_token_ids(chunk, drawn_in), chunk.start, chunk.request.pages) for chunk in step.chunks],
             page_size=self._page_size,
@@ -62,12 +60,11 @@ class BatchBuilder:
         )
         return batch, self._make_sampling(step, bucket)
 
-    def _build_decode(self, step: Step, bucket: Bucket, drawn_in: Mapping[int, int]) -> tuple[Batch, SamplingBatch]:
-        requests = [chunk.request for chunk in step.chunks]
-        rows = (bucket, requests, [chunk.version for chunk in step.chunks])
+    def _build_decode(self, step: Step, bucket: Bucket, before: Rows) -> tuple[Batch, SamplingBatch]:
+        rows, requests = step.chunks.rows, step.chunks.requests
         pages = [request.pages for request in requests]
-        if rows != self._last:
-            self._last, self._pages = rows, [list(page_ids) for page_ids in pages]
+        if (bucket, rows) != self._last:
+            self._last, self._pages = (bucket, rows), [list(page_ids) for page_ids in pages]
             self._block_tables = make_block_tables(pages, bucket.num_rows, self._table_width)
             self._sampling = None
         elif pages != self._pages:
@@ -78,16 +75,17 @@ class BatchBuilder:
                     self._block_tables[row, : len(page_ids)] = page_ids
         if self._sampling is None or (not step.is_plain and any(request.grammar is not None for request in requests)):
             self._sampling = self._make_sampling(step, bucket)
-        starts = [chunk.start for chunk in step.chunks]
-        if starts == [len(request.token_ids) for request in requests]:  # as in all steps that are launched ahead
-            token_ids = [drawn_in_row(drawn_in[request.request_id]) for request in requests]
+        if step.is_ahead and rows is before:  # each has drawn the token that it computes
+            token_ids = drawn_in_row(np.arange(len(requests), dtype=np.int32))
         else:
-            token_ids = [_token_ids(chunk, drawn_in)[0] for chunk in step.chunks]
-        return make_decode_batch(token_ids, starts, self._block_tables, self._page_size), self._sampling
+            drawn_in = _places(before)
+            token_ids = np.array([_token_ids(chunk, drawn_in)[0] for chunk in step.chunks], np.int32)
+        positions = np.array(step.chunks.starts, np.int32)
+        return make_decode_batch(token_ids, positions, self._block_tables, self._page_size), self._sampling
 
     def _make_sampling(self, step: Step, bucket: Bucket) -> SamplingBatch:
         return sampling_of_requests(
-            [chunk.request for chunk in step.chunks],
+            step.chunks.requests,
             num_rows=bucket.num_rows,
             max_listed_tokens=self._max_listed_tokens,
             vocab_size=self._vocab_size,
@@ -110,10 +108,14 @@ def sampling_of_requests(requests: Sequence[Request], *, num_rows: int, **option
     )
 
 
-def _token_ids(chunk: Chunk, drawn_in: Mapping[int, int]) -> list[int]:
+def _places(rows: Rows) -> dict[Request, int]:
+    return {request: row for row, request in enumerate(rows.requests)}
+
+
+def _token_ids(chunk: Chunk, drawn_in: Mapping[Request, int]) -> list[int]:
     token_ids = chunk.request.token_ids[chunk.start : chunk.start + chunk.num_tokens]
     if len(token_ids) < chunk.num_tokens:
-        token_ids.append(drawn_in_row(drawn_in[chunk.request.request_id]))
+        token_ids.append(drawn_in_row(drawn_in[chunk.request]))
     return [*token_ids, *chunk.drafts]
 
 
@@ -133,8 +135,8 @@ def build_loop(step: Step, bucket: Bucket, max_stop_tokens: int) -> LoopBatch:
     Of more stop tokens than fit the device does not know the last: what it draws after one of them is dropped here.
     """
     return make_loop(
-        [chunk.max_drawn for chunk in step.chunks],
-        [list(chunk.request.stop_token_ids)[:max_stop_tokens] for chunk in step.chunks],
+        step.chunks.max_drawn,
+        [list(request.stop_token_ids)[:max_stop_tokens] for request in step.chunks.requests],
         num_rows=bucket.num_rows,
         max_stop_tokens=max_stop_tokens,
         ends_early=step.ends_early,

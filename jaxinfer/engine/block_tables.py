@@ -94,14 +94,14 @@ class BlockTables:
         room = len(request.pages) * self.page_size - request.num_computed - 1
         return min(room, num_tokens)
 
-    def advance(self, request: Request, num_tokens: int) -> None:
-        """Enters that the next `num_tokens` tokens are in the cache, of a step that is launched.
+    def advance(self, request: Request, num_computed: int) -> None:
+        """Enters that the tokens up to `num_computed` are in the cache, of a step that is launched.
 
         Makes pages known that are full now, and takes those that lie behind the window: what others do with them comes
         after this step has read them.
         """
         first = request.num_computed // self.page_size
-        request.num_computed += num_tokens
+        request.num_computed = num_computed
         last = request.num_computed // self.page_size
         if first != last and request.keys is not None:
             for index in range(first, last):

@@ -16,7 +16,7 @@ from jaxinfer.engine.buckets import Bucket, plan_buckets
 from jaxinfer.engine.chaining import chained_step
 from jaxinfer.engine.device_drafter import Target
 from jaxinfer.engine.executables import compile_or_load
-from jaxinfer.engine.step import Step
+from jaxinfer.engine.step import NO_ROWS, Chunks, Rows, Step
 from jaxinfer.plan.memory import step_bytes
 from jaxinfer.steps import decode_loop, decode_step, prefill_step, verify_step
 
@@ -42,7 +42,7 @@ class StepCompiler:
             vocab_size=target.model_config.vocab_size,
             custom=tuple(target.custom),
         )
-        self._empty = {bucket: self.lay_out(Step(()), bucket, {}) for bucket in self.buckets}
+        self._empty = {bucket: self.lay_out(Step(Chunks.of(())), bucket, NO_ROWS) for bucket in self.buckets}
         self.seconds: dict[Bucket, float] = {}  # that each shape took to be compiled or loaded the last time
 
     @property
@@ -51,12 +51,12 @@ class StepCompiler:
         kinds = {(bucket.is_decode, bucket.is_verify): bucket for bucket in self.buckets}
         return list(kinds.values())
 
-    def lay_out(self, step: Step, bucket: Bucket, rows: Mapping[int, int]) -> tuple[Any, ...]:
+    def lay_out(self, step: Step, bucket: Bucket, before: Rows) -> tuple[Any, ...]:
         """Returns what the bucket's compiled step takes after parameters, cache and tokens of the step before.
 
-        `rows` are those that requests had in that one.
+        `before` are the rows of that one.
         """
-        arguments = self._builder.build(step, bucket, rows)
+        arguments = self._builder.build(step, bucket, before)
         if bucket.is_decode and self._loop_steps > 1:
             return *arguments, build_loop(step, bucket, self._max_listed_tokens)
         has_prompt = bucket.is_prefill and self._max_prompt_log_probs is not None

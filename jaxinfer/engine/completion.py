@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jaxinfer.engine.metrics import Timings
 
@@ -38,8 +38,7 @@ class Completion:
     timings: Timings = field(default=Timings(), compare=False)
 
 
-@dataclass(slots=True)  # not frozen: there is one per request and step, and that would cost three times more
-class Delta:
+class Delta(NamedTuple):
     """What one step added to a request; the last one carries the completion.
 
     `text` can be empty while an unfinished character or the possible start of a stop string is held back.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -18,14 +17,11 @@ Emitted = tuple[int, float, dict[int, float]]  # a token, its log-probability, a
 def emitted_tokens(step: Step, output: Any) -> Sequence[Sequence[Emitted]]:
     """Returns what a step's output of host arrays, `StepOutput` or `VerifyOutput`, has for each chunk."""
     count = len(step.chunks)
-    if output.tokens.ndim == 1 and step.is_plain:
-        pairs = zip(output.tokens[:count].tolist(), output.log_probs[:count].tolist(), strict=True)
-        return [((token, log_prob, {}),) for token, log_prob in pairs]
     tokens, log_probs = (array[:count].reshape(count, -1).tolist() for array in (output.tokens, output.log_probs))
     counts = [1] * count if output.tokens.ndim == 1 else output.num_emitted.tolist()
     emitted = []
-    for row, chunk in enumerate(step.chunks):
-        num_log_probs = chunk.request.sampling.log_probs
+    for row, request in enumerate(step.chunks.requests):
+        num_log_probs = request.sampling.log_probs
         tops = _alternatives(output, row, num_log_probs) if num_log_probs else [{}] * counts[row]
         emitted.append(list(zip(tokens[row][: counts[row]], log_probs[row], tops, strict=False)))
     return emitted
@@ -53,26 +49,28 @@ def enter_prompts(step: Step, output: Any) -> None:
         family.prompt_top_log_probs += tops[num_known:]
 
 
+def take_drawn(requests: Sequence[Request], output: Any, now: float) -> list[Delta]:
+    """Gives plain requests what a step that ended just now drew for them, one token for each of its rows."""
+    deltas = []
+    drawn = zip(requests, output.tokens.tolist(), output.log_probs.tolist(), strict=False)  # there are rows of padding
+    for request, token_id, log_prob in drawn:
+        if request.num_pending:
+            request.num_pending = 0
+            request.token_times.append(now)
+            deltas.append(request.append(token_id, log_prob))
+    return deltas
+
+
 def take_tokens(request: Request, emitted: Sequence[Emitted], now: float) -> Delta:
-    """Gives a request what a step that ended just now drew for it."""
+    """Gives a request what a step that ended just now drew for it, one token at least, up to one that ends it."""
     request.num_pending = 0
-    if len(emitted) == 1:
-        ((token_id, log_prob, top_log_probs),) = emitted
-        request.token_times.append(now)
-        return request.append(token_id, log_prob, top_log_probs)
     request.token_times += [now] * len(emitted)
-    return extend_request(request, emitted)
-
-
-def extend_request(request: Request, emitted: Sequence[Emitted]) -> Delta:
-    """Adds the tokens, at least one, that one step drew for a request, up to one that ends it."""
     deltas: list[Delta] = []
     for token in emitted:
         deltas.append(request.append(*token))
         if request.finish_reason is not None:
             break
-    return replace(
-        deltas[-1],
+    return deltas[-1]._replace(
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
         log_probs=tuple(chain.from_iterable(delta.log_probs for delta in deltas)),

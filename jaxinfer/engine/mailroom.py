@@ -38,6 +38,9 @@ class Mailroom:
         return mailbox
 
     def post(self, deltas: Iterable[Delta]) -> None:
+        if not (self._samples or self._mailboxes):  # all of them come out of step()
+            self._outbox += deltas
+            return
         for delta in deltas:
             samples = self._samples.get(delta.request_id)
             if samples is None:

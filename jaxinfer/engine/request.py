@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Literal, Protocol
-
-import numpy as np
+from typing import Literal
 
 from jaxinfer.engine.completion import Completion as Completion
 from jaxinfer.engine.completion import Delta as Delta
@@ -15,39 +13,15 @@ from jaxinfer.engine.family import Family
 from jaxinfer.engine.metrics import Timings
 from jaxinfer.engine.page_copies import Content
 from jaxinfer.engine.prefix import PageKeys
+from jaxinfer.engine.readers import Structure, TextStream
 from jaxinfer.sampling_params import NO_TOKEN, SamplingParams
 
 Priority = Literal["interactive", "batch"]
+NO_ALTERNATIVES: dict[int, float] = {}
 
 
 class QueueFullError(RuntimeError):
     """More requests wait than `EngineConfig.max_waiting` allows. Nothing was queued; try again later."""
-
-
-class TextStream(Protocol):
-    """Turns tokens into text as they come; `jaxinfer.tokenizer.Detokenizer` is one."""
-
-    @property
-    def is_stopped(self) -> bool: ...
-
-    def push(self, token_id: int) -> str: ...
-
-    def flush(self) -> str: ...
-
-
-class Structure(Protocol):
-    """Which tokens may come next; `jaxinfer.grammar.Grammar` is one."""
-
-    @property
-    def is_complete(self) -> bool: ...
-
-    def accept(self, token_id: int) -> None: ...
-
-    def mask(self) -> np.ndarray: ...
-
-    def num_allowed(self, token_ids: Sequence[int]) -> int: ...
-
-    def masks(self, token_ids: Sequence[int]) -> list[np.ndarray]: ...
 
 
 class Request:
@@ -65,7 +39,7 @@ class Request:
 
     # A step reads and writes a dozen of these in every row: from a dictionary that takes a quarter longer.
     __slots__ = (
-        *("request_id", "sampling", "seed", "sample_index", "token_ids", "num_prompt_tokens", "max_tokens"),
+        *("request_id", "sampling", "seed", "sample_index", "token_ids", "num_prompt_tokens", "max_tokens", "max_len"),
         *("priority", "tenant", "time_limit", "arrival", "order", "yields", "first_step", "token_times"),
         *("num_computed", "num_pending", "version", "num_cached_tokens", "pages", "keys", "cache_salt", "family"),
         *("origin", "saved", "num_saved", "finish_reason", "num_parked", "_num_reached", "stop_token_ids", "grammar"),
@@ -121,6 +95,7 @@ class Request:
         self.num_parked = 0  # how far it was when it gave way, its last page in a tier
         self._num_reached = 0  # the most that `num_computed` was before it became less
         self.max_tokens = max_tokens
+        self.max_len = self.num_prompt_tokens + max_tokens
         self.stop_token_ids = frozenset(stop_token_ids)
         self.grammar = grammar
         # Nothing is wanted but tokens and their log-probabilities, and nothing but they say what comes next.
@@ -184,27 +159,34 @@ class Request:
         self.num_cached_tokens += max(num_found, 0)
         self.num_computed = num_computed
 
-    def append(self, token_id: int, log_prob: float, top_log_probs: dict[int, float]) -> Delta:
+    def append(self, token_id: int, log_prob: float, top_log_probs: dict[int, float] = NO_ALTERNATIVES) -> Delta:
         """Adds a drawn token and finishes the request where it ends it, or where no token was left to draw."""
         if token_id == NO_TOKEN:
             return self.finish("exhausted")
         self.token_ids.append(token_id)
         self._log_probs.append(log_prob)
         is_stop, text = token_id in self.stop_token_ids, ""
-        if self.grammar is not None:
-            self.grammar.accept(token_id)
-            is_stop |= self.grammar.is_complete
-        if self.sampling.log_probs:
-            self._top_log_probs.append(top_log_probs)
-        if (stream := self._text_stream) is not None:
+        if not self.is_plain:
+            is_stop |= self._observe(token_id, top_log_probs)
+        if (stream := self._text_stream) is not None and (text := stream.texts.get(token_id)) is None:
             text = stream.push(token_id)
             is_stop |= stream.is_stopped
         if is_stop:
             return self.finish("stop", text, (token_id,), (log_prob,))
-        if len(self.token_ids) - self.num_prompt_tokens >= self.max_tokens:
+        if len(self.token_ids) >= self.max_len:
             return self.finish("length", text, (token_id,), (log_prob,))
         self._texts.append(text)
-        return Delta(self.request_id, text, (token_id,), (log_prob,), self.sample_index)
+        # There is one for each token: Delta(…) would take twice the time.
+        return tuple.__new__(Delta, (self.request_id, text, (token_id,), (log_prob,), self.sample_index, None))
+
+    def _observe(self, token_id: int, top_log_probs: dict[int, float]) -> bool:
+        """Enters what else there is to a token; returns whether the structure is complete with it."""
+        if self.sampling.log_probs:
+            self._top_log_probs.append(top_log_probs)
+        if self.grammar is None:
+            return False
+        self.grammar.accept(token_id)
+        return self.grammar.is_complete
 
     def finish(
         self,
@@ -216,6 +198,7 @@ class Request:
         """Ends the request and returns its last delta, with any text that was held back."""
         self.finish_reason = reason
         self.version += 1
+        self.num_pending = 0
         text += self._text_stream.flush() if self._text_stream else ""
         self._texts.append(text)
         wants_prompt = self.sampling.prompt_log_probs is not None

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxinfer.batch import StepOutput, VerifyOutput
 from jaxinfer.cache import KVCache, init_cache
 from jaxinfer.engine.page_copies import Content, Copy, CopyIn, CopyOut, CopyWithin, PageCopies
-from jaxinfer.engine.step import Step
+from jaxinfer.engine.step import NO_ROWS, Step
 from jaxinfer.engine.tiers import PageTiers
 from jaxinfer.engine.warm_up import WarmUp
 from jaxinfer.params import Params
@@ -32,7 +32,7 @@ class Runner:
         self._lay_out = compiler.lay_out
         self._tiers = tiers
         self._drawn = jnp.zeros((compiler.max_num_rows,), jnp.int32)  # by each row of the last step
-        self._rows: dict[int, int] = {}  # of the requests in the last step
+        self._before = NO_ROWS  # the rows of the last step
         self._num_pages = warm_up.cache_config.num_pages
         self._cache = init_cache(compiler.model_config, warm_up.cache_config)
         if tiers is not None:
@@ -42,9 +42,9 @@ class Runner:
         """Begins to compute the step, after all before it; returns its output, one row per chunk and padding after."""
         self._make_copies(step.copies)
         bucket, compiled = self.compiled_steps.choose(step)
-        arguments = self._lay_out(step, bucket, self._rows)
+        arguments = self._lay_out(step, bucket, self._before)
         output, self._drawn, self._cache = compiled(self._params, self._cache, self._drawn, *arguments)
-        self._rows = {chunk.request.request_id: row for row, chunk in enumerate(step.chunks)}
+        self._before = step.chunks.rows
         is_described = isinstance(output, VerifyOutput) or step.described
         return output if is_described else replace(output, prompt=None)  # nobody reads it
 

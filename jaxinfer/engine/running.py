@@ -10,7 +10,7 @@ from jaxinfer.engine.metrics import Tally
 from jaxinfer.engine.observer import Observer
 from jaxinfer.engine.policy import step_order
 from jaxinfer.engine.request import Request
-from jaxinfer.engine.step import Chunk
+from jaxinfer.engine.step import Chunks, Rows
 from jaxinfer.engine.waiting import WaitingLine
 
 
@@ -35,6 +35,7 @@ class Running(Sequence[Request]):
         self._tally = tally
         self._observers = observers
         self._requests: list[Request] = []
+        self._lockstep: Rows | None = None  # all who run, where all decode, until somebody comes or goes
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -60,36 +61,92 @@ class Running(Sequence[Request]):
             if wanted >= budget or not self._make_way(request):
                 return
             self._waiting.take(request, now)
+            self._lockstep = None
             self._requests.append(request)
             self._tally.num_found_tokens += self._tables.share_prefix(request)
             self._tables.extend(request, self._tables.num_wanted(request))
 
-    def hand_out(self, budget: int, now: float) -> list[Chunk]:
+    def hand_out(self, budget: int, now: float) -> Chunks:
         """Shares the token budget of a step, and gives the requests the pages for it, preempting where they run out."""
-        chunks: list[Chunk] = []
-        page_size = self._tables.page_size
+        chunks = self._move_on() if len(self) <= budget else None
+        return self._share_out(budget, now) if chunks is None else chunks
+
+    def _move_on(self) -> Chunks | None:
+        """Returns the next token of each where all decode and are the same as in the step before, if there is room."""
+        if self._lockstep is None:
+            return None
+        requests, page_size = self._lockstep.requests, self._tables.page_size
+        starts = [request.num_computed for request in requests]
+        for row in [row for row, start in enumerate(starts) if start % page_size == 0]:  # others are amid a page
+            num_missing = self._tables.num_missing(requests[row], 1)
+            if num_missing > self._tables.pages.num_available:
+                return None
+            self._tables.extend(requests[row], num_missing)
+        for tenant, count in self._lockstep.tenants.items():
+            self._waiting.charge(tenant, count)
+        return Chunks(self._lockstep, starts, [1] * len(starts))
+
+    def _share_out(self, budget: int, now: float) -> Chunks:
+        requests: list[Request] = []
+        starts: list[int] = []
+        lens: list[int] = []
+        are_decoding = True
         for request in step_order(self._requests):
             if not request.pages:  # preempted for one before it
                 continue
-            num_tokens = request.num_uncomputed
-            if num_tokens > 1:
+            if request.num_uncomputed > 1:
+                are_decoding = False
                 self._tally.num_found_tokens += self._tables.share_prefix(request)
-                num_tokens = request.num_uncomputed
-            if num_tokens > budget:
-                num_tokens = budget
-            start = request.num_computed
-            # Nearly always, for one who decodes.
-            has_room = start + num_tokens <= len(request.pages) * page_size
-            if num_tokens > 0 and (has_room or self._make_room(request, num_tokens, chunks)):
-                chunks.append(Chunk(request, start, num_tokens, request.version))
-                budget -= num_tokens
-                if request.first_step is None:
-                    request.first_step = now
-                self._waiting.charge(request.tenant, num_tokens)
-        return chunks
+            start, num_tokens = request.num_computed, min(request.num_uncomputed, budget)
+            if num_tokens == 0 or not self._make_room(request, num_tokens, requests):
+                continue
+            requests.append(request)
+            starts.append(start)
+            lens.append(num_tokens)
+            budget -= num_tokens
+            if request.first_step is None:
+                request.first_step = now
+            if num_tokens > 1 or start < request.num_prompt_tokens:
+                self._tally.num_prefill_tokens += num_tokens
+            self._waiting.charge(request.tenant, num_tokens)
+        rows = Rows(requests)
+        self._lockstep = rows if are_decoding and len(requests) == len(self._requests) else None
+        return Chunks(rows, starts, lens)
+
+    def advance(self, chunks: Chunks) -> list[Request]:
+        """Enters that chunks are in the cache for whatever is computed later: their step is launched.
+
+        Returns the requests that draw their last token in it. They have left: steps run one after another, so what the
+        next one does with their pages comes after this one has read them.
+        """
+        leaving: list[Request] = []
+        rows, page_size = chunks.rows, self._tables.page_size
+        for request, version, start, count in zip(
+            rows.requests, rows.versions, chunks.starts, chunks.lens, strict=True
+        ):
+            if request.version != version:  # it has ended or was set back
+                continue
+            end = start + count
+            if end % page_size <= count:  # a page is full, or the token after it is there
+                self._tables.advance(request, end)
+            request.num_computed = end
+            if end == len(request.token_ids):
+                request.num_pending = 1
+                if end + 1 >= request.max_len:
+                    leaving.append(request)
+        for request in leaving:
+            self.leave(request)
+        return leaving
+
+    def rewind(self, request: Request) -> None:
+        """Enters that a request has fewer tokens than before."""
+        self._lockstep = None
+        if not self._tables.rewind(request):
+            self.preempt(request)
 
     def preempt(self, request: Request) -> None:
         """Lets a request wait again, without its pages."""
+        self._lockstep = None
         self._requests.remove(request)
         self._tables.park(request)
         self._waiting.wait(request)
@@ -100,6 +157,7 @@ class Running(Sequence[Request]):
     def leave(self, request: Request) -> None:
         """Takes the row and the pages of a request that draws no more, if it has any."""
         if request in self._requests:
+            self._lockstep = None
             self._requests.remove(request)
         self._tables.release(request)
 
@@ -122,13 +180,14 @@ class Running(Sequence[Request]):
         num_reserved = sum(map(self._tables.num_wanted, staying))
         return self._tables.can_hold(request, num_reserved, victims)
 
-    def _make_room(self, request: Request, num_tokens: int, chunks: Sequence[Chunk]) -> bool:
+    def _make_room(self, request: Request, num_tokens: int, scheduled: Sequence[Request]) -> bool:
         """Gives the request its pages, preempting from the end of the line; False if it was preempted itself."""
         num_missing = self._tables.num_missing(request, num_tokens)
+        if num_missing == 0:  # nearly always, for one who decodes
+            return True
         while num_missing > self._tables.pages.num_available:
-            scheduled = {chunk.request.request_id for chunk in chunks}
             line = sorted(self._requests, key=lambda other: other.yields)
-            victim = next(other for other in reversed(line) if other.request_id not in scheduled)
+            victim = next(other for other in reversed(line) if other not in scheduled)
             self.preempt(victim)
             if victim is request:
                 return False

@@ -34,7 +34,7 @@ class Samples:
         if completion is not None:
             self._completions.append(completion)
         if not self._is_best_of:
-            return [replace(delta, request_id=self.request_id, completion=completion)]
+            return [delta._replace(request_id=self.request_id, completion=completion)]
         return [_whole(completion) for completion in self._best()] if self.is_finished else []
 
     def _best(self) -> list[Completion]:

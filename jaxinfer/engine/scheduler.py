@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.engine.block_tables import BlockTables
-from jaxinfer.engine.emission import Emitted, emitted_tokens, enter_prompts, take_tokens
+from jaxinfer.engine.emission import emitted_tokens, enter_prompts, take_drawn, take_tokens
 from jaxinfer.engine.looping import go_on
 from jaxinfer.engine.metrics import NO_TARGETS, Metrics, Tally, Targets
 from jaxinfer.engine.observer import Observer
 from jaxinfer.engine.page_window import PageWindow
 from jaxinfer.engine.request import Delta, FinishReason, QueueFullError, Request
 from jaxinfer.engine.running import Running
-from jaxinfer.engine.step import Chunk, Step
+from jaxinfer.engine.step import Step
 from jaxinfer.engine.tiers import PageTiers
 from jaxinfer.engine.waiting import Deadlines, WaitingLine
 
@@ -131,8 +131,8 @@ class Scheduler:
         if request in self._leaving:
             self._leaving.remove(request)
             self._waiting.wait(request)
-        elif not self._tables.rewind(request):
-            self._running.preempt(request)
+        else:
+            self._running.rewind(request)
 
     def abort(self, request_id: int) -> Delta | None:
         """Ends a request wherever it is and frees its pages; None if there is no such request any more."""
@@ -164,50 +164,47 @@ class Scheduler:
         for observer in self.observers:
             observer.scheduled(began, self.metrics())
         somebody_waits = len(self._requests) > len(self._running)
-        return Step(tuple(chunks), self.copies, somebody_waits, began, after is not None) if chunks else None
+        return Step(chunks, self.copies, somebody_waits, began, after is not None) if chunks else None
 
     def commit(self, step: Step, output: Any) -> list[Delta]:
         """Enters a step's result (`StepOutput` of host arrays, one row per chunk); frees what is finished."""
-        emitted = emitted_tokens(step, output)
-        now, deltas = self.clock(), []
+        now = self.clock()
         seconds, self._committed = now - max(step.began, self._committed), now
         self._tally.num_steps += 1
         self._tally.busy_seconds += seconds
         if self.tiers is not None and not (step.is_decode or step.is_verify):
             self.tiers.observe_prefill(step.num_tokens, seconds)
         if self._speculation is not None:
-            self._speculation.observe(step, emitted, seconds, output.hidden)
+            self._speculation.observe(step, emitted_tokens(step, output), seconds, output.hidden)
         enter_prompts(step, output)
         self._enter(step)
-        self._entered = None
-        self._leaving.clear()
+        self._entered, self._leaving = None, []
         for observer in self.observers:
             observer.computed(step, now - seconds, now)
-        for chunk, tokens in zip(step.chunks, emitted, strict=True):
-            if chunk.is_void:
-                continue
-            request = chunk.request
-            if chunk.num_tokens > 1 or chunk.start < request.num_prompt_tokens:
-                self._tally.num_prefill_tokens += chunk.num_tokens
-            if request.num_pending:
-                deltas.append(self._hand_over(chunk, tokens, now))
-        self._tally.num_output_tokens += sum([len(delta.token_ids) for delta in deltas])
+        is_simple = step.is_plain and output.tokens.ndim == 1
+        deltas = take_drawn(step.chunks.requests, output, now) if is_simple else self._hand_over(step, output, now)
+        for delta in deltas:
+            self._tally.num_output_tokens += len(delta.token_ids)
+            if delta.completion is not None:
+                self._tally.num_good += self._targets.are_met(delta.completion.timings)
+                self._forget(self._requests[delta.request_id])
         return deltas
 
-    def _hand_over(self, chunk: Chunk, tokens: Sequence[Emitted], now: float) -> Delta:
-        """Gives a request what was drawn for it."""
-        request = chunk.request
-        delta = take_tokens(request, tokens, now)
-        if len(tokens) > 1:
-            # All but the last are computed: drafts that were right, or a loop went on by them.
-            self._tables.advance(request, min(len(tokens) - 1, request.num_uncomputed))
-        if chunk.drafts:
-            self._tally.num_drafted_tokens += len(chunk.drafts)
-            self._tally.num_accepted_tokens += len(tokens) - 1
-        if delta.completion is not None:
-            self._tally.num_good += self._targets.are_met(delta.completion.timings)
-            self._forget(request)
-        return delta
+    def _hand_over(self, step: Step, output: Any, now: float) -> list[Delta]:
+        """Gives requests what was drawn for them, several tokens each or more than tokens."""
+        deltas = []
+        for chunk, tokens in zip(step.chunks, emitted_tokens(step, output), strict=True):
+            request = chunk.request
+            if not request.num_pending:
+                continue
+            deltas.append(take_tokens(request, tokens, now))
+            if len(tokens) > 1:
+                # All but the last are computed: drafts that were right, or a loop went on by them.
+                self._tables.advance(request, request.num_computed + min(len(tokens) - 1, request.num_uncomputed))
+            if chunk.drafts:
+                self._tally.num_drafted_tokens += len(chunk.drafts)
+                self._tally.num_accepted_tokens += len(tokens) - 1
+        return deltas
 
     def _look_ahead(self, step: Step) -> bool:
         """Whether the step after this one can be scheduled before its tokens are known; enters it if so."""
@@ -220,19 +217,9 @@ class Scheduler:
 
     def _enter(self, step: Step) -> None:
         """Enters once that a step is launched: its tokens are in the cache for whatever is computed later."""
-        if step is self._entered:
-            return
-        self._entered = step
-        for chunk in step.chunks:
-            if chunk.is_void:
-                continue
-            request = chunk.request
-            self._tables.advance(request, chunk.num_tokens)
-            request.num_pending = int(request.num_computed == len(request.token_ids))
-            if request.num_pending and request.num_output_tokens + 1 >= request.max_tokens:
-                # Steps run one after another: what the next one does with the pages comes after this one has read them.
-                self._running.leave(request)
-                self._leaving.append(request)
+        if step is not self._entered:
+            self._entered = step
+            self._leaving = self._running.advance(step.chunks)
 
     def _end(self, request: Request, reason: FinishReason) -> Delta:
         delta = request.finish(reason)

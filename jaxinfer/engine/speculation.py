@@ -22,7 +22,7 @@ from jaxinfer.engine.drafters import Drafter
 from jaxinfer.engine.emission import Emitted
 from jaxinfer.engine.pipeline import Device
 from jaxinfer.engine.request import Request
-from jaxinfer.engine.step import Chunk, Step, all_decode
+from jaxinfer.engine.step import Chunk, Chunks, Step
 from jaxinfer.engine.step_costs import StepCosts
 
 
@@ -63,13 +63,13 @@ class Speculation:
             return True
         return not self._decision.is_worth_waiting(chunks, limits)
 
-    def add_drafts(self, chunks: list[Chunk], tables: BlockTables) -> list[Chunk]:
+    def add_drafts(self, chunks: Chunks, tables: BlockTables) -> Chunks:
         """Returns the chunks of a step that is not launched ahead with drafts; none unless all decode.
 
         Takes pages for them where some are free.
         """
         self._attempt = Attempt()
-        if not chunks or not all_decode(chunks):
+        if not chunks or not chunks.are_last_tokens:
             return chunks
         self.num_drafts = (0,) * len(chunks)
         if self._decision is not None and self._decision.plain_runs.is_wanted:
@@ -78,7 +78,7 @@ class Speculation:
         drafts = self._propose(chunks, tables)
         self._attempt.seconds = self._clock() - began
         self.num_drafts = tuple(map(len, drafts))
-        return [replace(chunk, drafts=tokens) for chunk, tokens in zip(chunks, drafts, strict=True)]
+        return replace(chunks, drafts=drafts)
 
     def observe(self, step: Step, emitted: Sequence[Sequence[Emitted]], seconds: float, hidden: Any = None) -> None:
         """Learns from a step: what it took, drafting included, and which drafts were right.
@@ -120,9 +120,9 @@ class Speculation:
         """Is told that a request has ended."""
         self.source.forget(request)
 
-    def _propose(self, chunks: Sequence[Chunk], tables: BlockTables) -> list[list[int]]:
+    def _propose(self, chunks: Chunks, tables: BlockTables) -> list[list[int]]:
         nothing: list[list[int]] = [[] for _ in chunks]
-        requests, attempt, decision = [chunk.request for chunk in chunks], self._attempt, self._decision
+        requests, attempt, decision = chunks.requests, self._attempt, self._decision
         if decision is not None:
             costs = decision.seconds(chunks, self._max_drafts * len(chunks))
             attempt.plain = attempt.expected = float(costs[0])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from functools import cached_property
+from typing import overload
 
 from jaxinfer.engine.page_copies import PageCopies
 from jaxinfer.engine.request import Request
@@ -39,6 +41,85 @@ class Chunk:
         return self.request.version != self.version
 
 
+class Rows:
+    """Requests that are computed together, one row each, and what stays as it is as long as they are.
+
+    While the same ones decode, step after step has the same `Rows`: who has laid out something for them need not do it
+    again. `versions` are those that the requests had at first.
+    """
+
+    def __init__(self, requests: Sequence[Request], versions: Sequence[int] | None = None) -> None:
+        self.requests = requests
+        self.versions = [request.version for request in requests] if versions is None else versions
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether nobody wants more than tokens, and nothing but they say what comes next."""
+        return all(request.is_plain for request in self.requests)
+
+    @cached_property
+    def tenants(self) -> Mapping[str, int]:
+        """How many requests are whose."""
+        return Counter(request.tenant for request in self.requests)
+
+
+NO_ROWS = Rows(())
+
+
+@dataclass(eq=False)
+class Chunks(Sequence[Chunk]):
+    """The chunks of a step in columns; a `Chunk` is made where somebody looks at one.
+
+    Of hundreds of rows there are few with which anything is done that is not done with all, and a column takes a tenth
+    of the time that as many objects do.
+    """
+
+    rows: Rows
+    starts: Sequence[int]
+    lens: Sequence[int]  # tokens
+    drafts: Sequence[Sequence[int]] = ()
+    max_drawn: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        self.drafts = self.drafts or [()] * len(self)
+        self.max_drawn = self.max_drawn or [1] * len(self)
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk]) -> Chunks:
+        """Returns chunks that were made one by one."""
+        return cls(
+            Rows([chunk.request for chunk in chunks], [chunk.version for chunk in chunks]),
+            [chunk.start for chunk in chunks],
+            [chunk.num_tokens for chunk in chunks],
+            [chunk.drafts for chunk in chunks],
+            [chunk.max_drawn for chunk in chunks],
+        )
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        return self.rows.requests
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Chunk]: ...
+    def __getitem__(self, index: int | slice) -> Chunk | Sequence[Chunk]:
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return map(Chunk, self.requests, self.starts, self.lens, self.rows.versions, self.drafts, self.max_drawn)
+
+    @property
+    def are_last_tokens(self) -> bool:
+        """Whether every chunk is the last token of its request, after which the next is drawn."""
+        if sum(self.lens) != len(self):
+            return False
+        return list(self.starts) == [len(request.token_ids) - 1 for request in self.requests]
+
+
 @dataclass(eq=False)
 class Step:
     """The chunks to compute, decoding requests first, and the copies of pages to make before.
@@ -51,7 +132,7 @@ class Step:
     of tokens of their prompts, where they lie in the step, and of how many tokens.
     """
 
-    chunks: tuple[Chunk, ...]
+    chunks: Chunks
     copies: PageCopies = field(default_factory=PageCopies)
     ends_early: bool = False
     began: float = 0.0
@@ -62,11 +143,12 @@ class Step:
     is_decode: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        num_drafts = sum(map(len, map(attrgetter("drafts"), self.chunks)))
-        self.num_tokens = sum(map(attrgetter("num_tokens"), self.chunks)) + num_drafts
+        chunks = self.chunks
+        num_drafts = sum(map(len, chunks.drafts)) if any(chunks.drafts) else 0
+        self.num_tokens = sum(chunks.lens) + num_drafts
         self.is_verify = num_drafts > 0
-        self.is_plain = all(map(attrgetter("request.is_plain"), self.chunks))
-        self.is_decode = not self.is_verify and self.num_tokens == len(self.chunks) and not self.described
+        self.is_plain = chunks.rows.is_plain
+        self.is_decode = not self.is_verify and self.num_tokens == len(chunks) and not self.described
 
     @property
     def described(self) -> Sequence[tuple[Chunk, int, int]]:
@@ -85,8 +167,3 @@ class Step:
     @property
     def kind(self) -> str:
         return "verify" if self.is_verify else "decode" if self.is_decode else "prefill"
-
-
-def all_decode(chunks: Sequence[Chunk]) -> bool:
-    """Whether every chunk is the last token of its request, after which the next is drawn."""
-    return all(chunk.num_tokens == 1 and chunk.is_last for chunk in chunks)

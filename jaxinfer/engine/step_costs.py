@@ -13,7 +13,7 @@ from jaxinfer.engine.buckets import Bucket, choose_bucket
 from jaxinfer.engine.cost_fit import fit_weights
 from jaxinfer.engine.pipeline import Device
 from jaxinfer.engine.request import Request
-from jaxinfer.engine.step import Chunk, Step
+from jaxinfer.engine.step import Chunk, Chunks, Step
 from jaxinfer.engine.step_times import step_features
 
 WINDOW = 256  # steps of a kind that the fit looks back on
@@ -112,7 +112,7 @@ class StepCosts:
     def made_up_requests(self, num_pages: int, page_size: int) -> list[list[Request]]:
         """Returns the requests of made-up decode steps, as many in each as a shape holds."""
         steps = [made_up_steps(bucket, num_pages, page_size)[-1] for bucket in self._buckets if bucket.is_decode]
-        return [[chunk.request for chunk in step.chunks] for step in steps]
+        return [list(step.chunks.requests) for step in steps]
 
 
 def _total(weights: np.ndarray, features: np.ndarray, context: int, count: int) -> np.ndarray:
@@ -137,5 +137,5 @@ def made_up_steps(bucket: Bucket, num_pages: int, page_size: int) -> list[Step]:
             request.pages = [row]
             num_drafts = (num_tokens - num_rows + row) // num_rows  # as even as can be
             chunks.append(Chunk(request, len(token_ids) - 1, 1, drafts=[0] * num_drafts))
-        steps.append(Step(tuple(chunks), is_ahead=not bucket.is_verify))
+        steps.append(Step(Chunks.of(chunks), is_ahead=not bucket.is_verify))
     return steps

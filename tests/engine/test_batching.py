@@ -15,7 +15,7 @@ from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.batching import BatchBuilder
 from jaxinfer.engine.buckets import Bucket, choose_bucket, max_batched_tokens, plan_buckets
 from jaxinfer.engine.request import Request
-from jaxinfer.engine.step import Chunk, Step
+from jaxinfer.engine.step import Chunk, Chunks, Step
 
 PAGE_SIZE = 16
 TABLE_WIDTH = 8
@@ -32,7 +32,7 @@ def make_chunk(start: int, num_tokens: int, first_page: int = 0, sampling: Sampl
 
 
 def make_step(lengths: list[tuple[int, int]]) -> Step:
-    return Step(tuple(make_chunk(*pair, first_page=10 * i) for i, pair in enumerate(lengths)))
+    return Step(Chunks.of([make_chunk(*pair, first_page=10 * i) for i, pair in enumerate(lengths)]))
 
 
 configs = st.integers(1, 48).flatmap(
@@ -181,7 +181,7 @@ def test_each_row_is_sampled_as_its_request_asks():
         SamplingParams(temperature=0.5, top_k=3, log_probs=2),
         SamplingParams(temperature=0, top_p=0.25, min_p=0.5),
     ]
-    chunks = tuple(make_chunk(0, 2, 5 + i, sampling) for i, sampling in enumerate(params))
+    chunks = Chunks.of([make_chunk(0, 2, 5 + i, sampling) for i, sampling in enumerate(params)])
 
     _, sampling = BatchBuilder(page_size=PAGE_SIZE, table_width=TABLE_WIDTH).build(Step(chunks), Bucket(False, 16, 3))
 
@@ -198,7 +198,9 @@ def test_a_seed_keeps_all_its_64_bits(seed):
     chunk = make_chunk(0, 2)
     chunk.request.seed = seed
 
-    _, sampling = BatchBuilder(page_size=PAGE_SIZE, table_width=TABLE_WIDTH).build(Step((chunk,)), Bucket(False, 16, 2))
+    step = Step(Chunks.of([chunk]))
+
+    _, sampling = BatchBuilder(page_size=PAGE_SIZE, table_width=TABLE_WIDTH).build(step, Bucket(False, 16, 2))
 
     high, low = sampling.seeds[0].tolist()
     assert high * 2**32 + low == seed
@@ -206,7 +208,7 @@ def test_a_seed_keeps_all_its_64_bits(seed):
 
 @pytest.mark.parametrize("bucket", plan_buckets(EngineConfig()), ids=lambda bucket: bucket.name)
 def test_shapes_and_types_depend_on_the_bucket_alone(bucket):
-    empty = BatchBuilder(page_size=PAGE_SIZE, table_width=TABLE_WIDTH).build(Step(()), bucket)
+    empty = BatchBuilder(page_size=PAGE_SIZE, table_width=TABLE_WIDTH).build(make_step([]), bucket)
     num_tokens = 1 if bucket.is_decode else bucket.num_tokens // 2
     step = make_step([(0, num_tokens // 2 or 1)])
 

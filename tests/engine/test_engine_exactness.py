@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import SamplingParams
+from jaxinfer.engine.step import Rows
 from tests.engine.engines import (
     content_of,
     forget_prefixes,
@@ -210,7 +211,7 @@ def test_one_wrong_page_id_in_one_step_shows(llm, alone, monkeypatch, fault):
 
 
 def swap_rows(runner):
-    runner._rows = dict(zip(runner._rows, reversed(runner._rows.values()), strict=True))
+    runner._before = Rows(runner._before.requests[::-1])
 
 
 def keep_the_tokens_of_the_step_before_last(runner):

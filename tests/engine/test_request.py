@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
 from jaxinfer.config import SamplingParams
@@ -10,6 +12,8 @@ from jaxinfer.engine.request import Delta, Request
 
 class Letters:
     """Spells token i as the i-th letter, one letter late, and ends before the letter `stop`."""
+
+    texts: ClassVar[dict[int, str]] = {}  # every token has to be pushed
 
     def __init__(self, stop: str = ""):
         self.stop, self.held, self.is_stopped = stop, "", False

@@ -24,7 +24,7 @@ from jaxinfer.engine.exit_drafter import ExitDrafter
 from jaxinfer.engine.head_drafter import HeadDrafter
 from jaxinfer.engine.plain_runs import PlainRuns
 from jaxinfer.engine.speculation import Speculation
-from jaxinfer.engine.step import Chunk, Step
+from jaxinfer.engine.step import Chunk, Chunks, Step
 from tests.engine.engines import (
     EOS,
     ScriptedDrafter,
@@ -401,10 +401,10 @@ class Bench:
 
     def step(self):
         """Returns how many drafts of each request a step verifies."""
-        began, chunks = self.drafter.now, [Chunk(r, 3, 1) for r in self.requests]
+        began, chunks = self.drafter.now, Chunks.of([Chunk(r, 3, 1) for r in self.requests])
         if not self.is_ahead:
             chunks = self.speculation.add_drafts(chunks, self.tables)
-        step = Step(tuple(chunks), is_ahead=self.is_ahead)
+        step = Step(chunks, is_ahead=self.is_ahead)
         self.is_ahead = self.speculation.lets_pass(step)
         num_drafts = sum(len(chunk.drafts) for chunk in chunks)
         seconds = 1.0 if self.costs is None else float(self.costs.seconds(chunks, num_drafts)[-1])
@@ -520,7 +520,7 @@ def test_drafts_take_no_page_from_anybody():
     bench.requests[0].num_computed = 14
     bench.tables.pages.allocate(bench.tables.pages.num_available)
 
-    chunks = bench.speculation.add_drafts([Chunk(bench.requests[0], 14, 1)], bench.tables)
+    chunks = bench.speculation.add_drafts(Chunks.of([Chunk(bench.requests[0], 14, 1)]), bench.tables)
 
     assert len(chunks[0].drafts) <= 1
 

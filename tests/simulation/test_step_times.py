@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.engine.buckets import Bucket
-from jaxinfer.engine.step import Chunk, Step
+from jaxinfer.engine.step import Chunk, Chunks, Step
 from jaxinfer.simulation.step_times import FEATURES, MeasuredStep, StepTimes, fit_step_times, step_features
 from tests.engine.fake_device import make_request
 
@@ -20,7 +20,7 @@ def random_step(rng, is_decode):
     for i in range(num_rows):
         start = int(rng.integers(0, 900))
         chunks.append(Chunk(make_request(i, 1, 1), start, 1 if is_decode else int(rng.integers(2, 60))))
-    return Step(tuple(chunks), is_ahead=bool(rng.integers(0, 2)))
+    return Step(Chunks.of(chunks), is_ahead=bool(rng.integers(0, 2)))
 
 
 def bucket_of(step):
@@ -40,7 +40,7 @@ def measured(rng, count, is_decode, disturbed=0.0):
 
 def test_the_features_of_a_step_are_counted():
     requests = [make_request(i, 1, 1) for i in range(2)]
-    step = Step((Chunk(requests[0], 10, 1), Chunk(requests[1], 4, 20)))
+    step = Step(Chunks.of([Chunk(requests[0], 10, 1), Chunk(requests[1], 4, 20)]))
 
     features = dict(zip(FEATURES, step_features(step, Bucket(False, 64, 4)), strict=True))
 
