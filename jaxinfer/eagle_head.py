@@ -51,42 +51,46 @@ class EagleHead:
     ) -> jax.Array:
         """Returns the tokens i32[B, num_drafts] drawn one after another, for `positions` i32[B] and those after."""
         B, W, _ = states.hidden.shape
-        num_real = (states.num_known > 0).sum()
         slots = W + num_drafts - 1
         shape = (B, slots, self.config.num_kv_heads, self.config.head_dim)
         cache = jnp.zeros(shape, states.hidden.dtype), jnp.zeros(shape, states.hidden.dtype)
+        num_real = (states.num_known > 0).sum()
         is_known = jnp.arange(slots)[None] >= W - states.num_known[:, None]
 
         def advance(hidden: jax.Array, tokens: jax.Array, first: Any, cache: Cache) -> tuple[jax.Array, Cache]:
-            """From states [B, n, D] in slots `first` and after: the state [B, D] after the last of them."""
-            n = hidden.shape[1]
-            x = self._inputs(params, hidden.reshape(B * n, -1), tokens.reshape(-1))
-            h = rms_norm(x, self.layer.attention_norm, epsilon=self.config.norm_epsilon)
-            angles = rotary_angles(jnp.tile(first + jnp.arange(n), B), self.config)
-            q, k, v = project_qkv(self.layer, h, angles, jnp.asarray(B * n), config=self.config)
-            keys, values = (
-                jax.lax.dynamic_update_slice(of, new.reshape(B, n, *new.shape[1:]), (0, first, 0, 0))
-                for of, new in zip(cache, (k, v), strict=True)
-            )
-            q, x = (array.reshape(B, n, *array.shape[1:])[:, -1] for array in (q, x))
-            seen = is_known & (jnp.arange(slots) < first + n)[None]
-            x = x + linear(attend(q, keys, values, seen), self.layer.o, None, num_real)
-            h = rms_norm(x, self.layer.mlp_norm, epsilon=self.config.norm_epsilon)
-            x = x + mlp(self.layer, h, num_real)
-            return rms_norm(x, self.final_norm, epsilon=self.config.norm_epsilon), (keys, values)
-
-        state, cache = advance(states.hidden, states.tokens, 0, cache)
-
-        def go_on(i: jax.Array, carry: Any) -> Any:
-            state, drafts, cache = carry
-            state, cache = advance(state[:, None], drafts[:, i - 1, None], W - 1 + i, cache)
-            return state, drafts.at[:, i].set(draw(state, i)), cache
+            x = self._inputs(params, hidden.reshape(-1, hidden.shape[-1]), tokens.reshape(-1))
+            return self._advance(x.reshape(hidden.shape), first, cache, is_known, num_real)
 
         def draw(state: jax.Array, i: Any) -> jax.Array:
             return sample(unembed(params, state, num_real), sampling, positions + i)
 
+        def go_on(i: jax.Array, carry: tuple[jax.Array, jax.Array, Cache]) -> tuple[jax.Array, jax.Array, Cache]:
+            state, drafts, cache = carry
+            state, cache = advance(state[:, None], drafts[:, i - 1, None], W - 1 + i, cache)
+            return state, drafts.at[:, i].set(draw(state, i)), cache
+
+        state, cache = advance(states.hidden, states.tokens, 0, cache)
         drafts = jnp.zeros((B, num_drafts), jnp.int32).at[:, 0].set(draw(state, 0))
         return jax.lax.fori_loop(1, num_drafts, go_on, (state, drafts, cache))[1]
+
+    def _advance(
+        self, x: jax.Array, first: Any, cache: Cache, is_known: jax.Array, num_real: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        """From inputs x [B, n, D] in slots `first` and after: the state [B, D] after the last of them."""
+        B, n, D = x.shape
+        h = rms_norm(x.reshape(B * n, D), self.layer.attention_norm, epsilon=self.config.norm_epsilon)
+        angles = rotary_angles(jnp.tile(first + jnp.arange(n), B), self.config)
+        q, k, v = project_qkv(self.layer, h, angles, jnp.asarray(B * n), config=self.config)
+        keys, values = (
+            jax.lax.dynamic_update_slice(of, new.reshape(B, n, *new.shape[1:]), (0, first, 0, 0))
+            for of, new in zip(cache, (k, v), strict=True)
+        )
+        is_seen = is_known & (jnp.arange(is_known.shape[1]) < first + n)[None]
+        attended = attend(q.reshape(B, n, *q.shape[1:])[:, -1], keys, values, is_seen)
+        x = x[:, -1] + linear(attended, self.layer.o, None, num_real)
+        h = rms_norm(x, self.layer.mlp_norm, epsilon=self.config.norm_epsilon)
+        x = x + mlp(self.layer, h, num_real)
+        return rms_norm(x, self.final_norm, epsilon=self.config.norm_epsilon), (keys, values)
 
     def _inputs(self, params: Params, hidden: jax.Array, tokens: jax.Array) -> jax.Array:
         embedded = params.embedding[tokens].astype(hidden.dtype)

@@ -19,6 +19,7 @@ class Medusa:
     """Head k has h + silu(W_k [h; e]) for the state h and the embedding e of the token drawn from it."""
 
     first = 1  # how far behind h the first draft's state is
+    has_muon, adamw_lr = False, 5e-3  # whether Muon learns its matrices; AdamW brought these further
 
     def __init__(self, model: LlamaForCausalLM, num_drafts: int, num_layers: int) -> None:
         self.description = {"num_heads": num_drafts, "hidden_size": model.config.hidden_size}
@@ -46,6 +47,7 @@ class Exit:
     """The state after some layers, normed, and a matrix that brings it nearer to the last one (Belrose et al. 2023)."""
 
     first = 0
+    has_muon, adamw_lr = True, 3e-3
 
     def __init__(self, model: LlamaForCausalLM, num_drafts: int, num_layers: int) -> None:
         self._epsilon = model.config.rms_norm_eps
@@ -74,6 +76,7 @@ class Eagle:
     """
 
     first = 1
+    has_muon, adamw_lr = True, 3e-3
 
     def __init__(self, model: LlamaForCausalLM, num_drafts: int, num_layers: int) -> None:
         config = model.config

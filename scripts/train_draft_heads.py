@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 WINDOW, BATCH_TOKENS = 256, 1024
 # Positions of a batch that are learned from: their logits are what costs most.
 LEARNED = 256
-MUON_LR, ADAMW_LR = 0.01, 3e-3
+MUON_LR = 0.01
 WARMUP_STEPS, LOG_STEPS = 20, 25
 HELD_OUT_WINDOWS = 24
 
@@ -59,8 +59,9 @@ def train(model: LlamaForCausalLM, drafter: Drafter, stream: torch.Tensor, token
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     tensors = {name: tensor.requires_grad_() for name, tensor in drafter.begin(model).items()}
-    matrices = {name: torch.zeros_like(tensor) for name, tensor in tensors.items() if tensor.ndim == 2}
-    others = [tensor for tensor in tensors.values() if tensor.ndim == 1] or [torch.zeros(1, requires_grad=True)]
+    is_muon = {name: tensor.ndim == 2 and drafter.has_muon for name, tensor in tensors.items()}
+    matrices = {name: torch.zeros_like(tensor) for name, tensor in tensors.items() if is_muon[name]}
+    others = [tensor for name, tensor in tensors.items() if not is_muon[name]]
     adamw = torch.optim.AdamW(others, betas=ADAMW_BETAS, weight_decay=0.0)
     unembedding = model.lm_head.weight.detach()
     num_steps, began = -(-tokens // BATCH_TOKENS), time.monotonic()
@@ -74,7 +75,7 @@ def train(model: LlamaForCausalLM, drafter: Drafter, stream: torch.Tensor, token
         scale = min((step + 1) / WARMUP_STEPS, 1 - step / num_steps)
         for name, momentum in matrices.items():
             muon_step(tensors[name], momentum, scale * MUON_LR)
-        adamw.param_groups[0]["lr"] = scale * ADAMW_LR
+        adamw.param_groups[0]["lr"] = scale * drafter.adamw_lr
         adamw.step()
         for tensor in tensors.values():
             tensor.grad = None

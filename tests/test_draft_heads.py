@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+import jaxinfer
+from jaxinfer.checkpoint import read_config
 from jaxinfer.checkpoint.draft_heads import has_draft_heads, load_draft_heads
 from jaxinfer.config import SamplingParams
 from jaxinfer.draft_heads import MedusaHeads, draft_from_states
+from jaxinfer.engine.exit_drafter import ExitDrafter
+from jaxinfer.engine.head_drafter import HeadDrafter
+from jaxinfer.engine.speculation_plan import drafter_of
 from jaxinfer.sampling import sample
 from jaxinfer.sampling_batch import make_sampling
 from tests.replay import SMALL_MODEL, lively_params
 
 CONFIG = SMALL_MODEL
+ASSETS = Path(jaxinfer.__file__).parent / "assets"
 K = 3
 
 
@@ -88,6 +95,22 @@ def test_an_early_exit_is_loaded_from_its_folder(tmp_path):
 
     assert (found.kind, found.numbers) == ("exit", {"num_layers": 2, "hidden_size": 8})
     np.testing.assert_array_equal(found.tensors["lens"], tensors["lens"])
+
+
+@pytest.mark.parametrize(("kind", "drafter"), [("medusa", HeadDrafter), ("eagle", HeadDrafter), ("exit", ExitDrafter)])
+def test_the_drafters_that_come_with_the_package_are_for_its_model(kind, drafter):
+    heads = load_draft_heads(ASSETS / f"tiny-{kind}", "float32")
+
+    assert heads.kind == kind
+    assert heads.numbers["hidden_size"] == read_config(ASSETS / "tiny").hidden_size
+    assert isinstance(drafter_of(heads), drafter)
+
+
+def test_what_comes_with_the_package_stays_small():
+    sizes = {path: path.stat().st_size for path in ASSETS.rglob("*") if path.is_file()}
+
+    assert sum(sizes.values()) < 16e6
+    assert sum(size for path, size in sizes.items() if path.name.startswith("draft_heads")) < 4e6
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,112 @@
+"""Measures how often drafts of the bundled model's drafters are right, and what they are worth, on held-out text.
+
+Prompts are beginnings of the files that nothing was trained on (scripts/corpus.py). All drafts are verified: the rate
+of draft k is how often it is right where those before it are. With `--speed` the engine chooses how many to verify, in
+turns with plain decoding: output tokens per second of steps in which all requests decode.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from benchmark import BUNDLED_MODEL, conditions, confine
+from corpus import held_out_files
+
+from jaxinfer import LLM, EngineConfig, SamplingParams
+from jaxinfer.engine.step import Step
+from jaxinfer.tokenizer import Tokenizer
+
+PROMPT_LEN, OUTPUT_LEN = 192, 128
+
+
+class Engine:
+    """An engine, which of its drafts were right, and what its steps of decoding took."""
+
+    def __init__(self, batch: int, speculation: Path | None, **limits: Any) -> None:
+        config = EngineConfig(max_num_seqs=batch, max_model_len=PROMPT_LEN + OUTPUT_LEN, **limits)
+        self._llm = LLM(BUNDLED_MODEL, config=config, dtype="float32", speculation=speculation)
+        self._llm.warm_up()
+        self._llm.on_step = self._enter
+        self.right, self.made = np.zeros(config.max_drafts), np.zeros(config.max_drafts)
+        self.num_rows = self.num_tokens = 0
+        self.seconds = 0.0
+
+    def _enter(self, step: Step, seconds: float) -> None:
+        if not (step.is_decode or step.is_verify):
+            return
+        self.seconds += seconds
+        for chunk in step.chunks:
+            followed = chunk.request.token_ids[chunk.start + 1 :]
+            agree = [a == b for a, b in zip(chunk.drafts, followed, strict=False)]
+            num_right = [*agree, False].index(False)
+            self.right[:num_right] += 1
+            self.made[: min(num_right + 1, len(agree))] += 1
+            self.num_rows += 1
+            self.num_tokens += 1 + num_right
+
+    def run(self, prompts: list[list[int]], temperature: float, salt: str) -> float:
+        """Returns tokens per second."""
+        self.seconds, before = 0.0, self.num_tokens
+        sampling = SamplingParams(max_tokens=OUTPUT_LEN, temperature=temperature, seed=0, ignore_eos=True)
+        self._llm.generate(prompts, sampling, show_progress=False, cache_salt=salt)
+        return (self.num_tokens - before) / self.seconds
+
+
+def held_out_prompts(count: int) -> list[list[int]]:
+    tokenizer = Tokenizer.from_path(BUNDLED_MODEL)
+    assert tokenizer is not None
+    encoded = (tokenizer.encode(path.read_text(encoding="utf-8")) for path in held_out_files())
+    return [tokens[:PROMPT_LEN] for tokens in encoded if len(tokens) > PROMPT_LEN][:count]
+
+
+def measure_rates(folder: Path, prompts: list[list[int]], num_drafts: int) -> None:
+    """Prints how often each draft is right if those before it are."""
+    for temperature in (0.0, 1.0):
+        engine = Engine(8, folder, max_drafts=num_drafts, adaptive_drafts=False)
+        engine.run(prompts, temperature, "all")
+        rates = ", ".join(f"{rate:.2f}" for rate in engine.right / np.maximum(engine.made, 1))
+        per_step = engine.num_tokens / engine.num_rows
+        print(f"{folder.name}, temperature {temperature:.0f}: {rates}; {per_step:.2f} tokens a step", flush=True)
+
+
+def measure_speed(folders: list[Path], prompts: list[list[int]]) -> None:
+    """Prints tokens per second beside those of plain decoding just before and after; each prompt is a round."""
+    plain, engines = Engine(1, None), {folder.name: Engine(1, folder) for folder in folders}
+    ratios: dict[str, list[float]] = {name: [] for name in engines}
+    for index, prompt in enumerate(prompts):
+        for name, engine in engines.items():
+            before, rate, after = (e.run([prompt], 0.0, f"{index} {name}") for e in (plain, engine, plain))
+            ratios[name].append(2 * rate / (before + after))
+            print(f"{name}: {rate:.0f} tokens/s, plain before and after {before:.0f}, {after:.0f}", flush=True)
+    for name, values in ratios.items():
+        print(f"{name}, against plain: {median(values):.2f}, from {min(values):.2f} to {max(values):.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("drafters", type=Path, nargs="+", help="folders of draft models, heads or exits")
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--num-drafts", type=int, default=4, help="drafts verified in every step")
+    parser.add_argument("--speed", action="store_true", help="measure speed instead, at batch 1, on a quiet machine")
+    parser.add_argument("--threads", type=int, default=2, help="cores")
+    parser.add_argument("--spin", action="store_true", help="do not stop torch's threads from spinning")
+    arguments = parser.parse_args()
+    confine(arguments)
+    prompts = held_out_prompts(arguments.prompts)
+    if arguments.speed:
+        measure_speed(arguments.drafters, prompts)
+    else:
+        for folder in arguments.drafters:
+            measure_rates(folder, prompts, arguments.num_drafts)
+    quoted = conditions(arguments) | {"measured with": shlex.join(["python", *sys.argv])}
+    print("\n".join(f"{key}: {value}" for key, value in quoted.items()))
+
+
+if __name__ == "__main__":
+    main()
