@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+
+from jaxinfer import steps
+from tests.unoptimised import unoptimised_copy
 
 README = Path(__file__).parents[1] / "README.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
@@ -15,6 +19,7 @@ def run(example: str) -> None:
 
 def test_the_functional_example_runs_and_prints_something(capsys, monkeypatch):
     monkeypatch.chdir(README.parent)  # it names a folder
+    monkeypatch.setitem(sys.modules, "jaxinfer.steps", unoptimised_copy(steps))
 
     run(EXAMPLES[0])
 

@@ -11,15 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer import steps
 from jaxinfer.batch import Row, make_batch
 from jaxinfer.cache import abstract_cache, init_cache
 from jaxinfer.config import CacheConfig, SamplingParams
 from jaxinfer.params import abstract_params
 from jaxinfer.sampling import sample
 from jaxinfer.sampling_batch import make_sampling
-from jaxinfer.steps import decode_step, prefill_step
-from tests.replay import SMALL_MODEL, all_logits, lively_params, nan_cache
+from tests.replay import SMALL_MODEL, all_logits_unoptimised, lively_params, nan_cache
+from tests.unoptimised import unoptimised_copy
 
+STEPS = unoptimised_copy(steps)
+prefill_step, decode_step = STEPS.prefill_step, STEPS.decode_step
 CONFIG = SMALL_MODEL
 CACHE = CacheConfig(num_pages=2048, page_size=16)  # 24 MiB, far larger than anything else in a step
 B = 4
@@ -69,7 +72,7 @@ def as_arrays(tree):
 def last_logits():
     """The logits after each prompt."""
     batch = layout([Row(p, 0, pages) for p, pages in zip(PROMPTS, PAGES, strict=True)], 40)
-    logits, _ = all_logits(params(), nan_cache(CONFIG, CACHE), batch, config=CONFIG)
+    logits, _ = all_logits_unoptimised(params(), nan_cache(CONFIG, CACHE), batch, config=CONFIG)
     return np.asarray(logits)[np.cumsum([len(p) for p in PROMPTS]) - 1]
 
 

@@ -1,13 +1,17 @@
-"""A quarter of the time to compile, for tests that judge numbers within rounding, or no numbers at all.
+"""A quarter of the time to compile, for tests that judge numbers within rounding, or the bits of steps by themselves.
 
-Most of the suite's time goes into compiling. What judges bits is compiled as users have it.
+Most of the suite's time goes into compiling. The engines that judge bits, and the logits of `test_exactness.py`, are
+compiled as users have them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import threading
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -46,3 +50,15 @@ def unoptimised_steps() -> Iterator[None]:
         for thread in threading.enumerate():
             if thread.name.startswith(COMPILING):
                 thread.join()
+
+
+def unoptimised_copy(module: ModuleType) -> Any:
+    """The module once more, with its jitted functions compiled so."""
+    spec = importlib.util.spec_from_file_location(f"unoptimised {module.__name__}", module.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=UNOPTIMISED))
+        spec.loader.exec_module(copy)
+    return copy

@@ -32,9 +32,8 @@ def draw(n, num_kv_heads, head_dim):
     return k, v
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 3])
+@pytest.mark.parametrize(("num_kv_heads", "dtype"), [(1, "float32"), (2, "bfloat16"), (3, "float32")])
 @pytest.mark.parametrize("head_dim", [16, 20, 64, 80, 128, 256])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_written_to_slots_is_read_from_them(layout, num_kv_heads, head_dim, dtype):
     pages = poisoned(abstract_pages(4, S, num_kv_heads, head_dim, dtype, layout))
     k, v = draw(3, num_kv_heads, head_dim)
