@@ -15,6 +15,8 @@ from tests.unoptimised import UNOPTIMISED
 
 write = jax.jit(write_kv, compiler_options=UNOPTIMISED)
 gather = jax.jit(gather_tokens, compiler_options=UNOPTIMISED)
+# Pools and what is written to them come in few sizes, so that most calls share what was compiled for others.
+PAGES_STEP, TOKENS_STEP = 32, 512
 
 
 @dataclass
@@ -32,7 +34,7 @@ class Call:
     def with_freed_pages(self, window: int) -> Call:
         """The same with tables in which all pages wholly behind the window are one that nobody ever wrote."""
         tables, pages = self.arguments["block_tables"].copy(), self.arguments["pages"]
-        (unused,) = np.setdiff1d(np.arange(pages.num_pages), tables)
+        unused = np.setdiff1d(np.arange(pages.num_pages), tables)[0]
         firsts = self.arguments["kv_lens"] - np.diff(self.arguments["cu_q_lens"]) - window + 1
         for table, num_freed in zip(tables, np.maximum(firsts, 0) // pages.page_size, strict=True):
             table[:num_freed] = unused
@@ -61,8 +63,9 @@ def make_call(
     """
     generator = np.random.default_rng(seed)
     B, page_dtype = len(lens), jnp.dtype(dtype if page_dtype is None else page_dtype)
-    block_tables = generator.permutation(B * table_width + 1)[:-1].reshape(table_width, B).T.astype(np.int32)
-    pages = poisoned(abstract_pages(B * table_width + 1, page_size, num_kv_heads, head_dim, page_dtype, layout))
+    num_pages = -(-(B * table_width + 1) // PAGES_STEP) * PAGES_STEP
+    block_tables = generator.permutation(num_pages)[: B * table_width].reshape(table_width, B).T.astype(np.int32)
+    pages = poisoned(abstract_pages(num_pages, page_size, num_kv_heads, head_dim, page_dtype, layout))
     rows, slots = [], []
     for (q_len, kv_len), table in zip(lens, block_tables, strict=True):
         q, k, v = (
@@ -75,7 +78,9 @@ def make_call(
     keys, values = (np.concatenate([row[i][:n] for row, n in zip(rows, old, strict=True)]) for i in (1, 2))
     k_scale, v_scale = (None, None) if scales is None else scales
     stored = (stored_form(keys, k_scale, page_dtype), stored_form(values, v_scale, page_dtype))
-    pages = write(pages, *stored, np.concatenate([s[:n] for s, n in zip(slots, old, strict=True)]))
+    old_slots = np.concatenate([s[:n] for s, n in zip(slots, old, strict=True)])
+    # Padding is for slots past the pool.
+    pages = write(pages, *map(in_steps, stored), in_steps(old_slots, num_pages * page_size))
 
     def ragged(which: int, heads: int) -> jax.Array:
         # A padding row has queries but no keys.
@@ -97,6 +102,11 @@ def make_call(
         arguments |= {"k_scale": jnp.asarray(k_scale), "v_scale": jnp.asarray(v_scale)}
     rows = [(q, worth(k, k_scale, page_dtype), worth(v, v_scale, page_dtype)) for q, k, v in rows]
     return Call(arguments, rows, sum(n for n, _ in lens), slots)
+
+
+def in_steps(x: np.ndarray, value: int = 0) -> np.ndarray:
+    """Returns x with so many rows of `value` after it that their number is a multiple of TOKENS_STEP."""
+    return np.pad(x, [(0, -len(x) % TOKENS_STEP), *[(0, 0)] * (x.ndim - 1)], constant_values=value)
 
 
 def poisoned(pages: Pages) -> Pages:
@@ -180,9 +190,9 @@ def expected_output(call: Call, scale: float, *, trees: Sequence[np.ndarray] | N
 def check_pages(call: Call, before: Pages, after: Pages) -> None:
     """Asserts that every row's context can be read from the pool, and that pages of no row are as they were."""
     slots = np.concatenate(call.slots)
-    contents = gather(after, slots) if len(slots) else ()
+    contents = gather(after, in_steps(slots)) if len(slots) else ()
     for which, (stored, name) in enumerate(zip(contents, ("k_scale", "v_scale"), strict=False), 1):
-        read = np.asarray(stored).astype(np.float32)
+        read = np.asarray(stored)[: len(slots)].astype(np.float32)
         scale = call.arguments.get(name)
         read = read if scale is None else read * np.asarray(scale)[None, :, None]
         np.testing.assert_array_equal(read, np.concatenate([row[which] for row in call.rows]))

@@ -69,7 +69,7 @@ def check(call, *, q_len=None, trees=None, block_sizes, **options):
     expected = expected_output(call, 0.25, trees=trees, **options, **arrays)
     is_real = ~np.isnan(expected)
     # float32 sums of at most 64 weighted values of order 1.
-    np.testing.assert_allclose(np.asarray(out[: call.num_tokens])[is_real], expected[is_real], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(out)[: call.num_tokens][is_real], expected[is_real], rtol=1e-5, atol=1e-5)
     assert np.isfinite(out).all()
     check_pages(call, call.arguments["pages"], pages)
 
