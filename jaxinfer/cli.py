@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     loads = cli_load.add_commands(commands, _load)
     for command in (generate, batch):
         command.add_argument(
-            "--speculation", metavar="DRAFTER", help="ngram, suffix, or a draft model by its folder or id"
+            "--speculation", metavar="DRAFTER", help="ngram, suffix, or the folder or id of what drafts"
         )
 
     for command in (generate, batch, *loads):

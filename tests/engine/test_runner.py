@@ -10,7 +10,8 @@ import pytest
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.buckets import plan_buckets
-from tests.engine.engines import GREEDY, poison_cache, random_prompts, run_with_arrivals
+from jaxinfer.engine.page_copies import CopyWithin, PageCopies
+from tests.engine.engines import GREEDY, forget_prefixes, poison_cache, random_prompts, run_with_arrivals
 
 MIXED = [
     GREEDY,
@@ -88,3 +89,17 @@ def test_slots_that_were_not_written_are_not_read(llm, num_prompt_tokens):
 
     got = llm.generate(prompt, MIXED[3], show_progress=False)[0]
     assert (got.token_ids, got.log_probs) == (expected.token_ids, expected.log_probs)
+
+
+def test_who_borrows_the_cache_finds_every_copy_made(llm):
+    llm.generate(list(range(5, 45)), GREEDY, show_progress=False)
+    tokens = np.asarray(llm._runner._cache.tokens)
+    source = int(np.flatnonzero((tokens != tokens[0]).any(axis=1))[0])  # a page unlike the first
+    forget_prefixes(llm)  # nobody needs what is on either
+    copies = PageCopies()
+    copies.append(CopyWithin(source, 0))
+
+    borrowed = llm._runner.lend_cache(copies, lambda cache: (np.array(cache.tokens), cache))
+
+    np.testing.assert_array_equal(borrowed[0], tokens[source])
+    assert len(copies) == 0
