@@ -56,7 +56,7 @@ def _product(x: jax.Array, w: jax.Array, num_rows: jax.Array) -> jax.Array:
 
 
 def _quantized_product(x: jax.Array, values: jax.Array, scales: jax.Array, num_rows: jax.Array) -> jax.Array:
-    """x wᵀ f32[T, F] for x [T, D], values i8[F, D], or i8[F, D / 2] of 4 bits, and scales f32[F, groups]."""
+    """x wᵀ f32[T, F] for x [T, D], values i8[F, D], of 4 bits i4[F, D] or i8[F, D / 2], scales f32[F, groups]."""
     if scales.shape[1] == 1 and values.shape[1] == x.shape[1]:  # compilers fuse the conversion into the product
         return _product(x, values.astype(x.dtype), num_rows) * scales.T
     return jax.lax.platform_dependent(

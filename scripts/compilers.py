@@ -57,8 +57,7 @@ def step_case(
     from jaxinfer.cache import abstract_cache, cache_shardings
     from jaxinfer.config import CacheConfig, ModelConfig
     from jaxinfer.params import abstract_params, shardings
-    from jaxinfer.quantization import quantize_params, quantized_shardings
-    from jaxinfer.quantization.quantized_array import INT4_GROUP_SIZE
+    from jaxinfer.quantization import quantize_weight, quantized_shardings
     from jaxinfer.sampling_batch import make_sampling
 
     config = ModelConfig(
@@ -75,8 +74,9 @@ def step_case(
     )
     params, placement = abstract_params(config, "bfloat16"), shardings(config, mesh)
     if quantization is not None:
-        options = {"int8": {}, "int4": {"bits": 4, "group_size": INT4_GROUP_SIZE}}[quantization]
-        params = jax.eval_shape(functools.partial(quantize_params, **options), params)
+        quantized = functools.partial(quantize_weight, quantization=quantization, is_packed=layout != "tpu")
+        by_name = functools.partial(jax.tree_util.tree_map_with_path, lambda path, w: quantized(path[-1].name, w))
+        params = jax.eval_shape(by_name, params)
         placement = quantized_shardings(placement)
     cache = abstract_cache(config, CacheConfig(num_pages=num_pages, page_size=page_size, dtype="bfloat16"), layout)
     cache = placed(cache, cache_shardings(cache, mesh))

@@ -17,8 +17,8 @@ from kernels_pallas.quantized_matmul import pack_int4
 
 # By bits, what the largest of a group becomes; the least integer is left out, so that the grid is symmetric.
 LARGEST = {8: 127, 4: 7}
-# Of 4 bits, where it divides the inputs, and else its greatest divisor that does: half a byte's error is spread over no
-# more weights, for a sixteenth of the memory in scales of 32 bits.
+# Inputs that share a scale of 4 bits, where that divides them: few, for the largest sets the step of them all, and so
+# many that scales of 32 bits take no more than a sixteenth of what the integers take.
 INT4_GROUP_SIZE = 128
 # The weights of products, and how many of their last axes are inputs. Norms, biases and the embedding, of which rows
 # are taken, stay as they are.
@@ -30,10 +30,11 @@ class QuantizedArray:
     """Weights [out..., in...] as integers: weight = value * scale, with one scale per group of inputs.
 
     The inputs, flattened, are cut into groups of equal size; a single group is a scale per output channel. Integers of
-    4 bits lie two to a byte, as `pack_int4` lays out the flattened inputs: the last axis of inputs is half as long.
+    4 bits lie two to a byte, as `pack_int4` lays out the flattened inputs, so that the last axis of inputs is half as
+    long; or they have a type of their own, which TPUs multiply.
     """
 
-    values: Any  # i8[out..., in...]
+    values: Any  # i8[out..., in...], i8[out..., in / 2] or i4[out..., in...]
     scales: Any  # f32[out..., groups]
 
     @property
@@ -42,11 +43,14 @@ class QuantizedArray:
         return self.values.shape
 
 
-def quantize(w: jax.Array, *, num_input_axes: int = 1, group_size: int | None = None, bits: int = 8) -> QuantizedArray:
+def quantize(
+    w: jax.Array, *, num_input_axes: int = 1, group_size: int | None = None, bits: int = 8, is_packed: bool = True
+) -> QuantizedArray:
     """Rounds weights [out..., in...] to the nearest of 255 steps per group, of which the largest weight is the last.
 
     Of 15 where `bits` is 4. `group_size` is a number of inputs; None makes a group of all inputs of a channel. Raises
-    ValueError where it does not divide them, or is odd with 4 bits, and for other bits.
+    ValueError where it does not divide them, or is odd with 4 bits, and for other bits. `is_packed` lays 4 bits two to
+    a byte, and leaves 8 as they are.
     """
     if bits not in LARGEST:
         raise ValueError(f"bits={bits} is not supported; use one of {sorted(LARGEST)}")
@@ -55,41 +59,47 @@ def quantize(w: jax.Array, *, num_input_axes: int = 1, group_size: int | None = 
     size = num_inputs if group_size is None else group_size
     if size < 1 or num_inputs % size:
         raise ValueError(f"group_size={group_size} does not divide the {num_inputs} inputs of weights {w.shape}")
-    if bits == 4 and (size % 2 or inputs[-1] % 2):
+    is_packed &= bits == 4
+    if is_packed and (size % 2 or inputs[-1] % 2):
         raise ValueError(f"group_size={size} of weights {w.shape}: integers of 4 bits go in pairs; use even sizes")
     groups = w.reshape(*outputs, num_inputs // size, size).astype(jnp.float32)
     largest = jnp.abs(groups).max(-1, keepdims=True)
     scales = jnp.where(largest > 0, largest / LARGEST[bits], 1.0)  # a group of zeros has any scale
-    values = jnp.round(groups / scales).astype(jnp.int8)
-    if bits == 4:
+    values = jnp.round(groups / scales).astype(jnp.int8 if is_packed or bits == 8 else jnp.int4)
+    if is_packed:
         values = pack_int4(values.reshape(-1, num_inputs), size)
         inputs = (*inputs[:-1], inputs[-1] // 2)
     return QuantizedArray(values.reshape(*outputs, *inputs), scales[..., 0])
 
 
-_quantize = jax.jit(quantize, static_argnames=("num_input_axes", "group_size", "bits"))
+_quantize = jax.jit(quantize, static_argnames=("num_input_axes", "group_size", "bits", "is_packed"))
 
 
-def quantize_weight(name: str, w: jax.Array, quantization: str) -> jax.Array | QuantizedArray:
+def quantize_weight(
+    name: str, w: jax.Array, quantization: str, *, is_packed: bool = True
+) -> jax.Array | QuantizedArray:
     """Returns a tensor of `Params`, known by its field, as "int8" (a scale per channel) or "int4" (one per group).
 
-    What is no weight of a product stays as it is: norms, biases and the embedding.
+    The unembedding keeps 8 bits: no layer makes up for its errors, and of all its channels sums per group would be
+    larger than itself. What is no weight of a product stays as it is: norms, biases and the embedding. `is_packed` is
+    that of `quantize`.
     """
     axes = NUM_INPUT_AXES.get(name)
     if axes is None:
         return w
-    if quantization == "int8":
+    if quantization == "int8" or name == "unembedding":
         return _quantize(w, num_input_axes=axes)
     size = math.gcd(math.prod(w.shape[w.ndim - axes :]), INT4_GROUP_SIZE)
-    return _quantize(w, num_input_axes=axes, group_size=size, bits=4)
+    return _quantize(w, num_input_axes=axes, group_size=size, bits=4, is_packed=is_packed)
 
 
-def quantize_params(params: Params, *, group_size: int | None = None, bits: int = 8) -> Params:
+def quantize_params(params: Params, *, group_size: int | None = None, bits: int = 8, is_packed: bool = True) -> Params:
     """Returns the parameters with the weights of all products quantized; the options are those of `quantize`.
 
     A tied embedding stays in floating point at both ends.
     """
-    return _replace_weights(params, lambda w, axes: quantize(w, num_input_axes=axes, group_size=group_size, bits=bits))
+    options = {"group_size": group_size, "bits": bits, "is_packed": is_packed}
+    return _replace_weights(params, lambda w, axes: quantize(w, num_input_axes=axes, **options))
 
 
 def quantized_shardings(placement: Params) -> Params:

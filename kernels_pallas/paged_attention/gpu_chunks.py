@@ -26,7 +26,8 @@ def num_chunks(T: int, B: int, block_q: int, q_len: int | None) -> int:
     """Returns how many programs it takes to give block_q of T tokens in B rows to each."""
     if q_len is None:
         return T // block_q + B + 1
-    return B * pl.cdiv(q_len, block_q) + pl.cdiv(T - B * q_len, block_q)
+    # Rows may have fewer tokens than q_len, and there may be fewer tokens than all rows with so many have.
+    return B * pl.cdiv(q_len, block_q) + max(0, pl.cdiv(T - B * q_len, block_q))
 
 
 def find_chunk(arrays, T: int, block_q: int, q_len: int | None) -> Chunk:

@@ -32,7 +32,7 @@ def quantized_matmul(
 
     Args:
       x: [T, D] activations, floating point.
-      weights: i8[F, D], or i8[F, D / 2] as `pack_int4` lays out 4-bit integers.
+      weights: i8[F, D], i4[F, D], or i8[F, D / 2] as `pack_int4` lays out 4-bit integers.
       scales: f[F, groups], in any floating type.
       zeros: i8[F, groups] zero points; None is 0.
       implementation: a name from `IMPLEMENTATIONS`, or None for the best that supports the call.
@@ -61,8 +61,8 @@ def _check_shapes(x, weights, scales, zeros) -> None:
     D, F, groups = x.shape[-1], weights.shape[0], scales.shape[-1]
     fits = (
         (x.ndim, weights.ndim) == (2, 2)
-        and weights.dtype == "int8"
-        and weights.shape[1] in (D, D // 2)
+        and weights.dtype in ("int8", "int4")
+        and weights.shape[1] in ((D, D // 2) if weights.dtype == "int8" else (D,))
         and scales.shape == (F, groups)
         and groups > 0
         and D % groups == 0

@@ -68,7 +68,7 @@ def quantized_matmul_gpu(
 ) -> jax.Array:
     """The contract is that of `quantized_matmul`; `block_sizes` None takes those estimated for the device."""
     (T, D), F, groups = x.shape, weights.shape[0], scales.shape[1]
-    target = _check(x, D // groups, groups, interpret)
+    target = _check(x, weights.dtype.name, D // groups, groups, interpret)
     block_sizes = block_sizes or matmul_block_sizes(rows=T, channels=F, groups=groups, target=target)
     splits, block_m, block_n = block_sizes.num_splits, block_sizes.block_m, block_sizes.block_n
     arrays = {"x": x, "weights": weights, "scales": scales}
@@ -88,14 +88,18 @@ def quantized_matmul_gpu(
     return out[0] if splits == 1 else out.sum(0).astype(x.dtype)
 
 
-def _check(x: jax.Array, group_size: int, groups: int, interpret: bool) -> triton.Target:
+def _check(x: jax.Array, stored: str, group_size: int, groups: int, interpret: bool) -> triton.Target:
     if groups == 1:
         raise NotImplementedError(
             "groups=1 is not supported by the GPU kernel, which takes at least 2: XLA fuses the conversion into a"
             " product with one scale per channel; use implementation='reference'"
         )
     dtypes = ("bfloat16", "float16", "float32") if interpret else ("bfloat16", "float16")
-    for what, value, supported in (("x.dtype", x.dtype.name, dtypes), ("group size", group_size, GROUP_SIZES)):
+    for what, value, supported in (
+        ("x.dtype", x.dtype.name, dtypes),
+        ("weights.dtype", stored, ("int8",)),  # 4 bits are packed in it
+        ("group size", group_size, GROUP_SIZES),
+    ):
         if value not in supported:
             raise NotImplementedError(f"{what}={value} is not supported by the GPU kernel; supported: {supported}")
     return triton.Target(num_cores=1, capability=triton.MIN_CAPABILITY) if interpret else triton.target()

@@ -21,6 +21,10 @@ def is_quantized(node):
     return isinstance(node, QuantizedArray)
 
 
+def bits(w, quantized):
+    return 8 * quantized.values.size // w.size
+
+
 def test_an_engine_with_weights_of_4_bits_generates_what_the_weights_they_stand_for_do(checkpoint):
     llm = quick_engine(checkpoint, quantization="int4", max_num_seqs=1, max_num_batched_tokens=16, max_model_len=32)
     prompt = list(range(40, 50))
@@ -29,7 +33,7 @@ def test_an_engine_with_weights_of_4_bits_generates_what_the_weights_they_stand_
 
     weights, config = load_checkpoint(checkpoint, "float32", quantization="int4")
     plain, _ = load_checkpoint(checkpoint, "float32")
-    stand_for = jax.tree.map(lambda w, q: floats_like(w, q, 4) if is_quantized(q) else w, plain, weights)
+    stand_for = jax.tree.map(lambda w, q: floats_like(w, q, bits(w, q)) if is_quantized(q) else w, plain, weights)
     tokens = np.array([*prompt, *completion.token_ids], np.int32)
     (logits,) = replay(stand_for, [tokens], [[(0, len(tokens))]], config=config, shape=(18, 1), is_exact=False)
     assert [*completion.token_ids] == [*logits[len(prompt) - 1 : -1].argmax(-1)]

@@ -28,7 +28,9 @@ def normal(*shape) -> Any:
 def floats(w: QuantizedArray, bits: int = 8) -> np.ndarray:
     """The weights [F, D] that a quantized array of two dimensions stands for, float64."""
     values, scales = np.asarray(w.values), np.asarray(w.scales, np.float64)
-    if bits == 4:  # the low halves of a group's bytes, then the high ones; 8 to 15 stand for -8 to -1
+    if (
+        bits == 4 and values.dtype == np.int8
+    ):  # the low halves of a group's bytes, then the high ones; 8 to 15 stand for -8 to -1
         groups = values.view(np.uint8).reshape(*scales.shape, -1)
         halves = np.concatenate([groups & 15, groups >> 4], axis=-1).astype(int)
         values = np.where(halves < 8, halves, halves - 16).reshape(scales.shape[0], -1)
@@ -71,12 +73,15 @@ def test_bits_that_do_not_fit_are_refused(options, message):
         quantize(normal(2, 6), **options)
 
 
-@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (8, 32), (4, None), (4, 32)])
+@pytest.mark.parametrize(
+    ("bits", "group_size", "is_packed"),
+    [(8, None, True), (8, 32, True), (4, None, True), (4, 32, True), (4, None, False), (4, 32, False)],
+)
 @pytest.mark.parametrize("T", [2, 17])
-def test_a_product_with_quantized_weights_is_that_of_the_weights_they_stand_for(T, bits, group_size):
+def test_a_product_with_quantized_weights_is_that_of_the_weights_they_stand_for(T, bits, group_size, is_packed):
     x, w = normal(T, 4, 32), normal(24, 4, 32)
 
-    y = jax.jit(linear)(x, quantize(w, num_input_axes=2, group_size=group_size, bits=bits))
+    y = jax.jit(linear)(x, quantize(w, num_input_axes=2, group_size=group_size, bits=bits, is_packed=is_packed))
 
     stand_for = floats(quantize(w.reshape(24, 128), group_size=group_size, bits=bits), bits)
     # float32 has 24 bits of mantissa; 128 products of numbers around 1.
@@ -133,12 +138,19 @@ def floats_like(w, quantized, bits):
         ("q", "int8", (2, 4, 16, 48), (2, 4, 16, 1)),
         ("q", "int4", (2, 4, 16, 24), (2, 4, 16, 3)),  # groups of 16, the greatest divisor of 48 and of 128
         ("o", "int4", (2, 4, 16, 24), (2, 4, 6)),  # 16 * 48 inputs in groups of 128
+        ("unembedding", "int4", (2, 4, 16, 48), (2, 4, 16, 1)),
     ],
 )
 def test_a_weight_has_a_scale_per_channel_in_8_bits_and_one_per_group_in_4(name, quantization, values, scales):
     weight: Any = quantize_weight(name, jnp.ones((2, 4, 16, 48)), quantization)
 
     assert (weight.values.shape, weight.scales.shape) == (values, scales)
+
+
+def test_weights_of_4_bits_that_are_not_packed_have_a_type_of_their_own():
+    weight: Any = quantize_weight("q", jnp.ones((2, 4, 16, 48)), "int4", is_packed=False)
+
+    assert (weight.values.shape, weight.values.dtype) == ((2, 4, 16, 48), jnp.int4)
 
 
 def test_what_no_product_takes_stays_in_floating_point():

@@ -40,7 +40,7 @@ STEPS = {
     "v6e": ("step decode", "step prefill"),
     "v6e-8": ("step decode", "step prefill"),
     # 16 GB of weights in bfloat16 are more than a chip has.
-    "v5e": ("step decode int8 weights", "step prefill int8 weights"),
+    "v5e": ("step decode int8 weights", "step decode int4 weights", "step prefill int8 weights"),
     "v5e-8": ("step decode int8 weights", "step prefill int8 weights"),
 }
 

@@ -104,6 +104,7 @@ SHAPES = {"x": (2, 64), "weights": (8, 64), "scales": (8, 2), "zeros": (8, 2)}
     [
         ("weights", (8, 16), "int8"),
         ("weights", (8, 64), "int16"),
+        ("weights", (8, 32), "int4"),
         ("scales", (8, 3), "float32"),
         ("scales", (4, 2), "float32"),
         ("zeros", (8, 1), "int8"),
@@ -115,7 +116,7 @@ def test_arrays_that_do_not_fit_together_are_refused_with_all_of_them(name, shap
     arrays = {n: np.zeros(s, "int8" if n in ("weights", "zeros") else "float32") for n, s in SHAPES.items()}
 
     with pytest.raises(ValueError, match=f"arrays do not fit together: .*{name} "):
-        quantized_matmul(**{**arrays, name: np.zeros(shape, dtype)})
+        quantized_matmul(**{**arrays, name: jnp.zeros(shape, dtype)})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,93 @@
+"""The tests of the GPU kernels notice a wrong line: each mutation is caught by the definition of attention.
+
+Nobody detects races in Triton kernels on CPU. Here programs share nothing but what they read before any of them, and
+each writes tokens, or parts of the context, of its own; what can go wrong is who writes and combines what.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas.paged_attention import gpu, gpu_append, gpu_attend, gpu_chunks
+from kernels_pallas.paged_attention.gpu_block_sizes import GpuBlockSizes
+from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call
+from tests.unoptimised import UNOPTIMISED
+
+# In the order in which one needs another.
+FILES = (gpu_chunks, gpu_append, gpu_attend, gpu)
+MUTATIONS = {
+    "none": ("", ""),
+    "queries that see what follows them": (
+        "is_visible = slots[None] <= tile.positions[:, None]",
+        "is_visible = slots[None] <= tile.positions[:, None] + 1",
+    ),
+    "a block without a mask that some queries see in part": (
+        "whole, end = first + 1, jnp.minimum(",
+        "whole, end = chunk.kv_len, jnp.minimum(",
+    ),
+    "slots that are read though nobody sees them": ("mask = is_seen[:, None] & mask", "mask = None"),
+    "keys for values": ("_load_slots(arrays, arrays.v_pages,", "_load_slots(arrays, arrays.k_pages,"),
+    "sums that are not rescaled": ("rescale = jnp.exp2(maximum - new_maximum)", "rescale = jnp.ones_like(maximum)"),
+    "parts that are not combined": ("out = (out * weights[..., None]).sum(0)", "out = out[0]"),
+    "parts that are not weighed": ("total = (total * weights).sum(0)", "total = total.sum(0)"),
+    "parts that overlap": ("hi = jnp.minimum(lo + share, hi)", "hi = jnp.minimum(lo + 2 * share, hi)"),
+    "a sink in every part": ("is_first = pl.program_id(2) == 0", "is_first = pl.program_id(2) >= 0"),
+    "tiles of one row that start alike": ("(i - first_tile) * block_q)", "(i - first_tile) * 0)"),
+    "tokens of the next row appended to this one": ("is_real = (queries < chunk.num_queries) & ", "is_real = "),
+    "a token appended one slot too late": (
+        "positions, tokens = chunk.context + queries, chunk.first_token + queries\n    is_real",
+        "positions, tokens = chunk.context + queries + 1, chunk.first_token + queries\n    is_real",
+    ),
+}
+
+
+def mutant(line: str, replacement: str) -> Any:
+    """Returns the kernels with one line replaced, in whichever of their files it stands."""
+    sources = {module.__name__: inspect.getsource(module) for module in FILES}
+    assert not line or sum(source.count(line) for source in sources.values()) == 1, line
+    with mock.patch.dict(sys.modules):  # each imports the mutants before it
+        for name, source in sources.items():
+            sys.modules[name] = types.ModuleType(name)
+            exec(
+                compile(source.replace(line, replacement) if line else source, "mutant", "exec"),
+                vars(sys.modules[name]),
+            )
+        return sys.modules[gpu.__name__]
+
+
+def run(kernels: Any) -> None:
+    """Runs rows of up to 6 tokens in tiles of 4, in two parts of the context, and checks the result and the pages."""
+    sizes: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 16, "layout": "gpu"}
+    call = make_call([(6, 40), (2, 2), (6, 0), (5, 23)], **sizes)
+    sinks = np.array([-1, 0, 1, 2, 0, -2, 1, 0], np.float32)
+    blocks = GpuBlockSizes(block_m=16, block_k=16, num_splits=2, num_warps=4, num_stages=2)
+    options = {"scale": 0.25, "q_len": 6, "block_sizes": blocks, "interpret": True}
+    attend = jax.jit(functools.partial(kernels.paged_attention_gpu, **options), compiler_options=UNOPTIMISED)
+
+    out, pages = attend(**call.with_options(sinks=sinks).arguments)
+
+    expected = expected_output(call, 0.25, sinks=sinks)
+    is_real = ~np.isnan(expected)
+    actual = np.asarray(out[: call.num_tokens].astype(jnp.float32))
+    np.testing.assert_allclose(actual[is_real], expected[is_real], rtol=2e-5, atol=2e-5)
+    check_pages(call, call.arguments["pages"], pages)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_of_the_gpu_kernels_is_caught(name):
+    kernels = mutant(*MUTATIONS[name])
+
+    if name == "none":
+        return run(kernels)
+    with pytest.raises(AssertionError):
+        run(kernels)
