@@ -21,7 +21,7 @@ from kernels_pallas.paged_attention.block_sizes import (
 )
 from scripts import kernel_ratings, tune_kernels
 
-CHIPS = ("v5e", "v5p", "v6e")
+CHIPS = ("v5e", "v5p", "v6e", "7x")
 ENTRY = {"kernel": "decode", "page_dtype": "int8", "num_kv_heads": 1, "head_dim": 128, "num_groups": 4}
 CHOICE = {"block_tokens": 1024, "buffers": 9}
 
