@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.engine.block_tables import BlockTables
@@ -95,7 +94,7 @@ class Scheduler:
             num_waiting=len(self._requests) - len(self._running),
             **self._tables.pages.counts(),
             num_drafts=() if self._speculation is None else self._speculation.num_drafts,
-            **asdict(self._tally),
+            **vars(self._tally),
             tiers=() if self.tiers is None else self.tiers.metrics(),
         )
 

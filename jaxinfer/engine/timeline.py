@@ -14,7 +14,7 @@ from jaxinfer.engine.buckets import Bucket, choose_bucket
 from jaxinfer.engine.metrics import Metrics
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.scheduler import Scheduler
-from jaxinfer.engine.step import Step
+from jaxinfer.engine.step import Rows, Step
 
 MAX_STEPS = 100_000
 PHASES = ("queue", "prefill", "decode", "preempted")
@@ -59,6 +59,7 @@ class Timeline:
         self._clock = scheduler.clock
         self._buckets = buckets
         self._phases: dict[int, tuple[str, float]] = {}  # of unfinished requests, and since when
+        self._decoding: Rows | None = None  # of whom all do: a step of theirs is no news of any of them
         self.num_pages = scheduler.metrics().num_pages
         self.steps: deque[StepSpan] = deque(maxlen=max_steps)
         self.loads: deque[Load] = deque(maxlen=max_steps)
@@ -84,6 +85,14 @@ class Timeline:
     def computed(self, step: Step, began: float, ended: float) -> None:
         name = choose_bucket(self._buckets, step).name
         self.steps.append(StepSpan(began, ended, step.kind, len(step.chunks), step.num_tokens, name))
+        rows = step.chunks.rows
+        if rows is self._decoding:
+            return
+        self._enter_phases(step, began, ended)
+        do_decode = [self._phases.get(request.request_id, ("", 0.0))[0] == "decode" for request in rows.requests]
+        self._decoding = rows if all(do_decode) else None
+
+    def _enter_phases(self, step: Step, began: float, ended: float) -> None:
         for chunk in step.chunks:
             phase, since = self._phases.get(chunk.request.request_id, ("", began))
             # Who was preempted while the step was on its way has no pages until another one.
