@@ -93,7 +93,7 @@ def yields(llm, prompts, params):
     """What each request yields when nothing else is computed and nothing of it was before, a list of its samples."""
     pairs = zip(prompts, params, strict=True)
     salts = (f"alone {i}" for i in itertools.count(next(NUMBERS)))
-    return [contents(llm.generate(*pair, cache_salt=next(salts), show_progress=False)) for pair in pairs]
+    return [llm.generate(*pair, cache_salt=next(salts), show_progress=False) for pair in pairs]
 
 
 def together(llm, params):
@@ -104,13 +104,19 @@ def together(llm, params):
 
 
 @pytest.fixture(scope="module")
-def alone(shared_llm):
+def answers(shared_llm):
     @functools.cache
-    def alone(name):
+    def answers(name):
         with plain_steps(shared_llm, overlap=False):
             return yields(shared_llm, PROMPTS, requests_of(name))
 
-    return alone
+    return answers
+
+
+@pytest.fixture(scope="module")
+def alone(answers):
+    """The contents of the answers."""
+    return lambda name: [contents(samples) for samples in answers(name)]
 
 
 def test_every_parameter_is_tested():
@@ -121,7 +127,7 @@ def test_every_parameter_is_tested():
 def test_the_parameter_changes_what_a_request_yields(llm, alone, name):
     without = yields(llm, PROMPTS[-2:], [PARAMETERS[name][0]] * 2)
 
-    assert alone(name)[-2:] != without
+    assert alone(name)[-2:] != [contents(samples) for samples in without]
 
 
 @pytest.mark.parametrize("name", TESTED)
@@ -162,12 +168,11 @@ def test_the_parameter_is_honoured_after_a_prefix_from_the_cache(llm, alone, nam
 
 
 @pytest.mark.parametrize("name", TESTED)
-def test_the_parameter_is_honoured_where_drafts_are_verified_to_the_bit(crowded_llm, shared_llm, alone, name):
-    answers = [shared_llm.generate(p, requests_of(name)[0], show_progress=False) for p in PROMPTS]
+def test_the_parameter_is_honoured_where_drafts_are_verified_to_the_bit(crowded_llm, answers, alone, name):
     before = crowded_llm.metrics()
     forget_prefixes(crowded_llm)
 
-    with drafts_from(crowded_llm, ScriptedDrafter(0.7, itertools.chain(*answers))):
+    with drafts_from(crowded_llm, ScriptedDrafter(0.7, itertools.chain(*answers(name)))):
         completions = together(crowded_llm, requests_of(name))
 
     assert completions == alone(name)
