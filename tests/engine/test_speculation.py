@@ -207,9 +207,8 @@ def early_exit(crowded_llm):
     config = replace(crowded_llm.model_config, num_layers=1, layer_groups=(1,))
     with unoptimised_steps():
         drafter.prepare(target)
-        model = draft_model_for(crowded_llm, params, config)
     drafter.attach(partial(crowded_llm._runner.lend_cache, crowded_llm._scheduler.copies))
-    return drafter, model
+    return drafter, draft_model_for(crowded_llm, params, config)
 
 
 class Twice:
