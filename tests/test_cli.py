@@ -33,7 +33,7 @@ class StreamingLLM(FakeLLM):
         StreamingLLM.told |= {"prompt": prompt, "sampling_params": sampling_params}
         self.add(prompt, sampling_params)
         while self.has_unfinished:
-            yield from (dataclasses.replace(delta, text="é") for delta in self.step())
+            yield from (delta._replace(text="é") for delta in self.step())
             if self.ends_with is not None:
                 raise self.ends_with
 
