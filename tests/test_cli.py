@@ -117,6 +117,7 @@ ENGINE = {
     "decode_loop_steps": 4,
     "ttft_target": 0.5,
     "tpot_target": 0.25,
+    "quantization": "int4",
 }
 NEEDS = {"disk_cache_bytes": "disk_cache_path", "disk_cache_path": "disk_cache_bytes"}
 
