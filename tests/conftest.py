@@ -18,6 +18,11 @@ import pytest
 gc.set_threshold(50_000, 50, 50)
 
 
+def pytest_collection_finish():
+    # What the modules of the tests have imported stays, and need not be looked through.
+    gc.freeze()
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--tpu-kernels", action="store_true", help="attention by the TPU kernels in Pallas' interpreter: tests/engine"

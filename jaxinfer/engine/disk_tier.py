@@ -10,6 +10,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ from jaxinfer.engine.page_copies import Content
 from jaxinfer.engine.prefix import DIGEST_BYTES
 from jaxinfer.engine.sealed_file import SEAL_BYTES, DamagedFileError, read_sealed, write_sealed
 
+# Of contents that wait for a disk slower than what is put on it; more are not kept.
+MAX_PENDING_BYTES = 2**28
 PAGE_NAME = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 logger = logging.getLogger(__name__)
 
@@ -28,6 +31,7 @@ class DiskTier:
 
     A file is named by the key of its page, which holds whatever the page depends on. One that cannot be written or
     read, or is not what was written, is logged, counted and forgotten: the page is computed as if it had never been.
+    A thread of its own writes and removes files, in the order in which it is told, so that no step waits for that.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -36,6 +40,9 @@ class DiskTier:
         self._max_bytes = max_bytes
         self._num_bytes = self._num_stored = self._num_hits = self._num_dropped = self._num_lost = 0
         self._best_seconds = math.inf
+        self._worker = ThreadPoolExecutor(1, "disk tier")  # which ends its work before the process does
+        self._pending: dict[bytes, tuple[Content, Future[None]]] = {}  # what it has not yet written, in its order
+        self._pending_bytes = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
             files = sorted(_pages(folder))
@@ -56,6 +63,10 @@ class DiskTier:
         return True
 
     def get(self, key: bytes) -> Content | None:
+        self._settle()
+        if key in self._pending:
+            self._num_hits += 1
+            return self._pending[key][0]
         began = time.perf_counter()
         try:
             os.utime(self._path(key))  # who comes after this process shall know that it was used
@@ -70,21 +81,28 @@ class DiskTier:
         return np.frombuffer(sealed[DIGEST_BYTES:], np.uint8)
 
     def put(self, key: bytes, content: Content) -> list[tuple[bytes, Content]]:
+        self._settle()
         size = SEAL_BYTES + len(key) + content.nbytes
         if size > self._max_bytes:
             return []
-        self._make_room(size)
-        try:
-            write_sealed(self._path(key), [key, content])
-        except OSError as error:
-            self._lose(key, error)
+        if self._pending_bytes + content.nbytes > MAX_PENDING_BYTES:
+            self._num_dropped += 1
             return []
+        self._make_room(size)
+        self._pending[key] = content, self._worker.submit(write_sealed, self._path(key), [key, content])
+        self._pending_bytes += content.nbytes
         self._sizes[key] = size
         self._num_bytes += size
         self._num_stored += 1
         return []
 
+    def flush(self) -> None:
+        """Waits until the files are as they should be."""
+        self._worker.submit(lambda: None).result()
+        self._settle()
+
     def metrics(self) -> TierMetrics:
+        self._settle()
         return TierMetrics(
             name="disk",
             num_pages=len(self._sizes),
@@ -94,6 +112,22 @@ class DiskTier:
             num_dropped=self._num_dropped,
             num_lost=self._num_lost,
         )
+
+    def _settle(self) -> None:
+        """Enters what was written since, and what could not be."""
+        while self._pending:
+            key, (_, written) = next(iter(self._pending.items()))
+            if not written.done():
+                return
+            self._end_pending(key)
+            try:
+                written.result()
+            except OSError as error:
+                self._lose(key, error)
+
+    def _end_pending(self, key: bytes) -> None:
+        if key in self._pending:
+            self._pending_bytes -= self._pending.pop(key)[0].nbytes
 
     def _make_room(self, num_bytes: int) -> None:
         while self._sizes and self._num_bytes + num_bytes > self._max_bytes:
@@ -109,12 +143,17 @@ class DiskTier:
 
     def _forget(self, key: bytes) -> None:
         self._num_bytes -= self._sizes.pop(key, 0)
-        # What cannot be removed does not come back either: its size is known no more.
-        with contextlib.suppress(OSError):
-            self._path(key).unlink()
+        self._end_pending(key)
+        self._worker.submit(_remove, self._path(key))
 
     def _path(self, key: bytes) -> Path:
         return self._folder / key.hex()
+
+
+def _remove(path: Path) -> None:
+    # What cannot be removed does not come back either: its size is known no more.
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _pages(folder: Path) -> Iterator[tuple[int, str, int]]:

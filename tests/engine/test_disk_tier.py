@@ -6,10 +6,12 @@ import logging
 import os
 import re
 import shutil
+import threading
 
 import numpy as np
 import pytest
 
+from jaxinfer.engine import disk_tier
 from jaxinfer.engine.disk_tier import DiskTier
 
 A, B, C = (bytes([i]) * 32 for i in range(3))
@@ -28,6 +30,7 @@ def make_disk(folder, num_pages: int = 9) -> DiskTier:
 def put(disk: DiskTier, *keys: bytes) -> DiskTier:
     for key in keys:
         assert disk.put(key, content_of(key)) == []
+    disk.flush()
     return disk
 
 
@@ -86,6 +89,7 @@ def test_a_damaged_page_is_a_miss_and_counted_and_the_others_are_found(tmp_path,
     DAMAGES[damage](tmp_path / A.hex())
 
     assert [has(disk, key) for key in (A, A, B)] == [False, False, True]
+    disk.flush()
     assert (disk.metrics().num_lost, disk.metrics().num_pages) == (1, 1)
     assert not (tmp_path / A.hex()).exists()
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
@@ -100,6 +104,55 @@ def test_a_lost_disk_is_told_once_and_every_page_is_a_miss(tmp_path, caplog):
     assert [has(disk, key) for key in (A, B, C)] == [False, False, False]
     assert (disk.metrics().num_lost, disk.metrics().num_bytes) == (3, 0)
     assert len(caplog.records) == 1
+
+
+@pytest.fixture
+def busy_disk(tmp_path):
+    """A disk that writes nothing until its `go` is set."""
+    disk, go = make_disk(tmp_path), threading.Event()
+    disk._worker.submit(go.wait)
+    yield disk, go
+    go.set()
+
+
+def test_nobody_waits_for_a_write_and_what_is_not_yet_written_is_found(busy_disk, tmp_path):
+    disk, go = busy_disk
+
+    disk.put(A, content_of(A))
+
+    assert list(tmp_path.iterdir()) == []
+    assert has(disk, A)
+    go.set()
+    disk.flush()
+    assert [file.name for file in tmp_path.iterdir()] == [A.hex()]
+    assert has(disk, A)
+
+
+def test_what_goes_before_it_is_written_leaves_no_file(busy_disk, tmp_path):
+    disk, go = busy_disk
+    disk._max_bytes = FILE_SIZE
+
+    for key in (A, B, A, C):
+        disk.put(key, content_of(key))
+    go.set()
+    disk.flush()
+
+    assert [file.name for file in tmp_path.iterdir()] == [C.hex()]
+    assert [has(disk, key) for key in (A, B, C)] == [False, False, True]
+
+
+def test_what_a_slow_disk_has_no_time_for_is_not_kept(busy_disk, monkeypatch):
+    monkeypatch.setattr(disk_tier, "MAX_PENDING_BYTES", 2 * SIZE)
+    disk, go = busy_disk
+
+    for key in (A, B, C):
+        disk.put(key, content_of(key))
+
+    assert [has(disk, key) for key in (A, B, C)] == [True, True, False]
+    assert disk.metrics().num_dropped == 1
+    go.set()
+    disk.flush()
+    assert has(put(disk, C), C)
 
 
 def test_files_of_others_are_left_alone(tmp_path):

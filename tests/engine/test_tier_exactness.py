@@ -47,6 +47,10 @@ def set_tiers(llm, *, host_pages: int, folder) -> None:
     tiers.seconds_per_copy = 0.0
 
 
+def flush_disk(llm) -> None:
+    llm._runner._tiers._tiers[1].flush()
+
+
 def copy_pages(llm) -> None:
     """Makes the copies that are due, as the next step would."""
     for copies in llm._scheduler._tables.copies.batches(8):
@@ -99,6 +103,7 @@ def test_no_prefix_found_on_the_disk_changes_a_bit(llm, alone, tmp_path):
 def test_another_engine_on_the_same_disk_goes_on_where_this_one_ended(checkpoint, llm, alone, tmp_path):
     set_tiers(llm, host_pages=1, folder=tmp_path / "shared")
     run_in_turn(llm)
+    flush_disk(llm)
     other = small_engine(checkpoint, **LIMITS, disk_cache_path=str(tmp_path / "shared"))
 
     assert run_in_turn(other) == alone
@@ -109,6 +114,7 @@ def test_another_engine_on_the_same_disk_goes_on_where_this_one_ended(checkpoint
 def test_no_fault_of_the_disk_changes_a_bit_or_stops_anybody(llm, alone, tmp_path, fault):
     set_tiers(llm, host_pages=1, folder=tmp_path / "faulty")
     run_in_turn(llm)
+    flush_disk(llm)
     if fault == "lost":
         shutil.rmtree(tmp_path / "faulty")
     else:
