@@ -142,7 +142,7 @@ def test_a_real_timeline_agrees_with_the_timings_of_its_requests(llm):
         assert [phase for phase, *_ in spans] == ["queue", "prefill", "decode"]
         assert [end for *_, end in spans[:-1]] == [began for _, began, _ in spans[1:]]
         assert spans[1][2] - spans[0][1] == pytest.approx(times.ttft)
-        assert spans[2][2] - spans[2][1] == pytest.approx(sum(times.itl), abs=1e-3)  # read by two looks at the clock
+        assert spans[2][2] - spans[2][1] == pytest.approx(sum(times.itl), abs=5e-3)  # read by two looks at the clock
     assert all(earlier.ended <= later.began for earlier, later in pairwise(timeline.steps))
     assert sum(step.num_tokens for step in timeline.steps if step.kind == "prefill") >= 12
 
