@@ -41,7 +41,8 @@ class DiskTier:
         self._num_bytes = self._num_stored = self._num_hits = self._num_dropped = self._num_lost = 0
         self._best_seconds = math.inf
         self._worker = ThreadPoolExecutor(1, "disk tier")  # which ends its work before the process does
-        self._pending: dict[bytes, tuple[Content, Future[None]]] = {}  # what it has not yet written, in its order
+        # What it has not yet written, in its order. A list is emptied where its page goes before its turn comes.
+        self._pending: dict[bytes, tuple[list[Content], Future[None]]] = {}
         self._pending_bytes = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +67,7 @@ class DiskTier:
         self._settle()
         if key in self._pending:
             self._num_hits += 1
-            return self._pending[key][0]
+            return self._pending[key][0][0]
         began = time.perf_counter()
         try:
             os.utime(self._path(key))  # who comes after this process shall know that it was used
@@ -89,7 +90,8 @@ class DiskTier:
             self._num_dropped += 1
             return []
         self._make_room(size)
-        self._pending[key] = content, self._worker.submit(write_sealed, self._path(key), [key, content])
+        contents = [content]
+        self._pending[key] = contents, self._worker.submit(_write, self._path(key), key, contents)
         self._pending_bytes += content.nbytes
         self._sizes[key] = size
         self._num_bytes += size
@@ -127,7 +129,8 @@ class DiskTier:
 
     def _end_pending(self, key: bytes) -> None:
         if key in self._pending:
-            self._pending_bytes -= self._pending.pop(key)[0].nbytes
+            contents, _ = self._pending.pop(key)
+            self._pending_bytes -= contents.pop().nbytes
 
     def _make_room(self, num_bytes: int) -> None:
         while self._sizes and self._num_bytes + num_bytes > self._max_bytes:
@@ -148,6 +151,11 @@ class DiskTier:
 
     def _path(self, key: bytes) -> Path:
         return self._folder / key.hex()
+
+
+def _write(path: Path, key: bytes, contents: list[Content]) -> None:
+    for content in tuple(contents):
+        write_sealed(path, [key, content])
 
 
 def _remove(path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -131,9 +132,13 @@ def test_nobody_waits_for_a_write_and_what_is_not_yet_written_is_found(busy_disk
 def test_what_goes_before_it_is_written_leaves_no_file(busy_disk, tmp_path):
     disk, go = busy_disk
     disk._max_bytes = FILE_SIZE
+    contents = [(key, content_of(key)) for key in (A, B, A, C)]
+    held = [weakref.ref(content) for _, content in contents]
 
-    for key in (A, B, A, C):
-        disk.put(key, content_of(key))
+    while contents:
+        disk.put(*contents.pop(0))
+
+    assert [content() is not None for content in held] == [False, False, False, True]
     go.set()
     disk.flush()
 
