@@ -127,3 +127,13 @@ def test_a_folder_of_anything_else_is_refused(case, tmp_path, changes, message):
 
     with pytest.raises(ValueError, match=message):
         load_draft_heads(tmp_path, "float32")
+
+
+@pytest.mark.parametrize("name", ["draft_heads.json", "draft_heads.safetensors"])
+def test_a_file_that_is_cut_off_is_refused_with_its_folder(case, tmp_path, name):
+    save_heads(tmp_path, case[1])
+    whole = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+
+    with pytest.raises(ValueError, match=f"{tmp_path} holds no draft heads that can be read"):
+        load_draft_heads(tmp_path, "float32")

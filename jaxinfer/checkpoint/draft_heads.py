@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from safetensors import SafetensorError
 from safetensors.flax import load_file
 
 DESCRIPTION, TENSORS = "draft_heads.json", "draft_heads.safetensors"
@@ -56,16 +57,16 @@ def load_draft_heads(path: str | Path, dtype: Any) -> DraftHeads:
     """Returns what a folder holds; ValueError where that is not what its description says."""
     try:
         description = json.loads(Path(path, DESCRIPTION).read_text(encoding="utf-8"))
-        kind = description.get("drafter")
-        if kind not in SHAPES:
-            kinds = ", ".join(map(repr, SHAPES))
-            raise ValueError(f"{path} holds draft heads of kind {kind!r}; there are {kinds}")
         tensors = load_file(Path(path, TENSORS))
-        names = {name for shape in SHAPES[kind].values() for name in shape if not name.startswith("2 ")}
-        numbers = {name: description[name] for name in (*sorted(names), *FURTHER[kind])}
-        shapes = {name: tuple(_size(numbers, axis) for axis in axes) for name, axes in SHAPES[kind].items()}
-    except (OSError, KeyError, TypeError, AttributeError) as error:
+        kind = description.get("drafter")
+        wanted = SHAPES.get(kind, {})
+        names = {name for shape in wanted.values() for name in shape if not name.startswith("2 ")}
+        numbers = {name: description[name] for name in (*sorted(names), *FURTHER.get(kind, ()))}
+        shapes = {name: tuple(_size(numbers, axis) for axis in axes) for name, axes in wanted.items()}
+    except (OSError, KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
         raise ValueError(f"{path} holds no draft heads that can be read: {error!r}") from None
+    if kind not in SHAPES:
+        raise ValueError(f"{path} holds draft heads of kind {kind!r}; there are {', '.join(map(repr, SHAPES))}")
     found = {name: tensor.shape for name, tensor in tensors.items()}
     if found != shapes:
         raise ValueError(f"{path} has tensors of shapes {found}, but {DESCRIPTION} there says {shapes}")
