@@ -13,8 +13,8 @@ from jaxinfer.batch import Row
 from jaxinfer.cache import init_cache, page_bytes
 from jaxinfer.config import CacheConfig, ModelConfig
 from jaxinfer.engine.buckets import decode_sizes, max_batched_tokens
-from jaxinfer.engine.device_drafter import DeviceDrafter, Target
-from jaxinfer.engine.draft_steps import DraftSteps, Shape
+from jaxinfer.engine.device_drafter import Target
+from jaxinfer.engine.draft_steps import DraftSteps, Shape, StepDrafter, most_drafts_first
 from jaxinfer.engine.prefix import num_equal
 from jaxinfer.engine.request import Request
 from jaxinfer.params import Params
@@ -25,7 +25,7 @@ Span = tuple[int, int, int]  # which request, and from which token to which
 CATCH_UP = 2
 
 
-class DraftModel(DeviceDrafter):
+class DraftModel(StepDrafter):
     """Drafts what a model of the same vocabulary draws with the noise of the target's draws.
 
     Where the two agree on what is likely, they then agree on what is drawn as well. One dispatch per step.
@@ -41,14 +41,6 @@ class DraftModel(DeviceDrafter):
     @property
     def resident_bytes(self) -> int:
         return num_bytes(self._params)
-
-    @property
-    def num_executables(self) -> int:
-        return len(self._steps.shapes)
-
-    @property
-    def step_bytes(self) -> int:
-        return self._steps.step_bytes
 
     def page_bytes(self, cache_config: CacheConfig) -> int:
         """Returns what a page of this model takes."""
@@ -72,8 +64,7 @@ class DraftModel(DeviceDrafter):
 
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in requests]
-        # Those with most drafts first: in the last rounds they alone are computed, and padding comes last.
-        order = sorted((i for i, count in enumerate(counts) if count), key=lambda i: -counts[i])
+        order = most_drafts_first(counts)
         spans = [(i, self._num_computed(requests[i]), len(requests[i].token_ids)) for i in order]
         num_tokens = sum(end - start for _, start, end in spans)
         for shape in self._steps.shapes:

@@ -14,7 +14,7 @@ from jaxinfer.batch import Row, make_batch, padded
 from jaxinfer.cache import KVCache, abstract_cache
 from jaxinfer.config import ModelConfig
 from jaxinfer.engine.batching import sampling_of_requests
-from jaxinfer.engine.device_drafter import Target
+from jaxinfer.engine.device_drafter import DeviceDrafter, Target
 from jaxinfer.engine.executables import compile_or_load
 from jaxinfer.engine.request import Request
 from jaxinfer.params import Params
@@ -70,3 +70,22 @@ class DraftSteps:
             custom=tuple(target.custom),
         )
         return batch, sampling, padded(np.array(counts, np.int32), num_rows, 0)
+
+
+class StepDrafter(DeviceDrafter):
+    """A drafter by `DraftSteps`, which it makes when it is prepared."""
+
+    _steps: DraftSteps
+
+    @property
+    def num_executables(self) -> int:
+        return len(self._steps.shapes)
+
+    @property
+    def step_bytes(self) -> int:
+        return self._steps.step_bytes
+
+
+def most_drafts_first(counts: Sequence[int]) -> list[int]:
+    """Returns the rows that want drafts, those with most first: in the last rounds they alone are computed."""
+    return sorted((i for i, count in enumerate(counts) if count), key=lambda i: -counts[i])

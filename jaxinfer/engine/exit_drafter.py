@@ -11,13 +11,13 @@ import jax
 from jaxinfer.batch import Row
 from jaxinfer.cache import KVCache
 from jaxinfer.engine.buckets import decode_sizes
-from jaxinfer.engine.device_drafter import DeviceDrafter, LendCache, Target
-from jaxinfer.engine.draft_steps import DraftSteps
+from jaxinfer.engine.device_drafter import LendCache, Target
+from jaxinfer.engine.draft_steps import DraftSteps, StepDrafter, most_drafts_first
 from jaxinfer.engine.request import Request
 from jaxinfer.plan.memory import num_bytes
 
 
-class ExitDrafter(DeviceDrafter):
+class ExitDrafter(StepDrafter):
     """Drafts what the first `num_layers` layers draw by a norm [D] and a lens [D, D], with the noise of the target's.
 
     The keys and values of these layers are in the target's pages already, so it knows every request, whatever became
@@ -34,14 +34,6 @@ class ExitDrafter(DeviceDrafter):
     @property
     def resident_bytes(self) -> int:
         return num_bytes((self._norm, self._lens))
-
-    @property
-    def num_executables(self) -> int:
-        return len(self._steps.shapes)
-
-    @property
-    def step_bytes(self) -> int:
-        return self._steps.step_bytes
 
     def prepare(self, target: Target) -> int:
         """Compiles the steps; ValueError for an exit of another model."""
@@ -70,8 +62,7 @@ class ExitDrafter(DeviceDrafter):
 
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in requests]
-        # Those with most drafts first: in the last rounds they alone are computed.
-        order = sorted((i for i, count in enumerate(counts) if count), key=lambda i: -counts[i])
+        order = most_drafts_first(counts)
         if not order:
             return drafts
         chosen = [requests[i] for i in order]
