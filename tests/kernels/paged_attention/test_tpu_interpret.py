@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
-import types
 from typing import Any, Literal
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.paged_attention import tpu, tpu_append, tpu_attend, tpu_fetch, tpu_items, tpu_kernel
 from kernels_pallas.paged_attention.block_sizes import Blocks
+from tests.kernels.paged_attention.mutants import mutant
 from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call
 from tests.unoptimised import UNOPTIMISED
 
@@ -160,21 +157,7 @@ def test_verifying_a_tree_of_drafts_is_exact():
     run(call.with_options(tree_mask=jnp.asarray(words[:, None], jnp.uint32)), q_len=6, trees=[tree, tree])
 
 
-# In the order in which one needs another.
 FILES = (tpu_items, tpu_attend, tpu_fetch, tpu_append, tpu_kernel, tpu)
-
-
-def mutant(line, replacement):
-    """Returns the kernels with one line replaced, in whichever of their files it stands."""
-    sources = {module.__name__: inspect.getsource(module) for module in FILES}
-    assert sum(source.count(line) for source in sources.values()) == 1, line
-    with mock.patch.dict(sys.modules):  # each imports the mutants before it
-        for name, source in sources.items():
-            sys.modules[name] = types.ModuleType(name)
-            exec(compile(source.replace(line, replacement), "mutant", "exec"), sys.modules[name].__dict__)
-        return sys.modules[tpu.__name__]
-
-
 # None that makes a kernel wait for what never comes: the interpreter would wait as well.
 MUTATIONS = {
     "a dropped wait for a block": ("pltpu.make_async_copy(part, part, s.kv_arrived.at[slot]).wait()", "pass"),
@@ -196,7 +179,7 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mutation_of_decoding_is_caught(name):
-    kernels = mutant(*MUTATIONS[name])
+    kernels = mutant(FILES, *MUTATIONS[name])
     call = make_call([(1, n) for n in (40, 17, 70, 3, 33, 9)], **SMALL, layout="tpu")
 
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
@@ -228,7 +211,7 @@ MANY_ROWS_MUTATIONS = {
 
 @pytest.mark.parametrize("name", MANY_ROWS_MUTATIONS)
 def test_a_mutation_of_attention_of_many_rows_is_caught(name):
-    kernels = mutant(*MANY_ROWS_MUTATIONS[name])
+    kernels = mutant(FILES, *MANY_ROWS_MUTATIONS[name])
 
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
         many_rows(make_call([(33, 80)], **SMALL, layout="tpu"), kernels=kernels)
@@ -236,7 +219,7 @@ def test_a_mutation_of_attention_of_many_rows_is_caught(name):
 
 @pytest.mark.parametrize("name", RAGGED_MUTATIONS)
 def test_a_mutation_of_ragged_attention_is_caught(name):
-    kernels = mutant(*RAGGED_MUTATIONS[name])
+    kernels = mutant(FILES, *RAGGED_MUTATIONS[name])
     call = make_call([(7, 23), (9, 40)], **SMALL, layout="tpu")
 
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
