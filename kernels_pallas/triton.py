@@ -24,8 +24,13 @@ CAPABILITIES = {"T4": 7.5, "A100": 8.0, "L4": 8.9, "H100": 9.0, "H200": 9.0}
 class Target(NamedTuple):
     """The GPU that a program is compiled for."""
 
+    kind: str  # as the driver names it, e.g. "NVIDIA H200"
     num_cores: int  # multiprocessors
     capability: float  # e.g. 8.9
+
+
+# What the interpreter stands for.
+INTERPRETED = Target("interpreter", 1, MIN_CAPABILITY)
 
 
 def target() -> Target:
@@ -52,7 +57,7 @@ def target() -> Target:
             f"compute capability {capability} of {kind!r} is not supported by the GPU kernels; supported are"
             f" {MIN_CAPABILITY} and up"
         )
-    return Target(num_cores, float(capability))
+    return Target(kind, num_cores, float(capability))
 
 
 def launch(

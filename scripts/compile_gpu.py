@@ -25,6 +25,7 @@ DEVICES = ("A100", "L4", "H200")
 # Several devices are written with their number; they compile steps alone.
 MESHES = (*DEVICES, "H200-8")
 KERNELS = ("paged_attention", "append_kv")
+DECODE_ROWS = 64
 
 
 def attention(
@@ -48,7 +49,8 @@ def attention(
     import jax
     import jax.numpy as jnp
 
-    from kernels_pallas.paged_attention import abstract_pages, paged_attention
+    from kernels_pallas.paged_attention import abstract_pages
+    from kernels_pallas.paged_attention.gpu import paged_attention_gpu
 
     shape = jax.ShapeDtypeStruct
     page_dtype = page_dtype or dtype
@@ -66,7 +68,7 @@ def attention(
         arrays["sinks"] = shape((num_heads,), jnp.float32)
     pages = abstract_pages(65536 // page_size, page_size, num_kv_heads, head_dim, page_dtype, "gpu")
     q, k = (shape((num_tokens, heads, head_dim), dtype) for heads in (num_heads, num_kv_heads))
-    attend = functools.partial(paged_attention, scale=head_dim**-0.5, q_len=q_len, implementation="gpu", **options)
+    attend = functools.partial(paged_attention_gpu, scale=head_dim**-0.5, q_len=q_len, **options)
     arguments = on_mesh({"q": q, "k": k, "v": k, "pages": pages, **arrays}, mesh)
     return Case(jax.jit(attend, donate_argnames="pages"), arguments, arguments["pages"], KERNELS)
 
@@ -99,7 +101,7 @@ def product(
 step = functools.partial(
     step_case, layout="gpu", num_pages=16384, page_size=16, layer_groups=(1,) * 32, kernels=KERNELS
 )
-decode = functools.partial(attention, q_len=1, num_tokens=64, num_rows=64)
+decode = functools.partial(attention, q_len=1, num_tokens=DECODE_ROWS, num_rows=DECODE_ROWS)
 verify = functools.partial(attention, q_len=8, num_tokens=128, num_rows=16)
 prefill = functools.partial(attention, q_len=None, num_tokens=4096, num_rows=16)
 

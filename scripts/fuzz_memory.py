@@ -132,11 +132,13 @@ def compile_quickly() -> None:
 
 
 def serve(llm: LLM, draw: random.Random) -> None:
-    """Fills every row and as many pages as that takes, prompts in full steps, decoding in all rows."""
+    """Fills every row, prompts in full steps, decoding in all rows. Pages take what they take before they are used."""
     config, vocab_size = llm.engine_config, llm.model_config.vocab_size
     slots = llm.metrics().num_pages * config.page_size
     assert config.max_model_len is not None
-    length = min(config.max_model_len, slots, 600) - 12
+    assert config.max_num_batched_tokens is not None
+    full_steps = 2 * config.max_num_batched_tokens // config.max_num_seqs
+    length = min(config.max_model_len, slots, 100 + full_steps) - 12
     prompts = [draw.choices(range(1, vocab_size), k=length) for _ in range(config.max_num_seqs + 2)]
     params = [
         SamplingParams(max_tokens=12, ignore_eos=True, seed=i, top_k=5 * (i % 2), repetition_penalty=1 + i % 3)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.paged_attention.layout import Pages
 from kernels_pallas.paged_attention.tpu_attend import MAX_ROWS_IN_REGISTERS
+from kernels_pallas.paged_attention.tuned_tables import tuned_table
 
 BLOCK_BYTES = 2**21
 BLOCK_TOKENS = 512
@@ -32,9 +30,6 @@ TILE_QUERIES = 128
 MAX_TILE_SIZE = 2**19
 # A row has a tile of its own, however few its tokens: half a tile where so many rows would be mostly padding.
 MAX_PADDING = 8
-TABLES = Path(__file__).parent / "tuned"
-# What an entry of a table is for; its other fields say what was chosen, and how it was ranked.
-KEYS = ("kernel", "page_dtype", "num_kv_heads", "head_dim", "num_groups")
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,7 @@ def decode_blocks(pages: Pages, table_width: int, num_groups: int) -> Blocks:
     """Returns block sizes for one token a row: BLOCK_BYTES each, where a block of BLOCK_TOKENS is that large."""
     chip = chip_at_hand()
     call = ("decode", pages.dtype.name, pages.num_kv_heads, pages.head_dim, num_groups)
-    tuned = None if chip is None else tuned_table(chip).get(call)
+    tuned = None if chip is None else tuned_table(f"tpu_{chip}").get(call)
     if tuned is not None:
         return Blocks(_pages_of(tuned["block_tokens"], pages, table_width), tuned["buffers"])
     return _blocks(pages, table_width)
@@ -94,15 +89,6 @@ def chip_at_hand() -> str | None:
     except ValueError:
         return None
     return str(info.chip_version.value)
-
-
-@functools.cache
-def tuned_table(chip: str) -> dict[tuple, dict[str, Any]]:
-    """Returns the table that `scripts/tune_kernels.py` wrote for a chip, by `KEYS`; an empty one if it wrote none."""
-    path = TABLES / f"tpu_{chip}.json"
-    if not path.exists():
-        return {}
-    return {tuple(entry[key] for key in KEYS): entry for entry in json.loads(path.read_text())["entries"]}
 
 
 def matrix_unit() -> int:

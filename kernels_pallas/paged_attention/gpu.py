@@ -66,7 +66,9 @@ def paged_attention_gpu(
     sizes = functools.partial(
         gpu_block_sizes,
         group=N // K,
+        num_kv_heads=K,
         head_dim=H,
+        page_dtype=pages.dtype.name,
         max_context=max_context,
         has_tree=tree_mask is not None,
         target=target,
@@ -103,7 +105,7 @@ def _check(q: jax.Array, pages: Pages, interpret: bool) -> triton.Target:
         if value not in supported:
             raise NotImplementedError(f"{what}={value} is not supported by the GPU kernel; supported: {supported}")
     if interpret:
-        return triton.Target(num_cores=1, capability=triton.MIN_CAPABILITY)
+        return triton.INTERPRETED
     target = triton.target()
     if pages.dtype.name == "float8_e4m3fn" and target.capability < triton.FP8_CAPABILITY:
         raise NotImplementedError(

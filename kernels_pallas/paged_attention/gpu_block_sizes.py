@@ -1,9 +1,11 @@
-"""Block sizes of the GPU kernel: what can be chosen, and what is chosen where nothing is tuned."""
+"""Block sizes of the GPU kernel: what can be chosen, what is tuned for the device, and what is chosen elsewhere."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
+from kernels_pallas.paged_attention.tuned_tables import tuned_table
 from kernels_pallas.triton import Target
 
 # Two blocks of 64 keys of 256 bytes are under way in a program of the decode kernel. By Little's law 4.8 TB/s for 1 µs
@@ -13,6 +15,8 @@ PROGRAMS_PER_CORE = 2
 MIN_SPLIT = 256
 MAX_SPLITS = 32
 HOPPER = 9.0
+# The fields that a table has.
+TUNED = ("block_k", "num_warps", "num_stages")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +40,21 @@ class GpuBlockSizes:
 
 
 def gpu_block_sizes(
-    *, num_tiles: int, queries: int, group: int, head_dim: int, max_context: int, has_tree: bool, target: Target
+    *,
+    num_tiles: int,
+    queries: int,
+    group: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_dtype: str,
+    max_context: int,
+    has_tree: bool,
+    target: Target,
 ) -> GpuBlockSizes:
     """Returns block sizes for `num_tiles` tiles, over rows and KV heads, of up to `queries` queries.
 
-    The compile tests show that each choice stays in registers, for heads of up to 256.
+    The compile tests show that each choice by these rules stays in registers, for heads of up to 256. What is tuned for
+    the device are the blocks of single queries, and how they are fetched.
     """
     is_wide, is_hopper = head_dim > 128, target.capability >= HOPPER
     # The accumulator, float32 [block_m, head_dim], lives in registers; the bits of a tree want some as well.
@@ -51,10 +65,18 @@ def gpu_block_sizes(
     # Before Hopper the operands of tensor cores pass through registers.
     is_crowded = block_m > 16 and (is_wide or (head_dim > 64 and not is_hopper))
     splits = -(-PROGRAMS_PER_CORE * target.num_cores // num_tiles)
-    return GpuBlockSizes(
+    sizes = GpuBlockSizes(
         block_m=block_m,
         block_k=32 if is_crowded else 64,
         num_splits=max(1, min(splits, MAX_SPLITS, max_context // MIN_SPLIT)),
         num_warps=4 if block_m < (128 if is_hopper and not is_wide else 64) else 8,
         num_stages=2 if is_wide else 3,
     )
+    call = ("decode", page_dtype, num_kv_heads, head_dim, group)
+    tuned = tuned_table(table_name(target.kind)).get(call) if queries == 1 else None
+    return sizes if tuned is None else replace(sizes, **{name: tuned[name] for name in TUNED})
+
+
+def table_name(kind: str) -> str:
+    """Returns the name of a device's table: "NVIDIA H200" -> "gpu_nvidia_h200"."""
+    return "gpu_" + re.sub("[^a-z0-9]+", "_", kind.lower())

@@ -102,7 +102,7 @@ def _check(x: jax.Array, stored: str, group_size: int, groups: int, interpret: b
     ):
         if value not in supported:
             raise NotImplementedError(f"{what}={value} is not supported by the GPU kernel; supported: {supported}")
-    return triton.Target(num_cores=1, capability=triton.MIN_CAPABILITY) if interpret else triton.target()
+    return triton.INTERPRETED if interpret else triton.target()
 
 
 def _kernel(*refs, names, block_sizes: MatmulBlockSizes) -> None:

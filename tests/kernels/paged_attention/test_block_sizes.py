@@ -1,25 +1,30 @@
-"""Block sizes come from the table of the chip at hand, or else from rules; scripts/tune_kernels.py makes the tables."""
+"""Block sizes come from the table of the device at hand, or else from rules; scripts/tune_kernels.py makes tables."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
 import pytest
 
-from kernels_pallas.paged_attention import abstract_pages, block_sizes
+from kernels_pallas import triton
+from kernels_pallas.paged_attention import abstract_pages, block_sizes, tuned_tables
 from kernels_pallas.paged_attention.block_sizes import (
     INTERPRETED_BUFFERS,
-    KEYS,
     MAX_HELD_BYTES,
-    TABLES,
     Blocks,
     decode_blocks,
     ragged_blocks,
-    tuned_table,
 )
-from scripts import kernel_ratings, tune_kernels
+from kernels_pallas.paged_attention.gpu_block_sizes import gpu_block_sizes, table_name
+from kernels_pallas.paged_attention.tuned_tables import KEYS, TABLES, tuned_table
+from kernels_pallas.triton import Target
+from scripts import compile_gpu, kernel_ratings, tune_kernels, tuning_candidates
 
 CHIPS = ("v5e", "v5p", "v6e", "7x")
 ENTRY = {"kernel": "decode", "page_dtype": "int8", "num_kv_heads": 1, "head_dim": 128, "num_groups": 4}
@@ -33,7 +38,7 @@ def chip(monkeypatch, tmp_path):
         chip_version=SimpleNamespace(value="v6e"), mem_bw_bytes_per_second=1.64e12, num_cores=1, mxu_column_size=256
     )
     monkeypatch.setattr(block_sizes.pltpu, "get_tpu_info", lambda: info)
-    monkeypatch.setattr(block_sizes, "TABLES", tmp_path)
+    monkeypatch.setattr(tuned_tables, "TABLES", tmp_path)
     (tmp_path / "tpu_v6e.json").write_text(json.dumps({"entries": [ENTRY | CHOICE]}))
     tuned_table.cache_clear()
     yield
@@ -87,10 +92,72 @@ def test_without_a_tpu_no_table_is_read():
     assert decode_blocks(pages_of(), 64, 4) == Blocks(4, INTERPRETED_BUFFERS)
 
 
+GPU = Target("NVIDIA H200", num_cores=132, capability=9.0)
+GPU_CHOICE = {"block_k": 32, "num_warps": 8, "num_stages": 4}
+GPU_CALL = {"num_kv_heads": 1, "head_dim": 128, "group": 4, "max_context": 4096, "has_tree": False, "num_tiles": 64}
+
+
+@pytest.fixture
+def gpu_table(tmp_path, monkeypatch):
+    """A table of one entry for an H200."""
+    monkeypatch.setattr(tuned_tables, "TABLES", tmp_path)
+    (tmp_path / "gpu_nvidia_h200.json").write_text(json.dumps({"entries": [ENTRY | GPU_CHOICE]}))
+    tuned_table.cache_clear()
+    yield
+    tuned_table.cache_clear()
+
+
+@pytest.mark.usefixtures("gpu_table")
+def test_a_gpu_decodes_as_tabled_with_splits_and_tiles_by_rule():
+    by_rule = gpu_block_sizes(**GPU_CALL, page_dtype="bfloat16", queries=1, target=GPU)
+
+    tabled = gpu_block_sizes(**GPU_CALL, page_dtype="int8", queries=1, target=GPU)
+
+    assert tabled == replace(by_rule, **GPU_CHOICE) != by_rule
+
+
+@pytest.mark.usefixtures("gpu_table")
+@pytest.mark.parametrize(("queries", "kind"), [(2, "NVIDIA H200"), (1, "NVIDIA H100 80GB HBM3")])
+def test_other_calls_and_other_gpus_go_by_the_rules(queries, kind):
+    target = GPU._replace(kind=kind)
+    by_rule = gpu_block_sizes(**GPU_CALL, page_dtype="bfloat16", queries=queries, target=target)
+
+    assert gpu_block_sizes(**GPU_CALL, page_dtype="int8", queries=queries, target=target) == by_rule
+
+
+def test_a_gpu_at_hand_is_tuned_by_time_and_its_table_is_found_again(monkeypatch, tmp_path):
+    """The kernel is interpreted; that its table is used on a GPU follows from the tests above."""
+    small = ENTRY | {"page_dtype": "float32", "head_dim": 16}
+    monkeypatch.setattr(tuned_tables, "TABLES", tmp_path)
+    monkeypatch.setattr(tune_kernels, "shapes", lambda kernel: [small])
+    monkeypatch.setattr(tuning_candidates, "GPU_CHOICES", {name: (value,) for name, value in GPU_CHOICE.items()})
+    interpreted = functools.partial(compile_gpu.attention, q_len=1, num_tokens=2, num_rows=2, dtype="float32")
+    monkeypatch.setattr(compile_gpu, "decode", functools.partial(interpreted, interpret=True))
+    monkeypatch.setattr(triton, "target", lambda: GPU)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(sys, "argv", ["tune_kernels.py", "--by-time"])
+    monkeypatch.setattr(tuning_candidates, "CONTEXTS", (256,))
+
+    tune_kernels.main()
+
+    (path,) = tmp_path.iterdir()
+    assert path.name == f"{table_name(jax.devices()[0].device_kind)}.json"
+    (entry,) = json.loads(path.read_text())["entries"]
+    assert entry == small | GPU_CHOICE | {"seconds": entry["seconds"]}
+    assert entry["seconds"] > 0
+
+
+def test_a_device_that_cannot_be_measured_is_named(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["tune_kernels.py", "--by-time"])
+
+    with pytest.raises(RuntimeError, match="needs one of .* or a GPU, not 'cpu'; leave --by-time out"):
+        tune_kernels.main()
+
+
 @pytest.mark.parametrize("chip_name", CHIPS)
 def test_the_tables_have_choices_that_fit_for_every_shape_they_are_made_for(chip_name):
     tuned_table.cache_clear()
-    table = tuned_table(chip_name)
+    table = tuned_table(f"tpu_{chip_name}")
 
     wanted = [tuple(shape[key] for key in KEYS) for shape in tune_kernels.shapes("decode")]
     assert sorted(table) == sorted(wanted)
@@ -103,8 +170,9 @@ def test_the_tables_have_choices_that_fit_for_every_shape_they_are_made_for(chip
 def test_a_table_says_what_it_was_made_by():
     for path in TABLES.glob("*.json"):
         head = json.loads(path.read_text())
-        assert path.name == f"tpu_{head['device']}.json"
-        assert {"date", "jax", "libtpu", "ranked_by"} <= set(head)
+        assert path.stem.partition("_")[2] == head["device"]
+        assert {"date", "jax", "ranked_by"} <= set(head)
+        assert "libtpu" in head or head["ranked_by"] == "time"
 
 
 @pytest.mark.parametrize(("bundles", "expected"), [(100, 1.0), (4000, None)])

@@ -23,7 +23,15 @@ from tests.unoptimised import UNOPTIMISED
 SMALL: dict[str, Any] = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 20, "layout": "gpu"}
 DECODE = [(1, 1), (1, 15), (1, 16), (1, 17), (1, 64), (1, 33), (1, 0)]
 BLOCKS = GpuBlockSizes(block_m=16, block_k=16, num_splits=1, num_warps=4, num_stages=2)
-H200 = Target(num_cores=132, capability=9.0)
+H200 = Target("NVIDIA H200", num_cores=132, capability=9.0)
+LLAMA_DECODE = {
+    "queries": 1,
+    "group": 4,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "page_dtype": "bfloat16",
+    "has_tree": False,
+}
 
 TARGET = ("gpu_interpret", functools.partial(make_call, layout="gpu"))
 # The tests of every implementation, in as many cases as the kernel has paths.
@@ -105,7 +113,7 @@ def test_tiles_of_any_size_cover_a_ragged_batch(block_m, block_k):
 
 
 def test_splits_are_for_few_tiles_over_long_contexts():
-    sizes = functools.partial(gpu_block_sizes, queries=1, group=4, head_dim=128, has_tree=False, target=H200)
+    sizes = functools.partial(gpu_block_sizes, **LLAMA_DECODE, target=H200)
 
     assert sizes(num_tiles=8, max_context=32768).num_splits == 32
     assert sizes(num_tiles=8, max_context=1024).num_splits == 4
@@ -115,9 +123,8 @@ def test_splits_are_for_few_tiles_over_long_contexts():
 
 @pytest.mark.parametrize(("queries", "group", "block_m"), [(1, 1, 16), (1, 71, 128), (5, 8, 64), (128, 4, 128)])
 def test_a_tile_holds_at_least_one_query_of_every_head(queries, group, block_m):
-    sizes = gpu_block_sizes(
-        num_tiles=8, queries=queries, group=group, head_dim=128, max_context=4096, has_tree=False, target=H200
-    )
+    call = LLAMA_DECODE | {"queries": queries, "group": group}
+    sizes = gpu_block_sizes(**call, num_tiles=8, max_context=4096, target=H200)
 
     assert sizes.block_m == block_m
 

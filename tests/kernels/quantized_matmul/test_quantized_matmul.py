@@ -89,7 +89,9 @@ def test_dequantized_weights_are_those_the_integers_stand_for():
 
 
 def test_few_rows_are_split_over_the_multiprocessors_and_many_are_not():
-    sizes = functools.partial(matmul_block_sizes, groups=32, target=Target(num_cores=132, capability=9.0))
+    sizes = functools.partial(
+        matmul_block_sizes, groups=32, target=Target("NVIDIA H200", num_cores=132, capability=9.0)
+    )
 
     assert sizes(rows=1, channels=4096).num_splits == 5
     assert sizes(rows=1, channels=28672).num_splits == 1
