@@ -23,10 +23,10 @@ class Batch:
     """The tokens of one step, rows one after another, padding last."""
 
     tokens: Any  # i32[T]
-    positions: Any  # i32[T]  position of each token in its request
+    positions: Any  # i32[T]  position of each token in its request, those that it does not see any more included
     slot_mapping: Any  # i32[T]  page * S + offset; PADDING_SLOT on padding
     cu_q_lens: Any  # i32[B+1]  q_lens 3, 1, 2 -> cu_q_lens 0 3 4 6
-    kv_lens: Any  # i32[B]  context length including this step; 0 on padding
+    kv_lens: Any  # i32[B]  length of what the row sees, this step included; 0 on padding
     block_tables: Any  # i32[B, M]  page ids; 0 past a row's pages
 
 
@@ -36,14 +36,21 @@ def num_real_tokens(batch: Batch) -> Any:
     return jnp.where(batch.kv_lens > 0, q_lens, 0).sum()
 
 
+def num_hidden(batch: Batch) -> Any:
+    """Returns how many tokens of its request each row does not see any more, i32[B]: its table has no pages of them."""
+    firsts, q_lens = batch.cu_q_lens[:-1], batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
+    first_positions = batch.positions[jnp.minimum(firsts, batch.positions.shape[0] - 1)]
+    return jnp.where(batch.kv_lens > 0, first_positions - (batch.kv_lens - q_lens), 0)
+
+
 def next_batch(batch: Batch, tokens: jax.Array, kv_lens: jax.Array, page_size: int) -> Batch:
     """Returns a batch of one token i32[B] per row, the last of kv_lens i32[B]; rows of 0 are padding."""
     B = kv_lens.shape[0]
-    positions = jnp.maximum(kv_lens - 1, 0)
-    slots = batch.block_tables[jnp.arange(B), positions // page_size] * page_size + positions % page_size
+    places = jnp.maximum(kv_lens - 1, 0)
+    slots = batch.block_tables[jnp.arange(B), places // page_size] * page_size + places % page_size
     return Batch(
         tokens=jnp.where(kv_lens > 0, tokens, 0),
-        positions=positions,
+        positions=places + num_hidden(batch),
         slot_mapping=jnp.where(kv_lens > 0, slots, PADDING_SLOT),
         cu_q_lens=jnp.arange(B + 1, dtype=jnp.int32),
         kv_lens=kv_lens,
@@ -89,6 +96,7 @@ class Row(NamedTuple):
     token_ids: Sequence[int]  # the chunk
     start: int  # position of its first token
     page_ids: Sequence[int]  # all pages of the request so far, the chunk's included
+    num_hidden: int = 0  # tokens before the chunk that it does not see and that have no pages there
 
 
 def make_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows: int, table_width: int) -> Batch:
@@ -98,6 +106,7 @@ def make_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows
     """
     q_lens = np.array([len(row.token_ids) for row in rows], np.int32)
     starts = np.array([row.start for row in rows], np.int32)
+    hidden = np.array([row.num_hidden for row in rows], np.int32)
     total = int(q_lens.sum())
     if total > num_tokens or len(rows) > num_rows:
         raise ValueError(f"{total} tokens in {len(rows)} rows do not fit num_tokens={num_tokens}, num_rows={num_rows}")
@@ -106,12 +115,13 @@ def make_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows
     block_tables = make_block_tables([row.page_ids for row in rows], num_rows, table_width)
     if num_tokens == num_rows and (q_lens == 1).all():
         token_ids = np.array([row.token_ids[0] for row in rows], np.int32)
-        return make_decode_batch(token_ids, starts, block_tables, page_size)
+        return make_decode_batch(token_ids, starts, block_tables, page_size, hidden)
     ends = np.cumsum(q_lens)
     row_ids = np.repeat(np.arange(len(rows), dtype=np.int32), q_lens)  # q_lens 3, 1, 2 -> row_ids 0 0 0 1 2 2
     offsets = np.arange(total, dtype=np.int32) - np.repeat(ends - q_lens, q_lens)
     positions = np.repeat(starts, q_lens) + offsets
-    slots = block_tables[row_ids, positions // page_size] * page_size + positions % page_size
+    indices, offsets = np.divmod(positions - np.repeat(hidden, q_lens), page_size)
+    slots = block_tables[row_ids, indices] * page_size + offsets
     cu_q_lens = np.full(num_rows + 1, total, np.int32)
     cu_q_lens[: len(rows) + 1] = np.concatenate([[0], ends])
     return Batch(
@@ -119,7 +129,7 @@ def make_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows
         positions=padded(positions, num_tokens, 0),
         slot_mapping=padded(slots, num_tokens, PADDING_SLOT),
         cu_q_lens=cu_q_lens,
-        kv_lens=padded(starts + q_lens, num_rows, 0),
+        kv_lens=padded(starts + q_lens - hidden, num_rows, 0),
         block_tables=block_tables,
     )
 
@@ -132,24 +142,31 @@ def make_block_tables(page_ids: Sequence[Sequence[int]], num_rows: int, table_wi
     return block_tables
 
 
-def make_decode_batch(token_ids: np.ndarray, positions: np.ndarray, block_tables: np.ndarray, page_size: int) -> Batch:
-    """Lays out one token i32[N] per row, at positions i32[N]; padding rows own their padding token."""
-    num_rows, (indices, offsets) = len(block_tables), np.divmod(positions, page_size)
+def make_decode_batch(
+    token_ids: np.ndarray, positions: np.ndarray, block_tables: np.ndarray, page_size: int, hidden: np.ndarray | int = 0
+) -> Batch:
+    """Lays out one token i32[N] per row, at positions i32[N], of which it does not see the first `hidden` i32[N].
+
+    Padding rows own their padding token.
+    """
+    num_rows, places = len(block_tables), positions - hidden
+    indices, offsets = np.divmod(places, page_size)
     slots = block_tables[np.arange(len(positions)), indices] * page_size + offsets
     return Batch(
         tokens=padded(token_ids, num_rows, 0),
         positions=padded(positions, num_rows, 0),
         slot_mapping=padded(slots, num_rows, PADDING_SLOT),
         cu_q_lens=np.arange(num_rows + 1, dtype=np.int32),
-        kv_lens=padded(positions + 1, num_rows, 0),
+        kv_lens=padded(places + 1, num_rows, 0),
         block_tables=block_tables,
     )
 
 
 def _check_row(row: Row, page_size: int, table_width: int) -> None:
-    num_tokens, num_pages = row.start + len(row.token_ids), len(row.page_ids)
-    if len(row.token_ids) == 0 or row.start < 0:
-        raise ValueError(f"a row has no tokens ({len(row.token_ids)}) or a negative start ({row.start}); leave it out")
+    first, num_pages = row.start - row.num_hidden, len(row.page_ids)
+    num_tokens = first + len(row.token_ids)
+    if len(row.token_ids) == 0 or first < 0:
+        raise ValueError(f"a row has no tokens ({len(row.token_ids)}) or a negative start ({first}); leave it out")
     if num_pages > table_width:
         raise ValueError(f"a row of {num_pages} pages does not fit table_width={table_width}")
     if num_tokens > num_pages * page_size:

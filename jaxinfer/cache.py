@@ -13,7 +13,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.batch import PADDING_TOKEN, Batch
 from jaxinfer.config import CacheConfig, ModelConfig
-from kernels_pallas.paged_attention import HEADS_AXIS, Pages, abstract_pages, head_specs, put_pages, take_pages
+from jaxinfer.layers import rotary_embedding, turning_angles
+from kernels_pallas.paged_attention import (
+    HEADS_AXIS,
+    Pages,
+    abstract_pages,
+    head_specs,
+    map_keys,
+    put_pages,
+    take_pages,
+)
 
 # Slots of a pool are counted in int32, and padding is written just past the last.
 MAX_SLOTS = 2**31 - 1
@@ -109,6 +118,14 @@ def insert_pages(cache: KVCache, page_ids: Any, bundle: PageBundle, *, config: M
     triples = zip(cache.groups, bundle.groups, config.layer_groups, strict=True)
     groups = tuple(put_pages(pool, _in_layers(page_ids, pool, n), new) for pool, new, n in triples)
     return KVCache(groups=groups, tokens=cache.tokens.at[page_ids].set(bundle.tokens, mode="drop"))
+
+
+def turn_pages(cache: KVCache, sources: Any, targets: Any, num_positions: Any, *, config: ModelConfig) -> KVCache:
+    """Returns the cache with pages i32[W] on others as if their tokens stood `num_positions` i32[] later."""
+    angles = turning_angles(jnp.asarray(num_positions)[None], config)
+    bundle = extract_pages(cache, sources, config=config)
+    turned = tuple(map_keys(pages, lambda keys: rotary_embedding(keys, *angles)) for pages in bundle.groups)
+    return insert_pages(cache, targets, replace(bundle, groups=turned), config=config)
 
 
 def _in_layers(page_ids: Any, pool: Pages, num_layers: int) -> Any:

@@ -25,6 +25,7 @@ EIGHT = 8
 FOUR = 4
 # Elements of the smallest weight for which that is tried: below, the trial takes longer than what it can save.
 MIN_FOUR_SIZE = 2**17
+COUNTS_PER_TURN = 2**32
 
 
 def linear(
@@ -176,9 +177,25 @@ def _yarn_blend(frequencies: jax.Array, scaling: RopeScaling, config: ModelConfi
 
 def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
     """Returns cosine and sine [T, 1, H/2] in float32 for positions i32[T]."""
-    frequencies, factor = rotary_frequencies(config)
-    angles = positions.astype(jnp.float32)[:, None, None] * frequencies[None, None, :]
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    _, factor = rotary_frequencies(config)
+    cos, sin = turning_angles(positions, config)
+    return cos * factor, sin * factor
+
+
+def turning_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """Returns cosine and sine as `rotary_angles`, without the factor: they move a key by as many positions.
+
+    From the model's length on, where only endless requests come, a product of float32 would be off by more and more.
+    There angles are counted in 2^-32 of a turn, and wrap around as integers do, so that the angle between two tokens
+    depends on nothing but their distance.
+    """
+    frequencies, _ = rotary_frequencies(config)
+    angles = positions.astype(jnp.float32)[:, None] * frequencies[None]
+    counts_per_position = jnp.round(frequencies * (COUNTS_PER_TURN / (2 * math.pi))).astype(jnp.uint32)
+    counts = jax.lax.bitcast_convert_type(positions.astype(jnp.uint32)[:, None] * counts_per_position[None], jnp.int32)
+    wrapped = counts.astype(jnp.float32) * (2 * math.pi / COUNTS_PER_TURN)
+    angles = jnp.where((positions < config.max_position)[:, None], angles, wrapped)[:, None]
+    return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotary_embedding(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

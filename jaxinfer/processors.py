@@ -19,10 +19,11 @@ from jaxinfer.sampling_batch import ProcessorBatch
 
 @struct.dataclass
 class Context:
-    """The tokens of each row so far, prompt and output."""
+    """The tokens of each row so far, prompt and output, as far as it sees them."""
 
     tokens: jax.Array  # i32[B, L]  PADDING_TOKEN past the row's length
     lens: jax.Array  # i32[B]
+    num_hidden: jax.Array  # i32[B]  tokens of its request that the row does not see any more
 
 
 # What a user may add: (logits f32[V], tokens i32[L], their number i32[], the request's argument f32[]) -> logits
@@ -53,7 +54,7 @@ def process_logits(
             (changes_counts, penalise_output),
             (p.no_repeat_ngram_size > 0, rule_out_ngrams),
             (_lists_any(p.bad_word_tokens), rule_out_bad_words),
-            (context.lens - p.prompt_lens < p.min_tokens, rule_out_stop_tokens),
+            (context.lens + context.num_hidden - p.prompt_lens < p.min_tokens, rule_out_stop_tokens),
             (_lists_any(p.allowed_token_ids), rule_out_all_but_allowed),
             *((p.uses_custom[:, i], _batched(processor, i)) for i, processor in enumerate(custom)),
             ((p.allowed_bits != -1).any(axis=1), rule_out_by_bits),

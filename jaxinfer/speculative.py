@@ -17,7 +17,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.batch import Batch, StepOutput, VerifyOutput
+from jaxinfer.batch import Batch, StepOutput, VerifyOutput, num_hidden
 from jaxinfer.sampling_batch import SamplingBatch
 from kernels_pallas.paged_attention.shapes import token_rows
 
@@ -43,7 +43,7 @@ def batch_of_tokens(batch: Batch) -> Batch:
         positions=batch.positions,
         slot_mapping=batch.slot_mapping,
         cu_q_lens=jnp.arange(batch.tokens.shape[0] + 1, dtype=jnp.int32),
-        kv_lens=jnp.where(is_real, batch.positions + 1, 0),
+        kv_lens=jnp.where(is_real, batch.positions + 1 - num_hidden(batch)[rows], 0),
         block_tables=batch.block_tables[rows],
     )
 

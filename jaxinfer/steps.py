@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxinfer.batch import Batch, StepOutput, VerifyOutput, next_batch
+from jaxinfer.batch import Batch, StepOutput, VerifyOutput, next_batch, num_hidden
 from jaxinfer.cache import KVCache, read_tokens
 from jaxinfer.config import ModelConfig
 from jaxinfer.decode_loop import LoopBatch, run_loop
@@ -194,10 +194,11 @@ def _draw(
     """Returns the logits f32[B, V] of hidden states [B, D] and the token i32[B] that each row draws."""
     logits = unembed(params, hidden, (batch.kv_lens > 0).sum())
     context = functools.partial(_context, cache, batch)
-    # A row's context is kv_lens tokens, so the token drawn now will stand at position kv_lens.
-    tokens = sample(process_logits(logits, sampling.processors, context, custom), sampling, batch.kv_lens)
+    # Where the token drawn now will stand.
+    positions = batch.kv_lens + num_hidden(batch)
+    tokens = sample(process_logits(logits, sampling.processors, context, custom), sampling, positions)
     return logits, tokens
 
 
 def _context(cache: KVCache, batch: Batch) -> Context:
-    return Context(tokens=read_tokens(cache, batch), lens=batch.kv_lens)
+    return Context(tokens=read_tokens(cache, batch), lens=batch.kv_lens, num_hidden=num_hidden(batch))

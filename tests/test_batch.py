@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.batch import PADDING_SLOT, Row, make_batch
+from jaxinfer.batch import PADDING_SLOT, Row, make_batch, next_batch, num_hidden
 
 S = 16
 SHAPE = {"page_size": S, "num_tokens": 8, "num_rows": 4, "table_width": 3}
@@ -46,6 +47,37 @@ def test_in_a_decode_batch_padding_rows_own_their_padding_token():
         "kv_lens": [16, 17, 0, 0],
         "block_tables": [[2, 0], [3, 1], [0, 0], [0, 0]],
     }
+
+
+# A row at position 40 of its request that does not see 16 of its tokens, one that sees all, and two of padding.
+HIDING = [Row([5, 6], 40, [2, 9], 16), Row([8], 3, [4])]
+
+
+def test_a_row_that_does_not_see_all_of_its_request_keeps_its_positions_and_closes_up_its_pages():
+    batch = as_lists(make_batch(HIDING, **SHAPE))
+
+    assert batch["positions"] == [40, 41, 3, 0, 0, 0, 0, 0]
+    assert batch["slot_mapping"][:3] == [9 * S + 8, 9 * S + 9, 4 * S + 3]
+    assert batch["kv_lens"] == [26, 4, 0, 0]
+
+
+@pytest.mark.parametrize("rows", [HIDING, [row._replace(token_ids=[7]) for row in HIDING]])
+def test_what_a_row_does_not_see_follows_from_its_batch_and_stays_so_in_the_next(rows):
+    num_tokens = 8 if len(rows[0].token_ids) > 1 else 4
+    batch = make_batch(rows, **{**SHAPE, "num_tokens": num_tokens})
+
+    @jax.jit
+    def go_on(batch):
+        more = jnp.array([1, 1, 0, 0])
+        following = next_batch(batch, more, batch.kv_lens + more, S)
+        return num_hidden(batch), following, num_hidden(following)
+
+    hidden, following, still_hidden = go_on(batch)
+
+    assert hidden.tolist() == still_hidden.tolist() == [16, 0, 0, 0]
+    end = 40 + len(rows[0].token_ids)
+    assert following.positions[:2].tolist() == [end, 4]
+    assert following.slot_mapping[:2].tolist() == [9 * S + end - 32, 4 * S + 4]
 
 
 def test_chunks_in_a_batch_with_as_many_rows_as_tokens_keep_their_lengths():

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from jaxinfer.batch import Row, make_batch
-from jaxinfer.cache import abstract_cache, extract_pages, init_cache, insert_pages, layer_offset, page_bytes
+from jaxinfer.cache import abstract_cache, extract_pages, init_cache, insert_pages, layer_offset, page_bytes, turn_pages
 from jaxinfer.config import CacheConfig, ModelConfig
 from kernels_pallas.paged_attention import paged_attention
+from kernels_pallas.paged_attention.layout import read_pages
 from tests.unoptimised import UNOPTIMISED
 
 K, H, S, P = 2, 16, 16, 3
@@ -31,6 +32,7 @@ CONFIG = ModelConfig(
 )
 CACHE = CacheConfig(num_pages=P, page_size=S)
 extract = jax.jit(functools.partial(extract_pages, config=CONFIG), compiler_options=UNOPTIMISED)
+turn = jax.jit(functools.partial(turn_pages, config=CONFIG), compiler_options=UNOPTIMISED)
 insert = jax.jit(functools.partial(insert_pages, config=CONFIG), compiler_options=UNOPTIMISED)
 
 
@@ -223,6 +225,36 @@ def test_a_bundle_survives_the_way_over_the_host_bit_for_bit():
     filled = insert(empty, jnp.array([0, 1, 2, 3]), bundle)
 
     np.testing.assert_equal(pages_of(filled, 4), pages_of(cache, 4))
+
+
+def keys_and_values(pages, num_layers) -> tuple[np.ndarray, np.ndarray]:
+    """Both as [layer, page, slot, head, H], whatever the layout."""
+    k, v = read_pages(jax.tree.map(np.asarray, pages), np.arange(pages.num_pages))
+    keys, values = np.asarray(k).transpose(0, 3, 1, 2)[..., :H], np.asarray(v).transpose(0, 2, 1, 3)[..., :H]
+    by_layer = (num_layers, -1, S, K, H)
+    return keys.reshape(by_layer).astype(np.float32), values.reshape(by_layer).astype(np.float32)
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16"), ("tpu", "bfloat16")])
+def test_turned_pages_have_the_keys_of_later_positions_and_nothing_else_changes(layout, dtype):
+    cache, sources, targets = numbered_cache(5, layout, dtype), [4, 1, 0], [0, 2, 5]  # the last is past the pool
+    turns = np.exp(48j * 10_000.0 ** (-np.arange(0, H, 2) / H))
+
+    turned = turn(cache, np.array(sources), np.array(targets), 48)
+
+    for before, after, n in zip(cache.groups, turned.groups, CONFIG.layer_groups, strict=True):
+        (keys, values), (new_keys, new_values) = keys_and_values(before, n), keys_and_values(after, n)
+        pairs = (keys[..., : H // 2] + 1j * keys[..., H // 2 :])[:, [4, 1]] * turns
+        expected = np.concatenate([pairs.real, pairs.imag], axis=-1)
+        # bfloat16 has 8 bits of mantissa, and a pair of numbers up to 251 has a length of up to 355.
+        np.testing.assert_allclose(new_keys[:, [0, 2]], expected, rtol=0, atol=355 * (2**-8, 2**-20)[layout == "cpu"])
+        np.testing.assert_equal(new_values[:, [0, 2]], values[:, [4, 1]])
+    before, after = pages_of(cache, 5), pages_of(turned, 5)
+    is_written = {place: place[2] in (0, 2) for place in before}
+    np.testing.assert_equal(
+        [after[p] for p in after if not is_written[p]], [before[p] for p in before if not is_written[p]]
+    )
+    np.testing.assert_equal(after["tokens", 0, 2], before["tokens", 0, 1])
 
 
 def test_bundles_run_under_jit_and_the_cache_is_written_in_place():

@@ -112,7 +112,7 @@ ALLOWED = {
     "processors": below("batch", "sampling_batch"),
     "quantization": below("config", "params", "quantization") | {"kernels_pallas.quantized_matmul"},
     "layers": below("config", "quantization") | set(within("kernels_pallas")),
-    "cache": below("config", "batch") | set(within("kernels_pallas")),
+    "cache": below("config", "batch", "layers") | set(within("kernels_pallas")),
     "decoder": below("config", "params", "layers", "cache", "batch") | set(within("kernels_pallas")),
     "sampling": below("batch", "sampling_batch", "sampling_params", "processors") | set(within("kernels_pallas")),
     "speculative": below("batch", "sampling_batch") | set(within("kernels_pallas")),

@@ -12,7 +12,16 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxinfer.config import ModelConfig, RopeScaling
-from jaxinfer.layers import linear, product, rms_norm, rotary_angles, rotary_embedding, rotary_frequencies, swiglu
+from jaxinfer.layers import (
+    linear,
+    product,
+    rms_norm,
+    rotary_angles,
+    rotary_embedding,
+    rotary_frequencies,
+    swiglu,
+    turning_angles,
+)
 from kernels_pallas.row_sum import row_sum
 
 jit_linear = jax.jit(linear)
@@ -120,6 +129,22 @@ def test_rotary_embedding_rotates_the_pairs_of_half_the_head_apart():
 
     # An angle of 100 is rounded to 2**-17.
     np.testing.assert_allclose(y, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("first", [0, 131_000, 10**6 + 1, 2**31 - 5_000])
+def test_the_angle_between_two_tokens_depends_on_their_distance_however_far_they_are(first):
+    distances = np.array([0, 1, 17, 1_000, 4_000])
+    expected = np.exp(1j * distances[:, None] * 10_000.0 ** (-np.arange(0, 64, 2) / 64))
+
+    @jax.jit
+    def angles(positions):
+        return [x[:, 0] for x in turning_angles(positions, rope_config())]
+
+    cos, sin = map(np.asarray, angles((first + distances).astype(np.int32)))
+
+    turns = (cos + 1j * sin) / (cos + 1j * sin)[:1]
+    # Frequencies have 24 bits, and so have angles below the model's length of 2**17: some 2**17 * 2**-24 together.
+    np.testing.assert_allclose(turns, expected, rtol=0, atol=2e-2 if first == 131_000 else 5e-4)
 
 
 def test_the_attention_factor_scales_cosine_and_sine():

@@ -47,7 +47,7 @@ def process(logits, rows, params, stop_token_ids=None):
     layout: dict[str, Any] = {"prompt_lens": [PROMPT_LEN] * B, "seeds": [0] * B, "max_listed_tokens": N}
     sampling = make_sampling(params, num_rows=B, stop_token_ids=stop_token_ids, **layout)
     lens = np.array([len(row) for row in rows], np.int32)
-    context = Context(tokens=jnp.asarray(tokens), lens=jnp.asarray(lens))
+    context = Context(tokens=jnp.asarray(tokens), lens=jnp.asarray(lens), num_hidden=jnp.zeros(len(lens), jnp.int32))
     return np.asarray(jit_process(logits, sampling, context))
 
 
@@ -169,7 +169,8 @@ def test_a_mask_of_bits_leaves_the_tokens_whose_bit_is_set(seed):
     bits = np.packbits(allowed, axis=-1, bitorder="little").view(np.int32)
     params = SamplingParams(regex="a", temperature=0)
     sampling = make_sampling([params] * 2, num_rows=2, vocab_size=70, masks={0: bits[0]})
-    context = Context(tokens=jnp.zeros((2, 1), jnp.int32), lens=jnp.ones(2, jnp.int32))
+    ones = jnp.ones(2, jnp.int32)
+    context = Context(tokens=jnp.zeros((2, 1), jnp.int32), lens=ones, num_hidden=ones * 0)
 
     ours = np.asarray(jit_process(logits, sampling, context))
 

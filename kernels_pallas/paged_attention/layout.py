@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -201,6 +202,14 @@ def read_pages(pages: Pages, page_ids: jax.Array) -> tuple[jax.Array, jax.Array]
     if pages.is_fnuz:
         k, v = _from_fnuz(k), _from_fnuz(v)
     return k.swapaxes(2, 3), v
+
+
+def map_keys(pages: Pages, change: Callable[[jax.Array], jax.Array]) -> Pages:
+    """Returns the pool with change(keys [P * S, K, H]) in the place of its keys, those of a page in a row."""
+    P, S, K, H = pages.num_pages, pages.page_size, pages.num_kv_heads, pages.head_dim
+    k, v = read_pages(pages, jnp.arange(P))
+    k, v = k.transpose(0, 3, 1, 2).reshape(P * S, K, -1), v.transpose(0, 2, 1, 3).reshape(P * S, K, -1)
+    return write_kv(pages, change(k[..., :H]), v[..., :H], jnp.arange(P * S))
 
 
 def gather_tokens(pages: Pages, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
