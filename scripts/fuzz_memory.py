@@ -32,7 +32,11 @@ TOLERANCE = 0.05
 MOST_PAGES = 400 * 10**6
 STEPS = 40 * 10**6  # about the most that steps of these shapes need
 # The compiler's passes over code, which take most of its time, allot no memory.
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
 M_MMAP_THRESHOLD, MMAP_THRESHOLD = -3, 128 * 1024
 libc = ctypes.CDLL("libc.so.6")
 
