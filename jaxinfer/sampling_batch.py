@@ -91,10 +91,9 @@ def make_sampling(
             raise ValueError("a row with temperature above 0 needs a seed: set SamplingParams.seed or pass seeds")
         seeds = [p.seed or 0 for p in params]
     words = np.zeros((num_rows, 2), np.uint32)
-    for i, seed in enumerate(seeds):
-        words[i] = divmod(seed, 2**32)
+    words[: len(params)] = np.stack(np.divmod(np.array(seeds, np.uint64), 2**32), axis=1)
     mask_shape = (num_rows if num_masks is None else num_masks, -(-vocab_size // 32))
-    if any(map(uses_processors, params)):
+    if any(p.changes_logits for p in params):
         stop_ids = [p.stop_token_ids for p in params] if stop_token_ids is None else stop_token_ids
         processors = _make_processors(params, prompt_lens, stop_ids, num_rows, max_listed_tokens, tuple(custom))
         processors = replace(processors, allowed_bits=_allowed_bits(params, masks or {}, mask_shape))
@@ -112,24 +111,6 @@ def make_sampling(
         num_log_probs=column("log_probs", np.int32, 0),
         processors=processors,
     )
-
-
-def uses_processors(params: SamplingParams) -> bool:
-    """Returns whether the parameters change logits before the temperature."""
-    return needs_prompt_len(params) or bool(
-        params.repetition_penalty != 1
-        or params.no_repeat_ngram_size
-        or params.logit_bias
-        or params.bad_words
-        or params.allowed_token_ids
-        or params.structure
-        or params.logits_processors
-    )
-
-
-def needs_prompt_len(params: SamplingParams) -> bool:
-    """Returns whether the parameters tell prompt from output."""
-    return bool(params.presence_penalty or params.frequency_penalty or params.min_tokens)
 
 
 @cache
@@ -161,7 +142,7 @@ def _make_processors(
     custom: tuple[str, ...],
 ) -> ProcessorBatch:
     if prompt_lens is None:
-        if any(map(needs_prompt_len, params)):
+        if any(p.needs_prompt_len for p in params):
             raise ValueError("presence_penalty, frequency_penalty and min_tokens need prompt_lens: pass them")
         prompt_lens = [0] * len(params)
     column = partial(_column, params, num_rows)
@@ -185,7 +166,7 @@ def _make_processors(
             uses_custom[row, custom.index(name)] = True
             custom_arguments[row, custom.index(name)] = argument
     return ProcessorBatch(
-        is_used=padded(np.array([uses_processors(p) for p in params], np.bool_), num_rows, False),
+        is_used=padded(np.array([p.changes_logits for p in params], np.bool_), num_rows, False),
         prompt_lens=padded(np.array(prompt_lens, np.int32), num_rows, 0),
         min_tokens=column("min_tokens", np.int32, 0),
         repetition_penalty=column("repetition_penalty", np.float32, 1),

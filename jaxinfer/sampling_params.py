@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Real
 from typing import Any
 
@@ -126,13 +127,24 @@ class SamplingParams:
         """How many samples are drawn."""
         return self.n if self.best_of is None else self.best_of
 
-    @property
+    @cached_property
     def reads_context(self) -> bool:
         """Whether what was said so far, however long ago, changes the logits."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.no_repeat_ngram_size)
         return self.repetition_penalty != 1 or any(penalties) or bool(self.bad_words or self.logits_processors)
 
+    @cached_property
+    def changes_logits(self) -> bool:
+        """Whether the logits are changed before the temperature."""
+        listed = self.logit_bias or self.allowed_token_ids or self.structure
+        return self.reads_context or self.needs_prompt_len or bool(listed)
+
     @property
+    def needs_prompt_len(self) -> bool:
+        """Whether prompt and output are told apart."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.min_tokens)
+
+    @cached_property
     def structure(self) -> tuple[str, Any] | None:
         """The name and value of the one parameter that gives the output a structure, if any."""
         given = [(name, getattr(self, name)) for name in STRUCTURES if getattr(self, name) is not None]

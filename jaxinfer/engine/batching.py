@@ -146,6 +146,8 @@ def build_loop(step: Step, bucket: Bucket, max_stop_tokens: int) -> LoopBatch:
 def _masks(step: Step) -> dict[int, np.ndarray]:
     """Returns what the structures of requests allow, by row; in a verify step by token."""
     masks, first = {}, 0
+    if step.is_plain:
+        return masks
     for row, chunk in enumerate(step.chunks):
         grammar = chunk.request.grammar
         if grammar is not None and step.is_verify:

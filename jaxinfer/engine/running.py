@@ -56,6 +56,8 @@ class Running(Sequence[Request]):
         Those that see no further than a window get as many as they ever have at once.
         """
         while (request := self._waiting.first(now)) is not None:
+            if len(self) >= self._max_num_seqs and not self._victims(request):
+                return  # nearly always where many wait, and known without a look at all who run
             # Batch work that waits for its tokens is no reason to keep an interactive request waiting.
             wanted = sum(other.num_uncomputed for other in self._requests if other.yields <= request.yields)
             if wanted >= budget or not self._make_way(request):
@@ -94,10 +96,12 @@ class Running(Sequence[Request]):
         for request in step_order(self._requests):
             if not request.pages:  # preempted for one before it
                 continue
-            if request.num_uncomputed > 1:
+            num_tokens = request.num_uncomputed
+            if num_tokens > 1:
                 are_decoding = False
                 self._tally.num_found_tokens += self._tables.share_prefix(request)
-            start, num_tokens = request.num_computed, min(request.num_uncomputed, budget)
+                num_tokens = request.num_uncomputed
+            start, num_tokens = request.num_computed, min(num_tokens, budget)
             if num_tokens == 0 or not self._make_room(request, num_tokens, requests):
                 continue
             requests.append(request)
@@ -165,12 +169,16 @@ class Running(Sequence[Request]):
         """Whether the request can run, if need be in the place of batch work, which is preempted for it."""
         if self._has_room(request):
             return True
-        victims = [other for other in self._requests if other.yields] if request.priority == "interactive" else []
+        victims = self._victims(request)
         if not victims or not self._has_room(request, victims):
             return False
         while not self._has_room(request):
             self.preempt(victims.pop())
         return True
+
+    def _victims(self, request: Request) -> list[Request]:
+        """Returns those who would give way to the request, the last of them first."""
+        return [other for other in self._requests if other.yields] if request.priority == "interactive" else []
 
     def _has_room(self, request: Request, victims: Sequence[Request] = ()) -> bool:
         """Whether there are a row and pages for a waiting request, beside all who run but the victims."""
