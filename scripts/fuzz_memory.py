@@ -178,6 +178,7 @@ def measure(folder: Path, limits: dict[str, Any], draw: random.Random) -> tuple[
     """Returns the figures of one engine; its executables outlive it, for they are no part of the plan."""
     llm = LLM(folder, config=EngineConfig(**limits))
     plan, compiled, kept = llm.warm_up().memory, compiled_bytes(llm), dict(llm._runner.compiled_steps.compiled)
+    serve(llm, draw)  # what threads and Python keep from then on is no part of the plan either
     give_back()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
     serve(llm, draw)
