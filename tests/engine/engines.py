@@ -180,6 +180,14 @@ def drain(llm: LLM) -> list[Delta]:
     return deltas
 
 
+def generate(llm, prompts, params: Any = GREEDY):
+    return llm.generate(prompts, params, show_progress=False)
+
+
+def token_ids_of(completions):
+    return [completion.token_ids for completion in completions]
+
+
 def completions_of(deltas: Iterable[Delta]) -> dict[int, Completion]:
     return {delta.request_id: delta.completion for delta in deltas if delta.completion is not None}
 

@@ -1,140 +1,17 @@
-"""Requests that advance step by step: interrupted, streamed, aborted, side by side."""
+"""Requests that advance step by step: added, aborted, on terms, side by side."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.request import QueueFullError
-from tests.engine.engines import GREEDY, completions_of, drain, num_owned_pages, random_prompts, small_engine
+from tests.engine.engines import GREEDY, completions_of, drain, generate, random_prompts, small_engine, token_ids_of
 
 PROMPTS = random_prompts(6, max_len=40, seed=3)
 DRAWN = SamplingParams(temperature=2.0, seed=5, max_tokens=9, ignore_eos=True)
-
-
-def generate(llm, prompts, params: Any = GREEDY):
-    return llm.generate(prompts, params, show_progress=False)
-
-
-def token_ids_of(completions):
-    return [completion.token_ids for completion in completions]
-
-
-# ---- interruption
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_interrupted_generate_leaves_the_llm_usable_and_all_pages_free(llm, monkeypatch, error):
-    expected = token_ids_of(generate(llm, PROMPTS))
-    launch, calls = llm._runner.launch, itertools.count()
-
-    def interrupted_launch(step):
-        if next(calls) == 4:
-            raise error("stop it")
-        return launch(step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(llm._runner, "launch", interrupted_launch)
-        with pytest.raises(error):
-            generate(llm, PROMPTS)
-
-    assert (llm.has_unfinished, num_owned_pages(llm)) == (False, 0)
-    assert token_ids_of(generate(llm, PROMPTS)) == expected
-
-
-def test_an_interrupted_generate_leaves_the_requests_of_others_alone(llm, monkeypatch):
-    expected = generate(llm, PROMPTS[0])[0].token_ids
-    request_id = llm.add(PROMPTS[0], GREEDY)
-    llm.step()
-
-    def interrupted_launch(step):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(llm._runner, "launch", interrupted_launch)
-        with pytest.raises(KeyboardInterrupt):
-            generate(llm, PROMPTS[1])
-
-    assert completions_of(drain(llm))[request_id].token_ids == expected
-
-
-# ---- stream
-
-
-def test_a_stream_joined_is_the_completion(llm):
-    deltas = list(llm.stream(PROMPTS[0], DRAWN))
-
-    completion = deltas[-1].completion
-    assert completion is not None
-    assert completion.text == "".join(delta.text for delta in deltas)
-    assert completion.token_ids == sum((delta.token_ids for delta in deltas), ())
-    assert completion.log_probs == sum((delta.log_probs for delta in deltas), ())
-
-
-def test_only_the_last_delta_of_a_stream_carries_the_completion(llm):
-    deltas = list(llm.stream(PROMPTS[0], GREEDY))
-
-    assert [delta.completion is not None for delta in deltas] == [False] * 7 + [True]
-
-
-def test_a_stream_yields_while_the_request_runs(llm):
-    stream = llm.stream(PROMPTS[0], GREEDY)
-
-    next(stream)
-
-    assert llm.has_unfinished
-    stream.close()
-
-
-@pytest.mark.parametrize("num_deltas", [0, 1, 3])
-def test_closing_a_stream_aborts_its_request(llm, num_deltas):
-    stream = llm.stream(PROMPTS[0], GREEDY)
-    for _ in range(num_deltas):
-        next(stream)
-
-    stream.close()
-
-    assert (llm.has_unfinished, num_owned_pages(llm)) == (False, 0)
-
-
-def test_a_stream_that_nobody_keeps_does_not_run_on(llm):
-    llm.stream(PROMPTS[0], GREEDY)
-
-    assert not llm.has_unfinished
-
-
-def test_two_interleaved_streams_yield_what_each_yields_alone(llm):
-    alone = [list(llm.stream(prompt, DRAWN)) for prompt in PROMPTS[:2]]
-
-    streams = [llm.stream(prompt, DRAWN) for prompt in PROMPTS[:2]]
-    together = [[], []]
-    for pair in itertools.zip_longest(*streams):
-        for deltas, delta in zip(together, pair, strict=True):
-            deltas += [] if delta is None else [delta]
-
-    assert [[d.token_ids for d in deltas] for deltas in together] == [[d.token_ids for d in deltas] for deltas in alone]
-
-
-def test_a_stream_goes_on_beside_generate(llm):
-    expected = [delta.token_ids for delta in llm.stream(PROMPTS[0], GREEDY)]
-    stream = llm.stream(PROMPTS[0], GREEDY)
-    first = next(stream)
-
-    generate(llm, PROMPTS[1:3])
-
-    assert [first.token_ids, *(delta.token_ids for delta in stream)] == expected
-
-
-def test_aborting_the_request_of_a_stream_ends_the_stream(llm):
-    stream = llm.stream(PROMPTS[0], GREEDY)
-    request_id = next(stream).request_id
-
-    llm.abort(request_id)
-
-    assert [d.completion and d.completion.finish_reason for d in stream] == ["abort"]
 
 
 # ---- add, step, abort
