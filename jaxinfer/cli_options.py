@@ -38,6 +38,7 @@ HELP = {
     "max_num_seqs": "requests computed in one step",
     "max_num_batched_tokens": "tokens computed in one step",
     "max_model_len": "most tokens of prompt and output together",
+    "num_sink_tokens": "first tokens that longer requests go on to see beside the last ones; without it there are none",
     "page_size": "token slots per page of the cache",
     "num_pages": "pages of the cache",
     "memory_bytes": "bytes that parameters, cache and steps may take on the device",

@@ -136,7 +136,9 @@ class EngineConfig:
 
     `max_num_seqs`: requests computed in one step. `max_num_batched_tokens`: tokens computed in one step, `None` for
     128 on CPU and 512 elsewhere, and for no less than max_num_seqs or max_mixed_tokens. `max_model_len`: prompt plus
-    output of a request, `None` for the model's own limit. `num_pages`: pages in the pool, `None` for as many as all
+    output of a request, `None` for the model's own limit. `num_sink_tokens`: with it a request may be longer, and then
+    sees no more than max_model_len tokens, so many of its first and the last ones (StreamingLLM, Xiao et al. 2023); a
+    multiple of page_size, `None` for no such requests. `num_pages`: pages in the pool, `None` for as many as all
     rows at full length can use, as far as there is memory for them. `memory_bytes`: what parameters, pages and steps
     may take on the device together, `None` for what it has, and on CPU for any. `cache_bytes`: what the pages may take,
     `None` for what is left; on CPU, where nothing sets a limit, for 1 GiB.
@@ -164,6 +166,7 @@ class EngineConfig:
     max_num_seqs: int = 32
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
+    num_sink_tokens: int | None = None
     page_size: int = 128
     num_pages: int | None = None
     memory_bytes: int | None = None
@@ -195,6 +198,8 @@ class EngineConfig:
             )
         if self.max_model_len is not None:
             require_int("max_model_len", self.max_model_len, 2)
+        if self.num_sink_tokens is not None:
+            require_int("num_sink_tokens", self.num_sink_tokens, 1)
         if self.num_pages is not None:
             require_int("num_pages", self.num_pages, 1)
         for name in ("memory_bytes", "cache_bytes"):

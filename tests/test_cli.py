@@ -99,6 +99,7 @@ ENGINE = {
     "max_num_seqs": 3,
     "max_num_batched_tokens": 99,
     "max_model_len": 40,
+    "num_sink_tokens": 16,
     "page_size": 16,
     "num_pages": 5,
     "memory_bytes": 9999,

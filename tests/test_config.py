@@ -57,6 +57,7 @@ REFUSED = [
     *((EngineConfig, "max_num_seqs", value) for value in NOT_SIZES),
     *((EngineConfig, "max_num_batched_tokens", value) for value in (0, -1, 64.0, True, "64", 31)),
     *((EngineConfig, "max_model_len", value) for value in (1, 0, -1, 2.0, True, "8", float("nan"))),
+    *((EngineConfig, "num_sink_tokens", value) for value in (0, -1, 16.0, True, "16")),
     *((EngineConfig, "page_size", value) for value in (*NOT_SIZES, 8, 48, 256)),
     *(
         (EngineConfig, name, value)

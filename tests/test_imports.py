@@ -128,7 +128,10 @@ ALLOWED = {
     "engine.completion": below("engine.metrics"),
     "engine.page_copies": set(),
     "engine.page_window": below("sampling_params"),
-    "engine.page_finder": below(*(f"engine.{name}" for name in ("page_copies", "pages", "prefix", "request", "tiers"))),
+    "engine.page_finder": below(
+        *(f"engine.{name}" for name in ("page_copies", "page_window", "pages", "prefix", "request", "tiers"))
+    ),
+    "engine.page_sight": below(*(f"engine.{name}" for name in ("page_copies", "page_window", "pages", "request"))),
     "engine.family": set(),
     "engine.request": below(
         *("sampling_params", "engine.completion", "engine.family", "engine.metrics", "engine.page_copies"),
@@ -152,8 +155,8 @@ ALLOWED = {
         "engine.device_drafter", "engine.draft_estimates", "engine.drafters", "engine.request"
     ),
     "engine.block_tables": below(
-        *(f"engine.{name}" for name in ("page_copies", "page_finder", "page_window", "pages", "prefix", "request")),
-        "engine.tiers",
+        *(f"engine.{name}" for name in ("page_copies", "page_finder", "page_sight", "page_window", "pages", "prefix")),
+        *("engine.request", "engine.tiers"),
     ),
     "engine.policy": below("engine.request"),
     "engine.waiting": below("engine.policy", "engine.request"),

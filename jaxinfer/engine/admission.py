@@ -18,6 +18,7 @@ from jaxinfer.engine.request import Priority, Request
 from jaxinfer.engine.terms import checked_priority, checked_tenant, checked_time_limit
 from jaxinfer.grammar import GrammarCompiler
 from jaxinfer.tokenizer import Detokenizer, Tokenizer
+from jaxinfer.validation import MAX_INT
 
 Prompt = str | Sequence[int]
 
@@ -75,7 +76,7 @@ class Admission:
             prompt_token_ids=token_ids,
             sampling=sampling,
             seed=secrets.randbelow(MAX_SEED + 1) if sampling.seed is None else sampling.seed,
-            max_tokens=min(sampling.max_tokens, self.max_model_len - len(token_ids)),
+            max_tokens=min(sampling.max_tokens, self._max_len - len(token_ids)),
             stop_token_ids=stop_token_ids,
             cache_salt=cache_salt,
             priority=checked_priority(priority),
@@ -175,18 +176,35 @@ class Admission:
                     f" {self.model_config.vocab_size - 1}"
                 )
 
+    @property
+    def _is_endless(self) -> bool:
+        return self.engine_config.num_sink_tokens is not None
+
+    @property
+    def _max_len(self) -> int:
+        """The most tokens that a request may have, seen or not."""
+        return MAX_INT if self._is_endless else self.max_model_len
+
     def _check_lengths(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
-        if num_prompt_tokens >= self.max_model_len:
+        if num_prompt_tokens >= self._max_len:
             raise ValueError(
                 f"prompt has {num_prompt_tokens} tokens but max_model_len is {self.max_model_len}, of which at least"
                 " one must be left for the output; shorten it or raise EngineConfig.max_model_len up to the model's"
                 f" {self.model_config.max_position}"
             )
+        num_tokens = min(num_prompt_tokens + sampling.max_tokens, self._max_len)
         # The last token is drawn but never computed, so it needs no slot.
-        num_slots = min(num_prompt_tokens + sampling.max_tokens, self.max_model_len) - 1
+        num_slots = num_tokens - 1
         window = window_for(self.window, sampling)
+        if num_tokens > self.max_model_len and window is None:
+            raise ValueError(
+                f"prompt of {num_prompt_tokens} tokens with max_tokens={sampling.max_tokens} may see less than all of"
+                f" its tokens, more than max_model_len={self.max_model_len}, but penalties, no_repeat_ngram_size,"
+                " bad_words and logits_processors read them all; leave these out or lower max_tokens"
+            )
         if window is not None:
-            num_slots = min(num_slots, window.most * self.cache_config.page_size)
+            num_most = window.most * self.cache_config.page_size
+            num_slots = num_most if num_tokens > self.max_model_len else min(num_slots, num_most)
         capacity = self.cache_config.num_pages * self.cache_config.page_size
         if num_slots > capacity:
             raise ValueError(

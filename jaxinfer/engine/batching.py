@@ -52,7 +52,10 @@ class BatchBuilder:
             return self._build_decode(step, bucket, before)
         drawn_in = _places(before)
         batch = make_batch(
-            [Row(_token_ids(chunk, drawn_in), chunk.start, chunk.request.pages) for chunk in step.chunks],
+            [
+                Row(_token_ids(chunk, drawn_in), chunk.start, chunk.request.table, chunk.request.num_hidden)
+                for chunk in step.chunks
+            ],
             page_size=self._page_size,
             num_tokens=bucket.num_tokens,
             num_rows=bucket.num_rows,
@@ -62,7 +65,9 @@ class BatchBuilder:
 
     def _build_decode(self, step: Step, bucket: Bucket, before: Rows) -> tuple[Batch, SamplingBatch]:
         rows, requests = step.chunks.rows, step.chunks.requests
-        pages = [request.pages for request in requests]
+        hidden = [request.num_hidden for request in requests]
+        is_any_hidden = any(hidden)  # nearly never
+        pages = [request.table if is_any_hidden else request.pages for request in requests]
         if (bucket, rows) != self._last:
             self._last, self._pages = (bucket, rows), [list(page_ids) for page_ids in pages]
             self._block_tables = make_block_tables(pages, bucket.num_rows, self._table_width)
@@ -81,7 +86,8 @@ class BatchBuilder:
             drawn_in = _places(before)
             token_ids = np.array([_token_ids(chunk, drawn_in)[0] for chunk in step.chunks], np.int32)
         positions = np.array(step.chunks.starts, np.int32)
-        return make_decode_batch(token_ids, positions, self._block_tables, self._page_size), self._sampling
+        shown = (self._block_tables, self._page_size, np.array(hidden, np.int32) if is_any_hidden else 0)
+        return make_decode_batch(token_ids, positions, *shown), self._sampling
 
     def _make_sampling(self, step: Step, bucket: Bucket) -> SamplingBatch:
         return sampling_of_requests(

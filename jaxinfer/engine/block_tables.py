@@ -13,7 +13,8 @@ from itertools import chain
 
 from jaxinfer.engine.page_copies import CopyIn, CopyOut, CopyWithin, PageCopies
 from jaxinfer.engine.page_finder import PageFinder, Source
-from jaxinfer.engine.page_window import PageWindow, window_for
+from jaxinfer.engine.page_sight import PageSight
+from jaxinfer.engine.page_window import PageWindow
 from jaxinfer.engine.pages import PageAllocator
 from jaxinfer.engine.prefix import PageKeys
 from jaxinfer.engine.request import Request
@@ -32,34 +33,37 @@ class BlockTables:
     ):
         self.page_size = page_size
         self._tiers = tiers
-        self._window = window
         self.copies = PageCopies()
         self.pages = PageAllocator(num_pages, self._let_go)
+        self.sight = PageSight(window, self.pages, self.copies, page_size)
         self._finder = PageFinder(self.pages, page_size, tiers)
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Returns how many pages the request lacks to compute its next `num_tokens` tokens."""
         num_missing = -(-(request.num_computed + num_tokens) // self.page_size) - len(request.pages)
+        if self.sight.is_endless:
+            num_missing = max(num_missing, 0) + self.sight.num_unturned(request)
         return num_missing if num_missing > 0 else 0
 
     def num_wanted(self, request: Request) -> int:
         """Returns how many pages the request lacks to compute all of its tokens, in as many steps as that takes."""
-        return self._num_wanted(request, len(request.pages), len(request.pages) - request.num_freed)
+        num_owned = len(request.pages) - len(request.freed) + len(request.turned)
+        return self._num_wanted(request, len(request.pages), num_owned)
 
     def can_hold(self, request: Request, num_reserved: int, victims: Sequence[Request]) -> bool:
         """Whether a request without pages could have them for all of its tokens.
 
         That is beside `num_reserved` pages for others, and if the victims gave up theirs.
         """
-        first, pages = self._finder.pages_at_hand(request, self._num_kept(request))
-        found = [page for page in pages if page is not None]
-        given_up = Counter(chain.from_iterable(victim.pages[victim.num_freed :] for victim in victims))
+        pages = self._finder.pages_at_hand(request, self.sight.window_of(request))
+        found = [page for page in pages.values() if page is not None]
+        given_up = Counter(chain.from_iterable(victim.owned_pages for victim in victims))
 
         def is_idle(page: int) -> bool:
             return self.pages.num_users(page) == given_up[page]
 
         # An idle page that is found is one that nobody else can have any more.
-        num_new = self._num_wanted(request, first + len(pages), len(pages)) + len(pages) - len(found)
+        num_new = self._num_wanted(request, max(pages, default=-1) + 1, len(pages)) + len(pages) - len(found)
         num_wanted = num_new + sum(map(is_idle, found))
         if len(found) < len(pages):  # a tier may have lost the others
             num_wanted = max(num_wanted, self._num_wanted(request, 0, 0))
@@ -71,16 +75,19 @@ class BlockTables:
         They are shared where they are in the pool; from elsewhere they are copied onto pages that the request has.
         Returns by how many tokens.
         """
-        start, num_kept = request.num_computed, self._num_kept(request)
-        if num_kept is not None and not request.pages:
-            self._begin(request, num_kept)
+        start, window = request.num_computed, self.sight.window_of(request)
+        if window is not None and not request.pages:
+            self._begin(request, window)
         while request.num_uncomputed > 1 and (self._share_page(request) or self._fill_page(request)):
-            self._free_behind(request)
+            self.sight.free_behind(request, request.num_computed - 1)
         return request.num_computed - start
 
     def extend(self, request: Request, count: int) -> None:
         """Gives the request the pages that `num_missing` said it lacks."""
-        request.pages += self.pages.allocate(count)
+        pages = self.pages.allocate(count)
+        if num_unturned := self.sight.num_unturned(request):
+            request.turned, pages = pages[:num_unturned], pages[num_unturned:]
+        request.pages += pages
 
     def extend_ahead(self, request: Request, num_tokens: int) -> int:
         """Gives the request the pages for its next token and that many after it, if there are some that nobody uses.
@@ -88,7 +95,9 @@ class BlockTables:
         Returns for how many after it there is room; never for more than it may still draw but the last, which needs no
         slot. What may never come is worth no page of another request.
         """
-        num_tokens = min(num_tokens, request.max_tokens - request.num_output_tokens - 1)
+        num_tokens = min(
+            num_tokens, request.max_tokens - request.num_output_tokens - 1, self.sight.num_alike(request) - 1
+        )
         num_missing = self.num_missing(request, 1 + num_tokens)
         self.extend(request, min(num_missing, self.pages.num_available))
         room = len(request.pages) * self.page_size - request.num_computed - 1
@@ -106,12 +115,12 @@ class BlockTables:
         if first != last and request.keys is not None:
             for index in range(first, last):
                 self._make_known(request, request.keys, index)
-        if self._window is not None:
-            self._free_behind(request)
+        self.sight.free_behind(request, num_computed - 1)
 
     def release(self, request: Request) -> None:
-        self.pages.release(request.pages[request.num_freed :])
-        request.pages, request.num_freed = [], 0
+        self.pages.release(request.owned_pages)
+        request.pages, request.freed = [], range(0)
+        request.turned, request.num_hidden = [], 0
         request.give_up(0)
 
     def park(self, request: Request) -> None:
@@ -133,8 +142,7 @@ class BlockTables:
         if not request.pages:
             return True
         request.give_up(min(request.num_computed, len(request.token_ids) - 1))
-        num_kept = self._num_kept(request) or 0
-        if request.num_freed > max(request.num_computed // self.page_size - num_kept, 0):
+        if self.sight.has_lost(request):
             self.release(request)
             return False
         kept = -(-request.num_computed // self.page_size)
@@ -152,42 +160,30 @@ class BlockTables:
         self.pages.release([last])
         return True
 
-    def _begin(self, request: Request, num_kept: int) -> None:
-        """Lets a request without pages go on after the last that are anywhere, where its model sees no further."""
-        first, found = self._finder.pages_at_hand(request, num_kept)
-        copied = {i: self._finder.elsewhere(request, i) for i, page in enumerate(found, first) if page is None}
+    def _begin(self, request: Request, window: PageWindow) -> None:
+        """Lets a request without pages go on after the last that are anywhere, where it sees no further."""
+        found = self._finder.pages_at_hand(request, window)
+        copied = {i: self._finder.elsewhere(request, i) for i, page in found.items() if page is None}
         if any(copy is None or copy[0] != (i + 1) * self.page_size for i, copy in copied.items()):
             return  # a tier has lost it, or it does not pay
-        for page in found:
+        for page in found.values():
             if page is not None:  # before others are evicted for new ones
                 self.pages.acquire(page)
-        new = self.pages.allocate(len(copied))
-        request.pages = [0] * first + [new.pop() if page is None else page for page in found]
-        request.num_freed = first
+        new, num_pages = self.pages.allocate(len(copied)), max(found, default=-1) + 1
+        found |= dict(zip(copied, new, strict=True))
+        request.pages = [found.get(index) or 0 for index in range(num_pages)]
+        missing = [index for index in range(num_pages) if index not in found]
+        request.freed = range(missing[0], missing[-1] + 1) if missing else range(0)
         for index, copy in copied.items():
             assert copy is not None
             self._fill(request, index, *copy)
-        request.skip((first + len(found)) * self.page_size)
-
-    def _num_kept(self, request: Request) -> int | None:
-        """Returns how many full pages a request keeps before that of its last token, None for all."""
-        window = window_for(self._window, request.sampling)
-        return None if window is None else window.num_kept
-
-    def _free_behind(self, request: Request) -> None:
-        """Takes the pages of a request that no token sees any more, should it have one token less as well."""
-        num_kept = self._num_kept(request)
-        if num_kept is None:
-            return
-        num_freed = max((request.num_computed - 1) // self.page_size - num_kept, request.num_freed)
-        self.pages.release(request.pages[request.num_freed : num_freed])
-        request.num_freed = num_freed
+        request.skip(num_pages * self.page_size)
 
     def _num_wanted(self, request: Request, num_pages: int, num_owned: int) -> int:
         """Returns how many pages it wants beside the first `num_pages`, of which it has `num_owned`."""
         num_tokens = request.num_computed + request.num_uncomputed
-        count = -(-num_tokens // self.page_size) - num_pages
-        window = window_for(self._window, request.sampling)
+        count = -(-num_tokens // self.page_size) - num_pages + self.sight.num_unturned(request)
+        window = self.sight.window_of(request)
         if window is not None:
             count = min(count, window.most - num_owned)
         return max(count, 0)

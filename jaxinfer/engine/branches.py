@@ -70,11 +70,12 @@ class Branches:
         Raises OSError where the file cannot be written, and leaves what was there before.
         """
         request = self._find(request_id)
-        span = (request.num_freed, request.num_computed)
-        contents = self._runner.read_pages(self._scheduler.copies, request.pages[request.num_freed :])
-        if request.num_saved > request.num_computed:  # it was restored and has not run since
-            span, contents = (request.first_saved, request.num_saved), request.saved
-        write_request(path, request, self._scheduler.time_left(request), contents, span, self._identity)
+        kept, num_saved = [i for i in range(len(request.pages)) if i not in request.freed], request.num_computed
+        contents = self._runner.read_pages(self._scheduler.copies, [request.pages[i] for i in kept])
+        pages = dict(zip(kept, contents, strict=True))
+        if request.num_saved > num_saved:  # it was restored and has not run since
+            pages, num_saved = request.saved, request.num_saved
+        write_request(path, request, self._scheduler.time_left(request), pages, num_saved, self._identity)
 
     def restore(self, path: Path) -> int:
         """Queues the request in a file and returns its id here; it yields what it would have where it was saved.
@@ -101,7 +102,7 @@ class Branches:
     def _identity(self) -> dict[str, str]:
         admission = self._admission
         quantization = admission.engine_config.quantization
-        return page_identity(self._path, admission.model_config, admission.cache_config, quantization)
+        return page_identity(self._path, admission.model_config, admission.cache_config, quantization, admission.window)
 
 
 def fork(request: Request, request_id: int, admission: Admission, *, time_limit: float) -> Request:
@@ -126,8 +127,7 @@ def fork(request: Request, request_id: int, admission: Admission, *, time_limit:
     for output in request.outputs:
         branch.append(*output)
     request.family.num_samples += 1
-    branch.origin, branch.saved = request, request.saved
-    branch.first_saved, branch.num_saved = request.first_saved, request.num_saved
+    branch.origin, branch.saved, branch.num_saved = request, request.saved, request.num_saved
     return branch
 
 

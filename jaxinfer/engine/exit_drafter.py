@@ -66,7 +66,7 @@ class ExitDrafter(StepDrafter):
         if not order:
             return drafts
         chosen = [requests[i] for i in order]
-        rows = [Row(r.token_ids[-1:], len(r.token_ids) - 1, r.pages) for r in chosen]
+        rows = [Row(r.token_ids[-1:], len(r.token_ids) - 1, r.table, r.num_hidden) for r in chosen]
         shape = next(shape for shape in self._steps.shapes if shape[0] >= len(rows))
 
         def compute(cache: KVCache) -> tuple[list[list[int]], KVCache]:

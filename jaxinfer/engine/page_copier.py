@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from jaxinfer.cache import KVCache, PageBundle, extract_pages, insert_pages
+from jaxinfer.cache import KVCache, PageBundle, extract_pages, insert_pages, turn_pages
 from jaxinfer.config import ModelConfig
 from jaxinfer.engine.executables import compile_or_load
 from jaxinfer.engine.page_copies import Content
@@ -20,8 +20,11 @@ NO_PAGE = 2**30  # past every pool: nothing is read from there or written to it
 class PageCopier:
     """Copies pages of one kind of cache. Everything is compiled here, so that no request waits for it."""
 
-    def __init__(self, cache: KVCache, config: ModelConfig, widths: Sequence[int]) -> None:
-        """`cache` may be abstract. `widths`: how many pages are copied at once, the smallest number first."""
+    def __init__(self, cache: KVCache, config: ModelConfig, widths: Sequence[int], num_sinks: int = 0) -> None:
+        """`cache` may be abstract. `widths`: how many pages are copied at once, the smallest number first.
+
+        `num_sinks`: how many are turned, where any are.
+        """
         extract = jax.jit(extract_pages, static_argnames="config")
         insert = jax.jit(insert_pages, static_argnames="config", donate_argnames="cache")
         self._widths = tuple(widths)
@@ -33,17 +36,23 @@ class PageCopier:
             self._bundles[width] = bundle = jax.eval_shape(functools.partial(extract, config=config), cache, ids)
             self._extract[width] = compile_or_load(extract, cache, ids, config=config)
             self._insert[width] = compile_or_load(insert, cache, ids, bundle, config=config)
+        self._turn: jax.stages.Compiled | None = None
+        if num_sinks:
+            turn = jax.jit(turn_pages, static_argnames="config", donate_argnames="cache")
+            ids = np.zeros((num_sinks,), np.int32)
+            self._turn = compile_or_load(turn, cache, ids, ids, np.int32(0), config=config)
 
     @property
     def num_executables(self) -> int:
-        return len(self._extract) + len(self._insert)
+        return len(self._extract) + len(self._insert) + (self._turn is not None)
 
     @property
     def step_bytes(self) -> int:
         """What copies need on the device beside the cache."""
         ids = np.zeros((self.max_width,), np.int32)
         inserted = step_bytes(self._insert[self.max_width], (ids, self._bundles[self.max_width]))
-        return max(step_bytes(self._extract[self.max_width], (ids,)), inserted)
+        turned = 0 if self._turn is None else step_bytes(self._turn, ())
+        return max(step_bytes(self._extract[self.max_width], (ids,)), inserted, turned)
 
     @property
     def max_width(self) -> int:
@@ -54,6 +63,11 @@ class PageCopier:
         width = self._widths[0]
         bundle = self._extract[width](cache, self._ids([source], width))
         return self._insert[width](cache, self._ids([target], width), bundle)
+
+    def turn(self, cache: KVCache, sources: Sequence[int], targets: Sequence[int], num_positions: int) -> KVCache:
+        """Returns the cache with `num_sinks` pages on others, turned; the one that is given is given up."""
+        assert self._turn is not None
+        return self._turn(cache, np.array(sources, np.int32), np.array(targets, np.int32), np.int32(num_positions))
 
     def read(self, cache: KVCache, pages: Sequence[int]) -> list[Content]:
         """Returns what each page holds, u8[page_bytes]."""

@@ -35,7 +35,16 @@ class CopyWithin:
     page: int
 
 
-Copy = CopyOut | CopyIn | CopyWithin
+@dataclass(frozen=True)
+class CopyTurned:
+    """The content of some pages goes onto others as if their tokens stood `num_positions` later."""
+
+    sources: tuple[int, ...]
+    pages: tuple[int, ...]
+    num_positions: int
+
+
+Copy = CopyOut | CopyIn | CopyWithin | CopyTurned
 
 
 class PageCopies:
@@ -63,11 +72,13 @@ class PageCopies:
                 self._queue.popleft()
 
     def _first_batch(self, limit: int) -> list[Copy]:
-        batch: list[Copy] = []
+        batch: list[CopyOut | CopyIn] = []
         for copy in self._queue:
-            if batch and (type(copy) is not type(batch[0]) or isinstance(copy, CopyWithin) or len(batch) == limit):
+            if isinstance(copy, CopyWithin | CopyTurned):
+                return list(batch) or [copy]
+            if batch and (type(copy) is not type(batch[0]) or len(batch) == limit):
                 break
             if any(copy.page == other.page for other in batch):
                 break
             batch.append(copy)
-        return batch
+        return list(batch)

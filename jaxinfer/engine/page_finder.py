@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from jaxinfer.engine.page_copies import Content
+from jaxinfer.engine.page_window import PageWindow
 from jaxinfer.engine.pages import PageAllocator
 from jaxinfer.engine.prefix import num_equal
 from jaxinfer.engine.request import Request
@@ -55,24 +56,27 @@ class PageFinder:
             or self._in_successor(request, index, start, limit)
         )
 
-    def pages_at_hand(self, request: Request, num_kept: int | None) -> tuple[int, list[int | None]]:
-        """Returns which pages a request without pages need not compute: the first, and all in a row by their ids.
+    def pages_at_hand(self, request: Request, window: PageWindow | None) -> dict[int, int | None]:
+        """Returns which pages a request without pages need not compute, by their index.
 
-        That is as many as the pool has from the beginning on. Where the model sees no further than `num_kept` pages,
-        the last so many will do that are anywhere, None for those to be copied; fewer only from the beginning on.
+        That is as many as the pool has from the beginning on. Where a token sees no further than a window, the last
+        that are anywhere will do, with the sinks, None for those to be copied; fewer only from the beginning on.
         """
         found: list[int | None] = []
-        if num_kept is None:
+        if window is None:
             while (page := self.in_pool(request, len(found))) is not None:
                 found.append(page)
-            return 0, found
+            return dict(enumerate(found))
         has = self._full_pages(request)
-        for index in reversed(range(request.max_skipped // self._page_size)):
+        num_full = request.max_skipped // self._page_size
+        sinks = {index: self.in_pool(request, index) for index in range(min(window.num_sinks, num_full))}
+        are_sinks_there = all(page is not None or has(index) for index, page in sinks.items())
+        for index in reversed(range(num_full)):
             page = self.in_pool(request, index)
             found = [page, *found] if page is not None or has(index) else []
-            if len(found) == num_kept:
-                return index, found
-        return 0, found
+            if len(found) == window.num_kept and are_sinks_there:
+                return sinks | dict(enumerate(found, index))
+        return dict(enumerate(found))
 
     def _full_pages(self, request: Request) -> Callable[[int], bool]:
         """Returns what says of a page whether it can be copied whole."""
@@ -84,8 +88,8 @@ class PageFinder:
         def has(index: int) -> bool:
             end = (index + 1) * self._page_size
             return (
-                (request.first_saved <= index and end <= request.num_saved)
-                or (origin is not None and origin.num_freed <= index and end <= num_common)
+                (index in request.saved and end <= request.num_saved)
+                or (origin is not None and index not in origin.freed and end <= num_common)
                 or (tiers is not None and keys is not None and tiers.has(keys.key(index, request.token_ids)))
             )
 
@@ -95,9 +99,9 @@ class PageFinder:
         """Returns page `index` as the request was saved with it."""
         end = min(limit, request.num_saved)
         if end > start:
-            return (end, request.saved[index - request.first_saved]) if index >= request.first_saved else None
+            return (end, request.saved[index]) if index in request.saved else None
         if end <= request.num_computed:
-            request.saved, request.num_saved = (), 0
+            request.saved, request.num_saved = {}, 0
         return None
 
     def _in_origin(self, request: Request, index: int, start: int, limit: int) -> tuple[int, int] | None:
@@ -105,7 +109,7 @@ class PageFinder:
         origin = request.origin
         end = 0 if origin is None else min(limit, origin.num_computed)
         if origin is not None and end > start and origin.token_ids[:end] == request.token_ids[:end]:
-            return (end, origin.pages[index]) if index >= origin.num_freed else None
+            return (end, origin.pages[index]) if index not in origin.freed else None
         if end <= request.num_computed or end > start:
             request.origin = None
         return None

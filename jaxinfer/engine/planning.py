@@ -18,7 +18,7 @@ from jaxinfer.engine.disk_tier import DiskTier
 from jaxinfer.engine.host_tier import HostTier
 from jaxinfer.engine.identity import page_identity
 from jaxinfer.engine.metrics import Targets
-from jaxinfer.engine.page_window import PageWindow, page_window
+from jaxinfer.engine.page_window import PageWindow, endless_window, page_window
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.speculation import Speculation
 from jaxinfer.engine.tiers import PageTiers, Tier
@@ -45,11 +45,11 @@ def plan_host(
     """
     max_model_len = resolve_max_model_len(model_config, config)
     cache_config = cache_config or plan_cache(model_config, config, dtype, max_model_len, speculation)
+    window = plan_window(model_config, config, speculation)
     eos_token_ids = read_eos_token_ids(path)
     model = f"{path} {dtype} {model_config}"
     if config.disk_cache_path is not None:  # which outlasts this process, and perhaps what the path leads to
-        model = repr(page_identity(path, model_config, cache_config, config.quantization))
-    window = plan_window(model_config, config, speculation)
+        model = repr(page_identity(path, model_config, cache_config, config.quantization, window))
     admission = Admission(
         model_config=model_config,
         engine_config=config,
@@ -80,13 +80,44 @@ def plan_host(
 
 
 def plan_window(model_config: ModelConfig, config: EngineConfig, speculation: Speculation | None) -> PageWindow | None:
-    """Returns how many pages a request needs, None for those of all of its tokens."""
-    if model_config.sliding_window is None:
-        return None
+    """Returns how many pages a request needs, None for those of all of its tokens.
+
+    Raises ValueError where requests cannot be endless, though they are to be.
+    """
     drafter = None if speculation is None else speculation.source.device_drafter
-    if drafter is not None and drafter.page_bytes(CacheConfig(num_pages=1, page_size=config.page_size)):
-        return None  # it lays its own keys in the same pages, and reads them from the first when it likes
+    one_page = CacheConfig(num_pages=1, page_size=config.page_size)
+    has_own_keys = drafter is not None and drafter.page_bytes(one_page) > 0  # in the same pages
+    if config.num_sink_tokens is not None:
+        max_model_len = resolve_max_model_len(model_config, config)
+        _check_sinks(config.num_sink_tokens, model_config, config.page_size, max_model_len, has_own_keys)
+        return endless_window(max_model_len, config.num_sink_tokens, config.page_size)
+    if model_config.sliding_window is None or has_own_keys:  # which it reads from the first when it likes
+        return None
     return page_window(model_config.sliding_window, config.page_size, max_batched_tokens(config))
+
+
+def _check_sinks(num_tokens: int, model: ModelConfig, page_size: int, max_model_len: int, has_own_keys: bool) -> None:
+    name = f"num_sink_tokens={num_tokens}"
+    if num_tokens % page_size or max_model_len % page_size:
+        raise ValueError(
+            f"{name} and max_model_len={max_model_len} must be multiples of page_size={page_size}, for whole pages"
+            " leave a request's sight; choose others in EngineConfig"
+        )
+    if max_model_len < num_tokens + 2 * page_size:
+        raise ValueError(
+            f"{name} leave {max_model_len - num_tokens} of max_model_len={max_model_len} tokens for the last ones, two"
+            f" pages of {page_size} are the least; lower EngineConfig.num_sink_tokens or raise max_model_len"
+        )
+    if model.sliding_window is not None:
+        raise ValueError(
+            f"{name} is not for this model, whose own window of {model.sliding_window} tokens hides the first ones;"
+            " leave EngineConfig.num_sink_tokens out"
+        )
+    if has_own_keys:
+        raise ValueError(
+            f"{name} leaves no place for a draft model, whose keys lie in the same pages but are not turned; leave out"
+            " EngineConfig.num_sink_tokens, or speculate by n-grams, suffixes or what was trained on the target"
+        )
 
 
 def plan_targets(config: EngineConfig) -> Targets:
@@ -119,9 +150,10 @@ def plan_cache(
     That is within `cache_bytes`, or within CPU_CACHE_BYTES where nothing sets a limit.
     """
     one_page = CacheConfig(num_pages=1, page_size=config.page_size, dtype=dtype)
+    window = plan_window(model_config, config, speculation)
     if config.num_pages is not None:
         return replace(one_page, num_pages=config.num_pages)
-    num_pages = config.max_num_seqs * -(-max_model_len // config.page_size)
+    num_pages = config.max_num_seqs * (-(-max_model_len // config.page_size) + (window.num_sinks if window else 0))
     limit = config.cache_bytes
     if limit is None and config.memory_bytes is None and free_bytes() is None:
         limit = CPU_CACHE_BYTES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from jaxinfer.engine.completion import Completion as Completion
@@ -43,7 +43,7 @@ class Request:
         *("priority", "tenant", "time_limit", "arrival", "order", "yields", "first_step", "token_times"),
         *("num_computed", "num_pending", "version", "num_cached_tokens", "pages", "keys", "cache_salt", "family"),
         *("origin", "saved", "num_saved", "finish_reason", "num_parked", "_num_reached", "stop_token_ids", "grammar"),
-        *("is_plain", "num_freed", "first_saved", "_text_stream", "_texts", "_log_probs", "_top_log_probs"),
+        *("is_plain", "freed", "turned", "num_hidden", "_text_stream", "_texts", "_log_probs", "_top_log_probs"),
     )
 
     def __init__(
@@ -84,13 +84,15 @@ class Request:
         self.version = 0  # goes up where it is set back or ends: nothing counts that was launched before
         self.num_cached_tokens = 0
         self.pages: list[int] = []
-        self.num_freed = 0  # of the first pages, which lie behind the window: whatever is in their place is not its own
+        self.freed = range(0)  # pages that it does not see any more: whatever is in their place is not its own
+        self.turned: list[int] = []  # copies of the first pages, turned by `num_hidden` positions
+        self.num_hidden = 0  # tokens that an endless request does not see and that are not in its table
         self.keys = keys
         self.cache_salt = cache_salt
         self.family = family or Family(sample_index + 1)
         self.origin: Request | None = None  # what it was forked from, whose pages it may take over
-        self.saved: Sequence[Content] = ()  # its pages from a file, from which on, and up to which token
-        self.first_saved, self.num_saved = 0, 0
+        self.saved: Mapping[int, Content] = {}  # its pages from a file, by their index, and up to which token
+        self.num_saved = 0
         self.finish_reason: FinishReason | None = None
         self.num_parked = 0  # how far it was when it gave way, its last page in a tier
         self._num_reached = 0  # the most that `num_computed` was before it became less
@@ -108,6 +110,15 @@ class Request:
     @property
     def deadline(self) -> float:
         return self.arrival + self.time_limit
+
+    @property
+    def table(self) -> list[int]:
+        """The pages that its next tokens see, in order, and are written to."""
+        return self.turned + self.pages[self.freed.stop :] if self.num_hidden else self.pages
+
+    @property
+    def owned_pages(self) -> list[int]:
+        return self.pages[: self.freed.start] + self.pages[self.freed.stop :] + self.turned
 
     @property
     def num_uncomputed(self) -> int:

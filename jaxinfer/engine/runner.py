@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxinfer.batch import StepOutput, VerifyOutput
 from jaxinfer.cache import KVCache, init_cache
-from jaxinfer.engine.page_copies import Content, Copy, CopyIn, CopyOut, CopyWithin, PageCopies
+from jaxinfer.engine.page_copies import Content, Copy, CopyIn, CopyOut, CopyTurned, CopyWithin, PageCopies
 from jaxinfer.engine.step import NO_ROWS, Step
 from jaxinfer.engine.tiers import PageTiers
 from jaxinfer.engine.warm_up import WarmUp
@@ -77,14 +77,18 @@ class Runner:
         match copies:
             case [CopyWithin(source, page)]:
                 self._cache = self._copier.duplicate(self._cache, source, page)
+            case [CopyTurned(sources, pages, num_positions)]:
+                self._cache = self._copier.turn(self._cache, sources, pages, num_positions)
             case [CopyIn(), *_]:
-                contents = [copy.content for copy in copies if isinstance(copy, CopyIn)]
-                self._cache = self._copier.write(self._cache, [copy.page for copy in copies], contents)
+                written = [copy for copy in copies if isinstance(copy, CopyIn)]
+                contents = [copy.content for copy in written]
+                self._cache = self._copier.write(self._cache, [copy.page for copy in written], contents)
             case [CopyOut(), *_]:
-                contents = self._copier.read(self._cache, [copy.page for copy in copies])
-                for copy, content in zip(copies, contents, strict=True):
-                    assert isinstance(copy, CopyOut)
-                    assert self._tiers is not None
+                assert self._tiers is not None
+                read = [copy for copy in copies if isinstance(copy, CopyOut)]
+                for copy, content in zip(
+                    read, self._copier.read(self._cache, [copy.page for copy in read]), strict=True
+                ):
                     self._tiers.put(copy.key, content)
 
     def _measure_copies(self) -> float:

@@ -80,10 +80,12 @@ class Running(Sequence[Request]):
         requests, page_size = self._lockstep.requests, self._tables.page_size
         starts = [request.num_computed for request in requests]
         for row in [row for row, start in enumerate(starts) if start % page_size == 0]:  # others are amid a page
+            self._tables.sight.close_up(requests[row])
             num_missing = self._tables.num_missing(requests[row], 1)
             if num_missing > self._tables.pages.num_available:
                 return None
             self._tables.extend(requests[row], num_missing)
+            self._tables.sight.turn_sinks(requests[row])
         for tenant, count in self._lockstep.tenants.items():
             self._waiting.charge(tenant, count)
         return Chunks(self._lockstep, starts, [1] * len(starts))
@@ -100,7 +102,7 @@ class Running(Sequence[Request]):
             if num_tokens > 1:
                 are_decoding = False
                 self._tally.num_found_tokens += self._tables.share_prefix(request)
-                num_tokens = request.num_uncomputed
+                num_tokens = min(request.num_uncomputed, self._tables.sight.num_alike(request))
             start, num_tokens = request.num_computed, min(num_tokens, budget)
             if num_tokens == 0 or not self._make_room(request, num_tokens, requests):
                 continue
@@ -190,14 +192,18 @@ class Running(Sequence[Request]):
 
     def _make_room(self, request: Request, num_tokens: int, scheduled: Sequence[Request]) -> bool:
         """Gives the request its pages, preempting from the end of the line; False if it was preempted itself."""
+        sight = self._tables.sight
+        if sight.is_endless:
+            sight.close_up(request)
         num_missing = self._tables.num_missing(request, num_tokens)
-        if num_missing == 0:  # nearly always, for one who decodes
-            return True
         while num_missing > self._tables.pages.num_available:
             line = sorted(self._requests, key=lambda other: other.yields)
             victim = next(other for other in reversed(line) if other not in scheduled)
             self.preempt(victim)
             if victim is request:
                 return False
-        self._tables.extend(request, num_missing)
+        if num_missing > 0:  # nearly never, for one who decodes
+            self._tables.extend(request, num_missing)
+        if sight.is_endless:
+            sight.turn_sinks(request)
         return True

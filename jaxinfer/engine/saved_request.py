@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -22,16 +22,16 @@ from jaxinfer.engine.request import Request
 from jaxinfer.engine.sealed_file import read_sealed, write_sealed
 from jaxinfer.sampling_params import SamplingParams
 
-KIND = "request of jaxinfer, 3"
+KIND = "request of jaxinfer, 4"
 LENGTH_BYTES = 8
 
 
 def write_request(
-    path: Path, request: Request, time_limit: float, contents: Sequence[Content], span: tuple[int, int], identity: dict
+    path: Path, request: Request, time_limit: float, pages: Mapping[int, Content], num_saved: int, identity: dict
 ) -> None:
-    """Writes a request that is to run for `time_limit` seconds more, and its pages.
+    """Writes a request that is to run for `time_limit` seconds more, and its pages by their index.
 
-    `span`: which of its pages is the first of them, and how many tokens are computed after the last.
+    `num_saved`: how many tokens are computed after the last.
     """
     head = {
         "kind": KIND,
@@ -50,12 +50,11 @@ def write_request(
             "deadline": None if time_limit == math.inf else max(time_limit, 1e-3),  # it may have come just now
             "cache_salt": request.cache_salt,
         },
-        "first_saved": span[0],
-        "num_saved": span[1],
-        "num_pages": len(contents),
+        "pages": list(pages),
+        "num_saved": num_saved,
     }
     encoded = json.dumps(head).encode()
-    write_sealed(path, [len(encoded).to_bytes(LENGTH_BYTES, "little"), encoded, *contents])
+    write_sealed(path, [len(encoded).to_bytes(LENGTH_BYTES, "little"), encoded, *pages.values()])
 
 
 def read_request(path: Path, request_id: int, admission: Admission, identity: dict[str, str]) -> Request:
@@ -76,9 +75,9 @@ def read_request(path: Path, request_id: int, admission: Admission, identity: di
                 " wrong; restore it with an LLM like the one that saved it"
             )
     request = _rebuild(path, head, request_id, admission)
-    if head["num_pages"]:
-        request.saved = list(np.frombuffer(sealed[start:], np.uint8).reshape(head["num_pages"], -1))
-        request.first_saved, request.num_saved = head["first_saved"], head["num_saved"]
+    if indices := head["pages"]:
+        contents = np.frombuffer(sealed[start:], np.uint8).reshape(len(indices), -1)
+        request.saved, request.num_saved = dict(zip(indices, contents, strict=True)), head["num_saved"]
     return request
 
 

@@ -103,7 +103,8 @@ class WarmUp:
         cache_config = self._cache_config(num_pages)
         cache = abstract_cache(self.compiler.model_config, cache_config)
         with ThreadPoolExecutor(1) as pool:
-            copier = pool.submit(PageCopier, cache, self.compiler.model_config, self._copy_widths)
+            num_sinks = (self._target.engine_config.num_sink_tokens or 0) // cache_config.page_size
+            copier = pool.submit(PageCopier, cache, self.compiler.model_config, self._copy_widths, num_sinks)
             steps = CompiledSteps(self._waits_for, partial(self.compiler.compile, cache_config))
             steps.wait(show_progress=self._show_progress)
         needed = self.compiler.step_bytes(steps.compiled) + copier.result().step_bytes

@@ -4,6 +4,7 @@ import pytest
 
 from jaxinfer.engine.compile_watch import CompileWatch
 from jaxinfer.engine.mailroom import Mailroom
+from tests.engine.endless_engines import ENDLESS
 from tests.engine.engines import (
     ScriptedDrafter,
     num_owned_pages,
@@ -44,8 +45,8 @@ def crowded_llm(checkpoint):
 
 @pytest.fixture(scope="session")
 def looping_llm(checkpoint):
-    """Up to 4 decode steps in a dispatch, fewer pages than its requests want, all poisoned."""
-    limits = {"max_num_seqs": 3, "max_num_batched_tokens": 5, "num_pages": 6}
+    """Up to 4 decode steps in a dispatch, requests that may be endless, fewer pages than they want, all poisoned."""
+    limits = {"max_num_seqs": 3, "max_num_batched_tokens": 5, "num_pages": 6, **ENDLESS}
     limits["max_prompt_log_probs"] = 3
     llm = small_engine(checkpoint, **limits, decode_loop_steps=4)
     poison_cache(llm)

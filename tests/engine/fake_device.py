@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.config import SamplingParams
-from jaxinfer.engine.page_copies import Copy, CopyIn, CopyOut, CopyWithin
-from jaxinfer.engine.page_window import page_window
+from jaxinfer.engine.page_copies import Copy, CopyIn, CopyOut, CopyTurned, CopyWithin
 from jaxinfer.engine.prefix import PageKeys, root_key
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.step import Chunk, Step
 from jaxinfer.engine.tiers import PageTiers
+from tests.engine.sights import Sight, seen, window_of
 
 
 def make_request(
@@ -52,20 +52,13 @@ def next_token(seen: list[int], position: int = 0, seed: int = 0, sample_index: 
     return hash((seed, sample_index, position, *seen)) % 1_000_003
 
 
-def first_seen(request: Request, position: int, window: int | None) -> int:
-    """Which token a request sees first when it draws the one at a position."""
-    return 0 if window is None or request.sampling.reads_context else max(position - window, 0)
-
-
-def token_after(tokens: list[int], request: Request, window: int | None) -> int:
+def token_after(tokens: list[int], request: Request, sight: Sight) -> int:
     """What a request draws after these tokens."""
-    seen = tokens[first_seen(request, len(tokens), window) :]
-    return next_token(seen, len(tokens), request.seed, request.sample_index)
+    visible = [tokens[i] for i in seen(request, len(tokens), sight)]
+    return next_token(visible, len(tokens), request.seed, request.sample_index)
 
 
-def expected_tokens(
-    request: Request, count: int, begun: list[int] | None = None, window: int | None = None
-) -> list[int]:
+def expected_tokens(request: Request, count: int, begun: list[int] | None = None, window: Sight = None) -> list[int]:
     """What a request draws that had the tokens `begun` when it was made or set back, its prompt if None."""
     tokens = begun or request.token_ids[: request.num_prompt_tokens]
     while len(tokens) < request.num_prompt_tokens + count:
@@ -76,7 +69,7 @@ def expected_tokens(
 class GuessingDrafter:
     """Knows what comes next, and guesses wrong now and then, on purpose."""
 
-    def __init__(self, seed: int, window: int | None = None) -> None:
+    def __init__(self, seed: int, window: Sight = None) -> None:
         self._random = random.Random(seed)
         self._window = window
         self.forgotten: list[int] = []
@@ -97,14 +90,16 @@ class GuessingDrafter:
 class FakeDevice:
     """Keeps tokens in slots as a cache would and reads each context back through the request's pages.
 
-    With a `window` a token sees that many, itself included, unless the request's parameters read all.
+    With a `window` a token sees that many, itself included, unless the request's parameters read all; an endless
+    request sees its first tokens in pages that are turned as far as they have to be.
     """
 
-    def __init__(self, page_size: int, tiers: PageTiers | None = None, window: int | None = None):
+    def __init__(self, page_size: int, tiers: PageTiers | None = None, window: Sight = None):
         self.page_size = page_size
         self.tiers = tiers
         self.window = window
         self.slots: dict[int, int] = {}
+        self.turns: dict[int, int] = {}  # of pages with turned tokens, by how much
         self.drawn: dict[int, int] = {}  # by the last step, for each request
 
     def run(self, step: Step) -> SimpleNamespace:
@@ -149,7 +144,7 @@ class FakeDevice:
         if len(tokens) < chunk.num_tokens:  # the last is what the step before has drawn
             tokens = [*tokens, self.drawn[chunk.request.request_id]]
         for position, token in enumerate([*tokens, *chunk.drafts], chunk.start):
-            self.slots[self.slot(chunk.request, position)] = token
+            self.slots[self.slot_in_table(chunk.request, position)] = token
         return [self.draw(chunk.request, end + i) for i in range(1 + len(chunk.drafts))]
 
     def copy(self, batch: list[Copy]) -> None:
@@ -163,6 +158,10 @@ class FakeDevice:
                     self.fill(page, content)
                 case CopyWithin(source, page):
                     self.fill(page, self.content(source))
+                case CopyTurned(sources, pages, num_positions):
+                    for source, page in zip(sources, pages, strict=True):
+                        self.fill(page, self.content(source))
+                        self.turns[page] = num_positions
 
     def content(self, page: int) -> dict[int, int]:
         start = page * self.page_size
@@ -178,26 +177,40 @@ class FakeDevice:
 
     def context(self, request: Request, kv_len: int) -> list[int]:
         """What a request sees that has so many tokens in its pages."""
-        return [self.slots[self.slot(request, i)] for i in range(first_seen(request, kv_len, self.window), kv_len)]
+        positions = seen(request, kv_len, self.window)
+        if not request.num_hidden:
+            return [self.slots[self.slot(request, i)] for i in positions]
+        assert {self.turns[page] for page in request.turned} == {request.num_hidden}, (
+            "sinks are not where they should be"
+        )
+        assert len(positions) == kv_len - request.num_hidden, "a token sees what is not for it"
+        return [self.slots[self.slot_in_table(request, request.num_hidden + i)] for i in range(len(positions))]
 
     def check_context(self, request: Request, kv_len: int) -> None:
         """Asserts that what the token after the first `kv_len` sees of them is in its pages."""
-        first = first_seen(request, kv_len + 1, self.window)
-        context = [self.slots[self.slot(request, i)] for i in range(first, kv_len)]
-        assert context == request.token_ids[first:kv_len], "the tokens of another"
+        positions = seen(request, kv_len + 1, self.window)[:-1]
+        context = [self.slots[self.slot(request, i)] for i in positions]
+        assert context == [request.token_ids[i] for i in positions], "the tokens of another"
 
     def slot(self, request: Request, position: int) -> int:
-        assert position // self.page_size >= request.num_freed, "a page is used that was given back"
+        """Where a request has a token."""
+        assert position // self.page_size not in request.freed, "a page is used that was given back"
         return request.pages[position // self.page_size] * self.page_size + position % self.page_size
+
+    def slot_in_table(self, request: Request, position: int) -> int:
+        """Where steps find a token, and write it."""
+        index, offset = divmod(position - request.num_hidden, self.page_size)
+        assert request.num_hidden or index not in request.freed, "a page is used that was given back"
+        return request.table[index] * self.page_size + offset
 
 
 class Engine:
     """A scheduler with a clock that is set by hand and a step that takes one second."""
 
-    def __init__(self, *, window: int | None = None, **limits: Any):
+    def __init__(self, *, window: Sight = None, **limits: Any):
         self.now = 0.0
         limits = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "num_pages": 16, "page_size": 16, **limits}
-        self.window = None if window is None else page_window(window, 16, limits["max_num_batched_tokens"])
+        self.window = window_of(window, 16, limits["max_num_batched_tokens"])
         self.scheduler = Scheduler(**limits, window=self.window, clock=lambda: self.now)
         self.device = FakeDevice(16, limits.get("tiers"), window)
         self.finished: list[int] = []

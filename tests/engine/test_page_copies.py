@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from jaxinfer.engine.page_copies import CopyIn, CopyOut, CopyWithin, PageCopies
+from jaxinfer.engine.page_copies import CopyIn, CopyOut, CopyTurned, CopyWithin, PageCopies
 
 
 def queue_of(*copies) -> PageCopies:
@@ -35,7 +35,7 @@ def test_copies_onto_one_page_are_made_one_after_the_other():
 
 
 def test_copies_within_the_pool_are_made_one_by_one():
-    copies = [CopyWithin(1, 2), CopyWithin(2, 3)]
+    copies = [CopyWithin(1, 2), CopyWithin(2, 3), CopyTurned((3,), (4,), 16), CopyTurned((3,), (5,), 16), *outs(1)]
 
     assert list(queue_of(*copies).batches(8)) == [[copy] for copy in copies]
 

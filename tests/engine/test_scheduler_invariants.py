@@ -27,7 +27,6 @@ from hypothesis.stateful import (
 
 from jaxinfer.engine.branches import fork, rewind
 from jaxinfer.engine.host_tier import HostTier
-from jaxinfer.engine.page_window import page_window
 from jaxinfer.engine.pipeline import Pipeline
 from jaxinfer.engine.request import Delta, Request
 from jaxinfer.engine.scheduler import Scheduler
@@ -35,6 +34,7 @@ from jaxinfer.engine.speculation import Speculation
 from jaxinfer.engine.step import Step
 from jaxinfer.engine.tiers import PageTiers
 from tests.engine.fake_device import FakeDevice, GuessingDrafter, expected_tokens, make_request
+from tests.engine.sights import Endless, window_of
 
 STEPS_PER_EXAMPLE = 40
 ADMISSION: Any = SimpleNamespace(text_stream=lambda _: None, grammars=SimpleNamespace(compile=lambda _: None))
@@ -52,14 +52,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         tier_pages=st.sampled_from([(20,), (3, 20), (1, 2), ()]),
         copy_pays=st.sampled_from([True, True, False]),
         max_drafts=st.sampled_from([None, 4, 1, None, 2, 0, 3]),  # None: steps overlap instead
-        window=st.sampled_from([None, 3, 6, 1, 2, 10]),
+        window=st.sampled_from(
+            [None, 3, 6, 1, 2, 10, (1, 3), (1, 4), (2, 4)]
+        ),  # of tokens; sinks and all seen, in pages
     )
     def start(self, num_pages, page_size, max_num_seqs, more, mixed, tier_pages, copy_pays, max_drafts, window):
         self.now = 0.0
+        if isinstance(window, tuple):
+            window = Endless(window[0] * page_size, window[1] * page_size, page_size)
         self.window = window
         self.num_pages, self.page_size = num_pages, page_size
         self.max_num_seqs, self.budget = max_num_seqs, max_num_seqs + more
-        self.page_window = None if window is None else page_window(window, page_size, self.budget)
+        self.page_window = window_of(window, page_size, self.budget)
         self.drafter = GuessingDrafter(num_pages, window)
         self.tiers = PageTiers([HostTier(n, page_bytes=1) for n in tier_pages]) if tier_pages else None
         if self.tiers is not None and not copy_pays:
@@ -115,6 +119,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         # The last token is drawn but not computed. What does not fit the pool alone is refused earlier.
         if self.page_window is None or self.num_pages < self.page_window.most or terms.get("reads_context"):
             num_slots = self.num_pages * self.page_size
+            if isinstance(self.window, Endless):
+                num_slots = min(num_slots, self.window.num_seen)
             prompt = prompt[:num_slots]
             max_tokens = min(max_tokens, num_slots + 1 - len(prompt))
         request = make_request(
@@ -149,8 +155,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         restored = fork(request, next(self.ids), ADMISSION, time_limit=self.scheduler.time_left(request))
         restored.sample_index, restored.origin = request.sample_index, None
         if request.pages:
-            restored.saved = [device.content(page) for page in request.pages[request.num_freed :]]
-            restored.first_saved, restored.num_saved = request.num_freed, request.num_computed
+            kept = [index for index in range(len(request.pages)) if index not in request.freed]
+            restored.saved = {index: device.content(request.pages[index]) for index in kept}
+            restored.num_saved = request.num_computed
         self.begin(restored)
 
     def begin(self, request):
@@ -264,8 +271,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for chunk in step.chunks:
             end = chunk.start + chunk.num_tokens + len(chunk.drafts)
             first, last = chunk.start // self.page_size, (end - 1) // self.page_size
-            assert first >= chunk.request.num_freed, "a page is written that was given back"
-            for page in chunk.request.pages[first : last + 1]:
+            assert first >= chunk.request.freed.stop, "a page is written that was given back"
+            for page in [*chunk.request.pages[first : last + 1], *chunk.request.turned]:
                 assert pages.num_users(page) == 1, "a page is written by one and read by another"
                 assert page not in pages._key_of, "a page is written whose content is known"
 
@@ -289,7 +296,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         pages = self.scheduler._tables.pages
-        users = Counter(page for r in self.scheduler._running for page in r.pages[r.num_freed :])
+        users = Counter(page for r in self.scheduler._running for page in r.owned_pages)
         assert [pages.num_users(page) for page in range(self.num_pages)] == [users[p] for p in range(self.num_pages)]
         assert sorted([*pages._free, *pages._cached, *users]) == list(range(self.num_pages)), "a page is lost"
         assert pages._page_of == {key: page for page, key in pages._key_of.items()}
@@ -303,7 +310,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         running = self.scheduler._running
         waiting = [r for r in self.scheduler._requests.values() if r not in running]
         assert len(running) <= self.max_num_seqs
-        assert not any(r.pages or r.num_freed or r.num_computed for r in waiting)
+        assert not any(r.pages or r.turned or r.freed or r.num_hidden or r.num_computed for r in waiting)
         unfinished = [r.request_id for r in self.requests.values() if r.finish_reason is None]
         assert sorted(r.request_id for r in [*running, *waiting]) == unfinished
         device = self.device_after_copies()
@@ -314,10 +321,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.has_no_more_pages_than_its_window_needs(request)
 
     def has_no_more_pages_than_its_window_needs(self, request: Request):
-        owned = request.pages[request.num_freed :]
+        owned = request.owned_pages
         assert len(owned) == len(set(owned))
         if self.window is None or request.sampling.reads_context:
-            assert request.num_freed == 0
+            assert not request.freed
+            assert not request.turned
+        elif isinstance(self.window, Endless):
+            num_sinks, num_seen, _ = (count // self.page_size for count in self.window)
+            assert len(owned) <= num_seen + num_sinks
         else:
             most_written = max(self.budget, 5)  # a token and four drafts
             assert len(owned) <= 1 + -(-self.window // self.page_size) + -(-most_written // self.page_size)
@@ -328,7 +339,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not copies:
             return self.device
         device = FakeDevice(self.page_size, PageTiers([]), self.window)
-        device.slots = dict(self.device.slots)
+        device.slots, device.turns = dict(self.device.slots), dict(self.device.turns)
         for copy in copies._queue:
             device.copy([copy])
         return device

@@ -10,10 +10,21 @@ import shutil
 import numpy as np
 import pytest
 
+from jaxinfer.config import SamplingParams
 from jaxinfer.engine.disk_tier import DiskTier
 from jaxinfer.engine.host_tier import HostTier
 from jaxinfer.engine.page_copies import CopyIn
-from tests.engine.engines import content_of, forget_prefixes, num_preemptions, run_with_arrivals, small_engine
+from tests.engine.endless_engines import endless
+from tests.engine.engines import (
+    completions_of,
+    content_of,
+    drain,
+    forget_prefixes,
+    num_preemptions,
+    run_with_arrivals,
+    small_engine,
+)
+from tests.engine.test_endless import LONGEST
 from tests.engine.test_engine_exactness import PARAMS, PROMPTS, generate_alone
 from tests.engine.test_runner import recorded_compilations
 
@@ -134,6 +145,27 @@ def test_nothing_is_compiled_when_pages_are_copied(llm):
         run_in_turn(llm)
 
     assert names == []
+
+
+def test_an_endless_request_that_gave_way_goes_on_where_it_was(llm):
+    params = SamplingParams(max_tokens=60, seed=3, ignore_eos=True)
+    with endless(llm):
+        alone = llm.generate(LONGEST, params, cache_salt="alone", show_progress=False)[0]
+        request_id = llm.add(LONGEST, params, priority="batch")
+        while llm._scheduler.find(request_id).num_output_tokens < 40:
+            llm.step()
+        before = num_preemptions(llm), llm.metrics().num_prefill_tokens, sum(hits(llm))
+
+        other_id = llm.add(LONGEST[7:90], params)
+        completions = completions_of(drain(llm))
+
+        after = num_preemptions(llm), llm.metrics().num_prefill_tokens, sum(hits(llm))
+        evict_all(llm)
+    # All that it sees comes from the host: the sink, three full pages and the last one. Nothing is computed again.
+    assert (after[0] - before[0], after[1] - before[1]) == (1, 83)
+    assert after[2] - before[2] == 5
+    assert content_of(completions[request_id]) == content_of(alone)
+    assert len(completions[other_id].token_ids) == 60
 
 
 # ---- the gate itself: a fault in one copy of many shows

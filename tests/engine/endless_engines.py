@@ -1,0 +1,47 @@
+"""Engines whose requests may be endless."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from jaxinfer.cache import abstract_cache
+from jaxinfer.engine.admission import Admission
+from jaxinfer.engine.llm import LLM
+from jaxinfer.engine.page_copier import PageCopier
+from jaxinfer.engine.page_sight import PageSight
+from jaxinfer.engine.planning import plan_window
+from tests.engine.engines import forget_prefixes
+from tests.engine.sights import Endless
+
+# Requests may be longer than 5 pages, of which they see the first and the last four.
+ENDLESS = {"max_model_len": 80, "num_sink_tokens": 16}
+SIGHT = Endless(num_sinks=16, num_seen=80, page_size=16)
+
+
+@contextlib.contextmanager
+def endless(llm: LLM) -> Iterator[LLM]:
+    """Lets the requests of an engine be endless for a while: its steps are the same, and nothing else is compiled."""
+    config, tables, copier = llm.engine_config, llm._scheduler._tables, llm._runner._copier
+    kept = (llm._admission, tables.sight, copier._turn)
+    config = dataclasses.replace(config, **ENDLESS)
+    window = plan_window(llm.model_config, config, None)
+    admission = dataclasses.replace(
+        llm._admission, engine_config=config, max_model_len=config.max_model_len, window=window
+    )
+    sight = PageSight(window, tables.pages, tables.copies, tables.page_size)
+    cache = abstract_cache(llm.model_config, llm._admission.cache_config)
+    _become(llm, admission, sight, PageCopier(cache, llm.model_config, (), num_sinks=1)._turn)
+    try:
+        yield llm
+    finally:
+        _become(llm, *kept)
+
+
+def _become(llm: LLM, admission: Admission, sight: PageSight, turn: Any) -> None:
+    forget_prefixes(llm)  # a page holds something else where a token does not see all before it
+    llm._admission = llm._branches._admission = admission
+    vars(llm._branches).pop("_identity", None)
+    llm._scheduler._tables.sight, llm._runner._copier._turn = sight, turn
