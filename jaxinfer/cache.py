@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.batch import PADDING_TOKEN, Batch
+from jaxinfer.batch import PADDING_SLOT, PADDING_TOKEN, Batch
 from jaxinfer.config import CacheConfig, ModelConfig
 from jaxinfer.layers import rotary_embedding, turning_angles
 from kernels_pallas.paged_attention import (
@@ -20,6 +20,7 @@ from kernels_pallas.paged_attention import (
     abstract_pages,
     head_specs,
     map_keys,
+    move_slots,
     put_pages,
     take_pages,
 )
@@ -98,6 +99,26 @@ def read_tokens(cache: KVCache, batch: Batch) -> jax.Array:
     tokens = cache.tokens[batch.block_tables].reshape(B, M * cache.tokens.shape[1])
     is_inside = jnp.arange(tokens.shape[1])[None, :] < batch.kv_lens[:, None]
     return jnp.where(is_inside, tokens, PADDING_TOKEN)
+
+
+def move_tokens(cache: KVCache, sources: jax.Array, targets: jax.Array, *, config: ModelConfig) -> KVCache:
+    """Returns the cache with what slots i32[n] hold at others i32[n] as well, in every layer.
+
+    All are read before any is written. A target past the pool is dropped, whatever its source.
+    """
+    num_slots, page_size = cache.tokens.size, cache.tokens.shape[1]
+    is_moved = targets < num_slots
+    sources = jnp.where(is_moved, sources, 0)
+
+    def in_layer(layer: Any, pool: Pages) -> Pages:
+        offset = layer * num_slots
+        return move_slots(pool, sources + offset, jnp.where(is_moved, targets + offset, PADDING_SLOT))
+
+    pairs = zip(cache.groups, config.layer_groups, strict=True)
+    groups = tuple(jax.lax.fori_loop(0, num_layers, in_layer, pool) for pool, num_layers in pairs)
+    tokens = cache.tokens[sources // page_size, sources % page_size]
+    tokens = cache.tokens.at[targets // page_size, targets % page_size].set(tokens, mode="drop")
+    return KVCache(groups=groups, tokens=tokens)
 
 
 def extract_pages(cache: KVCache, page_ids: Any, *, config: ModelConfig) -> PageBundle:

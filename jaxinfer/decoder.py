@@ -23,14 +23,15 @@ def forward(
     *,
     config: ModelConfig,
     q_len: int | None = None,
+    tree_mask: jax.Array | None = None,
     implementation: str | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Runs the batch's tokens through all layers, appending them with their keys and values to the cache.
 
-    Returns the hidden states [T, D] after the final norm, and the cache. `q_len` is as for `paged_attention`.
-    `implementation` names a paged-attention kernel, None takes the best. `mesh` is the one that parameters and cache
-    are split over, if they are.
+    Returns the hidden states [T, D] after the final norm, and the cache. `q_len` and `tree_mask` are as for
+    `paged_attention`. `implementation` names a paged-attention kernel, None takes the best. `mesh` is the one that
+    parameters and cache are split over, if they are.
     """
     x = params.embedding[batch.tokens]
     angles = rotary_angles(batch.positions, config)
@@ -42,6 +43,7 @@ def forward(
             batch,
             x,
             angles,
+            tree_mask,
             config=config,
             q_len=q_len,
             implementation=implementation,
@@ -54,7 +56,7 @@ def forward(
 
 # Jitted by itself so that groups of equal shape are traced once.
 @functools.partial(jax.jit, static_argnames=("config", "q_len", "implementation", "mesh"))
-def _run_group(layers, cache, batch, x, angles, *, config, q_len, implementation, mesh):
+def _run_group(layers, cache, batch, x, angles, tree_mask, *, config, q_len, implementation, mesh):
     attend = functools.partial(
         paged_attention,
         block_tables=batch.block_tables,
@@ -63,6 +65,7 @@ def _run_group(layers, cache, batch, x, angles, *, config, q_len, implementation
         scale=config.head_dim**-0.5,
         q_len=q_len,
         window=config.sliding_window,
+        tree_mask=tree_mask,
         implementation=implementation,
         mesh=mesh,
     )

@@ -7,6 +7,7 @@ split over a mesh, the step must be given that mesh.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -18,6 +19,7 @@ from jaxinfer.cache import KVCache, read_tokens
 from jaxinfer.config import ModelConfig
 from jaxinfer.decode_loop import LoopBatch, run_loop
 from jaxinfer.decoder import forward, unembed
+from jaxinfer.draft_trees import along_paths, keep_paths, make_trees, stand_in_trees, tree_mask
 from jaxinfer.params import Params
 from jaxinfer.processors import Context, LogitsProcessor, process_logits
 from jaxinfer.prompt_log_probs import PromptBatch, describe_prompt
@@ -85,6 +87,7 @@ def verify_step(
     cache: KVCache,
     batch: Batch,
     sampling: SamplingBatch,
+    parents: jax.Array | None = None,
     *,
     q_len: int,
     config: ModelConfig,
@@ -97,10 +100,26 @@ def verify_step(
 
     Rows may have fewer drafts, or none. `allowed_bits` of the sampling has a row per token, all others one per row.
     What of the cache belongs to rejected drafts lies past the row's context: the next step overwrites it.
+
+    With `parents` i32[T] rows are trees of drafts: which token of its row each follows, one before it; -1 for the
+    first. `hidden` and the cache are left as if the accepted path alone had been drafted.
     """
-    hidden, cache = forward(params, cache, batch, config=config, q_len=q_len, implementation=implementation, mesh=mesh)
-    per_token = batch_of_tokens(batch), sampling_of_tokens(batch, sampling)
-    drawn = _finish(params, cache, hidden, *per_token, max_log_probs, custom)
+    trees = None if parents is None else make_trees(batch, parents, q_len)
+    batch = batch if trees is None else stand_in_trees(batch, trees)
+    mask = None if trees is None else tree_mask(trees)
+    forwarded = functools.partial(forward, config=config, q_len=q_len, implementation=implementation, mesh=mesh)
+    hidden, cache = forwarded(params, cache, batch, tree_mask=mask)
+    per_token = batch_of_tokens(batch)
+
+    def make_context() -> Context:
+        context = _context(cache, per_token)
+        return context if trees is None else along_paths(context, batch, trees)
+
+    of_tokens = sampling_of_tokens(batch, sampling)
+    logits, tokens = _draw(params, hidden, per_token, of_tokens, make_context, custom)
+    drawn = describe(logits, tokens, of_tokens, max_log_probs)
+    if trees is not None:
+        return keep_paths(drawn, cache, batch, trees, hidden, config=config)
     return replace(emit(drawn, batch, q_len), hidden=hidden), cache
 
 
@@ -156,14 +175,16 @@ def draft_step(
     # Every row has a token, so where there are no more than rows, each has one.
     hidden, cache = run(params, cache, batch, q_len=1 if len(batch.tokens) == len(batch.kv_lens) else None)
     last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
-    _, tokens = _draw(params, cache, hidden[last], batch, sampling, custom)
+    context = functools.partial(_context, cache, batch)
+    _, tokens = _draw(params, hidden[last], batch, sampling, context, custom)
     drafts = jnp.zeros((tokens.shape[0], max_drafts), jnp.int32).at[:, 0].set(tokens)
 
     def draft(i: jax.Array, carry: tuple[jax.Array, jax.Array, KVCache]) -> tuple[jax.Array, jax.Array, KVCache]:
         drafts, tokens, cache = carry
         one = next_batch(batch, tokens, jnp.where(i < counts, batch.kv_lens + i, 0), cache.tokens.shape[1])
         hidden, cache = run(params, cache, one, q_len=1)
-        _, tokens = _draw(params, cache, hidden, one, sampling, custom)
+        context = functools.partial(_context, cache, one)
+        _, tokens = _draw(params, hidden, one, sampling, context, custom)
         return drafts.at[:, i].set(tokens), tokens, cache
 
     drafts, _, cache = jax.lax.fori_loop(1, counts.max(), draft, (drafts, tokens, cache))
@@ -179,24 +200,24 @@ def _finish(
     max_log_probs: int,
     custom: tuple[LogitsProcessor, ...],
 ) -> StepOutput:
-    logits, tokens = _draw(params, cache, hidden, batch, sampling, custom)
+    context = functools.partial(_context, cache, batch)
+    logits, tokens = _draw(params, hidden, batch, sampling, context, custom)
     return describe(logits, tokens, sampling, max_log_probs)
 
 
 def _draw(
     params: Params,
-    cache: KVCache,
     hidden: jax.Array,
     batch: Batch,
     sampling: SamplingBatch,
+    make_context: Callable[[], Context],
     custom: tuple[LogitsProcessor, ...],
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the logits f32[B, V] of hidden states [B, D] and the token i32[B] that each row draws."""
     logits = unembed(params, hidden, (batch.kv_lens > 0).sum())
-    context = functools.partial(_context, cache, batch)
     # Where the token drawn now will stand.
     positions = batch.kv_lens + num_hidden(batch)
-    tokens = sample(process_logits(logits, sampling.processors, context, custom), sampling, positions)
+    tokens = sample(process_logits(logits, sampling.processors, make_context, custom), sampling, positions)
     return logits, tokens
 
 

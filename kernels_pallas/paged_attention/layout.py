@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -144,21 +144,40 @@ def write_kv(pages: Pages, k: jax.Array, v: jax.Array, slots: jax.Array) -> Page
 
     A slot past the pool is dropped, which is how padding is written nowhere. A negative slot would wrap.
     """
-    page_ids, offsets = slots // pages.page_size, slots % pages.page_size
     k, v = k.astype(pages.dtype), v.astype(pages.dtype)
     if pages.layout == "cpu":
-        k_pages, v_pages = pages.arrays
-        k, v = pad_heads(k, v_pages.shape[-1]), pad_heads(v, v_pages.shape[-1])
-        k_pages = k_pages.at[page_ids, :, :, offsets].set(k, mode="drop")
-        v_pages = v_pages.at[page_ids, :, offsets].set(v, mode="drop")
-        return replace(pages, arrays=(k_pages, v_pages))
+        width = pages.arrays[1].shape[-1]
+        return _put_slots(pages, (pad_heads(k, width), pad_heads(v, width)), slots)
+    return _put_slots(pages, (k, v) if pages.layout == "gpu" else (pack_planes(pages, k, v),), slots)
+
+
+def move_slots(pages: Pages, sources: jax.Array, targets: jax.Array) -> Pages:
+    """Returns the pool with what slots i32[n] hold at other slots i32[n] as well; a target past the pool is dropped.
+
+    All are read before any is written.
+    """
+    return _put_slots(pages, _take_slots(pages, sources), targets)
+
+
+def _slot_index(pages: Pages, slots: jax.Array) -> list[tuple[Any, ...]]:
+    """Returns where each array of the pool holds the tokens of slots i32[n]."""
+    (page_ids, offsets), every = (slots // pages.page_size, slots % pages.page_size), slice(None)
+    if pages.layout == "cpu":
+        return [(page_ids, every, every, offsets), (page_ids, every, offsets)]
     if pages.layout == "gpu":
-        new = (a.at[page_ids, offsets].set(x, mode="drop") for a, x in zip(pages.arrays, (k, v), strict=True))
-        return replace(pages, arrays=tuple(new))
-    (pool,) = pages.arrays
-    tile = pool.shape[3]
-    planes = pack_planes(pages, k, v)
-    return replace(pages, arrays=(pool.at[page_ids, :, offsets // tile, offsets % tile].set(planes, mode="drop"),))
+        return [(page_ids, offsets)] * 2
+    tile = pages.arrays[0].shape[3]
+    return [(page_ids, every, offsets // tile, offsets % tile)]
+
+
+def _take_slots(pages: Pages, slots: jax.Array) -> list[jax.Array]:
+    pairs = zip(pages.arrays, _slot_index(pages, slots), strict=True)
+    return [pool.at[index].get(mode="clip") for pool, index in pairs]
+
+
+def _put_slots(pages: Pages, new: Sequence[jax.Array], slots: jax.Array) -> Pages:
+    triples = zip(pages.arrays, _slot_index(pages, slots), new, strict=True)
+    return replace(pages, arrays=tuple(pool.at[index].set(x, mode="drop") for pool, index, x in triples))
 
 
 def pack_planes(pages: Pages, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -193,15 +212,9 @@ def read_pages(pages: Pages, page_ids: jax.Array) -> tuple[jax.Array, jax.Array]
     if pages.layout == "gpu":
         k, v = (pool[page_ids] for pool in pages.arrays)
         return k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
-    (pool,) = pages.arrays
-    planes = pool[page_ids].reshape(page_ids.shape[0], pages.num_kv_heads, -1, pages.page_size, pool.shape[-1])
-    if planes.shape[2] == 1:
-        k, v = jnp.split(planes[:, :, 0], 2, axis=-1)
-    else:
-        k, v = planes[:, :, 0], planes[:, :, 1]
-    if pages.is_fnuz:
-        k, v = _from_fnuz(k), _from_fnuz(v)
-    return k.swapaxes(2, 3), v
+    planes = pages.arrays[0][page_ids].reshape(page_ids.shape[0], -1, pages.page_size, pages.arrays[0].shape[-1])
+    k, v = _unpack_planes(pages, planes.swapaxes(1, 2))  # [n, S, K, H]
+    return k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
 
 
 def map_keys(pages: Pages, change: Callable[[jax.Array], jax.Array]) -> Pages:
@@ -214,11 +227,18 @@ def map_keys(pages: Pages, change: Callable[[jax.Array], jax.Array]) -> Pages:
 
 def gather_tokens(pages: Pages, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns keys and values [n, K, H] as stored at slots i32[n]: what `write_kv` was given."""
-    page_ids, offsets = slots // pages.page_size, slots % pages.page_size
-    k, v = read_pages(pages, page_ids)
-    k = jnp.take_along_axis(k, offsets[:, None, None, None], axis=3)[..., 0]
-    v = jnp.take_along_axis(v, offsets[:, None, None, None], axis=2)[:, :, 0]
+    found = _take_slots(pages, slots)
+    k, v = _unpack_planes(pages, found[0]) if pages.layout == "tpu" else found
     return k[..., : pages.head_dim], v[..., : pages.head_dim]
+
+
+def _unpack_planes(pages: Pages, planes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns keys and values [..., K, H'] of the planes [..., C, W] of a TPU pool."""
+    if _planes(pages.head_dim) == 1:
+        k, v = jnp.split(planes, 2, axis=-1)
+    else:
+        k, v = planes[..., 0::2, :], planes[..., 1::2, :]
+    return (_from_fnuz(k), _from_fnuz(v)) if pages.is_fnuz else (k, v)
 
 
 def take_pages(pages: Pages, page_ids: jax.Array) -> Pages:

@@ -7,17 +7,19 @@ row alone, bit for bit on CPU, because
 
 * pages are visited one at a time from the first, whatever the tile, so sums always add up in the same order;
 * the running maximum is rounded up to an integer and exponentials are base 2, so rescaling is by powers of two, exact;
-* no matrix product has a single row, which XLA would hand to another routine with another order of summation.
+* no matrix product has a single row, which XLA would hand to another routine with another order of summation;
+* a draft in a tree reads its ancestors in the slots in which decoding would have them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.paged_attention.layout import Pages, pad_heads, read_pages, to_stored, write_kv
+from kernels_pallas.paged_attention.layout import Pages, gather_tokens, pad_heads, read_pages, to_stored, write_kv
 from kernels_pallas.paged_attention.shapes import token_slots
 from kernels_pallas.row_sum import row_sum
 
@@ -39,7 +41,19 @@ class Scoring(NamedTuple):
     sinks: jax.Array | None  # f32[K, G]
     k_scale: jax.Array | None  # f32[K]
     v_scale: jax.Array | None  # f32[K]
-    tree_mask: jax.Array | None  # u32[T, words]; in a tile u32[R, Q, words]
+    paths: jax.Array | None  # i32[T, n]  `_paths` of a tree_mask; in a tile i32[R, Q, n]
+
+
+class Sums(NamedTuple):
+    """What an online softmax has of the pages so far, for the queries [R, Q, K, G] of a tile or as `_queries_last`."""
+
+    maximum: jax.Array  # rounded up
+    total: jax.Array
+    out: jax.Array  # [..., H]
+
+
+# Page i of every row of a tile: keys [R, K, H, S] and values [R, K, S, H].
+ReadPage = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def paged_attention_reference(
@@ -72,11 +86,12 @@ def paged_attention_reference(
     q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
     sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(K, N // K)
     pool = (pages, block_tables + page_offset)
-    scoring = Scoring(scale, window, softcap, sinks, k_scale, v_scale, tree_mask)
+    paths = None if tree_mask is None else _paths(tree_mask, q_len or T)
+    scoring = Scoring(scale, window, softcap, sinks, k_scale, v_scale, paths)
     out = jnp.zeros_like(queries)
     if q_len == 1 and T <= ROWS_TILE:  # a single tile, in the order that rows have
         positions = kv_lens[:, None] - 1
-        out = _attend_tile(queries[:, None], *pool, positions, positions, kv_lens, scoring._replace(tree_mask=None))
+        out = _attend_tile(queries[:, None], *pool, positions, positions, scoring._replace(paths=None))
         out = out[:, 0].astype(q.dtype)
     elif q_len is not None and q_len <= ROWS_TILE:
         out = _attend(
@@ -115,33 +130,66 @@ def _attend(
         is_query = (part < ends[-1])[:, None] & (offsets < q_lens[row][:, None])
         tokens = jnp.where(is_query, starts[row][:, None] + offsets, T)
         context = (kv_lens - q_lens)[row][:, None]  # tokens before this step
-        tree = None
-        if scoring.tree_mask is not None:
-            tree = scoring.tree_mask.at[tokens].get(mode="fill", fill_value=0)
-            offsets = jax.lax.population_count(tree).sum(-1).astype(jnp.int32) - 1
+        paths = None
+        if scoring.paths is not None:
+            paths = scoring.paths.at[tokens].get(mode="fill", fill_value=-1)
+            offsets = (paths >= 0).sum(-1, dtype=jnp.int32) - 1
         positions = jnp.where(is_query, context + offsets, -1)
         q_tile = queries.at[tokens].get(mode="fill", fill_value=0)
-        tile_scoring = scoring._replace(tree_mask=tree)
-        o_tile = _attend_tile(q_tile, pages, block_tables[row], positions, context, kv_lens[row], tile_scoring)
+        o_tile = _attend_tile(q_tile, pages, block_tables[row], positions, context, scoring._replace(paths=paths))
         return out.at[tokens].set(o_tile.astype(out.dtype), mode="drop")
 
     return jax.lax.fori_loop(0, (ends[-1] + R - 1) // R, attend_tile, out)
 
 
-def _attend_tile(q_tile, pages, block_tables, positions, context, kv_lens, scoring: Scoring) -> jax.Array:
-    """q_tile [R, Q, K, G, H] at positions i32[R, Q] (-1 for none) over tables i32[R, M] -> [R, Q, K, G, H] float32."""
+def _attend_tile(q_tile, pages, block_tables, positions, context, scoring: Scoring) -> jax.Array:
+    """q_tile [R, Q, K, G, H] at positions i32[R, Q] (-1 for none) over tables i32[R, M] -> [R, Q, K, G, H] float32.
+
+    `context` i32[R, 1] are the tokens before this step.
+    """
     R, Q, K, G, H = q_tile.shape
-    S = pages.page_size
+    zero = jnp.zeros((R, Q, K, G), jnp.float32)
+    sums = Sums(zero + MASKED, zero, jnp.zeros(q_tile.shape, jnp.float32))
+    if scoring.sinks is not None:  # a score without a value, seen before the first page
+        sinks = jnp.broadcast_to(scoring.sinks[None, None] * LOG2_E, zero.shape)
+        sums = sums._replace(maximum=jnp.ceil(sinks), total=jnp.exp2(sinks - jnp.ceil(sinks)))
+    end = positions.max() // pages.page_size + 1
+
+    def read(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return read_pages(pages, block_tables[:, i])
+
+    if scoring.paths is None:
+        sums = _add_pages(sums, read, q_tile, positions, context, (0, end), scoring)
+    else:
+        # Pages before the trees are read once a row, the others once a query.
+        before = jnp.where(positions[:, :1] >= 0, context, jnp.int32(2**30)).min() // pages.page_size
+        sums = _add_pages(sums, read, q_tile, positions, context, (0, jnp.minimum(before, end)), scoring)
+        context = jnp.broadcast_to(context, (R, Q))
+        *sums, q_tile, positions, context = (
+            x.reshape(R * Q, 1, *x.shape[2:]) for x in (*sums, q_tile, positions, context)
+        )
+        read = _read_along(scoring.paths.reshape(R * Q, -1), pages, jnp.repeat(block_tables, Q, 0), context, H)
+        sums = _add_pages(Sums(*sums), read, q_tile, positions, context, (before, end), scoring)
+    out = sums.out / jnp.where(sums.total > 0, sums.total, 1.0)[..., None]
+    if scoring.v_scale is not None:
+        out = out * jnp.broadcast_to(scoring.v_scale[:, None, None], out.shape)
+    return out.reshape(R, Q, K, G, H)
+
+
+def _add_pages(
+    sums: Sums, read: ReadPage, q_tile: jax.Array, positions: jax.Array, context: jax.Array, pages, scoring: Scoring
+) -> Sums:
+    """Adds the keys and values of pages from one to before another, i32[] each, to a tile's sums."""
+    R, Q, K, G = q_tile.shape[:4]
     W = max(Q * G, 2)  # all queries of a KV head in one product; a single one is doubled
-    q = jnp.broadcast_to(q_tile.transpose(0, 2, 1, 3, 4).reshape(R, K, Q * G, H), (R, K, W, H))
+    S = jax.eval_shape(read, jnp.int32(0))[1].shape[2]
+    q, *start = (_queries_last(x, W) for x in (q_tile, *sums))
     # Per row, what lies before the first slot that is seen and after the last may be anything.
     first, last = jnp.zeros((R,), jnp.int32), positions.max(-1)
-    if scoring.tree_mask is not None:
-        last = jnp.where(last < 0, last, kv_lens - 1)
     if scoring.window is not None:
         lowest = jnp.where(positions >= 0, positions, jnp.int32(2**30)).min(-1)
         first = jnp.maximum(lowest - scoring.window + 1, 0)
-        if scoring.tree_mask is not None:  # a draft sees all of its ancestors
+        if scoring.paths is not None:  # a draft sees all of its ancestors
             first = jnp.minimum(first, context[:, 0])
 
     def is_visible_to(slots: jax.Array) -> jax.Array:
@@ -149,46 +197,69 @@ def _attend_tile(q_tile, pages, block_tables, positions, context, kv_lens, scori
         at = positions[:, :, None]
         seen = slots[None, None] <= at
         if scoring.window is not None:
-            seen &= slots[None, None] > at - scoring.window
-        if scoring.tree_mask is not None:
-            j = jnp.maximum(slots[None] - context, 0)[:, None]  # the token of the row whose key is in the slot
-            words = jnp.take_along_axis(
-                scoring.tree_mask, jnp.broadcast_to(j >> 5, (R, Q, S)), 2, mode="fill", fill_value=0
-            )
-            is_own = (words >> (j & 31).astype(jnp.uint32)) & 1
-            is_before = slots[None] < context
-            seen = jnp.where(is_before[:, None], seen, (is_own == 1) & (at >= 0))
+            is_near = slots[None, None] > at - scoring.window
+            seen &= is_near if scoring.paths is None else is_near | (slots[None, None] >= context[:, :1, None])
         return jnp.broadcast_to(jnp.broadcast_to(seen[:, :, None], (R, Q, G, S)).reshape(R, Q * G, S), (R, W, S))[
             :, None
         ]
 
-    def attend_page(i: jax.Array, carry: tuple) -> tuple:
-        maximum, total, out = carry
+    def attend_page(i: jax.Array, sums: Sums) -> Sums:
         slots = i * S + jnp.arange(S)
-        k, v = (x.astype(q.dtype) for x in read_pages(pages, block_tables[:, i]))  # [R, K, H, S], [R, K, S, H]
+        k, v = (x.astype(q.dtype) for x in read(i))  # [R, K, H, S], [R, K, S, H]
         # A masked weight is 0, but 0 * NaN is NaN: what lies in unused slots must go as well.
         is_seen = (slots[None] >= first[:, None]) & (slots[None] <= last[:, None])
         v = jnp.where(is_seen[:, None, :, None], v, jnp.zeros_like(v))
         scores = _scores(jnp.einsum("rkwh,rkhs->rkws", q, k, preferred_element_type=jnp.float32), scoring)
         is_visible = is_visible_to(slots)
         scores = jnp.where(is_visible, scores, MASKED)
-        new_maximum = jnp.maximum(maximum, jnp.ceil(scores.max(-1)))
-        weights = jnp.where(is_visible, jnp.exp2(scores - new_maximum[..., None]), 0.0)
-        rescale = jnp.exp2(maximum - new_maximum)
+        maximum = jnp.maximum(sums.maximum, jnp.ceil(scores.max(-1)))
+        weights = jnp.where(is_visible, jnp.exp2(scores - maximum[..., None]), 0.0)
+        rescale = jnp.exp2(sums.maximum - maximum)
         update = jnp.einsum("rkws,rksh->rkwh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return new_maximum, total * rescale + row_sum(weights), out * rescale[..., None] + update
+        return Sums(maximum, sums.total * rescale + row_sum(weights), sums.out * rescale[..., None] + update)
 
-    zero = jnp.zeros((R, K, W), jnp.float32)
-    start = (zero + MASKED, zero, jnp.zeros((R, K, W, H), jnp.float32))
-    if scoring.sinks is not None:  # a score without a value, seen before the first page
-        sinks = jnp.broadcast_to(scoring.sinks[None, :, None] * LOG2_E, (R, K, Q, G)).reshape(R, K, Q * G)
-        sinks = jnp.broadcast_to(sinks, zero.shape)
-        start = (jnp.ceil(sinks), jnp.exp2(sinks - jnp.ceil(sinks)), start[2])
-    _, total, out = jax.lax.fori_loop(first.min() // S, last.max() // S + 1, attend_page, start)
-    out = (out / jnp.where(total > 0, total, 1.0)[..., None])[:, :, : Q * G]
-    if scoring.v_scale is not None:
-        out = out * jnp.broadcast_to(scoring.v_scale[None, :, None, None], out.shape)
-    return out.reshape(R, K, Q, G, H).transpose(0, 2, 1, 3, 4)
+    begin = jnp.maximum(pages[0], first.min() // S)
+    added = jax.lax.fori_loop(begin, pages[1], attend_page, Sums(*start))
+    return Sums(*(x[:, :, : Q * G].reshape(R, K, Q, G, *x.shape[3:]).swapaxes(1, 2) for x in added))
+
+
+def _queries_last(x: jax.Array, W: int) -> jax.Array:
+    """Returns x [R, Q, K, G, …] as [R, K, W, …]: Q G of them, or 2 where that is 1."""
+    R, Q, K, G = x.shape[:4]
+    return jnp.broadcast_to(x.swapaxes(1, 2).reshape(R, K, Q * G, *x.shape[4:]), (R, K, W, *x.shape[4:]))
+
+
+def _paths(tree_mask: jax.Array, most: int) -> jax.Array:
+    """Returns the tokens of its row that each token sees, i32[T, most], the first of them first; -1 past the last.
+
+    A token that sees the first, the third and itself, the sixth:  0 2 5 -1 -1 …
+    """
+    bits = (tree_mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)[None, None]) & 1
+    bits = bits.reshape(tree_mask.shape[0], -1)
+    order = jnp.argsort(1 - bits.astype(jnp.int32), axis=1, stable=True)
+    return jnp.where(jnp.arange(order.shape[1])[None] < bits.sum(1, dtype=jnp.int32)[:, None], order, -1)[:, :most]
+
+
+def _read_along(paths: jax.Array, pages: Pages, block_tables: jax.Array, context: jax.Array, head_width: int):
+    """Returns what reads page i of each query as if the tokens of its path i32[R, n] alone came after its context.
+
+    So a draft meets its ancestors where decoding would, and adds up in the same order.
+    """
+    (R, n), S = paths.shape, pages.page_size
+    is_token = paths >= 0
+    position = jnp.where(is_token, context + paths, 0)
+    slots = jnp.take_along_axis(block_tables, position // S, axis=1) * S + position % S
+    own_k, own_v = (
+        pad_heads(x.reshape(R, n, *x.shape[1:]), head_width) for x in gather_tokens(pages, slots.reshape(-1))
+    )
+    rows, places = jnp.arange(R)[:, None], context + jnp.arange(n)[None]
+
+    def read(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        k, v = read_pages(pages, block_tables[:, i])
+        at = jnp.where(is_token & (places >= i * S), places - i * S, S)  # past the page is dropped
+        return k.at[rows, :, :, at].set(own_k, mode="drop"), v.at[rows, :, at].set(own_v, mode="drop")
+
+    return read
 
 
 def _scores(products: jax.Array, scoring: Scoring) -> jax.Array:

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kernels_pallas.paged_attention import abstract_pages, gather_tokens, init_pages, write_kv
+from kernels_pallas.paged_attention import abstract_pages, gather_tokens, init_pages, move_slots, write_kv
 from kernels_pallas.paged_attention.layout import FNUZ_FACTOR, LAYOUTS, default_layout
 from tests.kernels.paged_attention.oracle import gather, poisoned, write
 from tests.unoptimised import UNOPTIMISED
@@ -60,6 +60,18 @@ def test_a_write_leaves_every_other_slot(layout):
 
     for x in (k, v):
         assert set(np.flatnonzero(~np.isnan(x).any((1, 2))).tolist()) == {S + 3}
+
+
+def test_slots_are_moved_as_they_were_before_and_none_past_the_pool(layout):
+    pages = write(poisoned(abstract_pages(2, S, 2, 16, "float32", layout)), *draw(3, 2, 16), np.array([4, 5, S + 1]))
+    before = gather(pages, np.arange(2 * S))
+
+    moved = gather(move_slots(pages, np.array([5, 4, S + 1]), np.array([4, S, 2 * S])), np.arange(2 * S))
+
+    expected = np.arange(2 * S)
+    expected[[4, S]] = 5, 4
+    for x, old in zip(moved, before, strict=True):
+        np.testing.assert_array_equal(x, np.asarray(old)[expected])
 
 
 def test_every_8_bit_float_is_stored_and_worth_what_it_is(layout):
