@@ -55,6 +55,7 @@ HELP = {
     "disk_cache_path": "folder for these",
     "max_drafts": "most drafts verified per request and step",
     "adaptive_drafts": "verify only as many drafts as pay (default on)",
+    "draft_trees": "let draft heads guess several tokens for one place",
     "ttft_target": "seconds to the first token within which a request counts for the goodput",
     "tpot_target": "seconds per token after it within which a request counts for the goodput",
     "quantization": "int8 or int4: round the weights of products to so many bits",

@@ -157,6 +157,7 @@ class EngineConfig:
     process.
     `max_drafts`: drafts per request and step, where the LLM speculates. `adaptive_drafts`: whether each step verifies
     as many of them as bring the most tokens per second, or all.
+    `draft_trees`: whether drafters may guess several tokens for one place, as trees; those with heads then do.
     `ttft_target`, `tpot_target`: seconds to the first token, and per token after it, within which a request counts for
     the goodput; `None` for any. They change nothing else.
     `quantization`: "int8" rounds the weights of products to 8 bits with a scale per output channel while they are
@@ -183,6 +184,7 @@ class EngineConfig:
     disk_cache_path: str | None = None
     max_drafts: int = 7
     adaptive_drafts: bool = True
+    draft_trees: bool = False
     ttft_target: float | None = None
     tpot_target: float | None = None
     quantization: str | None = None
@@ -220,6 +222,7 @@ class EngineConfig:
         # Fewer than a page has slots, so that drafts never take more than one page.
         require_int("max_drafts", self.max_drafts, 1, 15)
         require_bool("adaptive_drafts", self.adaptive_drafts)
+        require_bool("draft_trees", self.draft_trees)
         for name in ("ttft_target", "tpot_target"):
             if getattr(self, name) is not None:
                 require_real(name, getattr(self, name), 0.0)

@@ -40,20 +40,34 @@ class Grammar:
             words[:] = 0
         return words
 
-    def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """Returns how many of the tokens, from the first on, the structure has room for."""
-        return 0 if self._matcher.is_error() else self._matcher.validate_tokens(list(token_ids))
+    def after(self, token_id: int) -> Grammar:
+        """Returns a copy that has gone on by a token that the mask allowed, if anything can follow."""
+        ahead = Grammar(self._matcher.deep_copy(), self._num_words)
+        if not ahead.is_complete:
+            ahead.accept(token_id)
+        return ahead
 
-    def masks(self, token_ids: Sequence[int]) -> list[np.ndarray]:
-        """Returns the mask as it is, and as it would be after each of some tokens that are allowed."""
-        # A copy, for there may be no way back from the end of the structure, or from a limit that is met.
-        ahead = Grammar(self._matcher.deep_copy(), self._num_words) if token_ids else self
-        masks = [self.mask()]
-        for token_id in token_ids:
-            if not ahead.is_complete:
-                ahead.accept(token_id)
-            masks.append(ahead.mask())
-        return masks
+    def allowed(self, token_ids: Sequence[int], parents: Sequence[int]) -> list[int]:
+        """Returns the places of the tokens that the structure has room for.
+
+        `parents`: the place of the token that each follows, -1 for those so far.
+        """
+        states: list[Grammar | None] = [self]
+        for token_id, parent in zip(token_ids, parents, strict=True):
+            before = states[1 + parent]
+            states.append(None if before is None or not before._allows(token_id) else before.after(token_id))
+        return [place for place, state in enumerate(states[1:]) if state is not None]
+
+    def _allows(self, token_id: int) -> bool:
+        return not self._matcher.is_error() and self._matcher.validate_tokens([token_id]) == 1
+
+    def masks(self, token_ids: Sequence[int], parents: Sequence[int]) -> list[np.ndarray]:
+        """Returns the mask as it is, and as it would be after each of some tokens that are allowed; as in `allowed`."""
+        # Copies, for there may be no way back from the end of the structure, or from a limit that is met.
+        states: list[Grammar] = [self]
+        for token_id, parent in zip(token_ids, parents, strict=True):
+            states.append(states[1 + parent].after(token_id))
+        return [state.mask() for state in states]
 
 
 class GrammarCompiler:

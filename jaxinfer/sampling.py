@@ -39,15 +39,36 @@ def sample(logits: jax.Array, sampling: SamplingBatch, positions: jax.Array) -> 
     greedy = jnp.where(greatest == -jnp.inf, NO_TOKEN, greedy)
 
     def draw() -> jax.Array:
-        # Below the most probable by the maximum, so that no temperature can overflow; the smallest are all the same.
-        temperature = jnp.where(sampling.temperature > 0, jnp.maximum(sampling.temperature, 1e-30), 1.0)
-        scaled = (logits - logits.max(-1, keepdims=True)) / temperature[:, None]
-        kept = filter_logits(scaled, sampling)
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(draw_keys(sampling, positions))
-        drawn = jnp.argmax(kept + noise, axis=-1).astype(jnp.int32)
+        drawn = jnp.argmax(perturb(logits, sampling, positions), axis=-1).astype(jnp.int32)
         return jnp.where((sampling.temperature > 0) & (greedy != NO_TOKEN), drawn, greedy)
 
     return jax.lax.cond(jnp.any(sampling.temperature > 0), draw, lambda: greedy)
+
+
+def perturb(logits: jax.Array, sampling: SamplingBatch, positions: jax.Array) -> jax.Array:
+    """Returns logits f32[B, V] by temperature, filters and noise; the greatest is what a temperature above 0 draws."""
+    # Below the most probable by the maximum, so that no temperature can overflow; the smallest are all the same.
+    temperature = jnp.where(sampling.temperature > 0, jnp.maximum(sampling.temperature, 1e-30), 1.0)
+    scaled = (logits - logits.max(-1, keepdims=True)) / temperature[:, None]
+    kept = filter_logits(scaled, sampling)
+    return kept + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(draw_keys(sampling, positions))
+
+
+def best_tokens(logits: jax.Array, sampling: SamplingBatch, positions: jax.Array, count: int) -> jax.Array:
+    """Returns what `sample` draws, and what it would draw were that ruled out, and so on, i32[B, count]."""
+    if count == 1:
+        return sample(logits, sampling, positions)[:, None]
+    is_drawn = sampling.temperature > 0
+    scores = jax.lax.cond(
+        jnp.any(is_drawn),
+        lambda: jnp.where(is_drawn[:, None], perturb(logits, sampling, positions), logits),
+        lambda: logits,
+    )
+    best = []
+    for _ in range(count):
+        best.append(jnp.argmax(scores, axis=-1).astype(jnp.int32))
+        scores = jnp.where(jnp.arange(scores.shape[1])[None] == best[-1][:, None], -jnp.inf, scores)
+    return jnp.stack(best, axis=1)
 
 
 def draw_keys(sampling: SamplingBatch, positions: jax.Array, purpose: Purpose = Purpose.TOKEN) -> jax.Array:

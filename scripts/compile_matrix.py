@@ -127,6 +127,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "decode int8 pages of 32": functools.partial(decode_case, page_size=32, page_dtype="int8"),
     "step decode": decode_step,
     "step prefill": prefill_step,
+    "step verify trees": functools.partial(tpu_step, step="verify_step", num_tokens=256, num_pages=512, tree_q_len=8),
     "step decode int8 weights": functools.partial(decode_step, quantization="int8", num_pages=256),
     "step decode int4 weights": functools.partial(decode_step, quantization="int4", num_pages=256),
     "step prefill int8 weights": functools.partial(prefill_step, quantization="int8", num_pages=256),

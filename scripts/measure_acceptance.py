@@ -3,6 +3,10 @@
 Prompts are beginnings of the files that nothing was trained on (scripts/corpus.py). All drafts are verified: the rate
 of draft k is how often it is right where those before it are. With `--speed` the engine chooses how many to verify, in
 turns with plain decoding: output tokens per second of steps in which all requests decode.
+
+With `--trees` heads draft trees, of as many drafts. With `--ranks R` they draft the R best guesses for each of some
+places, which are held against what came: how often the text followed each path of ranks, which says what nodes a tree
+should have, in which order.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,20 +25,26 @@ from benchmark import BUNDLED_MODEL, conditions, confine
 from corpus import held_out_files
 
 from jaxinfer import LLM, EngineConfig, SamplingParams
+from jaxinfer.checkpoint.draft_heads import load_draft_heads
+from jaxinfer.engine.draft_tree import first_of, rest_of
+from jaxinfer.engine.request import Request
+from jaxinfer.engine.speculation_plan import drafter_of
 from jaxinfer.engine.step import Step
 from jaxinfer.tokenizer import Tokenizer
 
 PROMPT_LEN, OUTPUT_LEN = 192, 128
+MOST_DRAFTS = 15
 
 
 class Engine:
     """An engine, which of its drafts were right, and what its steps of decoding took."""
 
-    def __init__(self, batch: int, speculation: Path | None, **limits: Any) -> None:
+    def __init__(self, batch: int, speculation: Any, **limits: Any) -> None:
         config = EngineConfig(max_num_seqs=batch, max_model_len=PROMPT_LEN + OUTPUT_LEN, **limits)
         self._llm = LLM(BUNDLED_MODEL, config=config, dtype="float32", speculation=speculation)
         self._llm.warm_up()
         self._llm.on_step = self._enter
+        self.drafted: list[tuple[Request, int, Sequence[int]]] = []  # for whom, from which place on, and what
         self.right, self.made = np.zeros(config.max_drafts), np.zeros(config.max_drafts)
         self.num_rows = self.num_tokens = 0
         self.seconds = 0.0
@@ -42,11 +54,17 @@ class Engine:
             return
         self.seconds += seconds
         for chunk in step.chunks:
-            followed = chunk.request.token_ids[chunk.start + 1 :]
-            agree = [a == b for a, b in zip(chunk.drafts, followed, strict=False)]
-            num_right = [*agree, False].index(False)
-            self.right[:num_right] += 1
-            self.made[: min(num_right + 1, len(agree))] += 1
+            self.drafted.append((chunk.request, chunk.start + 1, chunk.drafts))
+            drafts, num_right = chunk.drafts, 0
+            for token in chunk.request.token_ids[chunk.start + 1 :]:
+                is_right = token in first_of(drafts)
+                if drafts:
+                    self.made[num_right] += 1
+                    self.right[num_right] += is_right
+                drafts = rest_of(drafts, token)
+                num_right += is_right
+                if not is_right:
+                    break
             self.num_rows += 1
             self.num_tokens += 1 + num_right
 
@@ -65,19 +83,41 @@ def held_out_prompts(count: int) -> list[list[int]]:
     return [tokens[:PROMPT_LEN] for tokens in encoded if len(tokens) > PROMPT_LEN][:count]
 
 
-def measure_rates(folder: Path, prompts: list[list[int]], num_drafts: int) -> None:
-    """Prints how often each draft is right if those before it are."""
+def measure_ranks(folder: Path, prompts: list[list[int]], ranks: int) -> None:
+    """Prints how often the text follows each path of ranks, the most frequent first."""
+    depth = MOST_DRAFTS // ranks
+    tree = tuple((*(0,) * place, rank) for place in range(depth) for rank in range(ranks))
     for temperature in (0.0, 1.0):
-        engine = Engine(8, folder, max_drafts=num_drafts, adaptive_drafts=False)
+        drafter = drafter_of(load_draft_heads(folder, "float32"), tree)
+        engine = Engine(8, drafter, max_drafts=len(tree), adaptive_drafts=False, draft_trees=True)
+        engine.run(prompts, temperature, "ranks")
+        counts: Counter[tuple[int, ...]] = Counter()
+        for request, start, drafts in engine.drafted:
+            path = []
+            for place, token in enumerate(request.token_ids[start : start + depth] if len(drafts) == len(tree) else ()):
+                guesses = list(drafts)[ranks * place :][:ranks]
+                if token not in guesses:
+                    break
+                path.append(guesses.index(token))
+                counts[tuple(path)] += 1
+        total = sum(len(drafts) == len(tree) for *_, drafts in engine.drafted)
+        listed = ", ".join(f"{path}: {count / total:.3f}" for path, count in counts.most_common(24))
+        print(f"{folder.name}, temperature {temperature:.0f}, {total} places: {listed}", flush=True)
+
+
+def measure_rates(folder: Path, prompts: list[list[int]], num_drafts: int, *, trees: bool) -> None:
+    """Prints how often each draft is right if those before it are; in trees, one of those for each place."""
+    for temperature in (0.0, 1.0):
+        engine = Engine(8, folder, max_drafts=num_drafts, adaptive_drafts=False, draft_trees=trees)
         engine.run(prompts, temperature, "all")
         rates = ", ".join(f"{rate:.2f}" for rate in engine.right / np.maximum(engine.made, 1))
         per_step = engine.num_tokens / engine.num_rows
         print(f"{folder.name}, temperature {temperature:.0f}: {rates}; {per_step:.2f} tokens a step", flush=True)
 
 
-def measure_speed(folders: list[Path], prompts: list[list[int]]) -> None:
+def measure_speed(folders: list[Path], prompts: list[list[int]], *, trees: bool) -> None:
     """Prints tokens per second beside those of plain decoding just before and after; each prompt is a round."""
-    plain, engines = Engine(1, None), {folder.name: Engine(1, folder) for folder in folders}
+    plain, engines = Engine(1, None), {folder.name: Engine(1, folder, draft_trees=trees) for folder in folders}
     ratios: dict[str, list[float]] = {name: [] for name in engines}
     for index, prompt in enumerate(prompts):
         for name, engine in engines.items():
@@ -93,6 +133,10 @@ def main() -> None:
     parser.add_argument("drafters", type=Path, nargs="+", help="folders of draft models, heads or exits")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--num-drafts", type=int, default=4, help="drafts verified in every step")
+    parser.add_argument("--trees", action="store_true", help="trees of so many drafts")
+    parser.add_argument(
+        "--ranks", type=int, metavar="R", help="measure how often texts follow which of R guesses instead"
+    )
     parser.add_argument("--speed", action="store_true", help="measure speed instead, at batch 1, on a quiet machine")
     parser.add_argument("--threads", type=int, default=2, help="cores")
     parser.add_argument("--spin", action="store_true", help="do not stop torch's threads from spinning")
@@ -100,10 +144,13 @@ def main() -> None:
     confine(arguments)
     prompts = held_out_prompts(arguments.prompts)
     if arguments.speed:
-        measure_speed(arguments.drafters, prompts)
+        measure_speed(arguments.drafters, prompts, trees=arguments.trees)
+    elif arguments.ranks:
+        for folder in arguments.drafters:
+            measure_ranks(folder, prompts, arguments.ranks)
     else:
         for folder in arguments.drafters:
-            measure_rates(folder, prompts, arguments.num_drafts)
+            measure_rates(folder, prompts, arguments.num_drafts, trees=arguments.trees)
     quoted = conditions(arguments) | {"measured with": shlex.join(["python", *sys.argv])}
     print("\n".join(f"{key}: {value}" for key, value in quoted.items()))
 

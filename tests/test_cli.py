@@ -115,6 +115,7 @@ ENGINE = {
     "disk_cache_path": "pages",
     "max_drafts": 3,
     "adaptive_drafts": False,
+    "draft_trees": True,
     "decode_loop_steps": 4,
     "ttft_target": 0.5,
     "tpot_target": 0.25,

@@ -14,7 +14,7 @@ from scipy import stats
 
 from jaxinfer.batch import Row, make_batch
 from jaxinfer.config import CacheConfig, SamplingParams
-from jaxinfer.draft_heads import MedusaHeads, draft_from_states
+from jaxinfer.draft_heads import MedusaHeads, chain_of, draft_from_states, parents_of_paths
 from jaxinfer.sampling_batch import make_sampling
 from jaxinfer.steps import decode_step, draft_step, verify_step
 from tests.replay import SMALL_MODEL, all_logits_unoptimised, lively_params, nan_cache
@@ -24,6 +24,7 @@ from tests.unoptimised import UNOPTIMISED
 TINY = dataclasses.replace(SMALL_MODEL, vocab_size=8, num_layers=2, layer_groups=(1, 1))
 V, MANY, NUM_DRAFTS = TINY.vocab_size, 1024, 2
 CONTEXT = [3]
+CHAIN, TREE = chain_of(NUM_DRAFTS), ((0,), (1,), (0, 0), (1, 0))
 FIXED = [7, 4]
 KINDS: dict[str, dict[str, Any]] = {
     "as they are": {},
@@ -35,8 +36,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 quickly = functools.partial(jax.jit, compiler_options=UNOPTIMISED)
 decode = quickly(functools.partial(decode_step, config=TINY))
-verify = quickly(functools.partial(verify_step, q_len=1 + NUM_DRAFTS, config=TINY))
-from_heads = quickly(functools.partial(draft_from_states, num_drafts=NUM_DRAFTS))
+verify = quickly(functools.partial(verify_step, config=TINY), static_argnames="q_len")
+from_heads = quickly(draft_from_states, static_argnames="paths")
 FIRST_LAYER = dataclasses.replace(TINY, num_layers=1, layer_groups=(1,))
 from_exit = quickly(functools.partial(draft_step, max_drafts=NUM_DRAFTS, config=FIRST_LAYER))
 
@@ -85,22 +86,26 @@ def exit_drafts(output, cache, sampling):
     return from_exit(first, dataclasses.replace(cache, groups=cache.groups[:1]), batch, sampling, counts)[0]
 
 
-def drafts_of(heads, output, sampling):
+def drafts_of(heads, output, sampling, paths=CHAIN):
     windows = jnp.tile(output.hidden[:, None], (1, heads.window, 1))
     tokens = jnp.tile(output.tokens[:, None], (1, heads.window))
     positions = jnp.full((MANY,), len(CONTEXT) + 1, jnp.int32)
     rows, num_known = jnp.arange(MANY, dtype=jnp.int32), jnp.ones(MANY, jnp.int32)
-    return from_heads(params(), heads, windows, rows, tokens, num_known, sampling, positions)
+    return from_heads(params(), heads, windows, rows, tokens, num_known, sampling, positions, paths=paths)
 
 
-def medusa_drafts(output, cache, sampling):
+def medusa_drafts(output, cache, sampling, paths=CHAIN):
     D = TINY.hidden_size
     weights = np.random.default_rng(1).standard_normal((NUM_DRAFTS, D, 2 * D)).astype(np.float32) / 8
-    return drafts_of(MedusaHeads(weights), output, sampling)
+    return drafts_of(MedusaHeads(weights), output, sampling, paths)
 
 
-def eagle_drafts(output, cache, sampling):
-    return drafts_of(eagle_head(dataclasses.replace(FIRST_LAYER, intermediate_size=24)), output, sampling)
+def eagle_drafts(output, cache, sampling, paths=CHAIN):
+    return drafts_of(eagle_head(dataclasses.replace(FIRST_LAYER, intermediate_size=24)), output, sampling, paths)
+
+
+def fixed_trees(output, cache, sampling, paths):
+    return np.tile(np.array([*FIXED, 2, 5], np.int32), (MANY, 1))
 
 
 DRAFTERS = {
@@ -109,13 +114,15 @@ DRAFTERS = {
     "eagle head": eagle_drafts,
     "early exit": exit_drafts,
 }
+TREE_DRAFTERS = {"the same tree": fixed_trees, "medusa tree": medusa_drafts, "eagle tree": eagle_drafts}
 
 
-def draw_many(fields, drafter):
+def draw_many(fields, drafter, paths=CHAIN, **tree):
     """For many seeds the token after CONTEXT, by decoding, and what verification of the drafts after it emits.
 
-    Returns i32[MANY, 2 + NUM_DRAFTS], of which each row has so many tokens: i32[MANY].
+    Returns i32[MANY, 2 + drafts], of which each row has so many tokens: i32[MANY].
     """
+    num_drafts = len(paths)
     options = {"prompt_lens": [len(CONTEXT)] * MANY, "seeds": range(MANY), "max_listed_tokens": 1}
     sampling = make_sampling([SamplingParams(**fields)] * MANY, num_rows=MANY, **options)
     cache = nan_cache(TINY, CacheConfig(num_pages=MANY, page_size=16))
@@ -124,9 +131,9 @@ def draw_many(fields, drafter):
     first, cache = decode(params(), cache, batch(rows, num_tokens=MANY), sampling)
     drafts = np.asarray(drafter(first, cache, sampling)).tolist()
     rows = [Row([token, *drafts[i]], len(CONTEXT), [i]) for i, token in enumerate(first.tokens.tolist())]
-    tokens = batch(rows, num_tokens=(1 + NUM_DRAFTS) * MANY)
+    tokens = batch(rows, num_tokens=(1 + num_drafts) * MANY)
     sampling = make_sampling([SamplingParams(**fields)] * MANY, num_rows=MANY, num_masks=len(tokens.tokens), **options)
-    output, _ = verify(params(), cache, tokens, sampling)
+    output, _ = verify(params(), cache, tokens, sampling, **tree, q_len=1 + num_drafts)
     drawn, num_emitted = jax.device_get((output.tokens, output.num_emitted))
     return np.concatenate([np.asarray(first.tokens)[:, None], drawn], axis=1), 1 + num_emitted
 
@@ -142,13 +149,8 @@ def assert_drawn_from(cells, expected):
     assert test.pvalue > 1e-3  # seeds are fixed, so this does not flicker
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_emitted_tokens_have_the_distribution_of_the_target(drafter, kind):
-    fields = KINDS[kind]
-
-    tokens, counts = draw_many(fields, DRAFTERS[drafter])
-
+def assert_emitted_by_the_target(tokens, counts, fields):
+    """Asserts that the first three tokens of rows have the target's distribution, the last after the likeliest two."""
     pairs = [p * probabilities([*CONTEXT, i], fields) for i, p in enumerate(probabilities(CONTEXT, fields))]
     assert_drawn_from(tokens[:, 0] * V + tokens[:, 1], np.concatenate(pairs))
     third = tokens[counts > 2]  # whose first draft was right
@@ -156,3 +158,21 @@ def test_emitted_tokens_have_the_distribution_of_the_target(drafter, kind):
     most = np.bincount(third[:, 0] * V + third[:, 1]).argmax()
     third = third[third[:, 0] * V + third[:, 1] == most]
     assert_drawn_from(third[:, 2], probabilities([*CONTEXT, most // V, most % V], fields))
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_emitted_tokens_have_the_distribution_of_the_target(drafter, kind):
+    assert_emitted_by_the_target(*draw_many(KINDS[kind], DRAFTERS[drafter]), KINDS[kind])
+
+
+@pytest.mark.parametrize("drafter", TREE_DRAFTERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_trees_emit_has_the_distribution_of_the_target(drafter, kind):
+    make = functools.partial(TREE_DRAFTERS[drafter], paths=TREE)
+    parents = np.tile(np.array([-1, *(1 + parent for parent in parents_of_paths(TREE))], np.int32), MANY)
+
+    tokens, counts = draw_many(KINDS[kind], make, TREE, parents=parents)
+
+    assert set(counts.tolist()) >= {2, 3, 4}
+    assert_emitted_by_the_target(tokens, counts, KINDS[kind])

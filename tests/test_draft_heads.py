@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,13 +16,15 @@ import jaxinfer
 from jaxinfer.checkpoint import read_config
 from jaxinfer.checkpoint.draft_heads import has_draft_heads, load_draft_heads
 from jaxinfer.config import SamplingParams
-from jaxinfer.draft_heads import MedusaHeads, draft_from_states
+from jaxinfer.draft_heads import MEDUSA_TREE, MedusaHeads, chain_of, draft_from_states, parents_of_paths
+from jaxinfer.eagle_head import EAGLE_TREE
 from jaxinfer.engine.exit_drafter import ExitDrafter
 from jaxinfer.engine.head_drafter import HeadDrafter
 from jaxinfer.engine.speculation_plan import drafter_of
-from jaxinfer.sampling import sample
+from jaxinfer.sampling import best_tokens, perturb, sample
 from jaxinfer.sampling_batch import make_sampling
 from tests.replay import SMALL_MODEL, lively_params
+from tests.unoptimised import UNOPTIMISED
 
 CONFIG = SMALL_MODEL
 ASSETS = Path(jaxinfer.__file__).parent / "assets"
@@ -44,12 +48,16 @@ def case():
     return lively_params(CONFIG), weights, hidden, np.array([3, 60, 0, 17], np.int32)
 
 
-def draft(case, sampling, positions):
+CHAIN = chain_of(K)
+run = jax.jit(draft_from_states, static_argnames="paths", compiler_options=UNOPTIMISED)
+
+
+def draft(case, sampling, positions, paths=CHAIN):
     """What heads draft from states [B, D] that lie in other rows, backwards."""
     params, weights, hidden, tokens = case
     rows, windows = np.arange(4, dtype=np.int32)[::-1], hidden[::-1, None]
     inputs = (rows, tokens[:, None], np.ones(4, np.int32))
-    return draft_from_states(params, MedusaHeads(weights), windows, *inputs, sampling, positions, num_drafts=K)
+    return run(params, MedusaHeads(weights), windows, *inputs, sampling, positions, paths=paths)
 
 
 def test_greedy_heads_draft_the_most_probable_token_of_their_formula(case):
@@ -58,6 +66,54 @@ def test_greedy_heads_draft_the_most_probable_token_of_their_formula(case):
     drafts = draft(case, sampling, np.arange(4, dtype=np.int32))
 
     np.testing.assert_array_equal(drafts, head_logits(*case).argmax(-1))
+
+
+TREE = ((0,), (1,), (0, 0), (1, 0), (2,), (0, 1))
+
+
+def test_the_tree_of_greedy_heads_has_the_most_probable_tokens_of_their_formula_in_order(case):
+    sampling = make_sampling([SamplingParams(temperature=0)] * 4, num_rows=4)
+
+    drafts = draft(case, sampling, np.arange(4, dtype=np.int32), TREE)
+
+    best = np.argsort(-head_logits(*case), axis=-1)
+    for i, path in enumerate(TREE):
+        np.testing.assert_array_equal(drafts[:, i], best[:, len(path) - 1, path[-1]])
+
+
+@functools.partial(jax.jit, compiler_options=UNOPTIMISED)
+def rank(*arguments):
+    return best_tokens(*arguments, 2), sample(*arguments), perturb(*arguments)
+
+
+def test_a_second_guess_is_what_would_be_drawn_without_the_first():
+    params = [SamplingParams(temperature=t, top_k=20, seed=i) for i, t in enumerate((0.0, 0.7, 1.3))]
+    sampling, positions = make_sampling(params, num_rows=3), jnp.array([5, 9, 2])
+    logits = jnp.asarray(np.random.default_rng(2).standard_normal((3, 61)), jnp.float32)
+
+    best, drawn, perturbed = rank(logits, sampling, positions)
+
+    np.testing.assert_array_equal(best[:, 0], drawn)
+    # Without noise and filters the second is the second largest; with them the one next to the drawn one.
+    assert best[0, 1] == np.argsort(-np.asarray(logits[0]))[1]
+    scores = np.array(perturbed)
+    scores[np.arange(3), best[:, 0]] = -np.inf
+    np.testing.assert_array_equal(best[1:, 1], scores[1:].argmax(-1))
+
+
+@pytest.mark.parametrize("tree", [MEDUSA_TREE, EAGLE_TREE, TREE])
+def test_every_path_of_a_tree_goes_on_from_one_before_it(tree):
+    parents = parents_of_paths(tree)
+
+    assert len(set(tree)) == len(tree)
+    assert all(
+        parent < i and path[:-1] == ((), *tree)[1 + parent]
+        for i, (path, parent) in enumerate(zip(tree, parents, strict=True))
+    )
+
+
+def test_heads_make_no_drafts_for_places_that_they_have_no_head_for(case):
+    assert MedusaHeads(case[1][:1]).tree == tuple((rank,) for rank in range(5))
 
 
 def test_each_head_draws_with_the_noise_of_its_position(case):

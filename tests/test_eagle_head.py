@@ -18,8 +18,9 @@ from jaxinfer.sampling_batch import make_sampling
 from tests.replay import SMALL_MODEL, lively_params
 from tests.unoptimised import UNOPTIMISED
 
-W, NUM_DRAFTS = 4, 3
-draft = jax.jit(functools.partial(draft_from_states, num_drafts=NUM_DRAFTS), compiler_options=UNOPTIMISED)
+W, DEPTH = 4, 3
+PATHS = ((0,), (1,), (0, 0), (0, 0, 0), (0, 1), (2,))
+draft = jax.jit(functools.partial(draft_from_states, paths=PATHS), compiler_options=UNOPTIMISED)
 CONFIG = ModelConfig(
     vocab_size=SMALL_MODEL.vocab_size,
     hidden_size=SMALL_MODEL.hidden_size,
@@ -78,16 +79,16 @@ def next_state(head, inputs):
 
 
 def drafts_by_definition(params, head, hidden, tokens):
-    """The most probable drafts after states [n, D], told the token i64[n] that was drawn from each."""
+    """The drafts for each place after states [n, D], most probable first, told the token i64[n] drawn from each."""
     states, told, drafts = list(hidden), list(tokens), []
-    for _ in range(NUM_DRAFTS):
+    for _ in range(DEPTH):
         pairs = zip(told, states, strict=True)
         told_states = [
             [normed(params.embedding[t], head.embedding_norm), normed(s, head.hidden_norm)] for t, s in pairs
         ]
         states.append(next_state(head, np.array(told_states).reshape(len(states), -1)))
-        drafts.append(int((params.embedding @ states[-1]).argmax()))
-        told.append(drafts[-1])
+        drafts.append(np.argsort(-(params.embedding @ states[-1])).tolist())
+        told.append(drafts[-1][0])
     return drafts
 
 
@@ -108,4 +109,5 @@ def test_each_draft_follows_from_the_states_and_tokens_before_it(case):
 
     params, head = jax.tree.map(lambda tensor: np.asarray(tensor, np.float64), (params, head))
     for i, n in enumerate([4, 2]):
-        assert drafts[i].tolist() == drafts_by_definition(params, head, windows[rows[i], W - n :], tokens[i, W - n :])
+        best = drafts_by_definition(params, head, windows[rows[i], W - n :], tokens[i, W - n :])
+        assert drafts[i].tolist() == [best[len(path) - 1][path[-1]] for path in PATHS]

@@ -92,6 +92,7 @@ CORE = (
     "processors",
     "sampling",
     "speculative",
+    "draft_trees",
     "decode_loop",
     "draft_heads",
     "eagle_head",
@@ -116,6 +117,7 @@ ALLOWED = {
     "decoder": below("config", "params", "layers", "cache", "batch") | set(within("kernels_pallas")),
     "sampling": below("batch", "sampling_batch", "sampling_params", "processors") | set(within("kernels_pallas")),
     "speculative": below("batch", "sampling_batch") | set(within("kernels_pallas")),
+    "draft_trees": below("batch", "cache", "config", "processors", "speculative"),
     "decode_loop": below("batch", "cache", "sampling_params"),
     "draft_heads": below("decoder", "layers", "params", "sampling", "sampling_batch"),
     "eagle_head": below("config", "decoder", "draft_heads", "layers", "params", "sampling", "sampling_batch"),
@@ -146,13 +148,14 @@ ALLOWED = {
     "engine.emission": below("engine.request", "engine.step"),
     "engine.pipeline": below("engine.request", "engine.step"),
     "engine.looping": below("engine.block_tables", "engine.step"),
-    "engine.drafters": below("engine.request"),
+    "engine.draft_tree": set(),
+    "engine.drafters": below("engine.draft_tree", "engine.request"),
     "engine.cost_fit": set(),
     "engine.draft_choice": set(),
     "engine.draft_ledger": set(),
     "engine.draft_estimates": below("engine.cost_fit"),
     "engine.draft_source": below(
-        "engine.device_drafter", "engine.draft_estimates", "engine.drafters", "engine.request"
+        *(f"engine.{name}" for name in ("device_drafter", "draft_estimates", "draft_tree", "drafters", "request"))
     ),
     "engine.block_tables": below(
         *(f"engine.{name}" for name in ("page_copies", "page_finder", "page_sight", "page_window", "pages", "prefix")),
@@ -175,6 +178,7 @@ ALLOWED = {
     "engine.buckets": below("config", "device", "engine.step"),
     "engine.batching": below(
         *("batch", "decode_loop", "prompt_log_probs", "sampling_batch", "config", "engine.buckets", "engine.step"),
+        "engine.draft_tree",
         "engine.request",
     ),
 }

@@ -11,6 +11,7 @@ from jaxinfer.batch import Batch, Row, drawn_in_row, make_batch, make_block_tabl
 from jaxinfer.config import EngineConfig
 from jaxinfer.decode_loop import LoopBatch, make_loop
 from jaxinfer.engine.buckets import Bucket
+from jaxinfer.engine.draft_tree import parents_of
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.step import NO_ROWS, Chunk, Rows, Step
 from jaxinfer.prompt_log_probs import PromptBatch, make_prompt, no_prompt
@@ -125,6 +126,15 @@ def _token_ids(chunk: Chunk, drawn_in: Mapping[Request, int]) -> list[int]:
     return [*token_ids, *chunk.drafts]
 
 
+def build_parents(step: Step, bucket: Bucket) -> np.ndarray:
+    """Lays out which token of its row each token follows in a step that verifies trees, as `verify_step` takes it."""
+    parents, place = np.full(bucket.num_tokens, -1, np.int32), 0
+    for drafts in step.chunks.drafts:
+        parents[place + 1 : place + 1 + len(drafts)] = [1 + parent for parent in parents_of(drafts)]
+        place += 1 + len(drafts)
+    return parents
+
+
 def build_prompt(step: Step, bucket: Bucket) -> PromptBatch:
     """Lays out of which prompt tokens a step yields the log-probabilities."""
     places, token_ids = [], []
@@ -157,7 +167,7 @@ def _masks(step: Step) -> dict[int, np.ndarray]:
     for row, chunk in enumerate(step.chunks):
         grammar = chunk.request.grammar
         if grammar is not None and step.is_verify:
-            masks |= enumerate(grammar.masks(chunk.drafts), first)
+            masks |= enumerate(grammar.masks(chunk.drafts, parents_of(chunk.drafts)), first)
         elif grammar is not None and chunk.is_last:
             masks[row] = grammar.mask()
         first += chunk.num_tokens + len(chunk.drafts)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxinfer.cache import abstract_cache
 from jaxinfer.config import CacheConfig
-from jaxinfer.engine.batching import BatchBuilder, build_loop, build_prompt
+from jaxinfer.engine.batching import BatchBuilder, build_loop, build_parents, build_prompt
 from jaxinfer.engine.buckets import Bucket, plan_buckets
 from jaxinfer.engine.chaining import chained_step
 from jaxinfer.engine.device_drafter import Target
@@ -34,6 +34,7 @@ class StepCompiler:
         self._max_prompt_log_probs = config.max_prompt_log_probs
         self._custom = dict(target.custom)
         self._max_listed_tokens = config.max_listed_tokens
+        self._draft_trees = config.draft_trees
         self._loop_steps = config.decode_loop_steps
         self._builder = BatchBuilder(
             page_size=config.page_size,
@@ -59,6 +60,8 @@ class StepCompiler:
         arguments = self._builder.build(step, bucket, before)
         if bucket.is_decode and self._loop_steps > 1:
             return *arguments, build_loop(step, bucket, self._max_listed_tokens)
+        if bucket.is_verify and self._draft_trees:
+            return *arguments, build_parents(step, bucket)
         has_prompt = bucket.is_prefill and self._max_prompt_log_probs is not None
         return (*arguments, build_prompt(step, bucket)) if has_prompt else arguments
 

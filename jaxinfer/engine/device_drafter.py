@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxinfer.cache import KVCache
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
+from jaxinfer.engine.draft_tree import Drafts
 from jaxinfer.engine.emission import Emitted
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.step import Step
@@ -70,7 +71,7 @@ class DeviceDrafter(Protocol):
     def observe(self, step: Step, emitted: Sequence[Sequence[Emitted]], hidden: Any) -> None:
         """Is shown each step, what it emitted and its tokens' states [T, D], on the device."""
 
-    def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]: ...
+    def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> Sequence[Drafts]: ...
 
     def forget(self, request: Request) -> None:
         """Is told that a request has ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -10,26 +11,28 @@ import numpy as np
 MARGIN = 1.05
 
 
-def choose_count(rates: np.ndarray, seconds: np.ndarray) -> int:
+def choose_count(likelihoods: np.ndarray, seconds: np.ndarray) -> int:
     """Returns how many drafts to make for each request, 0 if none pay.
 
-    rates f64[B]: how likely each request's draft is right if those before it are. seconds f64[K + 1]: what a step
+    likelihoods f64[B, K]: how likely each request emits its first, second, … draft. seconds f64[K + 1]: what a step
     takes in which each has 0, 1, … K of them.
     """
-    gains = [(rates**depth).sum() for depth in range(1, len(seconds))]
-    return _most_per_second(len(rates), gains, seconds)
+    return _most_per_second(len(likelihoods), likelihoods.sum(0).tolist(), seconds)
 
 
-def choose_drafts(rates: np.ndarray, counts: Sequence[int], seconds: np.ndarray) -> list[int]:
-    """Returns how many of its `counts[i]` drafts each request is to have verified: the likeliest of all first.
+def choose_drafts(likelihoods: Sequence[Sequence[float]], seconds: np.ndarray) -> list[int]:
+    """Returns how many of its drafts, from the first on, each request is to have verified: the likeliest of all first.
 
-    seconds f64[N + 1]: what a step takes with 0, 1, … N drafts, whose ever they are.
+    `likelihoods[i]`: how likely the i-th request emits its first, second, … draft. seconds f64[N + 1]: what a step
+    takes with 0, 1, … N drafts, whose ever they are.
     """
-    likelihoods = [(rate**depth, i) for i, rate in enumerate(rates.tolist()) for depth in range(1, counts[i] + 1)]
-    likelihoods = sorted(likelihoods, reverse=True)[: len(seconds) - 1]
-    gains = [likelihood for likelihood, _ in likelihoods]
-    best = _most_per_second(len(rates), gains, seconds[: len(gains) + 1])
-    return np.bincount([i for _, i in likelihoods[:best]], minlength=len(rates)).tolist()
+    # One that is likelier than one before it has to wait for that.
+    turns = [(least, i) for i, row in enumerate(likelihoods) for least in accumulate(row, min)]
+    turns = [i for _, i in sorted(turns, reverse=True)[: len(seconds) - 1]]
+    rows = [iter(row) for row in likelihoods]
+    gains = [next(rows[i]) for i in turns]
+    best = _most_per_second(len(likelihoods), gains, seconds[: len(gains) + 1])
+    return np.bincount(turns[:best], minlength=len(likelihoods)).tolist()
 
 
 def share_out(counts: Sequence[int], room: int) -> list[int]:

@@ -16,6 +16,7 @@ import numpy as np
 from jaxinfer.engine.draft_choice import choose_count, choose_drafts
 from jaxinfer.engine.draft_ledger import Ledger
 from jaxinfer.engine.draft_source import DraftSource
+from jaxinfer.engine.draft_tree import Drafts, parents_of, rest_of
 from jaxinfer.engine.emission import Emitted
 from jaxinfer.engine.plain_runs import PlainRuns
 from jaxinfer.engine.request import Request
@@ -87,7 +88,7 @@ class Decision:
         drafts = self._source.draft(requests, [min(limit, count) for limit in limits])
         is_reading = self._source.device_drafter is not None and not any(drafts)
         self._num_owed = count if is_reading and self._source.num_unseen(requests) > len(requests) else 0
-        counts = self._choose(requests, [len(tokens) for tokens in drafts], costs)
+        counts = self._choose(requests, drafts, costs)
         attempt.expected = float(costs[sum(counts)]) + float(drafting[max(counts)])
         return [tokens[:count] for tokens, count in zip(drafts, counts, strict=True)]
 
@@ -117,8 +118,8 @@ class Decision:
             return self._affordable(requests, self.seconds(chunks, room), drafting, unseen) > 0
         # Their first tokens are guesses of what is being drawn. All are held against what comes, verified or not.
         drafts = self._source.draft(requests, [limit + 1 for limit in limits])
-        counts = [max(len(tokens) - 1, 0) for tokens in drafts]
-        return any(counts) and any(self._choose(requests, counts, self.seconds(chunks, room)))
+        rests = [rest_of(tokens, tokens[0]) if tokens else tokens for tokens in drafts]
+        return any(rests) and any(self._choose(requests, rests, self.seconds(chunks, room)))
 
     def _is_cheap(self, drafting: np.ndarray, unseen: float) -> bool:
         """Whether drafts can be made before it is clear what they are good for."""
@@ -137,7 +138,8 @@ class Decision:
             return min(self._num_owed, len(seconds) - 1)
         seconds = seconds + drafting[: len(seconds)]
         seconds[1:] += unseen / max(map(num_to_come, requests))
-        count = choose_count(self._source.rates(requests), seconds) if drafting[-1] > 0 else 1
+        expected = self._source.expected(requests, len(seconds) - 1)
+        count = choose_count(expected, seconds) if drafting[-1] > 0 else 1
         if unseen > CHEAP * self._plain and not self.ledger.may_invest(self._advance(requests)):
             return 0
         trial = min(TRIAL, len(seconds) - 1)
@@ -145,10 +147,12 @@ class Decision:
             count = trial
         return count
 
-    def _choose(self, requests: Sequence[Request], counts: Sequence[int], costs: np.ndarray) -> list[int]:
-        """Returns how many drafts of each request to verify, of so many that it has."""
-        chosen = choose_drafts(self._source.rates(requests), counts, costs)
-        if not any(chosen) and self._num_idle >= MAX_IDLE and any(counts):
+    def _choose(self, requests: Sequence[Request], drafts: Sequence[Drafts], costs: np.ndarray) -> list[int]:
+        """Returns how many drafts of each request to verify, of those that it has."""
+        pairs = zip(requests, drafts, strict=True)
+        chosen = choose_drafts([self._source.likelihoods(request, parents_of(d)) for request, d in pairs], costs)
+        if not any(chosen) and self._num_idle >= MAX_IDLE and any(drafts):
+            counts = [len(tokens) for tokens in drafts]
             chosen[counts.index(max(counts))] = 1
         return chosen
 

@@ -8,7 +8,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxinfer.engine.device_drafter import DeviceDrafter
-from jaxinfer.engine.draft_estimates import DRAFTER_MEMORY, FIRST_RATE, REQUEST_MEMORY, Acceptance, DraftTimes
+from jaxinfer.engine.draft_estimates import (
+    DRAFTER_MEMORY,
+    FIRST_RANK_RATE,
+    FIRST_RATE,
+    REQUEST_MEMORY,
+    Acceptance,
+    DraftTimes,
+)
+from jaxinfer.engine.draft_tree import Drafts, DraftTree, first_of, parents_of, rest_of, some_of
 from jaxinfer.engine.drafters import Drafter
 from jaxinfer.engine.request import Request
 
@@ -21,11 +29,14 @@ class DraftSource:
         self._looked_at: Drafter | None = None
         self._device_drafter: DeviceDrafter | None = None
         self.vocab_size: int | None = None
+        self.takes_trees = False
         self._clock = clock
         self._times = DraftTimes()
         self._of_drafter = Acceptance(FIRST_RATE, DRAFTER_MEMORY)
         self._of_request: dict[int, Acceptance] = {}
-        self._pending: dict[int, list[int]] = {}  # drafts that the next tokens of a request will be held against
+        self._of_rank: list[Acceptance] = []  # of the second, third, … drafts for a place, where those before are wrong
+        self._parents: Sequence[int] = ()  # of the largest tree so far
+        self._pending: dict[int, Drafts] = {}  # drafts that the next tokens of a request will be held against
         self._num_seen: dict[int, int] = {}  # tokens that a request had when it was drafted for
 
     @property
@@ -36,18 +47,19 @@ class DraftSource:
             self._device_drafter = self.drafter if isinstance(self.drafter, DeviceDrafter) else None
         return self._device_drafter
 
-    def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
+    def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Drafts]:
         """Returns up to `counts[i]` drafts for each request, as far as its structure allows them."""
         num_unseen = self.num_unseen(requests)
         began = self._clock()
-        drafts = self.drafter.draft(requests, counts)
+        drafts = list(self.drafter.draft(requests, counts))
         self._times.enter(num_unseen, len(requests), max(counts), self._clock() - began)
         for i, request in enumerate(requests):
             drafts[i] = drafts[i][: counts[i]]
             if drafts[i]:
                 self._check(request, drafts[i])
                 if request.grammar is not None:
-                    drafts[i] = drafts[i][: request.grammar.num_allowed(drafts[i])]
+                    places = request.grammar.allowed(drafts[i], parents_of(drafts[i]))
+                    drafts[i] = some_of(drafts[i], places)
             self._pending[request.request_id] = drafts[i]
             if drafts[i] or self.device_drafter is None:  # a model that drafts nothing is still reading
                 self._num_seen[request.request_id] = len(request.token_ids)
@@ -77,9 +89,25 @@ class DraftSource:
             self.num_unseen(requests) - len(requests)
         )
 
-    def rates(self, requests: Sequence[Request]) -> np.ndarray:
-        """Returns how likely each request's next draft is right, f64[B]."""
-        return np.array([self._acceptance(request).rate for request in requests])
+    def likelihoods(self, request: Request, parents: Sequence[int]) -> list[float]:
+        """Returns how likely the request emits each of some drafts: that it is right, and all that it follows.
+
+        For drafts one after another these are the powers of the rate at which a request's drafts are right.
+        """
+        rates = [self._acceptance(request).rate, *(rank.rate for rank in self._of_rank)]
+        likelihoods: list[float] = []
+        left: dict[int, tuple[float, int]] = {}  # by draft: that it is emitted and none after it so far, and how many
+        for parent in parents:
+            likelihood, rank = left.get(parent) or (1.0 if parent < 0 else likelihoods[parent], 0)
+            likelihoods.append(likelihood * (rates[rank] if rank < len(rates) else FIRST_RANK_RATE))
+            left[parent] = (likelihood - likelihoods[-1], rank + 1)
+        return likelihoods
+
+    def expected(self, requests: Sequence[Request], count: int) -> np.ndarray:
+        """Returns how likely each request emits each of `count` drafts that are still to be made, f64[B, count]."""
+        parents = self._parents[:count] or range(-1, count - 1)
+        rows = [self.likelihoods(request, parents) for request in requests]
+        return np.pad(np.array(rows).reshape(len(rows), len(parents)), ((0, 0), (0, count - len(parents))))
 
     def compare(self, request: Request, token_ids: Sequence[int]) -> None:
         """Holds a request's last drafts against the tokens that came."""
@@ -87,14 +115,15 @@ class DraftSource:
         if not pending:
             return
         own = self._acceptance(request)
-        for i, token_id in enumerate(token_ids[: len(pending)]):
-            is_right = token_id == pending[i]
-            own.enter(is_right)
-            self._of_drafter.enter(is_right)
-            if not is_right:
-                del self._pending[request.request_id]
-                return
-        self._pending[request.request_id] = pending[len(token_ids) :]
+        for token_id in token_ids:
+            for rank, draft in enumerate(first_of(pending)):
+                is_right = token_id == draft
+                for acceptance in (own, self._of_drafter) if rank == 0 else (self._acceptance_of_rank(rank),):
+                    acceptance.enter(is_right)
+                if is_right:
+                    break
+            pending = rest_of(pending, token_id)
+        self._pending[request.request_id] = pending
 
     def forget(self, request: Request) -> None:
         """Is told that a request has ended."""
@@ -108,7 +137,19 @@ class DraftSource:
             found = self._of_request[request.request_id] = Acceptance(self._of_drafter.rate, REQUEST_MEMORY)
         return found
 
-    def _check(self, request: Request, drafts: Sequence[int]) -> None:
+    def _acceptance_of_rank(self, rank: int) -> Acceptance:
+        while len(self._of_rank) < rank:
+            self._of_rank.append(Acceptance(FIRST_RANK_RATE, DRAFTER_MEMORY))
+        return self._of_rank[rank - 1]
+
+    def _check(self, request: Request, drafts: Drafts) -> None:
+        if isinstance(drafts, DraftTree):
+            if not self.takes_trees:
+                raise ValueError(
+                    f"{type(self.drafter).__name__} drafted a tree for request {request.request_id}, and this engine"
+                    " verifies lists; set EngineConfig.draft_trees to True"
+                )
+            self._parents = max(self._parents, drafts.parents, key=len)
         if self.vocab_size is not None and not 0 <= min(drafts) <= max(drafts) < self.vocab_size:
             raise ValueError(
                 f"{type(self.drafter).__name__} drafted {list(drafts)} for request {request.request_id}; token ids of"

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from jaxinfer.engine.draft_tree import Drafts
 from jaxinfer.engine.request import Request
 
 # Tokens that must agree before what follows them is a guess: the more, the better the guess.
@@ -23,8 +24,10 @@ class Drafter(Protocol):
     that is set back has another list from then on.
     """
 
-    def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
-        """Returns up to `counts[i]` tokens, none if need be, that may follow those of `requests[i]`."""
+    def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> Sequence[Drafts]:
+        """Returns up to `counts[i]` tokens, none if need be, that may follow those of `requests[i]`: a list of them one
+        after another, or with `EngineConfig.draft_trees` a `DraftTree`.
+        """
         ...
 
     def forget(self, request: Request) -> None:

@@ -12,11 +12,12 @@ import jax
 import numpy as np
 
 from jaxinfer.batch import padded
-from jaxinfer.draft_heads import MedusaHeads, draft_from_states
+from jaxinfer.draft_heads import MedusaHeads, Paths, chain_of, draft_from_states, parents_of_paths
 from jaxinfer.eagle_head import EagleHead
 from jaxinfer.engine.batching import sampling_of_requests
 from jaxinfer.engine.buckets import decode_sizes, plan_buckets
 from jaxinfer.engine.device_drafter import DeviceDrafter, Target
+from jaxinfer.engine.draft_tree import Drafts, DraftTree
 from jaxinfer.engine.emission import Emitted
 from jaxinfer.engine.executables import compile_or_load
 from jaxinfer.engine.request import Request
@@ -29,11 +30,12 @@ class HeadDrafter(DeviceDrafter):
     """Drafts what heads on the last states draw, with the noise of the target's draws.
 
     It drafts nothing for a request of which it has seen no step since that was last without pages. Parameters that
-    change logits before the temperature have no part in it.
+    change logits before the temperature have no part in it. With `EngineConfig.draft_trees` it drafts the heads' own
+    tree, or the first paths of `tree`.
     """
 
-    def __init__(self, heads: MedusaHeads | EagleHead) -> None:
-        self._heads = heads
+    def __init__(self, heads: MedusaHeads | EagleHead, tree: Paths = ()) -> None:
+        self._heads, self._tree = heads, tree
 
     @property
     def resident_bytes(self) -> int:
@@ -55,7 +57,11 @@ class HeadDrafter(DeviceDrafter):
                 f"the draft heads are for a hidden size of {self._heads.hidden_size}, the target has {width};"
                 " speculation needs heads that were trained on the target"
             )
-        self._target, self._num_drafts = target, self._heads.most_drafts(config.max_drafts)
+        self._target, self._draft_trees = target, config.draft_trees
+        self._paths = chain_of(self._heads.most_drafts(config.max_drafts))
+        if config.draft_trees:
+            self._paths = (self._tree or self._heads.tree)[: config.max_drafts]
+        self._parents = parents_of_paths(self._paths)
         sizes, dtype = decode_sizes(config), target.params.final_norm.dtype
         steps = [bucket.num_tokens for bucket in plan_buckets(config, config.max_drafts)]
         self._windows = StateWindows(config.max_num_seqs, self._heads.window, width, dtype, steps)
@@ -64,13 +70,13 @@ class HeadDrafter(DeviceDrafter):
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler releases the interpreter lock
             self._compiled = dict(zip(sizes, pool.map(self._compile, inputs), strict=True))
         self._step_bytes = max(map(step_bytes, self._compiled.values(), inputs)) + self._windows.num_bytes
-        return self._num_drafts
+        return len(self._paths)
 
     def observe(self, step: Step, emitted: Sequence[Sequence[Emitted]], hidden: Any) -> None:
         self._windows.note(step, emitted, hidden)
 
-    def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
-        drafts: list[list[int]] = [[] for _ in requests]
+    def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Drafts]:
+        drafts: list[Drafts] = [[] for _ in requests]
         windows = self._windows.enter()
         found = [
             self._windows.find(request) if count else None for request, count in zip(requests, counts, strict=True)
@@ -82,7 +88,8 @@ class HeadDrafter(DeviceDrafter):
         arguments = self._lay_out([requests[i] for i, _ in known], [window for _, window in known], size)
         drawn = self._compiled[size](self._target.params, self._heads, windows, *arguments)
         for (i, _), row in zip(known, jax.device_get(drawn).tolist(), strict=False):
-            drafts[i] = row[: counts[i]]
+            tree = DraftTree(row, self._parents) if self._draft_trees else row
+            drafts[i] = tree[: counts[i]]
         return drafts
 
     def forget(self, request: Request) -> None:
@@ -110,5 +117,5 @@ class HeadDrafter(DeviceDrafter):
         return rows, tokens, num_known, replace(sampling, processors=None), positions
 
     def _compile(self, inputs: tuple[Any, ...]) -> jax.stages.Compiled:
-        statics = {"num_drafts": self._num_drafts}
+        statics = {"paths": self._paths}
         return compile_or_load(draft_from_states, self._target.params, self._heads, *inputs, **statics)

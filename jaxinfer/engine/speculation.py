@@ -18,6 +18,7 @@ from jaxinfer.engine.device_drafter import LendCache, Target
 from jaxinfer.engine.draft_choice import share_out
 from jaxinfer.engine.draft_decision import Attempt, Decision, num_to_come
 from jaxinfer.engine.draft_source import DraftSource
+from jaxinfer.engine.draft_tree import Drafts
 from jaxinfer.engine.drafters import Drafter
 from jaxinfer.engine.emission import Emitted
 from jaxinfer.engine.pipeline import Device
@@ -93,6 +94,13 @@ class Speculation:
     def prepare(self, target: Target) -> None:
         """Compiles what drafting for this target needs; again for a cache of another size."""
         self.source.vocab_size = target.model_config.vocab_size
+        self.source.takes_trees = target.engine_config.draft_trees
+        window, num_tokens = target.model_config.sliding_window, 1 + target.engine_config.max_drafts
+        if self.source.takes_trees and window is not None and window < num_tokens:
+            raise ValueError(
+                f"draft_trees=True lets a draft see all that it follows, and this model's sliding_window={window} is"
+                f" less than max_drafts={num_tokens - 1} and a token; leave out EngineConfig.draft_trees"
+            )
         if self.source.device_drafter is not None:
             self._max_drafts = min(self._max_drafts, self.source.device_drafter.prepare(target))
 
@@ -120,8 +128,8 @@ class Speculation:
         """Is told that a request has ended."""
         self.source.forget(request)
 
-    def _propose(self, chunks: Chunks, tables: BlockTables) -> list[list[int]]:
-        nothing: list[list[int]] = [[] for _ in chunks]
+    def _propose(self, chunks: Chunks, tables: BlockTables) -> Sequence[Drafts]:
+        nothing: list[Drafts] = [[] for _ in chunks]
         requests, attempt, decision = chunks.requests, self._attempt, self._decision
         if decision is not None:
             costs = decision.seconds(chunks, self._max_drafts * len(chunks))

@@ -7,21 +7,26 @@ from pathlib import Path
 from jaxinfer.checkpoint import load_checkpoint
 from jaxinfer.checkpoint.draft_heads import DraftHeads, has_draft_heads, load_draft_heads
 from jaxinfer.config import EngineConfig, ModelConfig
-from jaxinfer.draft_heads import MedusaHeads
+from jaxinfer.draft_heads import MedusaHeads, Paths
 from jaxinfer.eagle_head import EagleHead
 from jaxinfer.engine.buckets import max_verified_tokens, plan_buckets
 from jaxinfer.engine.draft_model import DraftModel
-from jaxinfer.engine.drafters import Drafter, make_drafter
+from jaxinfer.engine.drafters import Drafter, NgramDrafter, make_drafter
 from jaxinfer.engine.exit_drafter import ExitDrafter
 from jaxinfer.engine.head_drafter import HeadDrafter
 from jaxinfer.engine.speculation import Speculation
 from jaxinfer.engine.step_costs import StepCosts
 from jaxinfer.params import LayerParams, Params
 
+# Who never makes a tree.
+CHAIN_DRAFTERS = (NgramDrafter, DraftModel, ExitDrafter)
+
 
 def plan_speculation(speculation: str | Path | Drafter | None, config: EngineConfig, dtype: str) -> Speculation | None:
     """Returns what adds drafts to the steps of an engine; ValueError for a drafter that does not exist."""
     if speculation is None:
+        if config.draft_trees:
+            raise ValueError("draft_trees=True has no drafter to make them: give LLM a speculation, or leave it out")
         return None
     if config.decode_loop_steps > 1:
         raise ValueError(
@@ -32,6 +37,11 @@ def plan_speculation(speculation: str | Path | Drafter | None, config: EngineCon
         drafter = _load_drafter(speculation, dtype)
     else:
         drafter = make_drafter(speculation)
+    if config.draft_trees and isinstance(drafter, CHAIN_DRAFTERS):
+        raise ValueError(
+            f"draft_trees=True is not for speculation={str(speculation)!r}, which drafts one token after another; leave"
+            " out EngineConfig.draft_trees, or give the folder of Medusa or EAGLE-style heads"
+        )
     buckets = plan_buckets(config, config.max_drafts)
     return Speculation(
         drafter,
@@ -56,11 +66,11 @@ def _load_drafter(path: str | Path, dtype: str) -> Drafter:
     return DraftModel(*load_checkpoint(path, dtype))
 
 
-def drafter_of(heads: DraftHeads) -> Drafter:
-    """Returns the drafter that has these heads."""
+def drafter_of(heads: DraftHeads, tree: Paths = ()) -> Drafter:
+    """Returns the drafter that has these heads; `tree` is in the place of the tree that they make otherwise."""
     if heads.kind == "exit":
         return ExitDrafter(heads.numbers["num_layers"], heads.tensors["norm"], heads.tensors["lens"])
-    return HeadDrafter(MedusaHeads(heads.tensors["weights"]) if heads.kind == "medusa" else _eagle_head(heads))
+    return HeadDrafter(MedusaHeads(heads.tensors["weights"]) if heads.kind == "medusa" else _eagle_head(heads), tree)
 
 
 def _eagle_head(heads: DraftHeads) -> EagleHead:

@@ -156,7 +156,32 @@ def move_slots(pages: Pages, sources: jax.Array, targets: jax.Array) -> Pages:
 
     All are read before any is written.
     """
+    if pages.layout == "tpu":
+        return replace(pages, arrays=(_move_in_tiles(pages.arrays[0], sources, targets),))
     return _put_slots(pages, _take_slots(pages, sources), targets)
+
+
+def _move_in_tiles(pool: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
+    """`move_slots` in a TPU pool, by whole tiles: to take or put parts of them XLA copies the pool."""
+    P, C, tiles_per_page, t, W = pool.shape
+    tiles = pool.reshape(P * C * tiles_per_page, t, W)
+    is_moved = targets < P * tiles_per_page * t
+
+    def planes_of(slots: jax.Array) -> jax.Array:
+        """The tiles i32[n, C] that hold slots i32[n]."""
+        page_ids, numbers = slots // t // tiles_per_page, slots // t % tiles_per_page
+        return (page_ids[:, None] * C + jnp.arange(C)[None]) * tiles_per_page + numbers[:, None]
+
+    new = jnp.take_along_axis(tiles[planes_of(sources)], (sources % t)[:, None, None, None], axis=2)
+    targets = jnp.where(is_moved, targets, 0)
+    at = planes_of(targets)
+    # Several may come to one tile: each writes it with all of them in.
+    is_here = (targets[:, None] // t == targets[None] // t) & is_moved[None]
+    comes = is_here[:, None] & (jnp.arange(t)[None, :, None] == (targets % t)[None, None])  # [n, t, n]
+    moved = new[comes.argmax(-1), :, 0].swapaxes(1, 2)  # [n, C, t, W]
+    whole = jnp.where(comes.any(-1)[:, None, :, None], moved, tiles[at])
+    tiles = tiles.at[jnp.where(is_moved[:, None], at, len(tiles))].set(whole, mode="drop")
+    return tiles.reshape(pool.shape)
 
 
 def _slot_index(pages: Pages, slots: jax.Array) -> list[tuple[Any, ...]]:

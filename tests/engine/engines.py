@@ -18,6 +18,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.engine.draft_tree import DraftTree
 from jaxinfer.engine.drafters import Drafter
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request import Completion, Delta
@@ -116,6 +117,26 @@ class ScriptedDrafter:
         prompt = tuple(request.token_ids[: request.num_prompt_tokens])
         answer = self.answers.get((prompt, request.sample_index), ())[request.num_output_tokens :][:count]
         return [token if self._random.random() < self.acceptance else (token + 1) % 96 for token in answer]
+
+
+class ScriptedTrees(ScriptedDrafter):
+    """Trees of random shape, in which some path follows the known answers as far as each guess for it is right."""
+
+    def _draft(self, request, count):
+        answer = super()._draft(request, count)
+        prompt = tuple(request.token_ids[: request.num_prompt_tokens])
+        known = self.answers.get((prompt, request.sample_index), ())[request.num_output_tokens :]
+        paths: list[tuple[int, ...]] = [()]
+        tokens, parents = [], []
+        for _ in answer:
+            parent = max(self._random.randrange(len(paths)) for _ in range(2))  # rather deep than wide
+            depth = len(paths[parent])
+            right = known[depth] if depth < len(known) else EOS
+            guess = right if self._random.random() < self.acceptance else (right + 1 + self._random.randrange(2)) % 96
+            paths.append((*paths[parent], guess))
+            tokens.append(guess)
+            parents.append(parent - 1)
+        return DraftTree(tuple(tokens), tuple(parents))
 
 
 @contextlib.contextmanager

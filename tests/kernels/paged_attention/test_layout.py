@@ -66,10 +66,10 @@ def test_slots_are_moved_as_they_were_before_and_none_past_the_pool(layout):
     pages = write(poisoned(abstract_pages(2, S, 2, 16, "float32", layout)), *draw(3, 2, 16), np.array([4, 5, S + 1]))
     before = gather(pages, np.arange(2 * S))
 
-    moved = gather(move_slots(pages, np.array([5, 4, S + 1]), np.array([4, S, 2 * S])), np.arange(2 * S))
+    moved = gather(move_slots(pages, np.array([5, 4, S + 1, 5]), np.array([4, 6, 2 * S, S])), np.arange(2 * S))
 
     expected = np.arange(2 * S)
-    expected[[4, S]] = 5, 4
+    expected[[4, 6, S]] = 5, 4, 5
     for x, old in zip(moved, before, strict=True):
         np.testing.assert_array_equal(x, np.asarray(old)[expected])
 
