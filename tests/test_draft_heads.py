@@ -82,8 +82,9 @@ def test_the_tree_of_greedy_heads_has_the_most_probable_tokens_of_their_formula_
 
 
 @functools.partial(jax.jit, compiler_options=UNOPTIMISED)
-def rank(*arguments):
-    return best_tokens(*arguments, 2), sample(*arguments), perturb(*arguments)
+def rank(logits, sampling, positions):
+    best = best_tokens(logits, sampling, positions, 2)
+    return best, sample(logits, sampling, positions), perturb(logits, sampling, positions)
 
 
 def test_a_second_guess_is_what_would_be_drawn_without_the_first():

@@ -48,7 +48,7 @@ def longest_path(tokens, parents, drawn):
     return max(paths, key=len)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.lists(shapes, min_size=1, max_size=B), st.randoms(use_true_random=False))
 def test_the_path_goes_where_the_draws_go(trees, random):
     tokens = [[random.randrange(3) for _ in range(1 + len(parents))] for parents in trees]
@@ -159,3 +159,20 @@ def test_the_states_are_those_of_the_path_in_its_order():
             output.hidden[i * Q : i * Q + count], expected.hidden[i * count : (i + 1) * count]
         )
     assert jnp.isfinite(output.hidden[: 3 * Q]).all()
+
+
+def test_a_row_that_does_not_see_its_first_page_has_trees_as_well():
+    context, pages, cache, sampling = list(PROMPTS[0]), PAGES[0][1:], prefilled(), sampling_for("no token twice")
+    for _ in range(4):
+        row = Row(context[-1:], len(context) - 1, pages, num_hidden=16)
+        batch = make_batch([row], page_size=16, num_tokens=B, num_rows=B, table_width=2)
+        output, cache = decode_step(params(), cache, batch, sampling, config=CONFIG, max_log_probs=2)
+        context.append(int(output.tokens[0]))
+    *first, second, third, _ = context[len(PROMPTS[0]) - 1 :]
+    row = Row([*first, third, second, third], len(PROMPTS[0]) - 1, pages, num_hidden=16)
+    sampling = sampling_for("no token twice", num_masks=B * Q)
+
+    output, _ = verify_step(prefilled(), make_rows([row]), sampling, parents_of([(0, 1, 1, 3)]))
+
+    assert output.num_emitted.tolist() == [4, 0, 0, 0]
+    assert output.tokens[0, :4].tolist() == context[len(PROMPTS[0]) :]
