@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,12 +33,17 @@ def endless(llm: LLM) -> Iterator[LLM]:
         llm._admission, engine_config=config, max_model_len=config.max_model_len, window=window
     )
     sight = PageSight(window, tables.pages, tables.copies, tables.page_size)
-    cache = abstract_cache(llm.model_config, llm._admission.cache_config)
-    _become(llm, admission, sight, PageCopier(cache, llm.model_config, (), num_sinks=1)._turn)
+    _become(llm, admission, sight, _turn_of(llm))
     try:
         yield llm
     finally:
         _become(llm, *kept)
+
+
+@functools.cache
+def _turn_of(llm: LLM) -> Any:
+    cache = abstract_cache(llm.model_config, llm._admission.cache_config)
+    return PageCopier(cache, llm.model_config, (), num_sinks=1)._turn
 
 
 def _become(llm: LLM, admission: Admission, sight: PageSight, turn: Any) -> None:
