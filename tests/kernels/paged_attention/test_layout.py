@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -66,7 +67,8 @@ def test_slots_are_moved_as_they_were_before_and_none_past_the_pool(layout):
     pages = write(poisoned(abstract_pages(2, S, 2, 16, "float32", layout)), *draw(3, 2, 16), np.array([4, 5, S + 1]))
     before = gather(pages, np.arange(2 * S))
 
-    moved = gather(move_slots(pages, np.array([5, 4, S + 1, 5]), np.array([4, 6, 2 * S, S])), np.arange(2 * S))
+    sources, targets = jnp.array([5, 4, S + 1, 5]), jnp.array([4, 6, 2 * S, S])
+    moved = gather(move_slots(pages, sources, targets), np.arange(2 * S))
 
     expected = np.arange(2 * S)
     expected[[4, 6, S]] = 5, 4, 5
