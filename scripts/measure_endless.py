@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmark import BUNDLED_MODEL
 from corpus import held_out_files
 
 from jaxinfer import LLM, EngineConfig, SamplingParams
 from jaxinfer.tokenizer import Tokenizer
 
-BUNDLED = Path(__file__).resolve().parents[1] / "jaxinfer" / "assets" / "tiny"
 PAGE_SIZE, PIECE = 16, 1000
 WANTED = SamplingParams(max_tokens=1, temperature=0, prompt_log_probs=0)
 
@@ -53,7 +53,7 @@ def report(name: str, rows: Sequence[list[float]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", type=Path, default=BUNDLED)
+    parser.add_argument("--model", type=Path, default=BUNDLED_MODEL)
     parser.add_argument("--seen", type=int, nargs="+", default=[256, 512])
     parser.add_argument("--sinks", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=8000)
