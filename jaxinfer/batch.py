@@ -175,8 +175,8 @@ def _check_row(row: Row, page_size: int, table_width: int) -> None:
 
 def padded(values: np.ndarray, size: int, padding: float) -> np.ndarray:
     """Returns values followed by padding up to `size`, as bool, f32 or i32; themselves where there are as many."""
-    # Of no values numpy makes 64-bit floats.
-    dtype = values.dtype if values.dtype in (np.float32, np.bool_) else np.int32
+    # Of no values numpy makes 64-bit floats, of lists of integers 64-bit integers.
+    dtype = np.int32 if values.dtype.itemsize == 8 else values.dtype
     if len(values) == size:
         return values.astype(dtype, copy=False)
     out = np.full(size, padding, dtype)

@@ -40,7 +40,7 @@ class BatchBuilder:
         self._custom = custom
         # Of the last step of decoding requests: its shape, its rows, and for each its pages.
         self._last: tuple[Bucket, Rows] | None = None
-        self._pages: list[list[int]] = []
+        self._pages: list[tuple[int, ...]] = []
         self._block_tables = np.zeros((0, table_width), np.int32)
         self._sampling: SamplingBatch | None = None
 
@@ -66,19 +66,19 @@ class BatchBuilder:
 
     def _build_decode(self, step: Step, bucket: Bucket, before: Rows) -> tuple[Batch, SamplingBatch]:
         rows, requests = step.chunks.rows, step.chunks.requests
-        hidden = [request.num_hidden for request in requests]
-        is_any_hidden = any(hidden)  # nearly never
-        pages = [request.table if is_any_hidden else request.pages for request in requests]
+        may_hide = rows.max_len > self._table_width * self._page_size  # nearly never
+        pages = [request.table for request in requests] if may_hide else [request.pages for request in requests]
         if (bucket, rows) != self._last:
-            self._last, self._pages = (bucket, rows), [list(page_ids) for page_ids in pages]
+            self._last, self._pages = (bucket, rows), pages
             self._block_tables = make_block_tables(pages, bucket.num_rows, self._table_width)
             self._sampling = None
         elif pages != self._pages:
             self._block_tables = self._block_tables.copy()  # a step on its way reads the one before
-            for row, page_ids in enumerate(pages):
-                if page_ids != self._pages[row]:
-                    self._pages[row] = list(page_ids)
-                    self._block_tables[row, : len(page_ids)] = page_ids
+            for row, (old, new) in enumerate(zip(self._pages, pages, strict=True)):
+                if new is not old:
+                    first = len(old) if new[: len(old)] == old else 0
+                    self._block_tables[row, first : len(new)] = new[first:]
+            self._pages = pages
         if self._sampling is None or (not step.is_plain and any(request.grammar is not None for request in requests)):
             self._sampling = self._make_sampling(step, bucket)
         if step.is_ahead and rows is before:  # each has drawn the token that it computes
@@ -86,9 +86,9 @@ class BatchBuilder:
         else:
             drawn_in = _places(before)
             token_ids = np.array([_token_ids(chunk, drawn_in)[0] for chunk in step.chunks], np.int32)
-        positions = np.array(step.chunks.starts, np.int32)
-        shown = (self._block_tables, self._page_size, np.array(hidden, np.int32) if is_any_hidden else 0)
-        return make_decode_batch(token_ids, positions, *shown), self._sampling
+        hidden = np.array([request.num_hidden for request in requests], np.int32) if may_hide else 0
+        positions = step.chunks.positions
+        return make_decode_batch(token_ids, positions, self._block_tables, self._page_size, hidden), self._sampling
 
     def _make_sampling(self, step: Step, bucket: Bucket) -> SamplingBatch:
         return sampling_of_requests(

@@ -85,9 +85,9 @@ class BlockTables:
     def extend(self, request: Request, count: int) -> None:
         """Gives the request the pages that `num_missing` said it lacks."""
         pages = self.pages.allocate(count)
-        if num_unturned := self.sight.num_unturned(request):
-            request.turned, pages = pages[:num_unturned], pages[num_unturned:]
-        request.pages += pages
+        if self.sight.is_endless and (num_unturned := self.sight.num_unturned(request)):
+            request.turned, pages = tuple(pages[:num_unturned]), pages[num_unturned:]
+        request.pages += tuple(pages)
 
     def extend_ahead(self, request: Request, num_tokens: int) -> int:
         """Gives the request the pages for its next token and that many after it, if there are some that nobody uses.
@@ -119,8 +119,8 @@ class BlockTables:
 
     def release(self, request: Request) -> None:
         self.pages.release(request.owned_pages)
-        request.pages, request.freed = [], range(0)
-        request.turned, request.num_hidden = [], 0
+        request.pages, request.freed = (), range(0)
+        request.turned, request.num_hidden = (), 0
         request.give_up(0)
 
     def park(self, request: Request) -> None:
@@ -147,7 +147,7 @@ class BlockTables:
             return False
         kept = -(-request.num_computed // self.page_size)
         self.pages.release(request.pages[kept:])
-        del request.pages[kept:]
+        request.pages = request.pages[:kept]
         if not request.pages:
             return False
         last = request.pages[-1]
@@ -155,7 +155,7 @@ class BlockTables:
             return True
         if self.pages.num_available == 0:
             return False
-        request.pages[-1:] = self.pages.allocate(1)
+        request.pages = (*request.pages[:-1], *self.pages.allocate(1))
         self.copies.append(CopyWithin(last, request.pages[-1]))
         self.pages.release([last])
         return True
@@ -171,7 +171,7 @@ class BlockTables:
                 self.pages.acquire(page)
         new, num_pages = self.pages.allocate(len(copied)), max(found, default=-1) + 1
         found |= dict(zip(copied, new, strict=True))
-        request.pages = [found.get(index) or 0 for index in range(num_pages)]
+        request.pages = tuple(found.get(index) or 0 for index in range(num_pages))
         missing = [index for index in range(num_pages) if index not in found]
         request.freed = range(missing[0], missing[-1] + 1) if missing else range(0)
         for index, copy in copied.items():
@@ -191,7 +191,7 @@ class BlockTables:
     def _make_known(self, request: Request, keys: PageKeys, index: int) -> None:
         """Gives a full page its key."""
         key = keys.key(index, request.token_ids)
-        request.pages[index] = self.pages.register(request.pages[index], key)
+        request.put_page(index, self.pages.register(request.pages[index], key))
         token_ids = request.token_ids[index * self.page_size : (index + 1) * self.page_size]
         self._finder.enter(key, keys.parent_key(index, request.token_ids), token_ids)
 
@@ -209,7 +209,7 @@ class BlockTables:
             return False
         self.pages.acquire(page)
         self.pages.release(request.pages[index : index + 1])  # a page it had begun itself
-        request.pages[index : index + 1] = [page]
+        request.put_page(index, page)
         request.skip((index + 1) * self.page_size)
         return True
 

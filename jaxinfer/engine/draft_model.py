@@ -35,7 +35,7 @@ class DraftModel(StepDrafter):
         self._params = params
         self._config = config
         # What was computed for a request: in which pages, how many of its tokens, and which drafts after them.
-        self._computed: dict[int, tuple[list[int], int, list[int]]] = {}
+        self._computed: dict[int, tuple[tuple[int, ...], int, list[int]]] = {}
         self._known: dict[int, bytes] = {}  # what full pages hold, by its key in the target's prefix cache
 
     @property
@@ -87,7 +87,7 @@ class DraftModel(StepDrafter):
         limits = [counts[i] for i, *_ in spans]
         tokens, self._cache = self._steps.run(shape, self._cache, rows, chosen, limits)
         for request, (_, start, end), drafted in zip(chosen, spans, tokens, strict=True):
-            self._computed[request.request_id] = (list(request.pages), end, drafted[:-1])
+            self._computed[request.request_id] = (request.pages, end, drafted[:-1])
             if request.keys is not None:
                 for index in range(start // self._page_size, end // self._page_size):
                     self._known[request.pages[index]] = request.keys.key(index, request.token_ids)
@@ -95,7 +95,7 @@ class DraftModel(StepDrafter):
 
     def _num_computed(self, request: Request) -> int:
         """Returns how many of the request's tokens are in the cache, without the last one, which is always computed."""
-        pages, num_tokens, drafts = self._computed.get(request.request_id, ([], 0, []))
+        pages, num_tokens, drafts = self._computed.get(request.request_id, ((), 0, []))
         num_kept = num_equal(pages, request.pages) * self._page_size
         num_tokens = min(num_tokens + num_equal(drafts, request.token_ids[num_tokens:]), num_kept)
         last = len(request.token_ids) - 1

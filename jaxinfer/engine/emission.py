@@ -50,14 +50,28 @@ def enter_prompts(step: Step, output: Any) -> None:
 
 
 def take_drawn(requests: Sequence[Request], output: Any, now: float) -> list[Delta]:
-    """Gives plain requests what a step that ended just now drew for them, one token for each of its rows."""
-    deltas = []
+    """Gives plain requests what a step that ended just now drew for them, one token for each of its rows.
+
+    Nearly all tokens have a known text and end nothing. For them this does what `Request.append` would, in three
+    quarters of the time: no work of the host's is done for as many rows as often.
+    """
+    deltas: list[Delta] = []
+    new_delta = tuple.__new__  # Delta(…) takes twice the time
     drawn = zip(requests, output.tokens.tolist(), output.log_probs.tolist(), strict=False)  # there are rows of padding
     for request, token_id, log_prob in drawn:
-        if request.num_pending:
-            request.num_pending = 0
-            request.token_times.append(now)
+        if not request.num_pending:
+            continue
+        request.num_pending = 0
+        request.token_times.append(now)
+        token_ids, stream = request.token_ids, request.text_stream
+        text = None if stream is None else stream.texts.get(token_id)
+        if text is None or token_id in request.stop_token_ids or len(token_ids) + 1 >= request.max_len:
             deltas.append(request.append(token_id, log_prob))
+            continue
+        token_ids.append(token_id)
+        request.log_probs.append(log_prob)
+        delta = (request.request_id, text, (token_id,), (log_prob,), request.sample_index, None)
+        deltas.append(new_delta(Delta, delta))
     return deltas
 
 

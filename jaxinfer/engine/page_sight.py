@@ -20,7 +20,8 @@ class PageSight:
     def __init__(self, window: PageWindow | None, pages: PageAllocator, copies: PageCopies, page_size: int) -> None:
         self._window = window
         self._endless = window if window is not None and window.num_sinks > 0 else None
-        self.is_endless = self._endless is not None  # asked for every row of a step, as little else is
+        # Asked for every row of a step, as little else is.
+        self.has_window, self.is_endless = window is not None, self._endless is not None
         self._pages = pages
         self._copies = copies
         self._page_size = page_size
@@ -70,4 +71,4 @@ class PageSight:
         if num_hidden != request.num_hidden:
             request.num_hidden = num_hidden
             sinks = request.pages[: len(request.turned)]
-            self._copies.append(CopyTurned(tuple(sinks), tuple(request.turned), num_hidden))
+            self._copies.append(CopyTurned(sinks, request.turned, num_hidden))

@@ -58,7 +58,8 @@ class PageAllocator:
         """Takes `count` pages, evicting cached ones where too few are free; RuntimeError when both are too few."""
         if count > self.num_available:
             raise RuntimeError(f"{count} pages asked for, {self.num_available} of {self.num_pages} are available")
-        self.evict(count - len(self._free))
+        if count > len(self._free):
+            self.evict(count - len(self._free))
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._num_users[page] = 1

@@ -6,9 +6,9 @@ share a page. A layer that sees only a window, or keeps a state, depends on no m
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from struct import pack
 
 # As many bits as leave no collision to be found, for a collision would be another user's tokens.
 DIGEST_BYTES = 32
@@ -37,7 +37,7 @@ class PageKeys:
         index, rest = divmod(num_tokens, self._page_size)
         parent = self.parent_key(index, token_ids)
         # Fewer tokens than a page has are other bytes than any page's, so no key of a full page is the same.
-        return _digest(parent + array("i", token_ids[num_tokens - rest : num_tokens]).tobytes())
+        return _digest(parent + _bytes_of(token_ids[num_tokens - rest : num_tokens]))
 
     def parent_key(self, index: int, token_ids: Sequence[int]) -> bytes:
         """Returns the key of all tokens before page `index`."""
@@ -48,11 +48,11 @@ class PageKeys:
         S = self._page_size
         while len(self._chain) <= index + 1:
             start = (len(self._chain) - 1) * S
-            page = array("i", token_ids[start : start + S])
+            page = token_ids[start : start + S]
             if len(page) != S:
                 raise RuntimeError(f"page {index} is not full: {len(token_ids)} tokens in pages of {S}")
             # The parent has a fixed length, so that no two pairs of parent and tokens are the same bytes.
-            self._chain.append(_digest(self._chain[-1] + page.tobytes()))
+            self._chain.append(_digest(self._chain[-1] + _bytes_of(page)))
         return self._chain[index + 1]
 
 
@@ -60,6 +60,10 @@ def num_equal(first: Sequence[int], second: Sequence[int]) -> int:
     """Returns how many items two sequences have in common from the first on."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _bytes_of(token_ids: Sequence[int]) -> bytes:
+    return pack(f"{len(token_ids)}i", *token_ids)
 
 
 def _digest(content: bytes) -> bytes:

@@ -43,7 +43,7 @@ class Request:
         *("priority", "tenant", "time_limit", "arrival", "order", "yields", "first_step", "token_times"),
         *("num_computed", "num_pending", "version", "num_cached_tokens", "pages", "keys", "cache_salt", "family"),
         *("origin", "saved", "num_saved", "finish_reason", "num_parked", "_num_reached", "stop_token_ids", "grammar"),
-        *("is_plain", "freed", "turned", "num_hidden", "_text_stream", "_texts", "_log_probs", "_top_log_probs"),
+        *("is_plain", "freed", "turned", "num_hidden", "text_stream", "_texts", "log_probs", "_top_log_probs"),
     )
 
     def __init__(
@@ -83,9 +83,9 @@ class Request:
         self.num_pending = 0  # tokens that a step which is launched draws: they count, though nobody knows them yet
         self.version = 0  # goes up where it is set back or ends: nothing counts that was launched before
         self.num_cached_tokens = 0
-        self.pages: list[int] = []
+        self.pages: tuple[int, ...] = ()  # another one where it changes: a step looks for no more than that
         self.freed = range(0)  # pages that it does not see any more: whatever is in their place is not its own
-        self.turned: list[int] = []  # copies of the first pages, turned by `num_hidden` positions
+        self.turned: tuple[int, ...] = ()  # copies of the first pages, turned by `num_hidden` positions
         self.num_hidden = 0  # tokens that an endless request does not see and that are not in its table
         self.keys = keys
         self.cache_salt = cache_salt
@@ -102,9 +102,9 @@ class Request:
         self.grammar = grammar
         # Nothing is wanted but tokens and their log-probabilities, and nothing but they say what comes next.
         self.is_plain = grammar is None and not sampling.log_probs and sampling.prompt_log_probs is None
-        self._text_stream = text_stream
+        self.text_stream = text_stream
         self._texts: list[str] = []
-        self._log_probs: list[float] = []
+        self.log_probs: list[float] = []
         self._top_log_probs: list[dict[int, float]] = []
 
     @property
@@ -112,13 +112,18 @@ class Request:
         return self.arrival + self.time_limit
 
     @property
-    def table(self) -> list[int]:
+    def table(self) -> tuple[int, ...]:
         """The pages that its next tokens see, in order, and are written to."""
         return self.turned + self.pages[self.freed.stop :] if self.num_hidden else self.pages
 
     @property
-    def owned_pages(self) -> list[int]:
+    def owned_pages(self) -> tuple[int, ...]:
         return self.pages[: self.freed.start] + self.pages[self.freed.stop :] + self.turned
+
+    def put_page(self, index: int, page: int) -> None:
+        """Enters which page holds its tokens from this page on, in the place of another or as the last."""
+        if self.pages[index : index + 1] != (page,):
+            self.pages = (*self.pages[:index], page, *self.pages[index + 1 :])
 
     @property
     def num_uncomputed(self) -> int:
@@ -141,7 +146,7 @@ class Request:
     def outputs(self) -> list[tuple[int, float, dict[int, float]]]:
         """The tokens of the output, each with its log-probability and those of the alternatives."""
         tops = self._top_log_probs or [{}] * self.num_output_tokens
-        return list(zip(self.token_ids[self.num_prompt_tokens :], self._log_probs, tops, strict=True))
+        return list(zip(self.token_ids[self.num_prompt_tokens :], self.log_probs, tops, strict=True))
 
     def rewind(self, num_tokens: int, text_stream: TextStream | None, grammar: Structure | None) -> None:
         """Takes back the last tokens of the output; text stream and grammar are to be new ones."""
@@ -151,8 +156,8 @@ class Request:
         # A new list: drafters may go on reading the old one.
         self.token_ids = self.token_ids[: self.num_prompt_tokens]
         del self.token_times[len(kept) :]
-        self._texts, self._log_probs, self._top_log_probs = [], [], []
-        self._text_stream, self.grammar = text_stream, grammar
+        self._texts, self.log_probs, self._top_log_probs = [], [], []
+        self.text_stream, self.grammar = text_stream, grammar
         for output in kept:
             self.append(*output)
         self.keys = None if self.keys is None else self.keys.begin_again(len(self.token_ids))
@@ -174,12 +179,13 @@ class Request:
         """Adds a drawn token and finishes the request where it ends it, or where no token was left to draw."""
         if token_id == NO_TOKEN:
             return self.finish("exhausted")
+        self._catch_up(len(self.token_ids))
         self.token_ids.append(token_id)
-        self._log_probs.append(log_prob)
+        self.log_probs.append(log_prob)
         is_stop, text = token_id in self.stop_token_ids, ""
         if not self.is_plain:
             is_stop |= self._observe(token_id, top_log_probs)
-        if (stream := self._text_stream) is not None and (text := stream.texts.get(token_id)) is None:
+        if (stream := self.text_stream) is not None and (text := stream.texts.get(token_id)) is None:
             text = stream.push(token_id)
             is_stop |= stream.is_stopped
         if is_stop:
@@ -187,8 +193,13 @@ class Request:
         if len(self.token_ids) >= self.max_len:
             return self.finish("length", text, (token_id,), (log_prob,))
         self._texts.append(text)
-        # There is one for each token: Delta(…) would take twice the time.
-        return tuple.__new__(Delta, (self.request_id, text, (token_id,), (log_prob,), self.sample_index, None))
+        return Delta(self.request_id, text, (token_id,), (log_prob,), self.sample_index)
+
+    def _catch_up(self, end: int) -> None:
+        """Enters the texts of the tokens before `end` that were known and not pushed, as far as that is still to do."""
+        start = self.num_prompt_tokens + len(self._texts)
+        if start < end and self.text_stream is not None:
+            self._texts += map(self.text_stream.texts.__getitem__, self.token_ids[start:end])
 
     def _observe(self, token_id: int, top_log_probs: dict[int, float]) -> bool:
         """Enters what else there is to a token; returns whether the structure is complete with it."""
@@ -210,7 +221,8 @@ class Request:
         self.finish_reason = reason
         self.version += 1
         self.num_pending = 0
-        text += self._text_stream.flush() if self._text_stream else ""
+        self._catch_up(len(self.token_ids) - len(token_ids))
+        text += self.text_stream.flush() if self.text_stream else ""
         self._texts.append(text)
         wants_prompt = self.sampling.prompt_log_probs is not None
         completion = Completion(
@@ -218,7 +230,7 @@ class Request:
             prompt_token_ids=tuple(self.token_ids[: self.num_prompt_tokens]),
             text="".join(self._texts),
             token_ids=tuple(self.token_ids[self.num_prompt_tokens :]),
-            log_probs=tuple(self._log_probs),
+            log_probs=tuple(self.log_probs),
             top_log_probs=tuple(self._top_log_probs),
             prompt_log_probs=tuple(self.family.prompt_log_probs) if wants_prompt else (),
             prompt_top_log_probs=tuple(self.family.prompt_top_log_probs) if wants_prompt else (),

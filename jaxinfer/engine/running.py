@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import overload
 
+import numpy as np
+
 from jaxinfer.engine.block_tables import BlockTables
 from jaxinfer.engine.metrics import Tally
 from jaxinfer.engine.observer import Observer
@@ -77,18 +79,21 @@ class Running(Sequence[Request]):
         """Returns the next token of each where all decode and are the same as in the step before, if there is room."""
         if self._lockstep is None:
             return None
-        requests, page_size = self._lockstep.requests, self._tables.page_size
+        requests, page_size, sight = self._lockstep.requests, self._tables.page_size, self._tables.sight
         starts = [request.num_computed for request in requests]
-        for row in [row for row, start in enumerate(starts) if start % page_size == 0]:  # others are amid a page
-            self._tables.sight.close_up(requests[row])
+        chunks = Chunks(self._lockstep, starts, [1] * len(starts))
+        for row in np.flatnonzero(chunks.positions % page_size == 0).tolist():  # others are amid a page
+            if sight.is_endless:
+                sight.close_up(requests[row])
             num_missing = self._tables.num_missing(requests[row], 1)
             if num_missing > self._tables.pages.num_available:
                 return None
             self._tables.extend(requests[row], num_missing)
-            self._tables.sight.turn_sinks(requests[row])
+            if sight.is_endless:
+                sight.turn_sinks(requests[row])
         for tenant, count in self._lockstep.tenants.items():
             self._waiting.charge(tenant, count)
-        return Chunks(self._lockstep, starts, [1] * len(starts))
+        return chunks
 
     def _share_out(self, budget: int, now: float) -> Chunks:
         requests: list[Request] = []
@@ -127,13 +132,15 @@ class Running(Sequence[Request]):
         """
         leaving: list[Request] = []
         rows, page_size = chunks.rows, self._tables.page_size
+        # A page is full, or the token after it is there, from which on one behind a window is not seen.
+        num_after = int(self._tables.sight.has_window)
         for request, version, start, count in zip(
             rows.requests, rows.versions, chunks.starts, chunks.lens, strict=True
         ):
             if request.version != version:  # it has ended or was set back
                 continue
             end = start + count
-            if end % page_size <= count:  # a page is full, or the token after it is there
+            if end % page_size < count + num_after:
                 self._tables.advance(request, end)
             request.num_computed = end
             if end == len(request.token_ids):

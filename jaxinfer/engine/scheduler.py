@@ -182,11 +182,10 @@ class Scheduler:
             observer.computed(step, now - seconds, now)
         is_simple = step.is_plain and output.tokens.ndim == 1
         deltas = take_drawn(step.chunks.requests, output, now) if is_simple else self._hand_over(step, output, now)
-        for delta in deltas:
-            self._tally.num_output_tokens += len(delta.token_ids)
-            if delta.completion is not None:
-                self._tally.num_good += self._targets.are_met(delta.completion.timings)
-                self._forget(self._requests[delta.request_id])
+        self._tally.num_output_tokens += sum([len(delta.token_ids) for delta in deltas])
+        for delta in [delta for delta in deltas if delta.completion is not None]:
+            self._tally.num_good += self._targets.are_met(delta.completion.timings)
+            self._forget(self._requests[delta.request_id])
         return deltas
 
     def _hand_over(self, step: Step, output: Any, now: float) -> list[Delta]:

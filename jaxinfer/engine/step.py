@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import overload
 
+import numpy as np
+
 from jaxinfer.engine.page_copies import PageCopies
 from jaxinfer.engine.request import Request
 
@@ -56,6 +58,11 @@ class Rows:
     def is_plain(self) -> bool:
         """Whether nobody wants more than tokens, and nothing but they say what comes next."""
         return all(request.is_plain for request in self.requests)
+
+    @cached_property
+    def max_len(self) -> int:
+        """The most tokens that any of the requests may come to."""
+        return max((request.max_len for request in self.requests), default=0)
 
     @cached_property
     def tenants(self) -> Mapping[str, int]:
@@ -111,6 +118,11 @@ class Chunks(Sequence[Chunk]):
 
     def __iter__(self) -> Iterator[Chunk]:
         return map(Chunk, self.requests, self.starts, self.lens, self.rows.versions, self.drafts, self.max_drawn)
+
+    @cached_property
+    def positions(self) -> np.ndarray:
+        """Where each chunk starts, i32[len(self)]."""
+        return np.array(self.starts, np.int32)
 
     @property
     def are_last_tokens(self) -> bool:

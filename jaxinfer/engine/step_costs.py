@@ -134,7 +134,7 @@ def made_up_steps(bucket: Bucket, num_pages: int, page_size: int) -> list[Step]:
             token_ids = [0] * (page_size - max(bucket.q_len, 1))
             greedy = SamplingParams(temperature=0)
             request = Request(-1 - row, token_ids, greedy, seed=0, max_tokens=1, stop_token_ids=(), text_stream=None)
-            request.pages = [row]
+            request.pages = (row,)
             num_drafts = (num_tokens - num_rows + row) // num_rows  # as even as can be
             chunks.append(Chunk(request, len(token_ids) - 1, 1, drafts=[0] * num_drafts))
         steps.append(Step(Chunks.of(chunks), is_ahead=not bucket.is_verify))

@@ -27,7 +27,7 @@ def make_chunk(start: int, num_tokens: int, first_page: int = 0, sampling: Sampl
     tokens = [100 + i for i in range(start + num_tokens)]
     sampling = sampling or SamplingParams()
     request = Request(0, tokens, sampling, seed=first_page, max_tokens=1, stop_token_ids=(), text_stream=None)
-    request.pages = list(range(first_page, first_page + num_pages))
+    request.pages = tuple(range(first_page, first_page + num_pages))
     return Chunk(request, start, num_tokens)
 
 
@@ -102,7 +102,7 @@ def test_the_batch_describes_the_chunks_of_the_step_and_nothing_else(case):
         assert batch.tokens[start:end].tolist() == [100 + p for p in positions]
         assert batch.positions[start:end].tolist() == list(positions)
         assert batch.slot_mapping[start:end].tolist() == [pages[p // 16] * 16 + p % 16 for p in positions]
-        assert batch.block_tables[row, : len(pages)].tolist() == pages
+        assert batch.block_tables[row, : len(pages)].tolist() == list(pages)
     assert (batch.slot_mapping[end:] == PADDING_SLOT).all()
     assert (batch.kv_lens[len(step.chunks) :] == 0).all()
 
