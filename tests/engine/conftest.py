@@ -6,7 +6,7 @@ from jaxinfer.engine.compile_watch import CompileWatch
 from jaxinfer.engine.mailroom import Mailroom
 from tests.engine.endless_engines import ENDLESS
 from tests.engine.engines import (
-    ScriptedDrafter,
+    crowded_engine,
     num_owned_pages,
     poison_cache,
     quick_engine,
@@ -35,12 +35,7 @@ def shared_llm(checkpoint):
 
 @pytest.fixture(scope="session")
 def crowded_llm(checkpoint):
-    """Chunks of 5 tokens, fewer pages than its requests want, all poisoned, and drafts where a test has some."""
-    limits = {"max_num_seqs": 3, "max_num_batched_tokens": 5, "num_pages": 6, "max_drafts": 3}
-    limits["max_prompt_log_probs"] = 3
-    llm = small_engine(checkpoint, **limits, adaptive_drafts=False, speculation=ScriptedDrafter(0))
-    poison_cache(llm)
-    return llm
+    return crowded_engine(checkpoint)
 
 
 @pytest.fixture(scope="session")

@@ -53,7 +53,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 def save_small_checkpoint(path: Path, *, family: str = "llama", with_tokenizer: bool = True, **overrides: Any) -> Path:
     """A model of two layers over 96 tokens: the end token 0, the space 1, then printable ASCII."""
-    save_random_checkpoint(path, family, eos_token_id=EOS, **SIZES, **overrides)
+    save_random_checkpoint(path, family, eos_token_id=EOS, **{**SIZES, **overrides})
     if with_tokenizer:
         characters = ["<end>", "Ġ", *map(chr, range(33, 127))]
         tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, []))
@@ -82,6 +82,15 @@ def small_engine(path: Path, *, speculation: Any = None, **overrides: Any) -> LL
     return llm
 
 
+def crowded_engine(path: Path) -> LLM:
+    """Chunks of 5 tokens, fewer pages than its requests want, all poisoned, and drafts where a test has some."""
+    limits = {"max_num_seqs": 3, "max_num_batched_tokens": 5, "num_pages": 6, "max_drafts": 3}
+    limits["max_prompt_log_probs"] = 3
+    llm = small_engine(path, **limits, adaptive_drafts=False, speculation=ScriptedDrafter(0))
+    poison_cache(llm)
+    return llm
+
+
 def quick_engine(path: Path, **overrides: Any) -> LLM:
     """A small engine for tests that judge within rounding, or no numbers at all: it is compiled in less time."""
     with unoptimised_steps():
@@ -97,6 +106,10 @@ def interpret_tpu_kernels(patch: pytest.MonkeyPatch) -> None:
     blocks = Blocks(pages=2, buffers=2, queries=4)
     patch.setattr(layout, "default_layout", lambda: "tpu")
     patch.setitem(api.IMPLEMENTATIONS, "tpu", functools.partial(api.paged_attention_tpu_interpreted, blocks=blocks))
+
+
+def are_tpu_kernels_interpreted() -> bool:
+    return layout.default_layout() == "tpu"
 
 
 class ScriptedDrafter:

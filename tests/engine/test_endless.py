@@ -192,7 +192,7 @@ def test_no_stop_token_comes_before_min_tokens_though_most_are_out_of_sight(alon
     token_ids = alone[3].token_ids
 
     assert alone[3].finish_reason == "stop"
-    assert min(token_ids[:90]) >= 60
+    assert set(token_ids[:90]).isdisjoint(range(1, 60))
     assert len(token_ids) > 90
 
 

@@ -61,7 +61,7 @@ PARAMETERS: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
     "json_schema": (BASE, {"json_schema": {"type": "array", "items": {"type": "boolean"}}}),
     "regex": (BASE, {"regex": "[a-c]{5,20}"}),
     "choices": (BASE, {"choices": ["yes, it is", "no, it is not"]}),
-    "grammar": (BASE, {"grammar": 'start: "(" start ")" | "x"'}),
+    "grammar": (BASE, {"grammar": 'start: "(" start ")" | "[x]"'}),
     "seed": (BASE, {"seed": 2**63}),
     "log_probs": (BASE, {"log_probs": 2}),
     "prompt_log_probs": (BASE, {"prompt_log_probs": 2}),

@@ -29,6 +29,7 @@ from tests.engine.engines import (
     EOS,
     ScriptedDrafter,
     content_of,
+    crowded_engine,
     drafts_from,
     favour_turns,
     forget_prefixes,
@@ -36,6 +37,8 @@ from tests.engine.engines import (
     random_prompts,
     recorded_steps,
     run_with_arrivals,
+    save_small_checkpoint,
+    small_engine,
 )
 from tests.engine.fake_device import make_request
 from tests.unoptimised import unoptimised_steps
@@ -55,8 +58,11 @@ DRAFTERS = {
 def answers(shared_llm):
     """What each request yields alone and without drafts."""
     forget_prefixes(shared_llm)
-    pairs = zip(PROMPTS, PARAMS, strict=True)
-    return [shared_llm.generate(*pair, show_progress=False)[0] for pair in pairs]
+    return one_by_one(shared_llm)
+
+
+def one_by_one(llm):
+    return [llm.generate(*pair, show_progress=False)[0] for pair in zip(PROMPTS, PARAMS, strict=True)]
 
 
 def contents(completions):
@@ -196,8 +202,18 @@ def test_heads_of_another_width_are_refused(crowded_llm):
 
 
 @pytest.fixture(scope="module")
-def early_exit(crowded_llm):
+def layered(crowded_llm, answers, tmp_path_factory):
+    """A crowded engine whose model has more than one layer, and what each request yields alone and without drafts."""
+    if crowded_llm.model_config.num_layers > 1:
+        return crowded_llm, answers
+    path = save_small_checkpoint(tmp_path_factory.mktemp("layered"), num_hidden_layers=2)  # with --tpu-kernels
+    return crowded_engine(path), one_by_one(small_engine(path))
+
+
+@pytest.fixture(scope="module")
+def early_exit(layered):
     """The first of two layers with a random lens, and the same as a model with pages of its own."""
+    crowded_llm, _ = layered
     D = crowded_llm.model_config.hidden_size
     lens = jnp.asarray(np.random.default_rng(0).standard_normal((D, D)) / D, jnp.float32)
     target = target_of(crowded_llm)
@@ -229,7 +245,8 @@ class Twice:
             drafter.forget(request)
 
 
-def test_an_early_exit_drafts_what_the_same_layers_do_in_pages_of_their_own(crowded_llm, answers, early_exit):
+def test_an_early_exit_drafts_what_the_same_layers_do_in_pages_of_their_own(layered, early_exit):
+    crowded_llm, answers = layered
     forget_prefixes(crowded_llm)
     poison_cache(crowded_llm)
     both, before = Twice(*early_exit), crowded_llm.metrics()
@@ -243,9 +260,9 @@ def test_an_early_exit_drafts_what_the_same_layers_do_in_pages_of_their_own(crow
 
 
 @pytest.mark.parametrize(("num_layers", "width", "message"), [(2, 144, r"after \[1, 2\]"), (1, 8, "hidden size of 8")])
-def test_an_exit_of_another_model_is_refused(crowded_llm, num_layers, width, message):
+def test_an_exit_of_another_model_is_refused(layered, num_layers, width, message):
     with pytest.raises(ValueError, match=message):
-        ExitDrafter(num_layers, jnp.ones(width), jnp.zeros((width, width))).prepare(target_of(crowded_llm))
+        ExitDrafter(num_layers, jnp.ones(width), jnp.zeros((width, width))).prepare(target_of(layered[0]))
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(crowded_llm):

@@ -10,7 +10,7 @@ import pytest
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.drafters import NgramDrafter
 from jaxinfer.engine.llm import LLM
-from tests.engine.engines import drafts_from, run_with_arrivals
+from tests.engine.engines import are_tpu_kernels_interpreted, drafts_from, run_with_arrivals
 from tests.engine.schemas import SCHEMAS
 
 pytest.importorskip("llguidance")
@@ -29,7 +29,9 @@ def is_balanced(text):
 
 
 @pytest.fixture(scope="module")
-def bundled_llm():
+def bundled_llm(request):
+    if are_tpu_kernels_interpreted():  # six layers of it would take a day
+        return request.getfixturevalue("shared_llm")
     return LLM()  # as other tests start it, so that its steps are compiled once
 
 
