@@ -183,9 +183,9 @@ class Scheduler:
         is_simple = step.is_plain and output.tokens.ndim == 1
         deltas = take_drawn(step.chunks.requests, output, now) if is_simple else self._hand_over(step, output, now)
         self._tally.num_output_tokens += sum([len(delta.token_ids) for delta in deltas])
-        for delta in [delta for delta in deltas if delta.completion is not None]:
-            self._tally.num_good += self._targets.are_met(delta.completion.timings)
-            self._forget(self._requests[delta.request_id])
+        for completion in [c for delta in deltas if (c := delta.completion) is not None]:
+            self._tally.num_good += self._targets.are_met(completion.timings)
+            self._forget(self._requests[completion.request_id])
         return deltas
 
     def _hand_over(self, step: Step, output: Any, now: float) -> list[Delta]:
