@@ -9,22 +9,22 @@ import pytest
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.compile_watch import CompileWatch
 from jaxinfer.plan.memory import num_bytes
-from tests.engine.engines import GREEDY, quick_engine, random_prompts
+from tests.engine.engines import GREEDY, are_tpu_kernels_interpreted, quick_engine, random_prompts
 
-LIMIT = 2_700_000
+LIMIT = 1_500_000 if are_tpu_kernels_interpreted() else 2_700_000  # where the model has one layer, and two
 
 
 @pytest.fixture(scope="module")
 def small(checkpoint):
     """Its memory is the only limit on its pages, of which its rows could use more."""
-    return quick_engine(checkpoint, max_model_len=1024, memory_bytes=LIMIT)
+    return quick_engine(checkpoint, max_model_len=256, memory_bytes=LIMIT)
 
 
 def test_pages_fill_the_memory_that_is_given(small):
     memory = small.warm_up().memory
 
     assert 0.98 * LIMIT <= memory.total_bytes <= LIMIT
-    assert memory.num_pages == small.metrics().num_pages < 4 * 1024 / 16
+    assert memory.num_pages == small.metrics().num_pages < 4 * 256 / 16
 
 
 def test_the_plan_is_what_arrays_and_compiled_steps_take(small):
