@@ -89,6 +89,7 @@ def paged_attention_tpu(
         may_decode = q_len is None and tree_mask is None
         long = jnp.where(q_lens > 1, kv_lens, 0) if may_decode else kv_lens
         tiling = blocks or ragged_blocks(pages, M, T, kv_lens.shape[0], G, q_len, tree_mask)
+        _check_tree(tree_mask, tiling, q_len or T)
         out, pool = _ragged(run, queries, new, pool, block_tables, long, cu_q_lens, tree_mask, tiling)
         if may_decode:
             single, last = jnp.where(q_lens == 1, kv_lens, 0), jnp.clip(cu_q_lens[:-1], 0, T - 1)
@@ -119,6 +120,15 @@ def _check_support(q: jax.Array, pages: Pages, window: int | None, tree_mask: ja
         raise NotImplementedError(f"head_dim={pages.head_dim} has no TPU kernel; at most {MAX_HEAD_DIM}")
     if window is not None and tree_mask is not None:
         raise NotImplementedError(f"window={window} together with tree_mask has no TPU kernel; leave out one")
+
+
+def _check_tree(tree_mask: jax.Array | None, blocks: Blocks, most: int) -> None:
+    most = 0 if tree_mask is None else min(32 * tree_mask.shape[1], most)
+    if blocks.queries < most:
+        raise ValueError(
+            f"blocks.queries={blocks.queries} would split the {most} tokens that a row of tree_mask may have, which see"
+            f" each other; take {most} or more"
+        )
 
 
 def _decode(run, queries, new, pool, kv_lens, blocks):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -102,10 +101,14 @@ def interpret_tpu_kernels(patch: pytest.MonkeyPatch) -> None:
 
     `pytest tests/engine --tpu-kernels` runs the tests of the engine so, for hours.
     """
-    # Tiles of 8 rows in both kernels, so that a token's sums have the same order in both.
-    blocks = Blocks(pages=2, buffers=2, queries=4)
+
+    def kernels(*args: Any, tree_mask: jax.Array | None = None, **options: Any) -> Any:
+        # Tiles of 8 rows in both kernels, so that a token's sums have the same order in both; a tree is not split.
+        blocks = Blocks(pages=2, buffers=2, queries=4 if tree_mask is None else 8)
+        return api.paged_attention_tpu_interpreted(*args, tree_mask=tree_mask, blocks=blocks, **options)
+
     patch.setattr(layout, "default_layout", lambda: "tpu")
-    patch.setitem(api.IMPLEMENTATIONS, "tpu", functools.partial(api.paged_attention_tpu_interpreted, blocks=blocks))
+    patch.setitem(api.IMPLEMENTATIONS, "tpu", kernels)
 
 
 def are_tpu_kernels_interpreted() -> bool:

@@ -157,6 +157,13 @@ def test_verifying_a_tree_of_drafts_is_exact():
     run(call.with_options(tree_mask=jnp.asarray(words[:, None], jnp.uint32)), q_len=6, trees=[tree, tree])
 
 
+def test_blocks_that_would_split_a_tree_are_refused():
+    call = make_call([(6, 19)], **SMALL, layout="tpu").with_options(tree_mask=jnp.ones((6, 1), jnp.uint32))
+
+    with pytest.raises(ValueError, match=r"blocks\.queries=4 would split the 6 tokens .* take 6 or more"):
+        run(call, q_len=6, blocks=Blocks(pages=2, buffers=2, queries=4))
+
+
 FILES = (tpu_items, tpu_attend, tpu_fetch, tpu_append, tpu_kernel, tpu)
 # None that makes a kernel wait for what never comes: the interpreter would wait as well.
 MUTATIONS = {
