@@ -49,7 +49,8 @@ class SamplingParams:
     `log_probs` is how many alternatives to report per token beside the chosen one, `prompt_log_probs` how many per
     token of the prompt beside the one that is there; None reports nothing of the prompt, all of which is computed
     otherwise, be it cached or not. `stop` ends the text before the first of these strings; `stop_token_ids` end it at a
-    token, in addition to the model's end tokens, which `ignore_eos` switches off.
+    token, in addition to the model's end tokens, which `ignore_eos` switches off; a structure then ends only where
+    nothing else may follow.
     """
 
     n: int = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -79,12 +80,13 @@ def test_every_output_of_a_random_model_has_the_structure(llm, kind, fields):
     assert is_right(completion.text) or completion.finish_reason == "length"
 
 
-def test_an_end_token_ends_the_structure_even_where_it_is_ignored(llm):
-    params = SamplingParams(regex="[ab]*", logit_bias={0: 100}, ignore_eos=True, temperature=0)
+def test_a_structure_goes_on_as_long_as_it_may_where_end_tokens_are_ignored(llm):
+    params = SamplingParams(regex="[a-c]{2,6}", n=9, seed=1, temperature=2.0, max_tokens=9)
 
-    completion = llm.generate("a", params, show_progress=False)[0]
+    short, long = (llm.generate("a", replace(params, ignore_eos=each), show_progress=False) for each in (False, True))
 
-    assert (completion.token_ids, completion.finish_reason) == ((0,), "stop")
+    assert min(len(c.text) for c in short) < 6
+    assert {(len(c.text), c.finish_reason) for c in long} == {(6, "stop")}
 
 
 def test_structures_are_the_same_in_any_company_and_after_preemption(llm, crowded_llm):
