@@ -1,8 +1,7 @@
-"""Measures how often drafts of the bundled model's drafters are right, and what they are worth, on held-out text.
+"""Measures how often drafts of the bundled model's drafters are right on held-out text.
 
 Prompts are beginnings of the files that nothing was trained on (scripts/corpus.py). All drafts are verified: the rate
-of draft k is how often it is right where those before it are. With `--speed` the engine chooses how many to verify, in
-turns with plain decoding: output tokens per second of steps in which all requests decode.
+of draft k is how often it is right where those before it are. What that is worth measures benchmark_drafters.py.
 
 With `--trees` heads draft trees, of as many drafts. With `--ranks R` they draft the R best guesses for each of some
 places, which are held against what came: how often the text followed each path of ranks, which says what nodes a tree
@@ -17,7 +16,6 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -47,12 +45,10 @@ class Engine:
         self.drafted: list[tuple[Request, int, Sequence[int]]] = []  # for whom, from which place on, and what
         self.right, self.made = np.zeros(config.max_drafts), np.zeros(config.max_drafts)
         self.num_rows = self.num_tokens = 0
-        self.seconds = 0.0
 
-    def _enter(self, step: Step, seconds: float) -> None:
+    def _enter(self, step: Step, _: float) -> None:
         if not (step.is_decode or step.is_verify):
             return
-        self.seconds += seconds
         for chunk in step.chunks:
             self.drafted.append((chunk.request, chunk.start + 1, chunk.drafts))
             drafts, num_right = chunk.drafts, 0
@@ -68,12 +64,9 @@ class Engine:
             self.num_rows += 1
             self.num_tokens += 1 + num_right
 
-    def run(self, prompts: list[list[int]], temperature: float, salt: str) -> float:
-        """Returns tokens per second."""
-        self.seconds, before = 0.0, self.num_tokens
+    def run(self, prompts: list[list[int]], temperature: float, salt: str) -> None:
         sampling = SamplingParams(max_tokens=OUTPUT_LEN, temperature=temperature, seed=0, ignore_eos=True)
         self._llm.generate(prompts, sampling, show_progress=False, cache_salt=salt)
-        return (self.num_tokens - before) / self.seconds
 
 
 def held_out_prompts(count: int) -> list[list[int]]:
@@ -115,19 +108,6 @@ def measure_rates(folder: Path, prompts: list[list[int]], num_drafts: int, *, tr
         print(f"{folder.name}, temperature {temperature:.0f}: {rates}; {per_step:.2f} tokens a step", flush=True)
 
 
-def measure_speed(folders: list[Path], prompts: list[list[int]], *, trees: bool) -> None:
-    """Prints tokens per second beside those of plain decoding just before and after; each prompt is a round."""
-    plain, engines = Engine(1, None), {folder.name: Engine(1, folder, draft_trees=trees) for folder in folders}
-    ratios: dict[str, list[float]] = {name: [] for name in engines}
-    for index, prompt in enumerate(prompts):
-        for name, engine in engines.items():
-            before, rate, after = (e.run([prompt], 0.0, f"{index} {name}") for e in (plain, engine, plain))
-            ratios[name].append(2 * rate / (before + after))
-            print(f"{name}: {rate:.0f} tokens/s, plain before and after {before:.0f}, {after:.0f}", flush=True)
-    for name, values in ratios.items():
-        print(f"{name}, against plain: {median(values):.2f}, from {min(values):.2f} to {max(values):.2f}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("drafters", type=Path, nargs="+", help="folders of draft models, heads or exits")
@@ -137,15 +117,12 @@ def main() -> None:
     parser.add_argument(
         "--ranks", type=int, metavar="R", help="measure how often texts follow which of R guesses instead"
     )
-    parser.add_argument("--speed", action="store_true", help="measure speed instead, at batch 1, on a quiet machine")
     parser.add_argument("--threads", type=int, default=2, help="cores")
     parser.add_argument("--spin", action="store_true", help="do not stop torch's threads from spinning")
     arguments = parser.parse_args()
     confine(arguments)
     prompts = held_out_prompts(arguments.prompts)
-    if arguments.speed:
-        measure_speed(arguments.drafters, prompts, trees=arguments.trees)
-    elif arguments.ranks:
+    if arguments.ranks:
         for folder in arguments.drafters:
             measure_ranks(folder, prompts, arguments.ranks)
     else:
