@@ -70,7 +70,7 @@ def test_trees_of_any_shape_leave_every_bit_as_it_is(branching_llm, answers, acc
     after = branching_llm.metrics()
     assert after.num_accepted_tokens > before.num_accepted_tokens + 50
     assert after.num_preemptions > before.num_preemptions
-    assert sum(list(parents_of(d)) != list(range(-1, len(d) - 1)) for step in steps for d in step.chunks.drafts) > 20
+    assert sum(list(parents_of(d)) != list(range(-1, len(d) - 1)) for step in steps for d in step.chunks.drafts) > 10
 
 
 @pytest.mark.parametrize(
