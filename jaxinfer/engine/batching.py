@@ -66,7 +66,7 @@ class BatchBuilder:
 
     def _build_decode(self, step: Step, bucket: Bucket, before: Rows) -> tuple[Batch, SamplingBatch]:
         rows, requests = step.chunks.rows, step.chunks.requests
-        may_hide = rows.max_len > self._table_width * self._page_size  # nearly never
+        may_hide = rows.max_len > self._table_width * self._page_size  # all that fits a table is seen
         pages = [request.table for request in requests] if may_hide else [request.pages for request in requests]
         if (bucket, rows) != self._last:
             self._last, self._pages = (bucket, rows), pages
