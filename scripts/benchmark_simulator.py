@@ -36,7 +36,8 @@ NUM_REQUESTS, RATE = 16, 4.0  # of each load in each round
 SHARED_LEN = 512  # one block of a trace
 # About those of the bundled model on two cores: what simulating takes depends on them by how many requests meet.
 STEP_TIMES = StepTimes(
-    decode=(4.2e-3, 1.9e-4, 0.0, 0.0, 5e-6, 0.0, 1.4e-6), prefill=(9.3e-3, 0.0, 1.7e-6, 3.3e-3, 0.0, 1.2e-6, 1.1e-7)
+    decode=(4.2e-3, 1.9e-4, 0.0, 0.0, 5e-6, 0.0, 1.4e-6, 0.0, 0.0),
+    prefill=(9.3e-3, 0.0, 1.7e-6, 3.3e-3, 0.0, 1.2e-6, 1.1e-7, 0.0, 0.0),
 )
 
 

@@ -87,7 +87,7 @@ class BatchBuilder:
             drawn_in = _places(before)
             token_ids = np.array([_token_ids(chunk, drawn_in)[0] for chunk in step.chunks], np.int32)
         hidden = np.array([request.num_hidden for request in requests], np.int32) if may_hide else 0
-        positions = step.chunks.positions
+        positions = np.array(step.chunks.starts, np.int32)
         return make_decode_batch(token_ids, positions, self._block_tables, self._page_size, hidden), self._sampling
 
     def _make_sampling(self, step: Step, bucket: Bucket) -> SamplingBatch:

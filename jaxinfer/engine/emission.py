@@ -64,8 +64,8 @@ def take_drawn(requests: Sequence[Request], output: Any, now: float) -> list[Del
         request.num_pending = 0
         request.token_times.append(now)
         token_ids, stream = request.token_ids, request.text_stream
-        text = None if stream is None else stream.texts.get(token_id)
-        if text is None or token_id in request.stop_token_ids or len(token_ids) + 1 >= request.max_len:
+        text = "" if stream is None else stream.texts.get(token_id)
+        if text is None or token_id < 0 or token_id in request.stop_token_ids or len(token_ids) + 1 >= request.max_len:
             deltas.append(request.append(token_id, log_prob))
             continue
         token_ids.append(token_id)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import overload
 
-import numpy as np
-
 from jaxinfer.engine.block_tables import BlockTables
 from jaxinfer.engine.metrics import Tally
 from jaxinfer.engine.observer import Observer
@@ -81,8 +79,7 @@ class Running(Sequence[Request]):
             return None
         requests, page_size, sight = self._lockstep.requests, self._tables.page_size, self._tables.sight
         starts = [request.num_computed for request in requests]
-        chunks = Chunks(self._lockstep, starts, [1] * len(starts))
-        for row in np.flatnonzero(chunks.positions % page_size == 0).tolist():  # others are amid a page
+        for row in [row for row, start in enumerate(starts) if start % page_size == 0]:  # others are amid a page
             if sight.is_endless:
                 sight.close_up(requests[row])
             num_missing = self._tables.num_missing(requests[row], 1)
@@ -93,7 +90,7 @@ class Running(Sequence[Request]):
                 sight.turn_sinks(requests[row])
         for tenant, count in self._lockstep.tenants.items():
             self._waiting.charge(tenant, count)
-        return chunks
+        return Chunks(self._lockstep, starts, [1] * len(starts))
 
     def _share_out(self, budget: int, now: float) -> Chunks:
         requests: list[Request] = []

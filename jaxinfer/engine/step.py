@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import overload
 
-import numpy as np
-
 from jaxinfer.engine.page_copies import PageCopies
 from jaxinfer.engine.request import Request
 
@@ -118,11 +116,6 @@ class Chunks(Sequence[Chunk]):
 
     def __iter__(self) -> Iterator[Chunk]:
         return map(Chunk, self.requests, self.starts, self.lens, self.rows.versions, self.drafts, self.max_drawn)
-
-    @cached_property
-    def positions(self) -> np.ndarray:
-        """Where each chunk starts, i32[len(self)]."""
-        return np.array(self.starts, np.int32)
 
     @property
     def are_last_tokens(self) -> bool:

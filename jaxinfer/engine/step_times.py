@@ -12,10 +12,9 @@ FEATURES = ("step", "padded tokens", "tokens", "tokens in sixteens", "rows", "co
 def step_features(step: Step, bucket: Bucket) -> tuple[float, ...]:
     """Returns the FEATURES of a step in its compiled shape."""
     context = attended = 0
-    for chunk in step.chunks:
-        count = chunk.num_tokens + len(chunk.drafts)
-        end = chunk.start + count
-        context += end
-        attended += count * (chunk.start + end) // 2
+    for start, count, drafts in zip(step.chunks.starts, step.chunks.lens, step.chunks.drafts, strict=True):
+        count += len(drafts)
+        context += start + count
+        attended += count * (2 * start + count) // 2
     tokens = step.num_tokens
     return (1, bucket.num_tokens, tokens, -(-tokens // 16), len(step.chunks), context, attended)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from operator import add
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ FEATURES = (*step_times.FEATURES, "longest context", "not ahead")
 
 def step_features(step: Step, bucket: Bucket) -> tuple[float, ...]:
     """Returns the FEATURES of a step in its compiled shape."""
-    longest = max(chunk.start + chunk.num_tokens for chunk in step.chunks)
+    longest = max(map(add, step.chunks.starts, step.chunks.lens))
     return (*step_times.step_features(step, bucket), longest, not step.is_ahead)
 
 
@@ -43,6 +44,11 @@ class StepTimes:
 
     decode: tuple[float, ...]
     prefill: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name, weights in vars(self).items():
+            if len(weights) != len(FEATURES):
+                raise ValueError(f"{name} has {len(weights)} weights; give one for each of {', '.join(FEATURES)}")
 
     def seconds(self, step: Step, bucket: Bucket) -> float:
         """Returns how long the step would take in this compiled shape."""

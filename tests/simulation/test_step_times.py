@@ -94,3 +94,8 @@ def test_a_file_without_step_times_is_refused(tmp_path, text):
 
     with pytest.raises(ValueError, match=r"times\.json holds no step times: .*measure them anew"):
         StepTimes.load(path)
+
+
+def test_weights_that_are_not_one_for_each_feature_are_refused():
+    with pytest.raises(ValueError, match="prefill has 1 weights; give one for each of step, padded tokens"):
+        StepTimes(DECODE, (1.0,))
