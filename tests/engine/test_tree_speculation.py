@@ -23,12 +23,11 @@ from jaxinfer.engine.speculation_plan import plan_speculation
 from tests.engine.engines import (
     ScriptedTrees,
     are_tpu_kernels_interpreted,
+    crowded_engine,
     drafts_from,
     forget_prefixes,
-    poison_cache,
     recorded_steps,
     run_with_arrivals,
-    small_engine,
 )
 from tests.engine.fake_device import make_request
 from tests.engine.test_speculation import PARAMS, PROMPTS, Costs, answers, contents, target_of
@@ -41,11 +40,7 @@ __all__ = ["answers"]  # a fixture
 @pytest.fixture(scope="module")
 def branching_llm(checkpoint):
     """As `crowded_llm`, whose other steps are its own as well, with trees of up to 4 drafts."""
-    limits = {"max_num_seqs": 3, "max_num_batched_tokens": 5, "num_pages": 6, "max_drafts": 4}
-    limits["max_prompt_log_probs"] = 3
-    llm = small_engine(checkpoint, **limits, draft_trees=True, adaptive_drafts=False, speculation=ScriptedTrees(0))
-    poison_cache(llm)
-    return llm
+    return crowded_engine(checkpoint, max_drafts=4, draft_trees=True, speculation=ScriptedTrees(0))
 
 
 def are_alike(found, expected):
@@ -70,7 +65,8 @@ def test_trees_of_any_shape_leave_every_bit_as_it_is(branching_llm, answers, acc
     after = branching_llm.metrics()
     assert after.num_accepted_tokens > before.num_accepted_tokens + 50
     assert after.num_preemptions > before.num_preemptions
-    assert sum(list(parents_of(d)) != list(range(-1, len(d) - 1)) for step in steps for d in step.chunks.drafts) > 10
+    num_trees = sum(list(parents_of(d)) != list(range(-1, len(d) - 1)) for step in steps for d in step.chunks.drafts)
+    assert num_trees > (10 if are_tpu_kernels_interpreted() else 20)  # of another model, which draws other tokens
 
 
 @pytest.mark.parametrize(
