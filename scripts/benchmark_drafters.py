@@ -32,8 +32,7 @@ from jaxinfer.tokenizer import Tokenizer
 
 PROMPT_LEN, OUTPUT_LEN = 192, 128
 ASSETS = BUNDLED_MODEL.parent
-HEADS = ("medusa", "eagle", "exit")
-DRAFTERS = ("ngram", "suffix", "draft", *HEADS, "medusa tree", "eagle tree")
+DRAFTERS = ("ngram", "suffix", "draft", "medusa", "eagle", "exit", "medusa tree", "eagle tree")
 
 
 def make_drafter(name: str) -> Any:
@@ -89,6 +88,7 @@ class Engine:
 
 
 def held_out_prompts() -> list[list[int]]:
+    """Returns the beginning of each file, then the next part of each, and so on."""
     tokenizer = Tokenizer.from_path(BUNDLED_MODEL)
     assert tokenizer is not None
     encoded = [tokenizer.encode(path.read_text(encoding="utf-8")) for path in held_out_files()]

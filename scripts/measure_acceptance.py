@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from benchmark import BUNDLED_MODEL, conditions, confine
-from corpus import held_out_files
+from benchmark_drafters import OUTPUT_LEN, PROMPT_LEN, held_out_prompts
 
 from jaxinfer import LLM, EngineConfig, SamplingParams
 from jaxinfer.checkpoint.draft_heads import load_draft_heads
@@ -28,9 +28,7 @@ from jaxinfer.engine.draft_tree import first_of, rest_of
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.speculation_plan import drafter_of
 from jaxinfer.engine.step import Step
-from jaxinfer.tokenizer import Tokenizer
 
-PROMPT_LEN, OUTPUT_LEN = 192, 128
 MOST_DRAFTS = 15
 
 
@@ -67,13 +65,6 @@ class Engine:
     def run(self, prompts: list[list[int]], temperature: float, salt: str) -> None:
         sampling = SamplingParams(max_tokens=OUTPUT_LEN, temperature=temperature, seed=0, ignore_eos=True)
         self._llm.generate(prompts, sampling, show_progress=False, cache_salt=salt)
-
-
-def held_out_prompts(count: int) -> list[list[int]]:
-    tokenizer = Tokenizer.from_path(BUNDLED_MODEL)
-    assert tokenizer is not None
-    encoded = (tokenizer.encode(path.read_text(encoding="utf-8")) for path in held_out_files())
-    return [tokens[:PROMPT_LEN] for tokens in encoded if len(tokens) > PROMPT_LEN][:count]
 
 
 def measure_ranks(folder: Path, prompts: list[list[int]], ranks: int) -> None:
@@ -121,7 +112,7 @@ def main() -> None:
     parser.add_argument("--spin", action="store_true", help="do not stop torch's threads from spinning")
     arguments = parser.parse_args()
     confine(arguments)
-    prompts = held_out_prompts(arguments.prompts)
+    prompts = held_out_prompts()[: arguments.prompts]
     if arguments.ranks:
         for folder in arguments.drafters:
             measure_ranks(folder, prompts, arguments.ranks)
