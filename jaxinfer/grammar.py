@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 
 
 class Grammar:
-    """Where one request stands in its structure. `late` tokens may come only where no other may, i32[ceil(V / 32)]."""
+    """Where one request stands in its structure.
 
-    def __init__(self, matcher: LLMatcher, late: np.ndarray) -> None:
+    `early` i32[ceil(V / 32)] has a bit for each token; those whose bit is 0 may come only where no other may.
+    """
+
+    def __init__(self, matcher: LLMatcher, early: np.ndarray) -> None:
         self._matcher = matcher
-        self._late = late
+        self._early = early
 
     @property
     def is_complete(self) -> bool:
@@ -33,17 +36,17 @@ class Grammar:
 
     def mask(self) -> np.ndarray:
         """Returns the tokens that may come next, one bit each, i32[ceil(V / 32)]; none after `llguidance` gave up."""
-        words = np.zeros_like(self._late)
+        words = np.zeros_like(self._early)
         if not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():  # a limit was met, before or just now
             words[:] = 0
-        others = words & ~self._late
+        others = words & self._early
         return others if others.any() else words
 
     def after(self, token_id: int) -> Grammar:
         """Returns a copy that has gone on by a token that the mask allowed, if anything can follow."""
-        ahead = Grammar(self._matcher.deep_copy(), self._late)
+        ahead = Grammar(self._matcher.deep_copy(), self._early)
         if not ahead.is_complete:
             ahead.accept(token_id)
         return ahead
@@ -106,10 +109,10 @@ class GrammarCompiler:
             raise ValueError(f"{kind}={value!r} cannot be compiled: {error}") from None
         if matcher.is_error():
             raise ValueError(f"{kind}={value!r} cannot be compiled: {matcher.get_error()}")
-        late = np.zeros(-(-self._vocab_size // 32) * 32, np.bool_)
+        early = np.ones(-(-self._vocab_size // 32) * 32, np.bool_)
         if sampling.ignore_eos:
-            late[self._eos_token_ids or [self._llguidance_tokenizer().eos_token]] = True
-        return Grammar(matcher, np.packbits(late, bitorder="little").view(np.int32))
+            early[self._eos_token_ids or [self._llguidance_tokenizer().eos_token]] = False
+        return Grammar(matcher, np.packbits(early, bitorder="little").view(np.int32))
 
     def _llguidance_tokenizer(self) -> LLTokenizer:
         from llguidance import LLTokenizer
