@@ -43,6 +43,24 @@ def num_hidden(batch: Batch) -> Any:
     return jnp.where(batch.kv_lens > 0, first_positions - (batch.kv_lens - q_lens), 0)
 
 
+def last_tokens(batch: Batch) -> Batch:
+    """Returns the batch of each row's last token, as a decode step would have it."""
+    last = last_places(batch)
+    return Batch(
+        tokens=batch.tokens[last],
+        positions=batch.positions[last],
+        slot_mapping=batch.slot_mapping[last],
+        cu_q_lens=np.arange(len(last) + 1, dtype=np.int32),
+        kv_lens=batch.kv_lens,
+        block_tables=batch.block_tables,
+    )
+
+
+def last_places(batch: Batch) -> Any:
+    """Returns where each row's last token lies in the batch, i32[B]; padding rows repeat the end of the last row."""
+    return (batch.cu_q_lens[1:] - 1).clip(0)
+
+
 def next_batch(batch: Batch, tokens: jax.Array, kv_lens: jax.Array, page_size: int) -> Batch:
     """Returns a batch of one token i32[B] per row, the last of kv_lens i32[B]; rows of 0 are padding."""
     B = kv_lens.shape[0]
@@ -67,7 +85,18 @@ class StepOutput:
     top_tokens: Any  # i32[B, A]  most probable first; zeros unless some row wants them
     top_log_probs: Any  # f32[B, A]
     hidden: Any = None  # [T, D]  after the final norm, of all tokens of the step, for drafters
+    ends: Any = None  # [B, D]  of each row's last token, from which `draw_step` draws
     prompt: Any = None  # PromptOutput  of a prefill step that was given a `PromptBatch`
+
+
+def nothing_drawn(num_rows: int, max_log_probs: int) -> StepOutput:
+    """Returns the output of a step that draws nothing."""
+    return StepOutput(
+        tokens=jnp.zeros((num_rows,), jnp.int32),
+        log_probs=jnp.zeros((num_rows,), jnp.float32),
+        top_tokens=jnp.zeros((num_rows, max_log_probs), jnp.int32),
+        top_log_probs=jnp.zeros((num_rows, max_log_probs), jnp.float32),
+    )
 
 
 @struct.dataclass

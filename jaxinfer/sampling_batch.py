@@ -55,6 +55,7 @@ class SamplingBatch:
     seeds: Any  # u32[B, 2]  high and low word of the seed
     sample_index: Any  # i32[B]  which of several samples of one prompt
     num_log_probs: Any  # i32[B]  alternatives wanted per token
+    awaits_mask: Any  # bool[B]  a structure's, which `with_masks` brings; until then prefill and decode draw nothing
     processors: ProcessorBatch
 
 
@@ -68,7 +69,6 @@ def make_sampling(
     stop_token_ids: Sequence[Collection[int]] | None = None,
     max_listed_tokens: int = EngineConfig.max_listed_tokens,
     vocab_size: int = 0,
-    masks: Mapping[int, np.ndarray] | None = None,
     num_masks: int | None = None,
     custom: Sequence[str] = (),
 ) -> SamplingBatch:
@@ -78,10 +78,9 @@ def make_sampling(
     several samples of one prompt and seed apart; 0 where it is left out. `prompt_lens`, in tokens,
     tell prompt from output where a row's presence_penalty, frequency_penalty or min_tokens needs it. `stop_token_ids`
     are all that end each row, by default those of its parameters. A row may list `max_listed_tokens` token ids per
-    parameter. `masks` i32[ceil(vocab_size / 32)] hold the bits of the tokens that some rows allow; with a `vocab_size`
-    there is room for them, whether there are any or not. `num_masks`: how many there may be, one per row if None; a
-    verify step has one per token. `custom` names the user's processors, in their order. Raises
-    ValueError for rows that do not fit or lack what they need.
+    parameter. With a `vocab_size` there is room for the masks of structures, whether there are any or not; `num_masks`:
+    for how many, one per row if None; a verify step has one per token. `custom` names the user's processors, in their
+    order. Raises ValueError for rows that do not fit or lack what they need.
     """
     if len(params) > num_rows or (seeds is not None and len(seeds) != len(params)):
         num_seeds = "no" if seeds is None else len(seeds)
@@ -96,7 +95,9 @@ def make_sampling(
     if any(p.changes_logits for p in params):
         stop_ids = [p.stop_token_ids for p in params] if stop_token_ids is None else stop_token_ids
         processors = _make_processors(params, prompt_lens, stop_ids, num_rows, max_listed_tokens, tuple(custom))
-        processors = replace(processors, allowed_bits=_allowed_bits(params, masks or {}, mask_shape))
+        if mask_shape[1] == 0 and any(p.structure for p in params):
+            raise ValueError("json_schema, regex, choices and grammar need room for masks: pass vocab_size")
+        processors = replace(processors, allowed_bits=np.full(mask_shape, -1, np.int32))
     else:
         processors = _no_processors(num_rows, max_listed_tokens, mask_shape, tuple(custom))
     column = partial(_column, params, num_rows)
@@ -109,8 +110,21 @@ def make_sampling(
         seeds=words,
         sample_index=padded(np.array(sample_index, np.int32), num_rows, 0),
         num_log_probs=column("log_probs", np.int32, 0),
+        awaits_mask=padded(np.array([p.structure is not None for p in params], np.bool_), num_rows, False),
         processors=processors,
     )
+
+
+def with_masks(sampling: SamplingBatch, masks: Mapping[int, np.ndarray]) -> SamplingBatch:
+    """Returns the sampling parameters with what structures allow, i32[ceil(V / 32)] by row, in a verify step by token.
+
+    Rows without a mask allow all tokens.
+    """
+    bits = np.full(sampling.processors.allowed_bits.shape, -1, np.int32)
+    for row, mask in masks.items():
+        bits[row] = mask
+    nothing = np.zeros(sampling.awaits_mask.shape, np.bool_)
+    return replace(sampling, awaits_mask=nothing, processors=replace(sampling.processors, allowed_bits=bits))
 
 
 @cache
@@ -119,18 +133,7 @@ def _no_processors(
 ) -> ProcessorBatch:
     # On the device once for all: steps in which nobody uses them do not copy them there.
     processors = _make_processors([], None, [], num_rows, max_listed_tokens, custom)
-    return jax.device_put(replace(processors, allowed_bits=_allowed_bits([], {}, mask_shape)))
-
-
-def _allowed_bits(
-    params: Sequence[SamplingParams], masks: Mapping[int, np.ndarray], mask_shape: tuple[int, int]
-) -> np.ndarray:
-    if any(p.structure for p in params) and mask_shape[1] == 0:
-        raise ValueError("json_schema, regex, choices and grammar need vocab_size and masks: pass them")
-    bits = np.full(mask_shape, -1, np.int32)
-    for row, mask in masks.items():
-        bits[row] = mask
-    return bits
+    return jax.device_put(replace(processors, allowed_bits=np.full(mask_shape, -1, np.int32)))
 
 
 def _make_processors(

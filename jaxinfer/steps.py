@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxinfer.batch import Batch, StepOutput, VerifyOutput, next_batch, num_hidden
+from jaxinfer.batch import Batch, StepOutput, VerifyOutput, last_places, next_batch, nothing_drawn, num_hidden
 from jaxinfer.cache import KVCache, read_tokens
 from jaxinfer.config import ModelConfig
 from jaxinfer.decode_loop import LoopBatch, run_loop
@@ -55,11 +55,10 @@ def prefill_step(
     time: ValueError where max_log_probs exceeds the vocabulary.
     """
     hidden, cache = forward(params, cache, batch, config=config, implementation=implementation, mesh=mesh)
-    # Padding rows repeat the end of the last row; their result is discarded.
-    last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
-    output = _finish(params, cache, hidden[last], batch, sampling, max_log_probs, custom)
+    ends = hidden[last_places(batch)]
+    output = _finish(params, cache, ends, batch, sampling, max_log_probs, custom)
     described = None if prompt is None else describe_prompt(params, hidden, prompt, max_prompt_log_probs)
-    return replace(output, hidden=hidden, prompt=described), cache
+    return replace(output, hidden=hidden, ends=ends, prompt=described), cache
 
 
 @_jit_step
@@ -78,7 +77,26 @@ def decode_step(
     """Computes one token per row (T = B, `cu_q_lens` = 0, 1, … B) and draws the next of each."""
     hidden, cache = forward(params, cache, batch, config=config, q_len=1, implementation=implementation, mesh=mesh)
     output = _finish(params, cache, hidden, batch, sampling, max_log_probs, custom)
-    return replace(output, hidden=hidden), cache
+    return replace(output, hidden=hidden, ends=hidden), cache
+
+
+@functools.partial(jax.jit, static_argnames=("max_log_probs", "custom"))
+def draw_step(
+    params: Params,
+    cache: KVCache,
+    batch: Batch,
+    sampling: SamplingBatch,
+    ends: jax.Array,
+    *,
+    max_log_probs: int = 0,
+    custom: tuple[LogitsProcessor, ...] = (),
+) -> StepOutput:
+    """Draws what a prefill or decode step left to be drawn, from the `ends` [B, D] of its output.
+
+    `batch` are the step's `last_tokens`, `sampling` is its own `with_masks`. What comes out is what the step would have
+    drawn, had it had them.
+    """
+    return _draw_described(params, cache, ends, batch, sampling, max_log_probs, custom)
 
 
 @functools.partial(jax.jit, static_argnames=("q_len", "max_log_probs", *_STATICS), donate_argnames="cache")
@@ -147,7 +165,7 @@ def decode_loop(
 
     def decode(cache: KVCache, batch: Batch) -> tuple[StepOutput, KVCache]:
         hidden, cache = forward(params, cache, batch, q_len=1, **statics)
-        return _finish(params, cache, hidden, batch, sampling, max_log_probs, custom), cache
+        return _draw_described(params, cache, hidden, batch, sampling, max_log_probs, custom), cache
 
     return run_loop(decode, cache, batch, loop, num_steps)
 
@@ -174,9 +192,8 @@ def draft_step(
     run = functools.partial(forward, config=config, implementation=implementation, mesh=mesh)
     # Every row has a token, so where there are no more than rows, each has one.
     hidden, cache = run(params, cache, batch, q_len=1 if len(batch.tokens) == len(batch.kv_lens) else None)
-    last = jnp.maximum(batch.cu_q_lens[1:] - 1, 0)
     context = functools.partial(_context, cache, batch)
-    _, tokens = _draw(params, hidden[last], batch, sampling, context, custom)
+    _, tokens = _draw(params, hidden[last_places(batch)], batch, sampling, context, custom)
     drafts = jnp.zeros((tokens.shape[0], max_drafts), jnp.int32).at[:, 0].set(tokens)
 
     def draft(i: jax.Array, carry: tuple[jax.Array, jax.Array, KVCache]) -> tuple[jax.Array, jax.Array, KVCache]:
@@ -192,6 +209,20 @@ def draft_step(
 
 
 def _finish(
+    params: Params,
+    cache: KVCache,
+    hidden: jax.Array,
+    batch: Batch,
+    sampling: SamplingBatch,
+    max_log_probs: int,
+    custom: tuple[LogitsProcessor, ...],
+) -> StepOutput:
+    """Draws a token per row from its hidden state [B, D], or none while a row awaits its mask: zeros, then."""
+    draw = functools.partial(_draw_described, params, cache, hidden, batch, sampling, max_log_probs, custom)
+    return jax.lax.cond(sampling.awaits_mask.any(), lambda: nothing_drawn(hidden.shape[0], max_log_probs), draw)
+
+
+def _draw_described(
     params: Params,
     cache: KVCache,
     hidden: jax.Array,

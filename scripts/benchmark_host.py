@@ -21,7 +21,7 @@ from jaxinfer.engine.batching import BatchBuilder
 from jaxinfer.engine.buckets import choose_bucket, plan_buckets
 from jaxinfer.engine.llm import BUNDLED_MODEL
 from jaxinfer.engine.mailroom import Mailroom
-from jaxinfer.engine.pipeline import Pipeline
+from jaxinfer.engine.pipeline import Device, Pipeline
 from jaxinfer.engine.planning import plan_host
 from jaxinfer.engine.step import NO_ROWS, Step
 from jaxinfer.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ from jaxinfer.tokenizer import Tokenizer
 PROMPT_LEN, OUTPUT_LEN, MAX_MODEL_LEN = 100, 300, 1024
 
 
-class NoDevice:
+class NoDevice(Device):
     """Lays steps out as `Runner` does, computes nothing, and has drawn the same token for all."""
 
     def __init__(self, config: EngineConfig, vocab_size: int) -> None:

@@ -19,7 +19,7 @@ from jaxinfer.batch import PADDING_TOKEN
 from jaxinfer.config import SamplingParams
 from jaxinfer.processors import Context, process_logits
 from jaxinfer.sampling import sample
-from jaxinfer.sampling_batch import make_sampling
+from jaxinfer.sampling_batch import make_sampling, with_masks
 from jaxinfer.sampling_params import NO_TOKEN
 
 B, V, L, N = 4, 24, 32, 16
@@ -168,7 +168,7 @@ def test_a_mask_of_bits_leaves_the_tokens_whose_bit_is_set(seed):
     allowed = rng.random((2, 96)) < 0.5
     bits = np.packbits(allowed, axis=-1, bitorder="little").view(np.int32)
     params = SamplingParams(regex="a", temperature=0)
-    sampling = make_sampling([params] * 2, num_rows=2, vocab_size=70, masks={0: bits[0]})
+    sampling = with_masks(make_sampling([params] * 2, num_rows=2, vocab_size=70), {0: bits[0]})
     ones = jnp.ones(2, jnp.int32)
     context = Context(tokens=jnp.zeros((2, 1), jnp.int32), lens=ones, num_hidden=ones * 0)
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxinfer.batch import PADDING_TOKEN
 from jaxinfer.config import SamplingParams
-from jaxinfer.sampling_batch import make_sampling
+from jaxinfer.sampling_batch import make_sampling, with_masks
 
 
 def as_lists(batch):
@@ -32,7 +32,19 @@ def test_sampling_parameters_are_laid_out_by_row_and_padding_is_greedy():
         "seeds": [[2, 5], [0, 3], [0, 0]],
         "sample_index": [0, 0, 0],
         "num_log_probs": [2, 0, 0],
+        "awaits_mask": [False, False, False],
     }
+
+
+def test_rows_with_a_structure_await_their_masks():
+    sampling = make_sampling([SamplingParams(seed=1), SamplingParams(seed=1, regex="a")], num_rows=3, vocab_size=40)
+
+    masked = with_masks(sampling, {1: np.array([5, 6], np.int32)})
+
+    assert sampling.awaits_mask.tolist() == [False, True, False]
+    assert masked.awaits_mask.tolist() == [False, False, False]
+    assert sampling.processors.allowed_bits.tolist() == [[-1, -1]] * 3
+    assert masked.processors.allowed_bits.tolist() == [[-1, -1], [5, 6], [-1, -1]]
 
 
 NOTHING = PADDING_TOKEN

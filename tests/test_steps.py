@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from jaxinfer import steps
-from jaxinfer.batch import Row, make_batch
+from jaxinfer.batch import Row, last_tokens, make_batch
 from jaxinfer.cache import abstract_cache, init_cache
 from jaxinfer.config import CacheConfig, SamplingParams
 from jaxinfer.params import abstract_params
 from jaxinfer.sampling import sample
-from jaxinfer.sampling_batch import make_sampling
+from jaxinfer.sampling_batch import make_sampling, with_masks
 from tests.replay import SMALL_MODEL, all_logits_unoptimised, lively_params, nan_cache
 from tests.unoptimised import unoptimised_copy
 
@@ -131,6 +131,38 @@ def test_consecutive_draws_of_one_request_use_other_noise():
         drawn.append(output.tokens[0].item())
 
     assert len(set(drawn)) > 4
+
+
+def masked_sampling():
+    """Three rows that read what they had so far, the last two with a structure; and its masks: every third token."""
+    params = [
+        SamplingParams(seed=i, repetition_penalty=1.3, log_probs=2, regex="a" if i else None)
+        for i in range(len(PROMPTS))
+    ]
+    awaiting = make_sampling(params, num_rows=B, vocab_size=CONFIG.vocab_size)
+    words = np.packbits(np.arange(64) % 3 == 0, bitorder="little").view(np.int32)
+    return awaiting, with_masks(awaiting, {1: words, 2: words})
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_what_a_step_leaves_to_be_drawn_is_drawn_later_to_the_same_bits(kind):
+    awaiting, sampling = masked_sampling()
+    if kind == "prefill":
+        batch = layout([Row(p, 0, pages) for p, pages in zip(PROMPTS, PAGES, strict=True)], 40)
+        (expected, _), (left, cache) = prefill(PROMPTS, sampling), prefill(PROMPTS, awaiting)
+    else:
+        batch = layout(decode_rows(), B)
+        expected, _ = decode(params(), prefilled_without_the_last_token(), batch, sampling)
+        left, cache = decode(params(), prefilled_without_the_last_token(), batch, awaiting)
+
+    drawn = STEPS.draw_step(params(), cache, last_tokens(batch), sampling, left.ends, max_log_probs=NUM_LOG_PROBS)
+
+    assert (np.asarray(expected.tokens[1:3]) % 3 == 0).all()
+    assert not any(array.any() for array in as_arrays((left.tokens, left.log_probs, left.top_tokens)))
+    for ours, theirs in zip(
+        as_arrays(drawn), as_arrays(dataclasses.replace(expected, hidden=None, ends=None)), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_alternatives_are_as_many_as_the_step_was_built_for():

@@ -15,7 +15,7 @@ from jaxinfer.engine.draft_tree import parents_of
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.step import NO_ROWS, Chunk, Rows, Step
 from jaxinfer.prompt_log_probs import PromptBatch, make_prompt, no_prompt
-from jaxinfer.sampling_batch import SamplingBatch, make_sampling
+from jaxinfer.sampling_batch import SamplingBatch, make_sampling, with_masks
 
 
 class BatchBuilder:
@@ -49,8 +49,10 @@ class BatchBuilder:
 
         `before` are the rows of the step before: a token that it draws is in the batch as `drawn_in_row`.
         """
-        if bucket.is_decode:
-            return self._build_decode(step, bucket, before)
+        batch, sampling = (self._build_decode if bucket.is_decode else self._build_rows)(step, bucket, before)
+        return batch, sampling if step.draws_apart else add_masks(step, sampling)
+
+    def _build_rows(self, step: Step, bucket: Bucket, before: Rows) -> tuple[Batch, SamplingBatch]:
         drawn_in = _places(before)
         batch = make_batch(
             [
@@ -79,7 +81,7 @@ class BatchBuilder:
                     first = len(old) if new[: len(old)] == old else 0
                     self._block_tables[row, first : len(new)] = new[first:]
             self._pages = pages
-        if self._sampling is None or (not step.is_plain and any(request.grammar is not None for request in requests)):
+        if self._sampling is None:
             self._sampling = self._make_sampling(step, bucket)
         if step.is_ahead and rows is before:  # each has drawn the token that it computes
             token_ids = drawn_in_row(np.arange(len(requests), dtype=np.int32))
@@ -88,7 +90,8 @@ class BatchBuilder:
             token_ids = np.array([_token_ids(chunk, drawn_in)[0] for chunk in step.chunks], np.int32)
         hidden = np.array([request.num_hidden for request in requests], np.int32) if may_hide else 0
         positions = np.array(step.chunks.starts, np.int32)
-        return make_decode_batch(token_ids, positions, self._block_tables, self._page_size, hidden), self._sampling
+        batch = make_decode_batch(token_ids, positions, self._block_tables, self._page_size, hidden)
+        return batch, self._sampling
 
     def _make_sampling(self, step: Step, bucket: Bucket) -> SamplingBatch:
         return sampling_of_requests(
@@ -97,7 +100,6 @@ class BatchBuilder:
             max_listed_tokens=self._max_listed_tokens,
             vocab_size=self._vocab_size,
             custom=self._custom,
-            masks=_masks(step),
             num_masks=bucket.num_tokens if bucket.is_verify else None,
         )
 
@@ -159,16 +161,19 @@ def build_loop(step: Step, bucket: Bucket, max_stop_tokens: int) -> LoopBatch:
     )
 
 
+def add_masks(step: Step, sampling: SamplingBatch) -> SamplingBatch:
+    """Returns the sampling parameters of a step with what the structures of its requests allow now."""
+    return with_masks(sampling, _masks(step)) if step.chunks.rows.has_structures else sampling
+
+
 def _masks(step: Step) -> dict[int, np.ndarray]:
     """Returns what the structures of requests allow, by row; in a verify step by token."""
     masks, first = {}, 0
-    if step.is_plain:
-        return masks
     for row, chunk in enumerate(step.chunks):
         grammar = chunk.request.grammar
         if grammar is not None and step.is_verify:
             masks |= enumerate(grammar.masks(chunk.drafts, parents_of(chunk.drafts)), first)
-        elif grammar is not None and chunk.is_last:
+        elif grammar is not None and chunk.is_last and not chunk.is_void:
             masks[row] = grammar.mask()
         first += chunk.num_tokens + len(chunk.drafts)
     return masks

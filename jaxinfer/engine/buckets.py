@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxinfer.config import EngineConfig
@@ -19,13 +20,15 @@ GROWTH = 8
 class Bucket:
     """One compiled shape: T tokens in B rows.
 
-    A decode bucket has T = B, one token per row. A verify bucket is for rows of up to `q_len` tokens, 0 for others.
+    A decode bucket has T = B, one token per row. A verify bucket is for rows of up to `q_len` tokens, 0 for others. A
+    draw bucket, T = B as well, is for what steps of B rows leave to be drawn.
     """
 
     is_decode: bool
     num_tokens: int
     num_rows: int
     q_len: int = 0
+    is_draw: bool = False
 
     @property
     def is_verify(self) -> bool:
@@ -33,13 +36,14 @@ class Bucket:
 
     @property
     def is_prefill(self) -> bool:
-        return not self.is_decode and not self.is_verify
+        return not self.is_decode and not self.is_verify and not self.is_draw
 
     @property
     def name(self) -> str:
         if self.is_verify:
             return f"verify {self.num_tokens} of {self.num_rows}"
-        return f"decode {self.num_rows}" if self.is_decode else f"prefill {self.num_tokens}"
+        kind = "draw" if self.is_draw else "decode" if self.is_decode else "prefill"
+        return f"{kind} {self.num_tokens}"
 
 
 def plan_buckets(config: EngineConfig, max_drafts: int = 0) -> tuple[Bucket, ...]:
@@ -55,6 +59,12 @@ def plan_buckets(config: EngineConfig, max_drafts: int = 0) -> tuple[Bucket, ...
     prefill = [Bucket(False, n, min(n, max_rows)) for n in sorted(sizes)]
     verify = _verify_buckets(decode_sizes(config), max_drafts, max_verified_tokens(config))
     return (*decode, *verify, *prefill)
+
+
+def plan_draws(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
+    """Returns the shapes in which steps of some buckets draw their tokens apart; drafts are verified where they are."""
+    sizes = {bucket.num_rows for bucket in buckets if not bucket.is_verify}
+    return tuple(Bucket(False, rows, rows, is_draw=True) for rows in sorted(sizes))
 
 
 def decode_sizes(config: EngineConfig) -> list[int]:
@@ -99,6 +109,7 @@ def choose_bucket(buckets: tuple[Bucket, ...], step: Step) -> Bucket:
     """
     for bucket in buckets:
         fits = bucket.num_tokens >= step.num_tokens and bucket.num_rows >= len(step.chunks)
-        if fits and bucket.is_verify == step.is_verify and (step.is_decode or not bucket.is_decode):
+        is_of_kind = bucket.is_verify == step.is_verify and (step.is_decode or not bucket.is_decode)
+        if fits and is_of_kind and not bucket.is_draw:
             return bucket
     raise RuntimeError(f"no bucket holds {step.num_tokens} tokens in {len(step.chunks)} rows")

@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.batch import Batch
+from jaxinfer.batch import Batch, StepOutput
 from jaxinfer.cache import KVCache
 from jaxinfer.params import Params
 from jaxinfer.sampling_batch import SamplingBatch
+from jaxinfer.steps import draw_step
 
 
 @functools.partial(
@@ -41,3 +42,18 @@ def chained_step(
     # What a step draws that yields several tokens a row, no other takes from here.
     drawn = drawn.at[: output.tokens.shape[0]].set(output.tokens) if output.tokens.ndim == 1 else drawn
     return output, drawn, cache
+
+
+@functools.partial(jax.jit, static_argnames=("max_log_probs", "custom"))
+def chained_draw(
+    params: Params,
+    cache: KVCache,
+    drawn: jax.Array,
+    batch: Batch,
+    sampling: SamplingBatch,
+    ends: jax.Array,
+    **statics: Any,
+) -> tuple[StepOutput, jax.Array]:
+    """Runs `draw_step` after a `chained_step` and returns (output, drawn)."""
+    output = draw_step(params, cache, batch, sampling, ends, **statics)
+    return output, drawn.at[: output.tokens.shape[0]].set(output.tokens)

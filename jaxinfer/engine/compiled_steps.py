@@ -36,12 +36,13 @@ class CompiledSteps:
         """`known` are compiled already."""
         self._buckets = tuple(buckets)
         self._compiled = dict(known)
-        self._ready = tuple(bucket for bucket in self._buckets if bucket in self._compiled)
+        self._enter_ready()
         self._failed: set[Bucket] = set()
         # The compiler releases the interpreter lock, has threads of its own, and leaves cores for requests. At the end
         # of the process it finishes, for the next one's sake.
         pool = ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1), thread_name_prefix=COMPILING)
-        order = [b for b in (self._buckets[-1], *self._buckets[:-1]) if b not in known]
+        order = sorted(self._buckets, key=lambda bucket: (bucket != self._buckets[-1], bucket.is_draw))
+        order = [bucket for bucket in order if bucket not in known]
         self._to_come: dict[Bucket, Future[jax.stages.Compiled]] = {b: pool.submit(compile_bucket, b) for b in order}
         pool.shutdown(wait=False)
 
@@ -61,6 +62,11 @@ class CompiledSteps:
         """Those that can be chosen so far."""
         return self._compiled
 
+    @property
+    def draws(self) -> Mapping[int, jax.stages.Compiled]:
+        """By the number of rows, what draws the tokens of steps apart; none before all of them are there."""
+        return self._draws
+
     def choose(self, step: Step) -> tuple[Bucket, jax.stages.Compiled]:
         """Returns the smallest bucket that is compiled and holds the step."""
         if self._to_come:
@@ -72,7 +78,13 @@ class CompiledSteps:
         for bucket in tqdm(buckets, desc="compiling steps", unit="step", disable=not (show_progress and buckets)):
             self._compiled[bucket] = self._to_come[bucket].result()
             del self._to_come[bucket]
+        self._enter_ready()
+
+    def _enter_ready(self) -> None:
         self._ready = tuple(bucket for bucket in self._buckets if bucket in self._compiled)
+        draws = {bucket.num_rows: self._compiled[bucket] for bucket in self._ready if bucket.is_draw}
+        is_all = len(draws) == sum(bucket.is_draw for bucket in self._buckets)
+        self._draws = draws if is_all else {}
 
     def _collect(self) -> None:
         for bucket in [bucket for bucket, future in self._to_come.items() if future.done()]:
@@ -80,4 +92,4 @@ class CompiledSteps:
                 self._wait_for([bucket], show_progress=False)
             elif bucket not in self._failed:
                 self._failed.add(bucket)
-                logger.error("%s cannot be compiled, larger steps stand in for it: %r", bucket.name, error)
+                logger.error("%s cannot be compiled, slower steps stand in for it: %r", bucket.name, error)

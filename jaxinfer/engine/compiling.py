@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -12,8 +13,8 @@ import jax.numpy as jnp
 from jaxinfer.cache import abstract_cache
 from jaxinfer.config import CacheConfig
 from jaxinfer.engine.batching import BatchBuilder, build_loop, build_parents, build_prompt
-from jaxinfer.engine.buckets import Bucket, plan_buckets
-from jaxinfer.engine.chaining import chained_step
+from jaxinfer.engine.buckets import Bucket, plan_buckets, plan_draws
+from jaxinfer.engine.chaining import chained_draw, chained_step
 from jaxinfer.engine.device_drafter import Target
 from jaxinfer.engine.executables import compile_or_load
 from jaxinfer.engine.step import NO_ROWS, Chunks, Rows, Step
@@ -27,6 +28,8 @@ class StepCompiler:
     def __init__(self, target: Target, max_drafts: int) -> None:
         config = target.engine_config
         self.buckets = plan_buckets(config, max_drafts)
+        if config.decode_loop_steps == 1 and find_spec("llguidance") is not None:  # steps are launched ahead of masks
+            self.buckets = (*plan_draws(self.buckets), *self.buckets)
         self.max_num_rows = config.max_num_seqs
         self.model_config = target.model_config
         self._params = target.params
@@ -49,7 +52,7 @@ class StepCompiler:
     @property
     def largest(self) -> list[Bucket]:
         """The largest shape of each kind, which needs the most memory of its kind; the last one holds any step."""
-        kinds = {(bucket.is_decode, bucket.is_verify): bucket for bucket in self.buckets}
+        kinds = {(bucket.is_decode, bucket.is_verify, bucket.is_draw): bucket for bucket in self.buckets}
         return list(kinds.values())
 
     def lay_out(self, step: Step, bucket: Bucket, before: Rows) -> tuple[Any, ...]:
@@ -58,6 +61,9 @@ class StepCompiler:
         `before` are the rows of that one.
         """
         arguments = self._builder.build(step, bucket, before)
+        if bucket.is_draw:
+            shape, dtype = (bucket.num_rows, self.model_config.hidden_size), self._params.final_norm.dtype
+            return *arguments, jax.ShapeDtypeStruct(shape, dtype)
         if bucket.is_decode and self._loop_steps > 1:
             return *arguments, build_loop(step, bucket, self._max_listed_tokens)
         if bucket.is_verify and self._draft_trees:
@@ -81,24 +87,25 @@ class StepCompiler:
     def compile(self, cache_config: CacheConfig, bucket: Bucket) -> jax.stages.Compiled:
         """Compiles a shape for a cache of this configuration, or loads it from disk."""
         began = time.perf_counter()
-        step, statics = decode_step if bucket.is_decode else prefill_step, {}
-        if bucket.is_decode and self._loop_steps > 1:
-            step, statics = decode_loop, {"num_steps": self._loop_steps}
-        if bucket.is_verify:
-            step, statics = verify_step, {"q_len": bucket.q_len}
-        if bucket.is_prefill:
-            statics = {"max_prompt_log_probs": min(self._max_prompt_log_probs or 0, self.model_config.vocab_size)}
-        compiled = compile_or_load(
-            chained_step,
+        state = (
             self._params,
             abstract_cache(self.model_config, cache_config),
             jax.ShapeDtypeStruct((self.max_num_rows,), jnp.int32),
-            *self._empty[bucket],
-            step=step,
-            config=self.model_config,
-            max_log_probs=self._max_log_probs,
-            custom=tuple(self._custom.values()),
-            **statics,
         )
+        statics = {"max_log_probs": self._max_log_probs, "custom": tuple(self._custom.values())}
+        if bucket.is_draw:
+            compiled = compile_or_load(chained_draw, *state, *self._empty[bucket], **statics)
+        else:
+            statics |= {"config": self.model_config} | self._step_of(bucket)
+            compiled = compile_or_load(chained_step, *state, *self._empty[bucket], **statics)
         self.seconds[bucket] = time.perf_counter() - began
         return compiled
+
+    def _step_of(self, bucket: Bucket) -> dict[str, Any]:
+        """Returns the step that a bucket is a shape of, and its own statics."""
+        if bucket.is_verify:
+            return {"step": verify_step, "q_len": bucket.q_len}
+        if bucket.is_prefill:
+            num_log_probs = min(self._max_prompt_log_probs or 0, self.model_config.vocab_size)
+            return {"step": prefill_step, "max_prompt_log_probs": num_log_probs}
+        return {"step": decode_loop, "num_steps": self._loop_steps} if self._loop_steps > 1 else {"step": decode_step}

@@ -26,6 +26,15 @@ class Device(Protocol):
         """Begins a step, without waiting for it, and returns what `read` takes."""
         ...
 
+    @property
+    def draws_apart(self) -> bool:
+        """Whether it can launch a step of which it is not known yet what its structures allow."""
+        return False
+
+    def draw(self, step: Step, output: Any) -> Any:
+        """Begins to draw the tokens of such a step when it is known, and returns what `read` takes."""
+        return output
+
     def read(self, output: Any) -> Any:
         """Waits for a step and returns its output as host arrays."""
         ...
@@ -53,7 +62,11 @@ class Pipeline:
     device  |------------- step n -------------|----------- step n + 1 -----------|
     host    commit n-1 · launch n+1 · wait ····|commit n · launch n+2 · wait ·····|
 
-    So the host works while the device does, and no step waits for it.
+    So the host works while the device does, and no step waits for it. What structures allow next is worked out while
+    the step runs that it is for, which draws its tokens apart:
+
+    device  |-- step n --|- draw n -|-- step n + 1 --|- draw n + 1 -|
+    host                            |commit n · masks · launch draw n + 1 · launch n + 2 · wait ···|
     """
 
     def __init__(self, scheduler: Planner, device: Device, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -70,10 +83,13 @@ class Pipeline:
         if not self._launched and not self._launch():
             return None
         step, began, output = self._launched[0]
-        if len(self._launched) == 1:
+        if len(self._launched) == 1 and (not step.chunks.rows.has_structures or self._device.draws_apart):
             self._launch(after=step)
         deltas = self._scheduler.commit(step, self._device.read(output))
         self._launched.popleft()
+        if self._launched and (step_after := self._launched[0].step).draws_apart:
+            drawn = self._device.draw(step_after, self._launched[0].output)
+            self._launched[0] = self._launched[0]._replace(output=drawn)
         began, self._ended = max(began, self._ended), self._clock()
         return Advance(step, self._ended - began, deltas)
 

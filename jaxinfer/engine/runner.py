@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.batch import StepOutput, VerifyOutput
+from jaxinfer.batch import StepOutput, VerifyOutput, last_tokens
 from jaxinfer.cache import KVCache, init_cache
+from jaxinfer.engine.batching import add_masks
 from jaxinfer.engine.page_copies import Content, Copy, CopyIn, CopyOut, CopyTurned, CopyWithin, PageCopies
 from jaxinfer.engine.step import NO_ROWS, Step
 from jaxinfer.engine.tiers import PageTiers
@@ -33,6 +34,7 @@ class Runner:
         self._tiers = tiers
         self._drawn = jnp.zeros((compiler.max_num_rows,), jnp.int32)  # by each row of the last step
         self._before = NO_ROWS  # the rows of the last step
+        self._arguments: tuple[Any, ...] = ()  # of the last step
         self._num_pages = warm_up.cache_config.num_pages
         self._cache = init_cache(compiler.model_config, warm_up.cache_config)
         if tiers is not None:
@@ -45,8 +47,24 @@ class Runner:
         arguments = self._lay_out(step, bucket, self._before)
         output, self._drawn, self._cache = compiled(self._params, self._cache, self._drawn, *arguments)
         self._before = step.chunks.rows
-        is_described = isinstance(output, VerifyOutput) or step.described
-        return output if is_described else replace(output, prompt=None)  # nobody reads it
+        self._arguments = arguments
+        if isinstance(output, VerifyOutput):
+            return output
+        # What nobody reads is not copied to the host.
+        prompt, ends = output.prompt if step.described else None, output.ends if step.draws_apart else None
+        return replace(output, prompt=prompt, ends=ends)
+
+    @property
+    def draws_apart(self) -> bool:
+        """Whether it can launch a step of which it is not known yet what its structures allow."""
+        return bool(self.compiled_steps.draws)
+
+    def draw(self, step: Step, output: StepOutput) -> StepOutput:
+        """Begins to draw the tokens of such a step, the last that was launched; returns its output with them."""
+        batch, sampling, *_ = self._arguments
+        draw, arguments = self.compiled_steps.draws[len(batch.kv_lens)], (last_tokens(batch), add_masks(step, sampling))
+        drawn, self._drawn = draw(self._params, self._cache, self._drawn, *arguments, output.ends)
+        return replace(drawn, hidden=output.hidden, prompt=output.prompt)
 
     def read(self, output: StepOutput | VerifyOutput) -> StepOutput | VerifyOutput:
         """Waits for what `launch` has begun and returns it as host arrays."""

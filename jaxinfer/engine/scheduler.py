@@ -206,9 +206,8 @@ class Scheduler:
 
     def _look_ahead(self, step: Step) -> bool:
         """Whether the step after this one can be scheduled before its tokens are known; enters it if so."""
-        if self._speculation is not None and not self._speculation.lets_pass(step):
-            return False
-        if not self._overlap or (not step.is_plain and any(c.request.grammar and c.is_last for c in step.chunks)):
+        lets_pass = self._speculation is None or self._speculation.lets_pass(step)
+        if not lets_pass or not self._overlap:
             return False
         self._enter(step)
         return True

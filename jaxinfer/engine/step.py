@@ -58,6 +58,11 @@ class Rows:
         return all(request.is_plain for request in self.requests)
 
     @cached_property
+    def has_structures(self) -> bool:
+        """Whether what may come next for any of the requests follows from all that it has so far."""
+        return any(request.grammar is not None for request in self.requests)
+
+    @cached_property
     def max_len(self) -> int:
         """The most tokens that any of the requests may come to."""
         return max((request.max_len for request in self.requests), default=0)
@@ -134,7 +139,8 @@ class Step:
 
     `is_decode`: every chunk is one token, and nobody wants to know more of it. `is_verify`: every chunk is one token
     with any number of drafts. `is_plain`: that of every request. `described`: the chunks that yield log-probabilities
-    of tokens of their prompts, where they lie in the step, and of how many tokens.
+    of tokens of their prompts, where they lie in the step, and of how many tokens. `draws_apart`: it runs without what
+    structures allow next; its tokens are drawn when that is known.
     """
 
     chunks: Chunks
@@ -146,6 +152,7 @@ class Step:
     is_verify: bool = field(init=False)
     is_plain: bool = field(init=False)
     is_decode: bool = field(init=False)
+    draws_apart: bool = field(init=False)
 
     def __post_init__(self) -> None:
         chunks = self.chunks
@@ -154,6 +161,11 @@ class Step:
         self.is_verify = num_drafts > 0
         self.is_plain = chunks.rows.is_plain
         self.is_decode = not self.is_verify and self.num_tokens == len(chunks) and not self.described
+        self.draws_apart = (
+            self.is_ahead
+            and chunks.rows.has_structures
+            and any(request.grammar is not None and request.num_pending for request in chunks.requests)
+        )
 
     @property
     def described(self) -> Sequence[tuple[Chunk, int, int]]:

@@ -66,9 +66,7 @@ class StepCosts:
         context = sum(chunk.start for chunk in chunks) + count
         plain, verify, features = self._layout(count, max_drafts)
         if False in self._weights:
-            # The mask of a structure's next token comes from the host, so no step is launched before it is known.
-            is_ahead = not any(chunk.request.grammar for chunk in chunks)
-            out[0] = _total(self._weights[False], features[0], context, count) * self._corrections[plain, is_ahead]
+            out[0] = _total(self._weights[False], features[0], context, count) * self._corrections[plain, True]
         if True in self._weights and max_drafts > 0:
             corrections = np.array([self._corrections[bucket, False] for bucket in verify])
             out[1:] = _total(self._weights[True], features[1:], context, count) * corrections

@@ -15,7 +15,7 @@ from jaxinfer.device import default_dtype
 from jaxinfer.engine.admission import Admission
 from jaxinfer.engine.buckets import choose_bucket, plan_buckets
 from jaxinfer.engine.llm import BUNDLED_MODEL
-from jaxinfer.engine.pipeline import Pipeline
+from jaxinfer.engine.pipeline import Device, Pipeline
 from jaxinfer.engine.planning import plan_host
 from jaxinfer.engine.request import Delta
 from jaxinfer.engine.scheduler import Scheduler
@@ -34,7 +34,7 @@ class VirtualClock:
         return self.now
 
 
-class SimulatedEngine:
+class SimulatedEngine(Device):
     """Schedules as an engine with this admission and scheduler would; a step takes what `step_times` says."""
 
     def __init__(self, admission: Admission, scheduler: Scheduler, clock: VirtualClock, step_times: StepTimes) -> None:

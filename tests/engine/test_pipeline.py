@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.interrupts import deferred_interrupts
-from jaxinfer.engine.pipeline import Pipeline
-from tests.engine.engines import GREEDY, completions_of, counted_overlaps, drain
+from jaxinfer.engine.pipeline import Device, Pipeline
+from tests.engine.engines import GREEDY, completions_of, content_of, counted_overlaps, drain, forget_prefixes
 from tests.engine.fake_device import Engine, expected_tokens
 
 
-class RecordingDevice:
+class RecordingDevice(Device):
     """Draws at once what a fake device would, and keeps the order in which steps are launched and read."""
 
     def __init__(self, engine: Engine):
@@ -104,11 +105,37 @@ def test_a_token_on_its_way_does_not_come_after_a_rewind(llm, num_tokens):
     assert completions_of(drain(llm))[request_id].token_ids == expected.token_ids
 
 
-def test_nothing_is_launched_ahead_of_a_token_that_a_structure_waits_for(llm):
-    with counted_overlaps(llm) as counts:
-        llm.generate([5], SamplingParams(regex="[a-c]{6}", seed=0), show_progress=False)
+STRUCTURED = SamplingParams(regex="[a-c]{6}", seed=0, presence_penalty=0.5, log_probs=2)
 
-    assert set(counts) == {0}
+
+def test_a_step_runs_while_it_is_worked_out_what_its_structures_allow(llm, monkeypatch):
+    events = []
+    for name in ("launch", "draw", "read"):
+        method = getattr(llm._runner, name)
+        monkeypatch.setattr(llm._runner, name, lambda *args, n=name, m=method: (events.append(n), m(*args))[1])
+
+    llm.generate([5], STRUCTURED, show_progress=False)
+
+    # The first mask is known; one step more than there are tokens, for the sixth ends the structure.
+    assert events == ["launch", *["launch", "read", "draw"] * 6]
+
+
+def test_structures_yield_the_same_when_they_are_not_launched_ahead(llm, monkeypatch):
+    prompts, params = (
+        [[5], [6], [7, 8, 9] * 12],
+        [STRUCTURED, replace(GREEDY, seed=2), replace(STRUCTURED, seed=1, min_p=0.1)],
+    )
+    with counted_overlaps(llm) as counts:
+        expected = llm.generate(prompts, params, show_progress=False)
+    assert max(counts) == 3
+    monkeypatch.setattr(llm._runner.compiled_steps, "_draws", {})  # as long as they are not compiled
+
+    with counted_overlaps(llm) as counts:
+        forget_prefixes(llm)
+        completions = llm.generate(prompts, params, show_progress=False)
+
+    assert [*map(content_of, completions)] == [*map(content_of, expected)]
+    assert {*counts} == {0}
 
 
 @pytest.fixture

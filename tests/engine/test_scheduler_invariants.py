@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 
 from jaxinfer.engine.branches import fork, rewind
 from jaxinfer.engine.host_tier import HostTier
-from jaxinfer.engine.pipeline import Pipeline
+from jaxinfer.engine.pipeline import Device, Pipeline
 from jaxinfer.engine.request import Delta, Request
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.speculation import Speculation
@@ -280,6 +280,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.interruption is not None:
             self.interruption(step)
         return self.device.run(step)
+
+    draw, draws_apart = Device.draw, False
 
     def read(self, output: Any) -> Any:
         if self.meanwhile is not None:
