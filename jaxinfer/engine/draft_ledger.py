@@ -4,7 +4,7 @@ from __future__ import annotations
 
 # The part of the time that may be lost to drafts, most of all to those which only show whether drafting has become
 # worth while.
-LOSS_PART = 0.015
+LOSS_PART = 0.01
 # Steps whose time may be lost at first, and after a good time.
 FIRST_CREDIT, MAX_CREDIT = 2, 2
 # A step that something interrupted counts no more than this many times what it should have taken.

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from jaxinfer.config import EngineConfig, SamplingParams
-from jaxinfer.engine.buckets import plan_buckets
+from jaxinfer.engine.buckets import plan_buckets, plan_draws
 from jaxinfer.engine.compiled_steps import CompiledSteps
 from tests.engine.engines import content_of, forget_prefixes, random_prompts, recorded_steps
 from tests.engine.test_batching import make_step
@@ -60,6 +60,29 @@ def test_what_is_compiled_meanwhile_is_used_without_waiting(gate):
         pass
 
     assert steps.choose(DECODE)[1] == "decode 8"
+
+
+def test_what_draws_apart_is_there_when_all_of_it_is_and_computes_no_step(gate, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)  # one compiles after the other
+    draws = plan_draws(BUCKETS)
+    names = []
+
+    def compile_bucket(bucket):
+        assert bucket != draws[-1] or gate.wait(60)
+        names.append(bucket.name)
+        return bucket.name
+
+    steps = CompiledSteps((*draws, *BUCKETS), compile_bucket)
+    while len(names) < len(draws) + len(BUCKETS) - 1:
+        steps.choose(DECODE) if steps.compiled else steps.wait_for_last()
+    assert steps.draws == {}
+    gate.set()
+
+    steps.wait()
+
+    assert names == [LAST.name, "decode 1", "decode 8", "draw 1", "draw 8"]  # who computes comes before who only draws
+    assert steps.draws == {1: "draw 1", 8: "draw 8"}
+    assert {steps.choose(make_step([(5, 1)] * n))[0].is_draw for n in range(1, 9)} == {False}
 
 
 @pytest.mark.parametrize("reason", ["the compiler uses the device", "several processes"])

@@ -1,0 +1,161 @@
+"""Measures what the structure of an output costs: its masks are worked out on the host while the device computes.
+
+In one engine, in turn: requests without a structure; with one; with one whose masks cost nothing, for a mask that was
+worked out once stands for all; and with one where each step waits for the masks, as it does until the executables that
+draw apart are compiled. A figure is output tokens per second of decoding; of rounds the median counts. "busy" is the
+part of the steps whose forward pass was still running when their masks were there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+from benchmark import BUNDLED_MODEL, conditions, confine, integers
+from benchmark_workload import RANDOM_SHAPES, checkpoint
+
+from jaxinfer import LLM, EngineConfig, SamplingParams
+from jaxinfer.engine import runner
+from jaxinfer.engine.step import Step
+from jaxinfer.grammar import Grammar
+
+PROMPT, OUTPUT_LEN = "A reader meets each idea once.", 96
+# Long enough for every output, whatever its tokens are.
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "names": {"type": "array", "items": {"type": "string", "pattern": "^[A-Z][a-z]{2,9}$"}, "minItems": 200},
+    },
+    "required": ["names"],
+    "additionalProperties": False,
+}
+
+
+@contextlib.contextmanager
+def free_masks() -> Iterator[None]:
+    """Masks take no time: the first of each request stands for all that follow, and no token is looked at."""
+    masks: dict[int, Any] = {}
+    mask = Grammar.mask
+
+    def kept(grammar: Grammar) -> Any:
+        if id(grammar) not in masks:
+            masks[id(grammar)] = mask(grammar)
+        return masks[id(grammar)]
+
+    with (
+        patch.object(Grammar, "mask", kept),
+        patch.object(Grammar, "accept", lambda *_: None),
+        patch.object(Grammar, "is_complete", False),
+    ):
+        yield
+
+
+class Engine:
+    """An engine, and what its decoding steps and their masks took."""
+
+    def __init__(self, model: Any, batch: int) -> None:
+        config = EngineConfig(max_num_seqs=batch, max_model_len=256)
+        self._llm, self._batch = LLM(model, config=config, dtype="float32"), batch
+        self._llm.warm_up()
+        self._llm.on_step = self._enter
+        self._seconds, self._num_tokens = 0.0, 0
+        self.mask_seconds: list[float] = []
+        self.were_busy: list[bool] = []
+
+    def _enter(self, step: Step, seconds: float) -> None:
+        if step.is_decode:
+            self._seconds += seconds
+            self._num_tokens += len(step.chunks)
+
+    def run(self, schema: Any, salt: str) -> float:
+        """Returns tokens per second of decoding."""
+        self._seconds, self._num_tokens = 0.0, 0
+        params = [
+            SamplingParams(max_tokens=OUTPUT_LEN, seed=seed, ignore_eos=True, json_schema=schema)
+            for seed in range(self._batch)
+        ]
+        self._llm.generate([PROMPT] * self._batch, params, show_progress=False, cache_salt=salt)
+        return self._num_tokens / self._seconds
+
+    def run_waiting(self, schema: Any, salt: str) -> float:
+        """The same where no step is launched before its masks are known."""
+        with patch.object(self._llm._runner.compiled_steps, "_draws", {}):
+            return self.run(schema, salt)
+
+    def run_watched(self, schema: Any, salt: str) -> float:
+        """The same with an eye on the masks of each step."""
+        add_masks, draw = runner.add_masks, self._llm._runner.draw
+
+        def watched(step: Step, output: Any) -> Any:
+            def timed(step: Step, sampling: Any) -> Any:
+                began = time.perf_counter()
+                sampling = add_masks(step, sampling)
+                self.mask_seconds.append(time.perf_counter() - began)
+                self.were_busy.append(not output.ends.is_ready())
+                return sampling
+
+            with patch.object(runner, "add_masks", timed):
+                return draw(step, output)
+
+        with patch.object(self._llm._runner, "draw", watched):
+            return self.run(schema, salt)
+
+
+def measure(model: Any, batch: int, rounds: int) -> dict[str, list[float]]:
+    """Returns the figures of all rounds by label."""
+    engine, figures = Engine(model, batch), {}
+
+    def note(label: str, value: float) -> None:
+        figures.setdefault(f"batch {batch}, {label}", []).append(value)
+        print(f"batch {batch}, {label}: {value:.2f}", flush=True)
+
+    for index in range(-1, rounds):
+        engine.mask_seconds.clear()
+        engine.were_busy.clear()
+        plain = engine.run(None, f"plain {index}")
+        structured = engine.run_watched(SCHEMA, f"structure {index}")
+        with free_masks():
+            free = engine.run(SCHEMA, f"free {index}")
+        waiting = engine.run_waiting(SCHEMA, f"waiting {index}")
+        if index < 0:  # touches new memory
+            continue
+        note("no structure, tokens/s", plain)
+        note("structure, tokens/s", structured)
+        note("structure, against no structure", structured / plain)
+        note("structure, against masks that cost nothing", structured / free)
+        note("structure, against steps that wait for masks", structured / waiting)
+        note("masks of a step, ms", 1e3 * median(engine.mask_seconds))
+        note("a step, ms", 1e3 * batch / structured)
+        note("busy", sum(engine.were_busy) / len(engine.were_busy))
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--random-shape", choices=RANDOM_SHAPES, help="size of a random checkpoint; bundled by default")
+    parser.add_argument("--batches", type=integers, default=(1, 8, 32), help="requests at a time")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2, help="cores")
+    parser.add_argument("--spin", action="store_true", help="do not stop torch's threads from spinning")
+    arguments = parser.parse_args()
+    confine(arguments)
+    figures: dict[str, list[float]] = {}
+    with checkpoint(BUNDLED_MODEL, arguments.random_shape) as folder:
+        for batch in arguments.batches:
+            figures |= measure(folder, batch, arguments.rounds)
+    width = max(map(len, figures))
+    for label, values in figures.items():
+        print(f"{label:<{width}}{median(values):>10.2f}   {min(values):.2f} to {max(values):.2f}")
+    quoted = conditions(arguments) | {"measured with": shlex.join(["python", *sys.argv])}
+    print("\n".join(f"{key}: {value}" for key, value in quoted.items()))
+
+
+if __name__ == "__main__":
+    main()
