@@ -13,7 +13,7 @@ import pytest
 from jaxinfer import steps
 from jaxinfer.batch import Row, make_batch
 from jaxinfer.config import CacheConfig, SamplingParams
-from jaxinfer.sampling_batch import make_sampling
+from jaxinfer.sampling_batch import make_sampling, with_masks
 from jaxinfer.speculative import NO_DRAFT, accept_drafts
 from tests.replay import SMALL_MODEL, all_logits_unoptimised, lively_params, nan_cache
 from tests.unoptimised import unoptimised_copy
@@ -140,7 +140,7 @@ def test_what_a_rejected_draft_left_in_the_cache_is_overwritten():
 def test_every_position_of_a_row_has_its_own_mask():
     masks = {0: np.array([1 << 7, 0]), 1: np.array([1 << 9, 0]), 2: np.array([0, 1 << 2])}  # token 7, then 9, then 34
     fields = SamplingParams(choices=["x"], temperature=0)
-    sampling = make_sampling([fields], num_rows=B, masks=masks, num_masks=B * Q, vocab_size=61)
+    sampling = with_masks(make_sampling([fields], num_rows=B, num_masks=B * Q, vocab_size=61), masks)
     batch = make_batch([Row([5, 7, 9], 0, [0])], page_size=16, num_tokens=B * Q, num_rows=B, table_width=2)
 
     output, _ = verify_batch(nan_cache(CONFIG, CACHE), batch, sampling)

@@ -14,7 +14,6 @@ from jaxinfer.batch import Batch, StepOutput
 from jaxinfer.cache import KVCache
 from jaxinfer.params import Params
 from jaxinfer.sampling_batch import SamplingBatch
-from jaxinfer.steps import draw_step
 
 
 @functools.partial(
@@ -44,7 +43,7 @@ def chained_step(
     return output, drawn, cache
 
 
-@functools.partial(jax.jit, static_argnames=("max_log_probs", "custom"))
+@functools.partial(jax.jit, static_argnames=("step", "max_log_probs", "custom"))
 def chained_draw(
     params: Params,
     cache: KVCache,
@@ -52,8 +51,10 @@ def chained_draw(
     batch: Batch,
     sampling: SamplingBatch,
     ends: jax.Array,
+    *,
+    step: Callable[..., StepOutput],
     **statics: Any,
 ) -> tuple[StepOutput, jax.Array]:
-    """Runs `draw_step` after a `chained_step` and returns (output, drawn)."""
-    output = draw_step(params, cache, batch, sampling, ends, **statics)
+    """Runs a `step` that draws what a chained one has left to be drawn, and returns (output, drawn) as that does."""
+    output = step(params, cache, batch, sampling, ends, **statics)
     return output, drawn.at[: output.tokens.shape[0]].set(output.tokens)

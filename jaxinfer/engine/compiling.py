@@ -19,7 +19,7 @@ from jaxinfer.engine.device_drafter import Target
 from jaxinfer.engine.executables import compile_or_load
 from jaxinfer.engine.step import NO_ROWS, Chunks, Rows, Step
 from jaxinfer.plan.memory import step_bytes
-from jaxinfer.steps import decode_loop, decode_step, prefill_step, verify_step
+from jaxinfer.steps import decode_loop, decode_step, draw_step, prefill_step, verify_step
 
 
 class StepCompiler:
@@ -94,7 +94,7 @@ class StepCompiler:
         )
         statics = {"max_log_probs": self._max_log_probs, "custom": tuple(self._custom.values())}
         if bucket.is_draw:
-            compiled = compile_or_load(chained_draw, *state, *self._empty[bucket], **statics)
+            compiled = compile_or_load(chained_draw, *state, *self._empty[bucket], step=draw_step, **statics)
         else:
             statics |= {"config": self.model_config} | self._step_of(bucket)
             compiled = compile_or_load(chained_step, *state, *self._empty[bucket], **statics)
