@@ -79,6 +79,7 @@ def texts_of(batch: int, rounds: int) -> list[list[list[int]]]:
 def measure(name: str, batch: int, arguments: argparse.Namespace) -> Figures:
     """Returns the figures of all rounds by label."""
     counts = [count for count in arguments.counts if name != "medusa" or count <= 4]  # it has as many heads
+    counts = [] if arguments.only_chosen else counts
     adaptive = DraftingEngine(batch, name, most=max(arguments.counts), adaptive=True)
     fixed = DraftingEngine(batch, name, most=max(counts), adaptive=False) if counts else adaptive
     figures: Figures = defaultdict(list)
@@ -122,6 +123,9 @@ def main() -> None:
     parser.add_argument("--drafters", type=some_of(*DRAFTERS), default=DRAFTERS, help="by comma")
     parser.add_argument("--batches", type=integers, default=(1, 32), help="requests at a time")
     parser.add_argument("--counts", type=integers, default=(1, 2, 4, 7), help="drafts verified in every step")
+    parser.add_argument(
+        "--only-chosen", action="store_true", help="leave out those of which a given number is verified"
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=6, help="each of other texts")
     parser.add_argument("--repeats", type=int, default=3, help="how often a round takes each figure")
