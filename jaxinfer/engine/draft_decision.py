@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxinfer.engine.draft_choice import choose_count, choose_drafts
+from jaxinfer.engine.draft_choice import MARGIN, choose_count, choose_drafts
 from jaxinfer.engine.draft_ledger import Ledger
+from jaxinfer.engine.draft_prospect import STRONG, Prospect
 from jaxinfer.engine.draft_source import DraftSource
 from jaxinfer.engine.draft_tree import Drafts, parents_of, rest_of
 from jaxinfer.engine.emission import Emitted
@@ -54,19 +55,22 @@ class Decision:
         self._plain = 0.0  # what a step takes without drafts, as far as known
         self._num_owed = 0  # drafts of each request that are still to come, when what is new to the drafter is read
         self._num_idle = 0  # steps without drafts since some were verified
+        self._prospect = Prospect()
 
     def is_worth_waiting(self, chunks: Sequence[Chunk], limits: Sequence[int]) -> bool:
         """Whether the step of these chunks is to have drafts and so waits for the tokens of the one that runs."""
-        if self.plain_runs.is_wanted or self.is_in_debt([chunk.request for chunk in chunks]):
+        is_barred = self.is_barred([chunk.request for chunk in chunks])
+        if self.plain_runs.is_wanted or (is_barred and self._source.device_drafter is not None):
             return False
         began = self._clock()
-        is_promising = self._is_promising(chunks, limits)
+        is_promising = self._is_promising(chunks, limits) and not is_barred
         self.ledger.enter_choice(is_promising, self._clock() - began, self._plain)
         return is_promising
 
-    def is_in_debt(self, requests: Sequence[Request]) -> bool:
-        """Whether so much is lost that there are to be no drafts for some time."""
-        return self.ledger.is_in_debt(self._advance(requests))
+    def is_barred(self, requests: Sequence[Request]) -> bool:
+        """Whether so much is lost that there are to be no drafts until they are seen to be worth it, or some time."""
+        is_seen = self._prospect.rate(len(requests), self._plain) > STRONG
+        return self.ledger.is_in_debt(self._advance(requests)) and not is_seen
 
     def seconds(self, chunks: Sequence[Chunk], room: int) -> np.ndarray:
         """Returns what a step takes with 0, 1, … `room` drafts, as far as they fit in, f64[at most room + 1]."""
@@ -101,6 +105,8 @@ class Decision:
         elif not step.is_ahead and attempt.plain > 0:
             self.costs.enter(step, seconds - attempt.seconds)
             num_tokens = sum(map(len, emitted)) / len(emitted)
+            expected = attempt.expected if step.is_verify else attempt.plain
+            self._prospect.enter_step(sum(map(len, emitted)), seconds, expected, is_verify=step.is_verify)
             self.ledger.enter_step(seconds)
             self.ledger.enter_gain(seconds - attempt.invested, attempt.expected, num_tokens, attempt.plain)
             self.plain_runs.enter_drafts(seconds, attempt.plain * num_tokens - seconds)
@@ -118,8 +124,21 @@ class Decision:
             return self._affordable(requests, self.seconds(chunks, room), drafting, unseen) > 0
         # Their first tokens are guesses of what is being drawn. All are held against what comes, verified or not.
         drafts = self._source.draft(requests, [limit + 1 for limit in limits])
+        costs = self.seconds(chunks, room)
+        self._look(requests, drafts, costs)
         rests = [rest_of(tokens, tokens[0]) if tokens else tokens for tokens in drafts]
-        return any(rests) and any(self._choose(requests, rests, self.seconds(chunks, room)))
+        if any(rests) and any(self._choose(requests, rests, costs)):
+            return True
+        return self._prospect.rate(len(requests), self._plain) > MARGIN
+
+    def _look(self, requests: Sequence[Request], drafts: Sequence[Drafts], costs: np.ndarray) -> None:
+        """Notes what the step that runs could have verified."""
+        likelihoods = [
+            self._source.likelihoods(request, parents_of(d)) for request, d in zip(requests, drafts, strict=True)
+        ]
+        counts = choose_drafts(likelihoods, costs)
+        chosen = [tokens[:count] for tokens, count in zip(drafts, counts, strict=True)]
+        self._prospect.look(requests, chosen, float(costs[sum(counts)]))
 
     def _is_cheap(self, drafting: np.ndarray, unseen: float) -> bool:
         """Whether drafts can be made before it is clear what they are good for."""

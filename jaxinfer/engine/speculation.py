@@ -134,7 +134,7 @@ class Speculation:
         if decision is not None:
             costs = decision.seconds(chunks, self._max_drafts * len(chunks))
             attempt.plain = attempt.expected = float(costs[0])
-            if decision.is_in_debt(requests):
+            if decision.is_barred(requests):
                 return nothing
         limits = [tables.extend_ahead(request, self._max_drafts) for request in requests]
         room = min(self._max_tokens - len(chunks), sum(limits))

@@ -367,7 +367,7 @@ def test_steps_that_are_to_have_no_drafts_are_launched_ahead_and_no_bit_changes(
     ask, worth = speculation.lets_pass, lambda *_: coin.random() < 0.5
     monkeypatch.setattr(speculation._decision, "is_worth_waiting", worth)
     # However slow this machine is, drafts are asked for where the coin says so.
-    monkeypatch.setattr(speculation._decision, "is_in_debt", lambda _: False)
+    monkeypatch.setattr(speculation._decision, "is_barred", lambda _: False)
     monkeypatch.setattr(PlainRuns, "is_wanted", False)
     monkeypatch.setattr(speculation, "lets_pass", lambda step: passed.append(ask(step)) or passed[-1])
     monkeypatch.setattr(crowded_llm._scheduler, "_speculation", speculation)
@@ -486,6 +486,28 @@ def test_a_drafter_that_is_never_right_is_left_alone_but_for_trials():
 
     # A trial of 0.9 s per 45 s: 2 %.
     assert 6 <= len(drafter.counts) <= 40
+
+
+class MoodyDrafter(FixedDrafter):
+    """Guesses at some times and not at others, for no reason."""
+
+    def __init__(self, part: float):
+        super().__init__()
+        self.part, self.random = part, random.Random(0)
+
+    def draft(self, requests, counts):
+        drafts = super().draft(requests, counts)
+        return [tokens if self.random.random() < self.part else [] for tokens in drafts]
+
+
+def test_a_step_waits_where_drafts_have_paid_lately_though_there_are_none_yet():
+    costs = Costs(0.02)
+    bench = Bench(costs, [0.9], drafter=MoodyDrafter(0.3))
+
+    bench.run(1000)
+
+    most = (0.7 + 0.3 * expected_tokens(0.9, 4)) / (0.7 + 0.3 * costs.seconds(None, 4)[-1])
+    assert bench.num_tokens / bench.seconds > 0.92 * most
 
 
 def test_drafting_that_takes_time_is_weighed_before_it_is_done():
