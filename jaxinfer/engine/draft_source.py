@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from jaxinfer.engine.draft_estimates import (
 from jaxinfer.engine.draft_tree import Drafts, DraftTree, first_of, parents_of, rest_of, some_of
 from jaxinfer.engine.drafters import Drafter
 from jaxinfer.engine.request import Request
+from jaxinfer.engine.step import Step
 
 
 class DraftSource:
@@ -65,12 +67,20 @@ class DraftSource:
                 self._num_seen[request.request_id] = len(request.token_ids)
         return drafts
 
-    def rehearse(self, requests: Sequence[Request], most: int) -> None:
-        """Measures drafts for made-up requests, so that something is known before the first real one."""
+    def rehearse(self, step: Step, hidden: Any, most: int) -> None:
+        """Measures drafts on the device after a made-up decode step, so that something is known before the first real
+        one. hidden [T, D]: its states.
+        """
+        assert self.device_drafter is not None
+        requests, emitted = step.chunks.requests, [[(0, 0.0, {})]] * len(step.chunks)
+        for request in requests:
+            request.token_ids.append(0)  # what the step has drawn
         for count in (1, most):
+            self.device_drafter.observe(step, emitted, hidden)
             self.drafter.draft(requests, [count] * len(requests))  # the first run touches new memory
             for request in requests:
                 self.drafter.forget(request)
+            self.device_drafter.observe(step, emitted, hidden)
             for _ in range(2):  # with all tokens unseen, and with one
                 self.draft(requests, [count] * len(requests))
             for request in requests:

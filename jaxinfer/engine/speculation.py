@@ -121,8 +121,9 @@ class Speculation:
         costs, pages = self._decision.costs, (cache_config.num_pages, cache_config.page_size)
         costs.rehearse(device, *pages)
         if self.source.device_drafter is not None:
-            for requests in costs.made_up_requests(*pages):
-                self.source.rehearse(requests, self._max_drafts)
+            for step in costs.full_decode_steps(*pages):
+                output = device.read(device.launch(step))
+                self.source.rehearse(step, output.hidden, self._max_drafts)
 
     def forget(self, request: Request) -> None:
         """Is told that a request has ended."""

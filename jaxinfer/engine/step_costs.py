@@ -107,10 +107,9 @@ class StepCosts:
             self._fit(is_verify)
         self._corrections.clear()  # of fits to a part of that
 
-    def made_up_requests(self, num_pages: int, page_size: int) -> list[list[Request]]:
-        """Returns the requests of made-up decode steps, as many in each as a shape holds."""
-        steps = [made_up_steps(bucket, num_pages, page_size)[-1] for bucket in self._buckets if bucket.is_decode]
-        return [list(step.chunks.requests) for step in steps]
+    def full_decode_steps(self, num_pages: int, page_size: int) -> list[Step]:
+        """Returns made-up decode steps with as many requests as their shapes hold."""
+        return [made_up_steps(bucket, num_pages, page_size)[-1] for bucket in self._buckets if bucket.is_decode]
 
 
 def _total(weights: np.ndarray, features: np.ndarray, context: int, count: int) -> np.ndarray:

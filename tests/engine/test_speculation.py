@@ -25,6 +25,7 @@ from jaxinfer.engine.head_drafter import HeadDrafter
 from jaxinfer.engine.plain_runs import PlainRuns
 from jaxinfer.engine.speculation import Speculation
 from jaxinfer.engine.step import Chunk, Chunks, Step
+from jaxinfer.engine.step_costs import StepCosts
 from tests.engine.engines import (
     EOS,
     ScriptedDrafter,
@@ -153,6 +154,19 @@ def test_heads_leave_every_bit_as_it_is(crowded_llm, answers, heads):
 
     with drafts_from(crowded_llm, heads):
         assert contents(run_with_arrivals(crowded_llm, PROMPTS, PARAMS, mean_arrivals=0.5)) == contents(answers)
+
+
+def test_a_rehearsal_measures_drafts_that_are_made(crowded_llm, heads, monkeypatch):
+    speculation = Speculation(heads, max_drafts=2, max_tokens=5, costs=StepCosts(crowded_llm._runner.buckets))
+    draft, made = heads.draft, []
+    monkeypatch.setattr(heads, "draft", lambda *args: (made.append((args[1], draft(*args))), made[-1][1])[1])
+
+    speculation.rehearse(crowded_llm._runner, crowded_llm._warm_up.cache_config)
+
+    forget_prefixes(crowded_llm)
+    poison_cache(crowded_llm)
+    assert {tuple(counts) for counts, _ in made} == {(1,), (2,), (1, 1, 1), (2, 2, 2)}
+    assert all([*map(len, drafts)] == counts for counts, drafts in made)
 
 
 @struct.dataclass

@@ -130,7 +130,7 @@ def test_trees_that_pay_are_waited_for_and_no_bit_changes(branching_llm, answers
     speculation = Speculation(ScriptedTrees(0.6, answers), max_drafts=4, max_tokens=5, costs=costs, clock=lambda: 0.0)
     speculation.source.takes_trees = True
     # However slow this machine is, and whatever was lost.
-    monkeypatch.setattr(speculation._decision, "is_in_debt", lambda _: False)
+    monkeypatch.setattr(speculation._decision, "is_barred", lambda _: False)
     monkeypatch.setattr(PlainRuns, "is_wanted", False)
     monkeypatch.setattr(branching_llm._scheduler, "_speculation", speculation)
     forget_prefixes(branching_llm)
