@@ -50,15 +50,23 @@ def make_drafter(name: str) -> Any:
 
 
 class DraftingEngine(Engine):
-    """An engine with a drafter; `adaptive`: it chooses how many drafts are verified."""
+    """An engine with a drafter, of which it chooses how many drafts are verified."""
 
-    def __init__(self, batch: int, name: str, *, most: int, adaptive: bool) -> None:
-        self.most = most  # drafts that a request may get, in later runs fewer
+    def __init__(self, batch: int, name: str, *, most: int) -> None:
+        self._most = most  # drafts that a request may get
         drafter = make_drafter(name)
         draft = drafter.draft
-        drafter.draft = lambda requests, counts: draft(requests, [min(count, self.most) for count in counts])
-        limits = {"max_drafts": most, "adaptive_drafts": adaptive, "draft_trees": name.endswith("tree")}
-        super().__init__(BUNDLED_MODEL, batch, drafter, **limits)
+        drafter.draft = lambda requests, counts: draft(requests, [min(count, self._most) for count in counts])
+        super().__init__(BUNDLED_MODEL, batch, drafter, max_drafts=most, draft_trees=name.endswith("tree"))
+
+    def run_fixed(self, count: int, prompts: list[list[int]], **options: Any) -> tuple[float, float]:
+        """The same with so many drafts verified in every step: in the same engine, as plain decoding is."""
+        speculation: Any = self.llm._scheduler._speculation
+        speculation._decision, decision = None, speculation._decision
+        self._most, most = count, self._most
+        rate, per_step, _ = self.run(prompts, **options)
+        speculation._decision, self._most = decision, most
+        return rate, per_step
 
 
 def held_out_prompts() -> list[list[int]]:
@@ -80,23 +88,24 @@ def measure(name: str, batch: int, arguments: argparse.Namespace) -> Figures:
     """Returns the figures of all rounds by label."""
     counts = [count for count in arguments.counts if name != "medusa" or count <= 4]  # it has as many heads
     counts = [] if arguments.only_chosen else counts
-    adaptive = DraftingEngine(batch, name, most=max(arguments.counts), adaptive=True)
-    fixed = DraftingEngine(batch, name, most=max(counts), adaptive=False) if counts else adaptive
-    figures: Figures = defaultdict(list)
+    engine, figures = DraftingEngine(batch, name, most=max(arguments.counts)), defaultdict(list)
     for index, texts in enumerate(texts_of(batch, arguments.rounds)):
         ratios: Figures = defaultdict(list)
-        for repeat in range(arguments.repeats):
-            for label, engine, fixed.most in [(CHOSEN, adaptive, 0), *((f"{n} drafts", fixed, n) for n in counts)]:
-                salt, temperature = f"{index} {repeat} {label}", arguments.temperature
-                before = engine.run_plain(texts, salt=f"{salt} before", temperature=temperature)
-                rate, per_step, _ = engine.run(texts, salt=salt, temperature=temperature)
-                if label == CHOSEN and len(engine.plain_seconds) >= MIN_PLAIN:
+        options = {"salt": f"{index}", "temperature": arguments.temperature}  # the prompts of a round are computed once
+        plain = engine.run_plain(texts, **options)
+        for _ in range(arguments.repeats):
+            for label, count in [(CHOSEN, None), *((f"{count} drafts", count) for count in counts)]:
+                if count is None:
+                    rate, per_step, _ = engine.run(texts, **options)
+                else:
+                    rate, per_step = engine.run_fixed(count, texts, **options)
+                if count is None and len(engine.plain_seconds) >= MIN_PLAIN:
                     figures[OWN].append(rate / batch * mean(engine.plain_seconds))
-                after = engine.run_plain(texts, salt=f"{salt} after", temperature=temperature)
-                ratios[label].append(2 * rate / (before + after))
+                before, plain = plain, engine.run_plain(texts, **options)
+                ratios[label].append(2 * rate / (before + plain))
                 figures[f"{label}, tokens a step"].append(per_step)
                 figures[f"{label}, tokens/s"].append(rate)
-                figures["plain, tokens/s"].append((before + after) / 2)
+                figures["plain, tokens/s"].append(plain)
         medians = {label: median(values) for label, values in ratios.items()}
         for label, value in medians.items():
             figures[f"{label}, against plain"].append(value)

@@ -148,7 +148,7 @@ def step_seconds(engine: Engine, drafter: ScriptedDrafter, prompts: list[list[in
     """Returns what a step takes that verifies 1, 2, … drafts of each request, whoever made them."""
     seconds = []
     for drafter.most in range(1, MAX_DRAFTS + 1):
-        rate, per_step, _ = engine.run(prompts, salt=f"{salt} {drafter.most}")
+        rate, per_step, _ = engine.run(prompts, salt=salt)
         seconds.append(len(prompts) * per_step / rate)
     return seconds
 
@@ -239,11 +239,12 @@ def measure(model: Path, batch: int, arguments: argparse.Namespace) -> dict[str,
                 note(f"batch {batch}, {text}: {name}, tokens/s", rate)
                 note(f"batch {batch}, {text}: {name}, tokens per row and step", per_step)
         seconds = step_seconds(verifying, obedient, prompts, f"{index}")
+        after = oracle.run_plain(prompts, salt=f"{index}")
         for acceptance in RATES:
-            before = oracle.run_plain(prompts, salt=f"{index} before {acceptance}")
             scripted.rate = acceptance
-            rate, _, _ = oracle.run(prompts, salt=f"{index} {acceptance}")
-            plain = (before + oracle.run_plain(prompts, salt=f"{index} after {acceptance}")) / 2
+            rate, _, _ = oracle.run(prompts, salt=f"{index}")
+            before, after = after, oracle.run_plain(prompts, salt=f"{index}")
+            plain = (before + after) / 2
             note(f"batch {batch}, scripted {acceptance}, tokens/s", rate)
             note(f"batch {batch}, scripted {acceptance}, against plain before and after", rate / plain)
             most = bound(plain, seconds, batch, acceptance)

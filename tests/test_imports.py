@@ -155,7 +155,8 @@ ALLOWED = {
     "engine.draft_ledger": set(),
     "engine.draft_estimates": below("engine.cost_fit"),
     "engine.draft_source": below(
-        *(f"engine.{name}" for name in ("device_drafter", "draft_estimates", "draft_tree", "drafters", "request"))
+        *("engine.device_drafter", "engine.draft_estimates", "engine.draft_tree", "engine.drafters"),
+        *("engine.request", "engine.step"),
     ),
     "engine.block_tables": below(
         *(f"engine.{name}" for name in ("page_copies", "page_finder", "page_sight", "page_window", "pages", "prefix")),
