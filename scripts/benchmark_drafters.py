@@ -91,10 +91,11 @@ def measure(name: str, batch: int, arguments: argparse.Namespace) -> Figures:
     engine, figures = DraftingEngine(batch, name, most=max(arguments.counts)), defaultdict(list)
     for index, texts in enumerate(texts_of(batch, arguments.rounds)):
         ratios: Figures = defaultdict(list)
-        options = {"salt": f"{index}", "temperature": arguments.temperature}  # the prompts of a round are computed once
+        options: dict[str, Any] = {"salt": f"{index}", "temperature": arguments.temperature}
         plain = engine.run_plain(texts, **options)
-        for _ in range(arguments.repeats):
+        for repeat in range(arguments.repeats):
             for label, count in [(CHOSEN, None), *((f"{count} drafts", count) for count in counts)]:
+                options["salt"] = f"{index} {repeat} {label}"  # of what others were answered nothing is known
                 if count is None:
                     rate, per_step, _ = engine.run(texts, **options)
                 else:
