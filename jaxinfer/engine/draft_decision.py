@@ -69,8 +69,7 @@ class Decision:
 
     def is_barred(self, requests: Sequence[Request]) -> bool:
         """Whether so much is lost that there are to be no drafts until they are seen to be worth it, or some time."""
-        is_seen = self._prospect.rate(len(requests), self._plain) > STRONG
-        return self.ledger.is_in_debt(self._advance(requests)) and not is_seen
+        return self.ledger.is_in_debt(self._advance(requests)) and self._prospect.rate <= STRONG
 
     def seconds(self, chunks: Sequence[Chunk], room: int) -> np.ndarray:
         """Returns what a step takes with 0, 1, … `room` drafts, as far as they fit in, f64[at most room + 1]."""
@@ -105,8 +104,8 @@ class Decision:
         elif not step.is_ahead and attempt.plain > 0:
             self.costs.enter(step, seconds - attempt.seconds)
             num_tokens = sum(map(len, emitted)) / len(emitted)
-            expected = attempt.expected if step.is_verify else attempt.plain
-            self._prospect.enter_step(sum(map(len, emitted)), seconds, expected, is_verify=step.is_verify)
+            expected = attempt.expected / attempt.plain if step.is_verify else 1.0
+            self._prospect.enter_step(num_tokens, seconds / attempt.plain, expected, is_verify=step.is_verify)
             self.ledger.enter_step(seconds)
             self.ledger.enter_gain(seconds - attempt.invested, attempt.expected, num_tokens, attempt.plain)
             self.plain_runs.enter_drafts(seconds, attempt.plain * num_tokens - seconds)
@@ -129,7 +128,7 @@ class Decision:
         rests = [rest_of(tokens, tokens[0]) if tokens else tokens for tokens in drafts]
         if any(rests) and any(self._choose(requests, rests, costs)):
             return True
-        return self._prospect.rate(len(requests), self._plain) > MARGIN
+        return self._prospect.rate > MARGIN
 
     def _look(self, requests: Sequence[Request], drafts: Sequence[Drafts], costs: np.ndarray) -> None:
         """Notes what the step that runs could have verified."""
@@ -138,7 +137,7 @@ class Decision:
         ]
         counts = choose_drafts(likelihoods, costs)
         chosen = [tokens[:count] for tokens, count in zip(drafts, counts, strict=True)]
-        self._prospect.look(requests, chosen, float(costs[sum(counts)]))
+        self._prospect.look(requests, chosen, float(costs[sum(counts)] / costs[0]))
 
     def _is_cheap(self, drafting: np.ndarray, unseen: float) -> bool:
         """Whether drafts can be made before it is clear what they are good for."""

@@ -24,12 +24,12 @@ OUTLIER = 2.0
 
 
 class Look(NamedTuple):
-    """Drafts of some requests, how many tokens these had, and the seconds that a step takes which verifies them."""
+    """Drafts of some requests, how many tokens these had, and what a step takes that verifies them, in plain steps."""
 
     requests: Sequence[Request]
     num_tokens: Sequence[int]
     drafts: Sequence[Drafts]
-    seconds: float
+    cost: float
 
     @property
     def is_over(self) -> bool:
@@ -48,35 +48,38 @@ class Look(NamedTuple):
 
 
 class Prospect:
-    """Tokens and seconds of the last steps that have waited for tokens, or could have."""
+    """Tokens of each request and costs, in steps without drafts, of the last steps that have waited for tokens, or
+    could have.
+    """
 
     def __init__(self) -> None:
         self._looks: deque[Look] = deque(maxlen=MAX_LOOKS)
-        self._num_tokens = self._seconds = 0.0
+        self._num_tokens = self._cost = 0.0
         # What steps take that have waited, in what they should: those that verify drafts, and those that found none.
         self._slack = {True: 1.0, False: 1.0}
 
-    def rate(self, num_requests: int, plain: float) -> float:
-        """Returns how many times the tokens per second of plain decoding there were; 0 before anything is known."""
-        return self._num_tokens / max(self._seconds, 1e-9) * plain / num_requests
+    @property
+    def rate(self) -> float:
+        """How many times the tokens per second of plain decoding there were; 0 before anything is known."""
+        return self._num_tokens / max(self._cost, 1e-9)
 
-    def look(self, requests: Sequence[Request], drafts: Sequence[Drafts], seconds: float) -> None:
-        """Enters what the step that runs could have verified, and what it should take then."""
+    def look(self, requests: Sequence[Request], drafts: Sequence[Drafts], cost: float) -> None:
+        """Enters what the step that runs could have verified, and what it should take then, in plain steps."""
         while self._looks and self._looks[0].is_over:
             look = self._looks.popleft()
-            self._enter(len(look.requests) + look.num_right, look.seconds)
+            self._enter(1 + look.num_right / len(look.requests), look.cost)
         num_tokens = [len(request.token_ids) for request in requests]
-        self._looks.append(Look(requests, num_tokens, drafts, seconds * self._slack[any(drafts)]))
+        self._looks.append(Look(requests, num_tokens, drafts, cost * self._slack[any(drafts)]))
 
-    def enter_step(self, num_tokens: int, seconds: float, expected: float, *, is_verify: bool) -> None:
-        """Enters a step that has waited, and what it should have taken."""
-        ratio = min(seconds / expected, OUTLIER)
+    def enter_step(self, num_tokens: float, cost: float, expected: float, *, is_verify: bool) -> None:
+        """Enters a step that has waited: the tokens of each request, what it took and what it should have taken."""
+        ratio = min(cost / expected, OUTLIER)
         self._slack[is_verify] += (1 - MEMORY) * (ratio - self._slack[is_verify])
         self._enter(num_tokens, ratio * expected)
 
-    def _enter(self, num_tokens: int, seconds: float) -> None:
+    def _enter(self, num_tokens: float, cost: float) -> None:
         self._num_tokens = self._num_tokens * MEMORY + num_tokens
-        self._seconds = self._seconds * MEMORY + seconds
+        self._cost = self._cost * MEMORY + cost
 
 
 def _num_right(drafts: Drafts, token_ids: Sequence[int]) -> int:
