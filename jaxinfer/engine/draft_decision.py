@@ -1,9 +1,9 @@
 """Whether drafts are worth their time: to wait for tokens that they begin with, to make them, to verify them.
 
 What a step takes with so many tokens more is known from the engine's own steps (`step_costs`), how often a request's
-drafts are right from what its drafts have met so far, verified or not (`draft_source`). And whatever is believed of
-them, what drafts have cost and brought is booked (`draft_ledger`): a drafter that loses is left alone until the loss is
-small beside the time that has passed.
+drafts are right from what its drafts have met so far, verified or not (`draft_source`), and what those that were not
+verified would have brought (`draft_prospect`). And whatever is believed of them, what drafts have cost and brought is
+booked (`draft_ledger`): a drafter that loses is left alone until the loss is small beside the time that has passed.
 """
 
 from __future__ import annotations
@@ -104,8 +104,9 @@ class Decision:
         elif not step.is_ahead and attempt.plain > 0:
             self.costs.enter(step, seconds - attempt.seconds)
             num_tokens = sum(map(len, emitted)) / len(emitted)
-            expected = attempt.expected / attempt.plain if step.is_verify else 1.0
-            self._prospect.enter_step(num_tokens, seconds / attempt.plain, expected, is_verify=step.is_verify)
+            if np.isfinite(attempt.plain):
+                expected = attempt.expected / attempt.plain if step.is_verify else 1.0
+                self._prospect.enter_step(num_tokens, seconds / attempt.plain, expected, is_verify=step.is_verify)
             self.ledger.enter_step(seconds)
             self.ledger.enter_gain(seconds - attempt.invested, attempt.expected, num_tokens, attempt.plain)
             self.plain_runs.enter_drafts(seconds, attempt.plain * num_tokens - seconds)
@@ -124,7 +125,8 @@ class Decision:
         # Their first tokens are guesses of what is being drawn. All are held against what comes, verified or not.
         drafts = self._source.draft(requests, [limit + 1 for limit in limits])
         costs = self.seconds(chunks, room)
-        self._look(requests, drafts, costs)
+        if np.isfinite(costs[0]):
+            self._look(requests, drafts, costs)
         rests = [rest_of(tokens, tokens[0]) if tokens else tokens for tokens in drafts]
         if any(rests) and any(self._choose(requests, rests, costs)):
             return True
