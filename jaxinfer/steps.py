@@ -56,7 +56,8 @@ def prefill_step(
     """
     hidden, cache = forward(params, cache, batch, config=config, implementation=implementation, mesh=mesh)
     ends = hidden[last_places(batch)]
-    output = _finish(params, cache, ends, batch, sampling, max_log_probs, custom)
+    draw = functools.partial(_finish, params, cache, ends, batch, sampling, max_log_probs, custom)
+    output = _unless_awaiting(sampling, draw, max_log_probs)
     described = None if prompt is None else describe_prompt(params, hidden, prompt, max_prompt_log_probs)
     return replace(output, hidden=hidden, ends=ends, prompt=described), cache
 
@@ -76,8 +77,8 @@ def decode_step(
 ) -> tuple[StepOutput, KVCache]:
     """Computes one token per row (T = B, `cu_q_lens` = 0, 1, … B) and draws the next of each."""
     hidden, cache = forward(params, cache, batch, config=config, q_len=1, implementation=implementation, mesh=mesh)
-    output = _finish(params, cache, hidden, batch, sampling, max_log_probs, custom)
-    return replace(output, hidden=hidden, ends=hidden), cache
+    draw = functools.partial(_finish, params, cache, hidden, batch, sampling, max_log_probs, custom)
+    return replace(_unless_awaiting(sampling, draw, max_log_probs), hidden=hidden, ends=hidden), cache
 
 
 @functools.partial(jax.jit, static_argnames=("max_log_probs", "custom"))
@@ -96,7 +97,7 @@ def draw_step(
     `batch` are the step's `last_tokens`, `sampling` is its own `with_masks`. What comes out is what the step would have
     drawn, had it had them.
     """
-    return _draw_described(params, cache, ends, batch, sampling, max_log_probs, custom)
+    return _finish(params, cache, ends, batch, sampling, max_log_probs, custom)
 
 
 @functools.partial(jax.jit, static_argnames=("q_len", "max_log_probs", *_STATICS), donate_argnames="cache")
@@ -165,7 +166,7 @@ def decode_loop(
 
     def decode(cache: KVCache, batch: Batch) -> tuple[StepOutput, KVCache]:
         hidden, cache = forward(params, cache, batch, q_len=1, **statics)
-        return _draw_described(params, cache, hidden, batch, sampling, max_log_probs, custom), cache
+        return _finish(params, cache, hidden, batch, sampling, max_log_probs, custom), cache
 
     return run_loop(decode, cache, batch, loop, num_steps)
 
@@ -208,21 +209,13 @@ def draft_step(
     return drafts, cache
 
 
+def _unless_awaiting(sampling: SamplingBatch, draw: Callable[[], StepOutput], max_log_probs: int) -> StepOutput:
+    """Returns what `draw` does, or zeros while a row awaits its mask."""
+    awaits = sampling.awaits_mask
+    return jax.lax.cond(awaits.any(), lambda: nothing_drawn(awaits.shape[0], max_log_probs), draw)
+
+
 def _finish(
-    params: Params,
-    cache: KVCache,
-    hidden: jax.Array,
-    batch: Batch,
-    sampling: SamplingBatch,
-    max_log_probs: int,
-    custom: tuple[LogitsProcessor, ...],
-) -> StepOutput:
-    """Draws a token per row from its hidden state [B, D], or none while a row awaits its mask: zeros, then."""
-    draw = functools.partial(_draw_described, params, cache, hidden, batch, sampling, max_log_probs, custom)
-    return jax.lax.cond(sampling.awaits_mask.any(), lambda: nothing_drawn(hidden.shape[0], max_log_probs), draw)
-
-
-def _draw_described(
     params: Params,
     cache: KVCache,
     hidden: jax.Array,

@@ -134,10 +134,7 @@ class Decision:
 
     def _look(self, requests: Sequence[Request], drafts: Sequence[Drafts], costs: np.ndarray) -> None:
         """Notes what the step that runs could have verified."""
-        likelihoods = [
-            self._source.likelihoods(request, parents_of(d)) for request, d in zip(requests, drafts, strict=True)
-        ]
-        counts = choose_drafts(likelihoods, costs)
+        counts = self._worth(requests, drafts, costs)
         chosen = [tokens[:count] for tokens, count in zip(drafts, counts, strict=True)]
         self._prospect.look(requests, chosen, float(costs[sum(counts)] / costs[0]))
 
@@ -169,12 +166,16 @@ class Decision:
 
     def _choose(self, requests: Sequence[Request], drafts: Sequence[Drafts], costs: np.ndarray) -> list[int]:
         """Returns how many drafts of each request to verify, of those that it has."""
-        pairs = zip(requests, drafts, strict=True)
-        chosen = choose_drafts([self._source.likelihoods(request, parents_of(d)) for request, d in pairs], costs)
+        chosen = self._worth(requests, drafts, costs)
         if not any(chosen) and self._num_idle >= MAX_IDLE and any(drafts):
             counts = [len(tokens) for tokens in drafts]
             chosen[counts.index(max(counts))] = 1
         return chosen
+
+    def _worth(self, requests: Sequence[Request], drafts: Sequence[Drafts], costs: np.ndarray) -> list[int]:
+        """Returns how many drafts of each request bring the most tokens per second, by what is believed of them."""
+        pairs = zip(requests, drafts, strict=True)
+        return choose_drafts([self._source.likelihoods(request, parents_of(d)) for request, d in pairs], costs)
 
     def _advance(self, requests: Sequence[Request]) -> float:
         """Returns what may be lost now because it may be lost before the last of the requests ends."""
