@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any
 
 from benchmark_workload import HIGHER, LOWER, RANDOM_SHAPES, SECTIONS, Task, Workload, checkpoint, table_rows
@@ -146,6 +146,18 @@ def conditions(arguments: argparse.Namespace) -> dict[str, str]:
         "versions": ", ".join(f"{name} {version(name)}" for name in ("jax", "transformers", "torch")),
         "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+def print_figures(figures: dict[str, list[float]], arguments: argparse.Namespace) -> None:
+    """Prints by label the median of all rounds, their range, their mean and its standard error, and the conditions."""
+    width = max(map(len, figures))
+    for label, values in figures.items():
+        spread = f"{min(values):.2f} to {max(values):.2f}"
+        if len(values) > 1:
+            spread += f", in the mean {mean(values):.3f} +- {stdev(values) / len(values) ** 0.5:.3f}"
+        print(f"{label:<{width}}{median(values):>12.2f}   {spread}")
+    quoted = conditions(arguments) | {"measured with": shlex.join(["python", *sys.argv])}
+    print("\n".join(f"{key}: {value}" for key, value in quoted.items()))
 
 
 def confine(arguments: argparse.Namespace) -> None:

@@ -14,14 +14,12 @@ request at a time.
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 from collections import defaultdict
 from itertools import cycle, islice
-from statistics import mean, median, stdev
+from statistics import mean, median
 from typing import Any
 
-from benchmark import BUNDLED_MODEL, conditions, confine, integers, some_of
+from benchmark import BUNDLED_MODEL, confine, integers, print_figures, some_of
 from benchmark_speculation import PROMPT_LEN, Engine, Peer
 from corpus import held_out_files
 
@@ -149,13 +147,7 @@ def main() -> None:
         figures |= measure_peer(batch, arguments) if arguments.peer else {}
         for name in arguments.drafters:
             figures |= measure(name, batch, arguments)
-    width = max(map(len, figures))
-    for label, values in figures.items():
-        error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-        spread = f"{min(values):.2f} to {max(values):.2f}, in the mean {mean(values):.3f} +- {error:.3f}"
-        print(f"{label:<{width}}{median(values):>10.2f}   {spread}")
-    quoted = conditions(arguments) | {"measured with": shlex.join(["python", *sys.argv])}
-    print("\n".join(f"{key}: {value}" for key, value in quoted.items()))
+    print_figures(figures, arguments)
 
 
 if __name__ == "__main__":

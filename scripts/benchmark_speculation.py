@@ -13,17 +13,14 @@ from __future__ import annotations
 
 import argparse
 import random
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from benchmark import BUNDLED_MODEL, conditions, confine, integers, some_of
+from benchmark import BUNDLED_MODEL, confine, integers, print_figures, some_of
 from benchmark_workload import RANDOM_SHAPES, checkpoint
 
 from jaxinfer import LLM, EngineConfig, SamplingParams
@@ -283,12 +280,7 @@ def main() -> None:
         figures = {}
         for batch in arguments.batches:
             figures |= measure(folder, batch, arguments)
-    width = max(map(len, figures))
-    for label, values in figures.items():
-        spread = f"{min(values):.2f} to {max(values):.2f}" if len(values) > 1 else ""
-        print(f"{label:<{width}}{median(values):>12.2f}   {spread}")
-    quoted = conditions(arguments) | {"measured with": shlex.join(["python", *sys.argv])}
-    print("\n".join(f"{key}: {value}" for key, value in quoted.items()))
+    print_figures(figures, arguments)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shlex
-import sys
 import time
 from collections.abc import Iterator
 from statistics import median
 from typing import Any
 from unittest.mock import patch
 
-from benchmark import BUNDLED_MODEL, conditions, confine, integers
+from benchmark import BUNDLED_MODEL, confine, integers, print_figures
 from benchmark_workload import RANDOM_SHAPES, checkpoint
 
 from jaxinfer import LLM, EngineConfig, SamplingParams
@@ -150,11 +148,7 @@ def main() -> None:
     with checkpoint(BUNDLED_MODEL, arguments.random_shape) as folder:
         for batch in arguments.batches:
             figures |= measure(folder, batch, arguments.rounds)
-    width = max(map(len, figures))
-    for label, values in figures.items():
-        print(f"{label:<{width}}{median(values):>10.2f}   {min(values):.2f} to {max(values):.2f}")
-    quoted = conditions(arguments) | {"measured with": shlex.join(["python", *sys.argv])}
-    print("\n".join(f"{key}: {value}" for key, value in quoted.items()))
+    print_figures(figures, arguments)
 
 
 if __name__ == "__main__":
