@@ -4,10 +4,10 @@ Prompts are parts of the files that nothing was trained on (scripts/corpus.py), 
 drafts of a given number verified, a drafter yields so many tokens a step, and a step takes so long, drafting and the
 host's work included: the most tokens per second that any number brings, none included, is what acceptance and step
 times allow (Leviathan et al. 2023). Against it stands the engine that chooses the number itself. Figures are output
-tokens per second of the steps in which all requests decode, against plain decoding just before and after; in a round
-each is taken `--repeats` times, of which the median counts, and rounds are given with their mean and its standard
-error. A run with many steps without drafts says by itself what its drafts cost, and better where the machine's speed
-varies. transformers decodes the same prompts, plainly and with prompt lookup and the draft model, which it can for one
+tokens per second of the steps in which the whole batch decodes, against plain decoding just before and after; where it
+is a batch of several, `WAVES` times as many requests come, so that others follow those that end first. In a round each
+figure is taken `--repeats` times, of which the median counts, and rounds are given with their mean and its standard
+error. transformers decodes the same prompts, plainly and with prompt lookup and the draft model, which it can for one
 request at a time.
 """
 
@@ -16,12 +16,13 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from itertools import cycle, islice
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 from benchmark import BUNDLED_MODEL, confine, integers, print_figures, some_of
-from benchmark_speculation import PROMPT_LEN, Engine, Peer
+from benchmark_speculation import Peer
 from corpus import held_out_files
+from drafting_engine import PROMPT_LEN, DraftingEngine
 
 from jaxinfer.checkpoint import load_checkpoint
 from jaxinfer.checkpoint.draft_heads import load_draft_heads
@@ -33,7 +34,7 @@ from jaxinfer.tokenizer import Tokenizer
 ASSETS = BUNDLED_MODEL.parent
 CHOSEN = "as many drafts as pay"
 OWN = f"{CHOSEN}, against its own steps without"
-MIN_PLAIN = 64  # of these in a run say what one takes
+WAVES = 2
 Figures = dict[str, list[float]]
 DRAFTERS = ("ngram", "suffix", "draft", "medusa", "eagle", "exit", "medusa tree", "eagle tree")
 
@@ -45,26 +46,6 @@ def make_drafter(name: str) -> Any:
     if name == "draft":
         return DraftModel(*load_checkpoint(path, "float32"))
     return drafter_of(load_draft_heads(path, "float32"))
-
-
-class DraftingEngine(Engine):
-    """An engine with a drafter, of which it chooses how many drafts are verified."""
-
-    def __init__(self, batch: int, name: str, *, most: int) -> None:
-        self._most = most  # drafts that a request may get
-        drafter = make_drafter(name)
-        draft = drafter.draft
-        drafter.draft = lambda requests, counts: draft(requests, [min(count, self._most) for count in counts])
-        super().__init__(BUNDLED_MODEL, batch, drafter, max_drafts=most, draft_trees=name.endswith("tree"))
-
-    def run_fixed(self, count: int, prompts: list[list[int]], **options: Any) -> tuple[float, float]:
-        """The same with so many drafts verified in every step: in the same engine, as plain decoding is."""
-        speculation: Any = self.llm._scheduler._speculation
-        speculation._decision, decision = None, speculation._decision
-        self._most, most = count, self._most
-        rate, per_step, _ = self.run(prompts, **options)
-        speculation._decision, self._most = decision, most
-        return rate, per_step
 
 
 def held_out_prompts() -> list[list[int]]:
@@ -79,31 +60,29 @@ def held_out_prompts() -> list[list[int]]:
 def texts_of(batch: int, rounds: int) -> list[list[list[int]]]:
     """Returns the prompts of each round, others in each as long as there are any."""
     prompts = cycle(held_out_prompts())
-    return [list(islice(prompts, batch)) for _ in range(rounds)]
+    return [list(islice(prompts, batch if batch == 1 else WAVES * batch)) for _ in range(rounds)]
 
 
 def measure(name: str, batch: int, arguments: argparse.Namespace) -> Figures:
     """Returns the figures of all rounds by label."""
     counts = [count for count in arguments.counts if name != "medusa" or count <= 4]  # it has as many heads
     counts = [] if arguments.only_chosen else counts
-    engine, figures = DraftingEngine(batch, name, most=max(arguments.counts)), defaultdict(list)
+    limits = {"max_drafts": max(arguments.counts), "draft_trees": name.endswith("tree")}
+    engine, figures = DraftingEngine(BUNDLED_MODEL, batch, make_drafter(name), **limits), defaultdict(list)
     for index, texts in enumerate(texts_of(batch, arguments.rounds)):
         ratios: Figures = defaultdict(list)
         options: dict[str, Any] = {"salt": f"{index}", "temperature": arguments.temperature}
-        plain = engine.run_plain(texts, **options)
+        plain = engine.run_plain(texts, **options).tokens_per_second
         for repeat in range(arguments.repeats):
             for label, count in [(CHOSEN, None), *((f"{count} drafts", count) for count in counts)]:
                 options["salt"] = f"{index} {repeat} {label}"  # of what others were answered nothing is known
-                if count is None:
-                    rate, per_step, _ = engine.run(texts, **options)
-                else:
-                    rate, per_step = engine.run_fixed(count, texts, **options)
-                if count is None and len(engine.plain_seconds) >= MIN_PLAIN:
-                    figures[OWN].append(rate / batch * mean(engine.plain_seconds))
-                before, plain = plain, engine.run_plain(texts, **options)
-                ratios[label].append(2 * rate / (before + plain))
-                figures[f"{label}, tokens a step"].append(per_step)
-                figures[f"{label}, tokens/s"].append(rate)
+                run = engine.run(texts, **options) if count is None else engine.run_fixed(count, texts, **options)
+                if count is None and run.against_own_steps is not None:
+                    figures[OWN].append(run.against_own_steps)
+                before, plain = plain, engine.run_plain(texts, **options).tokens_per_second
+                ratios[label].append(2 * run.tokens_per_second / (before + plain))
+                figures[f"{label}, tokens a step"].append(run.tokens_per_step)
+                figures[f"{label}, tokens/s"].append(run.tokens_per_second)
                 figures["plain, tokens/s"].append(plain)
         medians = {label: median(values) for label, values in ratios.items()}
         for label, value in medians.items():

@@ -2,19 +2,17 @@
 
 Texts are files of this repository, which the bundled models were not trained on. "continue": greedy continuations.
 "edit": the output is a file of the prompt with one edit; a logits processor imposes it, for small models do not follow
-instructions. "scripted": a drafter that is right with a given probability, told the continuations beforehand, and the
-bound of Leviathan et al. (2023) for that probability, from the times of steps that verify all drafts they are given.
+instructions.
 
 A figure is output tokens per second of the steps in which all requests decode, drafting and host work included; of
-rounds, which alternate, the median counts.
+rounds the median counts.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,43 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from benchmark import BUNDLED_MODEL, confine, integers, print_figures, some_of
 from benchmark_workload import RANDOM_SHAPES, checkpoint
+from drafting_engine import MAX_DRAFTS, OUTPUT_LEN, PROMPT_LEN, DraftingEngine
 
-from jaxinfer import LLM, EngineConfig, SamplingParams
 from jaxinfer.checkpoint import read_config
-from jaxinfer.engine.request import Completion, Request
-from jaxinfer.engine.step import Step
 from jaxinfer.tokenizer import Tokenizer
 
 FILES = sorted((BUNDLED_MODEL.parents[1]).glob("*.py"))
-PROMPT_LEN, OUTPUT_LEN = 192, 128
-# What a scripted drafter is right with.
-RATES = (0.0, 0.3, 0.5, 0.7, 0.9)
 SCRIPT_BIAS = 1e4
-MAX_DRAFTS = EngineConfig.max_drafts
-
-
-class ScriptedDrafter:
-    """Right about each token of what it was told with probability `rate`, wrong otherwise."""
-
-    def __init__(self) -> None:
-        self.rate, self.most = 0.0, MAX_DRAFTS
-        self._answers: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._random = random.Random(0)
-
-    def learn(self, completions: Iterable[Completion]) -> None:
-        self._answers |= {c.prompt_token_ids: c.token_ids for c in completions}
-
-    def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
-        return [self._draft(*pair) for pair in zip(requests, counts, strict=True)]
-
-    def forget(self, request: Request) -> None:
-        pass
-
-    def _draft(self, request: Request, count: int) -> list[int]:
-        answer = self._answers.get(tuple(request.token_ids[: request.num_prompt_tokens]), ())
-        start = request.num_output_tokens
-        tokens = answer[start : start + min(count, self.most)]
-        return [token if self._random.random() < self.rate else token ^ 1 for token in tokens]
 
 
 class Texts:
@@ -88,72 +56,6 @@ def processor_of(scripts: np.ndarray) -> Callable[..., Any]:
         return logits.at[token].add(SCRIPT_BIAS)
 
     return impose
-
-
-class Engine:
-    """One of our engines, and what its decoding steps took."""
-
-    def __init__(
-        self, model: Path, batch: int, speculation: Any, scripts: np.ndarray | None = None, **limits: Any
-    ) -> None:
-        config = EngineConfig(max_num_seqs=batch, max_model_len=PROMPT_LEN + OUTPUT_LEN, **limits)
-        processors = {} if scripts is None else {"script": processor_of(scripts)}
-        self.llm = LLM(model, config=config, dtype="float32", logits_processors=processors, speculation=speculation)
-        self.llm.warm_up()
-        self.llm.on_step = self._enter
-        self._seconds, self._num_steps = 0.0, 0
-        self.plain_seconds: list[float] = []  # of the last run's steps that were launched ahead, so without drafts
-
-    def _enter(self, step: Step, seconds: float) -> None:
-        if step.is_decode or step.is_verify:
-            self._seconds += seconds
-            self._num_steps += len(step.chunks)
-        if step.is_decode and step.is_ahead:
-            self.plain_seconds.append(seconds)
-
-    def run_plain(self, prompts: list[list[int]], *, salt: str, temperature: float = 0.0) -> float:
-        """Returns tokens per second without drafts: of the same engine, for two of a kind differ by up to 6 %."""
-        scheduler = self.llm._scheduler
-        scheduler._speculation, speculation = None, scheduler._speculation
-        rate, _, _ = self.run(prompts, salt=salt, temperature=temperature)
-        scheduler._speculation = speculation
-        return rate
-
-    def run(
-        self, prompts: list[list[int]], *, salt: str, is_edit: bool = False, temperature: float = 0.0
-    ) -> tuple[float, float, list[Completion]]:
-        """Returns tokens per second and tokens per row and step, of steps in which all decode, and what came out."""
-        base: dict[str, Any] = {
-            "max_tokens": OUTPUT_LEN,
-            "temperature": temperature,
-            "seed": 0,
-            "ignore_eos": True,
-        }
-        params = [
-            SamplingParams(**base, logits_processors={"script": i} if is_edit else {}) for i in range(len(prompts))
-        ]
-        self._seconds, self._num_steps = 0.0, 0
-        self.plain_seconds.clear()
-        before = self.llm.metrics()
-        completions = self.llm.generate(prompts, params, show_progress=False, cache_salt=salt)
-        num_accepted = self.llm.metrics().num_accepted_tokens - before.num_accepted_tokens
-        num_tokens = self._num_steps + num_accepted
-        return num_tokens / self._seconds, num_tokens / self._num_steps, completions
-
-
-def step_seconds(engine: Engine, drafter: ScriptedDrafter, prompts: list[list[int]], salt: str) -> list[float]:
-    """Returns what a step takes that verifies 1, 2, … drafts of each request, whoever made them."""
-    seconds = []
-    for drafter.most in range(1, MAX_DRAFTS + 1):
-        rate, per_step, _ = engine.run(prompts, salt=salt)
-        seconds.append(len(prompts) * per_step / rate)
-    return seconds
-
-
-def bound(plain: float, seconds: Sequence[float], batch: int, rate: float) -> float:
-    """The most tokens per second for any number of drafts a row, drafted in no time (Leviathan et al. 2023)."""
-    drafted = [batch * sum(rate**i for i in range(k + 1)) / seconds[k - 1] for k in range(1, len(seconds) + 1)]
-    return max(plain, *drafted)
 
 
 class Peer:
@@ -212,17 +114,11 @@ def measure(model: Path, batch: int, arguments: argparse.Namespace) -> dict[str,
     assert tokenizer is not None
     texts = Texts(tokenizer.encode, read_config(model).vocab_size)
     prompts, scripts = texts.prompts(batch), texts.scripts(batch)
-    scripted = ScriptedDrafter()
-    drafters: dict[str, Any] = {name: name for name in arguments.drafters if name != "none"}
+    drafters: dict[str, Any] = {name: name for name in arguments.drafters}
     if arguments.draft_model is not None:
         drafters["draft model"] = arguments.draft_model
-    engines = {name: Engine(model, batch, drafters[name], scripts) for name in drafters}
-    engines["plain"] = Engine(model, batch, None, scripts)
-    oracle = Engine(model, batch, scripted, scripts)
-    obedient = ScriptedDrafter()  # of which everything is verified
-    verifying = Engine(model, batch, obedient, scripts, adaptive_drafts=False)
-    for drafter in (scripted, obedient):
-        drafter.learn(engines["plain"].run(prompts, salt="first")[2])
+    processors = {"script": processor_of(scripts)}
+    engines = {name: DraftingEngine(model, batch, drafters[name], processors=processors) for name in drafters}
     figures: dict[str, list[float]] = {}
 
     def note(label: str, value: float) -> None:
@@ -231,21 +127,16 @@ def measure(model: Path, batch: int, arguments: argparse.Namespace) -> dict[str,
 
     for index in range(arguments.rounds):
         for name, engine in engines.items():
-            for text in ("continue", "edit"):
-                rate, per_step, _ = engine.run(prompts, is_edit=text == "edit", salt=f"{index} {text}")
-                note(f"batch {batch}, {text}: {name}, tokens/s", rate)
-                note(f"batch {batch}, {text}: {name}, tokens per row and step", per_step)
-        seconds = step_seconds(verifying, obedient, prompts, f"{index}")
-        after = oracle.run_plain(prompts, salt=f"{index}")
-        for acceptance in RATES:
-            scripted.rate = acceptance
-            rate, _, _ = oracle.run(prompts, salt=f"{index}")
-            before, after = after, oracle.run_plain(prompts, salt=f"{index}")
-            plain = (before + after) / 2
-            note(f"batch {batch}, scripted {acceptance}, tokens/s", rate)
-            note(f"batch {batch}, scripted {acceptance}, against plain before and after", rate / plain)
-            most = bound(plain, seconds, batch, acceptance)
-            note(f"batch {batch}, scripted {acceptance}, part of the bound", rate / most)
+            for text, params in (("continue", {}), ("edit", {"logits_processors": ("script",)})):
+                options: dict[str, Any] = {"salt": f"{index} {text}", **params}
+                before = engine.run_plain(prompts, **options)
+                run = engine.run(prompts, **options)
+                after = engine.run_plain(prompts, **options)
+                plain = (before.tokens_per_second + after.tokens_per_second) / 2
+                note(f"batch {batch}, {text}: plain before and after {name}, tokens/s", plain)
+                note(f"batch {batch}, {text}: {name}, tokens/s", run.tokens_per_second)
+                note(f"batch {batch}, {text}: {name}, against plain", run.tokens_per_second / plain)
+                note(f"batch {batch}, {text}: {name}, tokens per row and step", run.tokens_per_step)
     if arguments.peer:
         peer = Peer(model, arguments.draft_model, arguments.threads)
         for _ in range(arguments.rounds):
@@ -262,9 +153,7 @@ def parse_arguments() -> argparse.Namespace:
     model.add_argument("--model", type=Path, default=BUNDLED_MODEL, help="checkpoint folder")
     model.add_argument("--random-shape", choices=RANDOM_SHAPES, help="size of a random checkpoint")
     parser.add_argument("--draft-model", type=Path, help="checkpoint folder of a draft model of the same vocabulary")
-    parser.add_argument(
-        "--drafters", type=some_of("none", "ngram", "suffix"), default=("ngram", "suffix"), help="by comma"
-    )
+    parser.add_argument("--drafters", type=some_of("ngram", "suffix"), default=("ngram", "suffix"), help="by comma")
     parser.add_argument("--batches", type=integers, default=(1, 32), help="requests at a time")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2, help="cores")

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxinfer.engine.draft_choice import MARGIN, choose_count, choose_drafts
 from jaxinfer.engine.draft_ledger import Ledger
-from jaxinfer.engine.draft_prospect import STRONG, Prospect
+from jaxinfer.engine.draft_prospect import Prospect
 from jaxinfer.engine.draft_source import DraftSource
 from jaxinfer.engine.draft_tree import Drafts, parents_of, rest_of
 from jaxinfer.engine.emission import Emitted
@@ -68,8 +68,11 @@ class Decision:
         return is_promising
 
     def is_barred(self, requests: Sequence[Request]) -> bool:
-        """Whether so much is lost that there are to be no drafts until they are seen to be worth it, or some time."""
-        return self.ledger.is_in_debt(self._advance(requests)) and self._prospect.rate <= STRONG
+        """Whether so much is lost that there are to be no drafts until they are seen to pay, or for some time.
+
+        Where drafts pay as a rule, a loss was bad luck.
+        """
+        return self.ledger.is_in_debt(self._advance(requests)) and self._prospect.rate <= 1
 
     def seconds(self, chunks: Sequence[Chunk], room: int) -> np.ndarray:
         """Returns what a step takes with 0, 1, … `room` drafts, as far as they fit in, f64[at most room + 1]."""

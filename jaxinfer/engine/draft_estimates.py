@@ -9,11 +9,11 @@ import numpy as np
 from jaxinfer.engine.cost_fit import fit_weights
 
 # What a request's first drafts are believed to be worth, and how many tries that belief outweighs.
-FIRST_RATE, FIRST_TRIES = 0.5, 2.0
+FIRST_RATE, FIRST_TRIES = 0.5, 12.0
 # The same of a second draft for a place where the first is wrong, and so on.
 FIRST_RANK_RATE = 0.25
 # What a try still counts after the next one: a text changes, and with it how well it can be guessed.
-REQUEST_MEMORY, DRAFTER_MEMORY = 0.95, 0.995
+REQUEST_MEMORY, DRAFTER_MEMORY = 0.98, 0.995
 # Times that the fit looks back on, and after how many new ones it is made again once there are some.
 WINDOW, REFIT_AFTER = 64, 32
 

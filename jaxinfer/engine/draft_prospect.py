@@ -14,11 +14,9 @@ from jaxinfer.engine.draft_tree import Drafts, first_of, rest_of
 from jaxinfer.engine.request import Request
 
 # What a step still counts after the next one.
-MEMORY = 0.95
+MEMORY = 0.98
 # Looks whose tokens are still to come; a request that was set back may never have them.
 MAX_LOOKS = 64
-# So much more than plain decoding must have come of drafts before some are verified though too much is lost already.
-STRONG = 1.2
 # A step that was interrupted counts no more than this many times what it should have taken.
 OUTLIER = 2.0
 

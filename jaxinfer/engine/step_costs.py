@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.buckets import Bucket, choose_bucket
+from jaxinfer.engine.cost_drift import CostDrift
 from jaxinfer.engine.cost_fit import fit_weights
 from jaxinfer.engine.pipeline import Device
 from jaxinfer.engine.request import Request
@@ -18,20 +19,19 @@ from jaxinfer.engine.step_times import step_features
 
 WINDOW = 256  # steps of a kind that the fit looks back on
 REFIT_AFTER = 256  # steps of a kind, so that the fit costs some microseconds a step
-# How far one step moves the correction of its shape: what the fit knows nothing of changes over tens of steps.
-RATE = 0.1
 NUM_AHEAD = 4  # steps that are launched ahead of each other to be measured
 
 
 class StepCosts:
-    """Seconds of decode and verify steps, fitted from the engine's own: each kind on its own, each shape corrected."""
+    """Seconds of decode and verify steps, fitted from the engine's own: those with drafts and those without on their
+    own, at the speed that the machine had; and what each shape has lately taken beside that.
+    """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = tuple(bucket for bucket in buckets if bucket.is_decode or bucket.is_verify)
         self._measured = {is_verify: deque(maxlen=WINDOW) for is_verify in (False, True)}
         self._weights: dict[bool, np.ndarray] = {}
-        # By shape, and for decoding by whether the step was launched ahead.
-        self._corrections: defaultdict[tuple[Bucket, bool], float] = defaultdict(lambda: 1.0)
+        self._drift = CostDrift()  # by shape, and for decoding by whether the step was launched ahead
         self._num_new = {False: 0, True: 0}
         self._layouts: dict[tuple[int, int], tuple[Bucket, list[Bucket], np.ndarray]] = {}
 
@@ -40,17 +40,21 @@ class StepCosts:
         if not step.is_decode and not step.is_verify:
             return
         bucket = choose_bucket(self._buckets, step)
-        features, kind = step_features(step, bucket), (bucket, step.is_ahead)
-        if bucket.is_verify in self._weights:
-            ratio = seconds / max(float(self._weights[bucket.is_verify] @ np.array(features)), 1e-9)
-            # A step that something interrupted moves it no further than one that was a little slow.
-            self._corrections[kind] += (1 - (1 - RATE) ** count) * (min(ratio, 1.5) - self._corrections[kind])
-            if not (step.is_verify or step.is_ahead):  # not what drafts are held against
+        is_verify = bucket.is_verify
+        if is_verify in self._weights:
+            fitted = max(float(self._weights[is_verify] @ np.array(step_features(step, bucket))), 1e-9)
+            self._drift.enter((bucket, step.is_ahead), fitted, seconds, count)
+            if not (is_verify or step.is_ahead):  # not what drafts are held against
                 return
-        self._measured[bucket.is_verify].append((features, seconds))
+        self._collect(step, seconds / self._drift.speed)
+        if self._num_new[is_verify] >= REFIT_AFTER or is_verify not in self._weights:
+            self._fit(is_verify)
+            self._drift.forget(*((other, not is_verify) for other in self._buckets if other.is_verify == is_verify))
+
+    def _collect(self, step: Step, seconds: float) -> None:
+        bucket = choose_bucket(self._buckets, step)
+        self._measured[bucket.is_verify].append((step_features(step, bucket), seconds))
         self._num_new[bucket.is_verify] += 1
-        if self._num_new[bucket.is_verify] >= REFIT_AFTER or bucket.is_verify not in self._weights:
-            self._fit(bucket.is_verify)
 
     def _fit(self, is_verify: bool) -> None:
         self._num_new[is_verify] = 0
@@ -66,10 +70,10 @@ class StepCosts:
         context = sum(chunk.start for chunk in chunks) + count
         plain, verify, features = self._layout(count, max_drafts)
         if False in self._weights:
-            out[0] = _total(self._weights[False], features[0], context, count) * self._corrections[plain, True]
+            out[0] = _total(self._weights[False], features[0], context, count) * self._drift.factor((plain, True))
         if True in self._weights and max_drafts > 0:
-            corrections = np.array([self._corrections[bucket, False] for bucket in verify])
-            out[1:] = _total(self._weights[True], features[1:], context, count) * corrections
+            factors = np.array([self._drift.factor((bucket, False)) for bucket in verify])
+            out[1:] = _total(self._weights[True], features[1:], context, count) * factors
         return out
 
     def _layout(self, count: int, max_drafts: int) -> tuple[Bucket, list[Bucket], np.ndarray]:
@@ -102,10 +106,10 @@ class StepCosts:
                     launched = [device.launch(step) for _ in range(1 if step.is_verify else NUM_AHEAD)]
                     for output in launched:
                         device.read(output)
-                    self.enter(step, (time.perf_counter() - began) / len(launched))
-        for is_verify in self._weights:
-            self._fit(is_verify)
-        self._corrections.clear()  # of fits to a part of that
+                    self._collect(step, (time.perf_counter() - began) / len(launched))
+        for is_verify, measured in self._measured.items():
+            if measured:
+                self._fit(is_verify)
 
     def full_decode_steps(self, num_pages: int, page_size: int) -> list[Step]:
         """Returns made-up decode steps with as many requests as their shapes hold."""

@@ -39,7 +39,7 @@ def test_who_has_ended_brings_what_came_before():
 
 def test_what_steps_take_that_have_waited_corrects_what_is_believed_of_others():
     prospect, request = Prospect(), make_request(0, [5, 6], 20)
-    for _ in range(400):  # of what they should take, those with drafts take 1.5 times as much, the others 1.2 times
+    for _ in range(1000):  # of what they should take, those with drafts take 1.5 times as much, the others 1.2 times
         prospect.enter_step(2.0, 1.8, 1.2, is_verify=True)
         prospect.enter_step(1.0, 1.2, 1.0, is_verify=False)
     believed, looks = Prospect(), [[7], []]
