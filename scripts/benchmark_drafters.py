@@ -75,7 +75,8 @@ def measure(name: str, batch: int, arguments: argparse.Namespace) -> Figures:
         plain = engine.run_plain(texts, **options).tokens_per_second
         for repeat in range(arguments.repeats):
             for label, count in [(CHOSEN, None), *((f"{count} drafts", count) for count in counts)]:
-                options["salt"] = f"{index} {repeat} {label}"  # of what others were answered nothing is known
+                if name == "suffix":  # nothing is to be known of what others were answered
+                    options["salt"] = f"{index} {repeat} {label}"
                 run = engine.run(texts, **options) if count is None else engine.run_fixed(count, texts, **options)
                 if count is None and run.against_own_steps is not None:
                     figures[OWN].append(run.against_own_steps)

@@ -85,7 +85,9 @@ class Decision:
         cost. costs f64[N + 1]: what the step takes with 0, 1, … N drafts.
         """
         drafting, unseen = self._source.seconds(requests, max(limits))
-        count = max(limits) if self._is_cheap(drafting, unseen) else self._affordable(requests, costs, drafting, unseen)
+        count = max(limits)
+        if not self._is_cheap(requests, drafting, unseen):
+            count = self._affordable(requests, costs, drafting, unseen)
         if count == 0:
             return [[] for _ in requests]
         if unseen > CHEAP * self._plain:
@@ -123,7 +125,7 @@ class Decision:
         if room <= 0:
             return False
         drafting, unseen = self._source.seconds(requests, max(limits))
-        if not self._is_cheap(drafting, unseen):
+        if not self._is_cheap(requests, drafting, unseen):
             return self._affordable(requests, self.seconds(chunks, room), drafting, unseen) > 0
         # Their first tokens are guesses of what is being drawn. All are held against what comes, verified or not.
         drafts = self._source.draft(requests, [limit + 1 for limit in limits])
@@ -141,9 +143,10 @@ class Decision:
         chosen = [tokens[:count] for tokens, count in zip(drafts, counts, strict=True)]
         self._prospect.look(requests, chosen, float(costs[sum(counts)] / costs[0]))
 
-    def _is_cheap(self, drafting: np.ndarray, unseen: float) -> bool:
+    def _is_cheap(self, requests: Sequence[Request], drafting: np.ndarray, unseen: float) -> bool:
         """Whether drafts can be made before it is clear what they are good for."""
-        return self._source.device_drafter is None and drafting[-1] + unseen < CHEAP * self._plain
+        seconds = float(drafting[-1]) + unseen / most_to_come(requests)
+        return self._source.device_drafter is None and seconds < CHEAP * self._plain
 
     def _affordable(self, requests: Sequence[Request], costs: np.ndarray, drafting: np.ndarray, unseen: float) -> int:
         """Returns how many drafts of each request to make: they have to be paid before they are seen.
@@ -157,7 +160,7 @@ class Decision:
         if self._num_owed > 0:
             return min(self._num_owed, len(seconds) - 1)
         seconds = seconds + drafting[: len(seconds)]
-        seconds[1:] += unseen / max(map(num_to_come, requests))
+        seconds[1:] += unseen / most_to_come(requests)
         expected = self._source.expected(requests, len(seconds) - 1)
         count = choose_count(expected, seconds) if drafting[-1] > 0 else 1
         if unseen > CHEAP * self._plain and not self.ledger.may_invest(self._advance(requests)):
@@ -182,9 +185,14 @@ class Decision:
 
     def _advance(self, requests: Sequence[Request]) -> float:
         """Returns what may be lost now because it may be lost before the last of the requests ends."""
-        return self.ledger.advance(max(map(num_to_come, requests)), self._plain)
+        return self.ledger.advance(most_to_come(requests), self._plain)
 
 
 def num_to_come(request: Request) -> int:
     """Returns how many tokens the request may still draw."""
     return request.max_tokens - request.num_output_tokens
+
+
+def most_to_come(requests: Sequence[Request]) -> int:
+    """Returns how many steps there may be over which is shared out what is paid once: as many as tokens may come."""
+    return max(map(num_to_come, requests))

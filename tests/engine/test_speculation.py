@@ -537,6 +537,34 @@ def test_a_step_waits_where_drafts_have_paid_lately_though_there_are_none_yet():
     assert bench.num_tokens / bench.seconds > 0.92 * most
 
 
+class ReadingDrafter(FixedDrafter):
+    """Takes a fortieth of a second for each token of a request that is new to it, at least one."""
+
+    def __init__(self):
+        super().__init__()
+        self.read = {}
+
+    def draft(self, requests, counts):
+        for request in requests:
+            num_tokens = len(request.token_ids)
+            self.now += max(num_tokens - self.read.get(request.request_id, 0), 1) / 40
+            self.read[request.request_id] = num_tokens
+        return super().draft(requests, counts)
+
+
+def test_whoever_drafts_on_the_host_is_asked_about_a_new_text_though_he_has_to_read_it_and_has_lost_before():
+    bench = Bench(Costs(0.3), [0.0], drafter=ReadingDrafter())
+    bench.run(200)
+    for request_id in (7, 8):  # what it takes to read is known after the first
+        bench.requests = [make_request(request_id, 4, 1000)]
+        bench.tables.extend(bench.requests[0], 3)
+        bench.requests[0].num_computed = 3
+        bench.speculation._decision.ledger._credit = -100.0 * (request_id == 8)
+        bench.run(101)
+
+        assert request_id in bench.drafter.read
+
+
 def test_drafting_that_takes_time_is_weighed_before_it_is_done():
     cheap, dear = (Bench(Costs(0.01), [0.6], drafter=FixedDrafter(seconds)).run()[0] for seconds in (0.02, 0.5))
 
