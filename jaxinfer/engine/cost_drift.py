@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Hashable
 
 # Standard deviations of logarithms: of one step's time, of the machine's speed at most, of a kind before it was seen.
-NOISE, SPEED_DOUBT, KIND_DOUBT = 0.15, 0.3, 0.2
+NOISE, SPEED_DOUBT, KIND_DOUBT = 0.15, 0.3, 0.1
 # By which variance speed and kinds become doubtful in a second of steps.
 SPEED_CHANGE, KIND_CHANGE = 0.04, 1e-4
 # A step that was interrupted counts as one that took this many times what was expected.

@@ -43,6 +43,6 @@ def share_out(counts: Sequence[int], room: int) -> list[int]:
 
 def _most_per_second(num_requests: int, gains: Sequence[float], seconds: np.ndarray) -> int:
     """Returns how many of the gains to take; each request has one token without any."""
-    values = (num_requests + np.cumsum([0.0, *gains])) / seconds
+    values = np.array([num_requests, *gains]).cumsum() / seconds
     best = int(values.argmax())
     return best if values[best] > MARGIN * values[0] else 0

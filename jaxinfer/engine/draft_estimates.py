@@ -15,7 +15,7 @@ FIRST_RANK_RATE = 0.25
 # What a try still counts after the next one: a text changes, and with it how well it can be guessed.
 REQUEST_MEMORY, DRAFTER_MEMORY = 0.98, 0.995
 # Times that the fit looks back on, and after how many new ones it is made again once there are some.
-WINDOW, REFIT_AFTER = 64, 32
+WINDOW, REFIT_AFTER = 64, 128
 
 
 class Acceptance:

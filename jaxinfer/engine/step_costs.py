@@ -22,6 +22,12 @@ REFIT_AFTER = 256  # steps of a kind, so that the fit costs some microseconds a 
 NUM_AHEAD = 4  # steps that are launched ahead of each other to be measured
 
 
+# A shape, and whether steps of it are launched ahead.
+Kind = tuple[Bucket, bool]
+# By drafts: the kinds that there are, which of them it is, seconds of it, and of them per token of context.
+Layout = tuple[list[Kind], np.ndarray, np.ndarray, np.ndarray]
+
+
 class StepCosts:
     """Seconds of decode and verify steps, fitted from the engine's own: those with drafts and those without on their
     own, at the speed that the machine had; and what each shape has lately taken beside that.
@@ -31,65 +37,61 @@ class StepCosts:
         self._buckets = tuple(bucket for bucket in buckets if bucket.is_decode or bucket.is_verify)
         self._measured = {is_verify: deque(maxlen=WINDOW) for is_verify in (False, True)}
         self._weights: dict[bool, np.ndarray] = {}
-        self._drift = CostDrift()  # by shape, and for decoding by whether the step was launched ahead
+        self._drift = CostDrift()  # by `Kind`
         self._num_new = {False: 0, True: 0}
-        self._layouts: dict[tuple[int, int], tuple[Bucket, list[Bucket], np.ndarray]] = {}
+        self._layouts: dict[tuple[int, int], Layout] = {}  # by rows and most drafts, for these weights
 
     def enter(self, step: Step, seconds: float, count: int = 1) -> None:
         """Learns what a step took, or `count` alike in the mean; one that only prefills tells nothing here."""
         if not step.is_decode and not step.is_verify:
             return
-        bucket = choose_bucket(self._buckets, step)
-        is_verify = bucket.is_verify
+        bucket, is_verify = choose_bucket(self._buckets, step), step.is_verify
+        features = step_features(step, bucket)
         if is_verify in self._weights:
-            fitted = max(float(self._weights[is_verify] @ np.array(step_features(step, bucket))), 1e-9)
+            fitted = max(float(self._weights[is_verify] @ np.array(features)), 1e-9)
             self._drift.enter((bucket, step.is_ahead), fitted, seconds, count)
             if not (is_verify or step.is_ahead):  # not what drafts are held against
                 return
-        self._collect(step, seconds / self._drift.speed)
+        self._collect(is_verify, features, seconds / self._drift.speed)
         if self._num_new[is_verify] >= REFIT_AFTER or is_verify not in self._weights:
             self._fit(is_verify)
             self._drift.forget(*((other, not is_verify) for other in self._buckets if other.is_verify == is_verify))
 
-    def _collect(self, step: Step, seconds: float) -> None:
-        bucket = choose_bucket(self._buckets, step)
-        self._measured[bucket.is_verify].append((step_features(step, bucket), seconds))
-        self._num_new[bucket.is_verify] += 1
+    def _collect(self, is_verify: bool, features: tuple[float, ...], seconds: float) -> None:
+        self._measured[is_verify].append((features, seconds))
+        self._num_new[is_verify] += 1
 
     def _fit(self, is_verify: bool) -> None:
         self._num_new[is_verify] = 0
         features, seconds = (np.array(column) for column in zip(*self._measured[is_verify], strict=True))
         self._weights[is_verify] = np.array(fit_weights(features, seconds))
+        self._layouts.clear()
 
     def seconds(self, chunks: Sequence[Chunk], max_drafts: int) -> np.ndarray:
         """Returns what a step of these chunks of one token takes with 0, 1, … max_drafts drafts, f64[max_drafts + 1].
 
         Where no step of a kind was measured so far, it is infinite.
         """
-        count, out = len(chunks), np.full(max_drafts + 1, np.inf)
-        context = sum(chunk.start for chunk in chunks) + count
-        plain, verify, features = self._layout(count, max_drafts)
-        if False in self._weights:
-            out[0] = _total(self._weights[False], features[0], context, count) * self._drift.factor((plain, True))
-        if True in self._weights and max_drafts > 0:
-            factors = np.array([self._drift.factor((bucket, False)) for bucket in verify])
-            out[1:] = _total(self._weights[True], features[1:], context, count) * factors
-        return out
+        context = sum(chunk.start for chunk in chunks) + len(chunks)
+        kinds, which, fixed, per_context = self._layout(len(chunks), max_drafts)
+        return (fixed + context * per_context) * np.array([self._drift.factor(kind) for kind in kinds])[which]
 
-    def _layout(self, count: int, max_drafts: int) -> tuple[Bucket, list[Bucket], np.ndarray]:
-        """Returns the shapes of steps of so many rows without drafts and with 1, 2, … of them, and the features of each
-        that do not depend on the context.
-        """
+    def _layout(self, count: int, max_drafts: int) -> Layout:
+        """Returns of which kind steps of so many rows are with 0, 1, 2, … drafts, and what they take."""
         if (count, max_drafts) not in self._layouts:
             fits = [bucket for bucket in self._buckets if bucket.num_rows >= count]
-            plain = next(bucket for bucket in fits if bucket.is_decode)
-            tokens = range(count + 1, count + max_drafts + 1)
-            verify = [next(b for b in fits if b.is_verify and b.num_tokens >= n) for n in tokens]
-            rows = [
-                (1, b.num_tokens, n, -(-n // 16), count)
-                for b, n in zip([plain, *verify], [count, *tokens], strict=True)
-            ]
-            self._layouts[count, max_drafts] = plain, verify, np.array(rows, np.float64)
+            tokens = np.arange(count, count + max_drafts + 1)
+            chosen = [next(bucket for bucket in fits if bucket.is_decode)]
+            chosen += [next(b for b in fits if b.is_verify and b.num_tokens >= n) for n in tokens[1:]]
+            fixed, per_context = np.full(len(chosen), np.inf), np.zeros(len(chosen))
+            for i, (bucket, n) in enumerate(zip(chosen, tokens.tolist(), strict=True)):
+                if (weights := self._weights.get(bucket.is_verify)) is not None:
+                    # Of the FEATURES, the last two follow from the context of all rows.
+                    fixed[i] = weights[:6] @ (1, bucket.num_tokens, n, -(-n // 16), count, n - count)
+                    per_context[i] = weights[5] + weights[6] * n / count
+            kinds = list(dict.fromkeys((bucket, bucket.is_decode) for bucket in chosen))
+            which = np.array([kinds.index((bucket, bucket.is_decode)) for bucket in chosen])
+            self._layouts[count, max_drafts] = kinds, which, fixed, per_context
         return self._layouts[count, max_drafts]
 
     def rehearse(self, device: Device, num_pages: int, page_size: int) -> None:
@@ -106,7 +108,8 @@ class StepCosts:
                     launched = [device.launch(step) for _ in range(1 if step.is_verify else NUM_AHEAD)]
                     for output in launched:
                         device.read(output)
-                    self._collect(step, (time.perf_counter() - began) / len(launched))
+                    seconds = (time.perf_counter() - began) / len(launched)
+                    self._collect(step.is_verify, step_features(step, bucket), seconds)
         for is_verify, measured in self._measured.items():
             if measured:
                 self._fit(is_verify)
@@ -114,13 +117,6 @@ class StepCosts:
     def full_decode_steps(self, num_pages: int, page_size: int) -> list[Step]:
         """Returns made-up decode steps with as many requests as their shapes hold."""
         return [made_up_steps(bucket, num_pages, page_size)[-1] for bucket in self._buckets if bucket.is_decode]
-
-
-def _total(weights: np.ndarray, features: np.ndarray, context: int, count: int) -> np.ndarray:
-    """Returns the seconds of steps by all FEATURES, of which the last two follow from the context of `count` rows."""
-    num_tokens = features[..., 2]
-    attended = context + num_tokens - count, num_tokens * context / count
-    return features @ weights[:5] + weights[5] * attended[0] + weights[6] * attended[1]
 
 
 def made_up_steps(bucket: Bucket, num_pages: int, page_size: int) -> list[Step]:

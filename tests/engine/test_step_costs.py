@@ -1,0 +1,91 @@
+"""What steps with drafts are expected to take, from steps that were measured."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxinfer import EngineConfig
+from jaxinfer.engine.buckets import choose_bucket, plan_buckets
+from jaxinfer.engine.step import Chunk, Chunks, Step
+from jaxinfer.engine.step_costs import StepCosts, made_up_steps
+from jaxinfer.engine.step_times import step_features
+from tests.engine.fake_device import make_request
+
+BUCKETS = plan_buckets(EngineConfig(max_num_seqs=4), 3)
+# Seconds per unit of each of the FEATURES.
+PLAIN = np.array([1e-3, 1e-5, 2e-5, 0, 3e-5, 1e-7, 0])
+VERIFY = np.array([2e-3, 1e-5, 4e-5, 1e-4, 3e-5, 0, 1e-7])
+
+
+class FakeClock:
+    """A device whose steps take what the weights say, on a clock of its own."""
+
+    def __init__(self):
+        self.now, self.factor = 0.0, 1.0
+
+    def perf_counter(self):
+        return self.now
+
+    def seconds(self, step):
+        weights = VERIFY if step.is_verify else PLAIN
+        buckets = tuple(bucket for bucket in BUCKETS if not bucket.is_prefill)
+        return self.factor * float(weights @ step_features(step, choose_bucket(buckets, step)))
+
+    def launch(self, step):
+        self.now += self.seconds(step)
+
+    def read(self, output):
+        pass
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = FakeClock()
+    monkeypatch.setattr("jaxinfer.engine.step_costs.time", clock)
+    return clock
+
+
+def steps_of(lens, num_drafts):
+    """Rows of so many tokens that decode, with so many drafts in all, and that as a step."""
+    chunks = [Chunk(make_request(i, num_tokens, 100), num_tokens - 1, 1) for i, num_tokens in enumerate(lens)]
+    for i in range(num_drafts):
+        chunks[i % len(chunks)].drafts = [*chunks[i % len(chunks)].drafts, 0]
+    return chunks, Step(Chunks.of(chunks), is_ahead=not num_drafts)
+
+
+def expected(costs, lens):
+    return costs.seconds(steps_of(lens, 0)[0], 3 * len(lens))
+
+
+def test_every_number_of_drafts_is_expected_to_take_what_such_steps_took(clock):
+    costs = StepCosts(BUCKETS)
+    costs.rehearse(clock, 16, 128)
+
+    for lens in ([128], [128, 128], [128] * 4):
+        for count, seconds in enumerate(expected(costs, lens)):
+            assert seconds == pytest.approx(clock.seconds(steps_of(lens, count)[1]), rel=0.15), (lens, count)
+
+
+def test_what_is_measured_later_corrects_all_that_is_expected(clock):
+    costs = StepCosts(BUCKETS)
+    costs.rehearse(clock, 16, 128)
+    before = expected(costs, [128])
+
+    clock.factor = 1.5
+    for _ in range(100):
+        step = steps_of([128], 0)[1]
+        costs.enter(step, clock.seconds(step))
+
+    assert expected(costs, [128]) == pytest.approx(1.5 * before, rel=0.1)
+
+
+def test_before_a_step_of_a_kind_was_measured_it_is_not_expected_to_end():
+    costs = StepCosts(BUCKETS)
+    step = made_up_steps(next(bucket for bucket in BUCKETS if bucket.is_decode), 16, 128)[-1]
+
+    costs.enter(step, 0.01)
+
+    seconds = expected(costs, [128])
+    assert np.isfinite(seconds[0])
+    assert np.isinf(seconds[1:]).all()
