@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from benchmark import BUNDLED_MODEL, conditions, confine
 from benchmark_drafters import held_out_prompts
-from benchmark_speculation import OUTPUT_LEN, PROMPT_LEN
+from drafting_engine import OUTPUT_LEN, PROMPT_LEN
 
 from jaxinfer import LLM, EngineConfig, SamplingParams
 from jaxinfer.checkpoint.draft_heads import load_draft_heads

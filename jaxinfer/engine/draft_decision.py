@@ -57,13 +57,19 @@ class Decision:
         self._num_idle = 0  # steps without drafts since some were verified
         self._prospect = Prospect()
 
+    def takes_rest(self, requests: Sequence[Request]) -> bool:
+        """Whether the next step is to have no drafts, without a look; asked once in each."""
+        if self.plain_runs.is_wanted or self.ledger.takes_rest():
+            return True
+        if self._source.device_drafter is not None and self.is_barred(requests):
+            self.ledger.rest()  # nothing is to be seen for nothing
+            return True
+        return False
+
     def is_worth_waiting(self, chunks: Sequence[Chunk], limits: Sequence[int]) -> bool:
         """Whether the step of these chunks is to have drafts and so waits for the tokens of the one that runs."""
-        is_barred = self.is_barred([chunk.request for chunk in chunks])
-        if self.plain_runs.is_wanted or (is_barred and self._source.device_drafter is not None):
-            return False
         began = self._clock()
-        is_promising = self._is_promising(chunks, limits) and not is_barred
+        is_promising = self._is_promising(chunks, limits) and not self.is_barred([chunk.request for chunk in chunks])
         self.ledger.enter_choice(is_promising, self._clock() - began, self._plain)
         return is_promising
 
@@ -115,7 +121,7 @@ class Decision:
             self.ledger.enter_step(seconds)
             self.ledger.enter_gain(seconds - attempt.invested, attempt.expected, num_tokens, attempt.plain)
             self.plain_runs.enter_drafts(seconds, attempt.plain * num_tokens - seconds)
-        for chunk, tokens in zip(step.chunks, emitted, strict=True):
+        for chunk, tokens in zip(step.chunks, emitted, strict=True) if self._source.is_waiting else ():
             if chunk.is_last and chunk.request.finish_reason is None:
                 self._source.compare(chunk.request, [token_id for token_id, _, _ in tokens])
 

@@ -11,6 +11,8 @@ FIRST_CREDIT, MAX_CREDIT = 2, 2
 OUTLIER = 2.0
 # The part of the time that may go into the choice itself where nothing comes of it.
 CHOICE_PART = 0.005
+# Steps that pass in debt before it is looked at again.
+REST = 8
 
 
 class Ledger:
@@ -33,6 +35,10 @@ class Ledger:
         """Whether the step at hand is to have no drafts, without a look; asked once in each."""
         self._rest -= 1
         return self._rest >= 0
+
+    def rest(self) -> None:
+        """Has some steps pass without a look."""
+        self._rest = REST
 
     def is_in_debt(self, advance: float) -> bool:
         """Whether so much is lost that there are to be no drafts for some time."""

@@ -49,6 +49,11 @@ class DraftSource:
             self._device_drafter = self.drafter if isinstance(self.drafter, DeviceDrafter) else None
         return self._device_drafter
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are drafts that the next tokens will be held against."""
+        return any(self._pending.values())
+
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Drafts]:
         """Returns up to `counts[i]` drafts for each request, as far as its structure allows them."""
         num_unseen = self.num_unseen(requests)

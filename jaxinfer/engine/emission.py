@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -14,8 +15,34 @@ from jaxinfer.engine.step import Step
 Emitted = tuple[int, float, dict[int, float]]  # a token, its log-probability, and those of the alternatives
 
 
-def emitted_tokens(step: Step, output: Any) -> Sequence[Sequence[Emitted]]:
-    """Returns what a step's output of host arrays, `StepOutput` or `VerifyOutput`, has for each chunk."""
+class Emission(Sequence[Sequence[Emitted]]):
+    """What a step's output of host arrays, `StepOutput` or `VerifyOutput`, has for each chunk.
+
+    It is worked out when somebody looks: of most steps nobody does.
+    """
+
+    def __init__(self, step: Step, output: Any) -> None:
+        self._step, self._output = step, output
+
+    @cached_property
+    def _tokens(self) -> list[list[Emitted]]:
+        return _emitted_tokens(self._step, self._output)
+
+    def __len__(self) -> int:
+        return len(self._step.chunks)
+
+    @overload
+    def __getitem__(self, index: int) -> Sequence[Emitted]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Sequence[Emitted]]: ...
+    def __getitem__(self, index: int | slice) -> Sequence[Any]:
+        return self._tokens[index]
+
+    def __iter__(self) -> Iterator[Sequence[Emitted]]:
+        return iter(self._tokens)
+
+
+def _emitted_tokens(step: Step, output: Any) -> list[list[Emitted]]:
     count = len(step.chunks)
     tokens, log_probs = (array[:count].reshape(count, -1).tolist() for array in (output.tokens, output.log_probs))
     counts = [1] * count if output.tokens.ndim == 1 else output.num_emitted.tolist()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.engine.block_tables import BlockTables
-from jaxinfer.engine.emission import emitted_tokens, enter_prompts, take_drawn, take_tokens
+from jaxinfer.engine.emission import Emission, enter_prompts, take_drawn, take_tokens
 from jaxinfer.engine.looping import go_on
 from jaxinfer.engine.metrics import NO_TARGETS, Metrics, Tally, Targets
 from jaxinfer.engine.observer import Observer
@@ -173,25 +173,26 @@ class Scheduler:
         self._tally.busy_seconds += seconds
         if self.tiers is not None and not (step.is_decode or step.is_verify):
             self.tiers.observe_prefill(step.num_tokens, seconds)
+        emission = Emission(step, output)
         if self._speculation is not None:
-            self._speculation.observe(step, emitted_tokens(step, output), seconds, output.hidden)
+            self._speculation.observe(step, emission, seconds, output.hidden)
         enter_prompts(step, output)
         self._enter(step)
         self._entered, self._leaving = None, []
         for observer in self.observers:
             observer.computed(step, now - seconds, now)
         is_simple = step.is_plain and output.tokens.ndim == 1
-        deltas = take_drawn(step.chunks.requests, output, now) if is_simple else self._hand_over(step, output, now)
+        deltas = take_drawn(step.chunks.requests, output, now) if is_simple else self._hand_over(step, emission, now)
         self._tally.num_output_tokens += sum([len(delta.token_ids) for delta in deltas])
         for completion in [c for delta in deltas if (c := delta.completion) is not None]:
             self._tally.num_good += self._targets.are_met(completion.timings)
             self._forget(self._requests[completion.request_id])
         return deltas
 
-    def _hand_over(self, step: Step, output: Any, now: float) -> list[Delta]:
+    def _hand_over(self, step: Step, emission: Emission, now: float) -> list[Delta]:
         """Gives requests what was drawn for them, several tokens each or more than tokens."""
         deltas = []
-        for chunk, tokens in zip(step.chunks, emitted_tokens(step, output), strict=True):
+        for chunk, tokens in zip(step.chunks, emission, strict=True):
             request = chunk.request
             if not request.num_pending:
                 continue

@@ -55,7 +55,7 @@ class Speculation:
         """Whether the step after this one, which is launched, is to have no drafts and need not wait for its tokens."""
         if self._decision is None or step.is_verify:
             return False
-        if self._decision.ledger.takes_rest():
+        if self._decision.takes_rest(step.chunks.requests):
             return True
         chunks = [Chunk(chunk.request, chunk.start + chunk.num_tokens, 1) for chunk in step.chunks]
         # A token is on its way, and one comes without a draft.

@@ -64,9 +64,10 @@ class StateWindows:
     def note(self, step: Step, emitted: Sequence[Sequence[Emitted]], hidden: Any) -> None:
         """Notes the states [T, D] of a step. Those of drafts that were not accepted are none of the request's."""
         pieces, place = {}, 0
-        for chunk, tokens in zip(step.chunks, emitted, strict=True):
+        num_right = [max(len(tokens) - 1, 0) for tokens in emitted] if step.is_verify else [0] * len(step.chunks)
+        for chunk, count_right in zip(step.chunks, num_right, strict=True):
             if not chunk.is_void:
-                count = chunk.num_tokens + max(len(tokens) - 1, 0)
+                count = chunk.num_tokens + count_right
                 pieces[chunk.request.request_id] = Piece(place, count, chunk.start)
             place += chunk.num_tokens + len(chunk.drafts)
         self._noted.append((hidden, pieces))
