@@ -59,9 +59,9 @@ class DraftingEngine:
         self._num_steps = self._num_tokens = 0
         self._seconds = 0.0
         self._plain_seconds.clear()
-        params = {"max_tokens": OUTPUT_LEN, "temperature": 0, "seed": 0, "ignore_eos": True} | params
+        params = {"max_tokens": OUTPUT_LEN, "temperature": 0, "seed": 0, "ignore_eos": True, **params}
         scripts = [dict.fromkeys(params.get("logits_processors", ()), i) for i in range(len(prompts))]
-        each = [SamplingParams(**params | {"logits_processors": script}) for script in scripts]
+        each = [SamplingParams(**{**params, "logits_processors": script}) for script in scripts]
         completions = self.llm.generate(prompts, each, show_progress=False, cache_salt=salt)
         rate, own = self._num_tokens / self._seconds, self._plain_seconds
         against_own = rate / self._batch * mean(own) if len(own) >= MIN_PLAIN else None

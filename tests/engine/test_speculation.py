@@ -553,16 +553,19 @@ class ReadingDrafter(FixedDrafter):
 
 
 def test_whoever_drafts_on_the_host_is_asked_about_a_new_text_though_he_has_to_read_it_and_has_lost_before():
-    bench = Bench(Costs(0.3), [0.0], drafter=ReadingDrafter())
+    drafter = ReadingDrafter()
+    bench = Bench(Costs(0.3), [0.0], drafter=drafter)
     bench.run(200)
+    decision = bench.speculation._decision
+    assert decision is not None
     for request_id in (7, 8):  # what it takes to read is known after the first
         bench.requests = [make_request(request_id, 4, 1000)]
         bench.tables.extend(bench.requests[0], 3)
         bench.requests[0].num_computed = 3
-        bench.speculation._decision.ledger._credit = -100.0 * (request_id == 8)
+        decision.ledger._credit = -100.0 * (request_id == 8)
         bench.run(101)
 
-        assert request_id in bench.drafter.read
+        assert request_id in drafter.read
 
 
 def test_drafting_that_takes_time_is_weighed_before_it_is_done():
