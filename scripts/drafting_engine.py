@@ -43,7 +43,9 @@ class DraftingEngine:
 
     def _enter(self, step: Step, seconds: float) -> None:
         before, self._num_accepted = self._num_accepted, self._scheduler.metrics().num_accepted_tokens
-        if not (step.is_decode or step.is_verify) or len(step.chunks) < self._batch:
+        # The last token of a prompt that is known is computed like one that was drawn, with nothing to overlap.
+        is_decoding = all(chunk.start >= chunk.request.num_prompt_tokens for chunk in step.chunks)
+        if not is_decoding or len(step.chunks) < self._batch:
             return
         self._seconds += seconds
         self._num_steps += 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 # The part of the time that may be lost to drafts, most of all to those which only show whether drafting has become
 # worth while.
 LOSS_PART = 0.01
-# Steps whose time may be lost at first, and after a good time.
-FIRST_CREDIT, MAX_CREDIT = 2, 2
+# Steps whose time may be lost after a good time, and on account of those to come.
+MAX_CREDIT = 2
 # A step that something interrupted counts no more than this many times what it should have taken.
 OUTLIER = 2.0
 # The part of the time that may go into the choice itself where nothing comes of it.
@@ -19,13 +19,9 @@ class Ledger:
     """Seconds that may be lost, and steps to pass before drafts are considered again."""
 
     def __init__(self) -> None:
-        self._credit: float | None = None
+        self.credit = 0.0
         self._loan = 0.0  # what may be owed because it was paid for many steps to come
         self._num_idle = self._rest = 0
-
-    @property
-    def credit(self) -> float:
-        return self._credit or 0.0
 
     def advance(self, num_tokens: int, plain: float) -> float:
         """Returns what may be owed because so many tokens are to come, of which each takes the time `plain` without."""
@@ -55,13 +51,11 @@ class Ledger:
 
     def invest(self, seconds: float) -> None:
         """Enters that so much is paid."""
-        self._credit = self.credit - seconds
-        self._loan = max(-self._credit, 0.0)
+        self.credit = self.credit - seconds
+        self._loan = max(-self.credit, 0.0)
 
     def enter_step(self, seconds: float) -> None:
         """Enters a step in which all decode."""
-        if self._credit is None:
-            self._credit = FIRST_CREDIT * seconds
         self._enter(LOSS_PART * seconds, MAX_CREDIT * seconds)
 
     def enter_gain(self, seconds: float, expected: float, num_tokens: float, plain: float) -> None:
@@ -71,6 +65,6 @@ class Ledger:
         self._enter(plain * num_tokens - min(seconds, OUTLIER * expected), MAX_CREDIT * plain)
 
     def _enter(self, gain: float, most: float) -> None:
-        self._credit = min(self.credit + gain, most)
-        if self._credit >= 0:
+        self.credit = min(self.credit + gain, most)
+        if self.credit >= 0:
             self._loan = 0.0

@@ -19,6 +19,7 @@ from jaxinfer.engine.step_times import step_features
 
 WINDOW = 256  # steps of a kind that the fit looks back on
 REFIT_AFTER = 256  # steps of a kind, so that the fit costs some microseconds a step
+NUM_REHEARSALS = 4  # of each step
 NUM_AHEAD = 4  # steps that are launched ahead of each other to be measured
 
 
@@ -100,16 +101,16 @@ class StepCosts:
         `device` computes steps on a cache of which nobody needs anything yet. Steps without drafts are launched ahead
         of each other, as they are later.
         """
-        for bucket in self._buckets:
-            for step in made_up_steps(bucket, num_pages, page_size):
-                device.read(device.launch(step))  # the first run touches new memory
-                for _ in range(2):
-                    began = time.perf_counter()
-                    launched = [device.launch(step) for _ in range(1 if step.is_verify else NUM_AHEAD)]
-                    for output in launched:
-                        device.read(output)
-                    seconds = (time.perf_counter() - began) / len(launched)
-                    self._collect(step.is_verify, step_features(step, bucket), seconds)
+        steps = [(b, step) for b in self._buckets for step in made_up_steps(b, num_pages, page_size)]
+        for _, step in steps:
+            device.read(device.launch(step))  # the first run touches new memory
+        for bucket, step in steps * NUM_REHEARSALS:  # in turn, so that a machine that slows down slows all of them
+            began = time.perf_counter()
+            launched = [device.launch(step) for _ in range(1 if step.is_verify else NUM_AHEAD)]
+            for output in launched:
+                device.read(output)
+            seconds = (time.perf_counter() - began) / len(launched)
+            self._collect(step.is_verify, step_features(step, bucket), seconds)
         for is_verify, measured in self._measured.items():
             if measured:
                 self._fit(is_verify)

@@ -488,6 +488,16 @@ def test_bad_luck_does_not_keep_from_drafts_that_pay(rate, seed):
     assert bench.num_tokens / bench.seconds > 0.93 * expected_tokens(rate, 7) / 1.5
 
 
+def test_the_first_output_of_an_engine_is_not_much_slower_though_its_drafts_cost_more_than_believed():
+    bench = Bench(Costs(0.0, once=0.8), [0.0], believed=Costs(0.0, once=0.5), max_drafts=7)
+    bench.requests[0].max_tokens = 128
+
+    for _ in range(127):
+        bench.step()
+
+    assert bench.num_tokens / bench.seconds > 0.975  # a plain step takes a second
+
+
 def test_drafts_go_to_those_whose_drafts_are_right():
     good, bad = Bench(Costs(0.3), [0.9, 0.1]).run()
 
@@ -562,7 +572,7 @@ def test_whoever_drafts_on_the_host_is_asked_about_a_new_text_though_he_has_to_r
         bench.requests = [make_request(request_id, 4, 1000)]
         bench.tables.extend(bench.requests[0], 3)
         bench.requests[0].num_computed = 3
-        decision.ledger._credit = -100.0 * (request_id == 8)
+        decision.ledger.credit = -100.0 * (request_id == 8)
         bench.run(101)
 
         assert request_id in drafter.read

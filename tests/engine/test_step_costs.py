@@ -23,6 +23,7 @@ class FakeClock:
 
     def __init__(self):
         self.now, self.factor = 0.0, 1.0
+        self.slowdown = 1.0  # from each step to the next
 
     def perf_counter(self):
         return self.now
@@ -33,6 +34,7 @@ class FakeClock:
         return self.factor * float(weights @ step_features(step, choose_bucket(buckets, step)))
 
     def launch(self, step):
+        self.factor *= self.slowdown
         self.now += self.seconds(step)
 
     def read(self, output):
@@ -65,6 +67,17 @@ def test_every_number_of_drafts_is_expected_to_take_what_such_steps_took(clock):
     for lens in ([128], [128, 128], [128] * 4):
         for count, seconds in enumerate(expected(costs, lens)):
             assert seconds == pytest.approx(clock.seconds(steps_of(lens, count)[1]), rel=0.15), (lens, count)
+
+
+def test_a_machine_that_slows_down_while_steps_are_rehearsed_does_not_make_drafts_look_dear(clock):
+    costs = StepCosts(BUCKETS)
+    clock.slowdown = 1.005
+    costs.rehearse(clock, 16, 128)
+
+    clock.factor = 1.0
+    seconds = expected(costs, [128])
+    ratio = clock.seconds(steps_of([128], 3)[1]) / clock.seconds(steps_of([128], 0)[1])
+    assert seconds[3] / seconds[0] == pytest.approx(ratio, rel=0.1)
 
 
 def test_what_is_measured_later_corrects_all_that_is_expected(clock):
