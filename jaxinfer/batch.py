@@ -89,16 +89,6 @@ class StepOutput:
     prompt: Any = None  # PromptOutput  of a prefill step that was given a `PromptBatch`
 
 
-def nothing_drawn(num_rows: int, max_log_probs: int) -> StepOutput:
-    """Returns the output of a step that draws nothing."""
-    return StepOutput(
-        tokens=jnp.zeros((num_rows,), jnp.int32),
-        log_probs=jnp.zeros((num_rows,), jnp.float32),
-        top_tokens=jnp.zeros((num_rows, max_log_probs), jnp.int32),
-        top_log_probs=jnp.zeros((num_rows, max_log_probs), jnp.float32),
-    )
-
-
 @struct.dataclass
 class VerifyOutput:
     """What a verify step or a decode loop returns to the host: the fields of `StepOutput` for Q tokens of each row."""

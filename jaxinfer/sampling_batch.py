@@ -55,7 +55,7 @@ class SamplingBatch:
     seeds: Any  # u32[B, 2]  high and low word of the seed
     sample_index: Any  # i32[B]  which of several samples of one prompt
     num_log_probs: Any  # i32[B]  alternatives wanted per token
-    awaits_mask: Any  # bool[B]  a structure's, which `with_masks` brings; until then prefill and decode draw nothing
+    awaits_mask: Any  # bool[B]  a structure's, which `with_masks` brings; until then a step draws nothing
     processors: ProcessorBatch
 
 

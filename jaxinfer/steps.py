@@ -9,23 +9,26 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxinfer.batch import Batch, StepOutput, VerifyOutput, last_places, next_batch, nothing_drawn, num_hidden
+from jaxinfer.batch import Batch, StepOutput, VerifyOutput, last_places, next_batch, num_hidden
 from jaxinfer.cache import KVCache, read_tokens
 from jaxinfer.config import ModelConfig
 from jaxinfer.decode_loop import LoopBatch, run_loop
 from jaxinfer.decoder import forward, unembed
-from jaxinfer.draft_trees import along_paths, keep_paths, make_trees, stand_in_trees, tree_mask
+from jaxinfer.draft_trees import Trees, along_paths, keep_paths, make_trees, stand_in_trees, tree_mask
 from jaxinfer.params import Params
 from jaxinfer.processors import Context, LogitsProcessor, process_logits
 from jaxinfer.prompt_log_probs import PromptBatch, describe_prompt
 from jaxinfer.sampling import describe, sample
 from jaxinfer.sampling_batch import SamplingBatch
 from jaxinfer.speculative import batch_of_tokens, emit, sampling_of_tokens
+
+Output = TypeVar("Output", StepOutput, VerifyOutput)
 
 _STATICS = ("config", "implementation", "mesh", "custom")
 _jit_step = functools.partial(jax.jit, static_argnames=("max_log_probs", *_STATICS), donate_argnames="cache")
@@ -57,7 +60,7 @@ def prefill_step(
     hidden, cache = forward(params, cache, batch, config=config, implementation=implementation, mesh=mesh)
     ends = hidden[last_places(batch)]
     draw = functools.partial(_finish, params, cache, ends, batch, sampling, max_log_probs, custom)
-    output = _unless_awaiting(sampling, draw, max_log_probs)
+    output = _unless_awaiting(sampling, draw)
     described = None if prompt is None else describe_prompt(params, hidden, prompt, max_prompt_log_probs)
     return replace(output, hidden=hidden, ends=ends, prompt=described), cache
 
@@ -78,7 +81,7 @@ def decode_step(
     """Computes one token per row (T = B, `cu_q_lens` = 0, 1, … B) and draws the next of each."""
     hidden, cache = forward(params, cache, batch, config=config, q_len=1, implementation=implementation, mesh=mesh)
     draw = functools.partial(_finish, params, cache, hidden, batch, sampling, max_log_probs, custom)
-    return replace(_unless_awaiting(sampling, draw, max_log_probs), hidden=hidden, ends=hidden), cache
+    return replace(_unless_awaiting(sampling, draw), hidden=hidden, ends=hidden), cache
 
 
 @functools.partial(jax.jit, static_argnames=("max_log_probs", "custom"))
@@ -121,25 +124,36 @@ def verify_step(
     What of the cache belongs to rejected drafts lies past the row's context: the next step overwrites it.
 
     With `parents` i32[T] rows are trees of drafts: which token of its row each follows, one before it; -1 for the
-    first. `hidden` and the cache are left as if the accepted path alone had been drafted.
+    first. `hidden` and the cache are left as if the accepted path alone had been drafted; so no row may await its mask.
     """
     trees = None if parents is None else make_trees(batch, parents, q_len)
     batch = batch if trees is None else stand_in_trees(batch, trees)
     mask = None if trees is None else tree_mask(trees)
     forwarded = functools.partial(forward, config=config, q_len=q_len, implementation=implementation, mesh=mesh)
     hidden, cache = forwarded(params, cache, batch, tree_mask=mask)
-    per_token = batch_of_tokens(batch)
-
-    def make_context() -> Context:
-        context = _context(cache, per_token)
-        return context if trees is None else along_paths(context, batch, trees)
-
-    of_tokens = sampling_of_tokens(batch, sampling)
-    logits, tokens = _draw(params, hidden, per_token, of_tokens, make_context, custom)
-    drawn = describe(logits, tokens, of_tokens, max_log_probs)
+    draw = functools.partial(_finish_all, params, cache, hidden, batch, sampling, max_log_probs, custom, trees)
     if trees is not None:
-        return keep_paths(drawn, cache, batch, trees, hidden, config=config)
-    return replace(emit(drawn, batch, q_len), hidden=hidden), cache
+        return keep_paths(draw(), cache, batch, trees, hidden, config=config)
+    return replace(_unless_awaiting(sampling, lambda: emit(draw(), batch, q_len)), hidden=hidden), cache
+
+
+@functools.partial(jax.jit, static_argnames=("q_len", "max_log_probs", "custom"))
+def draw_verify_step(
+    params: Params,
+    cache: KVCache,
+    batch: Batch,
+    sampling: SamplingBatch,
+    hidden: jax.Array,
+    *,
+    q_len: int,
+    max_log_probs: int = 0,
+    custom: tuple[LogitsProcessor, ...] = (),
+) -> VerifyOutput:
+    """Emits what a verify step without trees left to be drawn, from the `hidden` [T, D] of its output.
+
+    `batch` is the step's own, `sampling` as well, `with_masks`: what comes out is what the step would have emitted.
+    """
+    return emit(_finish_all(params, cache, hidden, batch, sampling, max_log_probs, custom), batch, q_len)
 
 
 @functools.partial(jax.jit, static_argnames=("num_steps", "max_log_probs", *_STATICS), donate_argnames="cache")
@@ -209,10 +223,10 @@ def draft_step(
     return drafts, cache
 
 
-def _unless_awaiting(sampling: SamplingBatch, draw: Callable[[], StepOutput], max_log_probs: int) -> StepOutput:
+def _unless_awaiting(sampling: SamplingBatch, draw: Callable[[], Output]) -> Output:
     """Returns what `draw` does, or zeros while a row awaits its mask."""
-    awaits = sampling.awaits_mask
-    return jax.lax.cond(awaits.any(), lambda: nothing_drawn(awaits.shape[0], max_log_probs), draw)
+    nothing = jax.eval_shape(draw)
+    return jax.lax.cond(sampling.awaits_mask.any(), lambda: jax.tree.map(jnp.zeros_like, nothing), draw)
 
 
 def _finish(
@@ -227,6 +241,27 @@ def _finish(
     context = functools.partial(_context, cache, batch)
     logits, tokens = _draw(params, hidden, batch, sampling, context, custom)
     return describe(logits, tokens, sampling, max_log_probs)
+
+
+def _finish_all(
+    params: Params,
+    cache: KVCache,
+    hidden: jax.Array,
+    batch: Batch,
+    sampling: SamplingBatch,
+    max_log_probs: int,
+    custom: tuple[LogitsProcessor, ...],
+    trees: Trees | None = None,
+) -> StepOutput:
+    """Draws after every token of the batch, of which each is a row of its own."""
+    per_token, of_tokens = batch_of_tokens(batch), sampling_of_tokens(batch, sampling)
+
+    def make_context() -> Context:
+        context = _context(cache, per_token)
+        return context if trees is None else along_paths(context, batch, trees)
+
+    logits, tokens = _draw(params, hidden, per_token, of_tokens, make_context, custom)
+    return describe(logits, tokens, of_tokens, max_log_probs)
 
 
 def _draw(

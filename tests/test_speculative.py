@@ -19,7 +19,7 @@ from tests.replay import SMALL_MODEL, all_logits_unoptimised, lively_params, nan
 from tests.unoptimised import unoptimised_copy
 
 STEPS = unoptimised_copy(steps)
-decode_step, verify_step = STEPS.decode_step, STEPS.verify_step
+decode_step, verify_step, draw_verify_step = STEPS.decode_step, STEPS.verify_step, STEPS.draw_verify_step
 CONFIG = SMALL_MODEL
 CACHE = CacheConfig(num_pages=8, page_size=16)
 B, Q = 4, 4
@@ -147,3 +147,20 @@ def test_every_position_of_a_row_has_its_own_mask():
 
     assert output.tokens[0, :3].tolist() == [7, 9, 34]
     assert output.num_emitted.tolist() == [3, 0, 0, 0]
+
+
+def test_what_a_verify_step_leaves_to_be_drawn_is_emitted_later_to_the_same_bits():
+    fields = [SamplingParams(regex="a", seed=i, log_probs=2, repetition_penalty=1.3) for i in range(len(PROMPTS))]
+    awaiting = make_sampling(fields, num_rows=B, num_masks=B * Q, vocab_size=61)
+    masks = np.packbits(np.random.default_rng(0).random((B * Q, 64)) < 0.5, axis=1, bitorder="little").view(np.int32)
+    sampling = with_masks(awaiting, dict(enumerate(masks)))
+    rows = [Row([*prompt[-1:], 7, 8, 9], len(prompt) - 1, pages) for prompt, pages in zip(PROMPTS, PAGES, strict=True)]
+    batch = make_batch(rows, page_size=16, num_tokens=B * Q, num_rows=B, table_width=2)
+    expected, _ = verify_batch(prefilled(), batch, sampling)
+
+    left, cache = verify_batch(prefilled(), batch, awaiting)
+    drawn = draw_verify_step(params(), cache, batch, sampling, left.hidden, q_len=Q, max_log_probs=2)
+
+    assert not any(np.asarray(field).any() for field in (left.tokens, left.log_probs, left.num_emitted))
+    for name in ("tokens", "log_probs", "top_tokens", "top_log_probs", "num_emitted"):
+        np.testing.assert_array_equal(getattr(drawn, name), getattr(expected, name))

@@ -44,13 +44,16 @@ class BatchBuilder:
         self._block_tables = np.zeros((0, table_width), np.int32)
         self._sampling: SamplingBatch | None = None
 
-    def build(self, step: Step, bucket: Bucket, before: Rows = NO_ROWS) -> tuple[Batch, SamplingBatch]:
+    def build(
+        self, step: Step, bucket: Bucket, before: Rows = NO_ROWS, *, draws_apart: bool = False
+    ) -> tuple[Batch, SamplingBatch]:
         """Lays the step out in the bucket's shape.
 
-        `before` are the rows of the step before: a token that it draws is in the batch as `drawn_in_row`.
+        `before` are the rows of the step before: a token that it draws is in the batch as `drawn_in_row`. What
+        structures allow comes later where the step `draws_apart`.
         """
         batch, sampling = (self._build_decode if bucket.is_decode else self._build_rows)(step, bucket, before)
-        return batch, sampling if step.draws_apart else add_masks(step, sampling)
+        return batch, sampling if draws_apart else add_masks(step, sampling)
 
     def _build_rows(self, step: Step, bucket: Bucket, before: Rows) -> tuple[Batch, SamplingBatch]:
         drawn_in = _places(before)
@@ -100,7 +103,7 @@ class BatchBuilder:
             max_listed_tokens=self._max_listed_tokens,
             vocab_size=self._vocab_size,
             custom=self._custom,
-            num_masks=bucket.num_tokens if bucket.is_verify else None,
+            num_masks=bucket.num_tokens if bucket.q_len else None,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.device import default_batched_tokens
@@ -21,7 +21,7 @@ class Bucket:
     """One compiled shape: T tokens in B rows.
 
     A decode bucket has T = B, one token per row. A verify bucket is for rows of up to `q_len` tokens, 0 for others. A
-    draw bucket, T = B as well, is for what steps of B rows leave to be drawn.
+    draw bucket is for what steps leave to be drawn: those of a verify bucket, or all others of B rows, with T = B.
     """
 
     is_decode: bool
@@ -32,7 +32,7 @@ class Bucket:
 
     @property
     def is_verify(self) -> bool:
-        return self.q_len > 0
+        return self.q_len > 0 and not self.is_draw
 
     @property
     def is_prefill(self) -> bool:
@@ -40,10 +40,17 @@ class Bucket:
 
     @property
     def name(self) -> str:
+        draw = "draw " if self.is_draw else ""
+        if self.q_len:
+            return f"{draw}verify {self.num_tokens} of {self.num_rows}"
+        return f"{draw or ('decode ' if self.is_decode else 'prefill ')}{self.num_tokens}"
+
+    @property
+    def draw(self) -> Bucket:
+        """The shape in which what steps of this one leave to be drawn is drawn."""
         if self.is_verify:
-            return f"verify {self.num_tokens} of {self.num_rows}"
-        kind = "draw" if self.is_draw else "decode" if self.is_decode else "prefill"
-        return f"{kind} {self.num_tokens}"
+            return replace(self, is_draw=True)
+        return Bucket(False, self.num_rows, self.num_rows, is_draw=True)
 
 
 def plan_buckets(config: EngineConfig, max_drafts: int = 0) -> tuple[Bucket, ...]:
@@ -61,10 +68,10 @@ def plan_buckets(config: EngineConfig, max_drafts: int = 0) -> tuple[Bucket, ...
     return (*decode, *verify, *prefill)
 
 
-def plan_draws(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
-    """Returns the shapes in which steps of some buckets draw their tokens apart; drafts are verified where they are."""
-    sizes = {bucket.num_rows for bucket in buckets if not bucket.is_verify}
-    return tuple(Bucket(False, rows, rows, is_draw=True) for rows in sorted(sizes))
+def plan_draws(buckets: Iterable[Bucket], draft_trees: bool = False) -> tuple[Bucket, ...]:
+    """Returns the shapes in which steps of some buckets draw their tokens apart; trees are verified where they are."""
+    draws = {bucket.draw for bucket in buckets if not (bucket.is_verify and draft_trees)}
+    return tuple(sorted(draws, key=lambda bucket: (bucket.q_len, bucket.num_tokens)))
 
 
 def decode_sizes(config: EngineConfig) -> list[int]:

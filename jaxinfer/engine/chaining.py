@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.batch import Batch, StepOutput
+from jaxinfer.batch import Batch
 from jaxinfer.cache import KVCache
 from jaxinfer.params import Params
 from jaxinfer.sampling_batch import SamplingBatch
@@ -38,23 +38,26 @@ def chained_step(
     """
     tokens = jnp.where(batch.tokens < 0, drawn[-1 - batch.tokens], batch.tokens)
     output, cache = step(params, cache, replace(batch, tokens=tokens), sampling, *rest, **statics)
-    # What a step draws that yields several tokens a row, no other takes from here.
-    drawn = drawn.at[: output.tokens.shape[0]].set(output.tokens) if output.tokens.ndim == 1 else drawn
-    return output, drawn, cache
+    return output, _enter(drawn, output), cache
 
 
-@functools.partial(jax.jit, static_argnames=("step", "max_log_probs", "custom"))
+@functools.partial(jax.jit, static_argnames=("step", "max_log_probs", "custom", "q_len"))
 def chained_draw(
     params: Params,
     cache: KVCache,
     drawn: jax.Array,
     batch: Batch,
     sampling: SamplingBatch,
-    ends: jax.Array,
+    states: jax.Array,
     *,
-    step: Callable[..., StepOutput],
+    step: Callable[..., Any],
     **statics: Any,
-) -> tuple[StepOutput, jax.Array]:
+) -> tuple[Any, jax.Array]:
     """Runs a `step` that draws what a chained one has left to be drawn, and returns (output, drawn) as that does."""
-    output = step(params, cache, batch, sampling, ends, **statics)
-    return output, drawn.at[: output.tokens.shape[0]].set(output.tokens)
+    output = step(params, cache, batch, sampling, states, **statics)
+    return output, _enter(drawn, output)
+
+
+def _enter(drawn: jax.Array, output: Any) -> jax.Array:
+    # What a step draws that yields several tokens a row, no other takes from here.
+    return drawn.at[: output.tokens.shape[0]].set(output.tokens) if output.tokens.ndim == 1 else drawn

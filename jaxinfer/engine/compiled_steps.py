@@ -63,8 +63,8 @@ class CompiledSteps:
         return self._compiled
 
     @property
-    def draws(self) -> Mapping[int, jax.stages.Compiled]:
-        """By the number of rows, what draws the tokens of steps apart; none before all of them are there."""
+    def draws(self) -> Mapping[Bucket, jax.stages.Compiled]:
+        """What draws the tokens of steps apart, by `Bucket.draw`; none before all of them are there."""
         return self._draws
 
     def choose(self, step: Step) -> tuple[Bucket, jax.stages.Compiled]:
@@ -82,7 +82,7 @@ class CompiledSteps:
 
     def _enter_ready(self) -> None:
         self._ready = tuple(bucket for bucket in self._buckets if bucket in self._compiled)
-        draws = {bucket.num_rows: self._compiled[bucket] for bucket in self._ready if bucket.is_draw}
+        draws = {bucket: self._compiled[bucket] for bucket in self._ready if bucket.is_draw}
         is_all = len(draws) == sum(bucket.is_draw for bucket in self._buckets)
         self._draws = draws if is_all else {}
 

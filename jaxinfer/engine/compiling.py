@@ -19,7 +19,7 @@ from jaxinfer.engine.device_drafter import Target
 from jaxinfer.engine.executables import compile_or_load
 from jaxinfer.engine.step import NO_ROWS, Chunks, Rows, Step
 from jaxinfer.plan.memory import step_bytes
-from jaxinfer.steps import decode_loop, decode_step, draw_step, prefill_step, verify_step
+from jaxinfer.steps import decode_loop, decode_step, draw_step, draw_verify_step, prefill_step, verify_step
 
 
 class StepCompiler:
@@ -29,7 +29,7 @@ class StepCompiler:
         config = target.engine_config
         self.buckets = plan_buckets(config, max_drafts)
         if config.decode_loop_steps == 1 and find_spec("llguidance") is not None:  # steps are launched ahead of masks
-            self.buckets = (*plan_draws(self.buckets), *self.buckets)
+            self.buckets = (*plan_draws(self.buckets, config.draft_trees), *self.buckets)
         self.max_num_rows = config.max_num_seqs
         self.model_config = target.model_config
         self._params = target.params
@@ -46,23 +46,25 @@ class StepCompiler:
             vocab_size=target.model_config.vocab_size,
             custom=tuple(target.custom),
         )
-        self._empty = {bucket: self.lay_out(Step(Chunks.of(())), bucket, NO_ROWS) for bucket in self.buckets}
+        self._empty = {bucket: self.lay_out(Step(Chunks.of(())), bucket) for bucket in self.buckets}
         self.seconds: dict[Bucket, float] = {}  # that each shape took to be compiled or loaded the last time
 
     @property
     def largest(self) -> list[Bucket]:
         """The largest shape of each kind, which needs the most memory of its kind; the last one holds any step."""
-        kinds = {(bucket.is_decode, bucket.is_verify, bucket.is_draw): bucket for bucket in self.buckets}
+        kinds = {(bucket.is_decode, bucket.q_len, bucket.is_draw): bucket for bucket in self.buckets}
         return list(kinds.values())
 
-    def lay_out(self, step: Step, bucket: Bucket, before: Rows) -> tuple[Any, ...]:
+    def lay_out(
+        self, step: Step, bucket: Bucket, before: Rows = NO_ROWS, *, draws_apart: bool = False
+    ) -> tuple[Any, ...]:
         """Returns what the bucket's compiled step takes after parameters, cache and tokens of the step before.
 
-        `before` are the rows of that one.
+        `before` are the rows of that one; what structures allow comes later where the step `draws_apart`.
         """
-        arguments = self._builder.build(step, bucket, before)
+        arguments = self._builder.build(step, bucket, before, draws_apart=draws_apart)
         if bucket.is_draw:
-            shape, dtype = (bucket.num_rows, self.model_config.hidden_size), self._params.final_norm.dtype
+            shape, dtype = (bucket.num_tokens, self.model_config.hidden_size), self._params.final_norm.dtype
             return *arguments, jax.ShapeDtypeStruct(shape, dtype)
         if bucket.is_decode and self._loop_steps > 1:
             return *arguments, build_loop(step, bucket, self._max_listed_tokens)
@@ -94,7 +96,8 @@ class StepCompiler:
         )
         statics = {"max_log_probs": self._max_log_probs, "custom": tuple(self._custom.values())}
         if bucket.is_draw:
-            compiled = compile_or_load(chained_draw, *state, *self._empty[bucket], step=draw_step, **statics)
+            statics |= {"step": draw_verify_step, "q_len": bucket.q_len} if bucket.q_len else {"step": draw_step}
+            compiled = compile_or_load(chained_draw, *state, *self._empty[bucket], **statics)
         else:
             statics |= {"config": self.model_config} | self._step_of(bucket)
             compiled = compile_or_load(chained_step, *state, *self._empty[bucket], **statics)

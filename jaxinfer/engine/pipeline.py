@@ -23,7 +23,7 @@ class Device(Protocol):
     """Computes steps one after another, in the order in which they are launched; `Runner` is one."""
 
     def launch(self, step: Step) -> Any:
-        """Begins a step, without waiting for it, and returns what `read` takes."""
+        """Begins a step, without waiting for it, and returns what `draw` takes."""
         ...
 
     @property
@@ -32,7 +32,9 @@ class Device(Protocol):
         return False
 
     def draw(self, step: Step, output: Any) -> Any:
-        """Begins to draw the tokens of such a step when it is known, and returns what `read` takes."""
+        """Begins to draw the tokens that `launch` has left to be drawn, now that all is known; returns what `read`
+        takes.
+        """
         return output
 
     def read(self, output: Any) -> Any:
@@ -87,9 +89,8 @@ class Pipeline:
             self._launch(after=step)
         deltas = self._scheduler.commit(step, self._device.read(output))
         self._launched.popleft()
-        if self._launched and (step_after := self._launched[0].step).draws_apart:
-            drawn = self._device.draw(step_after, self._launched[0].output)
-            self._launched[0] = self._launched[0]._replace(output=drawn)
+        if self._launched:
+            self._draw()
         began, self._ended = max(began, self._ended), self._clock()
         return Advance(step, self._ended - began, deltas)
 
@@ -100,4 +101,12 @@ class Pipeline:
         if step is None:
             return False
         self._launched.append(Launched(step, began, self._device.launch(step)))
+        if after is None:
+            self._draw()
         return True
+
+    def _draw(self) -> None:
+        """Has the tokens of the step on its way drawn, as all is known that they depend on."""
+        launched = self._launched[0]
+        if launched.step.needs_masks:
+            self._launched[0] = launched._replace(output=self._device.draw(launched.step, launched.output))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.batch import StepOutput, VerifyOutput, last_tokens
+from jaxinfer.batch import Batch, StepOutput, VerifyOutput, last_tokens
 from jaxinfer.cache import KVCache, init_cache
 from jaxinfer.engine.batching import add_masks
 from jaxinfer.engine.page_copies import Content, Copy, CopyIn, CopyOut, CopyTurned, CopyWithin, PageCopies
@@ -18,6 +18,7 @@ from jaxinfer.engine.step import NO_ROWS, Step
 from jaxinfer.engine.tiers import PageTiers
 from jaxinfer.engine.warm_up import WarmUp
 from jaxinfer.params import Params
+from jaxinfer.sampling_batch import SamplingBatch
 
 T = TypeVar("T")
 
@@ -34,24 +35,28 @@ class Runner:
         self._tiers = tiers
         self._drawn = jnp.zeros((compiler.max_num_rows,), jnp.int32)  # by each row of the last step
         self._before = NO_ROWS  # the rows of the last step
-        self._arguments: tuple[Any, ...] = ()  # of the last step
+        self._undrawn: tuple[jax.stages.Compiled, Batch, SamplingBatch] | None = None  # what the last step has left
         self._num_pages = warm_up.cache_config.num_pages
         self._cache = init_cache(compiler.model_config, warm_up.cache_config)
         if tiers is not None:
             tiers.seconds_per_copy = self._measure_copies()
 
     def launch(self, step: Step) -> StepOutput | VerifyOutput:
-        """Begins to compute the step, after all before it; returns its output, one row per chunk and padding after."""
+        """Begins to compute the step, after all before it; returns its output, one row per chunk and padding after.
+
+        What depends on structures is left to `draw`, where that can be drawn apart.
+        """
         self._make_copies(step.copies)
         bucket, compiled = self.compiled_steps.choose(step)
-        arguments = self._lay_out(step, bucket, self._before)
+        draw = self.compiled_steps.draws.get(bucket.draw) if step.needs_masks else None
+        arguments = self._lay_out(step, bucket, self._before, draws_apart=draw is not None)
         output, self._drawn, self._cache = compiled(self._params, self._cache, self._drawn, *arguments)
         self._before = step.chunks.rows
-        self._arguments = arguments
+        self._undrawn = None if draw is None else (draw, *arguments[:2])
         if isinstance(output, VerifyOutput):
             return output
         # What nobody reads is not copied to the host.
-        prompt, ends = output.prompt if step.described else None, output.ends if step.draws_apart else None
+        prompt, ends = output.prompt if step.described else None, None if draw is None else output.ends
         return replace(output, prompt=prompt, ends=ends)
 
     @property
@@ -59,11 +64,16 @@ class Runner:
         """Whether it can launch a step of which it is not known yet what its structures allow."""
         return bool(self.compiled_steps.draws)
 
-    def draw(self, step: Step, output: StepOutput) -> StepOutput:
-        """Begins to draw the tokens of such a step, the last that was launched; returns its output with them."""
-        batch, sampling, *_ = self._arguments
-        draw, arguments = self.compiled_steps.draws[len(batch.kv_lens)], (last_tokens(batch), add_masks(step, sampling))
-        drawn, self._drawn = draw(self._params, self._cache, self._drawn, *arguments, output.ends)
+    def draw(self, step: Step, output: StepOutput | VerifyOutput) -> StepOutput | VerifyOutput:
+        """Begins to draw what the last step that was launched has left to be drawn; returns its output with that."""
+        if self._undrawn is None:
+            return output
+        (draw, batch, sampling), self._undrawn = self._undrawn, None
+        state, sampling = (self._params, self._cache, self._drawn), add_masks(step, sampling)
+        if isinstance(output, VerifyOutput):
+            drawn, self._drawn = draw(*state, batch, sampling, output.hidden)
+            return replace(drawn, hidden=output.hidden)
+        drawn, self._drawn = draw(*state, last_tokens(batch), sampling, output.ends)
         return replace(drawn, hidden=output.hidden, prompt=output.prompt)
 
     def read(self, output: StepOutput | VerifyOutput) -> StepOutput | VerifyOutput:
@@ -73,7 +83,7 @@ class Runner:
 
     def run(self, step: Step) -> StepOutput | VerifyOutput:
         """Computes the step and returns its output as host arrays."""
-        return self.read(self.launch(step))
+        return self.read(self.draw(step, self.launch(step)))
 
     def read_pages(self, copies: PageCopies, pages: Sequence[int]) -> list[Content]:
         """Returns what pages hold after copies that are still to be made."""

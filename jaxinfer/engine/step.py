@@ -139,8 +139,8 @@ class Step:
 
     `is_decode`: every chunk is one token, and nobody wants to know more of it. `is_verify`: every chunk is one token
     with any number of drafts. `is_plain`: that of every request. `described`: the chunks that yield log-probabilities
-    of tokens of their prompts, where they lie in the step, and of how many tokens. `draws_apart`: it runs without what
-    structures allow next; its tokens are drawn when that is known.
+    of tokens of their prompts, where they lie in the step, and of how many tokens. `needs_masks`: what its tokens are
+    depends on what structures allow next.
     """
 
     chunks: Chunks
@@ -152,7 +152,7 @@ class Step:
     is_verify: bool = field(init=False)
     is_plain: bool = field(init=False)
     is_decode: bool = field(init=False)
-    draws_apart: bool = field(init=False)
+    needs_masks: bool = field(init=False)
 
     def __post_init__(self) -> None:
         chunks = self.chunks
@@ -161,10 +161,9 @@ class Step:
         self.is_verify = num_drafts > 0
         self.is_plain = chunks.rows.is_plain
         self.is_decode = not self.is_verify and self.num_tokens == len(chunks) and not self.described
-        self.draws_apart = (
-            self.is_ahead
-            and chunks.rows.has_structures
-            and any(request.grammar is not None and request.num_pending for request in chunks.requests)
+        self.needs_masks = chunks.rows.has_structures and any(
+            request.grammar is not None and start + count == len(request.token_ids) + request.num_pending
+            for request, start, count in zip(chunks.requests, chunks.starts, chunks.lens, strict=True)
         )
 
     @property

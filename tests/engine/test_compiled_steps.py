@@ -81,7 +81,7 @@ def test_what_draws_apart_is_there_when_all_of_it_is_and_computes_no_step(gate, 
     steps.wait()
 
     assert names == [LAST.name, "decode 1", "decode 8", "draw 1", "draw 8"]  # who computes comes before who only draws
-    assert steps.draws == {1: "draw 1", 8: "draw 8"}
+    assert steps.draws == {bucket: bucket.name for bucket in draws}
     assert {steps.choose(make_step([(5, 1)] * n))[0].is_draw for n in range(1, 9)} == {False}
 
 

@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from flax import struct
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.decoder import unembed
 from jaxinfer.draft_heads import MedusaHeads
+from jaxinfer.engine import runner
 from jaxinfer.engine.block_tables import BlockTables
 from jaxinfer.engine.device_drafter import Target
 from jaxinfer.engine.draft_model import DraftModel
@@ -337,7 +339,7 @@ def test_pages_of_rejected_drafts_are_not_found_by_others(crowded_llm, shared_ll
     assert content_of(crowded_llm.generate(turn, params, show_progress=False)[0]) == content_of(expected)
 
 
-def test_a_structure_holds_whatever_is_drafted(crowded_llm, shared_llm):
+def test_a_structure_holds_whatever_is_drafted(crowded_llm, shared_llm, monkeypatch):
     pytest.importorskip("llguidance")
     schema = {
         "type": "array",
@@ -348,6 +350,10 @@ def test_a_structure_holds_whatever_is_drafted(crowded_llm, shared_llm):
     params = [SamplingParams(json_schema=schema, seed=i, max_tokens=60, temperature=1.5) for i in range(4)]
     plain = shared_llm.generate(PROMPTS[:4], params, show_progress=False)
     before = crowded_llm.metrics().num_accepted_tokens
+    events, launch, masks = [], crowded_llm._runner.launch, runner.add_masks
+    monkeypatch.setattr(crowded_llm._runner, "launch", lambda step: (launch(step), events.append(step.kind))[0])
+    monkeypatch.setattr(runner, "add_masks", lambda *args: (events.append("masks"), masks(*args))[1])
+    crowded_llm.warm_up()
 
     for drafter in (ScriptedDrafter(0.6, plain), NgramDrafter()):
         with drafts_from(crowded_llm, drafter):
@@ -356,6 +362,8 @@ def test_a_structure_holds_whatever_is_drafted(crowded_llm, shared_llm):
         assert all(isinstance(json.loads(c.text), list) for c in completions if c.finish_reason == "stop")
 
     assert crowded_llm.metrics().num_accepted_tokens > before
+    # What a structure allows after each draft is worked out while the step runs that verifies them.
+    assert {after for kind, after in pairwise(events) if kind == "verify"} == {"masks"}
 
 
 # ---- how many drafts are verified
