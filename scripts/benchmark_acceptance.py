@@ -63,17 +63,14 @@ class Measured:
         self.max_drafts = default_batched_tokens() // batch - 1  # of each row, as a step holds no more tokens
         self.drafter = ScriptedDrafter()
         self._engine = DraftingEngine(model, batch, self.drafter)
-        self._plain = self._engine.run_plain(self._prompts, salt=None)
-        self.drafter.learn(self._plain.completions)
+        self.drafter.learn(self._engine.run_plain(self._prompts, salt=None).completions)
 
     def run(self, count: int | None = None) -> tuple[float, Run]:
         """Returns tokens per second against plain decoding before and after, and the run: with so many drafts of each
         row, or as many as pay.
         """
-        engine, prompts = self._engine, self._prompts
-        run = engine.run(prompts, salt=None) if count is None else engine.run_fixed(count, prompts, salt=None)
-        before, self._plain = self._plain, engine.run_plain(prompts, salt=None)
-        return 2 * run.tokens_per_second / (before.tokens_per_second + self._plain.tokens_per_second), run
+        run, plain = self._engine.run_beside_plain(self._prompts, count, salt=None)
+        return run.tokens_per_second / plain, run
 
 
 def bound(rate: float, costs: dict[int, float]) -> float:

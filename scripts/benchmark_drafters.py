@@ -72,16 +72,14 @@ def measure(name: str, batch: int, arguments: argparse.Namespace) -> Figures:
     for index, texts in enumerate(texts_of(batch, arguments.rounds)):
         ratios: Figures = defaultdict(list)
         options: dict[str, Any] = {"salt": f"{index}", "temperature": arguments.temperature}
-        plain = engine.run_plain(texts, **options).tokens_per_second
         for repeat in range(arguments.repeats):
             for label, count in [(CHOSEN, None), *((f"{count} drafts", count) for count in counts)]:
                 if name == "suffix":  # nothing is to be known of what others were answered
                     options["salt"] = f"{index} {repeat} {label}"
-                run = engine.run(texts, **options) if count is None else engine.run_fixed(count, texts, **options)
+                run, plain = engine.run_beside_plain(texts, count, **options)
                 if count is None and run.against_own_steps is not None:
                     figures[OWN].append(run.against_own_steps)
-                before, plain = plain, engine.run_plain(texts, **options).tokens_per_second
-                ratios[label].append(2 * run.tokens_per_second / (before + plain))
+                ratios[label].append(run.tokens_per_second / plain)
                 figures[f"{label}, tokens a step"].append(run.tokens_per_step)
                 figures[f"{label}, tokens/s"].append(run.tokens_per_second)
                 figures["plain, tokens/s"].append(plain)

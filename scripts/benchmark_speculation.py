@@ -129,10 +129,7 @@ def measure(model: Path, batch: int, arguments: argparse.Namespace) -> dict[str,
         for name, engine in engines.items():
             for text, params in (("continue", {}), ("edit", {"logits_processors": ("script",)})):
                 options: dict[str, Any] = {"salt": f"{index} {text}", **params}
-                before = engine.run_plain(prompts, **options)
-                run = engine.run(prompts, **options)
-                after = engine.run_plain(prompts, **options)
-                plain = (before.tokens_per_second + after.tokens_per_second) / 2
+                run, plain = engine.run_beside_plain(prompts, **options)
                 note(f"batch {batch}, {text}: plain before and after {name}, tokens/s", plain)
                 note(f"batch {batch}, {text}: {name}, tokens/s", run.tokens_per_second)
                 note(f"batch {batch}, {text}: {name}, against plain", run.tokens_per_second / plain)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ class DraftingEngine:
         self._num_accepted = self._num_steps = self._num_tokens = 0
         self._seconds = 0.0
         self._plain_seconds: list[float] = []  # of steps that were launched ahead, so without drafts
+        self._plain: tuple[Any, Run] | None = None  # the last run without drafts, and of what
 
     def _enter(self, step: Step, seconds: float) -> None:
         before, self._num_accepted = self._num_accepted, self._scheduler.metrics().num_accepted_tokens
@@ -75,6 +77,20 @@ class DraftingEngine:
         run = self.run(prompts, **options)
         self._scheduler._speculation = speculation
         return run
+
+    def run_beside_plain(
+        self, prompts: list[list[int]], count: int | None = None, *, salt: str | None, **params: Any
+    ) -> tuple[Run, float]:
+        """Returns a run with as many drafts as pay, or `count` of each row, and tokens per second without before and
+        after. What came after the last one of these prompts comes before this one.
+        """
+        if self._plain is None or self._plain[0] != (prompts, params):
+            self._plain = (prompts, params), self.run_plain(prompts, salt=salt, **params)
+        before = self._plain[1]
+        run = self.run if count is None else partial(self.run_fixed, count)
+        result, after = run(prompts, salt=salt, **params), self.run_plain(prompts, salt=salt, **params)
+        self._plain = (prompts, params), after
+        return result, (before.tokens_per_second + after.tokens_per_second) / 2
 
     def run_fixed(self, count: int, prompts: list[list[int]], **options: Any) -> Run:
         """The same with so many drafts of each row verified in every step, if there are so many."""
