@@ -36,6 +36,7 @@ class ScriptedDrafter:
     def __init__(self) -> None:
         self.rate = 1.0
         self._answers: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._of_request: dict[int, tuple[int, ...]] = {}  # for a prompt takes long to look up
         self._random = random.Random(0)
 
     def learn(self, completions: Iterable[Completion]) -> None:
@@ -45,10 +46,13 @@ class ScriptedDrafter:
         return [self._draft(*pair) for pair in zip(requests, counts, strict=True)]
 
     def forget(self, request: Request) -> None:
-        pass
+        self._of_request.pop(request.request_id, None)
 
     def _draft(self, request: Request, count: int) -> list[int]:
-        answer = self._answers.get(tuple(request.token_ids[: request.num_prompt_tokens]), ())
+        answer = self._of_request.get(request.request_id)
+        if answer is None:
+            answer = self._answers.get(tuple(request.token_ids[: request.num_prompt_tokens]), ())
+            self._of_request[request.request_id] = answer
         start = request.num_output_tokens
         return [token if self._random.random() < self.rate else token ^ 1 for token in answer[start : start + count]]
 

@@ -8,6 +8,7 @@ booked (`draft_ledger`): a drafter that loses is left alone until the loss is sm
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -80,15 +81,15 @@ class Decision:
         """
         return self.ledger.is_in_debt(self._advance(requests)) and self._prospect.rate <= 1
 
-    def seconds(self, chunks: Sequence[Chunk], room: int) -> np.ndarray:
-        """Returns what a step takes with 0, 1, … `room` drafts, as far as they fit in, f64[at most room + 1]."""
+    def seconds(self, chunks: Sequence[Chunk], room: int) -> Sequence[float]:
+        """Returns what a step takes with 0, 1, … `room` drafts, as far as they fit in."""
         costs = self.costs.seconds(chunks, min(room, self._max_tokens - len(chunks)))
-        self._plain = float(costs[0])
+        self._plain = costs[0]
         return costs
 
-    def draft(self, requests: Sequence[Request], limits: Sequence[int], costs: np.ndarray, attempt: Attempt):
+    def draft(self, requests: Sequence[Request], limits: Sequence[int], costs: Sequence[float], attempt: Attempt):
         """Returns the drafts of each request that are to be verified, at most `limits[i]`; says in `attempt` what they
-        cost. costs f64[N + 1]: what the step takes with 0, 1, … N drafts.
+        cost. costs: what the step takes with 0, 1, … N drafts.
         """
         drafting, unseen = self._source.seconds(requests, max(limits))
         count = max(limits)
@@ -102,8 +103,9 @@ class Decision:
         drafts = self._source.draft(requests, [min(limit, count) for limit in limits])
         is_reading = self._source.device_drafter is not None and not any(drafts)
         self._num_owed = count if is_reading and self._source.num_unseen(requests) > len(requests) else 0
-        counts = self._choose(requests, drafts, costs)
-        attempt.expected = float(costs[sum(counts)]) + float(drafting[max(counts)])
+        # The step has waited, which costs something without drafts as well.
+        counts = self._choose(requests, drafts, [costs[0] * self._prospect.price_of_waiting, *costs[1:]])
+        attempt.expected = costs[sum(counts)] + float(drafting[max(counts)])
         return [tokens[:count] for tokens, count in zip(drafts, counts, strict=True)]
 
     def observe(self, step: Step, emitted: Sequence[Sequence[Emitted]], seconds: float, attempt: Attempt) -> None:
@@ -115,7 +117,7 @@ class Decision:
         elif not step.is_ahead and attempt.plain > 0:
             self.costs.enter(step, seconds - attempt.seconds)
             num_tokens = sum(map(len, emitted)) / len(emitted)
-            if np.isfinite(attempt.plain):
+            if math.isfinite(attempt.plain):
                 expected = attempt.expected / attempt.plain if step.is_verify else 1.0
                 self._prospect.enter_step(num_tokens, seconds / attempt.plain, expected, is_verify=step.is_verify)
             self.ledger.enter_step(seconds)
@@ -136,31 +138,33 @@ class Decision:
         # Their first tokens are guesses of what is being drawn. All are held against what comes, verified or not.
         drafts = self._source.draft(requests, [limit + 1 for limit in limits])
         costs = self.seconds(chunks, room)
-        if np.isfinite(costs[0]):
+        if math.isfinite(costs[0]):
             self._look(requests, drafts, costs)
         rests = [rest_of(tokens, tokens[0]) if tokens else tokens for tokens in drafts]
         if any(rests) and any(self._choose(requests, rests, costs)):
             return True
         return self._prospect.rate > MARGIN
 
-    def _look(self, requests: Sequence[Request], drafts: Sequence[Drafts], costs: np.ndarray) -> None:
+    def _look(self, requests: Sequence[Request], drafts: Sequence[Drafts], costs: Sequence[float]) -> None:
         """Notes what the step that runs could have verified."""
         counts = self._worth(requests, drafts, costs)
         chosen = [tokens[:count] for tokens, count in zip(drafts, counts, strict=True)]
-        self._prospect.look(requests, chosen, float(costs[sum(counts)] / costs[0]))
+        self._prospect.look(requests, chosen, costs[sum(counts)] / costs[0])
 
     def _is_cheap(self, requests: Sequence[Request], drafting: np.ndarray, unseen: float) -> bool:
         """Whether drafts can be made before it is clear what they are good for."""
         seconds = float(drafting[-1]) + unseen / most_to_come(requests)
         return self._source.device_drafter is None and seconds < CHEAP * self._plain
 
-    def _affordable(self, requests: Sequence[Request], costs: np.ndarray, drafting: np.ndarray, unseen: float) -> int:
+    def _affordable(
+        self, requests: Sequence[Request], costs: Sequence[float], drafting: np.ndarray, unseen: float
+    ) -> int:
         """Returns how many drafts of each request to make: they have to be paid before they are seen.
 
         What is paid once is shared out over all tokens that are to come. Without a promise of gain some are tried
         where that loss is allowed: they are held against what comes, verified or not.
         """
-        seconds = costs[:: len(requests)][: len(drafting)]
+        seconds = np.array(costs[:: len(requests)][: len(drafting)])
         if len(seconds) == 1:  # not even one draft each has room
             return 0
         if self._num_owed > 0:
@@ -168,7 +172,7 @@ class Decision:
         seconds = seconds + drafting[: len(seconds)]
         seconds[1:] += unseen / most_to_come(requests)
         expected = self._source.expected(requests, len(seconds) - 1)
-        count = choose_count(expected, seconds) if drafting[-1] > 0 else 1
+        count = choose_count(expected, seconds.tolist()) if drafting[-1] > 0 else 1
         if unseen > CHEAP * self._plain and not self.ledger.may_invest(self._advance(requests)):
             return 0
         trial = min(TRIAL, len(seconds) - 1)
@@ -176,7 +180,7 @@ class Decision:
             count = trial
         return count
 
-    def _choose(self, requests: Sequence[Request], drafts: Sequence[Drafts], costs: np.ndarray) -> list[int]:
+    def _choose(self, requests: Sequence[Request], drafts: Sequence[Drafts], costs: Sequence[float]) -> list[int]:
         """Returns how many drafts of each request to verify, of those that it has."""
         chosen = self._worth(requests, drafts, costs)
         if not any(chosen) and self._num_idle >= MAX_IDLE and any(drafts):
@@ -184,7 +188,7 @@ class Decision:
             chosen[counts.index(max(counts))] = 1
         return chosen
 
-    def _worth(self, requests: Sequence[Request], drafts: Sequence[Drafts], costs: np.ndarray) -> list[int]:
+    def _worth(self, requests: Sequence[Request], drafts: Sequence[Drafts], costs: Sequence[float]) -> list[int]:
         """Returns how many drafts of each request bring the most tokens per second, by what is believed of them."""
         pairs = zip(requests, drafts, strict=True)
         return choose_drafts([self._source.likelihoods(request, parents_of(d)) for request, d in pairs], costs)

@@ -43,6 +43,7 @@ class DraftTimes:
         self._measured: deque[tuple[tuple[float, ...], float]] = deque(maxlen=WINDOW)
         self._num_entered = 0
         self._weights = np.zeros(4)
+        self._seconds: dict[tuple[int, int], np.ndarray] = {}  # by requests and most drafts, for these weights
 
     @property
     def seconds_per_token(self) -> float:
@@ -54,14 +55,18 @@ class DraftTimes:
         if self._num_entered < 8 or self._num_entered % REFIT_AFTER == 0:
             features, times = (np.array(column, np.float64) for column in zip(*self._measured, strict=True))
             self._weights = np.array(fit_weights(features, times))
+            self._seconds.clear()
 
     def seconds(self, num_requests: int, most: int) -> np.ndarray:
         """Returns what 0, 1, … `most` drafts take for each request of which one token is unseen, f64[most + 1];
         0 before any were made.
         """
-        once, unseen, drafts, all_drafts = self._weights
-        seconds = once + unseen * num_requests + (drafts + all_drafts * num_requests) * np.arange(most + 1)
-        seconds[0] = 0.0
+        seconds = self._seconds.get((num_requests, most))
+        if seconds is None:
+            once, unseen, drafts, all_drafts = self._weights
+            seconds = once + unseen * num_requests + (drafts + all_drafts * num_requests) * np.arange(most + 1)
+            seconds[0] = 0.0
+            self._seconds[num_requests, most] = seconds
         return seconds
 
 

@@ -61,6 +61,11 @@ class Prospect:
         """How many times the tokens per second of plain decoding there were; 0 before anything is known."""
         return self._num_tokens / max(self._cost, 1e-9)
 
+    @property
+    def price_of_waiting(self) -> float:
+        """How many times as long as one that is launched ahead a step takes that has waited and has no drafts."""
+        return max(self._slack[False], 1.0)
+
     def look(self, requests: Sequence[Request], drafts: Sequence[Drafts], cost: float) -> None:
         """Enters what the step that runs could have verified, and what it should take then, in plain steps."""
         while self._looks and self._looks[0].is_over:

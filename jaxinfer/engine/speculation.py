@@ -134,7 +134,7 @@ class Speculation:
         requests, attempt, decision = chunks.requests, self._attempt, self._decision
         if decision is not None:
             costs = decision.seconds(chunks, self._max_drafts * len(chunks))
-            attempt.plain = attempt.expected = float(costs[0])
+            attempt.plain = attempt.expected = costs[0]
             if decision.is_barred(requests):
                 return nothing
         limits = [tables.extend_ahead(request, self._max_drafts) for request in requests]

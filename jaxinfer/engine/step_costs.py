@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ NUM_AHEAD = 4  # steps that are launched ahead of each other to be measured
 # A shape, and whether steps of it are launched ahead.
 Kind = tuple[Bucket, bool]
 # By drafts: the kinds that there are, which of them it is, seconds of it, and of them per token of context.
-Layout = tuple[list[Kind], np.ndarray, np.ndarray, np.ndarray]
+Layout = tuple[list[Kind], list[int], list[float], list[float]]
 
 
 class StepCosts:
@@ -68,30 +69,31 @@ class StepCosts:
         self._weights[is_verify] = np.array(fit_weights(features, seconds))
         self._layouts.clear()
 
-    def seconds(self, chunks: Sequence[Chunk], max_drafts: int) -> np.ndarray:
-        """Returns what a step of these chunks of one token takes with 0, 1, … max_drafts drafts, f64[max_drafts + 1].
+    def seconds(self, chunks: Sequence[Chunk], max_drafts: int) -> list[float]:
+        """Returns what a step of these chunks of one token takes with 0, 1, … max_drafts drafts.
 
         Where no step of a kind was measured so far, it is infinite.
         """
         context = sum(chunk.start for chunk in chunks) + len(chunks)
         kinds, which, fixed, per_context = self._layout(len(chunks), max_drafts)
-        return (fixed + context * per_context) * np.array([self._drift.factor(kind) for kind in kinds])[which]
+        factors = [self._drift.factor(kind) for kind in kinds]
+        return [(a + context * b) * factors[i] for a, b, i in zip(fixed, per_context, which, strict=True)]
 
     def _layout(self, count: int, max_drafts: int) -> Layout:
         """Returns of which kind steps of so many rows are with 0, 1, 2, … drafts, and what they take."""
         if (count, max_drafts) not in self._layouts:
             fits = [bucket for bucket in self._buckets if bucket.num_rows >= count]
-            tokens = np.arange(count, count + max_drafts + 1)
+            tokens = range(count, count + max_drafts + 1)
             chosen = [next(bucket for bucket in fits if bucket.is_decode)]
             chosen += [next(b for b in fits if b.is_verify and b.num_tokens >= n) for n in tokens[1:]]
-            fixed, per_context = np.full(len(chosen), np.inf), np.zeros(len(chosen))
-            for i, (bucket, n) in enumerate(zip(chosen, tokens.tolist(), strict=True)):
+            fixed, per_context = [math.inf] * len(chosen), [0.0] * len(chosen)
+            for i, (bucket, n) in enumerate(zip(chosen, tokens, strict=True)):
                 if (weights := self._weights.get(bucket.is_verify)) is not None:
                     # Of the FEATURES, the last two follow from the context of all rows.
-                    fixed[i] = weights[:6] @ (1, bucket.num_tokens, n, -(-n // 16), count, n - count)
-                    per_context[i] = weights[5] + weights[6] * n / count
+                    fixed[i] = float(weights[:6] @ (1, bucket.num_tokens, n, -(-n // 16), count, n - count))
+                    per_context[i] = float(weights[5] + weights[6] * n / count)
             kinds = list(dict.fromkeys((bucket, bucket.is_decode) for bucket in chosen))
-            which = np.array([kinds.index((bucket, bucket.is_decode)) for bucket in chosen])
+            which = [kinds.index((bucket, bucket.is_decode)) for bucket in chosen]
             self._layouts[count, max_drafts] = kinds, which, fixed, per_context
         return self._layouts[count, max_drafts]
 

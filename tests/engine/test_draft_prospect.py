@@ -37,6 +37,17 @@ def test_who_has_ended_brings_what_came_before():
     assert prospect.rate == pytest.approx(2 / 2.0)
 
 
+def test_to_wait_for_tokens_never_counts_as_a_gain():
+    prospect = Prospect()
+    prospect.enter_step(1.0, 0.5, 1.0, is_verify=False)
+    assert prospect.price_of_waiting == 1
+
+    for _ in range(50):
+        prospect.enter_step(1.0, 1.4, 1.0, is_verify=False)
+
+    assert 1 < prospect.price_of_waiting < 1.4
+
+
 def test_what_steps_take_that_have_waited_corrects_what_is_believed_of_others():
     prospect, request = Prospect(), make_request(0, [5, 6], 20)
     for _ in range(1000):  # of what they should take, those with drafts take 1.5 times as much, the others 1.2 times

@@ -20,7 +20,9 @@ from jaxinfer.draft_heads import MedusaHeads
 from jaxinfer.engine import runner
 from jaxinfer.engine.block_tables import BlockTables
 from jaxinfer.engine.device_drafter import Target
+from jaxinfer.engine.draft_estimates import Acceptance
 from jaxinfer.engine.draft_model import DraftModel
+from jaxinfer.engine.draft_prospect import Prospect
 from jaxinfer.engine.drafters import NgramDrafter, SuffixDrafter
 from jaxinfer.engine.exit_drafter import ExitDrafter
 from jaxinfer.engine.head_drafter import HeadDrafter
@@ -553,6 +555,17 @@ def test_a_step_waits_where_drafts_have_paid_lately_though_there_are_none_yet():
 
     most = (0.7 + 0.3 * expected_tokens(0.9, 4)) / (0.7 + 0.3 * costs.seconds(None, 4)[-1])
     assert bench.num_tokens / bench.seconds > 0.92 * most
+
+
+@pytest.mark.parametrize(("price_of_waiting", "count"), [(1.0, 0), (1.3, 7)])
+def test_once_a_step_has_waited_drafts_are_worth_more(price_of_waiting, count, monkeypatch):
+    monkeypatch.setattr(PlainRuns, "is_wanted", False)
+    monkeypatch.setattr(Prospect, "price_of_waiting", price_of_waiting)
+    bench = Bench(Costs(0.0, once=0.5), [0.0], max_drafts=7)
+    bench.speculation.source._of_drafter = Acceptance(0.35, 1.0)
+    assert expected_tokens(0.35, 7) / 1.5 == pytest.approx(1.0, abs=0.05)  # as many tokens per second as without
+
+    assert bench.step() == (count,)
 
 
 class ReadingDrafter(FixedDrafter):

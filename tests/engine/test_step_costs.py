@@ -57,7 +57,7 @@ def steps_of(lens, num_drafts):
 
 
 def expected(costs, lens):
-    return costs.seconds(steps_of(lens, 0)[0], 3 * len(lens))
+    return np.array(costs.seconds(steps_of(lens, 0)[0], 3 * len(lens)))
 
 
 def test_every_number_of_drafts_is_expected_to_take_what_such_steps_took(clock):
