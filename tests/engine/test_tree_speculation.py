@@ -213,7 +213,7 @@ def test_what_a_draft_is_worth_is_how_often_it_comes():
 
 
 def test_the_likeliest_drafts_of_all_trees_are_verified_and_each_after_those_before_it():
-    seconds = np.array([1.0, *(1.0 + 0.01 * i for i in range(1, 5))])  # four are worth their time
+    seconds = [1.0, *(1.0 + 0.01 * i for i in range(1, 5))]  # four are worth their time
 
     assert choose_drafts([[0.5, 0.3, 0.25, 0.2], [0.9, 0.1, 0.8]], seconds) == [3, 1]
     assert choose_drafts([[0.5, 0.1], [0.05, 0.9]], seconds) == [2, 2]
