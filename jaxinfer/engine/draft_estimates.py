@@ -54,7 +54,10 @@ class DraftTimes:
         self._num_entered += 1
         if self._num_entered < 8 or self._num_entered % REFIT_AFTER == 0:
             features, times = (np.array(column, np.float64) for column in zip(*self._measured, strict=True))
-            self._weights = np.array(fit_weights(features, times))
+            if len(times) == 1:  # which tells no cause from another, and what was new took most of it
+                self._weights = np.array([0.0, times[0] / features[0, 1], 0.0, 0.0])
+            else:
+                self._weights = np.array(fit_weights(features, times))
             self._seconds.clear()
 
     def seconds(self, num_requests: int, most: int) -> np.ndarray:

@@ -39,33 +39,56 @@ Place = tuple[list[int], int]  # a text and where in it
 
 
 class NgramIndex:
-    """Where in some texts each run of a few tokens occurred last with something after it."""
+    """Where in some texts each run of a few tokens occurred last with something after it.
+
+    Runs and places are integers, for tuples of them would have the garbage collector at work for longer than it takes
+    to enter them: prompts of thousands of tokens are entered between two steps.
+    """
 
     def __init__(self) -> None:
-        self._places: dict[tuple[int, ...], Place] = {}
+        self._places: dict[int, int] = {}  # by run: the text's number and the place in it, 32 bits each
+        self._texts: dict[int, list[int]] = {}
+        self._number = -1  # of the last text
 
     def enter(self, text: list[int], start: int = 1) -> None:
         """Enters what stands before each token of the text from `start` on."""
+        if self._texts.get(self._number) is not text:
+            self._number += 1
+            self._texts[self._number] = text
         for place in range(max(start, 1), len(text)):
-            for size in NGRAM_SIZES:
-                if size <= place:
-                    self._places[tuple(text[place - size : place])] = (text, place)
+            value = self._number << 32 | place
+            for run in _runs_before(text, place):
+                self._places[run] = value
 
     def remove(self, text: list[int]) -> None:
         """Forgets the places in a text."""
+        number = next(number for number, known in self._texts.items() if known is text)
         for place in range(1, len(text)):
-            for size in NGRAM_SIZES:
-                ngram = tuple(text[place - size : place]) if size <= place else ()
-                if ngram in self._places and self._places[ngram][0] is text:
-                    del self._places[ngram]
+            for run in _runs_before(text, place):
+                if self._places.get(run, -1) >> 32 == number:
+                    del self._places[run]
+        del self._texts[number]
 
     @property
     def is_empty(self) -> bool:
         return not self._places
 
-    def find(self, ngram: tuple[int, ...]) -> Place | None:
+    def find(self, run: int) -> Place | None:
         """Returns where something follows these tokens."""
-        return self._places.get(ngram)
+        place = self._places.get(run)
+        return None if place is None else (self._texts[place >> 32], place & 0xFFFFFFFF)
+
+
+def _runs_before(text: list[int], place: int) -> list[int]:
+    """Returns the tokens before a place in each number of NGRAM_SIZES that there are, the least first, as an integer
+    each.
+    """
+    runs, run = [], 1  # so that runs of unlike length are unlike
+    for size in range(1, min(place, NGRAM_SIZES[0]) + 1):
+        run = run << 32 | text[place - size]
+        if size in NGRAM_SIZES:
+            runs.append(run)
+    return runs
 
 
 class NgramDrafter:
@@ -85,9 +108,9 @@ class NgramDrafter:
         own, num_entered = self._own.get(request.request_id) or (NgramIndex(), 0)
         own.enter(tokens, num_entered)
         self._own[request.request_id] = (own, len(tokens))
-        for size in NGRAM_SIZES:
+        for run in reversed(_runs_before(tokens, len(tokens))):
             for index in (own, *self._others(request)):
-                place = index.find(tuple(tokens[-size:]))
+                place = index.find(run)
                 if place is not None:
                     return continuation(*place, count)
         return []
