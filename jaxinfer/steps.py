@@ -20,7 +20,7 @@ from jaxinfer.cache import KVCache, read_tokens
 from jaxinfer.config import ModelConfig
 from jaxinfer.decode_loop import LoopBatch, run_loop
 from jaxinfer.decoder import forward, unembed
-from jaxinfer.draft_trees import Trees, along_paths, keep_paths, make_trees, stand_in_trees, tree_mask
+from jaxinfer.draft_trees import along_paths, keep_paths, make_trees, stand_in_trees, tree_mask
 from jaxinfer.params import Params
 from jaxinfer.processors import Context, LogitsProcessor, process_logits
 from jaxinfer.prompt_log_probs import PromptBatch, describe_prompt
@@ -131,9 +131,11 @@ def verify_step(
     mask = None if trees is None else tree_mask(trees)
     forwarded = functools.partial(forward, config=config, q_len=q_len, implementation=implementation, mesh=mesh)
     hidden, cache = forwarded(params, cache, batch, tree_mask=mask)
-    draw = functools.partial(_finish_all, params, cache, hidden, batch, sampling, max_log_probs, custom, trees)
+    rows = batch_of_tokens(batch), sampling_of_tokens(batch, sampling)
+    draw = functools.partial(_finish, params, cache, hidden, *rows, max_log_probs, custom)
     if trees is not None:
-        return keep_paths(draw(), cache, batch, trees, hidden, config=config)
+        drawn = draw(lambda context: along_paths(context, batch, trees))
+        return keep_paths(drawn, cache, batch, trees, hidden, config=config)
     return replace(_unless_awaiting(sampling, lambda: emit(draw(), batch, q_len)), hidden=hidden), cache
 
 
@@ -153,7 +155,8 @@ def draw_verify_step(
 
     `batch` is the step's own, `sampling` as well, `with_masks`: what comes out is what the step would have emitted.
     """
-    return emit(_finish_all(params, cache, hidden, batch, sampling, max_log_probs, custom), batch, q_len)
+    rows = batch_of_tokens(batch), sampling_of_tokens(batch, sampling)
+    return emit(_finish(params, cache, hidden, *rows, max_log_probs, custom), batch, q_len)
 
 
 @functools.partial(jax.jit, static_argnames=("num_steps", "max_log_probs", *_STATICS), donate_argnames="cache")
@@ -237,31 +240,11 @@ def _finish(
     sampling: SamplingBatch,
     max_log_probs: int,
     custom: tuple[LogitsProcessor, ...],
+    change: Callable[[Context], Context] = lambda context: context,
 ) -> StepOutput:
-    context = functools.partial(_context, cache, batch)
-    logits, tokens = _draw(params, hidden, batch, sampling, context, custom)
+    """Draws after each row; `change` is made to what processors know of the rows' tokens."""
+    logits, tokens = _draw(params, hidden, batch, sampling, lambda: change(_context(cache, batch)), custom)
     return describe(logits, tokens, sampling, max_log_probs)
-
-
-def _finish_all(
-    params: Params,
-    cache: KVCache,
-    hidden: jax.Array,
-    batch: Batch,
-    sampling: SamplingBatch,
-    max_log_probs: int,
-    custom: tuple[LogitsProcessor, ...],
-    trees: Trees | None = None,
-) -> StepOutput:
-    """Draws after every token of the batch, of which each is a row of its own."""
-    per_token, of_tokens = batch_of_tokens(batch), sampling_of_tokens(batch, sampling)
-
-    def make_context() -> Context:
-        context = _context(cache, per_token)
-        return context if trees is None else along_paths(context, batch, trees)
-
-    logits, tokens = _draw(params, hidden, per_token, of_tokens, make_context, custom)
-    return describe(logits, tokens, of_tokens, max_log_probs)
 
 
 def _draw(
