@@ -21,6 +21,7 @@ from unittest.mock import patch
 from benchmark import BUNDLED_MODEL, confine, integers, print_figures
 from benchmark_acceptance import ScriptedDrafter
 from benchmark_workload import RANDOM_SHAPES, checkpoint
+from drafting_engine import all_decode
 
 from jaxinfer import LLM, EngineConfig, SamplingParams
 from jaxinfer.engine import runner
@@ -77,8 +78,7 @@ class Engine:
         self.were_busy: list[bool] = []
 
     def _enter(self, step: Step, seconds: float) -> None:
-        is_decoding = all(chunk.start >= chunk.request.num_prompt_tokens for chunk in step.chunks)
-        if is_decoding and len(step.chunks) == self._batch:
+        if all_decode(step, self._batch):
             self._seconds.append(seconds)
 
     def run(self, schema: Any, salt: str) -> float:

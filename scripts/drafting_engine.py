@@ -27,6 +27,14 @@ class Run(NamedTuple):
     completions: list[Completion]
 
 
+def all_decode(step: Step, batch: int) -> bool:
+    """Whether as many requests decode as there are rows. The last token of a prompt whose others are cached is computed
+    like one that was drawn, but with no step to overlap.
+    """
+    is_decoding = all(chunk.start >= chunk.request.num_prompt_tokens for chunk in step.chunks)
+    return is_decoding and len(step.chunks) == batch
+
+
 class DraftingEngine:
     """One engine, measured in each way: two of a kind differ by up to 6 %."""
 
@@ -45,9 +53,7 @@ class DraftingEngine:
 
     def _enter(self, step: Step, seconds: float) -> None:
         before, self._num_accepted = self._num_accepted, self._scheduler.metrics().num_accepted_tokens
-        # The last token of a prompt that is known is computed like one that was drawn, with nothing to overlap.
-        is_decoding = all(chunk.start >= chunk.request.num_prompt_tokens for chunk in step.chunks)
-        if not is_decoding or len(step.chunks) < self._batch:
+        if not all_decode(step, self._batch):
             return
         self._seconds += seconds
         self._num_steps += 1
