@@ -155,7 +155,7 @@ ALLOWED = {
     "engine.draft_ledger": set(),
     "engine.draft_estimates": below("engine.cost_fit"),
     "engine.draft_source": below(
-        *("engine.device_drafter", "engine.draft_estimates", "engine.draft_tree", "engine.drafters"),
+        *("engine.cost_fit", "engine.device_drafter", "engine.draft_estimates", "engine.draft_tree", "engine.drafters"),
         *("engine.request", "engine.step"),
     ),
     "engine.block_tables": below(

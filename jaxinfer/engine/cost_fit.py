@@ -7,6 +7,8 @@ import numpy as np
 # Of a step that was interrupted by something else, the measured time tells nothing.
 OUTLIER = 1.5
 FIT_ROUNDS = 5
+# Times that each cause is measured before the first request: of two nobody can say which was interrupted.
+NUM_REHEARSALS = 4
 
 
 def fit_weights(features: np.ndarray, seconds: np.ndarray) -> tuple[float, ...]:

@@ -71,6 +71,10 @@ class DeviceDrafter(Protocol):
     def observe(self, step: Step, emitted: Sequence[Sequence[Emitted]], hidden: Any) -> None:
         """Is shown each step, what it emitted and its tokens' states [T, D], on the device."""
 
+    def num_unseen(self, request: Request) -> int:
+        """Returns how many of the request's tokens it still has to compute for drafts, the last one among them."""
+        return 1
+
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> Sequence[Drafts]: ...
 
     def forget(self, request: Request) -> None:

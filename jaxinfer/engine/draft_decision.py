@@ -75,11 +75,8 @@ class Decision:
         return is_promising
 
     def is_barred(self, requests: Sequence[Request]) -> bool:
-        """Whether so much is lost that there are to be no drafts until they are seen to pay, or for some time.
-
-        Where drafts pay as a rule, a loss was bad luck.
-        """
-        return self.ledger.is_in_debt(self._advance(requests)) and self._prospect.rate <= 1
+        """Whether so much is lost that there are to be no drafts until they are seen to pay, or for some time."""
+        return self.ledger.is_in_debt(self._advance(requests)) and not self._is_paying
 
     def seconds(self, chunks: Sequence[Chunk], room: int) -> Sequence[float]:
         """Returns what a step takes with 0, 1, … `room` drafts, as far as they fit in."""
@@ -127,6 +124,11 @@ class Decision:
             if chunk.is_last and chunk.request.finish_reason is None:
                 self._source.compare(chunk.request, [token_id for token_id, _, _ in tokens])
 
+    @property
+    def _is_paying(self) -> bool:
+        """Whether drafts pay as a rule, so that a loss was bad luck."""
+        return self._prospect.rate > 1
+
     def _is_promising(self, chunks: Sequence[Chunk], limits: Sequence[int]) -> bool:
         requests = [chunk.request for chunk in chunks]
         room = min(self._max_tokens - len(chunks), sum(limits))
@@ -141,9 +143,9 @@ class Decision:
         if math.isfinite(costs[0]):
             self._look(requests, drafts, costs)
         rests = [rest_of(tokens, tokens[0]) if tokens else tokens for tokens in drafts]
-        if any(rests) and any(self._choose(requests, rests, costs)):
-            return True
-        return self._prospect.rate > MARGIN
+        if not any(rests):  # there may be some for what is drawn instead
+            return self._prospect.rate > MARGIN
+        return any(self._choose(requests, rests, costs))
 
     def _look(self, requests: Sequence[Request], drafts: Sequence[Drafts], costs: Sequence[float]) -> None:
         """Notes what the step that runs could have verified."""
@@ -162,7 +164,7 @@ class Decision:
         """Returns how many drafts of each request to make: they have to be paid before they are seen.
 
         What is paid once is shared out over all tokens that are to come. Without a promise of gain some are tried
-        where that loss is allowed: they are held against what comes, verified or not.
+        where what that is likely to lose is allowed: they are held against what comes, verified or not.
         """
         seconds = np.array(costs[:: len(requests)][: len(drafting)])
         if len(seconds) == 1:  # not even one draft each has room
@@ -173,10 +175,12 @@ class Decision:
         seconds[1:] += unseen / most_to_come(requests)
         expected = self._source.expected(requests, len(seconds) - 1)
         count = choose_count(expected, seconds.tolist()) if drafting[-1] > 0 else 1
-        if unseen > CHEAP * self._plain and not self.ledger.may_invest(self._advance(requests)):
+        if unseen > CHEAP * self._plain and not (self._is_paying or self.ledger.may_invest(self._advance(requests))):
             return 0
         trial = min(TRIAL, len(seconds) - 1)
-        if count == 0 and self.ledger.credit + self._advance(requests) >= seconds[trial] + unseen - seconds[0]:
+        num_tokens = 1 + expected[:, :trial].sum() / len(requests)
+        loss = seconds[trial] + unseen - seconds[0] * num_tokens
+        if count == 0 and self.ledger.credit + self._advance(requests) >= loss:
             count = trial
         return count
 

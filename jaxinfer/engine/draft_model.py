@@ -62,10 +62,23 @@ class DraftModel(StepDrafter):
         self._cache = init_cache(self._config, target.cache_config)
         return engine_config.max_drafts
 
+    def num_unseen(self, request: Request) -> int:
+        pages, num_computed, drafts = self._computed.get(request.request_id, ((), 0, []))
+        num_kept = num_equal(pages, request.pages) * self._page_size
+        num_computed = min(num_computed + num_equal(drafts, request.token_ids[num_computed:]), num_kept)
+        last = len(request.token_ids) - 1  # which is always computed
+        while request.keys is not None and (end := (num_computed // self._page_size + 1) * self._page_size) <= last:
+            index = num_computed // self._page_size
+            if self._known.get(request.pages[index]) != request.keys.key(index, request.token_ids):
+                break
+            num_computed = end
+        return last + 1 - min(num_computed, last)
+
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in requests]
         order = most_drafts_first(counts)
-        spans = [(i, self._num_computed(requests[i]), len(requests[i].token_ids)) for i in order]
+        ends = [len(request.token_ids) for request in requests]
+        spans = [(i, ends[i] - self.num_unseen(requests[i]), ends[i]) for i in order]
         num_tokens = sum(end - start for _, start, end in spans)
         for shape in self._steps.shapes:
             if shape[0] >= len(spans) and shape[1] >= num_tokens:
@@ -92,19 +105,6 @@ class DraftModel(StepDrafter):
                 for index in range(start // self._page_size, end // self._page_size):
                     self._known[request.pages[index]] = request.keys.key(index, request.token_ids)
         return tokens
-
-    def _num_computed(self, request: Request) -> int:
-        """Returns how many of the request's tokens are in the cache, without the last one, which is always computed."""
-        pages, num_tokens, drafts = self._computed.get(request.request_id, ((), 0, []))
-        num_kept = num_equal(pages, request.pages) * self._page_size
-        num_tokens = min(num_tokens + num_equal(drafts, request.token_ids[num_tokens:]), num_kept)
-        last = len(request.token_ids) - 1
-        while request.keys is not None and (end := (num_tokens // self._page_size + 1) * self._page_size) <= last:
-            index = num_tokens // self._page_size
-            if self._known.get(request.pages[index]) != request.keys.key(index, request.token_ids):
-                break
-            num_tokens = end
-        return min(num_tokens, last)
 
 
 def _first_tokens(spans: Sequence[Span], room: int) -> list[Span]:

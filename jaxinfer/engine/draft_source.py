@@ -8,13 +8,19 @@ from typing import Any
 
 import numpy as np
 
+from jaxinfer.engine.cost_fit import NUM_REHEARSALS
 from jaxinfer.engine.device_drafter import DeviceDrafter
 from jaxinfer.engine.draft_estimates import (
+    ALIKE_TRIES,
     DRAFTER_MEMORY,
+    FIRST_LIKENESS,
     FIRST_RANK_RATE,
     FIRST_RATE,
-    REQUEST_MEMORY,
+    FIRST_TRIES,
+    LIKENESS_MEMORY,
+    LIKENESS_TRIES,
     Acceptance,
+    Belief,
     DraftTimes,
 )
 from jaxinfer.engine.draft_tree import Drafts, DraftTree, first_of, parents_of, rest_of, some_of
@@ -34,12 +40,13 @@ class DraftSource:
         self.takes_trees = False
         self._clock = clock
         self._times = DraftTimes()
-        self._of_drafter = Acceptance(FIRST_RATE, DRAFTER_MEMORY)
-        self._of_request: dict[int, Acceptance] = {}
+        self._of_drafter = Acceptance(FIRST_RATE, DRAFTER_MEMORY, FIRST_TRIES)
+        self._likeness = Acceptance(FIRST_LIKENESS, LIKENESS_MEMORY, LIKENESS_TRIES)  # of requests to others
+        self._of_request: dict[int, Belief] = {}
         self._of_rank: list[Acceptance] = []  # of the second, third, … drafts for a place, where those before are wrong
         self._parents: Sequence[int] = ()  # of the largest tree so far
         self._pending: dict[int, Drafts] = {}  # drafts that the next tokens of a request will be held against
-        self._num_seen: dict[int, int] = {}  # tokens that a request had when it was drafted for
+        self._num_seen: dict[int, int] = {}  # tokens that a request had when a drafter on the host was asked
 
     @property
     def device_drafter(self) -> DeviceDrafter | None:
@@ -59,7 +66,7 @@ class DraftSource:
         num_unseen = self.num_unseen(requests)
         began = self._clock()
         drafts = list(self.drafter.draft(requests, counts))
-        self._times.enter(num_unseen, len(requests), max(counts), self._clock() - began)
+        seconds, count = self._clock() - began, max(map(len, drafts))
         for i, request in enumerate(requests):
             drafts[i] = drafts[i][: counts[i]]
             if drafts[i]:
@@ -68,8 +75,9 @@ class DraftSource:
                     places = request.grammar.allowed(drafts[i], parents_of(drafts[i]))
                     drafts[i] = some_of(drafts[i], places)
             self._pending[request.request_id] = drafts[i]
-            if drafts[i] or self.device_drafter is None:  # a model that drafts nothing is still reading
-                self._num_seen[request.request_id] = len(request.token_ids)
+            self._num_seen[request.request_id] = len(request.token_ids)
+        num_read = num_unseen - self.num_unseen(requests) + len(requests)
+        self._times.enter(num_read, len(requests), count, seconds)
         return drafts
 
     def rehearse(self, step: Step, hidden: Any, most: int) -> None:
@@ -80,19 +88,24 @@ class DraftSource:
         requests, emitted = step.chunks.requests, [[(0, 0.0, {})]] * len(step.chunks)
         for request in requests:
             request.token_ids.append(0)  # what the step has drawn
-        for count in (1, most):
-            self.device_drafter.observe(step, emitted, hidden)
-            self.drafter.draft(requests, [count] * len(requests))  # the first run touches new memory
-            for request in requests:
-                self.drafter.forget(request)
-            self.device_drafter.observe(step, emitted, hidden)
-            for _ in range(2):  # with all tokens unseen, and with one
-                self.draft(requests, [count] * len(requests))
+        counts = [most] * len(requests)
+        for read in (self.drafter.draft, self.draft):  # the first run touches new memory
             for request in requests:
                 self.forget(request)
+            self.device_drafter.observe(step, emitted, hidden)
+            read(requests, counts)
+        while self.num_unseen(requests) > len(requests):
+            self.drafter.draft(requests, counts)
+        self.drafter.draft(requests, counts)
+        for count in (1, most) * NUM_REHEARSALS:
+            self.draft(requests, [count] * len(requests))
+        for request in requests:
+            self.forget(request)
 
     def num_unseen(self, requests: Sequence[Request]) -> int:
-        """Returns how many tokens the drafter was not shown yet."""
+        """Returns how many tokens the drafter has not read yet, one at least of each request."""
+        if self.device_drafter is not None:
+            return sum(map(self.device_drafter.num_unseen, requests))
         seen = self._num_seen
         return sum(max(len(request.token_ids) - seen.get(request.request_id, 0), 1) for request in requests)
 
@@ -107,9 +120,18 @@ class DraftSource:
     def likelihoods(self, request: Request, parents: Sequence[int]) -> list[float]:
         """Returns how likely the request emits each of some drafts: that it is right, and all that it follows.
 
-        For drafts one after another these are the powers of the rate at which a request's drafts are right.
+        For drafts one after another these are the powers of the rate at which a request's drafts are right, which is
+        one of two.
         """
-        rates = [self._acceptance(request).rate, *(rank.rate for rank in self._of_rank)]
+        (first, rate), (second, other) = self._belief(request).rates
+        if isinstance(parents, range):
+            return [first * rate**length + second * other**length for length in range(1, len(parents) + 1)]
+        pairs = zip(self._likelihoods_in_tree(rate, parents), self._likelihoods_in_tree(other, parents), strict=True)
+        return [first * a + second * b for a, b in pairs]
+
+    def _likelihoods_in_tree(self, rate: float, parents: Sequence[int]) -> list[float]:
+        """Returns the same where the first drafts for a place are right at this rate, if what they follow is."""
+        rates = [rate, *(rank.rate for rank in self._of_rank)]
         likelihoods: list[float] = []
         left: dict[int, tuple[float, int]] = {}  # by draft: that it is emitted and none after it so far, and how many
         for parent in parents:
@@ -129,7 +151,7 @@ class DraftSource:
         pending = self._pending.get(request.request_id)
         if not pending:
             return
-        own = self._acceptance(request)
+        own = self._belief(request)
         for token_id in token_ids:
             for rank, draft in enumerate(first_of(pending)):
                 is_right = token_id == draft
@@ -143,18 +165,21 @@ class DraftSource:
     def forget(self, request: Request) -> None:
         """Is told that a request has ended."""
         self.drafter.forget(request)
-        for known in (self._of_request, self._pending, self._num_seen):
+        belief = self._of_request.pop(request.request_id, None)
+        if belief is not None and belief.is_tried:
+            self._likeness.enter(belief.likeness)
+        for known in (self._pending, self._num_seen):
             known.pop(request.request_id, None)
 
-    def _acceptance(self, request: Request) -> Acceptance:
+    def _belief(self, request: Request) -> Belief:
         found = self._of_request.get(request.request_id)
         if found is None:
-            found = self._of_request[request.request_id] = Acceptance(self._of_drafter.rate, REQUEST_MEMORY)
+            found = self._of_request[request.request_id] = Belief(self._of_drafter, self._likeness.rate)
         return found
 
     def _acceptance_of_rank(self, rank: int) -> Acceptance:
         while len(self._of_rank) < rank:
-            self._of_rank.append(Acceptance(FIRST_RANK_RATE, DRAFTER_MEMORY))
+            self._of_rank.append(Acceptance(FIRST_RANK_RATE, DRAFTER_MEMORY, ALIKE_TRIES))
         return self._of_rank[rank - 1]
 
     def _check(self, request: Request, drafts: Drafts) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.buckets import Bucket, choose_bucket
 from jaxinfer.engine.cost_drift import CostDrift
-from jaxinfer.engine.cost_fit import fit_weights
+from jaxinfer.engine.cost_fit import NUM_REHEARSALS, fit_weights
 from jaxinfer.engine.pipeline import Device
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.step import Chunk, Chunks, Step
@@ -20,7 +20,6 @@ from jaxinfer.engine.step_times import step_features
 
 WINDOW = 256  # steps of a kind that the fit looks back on
 REFIT_AFTER = 256  # steps of a kind, so that the fit costs some microseconds a step
-NUM_REHEARSALS = 4  # of each step
 NUM_AHEAD = 4  # steps that are launched ahead of each other to be measured
 
 

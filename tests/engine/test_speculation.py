@@ -20,7 +20,7 @@ from jaxinfer.draft_heads import MedusaHeads
 from jaxinfer.engine import runner
 from jaxinfer.engine.block_tables import BlockTables
 from jaxinfer.engine.device_drafter import Target
-from jaxinfer.engine.draft_estimates import Acceptance
+from jaxinfer.engine.draft_estimates import ALIKE_TRIES, Acceptance, DraftTimes
 from jaxinfer.engine.draft_model import DraftModel
 from jaxinfer.engine.draft_prospect import Prospect
 from jaxinfer.engine.drafters import NgramDrafter, SuffixDrafter
@@ -171,6 +171,22 @@ def test_a_rehearsal_measures_drafts_that_are_made(crowded_llm, heads, monkeypat
     poison_cache(crowded_llm)
     assert {tuple(counts) for counts, _ in made} == {(1,), (2,), (1, 1, 1), (2, 2, 2)}
     assert all([*map(len, drafts)] == counts for counts, drafts in made)
+
+
+def test_what_a_draft_model_has_read_is_told_from_what_it_has_drafted(crowded_llm, monkeypatch):
+    model = draft_model_for(crowded_llm, crowded_llm._runner._params, crowded_llm.model_config)
+    speculation = Speculation(model, max_drafts=2, max_tokens=5, costs=StepCosts(crowded_llm._runner.buckets))
+    entries, widest = [], max(num_tokens for _, num_tokens in model._steps.shapes)
+    monkeypatch.setattr(DraftTimes, "enter", lambda _, *args: entries.append(args[:3]))
+
+    speculation.rehearse(crowded_llm._runner, crowded_llm._warm_up.cache_config)
+
+    forget_prefixes(crowded_llm)
+    poison_cache(crowded_llm)
+    assert widest < 15  # tokens of each request: it takes some steps to read them
+    assert set(entries) == {(widest + rows, rows, 0) for rows in (1, 3)} | {
+        (rows, rows, count) for rows in (1, 3) for count in (1, 2)
+    }
 
 
 @struct.dataclass
@@ -441,6 +457,15 @@ class Bench:
             self.tables.extend(request, 3)
             request.num_computed = 3
 
+    def turn_to(self, request_id, rate):
+        """Has the only request end and another one begin."""
+        self.speculation.forget(self.requests[0])
+        self.tables.release(self.requests[0])
+        self.requests, self.rates = [make_request(request_id, 4, 128)], [rate]
+        self.tables.extend(self.requests[0], 3)
+        self.requests[0].num_computed = 3
+        self.seconds, self.num_tokens = 0.0, 0
+
     def step(self):
         """Returns how many drafts of each request a step verifies."""
         began, chunks = self.drafter.now, Chunks.of([Chunk(r, 3, 1) for r in self.requests])
@@ -562,7 +587,8 @@ def test_once_a_step_has_waited_drafts_are_worth_more(price_of_waiting, count, m
     monkeypatch.setattr(PlainRuns, "is_wanted", False)
     monkeypatch.setattr(Prospect, "price_of_waiting", price_of_waiting)
     bench = Bench(Costs(0.0, once=0.5), [0.0], max_drafts=7)
-    bench.speculation.source._of_drafter = Acceptance(0.35, 1.0)
+    bench.speculation.source._of_drafter = Acceptance(0.35, 1.0, ALIKE_TRIES)
+    bench.speculation.source._likeness = Acceptance(1.0, 1.0, ALIKE_TRIES)
     assert expected_tokens(0.35, 7) / 1.5 == pytest.approx(1.0, abs=0.05)  # as many tokens per second as without
 
     assert bench.step() == (count,)
@@ -633,6 +659,24 @@ def test_a_drafter_that_becomes_good_is_found_out():
     bench.rates = [0.95]
 
     assert bench.run()[0] > 3
+
+
+@pytest.mark.parametrize("seconds_per_draft", [0.0, 0.1], ids=["a look is free", "a look is dear"])
+def test_what_the_drafts_of_other_requests_were_worth_is_soon_forgotten_where_those_of_one_are_not(seconds_per_draft):
+    outputs = {0.95: [], 0.0: []}
+    for seed in range(4):
+        bench = Bench(Costs(0.0, once=0.6), [0.95], drafter=FixedDrafter(seconds_per_draft), max_drafts=7)
+        bench.random = np.random.default_rng(seed)
+        bench.run(101)
+        for request_id, rate in enumerate([0.0, 0.95] * 5, 1):
+            bench.turn_to(request_id, rate)
+            while bench.num_tokens < 127:
+                bench.step()
+            outputs[rate].append(bench.num_tokens / bench.seconds)  # a plain step takes a second
+
+    most = expected_tokens(0.95, 7) / (1.6 + 7 * seconds_per_draft)
+    assert np.mean(outputs[0.0]) > 0.97
+    assert np.mean(outputs[0.95]) > 0.85 * most
 
 
 def test_no_draft_is_verified_beyond_the_end_of_a_request():

@@ -210,6 +210,7 @@ def test_what_a_draft_is_worth_is_how_often_it_comes():
     np.testing.assert_allclose(likelihoods[:2], [0.4, 0.3], atol=0.12)
     np.testing.assert_allclose(source.expected([request], 8)[0], [*likelihoods, 0, 0])
     assert source.likelihoods(request, [-1, 0, 1]) == pytest.approx([likelihoods[0] ** i for i in (1, 2, 3)])
+    assert source.likelihoods(request, range(-1, 2)) == pytest.approx(source.likelihoods(request, [-1, 0, 1]))
 
 
 def test_the_likeliest_drafts_of_all_trees_are_verified_and_each_after_those_before_it():
