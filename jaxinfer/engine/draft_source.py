@@ -80,11 +80,12 @@ class DraftSource:
         self._times.enter(num_read, len(requests), count, seconds)
         return drafts
 
-    def rehearse(self, step: Step, hidden: Any, most: int) -> None:
+    def rehearse(self, step: Step, compute: Callable[[], Any], most: int) -> None:
         """Measures drafts on the device after a made-up decode step, so that something is known before the first real
-        one. hidden [T, D]: its states.
+        one. `compute` returns its states [T, D].
         """
         assert self.device_drafter is not None
+        hidden = compute()
         requests, emitted = step.chunks.requests, [[(0, 0.0, {})]] * len(step.chunks)
         for request in requests:
             request.token_ids.append(0)  # what the step has drawn
@@ -98,6 +99,7 @@ class DraftSource:
             self.drafter.draft(requests, counts)
         self.drafter.draft(requests, counts)
         for count in (1, most) * NUM_REHEARSALS:
+            compute()  # which leaves the device's caches as drafts find them
             self.draft(requests, [count] * len(requests))
         for request in requests:
             self.forget(request)

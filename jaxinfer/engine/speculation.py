@@ -122,8 +122,7 @@ class Speculation:
         costs.rehearse(device, *pages)
         if self.source.device_drafter is not None:
             for step in costs.full_decode_steps(*pages):
-                output = device.read(device.launch(step))
-                self.source.rehearse(step, output.hidden, self._max_drafts)
+                self.source.rehearse(step, lambda step=step: device.read(device.launch(step)).hidden, self._max_drafts)
 
     def forget(self, request: Request) -> None:
         """Is told that a request has ended."""
