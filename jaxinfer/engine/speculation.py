@@ -46,6 +46,7 @@ class Speculation:
         self._max_drafts = max_drafts
         self._max_tokens = max_tokens
         self._clock = clock
+        self._table_width = 1
         self._attempt = Attempt()
         self.source = DraftSource(drafter, clock)
         self._decision = None if costs is None else Decision(self.source, costs, max_tokens, clock)
@@ -95,6 +96,7 @@ class Speculation:
         """Compiles what drafting for this target needs; again for a cache of another size."""
         self.source.vocab_size = target.model_config.vocab_size
         self.source.takes_trees = target.engine_config.draft_trees
+        self._table_width = target.table_width
         window, num_tokens = target.model_config.sliding_window, 1 + target.engine_config.max_drafts
         if self.source.takes_trees and window is not None and window < num_tokens:
             raise ValueError(
@@ -119,7 +121,7 @@ class Speculation:
         if self._decision is None:
             return
         costs, pages = self._decision.costs, (cache_config.num_pages, cache_config.page_size)
-        costs.rehearse(device, *pages)
+        costs.rehearse(device, *pages, self._table_width, self._clock)
         if self.source.device_drafter is not None:
             for step in costs.full_decode_steps(*pages):
                 self.source.rehearse(step, lambda step=step: device.read(device.launch(step)).hidden, self._max_drafts)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from statistics import median
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from jaxinfer.engine.step_times import step_features
 
 WINDOW = 256  # steps of a kind that the fit looks back on
 REFIT_AFTER = 256  # steps of a kind, so that the fit costs some microseconds a step
+MOST_CONTEXT_PAGES = 4  # of requests in rehearsals
 NUM_AHEAD = 4  # steps that are launched ahead of each other to be measured
 
 
@@ -96,22 +98,35 @@ class StepCosts:
             self._layouts[count, max_drafts] = kinds, which, fixed, per_context
         return self._layouts[count, max_drafts]
 
-    def rehearse(self, device: Device, num_pages: int, page_size: int) -> None:
+    def rehearse(
+        self,
+        device: Device,
+        num_pages: int,
+        page_size: int,
+        table_width: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """Measures made-up steps of every shape, so that something is known before the first request.
 
         `device` computes steps on a cache of which nobody needs anything yet. Steps without drafts are launched ahead
-        of each other, as they are later.
+        of each other, as they are later. Full ones have long contexts as well: else nobody could tell what is due to
+        the tokens from what is due to their contexts.
         """
         steps = [(b, step) for b in self._buckets for step in made_up_steps(b, num_pages, page_size)]
+        if (long := min(table_width, MOST_CONTEXT_PAGES)) > 1:
+            steps += [(b, made_up_steps(b, num_pages, page_size, long)[-1]) for b in self._buckets]
         for _, step in steps:
             device.read(device.launch(step))  # the first run touches new memory
-        for bucket, step in steps * NUM_REHEARSALS:  # in turn, so that a machine that slows down slows all of them
-            began = time.perf_counter()
-            launched = [device.launch(step) for _ in range(1 if step.is_verify else NUM_AHEAD)]
-            for output in launched:
-                device.read(output)
-            seconds = (time.perf_counter() - began) / len(launched)
-            self._collect(step.is_verify, step_features(step, bucket), seconds)
+        times = [[] for _ in steps]
+        for _ in range(NUM_REHEARSALS):  # in turn, so that a machine that slows down slows all of them
+            for (_, step), own in zip(steps, times, strict=True):
+                began = clock()
+                launched = [device.launch(step) for _ in range(1 if step.is_verify else NUM_AHEAD)]
+                for output in launched:
+                    device.read(output)
+                own.append((clock() - began) / len(launched))
+        for (bucket, step), own in zip(steps, times, strict=True):
+            self._collect(step.is_verify, step_features(step, bucket), median(own))
         for is_verify, measured in self._measured.items():
             if measured:
                 self._fit(is_verify)
@@ -121,8 +136,10 @@ class StepCosts:
         return [made_up_steps(bucket, num_pages, page_size)[-1] for bucket in self._buckets if bucket.is_decode]
 
 
-def made_up_steps(bucket: Bucket, num_pages: int, page_size: int) -> list[Step]:
-    """Returns steps of decoding rows that fill a bucket with tokens, and one that hardly does."""
+def made_up_steps(bucket: Bucket, num_pages: int, page_size: int, context_pages: int = 1) -> list[Step]:
+    """Returns a step of decoding rows that hardly fills a bucket with tokens, and one that does. Each row has the same
+    page so many times.
+    """
     rows = min(bucket.num_rows, num_pages)
     counts = {rows + 1, min(bucket.num_tokens, rows * bucket.q_len)} if bucket.is_verify else {(rows + 1) // 2, rows}
     steps = []
@@ -130,10 +147,10 @@ def made_up_steps(bucket: Bucket, num_pages: int, page_size: int) -> list[Step]:
         num_rows = rows if bucket.is_verify else num_tokens
         chunks = []
         for row in range(num_rows):
-            token_ids = [0] * (page_size - max(bucket.q_len, 1))
+            token_ids = [0] * (context_pages * page_size - max(bucket.q_len, 1))
             greedy = SamplingParams(temperature=0)
             request = Request(-1 - row, token_ids, greedy, seed=0, max_tokens=1, stop_token_ids=(), text_stream=None)
-            request.pages = (row,)
+            request.pages = (row,) * context_pages
             num_drafts = (num_tokens - num_rows + row) // num_rows  # as even as can be
             chunks.append(Chunk(request, len(token_ids) - 1, 1, drafts=[0] * num_drafts))
         steps.append(Step(Chunks.of(chunks), is_ahead=not bucket.is_verify))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -25,7 +27,7 @@ class FakeClock:
         self.now, self.factor = 0.0, 1.0
         self.slowdown = 1.0  # from each step to the next
 
-    def perf_counter(self):
+    def __call__(self):
         return self.now
 
     def seconds(self, step):
@@ -42,10 +44,8 @@ class FakeClock:
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    clock = FakeClock()
-    monkeypatch.setattr("jaxinfer.engine.step_costs.time", clock)
-    return clock
+def clock():
+    return FakeClock()
 
 
 def steps_of(lens, num_drafts):
@@ -62,17 +62,35 @@ def expected(costs, lens):
 
 def test_every_number_of_drafts_is_expected_to_take_what_such_steps_took(clock):
     costs = StepCosts(BUCKETS)
-    costs.rehearse(clock, 16, 128)
+    costs.rehearse(clock, 16, 128, clock=clock)
 
     for lens in ([128], [128, 128], [128] * 4):
         for count, seconds in enumerate(expected(costs, lens)):
             assert seconds == pytest.approx(clock.seconds(steps_of(lens, count)[1]), rel=0.15), (lens, count)
 
 
+def test_what_tokens_cost_is_told_from_what_their_contexts_cost(clock):
+    costs = StepCosts(BUCKETS)
+    costs.rehearse(clock, 16, 128, 4, clock)
+
+    for lens in ([40] * 4, [400] * 4):
+        for count, seconds in enumerate(expected(costs, lens)):
+            assert seconds == pytest.approx(clock.seconds(steps_of(lens, count)[1]), rel=0.08), (lens, count)
+
+
+def test_a_step_that_was_interrupted_in_its_rehearsal_does_not_count(clock, monkeypatch):
+    costs, count, seconds = StepCosts(BUCKETS), itertools.count(), clock.seconds
+    monkeypatch.setattr(clock, "seconds", lambda step: seconds(step) * (3 if next(count) % 13 == 0 else 1))
+    costs.rehearse(clock, 16, 128, 4, clock)
+
+    for drafts, believed in enumerate(expected(costs, [128] * 4)):
+        assert believed == pytest.approx(seconds(steps_of([128] * 4, drafts)[1]), rel=0.1), drafts
+
+
 def test_a_machine_that_slows_down_while_steps_are_rehearsed_does_not_make_drafts_look_dear(clock):
     costs = StepCosts(BUCKETS)
     clock.slowdown = 1.005
-    costs.rehearse(clock, 16, 128)
+    costs.rehearse(clock, 16, 128, clock=clock)
 
     clock.factor = 1.0
     seconds = expected(costs, [128])
@@ -82,7 +100,7 @@ def test_a_machine_that_slows_down_while_steps_are_rehearsed_does_not_make_draft
 
 def test_what_is_measured_later_corrects_all_that_is_expected(clock):
     costs = StepCosts(BUCKETS)
-    costs.rehearse(clock, 16, 128)
+    costs.rehearse(clock, 16, 128, clock=clock)
     before = expected(costs, [128])
 
     clock.factor = 1.5
