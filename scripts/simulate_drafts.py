@@ -38,7 +38,7 @@ PLAIN, WAITED, VERIFIED = 4.5e-3, 6.0e-3, 7.2e-3
 HOST_SHARE = 0.3
 PROMPT_LEN, OUTPUT_LEN = 192, 128
 MAX_DRAFTS = EngineConfig.max_drafts
-WRONG = -1
+RIGHT, WRONG = 0, 1
 
 
 class Machine:
@@ -76,17 +76,16 @@ class Machine:
 class HostDrafter:
     """Right about each token with the probability that holds for the request at hand, in a tenth of a millisecond."""
 
-    bound_seconds = (0.1e-3, 0.0)  # of any drafts, and of each
+    seconds = (0.1e-3, 0.0)  # of any drafts, and of each
 
     def __init__(self, machine: Machine, seed: int) -> None:
-        self.machine, self.rate, self.answer = machine, 0.0, [0] * OUTPUT_LEN
+        self.machine, self.rate = machine, 0.0
         self._random = random.Random(seed)
 
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
-        self.machine.spend(self.bound_seconds[0] + self.bound_seconds[1] * max(counts))
-        start = requests[0].num_output_tokens
-        answer = self.answer[start : start + counts[0]] if requests[0].request_id >= 0 else [0] * counts[0]
-        return [[token if self._random.random() < self.rate else WRONG for token in answer]]
+        (count,), (once, each) = counts, self.seconds
+        self.machine.spend(once + each * count)
+        return [[RIGHT if self._random.random() < self.rate else WRONG for _ in range(count)]]
 
     def forget(self, request: Request) -> None:
         pass
@@ -95,7 +94,7 @@ class HostDrafter:
 class DraftModel(HostDrafter, DeviceDrafter):
     """The same with the times of a draft model, which reads a prompt first, so many tokens at a time."""
 
-    bound_seconds = (1.1e-3, 0.72e-3)
+    seconds = (1.1e-3, 0.72e-3)
     seconds_per_token, most_tokens = 0.038e-3, 128
 
     def __init__(self, machine: Machine, seed: int) -> None:
@@ -132,7 +131,7 @@ class DraftModel(HostDrafter, DeviceDrafter):
 
 
 class SimulatedEngine:
-    """An engine of one row whose outputs are zeros."""
+    """An engine of one row, whose requests draw the same token again and again."""
 
     def __init__(self, drafter_type: type[HostDrafter], seed: int) -> None:
         self._machine = Machine(seed)
@@ -160,7 +159,7 @@ class SimulatedEngine:
         request = Request(self._num_requests, prompt, params, seed=0, **limits)
         self._tables.extend(request, self._tables.num_missing(request, PROMPT_LEN))
         request.num_computed = PROMPT_LEN
-        request.token_ids.append(0)
+        request.token_ids.append(RIGHT)
         before, is_ahead = machine.work, False
         while num_to_come(request) > 0:
             chunks, began = Chunks.of([Chunk(request, len(request.token_ids) - 1, 1)]), machine.now
@@ -173,7 +172,7 @@ class SimulatedEngine:
             machine.work = work + HOST_SHARE * (machine.work - work)
             machine.compute(step)
             drafts = [*chunks.drafts[0], WRONG]
-            emitted = [0] * min(drafts.index(WRONG) + 1, num_to_come(request))
+            emitted = [RIGHT] * min(drafts.index(WRONG) + 1, num_to_come(request))
             speculation.observe(step, [[(token, 0.0, {}) for token in emitted]], machine.now - began)
             request.token_ids.extend(emitted)
             request.num_computed += len(emitted)
@@ -219,7 +218,7 @@ def main() -> None:
         of_engines = [[x for x, own in zip(row, rate_of, strict=True) if own == rate] for row in figures]
         outputs = [x for row in of_engines for x in row]
         first, low = harmonic_mean([row[0] for row in of_engines]), quantiles(outputs, n=20)[0]
-        columns = (harmonic_mean(outputs), first, low, bound(rate, drafter_type.bound_seconds))
+        columns = (harmonic_mean(outputs), first, low, bound(rate, drafter_type.seconds))
         print(f"{rate:<6g}", "  ".join(f"{value:<5.3f}" for value in columns), flush=True)
 
 
