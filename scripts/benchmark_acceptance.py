@@ -21,6 +21,7 @@ from benchmark import BUNDLED_MODEL, confine, integers, print_figures
 from benchmark_speculation import Texts
 from benchmark_workload import RANDOM_SHAPES, checkpoint
 from drafting_engine import MAX_DRAFTS, DraftingEngine, Run
+from simulate_drafts import bound
 
 from jaxinfer.checkpoint import read_config
 from jaxinfer.device import default_batched_tokens
@@ -75,13 +76,6 @@ class Measured:
         """
         run, plain = self._engine.run_beside_plain(self._prompts, count, salt=None)
         return run.tokens_per_second / plain, run
-
-
-def bound(rate: float, costs: dict[int, float]) -> float:
-    """The most tokens in the time of plain decoding, by what a step with 1, 2, … drafts of each row takes in steps
-    without, for a drafter that takes no time (Leviathan et al. 2023).
-    """
-    return max(1.0, *(sum(rate**i for i in range(count + 1)) / cost for count, cost in costs.items()))
 
 
 def measure(model: Path, batch: int, arguments: argparse.Namespace) -> dict[str, list[float]]:

@@ -182,10 +182,17 @@ class SimulatedEngine:
         return (OUTPUT_LEN - 1) * PLAIN / (machine.work - before)
 
 
-def bound(rate: float, seconds: tuple[float, float]) -> float:
-    """Returns the most that plain decoding or any number of drafts could bring."""
-    costs = {count: VERIFIED + seconds[0] + seconds[1] * count for count in range(1, MAX_DRAFTS + 1)}
-    return max(1.0, *(sum(rate**i for i in range(n + 1)) * PLAIN / cost for n, cost in costs.items()))
+def bound(rate: float, costs: dict[int, float]) -> float:
+    """The most tokens in the time of plain decoding, by what a step with 1, 2, … drafts of each row takes in steps
+    without (Leviathan et al. 2023).
+    """
+    return max(1.0, *(sum(rate**i for i in range(count + 1)) / cost for count, cost in costs.items()))
+
+
+def costs_of(drafter_type: type[HostDrafter]) -> dict[int, float]:
+    """Returns what steps with so many drafts take in steps without, drafting included."""
+    once, each = drafter_type.seconds
+    return {count: (VERIFIED + once + each * count) / PLAIN for count in range(1, MAX_DRAFTS + 1)}
 
 
 def rates(text: str) -> tuple[float, ...]:
@@ -218,7 +225,7 @@ def main() -> None:
         of_engines = [[x for x, own in zip(row, rate_of, strict=True) if own == rate] for row in figures]
         outputs = [x for row in of_engines for x in row]
         first, low = harmonic_mean([row[0] for row in of_engines]), quantiles(outputs, n=20)[0]
-        columns = (harmonic_mean(outputs), first, low, bound(rate, drafter_type.seconds))
+        columns = (harmonic_mean(outputs), first, low, bound(rate, costs_of(drafter_type)))
         print(f"{rate:<6g}", "  ".join(f"{value:<5.3f}" for value in columns), flush=True)
 
 
