@@ -1,30 +1,28 @@
 """The layers of a decoder: functions of arrays, each with its formula.
 
-On CPU a token's result must not depend, in any bit, on the tokens computed beside it. Two rules keep that here: matrix
-products have eight rows, or four where these are seen to have the same bits (`_product_in_eights`), and row sums go
-through `row_sum`.
+On CPU the bits of a token's result do not depend on the tokens computed beside it; `kernels_pallas.row_products` has
+the rules that keep this so.
 """
 
 from __future__ import annotations
 
-import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxinfer.config import ModelConfig, RopeScaling
 from jaxinfer.quantization import QuantizedArray
 from kernels_pallas.quantized_matmul import dequantize, quantized_matmul
+from kernels_pallas.row_products import ROW_BLOCK, equal_row_counts
 from kernels_pallas.row_sum import row_sum
 
-# Rows of every matrix product on CPU: as many float32 as its vector registers hold at least.
-EIGHT = 8
-# Where there are no more than so many, and that gives the same bits.
-FOUR = 4
+# Rows of a product that may take the place of ROW_BLOCK, where they have the same bits: 4 rows are an eighth faster
+# for up to 4 tokens, 16 a fifth faster for 9 to 16, and 32 a third for more (125M shape, AMD EPYC with AVX-512).
+TRIED_ROWS = (4, 16, 32)
 # Elements of the smallest weight for which that is tried: below, the trial takes longer than what it can save.
-MIN_FOUR_SIZE = 2**17
+MIN_TRIED_SIZE = 2**17
 COUNTS_PER_TURN = 2**32
 
 
@@ -53,7 +51,7 @@ def product(x: jax.Array, w: jax.Array | QuantizedArray, num_rows: jax.Array | N
 
 
 def _product(x: jax.Array, w: jax.Array, num_rows: jax.Array) -> jax.Array:
-    return jax.lax.platform_dependent(x, w, num_rows, cpu=_product_in_eights, default=_plain_product)
+    return jax.lax.platform_dependent(x, w, num_rows, cpu=_product_in_row_blocks, default=_plain_product)
 
 
 def _quantized_product(x: jax.Array, values: jax.Array, scales: jax.Array, num_rows: jax.Array) -> jax.Array:
@@ -65,7 +63,7 @@ def _quantized_product(x: jax.Array, values: jax.Array, scales: jax.Array, num_r
         values,
         scales,
         num_rows,
-        cpu=lambda x, v, s, n: _product_in_eights(x, dequantize(v, s, None, x.shape[1]).astype(x.dtype), n),
+        cpu=lambda x, v, s, n: _product_in_row_blocks(x, dequantize(v, s, None, x.shape[1]).astype(x.dtype), n),
         default=lambda x, v, s, _: quantized_matmul(x, v, s).astype(jnp.float32),
     )
 
@@ -74,51 +72,37 @@ def _plain_product(x: jax.Array, w: jax.Array, _: jax.Array | None = None) -> ja
     return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _product_in_eights(x: jax.Array, w: jax.Array, num_rows: jax.Array) -> jax.Array:
-    """x wᵀ as products of exactly EIGHT rows of x, so that one routine with one order of summation computes them all.
-
-    Up to FOUR rows are a product of four, a fifth faster, where that is seen to have the same bits.
-    """
+def _product_in_row_blocks(x: jax.Array, w: jax.Array, num_rows: jax.Array) -> jax.Array:
+    """x wᵀ as products of ROW_BLOCK rows of x, or of another number of rows that was tried and has the same bits."""
     (T, D), F = x.shape, w.shape[0]
-    if T <= EIGHT:
-        # The first thousand outputs stand for those of a whole vocabulary.
-        is_alike = T <= FOUR and w.size >= MIN_FOUR_SIZE and _four_have_the_bits_of_eight(min(F, 1024), D, x.dtype)
-        rows = FOUR if is_alike else EIGHT
-        return _product_with_rows(w, jnp.pad(x, ((0, rows - T), (0, 0)))).T[:T]
-    # Two at a time: one more product in flight hides the start of the next.
-    pairs = jnp.pad(x, ((0, -T % (2 * EIGHT)), (0, 0))).reshape(-1, 2, EIGHT, D)
+    rows = _rows_at_once(T, F, D, x.dtype)
+    if rows >= T:
+        return _weights_by_rows(w, jnp.pad(x, ((0, rows - T), (0, 0)))).T[:T]
+    # Small products go two at a time: while one starts, the other runs.
+    num_parts = 2 if rows == ROW_BLOCK else 1
+    per_turn = num_parts * rows
+    blocks = jnp.pad(x, ((0, -T % per_turn), (0, 0))).reshape(-1, num_parts, rows, D)
 
-    def multiply_pair(i: jax.Array, y: jax.Array) -> jax.Array:
-        pair = jax.lax.dynamic_index_in_dim(pairs, i, keepdims=False)
-        products = jnp.stack([_product_with_rows(w, rows) for rows in (pair[0], pair[1])])
+    def multiply(i: jax.Array, y: jax.Array) -> jax.Array:
+        parts = jax.lax.dynamic_index_in_dim(blocks, i, keepdims=False)
+        products = jnp.stack([_weights_by_rows(w, parts[j]) for j in range(num_parts)])
         return jax.lax.dynamic_update_index_in_dim(y, products, i, axis=0)
 
-    y = jnp.zeros((pairs.shape[0], 2, w.shape[0], EIGHT), jnp.float32)
-    y = jax.lax.fori_loop(0, (num_rows + 2 * EIGHT - 1) // (2 * EIGHT), multiply_pair, y)
-    return y.transpose(0, 1, 3, 2).reshape(-1, w.shape[0])[:T]
+    y = jnp.zeros((blocks.shape[0], num_parts, F, rows), jnp.float32)
+    y = jax.lax.fori_loop(0, (num_rows + per_turn - 1) // per_turn, multiply, y)
+    return y.transpose(0, 1, 3, 2).reshape(-1, F)[:T]
 
 
-@functools.cache
-def _four_have_the_bits_of_eight(F: int, D: int, dtype: jnp.dtype) -> bool:
-    """Whether products of weights [F, D] with four rows have, on the machine at hand, the bits of those with eight.
-
-    They are computed and compared, for which routine a size gets differs between machines and versions of XLA. With
-    YNNPACK and AVX2 sums are alike up to a D of 4,096, and are cut at other places above.
-    """
-    if jax.default_backend() != "cpu":
-        return False
-    w, x = (np.random.default_rng(0).standard_normal((rows, D)).astype(dtype) for rows in (F, EIGHT))
-    with jax.ensure_compile_time_eval():
-        four, eight = _products_of_four_and_eight(w, x)
-        return np.array_equal(four, np.asarray(eight)[:, :FOUR])
+def _rows_at_once(T: int, F: int, D: int, dtype: Any) -> int:
+    """Returns how many of T rows one product with weights [F, D] takes: the fewest that hold all, else the most."""
+    tried = (
+        frozenset() if F * D < MIN_TRIED_SIZE else equal_row_counts(_rows_by_weights, TRIED_ROWS, (D,), (F, D), dtype)
+    )
+    counts = sorted({ROW_BLOCK, *tried})
+    return next((rows for rows in counts if rows >= T), counts[-1])
 
 
-@jax.jit
-def _products_of_four_and_eight(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _product_with_rows(w, x[:FOUR]), _product_with_rows(w, x)
-
-
-def _product_with_rows(w: jax.Array, x: jax.Array) -> jax.Array:
+def _weights_by_rows(w: jax.Array, x: jax.Array) -> jax.Array:
     """w xᵀ f32[F, rows] for a few rows of x.
 
     The weights are the left operand: they stream past the rows without being packed first, which makes products of
@@ -127,6 +111,10 @@ def _product_with_rows(w: jax.Array, x: jax.Array) -> jax.Array:
     """
     # Without the barrier the compiler turns the operands round again.
     return jax.lax.optimization_barrier(_plain_product(w, x))
+
+
+def _rows_by_weights(x: jax.Array, w: jax.Array) -> jax.Array:
+    return _weights_by_rows(w, x).T
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, *, epsilon: float) -> jax.Array:

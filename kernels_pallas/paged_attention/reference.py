@@ -7,20 +7,22 @@ row alone, bit for bit on CPU, because
 
 * pages are visited one at a time from the first, whatever the tile, so sums always add up in the same order;
 * the running maximum is rounded up to an integer and exponentials are base 2, so rescaling is by powers of two, exact;
-* no matrix product has a single row, which XLA would hand to another routine with another order of summation;
+* the queries of a tile are multiplied in blocks of ROW_BLOCK, or all at once where that has the same bits on this
+  machine (`kernels_pallas.row_products`);
 * a draft in a tree reads its ancestors in the slots in which decoding would have them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from kernels_pallas.paged_attention.layout import Pages, gather_tokens, pad_heads, read_pages, to_stored, write_kv
 from kernels_pallas.paged_attention.shapes import token_slots
+from kernels_pallas.row_products import ROW_BLOCK, equal_row_counts, rows_by_matrices
 from kernels_pallas.row_sum import row_sum
 
 LOG2_E = 1.4426950408889634
@@ -45,7 +47,7 @@ class Scoring(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What an online softmax has of the pages so far, for the queries [R, Q, K, G] of a tile or as `_queries_last`."""
+    """The online softmax of the pages so far, for the queries [R, Q, K, G] of a tile, or in blocks [n, R, K, W]."""
 
     maximum: jax.Array  # rounded up
     total: jax.Array
@@ -180,10 +182,9 @@ def _add_pages(
     sums: Sums, read: ReadPage, q_tile: jax.Array, positions: jax.Array, context: jax.Array, pages, scoring: Scoring
 ) -> Sums:
     """Adds the keys and values of pages from one to before another, i32[] each, to a tile's sums."""
-    R, Q, K, G = q_tile.shape[:4]
-    W = max(Q * G, 2)  # all queries of a KV head in one product; a single one is doubled
+    R, Q, _, G, H = q_tile.shape
     S = jax.eval_shape(read, jnp.int32(0))[1].shape[2]
-    q, *start = (_queries_last(x, W) for x in (q_tile, *sums))
+    W = _block_width(Q * G, H, S, q_tile.dtype)
     # Per row, what lies before the first slot that is seen and after the last may be anything.
     first, last = jnp.zeros((R,), jnp.int32), positions.max(-1)
     if scoring.window is not None:
@@ -191,42 +192,71 @@ def _add_pages(
         first = jnp.maximum(lowest - scoring.window + 1, 0)
         if scoring.paths is not None:  # a draft sees all of its ancestors
             first = jnp.minimum(first, context[:, 0])
+    at = jnp.broadcast_to(positions[:, :, None, None], (R, Q, 1, G))  # one position for all KV heads
 
-    def is_visible_to(slots: jax.Array) -> jax.Array:
-        """[R, 1, W, S]: which slots each query sees."""
-        at = positions[:, :, None]
-        seen = slots[None, None] <= at
+    def is_visible_at(at: jax.Array, slots: jax.Array) -> jax.Array:
+        """Returns which slots i32[S] queries at positions i32[R, 1, W] see, bool[R, 1, W, S]."""
+        at, slots = at[..., None], slots[None, None, None]
+        seen = slots <= at
         if scoring.window is not None:
-            is_near = slots[None, None] > at - scoring.window
-            seen &= is_near if scoring.paths is None else is_near | (slots[None, None] >= context[:, :1, None])
-        return jnp.broadcast_to(jnp.broadcast_to(seen[:, :, None], (R, Q, G, S)).reshape(R, Q * G, S), (R, W, S))[
-            :, None
-        ]
+            is_near = slots > at - scoring.window
+            seen &= is_near if scoring.paths is None else is_near | (slots >= context[:, :1, None, None])
+        return seen
 
     def attend_page(i: jax.Array, sums: Sums) -> Sums:
         slots = i * S + jnp.arange(S)
-        k, v = (x.astype(q.dtype) for x in read(i))  # [R, K, H, S], [R, K, S, H]
+        k, v = (x.astype(q_tile.dtype) for x in read(i))  # [R, K, H, S], [R, K, S, H]
         # A masked weight is 0, but 0 * NaN is NaN: what lies in unused slots must go as well.
         is_seen = (slots[None] >= first[:, None]) & (slots[None] <= last[:, None])
         v = jnp.where(is_seen[:, None, :, None], v, jnp.zeros_like(v))
-        scores = _scores(jnp.einsum("rkwh,rkhs->rkws", q, k, preferred_element_type=jnp.float32), scoring)
-        is_visible = is_visible_to(slots)
-        scores = jnp.where(is_visible, scores, MASKED)
-        maximum = jnp.maximum(sums.maximum, jnp.ceil(scores.max(-1)))
-        weights = jnp.where(is_visible, jnp.exp2(scores - maximum[..., None]), 0.0)
-        rescale = jnp.exp2(sums.maximum - maximum)
-        update = jnp.einsum("rkws,rksh->rkwh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return Sums(maximum, sums.total * rescale + row_sum(weights), sums.out * rescale[..., None] + update)
+
+        def attend_block(block: tuple[jax.Array, jax.Array, Sums]) -> Sums:
+            q, at, sums = block  # [R, K, W, H], [R, 1, W], [R, K, W, ...]
+            scores = _scores(rows_by_matrices(q, k), scoring)
+            is_visible = jnp.broadcast_to(is_visible_at(at, slots), scores.shape)
+            scores = jnp.where(is_visible, scores, MASKED)
+            maximum = jnp.maximum(sums.maximum, jnp.ceil(scores.max(-1)))
+            weights = jnp.where(is_visible, jnp.exp2(scores - maximum[..., None]), 0.0)
+            rescale = jnp.exp2(sums.maximum - maximum)
+            update = rows_by_matrices(weights.astype(v.dtype), v)
+            return Sums(maximum, sums.total * rescale + row_sum(weights), sums.out * rescale[..., None] + update)
+
+        return _map(attend_block, (q_blocks, at_blocks, sums))
 
     begin = jnp.maximum(pages[0], first.min() // S)
+    q_blocks, at_blocks, *start = (_to_blocks(x, W) for x in (q_tile, at, *sums))
     added = jax.lax.fori_loop(begin, pages[1], attend_page, Sums(*start))
-    return Sums(*(x[:, :, : Q * G].reshape(R, K, Q, G, *x.shape[3:]).swapaxes(1, 2) for x in added))
+    return Sums(*(_from_blocks(x, Q, G) for x in added))
 
 
-def _queries_last(x: jax.Array, W: int) -> jax.Array:
-    """Returns x [R, Q, K, G, …] as [R, K, W, …]: Q G of them, or 2 where that is 1."""
+def _block_width(num_queries: int, H: int, S: int, dtype: Any) -> int:
+    """Returns how many queries of a KV head are multiplied at once: all of them if their bits allow it."""
+    rows = max(num_queries, 2)  # a single one is another routine's
+    products = ((H, S), (S, H))  # by the keys of a page, and by its values
+    is_equal = all(equal_row_counts(rows_by_matrices, (rows,), (1, 1, a), (1, 1, a, b), dtype) for a, b in products)
+    return rows if is_equal else ROW_BLOCK
+
+
+def _to_blocks(x: jax.Array, W: int) -> jax.Array:
+    """Returns x [R, Q, K, G, ...] as blocks [n, R, K, W, ...] of W queries of a KV head, zeros after the last."""
     R, Q, K, G = x.shape[:4]
-    return jnp.broadcast_to(x.swapaxes(1, 2).reshape(R, K, Q * G, *x.shape[4:]), (R, K, W, *x.shape[4:]))
+    x = x.swapaxes(1, 2).reshape(R, K, Q * G, *x.shape[4:])
+    x = jnp.pad(x, [(0, 0), (0, 0), (0, -Q * G % W), *[(0, 0)] * (x.ndim - 3)])
+    return jnp.moveaxis(x.reshape(R, K, -1, W, *x.shape[3:]), 2, 0)
+
+
+def _from_blocks(x: jax.Array, Q: int, G: int) -> jax.Array:
+    """Returns blocks [n, R, K, W, ...] as [R, Q, K, G, ...]: what `_to_blocks` made of it."""
+    n, R, K, W = x.shape[:4]
+    x = jnp.moveaxis(x, 0, 2).reshape(R, K, n * W, *x.shape[4:])[:, :, : Q * G]
+    return x.reshape(R, K, Q, G, *x.shape[3:]).swapaxes(1, 2)
+
+
+def _map(function: Callable[[Any], Any], blocks: Any) -> Any:
+    """`jax.lax.map` over the first axis, without a loop around a single block."""
+    if len(jax.tree.leaves(blocks)[0]) > 1:
+        return jax.lax.map(function, blocks)
+    return jax.tree.map(lambda x: x[None], function(jax.tree.map(lambda x: x[0], blocks)))
 
 
 def _paths(tree_mask: jax.Array, most: int) -> jax.Array:
