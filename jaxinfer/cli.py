@@ -1,6 +1,7 @@
 """The command line: `jaxinfer generate` streams one completion, `jaxinfer batch` runs a file of requests.
 
 `jaxinfer bench` measures a load, `jaxinfer replay` a trace of requests, and `jaxinfer simulate` needs no device.
+`jaxinfer doctor` says whether the bits of a request depend on the batch on this CPU.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import io
 import os
 import sys
 import time
+from importlib.metadata import version
 from typing import TYPE_CHECKING, NoReturn
 
 # jax takes seconds to import, so the commands import what needs it, after the arguments have been read.
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from jaxinfer import LLM
     from jaxinfer.engine.llm import Completion
 
+EXIT_FAULTS = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -37,10 +40,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 0, 2 for a user's mistake, 130 after Ctrl-C."""
+    """Runs one command and returns its exit status: 0, 1 for faults found, 2 for a user's mistake, 130 after Ctrl-C."""
     try:
         arguments = _parser().parse_args(argv)
-        arguments.run(arguments)
+        status = arguments.run(arguments)
     except SystemExit as exit_:  # from --help, --version and the parser's errors
         return exit_.code if isinstance(exit_.code, int) else 0
     except KeyboardInterrupt as interrupt:
@@ -53,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, NotImplementedError) as error:
         print(f"jaxinfer: error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_USAGE
-    return 0
+    return status or 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,7 +81,12 @@ def _parser() -> argparse.ArgumentParser:
             "--speculation", metavar="DRAFTER", help="ngram, suffix, or the folder or id of what drafts"
         )
 
-    for command in (generate, batch, *loads):
+    doctor = commands.add_parser(
+        "doctor", help="check that on this CPU no bit of a request depends on the batch", allow_abbrev=False
+    )
+    doctor.set_defaults(run=_doctor)
+
+    for command in (generate, batch, *loads, doctor):
         command.add_argument("--quiet", action="store_true", help="no progress and no statistics")
         engine = command.add_argument_group("engine")
         engine.add_argument("--model", help="folder or name of a checkpoint; the bundled model when it is left out")
@@ -166,6 +174,26 @@ def _batch(arguments: argparse.Namespace) -> None:
             f"{summary.num_tokens / max(summary.seconds, 1e-9):.1f} tokens/s",
             file=sys.stderr,
         )
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    config = from_arguments(EngineConfig, arguments)
+    from jaxinfer.device import default_dtype, describe_cpu
+    from jaxinfer.doctor import examine
+    from jaxinfer.engine.llm import BUNDLED_MODEL
+
+    print(f"{describe_cpu()}; jax {version('jax')}, jaxlib {version('jaxlib')}", flush=True)
+    findings = []
+    for finding in examine(arguments.model or BUNDLED_MODEL, config, arguments.dtype or default_dtype()):
+        findings.append(finding)
+        if finding.faults or not arguments.quiet:
+            print(finding, flush=True)
+    num_faulty = sum(bool(finding.faults) for finding in findings)
+    if num_faulty:
+        print(f"{num_faulty} of {len(findings)} products: on this CPU bits of a request depend on the batch")
+        return EXIT_FAULTS
+    print(f"{len(findings)} products: on this CPU no bit of a request depends on the batch")
+    return 0
 
 
 if __name__ == "__main__":

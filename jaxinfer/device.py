@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import jax
 
 COMPILATION_CACHE = Path.home() / ".cache" / "jaxinfer" / "compilation"
+# Sets of instructions that decide by which routines a CPU multiplies.
+INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve", "sve2")
 # The page pool where neither the user nor the device sets a limit.
 CPU_CACHE_BYTES = 2**30
 
@@ -19,6 +22,18 @@ def default_dtype() -> str:
     if device.platform == "gpu" and float(device.compute_capability) < 8.0:
         return "float16"
     return "bfloat16"
+
+
+def describe_cpu() -> str:
+    """Returns the processor's name and sets of instructions, for figures and bits that depend on them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return f"{platform.processor() or platform.machine()}, unknown instruction sets"
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    flags = fields.get("flags", fields.get("Features", "")).split()
+    sets = " ".join(name for name in INSTRUCTION_SETS if name in flags) or "none of " + " ".join(INSTRUCTION_SETS)
+    return f"{fields.get('model name', platform.machine())}, {sets}"
 
 
 def default_layer_groups(num_layers: int, first_layers: int | None = None) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from jaxinfer.layers import linear, rms_norm, rotary_angles
 from jaxinfer.params import LayerParams, Params
 from jaxinfer.sampling import best_tokens
 from jaxinfer.sampling_batch import SamplingBatch
+from kernels_pallas.row_products import rows_by_matrices
 
 # By how often the head that comes with the package is right at each rank (scripts/measure_acceptance.py --ranks 3).
 EAGLE_TREE: Paths = (
@@ -114,7 +115,7 @@ def attend(q: jax.Array, keys: jax.Array, values: jax.Array, is_seen: jax.Array)
     """Returns attention [B, N, H] of one query [B, N, H] per row to the slots [B, S, K, H] that it sees, bool[B, S]."""
     B, N, H = q.shape
     K = keys.shape[2]
-    q = q.reshape(B, K, N // K, H)
-    scores = jnp.einsum("bkgh,bskh->bkgs", q, keys, preferred_element_type=jnp.float32) * H**-0.5
+    scores = rows_by_matrices(q.reshape(B, K, N // K, H), keys.transpose(0, 2, 3, 1)) * H**-0.5
     weights = jax.nn.softmax(jnp.where(is_seen[:, None, None], scores, -1e30), axis=-1)
-    return jnp.einsum("bkgs,bskh->bkgh", weights.astype(values.dtype), values).reshape(B, N, H)
+    attended = rows_by_matrices(weights.astype(values.dtype), values.swapaxes(1, 2))
+    return attended.astype(values.dtype).reshape(B, N, H)

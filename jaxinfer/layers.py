@@ -7,7 +7,6 @@ the rules that keep this so.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +14,9 @@ import jax.numpy as jnp
 from jaxinfer.config import ModelConfig, RopeScaling
 from jaxinfer.quantization import QuantizedArray
 from kernels_pallas.quantized_matmul import dequantize, quantized_matmul
-from kernels_pallas.row_products import ROW_BLOCK, equal_row_counts
+from kernels_pallas.row_products import rows_by_weights
 from kernels_pallas.row_sum import row_sum
 
-# Rows of a product that may take the place of ROW_BLOCK, where they have the same bits: 4 rows are an eighth faster
-# for up to 4 tokens, 16 a fifth faster for 9 to 16, and 32 a third for more (125M shape, AMD EPYC with AVX-512).
-TRIED_ROWS = (4, 16, 32)
-# Elements of the smallest weight for which that is tried: below, the trial takes longer than what it can save.
-MIN_TRIED_SIZE = 2**17
 COUNTS_PER_TURN = 2**32
 
 
@@ -37,84 +31,30 @@ def linear(
 def product(x: jax.Array, w: jax.Array | QuantizedArray, num_rows: jax.Array | None = None) -> jax.Array:
     """Returns x wᵀ f32[T, out...] for x [T, in...] and w [out..., in...], added up in float32.
 
-    Where num_rows i32[] is given, only so many rows mean anything: on CPU the padding after them is not multiplied.
+    If num_rows i32[] is given, only that many rows of x matter, and on CPU the padding after them is not multiplied.
     """
-    num_rows = jnp.asarray(x.shape[0]) if num_rows is None else num_rows
     outputs = w.shape[: len(w.shape) - x.ndim + 1]
     F = math.prod(outputs)
     x = x.reshape(x.shape[0], -1)
     if isinstance(w, QuantizedArray):
         y = _quantized_product(x, w.values.reshape(F, -1), w.scales.reshape(F, -1), num_rows)
     else:
-        y = _product(x, w.reshape(F, -1), num_rows)
+        y = rows_by_weights(x, w.reshape(F, -1), num_rows)
     return y.reshape(x.shape[0], *outputs)
 
 
-def _product(x: jax.Array, w: jax.Array, num_rows: jax.Array) -> jax.Array:
-    return jax.lax.platform_dependent(x, w, num_rows, cpu=_product_in_row_blocks, default=_plain_product)
-
-
-def _quantized_product(x: jax.Array, values: jax.Array, scales: jax.Array, num_rows: jax.Array) -> jax.Array:
+def _quantized_product(x: jax.Array, values: jax.Array, scales: jax.Array, num_rows: jax.Array | None) -> jax.Array:
     """x wᵀ f32[T, F] for x [T, D], values i8[F, D], of 4 bits i4[F, D] or i8[F, D / 2], scales f32[F, groups]."""
     if scales.shape[1] == 1 and values.shape[1] == x.shape[1]:  # compilers fuse the conversion into the product
-        return _product(x, values.astype(x.dtype), num_rows) * scales.T
+        return rows_by_weights(x, values.astype(x.dtype), num_rows) * scales.T
     return jax.lax.platform_dependent(
         x,
         values,
         scales,
         num_rows,
-        cpu=lambda x, v, s, n: _product_in_row_blocks(x, dequantize(v, s, None, x.shape[1]).astype(x.dtype), n),
+        cpu=lambda x, v, s, n: rows_by_weights(x, dequantize(v, s, None, x.shape[1]).astype(x.dtype), n),
         default=lambda x, v, s, _: quantized_matmul(x, v, s).astype(jnp.float32),
     )
-
-
-def _plain_product(x: jax.Array, w: jax.Array, _: jax.Array | None = None) -> jax.Array:
-    return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-
-
-def _product_in_row_blocks(x: jax.Array, w: jax.Array, num_rows: jax.Array) -> jax.Array:
-    """x wᵀ as products of ROW_BLOCK rows of x, or of another number of rows that was tried and has the same bits."""
-    (T, D), F = x.shape, w.shape[0]
-    rows = _rows_at_once(T, F, D, x.dtype)
-    if rows >= T:
-        return _weights_by_rows(w, jnp.pad(x, ((0, rows - T), (0, 0)))).T[:T]
-    # Small products go two at a time: while one starts, the other runs.
-    num_parts = 2 if rows == ROW_BLOCK else 1
-    per_turn = num_parts * rows
-    blocks = jnp.pad(x, ((0, -T % per_turn), (0, 0))).reshape(-1, num_parts, rows, D)
-
-    def multiply(i: jax.Array, y: jax.Array) -> jax.Array:
-        parts = jax.lax.dynamic_index_in_dim(blocks, i, keepdims=False)
-        products = jnp.stack([_weights_by_rows(w, parts[j]) for j in range(num_parts)])
-        return jax.lax.dynamic_update_index_in_dim(y, products, i, axis=0)
-
-    y = jnp.zeros((blocks.shape[0], num_parts, F, rows), jnp.float32)
-    y = jax.lax.fori_loop(0, (num_rows + per_turn - 1) // per_turn, multiply, y)
-    return y.transpose(0, 1, 3, 2).reshape(-1, F)[:T]
-
-
-def _rows_at_once(T: int, F: int, D: int, dtype: Any) -> int:
-    """Returns how many of T rows one product with weights [F, D] takes: the fewest that hold all, else the most."""
-    tried = (
-        frozenset() if F * D < MIN_TRIED_SIZE else equal_row_counts(_rows_by_weights, TRIED_ROWS, (D,), (F, D), dtype)
-    )
-    counts = sorted({ROW_BLOCK, *tried})
-    return next((rows for rows in counts if rows >= T), counts[-1])
-
-
-def _weights_by_rows(w: jax.Array, x: jax.Array) -> jax.Array:
-    """w xᵀ f32[F, rows] for a few rows of x.
-
-    The weights are the left operand: they stream past the rows without being packed first, which makes products of
-    eight 1.4 times faster than one of all rows at 2 rows, 1.7 at 8, 1.2 at 16 and even at 32; at 512 they cost a
-    quarter more.
-    """
-    # Without the barrier the compiler turns the operands round again.
-    return jax.lax.optimization_barrier(_plain_product(w, x))
-
-
-def _rows_by_weights(x: jax.Array, w: jax.Array) -> jax.Array:
-    return _weights_by_rows(w, x).T
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, *, epsilon: float) -> jax.Array:

@@ -3,27 +3,26 @@
 On CPU in float32 a token has the same logits, to the bit, in any batch, chunk, step and bucket. Each part of a step
 keeps that by a rule of its own, and this is the list of them:
 
-products          A library of matrix products chooses its routine, and with it the order of each sum, by the shape of
-                  the product. So every product that a token passes has ROW_BLOCK rows, whatever the step: more rows
-                  are several products of that one shape, fewer are padded with zeros. Another number of rows takes
+products          The library that multiplies matrices chooses its routine, and with it the order of each sum, by the
+                  shape of the product. So every product that a token passes has ROW_BLOCK rows, whatever the step: more
+                  rows are several products of that one shape, fewer are padded with zeros. Another number of rows takes
                   the place of ROW_BLOCK only after `equal_row_counts` has tried it on this machine.
-                  (`jaxinfer.layers.product`, `paged_attention.reference`)
+                  All products of tokens go through the two functions here, `rows_by_weights` and `rows_by_matrices`.
 sums along a row  `row_sum` adds in a fixed tree.
 softmax           Pages are added one by one from the first, and rescaled by powers of two, which is exact.
                   (`paged_attention.reference`)
 all else          is computed element by element.
 
 The first rule rests on two properties of products of one shape: a row has the same bits in each place among the
-ROW_BLOCK rows, and however many products run side by side. `python -m jaxinfer.doctor` checks both on the machine at
-hand, and repeats the trials. The trials are needed: with jax 0.10.2 products of weights [768, 768] have the bits of 8
-rows at 2, 4, 16, 24 and 48 rows on a CPU with AVX-512, but not at 32 or 64. With jax 0.12.0 on the same CPU they have
-them at 24 and 32 rows, but not at 2, 4, 16, 48 or 64.
+ROW_BLOCK rows, and however many products run side by side. `jaxinfer doctor` checks both on the machine at hand, and
+the trials as well. The trials are needed: with jax 0.10.2 products of weights [768, 768] have the bits of 8 rows at 2,
+4, 16, 24 and 48 rows on a CPU with AVX-512, but not at 32 or 64. With jax 0.12.0 on the same CPU they have them at 24
+and 32 rows, but not at 2, 4, 16, 48 or 64.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -31,44 +30,136 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# Names of the two forms of product, in traces of steps as well.
+BY_WEIGHTS, BY_MATRICES = "rows_by_weights", "rows_by_matrices"
 # As many float32 as the vector registers of a CPU hold at least.
 ROW_BLOCK = 8
+# Numbers of rows that are tried for weights. With the weights of a layer stack of 125M parameters, on an AMD EPYC with
+# AVX-512, 4 rows took 0.88 of the time of 8, 16 rows 0.84 of twice 8, and 32 rows 0.71 of four times 8.
+WEIGHT_ROWS = (4, 16, 32)
+# Elements of the smallest weights for which they are tried: below, the trial takes longer than it can save.
+MIN_TRIED_WEIGHTS = 2**17
 # Elements of the largest operand that is tried (256 MB in float32).
-MAX_TRIAL_SIZE = 2**26
-# Numbers that operands of trials repeat. A prime, so that no two of their rows are alike.
+MAX_TRIED = 2**26
+# How many numbers the operands of a trial repeat: a prime, so that rows of an operand begin at different ones.
 NUM_TRIAL_NUMBERS = 65_521
 
-# rows [batch..., n, A], operand -> [batch..., n, B]
-Product = Callable[[jax.Array, jax.Array], jax.Array]
+
+def rows_by_weights(x: jax.Array, w: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
+    """Returns x wᵀ f32[T, F] for x [T, D] and weights [F, D]; on other devices than CPUs in one product.
+
+    If num_rows i32[] is given, only that many rows of x matter, and on CPU the padding after them is not multiplied.
+    """
+    T, (F, D) = x.shape[0], w.shape
+    counts = {ROW_BLOCK}
+    if F * D >= MIN_TRIED_WEIGHTS:
+        counts |= equal_row_counts(BY_WEIGHTS, WEIGHT_ROWS, D, F, x.dtype)
+    # The fewest that hold all rows, else the most.
+    block = min((count for count in counts if count >= T), default=max(counts))
+    return jax.lax.platform_dependent(
+        x,
+        w,
+        jnp.asarray(T) if num_rows is None else num_rows,
+        cpu=functools.partial(_by_weights_in_blocks, block=block),
+        default=lambda x, w, _: _transposed_product(x, w),
+    )
 
 
 def rows_by_matrices(rows: jax.Array, matrices: jax.Array) -> jax.Array:
-    """Returns rows [R, K, n, A] times matrices [R, K, A, B], f32[R, K, n, B]."""
+    """Returns rows [R, K, n, A] times matrices [R, K, A, B], f32[R, K, n, B]; not on CPU in one product of n rows."""
+    n, (A, B) = max(rows.shape[2], 2), matrices.shape[2:]  # a single row is no product of matrices
+    block = n if equal_row_counts(BY_MATRICES, (n,), A, B, rows.dtype) else ROW_BLOCK
+    in_blocks = functools.partial(_by_matrices_in_blocks, block=block)
+    return jax.lax.platform_dependent(rows, matrices, cpu=in_blocks, default=_by_matrices)
+
+
+def _by_weights_in_blocks(x: jax.Array, w: jax.Array, num_rows: jax.Array, *, block: int) -> jax.Array:
+    (T, D), F = x.shape, w.shape[0]
+    if block >= T:
+        return _by_weights(jnp.pad(x, ((0, block - T), (0, 0))), w)[:T]
+    # Products of few rows go two at a time: while one starts, the other runs.
+    num_parts = 2 if block == ROW_BLOCK else 1
+    per_turn = num_parts * block
+    turns = jnp.pad(x, ((0, -T % per_turn), (0, 0))).reshape(-1, num_parts, block, D)
+
+    def multiply(i: jax.Array, y: jax.Array) -> jax.Array:
+        parts = jax.lax.dynamic_index_in_dim(turns, i, keepdims=False)
+        products = jnp.stack([_weights_by_rows(w, parts[j]) for j in range(num_parts)])
+        return jax.lax.dynamic_update_index_in_dim(y, products, i, axis=0)
+
+    y = jnp.zeros((turns.shape[0], num_parts, F, block), jnp.float32)
+    y = jax.lax.fori_loop(0, (num_rows + per_turn - 1) // per_turn, multiply, y)
+    return y.transpose(0, 1, 3, 2).reshape(-1, F)[:T]
+
+
+def _by_matrices_in_blocks(rows: jax.Array, matrices: jax.Array, *, block: int) -> jax.Array:
+    (R, K, n, A), B = rows.shape, matrices.shape[3]
+    blocks = jnp.pad(rows, ((0, 0), (0, 0), (0, -n % block), (0, 0))).reshape(R, K, -1, block, A)
+    if blocks.shape[2] == 1:
+        return _by_matrices(blocks[:, :, 0], matrices)[:, :, :n]
+    products = jax.lax.map(lambda block: _by_matrices(block, matrices), jnp.moveaxis(blocks, 2, 0))
+    return jnp.moveaxis(products, 0, 2).reshape(R, K, -1, B)[:, :, :n]
+
+
+@jax.named_scope(BY_WEIGHTS)
+def _weights_by_rows(w: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns w xᵀ f32[F, rows] for a few rows of x.
+
+    The weights are the left operand: they stream past the rows without being packed first, which makes products of
+    eight 1.4 times faster than one of all rows at 2 rows, 1.7 at 8, 1.2 at 16 and even at 32; at 512 they cost a
+    quarter more.
+    """
+    # Without the barrier the compiler turns the operands round again.
+    return jax.lax.optimization_barrier(_transposed_product(w, x))
+
+
+def _transposed_product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns x yᵀ f32[m, n] for x [m, D] and y [n, D]."""
+    return jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _by_weights(x: jax.Array, w: jax.Array) -> jax.Array:
+    return _weights_by_rows(w, x).T
+
+
+@jax.named_scope(BY_MATRICES)
+def _by_matrices(rows: jax.Array, matrices: jax.Array) -> jax.Array:
     return jnp.einsum("rkna,rkab->rknb", rows, matrices, preferred_element_type=jnp.float32)
 
 
+# rows [batch..., n, A], operand -> [batch..., n, B], in one product
+Product = Callable[[jax.Array, jax.Array], jax.Array]
+PRODUCTS: dict[str, Product] = {BY_WEIGHTS: _by_weights, BY_MATRICES: _by_matrices}
+
+
 @functools.cache
-def equal_row_counts(
-    product: Product, counts: tuple[int, ...], row_shape: tuple[int, ...], operand_shape: tuple[int, ...], dtype: Any
-) -> frozenset[int]:
+def equal_row_counts(form: str, counts: tuple[int, ...], A: int, B: int, dtype: Any) -> frozenset[int]:
     """Returns those of `counts` for which products have the bits of products of ROW_BLOCK rows, on this machine.
 
-    The products are computed and compared, with `counts` rows of row_shape [batch..., A] and an operand of
-    `operand_shape`. Returns none if the default device is no CPU or the operand is larger than MAX_TRIAL_SIZE.
+    The products are computed and compared: `counts` rows of A numbers, by an operand that makes B of each. Returns none
+    if the default device is no CPU or the operand has more than MAX_TRIED elements.
     """
-    if jax.default_backend() != "cpu" or math.prod(operand_shape) > MAX_TRIAL_SIZE:
+    if jax.default_backend() != "cpu" or A * B > MAX_TRIED:
         return frozenset()
-    num_rows = -(-max(counts) // ROW_BLOCK) * ROW_BLOCK
-    numbers = np.random.default_rng(0).standard_normal(NUM_TRIAL_NUMBERS).astype(dtype)
-    rows = np.resize(numbers[::-1], (*row_shape[:-1], num_rows, row_shape[-1]))
+    rows, operand = trial_operands(form, -(-max(counts) // ROW_BLOCK) * ROW_BLOCK, A, B, dtype)
     # The caller may be under a trace of its own.
     with jax.ensure_compile_time_eval():
-        is_equal = _compare(rows, np.resize(numbers, operand_shape), product=product, counts=counts)
-        return frozenset(count for count, equal in zip(counts, is_equal, strict=True) if equal)
+        starts, operand = range(0, rows.shape[-2], ROW_BLOCK), jnp.asarray(operand)
+        blocks = [np.asarray(multiply(rows[..., i : i + ROW_BLOCK, :], operand, form=form)) for i in starts]
+        expected = np.concatenate(blocks, axis=-2)
+        return frozenset(
+            n for n in counts if np.array_equal(multiply(rows[..., :n, :], operand, form=form), expected[..., :n, :])
+        )
 
 
-@functools.partial(jax.jit, static_argnames=("product", "counts"))
-def _compare(rows: jax.Array, operand: jax.Array, *, product: Product, counts: tuple[int, ...]) -> list[jax.Array]:
-    starts = range(0, rows.shape[-2], ROW_BLOCK)
-    expected = jnp.concatenate([product(rows[..., i : i + ROW_BLOCK, :], operand) for i in starts], axis=-2)
-    return [(product(rows[..., :n, :], operand) == expected[..., :n, :]).all() for n in counts]
+@functools.partial(jax.jit, static_argnames="form")
+def multiply(rows: jax.Array, operand: jax.Array, *, form: str) -> jax.Array:
+    """Returns rows times an operand in one product, compiled by itself."""
+    return PRODUCTS[form](rows, operand)
+
+
+def trial_operands(form: str, num_rows: int, A: int, B: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Returns rows of A numbers, and an operand that makes B of each, as the product of this form takes them."""
+    numbers = np.random.default_rng(0).standard_normal(NUM_TRIAL_NUMBERS).astype(dtype)
+    row_shape, operand_shape = ((num_rows, A), (B, A)) if form == BY_WEIGHTS else ((1, 1, num_rows, A), (1, 1, A, B))
+    return np.resize(numbers[::-1], row_shape), np.resize(numbers, operand_shape)

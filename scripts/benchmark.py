@@ -1,5 +1,7 @@
 """Runs jaxinfer and transformers on the same checkpoint, prompts and precision; prints both and their ratio.
 
+With `--against FOLDER` the jaxinfer of another checkout takes the place of transformers.
+
 Each side lives in a child process of its own, so that memory peaks and thread pools do not mix; the parent
 asks one child at a time for one figure at a time. Everything computes in float32 on the CPU. All children are
 bound to `--threads` cores: XLA sizes its thread pool by the cores it may run on, and torch is told the number
@@ -13,7 +15,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import platform
 import resource
 import shlex
 import sys
@@ -39,9 +40,11 @@ def log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def serve(pipe: Connection, module: str, folder: Path, workload: Workload) -> None:
+def serve(pipe: Connection, module: str, checkout: Path | None, folder: Path, workload: Workload) -> None:
     """Is the child: loads a side, then answers (task, purpose) with (figure, error) until told None."""
     try:
+        if checkout is not None:
+            sys.path[:0] = [str(checkout / "scripts"), str(checkout)]
         side = importlib.import_module(module)
         model = side.load(folder, workload)
         pipe.send((None, None))
@@ -56,16 +59,17 @@ def serve(pipe: Connection, module: str, folder: Path, workload: Workload) -> No
 class Side:
     """A child process that holds one loaded model and measures what it is sent."""
 
-    def __init__(self, name: str, folder: Path, workload: Workload) -> None:
-        self._name = name
+    def __init__(self, name: str, checkout: Path | None, folder: Path, workload: Workload) -> None:
+        """`checkout` is the folder of another jaxinfer to measure, or None for this one or the peer."""
+        self.label = name if checkout is None else str(checkout)
         self._pipe, remote = SPAWN.Pipe()
-        arguments = (remote, MODULES[name], folder, workload)
+        arguments = (remote, MODULES[name if checkout is None else OURS], checkout, folder, workload)
         self._process = SPAWN.Process(target=serve, args=arguments, daemon=True)
         self._process.start()
         # With the parent's copy closed, the death of the child ends recv() instead of leaving it waiting.
         remote.close()
         self._receive()
-        log(f"{name} is ready")
+        log(f"{self.label} is ready")
 
     def measure(self, task: Task, purpose: str) -> float:
         self._pipe.send((task, purpose))
@@ -82,9 +86,9 @@ class Side:
         try:
             value, error = self._pipe.recv()
         except EOFError:
-            raise RuntimeError(f"the process of {self._name} died; see its output above") from None
+            raise RuntimeError(f"the process of {self.label} died; see its output above") from None
         if error is not None:
-            raise RuntimeError(f"{self._name} failed:\n{error}")
+            raise RuntimeError(f"{self.label} failed:\n{error}")
         return value
 
 
@@ -104,7 +108,7 @@ def measure_row(sides: dict[str, Side], ours: Task, theirs: list[Task], index: i
             print(f"continuous batching of {THEIRS} is left out: {error}")
             del sides[name]
             continue
-        log(f"round {index + 1}: {name}: {task.label}: {value:.2f}")
+        log(f"round {index + 1}: {sides[name].label}: {task.label}: {value:.2f}")
         figures[OURS if name == OURS else THEIRS][task.label] = value
     return figures
 
@@ -119,8 +123,8 @@ def summarize(label: str, better: str, rounds: list[dict[str, dict[str, float]]]
     return row
 
 
-def print_table(table: list[dict[str, Any]]) -> None:
-    print(f"{'':<34}{OURS:>12}{THEIRS:>14}{'ours/theirs':>13}  better")
+def print_table(table: list[dict[str, Any]], peer: str) -> None:
+    print(f"{'':<34}{OURS:>12}{peer:>14}{'ours/theirs':>13}  better")
     for row in table:
         cells = ["-" if row[side] is None else f"{row[side]:.2f}" for side in (OURS, THEIRS)]
         ratios = row["ratios"]
@@ -131,17 +135,16 @@ def print_table(table: list[dict[str, Any]]) -> None:
         variants = row["rounds"][0][THEIRS]
         if len(variants) > 1:
             medians = (f"{v} {median(r[THEIRS][v] for r in row['rounds'] if v in r[THEIRS]):.2f}" for v in variants)
-            print(f"{row['figure']}: best of {THEIRS}, which reached: {'; '.join(medians)}")
+            print(f"{row['figure']}: best of {peer}, which reached: {'; '.join(medians)}")
 
 
 def conditions(arguments: argparse.Namespace) -> dict[str, str]:
     """Returns what a figure must be quoted with."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    from jaxinfer.device import describe_cpu  # imports jax, after `confine`
+
     return {
         "measured with": shlex.join(["python", "scripts/benchmark.py", *sys.argv[1:]]),
-        "device": f"CPU, {names[0] if names else platform.machine()}, {arguments.threads} threads, float32, "
+        "device": f"CPU, {describe_cpu()}, {arguments.threads} threads, float32, "
         f"{'' if arguments.spin else 'no '}spinning in OpenMP",
         "versions": ", ".join(f"{name} {version(name)}" for name in ("jax", "transformers", "torch")),
         "date": datetime.now(UTC).date().isoformat(),
@@ -203,9 +206,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1, help="of all figures, sides alternating; as above")
     parser.add_argument("--only", type=some_of(*SECTIONS), default=SECTIONS, help="sections, by comma")
     parser.add_argument("--sides", type=some_of(*MODULES), default=tuple(MODULES), help="sides, by comma")
+    parser.add_argument("--against", type=Path, help="checkout of another jaxinfer to measure instead of transformers")
     parser.add_argument("--spin", action="store_true", help="do not stop torch's threads from spinning")
     parser.add_argument("--json", type=Path, help="file for all figures of all rounds")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.against is not None:
+        arguments.sides = (OURS, THEIRS)
+        if "job" in arguments.only or not (arguments.against / "jaxinfer").is_dir():
+            parser.error("--against wants the folder of a checkout of jaxinfer, and --only without job")
+    return arguments
 
 
 def main() -> None:
@@ -222,7 +231,7 @@ def main() -> None:
             threads=arguments.threads,
         )
         names = [name for name in arguments.sides if name != CONTINUOUS or "job" in workload.sections]
-        sides = {name: Side(name, folder, workload) for name in names}
+        sides = {name: Side(name, arguments.against if name == THEIRS else None, folder, workload) for name in names}
         rows = table_rows(workload, arguments.static_batches)
         rounds = [
             {label: measure_row(sides, *tasks, index) for label, tasks in rows.items()}
@@ -234,7 +243,7 @@ def main() -> None:
     table.append(summarize("peak memory, MiB", LOWER, [main_peaks]))
     if CONTINUOUS in peaks:
         table.append(summarize("peak memory, continuous, MiB", LOWER, [{OURS: {}, THEIRS: peaks[CONTINUOUS]}]))
-    print_table(table)
+    print_table(table, THEIRS if arguments.against is None else "other")
     quoted = conditions(arguments)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(quoted | {"table": table}, indent=2) + "\n")

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from importlib.metadata import version
 
 # The compilers of the extra `aot` are plugins that look for their devices; tests run on CPU unless told otherwise.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -14,6 +15,8 @@ os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
 import pytest
 
+from jaxinfer.device import describe_cpu
+
 # Tracing leaves many objects and little garbage; looking for it takes a twentieth of the time.
 gc.set_threshold(50_000, 50, 50)
 
@@ -21,6 +24,13 @@ gc.set_threshold(50_000, 50, 50)
 def pytest_collection_finish():
     # What the modules of the tests have imported stays, and need not be looked through.
     gc.freeze()
+
+
+def pytest_sessionstart(session):
+    # Also under -q: bits that differ between machines are judged on this one.
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and not hasattr(session.config, "workerinput"):
+        reporter.write_line(f"CPU: {describe_cpu()}; jax {version('jax')}, jaxlib {version('jaxlib')}")
 
 
 def pytest_addoption(parser):

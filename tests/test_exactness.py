@@ -1,17 +1,19 @@
 """On CPU the logits of a token are the same bits whatever else is computed, and in whatever pieces.
 
-See `jaxinfer.layers` and `kernels_pallas.paged_attention.reference` for the rules that make it so.
+See `kernels_pallas.row_products` for the rules that make it so.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 from jaxinfer.config import ModelConfig
+from tests.kernels.paged_attention.heads_and_pages import ALL_HEADS_AND_PAGES, SOME_HEADS_AND_PAGES
 from tests.replay import lively_params, replay
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="bit-equality is promised on CPU")
@@ -98,3 +100,42 @@ def test_logits_are_the_same_bits_for_any_heads_widths_and_page_size(layout):
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_logits_are_the_same_bits_decoding_with_one_query_per_key_head(num_rows):
     check("G=1 H=20, window of 21", [[(i, 1) for i in range(num_rows)]] * 60, (num_rows, num_rows), q_len=1)
+
+
+MANY_PAGES = 150  # tokens: more than one page of any size
+SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 101, "num_layers": 2}
+
+
+def check_model(head_dim, group, page_size, num_drafts):
+    """Judges a random model of two layers, its first sequence in any chunks, beside seven others and verified."""
+    heads = {"num_heads": 2 * group, "num_kv_heads": 2, "head_dim": head_dim}
+    config = ModelConfig(**SMALL, **heads, max_position=MANY_PAGES)
+    sequences = np.random.default_rng(1).integers(0, config.vocab_size, (41, MANY_PAGES), dtype=np.int32)
+    run = functools.partial(replay, lively_params(config), list(sequences), config=config, page_size=page_size)
+    expected = run([[(0, MANY_PAGES)]], shape=(MANY_PAGES, 1))[0]
+
+    def check(steps, shape, q_len=None):
+        logits = run(steps, shape=shape, q_len=q_len)[0]
+        np.testing.assert_array_equal(logits, expected[: len(logits)], err_msg=f"{steps[:2]} {shape} {q_len}")
+
+    for size in (2, 7, 31, 32, 33, 64, 100):
+        sizes = [min(size, MANY_PAGES - first) for first in range(0, MANY_PAGES, size)]
+        check([[(0, n)] for n in sizes], (128, 8))
+        check([[(1, 1), (0, n), (2, min(n, 13))] for n in sizes[:3]], (128, 8))
+    check([[(0, 1)], *[[(1, 1), (0, 1)]] * 20, [(0, 1), (1, 60)]], (128, 8))
+    check([[(0, 1)]] * MANY_PAGES, (1, 1), 1)
+    for num_rows in (8, 41):
+        check([[(i, 1) for i in reversed(range(num_rows))]] * 40, (num_rows, num_rows), 1)
+    for count in num_drafts:
+        check([[(1, count), (0, count + 1)]] * (MANY_PAGES // (count + 1)), (2 * count + 2, 2), count + 1)
+
+
+@pytest.mark.parametrize(("head_dim", "group", "page_size"), SOME_HEADS_AND_PAGES[1::4])
+def test_logits_are_the_same_bits_for_heads_and_pages_of_many_sizes(head_dim, group, page_size):
+    check_model(head_dim, group, page_size, num_drafts=(4,))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("head_dim", "group", "page_size"), ALL_HEADS_AND_PAGES)
+def test_logits_are_the_same_bits_for_heads_and_pages_of_all_sizes(head_dim, group, page_size):
+    check_model(head_dim, group, page_size, num_drafts=(1, 3, 8))

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import jax
+from jax.tree_util import tree_map_with_path
 
 from jaxinfer.checkpoint.huggingface import load_params, read_config, read_eos_token_ids, resolve_checkpoint
 from jaxinfer.config import ModelConfig
 from jaxinfer.device import default_dtype, default_layer_groups
-from jaxinfer.params import Params
+from jaxinfer.params import Params, abstract_params
+from jaxinfer.quantization import quantize_weight
 
-__all__ = ["load_checkpoint", "load_params", "read_config", "read_eos_token_ids", "resolve_checkpoint"]
+__all__ = [
+    "abstract_checkpoint",
+    "load_checkpoint",
+    "load_params",
+    "read_config",
+    "read_eos_token_ids",
+    "resolve_checkpoint",
+]
 
 
 def load_checkpoint(
@@ -28,7 +41,25 @@ def load_checkpoint(
     cannot be used, with everything that is wrong with it.
     """
     path = resolve_checkpoint(path_or_id)
-    config = read_config(path)
-    config = replace(config, layer_groups=default_layer_groups(config.num_layers, first_layers))
+    config = _grouped_config(path, first_layers)
     dtype = dtype or default_dtype()
     return load_params(path, config, dtype, quantization=quantization, show_progress=show_progress), config
+
+
+def abstract_checkpoint(
+    path_or_id: str | Path, dtype: str, *, quantization: str | None = None
+) -> tuple[Params, ModelConfig]:
+    """Returns what `load_checkpoint` returns, with a `jax.ShapeDtypeStruct` per tensor: it reads config.json alone."""
+    config = _grouped_config(resolve_checkpoint(path_or_id))
+
+    def loaded(path: tuple[Any, ...], tensor: jax.ShapeDtypeStruct) -> Any:
+        if quantization is None:
+            return tensor
+        return jax.eval_shape(partial(quantize_weight, path[-1].name, quantization=quantization), tensor)
+
+    return tree_map_with_path(loaded, abstract_params(config, dtype)), config
+
+
+def _grouped_config(path: Path, first_layers: int | None = None) -> ModelConfig:
+    config = read_config(path)
+    return replace(config, layer_groups=default_layer_groups(config.num_layers, first_layers))

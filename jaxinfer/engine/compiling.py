@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
 from jaxinfer.cache import abstract_cache
 from jaxinfer.config import CacheConfig
@@ -89,20 +90,29 @@ class StepCompiler:
     def compile(self, cache_config: CacheConfig, bucket: Bucket) -> jax.stages.Compiled:
         """Compiles a shape for a cache of this configuration, or loads it from disk."""
         began = time.perf_counter()
-        state = (
+        function, arguments, statics = self._call(cache_config, bucket)
+        compiled = compile_or_load(function, *arguments, **statics)
+        self.seconds[bucket] = time.perf_counter() - began
+        return compiled
+
+    def trace(self, cache_config: CacheConfig, bucket: Bucket) -> ClosedJaxpr:
+        """Returns what a shape computes, as JAX traces it before it is compiled."""
+        function, arguments, statics = self._call(cache_config, bucket)
+        return function.trace(*arguments, **statics).jaxpr
+
+    def _call(self, cache_config: CacheConfig, bucket: Bucket) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """Returns the jitted function that computes a bucket's steps, its arguments and its static arguments."""
+        arguments = (
             self._params,
             abstract_cache(self.model_config, cache_config),
             jax.ShapeDtypeStruct((self.max_num_rows,), jnp.int32),
+            *self._empty[bucket],
         )
         statics = {"max_log_probs": self._max_log_probs, "custom": tuple(self._custom.values())}
-        if bucket.is_draw:
-            statics |= {"step": draw_verify_step, "q_len": bucket.q_len} if bucket.q_len else {"step": draw_step}
-            compiled = compile_or_load(chained_draw, *state, *self._empty[bucket], **statics)
-        else:
-            statics |= {"config": self.model_config} | self._step_of(bucket)
-            compiled = compile_or_load(chained_step, *state, *self._empty[bucket], **statics)
-        self.seconds[bucket] = time.perf_counter() - began
-        return compiled
+        if not bucket.is_draw:
+            return chained_step, arguments, statics | {"config": self.model_config} | self._step_of(bucket)
+        step = {"step": draw_verify_step, "q_len": bucket.q_len} if bucket.q_len else {"step": draw_step}
+        return chained_draw, arguments, statics | step
 
     def _step_of(self, bucket: Bucket) -> dict[str, Any]:
         """Returns the step that a bucket is a shape of, and its own statics."""

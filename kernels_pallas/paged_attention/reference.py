@@ -7,22 +7,21 @@ row alone, bit for bit on CPU, because
 
 * pages are visited one at a time from the first, whatever the tile, so sums always add up in the same order;
 * the running maximum is rounded up to an integer and exponentials are base 2, so rescaling is by powers of two, exact;
-* the queries of a tile are multiplied in blocks of ROW_BLOCK, or all at once where that has the same bits on this
-  machine (`kernels_pallas.row_products`);
+* queries are multiplied in numbers that make no difference to a bit (`kernels_pallas.row_products`);
 * a draft in a tree reads its ancestors in the slots in which decoding would have them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from kernels_pallas.paged_attention.layout import Pages, gather_tokens, pad_heads, read_pages, to_stored, write_kv
 from kernels_pallas.paged_attention.shapes import token_slots
-from kernels_pallas.row_products import ROW_BLOCK, equal_row_counts, rows_by_matrices
+from kernels_pallas.row_products import rows_by_matrices
 from kernels_pallas.row_sum import row_sum
 
 LOG2_E = 1.4426950408889634
@@ -47,7 +46,7 @@ class Scoring(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The online softmax of the pages so far, for the queries [R, Q, K, G] of a tile, or in blocks [n, R, K, W]."""
+    """The online softmax of the pages so far, for the queries [R, Q, K, G] of a tile, or [R, K, Q G] of them."""
 
     maximum: jax.Array  # rounded up
     total: jax.Array
@@ -182,9 +181,9 @@ def _add_pages(
     sums: Sums, read: ReadPage, q_tile: jax.Array, positions: jax.Array, context: jax.Array, pages, scoring: Scoring
 ) -> Sums:
     """Adds the keys and values of pages from one to before another, i32[] each, to a tile's sums."""
-    R, Q, _, G, H = q_tile.shape
+    R, Q, K, G = q_tile.shape[:4]
     S = jax.eval_shape(read, jnp.int32(0))[1].shape[2]
-    W = _block_width(Q * G, H, S, q_tile.dtype)
+    q, *start = (x.swapaxes(1, 2).reshape(R, K, Q * G, *x.shape[4:]) for x in (q_tile, *sums))
     # Per row, what lies before the first slot that is seen and after the last may be anything.
     first, last = jnp.zeros((R,), jnp.int32), positions.max(-1)
     if scoring.window is not None:
@@ -192,71 +191,34 @@ def _add_pages(
         first = jnp.maximum(lowest - scoring.window + 1, 0)
         if scoring.paths is not None:  # a draft sees all of its ancestors
             first = jnp.minimum(first, context[:, 0])
-    at = jnp.broadcast_to(positions[:, :, None, None], (R, Q, 1, G))  # one position for all KV heads
 
-    def is_visible_at(at: jax.Array, slots: jax.Array) -> jax.Array:
-        """Returns which slots i32[S] queries at positions i32[R, 1, W] see, bool[R, 1, W, S]."""
-        at, slots = at[..., None], slots[None, None, None]
-        seen = slots <= at
+    def is_visible_to(slots: jax.Array) -> jax.Array:
+        """Returns which slots i32[S] each query sees, bool[R, 1, Q G, S]."""
+        at = positions[:, :, None]
+        seen = slots[None, None] <= at
         if scoring.window is not None:
-            is_near = slots > at - scoring.window
-            seen &= is_near if scoring.paths is None else is_near | (slots >= context[:, :1, None, None])
-        return seen
+            is_near = slots[None, None] > at - scoring.window
+            seen &= is_near if scoring.paths is None else is_near | (slots[None, None] >= context[:, :1, None])
+        return jnp.broadcast_to(seen[:, :, None], (R, Q, G, S)).reshape(R, 1, Q * G, S)
 
     def attend_page(i: jax.Array, sums: Sums) -> Sums:
         slots = i * S + jnp.arange(S)
-        k, v = (x.astype(q_tile.dtype) for x in read(i))  # [R, K, H, S], [R, K, S, H]
+        k, v = (x.astype(q.dtype) for x in read(i))  # [R, K, H, S], [R, K, S, H]
         # A masked weight is 0, but 0 * NaN is NaN: what lies in unused slots must go as well.
         is_seen = (slots[None] >= first[:, None]) & (slots[None] <= last[:, None])
         v = jnp.where(is_seen[:, None, :, None], v, jnp.zeros_like(v))
-
-        def attend_block(block: tuple[jax.Array, jax.Array, Sums]) -> Sums:
-            q, at, sums = block  # [R, K, W, H], [R, 1, W], [R, K, W, ...]
-            scores = _scores(rows_by_matrices(q, k), scoring)
-            is_visible = jnp.broadcast_to(is_visible_at(at, slots), scores.shape)
-            scores = jnp.where(is_visible, scores, MASKED)
-            maximum = jnp.maximum(sums.maximum, jnp.ceil(scores.max(-1)))
-            weights = jnp.where(is_visible, jnp.exp2(scores - maximum[..., None]), 0.0)
-            rescale = jnp.exp2(sums.maximum - maximum)
-            update = rows_by_matrices(weights.astype(v.dtype), v)
-            return Sums(maximum, sums.total * rescale + row_sum(weights), sums.out * rescale[..., None] + update)
-
-        return _map(attend_block, (q_blocks, at_blocks, sums))
+        scores = _scores(rows_by_matrices(q, k), scoring)
+        is_visible = is_visible_to(slots)
+        scores = jnp.where(is_visible, scores, MASKED)
+        maximum = jnp.maximum(sums.maximum, jnp.ceil(scores.max(-1)))
+        weights = jnp.where(is_visible, jnp.exp2(scores - maximum[..., None]), 0.0)
+        rescale = jnp.exp2(sums.maximum - maximum)
+        update = rows_by_matrices(weights.astype(v.dtype), v)
+        return Sums(maximum, sums.total * rescale + row_sum(weights), sums.out * rescale[..., None] + update)
 
     begin = jnp.maximum(pages[0], first.min() // S)
-    q_blocks, at_blocks, *start = (_to_blocks(x, W) for x in (q_tile, at, *sums))
     added = jax.lax.fori_loop(begin, pages[1], attend_page, Sums(*start))
-    return Sums(*(_from_blocks(x, Q, G) for x in added))
-
-
-def _block_width(num_queries: int, H: int, S: int, dtype: Any) -> int:
-    """Returns how many queries of a KV head are multiplied at once: all of them if their bits allow it."""
-    rows = max(num_queries, 2)  # a single one is another routine's
-    products = ((H, S), (S, H))  # by the keys of a page, and by its values
-    is_equal = all(equal_row_counts(rows_by_matrices, (rows,), (1, 1, a), (1, 1, a, b), dtype) for a, b in products)
-    return rows if is_equal else ROW_BLOCK
-
-
-def _to_blocks(x: jax.Array, W: int) -> jax.Array:
-    """Returns x [R, Q, K, G, ...] as blocks [n, R, K, W, ...] of W queries of a KV head, zeros after the last."""
-    R, Q, K, G = x.shape[:4]
-    x = x.swapaxes(1, 2).reshape(R, K, Q * G, *x.shape[4:])
-    x = jnp.pad(x, [(0, 0), (0, 0), (0, -Q * G % W), *[(0, 0)] * (x.ndim - 3)])
-    return jnp.moveaxis(x.reshape(R, K, -1, W, *x.shape[3:]), 2, 0)
-
-
-def _from_blocks(x: jax.Array, Q: int, G: int) -> jax.Array:
-    """Returns blocks [n, R, K, W, ...] as [R, Q, K, G, ...]: what `_to_blocks` made of it."""
-    n, R, K, W = x.shape[:4]
-    x = jnp.moveaxis(x, 0, 2).reshape(R, K, n * W, *x.shape[4:])[:, :, : Q * G]
-    return x.reshape(R, K, Q, G, *x.shape[3:]).swapaxes(1, 2)
-
-
-def _map(function: Callable[[Any], Any], blocks: Any) -> Any:
-    """`jax.lax.map` over the first axis, without a loop around a single block."""
-    if len(jax.tree.leaves(blocks)[0]) > 1:
-        return jax.lax.map(function, blocks)
-    return jax.tree.map(lambda x: x[None], function(jax.tree.map(lambda x: x[0], blocks)))
+    return Sums(*(x.reshape(R, K, Q, G, *x.shape[3:]).swapaxes(1, 2) for x in added))
 
 
 def _paths(tree_mask: jax.Array, most: int) -> jax.Array:
@@ -293,7 +255,7 @@ def _read_along(paths: jax.Array, pages: Pages, block_tables: jax.Array, context
 
 
 def _scores(products: jax.Array, scoring: Scoring) -> jax.Array:
-    """Turns products [R, K, W, S] of queries and stored keys into scores, in base 2."""
+    """Turns products [R, K, Q G, S] of queries and stored keys into scores, in base 2."""
     if scoring.k_scale is not None:
         products = products * jnp.broadcast_to(scoring.k_scale[None, :, None, None], products.shape)
     if scoring.softcap is None:

@@ -6,13 +6,17 @@ On CPU that holds for every bit of every log-probability, so nothing here has a 
 from __future__ import annotations
 
 import itertools
+import math
+import re
 
 import numpy as np
 import pytest
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.step import Rows
+from jaxinfer.plan.products import product_shapes
 from tests.engine.engines import (
+    are_tpu_kernels_interpreted,
     content_of,
     forget_prefixes,
     num_preemptions,
@@ -256,3 +260,37 @@ def test_one_wrong_page_found_in_the_cache_shows(llm, alone, monkeypatch):
 
 def llm_keys(llm, prompt):
     return llm._admission.admit(iter([0]), prompt, None)[0].keys
+
+
+def compiled_products(text):
+    """The products in the text of a compiled function: numbers in a sum, then rows of either operand, fewer first."""
+    arrays = re.findall(r"%(\S+) = \w+\[([\d,]*)\]", text)
+    shapes = {name: [int(n) for n in dims.split(",") if n] for name, dims in arrays}
+    dots = re.findall(r" dot\(%?([\w.-]+), %?([\w.-]+)\), (.*)", text)
+    assert dots
+
+    def axes(which, rest):
+        found = re.search(rf"{which}_dims={{([\d,]*)}}", rest)
+        return [] if found is None else [int(n) for n in found[1].split(",") if n]
+
+    products = set()
+    for *names, rest in dots:
+        free = []
+        for side, name in zip(("lhs", "rhs"), names, strict=True):
+            used = [*axes(f"{side}_contracting", rest), *axes(f"{side}_batch", rest)]
+            free.append(math.prod(size for axis, size in enumerate(shapes[name]) if axis not in used))
+        summed = math.prod(shapes[names[0]][axis] for axis in axes("lhs_contracting", rest))
+        products.add((summed, *sorted(free)))
+    return products
+
+
+@pytest.mark.parametrize("engine", ["shared_llm", "crowded_llm"])
+def test_the_compiler_neither_merges_nor_splits_a_product(engine, request):
+    if are_tpu_kernels_interpreted():
+        pytest.skip("the products of TPU kernels are not those of the reference")
+    llm = request.getfixturevalue(engine)
+
+    for bucket, compiled in llm._runner.compiled_steps.compiled.items():
+        traced = product_shapes(llm._warm_up.compiler.trace(llm._warm_up.cache_config, bucket))
+        shapes = {(shape.num_inputs, *sorted((shape.num_rows, shape.num_outputs))) for shape in traced}
+        assert compiled_products(compiled.as_text()) == shapes, bucket.name

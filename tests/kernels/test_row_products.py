@@ -1,0 +1,126 @@
+"""Products of rows against NumPy float64, on any machine with the bits of each row alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas import row_products
+from kernels_pallas.row_products import (
+    BY_MATRICES,
+    BY_WEIGHTS,
+    MAX_TRIED,
+    PRODUCTS,
+    ROW_BLOCK,
+    equal_row_counts,
+    rows_by_matrices,
+    rows_by_weights,
+)
+
+GENERATOR = np.random.default_rng(0)
+# Weights large enough to be tried, and small ones.
+WEIGHTS = {"tried": (200, 768), "not tried": (33, 50)}
+# float32 sums of at most 768 products of order 1.
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+def normal(*shape):
+    return GENERATOR.standard_normal(shape).astype(np.float32)
+
+
+@pytest.fixture(params=["as tried", "nothing but blocks"])
+def machine(request, monkeypatch):
+    """This machine, and one on which no other number of rows has the bits of ROW_BLOCK rows."""
+    if request.param == "nothing but blocks":
+        monkeypatch.setattr(row_products, "equal_row_counts", lambda *_: frozenset())
+    return request.param
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 5, 8, 9, 16, 17, 40, 130])
+@pytest.mark.parametrize("size", WEIGHTS)
+def test_rows_by_weights_are_the_same_bits_alone_and_together(size, num_rows, machine):
+    (F, D), x = WEIGHTS[size], normal(num_rows, WEIGHTS[size][1])
+    w = normal(F, D)
+
+    together = np.asarray(jax.jit(lambda x, w: rows_by_weights(x, w))(x, w))
+
+    alone = jax.jit(lambda x, w: rows_by_weights(x, w))
+    np.testing.assert_allclose(together, x.astype(float) @ w.T.astype(float), **TOLERANCE)
+    for row in {0, num_rows // 2, num_rows - 1}:
+        np.testing.assert_array_equal(together[row], alone(x[row : row + 1], w)[0])
+
+
+@pytest.mark.parametrize("num_real", [0, 1, 16, 17, 40])
+def test_padding_after_the_real_rows_is_left_alone(num_real, machine):
+    x, w = normal(40, 768), normal(200, 768)
+    x[num_real:] = np.nan
+
+    y = jax.jit(lambda x, w, n: rows_by_weights(x, w, n))(x, w, num_real)
+
+    np.testing.assert_allclose(y[:num_real], x[:num_real].astype(float) @ w.T.astype(float), **TOLERANCE)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 8, 9, 31, 64, 96])
+@pytest.mark.parametrize(("A", "B"), [(64, 128), (80, 32)])
+def test_rows_by_matrices_are_the_same_bits_alone_and_together(A, B, num_rows, machine):
+    rows, matrices = normal(2, 3, num_rows, A), normal(2, 3, A, B)
+
+    together = np.asarray(jax.jit(lambda rows, matrices: rows_by_matrices(rows, matrices))(rows, matrices))
+
+    alone = jax.jit(lambda rows, matrices: rows_by_matrices(rows, matrices))
+    np.testing.assert_allclose(together, rows.astype(float) @ matrices.astype(float), **TOLERANCE)
+    for row in {0, num_rows // 2, num_rows - 1}:
+        one = alone(rows[1:, 2:, row : row + 1], matrices[1:, 2:])
+        np.testing.assert_array_equal(together[1, 2, row], one[0, 0, 0])
+
+
+def exact_product(rows, matrices):
+    """No product, but as it is computed element by element its bits are the same for any number of rows."""
+    return (rows[..., :, :, None] * matrices[..., None, :, :]).max(-2)
+
+
+def product_that_differs(num_rows, place):
+    """`exact_product`, but of `num_rows` rows one at some place differs by the least bit of one number."""
+
+    def product(rows, matrices):
+        y = exact_product(rows, matrices)
+        if rows.shape[-2] != num_rows:
+            return y
+        return y.at[..., place, -1].set(jnp.nextafter(y[..., place, -1], jnp.inf))
+
+    return product
+
+
+@pytest.mark.parametrize(("num_rows", "place"), [(2, 0), (16, 15), (32, 20)])
+def test_a_trial_says_no_if_a_single_bit_differs(num_rows, place, monkeypatch):
+    form = f"differs at {num_rows}"
+    monkeypatch.setitem(row_products.PRODUCTS, form, product_that_differs(num_rows, place))
+
+    assert equal_row_counts(form, (2, 4, 16, 32), 48, 64, np.dtype("float32")) == {2, 4, 16, 32} - {num_rows}
+
+
+def test_a_trial_says_no_if_the_block_itself_is_another(monkeypatch):
+    monkeypatch.setitem(row_products.PRODUCTS, "other blocks", product_that_differs(ROW_BLOCK, 1))
+
+    assert equal_row_counts("other blocks", (2, 4, 16), 48, 64, np.dtype("float32")) == set()
+
+
+def test_nothing_is_tried_that_would_take_too_much_memory_or_is_for_another_device(monkeypatch):
+    monkeypatch.setattr(row_products, "trial_operands", None)  # would raise
+
+    assert equal_row_counts(BY_WEIGHTS, (4,), 1024, MAX_TRIED // 1024 + 1, np.dtype("float32")) == set()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert equal_row_counts(BY_WEIGHTS, (4,), 999, 1000, np.dtype("float32")) == set()
+
+
+@pytest.mark.parametrize(("A", "B"), [(64, 64), (4096, 256)])
+@pytest.mark.parametrize("form", [BY_WEIGHTS, BY_MATRICES])
+def test_no_two_rows_or_columns_of_a_trial_are_alike(form, A, B):
+    rows, operand = row_products.trial_operands(form, 32, A, B, np.dtype("float32"))
+
+    columns = operand if form == BY_WEIGHTS else operand[0, 0].T
+    assert len(np.unique(rows.reshape(32, A), axis=0)) == 32
+    assert len(np.unique(columns, axis=0)) == B
+    assert PRODUCTS[form](rows, operand).shape[-2:] == (32, B)
