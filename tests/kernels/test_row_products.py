@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +14,9 @@ from kernels_pallas.row_products import (
     BY_MATRICES,
     BY_WEIGHTS,
     MAX_TRIED,
-    PRODUCTS,
     ROW_BLOCK,
     equal_row_counts,
+    multiply,
     rows_by_matrices,
     rows_by_weights,
 )
@@ -23,7 +25,7 @@ GENERATOR = np.random.default_rng(0)
 # Weights large enough to be tried, and small ones.
 WEIGHTS = {"tried": (200, 768), "not tried": (33, 50)}
 # float32 sums of at most 768 products of order 1.
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
 
 
 def normal(*shape):
@@ -123,4 +125,4 @@ def test_no_two_rows_or_columns_of_a_trial_are_alike(form, A, B):
     columns = operand if form == BY_WEIGHTS else operand[0, 0].T
     assert len(np.unique(rows.reshape(32, A), axis=0)) == 32
     assert len(np.unique(columns, axis=0)) == B
-    assert PRODUCTS[form](rows, operand).shape[-2:] == (32, B)
+    assert multiply(rows, operand, form=form).shape[-2:] == (32, B)

@@ -36,7 +36,7 @@ def shapes_of(function, *args, **options):
     return product_shapes(jax.make_jaxpr(functools.partial(function, **options))(*args))
 
 
-def zeros(*shape, dtype=np.float32):
+def zeros(*shape: int, dtype: Any = np.float32) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,25 +18,25 @@ from tests.kernels.paged_attention.heads_and_pages import ALL_HEADS_AND_PAGES, S
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="bit-equality is promised on CPU")
 
 LENGTH = 150  # more than a page of any size
-NUM_SEQUENCES = 41  # the judged one, which is the first, and 40 neighbours
+NUM_TEXTS = 41  # the judged one, which is the first, and 40 neighbours
 CHUNKS = (1, 2, 7, 31, 32, 33, 64, 100)
 NUM_NEIGHBOURS = (0, 1, 2, 7, 40)
-NUM_DRAFTS = range(1, 9)
-# Which token each follows in a tree; the path 0, 2, 3, 5 is that of the sequence.
+NUM_DRAFTS = (1, 2, 3, 4, 5, 6, 7, 8)
+# Which token each follows in a tree; the path 0, 2, 3, 5 is that of the judged text.
 PARENTS, PATH = (-1, 0, 0, 2, 2, 3, 1), (0, 2, 3, 5)
 OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "window, soft cap, sinks": {"window": 21, "softcap": 3.0}}
-Chunk = tuple[int, int, int]  # sequence, first token, number of tokens
+Chunk = tuple[int, int, int]  # text, first token, number of tokens
 
 
-class Sequences:
-    """Random sequences whose keys and values are in a pool, and the attention of any chunks of them."""
+class Texts:
+    """Random texts whose keys and values are in a pool, and the attention of any chunks of them."""
 
     def __init__(self, head_dim: int, group: int, page_size: int, options: dict[str, Any]) -> None:
         generator, K = np.random.default_rng(0), 2
-        size = NUM_SEQUENCES, LENGTH
+        size = NUM_TEXTS, LENGTH
         self.qkv = [generator.standard_normal((*size, n, head_dim), np.float32) for n in (K * group, K, K)]
         width = -(-LENGTH // page_size)
-        self.tables = generator.permutation(NUM_SEQUENCES * width).reshape(NUM_SEQUENCES, width).astype(np.int32)
+        self.tables = generator.permutation(NUM_TEXTS * width).reshape(NUM_TEXTS, width).astype(np.int32)
         places = np.arange(LENGTH)
         slots = self.tables[:, places // page_size] * page_size + places % page_size
         pages = init_pages(self.tables.size, page_size, K, head_dim, np.float32, "cpu")
@@ -72,16 +73,16 @@ class Sequences:
         return np.split(np.asarray(out), np.cumsum(lens))[: len(chunks)]
 
 
-def check_bits(head_dim, group, page_size, options, *, num_drafts=NUM_DRAFTS):
-    sequences = Sequences(head_dim, group, page_size, options)
-    attend = sequences.attend
+def check_bits(head_dim, group, page_size, options, *, num_drafts: Sequence[int] = NUM_DRAFTS):
+    texts = Texts(head_dim, group, page_size, options)
+    attend = texts.attend
     (expected,) = attend([(0, 0, LENGTH)], LENGTH, 1)
     assert np.isfinite(expected).all()
 
     def check(result, first, what):
         assert np.array_equal(result, expected[first : first + len(result)]), what
 
-    neighbours = [(i, 3 * i, 1 + i % 20) for i in range(1, NUM_SEQUENCES)]
+    neighbours = [(i, 3 * i, 1 + i % 20) for i in range(1, NUM_TEXTS)]
     for size in CHUNKS:
         for first in range(0, LENGTH, size):
             chunk = (0, first, min(size, LENGTH - first))
@@ -92,7 +93,7 @@ def check_bits(head_dim, group, page_size, options, *, num_drafts=NUM_DRAFTS):
         for first in (0, 17, LENGTH - 1):
             rows = [*neighbours[: count // 2], (0, first, 1), *neighbours[count // 2 : count]]
             decoding = [(i, start, 1) for i, start, _ in rows]
-            check(attend(decoding, NUM_SEQUENCES, NUM_SEQUENCES, 1)[count // 2], first, f"decoding beside {count}")
+            check(attend(decoding, NUM_TEXTS, NUM_TEXTS, 1)[count // 2], first, f"decoding beside {count}")
             beside = rows[max(count // 2 - 3, 0) : count // 2 + 4]
             place = beside.index((0, first, 1))
             beside[place] = (0, first, min(30, LENGTH - first))
@@ -101,28 +102,30 @@ def check_bits(head_dim, group, page_size, options, *, num_drafts=NUM_DRAFTS):
         for first in (0, 60, LENGTH - count - 1):
             rows = [(1, 40, count), (0, first, count + 1)]
             check(attend(rows, 2 * count + 2, 2, count + 1)[1], first, f"verifying {count} drafts")
-    check_tree(sequences, expected)
+    check_tree(texts, expected)
 
 
-def check_tree(sequences, expected):
-    """Tokens of the tree's true path are those of the sequence, all others are another one's."""
+def check_tree(texts, expected):
+    """The tokens of PATH are those of the judged text, all others are another one's."""
     num_tokens, mask = len(PARENTS), np.zeros((2 * len(PARENTS), 1), np.uint32)
     for i, parent in enumerate(PARENTS):
         mask[i] = (mask[parent] if i else 0) | np.uint32(1 << i)
     mask[num_tokens:] = mask[:num_tokens]
     for first in (0, 15, 60, LENGTH - num_tokens):
-        q, k, v = (np.concatenate([x[2, :num_tokens]] * 2) for x in sequences.qkv)
-        for ours, theirs in zip((q, k, v), sequences.qkv, strict=True):
+        q, k, v = (np.concatenate([x[2, :num_tokens]] * 2) for x in texts.qkv)
+        for ours, theirs in zip((q, k, v), texts.qkv, strict=True):
             for depth, node in enumerate(PATH):
                 ours[node] = theirs[0, first + depth]
         rows = [(0, first, num_tokens), (1, 30, num_tokens)]
-        result = sequences.attend_to((q, k, v), rows, 2 * num_tokens, 2, num_tokens, tree_mask=mask)[0]
+        result = texts.attend_to((q, k, v), rows, 2 * num_tokens, 2, num_tokens, tree_mask=mask)[0]
         assert np.array_equal(result[list(PATH)], expected[first : first + len(PATH)]), f"a tree after {first}"
 
 
 @pytest.mark.parametrize(("case", "options"), list(zip(SOME_HEADS_AND_PAGES[::2], itertools.cycle(OPTIONS))))
 def test_no_chunk_neighbour_or_draft_changes_a_bit(case, options):
-    check_bits(*case, OPTIONS[options], num_drafts=(1, 4))
+    head_dim, group, page_size = case
+
+    check_bits(head_dim, group, page_size, OPTIONS[options], num_drafts=(1, 4))
 
 
 @pytest.mark.parametrize(("head_dim", "group", "page_size"), [(16, 3, 32), (80, 7, 16)])
