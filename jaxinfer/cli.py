@@ -190,9 +190,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
             print(finding, flush=True)
     num_faulty = sum(bool(finding.faults) for finding in findings)
     if num_faulty:
-        print(f"{num_faulty} of {len(findings)} products: on this CPU bits of a request depend on the batch")
+        print(f"{num_faulty} of {len(findings)} products depend on the batch: so do the bits of a request on this CPU")
         return EXIT_FAULTS
-    print(f"{len(findings)} products: on this CPU no bit of a request depends on the batch")
+    print(f"{len(findings)} products: on this CPU no bit of them depends on the batch")
     return 0
 
 

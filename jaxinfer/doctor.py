@@ -1,4 +1,4 @@
-"""`jaxinfer doctor`: whether this CPU gives a token the same bits whatever is computed beside it.
+"""`jaxinfer doctor`: checks that on this CPU no product of an engine's steps has other bits in another batch.
 
 It traces every step of an engine's configuration, without any weights, and runs each shape of product that it finds
 there. `kernels_pallas.row_products` says why a shape might fail.
@@ -6,7 +6,6 @@ there. `kernels_pallas.row_products` says why a shape might fail.
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,15 +20,23 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine.compiling import StepCompiler
 from jaxinfer.engine.warm_up import plan_target
 from jaxinfer.plan.products import ProductShape, product_shapes
-from kernels_pallas.row_products import BY_WEIGHTS, PRODUCTS, ROW_BLOCK, multiply, trial_operands
+from kernels_pallas.row_products import (
+    BY_WEIGHTS,
+    PRODUCTS,
+    ROW_BLOCK,
+    equal_row_counts,
+    is_equal_together,
+    multiply,
+    trial_operands,
+)
 
-# Products that are run side by side: two weights at once as in steps, and pages of several rows and KV heads.
-SIDE_BY_SIDE = (2, 8)
+# How many products steps run side by side: two blocks of rows by weights, pages of several rows and KV heads.
+WEIGHTS_TOGETHER, MATRICES_TOGETHER = (2,), (2, 8, 64)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A product of the engine's steps, with all numbers of rows that it has in them, and what depends on the batch."""
+    """A product in the engine's steps: its sizes, every number of rows that it has in them, and its faults."""
 
     form: str
     num_inputs: int
@@ -45,14 +52,14 @@ class Finding:
 
 
 def examine(model: str | Path, config: EngineConfig, dtype: str) -> Iterator[Finding]:
-    """Yields a finding for each product in the steps of an engine; none of them has faults if bits are exact.
+    """Yields a finding for each product in the steps of an engine, without faults if its bits are independent.
 
     Raises ValueError if the default device is no CPU: elsewhere bits depend on the batch.
     """
     if jax.default_backend() != "cpu":
         raise ValueError(
-            f"the device is a {jax.default_backend()}, on which bits depend on the batch; jaxinfer promises them on CPU"
-            " (run with JAX_PLATFORMS=cpu)"
+            f"the device is a {jax.default_backend()}, on which bits depend on the batch; jaxinfer promises exact bits"
+            " on CPU alone (JAX_PLATFORMS=cpu)"
         )
     counts: dict[tuple[str, int, int, str], set[int]] = defaultdict(set)
     for shape in engine_products(model, config, dtype):
@@ -75,37 +82,21 @@ def find_faults(form: str, num_inputs: int, num_outputs: int, dtype: str, row_co
     """Returns in what way the bits of a row depend on the rows and products beside it."""
     if form not in PRODUCTS:
         return ["not a product of kernels_pallas.row_products"]
-    counts = sorted({ROW_BLOCK, *row_counts})
-    num_rows = -(-counts[-1] // ROW_BLOCK) * ROW_BLOCK
-    rows, operand = trial_operands(form, num_rows, num_inputs, num_outputs, dtype)
-    run = functools.partial(multiply, form=form)
-    blocks = [rows[..., i : i + ROW_BLOCK, :] for i in range(0, num_rows, ROW_BLOCK)]
-    products = [np.asarray(run(block, operand)) for block in blocks]
-    expected = np.concatenate(products, axis=-2)
-    faults = [
-        f"other bits with {count} rows than with {ROW_BLOCK}"
-        for count in counts
-        if not np.array_equal(run(rows[..., :count, :], operand), expected[..., :count, :])
-    ]
-    block, product = blocks[0], products[0]
+    others = tuple(sorted({*row_counts} - {ROW_BLOCK}))
+    equal = equal_row_counts(form, others, num_inputs, num_outputs, dtype) if others else frozenset()
+    faults = [f"other bits with {count} rows than with {ROW_BLOCK}" for count in others if count not in equal]
+    block, operand = trial_operands(form, ROW_BLOCK, num_inputs, num_outputs, dtype)
+    operand = jnp.asarray(operand)
+    expected = np.asarray(multiply(block, operand, form=form))
     for shift in range(1, ROW_BLOCK):
-        if not np.array_equal(run(np.roll(block, shift, axis=-2), operand), np.roll(product, shift, axis=-2)):
-            faults.append(f"other bits {shift} places further on")
+        moved = multiply(np.roll(block, shift, axis=-2), operand, form=form)
+        if not np.array_equal(moved, np.roll(expected, shift, axis=-2)):
+            faults.append(f"other bits {shift} places further down")
     alone = np.full_like(block, np.nan)
     alone[..., :1, :] = block[..., :1, :]
-    if not np.array_equal(np.asarray(run(alone, operand))[..., :1, :], product[..., :1, :]):
+    if not np.array_equal(multiply(alone, operand, form=form)[..., :1, :], expected[..., :1, :]):
         faults.append("other bits beside other rows")
-    for count in SIDE_BY_SIDE:
-        many = _multiply_many(np.stack([block[..., ::-1, :], *[block] * (count - 1)]), operand, form=form)
-        if not all(np.array_equal(one, product) for one in np.asarray(many)[1:]):
+    for count in WEIGHTS_TOGETHER if form == BY_WEIGHTS else MATRICES_TOGETHER:
+        if not is_equal_together(block, operand, expected, count, form=form):
             faults.append(f"other bits beside {count - 1} other products")
     return faults
-
-
-@functools.partial(jax.jit, static_argnames="form")
-def _multiply_many(rows: jax.Array, operand: jax.Array, *, form: str) -> jax.Array:
-    """Returns the products of each of rows [n, ...] by one operand, side by side as steps compute them."""
-    if form == BY_WEIGHTS:
-        return jnp.stack([PRODUCTS[form](x, operand) for x in rows])
-    many = PRODUCTS[form](rows[:, 0], jnp.broadcast_to(operand, (rows.shape[0], *operand.shape[1:])))
-    return many[:, None]

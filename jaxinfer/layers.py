@@ -31,7 +31,7 @@ def linear(
 def product(x: jax.Array, w: jax.Array | QuantizedArray, num_rows: jax.Array | None = None) -> jax.Array:
     """Returns x wᵀ f32[T, out...] for x [T, in...] and w [out..., in...], added up in float32.
 
-    If num_rows i32[] is given, only that many rows of x matter, and on CPU the padding after them is not multiplied.
+    If num_rows i32[] is given, only that many rows of x matter, and on CPU blocks of nothing but padding are skipped.
     """
     outputs = w.shape[: len(w.shape) - x.ndim + 1]
     F = math.prod(outputs)
@@ -46,15 +46,20 @@ def product(x: jax.Array, w: jax.Array | QuantizedArray, num_rows: jax.Array | N
 def _quantized_product(x: jax.Array, values: jax.Array, scales: jax.Array, num_rows: jax.Array | None) -> jax.Array:
     """x wᵀ f32[T, F] for x [T, D], values i8[F, D], of 4 bits i4[F, D] or i8[F, D / 2], scales f32[F, groups]."""
     if scales.shape[1] == 1 and values.shape[1] == x.shape[1]:  # compilers fuse the conversion into the product
-        return rows_by_weights(x, values.astype(x.dtype), num_rows) * scales.T
+        return rows_by_weights(x, values.astype(x.dtype), num_rows, is_computed=True) * scales.T
     return jax.lax.platform_dependent(
         x,
         values,
         scales,
         num_rows,
-        cpu=lambda x, v, s, n: rows_by_weights(x, dequantize(v, s, None, x.shape[1]).astype(x.dtype), n),
+        cpu=_product_dequantized,
         default=lambda x, v, s, _: quantized_matmul(x, v, s).astype(jnp.float32),
     )
+
+
+def _product_dequantized(x: jax.Array, values: jax.Array, scales: jax.Array, num_rows: jax.Array | None) -> jax.Array:
+    w = dequantize(values, scales, None, x.shape[1]).astype(x.dtype)
+    return rows_by_weights(x, w, num_rows, is_computed=True)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, *, epsilon: float) -> jax.Array:

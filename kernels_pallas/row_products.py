@@ -5,8 +5,8 @@ keeps that by a rule of its own, and this is the list of them:
 
 products          The library that multiplies matrices chooses its routine, and with it the order of each sum, by the
                   shape of the product. So every product that a token passes has ROW_BLOCK rows, whatever the step: more
-                  rows are several products of that one shape, fewer are padded with zeros. Another number of rows takes
-                  the place of ROW_BLOCK only after `equal_row_counts` has tried it on this machine.
+                  rows are split into several products, fewer are padded with zeros. Another number of rows replaces
+                  ROW_BLOCK only if `equal_row_counts` found the same bits with it on this machine.
                   All products of tokens go through the two functions here, `rows_by_weights` and `rows_by_matrices`.
 sums along a row  `row_sum` adds in a fixed tree.
 softmax           Pages are added one by one from the first, and rescaled by powers of two, which is exact.
@@ -15,9 +15,9 @@ all else          is computed element by element.
 
 The first rule rests on two properties of products of one shape: a row has the same bits in each place among the
 ROW_BLOCK rows, and however many products run side by side. `jaxinfer doctor` checks both on the machine at hand, and
-the trials as well. The trials are needed: with jax 0.10.2 products of weights [768, 768] have the bits of 8 rows at 2,
-4, 16, 24 and 48 rows on a CPU with AVX-512, but not at 32 or 64. With jax 0.12.0 on the same CPU they have them at 24
-and 32 rows, but not at 2, 4, 16, 48 or 64.
+repeats the trials. Trials are needed because the equal numbers differ from version to version: on a CPU with AVX-512,
+products by weights [768, 768] have the bits of 8 rows at 2, 4, 16, 24 and 48 rows with jax 0.10.2, but not at 32 or 64;
+with jax 0.12.0 at 24 and 32 rows, but not at 2, 4, 16, 48 or 64.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import numpy as np
 
 # Names of the two forms of product, in traces of steps as well.
 BY_WEIGHTS, BY_MATRICES = "rows_by_weights", "rows_by_matrices"
-# As many float32 as the vector registers of a CPU hold at least.
+# Rows of a product. With fewer, prefill is slower; with more, decoding of a few requests is.
 ROW_BLOCK = 8
 # Numbers of rows that are tried for weights. With the weights of a layer stack of 125M parameters, on an AMD EPYC with
 # AVX-512, 4 rows took 0.88 of the time of 8, 16 rows 0.84 of twice 8, and 32 rows 0.71 of four times 8.
@@ -41,20 +41,26 @@ WEIGHT_ROWS = (4, 16, 32)
 MIN_TRIED_WEIGHTS = 2**17
 # Elements of the largest operand that is tried (256 MB in float32).
 MAX_TRIED = 2**26
+# Products by matrices that a trial runs side by side; steps do so with the pages of several rows and KV heads.
+NUM_TRIED_TOGETHER = 8
 # How many numbers the operands of a trial repeat: a prime, so that rows of an operand begin at different ones.
 NUM_TRIAL_NUMBERS = 65_521
 
 
-def rows_by_weights(x: jax.Array, w: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
-    """Returns x wᵀ f32[T, F] for x [T, D] and weights [F, D]; on other devices than CPUs in one product.
+def rows_by_weights(
+    x: jax.Array, w: jax.Array, num_rows: jax.Array | None = None, *, is_computed: bool = False
+) -> jax.Array:
+    """Returns x wᵀ f32[T, F] for x [T, D] and weights [F, D]: on CPU in blocks of rows, elsewhere in one product.
 
-    If num_rows i32[] is given, only that many rows of x matter, and on CPU the padding after them is not multiplied.
+    If num_rows i32[] is given, only that many rows of x matter, and on CPU blocks of nothing but padding are skipped.
+    `is_computed` says that w is the result of other operations. The compiler may fuse those with the product, which no
+    trial would see, so that w then meets ROW_BLOCK rows alone.
     """
     T, (F, D) = x.shape[0], w.shape
     counts = {ROW_BLOCK}
-    if F * D >= MIN_TRIED_WEIGHTS:
+    if F * D >= MIN_TRIED_WEIGHTS and not is_computed:
         counts |= equal_row_counts(BY_WEIGHTS, WEIGHT_ROWS, D, F, x.dtype)
-    # The fewest that hold all rows, else the most.
+    # The smallest count that holds all T rows, or the largest if none does.
     block = min((count for count in counts if count >= T), default=max(counts))
     return jax.lax.platform_dependent(
         x,
@@ -66,7 +72,7 @@ def rows_by_weights(x: jax.Array, w: jax.Array, num_rows: jax.Array | None = Non
 
 
 def rows_by_matrices(rows: jax.Array, matrices: jax.Array) -> jax.Array:
-    """Returns rows [R, K, n, A] times matrices [R, K, A, B], f32[R, K, n, B]; not on CPU in one product of n rows."""
+    """Returns rows [R, K, n, A] times matrices [R, K, A, B], f32[R, K, n, B]: on CPU in blocks, elsewhere at once."""
     n, (A, B) = max(rows.shape[2], 2), matrices.shape[2:]  # a single row is no product of matrices
     block = n if equal_row_counts(BY_MATRICES, (n,), A, B, rows.dtype) else ROW_BLOCK
     in_blocks = functools.partial(_by_matrices_in_blocks, block=block)
@@ -105,9 +111,9 @@ def _by_matrices_in_blocks(rows: jax.Array, matrices: jax.Array, *, block: int) 
 def _weights_by_rows(w: jax.Array, x: jax.Array) -> jax.Array:
     """Returns w xᵀ f32[F, rows] for a few rows of x.
 
-    The weights are the left operand: they stream past the rows without being packed first, which makes products of
-    eight 1.4 times faster than one of all rows at 2 rows, 1.7 at 8, 1.2 at 16 and even at 32; at 512 they cost a
-    quarter more.
+    The weights are the left operand: they stream past the rows without being packed first. Against one product of all
+    rows with x on the left, blocks of eight are 1.4 times as fast at 2 rows, 1.7 at 8 and 1.2 at 16; they take as long
+    at 32 rows, and a quarter longer at 512 (jax 0.10.2, an AMD EPYC with AVX2).
     """
     # Without the barrier the compiler turns the operands round again.
     return jax.lax.optimization_barrier(_transposed_product(w, x))
@@ -147,15 +153,35 @@ def equal_row_counts(form: str, counts: tuple[int, ...], A: int, B: int, dtype: 
         starts, operand = range(0, rows.shape[-2], ROW_BLOCK), jnp.asarray(operand)
         blocks = [np.asarray(multiply(rows[..., i : i + ROW_BLOCK, :], operand, form=form)) for i in starts]
         expected = np.concatenate(blocks, axis=-2)
-        return frozenset(
-            n for n in counts if np.array_equal(multiply(rows[..., :n, :], operand, form=form), expected[..., :n, :])
-        )
+
+        def is_equal(n: int) -> bool:
+            tried, wanted = rows[..., :n, :], expected[..., :n, :]
+            if not np.array_equal(multiply(tried, operand, form=form), wanted):
+                return False
+            # Weights meet other numbers of rows in one product at a time.
+            return form == BY_WEIGHTS or is_equal_together(tried, operand, wanted, NUM_TRIED_TOGETHER, form=form)
+
+        return frozenset(filter(is_equal, counts))
+
+
+def is_equal_together(rows: np.ndarray, operand: jax.Array, expected: np.ndarray, count: int, *, form: str) -> bool:
+    """Returns whether `count` products at once, the first of them of other rows, all have the expected bits."""
+    many = np.stack([rows[..., ::-1, :], *[rows] * (count - 1)])
+    return all(np.array_equal(y, expected) for y in np.asarray(_multiply_together(many, operand, form=form))[1:])
 
 
 @functools.partial(jax.jit, static_argnames="form")
 def multiply(rows: jax.Array, operand: jax.Array, *, form: str) -> jax.Array:
     """Returns rows times an operand in one product, compiled by itself."""
     return PRODUCTS[form](rows, operand)
+
+
+@functools.partial(jax.jit, static_argnames="form")
+def _multiply_together(rows: jax.Array, operand: jax.Array, *, form: str) -> jax.Array:
+    """Returns the products of each of rows [count, ...] by one operand, side by side as steps compute them."""
+    if form == BY_WEIGHTS:
+        return jnp.stack([PRODUCTS[form](x, operand) for x in rows])
+    return PRODUCTS[form](rows[:, 0], jnp.broadcast_to(operand, (rows.shape[0], *operand.shape[1:])))[:, None]
 
 
 def trial_operands(form: str, num_rows: int, A: int, B: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:

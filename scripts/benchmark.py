@@ -204,16 +204,23 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="of prefill, TTFT and TPOT; the median counts")
     parser.add_argument("--steps", type=int, default=24, help="timed decode steps; the median counts")
     parser.add_argument("--rounds", type=int, default=1, help="of all figures, sides alternating; as above")
-    parser.add_argument("--only", type=some_of(*SECTIONS), default=SECTIONS, help="sections, by comma")
-    parser.add_argument("--sides", type=some_of(*MODULES), default=tuple(MODULES), help="sides, by comma")
+    parser.add_argument("--only", type=some_of(*SECTIONS), help="sections, by comma; all unless --against is given")
+    parser.add_argument("--sides", type=some_of(*MODULES), help="sides, by comma; all unless --against is given")
     parser.add_argument("--against", type=Path, help="checkout of another jaxinfer to measure instead of transformers")
     parser.add_argument("--spin", action="store_true", help="do not stop torch's threads from spinning")
     parser.add_argument("--json", type=Path, help="file for all figures of all rounds")
     arguments = parser.parse_args()
-    if arguments.against is not None:
-        arguments.sides = (OURS, THEIRS)
-        if "job" in arguments.only or not (arguments.against / "jaxinfer").is_dir():
-            parser.error("--against wants the folder of a checkout of jaxinfer, and --only without job")
+    if arguments.against is None:
+        arguments.only, arguments.sides = arguments.only or SECTIONS, arguments.sides or tuple(MODULES)
+        return arguments
+    if not (arguments.against / "jaxinfer").is_dir():
+        parser.error(f"--against {arguments.against} is not a checkout of jaxinfer: it has no folder jaxinfer")
+    if arguments.sides is not None:
+        parser.error("--against measures two sides of its own; leave out --sides")
+    if "job" in (arguments.only or ()):
+        parser.error("--against cannot measure the section job; leave it out of --only")
+    arguments.only = arguments.only or tuple(section for section in SECTIONS if section != "job")
+    arguments.sides = (OURS, THEIRS)
     return arguments
 
 

@@ -50,7 +50,7 @@ def abstract_checkpoint(
     path_or_id: str | Path, dtype: str, *, quantization: str | None = None
 ) -> tuple[Params, ModelConfig]:
     """Returns what `load_checkpoint` returns, with a `jax.ShapeDtypeStruct` per tensor: it reads config.json alone."""
-    config = _grouped_config(resolve_checkpoint(path_or_id))
+    config = _grouped_config(resolve_checkpoint(path_or_id, ["config.json"]))
 
     def loaded(path: tuple[Any, ...], tensor: jax.ShapeDtypeStruct) -> Any:
         if quantization is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,11 @@ NOT_DOWNLOADED = ["*/*", "consolidated*"]
 ROWS_COMPARED_AT_ONCE = 4096
 
 
-def resolve_checkpoint(path_or_id: str | Path) -> Path:
+def resolve_checkpoint(path_or_id: str | Path, patterns: Sequence[str] = DOWNLOADED) -> Path:
     """Returns the directory of a checkpoint: a local one, or else a Hub id's snapshot, downloaded if need be.
 
-    A ValueError if it is neither; of a Hub repository only safetensors, JSON and tokenizer files are fetched.
+    A ValueError if it is neither; of a Hub repository only files of these patterns are fetched: safetensors, JSON and
+    tokenizer files unless told otherwise.
     """
     directory = Path(path_or_id).expanduser()
     if directory.is_dir():
@@ -41,7 +42,7 @@ def resolve_checkpoint(path_or_id: str | Path) -> Path:
 
     try:
         snapshot = huggingface_hub.snapshot_download(
-            str(path_or_id), allow_patterns=DOWNLOADED, ignore_patterns=NOT_DOWNLOADED
+            str(path_or_id), allow_patterns=list(patterns), ignore_patterns=NOT_DOWNLOADED
         )
     # The Hub's own errors derive from these two; what is wrong (name, access, network) is in their message.
     except (OSError, ValueError) as error:

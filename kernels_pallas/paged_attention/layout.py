@@ -4,8 +4,7 @@
 
     "cpu"  keys [P, K, H, S], values [P, K, S, H]. In both, the axis that a matrix product sums over lies before the one
            it keeps, which is how CPU kernels stream a matrix; keys stored as [S, H] take 1.8 times as long to multiply.
-           H is rounded up to LANES with zeros: for the rest of a vector the CPU has other routines, which add up in
-           another order with other numbers of queries.
+           H is rounded up to LANES with zeros, so that a head fills whole vectors of the CPU.
     "gpu"  keys and values [P, S, K, H]: one token's heads together, so that appending is one short copy; unpadded.
     "tpu"  one array [P, C, S / t, t, W]: t x W is a whole tile of the TPU's memory, so that any run of tiles moves in
            one copy and lands in registers as the matrix unit wants it. Heads up to 64 wide share a row of 128 lanes,

@@ -7,7 +7,7 @@ row alone, bit for bit on CPU, because
 
 * pages are visited one at a time from the first, whatever the tile, so sums always add up in the same order;
 * the running maximum is rounded up to an integer and exponentials are base 2, so rescaling is by powers of two, exact;
-* queries are multiplied in numbers that make no difference to a bit (`kernels_pallas.row_products`);
+* the number of queries in a product follows the rule of `kernels_pallas.row_products`;
 * a draft in a tree reads its ancestors in the slots in which decoding would have them.
 """
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
+from jaxinfer.checkpoint import abstract_checkpoint
 from jaxinfer.checkpoint.huggingface import read_config, read_eos_token_ids, resolve_checkpoint
 from tests.oracles import save_random_checkpoint
 
@@ -54,6 +55,16 @@ def test_hub_id_is_downloaded_without_what_is_not_needed(monkeypatch, tmp_path):
     )
     assert asked["id"] == "someone/model"
     assert list(chosen) == [*files[:4], "chat_template.jinja"]
+
+
+def test_for_the_shapes_of_a_hub_checkpoint_its_config_alone_is_downloaded(monkeypatch):
+    asked = {}
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *_, **k: asked.update(k) or str(ROOT / "jaxinfer/assets/tiny")
+    )
+    params, config = abstract_checkpoint("someone/model", "float32")
+    assert params.embedding.shape[0] == config.vocab_size
+    assert asked["allow_patterns"] == ["config.json"]
 
 
 @pytest.mark.parametrize(

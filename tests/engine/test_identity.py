@@ -1,4 +1,4 @@
-"""Whose pages they are."""
+"""Pages belong to engines on one kind of CPU."""
 
 from __future__ import annotations
 

@@ -55,13 +55,23 @@ def test_rows_by_weights_are_the_same_bits_alone_and_together(size, num_rows, ma
 
 
 @pytest.mark.parametrize("num_real", [0, 1, 16, 17, 40])
-def test_padding_after_the_real_rows_is_left_alone(num_real, machine):
+def test_blocks_of_nothing_but_padding_are_not_multiplied(num_real, machine):
     x, w = normal(40, 768), normal(200, 768)
     x[num_real:] = np.nan
 
     y = jax.jit(lambda x, w, n: rows_by_weights(x, w, n))(x, w, num_real)
 
     np.testing.assert_allclose(y[:num_real], x[:num_real].astype(float) @ w.T.astype(float), **TOLERANCE)
+    # A turn computes at most 32 rows.
+    assert not np.any(y[-(-num_real // 32) * 32 :])
+
+
+def test_weights_that_are_computed_meet_no_other_number_of_rows(monkeypatch):
+    monkeypatch.setattr(row_products, "equal_row_counts", None)  # would raise
+
+    y = rows_by_weights(jnp.asarray(normal(40, 768)), jnp.asarray(normal(200, 768)), is_computed=True)
+
+    assert y.shape == (40, 200)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 8, 9, 31, 64, 96])
@@ -101,6 +111,16 @@ def test_a_trial_says_no_if_a_single_bit_differs(num_rows, place, monkeypatch):
     monkeypatch.setitem(row_products.PRODUCTS, form, product_that_differs(num_rows, place))
 
     assert equal_row_counts(form, (2, 4, 16, 32), 48, 64, np.dtype("float32")) == {2, 4, 16, 32} - {num_rows}
+
+
+def test_a_trial_says_no_if_products_side_by_side_differ(monkeypatch):
+    def product(rows, matrices):
+        y = exact_product(rows, matrices)
+        return y if rows.shape[0] == 1 or rows.shape[-2] != 4 else jnp.nextafter(y, jnp.inf)
+
+    monkeypatch.setitem(row_products.PRODUCTS, "differs together", product)
+
+    assert equal_row_counts("differs together", (2, 4, 16), 48, 64, np.dtype("float32")) == {2, 16}
 
 
 def test_a_trial_says_no_if_the_block_itself_is_another(monkeypatch):

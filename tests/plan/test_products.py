@@ -1,4 +1,4 @@
-"""Which products a step computes, and that every product of tokens has one shape whatever the step is."""
+"""Products of each step: every product of tokens has one shape whatever the step is, and nothing else adds up."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import ClosedJaxpr
 
 from jaxinfer.batch import make_batch
 from jaxinfer.cache import abstract_cache
@@ -19,7 +20,7 @@ from jaxinfer.eagle_head import EagleHead
 from jaxinfer.engine.compiling import StepCompiler
 from jaxinfer.engine.warm_up import plan_target
 from jaxinfer.params import LayerParams, abstract_params
-from jaxinfer.plan.products import ProductShape, product_shapes
+from jaxinfer.plan.products import ProductShape, other_float_sums, product_shapes
 from jaxinfer.quantization import quantize_params
 from jaxinfer.sampling_batch import make_sampling
 from jaxinfer.steps import draft_step
@@ -70,6 +71,14 @@ def test_the_rows_are_those_of_the_tokens_whichever_operand_they_are():
     assert shape == ProductShape(BY_WEIGHTS, 30, 11, ROW_BLOCK, "float32")
 
 
+def test_sums_of_floats_that_are_no_products_are_found():
+    def function(x):
+        y = jax.lax.platform_dependent(x, cpu=lambda x: x.sum(-1), default=lambda x: jnp.cumsum(x, -1)[:, -1])
+        return y, jnp.cumsum(jnp.argmax(x, -1))
+
+    assert other_float_sums(jax.make_jaxpr(function)(zeros(5, 7))) == {"reduce_sum"}
+
+
 # What steps are made of. Sizes are of no other test, so that no trace of another one is found again.
 
 
@@ -108,8 +117,8 @@ def model_config(model, vocab_size):
     return ModelConfig(vocab_size=vocab_size, **SIZES, **MODELS[model])
 
 
-def step_products(model, engine, vocab_size) -> dict[str, frozenset[ProductShape]]:
-    """Returns the products of each step of an engine, by the name of its shape."""
+def step_traces(model, engine, vocab_size) -> dict[str, ClosedJaxpr]:
+    """Returns what each step of an engine computes, by the name of its shape."""
     config = EngineConfig(**{**ENGINE, **ENGINES[engine]})
     model_ = model_config(model, vocab_size)
     params = abstract_params(model_, FLOAT)
@@ -118,7 +127,11 @@ def step_products(model, engine, vocab_size) -> dict[str, frozenset[ProductShape
         params = jax.eval_shape(functools.partial(quantize_params, bits=bits, group_size=group_size), params)
     target = plan_target(params, model_, config, "float32", {}, None)
     compiler = StepCompiler(target, config.max_drafts if config.decode_loop_steps == 1 else 0)
-    return {bucket.name: product_shapes(compiler.trace(target.cache_config, bucket)) for bucket in compiler.buckets}
+    return {bucket.name: compiler.trace(target.cache_config, bucket) for bucket in compiler.buckets}
+
+
+def products_of(traces):
+    return {name: product_shapes(trace) for name, trace in traces.items()}
 
 
 def operands(shapes):
@@ -137,14 +150,17 @@ def check_one_shape(steps):
 
 @pytest.mark.parametrize(("model", "engine"), CASES)
 def test_every_product_of_a_token_has_one_shape_in_every_step(model, engine, no_trials):
-    check_one_shape(step_products(model, engine, vocab_size=301))
+    traces = step_traces(model, engine, vocab_size=301)
+
+    check_one_shape(products_of(traces))
+    assert frozenset().union(*map(other_float_sums, traces.values())) == frozenset()
 
 
 @pytest.mark.parametrize(
     ("model", "engine"), [("groups of three", "drafts"), ("groups of seven, norms", "large steps")]
 )
 def test_other_numbers_of_rows_are_those_that_were_tried(model, engine):
-    steps = step_products(model, engine, vocab_size=303)
+    steps = products_of(step_traces(model, engine, vocab_size=303))
 
     for shape in frozenset().union(*steps.values()):
         tried = (shape.form, shape.num_inputs, shape.num_outputs, FLOAT)

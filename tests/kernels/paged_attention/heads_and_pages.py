@@ -9,8 +9,8 @@ GROUPS = (1, 2, 3, 4, 5, 7, 8, 16)
 PAGE_SIZES = (16, 32, 64, 128)
 
 ALL_HEADS_AND_PAGES = list(itertools.product(HEAD_DIMS, GROUPS, PAGE_SIZES))
-# Each head size once, each group and each page size with several.
+# Each head size once, with all groups, and each page size with several of both.
 SOME_HEADS_AND_PAGES = [
-    (head_dim, GROUPS[i * 5 % len(GROUPS)], PAGE_SIZES[(i + 1) % len(PAGE_SIZES)])
+    (head_dim, GROUPS[i * 5 % len(GROUPS)], PAGE_SIZES[(i + i // 4) % len(PAGE_SIZES)])
     for i, head_dim in enumerate(HEAD_DIMS)
 ]

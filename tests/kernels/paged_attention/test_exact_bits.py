@@ -13,7 +13,13 @@ import pytest
 
 from kernels_pallas import row_products
 from kernels_pallas.paged_attention import init_pages, paged_attention, write_kv
-from tests.kernels.paged_attention.heads_and_pages import ALL_HEADS_AND_PAGES, SOME_HEADS_AND_PAGES
+from tests.kernels.paged_attention.heads_and_pages import (
+    ALL_HEADS_AND_PAGES,
+    GROUPS,
+    HEAD_DIMS,
+    PAGE_SIZES,
+    SOME_HEADS_AND_PAGES,
+)
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="bit-equality is promised on CPU")
 
@@ -76,7 +82,7 @@ class Texts:
 def check_bits(head_dim, group, page_size, options, *, num_drafts: Sequence[int] = NUM_DRAFTS):
     texts = Texts(head_dim, group, page_size, options)
     attend = texts.attend
-    (expected,) = attend([(0, 0, LENGTH)], LENGTH, 1)
+    (expected,) = attend([(0, 0, LENGTH)], 256, 8)
     assert np.isfinite(expected).all()
 
     def check(result, first, what):
@@ -136,7 +142,8 @@ def test_no_bit_changes_where_only_blocks_of_rows_are_multiplied(head_dim, group
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("head_dim", "group", "page_size"), ALL_HEADS_AND_PAGES)
-def test_no_chunk_neighbour_or_draft_changes_a_bit_for_all_heads_and_pages(head_dim, group, page_size, options):
-    check_bits(head_dim, group, page_size, OPTIONS[options])
+def test_no_chunk_neighbour_or_draft_changes_a_bit_for_all_heads_and_pages(head_dim, group, page_size):
+    # The options act between the products, so that each size need not meet them with every other one.
+    is_plain = sum(map(list.index, (list(HEAD_DIMS), list(GROUPS), list(PAGE_SIZES)), (head_dim, group, page_size))) % 2
+    check_bits(head_dim, group, page_size, OPTIONS["plain" if is_plain else "window, soft cap, sinks"])
