@@ -13,6 +13,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
+import jax
 import pytest
 
 from jaxinfer.device import describe_cpu
@@ -31,6 +32,14 @@ def pytest_sessionstart(session):
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and not hasattr(session.config, "workerinput"):
         reporter.write_line(f"CPU: {describe_cpu()}; jax {version('jax')}, jaxlib {version('jaxlib')}")
+
+
+@pytest.fixture(autouse=True)
+def executables_of_exhaustive_tests(request):
+    yield
+    if request.node.get_closest_marker("exhaustive") is not None:
+        # Each keeps memory maps, of which Linux gives a process 65,530: some fifty of these tests use them up.
+        jax.clear_caches()
 
 
 def pytest_addoption(parser):
