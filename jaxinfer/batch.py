@@ -80,7 +80,7 @@ def next_batch(batch: Batch, tokens: jax.Array, kv_lens: jax.Array, page_size: i
 class StepOutput:
     """What a step returns to the host. `A` is the number of alternatives the step was built for."""
 
-    tokens: Any  # i32[B]  NO_TOKEN where the row's parameters rule out every token
+    tokens: Any  # i32[B]  NO_TOKEN or BAD_LOGITS where none could be drawn
     log_probs: Any  # f32[B]  of the chosen token, before temperature and filters
     top_tokens: Any  # i32[B, A]  most probable first; zeros unless some row wants them
     top_log_probs: Any  # f32[B, A]

@@ -13,7 +13,6 @@ from flax import struct
 
 from jaxinfer.batch import PADDING_TOKEN, Batch, StepOutput, VerifyOutput, next_batch, padded
 from jaxinfer.cache import KVCache
-from jaxinfer.sampling_params import NO_TOKEN
 
 # One decode step: (cache, batch) -> (output, cache).
 DecodeStep = Callable[[KVCache, Batch], tuple[StepOutput, KVCache]]
@@ -70,7 +69,7 @@ def run_loop(decode: DecodeStep, cache: KVCache, batch: Batch, loop: LoopBatch, 
     def advance(now: _Progress) -> _Progress:
         drawn, cache = decode(now.cache, now.batch)
         num_emitted = now.output.num_emitted + now.is_running.astype(jnp.int32)
-        is_stop = (drawn.tokens[:, None] == loop.stop_token_ids).any(axis=1) | (drawn.tokens == NO_TOKEN)
+        is_stop = (drawn.tokens[:, None] == loop.stop_token_ids).any(axis=1) | (drawn.tokens < 0)
         is_running = now.is_running & ~is_stop & (num_emitted < loop.max_tokens)
         has_stopped = (now.is_running & ~is_running).any()
         return _Progress(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxinfer.batch import StepOutput
 from jaxinfer.processors import when_used
 from jaxinfer.sampling_batch import SamplingBatch
-from jaxinfer.sampling_params import NO_TOKEN
+from jaxinfer.sampling_params import BAD_LOGITS, NO_TOKEN
 from kernels_pallas.row_sum import row_sum
 
 
@@ -32,15 +32,15 @@ def sample(logits: jax.Array, sampling: SamplingBatch, positions: jax.Array) -> 
     Temperature first, then top-k, top-p, min-p and typical-p on what is left, then one draw by the Gumbel-max rule. The
     draw is a function of the row's (seed, sample index, position) and its logits alone. `positions` i32[B] are those of
     the drawn tokens. Temperature 0 takes the most probable token, the lowest id among equals. Where all logits of a row
-    are -inf, its token is NO_TOKEN.
+    are -inf, its token is NO_TOKEN; where one is NaN or inf, BAD_LOGITS.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     greatest = jnp.take_along_axis(logits, greedy[:, None], axis=-1)[:, 0]
-    greedy = jnp.where(greatest == -jnp.inf, NO_TOKEN, greedy)
+    greedy = jnp.where(jnp.isfinite(greatest), greedy, jnp.where(greatest == -jnp.inf, NO_TOKEN, BAD_LOGITS))
 
     def draw() -> jax.Array:
         drawn = jnp.argmax(perturb(logits, sampling, positions), axis=-1).astype(jnp.int32)
-        return jnp.where((sampling.temperature > 0) & (greedy != NO_TOKEN), drawn, greedy)
+        return jnp.where((sampling.temperature > 0) & (greedy >= 0), drawn, greedy)
 
     return jax.lax.cond(jnp.any(sampling.temperature > 0), draw, lambda: greedy)
 
@@ -151,9 +151,13 @@ def _ordered_bits(x: jax.Array) -> jax.Array:
 
 
 def describe(logits: jax.Array, tokens: jax.Array, sampling: SamplingBatch, max_log_probs: int) -> StepOutput:
-    """Returns the tokens i32[B] with their log-probabilities under the unfiltered logits f32[B, V]."""
+    """Returns the tokens i32[B] with their log-probabilities under the unfiltered logits f32[B, V].
+
+    Of a row in which these have NaN or inf, or no finite one, the token is BAD_LOGITS, whatever was drawn.
+    """
     wants_top = jnp.any(sampling.num_log_probs > 0)
     log_probs, top_tokens, top_log_probs = log_probs_of(logits, tokens, wants_top, max_log_probs)
+    tokens = jnp.where(jnp.isnan(log_probs), BAD_LOGITS, tokens)
     return StepOutput(tokens=tokens, log_probs=log_probs, top_tokens=top_tokens, top_log_probs=top_log_probs)
 
 

@@ -12,8 +12,9 @@ from typing import Any
 from jaxinfer.validation import MAX_FLOAT, MAX_INT, as_tuple, is_int, require, require_bool, require_int, require_real
 
 MAX_SEED = 2**64 - 1
-# What a step gives for a row whose parameters rule out every token.
-NO_TOKEN = -1
+# What a step gives in place of a token: for a row whose parameters rule out every one, and for a row whose logits have
+# NaN or infinity, or rule out every token by themselves. (-2 is `speculative.NO_DRAFT`.)
+NO_TOKEN, BAD_LOGITS = -1, -3
 # As in OpenAI's API. A token that must not or must be drawn is better named in bad_words or allowed_token_ids.
 MAX_PENALTY, MAX_BIAS = 2.0, 100.0
 

@@ -21,7 +21,7 @@ from jaxinfer.batch import Batch, StepOutput, VerifyOutput, num_hidden
 from jaxinfer.sampling_batch import SamplingBatch
 from kernels_pallas.paged_attention.shapes import token_rows
 
-NO_DRAFT = -2  # equal to no token that is drawn, NO_TOKEN included
+NO_DRAFT = -2  # equal to no token that is drawn, nor to NO_TOKEN or BAD_LOGITS
 
 
 def accept_drafts(drawn: jax.Array, drafts: jax.Array) -> jax.Array:

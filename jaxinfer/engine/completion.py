@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 
 from jaxinfer.engine.metrics import Timings
 
-# "exhausted": the request's parameters ruled out every token.
-FinishReason = Literal["stop", "length", "exhausted", "abort", "deadline"]
+# "exhausted": the request's parameters ruled out every token. "error": the result cannot be trusted any further.
+FinishReason = Literal["stop", "length", "exhausted", "abort", "deadline", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +19,9 @@ class Completion:
     temperature and filters. `top_log_probs` has a dictionary from token id to log-probability per token, most probable
     first, if asked for. `prompt_log_probs` and `prompt_top_log_probs` have the same of each token of the prompt, given
     those before it, if asked for; the first follows nothing and has None. A request that ended early has them as far
-    as it came. `seed` repeats the result. `num_cached_tokens` of the prompt were found in the prefix cache and not
-    computed. `timings` say what it took, and have no part in equality.
+    as it came. Where the finish reason is "error", `error` says why; tokens and text up to there stand. `seed` repeats
+    the result. `num_cached_tokens` of the prompt were found in the prefix cache and not computed. `timings` say what it
+    took, and have no part in equality.
     """
 
     request_id: int
@@ -35,6 +36,7 @@ class Completion:
     num_cached_tokens: int = 0
     prompt_log_probs: tuple[float | None, ...] = ()
     prompt_top_log_probs: tuple[dict[int, float], ...] = ()
+    error: str | None = None
     timings: Timings = field(default=Timings(), compare=False)
 
 

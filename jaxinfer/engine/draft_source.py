@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -69,6 +70,9 @@ class DraftSource:
         seconds, count = self._clock() - began, max(map(len, drafts))
         for i, request in enumerate(requests):
             drafts[i] = drafts[i][: counts[i]]
+            if self.device_drafter is not None and not isinstance(drafts[i], DraftTree):
+                # Where the logits of a draft model are bad it has none.
+                drafts[i] = list(itertools.takewhile(lambda token_id: token_id >= 0, drafts[i]))
             if drafts[i]:
                 self._check(request, drafts[i])
                 if request.grammar is not None:

@@ -14,7 +14,7 @@ from jaxinfer.engine.metrics import Timings
 from jaxinfer.engine.page_copies import Content
 from jaxinfer.engine.prefix import PageKeys
 from jaxinfer.engine.readers import Structure, TextStream
-from jaxinfer.sampling_params import NO_TOKEN, SamplingParams
+from jaxinfer.sampling_params import BAD_LOGITS, NO_TOKEN, SamplingParams
 
 Priority = Literal["interactive", "batch"]
 NO_ALTERNATIVES: dict[int, float] = {}
@@ -179,6 +179,8 @@ class Request:
         """Adds a drawn token and finishes the request where it ends it, or where no token was left to draw."""
         if token_id == NO_TOKEN:
             return self.finish("exhausted")
+        if token_id == BAD_LOGITS:
+            return self.fail(self._why_no_logits())
         self._catch_up(len(self.token_ids))
         self.token_ids.append(token_id)
         self.log_probs.append(log_prob)
@@ -210,12 +212,24 @@ class Request:
         self.grammar.accept(token_id)
         return self.grammar.is_complete
 
+    def fail(self, cause: str) -> Delta:
+        """Ends the request with finish reason "error"; what it has so far stands."""
+        return self.finish("error", error=cause)
+
+    def _why_no_logits(self) -> str:
+        names = "".join(f", or the logits processor {name!r}" for name, _ in self.sampling.logits_processors)
+        return (
+            f"the logits after {len(self.token_ids)} tokens have NaN or infinity, so no token can be drawn; check the"
+            f" checkpoint's weights, the LLM's dtype, whose range they may leave{names}"
+        )
+
     def finish(
         self,
         reason: FinishReason,
         text: str = "",
         token_ids: tuple[int, ...] = (),
         log_probs: tuple[float, ...] = (),
+        error: str | None = None,
     ) -> Delta:
         """Ends the request and returns its last delta, with any text that was held back."""
         self.finish_reason = reason
@@ -238,6 +252,7 @@ class Request:
             seed=self.seed,
             sample_index=self.sample_index,
             num_cached_tokens=self.num_cached_tokens,
+            error=error,
             # The last draw may have had no token left to draw.
             timings=Timings.of(self.arrival, self.first_step, self.token_times[: self.num_output_tokens]),
         )

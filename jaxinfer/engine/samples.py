@@ -38,8 +38,10 @@ class Samples:
         return [_whole(completion) for completion in self._best()] if self.is_finished else []
 
     def _best(self) -> list[Completion]:
-        # Equals in the order of their index, whichever ended first.
-        ranked = sorted(self._completions, key=lambda c: (-sum(c.log_probs), c.sample_index))
+        # Equals in the order of their index, whichever ended first; what broke off is no rival to what did not.
+        ranked = sorted(
+            self._completions, key=lambda c: (c.finish_reason == "error", -sum(c.log_probs), c.sample_index)
+        )
         return ranked[: self.num_completions]
 
 
