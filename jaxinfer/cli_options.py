@@ -43,6 +43,7 @@ HELP = {
     "num_pages": "pages of the cache",
     "memory_bytes": "bytes that parameters, cache and steps may take on the device",
     "cache_bytes": "bytes the cache may take",
+    "max_samples": "most samples of a prompt that a request may ask for",
     "max_log_probs": "most alternatives per token that a request may ask for",
     "max_prompt_log_probs": "the same per token of the prompt; without it no request may ask",
     "max_listed_tokens": "most token ids that a request may name in one parameter",

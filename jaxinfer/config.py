@@ -142,6 +142,7 @@ class EngineConfig:
     rows at full length can use, as far as there is memory for them. `memory_bytes`: what parameters, pages and steps
     may take on the device together, `None` for what it has, and on CPU for any. `cache_bytes`: what the pages may take,
     `None` for what is left; on CPU, where nothing sets a limit, for 1 GiB.
+    `max_samples`: the most samples of a prompt (`n`, `best_of`) and the most beams that a request may ask for.
     `max_log_probs`: the most alternatives per token that a request may ask for. `max_prompt_log_probs`: the same for
     the tokens of prompts; None lets no request ask for `prompt_log_probs`, and compiles nothing for them.
     `max_listed_tokens`: the most token ids that a request may name in `logit_bias`, in `allowed_token_ids`, in all its
@@ -172,6 +173,7 @@ class EngineConfig:
     num_pages: int | None = None
     memory_bytes: int | None = None
     cache_bytes: int | None = None
+    max_samples: int = 128
     max_log_probs: int = 20
     max_prompt_log_probs: int | None = None
     max_listed_tokens: int = 128
@@ -207,6 +209,7 @@ class EngineConfig:
         for name in ("memory_bytes", "cache_bytes"):
             if getattr(self, name) is not None:
                 require_int(name, getattr(self, name), 1, 2**62)
+        require_int("max_samples", self.max_samples, 1)
         require_int("max_log_probs", self.max_log_probs, 0)
         if self.max_prompt_log_probs is not None:
             require_int("max_prompt_log_probs", self.max_prompt_log_probs, 0)

@@ -17,6 +17,8 @@ MAX_SEED = 2**64 - 1
 NO_TOKEN, BAD_LOGITS = -1, -3
 # As in OpenAI's API. A token that must not or must be drawn is better named in bad_words or allowed_token_ids.
 MAX_PENALTY, MAX_BIAS = 2.0, 100.0
+# Every token's text is held against all stop strings, on the host, while nothing else is done there.
+MAX_STOP_CHARACTERS = 4_096
 
 
 STRUCTURES = ("json_schema", "regex", "choices", "grammar")
@@ -172,6 +174,11 @@ def _stop_strings(values: Any) -> tuple[str, ...]:
     stop = (values,) if isinstance(values, str) else as_tuple("stop", values, "a string or several")
     is_text = all(isinstance(s, str) and s for s in stop)
     require(is_text, "stop", values if isinstance(values, str) else stop, "a non-empty string or several")
+    count = sum(map(len, stop))
+    if count > MAX_STOP_CHARACTERS:
+        raise ValueError(
+            f"stop has {count:,} characters in {len(stop):,} strings; give at most {MAX_STOP_CHARACTERS:,} in all"
+        )
     return stop
 
 

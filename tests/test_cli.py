@@ -104,6 +104,7 @@ ENGINE = {
     "num_pages": 5,
     "memory_bytes": 9999,
     "cache_bytes": 4096,
+    "max_samples": 9,
     "max_log_probs": 2,
     "max_prompt_log_probs": 3,
     "max_listed_tokens": 7,

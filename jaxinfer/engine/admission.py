@@ -55,6 +55,7 @@ class Admission:
             raise ValueError(f"{sampling!r} is not a SamplingParams")
         token_ids = self._encode(prompt)
         self._check_lengths(len(token_ids), sampling)
+        self.check_samples("n" if sampling.best_of is None else "best_of", sampling.num_samples)
         self._check_alternatives("log_probs", sampling.log_probs, self.engine_config.max_log_probs)
         if sampling.prompt_log_probs is not None:
             limit = self.engine_config.max_prompt_log_probs
@@ -99,6 +100,14 @@ class Admission:
         if self.tokenizer is None:
             return None
         return Detokenizer(self.tokenizer, stop=sampling.stop, min_tokens=sampling.min_tokens)
+
+    def check_samples(self, name: str, count: int) -> None:
+        """Raises ValueError where a parameter of this name asks for too many samples or beams."""
+        limit = self.engine_config.max_samples
+        if count > limit:
+            raise ValueError(
+                f"{name}={count} is more than max_samples={limit}; ask for fewer or raise EngineConfig.max_samples"
+            )
 
     def _check_alternatives(self, name: str, count: int, limit: int | None) -> None:
         vocab_size = self.model_config.vocab_size
@@ -191,6 +200,12 @@ class Admission:
                 f"prompt has {num_prompt_tokens} tokens but max_model_len is {self.max_model_len}, of which at least"
                 " one must be left for the output; shorten it or raise EngineConfig.max_model_len up to the model's"
                 f" {self.model_config.max_position}"
+            )
+        if sampling.min_tokens > self._max_len - num_prompt_tokens:
+            raise ValueError(
+                f"min_tokens={sampling.min_tokens} after a prompt of {num_prompt_tokens} tokens is more than"
+                f" max_model_len={self.max_model_len} leaves; lower it, shorten the prompt, or raise"
+                f" EngineConfig.max_model_len up to the model's {self.model_config.max_position}"
             )
         num_tokens = min(num_prompt_tokens + sampling.max_tokens, self._max_len)
         # The last token is drawn but never computed, so it needs no slot.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.request import Completion, Request
@@ -31,6 +32,13 @@ def num_candidates(num_beams: int, num_stop_tokens: int) -> int:
     return max(2, 1 + num_stop_tokens) * num_beams
 
 
+class CutShort(Exception):
+    """Raised by `extend` where the search is to end with the beams that it has."""
+
+    def __init__(self, completion: Completion) -> None:
+        self.finish_reason, self.error = completion.finish_reason, completion.error
+
+
 def search(
     extend: Callable[[Sequence[Beam]], Sequence[dict[int, float]]],
     *,
@@ -43,13 +51,17 @@ def search(
 
     `extend` gives the log-probabilities of the `num_candidates` most probable next tokens of each beam. Longer beams
     are favoured by a greater length_penalty. The search ends when no running beam is better, at its present length,
-    than the worst of `num_beams` finished ones.
+    than the worst of `num_beams` finished ones, or when `extend` cuts it short: then running ones count as well.
     """
     running, finished = [Beam()], []
     for length in range(1, max_tokens + 1):
+        try:
+            tokens_of_beams = extend(running)
+        except CutShort:
+            return heapq.nlargest(num_beams, finished + running, key=lambda beam: beam.score(length_penalty))
         extended = [
             beam.extended(*token)
-            for beam, tokens in zip(running, extend(running), strict=True)
+            for beam, tokens in zip(running, tokens_of_beams, strict=True)
             for token in tokens.items()
         ]
         best = heapq.nlargest(num_candidates(num_beams, len(stop_token_ids)), extended, key=lambda b: sum(b.log_probs))
@@ -77,8 +89,14 @@ def complete(
     count = min(num_candidates(num_beams, len(request.stop_token_ids)), vocab_size)
     params = SamplingParams(max_tokens=1, temperature=0, log_probs=count, ignore_eos=True)
 
+    cut: list[CutShort] = []
+
     def extend(beams: Sequence[Beam]) -> list[dict[int, float]]:
         completions = generate([[*request.token_ids, *beam.token_ids] for beam in beams], params)
+        for completion in completions:
+            if not completion.token_ids:
+                cut.append(CutShort(completion))
+                raise cut[0]
         return [completion.top_log_probs[0] for completion in completions]
 
     beams = search(
@@ -88,11 +106,21 @@ def complete(
         stop_token_ids=request.stop_token_ids,
         length_penalty=length_penalty,
     )
-    return as_completions(beams, request, tokenizer)
+    return as_completions(beams, request, tokenizer, *cut)
 
 
-def as_completions(beams: Sequence[Beam], request: Request, tokenizer: Tokenizer | None) -> list[Completion]:
-    """Returns finished beams as completions of the request that they were searched for."""
+def as_completions(
+    beams: Sequence[Beam], request: Request, tokenizer: Tokenizer | None, cut: CutShort | None = None
+) -> list[Completion]:
+    """Returns beams as completions of the request that they were searched for; unfinished ones have the reason of `cut`."""
+
+    def ending(beam: Beam) -> dict[str, Any]:
+        if beam.token_ids and beam.token_ids[-1] in request.stop_token_ids:
+            return {"finish_reason": "stop"}
+        if cut is None or len(beam.token_ids) == request.max_tokens:
+            return {"finish_reason": "length"}
+        return {"finish_reason": cut.finish_reason, "error": cut.error}
+
     return [
         Completion(
             request_id=request.request_id,
@@ -101,9 +129,9 @@ def as_completions(beams: Sequence[Beam], request: Request, tokenizer: Tokenizer
             token_ids=beam.token_ids,
             log_probs=beam.log_probs,
             top_log_probs=(),
-            finish_reason="stop" if beam.token_ids[-1] in request.stop_token_ids else "length",
             seed=request.seed,
             sample_index=rank,
+            **ending(beam),
         )
         for rank, beam in enumerate(beams)
     ]

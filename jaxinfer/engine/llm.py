@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -216,16 +217,25 @@ class LLM:
         """Returns the `num_beams` best continuations that beam search finds, best first, as `transformers` would.
 
         They are ranked by the sum of log-probabilities over length ** length_penalty. Each step is a request of one
-        token for every beam, which finds all but its last page in the prefix cache; `terms` are as for `add`. Raises
+        token for every beam, which finds all but its last page in the prefix cache; `terms` are as for `add`. When the
+        deadline passes, or logits are bad, the beams so far take part in the ranking with that finish reason. Raises
         ValueError where the request could not be honoured, or EngineConfig.max_log_probs is too small for the beams.
         """
         require_int("num_beams", num_beams, 1)
+        self._admission.check_samples("num_beams", num_beams)
         require_real("length_penalty", length_penalty, -math.inf)
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, temperature=0)
         (request,) = self._admit(prompt, sampling, **terms).requests
+        end = time.monotonic() + request.time_limit
+
+        def generate(prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
+            left = max(end - time.monotonic(), 1e-9)  # the deadline is that of the whole search
+            limit = Terms(deadline=left if math.isfinite(left) else None)
+            return self.generate(prompts, params, show_progress=False, **{**terms, **limit})
+
         return complete(
             request,
-            partial(self.generate, show_progress=False, **terms),
+            generate,
             num_beams=num_beams,
             length_penalty=length_penalty,
             vocab_size=self.model_config.vocab_size,

@@ -119,6 +119,31 @@ def test_more_log_probs_than_compiled_are_refused(llm, name, limit):
         llm.add("a", SamplingParams(**{name: limit + 1}))
 
 
+@pytest.mark.parametrize("name", ["n", "best_of"])
+def test_more_samples_than_a_prompt_may_have_are_refused(llm, name):
+    message = rf"^{name}=50000000 is more than max_samples=128; ask for fewer or raise EngineConfig.max_samples"
+    with pytest.raises(ValueError, match=message):
+        llm.add("x", SamplingParams(**{name: 50_000_000}, max_tokens=1))
+
+    assert not llm.has_unfinished
+
+
+def test_min_tokens_that_the_model_has_no_room_for_are_refused(llm):
+    llm.abort(llm.add([5] * 90, SamplingParams(min_tokens=6, max_tokens=99)))
+    llm.step()
+
+    with pytest.raises(
+        ValueError, match=r"min_tokens=7 after a prompt of 90 tokens.*max_model_len=96 leaves; lower it"
+    ):
+        llm.add([5] * 90, SamplingParams(min_tokens=7, max_tokens=99))
+
+
+@pytest.mark.parametrize("stop", ["x" * 4097, ["x" * 7] * 600], ids=["one", "many"])
+def test_stop_strings_have_a_bound(stop):
+    with pytest.raises(ValueError, match=r"stop has 4,\d+ characters in [\d,]+ strings; give at most 4,096 in all"):
+        SamplingParams(stop=stop)
+
+
 def test_those_of_prompts_are_refused_where_nothing_was_compiled_for_them(mute_llm):
     with pytest.raises(ValueError, match="prompt_log_probs=0 is more than max_prompt_log_probs=None; ask for fewer or"):
         mute_llm.add([5], SamplingParams(prompt_log_probs=0, max_tokens=1))

@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from jaxinfer.engine.beam_search import search
+from jaxinfer.engine.beam_search import CutShort, search
+from jaxinfer.engine.completion import Completion
 from tests.engine.engines import EOS, random_prompts
 from tests.oracles import load_reference
 
 PROMPTS = random_prompts(4, max_len=30, seed=8)
+COMPLETION = Completion(
+    request_id=0,
+    prompt_token_ids=(5,),
+    text="",
+    token_ids=(),
+    log_probs=(),
+    top_log_probs=(),
+    finish_reason="deadline",
+    seed=0,
+)
+
+
+@contextlib.contextmanager
+def slow_steps(llm, seconds):
+    llm.on_step = lambda *_: time.sleep(seconds)
+    yield
+    llm.on_step = None
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 3.0])
@@ -68,8 +88,35 @@ def test_an_end_token_beyond_the_first_beams_ends_nothing():
     assert [beam.token_ids for beam in best] == [(1, 3)]
 
 
+def test_a_search_that_is_cut_short_ranks_the_beams_that_it_has():
+    table = {(): {1: -0.5, 0: -0.9, 2: -1.0}}
+
+    def extend(beams):
+        if beams[0].token_ids:
+            raise CutShort(COMPLETION)
+        return likely(table)(beams)
+
+    best = search(extend, num_beams=2, max_tokens=9, stop_token_ids=(0,), length_penalty=1.0)
+
+    assert [beam.token_ids for beam in best] == [(1,), (0,)]
+
+
+def test_the_deadline_is_that_of_the_whole_search(llm):
+    (beam,) = llm.beam_search("def", num_beams=2, max_tokens=64, deadline=1e-6)
+
+    assert (beam.token_ids, beam.finish_reason, beam.error) == ((), "deadline", None)
+    # Time enough for every step, and not for all of them.
+    began = time.monotonic()
+    with slow_steps(llm, 0.05):
+        beams = llm.beam_search("def", num_beams=2, max_tokens=64, deadline=0.5, ignore_eos=True)
+    assert time.monotonic() - began < 2
+    assert [beam.finish_reason for beam in beams] == ["deadline"] * 2
+    assert 0 < len(beams[0].token_ids) < 64
+
+
 REFUSED = {
     "no beams": ({"num_beams": 0}, "num_beams=0 is not allowed"),
+    "more beams than samples": ({"num_beams": 129}, "num_beams=129 is more than max_samples=128.*raise"),
     "too many beams": ({"num_beams": 3}, "log_probs=6 is more than max_log_probs=4.*raise"),
     "penalty": ({"num_beams": 2, "length_penalty": float("nan")}, "length_penalty=nan is not allowed"),
     "tokens": ({"num_beams": 2, "max_tokens": 0}, "max_tokens=0 is not allowed"),
