@@ -32,7 +32,7 @@ def num_candidates(num_beams: int, num_stop_tokens: int) -> int:
     return max(2, 1 + num_stop_tokens) * num_beams
 
 
-class CutShort(Exception):
+class CutShortError(Exception):
     """Raised by `extend` where the search is to end with the beams that it has."""
 
     def __init__(self, completion: Completion) -> None:
@@ -57,7 +57,7 @@ def search(
     for length in range(1, max_tokens + 1):
         try:
             tokens_of_beams = extend(running)
-        except CutShort:
+        except CutShortError:
             return heapq.nlargest(num_beams, finished + running, key=lambda beam: beam.score(length_penalty))
         extended = [
             beam.extended(*token)
@@ -89,13 +89,13 @@ def complete(
     count = min(num_candidates(num_beams, len(request.stop_token_ids)), vocab_size)
     params = SamplingParams(max_tokens=1, temperature=0, log_probs=count, ignore_eos=True)
 
-    cut: list[CutShort] = []
+    cut: list[CutShortError] = []
 
     def extend(beams: Sequence[Beam]) -> list[dict[int, float]]:
         completions = generate([[*request.token_ids, *beam.token_ids] for beam in beams], params)
         for completion in completions:
             if not completion.token_ids:
-                cut.append(CutShort(completion))
+                cut.append(CutShortError(completion))
                 raise cut[0]
         return [completion.top_log_probs[0] for completion in completions]
 
@@ -110,9 +110,9 @@ def complete(
 
 
 def as_completions(
-    beams: Sequence[Beam], request: Request, tokenizer: Tokenizer | None, cut: CutShort | None = None
+    beams: Sequence[Beam], request: Request, tokenizer: Tokenizer | None, cut: CutShortError | None = None
 ) -> list[Completion]:
-    """Returns beams as completions of the request that they were searched for; unfinished ones have the reason of `cut`."""
+    """Returns beams as completions of the request that they were searched for; unfinished ones say why it was `cut`."""
 
     def ending(beam: Beam) -> dict[str, Any]:
         if beam.token_ids and beam.token_ids[-1] in request.stop_token_ids:

@@ -123,7 +123,7 @@ def test_more_log_probs_than_compiled_are_refused(llm, name, limit):
 def test_more_samples_than_a_prompt_may_have_are_refused(llm, name):
     message = rf"^{name}=50000000 is more than max_samples=128; ask for fewer or raise EngineConfig.max_samples"
     with pytest.raises(ValueError, match=message):
-        llm.add("x", SamplingParams(**{name: 50_000_000}, max_tokens=1))
+        llm.add("x", SamplingParams(**{"max_tokens": 1, name: 50_000_000}))
 
     assert not llm.has_unfinished
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from jaxinfer.engine.beam_search import CutShort, search
+from jaxinfer.engine.beam_search import CutShortError, search
 from jaxinfer.engine.completion import Completion
 from tests.engine.engines import EOS, random_prompts
 from tests.oracles import load_reference
@@ -93,7 +93,7 @@ def test_a_search_that_is_cut_short_ranks_the_beams_that_it_has():
 
     def extend(beams):
         if beams[0].token_ids:
-            raise CutShort(COMPLETION)
+            raise CutShortError(COMPLETION)
         return likely(table)(beams)
 
     best = search(extend, num_beams=2, max_tokens=9, stop_token_ids=(0,), length_penalty=1.0)
