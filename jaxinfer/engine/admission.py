@@ -10,6 +10,8 @@ from itertools import chain
 from numbers import Integral
 from typing import Any
 
+import numpy as np
+
 from jaxinfer.config import MAX_SEED, CacheConfig, EngineConfig, ModelConfig, SamplingParams
 from jaxinfer.engine.family import Family
 from jaxinfer.engine.page_window import PageWindow, window_for
@@ -164,10 +166,11 @@ class Admission:
             if self.tokenizer is None:
                 raise ValueError("this checkpoint has no tokenizer.json; give the prompt as token ids")
             token_ids = self.tokenizer.encode(prompt)
-        elif hasattr(prompt, "__len__") and hasattr(prompt, "__getitem__") and not isinstance(prompt, Mapping | bytes):
-            token_ids = list(prompt)
         else:
-            raise ValueError(f"prompt {prompt!r} is neither text nor a sequence of token ids")
+            token_ids = _items(prompt)
+            if not hasattr(token_ids, "__getitem__") or isinstance(token_ids, Mapping | bytes):
+                raise ValueError(f"prompt {prompt!r} is neither text nor a sequence of token ids")
+            token_ids = list(token_ids)
         if not token_ids:
             raise ValueError(f"prompt {prompt!r} is empty; give at least one token to continue from")
         self._check_token_ids("prompt", token_ids)
@@ -229,13 +232,19 @@ class Admission:
             )
 
 
+def _items(values: Any) -> Any:
+    """Returns arrays of NumPy, JAX and others as lists of numbers, anything else as it is."""
+    return np.asarray(values).tolist() if hasattr(values, "__array__") else values
+
+
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Returns one prompt or many as a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | Set | bytes):
+    items = _items(prompts)
+    if not isinstance(items, Iterable) or isinstance(items, Mapping | Set | bytes):
         raise ValueError(f"prompts {prompts!r} are neither text, nor token ids, nor several of these")
-    items: list[Any] = list(prompts)
+    items = list(items)
     is_one_prompt = bool(items) and all(isinstance(item, Integral) for item in items)
     return [items] if is_one_prompt else items
 

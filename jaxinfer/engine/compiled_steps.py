@@ -57,6 +57,11 @@ class CompiledSteps:
         """Waits until every bucket has its step; raises what the compiler raised."""
         self._wait_for([bucket for bucket in self._buckets if bucket in self._to_come], show_progress)
 
+    def cancel(self) -> None:
+        """Leaves out what is not being compiled yet."""
+        for step in self._to_come.values():
+            step.cancel()
+
     @property
     def compiled(self) -> Mapping[Bucket, jax.stages.Compiled]:
         """Those that can be chosen so far."""

@@ -170,12 +170,12 @@ class DraftSource:
 
     def forget(self, request: Request) -> None:
         """Is told that a request has ended."""
-        self.drafter.forget(request)
         belief = self._of_request.pop(request.request_id, None)
         if belief is not None and belief.is_tried:
             self._likeness.enter(belief.likeness)
         for known in (self._pending, self._num_seen):
             known.pop(request.request_id, None)
+        self.drafter.forget(request)
 
     def _belief(self, request: Request) -> Belief:
         found = self._of_request.get(request.request_id)

@@ -59,7 +59,7 @@ def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Com
     """
     folder = _folder()
     if folder is None or statics.get("custom") or jax.process_count() > 1:
-        return function.lower(*args, **statics).compile()
+        return _compile(function, args, statics)
     path = folder / f"jaxinfer-{_key(function, args, statics)}"
     devices = _devices(args)
     try:
@@ -69,7 +69,7 @@ def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Com
     except _FAILURES as error:
         logger.warning("%s cannot be loaded and is made anew: %s", path, error)
     _jax_cache.was_hit = False
-    compiled = function.lower(*args, **statics).compile()
+    compiled = _compile(function, args, statics)
     if _jax_cache.was_hit:
         _were_hits.add(path)
     if path in _were_hits:
@@ -79,6 +79,13 @@ def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Com
         write_sealed(path, [pickle.dumps(serialize(compiled))])
     except _FAILURES as error:
         logger.warning("%s cannot be kept for the next start: %s", path, error)
+    return compiled
+
+
+def _compile(function: Any, args: Sequence[Any], statics: dict[str, Any]) -> jax.stages.Compiled:
+    compiled = function.lower(*args, **statics).compile()
+    # JAX would keep what it has traced and compiled for the life of the process: thousands of memory maps per engine.
+    function.clear_cache()
     return compiled
 
 

@@ -30,5 +30,5 @@ def deferred_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-    if interrupts:
-        handler(*interrupts[0])
+        if interrupts:  # also where what is inside has raised
+            handler(*interrupts[0])

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Self, Unpack
 
 from jaxinfer.cache import page_bytes
 from jaxinfer.checkpoint import resolve_checkpoint
@@ -23,6 +22,7 @@ from jaxinfer.engine.branches import Branches
 from jaxinfer.engine.compile_watch import CompileWatch
 from jaxinfer.engine.delivery import Delivery
 from jaxinfer.engine.drafters import Drafter
+from jaxinfer.engine.guard import Guard
 from jaxinfer.engine.interrupts import deferred_interrupts
 from jaxinfer.engine.metrics import Metrics
 from jaxinfer.engine.pipeline import Pipeline
@@ -32,12 +32,12 @@ from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.samples import Samples
 from jaxinfer.engine.speculation_plan import load_target, plan_speculation
 from jaxinfer.engine.step import Step
-from jaxinfer.engine.terms import Terms
+from jaxinfer.engine.terms import Terms, check_names
 from jaxinfer.engine.timeline import MAX_STEPS, Timeline, recorded_timeline
 from jaxinfer.engine.warm_up import Ready, WarmUp, plan_target
 from jaxinfer.processors import LogitsProcessor
 from jaxinfer.tokenizer import Tokenizer
-from jaxinfer.validation import require_int, require_real
+from jaxinfer.validation import require, require_bool, require_int, require_real
 
 BUNDLED_MODEL = Path(__file__).parent.parent / "assets" / "tiny"
 
@@ -59,7 +59,8 @@ class LLM:
     whatever it does. No token depends on it, only the time that a token takes.
 
     Requests are added (`add`) and advance together, one `step` at a time; `generate` and `stream` do both for you.
-    Not thread-safe: one thread owns an LLM.
+    One thread at a time may call an LLM: RuntimeError for another. `close`, or the end of a `with` block, gives its
+    memory back; so does the end of the last reference to it. After an error of the device it is of no use, and says so.
 
     Raises ValueError for a checkpoint that cannot be used, with everything that is wrong with it.
     """
@@ -74,10 +75,12 @@ class LLM:
         speculation: str | Path | Drafter | None = None,
         show_progress: bool = False,
     ):
+        config = EngineConfig() if config is None else config
+        _check_types(model, config, logits_processors)
         enable_compilation_cache()
-        self.engine_config = config = config or EngineConfig()
+        self.engine_config = config
         path = resolve_checkpoint(BUNDLED_MODEL if model is None else model)
-        dtype = dtype or default_dtype()
+        self._model, self._dtype = path, (dtype := dtype or default_dtype())
         planned = plan_speculation(speculation, config, dtype)
         params, self.model_config = load_target(path, config, dtype, planned, show_progress=show_progress)
         self.tokenizer = Tokenizer.from_path(path)
@@ -96,7 +99,8 @@ class LLM:
             tiers=tiers,
             cache_config=self._warm_up.cache_config,
         )
-        self._runner = Runner(params, self._warm_up, tiers)
+        self._guard = Guard()
+        self._runner = Runner(params, self._warm_up, tiers, self._guard.fail)
         if planned is not None:  # which measures what steps take
             self.warm_up(show_progress=show_progress)
             planned.attach(partial(self._runner.lend_cache, self._scheduler.copies))
@@ -108,9 +112,37 @@ class LLM:
         self._delivery = Delivery(self._scheduler, self._advance)
         self._branches = Branches(self._ids, self._admission, self._scheduler, self._runner, path)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        model, config = self.model_config, self.engine_config
+        state = "closed" if self._guard.is_closed else f"{self._scheduler.num_unfinished} unfinished requests"
+        return (
+            f"<LLM {self._model}: {model.num_layers} layers of hidden_size={model.hidden_size}, {self._dtype},"
+            f" max_num_seqs={config.max_num_seqs}, {state}>"
+        )
+
+    def close(self) -> None:
+        """Gives back the memory of parameters, cache and compiled steps. Unfinished requests are lost.
+
+        Whatever is called after it raises RuntimeError, but for `close` itself.
+        """
+        if self._guard.is_closed:
+            return
+        self._guard.close()
+        self._runner.compiled_steps.cancel()
+        del self._warm_up, self._admission, self._scheduler, self._runner
+        del self._pipeline, self._delivery, self._branches
+        self.on_step = None
+
     @property
     def has_unfinished(self) -> bool:
         """Whether any request has tokens to come, or a completion that `step` has not handed out."""
+        self._guard.check()
         return self._scheduler.num_unfinished > 0 or self._delivery.mailroom.has_mail
 
     def warm_up(self, *, show_progress: bool = False) -> Ready:
@@ -119,11 +151,13 @@ class LLM:
         Until then larger steps stand in for smaller ones, and the compiler takes its share of the host. Raises what the
         compiler raises.
         """
-        self._runner.compiled_steps.wait(show_progress=show_progress)
-        return self._warm_up.ready()
+        with self._guard:
+            self._runner.compiled_steps.wait(show_progress=show_progress)
+            return self._warm_up.ready()
 
     def metrics(self) -> Metrics:
         """Returns what runs, waits and is cached now, and what was computed since the start."""
+        self._guard.check()
         return replace(self._scheduler.metrics(), num_late_compiles=self._compile_watch.count)
 
     def timeline(self, *, max_steps: int = MAX_STEPS) -> AbstractContextManager[Timeline]:
@@ -142,8 +176,9 @@ class LLM:
         `terms` are priority, tenant, deadline and cache_salt: see `Terms`. Raises ValueError where the request could
         not be honoured exactly and QueueFullError where too many wait; either changes nothing.
         """
-        samples = self._admit(prompt, sampling_params, **terms)
-        self._delivery.queue(samples)
+        with self._guard:
+            samples = self._admit(prompt, sampling_params, **terms)
+            self._delivery.queue(samples)
         return samples.request_id
 
     def abort(self, request_id: int) -> None:
@@ -151,28 +186,34 @@ class LLM:
 
         A request that has finished already is left as it is.
         """
-        self._delivery.abort(request_id)
+        with self._guard:
+            self._delivery.abort(request_id)
 
     def fork(self, request_id: int, *, seed: int | None = None) -> int:
         """Branches an unfinished request and returns the id of the branch: see `Branches.fork`."""
-        return self._branches.fork(request_id, seed)
+        with self._guard:
+            return self._branches.fork(request_id, seed)
 
     def rewind(self, request_id: int, num_tokens: int, *, seed: int | None = None) -> None:
         """Takes back the last tokens of an unfinished request's output: see `Branches.rewind`."""
-        self._branches.rewind(request_id, num_tokens, seed)
+        with self._guard:
+            self._branches.rewind(request_id, num_tokens, seed)
 
     def save(self, request_id: int, path: str | Path) -> None:
         """Writes an unfinished request to a file, all that it needs to go on: see `Branches.save`."""
-        self._branches.save(request_id, Path(path))
+        with self._guard:
+            self._branches.save(request_id, Path(path))
 
     def restore(self, path: str | Path) -> int:
         """Queues the request in a file and returns its id here: see `Branches.restore`."""
-        return self._branches.restore(Path(path))
+        with self._guard:
+            return self._branches.restore(Path(path))
 
     def step(self) -> list[Delta]:
         """Computes one step and returns what it added to the requests of `add`; empty when there is nothing to do."""
-        self._advance()
-        return self._delivery.mailroom.take()
+        with self._guard:
+            self._advance()
+            return self._delivery.mailroom.take()
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **terms: Unpack[Terms]
@@ -182,7 +223,8 @@ class LLM:
         Raises ValueError here, not at the first piece, where the request could not be honoured. It is queued with the
         first piece that is asked for, or QueueFullError is raised there. `terms` are as for `add`.
         """
-        return self._delivery.stream(self._admit(prompt, sampling_params, **terms))
+        with self._guard:
+            return self._delivery.stream(self._admit(prompt, sampling_params, **terms))
 
     def generate(
         self,
@@ -199,10 +241,13 @@ class LLM:
         anything is computed if any prompt cannot be honoured, QueueFullError if they are too many. When interrupted,
         the requests are aborted and the LLM stays usable.
         """
-        prompts = as_prompts(prompts)
-        params = as_params(sampling_params, len(prompts))
-        groups = [self._numbered(i, *pair, **terms) for i, pair in enumerate(zip(prompts, params, strict=True))]
-        return self._delivery.collect(groups, show_progress)
+        require_bool("show_progress", show_progress)
+        check_names(terms)
+        with self._guard:
+            prompts = as_prompts(prompts)
+            params = as_params(sampling_params, len(prompts))
+            groups = [self._numbered(i, *pair, **terms) for i, pair in enumerate(zip(prompts, params, strict=True))]
+            return self._delivery.collect(groups, show_progress)
 
     def beam_search(
         self,
@@ -221,6 +266,7 @@ class LLM:
         deadline passes, or logits are bad, the beams so far take part in the ranking with that finish reason. Raises
         ValueError where the request could not be honoured, or EngineConfig.max_log_probs is too small for the beams.
         """
+        self._guard.check()
         require_int("num_beams", num_beams, 1)
         self._admission.check_samples("num_beams", num_beams)
         require_real("length_penalty", length_penalty, -math.inf)
@@ -243,14 +289,21 @@ class LLM:
         )
 
     def _advance(self) -> None:
-        with deferred_interrupts(), self._compile_watch:
-            deltas = self._scheduler.expire()
+        """Computes a step, if there is one, and posts what it brings; then raises what a drafter has raised."""
+        with self._guard, deferred_interrupts(), self._compile_watch:
+            self._delivery.mailroom.post(self._scheduler.expire())
             advance = self._pipeline.advance()
-            self._delivery.mailroom.post(chain(deltas, advance.deltas if advance else ()))
+            if advance is not None:
+                self._delivery.mailroom.post(advance.deltas)
+            elif self._scheduler.num_unfinished:
+                raise RuntimeError(f"requests are unfinished and no step can be computed: {self._scheduler.metrics()}")
         if advance is not None and self.on_step is not None:
             self.on_step(advance.step, advance.seconds)
+        if (error := self._scheduler.take_error()) is not None:
+            raise error
 
     def _admit(self, prompt: Prompt, sampling: SamplingParams | None, **terms: Unpack[Terms]) -> Samples:
+        check_names(terms)
         return Samples(self._admission.admit(self._ids, prompt, sampling, **terms))
 
     def _numbered(self, index: int, prompt: Prompt, sampling: SamplingParams | None, **terms: Unpack[Terms]) -> Samples:
@@ -258,3 +311,14 @@ class LLM:
             return self._admit(prompt, sampling, **terms)
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from None
+
+
+def _check_types(model: Any, config: Any, processors: Any) -> None:
+    is_path = model is None or isinstance(model, str | Path)
+    require(is_path, "model", model, "a folder or Hub id as text or Path, or None for the bundled model")
+    require(isinstance(config, EngineConfig), "config", config, "an EngineConfig, or None for the default")
+    are_named = processors is None or isinstance(processors, Mapping)
+    require(are_named, "logits_processors", processors, "a mapping from names to functions")
+    for name, function in dict(processors or {}).items():
+        require(isinstance(name, str) and bool(name), "logits_processors", name, "named by text that is not empty")
+        require(callable(function), f"logits_processors[{name!r}]", function, "a function")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -24,9 +25,13 @@ T = TypeVar("T")
 
 
 class Runner:
-    """Runs scheduled steps. A step that holds any other is compiled before the first one runs."""
+    """Runs scheduled steps. A step that holds any other is compiled before the first one runs.
 
-    def __init__(self, params: Params, warm_up: WarmUp, tiers: PageTiers | None):
+    `fail` is told what is raised in the middle of something: the cache is donated to each step, and gone with it.
+    """
+
+    def __init__(self, params: Params, warm_up: WarmUp, tiers: PageTiers | None, fail: Callable[[BaseException], None]):
+        self._fail = fail
         compiler = warm_up.compiler
         self.buckets = compiler.buckets
         self.compiled_steps, self._copier = warm_up.steps, warm_up.copier
@@ -46,18 +51,19 @@ class Runner:
 
         What depends on structures is left to `draw`, where that can be drawn apart.
         """
-        self._make_copies(step.copies)
-        bucket, compiled = self.compiled_steps.choose(step)
-        draw = self.compiled_steps.draws.get(bucket.draw) if step.needs_masks else None
-        arguments = self._lay_out(step, bucket, self._before, draws_apart=draw is not None)
-        output, self._drawn, self._cache = compiled(self._params, self._cache, self._drawn, *arguments)
-        self._before = step.chunks.rows
-        self._undrawn = None if draw is None else (draw, *arguments[:2])
-        if isinstance(output, VerifyOutput):
-            return output
-        # What nobody reads is not copied to the host.
-        prompt, ends = output.prompt if step.described else None, None if draw is None else output.ends
-        return replace(output, prompt=prompt, ends=ends)
+        with self._reported_failures():
+            self._make_copies(step.copies)
+            bucket, compiled = self.compiled_steps.choose(step)
+            draw = self.compiled_steps.draws.get(bucket.draw) if step.needs_masks else None
+            arguments = self._lay_out(step, bucket, self._before, draws_apart=draw is not None)
+            output, self._drawn, self._cache = compiled(self._params, self._cache, self._drawn, *arguments)
+            self._before = step.chunks.rows
+            self._undrawn = None if draw is None else (draw, *arguments[:2])
+            if isinstance(output, VerifyOutput):
+                return output
+            # What nobody reads is not copied to the host.
+            prompt, ends = output.prompt if step.described else None, None if draw is None else output.ends
+            return replace(output, prompt=prompt, ends=ends)
 
     @property
     def draws_apart(self) -> bool:
@@ -68,18 +74,20 @@ class Runner:
         """Begins to draw what the last step that was launched has left to be drawn; returns its output with that."""
         if self._undrawn is None:
             return output
-        (draw, batch, sampling), self._undrawn = self._undrawn, None
-        state, sampling = (self._params, self._cache, self._drawn), add_masks(step, sampling)
-        if isinstance(output, VerifyOutput):
-            drawn, self._drawn = draw(*state, batch, sampling, output.hidden)
-            return replace(drawn, hidden=output.hidden)
-        drawn, self._drawn = draw(*state, last_tokens(batch), sampling, output.ends)
-        return replace(drawn, hidden=output.hidden, prompt=output.prompt)
+        with self._reported_failures():
+            (draw, batch, sampling), self._undrawn = self._undrawn, None
+            state, sampling = (self._params, self._cache, self._drawn), add_masks(step, sampling)
+            if isinstance(output, VerifyOutput):
+                drawn, self._drawn = draw(*state, batch, sampling, output.hidden)
+                return replace(drawn, hidden=output.hidden)
+            drawn, self._drawn = draw(*state, last_tokens(batch), sampling, output.ends)
+            return replace(drawn, hidden=output.hidden, prompt=output.prompt)
 
     def read(self, output: StepOutput | VerifyOutput) -> StepOutput | VerifyOutput:
         """Waits for what `launch` has begun and returns it as host arrays."""
-        # States stay on the device: nobody but a drafter wants them.
-        return replace(jax.device_get(replace(output, hidden=None)), hidden=output.hidden)
+        # An interrupt does no harm: it can be read again. States stay on the device: only drafters want them.
+        with self._reported_failures(Exception):
+            return replace(jax.device_get(replace(output, hidden=None)), hidden=output.hidden)
 
     def run(self, step: Step) -> StepOutput | VerifyOutput:
         """Computes the step and returns its output as host arrays."""
@@ -87,14 +95,24 @@ class Runner:
 
     def read_pages(self, copies: PageCopies, pages: Sequence[int]) -> list[Content]:
         """Returns what pages hold after copies that are still to be made."""
-        self._make_copies(copies)
-        return self._copier.read(self._cache, pages)
+        with self._reported_failures():
+            self._make_copies(copies)
+            return self._copier.read(self._cache, pages)
 
     def lend_cache(self, copies: PageCopies, compute: Callable[[KVCache], tuple[T, KVCache]]) -> T:
         """Lets `compute` have the cache, after copies that are still to be made, and returns its result."""
-        self._make_copies(copies)
-        result, self._cache = compute(self._cache)
-        return result
+        with self._reported_failures():
+            self._make_copies(copies)
+            result, self._cache = compute(self._cache)
+            return result
+
+    @contextlib.contextmanager
+    def _reported_failures(self, kind: type[BaseException] = BaseException) -> Iterator[None]:
+        try:
+            yield
+        except kind as error:
+            self._fail(error)
+            raise
 
     def _make_copies(self, copies: PageCopies) -> None:
         for batch in copies.batches(self._copier.max_width):

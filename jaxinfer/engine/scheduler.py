@@ -91,12 +91,16 @@ class Scheduler:
     def metrics(self) -> Metrics:
         return Metrics(
             num_running=len(self._running),
-            num_waiting=len(self._requests) - len(self._running),
+            num_waiting=self._num_waiting,
             **self._tables.pages.counts(),
             num_drafts=() if self._speculation is None else self._speculation.num_drafts,
             **vars(self._tally),
             tiers=() if self.tiers is None else self.tiers.metrics(),
         )
+
+    @property
+    def _num_waiting(self) -> int:
+        return len(self._requests) - len(self._running) - len(self._leaving)
 
     def check_room(self, count: int) -> None:
         """Raises QueueFullError where `count` requests more would be too many."""
@@ -117,6 +121,10 @@ class Scheduler:
         self._deadlines.enter(request)
         for observer in self.observers:
             observer.arrived(request)
+
+    def take_error(self) -> Exception | None:
+        """Returns what a drafter has raised since the last time; steps are computed and committed without it."""
+        return None if self._speculation is None else self._speculation.take_error()
 
     def find(self, request_id: int) -> Request | None:
         """Returns an unfinished request."""
@@ -162,8 +170,7 @@ class Scheduler:
             chunks = go_on(chunks, self._tables, self._decode_loop_steps)
         for observer in self.observers:
             observer.scheduled(began, self.metrics())
-        somebody_waits = len(self._requests) > len(self._running)
-        return Step(chunks, self.copies, somebody_waits, began, after is not None) if chunks else None
+        return Step(chunks, self.copies, self._num_waiting > 0, began, after is not None) if chunks else None
 
     def commit(self, step: Step, output: Any) -> list[Delta]:
         """Enters a step's result (`StepOutput` of host arrays, one row per chunk); frees what is finished."""
@@ -226,6 +233,8 @@ class Scheduler:
 
     def _forget(self, request: Request) -> None:
         self._running.leave(request)
+        if request in self._leaving:
+            self._leaving.remove(request)
         self._waiting.leave(request)
         if self._speculation is not None:
             self._speculation.forget(request)

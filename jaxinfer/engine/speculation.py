@@ -7,8 +7,9 @@ tokens (`draft_decision`).
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +51,7 @@ class Speculation:
         self._attempt = Attempt()
         self.source = DraftSource(drafter, clock)
         self._decision = None if costs is None else Decision(self.source, costs, max_tokens, clock)
+        self._error: Exception | None = None  # that the drafter has raised
         self.num_drafts: tuple[int, ...] = ()  # of each request in the last step in which all decoded
 
     def lets_pass(self, step: Step) -> bool:
@@ -77,7 +79,9 @@ class Speculation:
         if self._decision is not None and self._decision.plain_runs.is_wanted:
             return chunks
         began = self._clock()
-        drafts = self._propose(chunks, tables)
+        drafts: Sequence[Drafts] = [[] for _ in chunks]
+        with self._noted_errors():
+            drafts = self._propose(chunks, tables)
         self._attempt.seconds = self._clock() - began
         self.num_drafts = tuple(map(len, drafts))
         return replace(chunks, drafts=drafts)
@@ -87,10 +91,11 @@ class Speculation:
 
         `hidden` are the states of its tokens, for drafters that begin with them.
         """
-        if self.source.device_drafter is not None:
-            self.source.device_drafter.observe(step, emitted, hidden)
-        if self._decision is not None:
-            self._decision.observe(step, emitted, seconds, self._attempt)
+        with self._noted_errors():
+            if self.source.device_drafter is not None:
+                self.source.device_drafter.observe(step, emitted, hidden)
+            if self._decision is not None:
+                self._decision.observe(step, emitted, seconds, self._attempt)
 
     def prepare(self, target: Target) -> None:
         """Compiles what drafting for this target needs; again for a cache of another size."""
@@ -128,7 +133,22 @@ class Speculation:
 
     def forget(self, request: Request) -> None:
         """Is told that a request has ended."""
-        self.source.forget(request)
+        with self._noted_errors():
+            self.source.forget(request)
+
+    def take_error(self) -> Exception | None:
+        """Returns what the drafter has raised first since the last time."""
+        error, self._error = self._error, None
+        return error
+
+    @contextlib.contextmanager
+    def _noted_errors(self) -> Iterator[None]:
+        """Keeps what a drafter raises until the step is computed and committed: no request depends on a drafter."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"raised by the drafter {type(self.source.drafter).__name__}; no token was lost by it")
+            self._error = self._error or error
 
     def _propose(self, chunks: Chunks, tables: BlockTables) -> Sequence[Drafts]:
         nothing: list[Drafts] = [[] for _ in chunks]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any, TypedDict, get_args
 
@@ -22,6 +23,16 @@ class Terms(TypedDict, total=False):
     tenant: str
     deadline: float | None
     cache_salt: str | None
+
+
+def check_names(terms: Mapping[str, Any]) -> None:
+    """Raises TypeError for arguments that are no terms."""
+    unknown = sorted(terms.keys() - Terms.__annotations__.keys())
+    if unknown:
+        raise TypeError(
+            f"unknown argument {unknown[0]}={terms[unknown[0]]!r}; the terms of a request are"
+            f" {', '.join(Terms.__annotations__)}, and how its tokens are chosen is said by SamplingParams"
+        )
 
 
 def checked_priority(priority: Any) -> Priority:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from jaxinfer.cache import page_bytes
 from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
@@ -82,10 +85,41 @@ def test_terms_that_cannot_be_honoured_are_refused(llm, method, name, value):
 
 @pytest.mark.parametrize("method", ["add", "generate", "stream"])
 def test_terms_that_do_not_exist_are_refused(llm, method):
-    with pytest.raises(TypeError, match="salt"):
+    message = r"^unknown argument salt='a'; the terms of a request are priority, tenant, deadline, cache_salt"
+    with pytest.raises(TypeError, match=message):
         getattr(llm, method)([5, 6], GREEDY, salt="a")
 
     assert not llm.has_unfinished
+
+
+WRONG_ARGUMENTS = {
+    "model": ({"model": 5}, "model=5 is not allowed: model must be a folder or Hub id"),
+    "empty mapping": ({"config": {}}, r"config={} is not allowed: config must be an EngineConfig"),
+    "sampling": ({"config": SamplingParams()}, r"config=SamplingParams\(.*must be an EngineConfig"),
+    "processors": ({"logits_processors": ["a"]}, r"logits_processors=\['a'\] is not allowed.*mapping"),
+    "no function": ({"logits_processors": {"a": 5}}, r"logits_processors\['a'\]=5 is not allowed.*a function"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG_ARGUMENTS.values(), ids=WRONG_ARGUMENTS)
+def test_the_llm_refuses_arguments_of_wrong_types_by_name(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(**arguments)
+
+
+def test_generate_refuses_what_is_no_truth_value(llm):
+    with pytest.raises(ValueError, match="show_progress='no' is not allowed"):
+        llm.generate([5], GREEDY, show_progress="no")
+
+
+@pytest.mark.parametrize("array", [np.array, jnp.array, torch.tensor], ids=["numpy", "jax", "torch"])
+def test_arrays_are_prompts(llm, array):
+    expected = [llm.generate(prompt, GREEDY, show_progress=False)[0].token_ids for prompt in ([5, 6], [7, 8])]
+
+    for prompts in ([array([5, 6]), array([7, 8])], array([[5, 6], [7, 8]])):
+        assert [c.token_ids for c in llm.generate(prompts, GREEDY, show_progress=False)] == expected
+    assert llm.generate(array([5, 6]), GREEDY, show_progress=False)[0].token_ids == expected[0]
+    assert list(llm.stream(array([7, 8]), GREEDY))[-1].completion.token_ids == expected[1]
 
 
 def test_one_bad_prompt_of_many_is_named_and_nothing_is_computed(llm):
@@ -123,7 +157,7 @@ def test_more_log_probs_than_compiled_are_refused(llm, name, limit):
 def test_more_samples_than_a_prompt_may_have_are_refused(llm, name):
     message = rf"^{name}=50000000 is more than max_samples=128; ask for fewer or raise EngineConfig.max_samples"
     with pytest.raises(ValueError, match=message):
-        llm.add("x", SamplingParams(**{"max_tokens": 1, name: 50_000_000}))
+        llm.add("x", dataclasses.replace(SamplingParams(max_tokens=1), **{name: 50_000_000}))
 
     assert not llm.has_unfinished
 
