@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Self
 
 from tqdm import tqdm
 
-from jaxinfer.batch_job.output import OutputFile
+from jaxinfer.batch_job.output import Done, OutputFile
 from jaxinfer.batch_job.records import (
     InvalidLine,
     Request,
     completion_line,
-    custom_id_of,
+    digest_of,
     error_line,
     read_requests,
 )
+from jaxinfer.engine.request import QueueFullError
 from jaxinfer.engine.samples import in_order
 
 if TYPE_CHECKING:
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a run of a job did: `num_done_before` of `num_requests` were in the output already."""
+    """What a run of a job did: `num_done_before` of `num_requests` were in the output already, some with an error."""
 
     num_requests: int
     num_done_before: int
+    num_errors_before: int
     num_completed: int
     num_errors: int
     num_tokens: int  # generated, in this run
@@ -49,27 +51,35 @@ def run_batch(
 
     A line of the input is `{"custom_id": str, "prompt": str or token ids, ...fields of SamplingParams}`; one
     that is no such request gets a record with `error`. At most `max_in_flight` requests are in the engine at
-    a time; of the files only the custom_ids are held in memory. Killed at any moment and called again, it
-    yields the records of an undisturbed run, perhaps in another order (each has its `line`). A request whose
-    record is deleted from the output is done again.
+    a time, with priority "batch"; of the files only custom_ids and digests of lines are held in memory. Killed at
+    any moment and called again, it yields the records of an undisturbed run, perhaps in another order (each has its
+    `line`). A request whose record is deleted from the output is done again.
 
-    ValueError, with the output unchanged: it is in use by another job, or does not belong to this input.
+    ValueError, with the output unchanged: it is in use by another job, or what its records were `made_by` is not
+    this `llm.identity()` and these lines. OSError when a record cannot be written: the job can be run again.
     """
     if max_in_flight < 1:
         raise ValueError(f"max_in_flight is {max_in_flight}; give at least 1")
     input_path, output_path = Path(input_path), Path(output_path)
     check_paths(input_path, output_path)
+    identity = llm.identity()
     with OutputFile(output_path) as output, input_path.open("rb") as lines:
-        done = output.read_done()
-        num_requests = _count_requests(lines, done, output_path)
+        done = output.read_done(identity)
+        num_requests = _count_requests(lines, done, input_path, output_path)
         output.drop_incomplete()
         lines.seek(0)
         bar = tqdm(total=num_requests, initial=len(done), disable=not show_progress, unit="request")
-        with bar, _Job(llm, output, bar) as job:
-            job.run(read_requests(lines, done), max_in_flight)
+        with bar, _Job(llm, identity, output, bar) as job:
+            try:
+                job.run(read_requests(lines, done), max_in_flight)
+            except KeyboardInterrupt:
+                num_done = len(done) + job.num_completed + job.num_errors
+                progress = f"{num_done} of {num_requests} requests done"
+                raise KeyboardInterrupt(f"interrupted with {progress}; run it again to finish the rest") from None
     return Summary(
         num_requests=num_requests,
         num_done_before=len(done),
+        num_errors_before=sum(record.has_error for record in done.values()),
         num_completed=job.num_completed,
         num_errors=job.num_errors,
         num_tokens=job.num_tokens,
@@ -88,21 +98,22 @@ def check_paths(input_path: str | Path, output_path: str | Path) -> None:
         raise ValueError(f"{output_path} is the input itself; give another output")
     if not output_path.parent.is_dir():
         raise ValueError(f"{output_path.parent} is no folder; create it or give another output")
+    with OutputFile(output_path):
+        pass
 
 
-def _count_requests(lines: Iterable[bytes], done: Mapping[int, str | None], output_path: Path) -> int:
-    """Counts the lines that are not blank; ValueError when a `done` one has another custom_id."""
+def _count_requests(lines: Iterable[bytes], done: Mapping[int, Done], input_path: Path, output_path: Path) -> int:
+    """Counts the lines that are not blank; ValueError when a `done` one is not what it was."""
     num_requests = num_matched = 0
     for line, raw in enumerate(lines, 1):
         is_request = bool(raw.strip())
         num_requests += is_request
         if line not in done:
             continue
-        custom_id = custom_id_of(raw) if is_request else None
-        if custom_id != done[line] or not is_request:
+        if digest_of(raw) != done[line].digest:
             raise ValueError(
-                f"{output_path} belongs to another input: line {line} has custom_id {custom_id!r} here and "
-                f"{done[line]!r} there; nothing was changed, give another output"
+                f"{output_path} has a record of another line {line} than {input_path} has now; nothing was changed, "
+                "restore the line, delete its record to do it again, or give another output"
             )
         num_matched += 1
     if num_matched < len(done):
@@ -116,11 +127,13 @@ def _count_requests(lines: Iterable[bytes], done: Mapping[int, str | None], outp
 class _Job:
     """The requests of one run that the engine has, and what became of the others."""
 
-    def __init__(self, llm: LLM, output: OutputFile, bar: tqdm) -> None:
+    def __init__(self, llm: LLM, identity: Mapping[str, str], output: OutputFile, bar: tqdm) -> None:
         self._llm = llm
+        self._identity = identity
         self._output = output
         self._bar = bar
         self._in_flight: dict[int, Request] = {}
+        self._held_back: Request | None = None  # until the engine has room
         self._completions: dict[int, list[Completion]] = {}  # of requests with samples to come
         self._started_at = time.monotonic()
         self.num_completed = 0
@@ -140,23 +153,25 @@ class _Job:
         return time.monotonic() - self._started_at
 
     def run(self, entries: Iterator[Request | InvalidLine], max_in_flight: int) -> None:
-        try:
-            while self._submit(entries, max_in_flight):
-                self._step()
-        except KeyboardInterrupt:
-            progress = f"{self._bar.n} of {self._bar.total} requests done"
-            raise KeyboardInterrupt(f"interrupted with {progress}; run it again to finish the rest") from None
+        while self._submit(entries, max_in_flight):
+            self._step()
 
     def _submit(self, entries: Iterator[Request | InvalidLine], max_in_flight: int) -> bool:
         """Fills the engine up; false when there is nothing left to run."""
-        while len(self._in_flight) < max_in_flight and (entry := next(entries, None)) is not None:
+        while len(self._in_flight) < max_in_flight and (entry := self._held_back or next(entries, None)) is not None:
+            self._held_back = None
             if isinstance(entry, InvalidLine):
-                self._record_error(entry.line, entry.custom_id, entry.message)
+                self._record_error(entry, entry.message)
                 continue
             try:
-                request_id = self._llm.add(entry.prompt, entry.sampling_params)
+                request_id = self._llm.add(entry.prompt, entry.sampling_params, priority="batch")
+            except QueueFullError as error:
+                if self._llm.has_unfinished:  # which leave room when they end
+                    self._held_back = entry
+                    return True
+                self._record_error(entry, str(error))
             except ValueError as error:
-                self._record_error(entry.line, entry.custom_id, str(error))
+                self._record_error(entry, str(error))
             else:
                 self._in_flight[request_id] = entry
         return bool(self._in_flight)
@@ -183,12 +198,13 @@ class _Job:
         # Someone else has aborted it: it is not done, and the next run does it.
         if any(completion.finish_reason == "abort" for completion in completions):
             return
-        self._output.append(completion_line(request, in_order(completions, request.sampling_params)))
+        completions = in_order(completions, request.sampling_params)
+        self._output.append(completion_line(request, completions, self._identity))
         self.num_completed += 1
         self._advance()
 
-    def _record_error(self, line: int, custom_id: str | None, message: str) -> None:
-        self._output.append(error_line(line, custom_id, message))
+    def _record_error(self, entry: Request | InvalidLine, message: str) -> None:
+        self._output.append(error_line(entry, message, self._identity))
         self.num_errors += 1
         self._advance()
 

@@ -6,21 +6,33 @@ import fcntl
 import os
 import stat
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
-from jaxinfer.batch_job.records import RECORD_START, parse_record
+from jaxinfer.batch_job.records import RECORD_START, Record, parse_record
 
 FSYNC_SECONDS = 5.0  # What a power cut may cost; a killed process loses nothing, since each record is written at once.
+
+
+class Done(NamedTuple):
+    """What is kept of a record: the digest of its input line, and whether it has an error."""
+
+    digest: str
+    has_error: bool
 
 
 class OutputFile:
     """Locked from opening to closing, also by the end of the process, however it ends."""
 
     def __init__(self, path: Path) -> None:
-        """Opens or creates the file; ValueError when it is in use or no regular file."""
+        """Opens or creates the file; ValueError when it is in use, no regular file or cannot be written."""
         self._path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written ({error.strerror}); give another output") from None
         self._complete_bytes = 0
         self._synced_at = time.monotonic()
         try:
@@ -34,13 +46,14 @@ class OutputFile:
 
     def __exit__(self, *_: object) -> None:
         try:
-            os.fsync(self._fd)
+            with self._explained():
+                os.fsync(self._fd)
         finally:
             os.close(self._fd)
 
-    def read_done(self) -> dict[int, str | None]:
-        """Reads line -> custom_id of all records; ValueError when there is anything else."""
-        done: dict[int, str | None] = {}
+    def read_done(self, identity: Mapping[str, str]) -> dict[int, Done]:
+        """Reads the records by line; ValueError when an engine of another identity made one, or it is none."""
+        done: dict[int, Done] = {}
         self._complete_bytes = 0
         with os.fdopen(os.dup(self._fd), "rb") as file:
             file.seek(0)
@@ -48,10 +61,11 @@ class OutputFile:
                 if not raw.endswith(b"\n"):
                     self._check_beginning(raw, number)
                     break
-                line, custom_id = self._parse(raw, number)
-                if line in done:
-                    raise self._refusal(number, f"a second record of input line {line}")
-                done[line] = custom_id
+                record = self._parse(raw, number)
+                if record.line in done:
+                    raise self._refusal(number, f"is a second record of input line {record.line}")
+                self._check_identity(record, identity, number)
+                done[record.line] = Done(record.digest, record.has_error)
                 self._complete_bytes += len(raw)
         return done
 
@@ -60,13 +74,25 @@ class OutputFile:
         os.ftruncate(self._fd, self._complete_bytes)
 
     def append(self, record: bytes) -> None:
-        """Writes one record, from which moment it survives the process."""
+        """Writes one record, from which moment it survives the process; OSError when there is no room for it."""
         rest = memoryview(record)
-        while rest:
-            rest = rest[os.write(self._fd, rest) :]
-        if time.monotonic() - self._synced_at >= FSYNC_SECONDS:
-            os.fsync(self._fd)
-            self._synced_at = time.monotonic()
+        with self._explained():
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+            if time.monotonic() - self._synced_at >= FSYNC_SECONDS:
+                os.fsync(self._fd)
+                self._synced_at = time.monotonic()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Adds the file and the way out to what the system says."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(
+                f"{self._path} cannot be written ({error.strerror}); what it has is kept, so make room and run the job"
+                " again to finish the rest"
+            ) from error
 
     def _lock(self) -> None:
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
@@ -76,15 +102,21 @@ class OutputFile:
         except BlockingIOError:
             raise ValueError(f"another job is writing to {self._path}; wait for it or give another output") from None
 
-    def _parse(self, raw: bytes, number: int) -> tuple[int, str | None]:
+    def _parse(self, raw: bytes, number: int) -> Record:
         try:
             return parse_record(raw)
         except ValueError as error:
-            raise self._refusal(number, str(error)) from None
+            raise self._refusal(number, f"is {error}") from None
+
+    def _check_identity(self, record: Record, identity: Mapping[str, str], number: int) -> None:
+        for aspect in sorted(identity.keys() | record.identity.keys()):
+            there, here = record.identity.get(aspect), identity.get(aspect)
+            if there != here:
+                raise self._refusal(number, f"was made with {aspect}={there}, and this run has {aspect}={here}")
 
     def _check_beginning(self, raw: bytes, number: int) -> None:
         if not (raw.startswith(RECORD_START) or RECORD_START.startswith(raw)):
-            raise self._refusal(number, "not the beginning of a record of a batch job")
+            raise self._refusal(number, "is not the beginning of a record of a batch job")
 
     def _refusal(self, number: int, reason: str) -> ValueError:
-        return ValueError(f"line {number} of {self._path} is {reason}; nothing was changed, give another output")
+        return ValueError(f"line {number} of {self._path} {reason}; nothing was changed, give another output")

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 PARAMETERS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 SEED_BYTES = 8  # SamplingParams.seed has 64 bits
+DIGEST_BYTES = 8  # of an input line
 
 # Each output line begins with this, which tells a record that broke off from somebody else's file.
 RECORD_START = b'{"line": '
@@ -30,6 +31,7 @@ class Request:
 
     line: int
     custom_id: str
+    digest: str  # of the line
     prompt: str | tuple[int, ...]
     sampling_params: SamplingParams
 
@@ -40,21 +42,38 @@ class InvalidLine:
 
     line: int
     custom_id: str | None
+    digest: str  # of the line
     message: str
 
 
-def read_requests(lines: Iterable[bytes], done: Mapping[int, str | None]) -> Iterator[Request | InvalidLine]:
-    """Reads the lines that are neither blank nor `done` (line -> custom_id), in order, one at a time."""
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A line of the output: which line of the input it is of, its digest then, the engine's identity, and an error."""
+
+    line: int
+    digest: str
+    identity: dict[str, str]
+    has_error: bool
+
+
+def digest_of(raw: bytes) -> str:
+    """Returns what tells an input line from another, white space around it apart."""
+    return blake2b(raw.strip(), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def read_requests(lines: Iterable[bytes], done: Container[int]) -> Iterator[Request | InvalidLine]:
+    """Reads the lines that are neither blank nor `done`, in order, one at a time."""
     seen: set[str | None] = set()
     for line, raw in enumerate(lines, 1):
         if line in done:
-            seen.add(done[line])
+            seen.add(custom_id_of(raw))
         elif raw.strip():
             entry = parse_request(raw, line)
             is_repeated = entry.custom_id is not None and entry.custom_id in seen
             seen.add(entry.custom_id)
             message = f"custom_id {entry.custom_id!r} is used on an earlier line; give each request its own"
-            yield InvalidLine(line=line, custom_id=entry.custom_id, message=message) if is_repeated else entry
+            repeated = InvalidLine(line=line, custom_id=entry.custom_id, digest=entry.digest, message=message)
+            yield repeated if is_repeated else entry
 
 
 def parse_request(raw: bytes, line: int) -> Request | InvalidLine:
@@ -64,12 +83,13 @@ def parse_request(raw: bytes, line: int) -> Request | InvalidLine:
     again draws what an undisturbed one would.
     """
     fields: dict[str, Any] = {}
+    digest = digest_of(raw)
     try:
         fields = _parse_object(raw)
-        return _request(fields, line)
+        return _request(fields, line, digest)
     # math.isfinite does not take the integers beyond float64 that JSON can write.
     except (ValueError, OverflowError) as error:
-        return InvalidLine(line=line, custom_id=_custom_id(fields), message=str(error))
+        return InvalidLine(line=line, custom_id=_custom_id(fields), digest=digest, message=str(error))
 
 
 def custom_id_of(raw: bytes) -> str | None:
@@ -80,10 +100,11 @@ def custom_id_of(raw: bytes) -> str | None:
         return None
 
 
-def completion_line(request: Request, completions: Sequence[Completion]) -> bytes:
+def completion_line(request: Request, completions: Sequence[Completion], identity: Mapping[str, str]) -> bytes:
     """Formats the result of a request, line end included; infinite log probabilities become null.
 
     Where several samples were asked for they stand in `samples`, by sample_index, or best first with `best_of`.
+    `identity` is that of the engine.
     """
     record: dict[str, Any] = {"line": request.line, "custom_id": request.custom_id}
     if request.sampling_params.n == 1:
@@ -92,7 +113,7 @@ def completion_line(request: Request, completions: Sequence[Completion]) -> byte
         record["samples"] = [_sample(request, c) | {"sample_index": c.sample_index} for c in completions]
     record["num_prompt_tokens"] = len(completions[0].prompt_token_ids)
     record["seed"] = completions[0].seed
-    return _format(record)
+    return _format(record | {"made_by": {**identity, "line": request.digest}})
 
 
 def _sample(request: Request, completion: Completion) -> dict[str, Any]:
@@ -111,13 +132,14 @@ def _sample(request: Request, completion: Completion) -> dict[str, Any]:
     return sample
 
 
-def error_line(line: int, custom_id: str | None, message: str) -> bytes:
-    """Formats the record of a line that could not become a request, line end included."""
-    return _format({"line": line, "custom_id": custom_id, "error": message})
+def error_line(entry: Request | InvalidLine, message: str, identity: Mapping[str, str]) -> bytes:
+    """Formats the record of a line that could not become a request of the engine's, line end included."""
+    record = {"line": entry.line, "custom_id": entry.custom_id, "error": message}
+    return _format(record | {"made_by": {**identity, "line": entry.digest}})
 
 
-def parse_record(raw: bytes) -> tuple[int, str | None]:
-    """Reads `line` and `custom_id` of an output line; ValueError when this module has not written it."""
+def parse_record(raw: bytes) -> Record:
+    """Reads an output line; ValueError when this module has not written it."""
     record: dict[str, Any] = {}
     if raw.startswith(RECORD_START):
         with contextlib.suppress(ValueError):
@@ -126,7 +148,10 @@ def parse_record(raw: bytes) -> tuple[int, str | None]:
     is_result = "error" in record or (("token_ids" in record or "samples" in record) and custom_id is not None)
     if type(line) is not int or line < 1 or not isinstance(custom_id, str | None) or not is_result:
         raise ValueError("not a record of a batch job")
-    return line, custom_id
+    made_by = record.get("made_by")
+    if not isinstance(made_by, dict) or not isinstance(made_by.get("line"), str):
+        raise ValueError("a record of an older version, which does not tell what it was made by")
+    return Record(line=line, digest=made_by.pop("line"), identity=made_by, has_error="error" in record)
 
 
 def _parse_object(raw: bytes) -> dict[str, Any]:
@@ -153,7 +178,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _request(fields: dict[str, Any], line: int) -> Request:
+def _request(fields: dict[str, Any], line: int, digest: str) -> Request:
     custom_id = _custom_id(fields)
     if custom_id is None:
         raise ValueError(f"custom_id is {_kind(fields.get('custom_id'))}; give each request a string of its own")
@@ -170,7 +195,7 @@ def _request(fields: dict[str, Any], line: int) -> Request:
     if parameters.get("seed") is None:
         parameters["seed"] = _seed(line, custom_id)
     params = SamplingParams(**parameters)
-    return Request(line=line, custom_id=custom_id, prompt=_prompt(fields), sampling_params=params)
+    return Request(line=line, custom_id=custom_id, digest=digest, prompt=_prompt(fields), sampling_params=params)
 
 
 def _biases(biases: dict[str, Any]) -> list[tuple[int, Any]]:

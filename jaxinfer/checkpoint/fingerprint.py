@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 
-def fingerprint(path: Path) -> str:
-    """Returns a digest of all weights and of config.json; it reads every byte, at the speed of the disk or 1 GB/s."""
-    files = sorted([path / "config.json", *path.glob("*.safetensors")])
+def fingerprint(path: Path, others: Iterable[str] = ()) -> str:
+    """Returns a digest of all weights, of config.json and of the `others` that the checkpoint has.
+
+    It reads every byte, at the speed of the disk or 1 GB/s.
+    """
+    present = [path / name for name in others if (path / name).is_file()]
+    files = sorted([path / "config.json", *path.glob("*.safetensors"), *present])
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
         digests = list(pool.map(_digest, files))
     whole = hashlib.blake2b(digest_size=32)

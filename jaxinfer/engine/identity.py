@@ -1,8 +1,9 @@
-"""Whose pages they are: what has to be the same for a page that was computed elsewhere to be a page here."""
+"""Where pages and texts come from: what has to be the same for those that were computed elsewhere to be used here."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -11,6 +12,11 @@ from jaxinfer.checkpoint.fingerprint import fingerprint
 from jaxinfer.config import CacheConfig, ModelConfig
 from jaxinfer.device import describe_cpu
 from jaxinfer.engine.page_window import PageWindow
+
+if TYPE_CHECKING:
+    from jaxinfer.engine.admission import Admission
+
+DIGEST_LEN = 16  # hexadecimal digits
 
 
 def page_identity(
@@ -33,4 +39,22 @@ def page_identity(
         # Another CPU or another version may add up in another order.
         "platform": f"cpu: {describe_cpu()}" if jax.default_backend() == "cpu" else jax.default_backend(),
         "versions": f"jaxinfer {__version__}, jax {jax.__version__}",
+    }
+
+
+def text_identity(path: Path, admission: Admission) -> dict[str, str]:
+    """Returns what the text of a request follows from beside the request, by aspects; it reads the whole checkpoint.
+
+    The machine and the versions are left out, though they may change the last bits: work may go on elsewhere. So are
+    logits processors, which nothing tells apart.
+    """
+    config = admission.engine_config
+    # The tokens that an endless request sees go by pages.
+    sinks = None if config.num_sink_tokens is None else f"{config.num_sink_tokens}, by pages of {config.page_size}"
+    return {
+        "model": fingerprint(path, ("tokenizer.json", "generation_config.json"))[:DIGEST_LEN],
+        "dtype": admission.cache_config.dtype,
+        "quantization": str(config.quantization),
+        "max_model_len": str(admission.max_model_len),
+        "num_sink_tokens": str(sinks),
     }

@@ -23,6 +23,7 @@ from jaxinfer.engine.compile_watch import CompileWatch
 from jaxinfer.engine.delivery import Delivery
 from jaxinfer.engine.drafters import Drafter
 from jaxinfer.engine.guard import Guard
+from jaxinfer.engine.identity import text_identity
 from jaxinfer.engine.interrupts import deferred_interrupts
 from jaxinfer.engine.metrics import Metrics
 from jaxinfer.engine.pipeline import Pipeline
@@ -79,8 +80,8 @@ class LLM:
         _check_types(model, config, logits_processors)
         enable_compilation_cache()
         self.engine_config = config
-        path = resolve_checkpoint(BUNDLED_MODEL if model is None else model)
-        self._model, self._dtype = path, (dtype := dtype or default_dtype())
+        self._path = path = resolve_checkpoint(BUNDLED_MODEL if model is None else model)
+        self._dtype = dtype = dtype or default_dtype()
         planned = plan_speculation(speculation, config, dtype)
         params, self.model_config = load_target(path, config, dtype, planned, show_progress=show_progress)
         self.tokenizer = Tokenizer.from_path(path)
@@ -122,7 +123,7 @@ class LLM:
         model, config = self.model_config, self.engine_config
         state = "closed" if self._guard.is_closed else f"{self._scheduler.num_unfinished} unfinished requests"
         return (
-            f"<LLM {self._model}: {model.num_layers} layers of hidden_size={model.hidden_size}, {self._dtype},"
+            f"<LLM {self._path}: {model.num_layers} layers of hidden_size={model.hidden_size}, {self._dtype},"
             f" max_num_seqs={config.max_num_seqs}, {state}>"
         )
 
@@ -154,6 +155,11 @@ class LLM:
         with self._guard:
             self._runner.compiled_steps.wait(show_progress=show_progress)
             return self._warm_up.ready()
+
+    def identity(self) -> dict[str, str]:
+        """Returns what the text of a request follows from beside the request: see `text_identity`."""
+        self._guard.check()
+        return text_identity(self._path, self._admission)
 
     def metrics(self) -> Metrics:
         """Returns what runs, waits and is cached now, and what was computed since the start."""

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
 from jaxinfer.config import SamplingParams
-from jaxinfer.engine.request import Completion, Delta
+from jaxinfer.engine.request import Completion, Delta, QueueFullError
 
 MAX_PROMPT_TOKENS = 8
 MAX_RUNNING = 3
 
 
 class FakeLLM:
-    """Draws tokens from the seed and the prompt alone; raises `killed_by` after `steps_left` steps."""
+    """Draws tokens from the seed and the prompt alone; raises `killed_by` after `steps_left` steps.
 
-    def __init__(self, steps_left: int | None = None, killed_by: BaseException | None = None) -> None:
+    `room` is how many requests it takes at a time.
+    """
+
+    def __init__(
+        self, steps_left: int | None = None, killed_by: BaseException | None = None, room: float = math.inf
+    ) -> None:
+        self._room = room
         self._steps_left = steps_left
         self._killed_by = killed_by
         self._waiting: list[tuple[int, Any, SamplingParams]] = []
@@ -23,14 +30,23 @@ class FakeLLM:
         self._outbox: list[Delta] = []
         self.num_added = 0
         self.max_unfinished = 0
+        self.priorities: set[str] = set()
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self._waiting)
 
-    def add(self, prompt: str | tuple[int, ...], sampling_params: SamplingParams) -> int:
+    def identity(self) -> dict[str, str]:
+        return {"model": "fake", "dtype": "float32"}
+
+    def add(
+        self, prompt: str | tuple[int, ...], sampling_params: SamplingParams, *, priority: str = "interactive"
+    ) -> int:
         if len(prompt) > MAX_PROMPT_TOKENS:
             raise ValueError(f"prompt has {len(prompt)} tokens")
+        if len(self._waiting) + sampling_params.n > self._room:
+            raise QueueFullError(f"{sampling_params.n} more are too many")
+        self.priorities.add(priority)
         self.num_added += 1
         self._waiting.append((self.num_added, prompt, sampling_params))
         self.max_unfinished = max(self.max_unfinished, len(self._waiting))

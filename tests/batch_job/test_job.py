@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jaxinfer.batch_job import Summary, run_batch
+from jaxinfer.batch_job import Summary, check_paths, run_batch
 from jaxinfer.batch_job.output import OutputFile
+from jaxinfer.batch_job.records import InvalidLine, digest_of, error_line
 from jaxinfer.config import SamplingParams
 from tests.batch_job.fake_llm import FakeLLM
 
@@ -73,7 +75,7 @@ def test_a_second_run_does_nothing(folder, undisturbed):
     llm = FakeLLM()
     summary = run(folder, llm)
     assert (folder / "out.jsonl").read_bytes() == undisturbed
-    assert (llm.num_added, summary.num_done_before) == (0, 13)
+    assert (llm.num_added, summary.num_done_before, summary.num_errors_before) == (0, 13, 3)
 
 
 def test_a_job_resumes_from_every_byte_of_its_last_two_records(folder, undisturbed):
@@ -113,10 +115,35 @@ def test_the_engine_never_has_more_requests_than_allowed(folder, undisturbed, ma
 
 
 def test_an_interrupt_says_how_to_go_on_and_leaves_the_engine_free(folder):
+    run(folder)
+    lines = (folder / "out.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "out.jsonl").write_bytes(b"".join(lines[:4]))
     llm = FakeLLM(2, KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt, match=r"interrupted with \d of 13 requests done; run it again"):
+    with pytest.raises(KeyboardInterrupt) as caught:
         run(folder, llm)
+    num_done = len((folder / "out.jsonl").read_bytes().splitlines())
+    assert num_done > 4
+    assert str(caught.value) == f"interrupted with {num_done} of 13 requests done; run it again to finish the rest"
     assert not llm.has_unfinished
+
+
+@pytest.mark.parametrize("room", [1, 2])
+def test_a_full_queue_is_waited_for(folder, undisturbed, room):
+    run(folder, FakeLLM(room=room))
+    assert sorted((folder / "out.jsonl").read_bytes().splitlines()) == sorted(undisturbed.splitlines())
+
+
+def test_a_request_for_which_an_idle_engine_has_no_room_gets_an_error(folder):
+    (folder / "in.jsonl").write_text('{"custom_id": "a", "prompt": "p", "n": 3}\n{"custom_id": "b", "prompt": "p"}\n')
+    run(folder, FakeLLM(room=2))
+    records = [json.loads(raw) for raw in sorted_lines(folder / "out.jsonl")]
+    assert [record.get("error") for record in records] == ["3 more are too many", None]
+
+
+def test_requests_of_a_job_give_way_to_interactive_ones(folder):
+    llm = FakeLLM()
+    run(folder, llm)
+    assert llm.priorities == {"batch"}
 
 
 def test_an_engine_with_aborted_requests_of_another_job_can_be_used(folder, undisturbed):
@@ -133,13 +160,55 @@ def test_progress_counts_requests_and_tokens(folder, capsys):
     assert "tokens/s" in shown
 
 
+class OtherLLM(FakeLLM):
+    def identity(self) -> dict[str, str]:
+        return super().identity() | {"dtype": "bfloat16"}
+
+
+def test_an_output_of_another_engine_is_refused_with_the_difference_and_not_touched(folder, undisturbed):
+    (folder / "out.jsonl").write_bytes(undisturbed)
+    message = (
+        r"line 1 of .*out\.jsonl was made with dtype=float32, and this run has dtype=bfloat16; nothing was changed"
+    )
+    with pytest.raises(ValueError, match=message):
+        run(folder, OtherLLM())
+    assert (folder / "out.jsonl").read_bytes() == undisturbed
+
+
+@pytest.mark.parametrize(("before", "after"), [('"p0"', '"p1"'), ('"max_tokens": 1', '"max_tokens": 2')])
+def test_a_line_that_was_changed_since_its_record_is_refused_and_not_touched(folder, undisturbed, before, after):
+    (folder / "out.jsonl").write_bytes(undisturbed)
+    text = (folder / "in.jsonl").read_text(encoding="utf-8")
+    (folder / "in.jsonl").write_text(text.replace(before, after, 1), encoding="utf-8")
+    with pytest.raises(
+        ValueError, match=r"out\.jsonl has a record of another line 1 than .*in\.jsonl has now; nothing"
+    ):
+        run(folder)
+    assert (folder / "out.jsonl").read_bytes() == undisturbed
+
+
+def test_an_output_of_a_version_that_did_not_tell_what_made_it_is_refused(folder, undisturbed):
+    records = map(json.loads, undisturbed.splitlines())
+    old = [{name: value for name, value in record.items() if name != "made_by"} for record in records]
+    (folder / "out.jsonl").write_text("".join(json.dumps(record) + "\n" for record in old))
+    with pytest.raises(ValueError, match=r"line 1 of .* of an older version, .* made by; nothing was changed, give"):
+        run(folder)
+
+
+def record_of(line: int, raw: bytes = b"") -> bytes:
+    """A record as a job on FakeLLM would leave it of this line."""
+    return error_line(
+        InvalidLine(line=line, custom_id=None, digest=digest_of(raw), message=""), "e", FakeLLM().identity()
+    )
+
+
 FOREIGN = {
-    "another custom_id": b'{"line": 1, "custom_id": "x", "error": "e"}\n',
-    "a line that is blank": b'{"line": 2, "custom_id": null, "error": "e"}\n',
-    "a line past the end": b'{"line": 99, "custom_id": "x", "error": "e"}\n',
-    "a line done twice": b'{"line": 1, "custom_id": "\xc3\xa90", "error": "e"}\n' * 2,
+    "another line": record_of(3, b'{"custom_id": "x"}'),
+    "a line that is blank": record_of(2, b"{"),
+    "a line past the end": record_of(99),
+    "a line done twice": record_of(3, b"{") * 2,
     "a line that is no record": b'{"custom_id": "\xc3\xa90", "prompt": "p"}\n',
-    "a broken line not at the end": b'{"line": 1, "cust\n{"line": 3, "custom_id": null, "error": ""}\n',
+    "a broken line not at the end": b'{"line": 1, "cust\n' + record_of(3, b"{"),
     "text without line end": b"a letter",
     "zeros": bytes(8),
 }
@@ -148,7 +217,7 @@ FOREIGN = {
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_an_output_that_is_not_of_this_input_is_refused_and_not_touched(folder, kind):
     (folder / "out.jsonl").write_bytes(FOREIGN[kind])
-    with pytest.raises(ValueError, match=r"out\.jsonl .*; nothing was changed, give another output"):
+    with pytest.raises(ValueError, match=r"out\.jsonl .*; nothing was changed, .*give another output"):
         run(folder)
     assert (folder / "out.jsonl").read_bytes() == FOREIGN[kind]
 
@@ -167,6 +236,28 @@ def test_an_input_that_is_missing_or_not_a_file_is_refused_before_there_is_an_ou
         with pytest.raises(ValueError, match=r"in\.jsonl (does not exist|is not a regular file)"):
             run(tmp_path)
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_disk_that_is_full_is_named_with_the_way_out_and_the_job_resumes(folder, undisturbed):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(undisturbed) // 2, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"out\.jsonl cannot be written \(.+\); .* run the job again"):
+            run(folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (folder / "out.jsonl").stat().st_size == len(undisturbed) // 2
+
+    run(folder)
+
+    assert sorted((folder / "out.jsonl").read_bytes().splitlines()) == sorted(undisturbed.splitlines())
+
+
+@pytest.mark.parametrize("output", ["folder", "/dev/full", "/proc/out.jsonl"])
+def test_an_output_that_cannot_be_one_is_refused_with_its_paths(folder, output):
+    (folder / "folder").mkdir()
+    with pytest.raises(ValueError, match=rf"{output} .*; .*give"):
+        check_paths(folder / "in.jsonl", folder / output)
 
 
 def test_a_job_needs_room_for_a_request(folder):

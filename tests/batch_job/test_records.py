@@ -12,9 +12,11 @@ import pytest
 
 from jaxinfer.batch_job.records import (
     InvalidLine,
+    Record,
     Request,
     completion_line,
     custom_id_of,
+    digest_of,
     error_line,
     parse_record,
     parse_request,
@@ -35,6 +37,9 @@ COMPLETION = Completion(
     finish_reason="stop",
     seed=11,
 )
+
+
+IDENTITY = {"model": "m", "dtype": "float32"}
 
 
 def request(line: int = 4, **fields: Any) -> Request:
@@ -136,7 +141,7 @@ def test_blank_lines_count_but_are_no_requests():
     assert [entry.line for entry in read_requests(lines, {})] == [2, 4]
 
 
-@pytest.mark.parametrize("done", [{}, {1: "a"}])
+@pytest.mark.parametrize("done", [{}, {1}])
 def test_a_repeated_custom_id_is_refused_also_after_a_restart(done):
     lines = [b'{"custom_id": "a", "prompt": "p"}\n'] * 2
     *_, entry = read_requests(lines, done)
@@ -162,7 +167,8 @@ def test_the_seed_of_a_request_without_one_is_the_same_in_every_process():
 
 
 def test_a_result_has_everything_of_the_completion_on_one_line():
-    raw = completion_line(request(log_probs=2, prompt_log_probs=1), [COMPLETION])
+    entry = request(log_probs=2, prompt_log_probs=1)
+    raw = completion_line(entry, [COMPLETION], IDENTITY)
     assert raw.count(b"\n") == 1
     assert raw.endswith(b"\n")
     assert json.loads(raw) == {
@@ -177,25 +183,35 @@ def test_a_result_has_everything_of_the_completion_on_one_line():
         "finish_reason": "stop",
         "num_prompt_tokens": 3,
         "seed": 11,
+        "made_by": {"model": "m", "dtype": "float32", "line": entry.digest},
     }
 
 
 def test_alternatives_are_left_out_when_not_asked_for():
-    record = json.loads(completion_line(request(), [COMPLETION]))
+    record = json.loads(completion_line(request(), [COMPLETION], IDENTITY))
 
     assert not record.keys() & {"top_log_probs", "prompt_log_probs", "prompt_top_log_probs"}
-    record = json.loads(completion_line(request(prompt_log_probs=0), [COMPLETION]))
+    record = json.loads(completion_line(request(prompt_log_probs=0), [COMPLETION], IDENTITY))
     assert record["prompt_log_probs"] == [None, -2.0, None]
     assert "prompt_top_log_probs" not in record
 
 
 @pytest.mark.parametrize("custom_id", ["a", "", "中\u2028\n", "\ud800", None])
-def test_a_record_names_its_line_again(custom_id):
-    raws = [error_line(3, custom_id, "why \ud800")]
+def test_a_record_tells_again_what_it_is_of_and_what_made_it(custom_id):
+    invalid = InvalidLine(line=3, custom_id=custom_id, digest=digest_of(b"{"), message="why")
+    raws = [error_line(invalid, "why \ud800", IDENTITY)]
+    records = [Record(line=3, digest=invalid.digest, identity=IDENTITY, has_error=True)]
     if custom_id is not None:
-        raws.append(completion_line(request(custom_id=custom_id), [COMPLETION]))
-    assert [parse_record(raw) for raw in raws] == [(3, custom_id), (4, custom_id)][: len(raws)]
+        entry = request(custom_id=custom_id)
+        raws.append(completion_line(entry, [COMPLETION], IDENTITY))
+        records.append(Record(line=4, digest=entry.digest, identity=IDENTITY, has_error=False))
+    assert [parse_record(raw) for raw in raws] == records
     assert all(raw.count(b"\n") == 1 for raw in raws)
+
+
+def test_the_digest_of_a_line_is_of_its_content_without_the_space_around_it():
+    lines = [b'{"a": 1}', b' {"a": 1}\r\n', b'{"a": 2}', b""]
+    assert len({digest_of(line) for line in lines}) == 3
 
 
 NO_RECORDS = [
@@ -220,9 +236,9 @@ def test_other_lines_are_not_taken_for_records(raw):
 def test_several_samples_are_one_record():
     other = dataclasses.replace(COMPLETION, sample_index=1, text="other")
 
-    raw = completion_line(request(n=2), [COMPLETION, other])
+    raw = completion_line(request(n=2), [COMPLETION, other], IDENTITY)
 
     record = json.loads(raw)
     assert [(s["sample_index"], s["text"]) for s in record["samples"]] == [(0, COMPLETION.text), (1, "other")]
     assert (record["seed"], record["num_prompt_tokens"]) == (11, len(COMPLETION.prompt_token_ids))
-    assert parse_record(raw) == (4, "a")
+    assert parse_record(raw).line == 4
