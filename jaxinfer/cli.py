@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--quiet", action="store_true", help="no progress and no statistics")
         engine = command.add_argument_group("engine")
         engine.add_argument("--model", help="folder or name of a checkpoint; the bundled model when it is left out")
-        engine.add_argument("--dtype", help="type of the weights, such as float32 or bfloat16")
+        engine.add_argument("--dtype", help="type of the weights: float32, bfloat16, float16 or auto (default)")
         add_fields(engine, EngineConfig)
     return parser
 
@@ -178,13 +178,14 @@ def _batch(arguments: argparse.Namespace) -> None:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     config = from_arguments(EngineConfig, arguments)
-    from jaxinfer.device import default_dtype, describe_cpu
+    from jaxinfer.device import describe_cpu, resolve_dtype
     from jaxinfer.doctor import examine
     from jaxinfer.engine.llm import BUNDLED_MODEL
 
+    dtype = resolve_dtype(arguments.dtype)
     print(f"{describe_cpu()}; jax {version('jax')}, jaxlib {version('jaxlib')}", flush=True)
     findings = []
-    for finding in examine(arguments.model or BUNDLED_MODEL, config, arguments.dtype or default_dtype()):
+    for finding in examine(arguments.model or BUNDLED_MODEL, config, dtype):
         findings.append(finding)
         if finding.faults or not arguments.quiet:
             print(finding, flush=True)

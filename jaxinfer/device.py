@@ -10,6 +10,17 @@ import jax
 COMPILATION_CACHE = Path.home() / ".cache" / "jaxinfer" / "compilation"
 # Sets of instructions that decide by which routines a CPU multiplies.
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve", "sve2")
+# The formats of weights, by the names in use.
+DTYPES = {
+    "float32": "float32",
+    "fp32": "float32",
+    "float": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+}
 # The page pool where neither the user nor the device sets a limit.
 CPU_CACHE_BYTES = 2**30
 
@@ -22,6 +33,18 @@ def default_dtype() -> str:
     if device.platform == "gpu" and float(device.compute_capability) < 8.0:
         return "float16"
     return "bfloat16"
+
+
+def resolve_dtype(dtype: str | None) -> str:
+    """Returns the one of float32, bfloat16 and float16 that is meant, `default_dtype` for None or "auto"."""
+    if dtype is None or dtype == "auto":
+        return default_dtype()
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(
+            f"dtype={dtype!r} is not allowed: give auto, float32 (or fp32, float), bfloat16 (or bf16) or float16 (or"
+            " fp16, half)"
+        )
+    return DTYPES[dtype]
 
 
 def describe_cpu() -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import jax
 import pytest
 
-from jaxinfer import device
+from jaxinfer import LLM, device, load_checkpoint
 
 OPTIONS = (
     "jax_compilation_cache_dir",
@@ -57,6 +58,30 @@ def test_numbers_are_kept_in_the_widest_format_the_device_multiplies_natively(on
     on_device(platform, compute_capability=capability)
 
     assert device.default_dtype() == dtype
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "float32") for name in ("float32", "fp32", "float")),
+        *((name, "bfloat16") for name in ("bfloat16", "bf16")),
+        *((name, "float16") for name in ("float16", "fp16", "half")),
+        *((name, "native") for name in ("auto", None)),
+    ],
+)
+def test_a_number_format_has_its_usual_names(monkeypatch, name, dtype):
+    monkeypatch.setattr(device, "default_dtype", lambda: "native")
+
+    assert device.resolve_dtype(name) == dtype
+
+
+@pytest.mark.parametrize("make", [LLM, load_checkpoint], ids=["LLM", "load_checkpoint"])
+@pytest.mark.parametrize("dtype", ["float64", "int8", "FP8", "", 32, ["bf16"]], ids=str)
+def test_another_number_format_is_refused_with_those_allowed_before_a_model_is_looked_for(make, dtype):
+    message = re.escape(f"dtype={dtype!r} is not allowed: give auto, float32 (or fp32, float), bfloat16 (or bf16)")
+
+    with pytest.raises(ValueError, match=message):
+        make("no such model", dtype=dtype)
 
 
 @pytest.mark.parametrize(("platform", "groups"), [("cpu", (1, 1, 1)), ("gpu", (1, 1, 1)), ("tpu", (3,))])

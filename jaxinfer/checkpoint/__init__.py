@@ -12,7 +12,7 @@ from jax.tree_util import tree_map_with_path
 
 from jaxinfer.checkpoint.huggingface import load_params, read_config, read_eos_token_ids, resolve_checkpoint
 from jaxinfer.config import ModelConfig
-from jaxinfer.device import default_dtype, default_layer_groups
+from jaxinfer.device import default_layer_groups, resolve_dtype
 from jaxinfer.params import Params, abstract_params
 from jaxinfer.quantization import quantize_weight
 
@@ -40,9 +40,9 @@ def load_checkpoint(
     `jaxinfer.quantization.quantize_weight`; None leaves weights as they are. Raises ValueError for a checkpoint that
     cannot be used, with everything that is wrong with it.
     """
+    dtype = resolve_dtype(dtype)
     path = resolve_checkpoint(path_or_id)
     config = _grouped_config(path, first_layers)
-    dtype = dtype or default_dtype()
     return load_params(path, config, dtype, quantization=quantization, show_progress=show_progress), config
 
 

@@ -15,7 +15,7 @@ from typing import Any, Self, Unpack
 from jaxinfer.cache import page_bytes
 from jaxinfer.checkpoint import resolve_checkpoint
 from jaxinfer.config import EngineConfig, SamplingParams
-from jaxinfer.device import default_dtype, enable_compilation_cache
+from jaxinfer.device import enable_compilation_cache, resolve_dtype
 from jaxinfer.engine.admission import Prompt, as_params, as_prompts
 from jaxinfer.engine.beam_search import complete
 from jaxinfer.engine.branches import Branches
@@ -47,8 +47,8 @@ class LLM:
     """A model that is loaded, compiled and ready to generate.
 
     `model` is a folder with a Hugging Face checkpoint or a Hub id; without it the small model that comes with the
-    package is used. `dtype` is float32, bfloat16 or float16; None takes float32 on CPU, bfloat16 where the device
-    has it and float16 elsewhere. Weights are loaded here, and what can compute any request is compiled: none ever waits
+    package is used. `dtype` is float32, bfloat16 or float16, or fp32, bf16 or fp16; None or "auto" takes float32 on CPU,
+    bfloat16 where the device has it and float16 elsewhere. Weights are loaded here, and what can compute any request is compiled: none ever waits
     for either. What computes small steps faster is compiled meanwhile; `warm_up` waits for it.
 
     `logits_processors` are functions of the user's, by name: see `jaxinfer.processors.LogitsProcessor`. They become a
@@ -80,8 +80,8 @@ class LLM:
         _check_types(model, config, logits_processors)
         enable_compilation_cache()
         self.engine_config = config
+        self._dtype = dtype = resolve_dtype(dtype)
         self._path = path = resolve_checkpoint(BUNDLED_MODEL if model is None else model)
-        self._dtype = dtype = dtype or default_dtype()
         planned = plan_speculation(speculation, config, dtype)
         params, self.model_config = load_target(path, config, dtype, planned, show_progress=show_progress)
         self.tokenizer = Tokenizer.from_path(path)

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxinfer.checkpoint import read_config, resolve_checkpoint
 from jaxinfer.config import EngineConfig, SamplingParams
-from jaxinfer.device import default_dtype
+from jaxinfer.device import resolve_dtype
 from jaxinfer.engine.admission import Admission
 from jaxinfer.engine.buckets import choose_bucket, plan_buckets
 from jaxinfer.engine.llm import BUNDLED_MODEL
@@ -97,9 +97,8 @@ def load_simulated_engine(
 ) -> SimulatedEngine:
     """Returns the engine that `LLM(model, config=engine_config, dtype=dtype)` would be, without its weights."""
     require_known_steps(engine_config)
+    dtype = resolve_dtype(dtype)
     path = resolve_checkpoint(BUNDLED_MODEL if model is None else model)
     clock = VirtualClock()
-    admission, scheduler = plan_host(
-        path, read_config(path), engine_config, dtype or default_dtype(), tokenizer=None, clock=clock
-    )
+    admission, scheduler = plan_host(path, read_config(path), engine_config, dtype, tokenizer=None, clock=clock)
     return SimulatedEngine(admission, scheduler, clock, step_times)
