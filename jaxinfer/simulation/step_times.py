@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from operator import add
@@ -49,6 +50,8 @@ class StepTimes:
         for name, weights in vars(self).items():
             if len(weights) != len(FEATURES):
                 raise ValueError(f"{name} has {len(weights)} weights; give one for each of {', '.join(FEATURES)}")
+            if not all(0 <= weight < math.inf for weight in weights):
+                raise ValueError(f"{name} has the weights {weights}; give finite ones of at least 0")
 
     def seconds(self, step: Step, bucket: Bucket) -> float:
         """Returns how long the step would take in this compiled shape."""
@@ -62,11 +65,15 @@ class StepTimes:
     def load(cls, path: str | Path) -> StepTimes:
         """Raises ValueError for a file that `save` of this version has not written."""
         try:
-            fields = json.loads(Path(path).read_text())
+            fields = json.loads(Path(path).read_bytes())
             if tuple(fields["features"]) != FEATURES:
                 raise ValueError(f"features are {fields['features']}, not {list(FEATURES)}")
             return cls(tuple(map(float, fields["decode"])), tuple(map(float, fields["prefill"])))
-        except (ValueError, KeyError, TypeError) as error:
+        except OSError as error:
+            raise ValueError(
+                f"{path} cannot be read ({error.strerror}); give what `jaxinfer replay` has saved"
+            ) from None
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{path} holds no step times: {error}; measure them anew with `jaxinfer replay`") from None
 
 
@@ -113,7 +120,10 @@ def fit_step_times(steps: Iterable[MeasuredStep]) -> StepTimes:
     for name, is_decode in (("decode", True), ("prefill", False)):
         chosen = [step for step in steps if step.is_decode == is_decode]
         if len(chosen) < MIN_STEPS:
-            raise ValueError(f"{len(chosen)} {name} steps were measured, at least {MIN_STEPS} are needed; replay more")
+            raise ValueError(
+                f"the trace is too short to fit step times, {len(chosen)} {name} steps of it were measured and"
+                f" {MIN_STEPS} are the least; replay one with more requests, spread over time"
+            )
         features, seconds = np.array([step.features for step in chosen]), np.array([step.seconds for step in chosen])
         weights = np.array(fit_weights(features, seconds))
         kinds[name] = tuple((weights * seconds.sum() / (features @ weights).sum()).tolist())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,23 +33,33 @@ class TracedRequest:
 def read_trace(path: str | Path) -> Iterator[TracedRequest]:
     """Yields the requests of a file, one line at a time, in order of arrival.
 
-    Raises ValueError for a line that is no request, naming it and what is wrong.
+    Raises ValueError for a file that cannot be read or has no request, and for a line that is none, naming it and what
+    is wrong.
     """
-    last = 0.0
-    with Path(path).open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                request = _parse(json.loads(line))
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
-            if request.arrival < last:
-                raise ValueError(
-                    f"{path}, line {number}: timestamp {1e3 * request.arrival:g} lies before the line above"
-                )
-            last = request.arrival
-            yield request
+    try:
+        with Path(path).open("rb") as lines:
+            yield from _read_requests(lines, path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); give a trace of JSON lines") from None
+
+
+def _read_requests(lines: Iterable[bytes], path: str | Path) -> Iterator[TracedRequest]:
+    request = None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        last = 0.0 if request is None else request.arrival
+        try:
+            request = _parse(json.loads(line))
+        except RecursionError:
+            raise ValueError(f"{path}, line {number}: nested too deeply; give one flat JSON object") from None
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+        if request.arrival < last:
+            raise ValueError(f"{path}, line {number}: timestamp {1e3 * request.arrival:g} lies before the line above")
+        yield request
+    if request is None:
+        raise ValueError(f"{path} has no request; give a trace of one JSON object per line")
 
 
 def _parse(fields: Any) -> TracedRequest:
