@@ -85,6 +85,12 @@ class Tokenizer:
         """Decodes without special tokens and unknown ids; bytes that are not UTF-8 become U+FFFD."""
         return self._backend.decode(list(token_ids), skip_special_tokens=True)
 
+    def text_of(self, token_id: int) -> str:
+        """Returns how a token reads alone: the name of a special one, nothing for an unknown one."""
+        if self.has_text(token_id):
+            return self.decode([token_id])
+        return self._backend.id_to_token(token_id) or ""
+
     def has_text(self, token_id: int) -> bool:
         """Whether `decode` looks at the token at all: it is known and not special."""
         return token_id not in self._special_ids and self._backend.id_to_token(token_id) is not None

@@ -86,6 +86,13 @@ def flat(chunks: Iterable[list[int]]) -> list[int]:
 
 
 # Id 900 has no token, as the padding rows of a model's vocabulary.
+def test_a_token_alone_reads_as_its_text_or_as_its_name():
+    tokenizer = byte_level()
+    ids = [*tokenizer.encode(" the"), 900]
+
+    assert "".join(map(tokenizer.text_of, ids)) == "<s> the"
+
+
 @given(chunks=chunks_of(st.integers(0, 420) | st.just(900)))
 def test_byte_level_text_in_pieces_is_the_text_of_all_tokens(chunks):
     assert shown(byte_level(), chunks) == byte_level().decode(flat(chunks))

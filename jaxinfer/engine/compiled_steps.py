@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import MappingProxyType
@@ -18,6 +21,19 @@ from jaxinfer.engine.step import Step
 logger = logging.getLogger(__name__)
 
 COMPILING = "compiling"  # how the names of threads begin that do
+DESCRIPTION = "compiling steps"
+EXIT_INTERRUPTED = 130  # 128 + SIGINT
+
+
+def _end_interrupted() -> None:
+    """Ends the process if Ctrl-C ended its wait for the compiler, whose threads would otherwise abort it."""
+    if any(thread.name.startswith(COMPILING) for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_INTERRUPTED)
+
+
+atexit.register(_end_interrupted)  # Python waits for all threads before it calls this
 
 
 class CompiledSteps:
@@ -51,11 +67,12 @@ class CompiledSteps:
         # Where several processes compute together, all have to choose alike.
         is_enough = jax.process_count() == 1 and not compiles_on_device()
         buckets = self._buckets[-1:] if is_enough else self._buckets
-        self._wait_for([bucket for bucket in buckets if bucket in self._to_come], show_progress)
+        self._wait_for([bucket for bucket in buckets if bucket in self._to_come], show_progress=show_progress)
 
-    def wait(self, *, show_progress: bool = False) -> None:
+    def wait(self, *, show_progress: bool = False, description: str = DESCRIPTION) -> None:
         """Waits until every bucket has its step; raises what the compiler raised."""
-        self._wait_for([bucket for bucket in self._buckets if bucket in self._to_come], show_progress)
+        to_come = [bucket for bucket in self._buckets if bucket in self._to_come]
+        self._wait_for(to_come, show_progress=show_progress, description=description)
 
     def cancel(self) -> None:
         """Leaves out what is not being compiled yet."""
@@ -79,8 +96,11 @@ class CompiledSteps:
         bucket = choose_bucket(self._ready, step)
         return bucket, self._compiled[bucket]
 
-    def _wait_for(self, buckets: Sequence[Bucket], show_progress: bool) -> None:
-        for bucket in tqdm(buckets, desc="compiling steps", unit="step", disable=not (show_progress and buckets)):
+    def _wait_for(
+        self, buckets: Sequence[Bucket], *, show_progress: bool = False, description: str = DESCRIPTION
+    ) -> None:
+        is_done = all(self._to_come[bucket].done() for bucket in buckets)
+        for bucket in tqdm(buckets, desc=description, unit="step", disable=is_done or not show_progress):
             self._compiled[bucket] = self._to_come[bucket].result()
             del self._to_come[bucket]
         self._enter_ready()
@@ -94,7 +114,7 @@ class CompiledSteps:
     def _collect(self) -> None:
         for bucket in [bucket for bucket, future in self._to_come.items() if future.done()]:
             if (error := self._to_come[bucket].exception()) is None:
-                self._wait_for([bucket], show_progress=False)
+                self._wait_for([bucket])
             elif bucket not in self._failed:
                 self._failed.add(bucket)
                 logger.error("%s cannot be compiled, slower steps stand in for it: %r", bucket.name, error)

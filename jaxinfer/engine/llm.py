@@ -47,9 +47,10 @@ class LLM:
     """A model that is loaded, compiled and ready to generate.
 
     `model` is a folder with a Hugging Face checkpoint or a Hub id; without it the small model that comes with the
-    package is used. `dtype` is float32, bfloat16 or float16, or fp32, bf16 or fp16; None or "auto" takes float32 on CPU,
-    bfloat16 where the device has it and float16 elsewhere. Weights are loaded here, and what can compute any request is compiled: none ever waits
-    for either. What computes small steps faster is compiled meanwhile; `warm_up` waits for it.
+    package is used. `dtype` is float32, bfloat16 or float16, or fp32, bf16 or fp16; None or "auto" takes float32 on
+    CPU, bfloat16 where the device has it and float16 elsewhere. Weights are loaded here, and what can compute any
+    request is compiled: none ever waits for either. What computes small steps faster is compiled meanwhile; `warm_up`
+    waits for it.
 
     `logits_processors` are functions of the user's, by name: see `jaxinfer.processors.LogitsProcessor`. They become a
     part of the compiled steps, and act on the requests that name them in `SamplingParams.logits_processors`.
@@ -146,14 +147,14 @@ class LLM:
         self._guard.check()
         return self._scheduler.num_unfinished > 0 or self._delivery.mailroom.has_mail
 
-    def warm_up(self, *, show_progress: bool = False) -> Ready:
+    def warm_up(self, *, show_progress: bool = False, description: str = "compiling steps") -> Ready:
         """Waits until the compiler is done, for even times from the first request on, and returns what it has done.
 
-        Until then larger steps stand in for smaller ones, and the compiler takes its share of the host. Raises what the
-        compiler raises.
+        Until then larger steps stand in for smaller ones, and the compiler takes its share of the host. The
+        `description` is that of the progress shown. Raises what the compiler raises.
         """
         with self._guard:
-            self._runner.compiled_steps.wait(show_progress=show_progress)
+            self._runner.compiled_steps.wait(show_progress=show_progress, description=description)
             return self._warm_up.ready()
 
     def identity(self) -> dict[str, str]:

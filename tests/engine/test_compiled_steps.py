@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -99,6 +102,33 @@ def test_all_steps_are_waited_for_where_they_cannot_come_later(monkeypatch, reas
     steps.wait_for_last()
 
     assert set(steps._compiled) == set(BUCKETS)
+
+
+def test_the_progress_of_a_wait_has_its_reason_and_none_is_shown_where_all_is_done(gate, capsys):
+    steps = steps_behind(gate)
+    gate.set()
+
+    steps.wait(show_progress=True, description="compiling for the next start")
+    waited = capsys.readouterr().err
+    steps.wait(show_progress=True, description="compiling for the next start")
+
+    assert "compiling for the next start: 100%" in waited
+    assert capsys.readouterr().err == ""
+
+
+def test_ctrl_c_at_the_end_of_a_process_ends_its_compiler_with_it():
+    program = (
+        "import time; from tests.engine.test_compiled_steps import BUCKETS; "
+        "from jaxinfer.engine.compiled_steps import CompiledSteps; "
+        "steps = CompiledSteps(BUCKETS, lambda bucket: bucket == BUCKETS[-1] or time.sleep(20)); "
+        "steps.wait_for_last(); print('done', flush=True)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    with process.stdout:
+        assert process.stdout.readline() == b"done\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(600) == 130
 
 
 def test_a_failure_of_the_compiler_is_told_and_larger_steps_go_on(caplog):
