@@ -25,18 +25,37 @@ if TYPE_CHECKING:
 
     from jaxinfer import LLM
     from jaxinfer.engine.llm import Completion
+    from jaxinfer.tokenizer import Tokenizer
 
-EXIT_FAULTS = 1
+EXIT_FAULTS = 1  # found by the doctor, or in lines of a job
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 BATCH_LOOP_STEPS = 8  # as nobody waits for a single token; more gain nothing
+BATCH_STATUSES = (
+    "Exit status: 0 if all requests have their completions, 1 if some have an error instead, 2 for a mistake."
+)
+# Fields of which these commands would show nothing.
+OMITTED = ("ttft_target", "tpot_target")
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"jaxinfer: error: {message} (try `{self.prog} --help`)\n")
+
+
+def run() -> NoReturn:
+    """Runs this process's command and ends the process.
+
+    After Ctrl-C or a mistake it ends at once: the compiler, which cannot be stopped, would go on for the next start.
+    """
+    status = main()
+    if status in (0, EXIT_FAULTS):
+        sys.exit(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,9 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except (ValueError, OSError, NotImplementedError) as error:
-        print(f"jaxinfer: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"jaxinfer: error: {_one_line(error)}", file=sys.stderr)
         return EXIT_USAGE
     return status or 0
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,32 +89,34 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", help="complete one prompt", allow_abbrev=False)
     generate.add_argument("prompt", nargs="?", help="standard input, less one line end, when it is left out")
-    add_fields(generate.add_argument_group("sampling"), SamplingParams)
+    add_fields(generate, SamplingParams)
     generate.set_defaults(run=_generate)
 
-    batch = commands.add_parser("batch", help="run a file of requests; run it again to resume", allow_abbrev=False)
+    batch = commands.add_parser(
+        "batch", help="run a file of requests; run it again to resume", epilog=BATCH_STATUSES, allow_abbrev=False
+    )
     batch.add_argument("input", metavar="IN.jsonl", help='lines of {"custom_id": "...", "prompt": "...", ...}')
     batch.add_argument("output", metavar="OUT.jsonl", help="one line per request, appended as it finishes")
     batch.add_argument("--max-in-flight", type=int, metavar="N", help="requests given to the engine at a time")
     batch.set_defaults(run=_batch)
-
-    loads = cli_load.add_commands(commands, _load)
-    for command in (generate, batch):
-        command.add_argument(
-            "--speculation", metavar="DRAFTER", help="ngram, suffix, or the folder or id of what drafts"
-        )
 
     doctor = commands.add_parser(
         "doctor", help="check that on this CPU no bit of a request depends on the batch", allow_abbrev=False
     )
     doctor.set_defaults(run=_doctor)
 
-    for command in (generate, batch, *loads, doctor):
+    omitted = cli_load.add_commands(commands, _load) | {generate: OMITTED, batch: OMITTED, doctor: ()}
+    for command, omit in omitted.items():
         command.add_argument("--quiet", action="store_true", help="no progress and no statistics")
-        engine = command.add_argument_group("engine")
-        engine.add_argument("--model", help="folder or name of a checkpoint; the bundled model when it is left out")
-        engine.add_argument("--dtype", help="type of the weights: float32, bfloat16, float16 or auto (default)")
-        add_fields(engine, EngineConfig)
+        model = command.add_argument_group("model")
+        model.add_argument("--model", help="folder or name of a checkpoint; the bundled model when it is left out")
+        model.add_argument("--dtype", help="type of the weights: float32, bfloat16, float16 or auto (default)")
+        groups = {"model": model}
+        if command in (generate, batch):
+            groups["speculation"] = command.add_argument_group("speculation")
+            drafter = "ngram, suffix, or the folder or id of what drafts"
+            groups["speculation"].add_argument("--speculation", metavar="DRAFTER", help=drafter)
+        add_fields(command, EngineConfig, omit=omit, groups=groups)
     return parser
 
 
@@ -108,9 +133,30 @@ def _load(arguments: argparse.Namespace) -> LLM:
     )
 
 
+def _read_prompt() -> str:
+    if sys.stdin.isatty():
+        print("jaxinfer: reads the prompt from standard input, up to Ctrl-D", file=sys.stderr)
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not text in {error.encoding} ({error.reason}); convert it") from None
+
+
+def _finish_compiling(llm: LLM, arguments: argparse.Namespace) -> None:
+    """Waits until the next start will find everything compiled."""
+    try:
+        llm.warm_up(show_progress=not arguments.quiet, description="compiling for the next start")
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted while compiling for the next start; all else was done") from None
+    except (RuntimeError, MemoryError) as error:  # the compiler's, with whose other steps the command was done
+        print(f"jaxinfer: a step could not be compiled for the next start: {_one_line(error)}", file=sys.stderr)
+
+
 def _generate(arguments: argparse.Namespace) -> None:
+    from jaxinfer.engine.request import QueueFullError
+
     params = from_arguments(SamplingParams, arguments)
-    prompt = sys.stdin.read().removesuffix("\n") if arguments.prompt is None else arguments.prompt
+    prompt = _read_prompt() if arguments.prompt is None else arguments.prompt
     if params.prompt_log_probs is not None:
         vars(arguments).setdefault("max_prompt_log_probs", params.prompt_log_probs)
     llm = _load(arguments)
@@ -118,24 +164,35 @@ def _generate(arguments: argparse.Namespace) -> None:
         # A terminal that cannot show a character is no reason to stop.
         sys.stdout.reconfigure(errors="backslashreplace")
     started_at, first_at = time.monotonic(), None
-    for delta in llm.stream(prompt, params):
-        if delta.token_ids and first_at is None:
-            first_at = time.monotonic()
-        # Samples come mixed, so they are shown one by one as they end.
-        text = delta.text if params.n == 1 else delta.completion.text if delta.completion else ""
-        sys.stdout.write(text if delta.completion is None else text + "\n")
-        sys.stdout.flush()
-        if delta.completion is not None:
-            _report(delta.completion, arguments, started_at, first_at or time.monotonic())
+    try:
+        for delta in llm.stream(prompt, params):
+            if delta.token_ids and first_at is None:
+                first_at = time.monotonic()
+            # Samples come mixed, so they are shown one by one as they end.
+            text = delta.text if params.n == 1 else delta.completion.text if delta.completion else ""
+            sys.stdout.write(text if delta.completion is None else text + "\n")
+            sys.stdout.flush()
+            if delta.completion is not None:
+                _report(delta.completion, llm.tokenizer, arguments, started_at, first_at or time.monotonic())
+    except QueueFullError as error:  # more samples than the engine may have at a time
+        raise ValueError(str(error)) from None
+    _finish_compiling(llm, arguments)
 
 
-def _report(completion: Completion, arguments: argparse.Namespace, started_at: float, first_at: float) -> None:
+def _report(
+    completion: Completion,
+    tokenizer: Tokenizer | None,
+    arguments: argparse.Namespace,
+    started_at: float,
+    first_at: float,
+) -> None:
+    assert tokenizer is not None  # as the prompt was text
     if getattr(arguments, "prompt_log_probs", None) is not None:
         rows = zip(completion.prompt_log_probs, completion.prompt_top_log_probs, strict=True)
-        _print_log_probs("prompt token", completion.prompt_token_ids, rows)
+        _print_log_probs("prompt token", completion.prompt_token_ids, rows, tokenizer)
     if getattr(arguments, "log_probs", 0):
         rows = zip(completion.log_probs, completion.top_log_probs, strict=True)
-        _print_log_probs("token", completion.token_ids, rows)
+        _print_log_probs("token", completion.token_ids, rows, tokenizer)
     if not arguments.quiet:
         seconds = time.monotonic() - started_at
         num_tokens = len(completion.token_ids)
@@ -148,32 +205,46 @@ def _report(completion: Completion, arguments: argparse.Namespace, started_at: f
 
 
 def _print_log_probs(
-    name: str, token_ids: Iterable[int], rows: Iterable[tuple[float | None, dict[int, float]]]
+    name: str,
+    token_ids: Iterable[int],
+    rows: Iterable[tuple[float | None, dict[int, float]]],
+    tokenizer: Tokenizer,
 ) -> None:
+    def show(token_id: int, log_prob: float | None) -> str:
+        return f"{token_id} {tokenizer.text_of(token_id)!r} {'-' if log_prob is None else f'{log_prob:.4f}'}"
+
     for token_id, (log_prob, top) in zip(token_ids, rows, strict=False):
-        alternatives = " ".join(f"{other}:{value:.4f}" for other, value in top.items())
-        value = "-" if log_prob is None else f"{log_prob:.4f}"
-        print(f"{name} {token_id} {value}  alternatives {alternatives}", file=sys.stderr)
+        alternatives = ", ".join(show(*pair) for pair in top.items())
+        print(f"{name} {show(token_id, log_prob)}  alternatives {alternatives}", file=sys.stderr)
 
 
-def _batch(arguments: argparse.Namespace) -> None:
-    from jaxinfer.batch_job import check_paths, run_batch
+def _batch(arguments: argparse.Namespace) -> int:
+    from jaxinfer.batch_job import check_job, run_batch
 
-    # Loading a model takes minutes: a mistyped path is told before.
-    check_paths(arguments.input, arguments.output)
+    # Loading a model takes minutes: a mistake is told before.
+    limits = {} if arguments.max_in_flight is None else {"max_in_flight": arguments.max_in_flight}
+    check_job(arguments.input, arguments.output, **limits)
     if arguments.speculation is None:
         vars(arguments).setdefault("decode_loop_steps", BATCH_LOOP_STEPS)
     llm = _load(arguments)
-    limits = {} if arguments.max_in_flight is None else {"max_in_flight": arguments.max_in_flight}
     summary = run_batch(llm, arguments.input, arguments.output, show_progress=not arguments.quiet, **limits)
     if not arguments.quiet:
         print(
             f"{summary.num_requests} requests: {summary.num_done_before} done before, "
-            f"{summary.num_completed} completed, {summary.num_errors} refused; "
+            f"{summary.num_completed} completed, {summary.num_errors} with an error; "
             f"{summary.num_tokens} tokens in {summary.seconds:.1f} s, "
             f"{summary.num_tokens / max(summary.seconds, 1e-9):.1f} tokens/s",
             file=sys.stderr,
         )
+    num_errors = summary.num_errors_before + summary.num_errors
+    if num_errors:
+        print(
+            f"jaxinfer: {num_errors} of {summary.num_requests} requests have an error in {arguments.output}; delete"
+            " these records and run the job again to do them again",
+            file=sys.stderr,
+        )
+    _finish_compiling(llm, arguments)
+    return EXIT_FAULTS if num_errors else 0
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -198,4 +269,4 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -17,9 +17,32 @@ if TYPE_CHECKING:
 
 Load = Callable[[argparse.Namespace], "LLM"]
 
+SAMPLE_TRACE = Path(__file__).parent / "assets" / "trace.jsonl"
+# Fields of what no request of a load asks for, and, without weights and a device, of what changes no simulated time.
+NOT_OF_LOADS = (
+    "max_drafts",
+    "adaptive_drafts",
+    "draft_trees",
+    "max_samples",
+    "max_log_probs",
+    "max_prompt_log_probs",
+    "max_listed_tokens",
+)
+NOT_SIMULATED = (
+    "quantization",
+    "decode_loop_steps",
+    "memory_bytes",
+    "host_cache_bytes",
+    "disk_cache_bytes",
+    "disk_cache_path",
+)
 
-def add_commands(commands: Any, load: Load) -> list[argparse.ArgumentParser]:
-    """Adds the parsers of the three commands and returns them; `load` makes the engine that arguments ask for."""
+
+def add_commands(commands: Any, load: Load) -> dict[argparse.ArgumentParser, tuple[str, ...]]:
+    """Adds the parsers of the three commands; `load` makes the engine that arguments ask for.
+
+    Returns the fields of EngineConfig that each has no use for.
+    """
     bench = commands.add_parser("bench", help="measure the engine under a random load", allow_abbrev=False)
     bench.add_argument("--num-requests", type=int, default=64, metavar="N", help="how many (default 64)")
     bench.add_argument("--input-len", type=_lengths, default=(128, 128), metavar="N", help="tokens, or LOW-HIGH (128)")
@@ -38,16 +61,20 @@ def add_commands(commands: Any, load: Load) -> list[argparse.ArgumentParser]:
     simulate.set_defaults(run=_simulate)
 
     for command in (replay, simulate):
-        command.add_argument("trace", metavar="TRACE.jsonl", help="lines of timestamp, input_length, output_length, …")
+        trace_help = f"lines of timestamp, input_length, output_length, …; a sample is {SAMPLE_TRACE}"
+        command.add_argument("trace", metavar="TRACE.jsonl", help=trace_help.replace("%", "%%"))
     for command in (bench, replay, simulate):
         command.add_argument("--plot", metavar="FILE.png", help="draw rows, pages and requests over time")
         command.add_argument("--timeline", metavar="FILE.json", help="write a timeline for ui.perfetto.dev")
-    return [bench, replay, simulate]
+    return {bench: NOT_OF_LOADS, replay: NOT_OF_LOADS, simulate: NOT_OF_LOADS + NOT_SIMULATED}
 
 
 def _lengths(text: str) -> tuple[int, int]:
     low, _, high = text.partition("-")
-    lengths = int(low), int(high or low)
+    try:
+        lengths = int(low), int(high or low)
+    except ValueError:
+        lengths = 0, 0
     if not 1 <= lengths[0] <= lengths[1]:
         raise argparse.ArgumentTypeError(f"{text} is neither a number of at least 1 nor a range LOW-HIGH")
     return lengths
@@ -91,7 +118,11 @@ def _replay(arguments: argparse.Namespace, load: Load) -> None:
     report = _record(read_trace(arguments.trace), engine, arguments, total=num_requests)
     print(report)
     if arguments.save_step_times is not None:
-        fit_step_times(steps).save(arguments.save_step_times)
+        try:
+            fitted = fit_step_times(steps)
+        except ValueError as error:
+            raise ValueError(f"{arguments.save_step_times} is not written: {error}") from None
+        fitted.save(arguments.save_step_times)
     if simulated_engine is not None:
         simulated = _drive(read_trace(arguments.trace), simulated_engine, arguments)
         errors = prediction_errors(simulated, report)
@@ -119,9 +150,13 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
     if arguments.plot is not None:
         require_matplotlib()
-    for path in (arguments.plot, arguments.timeline):
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise ValueError(f"{path} cannot be written: its folder does not exist")
+    for path in (arguments.plot, arguments.timeline, getattr(arguments, "save_step_times", None)):
+        if path is None:
+            continue
+        try:
+            Path(path).open("ab").close()
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written ({error.strerror}); give another file") from None
 
 
 def _record(

@@ -4,73 +4,93 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
+from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
+# What each field is for, by theme. A logits processor is a function, which a command line cannot give.
 HELP = {
-    "n": "samples to draw of the prompt",
-    "best_of": "draw this many samples and give the n most probable",
-    "max_tokens": "most tokens to generate",
-    "temperature": "0 takes the most probable token",
-    "top_k": "sample from the K most probable tokens; 0 switches it off",
-    "top_p": "sample from the most probable tokens that together have this probability",
-    "min_p": "drop tokens less probable than this times the most probable one",
-    "typical_p": "sample from the tokens nearest to the expected surprise that together have this probability",
-    "repetition_penalty": "divides positive logits of tokens in prompt or output, multiplies negative ones",
-    "presence_penalty": "subtracted from the logits of tokens in the output",
-    "frequency_penalty": "subtracted from a token's logit for each time it is in the output",
-    "no_repeat_ngram_size": "never repeat this many tokens; 0 switches it off",
-    "logit_bias": "add BIAS to the logit of token ID",
-    "logits_processors": "use this processor of the engine's, with this argument",
-    "bad_words": "never complete this sequence of token ids",
-    "allowed_token_ids": "draw nothing but these tokens",
-    "json_schema": "JSON schema that the output has to follow",
-    "regex": "regular expression that the output has to match",
-    "choices": "the output is this string or another one given so",
-    "grammar": "grammar in Lark's notation that the output has to follow",
-    "min_tokens": "no stop token or string before this many tokens",
-    "seed": "fixes every draw; one is drawn and reported otherwise",
-    "log_probs": "print the log probability of each token and of this many alternatives, to standard error",
-    "prompt_log_probs": "print those of the prompt's tokens, with this many alternatives, to standard error",
-    "stop": "end the text before this string",
-    "stop_token_ids": "end the text at this token",
-    "ignore_eos": "go on after the model's end tokens",
-    "max_num_seqs": "requests computed in one step",
-    "max_num_batched_tokens": "tokens computed in one step",
-    "max_model_len": "most tokens of prompt and output together",
-    "num_sink_tokens": "first tokens that longer requests go on to see beside the last ones; without it there are none",
-    "page_size": "token slots per page of the cache",
-    "num_pages": "pages of the cache",
-    "memory_bytes": "bytes that parameters, cache and steps may take on the device",
-    "cache_bytes": "bytes the cache may take",
-    "max_samples": "most samples of a prompt that a request may ask for",
-    "max_log_probs": "most alternatives per token that a request may ask for",
-    "max_prompt_log_probs": "the same per token of the prompt; without it no request may ask",
-    "max_listed_tokens": "most token ids that a request may name in one parameter",
-    "decode_loop_steps": "decode steps that one dispatch may run; tokens then come in bursts",
-    "prefix_cache": "share the cache of equal beginnings between requests (default on)",
-    "max_mixed_tokens": "tokens computed in a step in which somebody decodes",
-    "max_waiting": "requests queued beyond those that can run",
-    "host_cache_bytes": "bytes of the host's memory for pages that the cache has no room for",
-    "disk_cache_bytes": "bytes of the disk for pages that the host has no room for",
-    "disk_cache_path": "folder for these",
-    "max_drafts": "most drafts verified per request and step",
-    "adaptive_drafts": "verify only as many drafts as pay (default on)",
-    "draft_trees": "let draft heads guess several tokens for one place",
-    "ttft_target": "seconds to the first token within which a request counts for the goodput",
-    "tpot_target": "seconds per token after it within which a request counts for the goodput",
-    "quantization": "int8 or int4: round the weights of products to so many bits",
+    "samples and their length": {
+        "n": "samples to draw of the prompt",
+        "best_of": "draw this many samples and give the n most probable",
+        "max_tokens": "most tokens to generate",
+        "min_tokens": "no stop token or string before this many tokens",
+        "stop": "end the text before this string",
+        "stop_token_ids": "end the text at this token",
+        "ignore_eos": "go on after the model's end tokens",
+    },
+    "how tokens are drawn": {
+        "temperature": "0 takes the most probable token",
+        "top_k": "sample from the K most probable tokens; 0 switches it off",
+        "top_p": "sample from the most probable tokens that together have this probability",
+        "min_p": "drop tokens less probable than this times the most probable one",
+        "typical_p": "sample from the tokens nearest to the expected surprise that together have this probability",
+        "seed": "fixes every draw; one is drawn and reported otherwise",
+    },
+    "what makes tokens less or more probable": {
+        "repetition_penalty": "divides positive logits of tokens in prompt or output, multiplies negative ones",
+        "presence_penalty": "subtracted from the logits of tokens in the output",
+        "frequency_penalty": "subtracted from a token's logit for each time it is in the output",
+        "no_repeat_ngram_size": "never repeat this many tokens; 0 switches it off",
+        "logit_bias": "add BIAS to the logit of token ID",
+        "bad_words": "never complete this sequence of token ids",
+        "allowed_token_ids": "draw nothing but these tokens",
+    },
+    "structure of the output": {
+        "json_schema": "JSON schema that the output has to follow",
+        "regex": "regular expression that the output has to match",
+        "choices": "the output is this string or another one given so",
+        "grammar": "grammar in Lark's notation that the output has to follow",
+    },
+    "log probabilities": {
+        "log_probs": "print the log probability of each token and of this many alternatives, to standard error",
+        "prompt_log_probs": "the same of the prompt's tokens",
+    },
+    "model": {
+        "quantization": "int8 or int4: round the weights of products to so many bits",
+    },
+    "requests and steps": {
+        "max_model_len": "most tokens of prompt and output together",
+        "num_sink_tokens": "first tokens that longer requests see beside the last ones; without it there are none",
+        "max_num_seqs": "requests computed in one step",
+        "max_waiting": "requests queued beyond those that can run",
+        "max_num_batched_tokens": "tokens computed in one step",
+        "max_mixed_tokens": "tokens computed in a step in which somebody decodes",
+        "decode_loop_steps": "decode steps that one dispatch may run; tokens then come in bursts",
+    },
+    "memory": {
+        "memory_bytes": "bytes that parameters, cache and steps may take on the device",
+        "cache_bytes": "bytes the cache may take",
+        "num_pages": "pages of the cache",
+        "page_size": "token slots per page of the cache",
+    },
+    "prefix cache": {
+        "prefix_cache": "share the cache of equal beginnings between requests (default on)",
+        "host_cache_bytes": "bytes of the host's memory for pages that the cache has no room for",
+        "disk_cache_bytes": "bytes of the disk for pages that the host has no room for",
+        "disk_cache_path": "folder for these pages",
+    },
+    "speculation": {
+        "max_drafts": "most drafts verified per request and step",
+        "adaptive_drafts": "verify only as many drafts as pay (default on)",
+        "draft_trees": "let draft heads guess several tokens for one place",
+    },
+    "what a request may ask for": {
+        "max_samples": "most samples of a prompt that a request may ask for",
+        "max_log_probs": "most alternatives per token that a request may ask for",
+        "max_prompt_log_probs": "the same per token of the prompt; without it no request may ask",
+        "max_listed_tokens": "most token ids that a request may name in one parameter",
+    },
+    "goodput": {
+        "ttft_target": "seconds to the first token within which a request counts for the goodput",
+        "tpot_target": "seconds per token after it within which a request counts for the goodput",
+    },
 }
 
 
 def _bias(text: str) -> tuple[int, float]:
     token_id, _, bias = text.partition(":")
     return int(token_id), float(bias)
-
-
-def _argument(text: str) -> tuple[str, float]:
-    name, _, argument = text.rpartition(":")
-    return name, float(argument)
 
 
 def _word(text: str) -> tuple[int, ...]:
@@ -80,7 +100,6 @@ def _word(text: str) -> tuple[int, ...]:
 # Options that take one value each time they are given: how it is read, and what it looks like.
 REPEATED: dict[str, tuple[Callable[[str], Any], str]] = {
     "logit_bias": (_bias, "ID:BIAS"),
-    "logits_processors": (_argument, "NAME:ARGUMENT"),
     "bad_words": (_word, "ID,ID,..."),
     "allowed_token_ids": (int, "ID"),
     "choices": (str, "TEXT"),
@@ -89,23 +108,53 @@ REPEATED: dict[str, tuple[Callable[[str], Any], str]] = {
 }
 
 
-def add_fields(group: argparse._ArgumentGroup, config: type) -> None:
-    """Adds an option per field; those not given stay out of the namespace, for defaults live in `config`."""
+def add_fields(
+    parser: argparse.ArgumentParser,
+    config: type,
+    *,
+    omit: Container[str] = (),
+    groups: Mapping[str, argparse._ArgumentGroup] = MappingProxyType({}),
+) -> None:
+    """Adds an option per field, but those to `omit`, to the group of its theme, which may be one of `groups`.
+
+    Options that are not given stay out of the namespace, for defaults live in `config`.
+    """
     hints = get_type_hints(config)
-    for field in dataclasses.fields(config):
-        options: dict[str, Any] = {"help": HELP[field.name], "default": argparse.SUPPRESS}
-        if hints[field.name] is bool:
-            options["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
-        else:
-            # int | None names the type of one value first.
-            kind = next(iter(get_args(hints[field.name])), hints[field.name])
-            options["type"], options["metavar"] = REPEATED.get(field.name, (kind, kind.__name__.upper()))
-            if field.name in REPEATED:
-                options["action"] = "append"
-                options["help"] += "; may be repeated"
-            elif field.default is not None:
-                options["help"] += f" (default {field.default})"
-        group.add_argument("--" + field.name.replace("_", "-"), **options)
+    fields = {field.name: field for field in dataclasses.fields(config) if field.name not in omit}
+    for theme, helps in HELP.items():
+        names = [name for name in helps if name in fields]
+        group = groups.get(theme) or (parser.add_argument_group(theme) if names else None)
+        for name in names:
+            assert group is not None
+            _add_field(group, fields[name], hints[name], helps[name])
+
+
+def _add_field(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hint: Any, text: str) -> None:
+    options: dict[str, Any] = {"help": text, "default": argparse.SUPPRESS}
+    if hint is bool:
+        options["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
+    else:
+        kind = next(iter(get_args(hint)), hint)  # int | None names the type of one value first
+        read, metavar = REPEATED.get(field.name, (kind, kind.__name__.upper()))
+        options["type"], options["metavar"] = _reader(read, metavar), metavar
+        if field.name in REPEATED:
+            options["action"] = "append"
+            options["help"] += "; may be repeated"
+        elif field.default is not None:
+            options["help"] += f" (default {field.default})"
+    group.add_argument("--" + field.name.replace("_", "-"), **options)
+
+
+def _reader(read: Callable[[str], Any], metavar: str) -> Callable[[str], Any]:
+    """Returns what reads an option's value, and says what it looks like where it does not."""
+
+    def checked(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not of the form {metavar}") from None
+
+    return checked
 
 
 def from_arguments(config: type, arguments: argparse.Namespace) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import itertools
-import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,18 +16,25 @@ import pytest
 import jaxinfer
 from jaxinfer import cli
 from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.engine.request import QueueFullError
 from tests.batch_job.fake_llm import FakeLLM
 
 
 class StreamingLLM(FakeLLM):
-    """Remembers what it was told; `stream` ends with `ends_with` when that is set."""
+    """Remembers what it was told; `stream` ends with `ends_with` when that is set, and `warm_up` with `stops_with`."""
 
     told: dict[str, Any]
     ends_with: BaseException | None
+    stops_with: BaseException | None = None
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__()
         StreamingLLM.told = {"model": model} | options
+
+    def warm_up(self, **options: Any) -> None:
+        StreamingLLM.told |= {"warm_up": options}
+        if self.stops_with is not None:
+            raise self.stops_with
 
     def stream(self, prompt: str, sampling_params: SamplingParams) -> Any:
         StreamingLLM.told |= {"prompt": prompt, "sampling_params": sampling_params}
@@ -40,7 +47,7 @@ class StreamingLLM(FakeLLM):
 
 @pytest.fixture(autouse=True)
 def llm(monkeypatch) -> type[StreamingLLM]:
-    StreamingLLM.ends_with = None
+    StreamingLLM.ends_with = StreamingLLM.stops_with = None
     monkeypatch.setattr(jaxinfer, "LLM", StreamingLLM)
     return StreamingLLM
 
@@ -57,6 +64,37 @@ def test_quiet_leaves_the_text_alone(capsys, llm):
     assert cli.main(["generate", "p", "--quiet"]) == 0
     assert capsys.readouterr().err == ""
     assert llm.told["show_progress"] is False
+    assert llm.told["warm_up"]["show_progress"] is False
+
+
+def write_job(folder: Path, *lines: str) -> list[str]:
+    (folder / "in.jsonl").write_text("".join(line + "\n" for line in lines))
+    return ["batch", str(folder / "in.jsonl"), str(folder / "out.jsonl")]
+
+
+REQUEST = '{"custom_id": "a", "prompt": "p", "max_tokens": 2}'
+
+
+@pytest.fixture(params=["generate", "batch"])
+def command(request, tmp_path):
+    return ["generate", "p"] if request.param == "generate" else write_job(tmp_path, REQUEST)
+
+
+def test_the_compiler_is_waited_for_at_the_end_with_the_reason(llm, command):
+    assert cli.main(command) == 0
+    assert llm.told["warm_up"] == {"show_progress": True, "description": "compiling for the next start"}
+
+
+def test_ctrl_c_ends_this_wait_without_harm(capsys, llm, command):
+    llm.stops_with = KeyboardInterrupt()
+    assert cli.main([*command, "--quiet"]) == 130
+    assert capsys.readouterr().err == "jaxinfer: interrupted while compiling for the next start; all else was done\n"
+
+
+def test_a_step_that_cannot_be_compiled_for_the_next_start_fails_nothing(capsys, llm, command):
+    llm.stops_with = MemoryError("out of registers")
+    assert cli.main([*command, "--quiet"]) == 0
+    assert "for the next start: out of registers\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("typed", "prompt"), [("p", "p"), ("p\n", "p"), ("p\n\n", "p\n")])
@@ -64,6 +102,22 @@ def test_a_prompt_left_out_is_standard_input_less_one_line_end(monkeypatch, llm,
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
     assert cli.main(["generate", "--quiet"]) == 0
     assert llm.told["prompt"] == prompt
+
+
+def test_a_terminal_is_told_that_the_prompt_is_read_from_it(monkeypatch, capsys, llm):
+    terminal = io.StringIO("p\n")
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    assert cli.main(["generate", "--quiet"]) == 0
+    assert "reads the prompt from standard input" in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_no_text_is_refused_before_a_model_is_loaded(monkeypatch, capsys, llm):
+    llm.told = {}
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
+    assert cli.main(["generate"]) == 2
+    assert capsys.readouterr().err.startswith("jaxinfer: error: standard input is not text in utf-8 (")
+    assert llm.told == {}
 
 
 SAMPLING = {
@@ -83,7 +137,6 @@ SAMPLING = {
     "bad_words": ((6, 7), (8,)),
     "allowed_token_ids": (9, 5),
     "min_tokens": 2,
-    "logits_processors": (("a", 1.5), ("b:c", -2.0)),
     "json_schema": '{"type": "null"}',
     "regex": "[0-9]+",
     "choices": ("yes", "no"),
@@ -118,8 +171,6 @@ ENGINE = {
     "adaptive_drafts": False,
     "draft_trees": True,
     "decode_loop_steps": 4,
-    "ttft_target": 0.5,
-    "tpot_target": 0.25,
     "quantization": "int4",
 }
 NEEDS = {"disk_cache_bytes": "disk_cache_path", "disk_cache_path": "disk_cache_bytes"}
@@ -134,17 +185,21 @@ def options_of(name: str, value: Any) -> list[str]:
 
 
 def written(name: str, value: Any) -> str:
-    separator = {"logit_bias": ":", "logits_processors": ":", "bad_words": ","}.get(name)
+    separator = {"logit_bias": ":", "bad_words": ","}.get(name)
     return separator.join(map(str, value)) if separator else str(value)
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SamplingParams)])
+def names_of(config: type, *missing: str) -> list[str]:
+    return [field.name for field in dataclasses.fields(config) if field.name not in missing]
+
+
+@pytest.mark.parametrize("name", names_of(SamplingParams, "logits_processors"))
 def test_each_sampling_option_reaches_the_request(llm, name):
     assert cli.main(["generate", "p", *options_of(name, SAMPLING[name])]) == 0
     assert llm.told["sampling_params"] == SamplingParams(**{name: SAMPLING[name]})
 
 
-@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(EngineConfig)])
+@pytest.mark.parametrize("name", names_of(EngineConfig, "ttft_target", "tpot_target"))
 def test_each_engine_option_reaches_the_engine(llm, name):
     fields = {needed: ENGINE[needed] for needed in {name, NEEDS.get(name, name)}}
     options = itertools.chain(*(options_of(*field) for field in fields.items()))
@@ -173,16 +228,18 @@ def test_a_batch_job_decodes_in_loops_unless_told_otherwise(llm, tmp_path, optio
 def test_log_probs_are_printed_when_asked_for(capsys):
     assert cli.main(["generate", "p", "--quiet", "--log-probs", "1", "--max-tokens", "2", "--seed", "0"]) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[0] for line in lines] == ["token", "token"]
-    assert all("alternatives" in line for line in lines)
+    assert len(lines) == 2
+    assert all(
+        re.fullmatch(r"token (\d+) 't\1' -\S+  alternatives \1 't\1' -0.5000, 101 't101' -inf", line) for line in lines
+    )
 
 
 def test_those_of_the_prompt_are_printed_when_asked_for(capsys, llm):
     assert cli.main(["generate", "pq", "--quiet", "--prompt-log-probs", "1", "--seed", "0"]) == 0
     assert llm.told["config"].max_prompt_log_probs == 1
     assert capsys.readouterr().err.splitlines() == [
-        "prompt token 0 -  alternatives ",
-        "prompt token 1 -0.5000  alternatives 7:-0.2500",
+        "prompt token 0 't0' -  alternatives ",
+        "prompt token 1 't1' -0.5000  alternatives 7 't7' -0.2500",
     ]
 
 
@@ -192,6 +249,7 @@ MISTAKES = [
     ["generate", "p", "--seq", "1"],
     ["generate", "p", "--logit-bias", "5"],
     ["generate", "p", "--bad-words", "5,x"],
+    ["generate", "p", "--logits-processors", "a:1"],
     ["generate", "p", "--max-num-seqs", "0"],
     ["generate", "too long a prompt"],
     ["batch", "missing.jsonl", "out.jsonl"],
@@ -216,6 +274,12 @@ def test_an_error_of_the_program_itself_keeps_its_traceback(llm):
         cli.main(["generate", "p"])
 
 
+def test_too_many_samples_for_the_queue_are_a_mistake(capsys, llm):
+    llm.ends_with = QueueFullError("3 requests are too many;  raise max_waiting")
+    assert cli.main(["generate", "p", "--quiet"]) == 2
+    assert capsys.readouterr().err.endswith("jaxinfer: error: 3 requests are too many; raise max_waiting\n")
+
+
 def test_an_interrupt_is_status_130(capsys, llm):
     llm.ends_with = KeyboardInterrupt()
     assert cli.main(["generate", "p"]) == 130
@@ -223,25 +287,59 @@ def test_an_interrupt_is_status_130(capsys, llm):
 
 
 def test_batch_runs_a_file_and_tells_what_it_did(tmp_path: Path, capsys):
-    request = {"custom_id": "a", "prompt": "p", "max_tokens": 2}
-    (tmp_path / "in.jsonl").write_text(json.dumps(request) + "\n{\n")
-    argv = ["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), "--max-in-flight", "1"]
-    assert cli.main(argv) == 0
-    assert "2 requests: 0 done before, 1 completed, 1 refused; 2 tokens" in capsys.readouterr().err
+    argv = [*write_job(tmp_path, REQUEST, "{"), "--max-in-flight", "1"]
+    assert cli.main(argv) == 1
+    assert "2 requests: 0 done before, 1 completed, 1 with an error; 2 tokens" in capsys.readouterr().err
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(("lines", "status"), [([], 0), ([REQUEST], 0), (["{"], 1), ([REQUEST, "{"], 1)], ids=str)
+def test_the_status_of_a_job_tells_of_errors_also_of_runs_before(tmp_path, capsys, lines, status):
+    argv = [*write_job(tmp_path, *lines), "--quiet"]
+    for _ in range(2):
+        assert cli.main(argv) == status
+        told = capsys.readouterr().err
+        assert (f"1 of {len(lines)} requests have an error in {tmp_path / 'out.jsonl'}; delete" in told) == bool(status)
 
 
 def test_batch_refuses_a_wrong_path_before_it_loads_a_model(tmp_path: Path, llm):
     llm.told = {}
-    (tmp_path / "in.jsonl").write_text("")
-    for paths in (["missing", "out.jsonl"], ["in.jsonl", "in.jsonl"], ["in.jsonl", "missing/out.jsonl"]):
-        assert cli.main(["batch", *(str(tmp_path / path) for path in paths)]) == 2
+    command, source, output = write_job(tmp_path)
+    outputs = [source, str(tmp_path), str(tmp_path / "missing" / "out.jsonl"), "/dev/full"]
+    for argv in ([str(tmp_path / "missing"), output], *([source, wrong] for wrong in outputs)):
+        assert cli.main([command, *argv]) == 2
+    assert cli.main([command, source, output, "--max-in-flight", "0"]) == 2
     assert llm.told == {}
 
 
 def test_version_is_that_of_the_package(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("jaxinfer ")
+
+
+@pytest.mark.parametrize(("command", "groups"), [("generate", 11), ("batch", 6), ("bench", 5), ("doctor", 7)])
+def test_help_groups_the_options_by_theme(capsys, command, groups):
+    assert cli.main([command, "--help"]) == 0
+    titles = [line for line in capsys.readouterr().out.splitlines() if re.fullmatch(r"[a-z ]+:", line)]
+    assert len(set(titles) - {"positional arguments:", "options:"}) == groups
+    assert len(titles) == len(set(titles))
+
+
+def test_the_package_runs_as_the_command():
+    result = subprocess.run([sys.executable, "-m", "jaxinfer", "--version"], capture_output=True, text=True, check=True)
+    assert result.stdout == f"jaxinfer {jaxinfer.__version__}\n"
+
+
+@pytest.mark.parametrize(("ends_with", "status"), [("KeyboardInterrupt()", 130), ("ValueError('x')", 2)])
+def test_a_command_that_ends_early_does_not_wait_for_the_compiler(ends_with, status):
+    program = (
+        "import threading, time, jaxinfer; from tests.test_cli import StreamingLLM; from jaxinfer.cli import run; "
+        "import sys; sys.argv = ['jaxinfer', 'generate', 'p', '--quiet']; jaxinfer.LLM = StreamingLLM; "
+        "threading.Thread(target=time.sleep, args=(600,)).start(); "
+        f"StreamingLLM.ends_with = {ends_with}; run()"
+    )
+    result = run_python(program)
+    assert (result.returncode, result.stderr.count(b"\n")) == (status, 1)
 
 
 BEFORE = "import sys; from jaxinfer.cli import main; status = main({argv}); {check}"

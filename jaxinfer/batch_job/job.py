@@ -25,6 +25,8 @@ from jaxinfer.engine.samples import in_order
 if TYPE_CHECKING:
     from jaxinfer.engine.llm import LLM, Completion
 
+MAX_IN_FLIGHT = 128
+
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
@@ -45,7 +47,7 @@ def run_batch(
     output_path: str | Path,
     *,
     show_progress: bool = True,
-    max_in_flight: int = 128,
+    max_in_flight: int = MAX_IN_FLIGHT,
 ) -> Summary:
     """Runs the requests of `input_path` that `output_path` has no record of, and appends theirs as they end.
 
@@ -58,10 +60,8 @@ def run_batch(
     ValueError, with the output unchanged: it is in use by another job, or what its records were `made_by` is not
     this `llm.identity()` and these lines. OSError when a record cannot be written: the job can be run again.
     """
-    if max_in_flight < 1:
-        raise ValueError(f"max_in_flight is {max_in_flight}; give at least 1")
     input_path, output_path = Path(input_path), Path(output_path)
-    check_paths(input_path, output_path)
+    check_job(input_path, output_path, max_in_flight=max_in_flight)
     identity = llm.identity()
     with OutputFile(output_path) as output, input_path.open("rb") as lines:
         done = output.read_done(identity)
@@ -87,8 +87,13 @@ def run_batch(
     )
 
 
-def check_paths(input_path: str | Path, output_path: str | Path) -> None:
-    """Tells, before a model is loaded, what `run_batch` would refuse about the paths alone: ValueError."""
+def check_job(input_path: str | Path, output_path: str | Path, *, max_in_flight: int = MAX_IN_FLIGHT) -> None:
+    """Tells, before a model is loaded, what `run_batch` would refuse about these alone: ValueError.
+
+    It creates the output.
+    """
+    if max_in_flight < 1:
+        raise ValueError(f"max_in_flight is {max_in_flight}; give at least 1")
     input_path, output_path = Path(input_path), Path(output_path)
     if not input_path.exists():
         raise ValueError(f"{input_path} does not exist; give a file of JSON lines")

@@ -13,6 +13,13 @@ MAX_PROMPT_TOKENS = 8
 MAX_RUNNING = 3
 
 
+class FakeTokenizer:
+    """Has a name for each token."""
+
+    def text_of(self, token_id: int) -> str:
+        return f"t{token_id}"
+
+
 class FakeLLM:
     """Draws tokens from the seed and the prompt alone; raises `killed_by` after `steps_left` steps.
 
@@ -23,6 +30,7 @@ class FakeLLM:
         self, steps_left: int | None = None, killed_by: BaseException | None = None, room: float = math.inf
     ) -> None:
         self._room = room
+        self.tokenizer = FakeTokenizer()
         self._steps_left = steps_left
         self._killed_by = killed_by
         self._waiting: list[tuple[int, Any, SamplingParams]] = []

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.batch_job import Summary, check_paths, run_batch
+from jaxinfer.batch_job import Summary, check_job, run_batch
 from jaxinfer.batch_job.output import OutputFile
 from jaxinfer.batch_job.records import InvalidLine, digest_of, error_line
 from jaxinfer.config import SamplingParams
@@ -257,7 +257,7 @@ def test_a_disk_that_is_full_is_named_with_the_way_out_and_the_job_resumes(folde
 def test_an_output_that_cannot_be_one_is_refused_with_its_paths(folder, output):
     (folder / "folder").mkdir()
     with pytest.raises(ValueError, match=rf"{output} .*; .*give"):
-        check_paths(folder / "in.jsonl", folder / output)
+        check_job(folder / "in.jsonl", folder / output)
 
 
 def test_a_job_needs_room_for_a_request(folder):

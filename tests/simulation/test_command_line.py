@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from jaxinfer import cli
+from jaxinfer.cli_load import SAMPLE_TRACE
+from jaxinfer.engine.llm import BUNDLED_MODEL
 from jaxinfer.simulation.step_times import FEATURES
 from tests.engine.engines import save_small_checkpoint
 from tests.unoptimised import unoptimised_steps
@@ -26,7 +28,11 @@ def folder(tmp_path_factory):
 
 
 def run(folder, command, *options):
-    arguments = [command, str(folder / "trace.jsonl"), "--model", str(folder / "model"), "--quiet", *ENGINE, *options]
+    return run_trace(folder, command, folder / "trace.jsonl", *options)
+
+
+def run_trace(folder, command, trace, *options):
+    arguments = [command, str(trace), "--model", str(folder / "model"), "--quiet", *ENGINE, *options]
     with unoptimised_steps():
         return cli.main(arguments)
 
@@ -47,6 +53,43 @@ def test_a_trace_is_replayed_and_simulated(folder, capsys):
     assert "goodput 0.000 requests/s" not in simulated
     assert "simulated: 20 requests" in compared
     assert re.search(r"off by [+-]\S+% in mean TTFT, [+-]\S+% in mean TPOT, [+-]\S+% in makespan", compared)
+
+
+def test_too_short_a_trace_is_named_as_the_reason_why_nothing_is_saved(folder, tmp_path, capsys):
+    (tmp_path / "trace.jsonl").write_text('{"timestamp": 0, "input_length": 5, "output_length": 2}\n')
+    times = tmp_path / "times.json"
+
+    status = run_trace(folder, "replay", tmp_path / "trace.jsonl", "--save-step-times", str(times))
+
+    assert status == 2
+    message = f"{times} is not written: the trace is too short to fit step times, 1 decode steps of it were measured"
+    assert message in capsys.readouterr().err
+
+
+def test_the_sample_trace_is_served_whole_and_shares_prefixes(tmp_path, capsys):
+    weights = [0.001] * len(FEATURES)
+    (tmp_path / "times.json").write_text(json.dumps({"features": FEATURES, "decode": weights, "prefill": weights}))
+
+    assert cli.main(["simulate", str(SAMPLE_TRACE), "--step-times", str(tmp_path / "times.json"), "--quiet"]) == 0
+
+    figures = capsys.readouterr().out
+    assert "24 requests" in figures
+    assert " 0 refused" in figures
+    (share,) = re.findall(r"([0-9.]+)% of prompt tokens cached", figures)
+    assert float(share) > 30
+
+
+NOT_OFFERED = {
+    "bench": ["--max-drafts", "--draft-trees", "--max-log-probs", "--max-prompt-log-probs", "--max-listed-tokens"],
+    "replay": ["--max-drafts", "--no-adaptive-drafts", "--max-log-probs"],
+    "simulate": ["--quantization", "--decode-loop-steps", "--memory-bytes", "--host-cache-bytes", "--max-drafts"],
+}
+
+
+@pytest.mark.parametrize(("command", "option"), [(c, option) for c in NOT_OFFERED for option in NOT_OFFERED[c]])
+def test_an_option_that_a_load_has_no_use_for_is_not_offered(capsys, command, option):
+    assert cli.main([command, "--help"]) == 0
+    assert not re.search(rf"{option}\b", capsys.readouterr().out)
 
 
 def run_bench(folder, *options):
@@ -76,12 +119,23 @@ def test_a_simulation_leaves_a_plot_as_well(folder, tmp_path):
     assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
 
 
+HUGE = b'{"timestamp": 1' + b"0" * 400 + b', "input_length": 5, "output_length": 2}'
+
+
+def with_weight(weight):
+    weights = ", ".join([weight, *["0"] * (len(FEATURES) - 1)])
+    return f'{{"features": {json.dumps(FEATURES)}, "decode": [{weights}], "prefill": [{weights}]}}'.encode()
+
+
 MISTAKES = [
     (["--num-requests", "0"], "num_requests=0 "),
     (["--rate", "nan"], "rate=nan have to be above 0"),
     (["--input-len", "9-3"], "9-3 is neither"),
+    (["--input-len", "1-2-3"], "1-2-3 is neither"),
     (["--plot", "no folder/load.png"], "no folder/load.png cannot be written"),
     (["--timeline", "no folder/load.json"], "no folder/load.json cannot be written"),
+    (["--timeline", "/proc/load.json"], "/proc/load.json cannot be written"),
+    (["--plot", "/"], "/ cannot be written (Is a directory); give another file"),
 ]
 
 
@@ -99,17 +153,43 @@ def test_a_plot_without_matplotlib_is_refused_before_a_model_is_loaded(folder, c
 
 
 @pytest.mark.parametrize("command", ["replay", "simulate"])
-@pytest.mark.parametrize("wrong", ["no trace", "no step times", "bad line"])
-def test_a_mistake_is_told_before_a_model_is_loaded(folder, tmp_path, capsys, command, wrong):
-    trace, times = tmp_path / "trace.jsonl", tmp_path / "times.json"
-    if wrong != "no trace":
-        trace.write_text("{}\n" if wrong == "bad line" else "")
-    if wrong != "no step times":
-        times.write_text(json.dumps({"features": [], "decode": [], "prefill": []}))
+@pytest.mark.parametrize("content", [None, b"", b"\n", b"{}\n", b"\xff\n", b"[" * 100_000, HUGE], ids=range(7))
+def test_a_mistake_in_a_trace_is_told_before_a_model_is_loaded(tmp_path, capsys, command, content):
+    model = {"replay": "no such model", "simulate": BUNDLED_MODEL}[command]  # of which simulate loads no weights
+    times, weights = tmp_path / "times.json", [0.001] * len(FEATURES)
+    times.write_text(json.dumps({"features": FEATURES, "decode": weights, "prefill": weights}))
+    if content is not None:
+        (tmp_path / "trace.jsonl").write_bytes(content)
 
-    status = cli.main([command, str(trace), "--step-times", str(times), "--model", "no such model"])
+    status = cli.main([command, str(tmp_path / "trace.jsonl"), "--step-times", str(times), "--model", str(model)])
+
+    assert status == 2
+    assert capsys.readouterr().err.startswith(f"jaxinfer: error: {tmp_path / 'trace.jsonl'}")
+
+
+NO_TIMES = [
+    None,
+    b"",
+    b"\xff",
+    b"[" * 100_000,
+    b"[]",
+    b"{}",
+    with_weight("NaN"),
+    with_weight("-1"),
+    with_weight("1e999"),
+]
+
+
+@pytest.mark.parametrize("command", ["replay", "simulate"])
+@pytest.mark.parametrize("content", NO_TIMES, ids=range(len(NO_TIMES)))
+def test_a_mistake_in_step_times_is_told_before_a_model_is_loaded(folder, tmp_path, capsys, command, content):
+    times = tmp_path / "times.json"
+    if content is not None:
+        times.write_bytes(content)
+
+    status = cli.main([command, str(SAMPLE_TRACE), "--step-times", str(times), "--model", "no such model"])
 
     assert status == 2
     message = capsys.readouterr().err
-    assert "no such model" not in message
-    assert ("times.json" if command == "simulate" or wrong == "no step times" else "trace.jsonl") in message
+    assert message.startswith(f"jaxinfer: error: {times}")
+    assert "jaxinfer replay" in message

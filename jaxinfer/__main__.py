@@ -1,0 +1,6 @@
+"""`python -m jaxinfer` is the command `jaxinfer`."""
+
+from jaxinfer.cli import run
+
+if __name__ == "__main__":
+    run()
