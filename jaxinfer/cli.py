@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jaxinfer.engine.llm import Completion
     from jaxinfer.tokenizer import Tokenizer
 
-EXIT_FAULTS = 1  # found by the doctor, or in lines of a job
+EXIT_FAULTS = 1  # found by the doctor, or requests that ended in an error
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status or 0
 
 
-def _one_line(error: BaseException) -> str:
+def _one_line(error: object) -> str:
     return " ".join(str(error).split())
 
 
@@ -152,7 +152,7 @@ def _finish_compiling(llm: LLM, arguments: argparse.Namespace) -> None:
         print(f"jaxinfer: a step could not be compiled for the next start: {_one_line(error)}", file=sys.stderr)
 
 
-def _generate(arguments: argparse.Namespace) -> None:
+def _generate(arguments: argparse.Namespace) -> int:
     from jaxinfer.engine.request import QueueFullError
 
     params = from_arguments(SamplingParams, arguments)
@@ -163,7 +163,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that cannot show a character is no reason to stop.
         sys.stdout.reconfigure(errors="backslashreplace")
-    started_at, first_at = time.monotonic(), None
+    started_at, first_at, status = time.monotonic(), None, 0
     try:
         for delta in llm.stream(prompt, params):
             if delta.token_ids and first_at is None:
@@ -174,9 +174,13 @@ def _generate(arguments: argparse.Namespace) -> None:
             sys.stdout.flush()
             if delta.completion is not None:
                 _report(delta.completion, llm.tokenizer, arguments, started_at, first_at or time.monotonic())
+                if delta.completion.finish_reason == "error":
+                    print(f"jaxinfer: ended by an error: {_one_line(delta.completion.error)}", file=sys.stderr)
+                    status = EXIT_FAULTS
     except QueueFullError as error:  # more samples than the engine may have at a time
         raise ValueError(str(error)) from None
     _finish_compiling(llm, arguments)
+    return status
 
 
 def _report(

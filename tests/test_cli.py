@@ -16,7 +16,7 @@ import pytest
 import jaxinfer
 from jaxinfer import cli
 from jaxinfer.config import EngineConfig, SamplingParams
-from jaxinfer.engine.request import QueueFullError
+from jaxinfer.engine.request import Delta, QueueFullError
 from tests.batch_job.fake_llm import FakeLLM
 
 
@@ -272,6 +272,21 @@ def test_an_error_of_the_program_itself_keeps_its_traceback(llm):
     llm.ends_with = RuntimeError("broken invariant")
     with pytest.raises(RuntimeError, match="broken invariant"):
         cli.main(["generate", "p"])
+
+
+class FailingLLM(StreamingLLM):
+    """Ends requests in an error."""
+
+    def _delta(self, *arguments: Any, **options: Any) -> Delta:
+        delta = super()._delta(*arguments, **options)
+        failed = delta.completion and dataclasses.replace(delta.completion, finish_reason="error", error="NaN")
+        return delta._replace(completion=failed)
+
+
+def test_a_request_that_ends_in_an_error_says_why_and_is_status_1(capsys, monkeypatch):
+    monkeypatch.setattr(jaxinfer, "LLM", FailingLLM)
+    assert cli.main(["generate", "p", "--quiet"]) == 1
+    assert capsys.readouterr().err == "jaxinfer: ended by an error: NaN\n"
 
 
 def test_too_many_samples_for_the_queue_are_a_mistake(capsys, llm):

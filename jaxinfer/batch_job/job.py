@@ -17,6 +17,7 @@ from jaxinfer.batch_job.records import (
     completion_line,
     digest_of,
     error_line,
+    error_of,
     read_requests,
 )
 from jaxinfer.engine.request import QueueFullError
@@ -205,7 +206,9 @@ class _Job:
             return
         completions = in_order(completions, request.sampling_params)
         self._output.append(completion_line(request, completions, self._identity))
-        self.num_completed += 1
+        has_error = error_of(completions) is not None
+        self.num_errors += has_error
+        self.num_completed += not has_error
         self._advance()
 
     def _record_error(self, entry: Request | InvalidLine, message: str) -> None:

@@ -104,7 +104,7 @@ def completion_line(request: Request, completions: Sequence[Completion], identit
     """Formats the result of a request, line end included; infinite log probabilities become null.
 
     Where several samples were asked for they stand in `samples`, by sample_index, or best first with `best_of`.
-    `identity` is that of the engine.
+    Where one ended in an error, `error` says why. `identity` is that of the engine.
     """
     record: dict[str, Any] = {"line": request.line, "custom_id": request.custom_id}
     if request.sampling_params.n == 1:
@@ -113,7 +113,14 @@ def completion_line(request: Request, completions: Sequence[Completion], identit
         record["samples"] = [_sample(request, c) | {"sample_index": c.sample_index} for c in completions]
     record["num_prompt_tokens"] = len(completions[0].prompt_token_ids)
     record["seed"] = completions[0].seed
+    if (error := error_of(completions)) is not None:
+        record["error"] = error
     return _format(record | {"made_by": {**identity, "line": request.digest}})
+
+
+def error_of(completions: Iterable[Completion]) -> str | None:
+    """Returns why a request has ended in an error, None if it has not."""
+    return next((completion.error for completion in completions if completion.finish_reason == "error"), None)
 
 
 def _sample(request: Request, completion: Completion) -> dict[str, Any]:

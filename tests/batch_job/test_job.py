@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxinfer.batch_job import Summary, check_job, run_batch
 from jaxinfer.batch_job.output import OutputFile
 from jaxinfer.batch_job.records import InvalidLine, digest_of, error_line
 from jaxinfer.config import SamplingParams
+from jaxinfer.engine.request import Delta
 from tests.batch_job.fake_llm import FakeLLM
 
 
@@ -138,6 +140,25 @@ def test_a_request_for_which_an_idle_engine_has_no_room_gets_an_error(folder):
     run(folder, FakeLLM(room=2))
     records = [json.loads(raw) for raw in sorted_lines(folder / "out.jsonl")]
     assert [record.get("error") for record in records] == ["3 more are too many", None]
+
+
+class FailingLLM(FakeLLM):
+    """Ends requests of three tokens in an error."""
+
+    def step(self) -> list[Delta]:
+        return [self._fail(delta) for delta in super().step()]
+
+    def _fail(self, delta: Delta) -> Delta:
+        if delta.completion is None or len(delta.completion.token_ids) != 3:
+            return delta
+        return delta._replace(completion=replace(delta.completion, finish_reason="error", error="NaN"))
+
+
+def test_a_request_that_ends_in_an_error_counts_as_one_now_and_later(folder):
+    summary, again = run(folder, FailingLLM()), run(folder, FailingLLM())
+    records = [json.loads(raw) for raw in sorted_lines(folder / "out.jsonl")]
+    assert [record["line"] for record in records if record.get("error") == "NaN"] == [5, 13]
+    assert (summary.num_completed, summary.num_errors, again.num_errors_before) == (8, 5, 5)
 
 
 def test_requests_of_a_job_give_way_to_interactive_ones(folder):

@@ -233,6 +233,19 @@ def test_other_lines_are_not_taken_for_records(raw):
         parse_record(raw)
 
 
+def test_the_record_of_a_request_that_ended_in_an_error_has_its_cause_and_what_was_made_before():
+    failed = dataclasses.replace(COMPLETION, finish_reason="error", error="logits of token 3 are NaN")
+
+    for entry, completions in [(request(), [failed]), (request(n=2), [COMPLETION, failed])]:
+        raw = completion_line(entry, completions, IDENTITY)
+
+        record = json.loads(raw)
+        *_, sample = record.get("samples", [record])
+        assert (sample["finish_reason"], sample["token_ids"]) == ("error", [7, 8])
+        assert record["error"] == "logits of token 3 are NaN"
+        assert parse_record(raw).has_error
+
+
 def test_several_samples_are_one_record():
     other = dataclasses.replace(COMPLETION, sample_index=1, text="other")
 
