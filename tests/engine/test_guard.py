@@ -28,6 +28,7 @@ from tests.engine.engines import (
 CALLS = {
     "has_unfinished": lambda llm: llm.has_unfinished,
     "metrics": lambda llm: llm.metrics(),
+    "identity": lambda llm: llm.identity(),
     "add": lambda llm: llm.add([5], GREEDY),
     "abort": lambda llm: llm.abort(0),
     "fork": lambda llm: llm.fork(0),
@@ -41,7 +42,7 @@ CALLS = {
     "warm_up": lambda llm: llm.warm_up(),
     "timeline": lambda llm: llm.timeline(),
 }
-LOOKS = {"has_unfinished", "metrics"}  # which another thread may have at any time
+LOOKS = {"has_unfinished", "metrics", "identity"}  # which another thread may have at any time
 
 
 def test_no_call_is_left_out():
