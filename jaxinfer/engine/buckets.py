@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.device import default_batched_tokens
@@ -93,11 +94,13 @@ def max_verified_tokens(config: EngineConfig) -> int:
 def _verify_buckets(sizes: list[int], max_drafts: int, max_tokens: int) -> list[Bucket]:
     q_len = 1 + max_drafts
     buckets = []
-    for num_rows in sizes if max_drafts else ():
+    for smaller, num_rows in pairwise([0, *sizes]) if max_drafts else ():
         # One row wants few tokens whatever its drafts; of many rows, few may have any.
         wanted = {q_len * num_rows} if num_rows == 1 else {2 * num_rows, q_len * num_rows}
-        counts = {min(num_tokens, max_tokens) for num_tokens in wanted}
-        buckets += [Bucket(False, n, num_rows, q_len) for n in sorted(counts) if n > num_rows]
+        for n in sorted({min(num_tokens, max_tokens) for num_tokens in wanted}):
+            most_rows = min(num_rows, n - 1)  # one of them has a draft
+            if most_rows > smaller:
+                buckets.append(Bucket(False, n, most_rows, q_len))
     return buckets
 
 
@@ -109,14 +112,33 @@ def _sizes(first: tuple[int, ...], last: int) -> list[int]:
     return [*(size for size in sizes if size < last), last]
 
 
-def choose_bucket(buckets: tuple[Bucket, ...], step: Step) -> Bucket:
-    """Returns the first of `plan_buckets`, or of some of them, that holds the step: the smallest of its kind.
+def choose_bucket(buckets: Sequence[Bucket], step: Step) -> Bucket:
+    """Returns the smallest bucket of its kind that holds the step; see `find_bucket`."""
+    is_decode, is_verify = step.is_decode, step.is_verify
+    return find_bucket(buckets, step.num_tokens, len(step.chunks), is_decode=is_decode, is_verify=is_verify)
 
-    A prefill holds steps of decoding as well, where they have none of their own.
+
+def find_bucket(
+    buckets: Sequence[Bucket], num_tokens: int, num_rows: int, *, is_decode: bool = False, is_verify: bool = False
+) -> Bucket:
+    """Returns the first bucket of a kind that holds this many tokens and rows.
+
+    `buckets` are those of `plan_buckets` or some of them. A prefill bucket holds decode steps if no decode bucket does.
     """
     for bucket in buckets:
-        fits = bucket.num_tokens >= step.num_tokens and bucket.num_rows >= len(step.chunks)
-        is_of_kind = bucket.is_verify == step.is_verify and (step.is_decode or not bucket.is_decode)
+        fits = bucket.num_tokens >= num_tokens and bucket.num_rows >= num_rows
+        is_of_kind = bucket.is_verify == is_verify and (is_decode or not bucket.is_decode)
         if fits and is_of_kind and not bucket.is_draw:
             return bucket
-    raise RuntimeError(f"no bucket holds {step.num_tokens} tokens in {len(step.chunks)} rows")
+    kind = "verify" if is_verify else "decode" if is_decode else "prefill"
+    there = ", ".join(bucket.name for bucket in buckets)
+    raise RuntimeError(f"no bucket for {kind} steps holds {num_tokens} tokens in {num_rows} rows; there are {there}")
+
+
+def fitting_size(sizes: Iterable[int], count: int) -> int:
+    """Returns the first of the sizes, smallest first, that holds `count` rows or pages."""
+    sizes = list(sizes)
+    for size in sizes:
+        if size >= count:
+            return size
+    raise RuntimeError(f"no size of {sizes} holds {count}")

@@ -10,7 +10,7 @@ import jax
 
 from jaxinfer.batch import Row
 from jaxinfer.cache import KVCache
-from jaxinfer.engine.buckets import decode_sizes
+from jaxinfer.engine.buckets import decode_sizes, fitting_size
 from jaxinfer.engine.device_drafter import LendCache, Target
 from jaxinfer.engine.draft_steps import DraftSteps, StepDrafter, most_drafts_first
 from jaxinfer.engine.request import Request
@@ -67,11 +67,11 @@ class ExitDrafter(StepDrafter):
             return drafts
         chosen = [requests[i] for i in order]
         rows = [Row(r.token_ids[-1:], len(r.token_ids) - 1, r.table, r.num_hidden) for r in chosen]
-        shape = next(shape for shape in self._steps.shapes if shape[0] >= len(rows))
+        num_rows = fitting_size((rows for rows, _ in self._steps.shapes), len(chosen))
 
         def compute(cache: KVCache) -> tuple[list[list[int]], KVCache]:
             first = replace(cache, groups=cache.groups[: self._num_groups])
-            tokens, first = self._steps.run(shape, first, rows, chosen, [counts[i] for i in order])
+            tokens, first = self._steps.run((num_rows, num_rows), first, rows, chosen, [counts[i] for i in order])
             return tokens, replace(first, groups=first.groups + cache.groups[self._num_groups :])
 
         for i, tokens in zip(order, self._lend_cache(compute), strict=True):

@@ -15,7 +15,7 @@ from jaxinfer.batch import padded
 from jaxinfer.draft_heads import MedusaHeads, Paths, chain_of, draft_from_states, parents_of_paths
 from jaxinfer.eagle_head import EagleHead
 from jaxinfer.engine.batching import sampling_of_requests
-from jaxinfer.engine.buckets import decode_sizes, plan_buckets
+from jaxinfer.engine.buckets import decode_sizes, fitting_size, plan_buckets
 from jaxinfer.engine.device_drafter import DeviceDrafter, Target
 from jaxinfer.engine.draft_tree import Drafts, DraftTree
 from jaxinfer.engine.emission import Emitted
@@ -84,7 +84,7 @@ class HeadDrafter(DeviceDrafter):
         known = [(i, window) for i, window in enumerate(found) if window is not None]
         if not known:
             return drafts
-        size = next(size for size in self._compiled if size >= len(known))
+        size = fitting_size(self._compiled, len(known))
         arguments = self._lay_out([requests[i] for i, _ in known], [window for _, window in known], size)
         drawn = self._compiled[size](self._target.params, self._heads, windows, *arguments)
         for (i, _), row in zip(known, jax.device_get(drawn).tolist(), strict=False):

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxinfer.cache import KVCache, PageBundle, extract_pages, insert_pages, turn_pages
 from jaxinfer.config import ModelConfig
+from jaxinfer.engine.buckets import fitting_size
 from jaxinfer.engine.executables import compile_or_load
 from jaxinfer.engine.page_copies import Content
 from jaxinfer.plan.memory import step_bytes
@@ -101,7 +102,7 @@ class PageCopier:
         """Yields the pages in runs, each with the smallest width that holds it."""
         for start in range(0, len(pages), self.max_width):
             some = pages[start : start + self.max_width]
-            yield some, next(width for width in self._widths if width >= len(some))
+            yield some, fitting_size(self._widths, len(some))
 
     def _ids(self, pages: Sequence[int], width: int) -> np.ndarray:
         return np.array([*pages, *[NO_PAGE] * (width - len(pages))], np.int32)

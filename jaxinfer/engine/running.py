@@ -202,7 +202,7 @@ class Running(Sequence[Request]):
         num_missing = self._tables.num_missing(request, num_tokens)
         while num_missing > self._tables.pages.num_available:
             line = sorted(self._requests, key=lambda other: other.yields)
-            victim = next(other for other in reversed(line) if other not in scheduled)
+            victim = next((other for other in reversed(line) if other not in scheduled), request)
             self.preempt(victim)
             if victim is request:
                 return False

@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 
 from jaxinfer.config import SamplingParams
-from jaxinfer.engine.buckets import Bucket, choose_bucket
+from jaxinfer.engine.buckets import Bucket, choose_bucket, find_bucket
 from jaxinfer.engine.cost_drift import CostDrift
 from jaxinfer.engine.cost_fit import NUM_REHEARSALS, fit_weights
 from jaxinfer.engine.pipeline import Device
@@ -83,10 +83,8 @@ class StepCosts:
     def _layout(self, count: int, max_drafts: int) -> Layout:
         """Returns of which kind steps of so many rows are with 0, 1, 2, … drafts, and what they take."""
         if (count, max_drafts) not in self._layouts:
-            fits = [bucket for bucket in self._buckets if bucket.num_rows >= count]
             tokens = range(count, count + max_drafts + 1)
-            chosen = [next(bucket for bucket in fits if bucket.is_decode)]
-            chosen += [next(b for b in fits if b.is_verify and b.num_tokens >= n) for n in tokens[1:]]
+            chosen = [find_bucket(self._buckets, n, count, is_decode=n == count, is_verify=n > count) for n in tokens]
             fixed, per_context = [math.inf] * len(chosen), [0.0] * len(chosen)
             for i, (bucket, n) in enumerate(zip(chosen, tokens, strict=True)):
                 if (weights := self._weights.get(bucket.is_verify)) is not None:

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from jaxinfer.batch import PADDING_SLOT
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.batching import BatchBuilder
-from jaxinfer.engine.buckets import Bucket, choose_bucket, max_batched_tokens, plan_buckets
+from jaxinfer.engine.buckets import (
+    Bucket,
+    choose_bucket,
+    find_bucket,
+    fitting_size,
+    max_batched_tokens,
+    max_verified_tokens,
+    plan_buckets,
+)
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.step import Chunk, Chunks, Step
 
@@ -160,6 +168,30 @@ def test_a_decode_bucket_has_one_token_per_row():
     buckets = plan_buckets(EngineConfig())
 
     assert all(b.num_tokens == b.num_rows for b in buckets if b.is_decode)
+
+
+@given(configs, st.integers(1, 15), st.data())
+@settings(deadline=None)
+def test_rows_that_have_room_for_drafts_have_a_bucket_to_verify_them(config, max_drafts, data):
+    num_rows = data.draw(st.integers(1, config.max_num_seqs))
+    most = min(max_verified_tokens(config) - num_rows, num_rows * max_drafts)
+    chunks = [make_chunk(3, 1) for _ in range(num_rows)]
+    for i in range(data.draw(st.integers(0, most))):
+        chunks[i % num_rows].drafts = [*chunks[i % num_rows].drafts, 0]
+    step = Step(Chunks.of(chunks))
+
+    bucket = choose_bucket(plan_buckets(config, max_drafts), step)
+
+    assert bucket.num_tokens >= step.num_tokens
+    assert bucket.num_rows >= num_rows
+    assert bucket.is_verify == step.is_verify
+
+
+def test_a_shape_that_was_not_planned_is_named():
+    with pytest.raises(RuntimeError, match="no bucket for verify steps holds 7 tokens in 3 rows; there are decode 8"):
+        find_bucket((Bucket(True, 8, 8),), 7, 3, is_verify=True)
+    with pytest.raises(RuntimeError, match=r"no size of \[1, 8\] holds 9"):
+        fitting_size([1, 8], 9)
 
 
 def test_padding_rows_of_a_decode_batch_own_their_padding_token():

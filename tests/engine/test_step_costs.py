@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxinfer import EngineConfig
-from jaxinfer.engine.buckets import choose_bucket, plan_buckets
+from jaxinfer.engine.buckets import choose_bucket, max_verified_tokens, plan_buckets
 from jaxinfer.engine.step import Chunk, Chunks, Step
 from jaxinfer.engine.step_costs import StepCosts, made_up_steps
 from jaxinfer.engine.step_times import step_features
@@ -58,6 +61,18 @@ def steps_of(lens, num_drafts):
 
 def expected(costs, lens):
     return np.array(costs.seconds(steps_of(lens, 0)[0], 3 * len(lens)))
+
+
+@pytest.mark.parametrize(("limits", "num_rows"), [({"max_num_seqs": 128}, 65), ({"max_mixed_tokens": 32}, 9)])
+def test_a_step_that_hardly_has_room_for_drafts_has_costs_for_them(limits, num_rows):
+    config = EngineConfig(**limits)
+    costs = StepCosts(plan_buckets(config, 7))
+    device: Any = SimpleNamespace(launch=id, read=id)
+
+    costs.rehearse(device, 200, 128, clock=partial(next, itertools.count(1.0)))
+
+    room = max_verified_tokens(config) - num_rows
+    assert np.isfinite(costs.seconds(steps_of([3] * num_rows, 0)[0], room)).all()
 
 
 def test_every_number_of_drafts_is_expected_to_take_what_such_steps_took(clock):
