@@ -13,7 +13,7 @@ from jaxinfer.batch import Row
 from jaxinfer.cache import init_cache, page_bytes
 from jaxinfer.config import CacheConfig, ModelConfig
 from jaxinfer.engine.buckets import decode_sizes, max_batched_tokens
-from jaxinfer.engine.device_drafter import Target
+from jaxinfer.engine.device_drafter import LendCache, Target
 from jaxinfer.engine.draft_steps import DraftSteps, Shape, StepDrafter, most_drafts_first
 from jaxinfer.engine.prefix import num_equal
 from jaxinfer.engine.request import Request
@@ -34,9 +34,11 @@ class DraftModel(StepDrafter):
     def __init__(self, params: Params, config: ModelConfig) -> None:
         self._params = params
         self._config = config
-        # What was computed for a request: in which pages, how many of its tokens, and which drafts after them.
-        self._computed: dict[int, tuple[tuple[int, ...], int, list[int]]] = {}
-        self._known: dict[int, bytes] = {}  # what full pages hold, by its key in the target's prefix cache
+        # By request: how many of its tokens were computed last, and the drafts computed after them.
+        self._computed: dict[int, tuple[int, list[int]]] = {}
+        # By page: the text that was written there last, as the list `token_ids` itself, and the page's place in it.
+        self._written: dict[int, tuple[list[int], int]] = {}
+        self._known: dict[int, bytes] = {}  # full pages, by their key in the target's prefix cache
 
     @property
     def resident_bytes(self) -> int:
@@ -47,32 +49,40 @@ class DraftModel(StepDrafter):
         return page_bytes(self._config, cache_config)
 
     def prepare(self, target: Target) -> int:
-        """Compiles the steps and makes the cache; ValueError for a model of another vocabulary."""
+        """Compiles the steps; ValueError for a model of another vocabulary."""
         vocab_size, engine_config = target.model_config.vocab_size, target.engine_config
         if self._config.vocab_size != vocab_size:
             raise ValueError(
                 f"the draft model has a vocabulary of {self._config.vocab_size} tokens, the target one of {vocab_size};"
                 " speculation needs a draft model of the target's"
             )
-        self._page_size = target.cache_config.page_size
+        self._cache_config, self._page_size = target.cache_config, target.cache_config.page_size
         sizes = decode_sizes(engine_config)
         widest = max(max_batched_tokens(engine_config), CATCH_UP * sizes[-1])  # for prompts, too
         shapes = [(rows, CATCH_UP * rows) for rows in sizes]
         self._steps = DraftSteps(self._params, self._config, target, [*shapes, (sizes[-1], widest)])
-        self._cache = init_cache(self._config, target.cache_config)
         return engine_config.max_drafts
 
+    def attach(self, lend_cache: LendCache) -> None:
+        """Makes the cache, now that its number of pages is settled."""
+        self._cache = init_cache(self._config, self._cache_config)
+
     def num_unseen(self, request: Request) -> int:
-        pages, num_computed, drafts = self._computed.get(request.request_id, ((), 0, []))
-        num_kept = num_equal(pages, request.pages) * self._page_size
-        num_computed = min(num_computed + num_equal(drafts, request.token_ids[num_computed:]), num_kept)
-        last = len(request.token_ids) - 1  # which is always computed
-        while request.keys is not None and (end := (num_computed // self._page_size + 1) * self._page_size) <= last:
-            index = num_computed // self._page_size
-            if self._known.get(request.pages[index]) != request.keys.key(index, request.token_ids):
+        text, last = request.token_ids, len(request.token_ids) - 1  # the last token is always computed
+        num_computed, drafts = self._computed.get(request.request_id, (0, []))
+        num_computed += num_equal(drafts, text[num_computed:])
+        num_seen = 0
+        for index, page in enumerate(request.pages):
+            end = num_seen + self._page_size
+            writer, place = self._written.get(page, ((), 0))
+            # A request that is rewound has another list of tokens, one that waits for pages may find them overwritten.
+            if writer is text and place == index:
+                num_seen = min(num_computed, end)
+            elif request.keys is not None and end <= last and self._known.get(page) == request.keys.key(index, text):
+                num_seen = end
+            if num_seen < end:
                 break
-            num_computed = end
-        return last + 1 - min(num_computed, last)
+        return last + 1 - min(num_seen, last)
 
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in requests]
@@ -99,11 +109,14 @@ class DraftModel(StepDrafter):
         rows = [Row(r.token_ids[start:end], start, r.pages) for r, (_, start, end) in zip(chosen, spans, strict=True)]
         limits = [counts[i] for i, *_ in spans]
         tokens, self._cache = self._steps.run(shape, self._cache, rows, chosen, limits)
-        for request, (_, start, end), drafted in zip(chosen, spans, tokens, strict=True):
-            self._computed[request.request_id] = (request.pages, end, drafted[:-1])
-            if request.keys is not None:
-                for index in range(start // self._page_size, end // self._page_size):
-                    self._known[request.pages[index]] = request.keys.key(index, request.token_ids)
+        for request, (_, start, end), limit, drafted in zip(chosen, spans, limits, tokens, strict=True):
+            self._computed[request.request_id] = (end, drafted[:-1])
+            first = start // self._page_size
+            for index, page in enumerate(request.pages[first : -(-(end + limit) // self._page_size)], first):
+                self._written[page] = (request.token_ids, index)
+                self._known.pop(page, None)
+                if request.keys is not None and (index + 1) * self._page_size <= end:
+                    self._known[page] = request.keys.key(index, request.token_ids)
         return tokens
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from jaxinfer.engine.plain_runs import PlainRuns
 from jaxinfer.engine.speculation import Speculation
 from jaxinfer.engine.step import Chunk, Chunks, Step
 from jaxinfer.engine.step_costs import StepCosts
+from tests.engine.branching import run_for
 from tests.engine.engines import (
     EOS,
     ScriptedDrafter,
@@ -95,6 +97,7 @@ def draft_model_for(llm, params, config):
     model = DraftModel(params, config)
     with unoptimised_steps():  # a draft may be wrong
         model.prepare(target_of(llm))
+    model.attach(lambda compute: compute(llm._runner._cache))
     return model
 
 
@@ -127,6 +130,53 @@ def test_a_model_that_drafts_for_itself_is_always_right(crowded_llm, shared_llm)
     assert num_drafted > 20
     assert after.num_accepted_tokens - before.num_accepted_tokens == num_drafted
     assert model._computed == {}
+
+
+def test_a_draft_model_takes_no_memory_while_the_number_of_pages_is_planned(crowded_llm):
+    model, target = DraftModel(crowded_llm._runner._params, crowded_llm.model_config), target_of(crowded_llm)
+    before = sum(array.nbytes for array in jax.live_arrays())
+
+    with unoptimised_steps():
+        model.prepare(replace(target, cache_config=replace(target.cache_config, num_pages=99)))
+
+    assert sum(array.nbytes for array in jax.live_arrays()) - before < 99 * model.page_bytes(target.cache_config)
+
+
+@pytest.fixture
+def own_model(crowded_llm):
+    """A model that drafts for itself, so that drafts are wrong only where its cache holds what it does not believe."""
+    forget_prefixes(crowded_llm)
+    return draft_model_for(crowded_llm, crowded_llm._runner._params, crowded_llm.model_config)
+
+
+def test_a_draft_model_computes_anew_what_a_rewound_request_draws_instead(crowded_llm, own_model):
+    before = crowded_llm.metrics()
+
+    request_id = crowded_llm.add(PROMPTS[0], SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
+    with drafts_from(crowded_llm, own_model):
+        run_for(crowded_llm, request_id, 12)
+        crowded_llm.rewind(request_id, 8, seed=2)
+    run_for(crowded_llm, request_id, 12)
+    with drafts_from(crowded_llm, own_model):
+        run_for(crowded_llm, request_id, 30)
+    crowded_llm.abort(request_id)
+    crowded_llm.step()
+
+    after = crowded_llm.metrics()
+    num_drafted = after.num_drafted_tokens - before.num_drafted_tokens
+    assert after.num_accepted_tokens - before.num_accepted_tokens == num_drafted > 10
+
+
+def test_a_draft_model_knows_what_each_page_holds(crowded_llm, own_model):
+    a, b, alike = (make_request(i, prompt, 10, cache_salt="") for i, prompt in enumerate([[7] * 40, [8] * 4, [7] * 40]))
+    unseen = []
+    for request, pages in ((a, (0, 1, 2)), (b, (3,)), (a, (0, 1, 2)), (b, (0,)), (a, (0, 1, 2)), (alike, (0, 1, 4))):
+        request.pages = pages
+        unseen.append(own_model.num_unseen(request))
+        while own_model.num_unseen(request) > 1:
+            own_model.draft([request], [1])
+
+    assert unseen == [40, 4, 1, 4, 40, 8]
 
 
 @pytest.fixture(scope="module")
