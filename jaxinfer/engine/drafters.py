@@ -60,18 +60,18 @@ class NgramIndex:
             for run in _runs_before(text, place):
                 self._places[run] = value
 
-    def remove(self, text: list[int]) -> None:
-        """Forgets the places in a text."""
-        number = next(number for number, known in self._texts.items() if known is text)
+    def remove_oldest(self) -> None:
+        """Forgets the text that was entered first, and the places in it."""
+        number = self._number + 1 - len(self._texts)
+        text = self._texts.pop(number)
         for place in range(1, len(text)):
             for run in _runs_before(text, place):
                 if self._places.get(run, -1) >> 32 == number:
                     del self._places[run]
-        del self._texts[number]
 
     @property
     def is_empty(self) -> bool:
-        return not self._places
+        return not self._texts
 
     def find(self, run: int) -> Place | None:
         """Returns where something follows these tokens."""
@@ -147,7 +147,7 @@ class SuffixDrafter(NgramDrafter):
     def _forget_oldest(self) -> None:
         salt, text = self._outputs.popleft()
         self._num_tokens -= len(text)
-        self._indices[salt].remove(text)
+        self._indices[salt].remove_oldest()
         if self._indices[salt].is_empty:
             del self._indices[salt]
 

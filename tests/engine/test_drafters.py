@@ -95,6 +95,14 @@ def test_the_oldest_outputs_make_room_for_new_ones():
     assert set(drafter._indices) == {"20", "30"}
 
 
+def test_outputs_too_short_to_guess_from_are_forgotten_in_their_turn():
+    drafter = SuffixDrafter(max_tokens=3)
+    for _ in range(9):
+        drafter.forget(request_of([1, 2], num_output_tokens=1))
+
+    assert drafter._num_tokens == 2
+
+
 @pytest.mark.parametrize("speculation", ["eagle", 3, object()], ids=["name", "number", "object"])
 def test_a_drafter_that_does_not_exist_is_refused(speculation: Any):
     with pytest.raises(ValueError, match=r"speculation=.* is not allowed: give one of 'ngram', 'suffix', a Path"):
