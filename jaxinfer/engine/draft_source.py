@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ class DraftSource:
         """Returns up to `counts[i]` drafts for each request, as far as its structure allows them."""
         num_unseen = self.num_unseen(requests)
         began = self._clock()
-        drafts = list(self.drafter.draft(requests, counts))
+        drafts = self._as_drafts(requests, self.drafter.draft(requests, counts))
         seconds, count = self._clock() - began, max(map(len, drafts))
         for i, request in enumerate(requests):
             drafts[i] = drafts[i][: counts[i]]
@@ -188,6 +189,22 @@ class DraftSource:
             self._of_rank.append(Acceptance(FIRST_RANK_RATE, DRAFTER_MEMORY, ALIKE_TRIES))
         return self._of_rank[rank - 1]
 
+    def _as_drafts(self, requests: Sequence[Request], answer: Any) -> list[Drafts]:
+        """Returns what the drafter gave for each request, as a list of integers or a tree; ValueError if it is none."""
+        rows = list(answer) if isinstance(answer, Iterable) else []
+        if len(rows) != len(requests):
+            raise ValueError(
+                f"{type(self.drafter).__name__} drafted {answer!r} for {len(requests)} requests; give a sequence of"
+                " token ids for each of them, an empty one for no drafts"
+            )
+        for i, row in enumerate(rows):
+            if not isinstance(row, DraftTree):
+                try:
+                    rows[i] = list(map(operator.index, row))
+                except TypeError:
+                    raise self._refusal(requests[i], row) from None
+        return rows
+
     def _check(self, request: Request, drafts: Drafts) -> None:
         if isinstance(drafts, DraftTree):
             if not self.takes_trees:
@@ -197,7 +214,11 @@ class DraftSource:
                 )
             self._parents = max(self._parents, drafts.parents, key=len)
         if self.vocab_size is not None and not 0 <= min(drafts) <= max(drafts) < self.vocab_size:
-            raise ValueError(
-                f"{type(self.drafter).__name__} drafted {list(drafts)} for request {request.request_id}; token ids of"
-                f" this model are integers from 0 to {self.vocab_size - 1}"
-            )
+            raise self._refusal(request, list(drafts))
+
+    def _refusal(self, request: Request, drafts: Any) -> ValueError:
+        most = "" if self.vocab_size is None else f" to {self.vocab_size - 1}"
+        return ValueError(
+            f"{type(self.drafter).__name__} drafted {drafts!r} for request {request.request_id}; give a sequence of"
+            f" token ids, of this model integers from 0{most}"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import overload
@@ -21,8 +22,8 @@ class DraftTree(Sequence[int]):
     parents: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token_ids", tuple(self.token_ids))
-        object.__setattr__(self, "parents", tuple(self.parents))
+        for name in ("token_ids", "parents"):  # tuples of integers, also from arrays
+            object.__setattr__(self, name, tuple(map(operator.index, getattr(self, name))))
         wrong = [i for i, parent in enumerate(self.parents) if not -1 <= parent < i]
         if len(self.token_ids) != len(self.parents) or wrong:
             place = f"; parents[{wrong[0]}]={self.parents[wrong[0]]} is no draft before it" if wrong else ""
@@ -47,7 +48,7 @@ class DraftTree(Sequence[int]):
         return DraftTree(self.token_ids[index], self.parents[index])
 
 
-Drafts = Sequence[int]  # a `DraftTree`, or tokens one after another
+Drafts = Sequence[int]  # a `DraftTree`, or a list of tokens one after another
 
 
 def parents_of(drafts: Drafts) -> Sequence[int]:

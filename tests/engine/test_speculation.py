@@ -702,6 +702,24 @@ def test_a_token_that_does_not_exist_is_refused_as_a_draft():
         bench.step()
 
 
+@pytest.mark.parametrize("kind", [tuple, np.array, np.int32, lambda tokens: map(int, tokens)])
+def test_drafts_of_any_kind_of_sequence_count_like_lists(kind, monkeypatch):
+    bench, listed = Bench(Costs(0.1), [0.9]), Bench(Costs(0.1), [0.9])
+    draft = bench.drafter.draft
+    monkeypatch.setattr(bench.drafter, "draft", lambda *args: tuple(map(kind, draft(*args))))
+
+    assert [bench.step() for _ in range(50)] == [listed.step() for _ in range(50)]
+
+
+@pytest.mark.parametrize("answer", [None, 5, [], [[1], [2]], [None], [5], [["1"]], [[1.5]], [[None]], ["12"]])
+def test_what_is_no_answer_of_a_drafter_is_refused(answer, monkeypatch):
+    bench = Bench(None, [1.0])
+    monkeypatch.setattr(bench.drafter, "draft", lambda *args: answer)
+
+    with pytest.raises(ValueError, match=r"FixedDrafter drafted .*; give a sequence of token ids"):
+        bench.step()
+
+
 def test_a_drafter_that_becomes_good_is_found_out():
     bench = Bench(Costs(0.3), [0.0])
     assert bench.run()[0] < 0.2
