@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from decimal import Decimal
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.validation import shown
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+MAX_CHARACTERS = 2**18  # of a structure: it takes some tenths of a second to compile, in which no step is begun
+MAX_MULTIPLE = 100_000  # as well; ten times as much takes a quarter of a minute
+MAX_EXPONENT = 15
+MAX_EXACT = 2**53  # above it `llguidance` rounds integers to floats
+MAX_MESSAGE = 1_000
+NUM_KNOWN = 32
 
 
 class Grammar:
@@ -82,6 +94,8 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._compiled: LLTokenizer | None = None
+        # Compiled lately: all samples of a prompt, and its forks, have the same, and many prompts have.
+        self._known: OrderedDict[tuple[str, Any], LLMatcher] = OrderedDict()
 
     def compile(self, sampling: SamplingParams) -> Grammar | None:
         """Returns the structure that the output must have, None where any will do.
@@ -91,7 +105,27 @@ class GrammarCompiler:
         structure = sampling.structure
         if structure is None:
             return None
-        kind, value = structure
+        if structure not in self._known:
+            self._known[structure] = self._matcher(*structure)
+            if len(self._known) > NUM_KNOWN:
+                self._known.popitem(last=False)
+        self._known.move_to_end(structure)
+        early = np.ones(-(-self._vocab_size // 32) * 32, np.bool_)
+        if sampling.ignore_eos:
+            early[self._eos_token_ids or [self._llguidance_tokenizer().eos_token]] = False
+        return Grammar(self._known[structure].deep_copy(), np.packbits(early, bitorder="little").view(np.int32))
+
+    def _matcher(self, kind: str, value: Any) -> LLMatcher:
+        """Compiles a structure."""
+        count = sum(map(len, value))  # of a text its characters, of choices those of each
+        if count > MAX_CHARACTERS:
+            raise ValueError(f"{kind} has {count:,} characters; give at most {MAX_CHARACTERS:,}")
+        if kind == "json_schema":
+            _check_numbers(value)
+        if kind == "regex" and (len(value) - len(value.rstrip("\\"))) % 2 == 1:
+            raise ValueError(
+                f"regex={shown(value)} ends in a backslash with nothing after it; double it or leave it out"
+            )
         try:
             from llguidance import LLMatcher
         except ImportError:
@@ -106,13 +140,10 @@ class GrammarCompiler:
         try:
             matcher = LLMatcher(self._llguidance_tokenizer(), sources[kind](value), log_level=0)
         except ValueError as error:
-            raise ValueError(f"{kind}={value!r} cannot be compiled: {error}") from None
+            raise ValueError(f"{kind}={shown(value)} cannot be compiled: {_cut(error)}") from None
         if matcher.is_error():
-            raise ValueError(f"{kind}={value!r} cannot be compiled: {matcher.get_error()}")
-        early = np.ones(-(-self._vocab_size // 32) * 32, np.bool_)
-        if sampling.ignore_eos:
-            early[self._eos_token_ids or [self._llguidance_tokenizer().eos_token]] = False
-        return Grammar(matcher, np.packbits(early, bitorder="little").view(np.int32))
+            raise ValueError(f"{kind}={shown(value)} cannot be compiled: {_cut(matcher.get_error())}")
+        return matcher
 
     def _llguidance_tokenizer(self) -> LLTokenizer:
         from llguidance import LLTokenizer
@@ -123,3 +154,35 @@ class GrammarCompiler:
             eos = self._eos_token_ids or None
             self._compiled = LLTokenizer(self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=eos)
         return self._compiled
+
+
+def _check_numbers(schema: str) -> None:
+    """Raises ValueError for numbers of a JSON schema that `llguidance` would round, or be busy with for long."""
+
+    def check(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for name, value in pairs:
+            # Its states are the remainders of a value by this one, both as integers.
+            if name != "multipleOf" or not isinstance(value, int | Decimal):
+                continue
+            if abs(Decimal(value).adjusted()) > MAX_EXPONENT or Fraction(value).numerator > MAX_MULTIPLE:
+                raise ValueError(
+                    f"json_schema has multipleOf={shown(str(value))[1:-1]}, for which too many remainders would have to"
+                    f" be told apart; give at most {MAX_MULTIPLE:,} in units of its last digit"
+                )
+        return dict(pairs)
+
+    def exact(text: str) -> int:
+        if len(text) > 17 or abs(int(text)) > MAX_EXACT:
+            raise ValueError(
+                f"json_schema has the integer {shown(text)[1:-1]}, which would be rounded: integers are exact up to"
+                " 2**53; give smaller ones, or strings"
+            )
+        return int(text)
+
+    with contextlib.suppress(json.JSONDecodeError, RecursionError):  # which the compiler tells better
+        json.loads(schema, object_pairs_hook=check, parse_int=exact, parse_float=Decimal)
+
+
+def _cut(message: object) -> str:
+    text = str(message)
+    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]} … ({len(text):,} characters)"

@@ -9,11 +9,20 @@ from typing import Any
 
 # The device computes with 32 bits.
 MAX_INT, MAX_FLOAT = 2**31 - 1, 3.4e38
+MAX_SHOWN = 200  # characters of a value in an error
+
+
+def shown(value: Any) -> str:
+    """Returns a value as it reads in an error, cut where it is long."""
+    text = repr(value)
+    if len(text) <= MAX_SHOWN:
+        return text
+    return f"{text[: MAX_SHOWN // 2]} … {text[-MAX_SHOWN // 4 :]} ({len(text):,} characters)"
 
 
 def require(condition: bool, name: str, value: Any, requirement: str) -> None:
     if not condition:
-        raise ValueError(f"{name}={value!r} is not allowed: {name} must be {requirement}")
+        raise ValueError(f"{name}={shown(value)} is not allowed: {name} must be {requirement}")
 
 
 def is_int(value: Any) -> bool:

@@ -20,7 +20,7 @@ from jaxinfer.engine.request import Priority, Request
 from jaxinfer.engine.terms import checked_priority, checked_tenant, checked_time_limit
 from jaxinfer.grammar import GrammarCompiler
 from jaxinfer.tokenizer import Detokenizer, Tokenizer
-from jaxinfer.validation import MAX_INT
+from jaxinfer.validation import MAX_INT, shown
 
 Prompt = str | Sequence[int]
 
@@ -54,7 +54,7 @@ class Admission:
         """Returns a request per sample, or raises ValueError with what is wrong, the value, and the way out."""
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
-            raise ValueError(f"{sampling!r} is not a SamplingParams")
+            raise ValueError(f"{shown(sampling)} is not a SamplingParams")
         token_ids = self._encode(prompt)
         self._check_lengths(len(token_ids), sampling)
         self.check_samples("n" if sampling.best_of is None else "best_of", sampling.num_samples)
@@ -63,15 +63,15 @@ class Admission:
             limit = self.engine_config.max_prompt_log_probs
             self._check_alternatives("prompt_log_probs", sampling.prompt_log_probs, limit)
         if sampling.stop and self.tokenizer is None:
-            raise ValueError(f"stop={sampling.stop!r} needs a tokenizer, which this checkpoint does not have")
+            raise ValueError(f"stop={shown(sampling.stop)} needs a tokenizer, which this checkpoint does not have")
         eos = () if sampling.ignore_eos else self.eos_token_ids
         stop_token_ids = {*sampling.stop_token_ids, *eos}
         self._check_listed_tokens(sampling, stop_token_ids)
         for name, _ in sampling.logits_processors:
             if name not in self.custom:
                 raise ValueError(
-                    f"logits_processors has {name!r}, which is none of the LLM's {list(self.custom)}; give the function"
-                    " to LLM(logits_processors={name: function})"
+                    f"logits_processors has {shown(name)}, which is none of the LLM's {list(self.custom)}; give the"
+                    " function to LLM(logits_processors={name: function})"
                 )
         root = self._root_key(cache_salt)
         make_sample = partial(
@@ -145,7 +145,7 @@ class Admission:
             ruled_out |= set(stop_token_ids)
         if allowed is not None and ruled_out.issuperset(allowed):
             raise ValueError(
-                f"allowed_token_ids={allowed!r} leave no first token: bad_words or"
+                f"allowed_token_ids={shown(allowed)} leave no first token: bad_words or"
                 f" min_tokens={sampling.min_tokens} rule out all of them; allow more"
             )
 
@@ -153,8 +153,8 @@ class Admission:
         """What the keys of the request's pages begin with; None where it shares none."""
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise ValueError(
-                f"cache_salt={cache_salt!r} is not allowed: give a string that only those know who may share cached"
-                " prefixes, or None to share with all who give none"
+                f"cache_salt={shown(cache_salt)} is not allowed: give a string that only those know who may share"
+                " cached prefixes, or None to share with all who give none"
             )
         if not self.engine_config.prefix_cache:
             return None
@@ -169,10 +169,10 @@ class Admission:
         else:
             token_ids = _items(prompt)
             if not hasattr(token_ids, "__getitem__") or isinstance(token_ids, Mapping | bytes):
-                raise ValueError(f"prompt {prompt!r} is neither text nor a sequence of token ids")
+                raise ValueError(f"prompt {shown(prompt)} is neither text nor a sequence of token ids")
             token_ids = list(token_ids)
         if not token_ids:
-            raise ValueError(f"prompt {prompt!r} is empty; give at least one token to continue from")
+            raise ValueError(f"prompt {shown(prompt)} is empty; give at least one token to continue from")
         self._check_token_ids("prompt", token_ids)
         return [int(token_id) for token_id in token_ids]
 
@@ -184,7 +184,7 @@ class Admission:
             is_int = isinstance(token_id, Integral) and not isinstance(token_id, bool)
             if not is_int or not 0 <= token_id < self.model_config.vocab_size:
                 raise ValueError(
-                    f"{name}[{i}] is {token_id!r}; token ids of this model are integers from 0 to"
+                    f"{name}[{i}] is {shown(token_id)}; token ids of this model are integers from 0 to"
                     f" {self.model_config.vocab_size - 1}"
                 )
 
@@ -243,7 +243,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     items = _items(prompts)
     if not isinstance(items, Iterable) or isinstance(items, Mapping | Set | bytes):
-        raise ValueError(f"prompts {prompts!r} are neither text, nor token ids, nor several of these")
+        raise ValueError(f"prompts {shown(prompts)} are neither text, nor token ids, nor several of these")
     items = list(items)
     is_one_prompt = bool(items) and all(isinstance(item, Integral) for item in items)
     return [items] if is_one_prompt else items
@@ -254,7 +254,7 @@ def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence) or isinstance(params, str):
-        raise ValueError(f"{params!r} is neither a SamplingParams nor a list of them")
+        raise ValueError(f"{shown(params)} is neither a SamplingParams nor a list of them")
     if len(params) != count:
         raise ValueError(f"{len(params)} SamplingParams for {count} prompts; give one for all or one per prompt")
     return params

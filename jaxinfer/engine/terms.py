@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Any, TypedDict, get_args
 
 from jaxinfer.engine.request import Priority
+from jaxinfer.validation import shown
 
 
 class Terms(TypedDict, total=False):
@@ -30,20 +31,20 @@ def check_names(terms: Mapping[str, Any]) -> None:
     unknown = sorted(terms.keys() - Terms.__annotations__.keys())
     if unknown:
         raise TypeError(
-            f"unknown argument {unknown[0]}={terms[unknown[0]]!r}; the terms of a request are"
+            f"unknown argument {unknown[0]}={shown(terms[unknown[0]])}; the terms of a request are"
             f" {', '.join(Terms.__annotations__)}, and how its tokens are chosen is said by SamplingParams"
         )
 
 
 def checked_priority(priority: Any) -> Priority:
     if priority not in get_args(Priority):
-        raise ValueError(f"priority={priority!r} is not allowed: give one of {', '.join(get_args(Priority))}")
+        raise ValueError(f"priority={shown(priority)} is not allowed: give one of {', '.join(get_args(Priority))}")
     return priority
 
 
 def checked_tenant(tenant: Any) -> str:
     if not isinstance(tenant, str):
-        raise ValueError(f"tenant={tenant!r} is not allowed: give a name as text, or leave it out")
+        raise ValueError(f"tenant={shown(tenant)} is not allowed: give a name as text, or leave it out")
     return tenant
 
 
@@ -52,5 +53,7 @@ def checked_time_limit(deadline: Any) -> float:
         return math.inf
     is_number = isinstance(deadline, Real) and not isinstance(deadline, bool)
     if not is_number or not 0 < float(deadline) < math.inf:
-        raise ValueError(f"deadline={deadline!r} is not allowed: give seconds from now, above 0, or None for no end")
+        raise ValueError(
+            f"deadline={shown(deadline)} is not allowed: give seconds from now, above 0, or None for no end"
+        )
     return float(deadline)

@@ -11,7 +11,8 @@ import pytest
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.drafters import NgramDrafter
 from jaxinfer.engine.llm import LLM
-from tests.engine.engines import are_tpu_kernels_interpreted, drafts_from, run_with_arrivals
+from jaxinfer.grammar import GrammarCompiler
+from tests.engine.engines import GREEDY, are_tpu_kernels_interpreted, drafts_from, run_with_arrivals
 from tests.engine.schemas import SCHEMAS
 
 pytest.importorskip("llguidance")
@@ -110,6 +111,20 @@ REFUSED = {
     "not built": ({"json_schema": {"type": "string", "not": {"minLength": 3}}}, 'cannot be compiled: .*keys: ."not"'),
     "elsewhere": ({"json_schema": {"$ref": "http://a"}}, "cannot be compiled: .*http://a"),
     "regex": ({"regex": "(a"}, "regex='.a' cannot be compiled: .*unclosed group"),
+    "backslash": ({"regex": "ab\\"}, r"regex='ab\\\\' ends in a backslash with nothing after it; double it"),
+    "const": (
+        {"json_schema": {"const": 2**53 + 1}},
+        "has the integer 9007199254740993, which would be rounded",
+    ),
+    "bound": ({"json_schema": {"type": "integer", "minimum": -(10**30)}}, "has the integer -1000000.*would be rounded"),
+    "multiple": (
+        {"json_schema": {"type": "integer", "multipleOf": 9999991}},
+        "multipleOf=9999991, .*at most 100,000",
+    ),
+    "decimals": ({"json_schema": '{"multipleOf": 3.1415927}'}, "has multipleOf=3.1415927, .*at most 100,000"),
+    "huge": ({"json_schema": '{"multipleOf": 1e999999999}'}, r"has multipleOf=1E.999999999, .*at most 100,000"),
+    "long": ({"regex": "a" * 262145}, "^regex has 262,145 characters; give at most 262,144"),
+    "choices": ({"choices": ["a" * 200_000, "b" * 70_000]}, "^choices has 270,000 characters; give at most 262,144"),
     "grammar": ({"grammar": "start: x"}, "grammar='start: x' cannot be compiled: .*unknown name"),
 }
 
@@ -121,6 +136,27 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason_and_the_engine_goes_
 
     assert not llm.has_unfinished
     assert llm.generate("a", SamplingParams(choices=["b"]), show_progress=False)[0].text == "b"
+
+
+def test_a_refusal_is_short_whatever_is_refused(llm):
+    bad = {"choices": None, "regex": "(" + "a" * 200_000, "json_schema": '{"type": "' + "x" * 200_000 + '"}'}
+    for fields in ({name: value} for name, value in bad.items() if value):
+        with pytest.raises(ValueError, match="characters") as refusal:
+            llm.add("a", SamplingParams(**fields))
+        assert len(str(refusal.value)) < 2_000
+    with pytest.raises(ValueError, match="characters") as refusal:
+        llm.add(dict.fromkeys(range(100000), "x"), GREEDY)
+    assert len(str(refusal.value)) < 2_000
+
+
+def test_a_structure_is_compiled_once_for_all_who_have_it(llm, monkeypatch):
+    params = SamplingParams(regex="[a-c]{5}[d-f]{3}", n=3, seed=0, max_tokens=20)
+    texts = [completion.text for completion in llm.generate("a", params, show_progress=False)]
+
+    monkeypatch.setattr(GrammarCompiler, "_matcher", lambda *_: pytest.fail("compiled again"))
+
+    assert [completion.text for completion in llm.generate("a", params, show_progress=False)] == texts
+    assert all(re.fullmatch("[a-c]{5}[d-f]{3}", text) for text in texts)
 
 
 def test_a_structure_needs_a_tokenizer(mute_llm):
