@@ -32,6 +32,8 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA says it
+
 BATCH_LOOP_STEPS = 8  # as nobody waits for a single token; more gain nothing
 BATCH_STATUSES = (
     "Exit status: 0 if all requests have their completions, 1 if some have an error instead, 2 for a mistake."
@@ -74,6 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_BROKEN_PIPE
     except (ValueError, OSError, NotImplementedError) as error:
         print(f"jaxinfer: error: {_one_line(error)}", file=sys.stderr)
+        return EXIT_USAGE
+    except (MemoryError, RuntimeError) as error:
+        if not (isinstance(error, MemoryError) or OUT_OF_MEMORY in str(error)):
+            raise
+        way_out = "lower the limits of the engine, such as --max-num-seqs, --num-pages or --max-num-batched-tokens"
+        print(f"jaxinfer: error: out of memory ({_one_line(error)}); {way_out}", file=sys.stderr)
         return EXIT_USAGE
     return status or 0
 
@@ -123,7 +131,9 @@ def _parser() -> argparse.ArgumentParser:
 def _load(arguments: argparse.Namespace) -> LLM:
     config = from_arguments(EngineConfig, arguments)
     from jaxinfer import LLM
+    from jaxinfer.device import require_device
 
+    require_device()
     return LLM(
         arguments.model,
         config=config,
@@ -136,10 +146,7 @@ def _load(arguments: argparse.Namespace) -> LLM:
 def _read_prompt() -> str:
     if sys.stdin.isatty():
         print("jaxinfer: reads the prompt from standard input, up to Ctrl-D", file=sys.stderr)
-    try:
-        return sys.stdin.read().removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"standard input is not text in {error.encoding} ({error.reason}); convert it") from None
+    return sys.stdin.read().removesuffix("\n")
 
 
 def _finish_compiling(llm: LLM, arguments: argparse.Namespace) -> None:
@@ -156,7 +163,11 @@ def _generate(arguments: argparse.Namespace) -> int:
     from jaxinfer.engine.request import QueueFullError
 
     params = from_arguments(SamplingParams, arguments)
-    prompt = _read_prompt() if arguments.prompt is None else arguments.prompt
+    try:
+        prompt = _read_prompt() if arguments.prompt is None else arguments.prompt
+        prompt.encode()  # other bytes may have become surrogates
+    except UnicodeError:
+        raise ValueError("the prompt is not text in UTF-8; convert it") from None
     if params.prompt_log_probs is not None:
         vars(arguments).setdefault("max_prompt_log_probs", params.prompt_log_probs)
     llm = _load(arguments)
@@ -253,10 +264,11 @@ def _batch(arguments: argparse.Namespace) -> int:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     config = from_arguments(EngineConfig, arguments)
-    from jaxinfer.device import describe_cpu, resolve_dtype
+    from jaxinfer.device import describe_cpu, require_device, resolve_dtype
     from jaxinfer.doctor import examine
     from jaxinfer.engine.llm import BUNDLED_MODEL
 
+    require_device()
     dtype = resolve_dtype(arguments.dtype)
     print(f"{describe_cpu()}; jax {version('jax')}, jaxlib {version('jaxlib')}", flush=True)
     findings = []

@@ -138,8 +138,10 @@ def _simulate(arguments: argparse.Namespace) -> None:
 
 
 def _simulated_engine(arguments: argparse.Namespace) -> SimulatedEngine:
+    from jaxinfer.device import require_device
     from jaxinfer.simulation import StepTimes, load_simulated_engine
 
+    require_device()
     times, config = StepTimes.load(arguments.step_times), from_arguments(EngineConfig, arguments)
     return load_simulated_engine(arguments.model, config, times, arguments.dtype)
 

@@ -25,6 +25,18 @@ DTYPES = {
 CPU_CACHE_BYTES = 2**30
 
 
+def require_device() -> None:
+    """Raises ValueError if JAX finds no device of the platforms that it is told to use."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that one of the platforms named is there
+        platforms = jax.config.values["jax_platforms"]
+        raise ValueError(
+            f"JAX_PLATFORMS={platforms or ''} names no device that can be used ({str(error) or 'none is installed'});"
+            " unset it, or install what it names: jaxinfer[cuda] or jaxinfer[tpu]"
+        ) from error
+
+
 def default_dtype() -> str:
     """Returns float32 on CPU (no CPU here multiplies bfloat16 natively), bfloat16 where it is native, else float16."""
     device = jax.devices()[0]

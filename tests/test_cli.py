@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -112,11 +113,12 @@ def test_a_terminal_is_told_that_the_prompt_is_read_from_it(monkeypatch, capsys,
     assert "reads the prompt from standard input" in capsys.readouterr().err
 
 
-def test_a_prompt_that_is_no_text_is_refused_before_a_model_is_loaded(monkeypatch, capsys, llm):
+@pytest.mark.parametrize(("errors", "argv"), [("strict", []), ("surrogateescape", []), ("strict", ["\udcff"])])
+def test_a_prompt_that_is_no_text_is_refused_before_a_model_is_loaded(monkeypatch, capsys, llm, errors, argv):
     llm.told = {}
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
-    assert cli.main(["generate"]) == 2
-    assert capsys.readouterr().err.startswith("jaxinfer: error: standard input is not text in utf-8 (")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8", errors=errors))
+    assert cli.main(["generate", *argv]) == 2
+    assert capsys.readouterr().err == "jaxinfer: error: the prompt is not text in UTF-8; convert it\n"
     assert llm.told == {}
 
 
@@ -266,6 +268,21 @@ def test_a_mistake_is_one_line_and_status_2(capsys, argv, tmp_path, monkeypatch)
     err = capsys.readouterr().err
     assert err.startswith("jaxinfer: error: ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [MemoryError("9 GiB"), RuntimeError("RESOURCE_EXHAUSTED: 9 GiB")], ids=repr)
+def test_too_little_memory_is_a_mistake_with_its_way_out(capsys, llm, error):
+    llm.ends_with = error
+    assert cli.main(["generate", "p"]) == 2
+    assert re.search(r"out of memory \(.*9 GiB\); lower .* --num-pages", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", ["tpu", "cuda", "unknown"])
+def test_a_platform_that_is_not_there_is_a_mistake(name):
+    environment = os.environ | {"JAX_PLATFORMS": name}
+    result = run_python("from jaxinfer.cli import main; import sys; sys.exit(main(['generate', 'p']))", env=environment)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith(f"jaxinfer: error: JAX_PLATFORMS={name} names no device".encode())
 
 
 def test_an_error_of_the_program_itself_keeps_its_traceback(llm):

@@ -59,6 +59,7 @@ class CompiledSteps:
         pool = ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1), thread_name_prefix=COMPILING)
         order = sorted(self._buckets, key=lambda bucket: (bucket != self._buckets[-1], bucket.is_draw))
         order = [bucket for bucket in order if bucket not in known]
+        # In the order in which they are done.
         self._to_come: dict[Bucket, Future[jax.stages.Compiled]] = {b: pool.submit(compile_bucket, b) for b in order}
         pool.shutdown(wait=False)
 
@@ -71,8 +72,7 @@ class CompiledSteps:
 
     def wait(self, *, show_progress: bool = False, description: str = DESCRIPTION) -> None:
         """Waits until every bucket has its step; raises what the compiler raised."""
-        to_come = [bucket for bucket in self._buckets if bucket in self._to_come]
-        self._wait_for(to_come, show_progress=show_progress, description=description)
+        self._wait_for(list(self._to_come), show_progress=show_progress, description=description)
 
     def cancel(self) -> None:
         """Leaves out what is not being compiled yet."""
