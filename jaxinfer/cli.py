@@ -254,8 +254,8 @@ def _batch(arguments: argparse.Namespace) -> int:
     num_errors = summary.num_errors_before + summary.num_errors
     if num_errors:
         print(
-            f"jaxinfer: {num_errors} of {summary.num_requests} requests have an error in {arguments.output}; delete"
-            " these records and run the job again to do them again",
+            f"jaxinfer: {num_errors} of {summary.num_requests} requests have an error in {arguments.output}; correct"
+            " their lines, delete these records and run the job again",
             file=sys.stderr,
         )
     _finish_compiling(llm, arguments)

@@ -331,7 +331,8 @@ def test_the_status_of_a_job_tells_of_errors_also_of_runs_before(tmp_path, capsy
     for _ in range(2):
         assert cli.main(argv) == status
         told = capsys.readouterr().err
-        assert (f"1 of {len(lines)} requests have an error in {tmp_path / 'out.jsonl'}; delete" in told) == bool(status)
+        message = f"1 of {len(lines)} requests have an error in {tmp_path / 'out.jsonl'}; correct"
+        assert (message in told) == bool(status)
 
 
 def test_batch_refuses_a_wrong_path_before_it_loads_a_model(tmp_path: Path, llm):

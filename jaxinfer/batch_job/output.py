@@ -112,11 +112,12 @@ class OutputFile:
         for aspect in sorted(identity.keys() | record.identity.keys()):
             there, here = record.identity.get(aspect), identity.get(aspect)
             if there != here:
-                raise self._refusal(number, f"was made with {aspect}={there}, and this run has {aspect}={here}")
+                reason = f"was made with {aspect}={there}, and this run has {aspect}={here}"
+                raise self._refusal(number, reason, f"go on with {aspect}={there} or give another output")
 
     def _check_beginning(self, raw: bytes, number: int) -> None:
         if not (raw.startswith(RECORD_START) or RECORD_START.startswith(raw)):
             raise self._refusal(number, "is not the beginning of a record of a batch job")
 
-    def _refusal(self, number: int, reason: str) -> ValueError:
-        return ValueError(f"line {number} of {self._path} {reason}; nothing was changed, give another output")
+    def _refusal(self, number: int, reason: str, way_out: str = "give another output") -> ValueError:
+        return ValueError(f"line {number} of {self._path} {reason}; nothing was changed, {way_out}")

@@ -65,7 +65,7 @@ class StepTimes:
     def load(cls, path: str | Path) -> StepTimes:
         """Raises ValueError for a file that `save` of this version has not written."""
         try:
-            fields = json.loads(Path(path).read_bytes())
+            fields = json.loads(Path(path).read_bytes().decode())
             if tuple(fields["features"]) != FEATURES:
                 raise ValueError(f"features are {fields['features']}, not {list(FEATURES)}")
             return cls(tuple(map(float, fields["decode"])), tuple(map(float, fields["prefill"])))

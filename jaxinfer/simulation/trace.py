@@ -50,11 +50,11 @@ def _read_requests(lines: Iterable[bytes], path: str | Path) -> Iterator[TracedR
             continue
         last = 0.0 if request is None else request.arrival
         try:
-            request = _parse(json.loads(line))
+            request = _parse(json.loads(line.decode()))
         except RecursionError:
             raise ValueError(f"{path}, line {number}: nested too deeply; give one flat JSON object") from None
         except (ValueError, OverflowError) as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
+            raise ValueError(f"{path}, line {number}: {error}; correct the line") from None
         if request.arrival < last:
             raise ValueError(f"{path}, line {number}: timestamp {1e3 * request.arrival:g} lies before the line above")
         yield request
