@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -150,9 +151,10 @@ class _Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # After an interrupt or an error the engine may be used for something else.
-        for request_id in self._in_flight:
-            self._llm.abort(request_id)
+        # After an interrupt or an error the engine may be used for something else, unless it has failed.
+        with suppress(RuntimeError):
+            for request_id in self._in_flight:
+                self._llm.abort(request_id)
 
     @property
     def seconds(self) -> float:

@@ -167,6 +167,18 @@ def test_requests_of_a_job_give_way_to_interactive_ones(folder):
     assert llm.priorities == {"batch"}
 
 
+class BrokenLLM(FakeLLM):
+    """Fails in its third step, and is of no use afterwards."""
+
+    def abort(self, request_id: int) -> None:
+        raise RuntimeError("this LLM has failed")
+
+
+def test_what_made_an_engine_fail_is_what_is_raised(folder):
+    with pytest.raises(MemoryError, match="9 GiB"):
+        run(folder, BrokenLLM(2, MemoryError("9 GiB")))
+
+
 def test_an_engine_with_aborted_requests_of_another_job_can_be_used(folder, undisturbed):
     llm = FakeLLM()
     llm.abort(llm.add("p", SamplingParams()))
