@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +123,8 @@ def _replay(arguments: argparse.Namespace, load: Load) -> None:
             fitted = fit_step_times(steps)
         except ValueError as error:
             raise ValueError(f"{arguments.save_step_times} is not written: {error}") from None
-        fitted.save(arguments.save_step_times)
+        with _written(arguments.save_step_times):
+            fitted.save(arguments.save_step_times)
     if simulated_engine is not None:
         simulated = _drive(read_trace(arguments.trace), simulated_engine, arguments)
         errors = prediction_errors(simulated, report)
@@ -155,10 +157,17 @@ def _check_files(arguments: argparse.Namespace) -> None:
     for path in (arguments.plot, arguments.timeline, getattr(arguments, "save_step_times", None)):
         if path is None:
             continue
-        try:
+        with _written(path):
             Path(path).open("ab").close()
-        except OSError as error:
-            raise ValueError(f"{path} cannot be written ({error.strerror}); give another file") from None
+
+
+@contextmanager
+def _written(path: str) -> Iterator[None]:
+    """Adds to what the system says which file it is about."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written ({error.strerror}); give another file") from None
 
 
 def _record(
@@ -172,9 +181,11 @@ def _record(
     with engine.timeline() as timeline:
         report = _drive(trace, engine, arguments, **options)
     if arguments.timeline is not None:
-        timeline.save(arguments.timeline)
+        with _written(arguments.timeline):
+            timeline.save(arguments.timeline)
     if arguments.plot is not None:
-        plot_timeline(timeline, arguments.plot)
+        with _written(arguments.plot):
+            plot_timeline(timeline, arguments.plot)
     return report
 
 

@@ -127,6 +127,14 @@ def with_weight(weight):
     return f'{{"features": {json.dumps(FEATURES)}, "decode": [{weights}], "prefill": [{weights}]}}'.encode()
 
 
+@pytest.mark.parametrize("option", ["--timeline", "--plot"])
+def test_a_disk_that_is_full_is_told_with_the_file(folder, tmp_path, capsys, option):
+    (tmp_path / "times.json").write_bytes(with_weight("0.001"))
+
+    assert run(folder, "simulate", "--step-times", str(tmp_path / "times.json"), option, "/dev/full") == 2
+    assert "/dev/full cannot be written (No space left on device); give another file" in capsys.readouterr().err
+
+
 MISTAKES = [
     (["--num-requests", "0"], "num_requests=0 "),
     (["--rate", "nan"], "rate=nan have to be above 0"),
