@@ -49,8 +49,12 @@ class Tokenizer:
         if not path.exists():
             return None
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(path)))
-        except Exception as error:  # The library raises nothing more specific.
+            tokenizer = cls(tokenizers.Tokenizer.from_file(str(path)))
+            tokenizer.encode("")  # a post-processor with unknown tokens fails only here
+            return tokenizer
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # The library raises nothing more specific, and its panics are no Exception.
             raise ValueError(
                 f"{path} is not a tokenizer that tokenizers {tokenizers.__version__} can read ({error}); "
                 "download it again or upgrade tokenizers"

@@ -174,9 +174,9 @@ def test_what_comes_with_the_package_stays_small():
     ("changes", "message"),
     [
         ({"drafter": "owl"}, "of kind 'owl'"),
-        ({"drafter": "exit"}, "no draft heads that can be read: KeyError"),
+        ({"drafter": "exit"}, "num_layers=None is not allowed"),
         ({"num_heads": 4}, "says .*4, 32, 64."),
-        ({"hidden_size": None}, "no draft heads that can be read"),
+        ({"hidden_size": None}, "hidden_size=None is not allowed"),
     ],
 )
 def test_a_folder_of_anything_else_is_refused(case, tmp_path, changes, message):

@@ -124,7 +124,7 @@ ALLOWED = {
     | set(within("kernels_pallas")),
     "prompt_log_probs": below("batch", "decoder", "params", "sampling"),
     "steps": below(*CORE),
-    "checkpoint": below("config", "params", "device", "quantization", "checkpoint"),
+    "checkpoint": below("config", "params", "device", "quantization", "validation", "checkpoint"),
     "engine.pages": set(),
     "engine.prefix": set(),
     "engine.metrics": set(),

@@ -6,6 +6,7 @@ scripts/train_draft_heads.py writes it.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import jax
 from safetensors import SafetensorError
 from safetensors.flax import load_file
+
+from jaxinfer.validation import require_int, require_real
 
 DESCRIPTION, TENSORS = "draft_heads.json", "draft_heads.safetensors"
 # The numbers that describe a drafter of each kind, and the shapes of its tensors by them.
@@ -38,6 +41,8 @@ FURTHER: dict[str, tuple[str, ...]] = {
     "exit": ("num_layers",),
 }
 
+LEAST = {"rope_theta": 1.0, "norm_epsilon": 0.0}  # of the numbers that need be no integers
+
 
 @dataclass(frozen=True)
 class DraftHeads:
@@ -59,19 +64,31 @@ def load_draft_heads(path: str | Path, dtype: Any) -> DraftHeads:
         description = json.loads(Path(path, DESCRIPTION).read_text(encoding="utf-8"))
         tensors = load_file(Path(path, TENSORS))
         kind = description.get("drafter")
-        wanted = SHAPES.get(kind, {})
-        names = {name for shape in wanted.values() for name in shape if not name.startswith("2 ")}
-        numbers = {name: description[name] for name in (*sorted(names), *FURTHER.get(kind, ()))}
-        shapes = {name: tuple(_size(numbers, axis) for axis in axes) for name, axes in wanted.items()}
-    except (OSError, KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError, SafetensorError) as error:
         raise ValueError(f"{path} holds no draft heads that can be read: {error!r}") from None
-    if kind not in SHAPES:
+    if kind not in list(SHAPES):
         raise ValueError(f"{path} holds draft heads of kind {kind!r}; there are {', '.join(map(repr, SHAPES))}")
+    wanted = SHAPES[kind]
+    names = {axis.removeprefix("2 ") for axes in wanted.values() for axis in axes}
+    numbers = {name: _number(path, description, name) for name in (*sorted(names), *FURTHER[kind])}
+    shapes = {name: tuple(_size(numbers, axis) for axis in axes) for name, axes in wanted.items()}
     found = {name: tensor.shape for name, tensor in tensors.items()}
     if found != shapes:
         raise ValueError(f"{path} has tensors of shapes {found}, but {DESCRIPTION} there says {shapes}")
     return DraftHeads(kind, numbers, {name: tensor.astype(dtype) for name, tensor in tensors.items()})
 
 
-def _size(numbers: dict[str, Any], axis: str) -> int:
-    return 2 * int(numbers[axis[2:]]) if axis.startswith("2 ") else int(numbers[axis])
+def _number(path: str | Path, description: Mapping[str, Any], name: str) -> Any:
+    value = description.get(name)
+    try:
+        if name in LEAST:
+            require_real(name, value, LEAST[name])
+        else:
+            require_int(name, value, 1)
+    except ValueError as error:
+        raise ValueError(f"{Path(path, DESCRIPTION)}: {error}; train the heads again") from None
+    return value
+
+
+def _size(numbers: Mapping[str, Any], axis: str) -> int:
+    return 2 * numbers[axis[2:]] if axis.startswith("2 ") else numbers[axis]

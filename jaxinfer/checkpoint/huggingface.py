@@ -16,6 +16,7 @@ from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor, read_head
 from jaxinfer.config import ModelConfig
 from jaxinfer.params import Params
 from jaxinfer.quantization import quantize_weight
+from jaxinfer.validation import MAX_INT, is_int
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -56,8 +57,12 @@ def resolve_checkpoint(path_or_id: str | Path, patterns: Sequence[str] = DOWNLOA
 
 def read_config(path: str | Path) -> ModelConfig:
     """Returns the model that config.json describes; what cannot be honoured in it is a ValueError."""
-    hf = _read_json(Path(path) / "config.json")
-    return family_of(hf).config_from_hf(hf)
+    file = Path(path) / "config.json"
+    hf = _read_json(file)
+    try:
+        return family_of(hf).config_from_hf(hf)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def read_eos_token_ids(path: str | Path) -> tuple[int, ...]:
@@ -68,7 +73,7 @@ def read_eos_token_ids(path: str | Path) -> tuple[int, ...]:
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        if not all(is_int(i) and 0 <= i <= MAX_INT for i in ids):
             raise ValueError(f"eos_token_id={value!r} in {file} is not a token id or a list of them; correct the file")
         return tuple(ids)
     return ()
@@ -136,7 +141,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file.parent} has no {file.name}; give the directory of a complete Hugging Face checkpoint")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON ({error}); download it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} holds a {type(content).__name__}, not an object; download it again")
@@ -156,7 +161,12 @@ def _read_headers(path: Path) -> dict[str, StoredTensor]:
         )
     weight_map = _read_json(path / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise ValueError(f"{path / INDEX_FILE} has no weight_map; download it again")
+        raise ValueError(f"{path / INDEX_FILE} has no weight_map of file names but {weight_map!r}; download it again")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard:
+            raise ValueError(
+                f"{path / INDEX_FILE} names no file for {name}: its weight_map says {shard!r}; download it again"
+            )
     shards = sorted(set(weight_map.values()))
     absent = [name for name in shards if not (path / name).is_file()]
     if absent:

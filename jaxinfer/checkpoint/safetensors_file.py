@@ -50,7 +50,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
         if length <= size - LENGTH_BYTES:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 header = json.loads(file.read(length))
     if not isinstance(header, dict):
         raise ValueError(
@@ -58,7 +58,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         )
     header.pop("__metadata__", None)
     start = LENGTH_BYTES + length
-    tensors = {name: _locate(path, entry, start) for name, entry in header.items()}
+    tensors = {name: _locate(path, name, entry, start) for name, entry in header.items()}
     end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if end != size:
         raise ValueError(
@@ -68,13 +68,17 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _locate(path: Path, entry: dict[str, Any], start: int) -> StoredTensor:
+def _locate(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
     try:
         begin, end = entry["data_offsets"]
         shape = tuple(entry["shape"])
         dtype = DTYPES.get(entry["dtype"])
+        if not all(isinstance(number, int) and not isinstance(number, bool) for number in (begin, end, *shape)):
+            raise ValueError("integers are needed")
         if not 0 <= begin <= end or (dtype is not None and end - begin != dtype.itemsize * math.prod(shape)):
             raise ValueError(f"{end - begin} bytes for shape {shape}")
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} has a damaged header: entry {entry!r}; download the file again") from error
+        raise ValueError(
+            f"{path} has a damaged header: entry {name!r} is {entry!r}; download the file again"
+        ) from error
     return StoredTensor(path, entry["dtype"], shape, start + begin)

@@ -201,7 +201,7 @@ def test_original_max_position_is_looked_up_where_transformers_does(scaling, ins
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type='longrope'"),
-        ({"rope_scaling": "linear"}, "rope parameters 'linear'"),
+        ({"rope_scaling": "linear"}, "rope_scaling='linear'"),
         ({"rope_scaling": {"type": ["linear"]}}, "rope_type=['linear']"),
         ({"rope_scaling": {"type": "linear"}}, "factor=None"),
         ({"rope_scaling": {**LLAMA3, "low_freq_factor": None}}, "low_freq_factor=None"),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.checkpoint.families.fields import is_enabled, require_size
+from jaxinfer.checkpoint.families.fields import is_enabled, require_number, require_size
 from jaxinfer.checkpoint.families.rope import translate_rope
 from jaxinfer.config import ModelConfig
 
@@ -25,6 +25,8 @@ class Family:
     weights: WeightTable
 
 
+# Every layer is a few entries in tables, which a damaged number would fill the memory with.
+MAX_LAYERS = 10_000
 # Key -> (values that change nothing, what to do about any other). An absent key is as good as the first.
 _HONOURED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu", "swish"), "use a checkpoint whose MLP is gated by silu"),
@@ -48,10 +50,10 @@ def translate_common(hf: Mapping[str, Any], *, architecture: str, max_position: 
         "vocab_size": require_size(hf, "vocab_size"),
         "hidden_size": require_size(hf, "hidden_size"),
         "intermediate_size": require_size(hf, "intermediate_size"),
-        "num_layers": require_size(hf, "num_hidden_layers"),
+        "num_layers": require_size(hf, "num_hidden_layers", most=MAX_LAYERS),
         "num_heads": require_size(hf, "num_attention_heads"),
         "max_position": require_size(hf, "max_position_embeddings", max_position),
-        "norm_epsilon": hf.get("rms_norm_eps", 1e-6),
+        "norm_epsilon": require_number(hf, "rms_norm_eps", 1e-6),
         "has_tied_embeddings": is_enabled(hf, "tie_word_embeddings"),
         **translate_rope(hf, max_position),
     }
@@ -60,10 +62,10 @@ def translate_common(hf: Mapping[str, Any], *, architecture: str, max_position: 
 def _refuse_what_is_not_honoured(hf: Mapping[str, Any], architecture: str) -> None:
     for key, (harmless, way_out) in _HONOURED.items():
         if key in hf and hf[key] not in harmless:
-            raise ValueError(f"{key}={hf[key]!r} in config.json is not supported; {way_out}")
+            raise ValueError(f"{key}={hf[key]!r} is not supported; {way_out}")
     architectures = hf.get("architectures")
     if architectures and architectures != [architecture]:
         raise ValueError(
-            f"architectures={architectures!r} in config.json is not supported: only {architecture} is;"
+            f"architectures={architectures!r} is not supported: only {architecture} is;"
             " use a checkpoint of the language model itself"
         )

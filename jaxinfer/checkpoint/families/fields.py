@@ -5,45 +5,75 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxinfer.validation import MAX_FLOAT, MAX_INT, is_int
 
-def require_size(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
+
+def require_size(hf: Mapping[str, Any], key: str, default: int | None = None, most: int = MAX_INT) -> int:
     """Returns a positive integer, which config.json has to state unless there is a default."""
     value = hf.get(key, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_int(value) or not 1 <= value <= most:
         raise ValueError(
-            f"{key}={value!r} in config.json is not a positive integer; download the checkpoint's config.json again"
+            f"{key}={value!r} is not an integer from 1 to {most}; download the checkpoint's config.json again"
         )
     return value
 
 
-def is_enabled(hf: Mapping[str, Any], key: str) -> bool:
-    """Returns a switch of config.json that is off unless stated."""
-    value = hf.get(key, False)
+def is_enabled(hf: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    """Returns a switch of config.json."""
+    value = hf.get(key, default)
     if not isinstance(value, bool):
-        raise ValueError(f"{key}={value!r} in config.json is neither true nor false; write the one that is meant")
+        raise ValueError(f"{key}={value!r} is neither true nor false; write the one that is meant")
     return value
 
 
 def divided_head_dim(hf: Mapping[str, Any]) -> int:
     """Returns the explicit head_dim, or the hidden size shared out among the heads where there is none."""
     if hf.get("head_dim") is not None:
-        return require_size(hf, "head_dim")
-    return require_size(hf, "hidden_size") // require_size(hf, "num_attention_heads")
+        return stated_head_dim(hf)
+    hidden_size, num_heads = require_size(hf, "hidden_size"), require_size(hf, "num_attention_heads")
+    if (head_dim := hidden_size // num_heads) == 0 or head_dim % 2:
+        raise ValueError(
+            f"hidden_size={hidden_size} and num_attention_heads={num_heads} make heads of {head_dim}, and rotary"
+            " embedding turns pairs; use a checkpoint with heads of an even size"
+        )
+    return head_dim
+
+
+def stated_head_dim(hf: Mapping[str, Any], default: int | None = None) -> int:
+    """Returns head_dim, which has to be even."""
+    head_dim = require_size(hf, "head_dim", default)
+    if head_dim % 2:
+        raise ValueError(
+            f"head_dim={head_dim} is odd, and rotary embedding turns pairs; use a checkpoint with even head sizes"
+        )
+    return head_dim
 
 
 def num_kv_heads(hf: Mapping[str, Any], default: int) -> int:
     """Returns the number of KV heads: `default` without the key, that of the heads where it is null."""
+    num_heads = require_size(hf, "num_attention_heads")
     if "num_key_value_heads" in hf and hf["num_key_value_heads"] is None:
-        return require_size(hf, "num_attention_heads")
-    return require_size(hf, "num_key_value_heads", default)
-
-
-def require_number(parameters: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """Returns a number of the rope parameters, `default` where the key is absent or null."""
-    value = default if parameters.get(key) is None else parameters[key]
-    if not isinstance(value, int | float) or isinstance(value, bool):
+        return num_heads
+    count = require_size(hf, "num_key_value_heads", default)
+    if num_heads % count:
         raise ValueError(
-            f"{key}={value!r} in the rope parameters {dict(parameters)!r} of config.json is not a number;"
-            " download the checkpoint's config.json again"
+            f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={count}; download the"
+            " checkpoint's config.json again"
+        )
+    return count
+
+
+def require_number(place: Mapping[str, Any], key: str, default: float | None = None, least: float = 0.0) -> float:
+    """Returns a finite number of at least `least`, `default` if the key is absent."""
+    value = place.get(key, default)
+    # NaN fails every comparison, so it is refused here as well.
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= MAX_FLOAT:
+        raise ValueError(
+            f"{key}={value!r} is not a finite number of at least {least}; download the checkpoint's config.json again"
         )
     return value
+
+
+def number_or_default(place: Mapping[str, Any], key: str, default: float | None = None, least: float = 0.0) -> float:
+    """Returns the same, and `default` for null as well."""
+    return require_number({key: default if place.get(key) is None else place[key]}, key, least=least)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxinfer.checkpoint.families import llama
 from jaxinfer.checkpoint.families.common import Family, WeightTable, translate_common
-from jaxinfer.checkpoint.families.fields import is_enabled, num_kv_heads, require_size
+from jaxinfer.checkpoint.families.fields import is_enabled, num_kv_heads, stated_head_dim
 from jaxinfer.checkpoint.families.window import switched_window
 from jaxinfer.config import ModelConfig
 
@@ -25,7 +25,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         **translate_common(hf, architecture="Qwen3ForCausalLM", max_position=32768),
         num_kv_heads=num_kv_heads(hf, default=32),
         # Not the hidden size shared out among the heads: Qwen3-4B has 2560 / 32 = 80 but heads of 128.
-        head_dim=require_size(hf, "head_dim", 128),
+        head_dim=stated_head_dim(hf, 128),
         sliding_window=switched_window(hf),
         has_qkv_bias=has_attention_bias,
         has_output_bias=has_attention_bias,

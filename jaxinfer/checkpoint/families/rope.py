@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxinfer.checkpoint.families.fields import require_number, require_size
+from jaxinfer.checkpoint.families.fields import is_enabled, number_or_default, require_number, require_size
 from jaxinfer.config import RopeScaling
 
 DEFAULT_THETA = 10_000.0
@@ -19,48 +19,45 @@ def translate_rope(hf: Mapping[str, Any], max_position: int) -> dict[str, Any]:
     `rope_parameters`. Precedence and defaults follow transformers' modeling_rope_utils.py; `max_position` is
     the family's default.
     """
-    parameters = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    parameters = hf.get(name) or {}
     if not isinstance(parameters, Mapping):
+        raise ValueError(f"{name}={parameters!r} is not an object; download the checkpoint's config.json again")
+    if nested := {key: value for key, value in parameters.items() if isinstance(value, Mapping)}:
         raise ValueError(
-            f"rope parameters {parameters!r} in config.json are not an object;"
-            " download the checkpoint's config.json again"
-        )
-    if any(isinstance(value, Mapping) for value in parameters.values()):
-        raise ValueError(
-            f"rope parameters per layer type {sorted(parameters)} are not supported;"
-            " use a checkpoint with one rope for all layers"
+            f"{name} per layer type, {nested!r}, is not supported; use a checkpoint with one rope for all layers"
         )
     if parameters.get("partial_rotary_factor") not in (None, 1.0):
         raise ValueError(
-            f"partial_rotary_factor={parameters['partial_rotary_factor']!r} in config.json is not supported;"
+            f"partial_rotary_factor={parameters['partial_rotary_factor']!r} is not supported;"
             " use a checkpoint that rotates whole heads"
         )
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in ("default", *_SCALINGS):
         raise ValueError(
-            f"rope_type={kind!r} in config.json is not supported; use a checkpoint with one of:"
-            f" default, {', '.join(_SCALINGS)}"
+            f"rope_type={kind!r} is not supported; use a checkpoint with one of: default, {', '.join(_SCALINGS)}"
         )
+    place = parameters if "rope_theta" in parameters else hf
     return {
-        "rope_theta": parameters.get("rope_theta", hf.get("rope_theta", DEFAULT_THETA)),
+        "rope_theta": require_number(place, "rope_theta", DEFAULT_THETA, least=1.0),
         "rope_scaling": None if kind == "default" else _SCALINGS[kind](parameters, hf, max_position),
     }
 
 
 def _linear(parameters: Mapping[str, Any], hf: Mapping[str, Any], max_position: int) -> RopeScaling:
-    return RopeScaling(kind="linear", factor=require_number(parameters, "factor"))
+    return RopeScaling(kind="linear", factor=number_or_default(parameters, "factor"))
 
 
 def _llama3(parameters: Mapping[str, Any], hf: Mapping[str, Any], max_position: int) -> RopeScaling:
-    low, high = (require_number(parameters, key) for key in ("low_freq_factor", "high_freq_factor"))
+    low, high = (number_or_default(parameters, key) for key in ("low_freq_factor", "high_freq_factor"))
     if not 0 < low < high:
         raise ValueError(
-            f"low_freq_factor={low!r} and high_freq_factor={high!r} in config.json do not bound a range;"
+            f"low_freq_factor={low!r} and high_freq_factor={high!r} do not bound a range;"
             " the low one has to be positive and smaller than the high one"
         )
     return RopeScaling(
         kind="llama3",
-        factor=require_number(parameters, "factor"),
+        factor=number_or_default(parameters, "factor"),
         original_max_position=_original_max_position(parameters, hf, max_position),
         low_freq_factor=low,
         high_freq_factor=high,
@@ -69,18 +66,19 @@ def _llama3(parameters: Mapping[str, Any], hf: Mapping[str, Any], max_position: 
 
 def _yarn(parameters: Mapping[str, Any], hf: Mapping[str, Any], max_position: int) -> RopeScaling:
     original = _original_max_position(parameters, hf, max_position)
-    factor = require_number(parameters, "factor", require_size(hf, "max_position_embeddings", max_position) / original)
-    mscale, mscale_all_dim = (require_number(parameters, key, 0.0) for key in ("mscale", "mscale_all_dim"))
+    stretched = require_size(hf, "max_position_embeddings", max_position) / original
+    factor = number_or_default(parameters, "factor", stretched)
+    mscale, mscale_all_dim = (number_or_default(parameters, key, 0.0) for key in ("mscale", "mscale_all_dim"))
     default_attention_factor = _yarn_attention_factor(factor, mscale, mscale_all_dim)
     return RopeScaling(
         kind="yarn",
         factor=factor,
         original_max_position=original,
         # 0 and null mean the paper's values, as in transformers.
-        beta_fast=require_number(parameters, "beta_fast", 32.0) or 32.0,
-        beta_slow=require_number(parameters, "beta_slow", 1.0) or 1.0,
-        attention_factor=require_number(parameters, "attention_factor", default_attention_factor),
-        truncate=bool(parameters.get("truncate", True)),
+        beta_fast=number_or_default(parameters, "beta_fast", 32.0) or 32.0,
+        beta_slow=number_or_default(parameters, "beta_slow", 1.0) or 1.0,
+        attention_factor=number_or_default(parameters, "attention_factor", default_attention_factor),
+        truncate=is_enabled(parameters, "truncate", default=True),
     )
 
 

@@ -17,7 +17,7 @@ def no_window(hf: Mapping[str, Any]) -> None:
     """Refuses a window, which the family does not have."""
     if hf.get("use_sliding_window") not in (None, False):
         raise ValueError(
-            f"use_sliding_window={hf['use_sliding_window']!r} in config.json is not supported; use a checkpoint whose"
+            f"use_sliding_window={hf['use_sliding_window']!r} is not supported; use a checkpoint whose"
             " layers all attend to the whole context"
         )
     _check_layers(hf, FULL)
@@ -37,18 +37,17 @@ def switched_window(hf: Mapping[str, Any]) -> int | None:
     """
     switch, num_full = hf.get("use_sliding_window"), hf.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS)
     if switch not in (None, False, True):
-        raise ValueError(
-            f"use_sliding_window={switch!r} in config.json is neither true nor false; write the one that is meant"
-        )
+        raise ValueError(f"use_sliding_window={switch!r} is neither true nor false; write the one that is meant")
     window = _sliding_window(hf) if switch else None
-    if window is None or set(hf.get("layer_types") or ()) == {FULL}:
+    layer_types = _layer_types(hf)
+    if window is None or set(layer_types) == {FULL}:
         _check_layers(hf, FULL)
         return None
-    if not hf.get("layer_types"):
+    if not layer_types:
         num_layers = require_size(hf, "num_hidden_layers")
         if not isinstance(num_full, int) or 0 < num_full < num_layers:
             raise ValueError(
-                f"max_window_layers={num_full!r} of {num_layers} layers in config.json is not supported; use a"
+                f"max_window_layers={num_full!r} of {num_layers} layers is not supported; use a"
                 " checkpoint whose layers all have the window, or none"
             )
         return window if num_full <= 0 else None
@@ -64,9 +63,17 @@ def _sliding_window(hf: Mapping[str, Any]) -> int | None:
 
 def _check_layers(hf: Mapping[str, Any], kind: str) -> None:
     """Raises ValueError where `layer_types` has others than this one."""
-    others = sorted({str(other) for other in hf.get("layer_types") or ()} - {kind})
+    others = sorted(set(_layer_types(hf)) - {kind})
     if others:
         raise ValueError(
-            f"layer_types in config.json contains {others}, which is not supported; use a checkpoint whose layers are"
+            f"layer_types contains {others}, which is not supported; use a checkpoint whose layers are"
             f" all {kind}, as its other settings say"
         )
+
+
+def _layer_types(hf: Mapping[str, Any]) -> list[str]:
+    """Returns the names in `layer_types`, none where it is absent or null."""
+    value = hf.get("layer_types")
+    if value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+        raise ValueError(f"layer_types={value!r} is not a list of names; download the checkpoint's config.json again")
+    return value or []
