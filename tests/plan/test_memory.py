@@ -34,6 +34,11 @@ def test_pages_take_what_parameters_and_steps_leave():
     assert compiled == [350]
 
 
+def test_a_limit_below_the_parameters_is_refused_with_what_makes_them_fewer():
+    with pytest.raises(ValueError, match=r"the parameters alone do not fit: .* set EngineConfig.quantization"):
+        fit(lambda _: 0, limit_bytes=900)
+
+
 def test_a_guess_that_was_too_low_is_compiled_again_for_fewer_pages():
     plan, compiled = fit(lambda _: 1500)
 
@@ -69,7 +74,7 @@ def test_there_are_no_more_pages_than_are_of_use(changes):
 
 @pytest.mark.parametrize(
     ("changes", "is_fixed"),
-    [({"limit_bytes": 1505}, False), ({"limit_bytes": 900}, False), ({"num_pages": 351}, True)],
+    [({"limit_bytes": 1505}, False), ({"num_pages": 351}, True)],
     ids=str,
 )
 def test_a_limit_without_room_is_refused(changes, is_fixed):
