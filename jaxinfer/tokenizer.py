@@ -9,6 +9,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders
 
+from jaxinfer.validation import MAX_INT
+
 # A character has at most 4 bytes: after 4 tokens that all end inside one, the bytes are not UTF-8.
 MAX_CHARACTER_BYTES = 4
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -93,17 +95,25 @@ class Tokenizer:
         """Returns how a token reads alone: the name of a special one, nothing for an unknown one."""
         if self.has_text(token_id):
             return self.decode([token_id])
-        return self._backend.id_to_token(token_id) or ""
+        return self.id_to_token(token_id) or ""
+
+    def token_to_id(self, token: str) -> int | None:
+        """Returns the id of a token as it is spelled in tokenizer.json; None for one that is not there."""
+        return self._backend.token_to_id(token)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """Returns the token as it is spelled in tokenizer.json; None for an id that is not there."""
+        return self._backend.id_to_token(token_id) if 0 <= token_id <= MAX_INT else None
 
     def has_text(self, token_id: int) -> bool:
         """Whether `decode` looks at the token at all: it is known and not special."""
-        return token_id not in self._special_ids and self._backend.id_to_token(token_id) is not None
+        return token_id not in self._special_ids and self.id_to_token(token_id) is not None
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token of a byte-level tokenizer stands for, none for special and unknown ones."""
         known = self._token_bytes.get(token_id)
         if known is None:
-            token = self._backend.id_to_token(token_id) if self.has_text(token_id) else ""
+            token = self.id_to_token(token_id) if self.has_text(token_id) else ""
             known = self._token_bytes[token_id] = _unspell(token or "")
             if known.isascii():
                 self.ascii_texts[token_id] = known.decode()

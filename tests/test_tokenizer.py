@@ -230,6 +230,15 @@ def test_encode_adds_the_special_tokens_and_decode_skips_them():
     assert byte_level().decode(ids) == "the café"
 
 
+def test_a_token_has_the_id_and_an_id_the_token_of_the_file():
+    tokenizer = byte_level()
+    vocabulary = tokenizer._backend.get_vocab()
+    assert all(tokenizer.token_to_id(token) == token_id for token, token_id in vocabulary.items())
+    assert all(tokenizer.id_to_token(token_id) == token for token, token_id in vocabulary.items())
+    assert tokenizer.token_to_id("no such token") is None
+    assert [tokenizer.id_to_token(token_id) for token_id in (-1, 400, 2**40)] == [None] * 3
+
+
 def test_truncation_in_the_file_does_not_shorten_prompts(tmp_path: Path):
     backend = tokenizers.Tokenizer.from_str(byte_level()._backend.to_str())
     backend.enable_truncation(4)
