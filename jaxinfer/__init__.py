@@ -56,3 +56,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'jaxinfer' has no attribute {name!r}")
     return getattr(importlib.import_module(f"jaxinfer.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -105,8 +105,8 @@ ALLOWED = {
     "sampling_params": below("validation"),
     "config": below("validation", "sampling_params"),
     "device": set(),
-    "tokenizer": set(),
-    "grammar": below("sampling_params", "tokenizer"),
+    "tokenizer": below("validation"),
+    "grammar": below("sampling_params", "tokenizer", "validation"),
     "params": below("config"),
     "batch": set(),
     "sampling_batch": below("config", "batch"),
@@ -264,6 +264,7 @@ def test_the_package_has_at_most_fifteen_public_names_and_all_of_them_exist():
 
     assert len(jaxinfer.__all__) <= 15
     assert all(hasattr(jaxinfer, name) for name in jaxinfer.__all__)
+    assert dir(jaxinfer) == sorted(jaxinfer.__all__)  # for completion in notebooks
 
 
 @pytest.mark.parametrize("module", MODULES)
