@@ -106,7 +106,8 @@ def enable_compilation_cache() -> None:
     """Keeps compiled steps on disk between runs, in `~/.cache/jaxinfer/compilation`.
 
     A folder the user gave to JAX (JAX_COMPILATION_CACHE_DIR, or jax_compilation_cache_dir in its configuration) is
-    used instead; JAX_ENABLE_COMPILATION_CACHE=false switches the cache off.
+    used instead; JAX_ENABLE_COMPILATION_CACHE=false switches the cache off. The setting is JAX's, so functions that the
+    user compiles later in this process are kept there as well.
     """
     settings = jax.config.values
     if settings["jax_compilation_cache_dir"] is None and settings["jax_enable_compilation_cache"]:

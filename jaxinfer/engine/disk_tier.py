@@ -18,7 +18,7 @@ import numpy as np
 from jaxinfer.engine.metrics import TierMetrics
 from jaxinfer.engine.page_copies import Content
 from jaxinfer.engine.prefix import DIGEST_BYTES
-from jaxinfer.engine.sealed_file import SEAL_BYTES, DamagedFileError, read_sealed, write_sealed
+from jaxinfer.engine.sealed_file import SEAL_BYTES, DamagedFileError, read_sealed, remove_orphans, write_sealed
 
 # Of contents that wait for a disk slower than what is put on it; more are not kept.
 MAX_PENDING_BYTES = 2**28
@@ -46,6 +46,7 @@ class DiskTier:
         self._pending_bytes = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            remove_orphans(folder, PAGE_NAME.pattern)
             files = sorted(_pages(folder))
         except OSError as error:
             raise ValueError(f"disk_cache_path={str(folder)!r} cannot be used: {error}; give another folder") from error

@@ -23,7 +23,7 @@ import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.extend.backend import get_backend
 
-from jaxinfer.engine.sealed_file import read_sealed, write_sealed
+from jaxinfer.engine.sealed_file import read_sealed, remove_orphans, write_sealed
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,8 @@ def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Com
     path = folder / f"jaxinfer-{_key(function, args, statics)}"
     devices = _devices(args)
     try:
+        if not _is_private(path):  # unpickled, it could run code of another user
+            raise PermissionError("another user can write to it")
         return deserialize_and_load(*pickle.loads(read_sealed(path)), execution_devices=devices)
     except FileNotFoundError:
         pass
@@ -75,8 +77,8 @@ def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Com
     if path in _were_hits:
         return compiled
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         write_sealed(path, [pickle.dumps(serialize(compiled))])
+        path.chmod(0o600)  # else `_is_private` refuses it if the umask lets a group write
     except _FAILURES as error:
         logger.warning("%s cannot be kept for the next start: %s", path, error)
     return compiled
@@ -94,7 +96,34 @@ def _folder() -> Path | None:
     folder = settings["jax_compilation_cache_dir"]
     # The path may be a bucket's, for which JAX has its own means.
     is_used = folder and settings["jax_enable_compilation_cache"] and "://" not in folder
-    return Path(folder) if is_used else None
+    return Path(folder) if is_used and _is_usable(Path(folder)) else None
+
+
+@functools.cache  # looks once, and so warns once
+def _is_usable(folder: Path) -> bool:
+    """Makes the folder if need be and removes orphans; False, and a warning, if another user can write to it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_private(folder):
+            logger.warning(
+                "%s belongs to another user, or others can write to it: compiled steps in it could run their code, so"
+                " they are neither loaded nor kept; run `chmod go-w %s`, or set JAX_COMPILATION_CACHE_DIR to a folder"
+                " of your own",
+                folder,
+                folder,
+            )
+            return False
+        remove_orphans(folder, "jaxinfer-[0-9a-f]+")
+    except OSError as error:
+        logger.warning("%s cannot be used, so compiled steps cannot be kept for the next start: %s", folder, error)
+        return False
+    return True
+
+
+def _is_private(path: Path) -> bool:
+    """True if nobody but this user and root can write a file or folder; on Windows nothing tells."""
+    status = path.stat()
+    return os.name == "nt" or (status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022)
 
 
 def _key(function: Any, args: Sequence[Any], statics: dict[str, Any]) -> str:

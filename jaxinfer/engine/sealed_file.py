@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import time
 from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 SEAL_BYTES = 32  # a digest of all that comes after it
+
+ORPHAN_SECONDS = 3600  # longer than any write takes
 
 
 class DamagedFileError(ValueError):
@@ -17,8 +23,8 @@ class DamagedFileError(ValueError):
 
 def write_sealed(path: Path, parts: Iterable[Any]) -> None:
     """Writes buffers one after another, and their digest before them; OSError leaves what was there before."""
-    # In the same folder, for only within one file system a file is moved at once. Processes do not share a name.
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    # In the same folder, for only within one file system a file is moved at once. No two writes share a name.
+    aside = path.with_name(f".{path.name}.{uuid4().hex}")
     digest = blake2b(digest_size=SEAL_BYTES)
     try:
         with aside.open("wb") as file:
@@ -32,6 +38,15 @@ def write_sealed(path: Path, parts: Iterable[Any]) -> None:
     except OSError:
         aside.unlink(missing_ok=True)
         raise
+
+
+def remove_orphans(folder: Path, name: str) -> None:
+    """Removes files that a process was killed over while it wrote one of this name, a regular expression."""
+    aside, now = re.compile(rf"\.{name}\.[0-9a-f]+"), time.time()
+    for entry in os.scandir(folder):
+        with contextlib.suppress(OSError):  # another process has just removed or finished it
+            if aside.fullmatch(entry.name) and now - entry.stat().st_mtime > ORPHAN_SECONDS:
+                os.unlink(entry)
 
 
 def read_sealed(path: Path) -> memoryview:

@@ -168,6 +168,17 @@ def test_files_of_others_are_left_alone(tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+def test_what_a_killed_process_left_half_written_is_removed_once_it_is_old(tmp_path):
+    old, new = (tmp_path / f".{A.hex()}.{suffix}" for suffix in ("123", "abc"))
+    for file in (old, new):
+        file.write_bytes(b"half")
+    os.utime(old, (0, 0))
+
+    make_disk(tmp_path)
+
+    assert (old.exists(), new.exists()) == (False, True)
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
 

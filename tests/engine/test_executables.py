@@ -167,6 +167,31 @@ def test_where_nothing_can_be_written_the_function_is_there_all_the_same(tmp_pat
     assert "cannot be kept for the next start" in caplog.text
 
 
+@pytest.mark.parametrize("who", ["group", "others", "owner"])
+def test_nothing_is_loaded_that_another_user_could_have_written(folder, num_traces, caplog, monkeypatch, who):
+    num_traces(jnp.zeros(6), X)
+    executables._is_usable.cache_clear()
+    if who == "owner" and os.getuid() == 0:
+        os.chown(folder, 4321, -1)
+    elif who == "owner":
+        monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    else:
+        folder.chmod({"group": 0o770, "others": 0o707}[who])
+
+    with caplog.at_level(logging.WARNING):
+        assert [num_traces(jnp.zeros(6), X) for _ in range(2)] == [1, 1]
+
+    assert caplog.text.count(f"run `chmod go-w {folder}`") == 1
+
+
+def test_a_file_that_another_user_could_have_written_is_made_anew(folder, num_traces, caplog):
+    num_traces(jnp.zeros(6), X)
+    kept(folder)[0].chmod(0o666)
+
+    assert [num_traces(jnp.zeros(6), X) for _ in range(2)] == [1, 0]
+    assert "another user can write to it" in caplog.text
+
+
 def test_without_jaxs_cache_there_is_none_of_ours(folder, num_traces):
     jax.config.update("jax_enable_compilation_cache", False)
     try:

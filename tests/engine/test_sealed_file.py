@@ -1,0 +1,18 @@
+"""Writes beside each other do not disturb each other."""
+
+from __future__ import annotations
+
+from jaxinfer.engine.sealed_file import read_sealed, write_sealed
+
+
+def test_a_file_may_be_written_while_the_same_process_writes_it(tmp_path):
+    path = tmp_path / "file"
+
+    def parts():
+        yield b"first"
+        write_sealed(path, [b"second"])
+
+    write_sealed(path, parts())
+
+    assert bytes(read_sealed(path)) == b"first"
+    assert list(tmp_path.iterdir()) == [path]
