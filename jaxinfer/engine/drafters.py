@@ -178,6 +178,6 @@ def make_drafter(speculation: str | Drafter) -> Drafter:
     elif isinstance(speculation, Drafter):
         return speculation
     raise ValueError(
-        f"speculation={speculation!r} is not allowed: give one of {', '.join(map(repr, DRAFTERS))}, a Path or Hub id of"
-        " a draft model, an object with the methods of jaxinfer.engine.drafters.Drafter, or None"
+        f"speculation={speculation!r} is not allowed: give one of {', '.join(map(repr, DRAFTERS))}, a folder that"
+        " exists, the Hub id of a draft model, an object with the methods of jaxinfer.engine.drafters.Drafter or None"
     )

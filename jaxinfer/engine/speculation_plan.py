@@ -11,7 +11,7 @@ from jaxinfer.draft_heads import MedusaHeads, Paths
 from jaxinfer.eagle_head import EagleHead
 from jaxinfer.engine.buckets import max_verified_tokens, plan_buckets
 from jaxinfer.engine.draft_model import DraftModel
-from jaxinfer.engine.drafters import Drafter, NgramDrafter, make_drafter
+from jaxinfer.engine.drafters import DRAFTERS, Drafter, NgramDrafter, make_drafter
 from jaxinfer.engine.exit_drafter import ExitDrafter
 from jaxinfer.engine.head_drafter import HeadDrafter
 from jaxinfer.engine.speculation import Speculation
@@ -33,7 +33,7 @@ def plan_speculation(speculation: str | Path | Drafter | None, config: EngineCon
             f"decode_loop_steps={config.decode_loop_steps} leaves no place for speculation={speculation!r}, which"
             " chooses drafts after every step; set EngineConfig.decode_loop_steps to 1 or leave out speculation"
         )
-    if isinstance(speculation, Path) or (isinstance(speculation, str) and "/" in speculation):
+    if isinstance(speculation, Path) or (isinstance(speculation, str) and _is_place(speculation)):
         drafter = _load_drafter(speculation, dtype)
     else:
         drafter = make_drafter(speculation)
@@ -58,6 +58,11 @@ def load_target(
     first_layers = None if planned is None else planned.first_layers
     loading = {"quantization": config.quantization, "show_progress": show_progress}
     return load_checkpoint(path, dtype, first_layers=first_layers, **loading)
+
+
+def _is_place(speculation: str) -> bool:
+    """True for a folder or Hub id, False for what can only be the name of a drafter."""
+    return speculation not in DRAFTERS and ("/" in speculation or Path(speculation).is_dir())
 
 
 def _load_drafter(path: str | Path, dtype: str) -> Drafter:

@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.draft_model import DraftModel
 from jaxinfer.engine.drafters import NGRAM_SIZES, NgramDrafter, SuffixDrafter, make_drafter
+from jaxinfer.engine.speculation_plan import plan_speculation
 from tests.engine.fake_device import make_request
+from tests.oracles import save_random_checkpoint
 
 IDS = itertools.count()
 
@@ -103,7 +107,17 @@ def test_outputs_too_short_to_guess_from_are_forgotten_in_their_turn():
     assert drafter._num_tokens == 2
 
 
+def test_a_draft_model_may_lie_in_a_folder_whose_name_has_no_slash(tmp_path, monkeypatch):
+    save_random_checkpoint(tmp_path / "mydraft", "llama", num_hidden_layers=1)
+    monkeypatch.chdir(tmp_path)
+
+    planned = plan_speculation("mydraft", EngineConfig(), "float32")
+
+    assert planned is not None
+    assert isinstance(planned.source.drafter, DraftModel)
+
+
 @pytest.mark.parametrize("speculation", ["eagle", 3, object()], ids=["name", "number", "object"])
 def test_a_drafter_that_does_not_exist_is_refused(speculation: Any):
-    with pytest.raises(ValueError, match=r"speculation=.* is not allowed: give one of 'ngram', 'suffix', a Path"):
+    with pytest.raises(ValueError, match=r"speculation=.* is not allowed: give one of 'ngram', 'suffix', a folder"):
         make_drafter(speculation)
