@@ -94,12 +94,13 @@ def fit_pages(
 
 def _require_room(plan: MemoryPlan, num_pages: int) -> None:
     if plan.limit_bytes is not None and plan.num_fitting < num_pages:
-        way_out = (
-            "raise EngineConfig.memory_bytes or lower num_pages, page_size, max_num_seqs or max_num_batched_tokens"
-        )
+        problem = f"memory_bytes={plan.limit_bytes} is too little: {plan}"
         if plan.resident_bytes >= plan.limit_bytes:
-            way_out = (
-                "the parameters alone do not fit: raise EngineConfig.memory_bytes, set EngineConfig.quantization or"
+            raise ValueError(
+                f"{problem}; the parameters alone do not fit: raise EngineConfig.memory_bytes, set"
+                " EngineConfig.quantization or take a smaller model"
             )
-            way_out += " take a smaller model"
-        raise ValueError(f"memory_bytes={plan.limit_bytes} is too little: {plan}; {way_out}")
+        raise ValueError(
+            f"{problem}; raise EngineConfig.memory_bytes or lower num_pages, page_size, max_num_seqs or"
+            " max_num_batched_tokens"
+        )
