@@ -18,6 +18,8 @@ import pytest
 
 from jaxinfer.device import describe_cpu
 
+# Compiled steps are not loaded from a folder that others can write to, which the umask may have it be.
+os.makedirs(os.environ["JAX_COMPILATION_CACHE_DIR"], mode=0o700, exist_ok=True)
 # Tracing leaves many objects and little garbage; looking for it takes a twentieth of the time.
 gc.set_threshold(50_000, 50, 50)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import Self
+
+from jaxinfer.engine.own_process import require_own_process
 
 CLOSED = "is closed"
 
@@ -17,7 +18,6 @@ class Guard:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._process = os.getpid()
         self._reason: str | None = None  # why it is of no use any more
         self._failure: BaseException | None = None
 
@@ -37,11 +37,7 @@ class Guard:
         """Raises RuntimeError where the LLM is of no use here."""
         if self._reason is not None:
             raise RuntimeError(f"this LLM {self._reason}; make a new one") from self._failure
-        if self._process != os.getpid():
-            raise RuntimeError(
-                f"this LLM belongs to process {self._process}, of which process {os.getpid()} is a fork: JAX does not"
-                ' work in forks; start processes by multiprocessing.get_context("spawn") and make an LLM in each'
-            )
+        require_own_process()
 
     def fail(self, error: BaseException) -> None:
         """Enters what has left the LLM without a cache to go on from."""

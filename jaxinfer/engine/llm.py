@@ -26,6 +26,7 @@ from jaxinfer.engine.guard import Guard
 from jaxinfer.engine.identity import text_identity
 from jaxinfer.engine.interrupts import deferred_interrupts
 from jaxinfer.engine.metrics import Metrics
+from jaxinfer.engine.own_process import require_own_process
 from jaxinfer.engine.pipeline import Pipeline
 from jaxinfer.engine.planning import plan_host, plan_tiers
 from jaxinfer.engine.request import Completion, Delta
@@ -79,6 +80,7 @@ class LLM:
     ):
         config = EngineConfig() if config is None else config
         _check_types(model, config, logits_processors)
+        require_own_process()
         enable_compilation_cache()
         self.engine_config = config
         self._dtype = dtype = resolve_dtype(dtype)

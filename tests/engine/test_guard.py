@@ -138,8 +138,11 @@ def test_engines_that_are_dropped_give_back_what_was_compiled_for_them(checkpoin
 def test_a_fork_of_the_process_is_told_what_to_do(llm, monkeypatch):
     monkeypatch.setattr(os, "getpid", lambda: -1)
 
-    with pytest.raises(RuntimeError, match=r'process -1 is a fork.*get_context\("spawn"\)'):
+    message = r"process -1 was forked from process \d+, in which JAX runs.*get_context\('spawn'\)"
+    with pytest.raises(RuntimeError, match=message):
         llm.add([5], GREEDY)
+    with pytest.raises(RuntimeError, match=message):
+        LLM()
 
     monkeypatch.undo()
 
