@@ -37,7 +37,7 @@ def folder(tmp_path):
 def num_traces():
     """Counts how often a function is lowered, which is how often it is not loaded."""
     lower, calls = advance.lower, []
-    names = {name: getattr(advance, name) for name in ("__module__", "__qualname__")}
+    names = {name: getattr(advance, name) for name in ("__module__", "__qualname__", "clear_cache")}
     function = SimpleNamespace(lower=lambda *args, **statics: calls.append(args) or lower(*args, **statics), **names)
 
     def count(*args, **statics):
@@ -70,7 +70,7 @@ def test_what_the_cache_of_jax_had_is_not_kept_for_it_could_not_be_loaded(folder
             jax.monitoring.record_event(next(events))
             return compiled
 
-    names = {name: getattr(advance, name) for name in ("__module__", "__qualname__")}
+    names = {name: getattr(advance, name) for name in ("__module__", "__qualname__", "clear_cache")}
     for _ in range(2):
         compile_or_load(SimpleNamespace(lower=lambda *_: Lowered(), **names), jnp.zeros(6), X)
 

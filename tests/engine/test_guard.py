@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import threading
 import weakref
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxinfer.engine.interrupts import deferred_interrupts
 from jaxinfer.engine.llm import LLM
 from tests.engine.engines import (
     GREEDY,
@@ -216,18 +214,6 @@ def test_an_engine_that_cannot_go_on_does_not_wait_for_ever(llm, monkeypatch):
             generate(llm, [[5]])
 
     assert not llm.has_unfinished
-
-
-def test_an_interrupt_counts_also_where_the_step_has_raised():
-    def step():
-        with deferred_interrupts():
-            signal.raise_signal(signal.SIGINT)
-            raise ValueError("the step")
-
-    with pytest.raises(KeyboardInterrupt) as interrupt:
-        step()
-
-    assert isinstance(interrupt.value.__context__, ValueError)
 
 
 def test_a_request_that_draws_its_last_token_does_not_wait(llm):

@@ -161,3 +161,16 @@ def test_ctrl_c_waits_for_the_end_of_a_step_but_not_twice(count, expected):
         step()
 
     assert events == expected
+
+
+@pytest.mark.usefixtures("raising_interrupts")
+def test_an_interrupt_counts_also_where_the_step_has_raised():
+    def step():
+        with deferred_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            raise ValueError("the step")
+
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        step()
+
+    assert isinstance(interrupt.value.__context__, ValueError)

@@ -521,6 +521,8 @@ class Bench:
         began, chunks = self.drafter.now, Chunks.of([Chunk(r, 3, 1) for r in self.requests])
         if not self.is_ahead:
             chunks = self.speculation.add_drafts(chunks, self.tables)
+        if (error := self.speculation.take_error()) is not None:
+            raise error
         step = Step(chunks, is_ahead=self.is_ahead)
         self.is_ahead = self.speculation.lets_pass(step)
         num_drafts = sum(len(chunk.drafts) for chunk in chunks)
