@@ -118,7 +118,7 @@ INVALID = {
     b'{"custom_id": "a", "prompt": "p", "top_p": "1"}': "top_p='1' is not allowed",
     b'{"custom_id": "a", "prompt": "p", "max_tokens": null}': "max_tokens=None is not allowed",
     b'{"custom_id": "a", "prompt": "p", "stop": {"x": 1}}': "stop is an object",
-    b'{"custom_id": "a", "prompt": "p", "temperature": 1' + b"0" * 400 + b"}": "temperature=10+ is not allowed",
+    b'{"custom_id": "a", "prompt": "p", "temperature": 1' + b"0" * 400 + b"}": "temperature=10+ … 0+ .401 characters",
     b'{"custom_id": "a", "prompt": "p", "seed": 1' + b"0" * 5000 + b"}": "digits",
 }
 
