@@ -127,13 +127,16 @@ def pad_heads(x: jax.Array, width: int) -> jax.Array:
 def to_stored(x: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
     """Returns keys or values [..., K, H] as a pool of `dtype` holds them: divided by scale f32[K], rounded, saturated.
 
-    Without a scale it is a cast.
+    A scale of None is 1; then wider types than 8 bits take a cast.
     """
-    if scale is None:
+    if scale is None and jnp.dtype(dtype).itemsize > 1:
         return x.astype(dtype)
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     largest = float((jnp.iinfo if is_integer else jnp.finfo)(dtype).max)
-    x = x.astype(jnp.float32) / jnp.broadcast_to(scale.astype(jnp.float32)[:, None], x.shape)
+    x = x.astype(jnp.float32)
+    if scale is not None:
+        x = x / jnp.broadcast_to(scale.astype(jnp.float32)[:, None], x.shape)
+    # A cast alone makes NaN of what float8_e4m3fn cannot hold.
     x = jnp.clip(x, -largest, largest)
     return (jnp.round(x) if is_integer else x).astype(dtype)
 

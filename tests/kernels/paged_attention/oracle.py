@@ -126,9 +126,7 @@ def rounded(x: np.ndarray, dtype: Any) -> np.ndarray:
 
 def stored_form(x: np.ndarray, scale: np.ndarray | None, dtype: Any) -> np.ndarray:
     """Returns keys or values [n, K, H] as a pool of `dtype` should hold them."""
-    if scale is None:
-        return x.astype(dtype)
-    y = x / scale[None, :, None].astype(np.float32)
+    y = x if scale is None else x / scale[None, :, None].astype(np.float32)
     if np.issubdtype(dtype, np.integer):
         return np.clip(np.rint(y), -127, 127).astype(dtype)
     largest = float(jnp.finfo(dtype).max)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas.paged_attention import abstract_pages, gather_tokens, init_pages, move_slots, write_kv
-from kernels_pallas.paged_attention.layout import FNUZ_FACTOR, LAYOUTS, default_layout
+from kernels_pallas.paged_attention.layout import FNUZ_FACTOR, LAYOUTS, default_layout, to_stored
 from tests.kernels.paged_attention.oracle import gather, poisoned, write
 from tests.unoptimised import UNOPTIMISED
 
@@ -95,6 +95,16 @@ def test_the_tpu_pool_holds_8_bit_floats_that_are_worth_a_sixteenth():
     held = np.asarray(pages.arrays[0]).astype(np.float32).reshape(32, 128)
 
     np.testing.assert_array_equal(FNUZ_FACTOR * held[:7, [0, 64]], np.hstack([numbers[:, 0], -numbers[:, 0]]))
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("float8_e4m3fn", 448), ("float8_e5m2", 57344), ("int8", 127)])
+@pytest.mark.parametrize("scale", [None, np.ones(1, np.float32)], ids=["no scale", "scale 1"])
+def test_what_a_narrow_page_cannot_hold_is_stored_as_the_largest_it_can(dtype, largest, scale):
+    x = jnp.array([1, 1e5, -1e5, np.inf], jnp.bfloat16)[:, None, None]
+
+    stored = to_stored(x, None if scale is None else jnp.asarray(scale), jnp.dtype(dtype))
+
+    np.testing.assert_array_equal(stored.astype(jnp.float32).ravel(), [1, largest, -largest, largest])
 
 
 def test_an_unknown_layout_is_refused_with_the_known_ones():
