@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -202,3 +203,8 @@ def test_on_cpu_the_kernel_is_refused_and_the_reference_reads_its_pages():
         paged_attention(**call.arguments, scale=0.25, implementation="gpu")
     out, _ = jax.jit(functools.partial(paged_attention, scale=0.25))(**call.arguments)
     assert np.isfinite(out.astype(jnp.float32)).all()
+
+
+def test_a_warning_that_triton_will_go_fails_no_test():
+    # What jax says from 0.11 on when it lowers a Triton kernel, which it does not do for a CPU.
+    warnings.warn("The Pallas Triton backend is deprecated and will be removed.", DeprecationWarning, stacklevel=1)
