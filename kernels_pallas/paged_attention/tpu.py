@@ -131,11 +131,17 @@ def _check_tree(tree_mask: jax.Array | None, blocks: Blocks, most: int) -> None:
         )
 
 
+def _pad_rows(queries: jax.Array, blocks: Blocks) -> jax.Array:
+    """Returns queries [items, K, R, W] with zeros after the R rows up to whole registers, and to pieces of one size."""
+    R = queries.shape[2]
+    multiple = SUBLANES if blocks.rows >= R else blocks.rows
+    return jnp.pad(queries, ((0, 0), (0, 0), (0, -R % multiple), (0, 0)))
+
+
 def _decode(run, queries, new, pool, kv_lens, blocks):
     """queries [B, K, G, W], new [B, C, W] or None: one token a row, appended in the block that holds its page."""
     G = queries.shape[2]
-    padded = jnp.pad(queries, ((0, 0), (0, 0), (0, -G % SUBLANES), (0, 0)))
-    out, pool = run(decode_items(kv_lens), padded, pool, new=new, blocks=blocks)
+    out, pool = run(decode_items(kv_lens), _pad_rows(queries, blocks), pool, new=new, blocks=blocks)
     return jnp.where((kv_lens > 0)[:, None, None, None], out[:, :, :G], jnp.zeros((), out.dtype)), pool
 
 
@@ -147,9 +153,7 @@ def _ragged(run, queries, new, pool, block_tables, kv_lens, cu_q_lens, tree_mask
     items, token = ragged_items(kv_lens, q_lens, starts, T, Q, is_causal=tree_mask is None)
     num_items = token.shape[0]
     tiled = queries.at[token].get(mode="fill", fill_value=0).transpose(0, 2, 1, 3, 4).reshape(num_items, K, Q * G, W)
-    # Many rows are computed with in pieces of equal size.
-    multiple = SUBLANES if blocks.rows >= Q * G else blocks.rows
-    tiled = jnp.pad(tiled, ((0, 0), (0, 0), (0, -(Q * G) % multiple), (0, 0)))
+    tiled = _pad_rows(tiled, blocks)
     R = tiled.shape[2]
     tree = None
     if tree_mask is not None:  # a word per row of queries, in every lane
