@@ -76,8 +76,9 @@ def fetching(s: SimpleNamespace, *, num_rows: int, window: int | None) -> Simple
 
             start_block(i, b, step)
 
-        is_last = (b + 1) * block >= s.end[jnp.minimum(i, num_items - 1)]
-        following = jnp.minimum(i + 1, num_items - 1)
+        last = jnp.maximum(num_items - 1, 0)  # an index also where there are no items
+        is_last = (b + 1) * block >= s.end[jnp.minimum(i, last)]
+        following = jnp.minimum(i + 1, last)
         return jnp.where(is_last, i + 1, i), jnp.where(is_last, first_block(following), b + 1)
 
     return SimpleNamespace(first_block=first_block, prefetch=prefetch, wait_block=wait_block, item_copies=item_copies)

@@ -91,8 +91,18 @@ def test_decoding_around_the_page_size_is_exact(page_size):
     decode(make_call(lens, **{**SMALL, "table_width": 2}, page_size=page_size, layout="tpu"))
 
 
-def test_decoding_nothing_writes_nothing():
+def test_decoding_nothing_writes_nothing_and_reads_inside_its_arrays(monkeypatch):
+    # The interpreter lets an index of -1 pass; the chip reads what lies before the array.
+    ranges, to_range = [], interpreter.interpret_utils.to_range
+    monkeypatch.setattr(
+        interpreter.interpret_utils, "to_range", lambda transforms: ranges.append(to_range(transforms)) or ranges[-1]
+    )
+
     decode(make_call([(1, 0), (1, 0)], **SMALL, layout="tpu"))
+
+    indices = [i.start if isinstance(i, slice) else i for accessed in ranges for i in accessed]
+    assert indices
+    assert min(indices) >= 0
 
 
 def test_decoding_without_new_keys_reads_what_is_there():
