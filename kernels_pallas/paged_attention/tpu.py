@@ -5,8 +5,9 @@ one: short contexts are bound by latency, not by bandwidth, unless the next rows
 pool's tiles (see `layout.py`) arrive in registers as the matrix unit wants them, so that the same code runs compiled
 and interpreted.
 
-What lies in unused slots never reaches a result: only tiles with a used slot are fetched, the rest of a row's last tile
-is zeroed where it is appended to, and buffers start as zeros. So values need no mask; scores are masked by position.
+What lies in unused slots never reaches a result: only tiles with a used slot are fetched. The rest of a row's last
+tile, and in the buffer the rest of its first and last block, where an earlier row's tiles lie, is zeroed. So values
+need no mask, and the blocks between no work for it; scores are masked by position.
 """
 
 from __future__ import annotations

@@ -14,9 +14,11 @@ def fetching(s: SimpleNamespace, *, num_rows: int, window: int | None) -> Simple
     """Returns what fetches for the kernel that has the references `s`, with page tables of `num_rows` rows.
 
     `first_block(i)` is where item i begins; `prefetch(i, b, step)` starts fetching a block; `wait_block(i, b, slot)`
-    waits for it; `item_copies(i)` are to be waited for before item i is computed.
+    waits for it; `item_copies(i)` are to be waited for before item i is computed. `zero_before(i, b, slot)` and
+    `zero_after(i, b, slot)` clear the values of what was not fetched at the ends of an item's first and last block.
     """
-    NB, _, block_tiles, tile, _ = s.kv.shape
+    NB, C, block_tiles, tile, W = s.kv.shape
+    K = s.acc.shape[0]
     page_tiles, block, M = s.pool.shape[2], block_tiles * tile, s.tables.shape[0] // num_rows
     num_items, has_new, has_tree = s.count[0], hasattr(s, "new_hbm"), hasattr(s, "tree_hbm")
 
@@ -55,6 +57,28 @@ def fetching(s: SimpleNamespace, *, num_rows: int, window: int | None) -> Simple
             part = s.kv.at[slot, :, pl.ds(0, end - start)]
             pltpu.make_async_copy(part, part, s.kv_arrived.at[slot]).wait()
 
+    def zero_values(slot, start, end):
+        """Zeros tiles of values: an earlier row's may be NaN, and 0 * NaN is NaN. Scores are masked whatever keys are.
+
+        Keys share the tiles of narrow heads, and have planes of their own, before the values', if heads are wide.
+        """
+        zero = jnp.zeros((tile, W), s.kv.dtype)
+
+        def zero_tile(n, _):
+            for plane in range(C // K - 1, C, C // K):
+                s.kv[slot, plane, n] = zero
+            return 0
+
+        lax.fori_loop(start, end, zero_tile, 0)
+
+    def zero_before(i, b, slot):
+        start, _ = fetched_tiles(i, b)
+        zero_values(slot, 0, start)
+
+    def zero_after(i, b, slot):
+        _, end = fetched_tiles(i, b)
+        zero_values(slot, end, block_tiles)
+
     def item_copies(i):
         slot, source = lax.rem(i, NB), s.source[i]
         pairs = [(s.q_hbm, s.q)]
@@ -81,4 +105,11 @@ def fetching(s: SimpleNamespace, *, num_rows: int, window: int | None) -> Simple
         following = jnp.minimum(i + 1, last)
         return jnp.where(is_last, i + 1, i), jnp.where(is_last, first_block(following), b + 1)
 
-    return SimpleNamespace(first_block=first_block, prefetch=prefetch, wait_block=wait_block, item_copies=item_copies)
+    return SimpleNamespace(
+        first_block=first_block,
+        prefetch=prefetch,
+        wait_block=wait_block,
+        item_copies=item_copies,
+        zero_before=zero_before,
+        zero_after=zero_after,
+    )

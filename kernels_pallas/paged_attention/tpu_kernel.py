@@ -140,7 +140,14 @@ def _kernel(*refs, names, num_rows_of_tables, window, softcap):
             ahead = fetch.prefetch(ahead_item, ahead_block, step + NB - 1)
             slot = lax.rem(step, NB)
             fetch.wait_block(i, b, slot)
-            pl.when(b == num_blocks - 1)(lambda: append(i, slot))
+            if window is not None:
+                pl.when(b == fetch.first_block(i))(lambda: fetch.zero_before(i, b, slot))
+
+            @pl.when(b == num_blocks - 1)
+            def _():
+                fetch.zero_after(i, b, slot)
+                append(i, slot)
+
             attend_block(i, b, slot)
             return step + 1, *ahead
 
@@ -166,10 +173,8 @@ def _kernel(*refs, names, num_rows_of_tables, window, softcap):
     if hasattr(s, "tiles_hbm"):
         append_tiles(s)
     ahead = (jnp.int32(0), fetch.first_block(0))
-    for slot in range(NB):
-        _zero_values(s, slot)
-        if slot < NB - 1:
-            ahead = fetch.prefetch(*ahead, jnp.int32(slot))
+    for slot in range(NB - 1):
+        ahead = fetch.prefetch(*ahead, jnp.int32(slot))
     lax.fori_loop(0, num_items, run_item, (jnp.int32(0), *ahead))
     for back in (2, 1):
 
@@ -178,13 +183,3 @@ def _kernel(*refs, names, num_rows_of_tables, window, softcap):
             out_copy(i).wait()
             if hasattr(s, "new_hbm"):
                 tile_copy(i).wait()
-
-
-def _zero_values(s: SimpleNamespace, slot: int) -> None:
-    """Makes what a first, short block leaves behind finite: 0 * NaN is NaN."""
-
-    def zero_tile(n, _):
-        s.kv[slot, :, n] = jnp.zeros((s.kv.shape[1], *s.kv.shape[3:]), s.kv.dtype)
-        return 0
-
-    lax.fori_loop(0, s.kv.shape[2], zero_tile, 0)

@@ -12,12 +12,13 @@ import pytest
 
 # Where the interpreter of jax 0.10 keeps what its race detector found; there is no public way to ask.
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+from jax._src.pallas.mosaic.interpret import utils as interpreter_utils
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.paged_attention import tpu, tpu_append, tpu_attend, tpu_fetch, tpu_items, tpu_kernel
 from kernels_pallas.paged_attention.block_sizes import Blocks
 from tests.kernels.paged_attention.mutants import mutant
-from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call
+from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call, write
 from tests.unoptimised import UNOPTIMISED
 
 SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "table_width": 8}
@@ -93,9 +94,9 @@ def test_decoding_around_the_page_size_is_exact(page_size):
 
 def test_decoding_nothing_writes_nothing_and_reads_inside_its_arrays(monkeypatch):
     # The interpreter lets an index of -1 pass; the chip reads what lies before the array.
-    ranges, to_range = [], interpreter.interpret_utils.to_range
+    ranges, to_range = [], interpreter_utils.to_range
     monkeypatch.setattr(
-        interpreter.interpret_utils, "to_range", lambda transforms: ranges.append(to_range(transforms)) or ranges[-1]
+        interpreter_utils, "to_range", lambda transforms: ranges.append(to_range(transforms)) or ranges[-1]
     )
 
     decode(make_call([(1, 0), (1, 0)], **SMALL, layout="tpu"))
@@ -175,6 +176,27 @@ def test_blocks_that_would_split_a_tree_are_refused():
         run(call, q_len=6, blocks=Blocks(pages=2, buffers=2, queries=4))
 
 
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_a_neighbour_of_nan_values_makes_no_result_nan(q_len, window):
+    kv_lens = np.array([64, 3, 60, 17, 5, 100])
+    call, poisoned = make_call([(q_len, n) for n in kv_lens], **SMALL, layout="tpu"), [0, 2]
+    slots = np.concatenate([call.slots[i] for i in poisoned])
+    values = np.full((len(slots), 2, 16), np.nan, np.float32)
+    pages = write(call.arguments["pages"], np.zeros_like(values), values, slots)
+    rows = np.repeat(np.arange(len(kv_lens)), q_len)
+    call = call.with_options(pages=pages, v=call.arguments["v"].at[np.isin(rows, poisoned)].set(np.nan))
+
+    blocks = Blocks(pages=4, buffers=3, queries=q_len)
+    attend = functools.partial(tpu.paged_attention_tpu_interpreted, scale=0.25, q_len=q_len, window=window)
+    out, _ = jax.jit(functools.partial(attend, blocks=blocks), compiler_options=UNOPTIMISED)(**call.arguments)
+
+    others = ~np.isin(rows, poisoned)
+    expected = expected_output(call, 0.25, window=window)
+    np.testing.assert_allclose(np.asarray(out)[others], expected[others], rtol=2e-5, atol=2e-5)
+    assert np.isnan(out[~others]).all()
+
+
 FILES = (tpu_items, tpu_attend, tpu_fetch, tpu_append, tpu_kernel, tpu)
 # None that makes a kernel wait for what never comes: the interpreter would wait as well.
 MUTATIONS = {
@@ -191,7 +213,7 @@ MUTATIONS = {
         "jnp.where(row_in_tile == 0, new, jnp.zeros_like(old))",
         "jnp.where(row_in_tile == 0, new, old)",
     ),
-    "buffers left as they were": ("        _zero_values(s, slot)\n", ""),
+    "the end of a buffer left as it was": ("zero_values(slot, end, block_tiles)", "pass"),
 }
 
 
