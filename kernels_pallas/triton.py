@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from kernels_pallas.device import CAPABILITIES, device_at_hand
+
 # Tensor cores take no matrix smaller than this in any direction.
 MIN_DOT = 16
 MIN_CAPABILITY = 8.0
 FP8_CAPABILITY = 8.9
-# Compute capabilities of devices that programs are compiled for ahead of time, by a word of their kind.
-CAPABILITIES = {"T4": 7.5, "A100": 8.0, "L4": 8.9, "H100": 9.0, "H200": 9.0}
 
 
 class Target(NamedTuple):
@@ -34,30 +34,23 @@ INTERPRETED = Target("interpreter", 1, MIN_CAPABILITY)
 
 
 def target() -> Target:
-    """Returns the GPU at hand, or the one of the abstract mesh in use where a program is compiled ahead of time.
+    """Returns the GPU that a program is compiled for.
 
     Raises:
       NotImplementedError: when that is no GPU, or one that Triton does not compile for.
     """
-    abstract, device = jax.sharding.get_abstract_mesh().abstract_device, jax.devices()[0]
-    if abstract is not None and abstract.device_kind != device.device_kind:
-        kind, platform, num_cores = abstract.device_kind, abstract.platform, abstract.num_cores
-        capability = next((CAPABILITIES[word] for word in kind.split("-")[0].split() if word in CAPABILITIES), None)
-    else:
-        kind, platform = device.device_kind, device.platform
-        num_cores = getattr(device, "core_count", None)
-        capability = getattr(device, "compute_capability", None)
-    if platform not in ("gpu", "cuda") or capability is None or num_cores is None:
+    device = device_at_hand()
+    if device.platform != "gpu" or device.capability is None or device.num_cores is None:
         raise NotImplementedError(
-            f"device={kind!r} of platform {platform!r} is not supported by the GPU kernels; supported are NVIDIA GPUs"
-            f" of compute capability {MIN_CAPABILITY} and up, ahead of time {sorted(CAPABILITIES)}"
+            f"device={device.kind!r} of platform {device.platform!r} is not supported by the GPU kernels; supported are"
+            f" NVIDIA GPUs of compute capability {MIN_CAPABILITY} and up, ahead of time {sorted(CAPABILITIES)}"
         )
-    if float(capability) < MIN_CAPABILITY:
+    if device.capability < MIN_CAPABILITY:
         raise NotImplementedError(
-            f"compute capability {capability} of {kind!r} is not supported by the GPU kernels; supported are"
-            f" {MIN_CAPABILITY} and up"
+            f"compute capability {device.capability} of {device.kind!r} is not supported by the GPU kernels; supported"
+            f" are {MIN_CAPABILITY} and up"
         )
-    return Target(kind, num_cores, float(capability))
+    return Target(device.kind, device.num_cores, device.capability)
 
 
 def launch(

@@ -8,17 +8,19 @@ from collections.abc import Callable
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from kernels_pallas.device import device_at_hand
 from kernels_pallas.paged_attention.gpu import paged_attention_gpu
 from kernels_pallas.paged_attention.layout import Pages, head_specs
 from kernels_pallas.paged_attention.reference import paged_attention_reference
 from kernels_pallas.paged_attention.shapes import check_call
 from kernels_pallas.paged_attention.tpu import paged_attention_tpu, paged_attention_tpu_interpreted
+from kernels_pallas.triton import MIN_CAPABILITY
 
 # The mesh axis that heads are split over.
 HEADS_AXIS = "model"
 Implementation = Callable[..., tuple[jax.Array, Pages]]
 
-# In order of preference. The reference supports every call, so a search ends there; what follows must be named.
+# The first two are named after the platform whose default they are; the interpreted ones are for tests.
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "tpu": paged_attention_tpu,
     "gpu": paged_attention_gpu,
@@ -83,7 +85,8 @@ def paged_attention(
         and its ancestors; for `window` it stands where their number puts it, and sees all of its ancestors.
       mesh: splits heads over the devices of its axis HEADS_AXIS, where it has one: each computes its own KV heads, with
         the query heads that read them and its part of the pool. Without it the call runs whole on every device.
-      implementation: a name from `IMPLEMENTATIONS`, or None for the best that supports the call.
+      implementation: a name from `IMPLEMENTATIONS`, or None for the device's own: the kernels of a TPU or GPU, which
+        raise for a call that they cannot do, or the reference on a CPU and on GPUs of a compute capability below 8.0.
 
     Returns:
       [T, N, H] in q's dtype, and the pool. Values at padding positions mean nothing; they are finite where no q_len
@@ -91,7 +94,7 @@ def paged_attention(
 
     Raises:
       ValueError: for an unknown implementation or arrays that do not fit together.
-      NotImplementedError: when the named implementation cannot do this call, with the reason.
+      NotImplementedError: when the implementation cannot do this call, with the reason.
     """
     check_call(q, k, v, pages, block_tables, kv_lens, cu_q_lens, sinks, k_scale, v_scale, tree_mask)
     if window is not None and window < 1:
@@ -112,7 +115,7 @@ def paged_attention(
         "v_scale": v_scale,
         "tree_mask": tree_mask,
     }
-    call = functools.partial(_first_that_can, implementation, scale=scale, q_len=q_len, window=window, softcap=softcap)
+    call = functools.partial(_attend, implementation, scale=scale, q_len=q_len, window=window, softcap=softcap)
     if mesh is None or HEADS_AXIS not in mesh.axis_names:
         return call(**arrays)
     if pages.num_kv_heads % mesh.shape[HEADS_AXIS]:
@@ -134,12 +137,25 @@ def paged_attention(
     )(arrays)
 
 
-def _first_that_can(implementation: str | None, **arguments) -> tuple[jax.Array, Pages]:
-    names = list(IMPLEMENTATIONS) if implementation is None else [implementation]
-    for name in names:
-        try:
-            return IMPLEMENTATIONS[name](**arguments)
-        except NotImplementedError:
-            if name == names[-1]:
-                raise
-    raise RuntimeError("no implementation of paged attention is registered")
+def _attend(implementation: str | None, **arguments) -> tuple[jax.Array, Pages]:
+    if implementation is not None:
+        return IMPLEMENTATIONS[implementation](**arguments)
+    name = default_implementation()
+    try:
+        return IMPLEMENTATIONS[name](**arguments)
+    except NotImplementedError as error:
+        raise NotImplementedError(
+            f"the {name} kernels of paged attention cannot do this call: {error}; or ask for plain JAX, which is many"
+            ' times slower, by implementation="reference" (of an engine EngineConfig.attention)'
+        ) from error
+
+
+def default_implementation() -> str:
+    """Returns the name of the implementation for the device that is compiled for.
+
+    On an accelerator that is its kernels, whether or not they can do a call: the reference is there for platforms
+    without kernels, and for GPUs before Ampere, which Triton does not compile for.
+    """
+    device = device_at_hand()
+    is_old = device.capability is not None and device.capability < MIN_CAPABILITY
+    return device.platform if device.platform in ("gpu", "tpu") and not is_old else "reference"

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.paged_attention.block_sizes import Blocks, decode_blocks, ragged_blocks
+from kernels_pallas.paged_attention.block_sizes import Blocks, chip_at_hand, decode_blocks, ragged_blocks
 from kernels_pallas.paged_attention.layout import FNUZ_FACTOR, Pages, pack_planes, pad_heads, to_stored
 from kernels_pallas.paged_attention.reference import LOG2_E
 from kernels_pallas.paged_attention.shapes import token_rows
@@ -30,6 +30,8 @@ from kernels_pallas.paged_attention.tpu_kernel import SUBLANES, run_kernel
 
 PAGE_DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
 MAX_HEAD_DIM = 256
+# Their vector memory has no room for the prefill kernel: 17.8 MiB of 16 on v4.
+SMALL_CHIPS = ("v2", "v3", "v4", "v4i")
 # The scalar memory holds 1 MiB; half of it is left to the compiler.
 MAX_TABLE_BYTES = 2**19
 
@@ -59,8 +61,9 @@ def paged_attention_tpu(
     _check_support(q, pages, window, tree_mask)
     if block_tables.size * 4 > MAX_TABLE_BYTES:
         raise NotImplementedError(
-            f"block_tables {block_tables.shape} take more than {MAX_TABLE_BYTES} bytes of scalar memory; use larger"
-            " pages or fewer rows"
+            f"block_tables {block_tables.shape} of rows and pages take {block_tables.size * 4} bytes of a TPU's scalar"
+            f" memory, of which there are {MAX_TABLE_BYTES}; lower the rows (max_num_seqs) or their longest context"
+            " (max_model_len), or raise page_size"
         )
     T, N, H = q.shape
     K, (pool,) = pages.num_kv_heads, pages.arrays
@@ -111,6 +114,9 @@ def paged_attention_tpu_interpreted(*args, **kwargs) -> tuple[jax.Array, Pages]:
 
 
 def _check_support(q: jax.Array, pages: Pages, window: int | None, tree_mask: jax.Array | None) -> None:
+    chip = chip_at_hand()
+    if chip in SMALL_CHIPS:
+        raise NotImplementedError(f"TPU {chip} has too little vector memory for the TPU kernels; use a v5e or later")
     if pages.layout != "tpu":
         raise NotImplementedError(f"the TPU kernels read pages of layout 'tpu', not {pages.layout!r}")
     if q.dtype not in (jnp.bfloat16, jnp.float32):

@@ -108,6 +108,7 @@ def interpret_tpu_kernels(patch: pytest.MonkeyPatch) -> None:
         return api.paged_attention_tpu_interpreted(*args, tree_mask=tree_mask, blocks=blocks, **options)
 
     patch.setattr(layout, "default_layout", lambda: "tpu")
+    patch.setattr(api, "default_implementation", lambda: "tpu")
     patch.setitem(api.IMPLEMENTATIONS, "tpu", kernels)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
-from kernels_pallas.paged_attention import paged_attention
+from kernels_pallas.paged_attention import abstract_pages, api, paged_attention
 from kernels_pallas.paged_attention.api import IMPLEMENTATIONS
-from tests.kernels.paged_attention.oracle import make_call
+from tests.kernels.paged_attention.oracle import expected_output, make_call
 
 SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 
@@ -29,14 +32,79 @@ def test_a_call_that_the_named_implementation_cannot_do_says_why(monkeypatch):
         paged_attention(**make_call([(1, 1)], **SMALL).arguments, scale=1.0, implementation="picky")
 
 
-def test_an_unnamed_implementation_is_the_first_that_can(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise NotImplementedError("not here")
+def refusing(*args, **kwargs):
+    raise NotImplementedError("it may not be asked")
 
-    order = {"picky": refuse, "able": lambda *args, **kwargs: "able was asked"}
-    monkeypatch.setattr("kernels_pallas.paged_attention.api.IMPLEMENTATIONS", order)
 
-    assert paged_attention(**make_call([(1, 1)], **SMALL).arguments, scale=1.0) == "able was asked"
+def traced_for(platform, kind, *, dtype="bfloat16", table_shape=(1, 4), **options):
+    """Traces a call of one token for a device that need not be here, over pages of its layout."""
+    B, M = table_shape
+    shape = jax.ShapeDtypeStruct
+    arguments = {
+        "q": shape((B, 4, 64), dtype),
+        "k": shape((B, 2, 64), dtype),
+        "v": shape((B, 2, 64), dtype),
+        "pages": abstract_pages(4, 16, 2, 64, dtype, platform),
+        "block_tables": shape((B, M), jnp.int32),
+        "kv_lens": shape((B,), jnp.int32),
+        "cu_q_lens": shape((B + 1,), jnp.int32),
+    }
+    mesh = AbstractMesh((), (), abstract_device=AbstractDevice(kind, 1, platform))
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.eval_shape(functools.partial(paged_attention, scale=1.0, q_len=1, **options), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "name"),
+    [
+        ("gpu", "NVIDIA H200", "gpu"),
+        ("gpu", "Tesla T4", "reference"),
+        ("tpu", "TPU v6 lite", "tpu"),
+        ("cpu", "some other CPU", "reference"),
+    ],
+)
+def test_an_unnamed_implementation_is_the_one_of_the_device(platform, kind, name, monkeypatch):
+    one = {name: IMPLEMENTATIONS[name]}
+    monkeypatch.setattr(api, "IMPLEMENTATIONS", dict.fromkeys(IMPLEMENTATIONS, refusing) | one)
+
+    out, _ = traced_for(platform, kind)
+
+    assert out.shape == (1, 4, 64)
+
+
+WAY_OUT = r'.*many times slower, by implementation="reference" \(of an engine EngineConfig\.attention\)'
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "options", "reason"),
+    [
+        ("gpu", "NVIDIA H200", {"dtype": "float32"}, "the gpu kernels .* q.dtype=float32 is not supported"),
+        ("gpu", "Radeon", {}, "the gpu kernels .* device='Radeon'"),
+        ("tpu", "TPU v4", {}, "TPU v4 has too little vector memory for the TPU kernels; use a v5e or later"),
+        (
+            "tpu",
+            "TPU v6 lite",
+            {"table_shape": (64, 2049)},
+            r"block_tables \(64, 2049\) .* take 524544 bytes .* there are 524288; lower .*max_num_seqs.*max_model_len"
+            ".*page_size",
+        ),
+    ],
+)
+def test_what_the_kernels_of_an_accelerator_cannot_do_is_no_business_of_the_reference(platform, kind, options, reason):
+    with pytest.raises(NotImplementedError, match=reason + WAY_OUT):
+        traced_for(platform, kind, **options)
+
+    out, _ = traced_for(platform, kind, **options, implementation="reference")
+    assert out.shape[1:] == (4, 64)
+
+
+@pytest.mark.parametrize("layout", ["cpu", "gpu", "tpu"])
+def test_on_a_cpu_the_reference_reads_pages_of_every_layout(layout):
+    call = make_call([(1, 33), (1, 1)], **SMALL, layout=layout)
+
+    out, _ = jax.jit(functools.partial(paged_attention, scale=0.25, q_len=1))(**call.arguments)
+
+    np.testing.assert_allclose(out, expected_output(call, 0.25), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(
