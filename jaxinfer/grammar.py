@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from decimal import Decimal
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.schema_check import load_json, schema_checker
+from jaxinfer.structure_trial import Trial
 from jaxinfer.tokenizer import Tokenizer
-from jaxinfer.validation import shown
+from jaxinfer.validation import cut, shown
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_CHARACTERS = 2**18  # of a structure: it takes some tenths of a second to compile, in which no step is begun
-MAX_MULTIPLE = 100_000  # as well; ten times as much takes a quarter of a minute
-MAX_EXPONENT = 15
+MAX_CHARACTERS = 2**18  # of a structure
 MAX_EXACT = 2**53  # above it `llguidance` rounds integers to floats
 MAX_MESSAGE = 1_000
 NUM_KNOWN = 32
+
+Check = Callable[[str], str | None]  # from a text that is complete to what is wrong with it
 
 
 class Grammar:
@@ -33,14 +33,27 @@ class Grammar:
     `early` i32[ceil(V / 32)] has a bit for each token; those whose bit is 0 may come only where no other may.
     """
 
-    def __init__(self, matcher: LLMatcher, early: np.ndarray) -> None:
+    def __init__(self, matcher: LLMatcher, early: np.ndarray, check: Check | None = None) -> None:
         self._matcher = matcher
         self._early = early
+        self._check = check
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing can follow."""
-        return self._matcher.is_stopped()
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def error(self) -> str | None:
+        """Why `llguidance` gave up, None where it did not."""
+        if not self._matcher.is_error():
+            return None
+        reason, _, _ = self._matcher.get_error().partition("\n")  # below that it lists its state
+        return f"llguidance could not follow the structure further: {_cut(reason)}"
+
+    def fault(self, text: str) -> str | None:
+        """Returns what is wrong with a text that is complete, None if nothing is."""
+        return None if self._check is None else self._check(text)
 
     def accept(self, token_id: int) -> None:
         """Goes on by a token that the mask allowed."""
@@ -58,8 +71,8 @@ class Grammar:
 
     def after(self, token_id: int) -> Grammar:
         """Returns a copy that has gone on by a token that the mask allowed, if anything can follow."""
-        ahead = Grammar(self._matcher.deep_copy(), self._early)
-        if not ahead.is_complete:
+        ahead = Grammar(self._matcher.deep_copy(), self._early, self._check)
+        if not self._matcher.is_stopped():
             ahead.accept(token_id)
         return ahead
 
@@ -93,94 +106,121 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
-        self._compiled: LLTokenizer | None = None
+        self._llg_tokenizer: LLTokenizer | None = None
+        self._trial = Trial()
         # Compiled lately: all samples of a prompt, and its forks, have the same, and many prompts have.
-        self._known: OrderedDict[tuple[str, Any], LLMatcher] = OrderedDict()
+        self._known: OrderedDict[tuple[str, Any, bool], tuple[LLMatcher, Check | None]] = OrderedDict()
 
     def compile(self, sampling: SamplingParams) -> Grammar | None:
         """Returns the structure that the output must have, None where any will do.
 
         Raises ValueError, with the reason, for one that cannot be compiled, or where what that takes is missing.
         """
-        structure = sampling.structure
-        if structure is None:
+        if sampling.structure is None:
             return None
-        if structure not in self._known:
-            self._known[structure] = self._matcher(*structure)
+        # Where only one text can follow, `llguidance` allows only the tokens that its tokenizer would make of it.
+        # Parameters may rule these out; then any that spell the text are allowed.
+        is_free = bool(sampling.allowed_token_ids or sampling.bad_words or sampling.logits_processors)
+        known = (*sampling.structure, is_free or sampling.no_repeat_ngram_size > 0)
+        if known not in self._known:
+            self._known[known] = self._compiled(*known)
             if len(self._known) > NUM_KNOWN:
                 self._known.popitem(last=False)
-        self._known.move_to_end(structure)
+        self._known.move_to_end(known)
+        matcher, check = self._known[known]
         early = np.ones(-(-self._vocab_size // 32) * 32, np.bool_)
         if sampling.ignore_eos:
-            early[self._eos_token_ids or [self._llguidance_tokenizer().eos_token]] = False
-        return Grammar(self._known[structure].deep_copy(), np.packbits(early, bitorder="little").view(np.int32))
+            early[self._eos_token_ids or [self._tokens().eos_token]] = False
+        return Grammar(matcher.deep_copy(), np.packbits(early, bitorder="little").view(np.int32), check)
 
-    def _matcher(self, kind: str, value: Any) -> LLMatcher:
-        """Compiles a structure."""
+    def _compiled(self, kind: str, value: Any, is_free: bool) -> tuple[LLMatcher, Check | None]:
+        """Compiles a structure, and what holds a complete text against it, if that is to be done."""
         count = sum(map(len, value))  # of a text its characters, of choices those of each
         if count > MAX_CHARACTERS:
             raise ValueError(f"{kind} has {count:,} characters; give at most {MAX_CHARACTERS:,}")
-        if kind == "json_schema":
-            _check_numbers(value)
-        if kind == "regex" and (len(value) - len(value.rstrip("\\"))) % 2 == 1:
+        if self._tokenizer is None:
+            raise ValueError(f"{kind}={shown(value)} needs a tokenizer, which this checkpoint does not have")
+        schema = value if kind == "json_schema" else None
+        if schema is not None:
+            _check_schema(schema)
+        try:
+            from llguidance import LLMatcher
+
+            grammar = _in_lark(kind, value)
+            if is_free:
+                grammar = f'%llguidance {{"no_forcing": true}}\n{grammar}'
+            tokens = self._tokens()
+            check = None if schema is None else schema_checker(schema)
+        except ImportError as missing:
+            raise ValueError(f"{kind} needs the package {missing.name}: pip install 'jaxinfer[grammar]'") from None
+        self._trial.run(kind, grammar, schema)
+        matcher = LLMatcher(tokens, grammar, log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"{kind}={shown(value)} cannot be compiled: {_cut(matcher.get_error())}")
+        return matcher, check
+
+    def _tokens(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        assert self._tokenizer is not None
+        if self._llg_tokenizer is None:
+            eos = self._eos_token_ids or None
+            self._llg_tokenizer = LLTokenizer(self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=eos)
+        return self._llg_tokenizer
+
+
+def _in_lark(kind: str, value: Any) -> str:
+    """Writes a structure in Lark's notation."""
+    from llguidance import LLMatcher
+
+    if kind == "json_schema":
+        return f"start: %json {value}"
+    if kind == "choices":
+        return "start: " + " | ".join(map(json.dumps, value))
+    if kind == "regex":
+        if (len(value) - len(value.rstrip("\\"))) % 2 == 1:
             raise ValueError(
                 f"regex={shown(value)} ends in a backslash with nothing after it; double it or leave it out"
             )
-        try:
-            from llguidance import LLMatcher
-        except ImportError:
-            raise ValueError(f"{kind} needs the package llguidance: pip install 'jaxinfer[grammar]'") from None
-
-        sources = {
-            "json_schema": LLMatcher.grammar_from_json_schema,
-            "regex": LLMatcher.grammar_from_regex,
-            "grammar": LLMatcher.grammar_from_lark,
-            "choices": lambda choices: LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices))),
-        }
-        try:
-            matcher = LLMatcher(self._llguidance_tokenizer(), sources[kind](value), log_level=0)
-        except ValueError as error:
-            raise ValueError(f"{kind}={shown(value)} cannot be compiled: {_cut(error)}") from None
-        if matcher.is_error():
-            raise ValueError(f"{kind}={shown(value)} cannot be compiled: {_cut(matcher.get_error())}")
-        return matcher
-
-    def _llguidance_tokenizer(self) -> LLTokenizer:
-        from llguidance import LLTokenizer
-
-        if self._tokenizer is None:
-            raise ValueError("this checkpoint has no tokenizer, without which its tokens have no text")
-        if self._compiled is None:
-            eos = self._eos_token_ids or None
-            self._compiled = LLTokenizer(self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=eos)
-        return self._compiled
+        return json.loads(LLMatcher.grammar_from_regex(value))["grammars"][0]["lark_grammar"]
+    return value
 
 
-def _check_numbers(schema: str) -> None:
-    """Raises ValueError for numbers of a JSON schema that `llguidance` would round, or be busy with for long."""
-
-    def check(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        for name, value in pairs:
-            # Its states are the remainders of a value by this one, both as integers.
-            if name != "multipleOf" or not isinstance(value, int | Decimal):
-                continue
-            if abs(Decimal(value).adjusted()) > MAX_EXPONENT or Fraction(value).numerator > MAX_MULTIPLE:
-                raise ValueError(
-                    f"json_schema has multipleOf={shown(str(value))[1:-1]}, for which too many remainders would have to"
-                    f" be told apart; give at most {MAX_MULTIPLE:,} in units of its last digit"
-                )
-        return dict(pairs)
-
-    def exact(text: str) -> int:
-        if len(text) > 17 or abs(int(text)) > MAX_EXACT:
+def _check_schema(schema: str) -> None:
+    """Raises ValueError for text that is not JSON, and for what `llguidance` would take for something else."""
+    try:
+        loaded = load_json(schema)
+    except RecursionError:
+        raise ValueError(f"json_schema={shown(schema)} is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"json_schema={shown(schema)} is not JSON: {error}") from None
+    if not isinstance(loaded, dict):
+        raise ValueError(f"json_schema={shown(schema)} is not an object of keywords")
+    if not isinstance(draft := loaded.get("$schema", ""), str):
+        raise ValueError(f"json_schema has $schema={shown(draft)}, which names no draft of JSON Schema")
+    options = loaded.get("x-guidance")
+    if isinstance(options, dict) and options.get("lenient"):
+        raise ValueError(
+            "json_schema has the option lenient, by which keywords would be passed over; leave it out, and what cannot"
+            " be kept is refused by name"
+        )
+    todo = [loaded]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, dict):
+            todo += [part for name, part in value.items() if name not in ("default", "examples")]
+        elif isinstance(value, list):
+            todo += value
+        elif _is_whole(value) and abs(value) > MAX_EXACT:
             raise ValueError(
-                f"json_schema has the integer {shown(text)[1:-1]}, which would be rounded: integers are exact up to"
+                f"json_schema has the integer {cut(str(value))}, which would be rounded: integers are exact up to"
                 " 2**53; give smaller ones, or strings"
             )
-        return int(text)
 
-    with contextlib.suppress(json.JSONDecodeError, RecursionError):  # which the compiler tells better
-        json.loads(schema, object_pairs_hook=check, parse_int=exact, parse_float=Decimal)
+
+def _is_whole(value: Any) -> bool:
+    """Whether a number is written as an integer."""
+    return isinstance(value, int) or (isinstance(value, Decimal) and value.as_tuple().exponent == 0)
 
 
 def _cut(message: object) -> str:

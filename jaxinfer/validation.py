@@ -14,7 +14,11 @@ MAX_SHOWN = 200  # characters of a value in an error
 
 def shown(value: Any) -> str:
     """Returns a value as it reads in an error, cut where it is long."""
-    text = repr(value)
+    return cut(repr(value))
+
+
+def cut(text: str) -> str:
+    """Returns a text as it reads in an error: without its middle where it is long."""
     if len(text) <= MAX_SHOWN:
         return text
     return f"{text[: MAX_SHOWN // 2]} … {text[-MAX_SHOWN // 4 :]} ({len(text):,} characters)"

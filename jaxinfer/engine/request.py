@@ -178,7 +178,8 @@ class Request:
     def append(self, token_id: int, log_prob: float, top_log_probs: dict[int, float] = NO_ALTERNATIVES) -> Delta:
         """Adds a drawn token and finishes the request where it ends it, or where no token was left to draw."""
         if token_id == NO_TOKEN:
-            return self.finish("exhausted")
+            cause = self.grammar.error if self.grammar is not None else None
+            return self.finish("exhausted") if cause is None else self.fail(cause)
         if token_id == BAD_LOGITS:
             return self.fail(self._why_no_logits())
         self._catch_up(len(self.token_ids))
@@ -231,13 +232,19 @@ class Request:
         log_probs: tuple[float, ...] = (),
         error: str | None = None,
     ) -> Delta:
-        """Ends the request and returns its last delta, with any text that was held back."""
-        self.finish_reason = reason
+        """Ends the request and returns its last delta, with any text that was held back.
+
+        What ended as its structure does but breaks it has the finish reason "error".
+        """
         self.version += 1
         self.num_pending = 0
         self._catch_up(len(self.token_ids) - len(token_ids))
         text += self.text_stream.flush() if self.text_stream else ""
         self._texts.append(text)
+        if reason == "stop" and self.grammar is not None and self.grammar.is_complete:
+            error = self.grammar.fault("".join(self._texts))
+            reason = "stop" if error is None else "error"
+        self.finish_reason = reason
         wants_prompt = self.sampling.prompt_log_probs is not None
         completion = Completion(
             request_id=self.request_id,
