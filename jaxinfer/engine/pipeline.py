@@ -37,6 +37,10 @@ class Device(Protocol):
         """
         return output
 
+    def is_done(self, output: Any) -> bool:
+        """Whether a step that was launched has ended; False if nobody can tell without waiting."""
+        return False
+
     def read(self, output: Any) -> Any:
         """Waits for a step and returns its output as host arrays."""
         ...
@@ -82,16 +86,19 @@ class Pipeline:
         """Returns what one step has brought, when the next is on its way; None when there is nothing to do."""
         if self._launched and all(chunk.is_void for chunk in self._launched[0].step.chunks):
             self._launched.popleft()  # nobody wants it any more
+        came = self._clock() if self._launched else 0.0
         if not self._launched and not self._launch():
             return None
         step, began, output = self._launched[0]
+        if came > 0 and self._device.is_done(output):
+            step.idle_seconds = came - max(began, self._ended)  # while the caller did something else
         if len(self._launched) == 1 and (not step.chunks.rows.has_structures or self._device.draws_apart):
             self._launch(after=step)
         deltas = self._scheduler.commit(step, self._device.read(output))
         self._launched.popleft()
         if self._launched:
             self._draw()
-        began, self._ended = max(began, self._ended), self._clock()
+        began, self._ended = max(began, self._ended) + step.idle_seconds, self._clock()
         return Advance(step, self._ended - began, deltas)
 
     def _launch(self, after: Step | None = None) -> bool:

@@ -83,6 +83,10 @@ class Runner:
             drawn, self._drawn = draw(*state, last_tokens(batch), sampling, output.ends)
             return replace(drawn, hidden=output.hidden, prompt=output.prompt)
 
+    def is_done(self, output: StepOutput | VerifyOutput) -> bool:
+        """Whether a step that was launched has ended."""
+        return output.tokens.is_ready()
+
     def read(self, output: StepOutput | VerifyOutput) -> StepOutput | VerifyOutput:
         """Waits for what `launch` has begun and returns it as host arrays."""
         # An interrupt does no harm: it can be read again. States stay on the device: only drafters want them.

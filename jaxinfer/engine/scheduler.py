@@ -175,14 +175,15 @@ class Scheduler:
     def commit(self, step: Step, output: Any) -> list[Delta]:
         """Enters a step's result (`StepOutput` of host arrays, one row per chunk); frees what is finished."""
         now = self.clock()
-        seconds, self._committed = now - max(step.began, self._committed), now
+        seconds, self._committed = now - max(step.began, self._committed) - step.idle_seconds, now
+        is_timed = step.idle_seconds < seconds  # else it took longer than `seconds`, nobody knows by how much
         self._tally.num_steps += 1
         self._tally.busy_seconds += seconds
-        if self.tiers is not None and not (step.is_decode or step.is_verify):
+        if self.tiers is not None and is_timed and not (step.is_decode or step.is_verify):
             self.tiers.observe_prefill(step.num_tokens, seconds)
         emission = Emission(step, output)
         if self._speculation is not None:
-            self._speculation.observe(step, emission, seconds, output.hidden)
+            self._speculation.observe(step, emission, seconds if is_timed else None, output.hidden)
         enter_prompts(step, output)
         self._enter(step)
         self._entered, self._leaving = None, []

@@ -86,15 +86,17 @@ class Speculation:
         self.num_drafts = tuple(map(len, drafts))
         return replace(chunks, drafts=drafts)
 
-    def observe(self, step: Step, emitted: Sequence[Sequence[Emitted]], seconds: float, hidden: Any = None) -> None:
+    def observe(
+        self, step: Step, emitted: Sequence[Sequence[Emitted]], seconds: float | None, hidden: Any = None
+    ) -> None:
         """Learns from a step: what it took, drafting included, and which drafts were right.
 
-        `hidden` are the states of its tokens, for drafters that begin with them.
+        `seconds` is None where nobody knows what it took. `hidden` are the states of its tokens, for drafters that begin with them.
         """
         with self._noted_errors():
             if self.source.device_drafter is not None:
                 self.source.device_drafter.observe(step, emitted, hidden)
-            if self._decision is not None:
+            if self._decision is not None and seconds is not None:
                 self._decision.observe(step, emitted, seconds, self._attempt)
 
     def prepare(self, target: Target) -> None:

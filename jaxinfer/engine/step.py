@@ -135,7 +135,8 @@ class Step:
     """The chunks to compute, decoding requests first, and the copies of pages to make before.
 
     `ends_early`: a decode loop ends with the first request that does, for somebody waits for its place. `began`: when
-    it was scheduled. `is_ahead`: the tokens of the step before were not known then.
+    it was scheduled. `is_ahead`: the tokens of the step before were not known then. `idle_seconds`: how long the device
+    may have had nothing to do after it, as nobody asked for its result; it ended at some time within them.
 
     `is_decode`: every chunk is one token, and nobody wants to know more of it. `is_verify`: every chunk is one token
     with any number of drafts. `is_plain`: that of every request. `described`: the chunks that yield log-probabilities
@@ -148,6 +149,7 @@ class Step:
     ends_early: bool = False
     began: float = 0.0
     is_ahead: bool = False
+    idle_seconds: float = 0.0
     num_tokens: int = field(init=False)
     is_verify: bool = field(init=False)
     is_plain: bool = field(init=False)

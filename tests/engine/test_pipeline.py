@@ -56,6 +56,40 @@ def test_each_step_is_launched_before_the_last_is_read():
     assert device.events == ["launch 0", "launch 1", "read 0", "launch 2", "read 1", "read 2"]
 
 
+class OneSecondDevice(RecordingDevice):
+    """Takes a second for each step, by the engine's clock."""
+
+    ends = 0.0
+
+    def launch(self, step):
+        self.ends = max(self.ends, self.engine.now) + 1.0
+        return self.ends, *super().launch(step)
+
+    def is_done(self, output):
+        return output[0] <= self.engine.now
+
+    def read(self, output):
+        self.engine.now = max(self.engine.now, output[0])
+        return super().read(output[1:])
+
+
+@pytest.mark.parametrize(("pause", "busy"), [(0.0, 3.0), (0.4, 3.0), (1.0, 1.0), (60.0, 1.0)])
+def test_what_the_caller_does_between_two_steps_does_not_count_as_work(pause, busy):
+    engine = Engine()
+    engine.add(0, prompt=5, max_tokens=3)
+    pipeline, seconds = Pipeline(engine.scheduler, OneSecondDevice(engine), lambda: engine.now), 0.0
+
+    while engine.scheduler.num_unfinished:
+        advance = pipeline.advance()
+        assert advance is not None
+        seconds += advance.seconds
+        engine.enter(advance.deltas)
+        engine.now += pause
+
+    # A step that ended while nobody looked took up to a second that is not counted, never more than it took.
+    assert engine.scheduler.metrics().busy_seconds == seconds == pytest.approx(busy)
+
+
 def test_requests_yield_what_they_yield_alone():
     engine = Engine(max_num_seqs=3, num_pages=5, max_num_batched_tokens=9)
     requests = [engine.add(i, prompt=3 + 9 * i, max_tokens=20 + i) for i in range(5)]

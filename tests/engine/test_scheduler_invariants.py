@@ -281,7 +281,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.interruption(step)
         return self.device.run(step)
 
-    draw, draws_apart = Device.draw, False
+    draw, draws_apart, is_done = Device.draw, False, Device.is_done
 
     def read(self, output: Any) -> Any:
         if self.meanwhile is not None:
