@@ -31,6 +31,7 @@ NOT_OF_LOADS = (
 )
 NOT_SIMULATED = (
     "quantization",
+    "attention",
     "decode_loop_steps",
     "memory_bytes",
     "host_cache_bytes",

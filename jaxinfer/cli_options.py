@@ -50,6 +50,7 @@ HELP = {
         "quantization": "int8 or int4: round the weights of products to so many bits",
     },
     "requests and steps": {
+        "attention": "reference: attention in plain JAX, slow on a GPU or TPU, for what their kernels refuse",
         "max_model_len": "most tokens of prompt and output together",
         "num_sink_tokens": "first tokens that longer requests see beside the last ones; without it there are none",
         "max_num_seqs": "requests computed in one step",

@@ -11,6 +11,7 @@ from jaxinfer.validation import MAX_INT, is_int, require, require_bool, require_
 
 CACHE_DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "int4")
+ATTENTIONS = ("reference",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +164,8 @@ class EngineConfig:
     the goodput; `None` for any. They change nothing else.
     `quantization`: "int8" rounds the weights of products to 8 bits with a scale per output channel while they are
     loaded, "int4" to 4 bits with a scale per 128 inputs; None leaves them in the LLM's dtype.
+    `attention`: "reference" computes attention in plain JAX, on a GPU or TPU many times slower, for what the kernels
+    there refuse; None takes these kernels. It changes nothing on a CPU, nor on a GPU that is too old for kernels.
     """
 
     max_num_seqs: int = 32
@@ -190,6 +193,7 @@ class EngineConfig:
     ttft_target: float | None = None
     tpot_target: float | None = None
     quantization: str | None = None
+    attention: str | None = None
 
     def __post_init__(self) -> None:
         require_int("max_num_seqs", self.max_num_seqs, 1)
@@ -231,6 +235,8 @@ class EngineConfig:
                 require_real(name, getattr(self, name), 0.0)
         names = ", ".join(map(repr, QUANTIZATIONS))
         require(self.quantization in (None, *QUANTIZATIONS), "quantization", self.quantization, f"{names} or None")
+        names = ", ".join(map(repr, ATTENTIONS))
+        require(self.attention in (None, *ATTENTIONS), "attention", self.attention, f"{names} or None")
         CacheConfig(num_pages=1, page_size=self.page_size)
         self._check_tiers()
 

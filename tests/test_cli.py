@@ -174,6 +174,7 @@ ENGINE = {
     "draft_trees": True,
     "decode_loop_steps": 4,
     "quantization": "int4",
+    "attention": "reference",
 }
 NEEDS = {"disk_cache_bytes": "disk_cache_path", "disk_cache_path": "disk_cache_bytes"}
 

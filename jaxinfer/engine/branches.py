@@ -101,8 +101,8 @@ class Branches:
     @cached_property
     def _identity(self) -> dict[str, str]:
         admission = self._admission
-        quantization = admission.engine_config.quantization
-        return page_identity(self._path, admission.model_config, admission.cache_config, quantization, admission.window)
+        configs = admission.model_config, admission.cache_config, admission.engine_config
+        return page_identity(self._path, *configs, admission.window)
 
 
 def fork(request: Request, request_id: int, admission: Admission, *, time_limit: float) -> Request:

@@ -18,7 +18,16 @@ from jaxinfer.sampling_batch import SamplingBatch
 
 @functools.partial(
     jax.jit,
-    static_argnames=("step", "config", "max_log_probs", "max_prompt_log_probs", "custom", "num_steps", "q_len"),
+    static_argnames=(
+        "step",
+        "config",
+        "implementation",
+        "max_log_probs",
+        "max_prompt_log_probs",
+        "custom",
+        "num_steps",
+        "q_len",
+    ),
     donate_argnames="cache",
 )
 def chained_step(

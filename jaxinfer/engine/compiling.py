@@ -40,6 +40,7 @@ class StepCompiler:
         self._max_listed_tokens = config.max_listed_tokens
         self._draft_trees = config.draft_trees
         self._loop_steps = config.decode_loop_steps
+        self._attention = config.attention
         self._builder = BatchBuilder(
             page_size=config.page_size,
             table_width=target.table_width,
@@ -110,7 +111,8 @@ class StepCompiler:
         )
         statics = {"max_log_probs": self._max_log_probs, "custom": tuple(self._custom.values())}
         if not bucket.is_draw:
-            return chained_step, arguments, statics | {"config": self.model_config} | self._step_of(bucket)
+            statics |= {"config": self.model_config, "implementation": self._attention}
+            return chained_step, arguments, statics | self._step_of(bucket)
         step = {"step": draw_verify_step, "q_len": bucket.q_len} if bucket.q_len else {"step": draw_step}
         return chained_draw, arguments, statics | step
 

@@ -32,10 +32,14 @@ class DraftSteps:
         self.shapes = tuple(dict.fromkeys(shapes))
         cache = abstract_cache(config, target.cache_config)
         inputs = [self._lay_out(shape, [], [], []) for shape in self.shapes]
-        custom, max_drafts = tuple(target.custom.values()), target.engine_config.max_drafts
+        statics = {
+            "config": config,
+            "max_drafts": target.engine_config.max_drafts,
+            "custom": tuple(target.custom.values()),
+            "implementation": target.engine_config.attention,
+        }
 
         def compiled(arguments: tuple[Any, ...]) -> jax.stages.Compiled:
-            statics = {"config": config, "max_drafts": max_drafts, "custom": custom}
             return compile_or_load(draft_step, params, cache, *arguments, **statics)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler releases the interpreter lock

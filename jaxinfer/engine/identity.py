@@ -9,7 +9,7 @@ import jax
 
 from jaxinfer._version import __version__
 from jaxinfer.checkpoint.fingerprint import fingerprint
-from jaxinfer.config import CacheConfig, ModelConfig
+from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
 from jaxinfer.device import describe_cpu
 from jaxinfer.engine.page_window import PageWindow
 
@@ -23,7 +23,7 @@ def page_identity(
     path: Path,
     model_config: ModelConfig,
     cache_config: CacheConfig,
-    quantization: str | None,
+    engine_config: EngineConfig,
     window: PageWindow | None = None,
 ) -> dict[str, str]:
     """Returns it by aspects. It holds across processes and machines of one kind, and reads the whole checkpoint."""
@@ -31,15 +31,22 @@ def page_identity(
     seen = "all" if window is None or not window.num_sinks else f"{window.num_seen}, {window.num_sinks} of them sinks"
     return {
         "weights": fingerprint(path),
-        "quantization": str(quantization),
+        "quantization": str(engine_config.quantization),
         "model": repr(model_config),
         "dtype": cache_config.dtype,
         "page_size": str(cache_config.page_size),
         "pages seen": seen,
-        # Another CPU or another version may add up in another order.
-        "platform": f"cpu: {describe_cpu()}" if jax.default_backend() == "cpu" else jax.default_backend(),
+        # Another CPU, other kernels or another version may add up in another order.
+        "platform": _platform(engine_config),
         "versions": f"jaxinfer {__version__}, jax {jax.__version__}",
     }
+
+
+def _platform(engine_config: EngineConfig) -> str:
+    platform, attention = jax.default_backend(), engine_config.attention
+    if platform == "cpu":
+        return f"cpu: {describe_cpu()}"
+    return platform if attention is None else f"{platform}, attention by the {attention}"
 
 
 def text_identity(path: Path, admission: Admission) -> dict[str, str]:

@@ -49,7 +49,7 @@ def plan_host(
     eos_token_ids = read_eos_token_ids(path)
     model = f"{path} {dtype} {model_config}"
     if config.disk_cache_path is not None:  # which outlasts this process, and perhaps what the path leads to
-        model = repr(page_identity(path, model_config, cache_config, config.quantization, window))
+        model = repr(page_identity(path, model_config, cache_config, config, window))
     admission = Admission(
         model_config=model_config,
         engine_config=config,

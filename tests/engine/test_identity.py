@@ -19,12 +19,24 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="other de
 def test_a_page_is_of_no_use_on_another_cpu(monkeypatch):
     _, config = load_checkpoint(BUNDLED_MODEL)
     cache_config = CacheConfig(num_pages=1, page_size=16)
-    here, again = (identity.page_identity(BUNDLED_MODEL, config, cache_config, None) for _ in range(2))
+    here, again = (identity.page_identity(BUNDLED_MODEL, config, cache_config, EngineConfig()) for _ in range(2))
     monkeypatch.setattr(identity, "describe_cpu", lambda: "another CPU, avx2")
-    elsewhere = identity.page_identity(BUNDLED_MODEL, config, cache_config, None)
+    elsewhere = identity.page_identity(BUNDLED_MODEL, config, cache_config, EngineConfig())
 
     assert here == again
     assert {aspect for aspect in here if here[aspect] != elsewhere[aspect]} == {"platform"}
+
+
+@pytest.mark.parametrize(("backend", "num_platforms"), [("cpu", 1), ("gpu", 2)])
+def test_a_page_of_other_kernels_is_of_no_use(backend, num_platforms, monkeypatch):
+    _, config = load_checkpoint(BUNDLED_MODEL)
+    cache_config = CacheConfig(num_pages=1, page_size=16)
+    monkeypatch.setattr(identity.jax, "default_backend", lambda: backend)
+
+    engines = [EngineConfig(attention=attention) for attention in (None, "reference")]
+    identities = [identity.page_identity(BUNDLED_MODEL, config, cache_config, engine) for engine in engines]
+
+    assert len({aspects["platform"] for aspects in identities}) == num_platforms
 
 
 def text_identity(path=BUNDLED_MODEL, dtype="float32", **config):

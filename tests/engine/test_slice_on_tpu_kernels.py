@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import SamplingParams
+from kernels_pallas.paged_attention import api
 from tests.engine.engines import forget_prefixes, interpret_tpu_kernels, poison_cache, quick_engine, random_prompts
 
 PARAMS = [SamplingParams(temperature=t, seed=7, max_tokens=3, ignore_eos=True, log_probs=2) for t in (0, 1, 0)]
@@ -42,6 +43,21 @@ def test_a_prefix_found_in_the_cache_yields_what_computing_it_does(tpu_llm):
 
     assert [c.num_cached_tokens for c in (*computed, *found)] == [0, 16]
     check_same(found, computed)
+
+
+def test_attention_in_plain_jax_is_for_whoever_asks_where_kernels_refuse(checkpoint, llm, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise NotImplementedError("block_tables take too much scalar memory")
+
+    interpret_tpu_kernels(monkeypatch)
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "tpu", refuse)
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "speculation": str(checkpoint)}
+
+    with pytest.raises(NotImplementedError, match="too much scalar memory; or ask .*EngineConfig.attention"):
+        quick_engine(checkpoint, **limits)
+    prompts = random_prompts(2, max_len=20, seed=3)
+    asked = quick_engine(checkpoint, **limits, attention="reference")
+    check_same(asked.generate(prompts, PARAMS[0]), llm.generate(prompts, PARAMS[0]))
 
 
 def check_same(completions, expected):
