@@ -53,6 +53,7 @@ GPUS: Mapping[str, Gpu] = {
     ),
 }
 REGISTERS_PER_CORE = 65536
+PLUGINS = ("xla_cuda12", "xla_cuda13")
 
 
 class Launch(NamedTuple):
@@ -82,15 +83,18 @@ class Compiled:
 
 def is_available() -> bool:
     """Returns whether the wheels of the compiler are installed."""
-    # Of a submodule, find_spec imports the parent, so that one is asked for first.
-    has_plugins = importlib.util.find_spec("jax_plugins") is not None
-    return has_plugins and importlib.util.find_spec("jax_plugins.xla_cuda12") is not None and _ptxas() is not None
+    return any(_files_of("jax_plugins", name) for name in PLUGINS) and _ptxas() is not None
 
 
 def _ptxas() -> Path | None:
-    spec = importlib.util.find_spec("nvidia")
+    return next(iter(_files_of("nvidia", "cuda_nvcc/bin/ptxas") + _files_of("nvidia", "cu13/bin/ptxas")), None)
+
+
+def _files_of(package: str, path: str) -> list[Path]:
+    """Returns where a file lies in a package that is spread over several folders."""
+    spec = importlib.util.find_spec(package)
     folders = spec.submodule_search_locations if spec and spec.submodule_search_locations else []
-    return next((path for f in folders if (path := Path(f) / "cuda_nvcc/bin/ptxas").exists()), None)
+    return [Path(folder) / path for folder in folders if (Path(folder) / path).exists()]
 
 
 def mesh_of(name: str, num_devices: int = 1) -> Mesh:
@@ -110,7 +114,8 @@ def compile_for(name: str, mesh: Mesh, function: Any, **arguments: Any) -> Compi
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = function.lower(**arguments)
     with tempfile.TemporaryDirectory() as folder:
-        compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
+        # Without the second, XLA of jax 0.11 writes no PTX.
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_emitter_re": ".*"})
         seconds, used = time.perf_counter() - start, sum(os.times()[:4]) - used
         launches = _launches(Path(folder), GPUS[name].arch)
     return Compiled(compiled, launches, seconds, used)
@@ -134,7 +139,9 @@ def _launches(folder: Path, arch: str) -> tuple[Launch, ...]:
         if found:
             kernel, *sizes, shared = found.groups()
             grid, threads = (math.prod(int(n) for n in size.split(",")) for size in sizes)
-            registers, spill_bytes = usage.get(kernel, (0, 0))
+            if kernel not in usage:
+                raise RuntimeError(f"XLA has written no PTX of kernel {kernel!r}, so what it needs is not known")
+            registers, spill_bytes = usage[kernel]
             launches.append(Launch(kernel, grid, threads, int(shared), registers, spill_bytes))
     return tuple(launches)
 

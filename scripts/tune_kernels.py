@@ -30,16 +30,36 @@ from scripts.tuning_candidates import PAGE_DTYPES, candidates, make_case, shapes
 RATINGS = {"decode": "times_reading", "ragged": "times_computing"}
 
 
+def full_arguments(case: Case) -> dict[str, Any]:
+    """Returns arrays for a case: full contexts in shuffled pages, of which each belongs to one row.
+
+    As in use, then, nothing is read twice, and caches are of no more help than in use.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from kernels_pallas.paged_attention import abstract_pages
+
+    (num_rows, width), num_tokens = case.arguments["block_tables"].shape, case.arguments["q"].shape[0]
+    pool = case.arguments["pages"]
+    sizes = pool.page_size, pool.num_kv_heads, pool.head_dim, pool.dtype, pool.layout
+    shapes = {**case.arguments, "pages": abstract_pages(num_rows * width, *sizes)}
+    tables = np.random.default_rng(0).permutation(num_rows * width).reshape(num_rows, width)
+    return {
+        **jax.tree.map(lambda a: jnp.ones(a.shape, a.dtype), shapes),
+        "page_offset": jnp.zeros((), jnp.int32),
+        "block_tables": jnp.asarray(tables, jnp.int32),
+        "kv_lens": jnp.full(num_rows, width * pool.page_size, jnp.int32),
+        "cu_q_lens": jnp.arange(num_rows + 1, dtype=jnp.int32) * (num_tokens // num_rows),
+    }
+
+
 def seconds_of(case: Case, repeats: int = 20) -> float:
     """Returns the seconds that a call takes on the device at hand, with full contexts; the least of several."""
     import jax
-    import jax.numpy as jnp
 
-    arguments = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), case.arguments)
-    num_rows, width = arguments["block_tables"].shape
-    each = arguments["q"].shape[0] // num_rows
-    arguments["kv_lens"] = jnp.full_like(arguments["kv_lens"], width * PAGE_SIZE)
-    arguments["cu_q_lens"] = jnp.arange(num_rows + 1, dtype=jnp.int32) * each
+    arguments = full_arguments(case)
     pages, times = arguments.pop("pages"), []
     for _ in range(repeats):
         start = time.perf_counter()

@@ -17,8 +17,9 @@ from scripts.kernel_ratings import CHIPS, CHUNKS, CONTEXTS, PAGE_SIZE, token_byt
 # Tokens of a block that decoding may fetch, and queries of a tile that prefill may compute together.
 BLOCK_TOKENS = (256, 512, 1024)
 QUERIES = (32, 64, 128, 256)
-# Keys of a block, warps that compute with it, and blocks under way.
-GPU_CHOICES = {"block_k": (32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (2, 3, 4)}
+# Keys of a block, warps that compute with it, and stages. Triton spends two stages on a block's address, which is in a
+# table: below 5 no block is on its way while another is computed.
+GPU_CHOICES = {"block_k": (32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (2, 3, 4, 5, 6)}
 # Query heads, KV heads and head_dim: Llama 3 8B, it and 70B on one of eight chips, Qwen2.5 7B, Llama 3.2 1B.
 SHAPES = ((32, 8, 128), (4, 1, 128), (8, 1, 128), (28, 4, 128), (32, 8, 64))
 # The dtype of pages hardly matters to prefill, which does not wait for them.

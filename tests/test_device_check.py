@@ -42,6 +42,34 @@ def test_a_wrong_kernel_is_told(monkeypatch):
     assert next(device_check.check_kernels())["passes"] is False
 
 
+@pytest.mark.parametrize(("offset", "passes"), [(0.0, True), (0.1, False)])
+def test_the_results_that_are_timed_are_right(offset, passes, monkeypatch):
+    kernel = IMPLEMENTATIONS["gpu_interpret"]
+
+    def moved(*args, **kwargs):
+        out, pages = kernel(*args, **kwargs)
+        return out + jnp.asarray(offset, out.dtype), pages
+
+    monkeypatch.setitem(IMPLEMENTATIONS, "gpu_interpret", moved)
+    monkeypatch.setattr(device_check, "kernel_of_platform", lambda: "gpu_interpret")
+
+    records = [r for r in device_check.measure_attention(is_small=True) if r["implementation"] == "gpu_interpret"]
+
+    assert [(r["section"], r["passes"]) for r in records] == [("decode", passes), ("prefill", passes)]
+
+
+def test_a_kernel_that_refuses_a_check_is_not_wrong_but_says_why(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise NotImplementedError("8-bit floats need another GPU")
+
+    monkeypatch.setitem(IMPLEMENTATIONS, "reference", refuse)
+
+    record = next(device_check.check_kernels())
+
+    assert "passes" not in record
+    assert record["note"] == "refused: 8-bit floats need another GPU"
+
+
 def test_what_a_device_does_not_have_says_why():
     def unavailable():
         raise ImportError("no cuDNN here")

@@ -91,7 +91,8 @@ class Speculation:
     ) -> None:
         """Learns from a step: what it took, drafting included, and which drafts were right.
 
-        `seconds` is None where nobody knows what it took. `hidden` are the states of its tokens, for drafters that begin with them.
+        `seconds` is None where nobody knows what it took. `hidden` are the states of its tokens, for drafters that
+        begin with them.
         """
         with self._noted_errors():
             if self.source.device_drafter is not None:

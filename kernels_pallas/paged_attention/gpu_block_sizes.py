@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from kernels_pallas.paged_attention.tuned_tables import tuned_table
 from kernels_pallas.triton import Target
 
-# Two blocks of 64 keys of 256 bytes are under way in a program of the decode kernel. By Little's law 4.8 TB/s for 1 µs
-# need 36 KB in flight on each of 132 multiprocessors: two programs.
+# By Little's law 4.8 TB/s for 1 µs need 36 KB in flight on each of 132 multiprocessors. A program of the decode kernel
+# has a block of 64 keys and values of 256 bytes under way, 32 KB, though only while it does not compute.
 PROGRAMS_PER_CORE = 2
 # A split shorter than this spends more on starting and combining than on reading.
 MIN_SPLIT = 256
@@ -27,7 +27,7 @@ class GpuBlockSizes:
     block_k: int  # keys per block
     num_splits: int  # programs that share the context of one tile
     num_warps: int
-    num_stages: int  # blocks under way at once, the one computed included
+    num_stages: int  # of Triton's pipeline, which spends two of them on finding a block before it reads it
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_k"):

@@ -176,6 +176,25 @@ def attention(
     return out
 
 
+def tree_of(parents: Sequence[int]) -> np.ndarray:
+    """Which tokens each token of a tree sees: itself and its ancestors, bool[Q, Q]."""
+    sees = np.eye(len(parents), dtype=bool)
+    for i, parent in enumerate(parents):
+        if parent >= 0:
+            sees[i] |= sees[parent]
+    return sees
+
+
+def tree_words(trees: Sequence[np.ndarray], num_tokens: int) -> np.ndarray:
+    """The rows of the trees as words of 32 bits, u32[T, words]."""
+    words = np.zeros((num_tokens, -(-max(map(len, trees)) // 32)), np.uint32)
+    rows = [row for tree in trees for row in tree]
+    for i, row in enumerate(rows):
+        for j in np.flatnonzero(row):
+            words[i, j // 32] |= np.uint32(1) << np.uint32(j % 32)
+    return words
+
+
 def expected_output(call: Call, scale: float, *, trees: Sequence[np.ndarray] | None = None, **options) -> np.ndarray:
     """Returns what `paged_attention` should give at the tokens that are not padding; NaN for padding rows."""
     outputs = []

@@ -10,7 +10,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 from kernels_pallas import triton
 from kernels_pallas.paged_attention import abstract_pages, block_sizes, tuned_tables
@@ -24,7 +26,7 @@ from kernels_pallas.paged_attention.block_sizes import (
 from kernels_pallas.paged_attention.gpu_block_sizes import gpu_block_sizes, table_name
 from kernels_pallas.paged_attention.tuned_tables import KEYS, TABLES, tuned_table
 from kernels_pallas.triton import Target
-from scripts import compile_gpu, kernel_ratings, tune_kernels, tuning_candidates
+from scripts import compile_gpu, compile_matrix, kernel_ratings, tune_kernels, tuning_candidates
 
 CHIPS = ("v5e", "v5p", "v6e", "7x")
 ENTRY = {"kernel": "decode", "page_dtype": "int8", "num_kv_heads": 1, "head_dim": 128, "num_groups": 4}
@@ -145,6 +147,21 @@ def test_a_gpu_at_hand_is_tuned_by_time_and_its_table_is_found_again(monkeypatch
     (entry,) = json.loads(path.read_text())["entries"]
     assert entry == small | GPU_CHOICE | {"seconds": entry["seconds"]}
     assert entry["seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    "make", [functools.partial(compile_gpu.decode, max_context=512), functools.partial(compile_matrix.decode_case)]
+)
+def test_what_is_timed_reads_no_page_twice_and_appends_each_token_to_a_page_of_its_own(make):
+    mesh = AbstractMesh((1,), ("model",))
+    case = make(mesh, num_heads=2, num_kv_heads=1, head_dim=16, page_size=128)
+
+    arguments = tune_kernels.full_arguments(case)
+
+    (num_rows, width), pages = arguments["block_tables"].shape, arguments["pages"]
+    assert sorted(np.ravel(arguments["block_tables"])) == list(range(num_rows * width)) == list(range(pages.num_pages))
+    assert set(np.ravel(arguments["kv_lens"])) == {width * pages.page_size}
+    assert set(np.diff(arguments["cu_q_lens"])) == {1}
 
 
 def test_a_device_that_cannot_be_measured_is_named(monkeypatch):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas.paged_attention import paged_attention
-from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call
+from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call, tree_of, tree_words
 from tests.unoptimised import UNOPTIMISED
 
 STATIC = ("scale", "q_len", "window", "softcap", "implementation")
@@ -175,33 +175,14 @@ TREES = {"chain": [[-1, 0, 1, 2, 3]], "fan": [[-1, 0, 0, 0, 0, 0, 0]], "two rows
 TREES["more drafts than a word has bits"] = [[-1, *(i // 2 for i in range(39))]]
 
 
-def ancestors(parents):
-    """Which tokens each token of a tree sees: itself and its ancestors, bool[Q, Q]."""
-    sees = np.eye(len(parents), dtype=bool)
-    for i, parent in enumerate(parents):
-        if parent >= 0:
-            sees[i] |= sees[parent]
-    return sees
-
-
-def bits(trees, num_tokens):
-    """The rows of the trees as words of 32 bits, u32[T, words]."""
-    words = np.zeros((num_tokens, -(-max(map(len, trees)) // 32)), np.uint32)
-    rows = [row for tree in trees for row in tree]
-    for i, row in enumerate(rows):
-        for j in np.flatnonzero(row):
-            words[i, j // 32] |= np.uint32(1) << np.uint32(j % 32)
-    return words
-
-
 @pytest.mark.parametrize("window", [None, 14])
 @pytest.mark.parametrize("name", TREES)
 def test_a_draft_sees_the_context_and_its_own_ancestors(name, window, target):
     implementation, make = target
-    trees = [ancestors(parents) for parents in TREES[name]]
+    trees = [tree_of(parents) for parents in TREES[name]]
     lens = [(len(tree), len(tree) + context) for tree, context in zip(trees, (13, 0), strict=False)]
     call = make(lens, **SMALL, num_padding=2)
-    masked = call.with_options(tree_mask=bits(trees, call.num_tokens + 2))
+    masked = call.with_options(tree_mask=tree_words(trees, call.num_tokens + 2))
 
     check(masked, implementation, trees=trees, window=window)
 
