@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from kernels_pallas.device import device_at_hand
 from kernels_pallas.paged_attention.gpu import paged_attention_gpu
@@ -84,7 +84,8 @@ def paged_attention(
         this step is visible, and token j of the row if bit j % 32 of word j // 32 is set. A token's bits are itself
         and its ancestors; for `window` it stands where their number puts it, and sees all of its ancestors.
       mesh: splits heads over the devices of its axis HEADS_AXIS, where it has one: each computes its own KV heads, with
-        the query heads that read them and its part of the pool. Without it the call runs whole on every device.
+        the query heads that read them and its part of the pool. Its axes are automatic ones, as those of `Mesh(…)`
+        are and those of `jax.make_mesh(…)` are not unless it is told so. Without it the call runs whole on every device.
       implementation: a name from `IMPLEMENTATIONS`, or None for the device's own: the kernels of a TPU or GPU, which
         raise for a call that they cannot do, or the reference on a CPU and on GPUs of a compute capability below 8.0.
 
@@ -118,6 +119,8 @@ def paged_attention(
     call = functools.partial(_attend, implementation, scale=scale, q_len=q_len, window=window, softcap=softcap)
     if mesh is None or HEADS_AXIS not in mesh.axis_names:
         return call(**arrays)
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        raise ValueError(f"mesh has axes of types {mesh.axis_types}; use automatic ones: Mesh(devices, axis_names)")
     if pages.num_kv_heads % mesh.shape[HEADS_AXIS]:
         raise ValueError(
             f"{pages.num_kv_heads} KV heads cannot be split over the {mesh.shape[HEADS_AXIS]} devices of mesh axis"

@@ -74,16 +74,16 @@ def paged_attention_gpu(
         target=target,
     )
     if q_len is not None:
-        chosen = block_sizes or sizes(num_tiles=B * K, queries=q_len)
+        chosen = block_sizes or sizes(num_rows=B * K, queries=q_len)
         return attend(q, kv_lens, cu_q_lens, **place, tree_mask=tree_mask, block_sizes=chosen), pages
     # Rows of one token would waste a wide tile, and being few tiles want their context split.
     starts, is_single = cu_q_lens[:-1], cu_q_lens[1:] - cu_q_lens[:-1] == 1
-    chosen = block_sizes or sizes(num_tiles=(T // WIDE_TILE + 1) * K, queries=min(T, WIDE_TILE))
+    chosen = block_sizes or sizes(num_rows=(T // WIDE_TILE + 1) * K, queries=min(T, WIDE_TILE))
     # Partial results of every token would outweigh what splitting gains.
     chosen = dataclasses.replace(chosen, num_splits=1)
     long_lens = jnp.where(is_single, 0, kv_lens)
     out = attend(q, long_lens, cu_q_lens, **place, tree_mask=tree_mask, block_sizes=chosen)
-    chosen = block_sizes or sizes(num_tiles=B * K, queries=1)
+    chosen = block_sizes or sizes(num_rows=B * K, queries=1)
     single_lens, ones = jnp.where(is_single, kv_lens, 0), jnp.arange(B + 1, dtype=jnp.int32)
     place |= {"q_len": 1, "tree_mask": None}
     singles = attend(q.at[starts].get(mode="clip"), single_lens, ones, **place, block_sizes=chosen)

@@ -48,9 +48,9 @@ def run_kernel(
     _, K, R, W = queries.shape
     C, page_tiles, tile = pool.shape[1:4]
     NB, block_tiles = blocks.buffers, blocks.pages * page_tiles
-    anywhere, in_vmem = pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.VMEM)
+    in_hbm, in_vmem = pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.VMEM)
     scalars = {"tables": block_tables.reshape(-1), "factors": factors, **items._asdict()}
-    inputs = {"q_hbm": (queries, anywhere), "pool_in": (pool, anywhere)}
+    inputs = {"q_hbm": (queries, in_hbm), "pool_in": (pool, in_hbm)}
     scratch = {
         "kv": pltpu.VMEM((NB, C, block_tiles, tile, W), pool.dtype),
         "q": pltpu.VMEM((NB, K, R, W), queries.dtype),
@@ -69,16 +69,16 @@ def run_kernel(
         scratch["weights"] = pltpu.VMEM((size, width), queries.dtype)
         scratch["rescale"] = pltpu.VMEM((size, LANES), jnp.float32)
     if new is not None:
-        inputs["new_hbm"] = (new, anywhere)
+        inputs["new_hbm"] = (new, in_hbm)
         scratch["new"] = pltpu.VMEM((NB, C, W), pool.dtype)
         scratch["written"] = pltpu.VMEM((2, C, tile, W), pool.dtype)
         scratch["tile_left"] = pltpu.SemaphoreType.DMA((2,))
     if tiles is not None:
         values, scalars["tile_pages"], scalars["tile_places"], scalars["num_tiles"] = tiles
-        inputs["tiles_hbm"] = (values, anywhere)
+        inputs["tiles_hbm"] = (values, in_hbm)
         scratch["tiles_left"] = pltpu.SemaphoreType.DMA(())
     if tree is not None:
-        inputs["tree_hbm"] = (tree, anywhere)
+        inputs["tree_hbm"] = (tree, in_hbm)
         scratch["tree"] = pltpu.VMEM((NB, *tree.shape[1:]), jnp.int32)
     if num_groups is not None:  # which of an item's queries each row belongs to
         offsets = jnp.broadcast_to((jnp.arange(R, dtype=jnp.int32) // num_groups)[:, None], (R, LANES))
@@ -98,7 +98,7 @@ def run_kernel(
             num_scalar_prefetch=len(scalars),
             grid=(1,),
             in_specs=[spec for _, spec in inputs.values()],
-            out_specs=[anywhere] * 2,
+            out_specs=[in_hbm] * 2,
             scratch_shapes=list(scratch.values()),
         ),
         out_shape=[

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from kernels_pallas.paged_attention import abstract_pages, api, paged_attention
 from kernels_pallas.paged_attention.api import IMPLEMENTATIONS
@@ -144,6 +144,13 @@ def test_integer_pages_without_scales_are_refused():
 
     with pytest.raises(ValueError, match="pages of int8 hold multiples of k_scale and v_scale; give both"):
         paged_attention(**{**arguments, "v_scale": None}, scale=1.0)
+
+
+def test_a_mesh_of_explicit_axes_is_refused():
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(AxisType.Explicit,))
+
+    with pytest.raises(ValueError, match=r"mesh has axes of types .*Explicit.*; use automatic ones: Mesh"):
+        paged_attention(**make_call([(1, 1)], **SMALL).arguments, scale=1.0, mesh=mesh)
 
 
 def test_a_window_of_nothing_is_refused():

@@ -116,16 +116,18 @@ def test_tiles_of_any_size_cover_a_ragged_batch(block_m, block_k):
 def test_splits_are_for_few_tiles_over_long_contexts():
     sizes = functools.partial(gpu_block_sizes, **LLAMA_DECODE, target=H200)
 
-    assert sizes(num_tiles=8, max_context=32768).num_splits == 32
-    assert sizes(num_tiles=8, max_context=1024).num_splits == 4
-    assert sizes(num_tiles=128, max_context=32768).num_splits == 3
-    assert sizes(num_tiles=512, max_context=32768).num_splits == 1
+    assert sizes(num_rows=8, max_context=32768).num_splits == 32
+    assert sizes(num_rows=8, max_context=1024).num_splits == 4
+    assert sizes(num_rows=128, max_context=32768).num_splits == 3
+    assert sizes(num_rows=512, max_context=32768).num_splits == 1
+    # 512 queries of 4 heads are 16 tiles for each KV head.
+    assert sizes(num_rows=8, queries=512, max_context=32768).num_splits == 3
 
 
 @pytest.mark.parametrize(("queries", "group", "block_m"), [(1, 1, 16), (1, 71, 128), (5, 8, 64), (128, 4, 128)])
 def test_a_tile_holds_at_least_one_query_of_every_head(queries, group, block_m):
     call = LLAMA_DECODE | {"queries": queries, "group": group}
-    sizes = gpu_block_sizes(**call, num_tiles=8, max_context=4096, target=H200)
+    sizes = gpu_block_sizes(**call, num_rows=8, max_context=4096, target=H200)
 
     assert sizes.block_m == block_m
 
