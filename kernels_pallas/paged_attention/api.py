@@ -84,8 +84,8 @@ def paged_attention(
         this step is visible, and token j of the row if bit j % 32 of word j // 32 is set. A token's bits are itself
         and its ancestors; for `window` it stands where their number puts it, and sees all of its ancestors.
       mesh: splits heads over the devices of its axis HEADS_AXIS, where it has one: each computes its own KV heads, with
-        the query heads that read them and its part of the pool. Its axes are automatic ones, as those of `Mesh(…)`
-        are and those of `jax.make_mesh(…)` are not unless it is told so. Without it the call runs whole on every device.
+        the query heads that read them and its part of the pool. Its axes are automatic, as those of `Mesh(…)` are
+        and those of `jax.make_mesh(…)` are not by default. Without it the call runs whole on every device.
       implementation: a name from `IMPLEMENTATIONS`, or None for the device's own: the kernels of a TPU or GPU, which
         raise for a call that they cannot do, or the reference on a CPU and on GPUs of a compute capability below 8.0.
 
