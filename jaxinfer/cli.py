@@ -12,13 +12,15 @@ import os
 import sys
 import time
 from importlib.metadata import version
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 # jax takes seconds to import, so the commands import what needs it, after the arguments have been read.
 from jaxinfer import cli_load
 from jaxinfer._version import __version__
 from jaxinfer.cli_options import add_fields, from_arguments
+from jaxinfer.cli_output import drop_output, require_output, show
 from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.validation import cut
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -44,7 +46,14 @@ OMITTED = ("ttft_target", "tpot_target")
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USAGE, f"jaxinfer: error: {message} (try `{self.prog} --help`)\n")
+        self.exit(EXIT_USAGE, f"jaxinfer: error: {_one_line(message)} (try `{self.prog} --help`)\n")
+
+    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = super().parse_args(*args, **kwargs)
+        for name, value in vars(arguments).items():
+            if isinstance(value, list) and (not value or [] in value):  # which Python 3.11 makes of `--name=--`
+                self.error(f"argument --{name.replace('_', '-')}: expected a value, not '--'")
+        return arguments
 
 
 def run() -> NoReturn:
@@ -52,10 +61,13 @@ def run() -> NoReturn:
 
     After Ctrl-C or a mistake it ends at once: the compiler, which cannot be stopped, would go on for the next start.
     """
+    if sys.stderr is None:  # closed; what is printed to None goes to standard output
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  up to the end of the process
     status = main()
     if status in (0, EXIT_FAULTS):
         sys.exit(status)
-    sys.stdout.flush()
+    if sys.stdout is not None:
+        sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
@@ -64,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0, 1 for faults found, 2 for a user's mistake, 130 after Ctrl-C."""
     try:
         arguments = _parser().parse_args(argv)
+        if arguments.run is not _batch:  # which prints nothing there
+            require_output()
         status = arguments.run(arguments)
     except SystemExit as exit_:  # from --help, --version and the parser's errors
         return exit_.code if isinstance(exit_.code, int) else 0
@@ -71,8 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jaxinfer: {interrupt}" if interrupt.args else "jaxinfer: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader has had enough. What is still buffered goes nowhere, or its flush at exit would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()  # the reader has had enough
         return EXIT_BROKEN_PIPE
     except (ValueError, OSError, NotImplementedError) as error:
         print(f"jaxinfer: error: {_one_line(error)}", file=sys.stderr)
@@ -87,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _one_line(error: object) -> str:
-    return " ".join(str(error).split())
+    """Returns what an error says, less the middle of what it shows and is long."""
+    return " ".join(map(cut, str(error).split()))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -181,8 +195,7 @@ def _generate(arguments: argparse.Namespace) -> int:
                 first_at = time.monotonic()
             # Samples come mixed, so they are shown one by one as they end.
             text = delta.text if params.n == 1 else delta.completion.text if delta.completion else ""
-            sys.stdout.write(text if delta.completion is None else text + "\n")
-            sys.stdout.flush()
+            show(text, end="" if delta.completion is None else "\n")
             if delta.completion is not None:
                 _report(delta.completion, llm.tokenizer, arguments, started_at, first_at or time.monotonic())
                 if delta.completion.finish_reason == "error":
@@ -270,17 +283,17 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     require_device()
     dtype = resolve_dtype(arguments.dtype)
-    print(f"{describe_cpu()}; jax {version('jax')}, jaxlib {version('jaxlib')}", flush=True)
+    show(f"{describe_cpu()}; jax {version('jax')}, jaxlib {version('jaxlib')}")
     findings = []
     for finding in examine(arguments.model or BUNDLED_MODEL, config, dtype):
         findings.append(finding)
         if finding.faults or not arguments.quiet:
-            print(finding, flush=True)
+            show(finding)
     num_faulty = sum(bool(finding.faults) for finding in findings)
     if num_faulty:
-        print(f"{num_faulty} of {len(findings)} products depend on the batch: so do the bits of a request on this CPU")
+        show(f"{num_faulty} of {len(findings)} products depend on the batch: so do the bits of a request on this CPU")
         return EXIT_FAULTS
-    print(f"{len(findings)} products: on this CPU no bit of them depends on the batch")
+    show(f"{len(findings)} products: on this CPU no bit of them depends on the batch")
     return 0
 
 

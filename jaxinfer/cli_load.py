@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli_options import from_arguments
+from jaxinfer.cli_output import show
 from jaxinfer.config import EngineConfig
+from jaxinfer.validation import cut
 
 if TYPE_CHECKING:
     from jaxinfer import LLM
@@ -54,20 +56,24 @@ def add_commands(commands: Any, load: Load) -> dict[argparse.ArgumentParser, tup
     bench.set_defaults(run=lambda arguments: _bench(arguments, load))
 
     replay = commands.add_parser("replay", help="run a trace of requests, measuring every step", allow_abbrev=False)
-    replay.add_argument("--save-step-times", metavar="FILE", help="write how long steps take, for `simulate`")
-    replay.add_argument("--step-times", metavar="FILE", help="simulate as well with these, and print how far off it is")
+    replay.add_argument(
+        "--save-step-times", type=_file, metavar="FILE", help="write how long steps take, for `simulate`"
+    )
+    replay.add_argument(
+        "--step-times", type=_file, metavar="FILE", help="simulate as well with these, and print how far off it is"
+    )
     replay.set_defaults(run=lambda arguments: _replay(arguments, load))
 
     simulate = commands.add_parser("simulate", help="run a trace without a device", allow_abbrev=False)
-    simulate.add_argument("--step-times", metavar="FILE", required=True, help="what `replay` has saved")
+    simulate.add_argument("--step-times", type=_file, metavar="FILE", required=True, help="what `replay` has saved")
     simulate.set_defaults(run=_simulate)
 
     for command in (replay, simulate):
         trace_help = f"lines of timestamp, input_length, output_length, …; a sample is {SAMPLE_TRACE}"
-        command.add_argument("trace", metavar="TRACE.jsonl", help=trace_help.replace("%", "%%"))
+        command.add_argument("trace", type=_file, metavar="TRACE.jsonl", help=trace_help.replace("%", "%%"))
     for command in (bench, replay, simulate):
-        command.add_argument("--plot", metavar="FILE.png", help="draw rows, pages and requests over time")
-        command.add_argument("--timeline", metavar="FILE.json", help="write a timeline for ui.perfetto.dev")
+        command.add_argument("--plot", type=_file, metavar="FILE.png", help="draw rows, pages and requests over time")
+        command.add_argument("--timeline", type=_file, metavar="FILE.json", help="write a timeline for ui.perfetto.dev")
     return {bench: NOT_OF_LOADS, replay: NOT_OF_LOADS, simulate: NOT_OF_LOADS + NOT_SIMULATED}
 
 
@@ -78,15 +84,23 @@ def _lengths(text: str) -> tuple[int, int]:
     except ValueError:
         lengths = 0, 0
     if not 1 <= lengths[0] <= lengths[1]:
-        raise argparse.ArgumentTypeError(f"{text} is neither a number of at least 1 nor a range LOW-HIGH")
+        raise argparse.ArgumentTypeError(f"{cut(text)} is neither a number of at least 1 nor a range LOW-HIGH")
     return lengths
 
 
+def _file(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("'' is no name of a file")
+    return text
+
+
 def _bench(arguments: argparse.Namespace, load: Load) -> None:
-    from jaxinfer.simulation import RealEngine, random_trace
+    from jaxinfer.simulation import MAX_LEN, RealEngine, random_trace
 
     if arguments.num_requests < 1 or not arguments.rate > 0:
         raise ValueError(f"num_requests={arguments.num_requests} and rate={arguments.rate} have to be above 0")
+    if arguments.input_len[1] > MAX_LEN:
+        raise ValueError(f"input_len={arguments.input_len[1]} is more than a load may have; give at most {MAX_LEN:,}")
     _check_files(arguments)
     trace = random_trace(
         arguments.num_requests,
@@ -95,7 +109,7 @@ def _bench(arguments: argparse.Namespace, load: Load) -> None:
         rate=arguments.rate,
         seed=arguments.seed,
     )
-    print(_record(trace, RealEngine(load(arguments)), arguments, total=arguments.num_requests))
+    show(_record(trace, RealEngine(load(arguments)), arguments, total=arguments.num_requests))
 
 
 def _replay(arguments: argparse.Namespace, load: Load) -> None:
@@ -118,7 +132,7 @@ def _replay(arguments: argparse.Namespace, load: Load) -> None:
     engine = RealEngine(llm)
     steps = [] if arguments.save_step_times is None else measured_steps(llm)
     report = _record(read_trace(arguments.trace), engine, arguments, total=num_requests)
-    print(report)
+    show(report)
     if arguments.save_step_times is not None:
         try:
             fitted = fit_step_times(steps)
@@ -129,15 +143,15 @@ def _replay(arguments: argparse.Namespace, load: Load) -> None:
     if simulated_engine is not None:
         simulated = _drive(read_trace(arguments.trace), simulated_engine, arguments)
         errors = prediction_errors(simulated, report)
-        print(f"simulated: {simulated}")
-        print("simulated is off by " + ", ".join(f"{error:+.1%} in {name}" for name, error in errors.items()))
+        show(f"simulated: {simulated}")
+        show("simulated is off by " + ", ".join(f"{error:+.1%} in {name}" for name, error in errors.items()))
 
 
 def _simulate(arguments: argparse.Namespace) -> None:
     from jaxinfer.simulation import read_trace
 
     _check_files(arguments)
-    print(_record(read_trace(arguments.trace), _simulated_engine(arguments), arguments))
+    show(_record(read_trace(arguments.trace), _simulated_engine(arguments), arguments))
 
 
 def _simulated_engine(arguments: argparse.Namespace) -> SimulatedEngine:
@@ -155,11 +169,15 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
     if arguments.plot is not None:
         require_matplotlib()
-    for path in (arguments.plot, arguments.timeline, getattr(arguments, "save_step_times", None)):
+    for name in ("plot", "timeline", "save_step_times"):
+        path = getattr(arguments, name, None)
         if path is None:
             continue
+        is_new = not Path(path).exists()
         with _written(path):
             Path(path).open("ab").close()
+            if is_new:  # and would be left behind, empty, if the load failed
+                Path(path).unlink()
 
 
 @contextmanager

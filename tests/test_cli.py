@@ -389,6 +389,38 @@ def test_arguments_are_read_before_jax_is_imported(argv):
     assert run_python(BEFORE.format(argv=argv, check=check)).returncode == 0
 
 
+RUN = (
+    "import jaxinfer, sys; from tests.test_cli import StreamingLLM; from jaxinfer.cli import run; "
+    "StreamingLLM.ends_with = None; jaxinfer.LLM = StreamingLLM; sys.argv = ['jaxinfer', *{argv}]; run()"
+)
+
+
+@pytest.mark.parametrize(
+    ("to", "message"),
+    [(">&-", "standard output is closed; leave it open"), (">/dev/full", "cannot be written (No space left on")],
+)
+@pytest.mark.parametrize("argv", [["generate", "p"], ["doctor", "--max-num-seqs", "1"]], ids=lambda argv: argv[0])
+def test_output_that_goes_nowhere_is_a_mistake_in_one_line(argv, to, message):
+    command = ["bash", "-c", f'exec "$0" -c "$1" {to}', sys.executable, RUN.format(argv=argv)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert re.fullmatch(r"jaxinfer: error: standard output .*\n", result.stderr)
+    assert message in result.stderr
+
+
+def test_what_is_said_goes_nowhere_where_nobody_listens():
+    command = ["bash", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, RUN.format(argv=["generate", "p"])]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert re.fullmatch("é+\n", result.stdout)
+
+
+@pytest.mark.parametrize("option", ["--plot=--", "--timeline=--", "--stop=--"])
+def test_two_dashes_are_no_value(option, capsys):
+    command = ["generate", "p"] if "stop" in option else ["simulate", "trace.jsonl", "--step-times", "x"]
+    assert cli.main([*command, option]) == 2
+    assert re.search(rf"error: argument {option[:-3]}: expected .*", capsys.readouterr().err)
+
+
 def test_a_reader_that_leaves_ends_the_program_quietly():
     program = (
         "import sys, jaxinfer; from tests.test_cli import StreamingLLM; from jaxinfer.cli import main; "

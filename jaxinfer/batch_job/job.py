@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, BinaryIO, Self
 
 from tqdm import tqdm
 
@@ -23,6 +23,7 @@ from jaxinfer.batch_job.records import (
 )
 from jaxinfer.engine.request import QueueFullError
 from jaxinfer.engine.samples import in_order
+from jaxinfer.json_lines import lines_of
 
 if TYPE_CHECKING:
     from jaxinfer.engine.llm import LLM, Completion
@@ -109,10 +110,10 @@ def check_job(input_path: str | Path, output_path: str | Path, *, max_in_flight:
         pass
 
 
-def _count_requests(lines: Iterable[bytes], done: Mapping[int, Done], input_path: Path, output_path: Path) -> int:
+def _count_requests(lines: BinaryIO, done: Mapping[int, Done], input_path: Path, output_path: Path) -> int:
     """Counts the lines that are not blank; ValueError when a `done` one is not what it was."""
     num_requests = num_matched = 0
-    for line, raw in enumerate(lines, 1):
+    for line, raw in enumerate(lines_of(lines), 1):
         is_request = bool(raw.strip())
         num_requests += is_request
         if line not in done:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import BinaryIO, NamedTuple, Self
 
 from jaxinfer.batch_job.records import RECORD_START, Record, parse_record
 
@@ -57,7 +57,7 @@ class OutputFile:
         self._complete_bytes = 0
         with os.fdopen(os.dup(self._fd), "rb") as file:
             file.seek(0)
-            for number, raw in enumerate(file, 1):
+            for number, raw in enumerate(self._lines(file), 1):
                 if not raw.endswith(b"\n"):
                     self._check_beginning(raw, number)
                     break
@@ -68,6 +68,11 @@ class OutputFile:
                 done[record.line] = Done(record.digest, record.has_error)
                 self._complete_bytes += len(raw)
         return done
+
+    def _lines(self, file: BinaryIO) -> Iterator[bytes]:
+        """Yields lines, of one that is no record its beginning alone: it may be of any length."""
+        while start := file.readline(len(RECORD_START)):
+            yield start if start != RECORD_START else start + file.readline()
 
     def drop_incomplete(self) -> None:
         """Cuts off the record after those of `read_done` that a killed process has left half written."""

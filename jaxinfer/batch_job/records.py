@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from jaxinfer.config import SamplingParams
+from jaxinfer.json_lines import lines_of, parse_json, parse_line
+from jaxinfer.validation import shown
 
 if TYPE_CHECKING:
     from jaxinfer.engine.llm import Completion
@@ -61,17 +62,17 @@ def digest_of(raw: bytes) -> str:
     return blake2b(raw.strip(), digest_size=DIGEST_BYTES).hexdigest()
 
 
-def read_requests(lines: Iterable[bytes], done: Container[int]) -> Iterator[Request | InvalidLine]:
+def read_requests(lines: BinaryIO, done: Container[int]) -> Iterator[Request | InvalidLine]:
     """Reads the lines that are neither blank nor `done`, in order, one at a time."""
     seen: set[str | None] = set()
-    for line, raw in enumerate(lines, 1):
+    for line, raw in enumerate(lines_of(lines), 1):
         if line in done:
             seen.add(custom_id_of(raw))
         elif raw.strip():
             entry = parse_request(raw, line)
             is_repeated = entry.custom_id is not None and entry.custom_id in seen
             seen.add(entry.custom_id)
-            message = f"custom_id {entry.custom_id!r} is used on an earlier line; give each request its own"
+            message = f"custom_id {shown(entry.custom_id)} is used on an earlier line; give each request its own"
             repeated = InvalidLine(line=line, custom_id=entry.custom_id, digest=entry.digest, message=message)
             yield repeated if is_repeated else entry
 
@@ -85,7 +86,7 @@ def parse_request(raw: bytes, line: int) -> Request | InvalidLine:
     fields: dict[str, Any] = {}
     digest = digest_of(raw)
     try:
-        fields = _parse_object(raw)
+        fields = _object(parse_line(raw))
         return _request(fields, line, digest)
     # math.isfinite does not take the integers beyond float64 that JSON can write.
     except (ValueError, OverflowError) as error:
@@ -95,7 +96,7 @@ def parse_request(raw: bytes, line: int) -> Request | InvalidLine:
 def custom_id_of(raw: bytes) -> str | None:
     """The custom_id of an input line, None where it has none."""
     try:
-        return _custom_id(_parse_object(raw))
+        return _custom_id(_object(parse_line(raw)))
     except ValueError:
         return None
 
@@ -150,7 +151,7 @@ def parse_record(raw: bytes) -> Record:
     record: dict[str, Any] = {}
     if raw.startswith(RECORD_START):
         with contextlib.suppress(ValueError):
-            record = _parse_object(raw)
+            record = _object(parse_json(raw))
     line, custom_id = record.get("line"), record.get("custom_id")
     is_result = "error" in record or (("token_ids" in record or "samples" in record) and custom_id is not None)
     if type(line) is not int or line < 1 or not isinstance(custom_id, str | None) or not is_result:
@@ -161,13 +162,7 @@ def parse_record(raw: bytes) -> Record:
     return Record(line=line, digest=made_by.pop("line"), identity=made_by, has_error="error" in record)
 
 
-def _parse_object(raw: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_object)
-    except RecursionError:
-        raise ValueError("the line is nested too deeply; give one flat JSON object") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"the line is not JSON ({error}); give one JSON object per line") from None
+def _object(value: Any) -> dict[str, Any]:
     _require(isinstance(value, dict), f"the line is {_kind(value)}; give a JSON object")
     return value
 
@@ -177,21 +172,13 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        repeated = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"keys {repeated} are given more than once; give each once")
-    return value
-
-
 def _request(fields: dict[str, Any], line: int, digest: str) -> Request:
     custom_id = _custom_id(fields)
     if custom_id is None:
         raise ValueError(f"custom_id is {_kind(fields.get('custom_id'))}; give each request a string of its own")
     known = ("custom_id", "prompt", *PARAMETERS)
     unknown = sorted(fields.keys() - set(known))
-    _require(not unknown, f"keys {unknown} are unknown; remove them or use {', '.join(known)}")
+    _require(not unknown, f"keys {shown(unknown)} are unknown; remove them or use {', '.join(known)}")
     parameters = {name: fields[name] for name in PARAMETERS if name in fields}
     for name, value in parameters.items():
         if name == "logit_bias" and isinstance(value, dict):

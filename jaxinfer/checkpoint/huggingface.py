@@ -38,6 +38,8 @@ def resolve_checkpoint(path_or_id: str | Path, patterns: Sequence[str] = DOWNLOA
     directory = Path(path_or_id).expanduser()
     if directory.is_dir():
         return directory
+    if directory.exists():
+        raise ValueError(f"checkpoint {str(path_or_id)!r} is a file; give the directory that it is in")
     # Imported here: reading a local checkpoint needs neither the package nor the time to import it.
     import huggingface_hub
 

@@ -6,9 +6,10 @@ from jaxinfer.simulation.real_engine import RealEngine
 from jaxinfer.simulation.report import Report, prediction_errors
 from jaxinfer.simulation.simulated_engine import SimulatedEngine, load_simulated_engine
 from jaxinfer.simulation.step_times import StepTimes, fit_step_times, measured_steps, require_known_steps
-from jaxinfer.simulation.trace import TracedRequest, random_trace, read_trace
+from jaxinfer.simulation.trace import MAX_LEN, TracedRequest, random_trace, read_trace
 
 __all__ = [
+    "MAX_LEN",
     "RealEngine",
     "Report",
     "SimulatedEngine",

@@ -31,6 +31,11 @@ class Engine(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def max_model_len(self) -> float:
+        """The most tokens of a request, its prompt included; infinite where there is no such limit."""
+        ...
+
     def add(self, prompt: list[int], params: SamplingParams) -> int:
         """Queues a request and returns its id; ValueError or QueueFullError where it is refused."""
         ...
@@ -94,6 +99,8 @@ def drive(
 
 
 def _add(engine: Engine, index: int, request: TracedRequest) -> int:
+    if request.input_len >= engine.max_model_len:  # too long to be made for nothing
+        raise ValueError(f"input_len={request.input_len} leaves no room in max_model_len={engine.max_model_len}")
     prompt = make_prompt(request, index, engine.vocab_size)
     # Which tokens are drawn does not matter; how many does, and on a real engine greedy ones cost least.
     return engine.add(prompt, SamplingParams(max_tokens=request.output_len, temperature=0.0, ignore_eos=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import AbstractContextManager
 
@@ -11,6 +12,8 @@ from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.planning import resolve_max_model_len
 from jaxinfer.engine.request import Delta
 from jaxinfer.engine.timeline import Timeline
+
+MAX_SLEEP = 3600.0  # no system can sleep for any number of seconds
 
 
 class RealEngine:
@@ -37,11 +40,17 @@ class RealEngine:
         return time.perf_counter() - self._started
 
     def wait_until(self, moment: float) -> None:
-        time.sleep(max(moment - self.now(), 0.0))
+        while (left := moment - self.now()) > 0:
+            time.sleep(min(left, MAX_SLEEP))
 
     @property
     def vocab_size(self) -> int:
         return self._llm.model_config.vocab_size
+
+    @property
+    def max_model_len(self) -> float:
+        config = self._llm.engine_config
+        return resolve_max_model_len(self._llm.model_config, config) if config.num_sink_tokens is None else math.inf
 
     def add(self, prompt: list[int], params: SamplingParams) -> int:
         return self._llm.add(prompt, params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +65,10 @@ class SimulatedEngine(Device):
     @property
     def vocab_size(self) -> int:
         return self._admission.model_config.vocab_size
+
+    @property
+    def max_model_len(self) -> float:
+        return self._admission.max_model_len if self._admission.engine_config.num_sink_tokens is None else math.inf
 
     def add(self, prompt: list[int], params: SamplingParams) -> int:
         (request,) = self._admission.admit(self._ids, prompt, params)

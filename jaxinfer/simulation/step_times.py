@@ -17,8 +17,10 @@ from jaxinfer.engine.buckets import Bucket, choose_bucket, plan_buckets
 from jaxinfer.engine.cost_fit import fit_weights
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.step import Step
+from jaxinfer.validation import shown
 
 MIN_STEPS = 8
+MAX_BYTES = 2**20  # of a file of step times, which has some hundreds
 # Rows are computed side by side, so a step takes as long as its longest one; and what the host does for a step is
 # hidden by the one before it, if that was still on its way.
 FEATURES = (*step_times.FEATURES, "longest context", "not ahead")
@@ -65,9 +67,10 @@ class StepTimes:
     def load(cls, path: str | Path) -> StepTimes:
         """Raises ValueError for a file that `save` of this version has not written."""
         try:
-            fields = json.loads(Path(path).read_bytes().decode())
+            with Path(path).open("rb") as file:
+                fields = json.loads(file.read(MAX_BYTES).decode())
             if tuple(fields["features"]) != FEATURES:
-                raise ValueError(f"features are {fields['features']}, not {list(FEATURES)}")
+                raise ValueError(f"features are {shown(fields['features'])}, not {list(FEATURES)}")
             return cls(tuple(map(float, fields["decode"])), tuple(map(float, fields["prefill"])))
         except OSError as error:
             raise ValueError(

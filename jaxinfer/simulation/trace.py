@@ -7,15 +7,18 @@ the blocks are equal.
 
 from __future__ import annotations
 
-import json
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from jaxinfer.json_lines import lines_of, parse_line
+from jaxinfer.validation import shown
 
 BLOCK_LEN = 512
+MAX_LEN = 2**24  # of a prompt or an output, in tokens
 # Digits that spell out a block's id at its beginning; the first tells shared blocks from those of one request.
 ID_DIGITS = 8
 
@@ -43,16 +46,14 @@ def read_trace(path: str | Path) -> Iterator[TracedRequest]:
         raise ValueError(f"{path} cannot be read ({error.strerror}); give a trace of JSON lines") from None
 
 
-def _read_requests(lines: Iterable[bytes], path: str | Path) -> Iterator[TracedRequest]:
+def _read_requests(lines: BinaryIO, path: str | Path) -> Iterator[TracedRequest]:
     request = None
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(lines_of(lines), 1):
         if not line.strip():
             continue
         last = 0.0 if request is None else request.arrival
         try:
-            request = _parse(json.loads(line.decode()))
-        except RecursionError:
-            raise ValueError(f"{path}, line {number}: nested too deeply; give one flat JSON object") from None
+            request = _parse(parse_line(line))
         except (ValueError, OverflowError) as error:
             raise ValueError(f"{path}, line {number}: {error}; correct the line") from None
         if request.arrival < last:
@@ -64,16 +65,17 @@ def _read_requests(lines: Iterable[bytes], path: str | Path) -> Iterator[TracedR
 
 def _parse(fields: Any) -> TracedRequest:
     if not isinstance(fields, dict):
-        raise ValueError(f"{fields!r} is not a JSON object")
+        raise ValueError(f"{shown(fields)} is not a JSON object")
     timestamp = fields.get("timestamp")
     if not isinstance(timestamp, int | float) or isinstance(timestamp, bool) or not 0 <= timestamp < float("inf"):
-        raise ValueError(f"timestamp={timestamp!r} is not a number of milliseconds of at least 0")
+        raise ValueError(f"timestamp={shown(timestamp)} is not a number of milliseconds of at least 0")
     for name in ("input_length", "output_length"):
-        if not isinstance(fields.get(name), int) or isinstance(fields[name], bool) or fields[name] < 1:
-            raise ValueError(f"{name}={fields.get(name)!r} is not a number of tokens of at least 1")
+        length = fields.get(name)
+        if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= MAX_LEN:
+            raise ValueError(f"{name}={shown(length)} is not a number of tokens from 1 to {MAX_LEN:,}")
     ids = fields.get("hash_ids", [])
     if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise ValueError(f"hash_ids={ids!r} is not a list of integers of at least 0")
+        raise ValueError(f"hash_ids={shown(ids)} is not a list of integers of at least 0")
     return TracedRequest(
         arrival=timestamp / 1e3,
         input_len=fields["input_length"],

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 import re
 from typing import Any
 
 import pytest
 
+from jaxinfer import json_lines
 from jaxinfer.batch_job.records import (
     InvalidLine,
     Record,
@@ -138,19 +140,19 @@ def test_a_byte_order_mark_and_line_ends_of_windows_are_no_matter():
 
 def test_blank_lines_count_but_are_no_requests():
     lines = [b"\n", b'{"custom_id": "a", "prompt": "p"}\n', b" \r\n", b'{"custom_id": "b", "prompt": "p"}']
-    assert [entry.line for entry in read_requests(lines, {})] == [2, 4]
+    assert [entry.line for entry in read_requests(io.BytesIO(b"".join(lines)), {})] == [2, 4]
 
 
 @pytest.mark.parametrize("done", [{}, {1}])
 def test_a_repeated_custom_id_is_refused_also_after_a_restart(done):
     lines = [b'{"custom_id": "a", "prompt": "p"}\n'] * 2
-    *_, entry = read_requests(lines, done)
+    *_, entry = read_requests(io.BytesIO(b"".join(lines)), done)
     assert isinstance(entry, InvalidLine)
     assert (entry.line, entry.custom_id) == (2, "a")
 
 
 def test_lines_without_custom_id_do_not_repeat_each_other():
-    entries = list(read_requests([b"{}", b"{}"], {}))
+    entries = list(read_requests(io.BytesIO(b"{}\n{}"), {}))
     assert all("custom_id is missing" in str(entry) for entry in entries)
 
 
@@ -255,3 +257,26 @@ def test_several_samples_are_one_record():
     assert [(s["sample_index"], s["text"]) for s in record["samples"]] == [(0, COMPLETION.text), (1, "other")]
     assert (record["seed"], record["num_prompt_tokens"]) == (11, len(COMPLETION.prompt_token_ids))
     assert parse_record(raw).line == 4
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_of_a_line_that_is_too_long_no_more_is_read_than_may_be_and_the_next_is_read(end, monkeypatch):
+    monkeypatch.setattr(json_lines, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(json_lines, "_SKIPPED_BYTES", 7)
+    right, long = b'{"custom_id": "a", "prompt": "p"}', b'{"custom_id": "' + b"b" * 999 + b'", "prompt": "p"}'
+
+    first, second, third = read_requests(io.BytesIO(b"\n".join([right, long, right[:-1] + b" }"]) + end), {})
+
+    assert (first.custom_id, third.line) == ("a", 3)
+    assert isinstance(second, InvalidLine)
+    assert second.message == "the line has more than 100 bytes; give shorter ones"
+    assert second.digest == digest_of(long[:101])
+
+
+def test_a_line_of_just_so_many_bytes_is_read(monkeypatch):
+    right = b'{"custom_id": "a", "prompt": "p"}'
+    monkeypatch.setattr(json_lines, "MAX_LINE_BYTES", len(right))
+
+    (entry,) = read_requests(io.BytesIO(right + b"\n"), {})
+
+    assert isinstance(entry, Request)

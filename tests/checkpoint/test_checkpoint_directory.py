@@ -27,6 +27,14 @@ def test_existing_directory_is_its_own_checkpoint(tmp_path):
     assert resolve_checkpoint(str(tmp_path)) == tmp_path
 
 
+def test_a_file_is_no_checkpoint(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.touch()
+
+    with pytest.raises(ValueError, match=r"model.safetensors' is a file; give the directory that it is in"):
+        resolve_checkpoint(file)
+
+
 @pytest.mark.parametrize("path_or_id", ["someone/no-such-model", "/no/such/directory", "not an id", "./model"])
 def test_what_is_neither_local_nor_on_the_hub_is_refused(monkeypatch, path_or_id):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

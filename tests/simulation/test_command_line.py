@@ -138,6 +138,7 @@ def test_a_disk_that_is_full_is_told_with_the_file(folder, tmp_path, capsys, opt
 MISTAKES = [
     (["--num-requests", "0"], "num_requests=0 "),
     (["--rate", "nan"], "rate=nan have to be above 0"),
+    (["--input-len", "99999999"], "input_len=99999999 is more than a load may have; give at most 16,777,216"),
     (["--input-len", "9-3"], "9-3 is neither"),
     (["--input-len", "1-2-3"], "1-2-3 is neither"),
     (["--plot", "no folder/load.png"], "no folder/load.png cannot be written"),
@@ -151,6 +152,17 @@ MISTAKES = [
 def test_a_mistake_in_a_bench_is_told_before_a_model_is_loaded(folder, capsys, options, message):
     assert run_bench(folder, "--model", "no such model", *options) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--plot", "--timeline"])
+def test_a_load_that_fails_leaves_no_file_and_changes_none(folder, tmp_path, option):
+    new, old = tmp_path / "new", tmp_path / "old"
+    old.write_text("as it was")
+
+    assert [run_bench(folder, "--model", "no such model", option, str(path)) for path in (new, old)] == [2, 2]
+
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+    assert old.read_text() == "as it was"
 
 
 def test_a_plot_without_matplotlib_is_refused_before_a_model_is_loaded(folder, capsys, monkeypatch):

@@ -11,11 +11,12 @@ import pytest
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.buckets import plan_buckets
 from jaxinfer.engine.metrics import Targets
+from jaxinfer.simulation import driver
 from jaxinfer.simulation.driver import drive
 from jaxinfer.simulation.real_engine import RealEngine, rehearse
 from jaxinfer.simulation.simulated_engine import load_simulated_engine
 from jaxinfer.simulation.step_times import FEATURES, StepTimes, fit_step_times, measured_steps
-from jaxinfer.simulation.trace import TracedRequest
+from jaxinfer.simulation.trace import MAX_LEN, TracedRequest
 from tests.engine.engines import SMALL, quick_engine, save_small_checkpoint
 
 CONFIG = {**SMALL, "max_model_len": 256, "num_pages": 20}
@@ -68,6 +69,12 @@ def test_a_request_that_does_not_fit_is_refused_and_the_rest_goes_on(checkpoint)
     report = simulate(checkpoint, [request(0.0, 300, 3), request(0.0, 20, 3)])
 
     assert (report.num_refused, report.num_requests) == (1, 1)
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_it_is_made(checkpoint, monkeypatch):
+    monkeypatch.setattr(driver, "make_prompt", lambda *_: pytest.fail("made"))
+
+    assert simulate(checkpoint, [request(0.0, MAX_LEN, 1)]).num_refused == 1
 
 
 def test_an_empty_trace_is_an_empty_report(checkpoint):

@@ -34,7 +34,7 @@ def test_a_trace_is_read_in_seconds_and_tokens(tmp_path):
         ({"timestamp": float("nan")}, "timestamp=nan"),
         ({"timestamp": "5"}, "timestamp='5'"),
         ({"timestamp": None}, "timestamp=None"),
-        ({"input_length": 0}, "input_length=0 is not a number of tokens of at least 1"),
+        ({"input_length": 0}, "input_length=0 is not a number of tokens from 1 to 16,777,216"),
         ({"output_length": 1.5}, "output_length=1.5"),
         ({"output_length": True}, "output_length=True"),
         ({"hash_ids": 3}, "hash_ids=3 is not a list"),

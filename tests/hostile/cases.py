@@ -1,0 +1,54 @@
+"""How many cases the hostile tests generate, in one place, and the limits of each case.
+
+JAXINFER_HOSTILE_CASES=100000 generates that many in all, at random; the default is the same few in every run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+
+DEFAULT_CASES = 1_900
+CASES = int(os.environ.get("JAXINFER_HOSTILE_CASES", DEFAULT_CASES))
+SECONDS_PER_CASE = 10.0  # a step takes milliseconds; on a busy machine a garbage collection takes a second
+KIB_PER_CASE = 2**19  # 512 MiB
+
+
+def cases(share: float, **more: Any) -> settings:
+    """Returns the settings of a test that generates this share of all cases."""
+    return settings(
+        max_examples=max(round(CASES * share), 1),
+        derandomize=CASES == DEFAULT_CASES,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        **more,
+    )
+
+
+class TooSlowError(BaseException):
+    """A case takes longer than any should. It is no Exception, so no code takes it for an error of its own."""
+
+
+@contextlib.contextmanager
+def limits() -> Iterator[None]:
+    """Ends a case that takes too long, and fails one that takes much memory."""
+
+    def end(number: int, frame: object) -> None:
+        raise TooSlowError(f"the case took more than {SECONDS_PER_CASE} s")
+
+    before, peak = signal.signal(signal.SIGALRM, end), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    signal.setitimer(signal.ITIMER_REAL, SECONDS_PER_CASE)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
+    assert grown < KIB_PER_CASE, f"the case took {grown} KiB"
