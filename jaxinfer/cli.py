@@ -284,6 +284,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
     require_device()
     dtype = resolve_dtype(arguments.dtype)
     show(f"{describe_cpu()}; jax {version('jax')}, jaxlib {version('jaxlib')}")
+    if not arguments.quiet:
+        print("computing each product of the model alone and in batches of every size", file=sys.stderr)
     findings = []
     for finding in examine(arguments.model or BUNDLED_MODEL, config, dtype):
         findings.append(finding)

@@ -109,7 +109,8 @@ def _bench(arguments: argparse.Namespace, load: Load) -> None:
         rate=arguments.rate,
         seed=arguments.seed,
     )
-    show(_record(trace, RealEngine(load(arguments)), arguments, total=arguments.num_requests))
+    engine = RealEngine(load(arguments), show_progress=not arguments.quiet)
+    show(_record(trace, engine, arguments, total=arguments.num_requests))
 
 
 def _replay(arguments: argparse.Namespace, load: Load) -> None:
@@ -129,7 +130,7 @@ def _replay(arguments: argparse.Namespace, load: Load) -> None:
         require_known_steps(from_arguments(EngineConfig, arguments))
     simulated_engine = None if arguments.step_times is None else _simulated_engine(arguments)
     llm = load(arguments)
-    engine = RealEngine(llm)
+    engine = RealEngine(llm, show_progress=not arguments.quiet)
     steps = [] if arguments.save_step_times is None else measured_steps(llm)
     report = _record(read_trace(arguments.trace), engine, arguments, total=num_requests)
     show(report)

@@ -6,6 +6,8 @@ import math
 import time
 from contextlib import AbstractContextManager
 
+from tqdm import tqdm
+
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.buckets import decode_sizes, max_batched_tokens
 from jaxinfer.engine.llm import LLM
@@ -19,9 +21,11 @@ MAX_SLEEP = 3600.0  # no system can sleep for any number of seconds
 class RealEngine:
     """An LLM that nobody else uses and that has run before. Time counts from the first question for it."""
 
-    def __init__(self, llm: LLM) -> None:
-        llm.warm_up()
-        rehearse(llm)
+    def __init__(self, llm: LLM, *, show_progress: bool = False) -> None:
+        llm.warm_up(show_progress=show_progress, description="compiling all steps")
+        with tqdm(total=1, desc="rehearsing", unit="load", disable=not show_progress) as bar:
+            rehearse(llm)
+            bar.update()
         self._llm = llm
         self._started: float | None = None
         self._before = llm.metrics()

@@ -104,8 +104,7 @@ def _no_device():
         weights = (1e-3,) * len(FEATURES)
         times = simulation.StepTimes(decode=weights, prefill=weights)
         config = jaxinfer.EngineConfig(max_model_len=64, num_pages=16, page_size=16, max_num_seqs=4)
-        engine = lambda _: simulation.load_simulated_engine(None, config, times)  # noqa: E731
-        patch.setattr(simulation, "RealEngine", engine)
+        patch.setattr(simulation, "RealEngine", lambda *_, **__: simulation.load_simulated_engine(None, config, times))
         yield
 
 
