@@ -34,6 +34,8 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
+MAX_PROMPT_CHARACTERS = 2**24  # from standard input, which may have no end
+
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA says it
 
 BATCH_LOOP_STEPS = 8  # as nobody waits for a single token; more gain nothing
@@ -160,7 +162,11 @@ def _load(arguments: argparse.Namespace) -> LLM:
 def _read_prompt() -> str:
     if sys.stdin.isatty():
         print("jaxinfer: reads the prompt from standard input, up to Ctrl-D", file=sys.stderr)
-    return sys.stdin.read().removesuffix("\n")
+    text = sys.stdin.read(MAX_PROMPT_CHARACTERS + 2)
+    prompt = text.removesuffix("\n")
+    if len(prompt) > MAX_PROMPT_CHARACTERS:
+        raise ValueError(f"the prompt has more than {MAX_PROMPT_CHARACTERS:,} characters; give a shorter one")
+    return prompt
 
 
 def _finish_compiling(llm: LLM, arguments: argparse.Namespace) -> None:

@@ -105,6 +105,14 @@ def test_a_prompt_left_out_is_standard_input_less_one_line_end(monkeypatch, llm,
     assert llm.told["prompt"] == prompt
 
 
+def test_a_prompt_from_standard_input_has_an_end(capsys):
+    command = [sys.executable, "-m", "jaxinfer", "generate"]
+    with open("/dev/zero", "rb") as zeros:
+        result = subprocess.run(command, stdin=zeros, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "jaxinfer: error: the prompt has more than 16,777,216 characters; give a shorter one\n"
+
+
 def test_a_terminal_is_told_that_the_prompt_is_read_from_it(monkeypatch, capsys, llm):
     terminal = io.StringIO("p\n")
     monkeypatch.setattr(terminal, "isatty", lambda: True)

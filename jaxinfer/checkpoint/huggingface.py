@@ -27,6 +27,7 @@ UNEMBEDDING = "lm_head.weight"
 DOWNLOADED = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.tiktoken", "*.txt", "*.jinja"]
 NOT_DOWNLOADED = ["*/*", "consolidated*"]
 ROWS_COMPARED_AT_ONCE = 4096
+MAX_JSON_BYTES = 2**26  # of a configuration or an index; the largest models' have some megabytes
 
 
 def resolve_checkpoint(path_or_id: str | Path, patterns: Sequence[str] = DOWNLOADED) -> Path:
@@ -141,6 +142,8 @@ def _progress_bar(total: int, show_progress: bool) -> Any:
 def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{file.parent} has no {file.name}; give the directory of a complete Hugging Face checkpoint")
+    if file.stat().st_size > MAX_JSON_BYTES:
+        raise ValueError(f"{file} has more than {MAX_JSON_BYTES:,} bytes; give the checkpoint's own")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000  # as the format says
 DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -49,7 +50,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     header = None
     with path.open("rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        if length <= size - LENGTH_BYTES:
+        if length <= min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
             with contextlib.suppress(ValueError, RecursionError):
                 header = json.loads(file.read(length))
     if not isinstance(header, dict):

@@ -59,6 +59,8 @@ def write_request(
 
 def read_request(path: Path, request_id: int, admission: Admission, identity: dict[str, str]) -> Request:
     """Returns the request in a file; ValueError where it is damaged or cannot be continued here, with the reason."""
+    if path.exists() and not path.is_file():  # a device may have no end
+        raise ValueError(f"{path} is no regular file; give a file that LLM.save has written")
     sealed = read_sealed(path)
     start = LENGTH_BYTES + int.from_bytes(sealed[:LENGTH_BYTES], "little")
     try:

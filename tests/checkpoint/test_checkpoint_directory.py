@@ -12,6 +12,7 @@ import pytest
 
 from jaxinfer.checkpoint import abstract_checkpoint
 from jaxinfer.checkpoint.huggingface import read_config, read_eos_token_ids, resolve_checkpoint
+from jaxinfer.checkpoint.safetensors_file import read_header
 from tests.oracles import save_random_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +26,23 @@ def write(path, **files) -> None:
 def test_existing_directory_is_its_own_checkpoint(tmp_path):
     assert resolve_checkpoint(tmp_path) == tmp_path
     assert resolve_checkpoint(str(tmp_path)) == tmp_path
+
+
+def test_a_configuration_has_an_end(tmp_path):
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(2**40)
+
+    with pytest.raises(ValueError, match="config.json has more than 67,108,864 bytes; give the checkpoint's own"):
+        read_config(tmp_path)
+
+
+def test_a_header_has_an_end(tmp_path):
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write((2**39).to_bytes(8, "little"))
+        file.truncate(2**40)
+
+    with pytest.raises(ValueError, match="is not a complete safetensors file: its header cannot be read"):
+        read_header(tmp_path / "model.safetensors")
 
 
 def test_a_file_is_no_checkpoint(tmp_path):

@@ -159,6 +159,12 @@ DAMAGES = {
 }
 
 
+@pytest.mark.parametrize("path", ["/dev/zero", "."])
+def test_what_is_no_regular_file_is_not_read(llm, path):
+    with pytest.raises(ValueError, match=f"{path} is no regular file; give a file that LLM.save has written"):
+        llm.restore(path)
+
+
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_file_is_refused_and_everything_else_goes_on(llm, tmp_path, damage):
     expected = alone(llm, SEEDED)
