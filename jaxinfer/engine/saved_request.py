@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import count
@@ -19,7 +20,7 @@ from jaxinfer.engine.admission import Admission
 from jaxinfer.engine.family import Family
 from jaxinfer.engine.page_copies import Content
 from jaxinfer.engine.request import Request
-from jaxinfer.engine.sealed_file import read_sealed, write_sealed
+from jaxinfer.engine.sealed_file import read_sealed, remove_orphans, write_sealed
 from jaxinfer.sampling_params import SamplingParams
 
 KIND = "request of jaxinfer, 4"
@@ -54,6 +55,7 @@ def write_request(
         "num_saved": num_saved,
     }
     encoded = json.dumps(head).encode()
+    remove_orphans(path.parent, re.escape(path.name))
     write_sealed(path, [len(encoded).to_bytes(LENGTH_BYTES, "little"), encoded, *pages.values()])
 
 

@@ -9,6 +9,7 @@ import re
 import pytest
 
 from jaxinfer.config import SamplingParams
+from jaxinfer.engine.sealed_file import write_sealed
 from tests.engine.branching import BY_KIND, PROMPT, SEEDED, alone, begin, run_for
 from tests.engine.engines import (
     ScriptedDrafter,
@@ -157,6 +158,31 @@ DAMAGES = {
     "cut off": lambda file: os.truncate(file, 1000),
     "empty": lambda file: os.truncate(file, 0),
 }
+
+
+def test_what_a_process_that_was_killed_left_of_a_file_is_removed_when_it_is_written_again(llm, tmp_path):
+    begun, others = tmp_path / f".request.{'0' * 32}", tmp_path / f".request2.{'0' * 32}"
+    for path in (begun, others):
+        path.touch()
+        os.utime(path, (0, 0))
+    request_id = begin(llm, SEEDED, 5)
+
+    llm.save(request_id, tmp_path / "request")
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == [others.name, "request"]
+    llm.abort(request_id)
+    drain(llm)
+
+
+def test_an_interrupt_while_a_file_is_written_leaves_nothing(llm, tmp_path):
+    def parts():
+        yield b"begun"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_sealed(tmp_path / "request", parts())
+
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("path", ["/dev/zero", "."])
