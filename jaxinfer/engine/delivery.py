@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tqdm import tqdm
 
+from jaxinfer.engine.interrupts import deferred_interrupts
 from jaxinfer.engine.mailroom import Mailroom
 from jaxinfer.engine.request import Completion, Delta
 from jaxinfer.engine.samples import Samples, in_order
@@ -37,10 +38,10 @@ class Delivery:
 
     def stream(self, samples: Samples) -> Iterator[Delta]:
         """Queues one prompt and yields what comes of it; ends it when it is closed."""
-        self.queue(samples)
-        mailbox = self.mailroom.open_mailbox([samples.request_id])
         num_to_come = samples.num_completions
         try:
+            self.queue(samples)
+            mailbox = self.mailroom.open_mailbox([samples.request_id])
             while num_to_come:
                 while not mailbox:
                     self._advance()
@@ -48,7 +49,7 @@ class Delivery:
                 num_to_come -= delta.completion is not None
                 yield delta
         finally:
-            self._forget([samples.request_id])
+            self.forget([samples.request_id])
 
     def collect(self, groups: Sequence[Samples], show_progress: bool) -> list[Completion]:
         """Queues several prompts, all or none, and returns the completions of one after the other."""
@@ -60,7 +61,7 @@ class Delivery:
                 self.queue(samples)
             completions = self._wait(mailbox, sum(samples.num_completions for samples in groups), show_progress)
         finally:
-            self._forget(ids)
+            self.forget(ids)
         return [c for samples in groups for c in in_order(completions[samples.request_id], samples.sampling)]
 
     def _wait(self, mailbox: deque[Delta], count: int, show_progress: bool) -> dict[int, list[Completion]]:
@@ -80,9 +81,10 @@ class Delivery:
                 progress.set_postfix_str(f"{num_tokens / elapsed:.1f} tokens/s", refresh=False)
         return completions
 
-    def _forget(self, ids: Iterable[int]) -> None:
-        """Ends requests of which nobody wants to hear any more."""
-        for request_id in ids:
-            for sample_id in self.mailroom.sample_ids(request_id):
-                self._scheduler.abort(sample_id)
-            self.mailroom.forget(request_id)
+    def forget(self, ids: Iterable[int]) -> None:
+        """Ends requests of which nobody wants to hear any more, all of them before Ctrl-C has an effect."""
+        with deferred_interrupts():
+            for request_id in ids:
+                for sample_id in self.mailroom.sample_ids(request_id):
+                    self._scheduler.abort(sample_id)
+                self.mailroom.forget(request_id)

@@ -187,36 +187,40 @@ class LLM:
         """
         with self._guard:
             samples = self._admit(prompt, sampling_params, **terms)
-            self._delivery.queue(samples)
-        return samples.request_id
+
+            def queue() -> int:
+                self._delivery.queue(samples)
+                return samples.request_id
+
+            return self._begin(queue)
 
     def abort(self, request_id: int) -> None:
         """Ends a request early; its completion, with finish reason "abort", comes out like any other.
 
         A request that has finished already is left as it is.
         """
-        with self._guard:
+        with deferred_interrupts(), self._guard:
             self._delivery.abort(request_id)
 
     def fork(self, request_id: int, *, seed: int | None = None) -> int:
         """Branches an unfinished request and returns the id of the branch: see `Branches.fork`."""
         with self._guard:
-            return self._branches.fork(request_id, seed)
+            return self._begin(lambda: self._branches.fork(request_id, seed))
 
     def rewind(self, request_id: int, num_tokens: int, *, seed: int | None = None) -> None:
         """Takes back the last tokens of an unfinished request's output: see `Branches.rewind`."""
-        with self._guard:
+        with deferred_interrupts(), self._guard:
             self._branches.rewind(request_id, num_tokens, seed)
 
     def save(self, request_id: int, path: str | Path) -> None:
         """Writes an unfinished request to a file, all that it needs to go on: see `Branches.save`."""
-        with self._guard:
+        with deferred_interrupts(), self._guard:
             self._branches.save(request_id, Path(path))
 
     def restore(self, path: str | Path) -> int:
         """Queues the request in a file and returns its id here: see `Branches.restore`."""
         with self._guard:
-            return self._branches.restore(Path(path))
+            return self._begin(lambda: self._branches.restore(Path(path)))
 
     def step(self) -> list[Delta]:
         """Computes one step and returns what it added to the requests of `add`; empty when there is nothing to do."""
@@ -296,6 +300,18 @@ class LLM:
             vocab_size=self.model_config.vocab_size,
             tokenizer=self.tokenizer,
         )
+
+    def _begin(self, queue: Callable[[], int]) -> int:
+        """Returns the id of the request that `queue` begins. Ctrl-C takes it back, for its caller would not know it."""
+        request_id = None
+        try:
+            with deferred_interrupts():
+                request_id = queue()
+            return request_id
+        except KeyboardInterrupt:
+            if request_id is not None:
+                self._delivery.forget([request_id])
+            raise
 
     def _advance(self) -> None:
         """Computes a step, if there is one, and posts what it brings; then raises what a drafter has raised."""

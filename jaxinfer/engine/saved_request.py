@@ -55,14 +55,14 @@ def write_request(
         "num_saved": num_saved,
     }
     encoded = json.dumps(head).encode()
+    _require_file(path)
     remove_orphans(path.parent, re.escape(path.name))
     write_sealed(path, [len(encoded).to_bytes(LENGTH_BYTES, "little"), encoded, *pages.values()])
 
 
 def read_request(path: Path, request_id: int, admission: Admission, identity: dict[str, str]) -> Request:
     """Returns the request in a file; ValueError where it is damaged or cannot be continued here, with the reason."""
-    if path.exists() and not path.is_file():  # a device may have no end
-        raise ValueError(f"{path} is no regular file; give a file that LLM.save has written")
+    _require_file(path)
     sealed = read_sealed(path)
     start = LENGTH_BYTES + int.from_bytes(sealed[:LENGTH_BYTES], "little")
     try:
@@ -83,6 +83,12 @@ def read_request(path: Path, request_id: int, admission: Admission, identity: di
         contents = np.frombuffer(sealed[start:], np.uint8).reshape(len(indices), -1)
         request.saved, request.num_saved = dict(zip(indices, contents, strict=True)), head["num_saved"]
     return request
+
+
+def _require_file(path: Path) -> None:
+    """Raises ValueError for a folder, and for a device, which may have no end and would be replaced by a file."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file; give the path of one, or of none yet")
 
 
 def _rebuild(path: Path, head: dict[str, Any], request_id: int, admission: Admission) -> Request:

@@ -185,10 +185,18 @@ def test_an_interrupt_while_a_file_is_written_leaves_nothing(llm, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("path", ["/dev/zero", "."])
-def test_what_is_no_regular_file_is_not_read(llm, path):
-    with pytest.raises(ValueError, match=f"{path} is no regular file; give a file that LLM.save has written"):
-        llm.restore(path)
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_what_is_no_regular_file_is_neither_read_nor_replaced(llm, tmp_path, kind):
+    path, request_id = tmp_path / "request", begin(llm, SEEDED, 5)
+    os.mkfifo(path) if kind == "pipe" else path.mkdir()
+
+    for call in (llm.restore, lambda path: llm.save(request_id, path)):
+        with pytest.raises(ValueError, match="request is no regular file; give the path of one, or of none yet"):
+            call(path)
+
+    assert path.is_fifo() or path.is_dir()
+    llm.abort(request_id)
+    drain(llm)
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)

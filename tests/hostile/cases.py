@@ -26,6 +26,8 @@ def cases(share: float, **more: Any) -> settings:
         max_examples=max(round(CASES * share), 1),
         derandomize=CASES == DEFAULT_CASES,
         database=None,
+        print_blob=False,
+        report_multiple_bugs=True,
         deadline=None,
         suppress_health_check=list(HealthCheck),
         **more,

@@ -1,0 +1,15 @@
+"""Two engines for all hostile tests of a process; every case has to leave them idle."""
+
+import pytest
+
+from tests.engine.engines import quick_engine, save_small_checkpoint
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    return save_small_checkpoint(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="session")
+def llm(checkpoint):
+    return quick_engine(checkpoint, max_prompt_log_probs=3)
