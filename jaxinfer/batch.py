@@ -11,11 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jaxinfer.validation import MAX_INT, as_ints, as_tuple, require, require_int
+
 # The slot of padding tokens: past every pool, and far enough from the int32 limit to take any layer's offset.
 # It must not be negative: JAX wraps negative indices even where it drops those past the end.
 PADDING_SLOT = 2**30
 # Pads lists of token ids: past every vocabulary, so that scatters drop it.
 PADDING_TOKEN = 2**30
+MAX_BATCH = 2**26  # tokens, rows, or entries of a table; more are a mistake, and would take gigabytes
 
 
 @struct.dataclass
@@ -123,6 +126,11 @@ def make_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows
 
     For `decode_step` give one token per row and num_tokens = num_rows.
     """
+    for name, size in (("num_tokens", num_tokens), ("num_rows", num_rows), ("table_width", table_width)):
+        require_int(name, size, 1, MAX_BATCH)
+    require_int("page_size", page_size, 1, MAX_BATCH)
+    require_entries("table_width", num_rows, table_width)
+    rows = [_checked_row(row) for row in as_tuple("rows", rows, "several Rows")]
     q_lens = np.array([len(row.token_ids) for row in rows], np.int32)
     starts = np.array([row.start for row in rows], np.int32)
     hidden = np.array([row.num_hidden for row in rows], np.int32)
@@ -179,6 +187,23 @@ def make_decode_batch(
         kv_lens=padded(places + 1, num_rows, 0),
         block_tables=block_tables,
     )
+
+
+def require_entries(name: str, num_rows: int, width: int) -> None:
+    """Raises ValueError for a table that no step could hold."""
+    if num_rows * width > MAX_BATCH:
+        raise ValueError(
+            f"{name}={width} for num_rows={num_rows} makes more than {MAX_BATCH:,} entries; give smaller ones"
+        )
+
+
+def _checked_row(row: Row) -> Row:
+    """Returns a row whose lists are tuples of integers that the device can count by."""
+    require(isinstance(row, Row), "rows", row, "several Rows")
+    require_int("start", row.start, 0, PADDING_SLOT)
+    require_int("num_hidden", row.num_hidden, 0, PADDING_SLOT)
+    token_ids = as_ints("token_ids", row.token_ids, -MAX_INT)  # below 0: `drawn_in_row`
+    return row._replace(token_ids=token_ids, page_ids=as_ints("page_ids", row.page_ids, 0, PADDING_SLOT))
 
 
 def _check_row(row: Row, page_size: int, table_width: int) -> None:

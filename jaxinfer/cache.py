@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinfer.batch import PADDING_SLOT, PADDING_TOKEN, Batch
 from jaxinfer.config import CacheConfig, ModelConfig
 from jaxinfer.layers import rotary_embedding, turning_angles
+from jaxinfer.validation import require, require_name
 from kernels_pallas.paged_attention import (
     HEADS_AXIS,
     Pages,
@@ -24,6 +25,7 @@ from kernels_pallas.paged_attention import (
     put_pages,
     take_pages,
 )
+from kernels_pallas.paged_attention.layout import LAYOUTS
 
 # Slots of a pool are counted in int32, and padding is written just past the last.
 MAX_SLOTS = 2**31 - 1
@@ -53,6 +55,10 @@ def init_cache(config: ModelConfig, cache_config: CacheConfig, layout: str | Non
 
 def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str | None = None) -> KVCache:
     """Returns the cache as `jax.ShapeDtypeStruct`s; `layout` names that of another platform than the one at hand."""
+    require(isinstance(config, ModelConfig), "config", config, "a ModelConfig")
+    require(isinstance(cache_config, CacheConfig), "cache_config", cache_config, "a CacheConfig")
+    if layout is not None:
+        require_name("layout", layout, LAYOUTS)
 
     def group(num_layers: int) -> Pages:
         num_pages = num_layers * cache_config.num_pages

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxinfer.sampling_params import MAX_SEED as MAX_SEED
 from jaxinfer.sampling_params import SamplingParams as SamplingParams
-from jaxinfer.validation import MAX_INT, is_int, require, require_bool, require_int, require_positive, require_real
+from jaxinfer.validation import (
+    MAX_INT,
+    as_tuple,
+    is_int,
+    require,
+    require_bool,
+    require_int,
+    require_name,
+    require_positive,
+    require_real,
+)
 
 CACHE_DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "int4")
@@ -34,7 +44,7 @@ class RopeScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        require(self.kind in ("linear", "llama3", "yarn"), "RopeScaling.kind", self.kind, "linear, llama3 or yarn")
+        require_name("RopeScaling.kind", self.kind, ("linear", "llama3", "yarn"))
         require_real("RopeScaling.factor", self.factor, 1.0)
         if self.kind != "linear":
             require_int("RopeScaling.original_max_position", self.original_max_position, 1)
@@ -96,18 +106,17 @@ class ModelConfig:
         )
         if self.sliding_window is not None:
             require_int("sliding_window", self.sliding_window, 1)
+        is_scaling = self.rope_scaling is None or isinstance(self.rope_scaling, RopeScaling)
+        require(is_scaling, "rope_scaling", self.rope_scaling, "a RopeScaling or None")
         require_real("rope_theta", self.rope_theta, 1.0)
         require_real("norm_epsilon", self.norm_epsilon, 0.0)
         for name in ("has_tied_embeddings", "has_qkv_bias", "has_output_bias", "has_mlp_bias", "has_qk_norm"):
             require_bool(name, getattr(self, name))
-        groups = tuple(self.layer_groups) or (self.num_layers,)
+        are_right = f"positive and sum to num_layers={self.num_layers}"
+        groups = as_tuple("layer_groups", self.layer_groups, are_right) or (self.num_layers,)
         object.__setattr__(self, "layer_groups", groups)
-        require(
-            sum(self.layer_groups) == self.num_layers and min(self.layer_groups) > 0,
-            "layer_groups",
-            self.layer_groups,
-            f"positive and sum to num_layers={self.num_layers}",
-        )
+        are_positive = all(is_int(n) and n > 0 for n in groups)
+        require(are_positive and sum(groups) == self.num_layers, "layer_groups", groups, are_right)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +135,7 @@ class CacheConfig:
             self.page_size,
             "16, 32, 64 or 128",
         )
-        require(
-            self.dtype in CACHE_DTYPES, "dtype", self.dtype, ", ".join(CACHE_DTYPES[:-1]) + f" or {CACHE_DTYPES[-1]}"
-        )
+        require_name("dtype", self.dtype, CACHE_DTYPES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,10 +240,10 @@ class EngineConfig:
         for name in ("ttft_target", "tpot_target"):
             if getattr(self, name) is not None:
                 require_real(name, getattr(self, name), 0.0)
-        names = ", ".join(map(repr, QUANTIZATIONS))
-        require(self.quantization in (None, *QUANTIZATIONS), "quantization", self.quantization, f"{names} or None")
+        require_quantization(self.quantization)
         names = ", ".join(map(repr, ATTENTIONS))
-        require(self.attention in (None, *ATTENTIONS), "attention", self.attention, f"{names} or None")
+        is_known = isinstance(self.attention, str) and self.attention in ATTENTIONS
+        require(self.attention is None or is_known, "attention", self.attention, f"{names} or None")
         CacheConfig(num_pages=1, page_size=self.page_size)
         self._check_tiers()
 
@@ -253,3 +260,9 @@ class EngineConfig:
         path, limit = self.disk_cache_path, self.disk_cache_bytes
         is_whole = path is None if limit is None else isinstance(path, str) and bool(path)
         require(is_whole, "disk_cache_path", path, f"a folder if and only if disk_cache_bytes={limit} is given")
+
+
+def require_quantization(value: Any) -> None:
+    names = ", ".join(map(repr, QUANTIZATIONS))
+    is_known = isinstance(value, str) and value in QUANTIZATIONS
+    require(value is None or is_known, "quantization", value, f"{names} or None")

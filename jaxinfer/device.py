@@ -7,6 +7,8 @@ from pathlib import Path
 
 import jax
 
+from jaxinfer.validation import shown
+
 COMPILATION_CACHE = Path.home() / ".cache" / "jaxinfer" / "compilation"
 # Sets of instructions that decide by which routines a CPU multiplies.
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve", "sve2")
@@ -49,12 +51,12 @@ def default_dtype() -> str:
 
 def resolve_dtype(dtype: str | None) -> str:
     """Returns the one of float32, bfloat16 and float16 that is meant, `default_dtype` for None or "auto"."""
-    if dtype is None or dtype == "auto":
+    if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
         return default_dtype()
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(
-            f"dtype={dtype!r} is not allowed: give auto, float32 (or fp32, float), bfloat16 (or bf16) or float16 (or"
-            " fp16, half)"
+            f"dtype={shown(dtype)} is not allowed: give auto, float32 (or fp32, float), bfloat16 (or bf16) or float16"
+            " (or fp16, half)"
         )
     return DTYPES[dtype]
 

@@ -12,8 +12,9 @@ import jax
 import numpy as np
 from flax import struct
 
-from jaxinfer.batch import PADDING_TOKEN, padded
-from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.batch import MAX_BATCH, PADDING_TOKEN, padded, require_entries
+from jaxinfer.config import MAX_SEED, EngineConfig, SamplingParams
+from jaxinfer.validation import as_ints, as_tuple, require, require_int
 
 
 @struct.dataclass
@@ -82,9 +83,32 @@ def make_sampling(
     for how many, one per row if None; a verify step has one per token. `custom` names the user's processors, in their
     order. Raises ValueError for rows that do not fit or lack what they need.
     """
+    require_int("num_rows", num_rows, 1, MAX_BATCH)
+    require_int("max_listed_tokens", max_listed_tokens, 1, MAX_BATCH)
+    require_entries("max_listed_tokens", num_rows, max_listed_tokens)
+    require_int("vocab_size", vocab_size, 0)
+    if num_masks is not None:
+        require_int("num_masks", num_masks, 1, MAX_BATCH)
+    require_entries("vocab_size", num_rows if num_masks is None else num_masks, -(-vocab_size // 32))
+    params = as_tuple("params", params, "several SamplingParams")
+    require(all(isinstance(p, SamplingParams) for p in params), "params", params, "several SamplingParams")
+    seeds = None if seeds is None else as_ints("seeds", seeds, 0, MAX_SEED)
+    sample_index = as_ints("sample_index", sample_index)
+    prompt_lens = None if prompt_lens is None else as_ints("prompt_lens", prompt_lens)
+    if stop_token_ids is not None:
+        several = "the token ids of every row"
+        stop_token_ids = [as_ints("stop_token_ids", ids) for ids in as_tuple("stop_token_ids", stop_token_ids, several)]
+    custom = as_tuple("custom", custom, "several names")
+    require(all(isinstance(name, str) for name in custom), "custom", custom, "several names")
+    given = {"sample_index": sample_index or None, "prompt_lens": prompt_lens, "stop_token_ids": stop_token_ids}
+    for name, rows in given.items():
+        if rows is not None and len(rows) != len(params):
+            raise ValueError(f"{name} is given for {len(rows)} of {len(params)} rows of params; give it for each")
+    unknown = sorted({name for p in params for name, _ in p.logits_processors} - set(custom))
+    require(not unknown, "custom", custom, f"the names of all processors in params, of which {unknown} are missing")
     if len(params) > num_rows or (seeds is not None and len(seeds) != len(params)):
         num_seeds = "no" if seeds is None else len(seeds)
-        raise ValueError(f"{len(params)} rows with {num_seeds} seeds do not fit num_rows={num_rows}")
+        raise ValueError(f"{len(params)} rows of params with {num_seeds} seeds do not fit num_rows={num_rows}")
     if seeds is None:
         if any(p.seed is None and p.temperature > 0 for p in params):
             raise ValueError("a row with temperature above 0 needs a seed: set SamplingParams.seed or pass seeds")

@@ -88,15 +88,15 @@ class SamplingParams:
         require_int("n", self.n, 1)
         if self.best_of is not None:
             require_int("best_of", self.best_of, self.n)
-        several = "1 with temperature=0, for all samples would be the same"
-        require(self.n == 1 or self.temperature != 0, "n", self.n, several)
-        require(self.best_of in (None, 1) or self.temperature != 0, "best_of", self.best_of, several)
         require_int("max_tokens", self.max_tokens, 1)
         require_int("min_tokens", self.min_tokens, 0)
         require(
             self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}"
         )
         require_real("temperature", self.temperature, 0.0)
+        several = "1 with temperature=0, for all samples would be the same"
+        require(self.n == 1 or self.temperature != 0, "n", self.n, several)
+        require(self.best_of in (None, 1) or self.temperature != 0, "best_of", self.best_of, several)
         require_int("top_k", self.top_k, 0)
         for name in ("top_p", "typical_p"):
             require_real(name, getattr(self, name), 0.0, 1.0)
@@ -197,7 +197,7 @@ def _biases(values: Any) -> tuple[tuple[int, float], ...]:
             return False
         token_id, bias = pair
         is_token = is_int(token_id) and 0 <= token_id <= MAX_INT
-        return is_token and not isinstance(bias, bool) and isinstance(bias, Real) and abs(float(bias)) <= MAX_BIAS
+        return is_token and not isinstance(bias, bool) and isinstance(bias, Real) and -MAX_BIAS <= bias <= MAX_BIAS
 
     require(all(map(is_bias, pairs)), "logit_bias", values, requirement)
     biases = {int(token_id): float(bias) for token_id, bias in pairs}
@@ -212,7 +212,7 @@ def _arguments(values: Any) -> tuple[tuple[str, float], ...]:
         is_named = isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)
         require(is_named, "logits_processors", values, requirement)
         number: Any = pair[1]
-        is_real = isinstance(number, Real) and not isinstance(number, bool) and abs(float(number)) <= MAX_FLOAT
+        is_real = isinstance(number, Real) and not isinstance(number, bool) and -MAX_FLOAT <= number <= MAX_FLOAT
         require(is_real, "logits_processors", values, requirement)
     arguments = {name: float(number) for name, number in pairs}
     require(len(arguments) == len(pairs), "logits_processors", values, "one argument per processor")
@@ -222,9 +222,8 @@ def _arguments(values: Any) -> tuple[tuple[str, float], ...]:
 def _words(values: Any) -> tuple[tuple[int, ...], ...]:
     requirement = "several words, each of one token id or more"
     words = as_tuple("bad_words", values, requirement)
-    are_words = all(isinstance(word, Iterable) and not isinstance(word, str | bytes | Mapping) for word in words)
-    require(are_words, "bad_words", words, requirement)
-    words = tuple(tuple(word) for word in words)
+    require(all(isinstance(word, Iterable) for word in words), "bad_words", words, requirement)
+    words = tuple(as_tuple("bad_words", word, requirement) for word in words)
     require(all(words), "bad_words", words, requirement)
     require(all(is_int(i) and 0 <= i <= MAX_INT for word in words for i in word), "bad_words", words, requirement)
     return tuple(tuple(int(i) for i in word) for word in words)

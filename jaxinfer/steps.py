@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from jaxinfer.prompt_log_probs import PromptBatch, describe_prompt
 from jaxinfer.sampling import describe, sample
 from jaxinfer.sampling_batch import SamplingBatch
 from jaxinfer.speculative import batch_of_tokens, emit, sampling_of_tokens
+from jaxinfer.validation import require, require_int
 
 Output = TypeVar("Output", StepOutput, VerifyOutput)
 
@@ -57,6 +58,7 @@ def prefill_step(
     nothing. With a `prompt` the output has the log-probabilities of the prompts' tokens that it names. Raises at trace
     time: ValueError where max_log_probs exceeds the vocabulary.
     """
+    _check(params, cache, batch, sampling, config, max_log_probs, custom, mesh)
     hidden, cache = forward(params, cache, batch, config=config, implementation=implementation, mesh=mesh)
     ends = hidden[last_places(batch)]
     draw = functools.partial(_finish, params, cache, ends, batch, sampling, max_log_probs, custom)
@@ -79,6 +81,7 @@ def decode_step(
     custom: tuple[LogitsProcessor, ...] = (),
 ) -> tuple[StepOutput, KVCache]:
     """Computes one token per row (T = B, `cu_q_lens` = 0, 1, … B) and draws the next of each."""
+    _check(params, cache, batch, sampling, config, max_log_probs, custom, mesh)
     hidden, cache = forward(params, cache, batch, config=config, q_len=1, implementation=implementation, mesh=mesh)
     draw = functools.partial(_finish, params, cache, hidden, batch, sampling, max_log_probs, custom)
     return replace(_unless_awaiting(sampling, draw), hidden=hidden, ends=hidden), cache
@@ -224,6 +227,22 @@ def draft_step(
 
     drafts, _, cache = jax.lax.fori_loop(1, counts.max(), draft, (drafts, tokens, cache))
     return drafts, cache
+
+
+def _check(
+    params: Any, cache: Any, batch: Any, sampling: Any, config: Any, max_log_probs: Any, custom: Any, mesh: Any
+) -> None:
+    """Raises ValueError for an argument of another type; when a step is traced, so it costs no step anything."""
+    require(isinstance(params, Params), "params", params, "the Params of `load_checkpoint`")
+    require(isinstance(cache, KVCache), "cache", cache, "the KVCache of `init_cache` or of the step before")
+    require(isinstance(batch, Batch), "batch", batch, "the Batch of `make_batch`")
+    require(isinstance(sampling, SamplingBatch), "sampling", sampling, "the SamplingBatch of `make_sampling`")
+    require(isinstance(config, ModelConfig), "config", config, "the ModelConfig of `load_checkpoint`")
+    require_int("max_log_probs", max_log_probs, 0, config.vocab_size)
+    require(isinstance(custom, tuple) and all(map(callable, custom)), "custom", custom, "a tuple of functions")
+    names = sampling.processors.uses_custom.shape[-1]
+    require(len(custom) == names, "custom", custom, f"the functions of the {names} names that make_sampling was given")
+    require(mesh is None or isinstance(mesh, Mesh), "mesh", mesh, "a jax.sharding.Mesh or None")
 
 
 def _unless_awaiting(sampling: SamplingBatch, draw: Callable[[], Output]) -> Output:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import codecs
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders
 
-from jaxinfer.validation import MAX_INT
+from jaxinfer.validation import MAX_INT, as_tuple, is_int, require
 
 # A character has at most 4 bytes: after 4 tokens that all end inside one, the bytes are not UTF-8.
 MAX_CHARACTER_BYTES = 4
@@ -47,6 +48,7 @@ class Tokenizer:
     @classmethod
     def from_path(cls, checkpoint_dir: str | Path) -> Tokenizer | None:
         """Reads tokenizer.json in `checkpoint_dir`; None without one, ValueError for a damaged one."""
+        require(isinstance(checkpoint_dir, str | Path), "checkpoint_dir", checkpoint_dir, "text or a Path")
         path = Path(checkpoint_dir) / "tokenizer.json"
         if not path.exists():
             return None
@@ -71,6 +73,11 @@ class Tokenizer:
         """Tokens known, added ones included; a model may have more rows than that."""
         return self._backend.get_vocab_size()
 
+    @functools.cached_property
+    def max_token_len(self) -> int:
+        """Characters in the longest token as it is spelled, so no fewer than it stands for."""
+        return max(map(len, self._backend.get_vocab()), default=1)
+
     @property
     def is_byte_level(self) -> bool:
         """Whether every token is a fixed string of bytes, whatever stands beside it."""
@@ -78,6 +85,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Encodes `text` with the special tokens that the file's post-processor adds."""
+        require(isinstance(text, str), "text", text, "text")
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -89,7 +97,9 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decodes without special tokens and unknown ids; bytes that are not UTF-8 become U+FFFD."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=True)
+        ids = as_tuple("token_ids", token_ids, "several token ids")
+        require(all(map(is_int, ids)), "token_ids", token_ids, "several integers")
+        return self._backend.decode([i for i in ids if 0 <= i <= MAX_INT], skip_special_tokens=True)
 
     def text_of(self, token_id: int) -> str:
         """Returns how a token reads alone: the name of a special one, nothing for an unknown one."""
@@ -99,18 +109,21 @@ class Tokenizer:
 
     def token_to_id(self, token: str) -> int | None:
         """Returns the id of a token as it is spelled in tokenizer.json; None for one that is not there."""
+        require(isinstance(token, str), "token", token, "text")
         return self._backend.token_to_id(token)
 
     def id_to_token(self, token_id: int) -> str | None:
         """Returns the token as it is spelled in tokenizer.json; None for an id that is not there."""
+        require(is_int(token_id), "token_id", token_id, "an integer")
         return self._backend.id_to_token(token_id) if 0 <= token_id <= MAX_INT else None
 
     def has_text(self, token_id: int) -> bool:
         """Whether `decode` looks at the token at all: it is known and not special."""
-        return token_id not in self._special_ids and self.id_to_token(token_id) is not None
+        return self.id_to_token(token_id) is not None and token_id not in self._special_ids
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token of a byte-level tokenizer stands for, none for special and unknown ones."""
+        require(is_int(token_id), "token_id", token_id, "an integer")
         known = self._token_bytes.get(token_id)
         if known is None:
             token = self.id_to_token(token_id) if self.has_text(token_id) else ""

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 # The device computes with 32 bits.
 MAX_INT, MAX_FLOAT = 2**31 - 1, 3.4e38
 MAX_SHOWN = 200  # characters of a value in an error
+MAX_ITEMS = 2**20  # of a list; a generator may have no end
 
 
 def shown(value: Any) -> str:
-    """Returns a value as it reads in an error, cut where it is long."""
-    return cut(repr(value))
+    """Returns a value as it reads in an error, cut where it is long; its type where it cannot be printed."""
+    try:
+        return cut(repr(value))
+    except Exception as error:  # raised by the value, or it has too many digits or levels
+        return f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
 
 
 def cut(text: str) -> str:
@@ -55,6 +62,53 @@ def require_bool(name: str, value: Any) -> None:
     require(isinstance(value, bool), name, value, "True or False")
 
 
+def require_name(name: str, value: Any, allowed: Collection[str]) -> None:
+    *others, last = allowed
+    require(isinstance(value, str) and value in allowed, name, value, f"{', '.join(others)} or {last}")
+
+
+def as_path(name: str, value: Any) -> Path:
+    """Returns the path of a file that may or may not exist."""
+    require(isinstance(value, str | os.PathLike), name, value, "text or a Path")
+    path, is_writable = Path(value), True
+    try:
+        is_writable = bool(path.name) and b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        is_writable = False
+    require(is_writable, name, value, "a file's path, without null characters and halves of surrogate pairs")
+    return path
+
+
+def as_items(name: str, values: Any) -> Any:
+    """Returns arrays of NumPy, JAX and others as lists of numbers, anything else as it is."""
+    if isinstance(values, type) or not hasattr(values, "__array__"):
+        return values
+    try:
+        return values.__array__().tolist()
+    except Exception as error:  # an array on another device, or of a type that NumPy does not have
+        message = f"{name}={shown(values)} is not allowed: NumPy cannot read it ({error}); give a list of numbers"
+        raise ValueError(message) from error
+
+
 def as_tuple(name: str, values: Any, requirement: str) -> tuple[Any, ...]:
-    require(isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping), name, values, requirement)
-    return tuple(values)
+    """Returns the items of a list, an array or another iterable; ValueError for more than MAX_ITEMS."""
+    values = as_items(name, values)
+    is_iterable = isinstance(values, Iterable) and not isinstance(
+        values, str | bytes | bytearray | memoryview | Mapping
+    )
+    require(is_iterable, name, values, requirement)
+    items = tuple(islice(values, MAX_ITEMS + 1))
+    if len(items) > MAX_ITEMS:
+        raise ValueError(f"{name}={shown(values)} has more than {MAX_ITEMS:,} items; give fewer")
+    return items
+
+
+def as_ints(name: str, values: Any, minimum: int = 0, maximum: int = MAX_INT) -> tuple[int, ...]:
+    """Returns the integers of a list or an array."""
+    bound = f"several integers from {minimum} to {maximum}"
+    items = as_tuple(name, values, bound)
+    if set(map(type, items)) != {int}:  # nearly always it is, and that is faster than looking at each
+        require(all(map(is_int, items)), name, values, bound)
+        items = tuple(map(int, items))
+    require(not items or (minimum <= min(items) and max(items) <= maximum), name, values, bound)
+    return items

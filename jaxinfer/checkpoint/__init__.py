@@ -11,10 +11,11 @@ import jax
 from jax.tree_util import tree_map_with_path
 
 from jaxinfer.checkpoint.huggingface import load_params, read_config, read_eos_token_ids, resolve_checkpoint
-from jaxinfer.config import ModelConfig
+from jaxinfer.config import ModelConfig, require_quantization
 from jaxinfer.device import default_layer_groups, resolve_dtype
 from jaxinfer.params import Params, abstract_params
 from jaxinfer.quantization import quantize_weight
+from jaxinfer.validation import require_bool, require_int
 
 __all__ = [
     "abstract_checkpoint",
@@ -41,6 +42,10 @@ def load_checkpoint(
     cannot be used, with everything that is wrong with it.
     """
     dtype = resolve_dtype(dtype)
+    if first_layers is not None:
+        require_int("first_layers", first_layers, 1)
+    require_quantization(quantization)
+    require_bool("show_progress", show_progress)
     path = resolve_checkpoint(path_or_id)
     config = _grouped_config(path, first_layers)
     return load_params(path, config, dtype, quantization=quantization, show_progress=show_progress), config

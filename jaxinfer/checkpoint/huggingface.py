@@ -16,7 +16,7 @@ from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor, read_head
 from jaxinfer.config import ModelConfig
 from jaxinfer.params import Params
 from jaxinfer.quantization import quantize_weight
-from jaxinfer.validation import MAX_INT, is_int
+from jaxinfer.validation import MAX_INT, is_int, require, shown
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -36,6 +36,8 @@ def resolve_checkpoint(path_or_id: str | Path, patterns: Sequence[str] = DOWNLOA
     A ValueError if it is neither; of a Hub repository only files of these patterns are fetched: safetensors, JSON and
     tokenizer files unless told otherwise.
     """
+    is_path = isinstance(path_or_id, str | Path) and str(path_or_id).isprintable() and bool(str(path_or_id))
+    require(is_path, "checkpoint", path_or_id, "a folder or Hub id as text or Path")
     directory = Path(path_or_id).expanduser()
     if directory.is_dir():
         return directory
@@ -51,7 +53,7 @@ def resolve_checkpoint(path_or_id: str | Path, patterns: Sequence[str] = DOWNLOA
     # The Hub's own errors derive from these two; what is wrong (name, access, network) is in their message.
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"checkpoint {str(path_or_id)!r} is neither a local directory nor reachable on the Hugging"
+            f"checkpoint {shown(str(path_or_id))} is neither a local directory nor reachable on the Hugging"
             f" Face Hub ({type(error).__name__}: {error}); give the path of an existing directory, or an id"
             " such as 'Qwen/Qwen3-0.6B' with network access or after downloading it once"
         ) from error

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from numbers import Integral
-from typing import Any
-
-import numpy as np
 
 from jaxinfer.config import MAX_SEED, CacheConfig, EngineConfig, ModelConfig, SamplingParams
 from jaxinfer.engine.family import Family
@@ -20,7 +17,7 @@ from jaxinfer.engine.request import Priority, Request
 from jaxinfer.engine.terms import checked_priority, checked_tenant, checked_time_limit
 from jaxinfer.grammar import GrammarCompiler
 from jaxinfer.tokenizer import Detokenizer, Tokenizer
-from jaxinfer.validation import MAX_INT, shown
+from jaxinfer.validation import MAX_INT, as_items, as_tuple, shown
 
 Prompt = str | Sequence[int]
 
@@ -54,7 +51,10 @@ class Admission:
         """Returns a request per sample, or raises ValueError with what is wrong, the value, and the way out."""
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
-            raise ValueError(f"{shown(sampling)} is not a SamplingParams")
+            raise ValueError(
+                f"sampling_params={shown(sampling)} is not a SamplingParams; give SamplingParams(...) or None for the"
+                " default"
+            )
         token_ids = self._encode(prompt)
         self._check_lengths(len(token_ids), sampling)
         self.check_samples("n" if sampling.best_of is None else "best_of", sampling.num_samples)
@@ -113,7 +113,9 @@ class Admission:
 
     def _check_alternatives(self, name: str, count: int, limit: int | None) -> None:
         vocab_size = self.model_config.vocab_size
-        if limit is None or count > min(limit, vocab_size):
+        if limit is not None and count > vocab_size:
+            raise ValueError(f"{name}={count} is more than the vocabulary of {vocab_size}; ask for fewer")
+        if limit is None or count > limit:
             raise ValueError(
                 f"{name}={count} is more than max_{name}={limit}; ask for fewer or raise EngineConfig.max_{name}, up to"
                 f" the vocabulary of {vocab_size}"
@@ -165,11 +167,13 @@ class Admission:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("this checkpoint has no tokenizer.json; give the prompt as token ids")
+            self._check_characters(prompt, self.tokenizer)
             token_ids = self.tokenizer.encode(prompt)
         else:
-            token_ids = _items(prompt)
-            if not hasattr(token_ids, "__getitem__") or isinstance(token_ids, Mapping | bytes):
+            token_ids = as_items("prompt", prompt)
+            if not isinstance(token_ids, Sequence) or isinstance(token_ids, bytes | bytearray | memoryview):
                 raise ValueError(f"prompt {shown(prompt)} is neither text nor a sequence of token ids")
+            self._check_prompt_len(len(token_ids))
             token_ids = list(token_ids)
         if not token_ids:
             raise ValueError(f"prompt {shown(prompt)} is empty; give at least one token to continue from")
@@ -197,13 +201,26 @@ class Admission:
         """The most tokens that a request may have, seen or not."""
         return MAX_INT if self._is_endless else self.max_model_len
 
-    def _check_lengths(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
+    def _check_characters(self, text: str, tokenizer: Tokenizer) -> None:
+        """Raises ValueError for a text that no tokens could spell: to encode it would take seconds and gigabytes."""
+        if len(text) < self._max_len or len(text) < self._max_len * tokenizer.max_token_len:
+            return
+        raise ValueError(
+            f"prompt has {len(text):,} characters, and fewer than max_model_len={self.max_model_len} tokens of at most"
+            f" {tokenizer.max_token_len} characters cannot spell it; shorten it or raise EngineConfig.max_model_len up"
+            f" to the model's {self.model_config.max_position}"
+        )
+
+    def _check_prompt_len(self, num_prompt_tokens: int) -> None:
         if num_prompt_tokens >= self._max_len:
             raise ValueError(
                 f"prompt has {num_prompt_tokens} tokens but max_model_len is {self.max_model_len}, of which at least"
                 " one must be left for the output; shorten it or raise EngineConfig.max_model_len up to the model's"
                 f" {self.model_config.max_position}"
             )
+
+    def _check_lengths(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
+        self._check_prompt_len(num_prompt_tokens)
         if sampling.min_tokens > self._max_len - num_prompt_tokens:
             raise ValueError(
                 f"min_tokens={sampling.min_tokens} after a prompt of {num_prompt_tokens} tokens is more than"
@@ -232,19 +249,14 @@ class Admission:
             )
 
 
-def _items(values: Any) -> Any:
-    """Returns arrays of NumPy, JAX and others as lists of numbers, anything else as it is."""
-    return np.asarray(values).tolist() if hasattr(values, "__array__") else values
-
-
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Returns one prompt or many as a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
-    items = _items(prompts)
-    if not isinstance(items, Iterable) or isinstance(items, Mapping | Set | bytes):
+    items = as_items("prompts", prompts)
+    if not isinstance(items, Iterable) or isinstance(items, Mapping | Set | bytes | bytearray | memoryview):
         raise ValueError(f"prompts {shown(prompts)} are neither text, nor token ids, nor several of these")
-    items = list(items)
+    items = list(as_tuple("prompts", items, "several"))
     is_one_prompt = bool(items) and all(isinstance(item, Integral) for item in items)
     return [items] if is_one_prompt else items
 
@@ -254,7 +266,12 @@ def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence) or isinstance(params, str):
-        raise ValueError(f"{shown(params)} is neither a SamplingParams nor a list of them")
+        raise ValueError(
+            f"sampling_params={shown(params)} is neither a SamplingParams nor a list of them; give one for all"
+            " prompts or one per prompt"
+        )
     if len(params) != count:
-        raise ValueError(f"{len(params)} SamplingParams for {count} prompts; give one for all or one per prompt")
+        raise ValueError(
+            f"sampling_params has {len(params)} SamplingParams for {count} prompts; give one for all or one per prompt"
+        )
     return params

@@ -11,6 +11,9 @@ from jaxinfer.config import SamplingParams
 from jaxinfer.engine.request import Completion, Request
 from jaxinfer.tokenizer import Tokenizer
 
+# A length of a million tokens to this power is a float still.
+MAX_LENGTH_PENALTY = 50.0
+
 
 @dataclass(frozen=True)
 class Beam:

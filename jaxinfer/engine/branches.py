@@ -17,7 +17,7 @@ from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.saved_request import read_request, write_request
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.sampling_params import MAX_SEED
-from jaxinfer.validation import require_int
+from jaxinfer.validation import is_int, require, require_int
 
 
 class Branches:
@@ -90,6 +90,7 @@ class Branches:
         return request.request_id
 
     def _find(self, request_id: int) -> Request:
+        require(is_int(request_id), "request_id", request_id, "the id of an unfinished request")
         request = self._scheduler.find(request_id)
         if request is None:
             raise ValueError(f"request {request_id} is unknown or has finished; give the id of an unfinished one")

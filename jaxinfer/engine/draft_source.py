@@ -29,6 +29,7 @@ from jaxinfer.engine.draft_tree import Drafts, DraftTree, first_of, parents_of, 
 from jaxinfer.engine.drafters import Drafter
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.step import Step
+from jaxinfer.validation import shown
 
 
 class DraftSource:
@@ -67,7 +68,7 @@ class DraftSource:
         """Returns up to `counts[i]` drafts for each request, as far as its structure allows them."""
         num_unseen = self.num_unseen(requests)
         began = self._clock()
-        drafts = self._as_drafts(requests, self.drafter.draft(requests, counts))
+        drafts = self._as_drafts(requests, counts, self.drafter.draft(requests, counts))
         seconds, count = self._clock() - began, max(map(len, drafts))
         for i, request in enumerate(requests):
             drafts[i] = drafts[i][: counts[i]]
@@ -189,18 +190,18 @@ class DraftSource:
             self._of_rank.append(Acceptance(FIRST_RANK_RATE, DRAFTER_MEMORY, ALIKE_TRIES))
         return self._of_rank[rank - 1]
 
-    def _as_drafts(self, requests: Sequence[Request], answer: Any) -> list[Drafts]:
-        """Returns what the drafter gave for each request, as a list of integers or a tree; ValueError if it is none."""
-        rows = list(answer) if isinstance(answer, Iterable) else []
+    def _as_drafts(self, requests: Sequence[Request], counts: Sequence[int], answer: Any) -> list[Drafts]:
+        """Returns up to `counts[i]` drafts for each request, as integers or a tree; ValueError if it is neither."""
+        rows = list(itertools.islice(answer, len(requests) + 1)) if isinstance(answer, Iterable) else []
         if len(rows) != len(requests):
             raise ValueError(
-                f"{type(self.drafter).__name__} drafted {answer!r} for {len(requests)} requests; give a sequence of"
-                " token ids for each of them, an empty one for no drafts"
+                f"{type(self.drafter).__name__} drafted {shown(answer)} for {len(requests)} requests; give a sequence"
+                " of token ids for each of them, an empty one for no drafts"
             )
         for i, row in enumerate(rows):
             if not isinstance(row, DraftTree):
                 try:
-                    rows[i] = list(map(operator.index, row))
+                    rows[i] = list(map(operator.index, itertools.islice(row, counts[i])))
                 except TypeError:
                     raise self._refusal(requests[i], row) from None
         return rows
@@ -219,6 +220,6 @@ class DraftSource:
     def _refusal(self, request: Request, drafts: Any) -> ValueError:
         most = "" if self.vocab_size is None else f" to {self.vocab_size - 1}"
         return ValueError(
-            f"{type(self.drafter).__name__} drafted {drafts!r} for request {request.request_id}; give a sequence of"
-            f" token ids, of this model integers from 0{most}"
+            f"{type(self.drafter).__name__} drafted {shown(drafts)} for request {request.request_id}; give a sequence"
+            f" of token ids, of this model integers from 0{most}"
         )

@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 
 from jaxinfer.engine.draft_tree import Drafts
 from jaxinfer.engine.request import Request
+from jaxinfer.validation import shown
 
 # Tokens that must agree before what follows them is a guess: the more, the better the guess.
 NGRAM_SIZES = (4, 3, 2)
@@ -175,9 +176,9 @@ def make_drafter(speculation: str | Drafter) -> Drafter:
     if isinstance(speculation, str):
         if speculation in DRAFTERS:
             return DRAFTERS[speculation]()
-    elif isinstance(speculation, Drafter):
+    elif isinstance(speculation, Drafter) and not isinstance(speculation, type):
         return speculation
     raise ValueError(
-        f"speculation={speculation!r} is not allowed: give one of {', '.join(map(repr, DRAFTERS))}, a folder that"
+        f"speculation={shown(speculation)} is not allowed: give one of {', '.join(map(repr, DRAFTERS))}, a folder that"
         " exists, the Hub id of a draft model, an object with the methods of jaxinfer.engine.drafters.Drafter or None"
     )

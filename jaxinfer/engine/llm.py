@@ -17,7 +17,7 @@ from jaxinfer.checkpoint import resolve_checkpoint
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.device import enable_compilation_cache, resolve_dtype
 from jaxinfer.engine.admission import Prompt, as_params, as_prompts
-from jaxinfer.engine.beam_search import complete
+from jaxinfer.engine.beam_search import MAX_LENGTH_PENALTY, complete
 from jaxinfer.engine.branches import Branches
 from jaxinfer.engine.compile_watch import CompileWatch
 from jaxinfer.engine.delivery import Delivery
@@ -39,7 +39,7 @@ from jaxinfer.engine.timeline import MAX_STEPS, Timeline, recorded_timeline
 from jaxinfer.engine.warm_up import Ready, WarmUp, plan_target
 from jaxinfer.processors import LogitsProcessor
 from jaxinfer.tokenizer import Tokenizer
-from jaxinfer.validation import require, require_bool, require_int, require_real
+from jaxinfer.validation import as_path, is_int, require, require_bool, require_int, require_real, shown
 
 BUNDLED_MODEL = Path(__file__).parent.parent / "assets" / "tiny"
 
@@ -155,6 +155,8 @@ class LLM:
         Until then larger steps stand in for smaller ones, and the compiler takes its share of the host. The
         `description` is that of the progress shown. Raises what the compiler raises.
         """
+        require_bool("show_progress", show_progress)
+        require(isinstance(description, str), "description", description, "text")
         with self._guard:
             self._runner.compiled_steps.wait(show_progress=show_progress, description=description)
             return self._warm_up.ready()
@@ -199,6 +201,7 @@ class LLM:
 
         A request that has finished already is left as it is.
         """
+        require(is_int(request_id), "request_id", request_id, "an id that `add` has returned")
         with deferred_interrupts(), self._guard:
             self._delivery.abort(request_id)
 
@@ -215,12 +218,12 @@ class LLM:
     def save(self, request_id: int, path: str | Path) -> None:
         """Writes an unfinished request to a file, all that it needs to go on: see `Branches.save`."""
         with deferred_interrupts(), self._guard:
-            self._branches.save(request_id, Path(path))
+            self._branches.save(request_id, as_path("path", path))
 
     def restore(self, path: str | Path) -> int:
         """Queues the request in a file and returns its id here: see `Branches.restore`."""
         with self._guard:
-            return self._begin(lambda: self._branches.restore(Path(path)))
+            return self._begin(lambda: self._branches.restore(as_path("path", path)))
 
     def step(self) -> list[Delta]:
         """Computes one step and returns what it added to the requests of `add`; empty when there is nothing to do."""
@@ -282,7 +285,7 @@ class LLM:
         self._guard.check()
         require_int("num_beams", num_beams, 1)
         self._admission.check_samples("num_beams", num_beams)
-        require_real("length_penalty", length_penalty, -math.inf)
+        require_real("length_penalty", length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, temperature=0)
         (request,) = self._admit(prompt, sampling, **terms).requests
         end = time.monotonic() + request.time_limit
@@ -346,4 +349,4 @@ def _check_types(model: Any, config: Any, processors: Any) -> None:
     require(are_named, "logits_processors", processors, "a mapping from names to functions")
     for name, function in dict(processors or {}).items():
         require(isinstance(name, str) and bool(name), "logits_processors", name, "named by text that is not empty")
-        require(callable(function), f"logits_processors[{name!r}]", function, "a function")
+        require(callable(function), f"logits_processors[{shown(name)}]", function, "a function")

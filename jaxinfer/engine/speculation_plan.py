@@ -17,6 +17,7 @@ from jaxinfer.engine.head_drafter import HeadDrafter
 from jaxinfer.engine.speculation import Speculation
 from jaxinfer.engine.step_costs import StepCosts
 from jaxinfer.params import LayerParams, Params
+from jaxinfer.validation import shown
 
 # Who never makes a tree.
 CHAIN_DRAFTERS = (NgramDrafter, DraftModel, ExitDrafter)
@@ -30,7 +31,7 @@ def plan_speculation(speculation: str | Path | Drafter | None, config: EngineCon
         return None
     if config.decode_loop_steps > 1:
         raise ValueError(
-            f"decode_loop_steps={config.decode_loop_steps} leaves no place for speculation={speculation!r}, which"
+            f"decode_loop_steps={config.decode_loop_steps} leaves no place for speculation={shown(speculation)}, which"
             " chooses drafts after every step; set EngineConfig.decode_loop_steps to 1 or leave out speculation"
         )
     if isinstance(speculation, Path) or (isinstance(speculation, str) and _is_place(speculation)):
@@ -39,7 +40,7 @@ def plan_speculation(speculation: str | Path | Drafter | None, config: EngineCon
         drafter = make_drafter(speculation)
     if config.draft_trees and isinstance(drafter, CHAIN_DRAFTERS):
         raise ValueError(
-            f"draft_trees=True is not for speculation={str(speculation)!r}, which drafts one token after another; leave"
+            f"draft_trees=True is not for speculation={shown(speculation)}, which drafts one token after another; leave"
             " out EngineConfig.draft_trees, or give the folder of Medusa or EAGLE-style heads"
         )
     buckets = plan_buckets(config, config.max_drafts)

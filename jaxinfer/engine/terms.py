@@ -8,7 +8,7 @@ from numbers import Real
 from typing import Any, TypedDict, get_args
 
 from jaxinfer.engine.request import Priority
-from jaxinfer.validation import shown
+from jaxinfer.validation import MAX_FLOAT, shown
 
 
 class Terms(TypedDict, total=False):
@@ -37,7 +37,7 @@ def check_names(terms: Mapping[str, Any]) -> None:
 
 
 def checked_priority(priority: Any) -> Priority:
-    if priority not in get_args(Priority):
+    if not isinstance(priority, str) or priority not in get_args(Priority):
         raise ValueError(f"priority={shown(priority)} is not allowed: give one of {', '.join(get_args(Priority))}")
     return priority
 
@@ -52,7 +52,7 @@ def checked_time_limit(deadline: Any) -> float:
     if deadline is None:
         return math.inf
     is_number = isinstance(deadline, Real) and not isinstance(deadline, bool)
-    if not is_number or not 0 < float(deadline) < math.inf:
+    if not is_number or not 0 < deadline < MAX_FLOAT:
         raise ValueError(
             f"deadline={shown(deadline)} is not allowed: give seconds from now, above 0, or None for no end"
         )

@@ -153,6 +153,31 @@ def test_more_log_probs_than_compiled_are_refused(llm, name, limit):
         llm.add("a", SamplingParams(**{name: limit + 1}))
 
 
+@pytest.mark.parametrize("name", ["log_probs", "prompt_log_probs"])
+def test_more_log_probs_than_the_vocabulary_has_tokens_are_refused(llm, name):
+    with pytest.raises(ValueError, match=f"^{name}=97 is more than the vocabulary of 96; ask for fewer"):
+        llm.add("a", SamplingParams(**{name: 97}))
+
+
+def test_a_text_that_no_tokens_could_spell_is_refused_before_it_is_encoded(llm, monkeypatch):
+    encoded = []
+    monkeypatch.setattr(llm.tokenizer, "encode", encoded.append)
+
+    message = (
+        r"prompt has 10,000 characters, and fewer than max_model_len=96 tokens of at most 5 characters cannot spell"
+    )
+    with pytest.raises(ValueError, match=message):
+        llm.add("a" * 10_000, GREEDY)
+
+    assert not encoded
+
+
+@pytest.mark.parametrize("penalty", [51, -51.0, 1e308])
+def test_a_length_penalty_beyond_any_float_is_refused(llm, penalty):
+    with pytest.raises(ValueError, match=r"length_penalty=.* at least -50.0 and at most 50.0"):
+        llm.beam_search([5], num_beams=2, max_tokens=3, length_penalty=penalty)
+
+
 @pytest.mark.parametrize("name", ["n", "best_of"])
 def test_more_samples_than_a_prompt_may_have_are_refused(llm, name):
     message = rf"^{name}=50000000 is more than max_samples=128; ask for fewer or raise EngineConfig.max_samples"

@@ -1,0 +1,286 @@
+"""Every public call, with one or two of its arguments replaced by any value, honours it or refuses it by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import Any
+
+import huggingface_hub
+import hypothesis.strategies as st
+import jax
+import pytest
+from hypothesis import given
+
+import jaxinfer
+from jaxinfer.batch import Row, make_batch
+from jaxinfer.cache import init_cache
+from jaxinfer.checkpoint import load_checkpoint
+from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, RopeScaling, SamplingParams
+from jaxinfer.engine import llm as llm_module
+from jaxinfer.engine.llm import LLM
+from jaxinfer.engine.request import Completion, Delta
+from jaxinfer.params import abstract_params
+from jaxinfer.sampling_batch import make_sampling
+from jaxinfer.steps import decode_step, prefill_step
+from tests.engine.engines import GREEDY, drain, num_owned_pages
+from tests.hostile.cases import cases
+from tests.hostile.oracle import REFUSED, refused_or_returned
+from tests.hostile.values import leaves, values
+
+MODEL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 4,
+    "max_position": 64,
+}
+CONFIGS: dict[Any, dict[str, Any]] = {
+    SamplingParams: {},
+    EngineConfig: {},
+    ModelConfig: MODEL,
+    CacheConfig: {"num_pages": 2, "page_size": 16},
+    RopeScaling: {"kind": "yarn", "factor": 2.0, "original_max_position": 64},
+}
+STRUCTURES = {"json_schema", "regex", "choices", "grammar"}  # compiled, and tested beside their compiler
+CACHE = CacheConfig(**CONFIGS[CacheConfig])
+TERMS = {"priority": "batch", "tenant": "a", "deadline": 60, "cache_salt": "a"}
+PROMPT = {"prompt": [5, 6], "sampling_params": GREEDY, **TERMS}
+BATCH = {"rows": [Row([5], 0, [0])], "page_size": 16, "num_tokens": 2, "num_rows": 2, "table_width": 2}
+SAMPLING = {
+    "params": [GREEDY],
+    "num_rows": 2,
+    "seeds": [5],
+    "sample_index": [0],
+    "prompt_lens": [1],
+    "stop_token_ids": [[0]],
+    "max_listed_tokens": 4,
+    "vocab_size": 96,
+    "num_masks": 2,
+    "custom": ("turns",),
+}
+
+
+def changes_of(names: Collection[str]) -> st.SearchStrategy[dict[str, Any]]:
+    """One or two wrong arguments."""
+    return st.dictionaries(st.sampled_from(sorted(names)), values, min_size=1, max_size=2)
+
+
+def test_no_public_name_is_left_out():
+    tested = {*CONFIGS, *FUNCTIONS.values(), *STEPS, Row, LLM} - {RopeScaling}
+
+    assert {getattr(jaxinfer, name) for name in dir(jaxinfer)} == tested | {Completion, Delta, jaxinfer.__version__}
+    assert {name for name in vars(LLM) if not name.startswith("_")} == {*METHODS, "step", "close"} | VIEWS
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
+def test_configurations(config):
+    own = CONFIGS[config]
+
+    @cases(0.06)
+    @given(changes_of({field.name for field in dataclasses.fields(config)} - STRUCTURES))
+    def test(changes):
+        made = refused_or_returned(lambda: config(**{**own, **changes}), [*changes, *NAMES.get("config", ())])
+        if made is not REFUSED:
+            assert dataclasses.replace(made) == made
+            assert hash(made) == hash(dataclasses.replace(made))
+
+    test()
+
+
+def add(llm: LLM, **arguments: Any) -> None:
+    llm.abort(llm.add(**arguments))
+
+
+def stream(llm: LLM, **arguments: Any) -> None:
+    list(llm.stream(**arguments))
+
+
+VIEWS = {"has_unfinished", "identity", "metrics"}  # without arguments
+METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "add": (add, PROMPT),
+    "stream": (stream, PROMPT),
+    "generate": (LLM.generate, {"prompts": [[5], "a"], "sampling_params": GREEDY, "show_progress": False, **TERMS}),
+    "beam_search": (LLM.beam_search, {"prompt": [5], "num_beams": 2, "max_tokens": 3, "length_penalty": 1.0}),
+    "abort": (LLM.abort, {"request_id": 0}),
+    "fork": (LLM.fork, {"request_id": 0, "seed": 5}),
+    "rewind": (LLM.rewind, {"request_id": 0, "num_tokens": 1, "seed": 5}),
+    "save": (LLM.save, {"request_id": 0, "path": "request"}),
+    "restore": (LLM.restore, {"path": "request"}),
+    "warm_up": (LLM.warm_up, {"show_progress": False, "description": "a"}),
+    "timeline": (LLM.timeline, {"max_steps": 5}),
+}
+# What else a message may name: of a pair of arguments, or of an item of a list, the one that is at fault.
+NAMES = {
+    "config": ("max_num_seqs", "num_heads"),
+    "request_id": ("request",),
+    "num_tokens": ("request",),
+    "seed": ("request",),
+    "path": ("request",),
+    "prompts": ("prompt", "sampling_params"),
+    "model": ("checkpoint",),
+    "speculation": ("checkpoint",),
+    "path_or_id": ("checkpoint", "config.json"),
+    "rows": ("row",),
+    "sampling_params": ("prompts",),
+}
+
+
+def names_of(changes: Collection[str]) -> list[str]:
+    return [*changes, *(name for change in changes for name in NAMES.get(change, ()))]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_of_an_llm(llm, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    method, arguments = METHODS[name]
+
+    @cases(0.03)
+    @given(changes_of(arguments), st.booleans())
+    def test(changes, has_run):
+        own = dict(arguments)
+        if "request_id" in own:
+            own["request_id"] = llm.add([5, 6, 7], GREEDY)
+            if has_run:
+                llm.step()
+        refused_or_returned(lambda: method(llm, **{**own, **changes}), names_of(changes))
+        for request_id in list(llm._scheduler._requests):
+            llm.abort(request_id)
+        drain(llm)
+        assert num_owned_pages(llm) == 0
+        assert llm._delivery.mailroom.is_idle
+
+    test()
+
+
+@pytest.mark.parametrize("name", ["prompt", "sampling_params"])
+def test_no_value_changes_what_an_llm_answers_later(llm, name):
+    expected = llm.generate([5, 6, 7], GREEDY, show_progress=False)[0].token_ids
+
+    @cases(0.01)
+    @given(changes_of({name}))
+    def test(changes):
+        refused_or_returned(lambda: add(llm, **{"prompt": [5, 6], **changes}), changes)
+        drain(llm)
+        assert llm.generate([5, 6, 7], GREEDY, show_progress=False)[0].token_ids == expected
+
+    test()
+
+
+class AcceptedError(Exception):
+    """Raised in place of loading a model, when all arguments have been looked at."""
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+
+
+def test_an_llm(checkpoint, monkeypatch, no_network):
+    def accept(*_: Any, **__: Any) -> None:
+        raise AcceptedError
+
+    monkeypatch.setattr(llm_module, "load_target", accept)
+
+    def make(**arguments: Any) -> None:
+        with pytest.raises(AcceptedError):
+            LLM(**arguments)
+
+    own = {"model": checkpoint, "config": None, "dtype": None, "logits_processors": None, "speculation": None}
+
+    @cases(0.04)
+    @given(changes_of({*own, "show_progress"}))
+    def test(changes):
+        refused_or_returned(lambda: make(**{**own, **changes}), names_of(changes))
+
+    test()
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "make_batch": make_batch,
+    "make_sampling": make_sampling,
+    "init_cache": init_cache,
+    "load_checkpoint": load_checkpoint,
+}
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "make_batch": BATCH,
+    "make_sampling": SAMPLING,
+    "init_cache": {"config": ModelConfig(**MODEL), "cache_config": CACHE, "layout": None},
+    "load_checkpoint": {"dtype": None, "first_layers": None, "quantization": None, "show_progress": False},
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name, checkpoint, no_network):
+    own = {"path_or_id": checkpoint} if name == "load_checkpoint" else {}
+
+    @cases(0.04)
+    @given(changes_of({*own, *ARGUMENTS[name]}))
+    def test(changes):
+        refused_or_returned(lambda: FUNCTIONS[name](**{**own, **ARGUMENTS[name], **changes}), names_of(changes))
+
+    test()
+
+
+def test_rows():
+    @cases(0.04)
+    @given(changes_of(Row._fields))
+    def test(changes):
+        row = Row(**{"token_ids": [5], "start": 0, "page_ids": [0], **changes})
+        refused_or_returned(lambda: make_batch(**{**BATCH, "rows": [row]}), [*changes, "row"])
+
+    test()
+
+
+STEPS = (prefill_step, decode_step)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=["prefill_step", "decode_step"])
+def test_steps(step):
+    config = ModelConfig(**MODEL)
+    own: dict[str, Any] = {
+        "params": abstract_params(config, "float32"),
+        "cache": jax.eval_shape(lambda: init_cache(config, CACHE)),
+        "batch": make_batch(**BATCH),
+        "sampling": make_sampling([GREEDY], num_rows=2),
+        "config": config,
+        "max_log_probs": 0,
+        "implementation": None,
+        "mesh": None,
+        "custom": (),
+    }
+
+    @cases(0.02)
+    @given(st.dictionaries(st.sampled_from(sorted(own)), leaves, min_size=1, max_size=2))
+    def test(changes):
+        refused_or_returned(lambda: step.lower(**{**own, **changes}), [*changes, "static arguments"], is_passed_on=True)
+
+    test()
+
+
+TOKENIZER: dict[str, dict[str, Any]] = {
+    "from_path": {"checkpoint_dir": "nowhere"},
+    "encode": {"text": "a"},
+    "decode": {"token_ids": [5]},
+    "text_of": {"token_id": 5},
+    "token_to_id": {"token": "a"},
+    "id_to_token": {"token_id": 5},
+    "has_text": {"token_id": 5},
+    "token_bytes": {"token_id": 5},
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZER)
+def test_methods_of_a_tokenizer(llm, name):
+    @cases(0.01)
+    @given(changes_of(TOKENIZER[name]))
+    def test(changes):
+        refused_or_returned(lambda: getattr(llm.tokenizer, name)(**changes), changes)
+
+    test()
