@@ -86,10 +86,16 @@ def complete(
     num_beams: int,
     length_penalty: float,
     vocab_size: int,
+    max_log_probs: int,
     tokenizer: Tokenizer | None,
 ) -> list[Completion]:
     """Returns the completions that `search` finds for a request; `generate` computes a token of each beam."""
     count = min(num_candidates(num_beams, len(request.stop_token_ids)), vocab_size)
+    if count > max_log_probs:
+        raise ValueError(
+            f"num_beams={num_beams} needs log_probs={count}, which is more than max_log_probs={max_log_probs}; ask for"
+            " fewer beams or raise EngineConfig.max_log_probs"
+        )
     params = SamplingParams(max_tokens=1, temperature=0, log_probs=count, ignore_eos=True)
 
     cut: list[CutShortError] = []

@@ -24,10 +24,11 @@ class Delivery:
 
     def queue(self, samples: Samples) -> None:
         """Raises QueueFullError, and queues none, where they are too many."""
-        self._scheduler.check_room(len(samples.requests))
-        self.mailroom.expect(samples)
-        for request in samples.requests:
-            self._scheduler.add(request)
+        with deferred_interrupts():
+            self._scheduler.check_room(len(samples.requests))
+            self.mailroom.expect(samples)
+            for request in samples.requests:
+                self._scheduler.add(request)
 
     def abort(self, request_id: int) -> None:
         """Ends a request; its completions are posted."""
@@ -40,8 +41,8 @@ class Delivery:
         """Queues one prompt and yields what comes of it; ends it when it is closed."""
         num_to_come = samples.num_completions
         try:
-            self.queue(samples)
             mailbox = self.mailroom.open_mailbox([samples.request_id])
+            self.queue(samples)
             while num_to_come:
                 while not mailbox:
                     self._advance()
@@ -51,7 +52,9 @@ class Delivery:
         finally:
             self.forget([samples.request_id])
 
-    def collect(self, groups: Sequence[Samples], show_progress: bool) -> list[Completion]:
+    def collect(
+        self, groups: Sequence[Samples], show_progress: bool, between_steps: Callable[[], None]
+    ) -> list[Completion]:
         """Queues several prompts, all or none, and returns the completions of one after the other."""
         self._scheduler.check_room(sum(len(samples.requests) for samples in groups))
         ids = [samples.request_id for samples in groups]
@@ -59,17 +62,21 @@ class Delivery:
             mailbox = self.mailroom.open_mailbox(ids)
             for samples in groups:
                 self.queue(samples)
-            completions = self._wait(mailbox, sum(samples.num_completions for samples in groups), show_progress)
+            count = sum(samples.num_completions for samples in groups)
+            completions = self._wait(mailbox, count, show_progress, between_steps)
         finally:
             self.forget(ids)
         return [c for samples in groups for c in in_order(completions[samples.request_id], samples.sampling)]
 
-    def _wait(self, mailbox: deque[Delta], count: int, show_progress: bool) -> dict[int, list[Completion]]:
+    def _wait(
+        self, mailbox: deque[Delta], count: int, show_progress: bool, between_steps: Callable[[], None]
+    ) -> dict[int, list[Completion]]:
         completions: defaultdict[int, list[Completion]] = defaultdict(list)
         num_completions = num_tokens = 0
         with tqdm(total=count, unit="request", disable=not show_progress, smoothing=0) as progress:
             while num_completions < count:
                 self._advance()
+                between_steps()
                 while mailbox:
                     delta = mailbox.popleft()
                     num_tokens += len(delta.token_ids)

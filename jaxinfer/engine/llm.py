@@ -157,9 +157,10 @@ class LLM:
         """
         require_bool("show_progress", show_progress)
         require(isinstance(description, str), "description", description, "text")
-        with self._guard:
-            self._runner.compiled_steps.wait(show_progress=show_progress, description=description)
-            return self._warm_up.ready()
+        with deferred_interrupts(), self._guard:
+            steps, warm_up = self._runner.compiled_steps, self._warm_up
+        steps.wait(show_progress=show_progress, description=description)
+        return warm_up.ready()
 
     def identity(self) -> dict[str, str]:
         """Returns what the text of a request follows from beside the request: see `text_identity`."""
@@ -187,14 +188,13 @@ class LLM:
         `terms` are priority, tenant, deadline and cache_salt: see `Terms`. Raises ValueError where the request could
         not be honoured exactly and QueueFullError where too many wait; either changes nothing.
         """
-        with self._guard:
+
+        def queue() -> int:
             samples = self._admit(prompt, sampling_params, **terms)
+            self._delivery.queue(samples)
+            return samples.request_id
 
-            def queue() -> int:
-                self._delivery.queue(samples)
-                return samples.request_id
-
-            return self._begin(queue)
+        return self._begin(queue)
 
     def abort(self, request_id: int) -> None:
         """Ends a request early; its completion, with finish reason "abort", comes out like any other.
@@ -207,8 +207,7 @@ class LLM:
 
     def fork(self, request_id: int, *, seed: int | None = None) -> int:
         """Branches an unfinished request and returns the id of the branch: see `Branches.fork`."""
-        with self._guard:
-            return self._begin(lambda: self._branches.fork(request_id, seed))
+        return self._begin(lambda: self._branches.fork(request_id, seed))
 
     def rewind(self, request_id: int, num_tokens: int, *, seed: int | None = None) -> None:
         """Takes back the last tokens of an unfinished request's output: see `Branches.rewind`."""
@@ -222,14 +221,13 @@ class LLM:
 
     def restore(self, path: str | Path) -> int:
         """Queues the request in a file and returns its id here: see `Branches.restore`."""
-        with self._guard:
-            return self._begin(lambda: self._branches.restore(as_path("path", path)))
+        return self._begin(lambda: self._branches.restore(as_path("path", path)))
 
     def step(self) -> list[Delta]:
         """Computes one step and returns what it added to the requests of `add`; empty when there is nothing to do."""
-        with self._guard:
+        with deferred_interrupts(), self._guard:
             self._advance()
-            return self._delivery.mailroom.take()
+        return self._delivery.mailroom.take()  # what an interrupt leaves there comes with the next step
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **terms: Unpack[Terms]
@@ -239,7 +237,7 @@ class LLM:
         Raises ValueError here, not at the first piece, where the request could not be honoured. It is queued with the
         first piece that is asked for, or QueueFullError is raised there. `terms` are as for `add`.
         """
-        with self._guard:
+        with deferred_interrupts(), self._guard:
             return self._delivery.stream(self._admit(prompt, sampling_params, **terms))
 
     def generate(
@@ -259,11 +257,11 @@ class LLM:
         """
         require_bool("show_progress", show_progress)
         check_names(terms)
-        with self._guard:
+        with deferred_interrupts() as take_effect, self._guard:
             prompts = as_prompts(prompts)
             params = as_params(sampling_params, len(prompts))
             groups = [self._numbered(i, *pair, **terms) for i, pair in enumerate(zip(prompts, params, strict=True))]
-            return self._delivery.collect(groups, show_progress)
+            return self._delivery.collect(groups, show_progress, take_effect)
 
     def beam_search(
         self,
@@ -301,6 +299,7 @@ class LLM:
             num_beams=num_beams,
             length_penalty=length_penalty,
             vocab_size=self.model_config.vocab_size,
+            max_log_probs=self.engine_config.max_log_probs,
             tokenizer=self.tokenizer,
         )
 
@@ -308,17 +307,18 @@ class LLM:
         """Returns the id of the request that `queue` begins. Ctrl-C takes it back, for its caller would not know it."""
         request_id = None
         try:
-            with deferred_interrupts():
+            with deferred_interrupts(), self._guard:
                 request_id = queue()
             return request_id
-        except KeyboardInterrupt:
+        except BaseException:
             if request_id is not None:
-                self._delivery.forget([request_id])
+                with deferred_interrupts(), self._guard:
+                    self._delivery.forget([request_id])
             raise
 
     def _advance(self) -> None:
         """Computes a step, if there is one, and posts what it brings; then raises what a drafter has raised."""
-        with self._guard, deferred_interrupts(), self._compile_watch:
+        with deferred_interrupts(), self._guard, self._compile_watch:
             self._delivery.mailroom.post(self._scheduler.expire())
             advance = self._pipeline.advance()
             if advance is not None:

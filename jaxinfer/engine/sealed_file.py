@@ -22,7 +22,7 @@ class DamagedFileError(ValueError):
 
 
 def write_sealed(path: Path, parts: Iterable[Any]) -> None:
-    """Writes buffers one after another, and their digest before them; any error leaves what was there before."""
+    """Writes buffers one after another, and their digest before them; an error leaves what was there before."""
     # In the same folder, for only within one file system a file is moved at once. No two writes share a name.
     aside = path.with_name(f".{path.name}.{uuid4().hex}")
     digest = blake2b(digest_size=SEAL_BYTES)
@@ -35,7 +35,7 @@ def write_sealed(path: Path, parts: Iterable[Any]) -> None:
             file.seek(0)
             file.write(digest.digest())
         aside.replace(path)
-    except BaseException:
+    except BaseException:  # an interrupt as well: nobody would remove the file
         aside.unlink(missing_ok=True)
         raise
 

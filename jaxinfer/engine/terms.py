@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any, TypedDict, get_args
+from typing import Any, TypedDict, cast, get_args
 
 from jaxinfer.engine.request import Priority
 from jaxinfer.validation import MAX_FLOAT, shown
@@ -39,7 +39,7 @@ def check_names(terms: Mapping[str, Any]) -> None:
 def checked_priority(priority: Any) -> Priority:
     if not isinstance(priority, str) or priority not in get_args(Priority):
         raise ValueError(f"priority={shown(priority)} is not allowed: give one of {', '.join(get_args(Priority))}")
-    return priority
+    return cast(Priority, priority)
 
 
 def checked_tenant(tenant: Any) -> str:
@@ -52,7 +52,8 @@ def checked_time_limit(deadline: Any) -> float:
     if deadline is None:
         return math.inf
     is_number = isinstance(deadline, Real) and not isinstance(deadline, bool)
-    if not is_number or not 0 < deadline < MAX_FLOAT:
+    seconds: Any = deadline
+    if not is_number or not 0 < seconds < MAX_FLOAT:
         raise ValueError(
             f"deadline={shown(deadline)} is not allowed: give seconds from now, above 0, or None for no end"
         )

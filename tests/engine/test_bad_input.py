@@ -155,8 +155,9 @@ def test_more_log_probs_than_compiled_are_refused(llm, name, limit):
 
 @pytest.mark.parametrize("name", ["log_probs", "prompt_log_probs"])
 def test_more_log_probs_than_the_vocabulary_has_tokens_are_refused(llm, name):
+    params = dataclasses.replace(GREEDY, **{name: 97})
     with pytest.raises(ValueError, match=f"^{name}=97 is more than the vocabulary of 96; ask for fewer"):
-        llm.add("a", SamplingParams(**{name: 97}))
+        llm.add("a", params)
 
 
 def test_a_text_that_no_tokens_could_spell_is_refused_before_it_is_encoded(llm, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from jaxinfer.engine.sealed_file import read_sealed, write_sealed
 
 
@@ -13,6 +15,22 @@ def test_a_file_may_be_written_while_the_same_process_writes_it(tmp_path):
         write_sealed(path, [b"second"])
 
     write_sealed(path, parts())
+
+    assert bytes(read_sealed(path)) == b"first"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError])
+def test_a_write_that_breaks_off_leaves_what_was_there_and_nothing_else(tmp_path, error):
+    path = tmp_path / "file"
+    write_sealed(path, [b"first"])
+
+    def parts():
+        yield b"second"
+        raise error
+
+    with pytest.raises(error):
+        write_sealed(path, parts())
 
     assert bytes(read_sealed(path)) == b"first"
     assert list(tmp_path.iterdir()) == [path]

@@ -138,7 +138,7 @@ def test_methods_of_an_llm(llm, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     method, arguments = METHODS[name]
 
-    @cases(0.03)
+    @cases(0.02)
     @given(changes_of(arguments), st.booleans())
     def test(changes, has_run):
         own = dict(arguments)
