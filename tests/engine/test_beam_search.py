@@ -117,7 +117,7 @@ def test_the_deadline_is_that_of_the_whole_search(llm):
 REFUSED = {
     "no beams": ({"num_beams": 0}, "num_beams=0 is not allowed"),
     "more beams than samples": ({"num_beams": 129}, "num_beams=129 is more than max_samples=128.*raise"),
-    "too many beams": ({"num_beams": 3}, "log_probs=6 is more than max_log_probs=4.*raise"),
+    "too many beams": ({"num_beams": 3}, "num_beams=3 needs log_probs=6, which is more than max_log_probs=4.*raise"),
     "penalty": ({"num_beams": 2, "length_penalty": float("nan")}, "length_penalty=nan is not allowed"),
     "tokens": ({"num_beams": 2, "max_tokens": 0}, "max_tokens=0 is not allowed"),
 }
