@@ -110,7 +110,10 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         """Returns the id of a token as it is spelled in tokenizer.json; None for one that is not there."""
         require(isinstance(token, str), "token", token, "text")
-        return self._backend.token_to_id(token)
+        try:
+            return self._backend.token_to_id(token)
+        except UnicodeEncodeError:  # no token has half a surrogate pair
+            return None
 
     def id_to_token(self, token_id: int) -> str | None:
         """Returns the token as it is spelled in tokenizer.json; None for an id that is not there."""
