@@ -6,10 +6,19 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Real
 from typing import Any
 
-from jaxinfer.validation import MAX_FLOAT, MAX_INT, as_tuple, is_int, require, require_bool, require_int, require_real
+from jaxinfer.validation import (
+    MAX_FLOAT,
+    MAX_INT,
+    as_tuple,
+    is_int,
+    is_real,
+    require,
+    require_bool,
+    require_int,
+    require_real,
+)
 
 MAX_SEED = 2**64 - 1
 # What a step gives in place of a token: for a row whose parameters rule out every one, and for a row whose logits have
@@ -197,7 +206,7 @@ def _biases(values: Any) -> tuple[tuple[int, float], ...]:
             return False
         token_id, bias = pair
         is_token = is_int(token_id) and 0 <= token_id <= MAX_INT
-        return is_token and not isinstance(bias, bool) and isinstance(bias, Real) and -MAX_BIAS <= bias <= MAX_BIAS
+        return is_token and is_real(bias) and -MAX_BIAS <= bias <= MAX_BIAS
 
     require(all(map(is_bias, pairs)), "logit_bias", values, requirement)
     biases = {int(token_id): float(bias) for token_id, bias in pairs}
@@ -212,8 +221,8 @@ def _arguments(values: Any) -> tuple[tuple[str, float], ...]:
         is_named = isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)
         require(is_named, "logits_processors", values, requirement)
         number: Any = pair[1]
-        is_real = isinstance(number, Real) and not isinstance(number, bool) and -MAX_FLOAT <= number <= MAX_FLOAT
-        require(is_real, "logits_processors", values, requirement)
+        is_finite = is_real(number) and -MAX_FLOAT <= number <= MAX_FLOAT
+        require(is_finite, "logits_processors", values, requirement)
     arguments = {name: float(number) for name, number in pairs}
     require(len(arguments) == len(pairs), "logits_processors", values, "one argument per processor")
     return tuple(sorted(arguments.items()))

@@ -40,6 +40,10 @@ def is_int(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+def is_real(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def require_int(name: str, value: Any, minimum: int, maximum: int = MAX_INT) -> None:
     bound = f"an integer from {minimum} to {maximum}"
     require(is_int(value) and minimum <= value <= maximum, name, value, bound)
@@ -47,10 +51,9 @@ def require_int(name: str, value: Any, minimum: int, maximum: int = MAX_INT) -> 
 
 def require_real(name: str, value: Any, minimum: float, maximum: float = math.inf) -> None:
     # NaN fails every comparison, so it is refused here as well.
-    is_real: bool = isinstance(value, Real) and not isinstance(value, bool)
     bound = f"a finite number of at least {minimum}" + ("" if maximum == math.inf else f" and at most {maximum}")
     number: Any = value
-    require(is_real and minimum <= number <= min(maximum, MAX_FLOAT), name, value, bound)
+    require(is_real(value) and minimum <= number <= min(maximum, MAX_FLOAT), name, value, bound)
 
 
 def require_positive(name: str, value: Any) -> None:

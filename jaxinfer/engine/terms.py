@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any, TypedDict, cast, get_args
 
 from jaxinfer.engine.request import Priority
-from jaxinfer.validation import MAX_FLOAT, shown
+from jaxinfer.validation import MAX_FLOAT, is_real, shown
 
 
 class Terms(TypedDict, total=False):
@@ -51,9 +50,7 @@ def checked_tenant(tenant: Any) -> str:
 def checked_time_limit(deadline: Any) -> float:
     if deadline is None:
         return math.inf
-    is_number = isinstance(deadline, Real) and not isinstance(deadline, bool)
-    seconds: Any = deadline
-    if not is_number or not 0 < seconds < MAX_FLOAT:
+    if not is_real(deadline) or not 0 < deadline < MAX_FLOAT:
         raise ValueError(
             f"deadline={shown(deadline)} is not allowed: give seconds from now, above 0, or None for no end"
         )
