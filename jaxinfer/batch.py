@@ -131,6 +131,12 @@ def make_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows
     require_int("page_size", page_size, 1, MAX_BATCH)
     require_entries("table_width", num_rows, table_width)
     rows = [_checked_row(row) for row in as_tuple("rows", rows, "several Rows")]
+    sizes = {"page_size": page_size, "num_tokens": num_tokens, "num_rows": num_rows, "table_width": table_width}
+    return lay_out_batch(rows, **sizes)
+
+
+def lay_out_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows: int, table_width: int) -> Batch:
+    """Does the work of `make_batch` for rows of lists of integers, without looking at each of them."""
     q_lens = np.array([len(row.token_ids) for row in rows], np.int32)
     starts = np.array([row.start for row in rows], np.int32)
     hidden = np.array([row.num_hidden for row in rows], np.int32)

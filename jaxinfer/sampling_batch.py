@@ -106,6 +106,34 @@ def make_sampling(
             raise ValueError(f"{name} is given for {len(rows)} of {len(params)} rows of params; give it for each")
     unknown = sorted({name for p in params for name, _ in p.logits_processors} - set(custom))
     require(not unknown, "custom", custom, f"the names of all processors in params, of which {unknown} are missing")
+    return lay_out_sampling(
+        params,
+        num_rows=num_rows,
+        seeds=seeds,
+        sample_index=sample_index,
+        prompt_lens=prompt_lens,
+        stop_token_ids=stop_token_ids,
+        max_listed_tokens=max_listed_tokens,
+        vocab_size=vocab_size,
+        num_masks=num_masks,
+        custom=custom,
+    )
+
+
+def lay_out_sampling(
+    params: Sequence[SamplingParams],
+    *,
+    num_rows: int,
+    seeds: Sequence[int] | None,
+    sample_index: Sequence[int],
+    prompt_lens: Sequence[int] | None,
+    stop_token_ids: Sequence[Collection[int]] | None,
+    max_listed_tokens: int,
+    vocab_size: int,
+    num_masks: int | None = None,
+    custom: Sequence[str],
+) -> SamplingBatch:
+    """Does the work of `make_sampling` for values of the right types, without looking at each of them."""
     if len(params) > num_rows or (seeds is not None and len(seeds) != len(params)):
         num_seeds = "no" if seeds is None else len(seeds)
         raise ValueError(f"{len(params)} rows of params with {num_seeds} seeds do not fit num_rows={num_rows}")

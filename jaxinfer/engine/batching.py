@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.batch import Batch, Row, drawn_in_row, make_batch, make_block_tables, make_decode_batch
+from jaxinfer.batch import Batch, Row, drawn_in_row, lay_out_batch, make_block_tables, make_decode_batch
 from jaxinfer.config import EngineConfig
 from jaxinfer.decode_loop import LoopBatch, make_loop
 from jaxinfer.engine.buckets import Bucket
@@ -15,7 +15,7 @@ from jaxinfer.engine.draft_tree import parents_of
 from jaxinfer.engine.request import Request
 from jaxinfer.engine.step import NO_ROWS, Chunk, Rows, Step
 from jaxinfer.prompt_log_probs import PromptBatch, make_prompt, no_prompt
-from jaxinfer.sampling_batch import SamplingBatch, make_sampling, with_masks
+from jaxinfer.sampling_batch import SamplingBatch, lay_out_sampling, with_masks
 
 
 class BatchBuilder:
@@ -57,7 +57,7 @@ class BatchBuilder:
 
     def _build_rows(self, step: Step, bucket: Bucket, before: Rows) -> tuple[Batch, SamplingBatch]:
         drawn_in = _places(before)
-        batch = make_batch(
+        batch = lay_out_batch(
             [
                 Row(_token_ids(chunk, drawn_in), chunk.start, chunk.request.table, chunk.request.num_hidden)
                 for chunk in step.chunks
@@ -108,8 +108,8 @@ class BatchBuilder:
 
 
 def sampling_of_requests(requests: Sequence[Request], *, num_rows: int, **options: Any) -> SamplingBatch:
-    """Lays out how each request draws, one row each; `options` are those of `make_sampling`."""
-    return make_sampling(
+    """Lays out how each request draws, one row each; `options` are those of `lay_out_sampling`."""
+    return lay_out_sampling(
         [request.sampling for request in requests],
         num_rows=num_rows,
         seeds=[request.seed for request in requests],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 from tqdm import tqdm
 
@@ -15,16 +17,20 @@ from jaxinfer.engine.scheduler import Scheduler
 
 
 class Delivery:
-    """Queues the samples of prompts and collects what they yield; `advance` computes a step and posts that."""
+    """Queues the samples of prompts and collects what they yield; `advance` computes a step and posts that.
 
-    def __init__(self, scheduler: Scheduler, advance: Callable[[], None]) -> None:
+    Who reads a stream may be another thread than who asked for it: it enters `guard` as any caller does.
+    """
+
+    def __init__(self, scheduler: Scheduler, advance: Callable[[], None], guard: AbstractContextManager[Any]) -> None:
         self._scheduler = scheduler
         self._advance = advance
+        self._guard = guard
         self.mailroom = Mailroom()
 
     def queue(self, samples: Samples) -> None:
         """Raises QueueFullError, and queues none, where they are too many."""
-        with deferred_interrupts():
+        with deferred_interrupts(), self._guard:
             self._scheduler.check_room(len(samples.requests))
             self.mailroom.expect(samples)
             for request in samples.requests:

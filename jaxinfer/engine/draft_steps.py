@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.batch import Row, make_batch, padded
+from jaxinfer.batch import Row, lay_out_batch, padded
 from jaxinfer.cache import KVCache, abstract_cache
 from jaxinfer.config import ModelConfig
 from jaxinfer.engine.batching import sampling_of_requests
@@ -58,7 +58,7 @@ class DraftSteps:
         self, shape: Shape, rows: Sequence[Row], requests: Sequence[Request], counts: Sequence[int]
     ) -> tuple[Any, ...]:
         (num_rows, num_tokens), target = shape, self._target
-        batch = make_batch(
+        batch = lay_out_batch(
             rows,
             page_size=target.cache_config.page_size,
             num_tokens=num_tokens,

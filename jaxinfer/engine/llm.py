@@ -113,7 +113,7 @@ class LLM:
         self._pipeline = Pipeline(self._scheduler, self._runner)
         self.on_step: Callable[[Step, float], None] | None = None  # told each step and the seconds it took
         self._ids = itertools.count()
-        self._delivery = Delivery(self._scheduler, self._advance)
+        self._delivery = Delivery(self._scheduler, self._advance, self._guard)
         self._branches = Branches(self._ids, self._admission, self._scheduler, self._runner, path)
 
     def __enter__(self) -> Self:

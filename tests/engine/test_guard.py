@@ -72,6 +72,27 @@ def test_another_thread_is_refused_and_changes_nothing(llm, name):
     assert all("another thread is using this LLM" in refusal for refusal in refusals)
 
 
+def test_a_stream_begins_in_no_other_thread_while_a_step_is_computed(llm):
+    refusals = []
+
+    def intrude(*_):
+        def run():
+            with pytest.raises(RuntimeError, match="another thread is using this LLM"):
+                next(stream)
+            refusals.append(stream)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        llm.on_step = None
+
+    stream, llm.on_step = llm.stream([5], GREEDY), intrude
+    generate(llm, [[5, 6]])
+
+    assert refusals == [stream]
+    assert not llm.has_unfinished
+
+
 @pytest.fixture(scope="module")
 def closed_llm(checkpoint):
     llm = quick_engine(checkpoint)
