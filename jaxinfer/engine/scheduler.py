@@ -176,7 +176,7 @@ class Scheduler:
         """Enters a step's result (`StepOutput` of host arrays, one row per chunk); frees what is finished."""
         now = self.clock()
         seconds, self._committed = now - max(step.began, self._committed) - step.idle_seconds, now
-        is_timed = step.idle_seconds < seconds  # else it took longer than `seconds`, nobody knows by how much
+        is_timed = step.idle_seconds <= seconds  # else it took longer than `seconds`, nobody knows by how much
         self._tally.num_steps += 1
         self._tally.busy_seconds += seconds
         if self.tiers is not None and is_timed and not (step.is_decode or step.is_verify):

@@ -119,11 +119,12 @@ def test_the_progress_of_a_wait_has_its_reason_and_none_is_shown_where_all_is_do
 def test_ctrl_c_at_the_end_of_a_process_ends_its_compiler_with_it():
     program = (
         # Not ignored, as it is in the background of a shell.
-        "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "import signal, threading, time; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from jaxinfer.config import EngineConfig; from jaxinfer.engine.buckets import plan_buckets; "
         "from jaxinfer.engine.compiled_steps import CompiledSteps; buckets = plan_buckets(EngineConfig()); "
         "steps = CompiledSteps(buckets, lambda bucket: bucket == buckets[-1] or time.sleep(20)); "
-        "steps.wait_for_last(); print('done', flush=True)"
+        # Called when the program has ended and the process begins to wait for its threads.
+        "threading._register_atexit(lambda: print('done', flush=True)); steps.wait_for_last()"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert process.stdout is not None
