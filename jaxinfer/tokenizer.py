@@ -177,6 +177,7 @@ class _WindowText:
         self._context_len = 0  # characters
         self._pending: list[int] = []
         self._num_incomplete = 0  # latest tokens that all left the text inside a character
+        self._incomplete_len = 0  # characters of the text that they left
 
     def push(self, token_id: int) -> str:
         # Tokens without text must not become the context: the text after them would then look like the first.
@@ -184,10 +185,15 @@ class _WindowText:
             return ""
         self._pending.append(token_id)
         text = self._pending_text()
-        self._num_incomplete = self._num_incomplete + 1 if text.endswith(REPLACEMENT) else 0
+        # Every byte of an incomplete character reads as one U+FFFD, so the byte that completes one makes the text
+        # shorter: also where that character is U+FFFD itself.
+        is_incomplete = text.endswith(REPLACEMENT) and len(text) > self._incomplete_len
+        self._num_incomplete = self._num_incomplete + 1 if is_incomplete else 0
+        self._incomplete_len = len(text) if is_incomplete else 0
         if not text or 0 < self._num_incomplete < MAX_CHARACTER_BYTES:
             return ""
-        self._context, self._pending, self._num_incomplete = self._pending, [], 0
+        self._context, self._pending = self._pending, []
+        self._num_incomplete = self._incomplete_len = 0
         self._context_len = len(self._tokenizer.decode(self._context))
         return text
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -135,6 +135,8 @@ def ids_with_whole_characters() -> st.SearchStrategy[list[int]]:
 
 
 @given(ids=ids_with_whole_characters(), size=st.integers(1, 5))
+@example(ids=[2 + byte for byte in "\ufffd\x80".encode()], size=1)
+@example(ids=[2 + byte for byte in "a\ufffd\ufffd\ufffdé".encode()], size=1)
 def test_byte_fallback_text_in_pieces_is_the_text_of_all_tokens_when_the_bytes_are_utf8(ids, size):
     chunks = [ids[start : start + size] for start in range(0, len(ids), size)]
     assert shown(byte_fallback(), chunks) == byte_fallback().decode(ids)
