@@ -27,10 +27,14 @@ def advance(state, x, *, power=1, custom=()):
 
 @pytest.fixture
 def folder(tmp_path):
-    before = jax.config.values["jax_compilation_cache_dir"]
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    # JAX's own cache keeps what took it a second to compile, and on a busy machine that may be anything.
+    settings = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 1e9}
+    before = {name: jax.config.values[name] for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
     yield tmp_path
-    jax.config.update("jax_compilation_cache_dir", before)
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 @pytest.fixture
