@@ -66,6 +66,7 @@ class StepTimes:
     @classmethod
     def load(cls, path: str | Path) -> StepTimes:
         """Raises ValueError for a file that `save` of this version has not written."""
+        name = f"step_times={shown(str(path))}"
         try:
             with Path(path).open("rb") as file:
                 fields = json.loads(file.read(MAX_BYTES).decode())
@@ -74,10 +75,10 @@ class StepTimes:
             return cls(tuple(map(float, fields["decode"])), tuple(map(float, fields["prefill"])))
         except OSError as error:
             raise ValueError(
-                f"{path} cannot be read ({error.strerror}); give what `jaxinfer replay` has saved"
+                f"{name} cannot be read ({error.strerror}); give what `jaxinfer replay` has saved"
             ) from None
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-            raise ValueError(f"{path} holds no step times: {error}; measure them anew with `jaxinfer replay`") from None
+            raise ValueError(f"{name} holds no step times: {error}; measure them anew with `jaxinfer replay`") from None
 
 
 def require_known_steps(config: EngineConfig) -> None:

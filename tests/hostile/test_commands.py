@@ -155,6 +155,7 @@ FILES = ["missing", ".", "empty", "bytes", "/dev/null", "/dev/full", "in.jsonl",
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_any_options(command, folder, monkeypatch):
+    """A refusal names an option, or the beginning of its value."""
     monkeypatch.chdir(folder)
     own = {path.name: path.read_bytes() for path in folder.iterdir()}
     some = st.dictionaries(st.sampled_from(options_of(command)), TEXTS | st.sampled_from(FILES), min_size=1, max_size=2)

@@ -92,10 +92,15 @@ def test_a_file_without_step_times_is_refused(tmp_path, text):
     path = tmp_path / "times.json"
     path.write_text(text)
 
-    with pytest.raises(ValueError, match=r"times\.json holds no step times: .*measure them anew"):
+    with pytest.raises(ValueError, match=r"times\.json.* holds no step times: .*measure them anew"):
         StepTimes.load(path)
 
 
 def test_weights_that_are_not_one_for_each_feature_are_refused():
     with pytest.raises(ValueError, match="prefill has 1 weights; give one for each of step, padded tokens"):
         StepTimes(DECODE, (1.0,))
+
+
+def test_a_file_name_of_control_characters_is_shown_with_its_option():
+    with pytest.raises(ValueError, match=r"^step_times='\\r' cannot be read \(No such file or directory\)"):
+        StepTimes.load("\r")
