@@ -211,5 +211,5 @@ def test_a_mistake_in_step_times_is_told_before_a_model_is_loaded(folder, tmp_pa
 
     assert status == 2
     message = capsys.readouterr().err
-    assert message.startswith(f"jaxinfer: error: {times}")
+    assert message.startswith(f"jaxinfer: error: step_times='{times}'")
     assert "jaxinfer replay" in message
