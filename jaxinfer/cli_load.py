@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxinfer.cli_options import from_arguments
 from jaxinfer.cli_output import show
 from jaxinfer.config import EngineConfig
-from jaxinfer.validation import cut
+from jaxinfer.validation import cut, shown
 
 if TYPE_CHECKING:
     from jaxinfer import LLM
@@ -138,7 +138,8 @@ def _replay(arguments: argparse.Namespace, load: Load) -> None:
         try:
             fitted = fit_step_times(steps)
         except ValueError as error:
-            raise ValueError(f"{arguments.save_step_times} is not written: {error}") from None
+            path = shown(arguments.save_step_times)
+            raise ValueError(f"--save-step-times={path} is not written: {error}") from None
         with _written(arguments.save_step_times):
             fitted.save(arguments.save_step_times)
     if simulated_engine is not None:

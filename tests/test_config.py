@@ -234,3 +234,9 @@ def test_a_number_too_large_for_the_device_is_refused(field, value):
 def test_the_token_budget_must_let_every_running_request_advance():
     with pytest.raises(ValueError, match="max_num_batched_tokens=4 .*max_num_seqs=5"):
         EngineConfig(max_num_seqs=5, max_num_batched_tokens=4)
+
+
+@pytest.mark.parametrize("value", [np.float16("inf"), np.float32("inf"), np.float16("nan"), 10**400], ids=range(4))
+def test_a_number_that_is_not_finite_is_refused_without_a_warning(value):
+    with pytest.raises(ValueError, match=r"attention_factor=.* is not allowed"):
+        RopeScaling(**YARN | {"attention_factor": value})

@@ -168,7 +168,10 @@ class Admission:
             if self.tokenizer is None:
                 raise ValueError("this checkpoint has no tokenizer.json; give the prompt as token ids")
             self._check_characters(prompt, self.tokenizer)
-            token_ids = self.tokenizer.encode(prompt)
+            try:
+                token_ids = self.tokenizer.encode(prompt)
+            except ValueError as error:
+                raise ValueError(f"the prompt cannot be encoded: {error}") from error
         else:
             token_ids = as_items("prompt", prompt)
             if not isinstance(token_ids, Sequence) or isinstance(token_ids, bytes | bytearray | memoryview):

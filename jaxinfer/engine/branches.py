@@ -17,7 +17,7 @@ from jaxinfer.engine.runner import Runner
 from jaxinfer.engine.saved_request import read_request, write_request
 from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.sampling_params import MAX_SEED
-from jaxinfer.validation import is_int, require, require_int
+from jaxinfer.validation import is_int, require, require_int, shown
 
 
 class Branches:
@@ -93,7 +93,9 @@ class Branches:
         require(is_int(request_id), "request_id", request_id, "the id of an unfinished request")
         request = self._scheduler.find(request_id)
         if request is None:
-            raise ValueError(f"request {request_id} is unknown or has finished; give the id of an unfinished one")
+            raise ValueError(
+                f"request {shown(request_id)} is unknown or has finished; give the id of an unfinished one"
+            )
         count = request.sampling.num_samples
         if count > 1:
             raise ValueError(f"request {request_id} has {count} samples, which belong together; add it with n=1")

@@ -342,7 +342,7 @@ class LLM:
 
 
 def _check_types(model: Any, config: Any, processors: Any) -> None:
-    is_path = model is None or isinstance(model, str | Path)
+    is_path = model is None or (isinstance(model, str | Path) and model != "")
     require(is_path, "model", model, "a folder or Hub id as text or Path, or None for the bundled model")
     require(isinstance(config, EngineConfig), "config", config, "an EngineConfig, or None for the default")
     are_named = processors is None or isinstance(processors, Mapping)

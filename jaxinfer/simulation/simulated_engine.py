@@ -23,6 +23,7 @@ from jaxinfer.engine.scheduler import Scheduler
 from jaxinfer.engine.step import Step
 from jaxinfer.engine.timeline import MAX_STEPS, Timeline, recorded_timeline
 from jaxinfer.simulation.step_times import StepTimes, require_known_steps
+from jaxinfer.validation import require
 
 
 class VirtualClock:
@@ -102,6 +103,7 @@ def load_simulated_engine(
 ) -> SimulatedEngine:
     """Returns the engine that `LLM(model, config=engine_config, dtype=dtype)` would be, without its weights."""
     require_known_steps(engine_config)
+    require(model != "", "model", model, "a folder or Hub id, or None for the bundled model")
     dtype = resolve_dtype(dtype)
     path = resolve_checkpoint(BUNDLED_MODEL if model is None else model)
     clock = VirtualClock()

@@ -33,7 +33,7 @@ BAD_PROMPTS = {
     "None inside": ([5, None], r"prompt\[1\] is None.*integers"),
     "huge id": ([2**70], rf"prompt\[0\] is {2**70}.*from 0 to 95"),
     "two dimensions": ([[5, 6], [7, 8]], r"prompt\[0\] is \[5, 6\].*integers"),
-    "half a surrogate pair": ("a\ud800", "surrogate"),
+    "half a surrogate pair": ("a\ud800", "the prompt cannot be encoded: text has half a surrogate pair"),
 }
 WRONG_TYPES = {"None": None, "int": 5, "float": 0.5, "dict": {5: 6}, "bytes": b"\x05\x06", "set": {5, 6}}
 

@@ -148,6 +148,7 @@ def test_a_branch_of_a_request_that_ends_before_it_can_run_is_complete(llm):
 
 REFUSED = {
     "unknown": (lambda llm, i: llm.fork(i + 1000), "request 1... is unknown or has finished"),
+    "of many digits": (lambda llm, i: llm.fork(10**5000), "request <int, .* is unknown or has finished"),
     "too far": (lambda llm, i: llm.rewind(i, 6), "num_tokens=6 is more than the 5 tokens of output that request"),
     "not at all": (lambda llm, i: llm.rewind(i, 0), "num_tokens=0 is not allowed"),
     "seed of a branch": (lambda llm, i: llm.fork(i, seed=-1), "seed=-1 is not allowed"),

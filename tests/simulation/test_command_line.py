@@ -62,8 +62,19 @@ def test_too_short_a_trace_is_named_as_the_reason_why_nothing_is_saved(folder, t
     status = run_trace(folder, "replay", tmp_path / "trace.jsonl", "--save-step-times", str(times))
 
     assert status == 2
-    message = f"{times} is not written: the trace is too short to fit step times, 1 decode steps of it were measured"
+    reason = "the trace is too short to fit step times, 1 decode steps of it were measured"
+    message = f"--save-step-times='{times}' is not written: {reason}"
     assert message in capsys.readouterr().err
+
+
+def test_a_model_without_a_name_is_refused_by_the_name_of_its_option(tmp_path, capsys):
+    weights = [0.001] * len(FEATURES)
+    (tmp_path / "times.json").write_text(json.dumps({"features": FEATURES, "decode": weights, "prefill": weights}))
+
+    status = cli.main(["simulate", str(SAMPLE_TRACE), "--step-times", str(tmp_path / "times.json"), "--model", ""])
+
+    assert status == 2
+    assert "model='' is not allowed" in capsys.readouterr().err
 
 
 def test_the_sample_trace_is_served_whole_and_shares_prefixes(tmp_path, capsys):
