@@ -6,31 +6,37 @@ from typing import TYPE_CHECKING, Any
 from jaxinfer._version import __version__
 
 if TYPE_CHECKING:
-    from jaxinfer.batch import Row, make_batch
-    from jaxinfer.cache import init_cache
     from jaxinfer.checkpoint import load_checkpoint
     from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, SamplingParams
+    from jaxinfer.engine.drafters.drafters import Drafter
     from jaxinfer.engine.llm import LLM
-    from jaxinfer.engine.request import Completion, Delta
-    from jaxinfer.sampling_batch import make_sampling
-    from jaxinfer.steps import decode_step, prefill_step
+    from jaxinfer.engine.request.completion import Completion, Delta
+    from jaxinfer.engine.request.request import QueueFullError
+    from jaxinfer.engine.scheduling.drafts import DraftTree
+    from jaxinfer.model.batch import Row, make_batch
+    from jaxinfer.model.cache import init_cache
+    from jaxinfer.sampling.batch import make_sampling
+    from jaxinfer.steps.steps import decode_step, prefill_step
 
 # Loaded when first used, so that `jaxinfer --help` does not wait a second for jax.
 _MODULES = {
     "LLM": "engine.llm",
     "CacheConfig": "config",
-    "Completion": "engine.request",
-    "Delta": "engine.request",
+    "Completion": "engine.request.completion",
+    "Delta": "engine.request.completion",
+    "DraftTree": "engine.scheduling.drafts",
+    "Drafter": "engine.drafters.drafters",
     "EngineConfig": "config",
     "ModelConfig": "config",
-    "Row": "batch",
+    "QueueFullError": "engine.request.request",
+    "Row": "model.batch",
     "SamplingParams": "config",
-    "decode_step": "steps",
-    "init_cache": "cache",
+    "decode_step": "steps.steps",
+    "init_cache": "model.cache",
     "load_checkpoint": "checkpoint",
-    "make_batch": "batch",
-    "make_sampling": "sampling_batch",
-    "prefill_step": "steps",
+    "make_batch": "model.batch",
+    "make_sampling": "sampling.batch",
+    "prefill_step": "steps.steps",
 }
 
 __all__ = [
@@ -38,8 +44,11 @@ __all__ = [
     "CacheConfig",
     "Completion",
     "Delta",
+    "DraftTree",
+    "Drafter",
     "EngineConfig",
     "ModelConfig",
+    "QueueFullError",
     "Row",
     "SamplingParams",
     "__version__",

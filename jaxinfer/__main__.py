@@ -1,6 +1,6 @@
 """`python -m jaxinfer` is the command `jaxinfer`."""
 
-from jaxinfer.cli import run
+from jaxinfer.cli.main import run
 
 if __name__ == "__main__":
     run()

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.batch import Row, make_batch, num_real_tokens
-from jaxinfer.cache import KVCache, init_cache
 from jaxinfer.config import CacheConfig, ModelConfig
-from jaxinfer.decoder import forward, unembed
-from jaxinfer.params import Params, abstract_params
+from jaxinfer.model.batch import Row, make_batch, num_real_tokens
+from jaxinfer.model.cache import KVCache, init_cache
+from jaxinfer.model.decoder import forward, unembed
+from jaxinfer.model.params import Params, abstract_params
 from tests.unoptimised import UNOPTIMISED
 
 # Layers in groups of several sizes, and a vocabulary that fills no whole word of masks.

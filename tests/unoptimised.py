@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxinfer.engine.compiled_steps import COMPILING
+from jaxinfer.engine.execution.compiled_steps import COMPILING
 
 
 def _is_known(option: str, value: Any) -> bool:

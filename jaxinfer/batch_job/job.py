@@ -21,8 +21,8 @@ from jaxinfer.batch_job.records import (
     error_of,
     read_requests,
 )
-from jaxinfer.engine.request import QueueFullError
-from jaxinfer.engine.samples import in_order
+from jaxinfer.engine.frontend.sample_group import in_order
+from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.json_lines import lines_of
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from jax.tree_util import tree_map_with_path
 from jaxinfer.checkpoint.huggingface import load_params, read_config, read_eos_token_ids, resolve_checkpoint
 from jaxinfer.config import ModelConfig, require_quantization
 from jaxinfer.device import default_layer_groups, resolve_dtype
-from jaxinfer.params import Params, abstract_params
+from jaxinfer.model.params import Params, abstract_params
 from jaxinfer.quantization import quantize_weight
 from jaxinfer.validation import require_bool, require_int
 

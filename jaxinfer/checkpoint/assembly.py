@@ -15,7 +15,7 @@ from jax.sharding import Sharding
 from jaxinfer.checkpoint.families.common import WeightTable
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
 from jaxinfer.config import ModelConfig
-from jaxinfer.params import Params, TensorSpec, declare
+from jaxinfer.model.params import Params, TensorSpec, declare
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What drafts from the target's states, on disk: a folder with a description and tensors.
 
-scripts/train_draft_heads.py writes it.
+scripts/train/train_draft_heads.py writes it.
 """
 
 from __future__ import annotations

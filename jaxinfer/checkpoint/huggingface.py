@@ -14,7 +14,7 @@ from jaxinfer.checkpoint.assembly import Assembly, assemble, plan_assembly
 from jaxinfer.checkpoint.families import family_of
 from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor, read_header
 from jaxinfer.config import ModelConfig
-from jaxinfer.params import Params
+from jaxinfer.model.params import Params
 from jaxinfer.quantization import quantize_weight
 from jaxinfer.validation import MAX_INT, is_int, require, shown
 
@@ -96,7 +96,7 @@ def load_params(
     """Reads the parameters of a checkpoint directory as `dtype`, one tensor of `Params` at a time.
 
     Each is on its devices before the next is read, so the host holds one stacked group of one weight at most,
-    and of that, where `placement` (see `jaxinfer.params.shardings`) splits it, only the slices of this
+    and of that, where `placement` (see `jaxinfer.model.params.shardings`) splits it, only the slices of this
     process's devices. Every missing, unexpected or mis-shaped tensor is listed in one ValueError before any
     is read. `config` is that of `read_config`, with any `layer_groups`. With `quantization` ("int8", "int4") weights
     are quantized one by one, where they are whole: not with a `placement`.

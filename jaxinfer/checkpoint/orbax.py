@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from jaxinfer.config import ModelConfig, RopeScaling
-from jaxinfer.params import Params, abstract_params
+from jaxinfer.model.params import Params, abstract_params
 
 PARAMS_FOLDER = "params"
 DESCRIPTION_FILE = "jaxinfer.json"
@@ -52,7 +52,7 @@ def read_saved_config(path: str | Path) -> ModelConfig:
 def restore_params(path: str | Path, *, placement: Params | None = None) -> tuple[Params, ModelConfig]:
     """Returns the parameters that `save_params` wrote, in the dtypes they had, and their config.
 
-    `placement` (see `jaxinfer.params.shardings`) puts them on any mesh, whatever mesh they were saved from;
+    `placement` (see `jaxinfer.model.params.shardings`) puts them on any mesh, whatever mesh they were saved from;
     without it all go to the default device. The layer groups are those of the saved config: a placement made
     for others is a ValueError, since restacking would have to hold both versions of a weight.
     """

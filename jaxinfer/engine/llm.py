@@ -8,37 +8,27 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, Unpack
 
-from jaxinfer.cache import page_bytes
 from jaxinfer.checkpoint import resolve_checkpoint
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.device import enable_compilation_cache, resolve_dtype
-from jaxinfer.engine.admission import Prompt, as_params, as_prompts
-from jaxinfer.engine.beam_search import MAX_LENGTH_PENALTY, complete
-from jaxinfer.engine.branches import Branches
-from jaxinfer.engine.compile_watch import CompileWatch
-from jaxinfer.engine.delivery import Delivery
-from jaxinfer.engine.drafters import Drafter
-from jaxinfer.engine.guard import Guard
-from jaxinfer.engine.identity import text_identity
-from jaxinfer.engine.interrupts import deferred_interrupts
-from jaxinfer.engine.metrics import Metrics
-from jaxinfer.engine.own_process import require_own_process
-from jaxinfer.engine.pipeline import Pipeline
-from jaxinfer.engine.planning import plan_host, plan_tiers
-from jaxinfer.engine.request import Completion, Delta
-from jaxinfer.engine.runner import Runner
-from jaxinfer.engine.samples import Samples
-from jaxinfer.engine.speculation_plan import load_target, plan_speculation
-from jaxinfer.engine.step import Step
-from jaxinfer.engine.terms import Terms, check_names
+from jaxinfer.engine.assembly import build_engine
+from jaxinfer.engine.drafters.drafters import Drafter
+from jaxinfer.engine.execution.warm_up import Ready
+from jaxinfer.engine.frontend.admission import Prompt, RequestOptions, as_params, as_prompts, check_names
+from jaxinfer.engine.frontend.beam_search import MAX_LENGTH_PENALTY, complete
+from jaxinfer.engine.frontend.branches import Branches
+from jaxinfer.engine.frontend.engine_loop import EngineLoop
+from jaxinfer.engine.frontend.guard import Guard, deferred_interrupts, require_own_process
+from jaxinfer.engine.frontend.page_identity import text_identity
+from jaxinfer.engine.frontend.sample_group import SampleGroup
+from jaxinfer.engine.request.completion import Completion, Delta
+from jaxinfer.engine.scheduling.metrics import Metrics
+from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.timeline import MAX_STEPS, Timeline, recorded_timeline
-from jaxinfer.engine.warm_up import Ready, WarmUp, plan_target
-from jaxinfer.processors import LogitsProcessor
-from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.validation import as_path, is_int, require, require_bool, require_int, require_real, shown
 
 BUNDLED_MODEL = Path(__file__).parent.parent / "assets" / "tiny"
@@ -53,8 +43,8 @@ class LLM:
     request is compiled: none ever waits for either. What computes small steps faster is compiled meanwhile; `warm_up`
     waits for it.
 
-    `logits_processors` are functions of the user's, by name: see `jaxinfer.processors.LogitsProcessor`. They become a
-    part of the compiled steps, and act on the requests that name them in `SamplingParams.logits_processors`.
+    `logits_processors` are functions of the user's, by name: see `jaxinfer.sampling.processors.LogitsProcessor`. They
+    become a part of the compiled steps, and act on the requests that name them in `SamplingParams.logits_processors`.
 
     `speculation` guesses tokens ahead, to be verified several at once: "ngram" guesses what followed the last tokens
     where the request had them before, "suffix" also where other outputs had them; a folder or Hub id has a small model
@@ -83,38 +73,24 @@ class LLM:
         require_own_process()
         enable_compilation_cache()
         self.engine_config = config
-        self._dtype = dtype = resolve_dtype(dtype)
-        self._path = path = resolve_checkpoint(BUNDLED_MODEL if model is None else model)
-        planned = plan_speculation(speculation, config, dtype)
-        params, self.model_config = load_target(path, config, dtype, planned, show_progress=show_progress)
-        self.tokenizer = Tokenizer.from_path(path)
-        custom = dict(logits_processors or {})
-        target = plan_target(params, self.model_config, config, dtype, custom, planned)
-        tiers = plan_tiers(config, page_bytes(self.model_config, target.cache_config))
-        self._warm_up = WarmUp(target, planned, show_progress=show_progress)
-        self._admission, self._scheduler = plan_host(
-            path,
-            self.model_config,
-            config,
-            dtype,
-            self.tokenizer,
-            custom=tuple(custom),
-            speculation=planned,
-            tiers=tiers,
-            cache_config=self._warm_up.cache_config,
-        )
+        self._dtype = resolve_dtype(dtype)
+        self._path = resolve_checkpoint(BUNDLED_MODEL if model is None else model)
         self._guard = Guard()
-        self._runner = Runner(params, self._warm_up, tiers, self._guard.fail)
-        if planned is not None:  # which measures what steps take
-            self.warm_up(show_progress=show_progress)
-            planned.attach(partial(self._runner.lend_cache, self._scheduler.copies))
-            planned.rehearse(self._runner, self._warm_up.cache_config)
-        self._compile_watch = CompileWatch()
-        self._pipeline = Pipeline(self._scheduler, self._runner)
-        self.on_step: Callable[[Step, float], None] | None = None  # told each step and the seconds it took
+        parts = build_engine(
+            self._path,
+            config,
+            self._dtype,
+            custom=dict(logits_processors or {}),
+            speculation=speculation,
+            on_failure=self._guard.fail,
+            show_progress=show_progress,
+        )
+        self.model_config, self.tokenizer = parts.model_config, parts.tokenizer
+        self._admission, self._scheduler = parts.admission, parts.scheduler
+        self._warm_up, self._runner = parts.warm_up, parts.runner
         self._ids = itertools.count()
-        self._delivery = Delivery(self._scheduler, self._advance, self._guard)
-        self._branches = Branches(self._ids, self._admission, self._scheduler, self._runner, path)
+        self._loop = EngineLoop(parts.scheduler, parts.runner, self._guard)
+        self._branches = Branches(self._ids, parts.admission, parts.scheduler, parts.runner, self._path)
 
     def __enter__(self) -> Self:
         return self
@@ -140,14 +116,24 @@ class LLM:
         self._guard.close()
         self._runner.compiled_steps.cancel()
         del self._warm_up, self._admission, self._scheduler, self._runner
-        del self._pipeline, self._delivery, self._branches
-        self.on_step = None
+        del self._loop, self._branches
+
+    @property
+    def on_step(self) -> Callable[[Step, float], None] | None:
+        """A function that is called after each step with the step and its seconds, or None."""
+        self._guard.check()
+        return self._loop.on_step
+
+    @on_step.setter
+    def on_step(self, function: Callable[[Step, float], None] | None) -> None:
+        self._guard.check()
+        self._loop.on_step = function
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any request has tokens to come, or a completion that `step` has not handed out."""
         self._guard.check()
-        return self._scheduler.num_unfinished > 0 or self._delivery.mailroom.has_mail
+        return self._scheduler.num_unfinished > 0 or self._loop.queues.has_outputs
 
     def warm_up(self, *, show_progress: bool = False, description: str = "compiling steps") -> Ready:
         """Waits until the compiler is done, for even times from the first request on, and returns what it has done.
@@ -170,7 +156,7 @@ class LLM:
     def metrics(self) -> Metrics:
         """Returns what runs, waits and is cached now, and what was computed since the start."""
         self._guard.check()
-        return replace(self._scheduler.metrics(), num_late_compiles=self._compile_watch.count)
+        return replace(self._scheduler.metrics(), num_late_compiles=self._loop.num_late_compiles)
 
     def timeline(self, *, max_steps: int = MAX_STEPS) -> AbstractContextManager[Timeline]:
         """Records steps, load and the phases of requests inside a `with`: `with llm.timeline() as timeline: ...`.
@@ -182,16 +168,18 @@ class LLM:
         self.warm_up()
         return recorded_timeline(self._scheduler, self._runner.buckets, max_steps)
 
-    def add(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **terms: Unpack[Terms]) -> int:
+    def add(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> int:
         """Queues a prompt, text or token ids, and returns its request id; its tokens come out of `step`.
 
-        `terms` are priority, tenant, deadline and cache_salt: see `Terms`. Raises ValueError where the request could
-        not be honoured exactly and QueueFullError where too many wait; either changes nothing.
+        `options` are priority, tenant, deadline and cache_salt: see `RequestOptions`. Raises ValueError if the engine
+        cannot honour the request exactly, and QueueFullError if too many requests wait. Neither changes anything.
         """
 
         def queue() -> int:
-            samples = self._admit(prompt, sampling_params, **terms)
-            self._delivery.queue(samples)
+            samples = self._admit(prompt, sampling_params, **options)
+            self._loop.submit(samples)
             return samples.request_id
 
         return self._begin(queue)
@@ -203,7 +191,7 @@ class LLM:
         """
         require(is_int(request_id), "request_id", request_id, "an id that `add` has returned")
         with deferred_interrupts(), self._guard:
-            self._delivery.abort(request_id)
+            self._loop.abort(request_id)
 
     def fork(self, request_id: int, *, seed: int | None = None) -> int:
         """Branches an unfinished request and returns the id of the branch: see `Branches.fork`."""
@@ -226,19 +214,19 @@ class LLM:
     def step(self) -> list[Delta]:
         """Computes one step and returns what it added to the requests of `add`; empty when there is nothing to do."""
         with deferred_interrupts(), self._guard:
-            self._advance()
-        return self._delivery.mailroom.take()  # what an interrupt leaves there comes with the next step
+            self._loop.advance()
+        return self._loop.queues.take()  # what an interrupt leaves there comes with the next step
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **terms: Unpack[Terms]
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> Iterator[Delta]:
         """Yields a prompt's completion piece by piece, the completion itself with the last; closing it aborts.
 
         Raises ValueError here, not at the first piece, where the request could not be honoured. It is queued with the
-        first piece that is asked for, or QueueFullError is raised there. `terms` are as for `add`.
+        first piece that is asked for, or QueueFullError is raised there. `options` are as for `add`.
         """
         with deferred_interrupts(), self._guard:
-            return self._delivery.stream(self._admit(prompt, sampling_params, **terms))
+            return self._loop.stream(self._admit(prompt, sampling_params, **options))
 
     def generate(
         self,
@@ -246,22 +234,22 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         show_progress: bool = True,
-        **terms: Unpack[Terms],
+        **options: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Completes one prompt or many, text or token ids, and returns the completions in the prompts' order.
 
         A prompt with `n` above 1 has n of them in a row, by sample_index, or best first with `best_of`.
-        `sampling_params` is one for all or one per prompt; `terms` are as for `add`. Raises ValueError before
+        `sampling_params` is one for all or one per prompt; `options` are as for `add`. Raises ValueError before
         anything is computed if any prompt cannot be honoured, QueueFullError if they are too many. When interrupted,
         the requests are aborted and the LLM stays usable.
         """
         require_bool("show_progress", show_progress)
-        check_names(terms)
+        check_names(options)
         with deferred_interrupts() as take_effect, self._guard:
             prompts = as_prompts(prompts)
             params = as_params(sampling_params, len(prompts))
-            groups = [self._numbered(i, *pair, **terms) for i, pair in enumerate(zip(prompts, params, strict=True))]
-            return self._delivery.collect(groups, show_progress, take_effect)
+            groups = [self._numbered(i, *pair, **options) for i, pair in enumerate(zip(prompts, params, strict=True))]
+            return self._loop.collect(groups, show_progress, take_effect)
 
     def beam_search(
         self,
@@ -271,27 +259,27 @@ class LLM:
         max_tokens: int = SamplingParams.max_tokens,
         length_penalty: float = 1.0,
         ignore_eos: bool = False,
-        **terms: Unpack[Terms],
+        **options: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Returns the `num_beams` best continuations that beam search finds, best first, as `transformers` would.
 
         They are ranked by the sum of log-probabilities over length ** length_penalty. Each step is a request of one
-        token for every beam, which finds all but its last page in the prefix cache; `terms` are as for `add`. When the
+        token for every beam, which finds all but its last page in the prefix cache; `options` are as for `add`. If the
         deadline passes, or logits are bad, the beams so far take part in the ranking with that finish reason. Raises
-        ValueError where the request could not be honoured, or EngineConfig.max_log_probs is too small for the beams.
+        ValueError if the engine cannot honour the request, or if EngineConfig.max_log_probs is too small for the beams.
         """
         self._guard.check()
         require_int("num_beams", num_beams, 1)
         self._admission.check_samples("num_beams", num_beams)
         require_real("length_penalty", length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, temperature=0)
-        (request,) = self._admit(prompt, sampling, **terms).requests
+        (request,) = self._admit(prompt, sampling, **options).requests
         end = time.monotonic() + request.time_limit
 
         def generate(prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
             left = max(end - time.monotonic(), 1e-9)  # the deadline is that of the whole search
-            limit = Terms(deadline=left if math.isfinite(left) else None)
-            return self.generate(prompts, params, show_progress=False, **{**terms, **limit})
+            limit = RequestOptions(deadline=left if math.isfinite(left) else None)
+            return self.generate(prompts, params, show_progress=False, **{**options, **limit})
 
         return complete(
             request,
@@ -313,30 +301,18 @@ class LLM:
         except BaseException:
             if request_id is not None:
                 with deferred_interrupts(), self._guard:
-                    self._delivery.forget([request_id])
+                    self._loop.forget([request_id])
             raise
 
-    def _advance(self) -> None:
-        """Computes a step, if there is one, and posts what it brings; then raises what a drafter has raised."""
-        with deferred_interrupts(), self._guard, self._compile_watch:
-            self._delivery.mailroom.post(self._scheduler.expire())
-            advance = self._pipeline.advance()
-            if advance is not None:
-                self._delivery.mailroom.post(advance.deltas)
-            elif self._scheduler.num_unfinished:
-                raise RuntimeError(f"requests are unfinished and no step can be computed: {self._scheduler.metrics()}")
-        if advance is not None and self.on_step is not None:
-            self.on_step(advance.step, advance.seconds)
-        if (error := self._scheduler.take_error()) is not None:
-            raise error
+    def _admit(self, prompt: Prompt, sampling: SamplingParams | None, **options: Unpack[RequestOptions]) -> SampleGroup:
+        check_names(options)
+        return SampleGroup(self._admission.admit(self._ids, prompt, sampling, **options))
 
-    def _admit(self, prompt: Prompt, sampling: SamplingParams | None, **terms: Unpack[Terms]) -> Samples:
-        check_names(terms)
-        return Samples(self._admission.admit(self._ids, prompt, sampling, **terms))
-
-    def _numbered(self, index: int, prompt: Prompt, sampling: SamplingParams | None, **terms: Unpack[Terms]) -> Samples:
+    def _numbered(
+        self, index: int, prompt: Prompt, sampling: SamplingParams | None, **options: Unpack[RequestOptions]
+    ) -> SampleGroup:
         try:
-            return self._admit(prompt, sampling, **terms)
+            return self._admit(prompt, sampling, **options)
         except ValueError as error:
             raise ValueError(f"prompt {index}: {error}") from None
 

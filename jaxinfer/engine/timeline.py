@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxinfer.engine.buckets import Bucket, choose_bucket
-from jaxinfer.engine.metrics import Metrics
-from jaxinfer.engine.request import Request
-from jaxinfer.engine.scheduler import Scheduler
-from jaxinfer.engine.step import Rows, Step
+from jaxinfer.engine.execution.step_shapes import Bucket, choose_bucket
+from jaxinfer.engine.request.request import Request
+from jaxinfer.engine.scheduling.metrics import Metrics
+from jaxinfer.engine.scheduling.scheduler import Scheduler
+from jaxinfer.engine.scheduling.step import Rows, Step
 
 MAX_STEPS = 100_000
 PHASES = ("queue", "prefill", "decode", "preempted")
@@ -96,7 +96,7 @@ class Timeline:
         for chunk in step.chunks:
             phase, since = self._phases.get(chunk.request.request_id, ("", began))
             # Who was preempted while the step was on its way has no pages until another one.
-            if chunk.is_void or (phase == "preempted" and not chunk.request.pages):
+            if chunk.is_stale or (phase == "preempted" and not chunk.request.pages):
                 continue
             if phase not in ("prefill", "decode"):
                 # A request whose pages were all found again draws its next token without a prefill.

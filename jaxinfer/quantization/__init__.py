@@ -3,9 +3,7 @@
 from jaxinfer.quantization.quantized_array import (
     QuantizedArray,
     quantize,
-    quantize_params,
     quantize_weight,
-    quantized_shardings,
 )
 
-__all__ = ["QuantizedArray", "quantize", "quantize_params", "quantize_weight", "quantized_shardings"]
+__all__ = ["QuantizedArray", "quantize", "quantize_weight"]

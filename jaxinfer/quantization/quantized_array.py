@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxinfer.params import LayerParams, Params
 from kernels_pallas.quantized_matmul import pack_int4
 
 # By bits, what the largest of a group becomes; the least integer is left out, so that the grid is symmetric.
@@ -91,31 +87,3 @@ def quantize_weight(
         return _quantize(w, num_input_axes=axes)
     size = math.gcd(math.prod(w.shape[w.ndim - axes :]), INT4_GROUP_SIZE)
     return _quantize(w, num_input_axes=axes, group_size=size, bits=4, is_packed=is_packed)
-
-
-def quantize_params(params: Params, *, group_size: int | None = None, bits: int = 8, is_packed: bool = True) -> Params:
-    """Returns the parameters with the weights of all products quantized; the options are those of `quantize`.
-
-    A tied embedding stays in floating point at both ends.
-    """
-    options = {"group_size": group_size, "bits": bits, "is_packed": is_packed}
-    return _replace_weights(params, lambda w, axes: quantize(w, num_input_axes=axes, **options))
-
-
-def quantized_shardings(placement: Params) -> Params:
-    """Returns where the tensors of `quantize_params` go, for weights placed so, with one scale per output channel."""
-
-    def split(sharding: NamedSharding, num_input_axes: int) -> QuantizedArray:
-        spec = PartitionSpec(*sharding.spec[: len(sharding.spec) - num_input_axes], None)
-        return QuantizedArray(values=sharding, scales=NamedSharding(sharding.mesh, spec))
-
-    return _replace_weights(placement, split)
-
-
-def _replace_weights(params: Params, change: Callable[[Any, int], QuantizedArray]) -> Params:
-    def change_layers(layers: LayerParams) -> LayerParams:
-        axes = {name: n for name, n in NUM_INPUT_AXES.items() if name != "unembedding"}
-        return replace(layers, **{name: change(getattr(layers, name), n) for name, n in axes.items()})
-
-    unembedding = None if params.unembedding is None else change(params.unembedding, NUM_INPUT_AXES["unembedding"])
-    return replace(params, layers=tuple(map(change_layers, params.layers)), unembedding=unembedding)

@@ -9,8 +9,9 @@ from typing import Protocol
 from tqdm import tqdm
 
 from jaxinfer.config import SamplingParams
-from jaxinfer.engine.metrics import NO_TARGETS, Targets
-from jaxinfer.engine.request import Delta, QueueFullError
+from jaxinfer.engine.request.completion import Delta
+from jaxinfer.engine.request.request import QueueFullError
+from jaxinfer.engine.scheduling.metrics import NO_TARGETS, Targets
 from jaxinfer.simulation.report import Outcomes, Report
 from jaxinfer.simulation.trace import TracedRequest, make_prompt
 

@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager
 from tqdm import tqdm
 
 from jaxinfer.config import SamplingParams
-from jaxinfer.engine.buckets import decode_sizes, max_batched_tokens
+from jaxinfer.engine.execution.memory_plan import resolve_max_model_len
+from jaxinfer.engine.execution.step_shapes import decode_sizes, max_batched_tokens
 from jaxinfer.engine.llm import LLM
-from jaxinfer.engine.planning import resolve_max_model_len
-from jaxinfer.engine.request import Delta
+from jaxinfer.engine.request.completion import Delta
 from jaxinfer.engine.timeline import Timeline
 
 MAX_SLEEP = 3600.0  # no system can sleep for any number of seconds

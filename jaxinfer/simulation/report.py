@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxinfer.engine.metrics import Targets
+from jaxinfer.engine.scheduling.metrics import Targets
 
 PERCENTILES = (50, 90, 99)
 

@@ -13,14 +13,14 @@ import numpy as np
 from jaxinfer.checkpoint import read_config, resolve_checkpoint
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.device import resolve_dtype
-from jaxinfer.engine.admission import Admission
-from jaxinfer.engine.buckets import choose_bucket, plan_buckets
+from jaxinfer.engine.assembly import plan_host
+from jaxinfer.engine.execution.pipeline import Device, Pipeline
+from jaxinfer.engine.execution.step_shapes import choose_bucket, plan_buckets
+from jaxinfer.engine.frontend.admission import Admission
 from jaxinfer.engine.llm import BUNDLED_MODEL
-from jaxinfer.engine.pipeline import Device, Pipeline
-from jaxinfer.engine.planning import plan_host
-from jaxinfer.engine.request import Delta
-from jaxinfer.engine.scheduler import Scheduler
-from jaxinfer.engine.step import Step
+from jaxinfer.engine.request.completion import Delta
+from jaxinfer.engine.scheduling.scheduler import Scheduler
+from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.timeline import MAX_STEPS, Timeline, recorded_timeline
 from jaxinfer.simulation.step_times import StepTimes, require_known_steps
 from jaxinfer.validation import require

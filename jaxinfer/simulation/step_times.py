@@ -12,24 +12,24 @@ from pathlib import Path
 import numpy as np
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine import step_times
-from jaxinfer.engine.buckets import Bucket, choose_bucket, plan_buckets
-from jaxinfer.engine.cost_fit import fit_weights
+from jaxinfer.engine.execution.step_shapes import Bucket, choose_bucket, plan_buckets
 from jaxinfer.engine.llm import LLM
-from jaxinfer.engine.step import Step
+from jaxinfer.engine.scheduling.step import Step
+from jaxinfer.engine.speculation import step_costs
+from jaxinfer.engine.speculation.cost_fit import fit_weights
 from jaxinfer.validation import shown
 
 MIN_STEPS = 8
 MAX_BYTES = 2**20  # of a file of step times, which has some hundreds
 # Rows are computed side by side, so a step takes as long as its longest one; and what the host does for a step is
 # hidden by the one before it, if that was still on its way.
-FEATURES = (*step_times.FEATURES, "longest context", "not ahead")
+FEATURES = (*step_costs.FEATURES, "longest context", "not ahead")
 
 
 def step_features(step: Step, bucket: Bucket) -> tuple[float, ...]:
     """Returns the FEATURES of a step in its compiled shape."""
     longest = max(map(add, step.chunks.starts, step.chunks.lens))
-    return (*step_times.step_features(step, bucket), longest, not step.is_ahead)
+    return (*step_costs.step_features(step, bucket), longest, not step.is_ahead)
 
 
 @dataclass(frozen=True)

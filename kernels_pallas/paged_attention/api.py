@@ -9,11 +9,11 @@ import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from kernels_pallas.device import device_at_hand
-from kernels_pallas.paged_attention.gpu import paged_attention_gpu
+from kernels_pallas.paged_attention.gpu.entry import paged_attention_gpu
 from kernels_pallas.paged_attention.layout import Pages, head_specs
 from kernels_pallas.paged_attention.reference import paged_attention_reference
 from kernels_pallas.paged_attention.shapes import check_call
-from kernels_pallas.paged_attention.tpu import paged_attention_tpu, paged_attention_tpu_interpreted
+from kernels_pallas.paged_attention.tpu.entry import paged_attention_tpu, paged_attention_tpu_interpreted
 from kernels_pallas.triton import MIN_CAPABILITY
 
 # The mesh axis that heads are split over.

@@ -1,4 +1,4 @@
-"""Block sizes that `scripts/tune_kernels.py` has chosen, a table in JSON for each device."""
+"""Block sizes that `scripts/kernels/tune.py` has chosen, a table in JSON for each device."""
 
 from __future__ import annotations
 

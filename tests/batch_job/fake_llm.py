@@ -7,7 +7,8 @@ import random
 from typing import Any
 
 from jaxinfer.config import SamplingParams
-from jaxinfer.engine.request import Completion, Delta, QueueFullError
+from jaxinfer.engine.request.completion import Completion, Delta
+from jaxinfer.engine.request.request import QueueFullError
 
 MAX_PROMPT_TOKENS = 8
 MAX_RUNNING = 3
@@ -35,7 +36,7 @@ class FakeLLM:
         self._killed_by = killed_by
         self._waiting: list[tuple[int, Any, SamplingParams]] = []
         self._tokens: dict[int, list[int]] = {}
-        self._outbox: list[Delta] = []
+        self._default_queue: list[Delta] = []
         self.num_added = 0
         self.max_unfinished = 0
         self.priorities: set[str] = set()
@@ -63,7 +64,7 @@ class FakeLLM:
     def abort(self, request_id: int) -> None:
         for entry in [entry for entry in self._waiting if entry[0] == request_id]:
             self._waiting.remove(entry)
-            self._outbox.append(self._delta(*entry, token_ids=(), finish_reason="abort"))
+            self._default_queue.append(self._delta(*entry, token_ids=(), finish_reason="abort"))
 
     def step(self) -> list[Delta]:
         if self._killed_by is not None and self._steps_left is not None:
@@ -74,9 +75,9 @@ class FakeLLM:
             tokens = self._tokens.setdefault(request_id, [])
             tokens.append(random.Random(f"{params.seed} {prompt} {len(tokens)}").randrange(100))
             reason = "length" if len(tokens) == params.max_tokens else None
-            self._outbox.append(self._delta(request_id, prompt, params, (tokens[-1],), reason))
+            self._default_queue.append(self._delta(request_id, prompt, params, (tokens[-1],), reason))
         self._waiting = [e for e in self._waiting if len(self._tokens.get(e[0], ())) < e[2].max_tokens]
-        deltas, self._outbox = self._outbox, []
+        deltas, self._default_queue = self._default_queue, []
         return deltas
 
     def _delta(self, request_id: int, prompt: Any, params: SamplingParams, token_ids: Any, finish_reason: Any) -> Delta:

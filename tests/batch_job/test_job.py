@@ -15,7 +15,7 @@ from jaxinfer.batch_job import Summary, check_job, run_batch
 from jaxinfer.batch_job.output import OutputFile
 from jaxinfer.batch_job.records import InvalidLine, digest_of, error_line
 from jaxinfer.config import SamplingParams
-from jaxinfer.engine.request import Delta
+from jaxinfer.engine.request.completion import Delta
 from tests.batch_job.fake_llm import FakeLLM
 
 

@@ -27,7 +27,7 @@ def write_requests(path: Path) -> None:
 
 def start(folder: Path, output: str) -> subprocess.Popen[bytes]:
     paths = [str(folder / "in.jsonl"), str(folder / output)]
-    return subprocess.Popen([sys.executable, "-m", "jaxinfer.cli", "batch", *paths, "--quiet", *ENGINE])
+    return subprocess.Popen([sys.executable, "-m", "jaxinfer", "batch", *paths, "--quiet", *ENGINE])
 
 
 def wait_for_a_moment_to_kill(process: subprocess.Popen[bytes], output: Path, draw: random.Random) -> None:

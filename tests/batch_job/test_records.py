@@ -25,7 +25,7 @@ from jaxinfer.batch_job.records import (
     read_requests,
 )
 from jaxinfer.config import SamplingParams
-from jaxinfer.engine.request import Completion
+from jaxinfer.engine.request.completion import Completion
 
 COMPLETION = Completion(
     request_id=5,

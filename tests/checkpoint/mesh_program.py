@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxinfer.checkpoint.huggingface import load_params, read_config
 from jaxinfer.checkpoint.orbax import read_saved_config, restore_params, save_params
-from jaxinfer.params import shardings
+from jaxinfer.model.params import shardings
 
 
 def model_mesh(num_devices: int) -> jax.sharding.Mesh:

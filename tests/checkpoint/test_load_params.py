@@ -14,7 +14,7 @@ import safetensors.numpy
 import torch
 
 from jaxinfer.checkpoint.huggingface import load_params, read_config
-from jaxinfer.params import shardings
+from jaxinfer.model.params import shardings
 from tests.oracles import load_reference, save_random_checkpoint
 
 VARIANTS = [

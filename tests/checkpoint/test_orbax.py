@@ -17,7 +17,7 @@ import pytest
 from jaxinfer.checkpoint.huggingface import load_params, read_config
 from jaxinfer.checkpoint.orbax import read_saved_config, restore_params, save_params
 from jaxinfer.config import ModelConfig, RopeScaling
-from jaxinfer.params import abstract_params, shardings
+from jaxinfer.model.params import abstract_params, shardings
 from tests.oracles import save_random_checkpoint
 
 ROOT = Path(__file__).parents[2]

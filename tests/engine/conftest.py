@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxinfer.engine.compile_watch import CompileWatch
-from jaxinfer.engine.mailroom import Mailroom
+from jaxinfer.engine.execution.compiled_steps import CompileCounter
+from jaxinfer.engine.frontend.outputs import OutputQueues
 from tests.engine.endless_engines import ENDLESS
 from tests.engine.engines import (
     crowded_engine,
@@ -17,10 +17,10 @@ from tests.engine.engines import (
 
 @pytest.fixture(autouse=True)
 def no_request_waits_for_a_compiler(request):
-    before = CompileWatch.total
+    before = CompileCounter.total
     yield
     # Pallas' interpreter compiles as it goes.
-    assert request.config.getoption("--tpu-kernels") or CompileWatch.total == before
+    assert request.config.getoption("--tpu-kernels") or CompileCounter.total == before
 
 
 @pytest.fixture(scope="session")
@@ -62,8 +62,8 @@ def mute_llm(checkpoint, tmp_path_factory):
 def llm(shared_llm):
     """The shared engine, before and after which no request is left and no page is taken."""
     yield shared_llm
-    leftover = (shared_llm.has_unfinished, num_owned_pages(shared_llm), shared_llm._delivery.mailroom.is_idle)
+    leftover = (shared_llm.has_unfinished, num_owned_pages(shared_llm), shared_llm._loop.queues.is_idle)
     for request_id in list(shared_llm._scheduler._requests):
         shared_llm.abort(request_id)  # or one failure would make those after it fail
-    shared_llm._delivery.mailroom = Mailroom()
+    shared_llm._loop.queues = OutputQueues()
     assert leftover == (False, 0, True)

@@ -8,12 +8,12 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from jaxinfer.cache import abstract_cache
-from jaxinfer.engine.admission import Admission
+from jaxinfer.engine.execution.memory_plan import plan_window
+from jaxinfer.engine.execution.page_copier import PageCopier
+from jaxinfer.engine.frontend.admission import Admission
+from jaxinfer.engine.kv_cache.attention_window import WindowedPages
 from jaxinfer.engine.llm import LLM
-from jaxinfer.engine.page_copier import PageCopier
-from jaxinfer.engine.page_sight import PageSight
-from jaxinfer.engine.planning import plan_window
+from jaxinfer.model.cache import abstract_cache
 from tests.engine.engines import forget_prefixes
 from tests.engine.sights import Endless
 
@@ -26,14 +26,14 @@ SIGHT = Endless(num_sinks=16, num_seen=80, page_size=16)
 def endless(llm: LLM) -> Iterator[LLM]:
     """Lets the requests of an engine be endless for a while: its steps are the same, and nothing else is compiled."""
     config, tables, copier = llm.engine_config, llm._scheduler._tables, llm._runner._copier
-    kept = (llm._admission, tables.sight, copier._turn)
+    kept = (llm._admission, tables.windowed, copier._turn)
     config = dataclasses.replace(config, **ENDLESS)
     window = plan_window(llm.model_config, config, None)
     admission = dataclasses.replace(
         llm._admission, engine_config=config, max_model_len=config.max_model_len, window=window
     )
-    sight = PageSight(window, tables.pages, tables.copies, tables.page_size)
-    _become(llm, admission, sight, _turn_of(llm))
+    windowed = WindowedPages(window, tables.pages, tables.copies, tables.page_size)
+    _become(llm, admission, windowed, _turn_of(llm))
     try:
         yield llm
     finally:
@@ -46,8 +46,8 @@ def _turn_of(llm: LLM) -> Any:
     return PageCopier(cache, llm.model_config, (), num_sinks=1)._turn
 
 
-def _become(llm: LLM, admission: Admission, sight: PageSight, turn: Any) -> None:
+def _become(llm: LLM, admission: Admission, windowed: WindowedPages, turn: Any) -> None:
     forget_prefixes(llm)  # a page holds something else where a token does not see all before it
     llm._admission = llm._branches._admission = admission
     vars(llm._branches).pop("_identity", None)
-    llm._scheduler._tables.sight, llm._runner._copier._turn = sight, turn
+    llm._scheduler._tables.windowed, llm._runner._copier._turn = windowed, turn

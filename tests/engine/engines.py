@@ -17,13 +17,14 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxinfer.config import EngineConfig, SamplingParams
-from jaxinfer.engine.draft_tree import DraftTree
-from jaxinfer.engine.drafters import Drafter
+from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.llm import LLM
-from jaxinfer.engine.request import Completion, Delta
-from jaxinfer.engine.step import Step
+from jaxinfer.engine.request.completion import Completion, Delta
+from jaxinfer.engine.scheduling.drafts import DraftTree
+from jaxinfer.engine.scheduling.step import Step
+from jaxinfer.engine.speculation.speculation import Speculation
 from kernels_pallas.paged_attention import api, layout
-from kernels_pallas.paged_attention.block_sizes import Blocks
+from kernels_pallas.paged_attention.tpu.block_sizes import Blocks
 from tests.oracles import save_random_checkpoint
 from tests.replay import poisoned
 from tests.unoptimised import unoptimised_steps
@@ -160,7 +161,7 @@ class ScriptedTrees(ScriptedDrafter):
 def drafts_from(llm: LLM, drafter: Drafter) -> Iterator[None]:
     """Gives an engine that speculates another drafter for a while."""
     speculation = llm._scheduler._speculation
-    assert speculation is not None
+    assert isinstance(speculation, Speculation)
     speculation.source.drafter, kept = drafter, speculation.source.drafter
     yield
     speculation.source.drafter = kept

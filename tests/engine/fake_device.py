@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.config import SamplingParams
-from jaxinfer.engine.page_copies import Copy, CopyIn, CopyOut, CopyTurned, CopyWithin
-from jaxinfer.engine.prefix import PageKeys, root_key
-from jaxinfer.engine.request import Request
-from jaxinfer.engine.scheduler import Scheduler
-from jaxinfer.engine.step import Chunk, Step
-from jaxinfer.engine.tiers import PageTiers
+from jaxinfer.engine.kv_cache.page_transfers import Copy, CopyPage, RotatePages, SwapIn, SwapOut
+from jaxinfer.engine.kv_cache.tiers import PageTiers
+from jaxinfer.engine.request.page_keys import PageKeys, root_key
+from jaxinfer.engine.request.request import Request
+from jaxinfer.engine.scheduling.scheduler import Scheduler
+from jaxinfer.engine.scheduling.step import Chunk, Step
 from tests.engine.sights import Sight, seen, window_of
 
 
@@ -40,7 +40,7 @@ def make_request(
         seed=0,
         max_tokens=max_tokens,
         stop_token_ids=(),
-        text_stream=None,
+        detokenizer=None,
         keys=None if root is None else PageKeys(root, page_size),
         cache_salt=cache_salt,
         **terms,
@@ -52,9 +52,9 @@ def next_token(seen: list[int], position: int = 0, seed: int = 0, sample_index: 
     return hash((seed, sample_index, position, *seen)) % 1_000_003
 
 
-def token_after(tokens: list[int], request: Request, sight: Sight) -> int:
+def token_after(tokens: list[int], request: Request, windowed: Sight) -> int:
     """What a request draws after these tokens."""
-    visible = [tokens[i] for i in seen(request, len(tokens), sight)]
+    visible = [tokens[i] for i in seen(request, len(tokens), windowed)]
     return next_token(visible, len(tokens), request.seed, request.sample_index)
 
 
@@ -106,7 +106,7 @@ class FakeDevice:
         for batch in step.copies.batches(2):
             self.copy(batch)
         rows, counts = [], []
-        if any(chunk.max_drawn > 1 for chunk in step.chunks):
+        if any(chunk.max_new_tokens > 1 for chunk in step.chunks):
             return self.loop(step)
         for chunk in step.chunks:
             drawn = self.compute(chunk) if chunk.request.finish_reason is None else [-1]
@@ -123,22 +123,22 @@ class FakeDevice:
 
     def loop(self, step: Step) -> SimpleNamespace:
         """Draws token after token for every chunk, each of which it writes before the next."""
-        most = max(chunk.max_drawn for chunk in step.chunks)
+        most = max(chunk.max_new_tokens for chunk in step.chunks)
         tokens = np.full((len(step.chunks), most), -1)
         for row, chunk in zip(tokens, step.chunks, strict=True):
             ahead: list[int] = []
-            for i in range(chunk.max_drawn):
+            for i in range(chunk.max_new_tokens):
                 row[i] = self.compute(replace(chunk, drafts=ahead))[-1]
                 ahead.append(int(row[i]))
-        counts = np.array([chunk.max_drawn for chunk in step.chunks])
-        if step.ends_early:
+        counts = np.array([chunk.max_new_tokens for chunk in step.chunks])
+        if step.stop_at_first_finish:
             counts = np.minimum(counts, counts.min())
         return SimpleNamespace(tokens=tokens, log_probs=np.zeros(tokens.shape), num_emitted=counts, hidden=None)
 
     def compute(self, chunk: Chunk) -> list[int]:
         """Writes the chunk's tokens and drafts; returns the token after the last known one and after each draft."""
         end = chunk.start + chunk.num_tokens
-        if not chunk.is_void:
+        if not chunk.is_stale:
             self.check_context(chunk.request, chunk.start)
         tokens = chunk.request.token_ids[chunk.start : end]
         if len(tokens) < chunk.num_tokens:  # the last is what the step before has drawn
@@ -151,14 +151,14 @@ class FakeDevice:
         """Makes copies, each content being what is in the slots of a page; the last first, for any order must do."""
         for copy in reversed(batch):
             match copy:
-                case CopyOut(page, key):
+                case SwapOut(page, key):
                     assert self.tiers is not None
                     self.tiers.put(key, self.content(page))
-                case CopyIn(page, content):
+                case SwapIn(page, content):
                     self.fill(page, content)
-                case CopyWithin(source, page):
+                case CopyPage(source, page):
                     self.fill(page, self.content(source))
-                case CopyTurned(sources, pages, num_positions):
+                case RotatePages(sources, pages, num_positions):
                     for source, page in zip(sources, pages, strict=True):
                         self.fill(page, self.content(source))
                         self.turns[page] = num_positions
@@ -178,13 +178,13 @@ class FakeDevice:
     def context(self, request: Request, kv_len: int) -> list[int]:
         """What a request sees that has so many tokens in its pages."""
         positions = seen(request, kv_len, self.window)
-        if not request.num_hidden:
+        if not request.num_evicted_tokens:
             return [self.slots[self.slot(request, i)] for i in positions]
-        assert {self.turns[page] for page in request.turned} == {request.num_hidden}, (
+        assert {self.turns[page] for page in request.rotated_sinks} == {request.num_evicted_tokens}, (
             "sinks are not where they should be"
         )
-        assert len(positions) == kv_len - request.num_hidden, "a token sees what is not for it"
-        return [self.slots[self.slot_in_table(request, request.num_hidden + i)] for i in range(len(positions))]
+        assert len(positions) == kv_len - request.num_evicted_tokens, "a token sees what is not for it"
+        return [self.slots[self.slot_in_table(request, request.num_evicted_tokens + i)] for i in range(len(positions))]
 
     def check_context(self, request: Request, kv_len: int) -> None:
         """Asserts that what the token after the first `kv_len` sees of them is in its pages."""
@@ -194,13 +194,13 @@ class FakeDevice:
 
     def slot(self, request: Request, position: int) -> int:
         """Where a request has a token."""
-        assert position // self.page_size not in request.freed, "a page is used that was given back"
+        assert position // self.page_size not in request.evicted, "a page is used that was given back"
         return request.pages[position // self.page_size] * self.page_size + position % self.page_size
 
     def slot_in_table(self, request: Request, position: int) -> int:
         """Where steps find a token, and write it."""
-        index, offset = divmod(position - request.num_hidden, self.page_size)
-        assert request.num_hidden or index not in request.freed, "a page is used that was given back"
+        index, offset = divmod(position - request.num_evicted_tokens, self.page_size)
+        assert request.num_evicted_tokens or index not in request.evicted, "a page is used that was given back"
         return request.table[index] * self.page_size + offset
 
 

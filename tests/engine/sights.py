@@ -6,8 +6,8 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxinfer.engine.page_window import PageWindow, endless_window, page_window
-from jaxinfer.engine.request import Request
+from jaxinfer.engine.kv_cache.attention_window import AttentionWindow, endless_window, sliding_attention_window
+from jaxinfer.engine.request.request import Request
 
 
 class Endless(NamedTuple):
@@ -22,13 +22,13 @@ class Endless(NamedTuple):
 Sight = int | Endless | None
 
 
-def seen(request: Request, position: int, sight: Sight) -> Sequence[int]:
+def seen(request: Request, position: int, windowed: Sight) -> Sequence[int]:
     """Which tokens a request sees when it draws the one at a position."""
-    if sight is None or request.sampling.reads_context:
+    if windowed is None or request.sampling.reads_context:
         return range(position)
-    if isinstance(sight, Endless):
-        return seen_before(2 ** max(position.bit_length(), 7), *sight)[position - 1] if position else ()
-    return range(max(position - sight, 0), position)
+    if isinstance(windowed, Endless):
+        return seen_before(2 ** max(position.bit_length(), 7), *windowed)[position - 1] if position else ()
+    return range(max(position - windowed, 0), position)
 
 
 @functools.cache
@@ -43,8 +43,8 @@ def seen_before(num_tokens: int, num_sinks: int, num_seen: int, page_size: int) 
     return seen
 
 
-def window_of(sight: Sight, page_size: int, budget: int) -> PageWindow | None:
+def window_of(windowed: Sight, page_size: int, budget: int) -> AttentionWindow | None:
     """What a scheduler is told whose steps have so many tokens."""
-    if isinstance(sight, Endless):
-        return endless_window(sight.num_seen, sight.num_sinks, page_size)
-    return None if sight is None else page_window(sight, page_size, budget)
+    if isinstance(windowed, Endless):
+        return endless_window(windowed.num_seen, windowed.num_sinks, page_size)
+    return None if windowed is None else sliding_attention_window(windowed, page_size, budget)

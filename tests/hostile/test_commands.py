@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given
 
 import jaxinfer
-from jaxinfer import cli, doctor, simulation
+from jaxinfer import simulation
+from jaxinfer.cli import doctor
+from jaxinfer.cli import main as cli
 from jaxinfer.simulation.step_times import FEATURES
 from jaxinfer.simulation.trace import MAX_LEN
 from tests.batch_job.fake_llm import FakeLLM

@@ -14,7 +14,7 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from jaxinfer.config import SamplingParams
-from jaxinfer.engine import disk_tier
+from jaxinfer.engine.kv_cache import disk_tier
 from jaxinfer.engine.llm import LLM
 from tests.engine.engines import GREEDY, drain, generate, num_owned_pages, quick_engine
 from tests.hostile.cases import cases, limits
@@ -148,19 +148,19 @@ class ErrorMachine(RuleBasedStateMachine):
             self.take(drain(self.llm))
         assert self.waiting == {}
         assert num_owned_pages(self.llm) == 0
-        assert self.llm._delivery.mailroom.is_idle
+        assert self.llm._loop.queues.is_idle
 
 
 @pytest.mark.parametrize("speculates", [False, True], ids=["plain", "speculating"])
 def test_no_error_between_calls_loses_or_changes_a_request(speculates, checkpoint, tmp_path, monkeypatch):
-    drafter, disk, write = HostileDrafter(), [], disk_tier.write_sealed
+    drafter, disk, write = HostileDrafter(), [], disk_tier.write_checked
 
     def write_or_fail(*arguments: Any) -> None:
         if disk:
             raise disk.pop()
         write(*arguments)
 
-    monkeypatch.setattr(disk_tier, "write_sealed", write_or_fail)
+    monkeypatch.setattr(disk_tier, "write_checked", write_or_fail)
     pages = {"num_pages": 12, "disk_cache_path": str(tmp_path / "pages"), "disk_cache_bytes": 2**20}
     with quick_engine(checkpoint, **pages, speculation=drafter if speculates else None) as llm:
         ErrorMachine.llm, ErrorMachine.drafter, ErrorMachine.disk, ErrorMachine.folder = llm, drafter, disk, tmp_path

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 import jaxinfer
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.llm import LLM
-from jaxinfer.engine.request import Delta
+from jaxinfer.engine.request.completion import Delta
 from tests.engine.engines import num_owned_pages
 from tests.hostile.cases import cases, limits
 
@@ -100,13 +100,13 @@ class EngineMachine(RuleBasedStateMachine):
     def interrupted(self, lines: int, call: Callable[[], Any]) -> Any:
         """Returns the result, or None where the interrupt came first; `step` may have handed deltas out by then."""
         taken: list[Delta] = []
-        take = self.llm._delivery.mailroom.take
+        take = self.llm._loop.queues.take
 
         def noted() -> list[Delta]:
             taken.extend(take())
             return taken
 
-        self.llm._delivery.mailroom.take = noted
+        self.llm._loop.queues.take = noted
         try:
             with interrupt_after(lines):
                 return call()
@@ -114,7 +114,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.take(taken)
             return None
         finally:
-            del self.llm._delivery.mailroom.take
+            del self.llm._loop.queues.take
 
     @rule(pair=pairs)
     def add(self, pair):

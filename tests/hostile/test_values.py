@@ -13,16 +13,19 @@ import pytest
 from hypothesis import given
 
 import jaxinfer
-from jaxinfer.batch import Row, make_batch
-from jaxinfer.cache import init_cache
 from jaxinfer.checkpoint import load_checkpoint
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, RopeScaling, SamplingParams
-from jaxinfer.engine import llm as llm_module
+from jaxinfer.engine import assembly
+from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.llm import LLM
-from jaxinfer.engine.request import Completion, Delta
-from jaxinfer.params import abstract_params
-from jaxinfer.sampling_batch import make_sampling
-from jaxinfer.steps import decode_step, prefill_step
+from jaxinfer.engine.request.completion import Completion, Delta
+from jaxinfer.engine.request.request import QueueFullError
+from jaxinfer.engine.scheduling.drafts import DraftTree
+from jaxinfer.model.batch import Row, make_batch
+from jaxinfer.model.cache import init_cache
+from jaxinfer.model.params import abstract_params
+from jaxinfer.sampling.batch import make_sampling
+from jaxinfer.steps.steps import decode_step, prefill_step
 from tests.engine.engines import GREEDY, drain, num_owned_pages
 from tests.hostile.cases import cases
 from tests.hostile.oracle import REFUSED, refused_or_returned
@@ -70,9 +73,10 @@ def changes_of(names: Collection[str]) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def test_no_public_name_is_left_out():
-    tested = {*CONFIGS, *FUNCTIONS.values(), *STEPS, Row, LLM} - {RopeScaling}
+    tested = {*CONFIGS, *FUNCTIONS.values(), *STEPS, Row, DraftTree, LLM} - {RopeScaling}
+    not_called = {Completion, Delta, Drafter, QueueFullError, jaxinfer.__version__}
 
-    assert {getattr(jaxinfer, name) for name in dir(jaxinfer)} == tested | {Completion, Delta, jaxinfer.__version__}
+    assert {getattr(jaxinfer, name) for name in dir(jaxinfer)} == tested | not_called
     assert {name for name in vars(LLM) if not name.startswith("_")} == {*METHODS, "step", "close"} | VIEWS
 
 
@@ -99,7 +103,7 @@ def stream(llm: LLM, **arguments: Any) -> None:
     list(llm.stream(**arguments))
 
 
-VIEWS = {"has_unfinished", "identity", "metrics"}  # without arguments
+VIEWS = {"on_step", "has_unfinished", "identity", "metrics"}  # without arguments
 METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "add": (add, PROMPT),
     "stream": (stream, PROMPT),
@@ -151,7 +155,7 @@ def test_methods_of_an_llm(llm, name, tmp_path, monkeypatch):
             llm.abort(request_id)
         drain(llm)
         assert num_owned_pages(llm) == 0
-        assert llm._delivery.mailroom.is_idle
+        assert llm._loop.queues.is_idle
 
     test()
 
@@ -186,7 +190,7 @@ def test_an_llm(checkpoint, monkeypatch, no_network):
     def accept(*_: Any, **__: Any) -> None:
         raise AcceptedError
 
-    monkeypatch.setattr(llm_module, "load_target", accept)
+    monkeypatch.setattr(assembly, "load_target", accept)
 
     def make(**arguments: Any) -> None:
         with pytest.raises(AcceptedError):
@@ -234,6 +238,15 @@ def test_rows():
     def test(changes):
         row = Row(**{"token_ids": [5], "start": 0, "page_ids": [0], **changes})
         refused_or_returned(lambda: make_batch(**{**BATCH, "rows": [row]}), [*changes, "row"])
+
+    test()
+
+
+def test_draft_trees():
+    @cases(0.04)
+    @given(changes_of({"token_ids", "parents"}))
+    def test(changes):
+        refused_or_returned(lambda: DraftTree(**{"token_ids": [5, 6], "parents": [-1, 0], **changes}), changes)
 
     test()
 

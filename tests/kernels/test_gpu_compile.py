@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from scripts.compile_gpu import DEVICES, can_compile, cases_for, compile_for
+from scripts.kernels.compile_gpu import DEVICES, can_compile, cases_for, compile_for
 
 pytestmark = [
     pytest.mark.aot,

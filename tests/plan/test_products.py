@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 from jax.extend.core import ClosedJaxpr
 
-from jaxinfer.batch import make_batch
-from jaxinfer.cache import abstract_cache
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
-from jaxinfer.draft_heads import MedusaHeads, chain_of, draft_from_states
-from jaxinfer.eagle_head import EagleHead
-from jaxinfer.engine.compiling import StepCompiler
-from jaxinfer.engine.warm_up import plan_target
-from jaxinfer.params import LayerParams, abstract_params
+from jaxinfer.engine.execution.step_compiler import StepCompiler
+from jaxinfer.engine.execution.warm_up import plan_target
+from jaxinfer.model.batch import make_batch
+from jaxinfer.model.cache import abstract_cache
+from jaxinfer.model.params import LayerParams, abstract_params
+from jaxinfer.model.quantized_params import quantize_params
 from jaxinfer.plan.products import ProductShape, other_float_sums, product_shapes
-from jaxinfer.quantization import quantize_params
-from jaxinfer.sampling_batch import make_sampling
-from jaxinfer.steps import draft_step
+from jaxinfer.sampling.batch import make_sampling
+from jaxinfer.steps.eagle import EagleHead
+from jaxinfer.steps.medusa import MedusaHeads, chain_of, draft_from_states
+from jaxinfer.steps.steps import draft_step
 from kernels_pallas import row_products
 from kernels_pallas.paged_attention import abstract_pages, paged_attention
 from kernels_pallas.paged_attention.layout import LANES

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jaxinfer.layers import linear
-from jaxinfer.params import shardings
-from jaxinfer.quantization import QuantizedArray, quantize, quantize_params, quantize_weight, quantized_shardings
+from jaxinfer.model.layers import linear
+from jaxinfer.model.params import shardings
+from jaxinfer.model.quantized_params import quantize_params, quantized_shardings
+from jaxinfer.quantization import QuantizedArray, quantize, quantize_weight
 from tests.replay import SMALL_MODEL, lively_params, replay
 
 GENERATOR = np.random.default_rng(0)

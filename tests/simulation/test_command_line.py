@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from jaxinfer import cli
-from jaxinfer.cli_load import SAMPLE_TRACE
+from jaxinfer.cli.bench import SAMPLE_TRACE
+from jaxinfer.cli.main import main
 from jaxinfer.engine.llm import BUNDLED_MODEL
 from jaxinfer.simulation.step_times import FEATURES
 from tests.engine.engines import save_small_checkpoint
@@ -34,7 +34,7 @@ def run(folder, command, *options):
 def run_trace(folder, command, trace, *options):
     arguments = [command, str(trace), "--model", str(folder / "model"), "--quiet", *ENGINE, *options]
     with unoptimised_steps():
-        return cli.main(arguments)
+        return main(arguments)
 
 
 def test_a_trace_is_replayed_and_simulated(folder, capsys):
@@ -71,7 +71,7 @@ def test_a_model_without_a_name_is_refused_by_the_name_of_its_option(tmp_path, c
     weights = [0.001] * len(FEATURES)
     (tmp_path / "times.json").write_text(json.dumps({"features": FEATURES, "decode": weights, "prefill": weights}))
 
-    status = cli.main(["simulate", str(SAMPLE_TRACE), "--step-times", str(tmp_path / "times.json"), "--model", ""])
+    status = main(["simulate", str(SAMPLE_TRACE), "--step-times", str(tmp_path / "times.json"), "--model", ""])
 
     assert status == 2
     assert "model='' is not allowed" in capsys.readouterr().err
@@ -81,7 +81,7 @@ def test_the_sample_trace_is_served_whole_and_shares_prefixes(tmp_path, capsys):
     weights = [0.001] * len(FEATURES)
     (tmp_path / "times.json").write_text(json.dumps({"features": FEATURES, "decode": weights, "prefill": weights}))
 
-    assert cli.main(["simulate", str(SAMPLE_TRACE), "--step-times", str(tmp_path / "times.json"), "--quiet"]) == 0
+    assert main(["simulate", str(SAMPLE_TRACE), "--step-times", str(tmp_path / "times.json"), "--quiet"]) == 0
 
     figures = capsys.readouterr().out
     assert "24 requests" in figures
@@ -99,13 +99,13 @@ NOT_OFFERED = {
 
 @pytest.mark.parametrize(("command", "option"), [(c, option) for c in NOT_OFFERED for option in NOT_OFFERED[c]])
 def test_an_option_that_a_load_has_no_use_for_is_not_offered(capsys, command, option):
-    assert cli.main([command, "--help"]) == 0
+    assert main([command, "--help"]) == 0
     assert not re.search(rf"{option}\b", capsys.readouterr().out)
 
 
 def run_bench(folder, *options):
     load = ["--num-requests", "9", "--input-len", "20-40", "--output-len", "5", "--rate", "1000"]
-    return cli.main(["bench", "--model", str(folder / "model"), "--quiet", *load, *ENGINE, *options])
+    return main(["bench", "--model", str(folder / "model"), "--quiet", *load, *ENGINE, *options])
 
 
 def test_a_bench_prints_figures_and_leaves_a_plot_and_a_timeline(folder, tmp_path, capsys):
@@ -192,7 +192,7 @@ def test_a_mistake_in_a_trace_is_told_before_a_model_is_loaded(tmp_path, capsys,
     if content is not None:
         (tmp_path / "trace.jsonl").write_bytes(content)
 
-    status = cli.main([command, str(tmp_path / "trace.jsonl"), "--step-times", str(times), "--model", str(model)])
+    status = main([command, str(tmp_path / "trace.jsonl"), "--step-times", str(times), "--model", str(model)])
 
     assert status == 2
     assert capsys.readouterr().err.startswith(f"jaxinfer: error: {tmp_path / 'trace.jsonl'}")
@@ -218,7 +218,7 @@ def test_a_mistake_in_step_times_is_told_before_a_model_is_loaded(folder, tmp_pa
     if content is not None:
         times.write_bytes(content)
 
-    status = cli.main([command, str(SAMPLE_TRACE), "--step-times", str(times), "--model", "no such model"])
+    status = main([command, str(SAMPLE_TRACE), "--step-times", str(times), "--model", "no such model"])
 
     assert status == 2
     message = capsys.readouterr().err

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.buckets import plan_buckets
-from jaxinfer.engine.metrics import Targets
+from jaxinfer.engine.execution.step_shapes import plan_buckets
+from jaxinfer.engine.scheduling.metrics import Targets
 from jaxinfer.simulation import driver
 from jaxinfer.simulation.driver import drive
 from jaxinfer.simulation.real_engine import RealEngine, rehearse

@@ -1,4 +1,4 @@
-"""Block sizes come from the table of the device at hand, or else from rules; scripts/tune_kernels.py makes tables."""
+"""Block sizes come from the table of the device at hand, or else from rules; scripts/kernels/tune.py makes tables."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh
 
 from kernels_pallas import triton
-from kernels_pallas.paged_attention import abstract_pages, block_sizes, tuned_tables
-from kernels_pallas.paged_attention.block_sizes import (
+from kernels_pallas.paged_attention import abstract_pages, tuned_tables
+from kernels_pallas.paged_attention.gpu.block_sizes import gpu_block_sizes, table_name
+from kernels_pallas.paged_attention.tpu.block_sizes import (
     INTERPRETED_BUFFERS,
     MAX_HELD_BYTES,
     Blocks,
     decode_blocks,
     ragged_blocks,
 )
-from kernels_pallas.paged_attention.gpu_block_sizes import gpu_block_sizes, table_name
 from kernels_pallas.paged_attention.tuned_tables import KEYS, TABLES, tuned_table
 from kernels_pallas.triton import Target
-from scripts import compile_gpu, compile_matrix, kernel_ratings, tune_kernels, tuning_candidates
+from scripts.kernels import compile_gpu, compile_matrix, ratings, tune, tuning_candidates
 
 CHIPS = ("v5e", "v5p", "v6e", "7x")
 ENTRY = {"kernel": "decode", "page_dtype": "int8", "num_kv_heads": 1, "head_dim": 128, "num_groups": 4}
@@ -39,7 +40,7 @@ def chip(monkeypatch, tmp_path):
     info = SimpleNamespace(
         chip_version=SimpleNamespace(value="v6e"), mem_bw_bytes_per_second=1.64e12, num_cores=1, mxu_column_size=256
     )
-    monkeypatch.setattr(block_sizes.pltpu, "get_tpu_info", lambda: info)
+    monkeypatch.setattr(pltpu, "get_tpu_info", lambda: info)
     monkeypatch.setattr(tuned_tables, "TABLES", tmp_path)
     (tmp_path / "tpu_v6e.json").write_text(json.dumps({"entries": [ENTRY | CHOICE]}))
     tuned_table.cache_clear()
@@ -66,7 +67,7 @@ def test_what_is_not_tabled_goes_by_the_rules(changes, num_groups):
     blocks = decode_blocks(pages, 64, num_groups)
 
     # 3.28 MB answer two microseconds of 1.64 TB/s: one block of 512 tokens is computed with, the rest are under way.
-    block_bytes = 512 * kernel_ratings.token_bytes({**ENTRY, **changes})
+    block_bytes = 512 * ratings.token_bytes({**ENTRY, **changes})
     assert blocks == Blocks(4, min(1 + math.ceil(3.28e6 / block_bytes), 12))
 
 
@@ -131,16 +132,16 @@ def test_a_gpu_at_hand_is_tuned_by_time_and_its_table_is_found_again(monkeypatch
     """The kernel is interpreted; that its table is used on a GPU follows from the tests above."""
     small = ENTRY | {"page_dtype": "float32", "head_dim": 16}
     monkeypatch.setattr(tuned_tables, "TABLES", tmp_path)
-    monkeypatch.setattr(tune_kernels, "shapes", lambda kernel: [small])
+    monkeypatch.setattr(tune, "shapes", lambda kernel: [small])
     monkeypatch.setattr(tuning_candidates, "GPU_CHOICES", {name: (value,) for name, value in GPU_CHOICE.items()})
     interpreted = functools.partial(compile_gpu.attention, q_len=1, num_tokens=2, num_rows=2, dtype="float32")
     monkeypatch.setattr(compile_gpu, "decode", functools.partial(interpreted, interpret=True))
     monkeypatch.setattr(triton, "target", lambda: GPU)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(sys, "argv", ["tune_kernels.py", "--by-time"])
+    monkeypatch.setattr(sys, "argv", ["tune.py", "--by-time"])
     monkeypatch.setattr(tuning_candidates, "CONTEXTS", (256,))
 
-    tune_kernels.main()
+    tune.main()
 
     (path,) = tmp_path.iterdir()
     assert path.name == f"{table_name(jax.devices()[0].device_kind)}.json"
@@ -156,7 +157,7 @@ def test_what_is_timed_reads_no_page_twice_and_appends_each_token_to_a_page_of_i
     mesh = AbstractMesh((1,), ("model",))
     case = make(mesh, num_heads=2, num_kv_heads=1, head_dim=16, page_size=128)
 
-    arguments = tune_kernels.full_arguments(case)
+    arguments = tune.full_arguments(case)
 
     (num_rows, width), pages = arguments["block_tables"].shape, arguments["pages"]
     assert sorted(np.ravel(arguments["block_tables"])) == list(range(num_rows * width)) == list(range(pages.num_pages))
@@ -165,10 +166,10 @@ def test_what_is_timed_reads_no_page_twice_and_appends_each_token_to_a_page_of_i
 
 
 def test_a_device_that_cannot_be_measured_is_named(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["tune_kernels.py", "--by-time"])
+    monkeypatch.setattr(sys, "argv", ["tune.py", "--by-time"])
 
     with pytest.raises(RuntimeError, match="needs one of .* or a GPU, not 'cpu'; leave --by-time out"):
-        tune_kernels.main()
+        tune.main()
 
 
 @pytest.mark.parametrize("chip_name", CHIPS)
@@ -176,10 +177,10 @@ def test_the_tables_have_choices_that_fit_for_every_shape_they_are_made_for(chip
     tuned_table.cache_clear()
     table = tuned_table(f"tpu_{chip_name}")
 
-    wanted = [tuple(shape[key] for key in KEYS) for shape in tune_kernels.shapes("decode")]
+    wanted = [tuple(shape[key] for key in KEYS) for shape in tune.shapes("decode")]
     assert sorted(table) == sorted(wanted)
     for entry in table.values():
-        held = entry["block_tokens"] * entry["buffers"] * kernel_ratings.token_bytes(entry)
+        held = entry["block_tokens"] * entry["buffers"] * ratings.token_bytes(entry)
         assert entry["block_tokens"] % 128 == 0
         assert held <= MAX_HELD_BYTES
 
@@ -197,10 +198,10 @@ def test_a_choice_is_rated_by_what_takes_longer_reading_or_computing(bundles, ex
     # A token of 8 heads of 128 has 4,096 bytes: 512 of them take 2,238 cycles of 1.75 GHz at 1,640 GB/s.
     shape = {"page_dtype": "bfloat16", "num_kv_heads": 8, "head_dim": 128, "num_groups": 4}
     if expected is None:
-        parts = [-(-n // 512) * bundles / (n * 4096 * 1.75 / 1640) for n in kernel_ratings.CONTEXTS]
+        parts = [-(-n // 512) * bundles / (n * 4096 * 1.75 / 1640) for n in ratings.CONTEXTS]
         expected = sum(parts) / len(parts)
 
-    rated = kernel_ratings.rate_decode("v6e", shape, {"block_tokens": 512, "buffers": 4}, bundles)
+    rated = ratings.rate_decode("v6e", shape, {"block_tokens": 512, "buffers": 4}, bundles)
 
     assert rated == pytest.approx(expected, rel=1e-3)
 
@@ -210,18 +211,18 @@ def test_a_loop_over_heads_counts_as_often_as_it_turns(block_tokens, times):
     # Eight pieces of up to 512 keys stand side by side: all 8 heads of a block of 512, or 4 of one of 1,024.
     figures = {"bundles": 1000, "inner_bundles": [600]}
 
-    bundles = kernel_ratings.bundles_of_turn({"num_kv_heads": 8}, {"block_tokens": block_tokens}, figures)
+    bundles = ratings.bundles_of_turn({"num_kv_heads": 8}, {"block_tokens": block_tokens}, figures)
 
     assert bundles == 1000 + times * 600
 
 
 def test_prefill_is_rated_by_the_turns_of_the_loop_with_a_mask_and_of_the_one_without(monkeypatch):
-    monkeypatch.setattr(kernel_ratings, "CHUNKS", (256,))
-    monkeypatch.setattr(kernel_ratings, "TOKENS_BEFORE", (512,))
+    monkeypatch.setattr(ratings, "CHUNKS", (256,))
+    monkeypatch.setattr(ratings, "TOKENS_BEFORE", (512,))
     shape = {"page_dtype": "bfloat16", "num_kv_heads": 8, "head_dim": 128, "num_groups": 4}
     figures = {"bundles": 2500, "inner_bundles": [400, 500]}
 
-    rated = kernel_ratings.rate_ragged("v6e", shape, {"block_tokens": 512, "queries": 128}, figures, piece_rows=256)
+    rated = ratings.rate_ragged("v6e", shape, {"block_tokens": 512, "queries": 128}, figures, piece_rows=256)
 
     # Two tiles, each of two blocks, one without a mask; 8 heads of two pieces a block.
     cycles = 2 * (2 * (2500 - 900) / 2 + 16 * (400 + 500))

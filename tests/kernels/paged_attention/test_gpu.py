@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from kernels_pallas.paged_attention import abstract_pages, paged_attention
-from kernels_pallas.paged_attention.gpu import paged_attention_gpu
-from kernels_pallas.paged_attention.gpu_block_sizes import GpuBlockSizes, gpu_block_sizes
+from kernels_pallas.paged_attention.gpu.block_sizes import GpuBlockSizes, gpu_block_sizes
+from kernels_pallas.paged_attention.gpu.entry import paged_attention_gpu
 from kernels_pallas.triton import Target
 from tests.kernels.paged_attention import test_paged_attention as common
 from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call

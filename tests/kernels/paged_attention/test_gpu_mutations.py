@@ -13,13 +13,13 @@ import jax
 import numpy as np
 import pytest
 
-from kernels_pallas.paged_attention import gpu, gpu_append, gpu_attend, gpu_chunks
-from kernels_pallas.paged_attention.gpu_block_sizes import GpuBlockSizes
+from kernels_pallas.paged_attention.gpu import append, attend, chunks, entry
+from kernels_pallas.paged_attention.gpu.block_sizes import GpuBlockSizes
 from tests.kernels.paged_attention.mutants import mutant
 from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call
 from tests.unoptimised import UNOPTIMISED
 
-FILES = (gpu_chunks, gpu_append, gpu_attend, gpu)
+FILES = (chunks, append, attend, entry)
 MUTATIONS = {
     "queries that see what follows them": (
         "is_visible = slots[None] <= tile.positions[:, None]",
@@ -52,9 +52,9 @@ def run(kernels: Any) -> None:
     sinks = np.array([-1, 0, 1, 2, 0, -2, 1, 0], np.float32)
     blocks = GpuBlockSizes(block_m=16, block_k=16, num_splits=2, num_warps=4, num_stages=2)
     options = {"scale": 0.25, "q_len": 6, "block_sizes": blocks, "interpret": True}
-    attend = jax.jit(functools.partial(kernels.paged_attention_gpu, **options), compiler_options=UNOPTIMISED)
+    attention = jax.jit(functools.partial(kernels.paged_attention_gpu, **options), compiler_options=UNOPTIMISED)
 
-    out, pages = attend(**call.with_options(sinks=sinks).arguments)
+    out, pages = attention(**call.with_options(sinks=sinks).arguments)
 
     expected = expected_output(call, 0.25, sinks=sinks)
     is_real = ~np.isnan(expected)
@@ -64,7 +64,7 @@ def run(kernels: Any) -> None:
 
 
 def test_the_kernels_as_they_are_pass():
-    run(gpu)
+    run(entry)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

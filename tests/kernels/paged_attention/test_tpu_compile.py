@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from scripts.compile_matrix import KERNEL_CASES, can_compile, compile_for
+from scripts.kernels.compile_matrix import KERNEL_CASES, can_compile, compile_for
 
 pytestmark = [
     pytest.mark.aot,
@@ -29,7 +29,7 @@ MAX_BUNDLES = {
 # the matrix units do per cycle, 197 Tflop/s at 1.5 GHz and 918 at 1.75.
 PIECE = {"v5e": (128, 197e12 / 1.5e9), "v6e": (256, 918e12 / 1.75e9)}
 MIN_RATES = {("v5e", "prefill"): (0.5, 0.5), ("v6e", "prefill"): (0.25, 0.24)}
-# What is compiled here; `scripts/compile_matrix.py` has every case for every device, which takes longer.
+# What is compiled here; `scripts/kernels/compile_matrix.py` has every case for every device, which takes longer.
 KERNELS = {
     "v5e": (*(name for name in KERNEL_CASES if name.startswith("decode")), "prefill", "prefill head_dim 64", "verify"),
     "v5p": ("decode", "decode int8", "decode fp8", "prefill"),

@@ -15,8 +15,8 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 from jax._src.pallas.mosaic.interpret import utils as interpreter_utils
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.paged_attention import tpu, tpu_append, tpu_attend, tpu_fetch, tpu_items, tpu_kernel
-from kernels_pallas.paged_attention.block_sizes import Blocks
+from kernels_pallas.paged_attention.tpu import append, attend, entry, fetch, items, kernel
+from kernels_pallas.paged_attention.tpu.block_sizes import Blocks
 from tests.kernels.paged_attention.mutants import mutant
 from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call, write
 from tests.unoptimised import UNOPTIMISED
@@ -26,7 +26,7 @@ SMALL: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "tab
 DECODE = [(1, n) for n in (1, 15, 16, 17, 0, 33, 64, 128, 100)]
 
 
-def run(call, kernels=tpu, execution: Literal["eager", "on_wait"] = "eager", tolerance=2e-5, trees=None, **options):
+def run(call, kernels=entry, execution: Literal["eager", "on_wait"] = "eager", tolerance=2e-5, trees=None, **options):
     """Runs a call in the interpreter and checks the result, the pages, and that there was no race."""
     scale = call.arguments["q"].shape[-1] ** -0.5
     interpret = pltpu.InterpretParams(detect_races=True, dma_execution_mode=execution)
@@ -109,7 +109,7 @@ def test_decoding_nothing_writes_nothing_and_reads_inside_its_arrays(monkeypatch
 def test_decoding_without_new_keys_reads_what_is_there():
     call = make_call([(1, 40), (1, 17)], **SMALL, layout="tpu")
     scale = call.arguments["q"].shape[-1] ** -0.5
-    _, pages = tpu.paged_attention_tpu_interpreted(**call.arguments, scale=scale, q_len=1)
+    _, pages = entry.paged_attention_tpu_interpreted(**call.arguments, scale=scale, q_len=1)
 
     decode(call.with_options(k=None, v=None, pages=pages))
 
@@ -141,7 +141,7 @@ def test_many_rows_of_queries_are_exact_and_free_of_races(lens, options):
 
 
 def test_blocks_of_more_keys_than_a_piece_has_are_exact(monkeypatch):
-    monkeypatch.setattr(tpu_attend, "KEYS_TOGETHER", 32)  # blocks of 48, pieces of 16
+    monkeypatch.setattr(attend, "KEYS_TOGETHER", 32)  # blocks of 48, pieces of 16
 
     run(make_call([(17, 100)], **SMALL, layout="tpu"), blocks=Blocks(pages=3, buffers=3, queries=20, rows=40))
 
@@ -188,7 +188,7 @@ def test_a_neighbour_of_nan_values_makes_no_result_nan(q_len, window):
     call = call.with_options(pages=pages, v=call.arguments["v"].at[np.isin(rows, poisoned)].set(np.nan))
 
     blocks = Blocks(pages=4, buffers=3, queries=q_len)
-    attend = functools.partial(tpu.paged_attention_tpu_interpreted, scale=0.25, q_len=q_len, window=window)
+    attend = functools.partial(entry.paged_attention_tpu_interpreted, scale=0.25, q_len=q_len, window=window)
     out, _ = jax.jit(functools.partial(attend, blocks=blocks), compiler_options=UNOPTIMISED)(**call.arguments)
 
     others = ~np.isin(rows, poisoned)
@@ -197,7 +197,7 @@ def test_a_neighbour_of_nan_values_makes_no_result_nan(q_len, window):
     assert np.isnan(out[~others]).all()
 
 
-FILES = (tpu_items, tpu_attend, tpu_fetch, tpu_append, tpu_kernel, tpu)
+FILES = (items, attend, fetch, append, kernel, entry)
 # None that makes a kernel wait for what never comes: the interpreter would wait as well.
 MUTATIONS = {
     "a dropped wait for a block": ("pltpu.make_async_copy(part, part, s.kv_arrived.at[slot]).wait()", "pass"),

@@ -1,0 +1,306 @@
+"""The command line: `jaxinfer generate` streams one completion, `jaxinfer batch` runs a file of requests.
+
+`jaxinfer bench` measures a load, `jaxinfer replay` a trace of requests, and `jaxinfer simulate` needs no device.
+`jaxinfer doctor` says whether the bits of a request depend on the batch on this CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+import time
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from jaxinfer._version import __version__
+
+# jax takes seconds to import, so the commands import what needs it, after the arguments have been read.
+from jaxinfer.cli import bench
+from jaxinfer.cli.options import add_fields, from_arguments
+from jaxinfer.cli.output import drop_output, require_output, show
+from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.validation import cut
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from jaxinfer import LLM
+    from jaxinfer.engine.llm import Completion
+    from jaxinfer.text.tokenizer import Tokenizer
+
+EXIT_FAULTS = 1  # found by the doctor, or requests that ended in an error
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+MAX_PROMPT_CHARACTERS = 2**24  # from standard input, which may have no end
+
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA says it
+
+BATCH_LOOP_STEPS = 8  # as nobody waits for a single token; more gain nothing
+BATCH_STATUSES = (
+    "Exit status: 0 if all requests have their completions, 1 if some have an error instead, 2 for a mistake."
+)
+# Fields of which these commands would show nothing.
+OMITTED = ("ttft_target", "tpot_target")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"jaxinfer: error: {_one_line(message)} (try `{self.prog} --help`)\n")
+
+    def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = super().parse_args(*args, **kwargs)
+        for name, value in vars(arguments).items():
+            if isinstance(value, list) and (not value or [] in value):  # which Python 3.11 makes of `--name=--`
+                self.error(f"argument --{name.replace('_', '-')}: expected a value, not '--'")
+        return arguments
+
+
+def run() -> NoReturn:
+    """Runs this process's command and ends the process.
+
+    After Ctrl-C or a mistake it ends at once: the compiler, which cannot be stopped, would go on for the next start.
+    """
+    if sys.stderr is None:  # closed; what is printed to None goes to standard output
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  up to the end of the process
+    status = main()
+    if status in (0, EXIT_FAULTS):
+        sys.exit(status)
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 0, 1 for faults found, 2 for a user's mistake, 130 after Ctrl-C."""
+    try:
+        arguments = _parser().parse_args(argv)
+        if arguments.run is not _batch:  # which prints nothing there
+            require_output()
+        status = arguments.run(arguments)
+    except SystemExit as exit_:  # from --help, --version and the parser's errors
+        return exit_.code if isinstance(exit_.code, int) else 0
+    except KeyboardInterrupt as interrupt:
+        print(f"jaxinfer: {interrupt}" if interrupt.args else "jaxinfer: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        drop_output()  # the reader has had enough
+        return EXIT_BROKEN_PIPE
+    except (ValueError, OSError, NotImplementedError) as error:
+        print(f"jaxinfer: error: {_one_line(error)}", file=sys.stderr)
+        return EXIT_USAGE
+    except (MemoryError, RuntimeError) as error:
+        if not (isinstance(error, MemoryError) or OUT_OF_MEMORY in str(error)):
+            raise
+        way_out = "lower the limits of the engine, such as --max-num-seqs, --num-pages or --max-num-batched-tokens"
+        print(f"jaxinfer: error: out of memory ({_one_line(error)}); {way_out}", file=sys.stderr)
+        return EXIT_USAGE
+    return status or 0
+
+
+def _one_line(error: object) -> str:
+    """Returns what an error says, less the middle of what it shows and is long."""
+    return " ".join(map(cut, str(error).split()))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="jaxinfer", description="LLM inference in JAX.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"jaxinfer {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="complete one prompt", allow_abbrev=False)
+    generate.add_argument("prompt", nargs="?", help="standard input, less one line end, when it is left out")
+    add_fields(generate, SamplingParams)
+    generate.set_defaults(run=_generate)
+
+    batch = commands.add_parser(
+        "batch", help="run a file of requests; run it again to resume", epilog=BATCH_STATUSES, allow_abbrev=False
+    )
+    batch.add_argument("input", metavar="IN.jsonl", help='lines of {"custom_id": "...", "prompt": "...", ...}')
+    batch.add_argument("output", metavar="OUT.jsonl", help="one line per request, appended as it finishes")
+    batch.add_argument("--max-in-flight", type=int, metavar="N", help="requests given to the engine at a time")
+    batch.set_defaults(run=_batch)
+
+    doctor = commands.add_parser(
+        "doctor", help="check that on this CPU no bit of a request depends on the batch", allow_abbrev=False
+    )
+    doctor.set_defaults(run=_doctor)
+
+    omitted = bench.add_commands(commands, _load) | {generate: OMITTED, batch: OMITTED, doctor: ()}
+    for command, omit in omitted.items():
+        command.add_argument("--quiet", action="store_true", help="no progress and no statistics")
+        model = command.add_argument_group("model")
+        model.add_argument("--model", help="folder or name of a checkpoint; the bundled model when it is left out")
+        model.add_argument("--dtype", help="type of the weights: float32, bfloat16, float16 or auto (default)")
+        groups = {"model": model}
+        if command in (generate, batch):
+            groups["speculation"] = command.add_argument_group("speculation")
+            drafter = "ngram, suffix, or the folder or id of what drafts"
+            groups["speculation"].add_argument("--speculation", metavar="DRAFTER", help=drafter)
+        add_fields(command, EngineConfig, omit=omit, groups=groups)
+    return parser
+
+
+def _load(arguments: argparse.Namespace) -> LLM:
+    config = from_arguments(EngineConfig, arguments)
+    from jaxinfer import LLM
+    from jaxinfer.device import require_device
+
+    require_device()
+    return LLM(
+        arguments.model,
+        config=config,
+        dtype=arguments.dtype,
+        speculation=getattr(arguments, "speculation", None),  # a load has none: it has no text to speculate on
+        show_progress=not arguments.quiet,
+    )
+
+
+def _read_prompt() -> str:
+    if sys.stdin.isatty():
+        print("jaxinfer: reads the prompt from standard input, up to Ctrl-D", file=sys.stderr)
+    text = sys.stdin.read(MAX_PROMPT_CHARACTERS + 2)
+    prompt = text.removesuffix("\n")
+    if len(prompt) > MAX_PROMPT_CHARACTERS:
+        raise ValueError(f"the prompt has more than {MAX_PROMPT_CHARACTERS:,} characters; give a shorter one")
+    return prompt
+
+
+def _finish_compiling(llm: LLM, arguments: argparse.Namespace) -> None:
+    """Waits until the next start will find everything compiled."""
+    try:
+        llm.warm_up(show_progress=not arguments.quiet, description="compiling for the next start")
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("interrupted while compiling for the next start; all else was done") from None
+    except (RuntimeError, MemoryError) as error:  # the compiler's, with whose other steps the command was done
+        print(f"jaxinfer: a step could not be compiled for the next start: {_one_line(error)}", file=sys.stderr)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from jaxinfer.engine.request.request import QueueFullError
+
+    params = from_arguments(SamplingParams, arguments)
+    try:
+        prompt = _read_prompt() if arguments.prompt is None else arguments.prompt
+        prompt.encode()  # other bytes may have become surrogates
+    except UnicodeError:
+        raise ValueError("the prompt is not text in UTF-8; convert it") from None
+    if params.prompt_log_probs is not None:
+        vars(arguments).setdefault("max_prompt_log_probs", params.prompt_log_probs)
+    llm = _load(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that cannot show a character is no reason to stop.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    started_at, first_at, status = time.monotonic(), None, 0
+    try:
+        for delta in llm.stream(prompt, params):
+            if delta.token_ids and first_at is None:
+                first_at = time.monotonic()
+            # Samples come mixed, so they are shown one by one as they end.
+            text = delta.text if params.n == 1 else delta.completion.text if delta.completion else ""
+            show(text, end="" if delta.completion is None else "\n")
+            if delta.completion is not None:
+                _report(delta.completion, llm.tokenizer, arguments, started_at, first_at or time.monotonic())
+                if delta.completion.finish_reason == "error":
+                    print(f"jaxinfer: ended by an error: {_one_line(delta.completion.error)}", file=sys.stderr)
+                    status = EXIT_FAULTS
+    except QueueFullError as error:  # more samples than the engine may have at a time
+        raise ValueError(str(error)) from None
+    _finish_compiling(llm, arguments)
+    return status
+
+
+def _report(
+    completion: Completion,
+    tokenizer: Tokenizer | None,
+    arguments: argparse.Namespace,
+    started_at: float,
+    first_at: float,
+) -> None:
+    assert tokenizer is not None  # as the prompt was text
+    if getattr(arguments, "prompt_log_probs", None) is not None:
+        rows = zip(completion.prompt_log_probs, completion.prompt_top_log_probs, strict=True)
+        _print_log_probs("prompt token", completion.prompt_token_ids, rows, tokenizer)
+    if getattr(arguments, "log_probs", 0):
+        rows = zip(completion.log_probs, completion.top_log_probs, strict=True)
+        _print_log_probs("token", completion.token_ids, rows, tokenizer)
+    if not arguments.quiet:
+        seconds = time.monotonic() - started_at
+        num_tokens = len(completion.token_ids)
+        print(
+            f"{len(completion.prompt_token_ids)} + {num_tokens} tokens in {seconds:.2f} s, "
+            f"{num_tokens / max(seconds, 1e-9):.1f} tokens/s, first after {first_at - started_at:.3f} s, "
+            f"ended by {completion.finish_reason}, seed {completion.seed}, sample {completion.sample_index}",
+            file=sys.stderr,
+        )
+
+
+def _print_log_probs(
+    name: str,
+    token_ids: Iterable[int],
+    rows: Iterable[tuple[float | None, dict[int, float]]],
+    tokenizer: Tokenizer,
+) -> None:
+    def show(token_id: int, log_prob: float | None) -> str:
+        return f"{token_id} {tokenizer.text_of(token_id)!r} {'-' if log_prob is None else f'{log_prob:.4f}'}"
+
+    for token_id, (log_prob, top) in zip(token_ids, rows, strict=False):
+        alternatives = ", ".join(show(*pair) for pair in top.items())
+        print(f"{name} {show(token_id, log_prob)}  alternatives {alternatives}", file=sys.stderr)
+
+
+def _batch(arguments: argparse.Namespace) -> int:
+    from jaxinfer.batch_job import check_job, run_batch
+
+    # Loading a model takes minutes: a mistake is told before.
+    limits = {} if arguments.max_in_flight is None else {"max_in_flight": arguments.max_in_flight}
+    check_job(arguments.input, arguments.output, **limits)
+    if arguments.speculation is None:
+        vars(arguments).setdefault("decode_loop_steps", BATCH_LOOP_STEPS)
+    llm = _load(arguments)
+    summary = run_batch(llm, arguments.input, arguments.output, show_progress=not arguments.quiet, **limits)
+    if not arguments.quiet:
+        print(
+            f"{summary.num_requests} requests: {summary.num_done_before} done before, "
+            f"{summary.num_completed} completed, {summary.num_errors} with an error; "
+            f"{summary.num_tokens} tokens in {summary.seconds:.1f} s, "
+            f"{summary.num_tokens / max(summary.seconds, 1e-9):.1f} tokens/s",
+            file=sys.stderr,
+        )
+    num_errors = summary.num_errors_before + summary.num_errors
+    if num_errors:
+        print(
+            f"jaxinfer: {num_errors} of {summary.num_requests} requests have an error in {arguments.output}; correct"
+            " their lines, delete these records and run the job again",
+            file=sys.stderr,
+        )
+    _finish_compiling(llm, arguments)
+    return EXIT_FAULTS if num_errors else 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    config = from_arguments(EngineConfig, arguments)
+    from jaxinfer.cli.doctor import examine
+    from jaxinfer.device import describe_cpu, require_device, resolve_dtype
+    from jaxinfer.engine.llm import BUNDLED_MODEL
+
+    require_device()
+    dtype = resolve_dtype(arguments.dtype)
+    show(f"{describe_cpu()}; jax {version('jax')}, jaxlib {version('jaxlib')}")
+    if not arguments.quiet:
+        print("computing each product of the model alone and in batches of every size", file=sys.stderr)
+    findings = []
+    for finding in examine(arguments.model or BUNDLED_MODEL, config, dtype):
+        findings.append(finding)
+        if finding.faults or not arguments.quiet:
+            show(finding)
+    num_faulty = sum(bool(finding.faults) for finding in findings)
+    if num_faulty:
+        show(f"{num_faulty} of {len(findings)} products depend on the batch: so do the bits of a request on this CPU")
+        return EXIT_FAULTS
+    show(f"{len(findings)} products: on this CPU no bit of them depends on the batch")
+    return 0

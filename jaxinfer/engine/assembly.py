@@ -1,0 +1,160 @@
+"""Builds the parts of an engine from a checkpoint and a configuration."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from jaxinfer.checkpoint import read_eos_token_ids
+from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
+from jaxinfer.engine.drafters.drafters import Drafter
+from jaxinfer.engine.execution.memory_plan import plan_cache, plan_window, resolve_max_model_len
+from jaxinfer.engine.execution.runner import Runner
+from jaxinfer.engine.execution.step_shapes import max_batched_tokens
+from jaxinfer.engine.execution.warm_up import WarmUp, plan_target
+from jaxinfer.engine.frontend.admission import Admission
+from jaxinfer.engine.frontend.page_identity import page_identity
+from jaxinfer.engine.kv_cache.disk_tier import DiskTier
+from jaxinfer.engine.kv_cache.host_tier import HostTier
+from jaxinfer.engine.kv_cache.tiers import PageTiers, Tier
+from jaxinfer.engine.scheduling.metrics import Targets
+from jaxinfer.engine.scheduling.scheduler import Scheduler
+from jaxinfer.engine.speculation.load import load_target, plan_speculation
+from jaxinfer.engine.speculation.speculation import Speculation
+from jaxinfer.model.cache import page_bytes
+from jaxinfer.sampling.processors import LogitsProcessor
+from jaxinfer.text.grammar import GrammarCompiler
+from jaxinfer.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What `LLM` is made of. The steps that compute any request are compiled; others may still be compiling."""
+
+    model_config: ModelConfig
+    tokenizer: Tokenizer | None
+    admission: Admission
+    scheduler: Scheduler
+    warm_up: WarmUp
+    runner: Runner
+
+
+def build_engine(
+    path: Path,
+    config: EngineConfig,
+    dtype: str,
+    *,
+    custom: Mapping[str, LogitsProcessor],
+    speculation: str | Path | Drafter | None,
+    on_failure: Callable[[BaseException], None],
+    show_progress: bool,
+) -> EngineParts:
+    """Loads the weights, compiles the steps and connects the parts.
+
+    `on_failure` is called with the exception of a step that fails on the device. Raises ValueError for a checkpoint or
+    limits that cannot be used.
+    """
+    planned = plan_speculation(speculation, config, dtype)
+    params, model_config = load_target(path, config, dtype, planned, show_progress=show_progress)
+    tokenizer = Tokenizer.from_path(path)
+    model = plan_target(params, model_config, config, dtype, custom, planned)
+    tiers = plan_tiers(config, page_bytes(model_config, model.cache_config))
+    warm_up = WarmUp(model, planned, show_progress=show_progress)
+    admission, scheduler = plan_host(
+        path,
+        model_config,
+        config,
+        dtype,
+        tokenizer,
+        custom=tuple(custom),
+        speculation=planned,
+        tiers=tiers,
+        cache_config=warm_up.cache_config,
+    )
+    runner = Runner(params, warm_up, tiers, on_failure)
+    if planned is not None:  # it measures the time of all steps, so all have to be compiled
+        warm_up.steps.wait(show_progress=show_progress)
+        planned.attach(partial(runner.lend_cache, scheduler.copies))
+        planned.rehearse(runner, warm_up.cache_config)
+    return EngineParts(model_config, tokenizer, admission, scheduler, warm_up, runner)
+
+
+def plan_host(
+    path: Path,
+    model_config: ModelConfig,
+    config: EngineConfig,
+    dtype: str,
+    tokenizer: Tokenizer | None,
+    *,
+    custom: tuple[str, ...] = (),
+    speculation: Speculation | None = None,
+    tiers: PageTiers | None = None,
+    cache_config: CacheConfig | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[Admission, Scheduler]:
+    """Returns the parts that need no weights; the simulation has no others.
+
+    `cache_config` describes the cache; None stands for the one that `plan_cache` allows.
+    """
+    drafter = None if speculation is None else speculation.device_drafter
+    max_model_len = resolve_max_model_len(model_config, config)
+    cache_config = cache_config or plan_cache(model_config, config, dtype, max_model_len, drafter)
+    window = plan_window(model_config, config, drafter)
+    eos_token_ids = read_eos_token_ids(path)
+    model = f"{path} {dtype} {model_config}"
+    if config.disk_cache_path is not None:  # which outlasts this process, and perhaps what the path leads to
+        model = repr(page_identity(path, model_config, cache_config, config, window))
+    admission = Admission(
+        model_config=model_config,
+        engine_config=config,
+        cache_config=cache_config,
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids,
+        max_model_len=max_model_len,
+        window=window,
+        model=model,
+        custom=custom,
+        grammars=GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids),
+    )
+    scheduler = Scheduler(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=max_batched_tokens(config),
+        num_pages=cache_config.num_pages,
+        page_size=cache_config.page_size,
+        max_mixed_tokens=config.max_mixed_tokens,
+        max_waiting=config.max_waiting,
+        decode_loop_steps=config.decode_loop_steps,
+        tiers=tiers,
+        window=window,
+        speculation=speculation,
+        targets=plan_targets(config),
+        clock=clock,
+    )
+    return admission, scheduler
+
+
+def plan_targets(config: EngineConfig) -> Targets:
+    """Returns the targets that a request must meet to count as goodput."""
+    ttft, tpot = (math.inf if target is None else target for target in (config.ttft_target, config.tpot_target))
+    return Targets(ttft=ttft, tpot=tpot)
+
+
+def plan_tiers(config: EngineConfig, bytes_per_page: int) -> PageTiers | None:
+    """Returns the tiers for pages that the pool evicts, None without tiers; ValueError if a tier holds no page."""
+    for name in ("host_cache_bytes", "disk_cache_bytes"):
+        limit = getattr(config, name)
+        if limit is not None and limit < bytes_per_page:
+            raise ValueError(
+                f"{name}={limit} is less than one page of {bytes_per_page} bytes; raise EngineConfig.{name} or leave it"
+                " out"
+            )
+    tiers: list[Tier] = []
+    if config.host_cache_bytes is not None:
+        tiers.append(HostTier(config.host_cache_bytes, bytes_per_page))
+    if config.disk_cache_path is not None and config.disk_cache_bytes is not None:
+        tiers.append(DiskTier(Path(config.disk_cache_path).expanduser(), config.disk_cache_bytes))
+    return PageTiers(tiers) if tiers else None

@@ -1,0 +1,79 @@
+"""Drafts by the target's own first layers, in the target's own pages: self-speculation (Zhang et al. 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import jax
+
+from jaxinfer.engine.drafters.draft_model import DraftSteps, StepDrafter, most_drafts_first
+from jaxinfer.engine.execution.engine_model import EngineModel, LendCache
+from jaxinfer.engine.execution.step_shapes import decode_sizes, fitting_size
+from jaxinfer.engine.request.request import Request
+from jaxinfer.model.batch import Row
+from jaxinfer.model.cache import KVCache
+from jaxinfer.plan.memory import num_bytes
+
+
+class ExitDrafter(StepDrafter):
+    """Drafts what the first `num_layers` layers draw by a norm [D] and a lens [D, D], with the noise of the target's.
+
+    The keys and values of these layers are in the target's pages already, so it knows every request, whatever became
+    of it before. What it writes lies past the tokens that are computed: the next step overwrites it.
+    """
+
+    def __init__(self, num_layers: int, norm: jax.Array, lens: jax.Array) -> None:
+        self._num_layers, self._norm, self._lens = num_layers, norm, lens
+
+    @property
+    def first_layers(self) -> int:
+        return self._num_layers
+
+    @property
+    def resident_bytes(self) -> int:
+        return num_bytes((self._norm, self._lens))
+
+    def prepare(self, target: EngineModel) -> int:
+        """Compiles the steps; ValueError for an exit of another model."""
+        config = target.model_config
+        if self._lens.shape[0] != config.hidden_size:
+            raise ValueError(
+                f"the early exit is for a hidden size of {self._lens.shape[0]}, the target has {config.hidden_size};"
+                " speculation needs one that was trained on the target"
+            )
+        ends = list(accumulate(config.layer_groups))
+        if self._num_layers not in ends[:-1]:
+            raise ValueError(
+                f"the early exit is after layer {self._num_layers}, but the target's groups of layers end after {ends};"
+                " an exit is after one of them, before the last"
+            )
+        self._num_groups = ends.index(self._num_layers) + 1
+        layers = target.params.layers[: self._num_groups]
+        params = replace(target.params, layers=layers, final_norm=self._norm, lens=self._lens)
+        groups = config.layer_groups[: self._num_groups]
+        first = replace(config, num_layers=self._num_layers, layer_groups=groups)
+        self._steps = DraftSteps(params, first, target, [(rows, rows) for rows in decode_sizes(target.engine_config)])
+        return target.engine_config.max_drafts
+
+    def attach(self, lend_cache: LendCache) -> None:
+        self._lend_cache = lend_cache
+
+    def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in requests]
+        order = most_drafts_first(counts)
+        if not order:
+            return drafts
+        chosen = [requests[i] for i in order]
+        rows = [Row(r.token_ids[-1:], len(r.token_ids) - 1, r.table, r.num_evicted_tokens) for r in chosen]
+        num_rows = fitting_size((rows for rows, _ in self._steps.shapes), len(chosen))
+
+        def compute(cache: KVCache) -> tuple[list[list[int]], KVCache]:
+            first = replace(cache, groups=cache.groups[: self._num_groups])
+            tokens, first = self._steps.run((num_rows, num_rows), first, rows, chosen, [counts[i] for i in order])
+            return tokens, replace(first, groups=first.groups + cache.groups[self._num_groups :])
+
+        for i, tokens in zip(order, self._lend_cache(compute), strict=True):
+            drafts[i] = tokens
+        return drafts

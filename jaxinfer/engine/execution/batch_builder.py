@@ -1,0 +1,212 @@
+"""The arrays of a scheduled step, in one of the few compiled shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.execution.engine_model import EngineModel
+from jaxinfer.engine.execution.step_shapes import Bucket
+from jaxinfer.engine.request.request import Request
+from jaxinfer.engine.scheduling.drafts import parents_of
+from jaxinfer.engine.scheduling.step import NO_ROWS, Chunk, Rows, Step
+from jaxinfer.model.batch import Batch, Row, lay_out_batch, make_block_tables, make_decode_batch, pending_token
+from jaxinfer.sampling.batch import SamplingBatch, lay_out_sampling, with_masks
+from jaxinfer.sampling.prompt_log_probs import PromptBatch, make_prompt, no_prompt
+from jaxinfer.steps.multi_step import LoopBatch, make_loop
+
+
+class BatchBuilder:
+    """Builds the arguments of compiled steps from scheduled steps: new host arrays, one row per chunk.
+
+    While the same requests decode, consecutive steps share the arrays that do not change.
+    """
+
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        table_width: int,
+        max_listed_tokens: int = EngineConfig.max_listed_tokens,
+        vocab_size: int = 0,
+        custom: tuple[str, ...] = (),
+        decode_loop_steps: int = 1,
+        draft_trees: bool = False,
+        max_prompt_log_probs: int | None = None,
+    ) -> None:
+        self._decode_loop_steps = decode_loop_steps
+        self._draft_trees = draft_trees
+        self._max_prompt_log_probs = max_prompt_log_probs
+        self._page_size = page_size
+        self._table_width = table_width
+        self._max_listed_tokens = max_listed_tokens
+        self._vocab_size = vocab_size
+        self._custom = custom
+        # Of the last step of decoding requests: its shape, its rows, and for each its pages.
+        self._last: tuple[Bucket, Rows] | None = None
+        self._pages: list[tuple[int, ...]] = []
+        self._block_tables = np.zeros((0, table_width), np.int32)
+        self._sampling: SamplingBatch | None = None
+
+    @classmethod
+    def of(cls, model: EngineModel) -> BatchBuilder:
+        """Returns the builder for an engine of this model."""
+        config = model.engine_config
+        return cls(
+            page_size=config.page_size,
+            table_width=model.table_width,
+            max_listed_tokens=config.max_listed_tokens,
+            vocab_size=model.model_config.vocab_size,
+            custom=tuple(model.custom),
+            decode_loop_steps=config.decode_loop_steps,
+            draft_trees=config.draft_trees,
+            max_prompt_log_probs=config.max_prompt_log_probs,
+        )
+
+    def build(
+        self, step: Step, bucket: Bucket, before: Rows = NO_ROWS, *, defers_sampling: bool = False
+    ) -> tuple[Any, ...]:
+        """Returns the batch, the sampling batch and what else a compiled step of the bucket's shape takes.
+
+        `before` are the rows of the step before. A token that this earlier step samples stands in the batch as
+        `pending_token`. Grammar masks are left out if the step `defers_sampling`.
+        """
+        batch, sampling = (self._build_decode if bucket.is_decode else self._build_rows)(step, bucket, before)
+        arguments = batch, sampling if defers_sampling else add_masks(step, sampling)
+        if bucket.is_draw:
+            return arguments
+        if bucket.is_decode and self._decode_loop_steps > 1:
+            return *arguments, build_loop(step, bucket, self._max_listed_tokens)
+        if bucket.is_verify and self._draft_trees:
+            return *arguments, build_parents(step, bucket)
+        has_prompt = bucket.is_prefill and self._max_prompt_log_probs is not None
+        return (*arguments, build_prompt(step, bucket)) if has_prompt else arguments
+
+    def _build_rows(self, step: Step, bucket: Bucket, before: Rows) -> tuple[Batch, SamplingBatch]:
+        drawn_in = _places(before)
+        batch = lay_out_batch(
+            [
+                Row(_token_ids(chunk, drawn_in), chunk.start, chunk.request.table, chunk.request.num_evicted_tokens)
+                for chunk in step.chunks
+            ],
+            page_size=self._page_size,
+            num_tokens=bucket.num_tokens,
+            num_rows=bucket.num_rows,
+            table_width=self._table_width,
+        )
+        return batch, self._make_sampling(step, bucket)
+
+    def _build_decode(self, step: Step, bucket: Bucket, before: Rows) -> tuple[Batch, SamplingBatch]:
+        rows, requests = step.chunks.rows, step.chunks.requests
+        may_hide = rows.max_len > self._table_width * self._page_size  # all that fits a table is seen
+        pages = [request.table for request in requests] if may_hide else [request.pages for request in requests]
+        if (bucket, rows) != self._last:
+            self._last, self._pages = (bucket, rows), pages
+            self._block_tables = make_block_tables(pages, bucket.num_rows, self._table_width)
+            self._sampling = None
+        elif pages != self._pages:
+            self._block_tables = self._block_tables.copy()  # a step on its way reads the one before
+            for row, (old, new) in enumerate(zip(self._pages, pages, strict=True)):
+                if new is not old:
+                    first = len(old) if new[: len(old)] == old else 0
+                    self._block_tables[row, first : len(new)] = new[first:]
+            self._pages = pages
+        if self._sampling is None:
+            self._sampling = self._make_sampling(step, bucket)
+        if step.is_ahead and rows is before:  # each has drawn the token that it computes
+            token_ids = pending_token(np.arange(len(requests), dtype=np.int32))
+        else:
+            drawn_in = _places(before)
+            token_ids = np.array([_token_ids(chunk, drawn_in)[0] for chunk in step.chunks], np.int32)
+        hidden = np.array([request.num_evicted_tokens for request in requests], np.int32) if may_hide else 0
+        positions = np.array(step.chunks.starts, np.int32)
+        batch = make_decode_batch(token_ids, positions, self._block_tables, self._page_size, hidden)
+        return batch, self._sampling
+
+    def _make_sampling(self, step: Step, bucket: Bucket) -> SamplingBatch:
+        return sampling_of_requests(
+            step.chunks.requests,
+            num_rows=bucket.num_rows,
+            max_listed_tokens=self._max_listed_tokens,
+            vocab_size=self._vocab_size,
+            custom=self._custom,
+            num_masks=bucket.num_tokens if bucket.q_len else None,
+        )
+
+
+def sampling_of_requests(requests: Sequence[Request], *, num_rows: int, **options: Any) -> SamplingBatch:
+    """Lays out how each request draws, one row each; `options` are those of `lay_out_sampling`."""
+    return lay_out_sampling(
+        [request.sampling for request in requests],
+        num_rows=num_rows,
+        seeds=[request.seed for request in requests],
+        sample_index=[request.sample_index for request in requests],
+        prompt_lens=[request.num_prompt_tokens for request in requests],
+        stop_token_ids=[request.stop_token_ids for request in requests],
+        **options,
+    )
+
+
+def _places(rows: Rows) -> dict[Request, int]:
+    return {request: row for row, request in enumerate(rows.requests)}
+
+
+def _token_ids(chunk: Chunk, drawn_in: Mapping[Request, int]) -> list[int]:
+    token_ids = chunk.request.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+    if len(token_ids) < chunk.num_tokens:
+        token_ids.append(pending_token(drawn_in[chunk.request]))
+    return [*token_ids, *chunk.drafts]
+
+
+def build_parents(step: Step, bucket: Bucket) -> np.ndarray:
+    """Lays out which token of its row each token follows in a step that verifies trees, as `verify_step` takes it."""
+    parents, place = np.full(bucket.num_tokens, -1, np.int32), 0
+    for drafts in step.chunks.drafts:
+        parents[place + 1 : place + 1 + len(drafts)] = [1 + parent for parent in parents_of(drafts)]
+        place += 1 + len(drafts)
+    return parents
+
+
+def build_prompt(step: Step, bucket: Bucket) -> PromptBatch:
+    """Lays out of which prompt tokens a step yields the log-probabilities."""
+    places, token_ids = [], []
+    for chunk, place, count in step.prompt_log_prob_chunks:
+        places += range(place, place + count)
+        token_ids += chunk.request.token_ids[chunk.start + 1 :][:count]
+    wants_top = any(chunk.request.sampling.prompt_log_probs for chunk, *_ in step.prompt_log_prob_chunks)
+    return make_prompt(places, token_ids, bucket.num_tokens, wants_top) if places else no_prompt(bucket.num_tokens)
+
+
+def build_loop(step: Step, bucket: Bucket, max_stop_tokens: int) -> LoopBatch:
+    """Lays out how long each chunk of a decode step goes on.
+
+    Of more stop tokens than fit the device does not know the last: what it draws after one of them is dropped here.
+    """
+    return make_loop(
+        step.chunks.max_new_tokens,
+        [list(request.stop_token_ids)[:max_stop_tokens] for request in step.chunks.requests],
+        num_rows=bucket.num_rows,
+        max_stop_tokens=max_stop_tokens,
+        stop_at_first_finish=step.stop_at_first_finish,
+    )
+
+
+def add_masks(step: Step, sampling: SamplingBatch) -> SamplingBatch:
+    """Returns the sampling parameters of a step with what the structures of its requests allow now."""
+    return with_masks(sampling, _masks(step)) if step.chunks.rows.has_structures else sampling
+
+
+def _masks(step: Step) -> dict[int, np.ndarray]:
+    """Returns what the structures of requests allow, by row; in a verify step by token."""
+    masks, first = {}, 0
+    for row, chunk in enumerate(step.chunks):
+        grammar = chunk.request.grammar
+        if grammar is not None and step.is_verify:
+            masks |= enumerate(grammar.masks(chunk.drafts, parents_of(chunk.drafts)), first)
+        elif grammar is not None and chunk.is_last and not chunk.is_stale:
+            masks[row] = grammar.mask()
+        first += chunk.num_tokens + len(chunk.drafts)
+    return masks

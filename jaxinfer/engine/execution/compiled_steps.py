@@ -1,0 +1,154 @@
+"""The compiled steps of an engine, one per bucket, and what is done until all are there."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import MappingProxyType
+
+import jax
+from tqdm import tqdm
+
+from jaxinfer.device import compiles_on_device
+from jaxinfer.engine.execution.step_shapes import Bucket, choose_bucket
+from jaxinfer.engine.scheduling.step import Step
+
+logger = logging.getLogger(__name__)
+
+COMPILING = "compiling"  # how the names of threads begin that do
+DESCRIPTION = "compiling steps"
+EXIT_INTERRUPTED = 130  # 128 + SIGINT
+
+
+def _end_interrupted() -> None:
+    """Ends the process if Ctrl-C ended its wait for the compiler, whose threads would otherwise abort it."""
+    if any(thread.name.startswith(COMPILING) for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_INTERRUPTED)
+
+
+atexit.register(_end_interrupted)  # Python waits for all threads before it calls this
+
+
+class CompiledSteps:
+    """Compiles a step for each bucket, side by side. The last bucket, which holds any step, is worth waiting for.
+
+    The others follow while requests are computed; until they do, the last stands in for them. So a first token comes
+    as soon as anything can compute it, and no request ever waits for the compiler.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        compile_bucket: Callable[[Bucket], jax.stages.Compiled],
+        known: Mapping[Bucket, jax.stages.Compiled] = MappingProxyType({}),
+    ) -> None:
+        """`known` are compiled already."""
+        self._buckets = tuple(buckets)
+        self._compiled = dict(known)
+        self._enter_ready()
+        self._failed: set[Bucket] = set()
+        # The compiler releases the interpreter lock, has threads of its own, and leaves cores for requests. At the end
+        # of the process it finishes, for the next one's sake.
+        pool = ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1), thread_name_prefix=COMPILING)
+        order = sorted(self._buckets, key=lambda bucket: (bucket != self._buckets[-1], bucket.is_draw))
+        order = [bucket for bucket in order if bucket not in known]
+        # In the order in which they are done.
+        self._to_come: dict[Bucket, Future[jax.stages.Compiled]] = {b: pool.submit(compile_bucket, b) for b in order}
+        pool.shutdown(wait=False)
+
+    def wait_for_last(self, *, show_progress: bool = False) -> None:
+        """Waits until any step can be computed, and for all buckets where the others cannot come later."""
+        # Where several processes compute together, all have to choose alike.
+        is_enough = jax.process_count() == 1 and not compiles_on_device()
+        buckets = self._buckets[-1:] if is_enough else self._buckets
+        self._wait_for([bucket for bucket in buckets if bucket in self._to_come], show_progress=show_progress)
+
+    def wait(self, *, show_progress: bool = False, description: str = DESCRIPTION) -> None:
+        """Waits until every bucket has its step; raises what the compiler raised."""
+        self._wait_for(list(self._to_come), show_progress=show_progress, description=description)
+
+    def cancel(self) -> None:
+        """Leaves out what is not being compiled yet."""
+        for step in self._to_come.values():
+            step.cancel()
+
+    @property
+    def compiled(self) -> Mapping[Bucket, jax.stages.Compiled]:
+        """Those that can be chosen so far."""
+        return self._compiled
+
+    @property
+    def draws(self) -> Mapping[Bucket, jax.stages.Compiled]:
+        """What draws the tokens of steps apart, by `Bucket.draw`; none before all of them are there."""
+        return self._draws
+
+    def choose(self, step: Step) -> tuple[Bucket, jax.stages.Compiled]:
+        """Returns the smallest bucket that is compiled and holds the step."""
+        if self._to_come:
+            self._collect()
+        bucket = choose_bucket(self._ready, step)
+        return bucket, self._compiled[bucket]
+
+    def _wait_for(
+        self, buckets: Sequence[Bucket], *, show_progress: bool = False, description: str = DESCRIPTION
+    ) -> None:
+        is_done = all(self._to_come[bucket].done() for bucket in buckets)
+        for bucket in tqdm(buckets, desc=description, unit="step", disable=is_done or not show_progress):
+            self._compiled[bucket] = self._to_come[bucket].result()
+            del self._to_come[bucket]
+        self._enter_ready()
+
+    def _enter_ready(self) -> None:
+        self._ready = tuple(bucket for bucket in self._buckets if bucket in self._compiled)
+        draws = {bucket: self._compiled[bucket] for bucket in self._ready if bucket.is_draw}
+        is_all = len(draws) == sum(bucket.is_draw for bucket in self._buckets)
+        self._draws = draws if is_all else {}
+
+    def _collect(self) -> None:
+        for bucket in [bucket for bucket, future in self._to_come.items() if future.done()]:
+            if (error := self._to_come[bucket].exception()) is None:
+                self._wait_for([bucket])
+            elif bucket not in self._failed:
+                self._failed.add(bucket)
+                logger.error("%s cannot be compiled, slower steps stand in for it: %r", bucket.name, error)
+
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+class _Thread(threading.local):
+    watch: CompileCounter | None = None
+
+
+_thread = _Thread()
+
+
+class CompileCounter:
+    """Counts what JAX compiles in this thread while it is entered. `total` is that of all watches of the process."""
+
+    total = 0
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> None:
+        _thread.watch = self
+
+    def __exit__(self, *_: object) -> None:
+        _thread.watch = None
+
+
+def _listen(event: str, duration_secs: float, **_: str | int) -> None:
+    if event == COMPILED and _thread.watch is not None:
+        _thread.watch.count += 1
+        CompileCounter.total += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)

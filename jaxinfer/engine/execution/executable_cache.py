@@ -1,0 +1,196 @@
+"""Compiled functions on disk: what the same code compiled before, on the same kind of machine, is loaded.
+
+JAX keeps what its compiler makes, but looks it up by what it traced and lowered, which takes half of a small model's
+start. Here the key is what all that follows from. It lies in the same folder as JAX's own cache, and is off with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import pickle
+import platform
+import threading
+from collections.abc import Sequence
+from hashlib import blake2b
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+from jax.extend.backend import get_backend
+
+from jaxinfer.atomic_file import read_checked, remove_orphans, write_checked
+
+logger = logging.getLogger(__name__)
+
+# What turns up where an executable cannot be written or read, by the device, the disk or the version of JAX.
+_FAILURES = (OSError, ValueError, TypeError, NotImplementedError, pickle.PickleError, jax.errors.JaxRuntimeError)
+# Of JAX's configuration: where its cache lies, and how it is kept, changes nothing of what is compiled.
+_OWN_OPTIONS = ("jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache")
+
+
+class _JaxCache(threading.local):
+    """Whether JAX's own cache had what this thread compiled last: XLA for CPU serialises that without its functions."""
+
+    was_hit = False
+
+
+_jax_cache = _JaxCache()
+# What it had before: JAX has that in memory since, and says nothing when it returns it again.
+_were_hits: set[Path] = set()
+
+
+def _listen(event: str, **_: Any) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        _jax_cache.was_hit = True
+
+
+jax.monitoring.register_event_listener(_listen)
+
+
+def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Compiled:
+    """Returns `function.lower(*args, **statics).compile()` for a jitted function of this package.
+
+    With processors of a user's (`custom`) it is always compiled: nothing tells when such a function changes.
+    """
+    folder = _folder()
+    if folder is None or statics.get("custom") or jax.process_count() > 1:
+        return _compile(function, args, statics)
+    path = folder / f"jaxinfer-{_key(function, args, statics)}"
+    devices = _devices(args)
+    try:
+        if not _is_private(path):  # unpickled, it could run code of another user
+            raise PermissionError("another user can write to it")
+        return deserialize_and_load(*pickle.loads(read_checked(path)), execution_devices=devices)
+    except FileNotFoundError:
+        pass
+    except _FAILURES as error:
+        logger.warning("%s cannot be loaded and is made anew: %s", path, error)
+    _jax_cache.was_hit = False
+    compiled = _compile(function, args, statics)
+    if _jax_cache.was_hit:
+        _were_hits.add(path)
+    if path in _were_hits:
+        return compiled
+    try:
+        write_checked(path, [pickle.dumps(serialize(compiled))])
+        path.chmod(0o600)  # else `_is_private` refuses it if the umask lets a group write
+    except _FAILURES as error:
+        logger.warning("%s cannot be kept for the next start: %s", path, error)
+    return compiled
+
+
+def _compile(function: Any, args: Sequence[Any], statics: dict[str, Any]) -> jax.stages.Compiled:
+    compiled = function.lower(*args, **statics).compile()
+    # JAX would keep what it has traced and compiled for the life of the process: thousands of memory maps per engine.
+    function.clear_cache()
+    return compiled
+
+
+def _folder() -> Path | None:
+    settings = jax.config.values
+    folder = settings["jax_compilation_cache_dir"]
+    # The path may be a bucket's, for which JAX has its own means.
+    is_used = folder and settings["jax_enable_compilation_cache"] and "://" not in folder
+    return Path(folder) if is_used and _is_usable(Path(folder)) else None
+
+
+@functools.cache  # looks once, and so warns once
+def _is_usable(folder: Path) -> bool:
+    """Makes the folder if need be and removes orphans; False, and a warning, if another user can write to it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_private(folder):
+            logger.warning(
+                "%s belongs to another user, or others can write to it: compiled steps in it could run their code, so"
+                " they are neither loaded nor kept; run `chmod go-w %s`, or set JAX_COMPILATION_CACHE_DIR to a folder"
+                " of your own",
+                folder,
+                folder,
+            )
+            return False
+        remove_orphans(folder, "jaxinfer-[0-9a-f]+")
+    except OSError as error:
+        logger.warning("%s cannot be used, so compiled steps cannot be kept for the next start: %s", folder, error)
+        return False
+    return True
+
+
+def _is_private(path: Path) -> bool:
+    """True if nobody but this user and root can write a file or folder; on Windows nothing tells."""
+    status = path.stat()
+    return os.name == "nt" or (status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022)
+
+
+def _key(function: Any, args: Sequence[Any], statics: dict[str, Any]) -> str:
+    leaves, structure = jax.tree.flatten(args)
+    parts = [
+        _surroundings(),
+        *_options(),
+        _name(function),
+        *(f"{name} {_name(value)}" for name, value in sorted(statics.items())),
+        str(structure),
+        *(f"{leaf.shape} {leaf.dtype} {getattr(leaf, 'sharding', None)}" for leaf in leaves),
+    ]
+    return blake2b("\n".join(parts).encode(), digest_size=20).hexdigest()
+
+
+def _name(value: Any) -> str:
+    """How a function or an option reads in every process; a function's `repr` has its address in this one."""
+    return f"{value.__module__} {value.__qualname__}" if hasattr(value, "__qualname__") else repr(value)
+
+
+def _options() -> list[str]:
+    """JAX's configuration as it is in this thread, of which `values` tells what holds for all."""
+    values = jax.config.values
+    names = sorted(name for name in values if not name.startswith(_OWN_OPTIONS))
+    return [f"{name} {getattr(jax.config, name, values[name])}" for name in names]
+
+
+@functools.cache
+def _surroundings() -> str:
+    """What a compiled function depends on beside its own name, arguments and options."""
+    backend = get_backend()
+    variables = {name: os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
+    devices = [(device.id, device.device_kind) for device in jax.devices()]
+    versions = [version("jax"), version("jaxlib"), backend.platform_version]
+    return f"{_source()} {versions} {devices} {variables} {_host()}"
+
+
+def _source() -> str:
+    """A digest of both packages, each file with its place in them, and of the block sizes that are tuned."""
+    digest = blake2b(digest_size=20)
+    for package in ("jaxinfer", "kernels_pallas"):
+        spec = find_spec(package)
+        assert spec is not None
+        assert spec.submodule_search_locations is not None
+        root = Path(spec.submodule_search_locations[0])
+        for file in sorted([*root.rglob("*.py"), *root.rglob("tuned/*.json")]):
+            digest.update(f"{package} {file.relative_to(root)} ".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _host() -> str:
+    """What code for a CPU is compiled for: its instructions, and how many cores divide the work."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    except OSError:
+        processor = [platform.processor()]
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{platform.machine()} {processor} {num_cores}"
+
+
+def _devices(args: Sequence[Any]) -> list[Any]:
+    """Those that the arguments lie on; the first one where none does."""
+    placed = {
+        device
+        for leaf in jax.tree.leaves(args)
+        if getattr(leaf, "sharding", None) is not None
+        for device in leaf.sharding.device_set
+    }
+    return sorted(placed, key=lambda device: device.id) or jax.devices()[:1]

@@ -1,0 +1,116 @@
+"""Plans pages and windows from a model and an engine's configuration, before any weight is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
+from jaxinfer.device import CPU_CACHE_BYTES, free_bytes
+from jaxinfer.engine.execution.engine_model import DeviceDrafter
+from jaxinfer.engine.execution.step_shapes import max_batched_tokens
+from jaxinfer.engine.kv_cache.attention_window import AttentionWindow, endless_window, sliding_attention_window
+from jaxinfer.model.cache import page_bytes
+
+
+def plan_window(
+    model_config: ModelConfig, config: EngineConfig, drafter: DeviceDrafter | None
+) -> AttentionWindow | None:
+    """Returns how many pages a request needs, None for those of all of its tokens.
+
+    Raises ValueError where requests cannot be endless, though they are to be.
+    """
+    one_page = CacheConfig(num_pages=1, page_size=config.page_size)
+    has_own_keys = drafter is not None and drafter.page_bytes(one_page) > 0  # in the same pages
+    if config.num_sink_tokens is not None:
+        max_model_len = resolve_max_model_len(model_config, config)
+        _check_sinks(config.num_sink_tokens, model_config, config.page_size, max_model_len, has_own_keys)
+        return endless_window(max_model_len, config.num_sink_tokens, config.page_size)
+    if model_config.sliding_window is None or has_own_keys:  # which it reads from the first when it likes
+        return None
+    return sliding_attention_window(model_config.sliding_window, config.page_size, max_batched_tokens(config))
+
+
+def _check_sinks(num_tokens: int, model: ModelConfig, page_size: int, max_model_len: int, has_own_keys: bool) -> None:
+    name = f"num_sink_tokens={num_tokens}"
+    if num_tokens % page_size or max_model_len % page_size:
+        raise ValueError(
+            f"{name} and max_model_len={max_model_len} must be multiples of page_size={page_size}, for whole pages"
+            " leave a request's sight; choose others in EngineConfig"
+        )
+    if max_model_len < num_tokens + 2 * page_size:
+        raise ValueError(
+            f"{name} leave {max_model_len - num_tokens} of max_model_len={max_model_len} tokens for the last ones, two"
+            f" pages of {page_size} are the least; lower EngineConfig.num_sink_tokens or raise max_model_len"
+        )
+    if model.sliding_window is not None:
+        raise ValueError(
+            f"{name} is not for this model, whose own window of {model.sliding_window} tokens hides the first ones;"
+            " leave EngineConfig.num_sink_tokens out"
+        )
+    if has_own_keys:
+        raise ValueError(
+            f"{name} leaves no place for a draft model, whose keys lie in the same pages but are not turned; leave out"
+            " EngineConfig.num_sink_tokens, or speculate by n-grams, suffixes or what was trained on the target"
+        )
+
+
+def resolve_max_model_len(model_config: ModelConfig, config: EngineConfig) -> int:
+    """Returns the most tokens a request can have; ValueError where the engine asks for more than the model has."""
+    if config.max_model_len is None:
+        return model_config.max_position
+    if config.max_model_len > model_config.max_position:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} is more than the model's {model_config.max_position} positions;"
+            " lower it or leave it out"
+        )
+    return config.max_model_len
+
+
+def plan_cache(
+    model_config: ModelConfig,
+    config: EngineConfig,
+    dtype: str,
+    max_model_len: int,
+    drafter: DeviceDrafter | None = None,
+) -> CacheConfig:
+    """Returns the most pages that are of use: `num_pages` if set, else what all rows at full length use.
+
+    That is within `cache_bytes`, or within CPU_CACHE_BYTES where nothing sets a limit.
+    """
+    one_page = CacheConfig(num_pages=1, page_size=config.page_size, dtype=dtype)
+    window = plan_window(model_config, config, drafter)
+    if config.num_pages is not None:
+        return replace(one_page, num_pages=config.num_pages)
+    num_pages = config.max_num_seqs * (-(-max_model_len // config.page_size) + (window.num_sinks if window else 0))
+    limit = config.cache_bytes
+    if limit is None and config.memory_bytes is None and free_bytes() is None:
+        limit = CPU_CACHE_BYTES
+    if limit is not None:
+        bytes_per_page = bytes_of_page(model_config, one_page, drafter)
+        num_pages = min(num_pages, limit // bytes_per_page)
+        if num_pages < 1:
+            raise ValueError(
+                f"cache_bytes={limit} is less than one page of {bytes_per_page} bytes; raise"
+                " EngineConfig.cache_bytes or lower page_size"
+            )
+    return replace(one_page, num_pages=num_pages)
+
+
+def bytes_of_page(model_config: ModelConfig, cache_config: CacheConfig, drafter: DeviceDrafter | None) -> int:
+    """Returns what a page takes, a draft model's with it."""
+    return page_bytes(model_config, cache_config) + (0 if drafter is None else drafter.page_bytes(cache_config))
+
+
+def plan_limit(config: EngineConfig, resident_bytes: int) -> int | None:
+    """Returns what parameters, pages and steps may take together, the first of which are on the device already.
+
+    None for no limit; ValueError for one that the device does not have.
+    """
+    free = free_bytes()
+    has = None if free is None else free + resident_bytes
+    if config.memory_bytes is not None and has is not None and config.memory_bytes > has:
+        raise ValueError(
+            f"memory_bytes={config.memory_bytes} is more than the {has} bytes that the device has; lower it or leave it"
+            " out"
+        )
+    return has if config.memory_bytes is None else config.memory_bytes

@@ -1,0 +1,113 @@
+"""Pages out of the cache, into it and within it, by a few compiled functions; contents are bytes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from jaxinfer.config import ModelConfig
+from jaxinfer.engine.execution.executable_cache import compile_or_load
+from jaxinfer.engine.execution.step_shapes import fitting_size
+from jaxinfer.engine.kv_cache.page_transfers import Content
+from jaxinfer.model.cache import KVCache, PageBundle, extract_pages, insert_pages, turn_pages
+from jaxinfer.plan.memory import step_bytes
+
+NO_PAGE = 2**30  # past every pool: nothing is read from there or written to it
+
+
+class PageCopier:
+    """Copies pages of one kind of cache. Everything is compiled here, so that no request waits for it."""
+
+    def __init__(self, cache: KVCache, config: ModelConfig, widths: Sequence[int], num_sinks: int = 0) -> None:
+        """`cache` may be abstract. `widths`: how many pages are copied at once, the smallest number first.
+
+        `num_sinks`: how many are turned, where any are.
+        """
+        extract = jax.jit(extract_pages, static_argnames="config")
+        insert = jax.jit(insert_pages, static_argnames="config", donate_argnames="cache")
+        self._widths = tuple(widths)
+        self._bundles: dict[int, PageBundle] = {}  # abstract
+        self._extract: dict[int, jax.stages.Compiled] = {}
+        self._insert: dict[int, jax.stages.Compiled] = {}
+        for width in widths:
+            ids = np.zeros((width,), np.int32)
+            self._bundles[width] = bundle = jax.eval_shape(functools.partial(extract, config=config), cache, ids)
+            self._extract[width] = compile_or_load(extract, cache, ids, config=config)
+            self._insert[width] = compile_or_load(insert, cache, ids, bundle, config=config)
+        self._turn: jax.stages.Compiled | None = None
+        if num_sinks:
+            turn = jax.jit(turn_pages, static_argnames="config", donate_argnames="cache")
+            ids = np.zeros((num_sinks,), np.int32)
+            self._turn = compile_or_load(turn, cache, ids, ids, np.int32(0), config=config)
+
+    @property
+    def num_executables(self) -> int:
+        return len(self._extract) + len(self._insert) + (self._turn is not None)
+
+    @property
+    def step_bytes(self) -> int:
+        """What copies need on the device beside the cache."""
+        ids = np.zeros((self.max_width,), np.int32)
+        inserted = step_bytes(self._insert[self.max_width], (ids, self._bundles[self.max_width]))
+        rotated_sinks = 0 if self._turn is None else step_bytes(self._turn, ())
+        return max(step_bytes(self._extract[self.max_width], (ids,)), inserted, rotated_sinks)
+
+    @property
+    def max_width(self) -> int:
+        return self._widths[-1]
+
+    def duplicate(self, cache: KVCache, source: int, target: int) -> KVCache:
+        """Returns the cache with the content of one page on another as well; the one that is given is given up."""
+        width = self._widths[0]
+        bundle = self._extract[width](cache, self._ids([source], width))
+        return self._insert[width](cache, self._ids([target], width), bundle)
+
+    def turn(self, cache: KVCache, sources: Sequence[int], targets: Sequence[int], num_positions: int) -> KVCache:
+        """Returns the cache with `num_sinks` pages on others, turned; the one that is given is given up."""
+        assert self._turn is not None
+        return self._turn(cache, np.array(sources, np.int32), np.array(targets, np.int32), np.int32(num_positions))
+
+    def read(self, cache: KVCache, pages: Sequence[int]) -> list[Content]:
+        """Returns what each page holds, u8[page_bytes]."""
+        contents = []
+        for some, width in self._split(pages):
+            bundle = jax.device_get(self._extract[width](cache, self._ids(some, width)))
+            arrays = [_by_page(array, width) for array in jax.tree.leaves(bundle)]
+            for i in range(len(some)):
+                contents.append(np.concatenate([array[:, i].reshape(-1).view(np.uint8) for array in arrays]))
+        return contents
+
+    def write(self, cache: KVCache, pages: Sequence[int], contents: Sequence[Content]) -> KVCache:
+        """Returns the cache with these contents on as many pages, `max_width` at most; the one given is given up."""
+        ((some, width),) = self._split(pages)
+        return self._insert[width](cache, self._ids(some, width), self._bundle(contents, width))
+
+    def _bundle(self, contents: Sequence[Content], width: int) -> PageBundle:
+        leaves, structure = jax.tree.flatten(self._bundles[width])
+        arrays, start = [], 0
+        for leaf in leaves:
+            array = np.zeros(leaf.shape, leaf.dtype)
+            by_page = _by_page(array, width)
+            end = start + by_page[:, 0].nbytes
+            for i, content in enumerate(contents):
+                by_page[:, i] = content[start:end].view(leaf.dtype).reshape(by_page[:, i].shape)
+            arrays.append(array)
+            start = end
+        return jax.tree.unflatten(structure, arrays)
+
+    def _split(self, pages: Sequence[int]) -> Iterator[tuple[Sequence[int], int]]:
+        """Yields the pages in runs, each with the smallest width that holds it."""
+        for start in range(0, len(pages), self.max_width):
+            some = pages[start : start + self.max_width]
+            yield some, fitting_size(self._widths, len(some))
+
+    def _ids(self, pages: Sequence[int], width: int) -> np.ndarray:
+        return np.array([*pages, *[NO_PAGE] * (width - len(pages))], np.int32)
+
+
+def _by_page(array: np.ndarray, num_pages: int) -> np.ndarray:
+    """Returns the pages of n layers [n * W, ...], layer by layer, as [n, W, size]: a view."""
+    return array.reshape(array.shape[0] // num_pages, num_pages, -1)

@@ -1,0 +1,153 @@
+"""The one owner of device state: parameters, cache and compiled steps."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.engine.execution.batch_builder import BatchBuilder, add_masks
+from jaxinfer.engine.execution.warm_up import WarmUp
+from jaxinfer.engine.kv_cache.page_transfers import Content, Copy, CopyPage, PageTransfers, RotatePages, SwapIn, SwapOut
+from jaxinfer.engine.kv_cache.tiers import PageTiers
+from jaxinfer.engine.scheduling.step import NO_ROWS, Step
+from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput, last_tokens
+from jaxinfer.model.cache import KVCache, init_cache
+from jaxinfer.model.params import Params
+from jaxinfer.sampling.batch import SamplingBatch
+
+T = TypeVar("T")
+
+
+class Runner:
+    """Runs scheduled steps. A step that holds any other is compiled before the first one runs.
+
+    `fail` is told what is raised in the middle of something: the cache is donated to each step, and gone with it.
+    """
+
+    def __init__(self, params: Params, warm_up: WarmUp, tiers: PageTiers | None, fail: Callable[[BaseException], None]):
+        self._fail = fail
+        compiler = warm_up.compiler
+        self.buckets = compiler.buckets
+        self._builder = BatchBuilder.of(warm_up.model)
+        self.compiled_steps, self._copier = warm_up.steps, warm_up.copier
+        self._params = params
+        self._tiers = tiers
+        self._drawn = jnp.zeros((compiler.max_num_rows,), jnp.int32)  # by each row of the last step
+        self._before = NO_ROWS  # the rows of the last step
+        self._undrawn: tuple[jax.stages.Compiled, Batch, SamplingBatch] | None = None  # what the last step has left
+        self._num_pages = warm_up.cache_config.num_pages
+        self._cache = init_cache(compiler.model_config, warm_up.cache_config)
+        if tiers is not None:
+            tiers.seconds_per_copy = self._measure_copies()
+
+    def launch(self, step: Step) -> StepOutput | VerifyOutput:
+        """Begins to compute the step, after all before it; returns its output, one row per chunk and padding after.
+
+        What depends on structures is left to `draw`, where that can be drawn apart.
+        """
+        with self._reported_failures():
+            self._make_copies(step.copies)
+            bucket, compiled = self.compiled_steps.choose(step)
+            draw = self.compiled_steps.draws.get(bucket.draw) if step.needs_masks else None
+            arguments = self._builder.build(step, bucket, self._before, defers_sampling=draw is not None)
+            output, self._drawn, self._cache = compiled(self._params, self._cache, self._drawn, *arguments)
+            self._before = step.chunks.rows
+            self._undrawn = None if draw is None else (draw, *arguments[:2])
+            if isinstance(output, VerifyOutput):
+                return output
+            # What nobody reads is not copied to the host.
+            prompt, ends = output.prompt if step.prompt_log_prob_chunks else None, None if draw is None else output.ends
+            return replace(output, prompt=prompt, ends=ends)
+
+    @property
+    def defers_sampling(self) -> bool:
+        """Whether it can launch a step of which it is not known yet what its structures allow."""
+        return bool(self.compiled_steps.draws)
+
+    def draw(self, step: Step, output: StepOutput | VerifyOutput) -> StepOutput | VerifyOutput:
+        """Begins to draw what the last step that was launched has left to be drawn; returns its output with that."""
+        if self._undrawn is None:
+            return output
+        with self._reported_failures():
+            (draw, batch, sampling), self._undrawn = self._undrawn, None
+            state, sampling = (self._params, self._cache, self._drawn), add_masks(step, sampling)
+            if isinstance(output, VerifyOutput):
+                drawn, self._drawn = draw(*state, batch, sampling, output.hidden)
+                return replace(drawn, hidden=output.hidden)
+            drawn, self._drawn = draw(*state, last_tokens(batch), sampling, output.ends)
+            return replace(drawn, hidden=output.hidden, prompt=output.prompt)
+
+    def is_done(self, output: StepOutput | VerifyOutput) -> bool:
+        """Whether a step that was launched has ended."""
+        return output.tokens.is_ready()
+
+    def read(self, output: StepOutput | VerifyOutput) -> StepOutput | VerifyOutput:
+        """Waits for what `launch` has begun and returns it as host arrays."""
+        # An interrupt does no harm: it can be read again. States stay on the device: only drafters want them.
+        with self._reported_failures(Exception):
+            return replace(jax.device_get(replace(output, hidden=None)), hidden=output.hidden)
+
+    def run(self, step: Step) -> StepOutput | VerifyOutput:
+        """Computes the step and returns its output as host arrays."""
+        return self.read(self.draw(step, self.launch(step)))
+
+    def read_pages(self, copies: PageTransfers, pages: Sequence[int]) -> list[Content]:
+        """Returns what pages hold after copies that are still to be made."""
+        with self._reported_failures():
+            self._make_copies(copies)
+            return self._copier.read(self._cache, pages)
+
+    def lend_cache(self, copies: PageTransfers, compute: Callable[[KVCache], tuple[T, KVCache]]) -> T:
+        """Lets `compute` have the cache, after copies that are still to be made, and returns its result."""
+        with self._reported_failures():
+            self._make_copies(copies)
+            result, self._cache = compute(self._cache)
+            return result
+
+    @contextlib.contextmanager
+    def _reported_failures(self, kind: type[BaseException] = BaseException) -> Iterator[None]:
+        try:
+            yield
+        except kind as error:
+            self._fail(error)
+            raise
+
+    def _make_copies(self, copies: PageTransfers) -> None:
+        for batch in copies.batches(self._copier.max_width):
+            self._copy(batch)
+
+    def _copy(self, copies: Sequence[Copy]) -> None:
+        """Makes copies of one kind."""
+        match copies:
+            case [CopyPage(source, page)]:
+                self._cache = self._copier.duplicate(self._cache, source, page)
+            case [RotatePages(sources, pages, num_positions)]:
+                self._cache = self._copier.turn(self._cache, sources, pages, num_positions)
+            case [SwapIn(), *_]:
+                written = [copy for copy in copies if isinstance(copy, SwapIn)]
+                contents = [copy.content for copy in written]
+                self._cache = self._copier.write(self._cache, [copy.page for copy in written], contents)
+            case [SwapOut(), *_]:
+                assert self._tiers is not None
+                read = [copy for copy in copies if isinstance(copy, SwapOut)]
+                for copy, content in zip(
+                    read, self._copier.read(self._cache, [copy.page for copy in read]), strict=True
+                ):
+                    self._tiers.put(copy.key, content)
+
+    def _measure_copies(self) -> float:
+        """Returns the seconds that a page takes out of the cache and in again, at best."""
+        seconds = []
+        pages = list(range(min(self._copier.max_width, self._num_pages)))
+        for _ in range(3):
+            began = time.perf_counter()
+            contents = self._copier.read(self._cache, pages)
+            self._cache = jax.block_until_ready(self._copier.write(self._cache, pages, contents))
+            seconds.append((time.perf_counter() - began) / len(pages))
+        return min(seconds)

@@ -1,0 +1,167 @@
+"""Compiles a step for each shape that an engine's limits allow."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from jaxinfer.config import CacheConfig
+from jaxinfer.engine.execution.batch_builder import BatchBuilder
+from jaxinfer.engine.execution.engine_model import EngineModel
+from jaxinfer.engine.execution.executable_cache import compile_or_load
+from jaxinfer.engine.execution.step_shapes import Bucket, plan_buckets, plan_draws
+from jaxinfer.engine.scheduling.step import Chunks, Step
+from jaxinfer.model.batch import Batch
+from jaxinfer.model.cache import KVCache, abstract_cache
+from jaxinfer.model.params import Params
+from jaxinfer.plan.memory import step_bytes
+from jaxinfer.sampling.batch import SamplingBatch
+from jaxinfer.steps.steps import decode_loop, decode_step, draw_step, draw_verify_step, prefill_step, verify_step
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "step",
+        "config",
+        "implementation",
+        "max_log_probs",
+        "max_prompt_log_probs",
+        "custom",
+        "num_steps",
+        "q_len",
+    ),
+    donate_argnames="cache",
+)
+def step_with_feedback(
+    params: Params,
+    cache: KVCache,
+    drawn: jax.Array,
+    batch: Batch,
+    sampling: SamplingBatch,
+    *rest: Any,
+    step: Callable[..., Any],
+    **statics: Any,
+) -> tuple[Any, jax.Array, KVCache]:
+    """Runs `step(params, cache, batch, sampling, *rest, **statics)` and returns (output, drawn, cache).
+
+    `drawn` i32[R] has what each row of the step before has drawn, R being the most rows of all steps; a token of the
+    batch that is `pending_token(r)` is taken from there. The cache is donated.
+    """
+    tokens = jnp.where(batch.tokens < 0, drawn[-1 - batch.tokens], batch.tokens)
+    output, cache = step(params, cache, replace(batch, tokens=tokens), sampling, *rest, **statics)
+    return output, _enter(drawn, output), cache
+
+
+@functools.partial(jax.jit, static_argnames=("step", "max_log_probs", "custom", "q_len"))
+def sample_with_feedback(
+    params: Params,
+    cache: KVCache,
+    drawn: jax.Array,
+    batch: Batch,
+    sampling: SamplingBatch,
+    states: jax.Array,
+    *,
+    step: Callable[..., Any],
+    **statics: Any,
+) -> tuple[Any, jax.Array]:
+    """Runs a `step` that draws what a chained one has left to be drawn, and returns (output, drawn) as that does."""
+    output = step(params, cache, batch, sampling, states, **statics)
+    return output, _enter(drawn, output)
+
+
+def _enter(drawn: jax.Array, output: Any) -> jax.Array:
+    # What a step draws that yields several tokens a row, no other takes from here.
+    return drawn.at[: output.tokens.shape[0]].set(output.tokens) if output.tokens.ndim == 1 else drawn
+
+
+class StepCompiler:
+    """Knows the shapes that an engine's limits allow, and compiles them."""
+
+    def __init__(self, target: EngineModel, max_drafts: int) -> None:
+        config = target.engine_config
+        self.buckets = plan_buckets(config, max_drafts)
+        if config.decode_loop_steps == 1 and find_spec("llguidance") is not None:  # steps are launched ahead of masks
+            self.buckets = (*plan_draws(self.buckets, config.draft_trees), *self.buckets)
+        self.max_num_rows = config.max_num_seqs
+        self.model_config = target.model_config
+        self._params = target.params
+        self._max_log_probs = min(config.max_log_probs, target.model_config.vocab_size)
+        self._max_prompt_log_probs = config.max_prompt_log_probs
+        self._custom = dict(target.custom)
+        self._loop_steps = config.decode_loop_steps
+        self._attention = config.attention
+        self._empty = self._empty_steps(BatchBuilder.of(target))
+        self.seconds: dict[Bucket, float] = {}  # that each shape took to be compiled or loaded the last time
+
+    @property
+    def largest(self) -> list[Bucket]:
+        """The largest shape of each kind, which needs the most memory of its kind; the last one holds any step."""
+        kinds = {(bucket.is_decode, bucket.q_len, bucket.is_draw): bucket for bucket in self.buckets}
+        return list(kinds.values())
+
+    def _empty_steps(self, builder: BatchBuilder) -> dict[Bucket, tuple[Any, ...]]:
+        """Returns the arguments of a step without requests, in each shape."""
+        empty = {bucket: builder.build(Step(Chunks.of(())), bucket) for bucket in self.buckets}
+        for bucket in [bucket for bucket in self.buckets if bucket.is_draw]:  # which take hidden states as well
+            shape, dtype = (bucket.num_tokens, self.model_config.hidden_size), self._params.final_norm.dtype
+            empty[bucket] += (jax.ShapeDtypeStruct(shape, dtype),)
+        return empty
+
+    def guess_bytes(self) -> int:
+        """Returns about what steps will be found to need: how XLA for CPU allots logits and activations in float32."""
+        D, F, V = (getattr(self.model_config, f"{name}_size") for name in ("hidden", "intermediate", "vocab"))
+        return max(
+            4 * 9 * V * (bucket.num_tokens if bucket.is_verify else bucket.num_rows)
+            + 4 * bucket.num_tokens * (3 * F + 16 * D)
+            for bucket in self.buckets
+        )
+
+    def step_bytes(self, compiled: Mapping[Bucket, jax.stages.Compiled]) -> int:
+        """Returns what the hungriest of some compiled steps needs beside parameters and cache."""
+        return max(step_bytes(step, self._empty[bucket]) for bucket, step in compiled.items())
+
+    def compile(self, cache_config: CacheConfig, bucket: Bucket) -> jax.stages.Compiled:
+        """Compiles a shape for a cache of this configuration, or loads it from disk."""
+        began = time.perf_counter()
+        function, arguments, statics = self._call(cache_config, bucket)
+        compiled = compile_or_load(function, *arguments, **statics)
+        self.seconds[bucket] = time.perf_counter() - began
+        return compiled
+
+    def trace(self, cache_config: CacheConfig, bucket: Bucket) -> ClosedJaxpr:
+        """Returns what a shape computes, as JAX traces it before it is compiled."""
+        function, arguments, statics = self._call(cache_config, bucket)
+        return function.trace(*arguments, **statics).jaxpr
+
+    def _call(self, cache_config: CacheConfig, bucket: Bucket) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """Returns the jitted function that computes a bucket's steps, its arguments and its static arguments."""
+        arguments = (
+            self._params,
+            abstract_cache(self.model_config, cache_config),
+            jax.ShapeDtypeStruct((self.max_num_rows,), jnp.int32),
+            *self._empty[bucket],
+        )
+        statics = {"max_log_probs": self._max_log_probs, "custom": tuple(self._custom.values())}
+        if not bucket.is_draw:
+            statics |= {"config": self.model_config, "implementation": self._attention}
+            return step_with_feedback, arguments, statics | self._step_of(bucket)
+        step = {"step": draw_verify_step, "q_len": bucket.q_len} if bucket.q_len else {"step": draw_step}
+        return sample_with_feedback, arguments, statics | step
+
+    def _step_of(self, bucket: Bucket) -> dict[str, Any]:
+        """Returns the step that a bucket is a shape of, and its own statics."""
+        if bucket.is_verify:
+            return {"step": verify_step, "q_len": bucket.q_len}
+        if bucket.is_prefill:
+            num_log_probs = min(self._max_prompt_log_probs or 0, self.model_config.vocab_size)
+            return {"step": prefill_step, "max_prompt_log_probs": num_log_probs}
+        return {"step": decode_loop, "num_steps": self._loop_steps} if self._loop_steps > 1 else {"step": decode_step}

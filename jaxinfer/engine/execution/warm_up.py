@@ -1,0 +1,122 @@
+"""From parameters to compiled steps, and from what these need to the number of pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+
+from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
+from jaxinfer.engine.execution.compiled_steps import CompiledSteps
+from jaxinfer.engine.execution.engine_model import EngineModel, PreparesDrafts
+from jaxinfer.engine.execution.memory_plan import bytes_of_page, plan_cache, plan_limit, resolve_max_model_len
+from jaxinfer.engine.execution.page_copier import PageCopier
+from jaxinfer.engine.execution.step_compiler import StepCompiler
+from jaxinfer.engine.execution.step_shapes import Bucket
+from jaxinfer.model.cache import abstract_cache
+from jaxinfer.model.params import Params
+from jaxinfer.plan.memory import MemoryPlan, fit_pages, num_bytes
+from jaxinfer.sampling.processors import LogitsProcessor
+
+# Pages copied at once, without tiers and with them: one that is evicted while others decode, or many.
+COPY_WIDTHS = ((1,), (1, 8))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """What is compiled so far: in how many seconds of all threads together, or loaded from disk, for this memory."""
+
+    num_executables: int
+    seconds: float
+    memory: MemoryPlan
+
+    def __str__(self) -> str:
+        return f"{self.num_executables} executables ready in {self.seconds:.1f} s; {self.memory}"
+
+
+def plan_target(
+    params: Params,
+    model_config: ModelConfig,
+    config: EngineConfig,
+    dtype: str,
+    custom: Mapping[str, LogitsProcessor],
+    speculation: PreparesDrafts | None,
+) -> EngineModel:
+    """Returns the model and its engine's limits, with the most pages that are of use to it."""
+    max_model_len = resolve_max_model_len(model_config, config)
+    drafter = None if speculation is None else speculation.device_drafter
+    return EngineModel(
+        params=params,
+        model_config=model_config,
+        engine_config=config,
+        cache_config=plan_cache(model_config, config, dtype, max_model_len, drafter),
+        table_width=-(-max_model_len // config.page_size),
+        custom=custom,
+    )
+
+
+class WarmUp:
+    """Compiles what can compute any step, for as many pages as fit, and lets the rest follow.
+
+    There are at most as many pages as in the target's cache. With a limit on memory the largest step of each kind is
+    waited for, for they say how much steps need. Raises ValueError where the device, or EngineConfig.memory_bytes, has
+    no room for a page.
+    """
+
+    def __init__(self, target: EngineModel, speculation: PreparesDrafts | None, *, show_progress: bool) -> None:
+        self._show_progress = show_progress
+        self.model, self._speculation = target, speculation
+        max_drafts = 0 if speculation is None else target.engine_config.max_drafts
+        self.compiler = compiler = StepCompiler(target, max_drafts)
+        self._drafter = drafter = None if speculation is None else speculation.device_drafter
+        resident = num_bytes(target.params) + (0 if drafter is None else drafter.resident_bytes)
+        guess = MemoryPlan(
+            resident_bytes=resident,
+            step_bytes=compiler.guess_bytes(),
+            page_bytes=bytes_of_page(target.model_config, target.cache_config, drafter),
+            num_pages=target.cache_config.num_pages,
+            limit_bytes=plan_limit(target.engine_config, resident),
+        )
+        self._waits_for = compiler.buckets[-1:] if guess.limit_bytes is None else compiler.largest
+        is_fixed = target.engine_config.num_pages is not None
+        (known, self.copier), self._memory = fit_pages(self._compile_for, guess, is_fixed=is_fixed)
+        self.cache_config = self._cache_config(self._memory.num_pages)
+        self.steps = CompiledSteps(compiler.buckets, partial(compiler.compile, self.cache_config), known)
+        self.steps.wait_for_last(show_progress=show_progress)
+
+    def ready(self) -> Ready:
+        """Returns what is compiled so far."""
+        executables, drafting = self.copier.num_executables + len(self.steps.compiled), 0
+        if self._drafter is not None:
+            executables, drafting = executables + self._drafter.num_executables, self._drafter.step_bytes
+        needed = max(self.compiler.step_bytes(self.steps.compiled) + self.copier.step_bytes, drafting)
+        return Ready(
+            num_executables=executables,
+            seconds=sum(self.compiler.seconds.values()),
+            memory=replace(self._memory, step_bytes=needed),
+        )
+
+    def _compile_for(self, num_pages: int) -> tuple[tuple[Mapping[Bucket, jax.stages.Compiled], PageCopier], int]:
+        cache_config = self._cache_config(num_pages)
+        cache = abstract_cache(self.compiler.model_config, cache_config)
+        with ThreadPoolExecutor(1) as pool:
+            num_sinks = (self.model.engine_config.num_sink_tokens or 0) // cache_config.page_size
+            copier = pool.submit(PageCopier, cache, self.compiler.model_config, self._copy_widths, num_sinks)
+            steps = CompiledSteps(self._waits_for, partial(self.compiler.compile, cache_config))
+            steps.wait(show_progress=self._show_progress)
+        needed = self.compiler.step_bytes(steps.compiled) + copier.result().step_bytes
+        if self._speculation is not None:
+            self._speculation.prepare(replace(self.model, cache_config=cache_config))
+        # Drafts are made while no step is on its way.
+        needed = max(needed, 0 if self._drafter is None else self._drafter.step_bytes)
+        return (steps.compiled, copier.result()), needed
+
+    @property
+    def _copy_widths(self) -> tuple[int, ...]:
+        return COPY_WIDTHS[self.model.engine_config.has_tiers]
+
+    def _cache_config(self, num_pages: int) -> CacheConfig:
+        return replace(self.model.cache_config, num_pages=num_pages)

@@ -1,0 +1,328 @@
+"""What a user asks for, turned into a request that can be honoured exactly, or refused with the reason."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from numbers import Integral
+from typing import Any, TypedDict, cast, get_args
+
+from jaxinfer.config import MAX_SEED, CacheConfig, EngineConfig, ModelConfig, SamplingParams
+from jaxinfer.engine.kv_cache.attention_window import AttentionWindow, window_for
+from jaxinfer.engine.request.page_keys import PageKeys, root_key
+from jaxinfer.engine.request.request import Priority, Request, SharedPrompt
+from jaxinfer.text.grammar import GrammarCompiler
+from jaxinfer.text.tokenizer import Detokenizer, Tokenizer
+from jaxinfer.validation import MAX_FLOAT, MAX_INT, as_items, as_tuple, is_real, shown
+
+
+class RequestOptions(TypedDict, total=False):
+    """On which terms a request is computed; none of them changes a token of it.
+
+    `priority`: "interactive", the default, goes before "batch" and takes its place in a full engine. `tenant`: for
+    whom it is; tenants have turns, so that nobody waits for all requests of another. `deadline`: seconds after which
+    the request ends with what it has, finish reason "deadline"; close ones go first. `cache_salt`: keeps the cached
+    prefixes of the request to those who give the same salt.
+    """
+
+    priority: Priority
+    tenant: str
+    deadline: float | None
+    cache_salt: str | None
+
+
+def check_names(options: Mapping[str, Any]) -> None:
+    """Raises TypeError for arguments that are no terms."""
+    unknown = sorted(options.keys() - RequestOptions.__annotations__.keys())
+    if unknown:
+        raise TypeError(
+            f"unknown argument {unknown[0]}={shown(options[unknown[0]])}; the terms of a request are"
+            f" {', '.join(RequestOptions.__annotations__)}, and how its tokens are chosen is said by SamplingParams"
+        )
+
+
+def checked_priority(priority: Any) -> Priority:
+    if not isinstance(priority, str) or priority not in get_args(Priority):
+        raise ValueError(f"priority={shown(priority)} is not allowed: give one of {', '.join(get_args(Priority))}")
+    return cast(Priority, priority)
+
+
+def checked_tenant(tenant: Any) -> str:
+    if not isinstance(tenant, str):
+        raise ValueError(f"tenant={shown(tenant)} is not allowed: give a name as text, or leave it out")
+    return tenant
+
+
+def checked_time_limit(deadline: Any) -> float:
+    if deadline is None:
+        return math.inf
+    if not is_real(deadline) or not 0 < deadline < MAX_FLOAT:
+        raise ValueError(
+            f"deadline={shown(deadline)} is not allowed: give seconds from now, above 0, or None for no end"
+        )
+    return float(deadline)
+
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """The limits that a request is held against. Nothing is trusted before this and nothing is checked after it."""
+
+    model_config: ModelConfig
+    engine_config: EngineConfig
+    cache_config: CacheConfig
+    tokenizer: Tokenizer | None
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    window: AttentionWindow | None
+    model: str
+    grammars: GrammarCompiler
+    custom: tuple[str, ...]  # names of the LLM's logits processors
+
+    def admit(
+        self,
+        ids: Iterator[int],
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        *,
+        priority: Priority = "interactive",
+        tenant: str = "",
+        deadline: float | None = None,
+        cache_salt: str | None = None,
+    ) -> list[Request]:
+        """Returns a request per sample, or raises ValueError with what is wrong, the value, and the way out."""
+        sampling = SamplingParams() if sampling is None else sampling
+        if not isinstance(sampling, SamplingParams):
+            raise ValueError(
+                f"sampling_params={shown(sampling)} is not a SamplingParams; give SamplingParams(...) or None for the"
+                " default"
+            )
+        token_ids = self._encode(prompt)
+        self._check_lengths(len(token_ids), sampling)
+        self.check_samples("n" if sampling.best_of is None else "best_of", sampling.num_samples)
+        self._check_alternatives("log_probs", sampling.log_probs, self.engine_config.max_log_probs)
+        if sampling.prompt_log_probs is not None:
+            limit = self.engine_config.max_prompt_log_probs
+            self._check_alternatives("prompt_log_probs", sampling.prompt_log_probs, limit)
+        if sampling.stop and self.tokenizer is None:
+            raise ValueError(f"stop={shown(sampling.stop)} needs a tokenizer, which this checkpoint does not have")
+        eos = () if sampling.ignore_eos else self.eos_token_ids
+        stop_token_ids = {*sampling.stop_token_ids, *eos}
+        self._check_listed_tokens(sampling, stop_token_ids)
+        for name, _ in sampling.logits_processors:
+            if name not in self.custom:
+                raise ValueError(
+                    f"logits_processors has {shown(name)}, which is none of the LLM's {list(self.custom)}; give the"
+                    " function to LLM(logits_processors={name: function})"
+                )
+        root = self._root_key(cache_salt)
+        make_sample = partial(
+            Request,
+            prompt_token_ids=token_ids,
+            sampling=sampling,
+            seed=secrets.randbelow(MAX_SEED + 1) if sampling.seed is None else sampling.seed,
+            max_tokens=min(sampling.max_tokens, self._max_len - len(token_ids)),
+            stop_token_ids=stop_token_ids,
+            cache_salt=cache_salt,
+            priority=checked_priority(priority),
+            tenant=checked_tenant(tenant),
+            time_limit=checked_time_limit(deadline),
+            shared_prompt=SharedPrompt(sampling.num_samples),
+        )
+        return [
+            make_sample(
+                next(ids),
+                sample_index=sample_index,
+                detokenizer=self.detokenizer(sampling),
+                keys=None if root is None else PageKeys(root, self.cache_config.page_size),
+                grammar=self.grammars.compile(sampling),
+            )
+            for sample_index in range(sampling.num_samples)
+        ]
+
+    def detokenizer(self, sampling: SamplingParams) -> Detokenizer | None:
+        if self.tokenizer is None:
+            return None
+        return Detokenizer(self.tokenizer, stop=sampling.stop, min_tokens=sampling.min_tokens)
+
+    def check_samples(self, name: str, count: int) -> None:
+        """Raises ValueError where a parameter of this name asks for too many samples or beams."""
+        limit = self.engine_config.max_samples
+        if count > limit:
+            raise ValueError(
+                f"{name}={count} is more than max_samples={limit}; ask for fewer or raise EngineConfig.max_samples"
+            )
+
+    def _check_alternatives(self, name: str, count: int, limit: int | None) -> None:
+        vocab_size = self.model_config.vocab_size
+        if limit is not None and count > vocab_size:
+            raise ValueError(f"{name}={count} is more than the vocabulary of {vocab_size}; ask for fewer")
+        if limit is None or count > limit:
+            raise ValueError(
+                f"{name}={count} is more than max_{name}={limit}; ask for fewer or raise EngineConfig.max_{name}, up to"
+                f" the vocabulary of {vocab_size}"
+            )
+
+    def _check_listed_tokens(self, sampling: SamplingParams, stop_token_ids: Collection[int]) -> None:
+        allowed = sampling.allowed_token_ids
+        listed = {
+            "stop_token_ids": sampling.stop_token_ids,
+            "logit_bias": list(dict(sampling.logit_bias)),
+            "bad_words": list(chain.from_iterable(sampling.bad_words)),
+            "allowed_token_ids": allowed or (),
+        }
+        for name, token_ids in listed.items():
+            self._check_token_ids(name, token_ids)
+        if sampling.min_tokens > 0:
+            listed["stop_token_ids"] = stop_token_ids
+        else:
+            del listed["stop_token_ids"]
+        for name, token_ids in listed.items():
+            limit = self.engine_config.max_listed_tokens
+            if len(token_ids) > limit:
+                raise ValueError(
+                    f"{name} lists {len(token_ids)} token ids, more than max_listed_tokens={limit}; list fewer or raise"
+                    " EngineConfig.max_listed_tokens"
+                )
+        ruled_out = {word[0] for word in sampling.bad_words if len(word) == 1}
+        if sampling.min_tokens > 0:
+            ruled_out |= set(stop_token_ids)
+        if allowed is not None and ruled_out.issuperset(allowed):
+            raise ValueError(
+                f"allowed_token_ids={shown(allowed)} leave no first token: bad_words or"
+                f" min_tokens={sampling.min_tokens} rule out all of them; allow more"
+            )
+
+    def _root_key(self, cache_salt: str | None) -> bytes | None:
+        """What the keys of the request's pages begin with; None where it shares none."""
+        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+            raise ValueError(
+                f"cache_salt={shown(cache_salt)} is not allowed: give a string that only those know who may share"
+                " cached prefixes, or None to share with all who give none"
+            )
+        if not self.engine_config.prefix_cache:
+            return None
+        # An engine has one set of parameters for life, and no adapters.
+        return root_key(model=self.model, params_version=0, adapter="", cache_salt=cache_salt or "")
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("this checkpoint has no tokenizer.json; give the prompt as token ids")
+            self._check_characters(prompt, self.tokenizer)
+            try:
+                token_ids = self.tokenizer.encode(prompt)
+            except ValueError as error:
+                raise ValueError(f"the prompt cannot be encoded: {error}") from error
+        else:
+            token_ids = as_items("prompt", prompt)
+            if not isinstance(token_ids, Sequence) or isinstance(token_ids, bytes | bytearray | memoryview):
+                raise ValueError(f"prompt {shown(prompt)} is neither text nor a sequence of token ids")
+            self._check_prompt_len(len(token_ids))
+            token_ids = list(token_ids)
+        if not token_ids:
+            raise ValueError(f"prompt {shown(prompt)} is empty; give at least one token to continue from")
+        self._check_token_ids("prompt", token_ids)
+        return [int(token_id) for token_id in token_ids]
+
+    def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
+        # Nearly always true, and twenty times faster than looking at each.
+        if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < self.model_config.vocab_size:
+            return
+        for i, token_id in enumerate(token_ids):
+            is_int = isinstance(token_id, Integral) and not isinstance(token_id, bool)
+            if not is_int or not 0 <= token_id < self.model_config.vocab_size:
+                raise ValueError(
+                    f"{name}[{i}] is {shown(token_id)}; token ids of this model are integers from 0 to"
+                    f" {self.model_config.vocab_size - 1}"
+                )
+
+    @property
+    def _is_endless(self) -> bool:
+        return self.engine_config.num_sink_tokens is not None
+
+    @property
+    def _max_len(self) -> int:
+        """The most tokens that a request may have, seen or not."""
+        return MAX_INT if self._is_endless else self.max_model_len
+
+    def _check_characters(self, text: str, tokenizer: Tokenizer) -> None:
+        """Raises ValueError for a text that no tokens could spell: to encode it would take seconds and gigabytes."""
+        if len(text) < self._max_len or len(text) < self._max_len * tokenizer.max_token_len:
+            return
+        raise ValueError(
+            f"prompt has {len(text):,} characters, and fewer than max_model_len={self.max_model_len} tokens of at most"
+            f" {tokenizer.max_token_len} characters cannot spell it; shorten it or raise EngineConfig.max_model_len up"
+            f" to the model's {self.model_config.max_position}"
+        )
+
+    def _check_prompt_len(self, num_prompt_tokens: int) -> None:
+        if num_prompt_tokens >= self._max_len:
+            raise ValueError(
+                f"prompt has {num_prompt_tokens} tokens but max_model_len is {self.max_model_len}, of which at least"
+                " one must be left for the output; shorten it or raise EngineConfig.max_model_len up to the model's"
+                f" {self.model_config.max_position}"
+            )
+
+    def _check_lengths(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
+        self._check_prompt_len(num_prompt_tokens)
+        if sampling.min_tokens > self._max_len - num_prompt_tokens:
+            raise ValueError(
+                f"min_tokens={sampling.min_tokens} after a prompt of {num_prompt_tokens} tokens is more than"
+                f" max_model_len={self.max_model_len} leaves; lower it, shorten the prompt, or raise"
+                f" EngineConfig.max_model_len up to the model's {self.model_config.max_position}"
+            )
+        num_tokens = min(num_prompt_tokens + sampling.max_tokens, self._max_len)
+        # The last token is drawn but never computed, so it needs no slot.
+        num_slots = num_tokens - 1
+        window = window_for(self.window, sampling)
+        if num_tokens > self.max_model_len and window is None:
+            raise ValueError(
+                f"prompt of {num_prompt_tokens} tokens with max_tokens={sampling.max_tokens} may see less than all of"
+                f" its tokens, more than max_model_len={self.max_model_len}, but penalties, no_repeat_ngram_size,"
+                " bad_words and logits_processors read them all; leave these out or lower max_tokens"
+            )
+        if window is not None:
+            num_most = window.most * self.cache_config.page_size
+            num_slots = num_most if num_tokens > self.max_model_len else min(num_slots, num_most)
+        capacity = self.cache_config.num_pages * self.cache_config.page_size
+        if num_slots > capacity:
+            raise ValueError(
+                f"prompt of {num_prompt_tokens} tokens with max_tokens={sampling.max_tokens} may need {num_slots} slots"
+                f" of the cache, which has {capacity}; lower max_tokens, or raise EngineConfig.num_pages,"
+                " cache_bytes or memory_bytes"
+            )
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Returns one prompt or many as a list of prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = as_items("prompts", prompts)
+    if not isinstance(items, Iterable) or isinstance(items, Mapping | Set | bytes | bytearray | memoryview):
+        raise ValueError(f"prompts {shown(prompts)} are neither text, nor token ids, nor several of these")
+    items = list(as_tuple("prompts", items, "several"))
+    is_one_prompt = bool(items) and all(isinstance(item, Integral) for item in items)
+    return [items] if is_one_prompt else items
+
+
+def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams | None]:
+    """Returns parameters for `count` prompts, from one for all or one for each."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence) or isinstance(params, str):
+        raise ValueError(
+            f"sampling_params={shown(params)} is neither a SamplingParams nor a list of them; give one for all"
+            " prompts or one per prompt"
+        )
+    if len(params) != count:
+        raise ValueError(
+            f"sampling_params has {len(params)} SamplingParams for {count} prompts; give one for all or one per prompt"
+        )
+    return params

@@ -1,0 +1,144 @@
+"""Requests made from requests: forked, set back, written to a file and read again.
+
+Whatever a request is follows from its tokens and its terms, so a new one that is given the same goes on like it; what
+its pages hold is shared, copied or, where nobody has it any more, computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+from jaxinfer.engine.execution.runner import Runner
+from jaxinfer.engine.frontend.admission import Admission
+from jaxinfer.engine.frontend.page_identity import page_identity
+from jaxinfer.engine.frontend.saved_request import read_request, write_request
+from jaxinfer.engine.request.request import Request
+from jaxinfer.engine.scheduling.scheduler import Scheduler
+from jaxinfer.sampling_params import MAX_SEED
+from jaxinfer.validation import is_int, require, require_int, shown
+
+
+class Branches:
+    """What an LLM does with one unfinished request. ValueError for one that has finished or has several samples."""
+
+    def __init__(
+        self, ids: Iterator[int], admission: Admission, scheduler: Scheduler, runner: Runner, path: Path
+    ) -> None:
+        self._ids = ids
+        self._admission = admission
+        self._scheduler = scheduler
+        self._runner = runner
+        self._path = path
+
+    def fork(self, request_id: int, seed: int | None = None) -> int:
+        """Branches a request and returns the id of the branch, which goes on from the same tokens on the same terms.
+
+        It shares the full pages of the request and copies the last. It draws by the same seed, unless another is given,
+        as the next sample of the prompt (`sample_index`), and so goes its own way at a temperature above 0. Its first
+        delta has its first own token, its completion all. Raises QueueFullError where it is one request too many.
+        """
+        request = self._find(request_id)
+        self._scheduler.check_room(1)
+        seed = request.seed if seed is None else _checked_seed(seed)
+        branch = fork(request, next(self._ids), self._admission, time_limit=self._scheduler.time_left(request))
+        branch.seed = seed
+        self._scheduler.add(branch)
+        return branch.request_id
+
+    def rewind(self, request_id: int, num_tokens: int, seed: int | None = None) -> None:
+        """Takes back the last tokens of a request's output; it goes on from the one before them.
+
+        By the same seed it draws the same tokens again, for a draw depends on its position; give another to have
+        others. What was handed out for these tokens is void: the completion has what is drawn in their place.
+        """
+        request = self._find(request_id)
+        require_int("num_tokens", num_tokens, 1)
+        if num_tokens > request.num_output_tokens:
+            raise ValueError(
+                f"num_tokens={num_tokens} is more than the {request.num_output_tokens} tokens of output that request"
+                f" {request_id} has; rewind by fewer"
+            )
+        request.seed = request.seed if seed is None else _checked_seed(seed)
+        rewind(request, num_tokens, self._admission)
+        self._scheduler.rewind(request)
+
+    def save(self, request_id: int, path: Path) -> None:
+        """Writes a request to a file with all that it needs to go on; here it goes on as well.
+
+        Raises OSError where the file cannot be written, and leaves what was there before.
+        """
+        request = self._find(request_id)
+        kept, num_saved = [i for i in range(len(request.pages)) if i not in request.evicted], request.num_computed
+        contents = self._runner.read_pages(self._scheduler.copies, [request.pages[i] for i in kept])
+        pages = dict(zip(kept, contents, strict=True))
+        if request.num_saved > num_saved:  # it was restored and has not run since
+            pages, num_saved = request.saved, request.num_saved
+        write_request(path, request, self._scheduler.time_left(request), pages, num_saved, self._identity)
+
+    def restore(self, path: Path) -> int:
+        """Queues the request in a file and returns its id here; it yields what it would have where it was saved.
+
+        Its first delta has its first new token; its timings, and what is left of its deadline, count from now. Files
+        are trusted: pages are shared with requests of the same beginning and cache_salt. Raises ValueError for a file
+        that is damaged or comes from an LLM of another model, page size or version, QueueFullError, and OSError.
+        """
+        self._scheduler.check_room(1)
+        request = read_request(path, next(self._ids), self._admission, self._identity)
+        self._scheduler.add(request)
+        return request.request_id
+
+    def _find(self, request_id: int) -> Request:
+        require(is_int(request_id), "request_id", request_id, "the id of an unfinished request")
+        request = self._scheduler.find(request_id)
+        if request is None:
+            raise ValueError(
+                f"request {shown(request_id)} is unknown or has finished; give the id of an unfinished one"
+            )
+        count = request.sampling.num_samples
+        if count > 1:
+            raise ValueError(f"request {request_id} has {count} samples, which belong together; add it with n=1")
+        return request
+
+    @cached_property
+    def _identity(self) -> dict[str, str]:
+        admission = self._admission
+        configs = admission.model_config, admission.cache_config, admission.engine_config
+        return page_identity(self._path, *configs, admission.window)
+
+
+def fork(request: Request, request_id: int, admission: Admission, *, time_limit: float) -> Request:
+    """Returns a request with the same tokens, the next sample of the family."""
+    branch = Request(
+        request_id,
+        request.token_ids[: request.num_prompt_tokens],
+        request.sampling,
+        seed=request.seed,
+        sample_index=request.shared_prompt.num_samples,
+        max_tokens=request.max_tokens,
+        stop_token_ids=request.stop_token_ids,
+        detokenizer=admission.detokenizer(request.sampling),
+        keys=None if request.keys is None else request.keys.begin_again(len(request.token_ids)),
+        priority=request.priority,
+        tenant=request.tenant,
+        time_limit=time_limit,
+        grammar=admission.grammars.compile(request.sampling),
+        cache_salt=request.cache_salt,
+        shared_prompt=request.shared_prompt,
+    )
+    for output in request.outputs:
+        branch.append(*output)
+    request.shared_prompt.num_samples += 1
+    branch.origin, branch.saved, branch.num_saved = request, request.saved, request.num_saved
+    return branch
+
+
+def rewind(request: Request, num_tokens: int, admission: Admission) -> None:
+    """Takes tokens back from a request, of which the scheduler is to be told."""
+    request.rewind(num_tokens, admission.detokenizer(request.sampling), admission.grammars.compile(request.sampling))
+
+
+def _checked_seed(seed: int) -> int:
+    require_int("seed", seed, 0, MAX_SEED)
+    return seed

@@ -1,0 +1,63 @@
+"""Several samples of one prompt: requests to the scheduler, one request to the user."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jaxinfer.engine.request.completion import Completion, Delta
+from jaxinfer.engine.request.request import Request
+from jaxinfer.sampling_params import SamplingParams
+
+
+class SampleGroup:
+    """The requests of one prompt. What they yield goes out under the id of the first.
+
+    With `best_of` they are held back until all have ended; the most probable `n` as a whole then go out, best first.
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        sampling = requests[0].sampling
+        self.requests = tuple(requests)
+        self.request_id = requests[0].request_id
+        self.num_completions = sampling.n  # that go out
+        self.sampling = sampling
+        self._is_best_of = sampling.best_of is not None
+        self._completions: list[Completion] = []
+
+    @property
+    def is_finished(self) -> bool:
+        return len(self._completions) == len(self.requests)
+
+    def hand_out(self, delta: Delta) -> list[Delta]:
+        """Takes what a step added to one sample and returns what goes out for it."""
+        completion = delta.completion and replace(delta.completion, request_id=self.request_id)
+        if completion is not None:
+            self._completions.append(completion)
+        if not self._is_best_of:
+            return [delta._replace(request_id=self.request_id, completion=completion)]
+        return [_whole(completion) for completion in self._best()] if self.is_finished else []
+
+    def _best(self) -> list[Completion]:
+        # Equals in the order of their index, whichever ended first; what broke off is no rival to what did not.
+        ranked = sorted(
+            self._completions, key=lambda c: (c.finish_reason == "error", -sum(c.log_probs), c.sample_index)
+        )
+        return ranked[: self.num_completions]
+
+
+def in_order(completions: Sequence[Completion], sampling: SamplingParams) -> list[Completion]:
+    """Returns the completions of one prompt as a user wants them: by sample_index, or best first with `best_of`."""
+    is_best_of = sampling.best_of is not None  # which come out best first
+    return list(completions) if is_best_of else sorted(completions, key=lambda c: c.sample_index)
+
+
+def _whole(completion: Completion) -> Delta:
+    return Delta(
+        request_id=completion.request_id,
+        sample_index=completion.sample_index,
+        text=completion.text,
+        token_ids=completion.token_ids,
+        log_probs=completion.log_probs,
+        completion=completion,
+    )

@@ -1,0 +1,106 @@
+"""A request in a file, to be continued by another process as if nothing had been.
+
+digest, 32 bytes | length of the head, 8 bytes | head, JSON | pages, one after another
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.atomic_file import read_checked, remove_orphans, write_checked
+from jaxinfer.engine.frontend.admission import Admission
+from jaxinfer.engine.kv_cache.page_transfers import Content
+from jaxinfer.engine.request.request import Request, SharedPrompt
+from jaxinfer.sampling_params import SamplingParams
+
+KIND = "request of jaxinfer, 4"
+LENGTH_BYTES = 8
+
+
+def write_request(
+    path: Path, request: Request, time_limit: float, pages: Mapping[int, Content], num_saved: int, identity: dict
+) -> None:
+    """Writes a request that is to run for `time_limit` seconds more, and its pages by their index.
+
+    `num_saved`: how many tokens are computed after the last.
+    """
+    head = {
+        "kind": KIND,
+        "identity": identity,
+        "prompt": request.token_ids[: request.num_prompt_tokens],
+        "prompt_log_probs": request.shared_prompt.prompt_log_probs,
+        "prompt_top_log_probs": [list(tops.items()) for tops in request.shared_prompt.prompt_top_log_probs],
+        "outputs": [(token, log_prob, list(tops.items())) for token, log_prob, tops in request.outputs],
+        "sampling": asdict(request.sampling),
+        "seed": request.seed,
+        "sample_index": request.sample_index,
+        "num_samples": request.shared_prompt.num_samples,
+        "terms": {
+            "priority": request.priority,
+            "tenant": request.tenant,
+            "deadline": None if time_limit == math.inf else max(time_limit, 1e-3),  # it may have come just now
+            "cache_salt": request.cache_salt,
+        },
+        "pages": list(pages),
+        "num_saved": num_saved,
+    }
+    encoded = json.dumps(head).encode()
+    _require_file(path)
+    remove_orphans(path.parent, re.escape(path.name))
+    write_checked(path, [len(encoded).to_bytes(LENGTH_BYTES, "little"), encoded, *pages.values()])
+
+
+def read_request(path: Path, request_id: int, admission: Admission, identity: dict[str, str]) -> Request:
+    """Returns the request in a file; ValueError where it is damaged or cannot be continued here, with the reason."""
+    _require_file(path)
+    sealed = read_checked(path)
+    start = LENGTH_BYTES + int.from_bytes(sealed[:LENGTH_BYTES], "little")
+    try:
+        head: dict[str, Any] = json.loads(bytes(sealed[LENGTH_BYTES:start]))
+        kind = head["kind"]
+    except (ValueError, KeyError, TypeError):
+        kind = None
+    if kind != KIND:
+        raise ValueError(f"{path} is not a {KIND}; give a file that LLM.save has written with this version")
+    for aspect, here in identity.items():
+        if head["identity"][aspect] != here:
+            raise ValueError(
+                f"{path} was saved with {aspect}={head['identity'][aspect]!r}, here it is {here!r}: its pages would be"
+                " wrong; restore it with an LLM like the one that saved it"
+            )
+    request = _rebuild(path, head, request_id, admission)
+    if indices := head["pages"]:
+        contents = np.frombuffer(sealed[start:], np.uint8).reshape(len(indices), -1)
+        request.saved, request.num_saved = dict(zip(indices, contents, strict=True)), head["num_saved"]
+    return request
+
+
+def _require_file(path: Path) -> None:
+    """Raises ValueError for a folder, and for a device, which may have no end and would be replaced by a file."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file; give the path of one, or of none yet")
+
+
+def _rebuild(path: Path, head: dict[str, Any], request_id: int, admission: Admission) -> Request:
+    sampling = SamplingParams(**head["sampling"])
+    (request,) = admission.admit(count(request_id), head["prompt"], sampling, **head["terms"])
+    request.seed, request.sample_index = head["seed"], head["sample_index"]
+    tops = [dict(map(tuple, pairs)) for pairs in head["prompt_top_log_probs"]]
+    request.shared_prompt = SharedPrompt(head["num_samples"], head["prompt_log_probs"], tops)
+    for token_id, log_prob, tops in head["outputs"]:
+        request.append(token_id, log_prob, dict(map(tuple, tops)))
+        if request.finish_reason is not None:
+            raise ValueError(
+                f"{path} has {len(head['outputs'])} tokens of output, but here the request ends after"
+                f" {request.num_output_tokens}, with max_model_len={admission.max_model_len}; raise it in EngineConfig"
+            )
+    return request

@@ -1,0 +1,1 @@
+"""The pages of requests: allocation, sharing, tiers; without jax."""

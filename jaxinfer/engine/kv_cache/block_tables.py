@@ -1,0 +1,229 @@
+"""The pages of each request: shared where their content is in the cache already, its own where it is to come.
+
+tokens      |---- num_computed ----|-- chunk --|
+pages       |  full   |  full   | partly |      |      one more as the chunk needs it
+key         | known   | known   |               a full page never changes: it may be shared and found again
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+
+from jaxinfer.engine.kv_cache.attention_window import AttentionWindow, WindowedPages
+from jaxinfer.engine.kv_cache.page_allocator import PageAllocator
+from jaxinfer.engine.kv_cache.page_transfers import CopyPage, PageTransfers, SwapIn, SwapOut
+from jaxinfer.engine.kv_cache.prefix_lookup import PrefixLookup, Source
+from jaxinfer.engine.kv_cache.tiers import PageTiers
+from jaxinfer.engine.request.page_keys import PageKeys
+from jaxinfer.engine.request.request import Request
+
+
+class BlockTables:
+    """Gives pages to requests and takes them back. Only full pages are shared, so nobody ever writes a shared one.
+
+    `copies` are to be made before the next step. What is evicted goes to the `tiers`, if there are any. Pages behind
+    the `window` are taken back while a request runs, unless its parameters read its whole context.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, tiers: PageTiers | None = None, window: AttentionWindow | None = None
+    ):
+        self.page_size = page_size
+        self._tiers = tiers
+        self.copies = PageTransfers()
+        self.pages = PageAllocator(num_pages, self._let_go)
+        self.windowed = WindowedPages(window, self.pages, self.copies, page_size)
+        self._finder = PrefixLookup(self.pages, page_size, tiers)
+
+    def num_missing(self, request: Request, num_tokens: int) -> int:
+        """Returns how many pages the request lacks to compute its next `num_tokens` tokens."""
+        num_missing = -(-(request.num_computed + num_tokens) // self.page_size) - len(request.pages)
+        if self.windowed.is_endless:
+            num_missing = max(num_missing, 0) + self.windowed.num_missing_sinks(request)
+        return num_missing if num_missing > 0 else 0
+
+    def num_wanted(self, request: Request) -> int:
+        """Returns how many pages the request lacks to compute all of its tokens, in as many steps as that takes."""
+        num_owned = len(request.pages) - len(request.evicted) + len(request.rotated_sinks)
+        return self._num_wanted(request, len(request.pages), num_owned)
+
+    def can_hold(self, request: Request, num_reserved: int, victims: Sequence[Request]) -> bool:
+        """Whether a request without pages could have them for all of its tokens.
+
+        That is beside `num_reserved` pages for others, and if the victims gave up theirs.
+        """
+        pages = self._finder.reusable_pages(request, self.windowed.window_of(request))
+        found = [page for page in pages.values() if page is not None]
+        given_up = Counter(chain.from_iterable(victim.owned_pages for victim in victims))
+
+        def is_idle(page: int) -> bool:
+            return self.pages.num_users(page) == given_up[page]
+
+        # An idle page that is found is one that nobody else can have any more.
+        num_new = self._num_wanted(request, max(pages, default=-1) + 1, len(pages)) + len(pages) - len(found)
+        num_wanted = num_new + sum(map(is_idle, found))
+        if len(found) < len(pages):  # a tier may have lost the others
+            num_wanted = max(num_wanted, self._num_wanted(request, 0, 0))
+        return num_wanted + num_reserved <= self.pages.num_available + sum(map(is_idle, list(given_up)))
+
+    def share_prefix(self, request: Request) -> int:
+        """Moves a request forward over pages that are computed already, were it from the middle of one.
+
+        They are shared where they are in the pool; from elsewhere they are copied onto pages that the request has.
+        Returns by how many tokens.
+        """
+        start, window = request.num_computed, self.windowed.window_of(request)
+        if window is not None and not request.pages:
+            self._begin(request, window)
+        while request.num_uncomputed > 1 and (self._share_page(request) or self._fill_page(request)):
+            self.windowed.free_behind(request, request.num_computed - 1)
+        return request.num_computed - start
+
+    def extend(self, request: Request, count: int) -> None:
+        """Gives the request the pages that `num_missing` said it lacks."""
+        pages = self.pages.allocate(count)
+        if self.windowed.is_endless and (num_missing_sinks := self.windowed.num_missing_sinks(request)):
+            request.rotated_sinks, pages = tuple(pages[:num_missing_sinks]), pages[num_missing_sinks:]
+        request.pages += tuple(pages)
+
+    def extend_ahead(self, request: Request, num_tokens: int) -> int:
+        """Gives the request the pages for its next token and that many after it, if there are some that nobody uses.
+
+        Returns for how many after it there is room; never for more than it may still draw but the last, which needs no
+        slot. What may never come is worth no page of another request.
+        """
+        num_tokens = min(
+            num_tokens, request.max_tokens - request.num_output_tokens - 1, self.windowed.max_uniform_chunk(request) - 1
+        )
+        num_missing = self.num_missing(request, 1 + num_tokens)
+        self.extend(request, min(num_missing, self.pages.num_available))
+        room = len(request.pages) * self.page_size - request.num_computed - 1
+        return min(room, num_tokens)
+
+    def advance(self, request: Request, num_computed: int) -> None:
+        """Enters that the tokens up to `num_computed` are in the cache, of a step that is launched.
+
+        Makes pages known that are full now, and takes those that lie behind the window: what others do with them comes
+        after this step has read them.
+        """
+        first = request.num_computed // self.page_size
+        request.num_computed = num_computed
+        last = request.num_computed // self.page_size
+        if first != last and request.keys is not None:
+            for index in range(first, last):
+                self._make_known(request, request.keys, index)
+        self.windowed.free_behind(request, num_computed - 1)
+
+    def release(self, request: Request) -> None:
+        self.pages.release(request.owned_pages)
+        request.pages, request.evicted = (), range(0)
+        request.rotated_sinks, request.num_evicted_tokens = (), 0
+        request.give_up(0)
+
+    def swap_out(self, request: Request) -> None:
+        """Takes the pages of a request that gives way; what it has computed can be found when it comes back."""
+        request.num_swapped_tokens = request.num_computed
+        num_tokens = request.num_computed % self.page_size
+        if self._tiers is not None and request.keys is not None and num_tokens:
+            key = request.keys.partial_key(request.num_computed, request.token_ids)
+            if self._tiers.wants(key, num_tokens):
+                self.copies.append(SwapOut(request.pages[request.num_computed // self.page_size], key))
+        self.release(request)
+
+    def rewind(self, request: Request) -> bool:
+        """Gives back the pages past the tokens of a request, which have become fewer.
+
+        A page that others may read is not written: it is copied. False if there is no page for that, or none left, or
+        what the window is on now was given back.
+        """
+        if not request.pages:
+            return True
+        request.give_up(min(request.num_computed, len(request.token_ids) - 1))
+        if self.windowed.has_lost(request):
+            self.release(request)
+            return False
+        kept = -(-request.num_computed // self.page_size)
+        self.pages.release(request.pages[kept:])
+        request.pages = request.pages[:kept]
+        if not request.pages:
+            return False
+        last = request.pages[-1]
+        if request.num_computed % self.page_size == 0 or not self.pages.is_known(last):
+            return True
+        if self.pages.num_available == 0:
+            return False
+        request.pages = (*request.pages[:-1], *self.pages.allocate(1))
+        self.copies.append(CopyPage(last, request.pages[-1]))
+        self.pages.release([last])
+        return True
+
+    def _begin(self, request: Request, window: AttentionWindow) -> None:
+        """Lets a request without pages go on after the last that are anywhere, where it sees no further."""
+        found = self._finder.reusable_pages(request, window)
+        copied = {i: self._finder.copy_source(request, i) for i, page in found.items() if page is None}
+        if any(copy is None or copy[0] != (i + 1) * self.page_size for i, copy in copied.items()):
+            return  # a tier has lost it, or it does not pay
+        for page in found.values():
+            if page is not None:  # before others are evicted for new ones
+                self.pages.acquire(page)
+        new, num_pages = self.pages.allocate(len(copied)), max(found, default=-1) + 1
+        found |= dict(zip(copied, new, strict=True))
+        request.pages = tuple(found.get(index) or 0 for index in range(num_pages))
+        missing = [index for index in range(num_pages) if index not in found]
+        request.evicted = range(missing[0], missing[-1] + 1) if missing else range(0)
+        for index, copy in copied.items():
+            assert copy is not None
+            self._fill(request, index, *copy)
+        request.skip(num_pages * self.page_size)
+
+    def _num_wanted(self, request: Request, num_pages: int, num_owned: int) -> int:
+        """Returns how many pages it wants beside the first `num_pages`, of which it has `num_owned`."""
+        num_tokens = request.num_computed + request.num_uncomputed
+        count = -(-num_tokens // self.page_size) - num_pages + self.windowed.num_missing_sinks(request)
+        window = self.windowed.window_of(request)
+        if window is not None:
+            count = min(count, window.most - num_owned)
+        return max(count, 0)
+
+    def _make_known(self, request: Request, keys: PageKeys, index: int) -> None:
+        """Gives a full page its key."""
+        key = keys.key(index, request.token_ids)
+        request.put_page(index, self.pages.register(request.pages[index], key))
+        token_ids = request.token_ids[index * self.page_size : (index + 1) * self.page_size]
+        self._finder.enter(key, keys.parent_key(index, request.token_ids), token_ids)
+
+    def _let_go(self, page: int, key: bytes) -> None:
+        """Is told that a page is evicted."""
+        self._finder.forget(key)
+        if self._tiers is not None and self._tiers.wants(key, self.page_size):
+            self.copies.append(SwapOut(page, key))
+
+    def _share_page(self, request: Request) -> bool:
+        """Moves the request over its next page if that is in the pool."""
+        index = request.num_computed // self.page_size
+        page = self._finder.cached_page(request, index)
+        if page is None:
+            return False
+        self.pages.acquire(page)
+        self.pages.release(request.pages[index : index + 1])  # a page it had begun itself
+        request.put_page(index, page)
+        request.skip((index + 1) * self.page_size)
+        return True
+
+    def _fill_page(self, request: Request) -> bool:
+        """Moves the request over its next page, or into it, if the content is somewhere else."""
+        index = request.num_computed // self.page_size
+        if index >= len(request.pages) or (found := self._finder.copy_source(request, index)) is None:
+            return False
+        self._fill(request, index, *found)
+        request.skip(found[0])
+        return True
+
+    def _fill(self, request: Request, index: int, end: int, source: Source) -> None:
+        """Has a page of a request copied from elsewhere, up to token `end`."""
+        page = request.pages[index]
+        self.copies.append(CopyPage(source, page) if isinstance(source, int) else SwapIn(page, source))
+        if request.keys is not None and end == (index + 1) * self.page_size:
+            self._make_known(request, request.keys, index)

@@ -1,0 +1,339 @@
+"""A request on the host, and what of it is handed to the user."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from jaxinfer.engine.request.completion import Completion, Delta, FinishReason, Timings
+from jaxinfer.engine.request.page_keys import PageKeys
+from jaxinfer.sampling_params import BAD_LOGITS, NO_TOKEN, SamplingParams
+
+
+@dataclass
+class SharedPrompt:
+    """The requests of one prompt, and the forks of them and of theirs; each draws as another sample.
+
+    `prompt_log_probs`, where they are wanted, and those of alternatives: of the prompt's first tokens, as far as known.
+    One sample computes them for all.
+    """
+
+    num_samples: int
+    prompt_log_probs: list[float | None] = field(default_factory=lambda: [None])  # the first follows nothing
+    prompt_top_log_probs: list[dict[int, float]] = field(default_factory=lambda: [{}])
+
+
+class IncrementalDetokenizer(Protocol):
+    """Turns tokens into text as they come; `jaxinfer.text.tokenizer.Detokenizer` is one.
+
+    A token that is in `texts` now need not be pushed: that is its text.
+    """
+
+    @property
+    def texts(self) -> Mapping[int, str]: ...
+
+    @property
+    def is_stopped(self) -> bool: ...
+
+    def push(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class GrammarState(Protocol):
+    """Which tokens may come next; `jaxinfer.text.grammar.Grammar` is one."""
+
+    @property
+    def is_complete(self) -> bool: ...
+
+    @property
+    def error(self) -> str | None: ...
+
+    def fault(self, text: str) -> str | None: ...
+
+    def accept(self, token_id: int) -> None: ...
+
+    def mask(self) -> np.ndarray: ...
+
+    def allowed(self, token_ids: Sequence[int], parents: Sequence[int]) -> list[int]: ...
+
+    def masks(self, token_ids: Sequence[int], parents: Sequence[int]) -> list[np.ndarray]: ...
+
+
+Priority = Literal["interactive", "batch"]
+NO_ALTERNATIVES: dict[int, float] = {}
+
+
+class QueueFullError(RuntimeError):
+    """More requests wait than `EngineConfig.max_waiting` allows. Nothing was queued; try again later."""
+
+
+class Request:
+    """One prompt on its way: `num_computed` of its tokens are in the cache, `pages` hold them.
+
+    tokens     |------ prompt ------|-- output --|
+    computed   |------------ num_computed ---|      the rest is what the scheduler still has to hand out
+
+    `keys` find its full pages in the prefix cache; without keys it shares none. `priority`, `tenant` and `deadline`
+    (on the scheduler's clock) say when it is computed, and change nothing of the result. `is_preemptible`: the
+    scheduler admitted it as batch work, which interactive requests preempt.
+
+    Everything else follows from its tokens, so a request that is given the tokens of another continues like it.
+    """
+
+    # A step reads and writes a dozen of these in every row: from a dictionary that takes a quarter longer.
+    __slots__ = (
+        *("request_id", "sampling", "seed", "sample_index", "token_ids", "num_prompt_tokens", "max_tokens", "max_len"),
+        *("priority", "tenant", "time_limit", "arrival", "order", "is_preemptible", "first_step", "token_times"),
+        *("num_computed", "num_pending", "epoch", "num_cached_tokens", "pages", "keys", "cache_salt", "shared_prompt"),
+        *(
+            "origin",
+            "saved",
+            "num_saved",
+            "finish_reason",
+            "num_swapped_tokens",
+            "_num_reached",
+            "stop_token_ids",
+            "grammar",
+        ),
+        *(
+            "is_plain",
+            "evicted",
+            "rotated_sinks",
+            "num_evicted_tokens",
+            "detokenizer",
+            "_texts",
+            "log_probs",
+            "_top_log_probs",
+        ),
+    )
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        sample_index: int = 0,
+        max_tokens: int,
+        stop_token_ids: Collection[int],
+        detokenizer: IncrementalDetokenizer | None,
+        keys: PageKeys | None = None,
+        cache_salt: str | None = None,
+        priority: Priority = "interactive",
+        tenant: str = "",
+        time_limit: float = math.inf,
+        grammar: GrammarState | None = None,
+        shared_prompt: SharedPrompt | None = None,
+    ):
+        self.request_id = request_id
+        self.sampling = sampling
+        self.seed = seed
+        self.sample_index = sample_index
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.priority: Priority = priority
+        self.tenant = tenant
+        self.time_limit = time_limit
+        self.arrival = 0.0
+        self.order = 0  # of arrival
+        self.is_preemptible = False
+        self.first_step: float | None = None  # when it was in a step for the first time
+        self.token_times: list[float] = []  # when each step with a draw ended
+        self.num_computed = 0
+        self.num_pending = 0  # tokens that a step which is launched draws: they count, though nobody knows them yet
+        self.epoch = 0  # goes up where it is set back or ends: nothing counts that was launched before
+        self.num_cached_tokens = 0
+        self.pages: tuple[int, ...] = ()  # another one where it changes: a step looks for no more than that
+        self.evicted = range(0)  # pages that it does not see any more: whatever is in their place is not its own
+        self.rotated_sinks: tuple[int, ...] = ()  # copies of the first pages, turned by `num_evicted_tokens` positions
+        self.num_evicted_tokens = 0  # tokens that an endless request does not see and that are not in its table
+        self.keys = keys
+        self.cache_salt = cache_salt
+        self.shared_prompt = shared_prompt or SharedPrompt(sample_index + 1)
+        self.origin: Request | None = None  # what it was forked from, whose pages it may take over
+        self.saved: Mapping[int, Any] = {}  # contents of its pages from a file, by their index, and up to which token
+        self.num_saved = 0
+        self.finish_reason: FinishReason | None = None
+        self.num_swapped_tokens = 0  # how far it was when it gave way, its last page in a tier
+        self._num_reached = 0  # the most that `num_computed` was before it became less
+        self.max_tokens = max_tokens
+        self.max_len = self.num_prompt_tokens + max_tokens
+        self.stop_token_ids = frozenset(stop_token_ids)
+        self.grammar = grammar
+        # Nothing is wanted but tokens and their log-probabilities, and nothing but they say what comes next.
+        self.is_plain = grammar is None and not sampling.log_probs and sampling.prompt_log_probs is None
+        self.detokenizer = detokenizer
+        self._texts: list[str] = []
+        self.log_probs: list[float] = []
+        self._top_log_probs: list[dict[int, float]] = []
+
+    @property
+    def deadline(self) -> float:
+        return self.arrival + self.time_limit
+
+    @property
+    def table(self) -> tuple[int, ...]:
+        """The pages that its next tokens see, in order, and are written to."""
+        return self.rotated_sinks + self.pages[self.evicted.stop :] if self.num_evicted_tokens else self.pages
+
+    @property
+    def owned_pages(self) -> tuple[int, ...]:
+        return self.pages[: self.evicted.start] + self.pages[self.evicted.stop :] + self.rotated_sinks
+
+    def put_page(self, index: int, page: int) -> None:
+        """Enters which page holds its tokens from this page on, in the place of another or as the last."""
+        if self.pages[index : index + 1] != (page,):
+            self.pages = (*self.pages[:index], page, *self.pages[index + 1 :])
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens that are there but not in the cache: all of a new prompt, 1 while decoding."""
+        return len(self.token_ids) + self.num_pending - self.num_computed
+
+    @property
+    def max_skipped(self) -> int:
+        """How many tokens may be found in a cache; those after them have to be computed, for what follows from them."""
+        num_described = len(self.shared_prompt.prompt_log_probs)
+        if self.sampling.prompt_log_probs is None or num_described == self.num_prompt_tokens:
+            return len(self.token_ids) - 1
+        return num_described - 1
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def outputs(self) -> list[tuple[int, float, dict[int, float]]]:
+        """The tokens of the output, each with its log-probability and those of the alternatives."""
+        tops = self._top_log_probs or [{}] * self.num_output_tokens
+        return list(zip(self.token_ids[self.num_prompt_tokens :], self.log_probs, tops, strict=True))
+
+    def rewind(self, num_tokens: int, detokenizer: IncrementalDetokenizer | None, grammar: GrammarState | None) -> None:
+        """Takes back the last tokens of the output; text stream and grammar are to be new ones."""
+        kept = self.outputs[: self.num_output_tokens - num_tokens]
+        self.epoch += 1
+        self.num_pending = 0
+        # A new list: drafters may go on reading the old one.
+        self.token_ids = self.token_ids[: self.num_prompt_tokens]
+        del self.token_times[len(kept) :]
+        self._texts, self.log_probs, self._top_log_probs = [], [], []
+        self.detokenizer, self.grammar = detokenizer, grammar
+        for output in kept:
+            self.append(*output)
+        self.keys = None if self.keys is None else self.keys.begin_again(len(self.token_ids))
+        self.num_saved = min(self.num_saved, len(self.token_ids))
+
+    def give_up(self, num_computed: int) -> None:
+        """Enters that only so many tokens are in the cache any more."""
+        self._num_reached = max(self._num_reached, self.num_computed)
+        self.num_computed = num_computed
+
+    def skip(self, num_computed: int) -> None:
+        """Enters that the tokens up to `num_computed` are in the cache without having been computed."""
+        # After a preemption a request meets its own pages again, which it did compute; its output is its own as well.
+        num_found = min(num_computed, self.num_prompt_tokens) - max(self._num_reached, self.num_computed)
+        self.num_cached_tokens += max(num_found, 0)
+        self.num_computed = num_computed
+
+    def append(self, token_id: int, log_prob: float, top_log_probs: dict[int, float] = NO_ALTERNATIVES) -> Delta:
+        """Adds a drawn token and finishes the request where it ends it, or where no token was left to draw."""
+        if token_id == NO_TOKEN:
+            cause = self.grammar.error if self.grammar is not None else None
+            return self.finish("exhausted") if cause is None else self.fail(cause)
+        if token_id == BAD_LOGITS:
+            return self.fail(self._why_no_logits())
+        self._catch_up(len(self.token_ids))
+        self.token_ids.append(token_id)
+        self.log_probs.append(log_prob)
+        is_stop, text = token_id in self.stop_token_ids, ""
+        if not self.is_plain:
+            is_stop |= self._observe(token_id, top_log_probs)
+        if (stream := self.detokenizer) is not None and (text := stream.texts.get(token_id)) is None:
+            text = stream.push(token_id)
+            is_stop |= stream.is_stopped
+        if is_stop:
+            return self.finish("stop", text, (token_id,), (log_prob,))
+        if len(self.token_ids) >= self.max_len:
+            return self.finish("length", text, (token_id,), (log_prob,))
+        self._texts.append(text)
+        return Delta(self.request_id, text, (token_id,), (log_prob,), self.sample_index)
+
+    def _catch_up(self, end: int) -> None:
+        """Enters the texts of the tokens before `end` that were known and not pushed, as far as that is still to do."""
+        start = self.num_prompt_tokens + len(self._texts)
+        if start < end and self.detokenizer is not None:
+            self._texts += map(self.detokenizer.texts.__getitem__, self.token_ids[start:end])
+
+    def _observe(self, token_id: int, top_log_probs: dict[int, float]) -> bool:
+        """Enters what else there is to a token; returns whether the structure is complete with it."""
+        if self.sampling.log_probs:
+            self._top_log_probs.append(top_log_probs)
+        if self.grammar is None:
+            return False
+        self.grammar.accept(token_id)
+        return self.grammar.is_complete
+
+    def fail(self, cause: str) -> Delta:
+        """Ends the request with finish reason "error"; what it has so far stands."""
+        return self.finish("error", error=cause)
+
+    def _why_no_logits(self) -> str:
+        names = "".join(f", or the logits processor {name!r}" for name, _ in self.sampling.logits_processors)
+        return (
+            f"the logits after {len(self.token_ids)} tokens have NaN or infinity, so no token can be drawn; check the"
+            f" checkpoint's weights, the LLM's dtype, whose range they may leave{names}"
+        )
+
+    def finish(
+        self,
+        reason: FinishReason,
+        text: str = "",
+        token_ids: tuple[int, ...] = (),
+        log_probs: tuple[float, ...] = (),
+        error: str | None = None,
+    ) -> Delta:
+        """Ends the request and returns its last delta, with any text that was held back.
+
+        What ended as its structure does but breaks it has the finish reason "error".
+        """
+        self.epoch += 1
+        self.num_pending = 0
+        self._catch_up(len(self.token_ids) - len(token_ids))
+        text += self.detokenizer.flush() if self.detokenizer else ""
+        self._texts.append(text)
+        if reason == "stop" and self.grammar is not None and self.grammar.is_complete:
+            error = self.grammar.fault("".join(self._texts))
+            reason = "stop" if error is None else "error"
+        self.finish_reason = reason
+        wants_prompt = self.sampling.prompt_log_probs is not None
+        completion = Completion(
+            request_id=self.request_id,
+            prompt_token_ids=tuple(self.token_ids[: self.num_prompt_tokens]),
+            text="".join(self._texts),
+            token_ids=tuple(self.token_ids[self.num_prompt_tokens :]),
+            log_probs=tuple(self.log_probs),
+            top_log_probs=tuple(self._top_log_probs),
+            prompt_log_probs=tuple(self.shared_prompt.prompt_log_probs) if wants_prompt else (),
+            prompt_top_log_probs=tuple(self.shared_prompt.prompt_top_log_probs) if wants_prompt else (),
+            finish_reason=reason,
+            seed=self.seed,
+            sample_index=self.sample_index,
+            num_cached_tokens=self.num_cached_tokens,
+            error=error,
+            # The last draw may have had no token left to draw.
+            timings=Timings.of(self.arrival, self.first_step, self.token_times[: self.num_output_tokens]),
+        )
+        return Delta(
+            request_id=self.request_id,
+            sample_index=self.sample_index,
+            text=text,
+            token_ids=token_ids,
+            log_probs=log_probs,
+            completion=completion,
+        )

@@ -1,0 +1,87 @@
+"""Which drafter an engine speculates with, from what its user asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jaxinfer.checkpoint import load_checkpoint
+from jaxinfer.checkpoint.draft_heads import DraftHeads, has_draft_heads, load_draft_heads
+from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.engine.drafters.draft_heads import HeadDrafter
+from jaxinfer.engine.drafters.draft_model import DraftModel
+from jaxinfer.engine.drafters.drafters import DRAFTERS, Drafter, NgramDrafter, make_drafter
+from jaxinfer.engine.drafters.early_exit import ExitDrafter
+from jaxinfer.engine.execution.step_shapes import max_verified_tokens, plan_buckets
+from jaxinfer.engine.speculation.speculation import Speculation
+from jaxinfer.engine.speculation.step_costs import StepCosts
+from jaxinfer.model.params import LayerParams, Params
+from jaxinfer.steps.eagle import EagleHead
+from jaxinfer.steps.medusa import MedusaHeads, Paths
+from jaxinfer.validation import shown
+
+# Who never makes a tree.
+CHAIN_DRAFTERS = (NgramDrafter, DraftModel, ExitDrafter)
+
+
+def plan_speculation(speculation: str | Path | Drafter | None, config: EngineConfig, dtype: str) -> Speculation | None:
+    """Returns what adds drafts to the steps of an engine; ValueError for a drafter that does not exist."""
+    if speculation is None:
+        if config.draft_trees:
+            raise ValueError("draft_trees=True has no drafter to make them: give LLM a speculation, or leave it out")
+        return None
+    if config.decode_loop_steps > 1:
+        raise ValueError(
+            f"decode_loop_steps={config.decode_loop_steps} leaves no place for speculation={shown(speculation)}, which"
+            " chooses drafts after every step; set EngineConfig.decode_loop_steps to 1 or leave out speculation"
+        )
+    if isinstance(speculation, Path) or (isinstance(speculation, str) and _is_place(speculation)):
+        drafter = _load_drafter(speculation, dtype)
+    else:
+        drafter = make_drafter(speculation)
+    if config.draft_trees and isinstance(drafter, CHAIN_DRAFTERS):
+        raise ValueError(
+            f"draft_trees=True is not for speculation={shown(speculation)}, which drafts one token after another; leave"
+            " out EngineConfig.draft_trees, or give the folder of Medusa or EAGLE-style heads"
+        )
+    buckets = plan_buckets(config, config.max_drafts)
+    return Speculation(
+        drafter,
+        max_drafts=config.max_drafts,
+        max_tokens=max_verified_tokens(config),
+        costs=StepCosts(buckets) if config.adaptive_drafts else None,
+    )
+
+
+def load_target(
+    path: Path, config: EngineConfig, dtype: str, planned: Speculation | None, *, show_progress: bool
+) -> tuple[Params, ModelConfig]:
+    """Loads the model that is drafted for, its layers in groups that suit the drafter, if there is one."""
+    first_layers = None if planned is None else planned.first_layers
+    loading = {"quantization": config.quantization, "show_progress": show_progress}
+    return load_checkpoint(path, dtype, first_layers=first_layers, **loading)
+
+
+def _is_place(speculation: str) -> bool:
+    """True for a folder or Hub id, False for what can only be the name of a drafter."""
+    return speculation not in DRAFTERS and ("/" in speculation or Path(speculation).is_dir())
+
+
+def _load_drafter(path: str | Path, dtype: str) -> Drafter:
+    if has_draft_heads(path):
+        return drafter_of(load_draft_heads(path, dtype))
+    return DraftModel(*load_checkpoint(path, dtype))
+
+
+def drafter_of(heads: DraftHeads, tree: Paths = ()) -> Drafter:
+    """Returns the drafter that has these heads; `tree` is in the place of the tree that they make otherwise."""
+    if heads.kind == "exit":
+        return ExitDrafter(heads.numbers["num_layers"], heads.tensors["norm"], heads.tensors["lens"])
+    return HeadDrafter(MedusaHeads(heads.tensors["weights"]) if heads.kind == "medusa" else _eagle_head(heads), tree)
+
+
+def _eagle_head(heads: DraftHeads) -> EagleHead:
+    numbers, layer = dict(heads.numbers), dict(heads.tensors)
+    own = {name: layer.pop(name) for name in ("embedding_norm", "hidden_norm", "input", "final_norm")}
+    window = int(numbers.pop("window"))
+    config = ModelConfig(num_layers=1, max_position=2 * window, **numbers)  # a layer alone has no use for either
+    return EagleHead(layer=LayerParams(**layer), config=config, window=window, **own)

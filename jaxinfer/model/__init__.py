@@ -1,0 +1,1 @@
+"""The model as pure functions of arrays: parameters, layers, the cache and the batch."""

@@ -1,0 +1,163 @@
+"""The paged KV cache: one flat pool of pages per layer group, and its pure verbs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxinfer.config import CacheConfig, ModelConfig
+from jaxinfer.model.batch import PADDING_SLOT, PADDING_TOKEN, Batch
+from jaxinfer.model.layers import rotary_embedding, turning_angles
+from jaxinfer.validation import require, require_name
+from kernels_pallas.paged_attention import (
+    HEADS_AXIS,
+    Pages,
+    abstract_pages,
+    head_specs,
+    map_keys,
+    move_slots,
+    put_pages,
+    take_pages,
+)
+from kernels_pallas.paged_attention.layout import LAYOUTS
+
+# Slots of a pool are counted in int32, and padding is written just past the last.
+MAX_SLOTS = 2**31 - 1
+
+
+@struct.dataclass
+class KVCache:
+    """All pages of all layers. Steps take it donated and return its successor; its one owner rebinds it.
+
+    One pool per layer group: layer i of n keeps page p of a request at index i * P + p. A page holds its tokens' ids
+    beside their keys and values: penalties and n-grams need what a request has said so far, and here that is right by
+    construction after any chunking, preemption or sharing of pages.
+    """
+
+    groups: tuple[Pages, ...]
+    tokens: Any  # i32[P, S]
+
+
+# The content of some pages apart from any pool, to be kept elsewhere and put back anywhere: a cache of them alone.
+PageBundle = KVCache
+
+
+def init_cache(config: ModelConfig, cache_config: CacheConfig, layout: str | None = None) -> KVCache:
+    """Returns an empty cache. What unused slots hold never reaches a result, so zeros are as good as anything."""
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract_cache(config, cache_config, layout))
+
+
+def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str | None = None) -> KVCache:
+    """Returns the cache as `jax.ShapeDtypeStruct`s; `layout` names that of another platform than the one at hand."""
+    require(isinstance(config, ModelConfig), "config", config, "a ModelConfig")
+    require(isinstance(cache_config, CacheConfig), "cache_config", cache_config, "a CacheConfig")
+    if layout is not None:
+        require_name("layout", layout, LAYOUTS)
+
+    def group(num_layers: int) -> Pages:
+        num_pages = num_layers * cache_config.num_pages
+        if num_pages * cache_config.page_size > MAX_SLOTS:
+            raise ValueError(
+                f"{num_layers} layers of {cache_config.num_pages} pages of {cache_config.page_size} slots are more"
+                f" slots than a group may have ({MAX_SLOTS}); use fewer pages or smaller layer_groups"
+            )
+        return abstract_pages(
+            num_pages, cache_config.page_size, config.num_kv_heads, config.head_dim, cache_config.dtype, layout
+        )
+
+    tokens = jax.ShapeDtypeStruct((cache_config.num_pages, cache_config.page_size), jnp.int32)
+    return KVCache(groups=tuple(group(n) for n in config.layer_groups), tokens=tokens)
+
+
+def cache_shardings(cache: KVCache, mesh: Mesh) -> KVCache:
+    """Returns a `NamedSharding` per array: KV heads over the mesh's HEADS_AXIS, token ids on every device."""
+    specs = KVCache(groups=tuple(head_specs(pages, HEADS_AXIS) for pages in cache.groups), tokens=PartitionSpec())
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def page_bytes(config: ModelConfig, cache_config: CacheConfig, layout: str | None = None) -> int:
+    """Returns what one page takes over all layers, keys, values and token ids together."""
+    one_page = abstract_cache(config, replace(cache_config, num_pages=1), layout)
+    return sum(math.prod(pool.shape) * jnp.dtype(pool.dtype).itemsize for pool in jax.tree.leaves(one_page))
+
+
+def layer_offset(pages: Pages, index: Any, num_layers: int) -> Any:
+    """Returns where the pages of layer `index` of its group begin."""
+    return index * (pages.num_pages // num_layers)
+
+
+def write_tokens(cache: KVCache, batch: Batch) -> jax.Array:
+    """Returns the cache's token ids with the batch's at their slots."""
+    page_size = cache.tokens.shape[1]
+    pages, offsets = batch.slot_mapping // page_size, batch.slot_mapping % page_size
+    return cache.tokens.at[pages, offsets].set(batch.tokens, mode="drop")
+
+
+def read_tokens(cache: KVCache, batch: Batch) -> jax.Array:
+    """Returns the tokens of each row's context, i32[B, M * S], and PADDING_TOKEN past its kv_lens."""
+    B, M = batch.block_tables.shape
+    tokens = cache.tokens[batch.block_tables].reshape(B, M * cache.tokens.shape[1])
+    is_inside = jnp.arange(tokens.shape[1])[None, :] < batch.kv_lens[:, None]
+    return jnp.where(is_inside, tokens, PADDING_TOKEN)
+
+
+def move_tokens(cache: KVCache, sources: jax.Array, targets: jax.Array, *, config: ModelConfig) -> KVCache:
+    """Returns the cache with what slots i32[n] hold at others i32[n] as well, in every layer.
+
+    All are read before any is written. A target past the pool is dropped, whatever its source.
+    """
+    num_slots, page_size = cache.tokens.size, cache.tokens.shape[1]
+    is_moved = targets < num_slots
+    sources = jnp.where(is_moved, sources, 0)
+
+    def in_layer(layer: Any, pool: Pages) -> Pages:
+        offset = layer * num_slots
+        return move_slots(pool, sources + offset, jnp.where(is_moved, targets + offset, PADDING_SLOT))
+
+    pairs = zip(cache.groups, config.layer_groups, strict=True)
+    groups = tuple(jax.lax.fori_loop(0, num_layers, in_layer, pool) for pool, num_layers in pairs)
+    tokens = cache.tokens[sources // page_size, sources % page_size]
+    tokens = cache.tokens.at[targets // page_size, targets % page_size].set(tokens, mode="drop")
+    return KVCache(groups=groups, tokens=tokens)
+
+
+def extract_pages(cache: KVCache, page_ids: Any, *, config: ModelConfig) -> PageBundle:
+    """Returns a copy of pages i32[W], in every layer. An id past the pool gives a page of zeros."""
+    page_ids = jnp.asarray(page_ids)
+    pairs = zip(cache.groups, config.layer_groups, strict=True)
+    groups = tuple(take_pages(pool, _in_layers(page_ids, pool, n)) for pool, n in pairs)
+    return PageBundle(groups=groups, tokens=cache.tokens.at[page_ids].get(mode="fill", fill_value=0))
+
+
+def insert_pages(cache: KVCache, page_ids: Any, bundle: PageBundle, *, config: ModelConfig) -> KVCache:
+    """Returns the cache with a bundle's W pages on pages i32[W], in every layer; an id past the pool is dropped.
+
+    The pages may be others than those that the bundle was taken from, and the pool of another size; page size, heads
+    and dtype have to be the same.
+    """
+    page_ids = jnp.asarray(page_ids)
+    triples = zip(cache.groups, bundle.groups, config.layer_groups, strict=True)
+    groups = tuple(put_pages(pool, _in_layers(page_ids, pool, n), new) for pool, new, n in triples)
+    return KVCache(groups=groups, tokens=cache.tokens.at[page_ids].set(bundle.tokens, mode="drop"))
+
+
+def turn_pages(cache: KVCache, sources: Any, targets: Any, num_positions: Any, *, config: ModelConfig) -> KVCache:
+    """Returns the cache with pages i32[W] on others as if their tokens stood `num_positions` i32[] later."""
+    angles = turning_angles(jnp.asarray(num_positions)[None], config)
+    bundle = extract_pages(cache, sources, config=config)
+    rotated_sinks = tuple(map_keys(pages, lambda keys: rotary_embedding(keys, *angles)) for pages in bundle.groups)
+    return insert_pages(cache, targets, replace(bundle, groups=rotated_sinks), config=config)
+
+
+def _in_layers(page_ids: Any, pool: Pages, num_layers: int) -> Any:
+    """Returns where pages i32[W] lie in a pool of n layers, i32[n * W]; past the pool if they are."""
+    per_layer = pool.num_pages // num_layers
+    offsets = jnp.arange(num_layers, dtype=jnp.int32)[:, None] * per_layer
+    # Past the last page of its layer an id would be another layer's page.
+    return jnp.where(page_ids[None] < per_layer, offsets + page_ids[None], pool.num_pages).reshape(-1)

@@ -1,0 +1,182 @@
+"""From logits to tokens, on the device, inside the step.
+
+Filters are cuts on the logits of a row, found by bisection over the bit patterns of floats: 32 passes of compare and
+add give the exact k-th largest value or the exact nucleus, without a sort, which is slow on every device. A filter
+that nobody in the batch uses is not computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.model.batch import StepOutput
+from jaxinfer.sampling.batch import SamplingBatch
+from jaxinfer.sampling.processors import when_used
+from jaxinfer.sampling_params import BAD_LOGITS, NO_TOKEN
+from kernels_pallas.row_sum import row_sum
+
+
+class Purpose(IntEnum):
+    """What a random draw is for, so that no two draws of one position are the same."""
+
+    TOKEN = 0
+
+
+def sample(logits: jax.Array, sampling: SamplingBatch, positions: jax.Array) -> jax.Array:
+    """Draws a token i32[B] per row of logits f32[B, V].
+
+    Temperature first, then top-k, top-p, min-p and typical-p on what is left, then one draw by the Gumbel-max rule. The
+    draw is a function of the row's (seed, sample index, position) and its logits alone. `positions` i32[B] are those of
+    the drawn tokens. Temperature 0 takes the most probable token, the lowest id among equals. Where all logits of a row
+    are -inf, its token is NO_TOKEN; where one is NaN or inf, BAD_LOGITS.
+    """
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greatest = jnp.take_along_axis(logits, greedy[:, None], axis=-1)[:, 0]
+    greedy = jnp.where(jnp.isfinite(greatest), greedy, jnp.where(greatest == -jnp.inf, NO_TOKEN, BAD_LOGITS))
+
+    def draw() -> jax.Array:
+        drawn = jnp.argmax(perturb(logits, sampling, positions), axis=-1).astype(jnp.int32)
+        return jnp.where((sampling.temperature > 0) & (greedy >= 0), drawn, greedy)
+
+    return jax.lax.cond(jnp.any(sampling.temperature > 0), draw, lambda: greedy)
+
+
+def perturb(logits: jax.Array, sampling: SamplingBatch, positions: jax.Array) -> jax.Array:
+    """Returns logits f32[B, V] by temperature, filters and noise; the greatest is what a temperature above 0 draws."""
+    # Below the most probable by the maximum, so that no temperature can overflow; the smallest are all the same.
+    temperature = jnp.where(sampling.temperature > 0, jnp.maximum(sampling.temperature, 1e-30), 1.0)
+    scaled = (logits - logits.max(-1, keepdims=True)) / temperature[:, None]
+    kept = filter_logits(scaled, sampling)
+    return kept + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(draw_keys(sampling, positions))
+
+
+def best_tokens(logits: jax.Array, sampling: SamplingBatch, positions: jax.Array, count: int) -> jax.Array:
+    """Returns what `sample` draws, and what it would draw were that ruled out, and so on, i32[B, count]."""
+    if count == 1:
+        return sample(logits, sampling, positions)[:, None]
+    is_drawn = sampling.temperature > 0
+    scores = jax.lax.cond(
+        jnp.any(is_drawn),
+        lambda: jnp.where(is_drawn[:, None], perturb(logits, sampling, positions), logits),
+        lambda: logits,
+    )
+    best = []
+    for _ in range(count):
+        best.append(jnp.argmax(scores, axis=-1).astype(jnp.int32))
+        scores = jnp.where(jnp.arange(scores.shape[1])[None] == best[-1][:, None], -jnp.inf, scores)
+    return jnp.stack(best, axis=1)
+
+
+def draw_keys(sampling: SamplingBatch, positions: jax.Array, purpose: Purpose = Purpose.TOKEN) -> jax.Array:
+    """Returns one key per row: fold_in(fold_in(fold_in(key(seed), sample index), position), purpose)."""
+
+    def row_key(seed: jax.Array, sample_index: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        for number in (sample_index, position, int(purpose)):
+            key = jax.random.fold_in(key, number)
+        return key
+
+    return jax.vmap(row_key)(sampling.seeds, sampling.sample_index, positions)
+
+
+def filter_logits(logits: jax.Array, sampling: SamplingBatch) -> jax.Array:
+    """Returns logits f32[B, V] with -inf where top-k, top-p, min-p, then typical-p of the row rules a token out.
+
+    Definitions as in `transformers`: top-k keeps values not below the k-th largest; top-p keeps the smallest set of the
+    most probable tokens whose probability, among what top-k kept, reaches p; min-p keeps tokens at least p times as
+    probable as the most probable one; typical-p keeps the smallest set of tokens, the nearest to the expected surprise
+    first, whose probability reaches p (Meister et al. 2022). Equal logits stay or go together.
+    """
+
+    is_used = jnp.stack([sampling.top_k > 0, sampling.top_p < 1, sampling.typical_p < 1])
+
+    def cut(mass: jax.Array, x: jax.Array) -> jax.Array:
+        is_improbable = x < (x.max(-1) + jnp.log(sampling.min_p))[:, None]
+        x = jnp.where((mass == Mass.TYPICAL) & is_improbable, -jnp.inf, x)
+        return when_used(is_used[mass], lambda x: _cut_by_mass(x, mass, sampling), x)
+
+    # A loop, for a bisection is long to compile. Min-p has none; its turn is before the last.
+    return jax.lax.fori_loop(0, len(Mass), cut, logits)
+
+
+class Mass(IntEnum):
+    """The filters that keep the tokens of highest value up to some total weight."""
+
+    TOP_K = 0  # values: logits; a weight of 1 each, up to k
+    TOP_P = 1  # values: logits; their probabilities, up to p
+    TYPICAL = 2  # values: minus the distance from the expected surprise; their probabilities, up to p
+
+
+def _cut_by_mass(logits: jax.Array, mass: jax.Array, sampling: SamplingBatch) -> jax.Array:
+    below_top = logits - logits.max(-1, keepdims=True)
+    weights = jnp.exp(below_top)
+    total = row_sum(weights)
+    p = jnp.where(mass == Mass.TOP_P, sampling.top_p, sampling.typical_p)
+    # Not 0, even where p is too small for a float: the greatest value stays.
+    wanted = jnp.where(mass == Mass.TOP_K, sampling.top_k.astype(jnp.float32), jnp.maximum(p * total, 1e-30))
+    values = jnp.where(mass == Mass.TYPICAL, _typicality(below_top, weights, total), logits)
+    weights = jnp.where(mass == Mass.TOP_K, 1.0, weights)
+    threshold = _bisect(values, lambda is_above: row_sum(jnp.where(is_above, weights, 0.0)) >= wanted)
+    return jnp.where(values < threshold[:, None], -jnp.inf, logits)
+
+
+def _typicality(below_top: jax.Array, weights: jax.Array, total: jax.Array) -> jax.Array:
+    """Minus the distance of each token's surprise from the expected one, f32[B, V] (Meister et al. 2022)."""
+    surprise = jnp.log(total)[:, None] - below_top
+    expected = row_sum(jnp.where(weights > 0, weights * surprise, 0.0)) / total
+    return -jnp.abs(surprise - expected[:, None])
+
+
+def _bisect(values: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The largest value t of each row for which `is_enough(values >= t)`; the least where there is none."""
+    keys = _ordered_bits(values)
+
+    def set_bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
+        candidate = threshold | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        return jnp.where(is_enough(keys >= candidate[:, None]), candidate, threshold)
+
+    threshold = jax.lax.fori_loop(0, 32, set_bit, jnp.zeros(values.shape[:1], jnp.uint32))
+    # From the bit pattern back to the value: the smallest that the threshold lets through.
+    return jnp.where(keys >= threshold[:, None], values, jnp.inf).min(-1)
+
+
+def _ordered_bits(x: jax.Array) -> jax.Array:
+    """Maps f32 to u32 with the same order: flip all bits of negatives, the sign bit of the rest."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def describe(logits: jax.Array, tokens: jax.Array, sampling: SamplingBatch, max_log_probs: int) -> StepOutput:
+    """Returns the tokens i32[B] with their log-probabilities under the unfiltered logits f32[B, V].
+
+    Of a row in which these have NaN or inf, or no finite one, the token is BAD_LOGITS, whatever was drawn.
+    """
+    wants_top = jnp.any(sampling.num_log_probs > 0)
+    log_probs, top_tokens, top_log_probs = log_probs_of(logits, tokens, wants_top, max_log_probs)
+    tokens = jnp.where(jnp.isnan(log_probs), BAD_LOGITS, tokens)
+    return StepOutput(tokens=tokens, log_probs=log_probs, top_tokens=top_tokens, top_log_probs=top_log_probs)
+
+
+def log_probs_of(
+    logits: jax.Array, tokens: jax.Array, wants_top: jax.Array, max_log_probs: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the log-probabilities f32[B] of tokens i32[B] under logits f32[B, V], and the most probable tokens with
+    theirs, i32[B, A] and f32[B, A], best first; zeros where nobody wants them (bool[]).
+    """
+    B = logits.shape[0]
+    maximum = logits.max(-1)
+    log_total = maximum + jnp.log(row_sum(jnp.exp(logits - maximum[:, None])))
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+
+    def top() -> tuple[jax.Array, jax.Array]:
+        values, ids = jax.lax.top_k(logits, max_log_probs)
+        return ids.astype(jnp.int32), values - log_total[:, None]
+
+    def nothing() -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros((B, max_log_probs), jnp.int32), jnp.zeros((B, max_log_probs), jnp.float32)
+
+    return chosen - log_total, *jax.lax.cond(wants_top, top, nothing)

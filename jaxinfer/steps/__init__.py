@@ -1,0 +1,1 @@
+"""The jitted functions: prefill, decode and verify steps, decode loops, draft heads."""

@@ -1,0 +1,286 @@
+"""The steps: pure functions from (parameters, cache, batch, sampling) to (output, cache), one dispatch each.
+
+The cache is donated: the caller gives it up and takes its successor from the result. Where parameters and cache are
+split over a mesh, the step must be given that mesh.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxinfer.config import ModelConfig
+from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput, last_places, next_batch, num_evicted_tokens
+from jaxinfer.model.cache import KVCache, read_tokens
+from jaxinfer.model.decoder import forward, unembed
+from jaxinfer.model.params import Params
+from jaxinfer.sampling.batch import SamplingBatch
+from jaxinfer.sampling.processors import Context, LogitsProcessor, process_logits
+from jaxinfer.sampling.prompt_log_probs import PromptBatch, describe_prompt
+from jaxinfer.sampling.sample import describe, sample
+from jaxinfer.steps.multi_step import LoopBatch, run_loop
+from jaxinfer.steps.trees import along_paths, keep_paths, make_trees, stand_in_trees, tree_mask
+from jaxinfer.steps.verify import batch_of_tokens, emit, sampling_of_tokens
+from jaxinfer.validation import require, require_int
+
+Output = TypeVar("Output", StepOutput, VerifyOutput)
+
+_STATICS = ("config", "implementation", "mesh", "custom")
+_jit_step = functools.partial(jax.jit, static_argnames=("max_log_probs", *_STATICS), donate_argnames="cache")
+
+
+@functools.partial(
+    jax.jit, static_argnames=("max_log_probs", "max_prompt_log_probs", *_STATICS), donate_argnames="cache"
+)
+def prefill_step(
+    params: Params,
+    cache: KVCache,
+    batch: Batch,
+    sampling: SamplingBatch,
+    prompt: PromptBatch | None = None,
+    *,
+    config: ModelConfig,
+    max_log_probs: int = 0,
+    max_prompt_log_probs: int = 0,
+    implementation: str | None = None,
+    mesh: Mesh | None = None,
+    custom: tuple[LogitsProcessor, ...] = (),
+) -> tuple[StepOutput, KVCache]:
+    """Computes any mix of chunks and draws one token per row, from its last position.
+
+    A decoding request in the mix is a chunk of one token. What is drawn for a row whose prompt is not finished means
+    nothing. With a `prompt` the output has the log-probabilities of the prompts' tokens that it names. Raises at trace
+    time: ValueError where max_log_probs exceeds the vocabulary.
+    """
+    _check(params, cache, batch, sampling, config, max_log_probs, custom, mesh)
+    hidden, cache = forward(params, cache, batch, config=config, implementation=implementation, mesh=mesh)
+    ends = hidden[last_places(batch)]
+    draw = functools.partial(_finish, params, cache, ends, batch, sampling, max_log_probs, custom)
+    output = _unless_awaiting(sampling, draw)
+    prompt_log_prob_chunks = None if prompt is None else describe_prompt(params, hidden, prompt, max_prompt_log_probs)
+    return replace(output, hidden=hidden, ends=ends, prompt=prompt_log_prob_chunks), cache
+
+
+@_jit_step
+def decode_step(
+    params: Params,
+    cache: KVCache,
+    batch: Batch,
+    sampling: SamplingBatch,
+    *,
+    config: ModelConfig,
+    max_log_probs: int = 0,
+    implementation: str | None = None,
+    mesh: Mesh | None = None,
+    custom: tuple[LogitsProcessor, ...] = (),
+) -> tuple[StepOutput, KVCache]:
+    """Computes one token per row (T = B, `cu_q_lens` = 0, 1, … B) and draws the next of each."""
+    _check(params, cache, batch, sampling, config, max_log_probs, custom, mesh)
+    hidden, cache = forward(params, cache, batch, config=config, q_len=1, implementation=implementation, mesh=mesh)
+    draw = functools.partial(_finish, params, cache, hidden, batch, sampling, max_log_probs, custom)
+    return replace(_unless_awaiting(sampling, draw), hidden=hidden, ends=hidden), cache
+
+
+@functools.partial(jax.jit, static_argnames=("max_log_probs", "custom"))
+def draw_step(
+    params: Params,
+    cache: KVCache,
+    batch: Batch,
+    sampling: SamplingBatch,
+    ends: jax.Array,
+    *,
+    max_log_probs: int = 0,
+    custom: tuple[LogitsProcessor, ...] = (),
+) -> StepOutput:
+    """Draws what a prefill or decode step left to be drawn, from the `ends` [B, D] of its output.
+
+    `batch` are the step's `last_tokens`, `sampling` is its own `with_masks`. What comes out is what the step would have
+    drawn, had it had them.
+    """
+    return _finish(params, cache, ends, batch, sampling, max_log_probs, custom)
+
+
+@functools.partial(jax.jit, static_argnames=("q_len", "max_log_probs", *_STATICS), donate_argnames="cache")
+def verify_step(
+    params: Params,
+    cache: KVCache,
+    batch: Batch,
+    sampling: SamplingBatch,
+    parents: jax.Array | None = None,
+    *,
+    q_len: int,
+    config: ModelConfig,
+    max_log_probs: int = 0,
+    implementation: str | None = None,
+    mesh: Mesh | None = None,
+    custom: tuple[LogitsProcessor, ...] = (),
+) -> tuple[VerifyOutput, KVCache]:
+    """Computes each row's last token and the drafts after it, up to `q_len` tokens a row, and emits what stands.
+
+    Rows may have fewer drafts, or none. `allowed_bits` of the sampling has a row per token, all others one per row.
+    What of the cache belongs to rejected drafts lies past the row's context: the next step overwrites it.
+
+    With `parents` i32[T] rows are trees of drafts: which token of its row each follows, one before it; -1 for the
+    first. `hidden` and the cache are left as if the accepted path alone had been drafted; so no row may await its mask.
+    """
+    trees = None if parents is None else make_trees(batch, parents, q_len)
+    batch = batch if trees is None else stand_in_trees(batch, trees)
+    mask = None if trees is None else tree_mask(trees)
+    forwarded = functools.partial(forward, config=config, q_len=q_len, implementation=implementation, mesh=mesh)
+    hidden, cache = forwarded(params, cache, batch, tree_mask=mask)
+    rows = batch_of_tokens(batch), sampling_of_tokens(batch, sampling)
+    draw = functools.partial(_finish, params, cache, hidden, *rows, max_log_probs, custom)
+    if trees is not None:
+        drawn = draw(lambda context: along_paths(context, batch, trees))
+        return keep_paths(drawn, cache, batch, trees, hidden, config=config)
+    return replace(_unless_awaiting(sampling, lambda: emit(draw(), batch, q_len)), hidden=hidden), cache
+
+
+@functools.partial(jax.jit, static_argnames=("q_len", "max_log_probs", "custom"))
+def draw_verify_step(
+    params: Params,
+    cache: KVCache,
+    batch: Batch,
+    sampling: SamplingBatch,
+    hidden: jax.Array,
+    *,
+    q_len: int,
+    max_log_probs: int = 0,
+    custom: tuple[LogitsProcessor, ...] = (),
+) -> VerifyOutput:
+    """Emits what a verify step without trees left to be drawn, from the `hidden` [T, D] of its output.
+
+    `batch` is the step's own, `sampling` as well, `with_masks`: what comes out is what the step would have emitted.
+    """
+    rows = batch_of_tokens(batch), sampling_of_tokens(batch, sampling)
+    return emit(_finish(params, cache, hidden, *rows, max_log_probs, custom), batch, q_len)
+
+
+@functools.partial(jax.jit, static_argnames=("num_steps", "max_log_probs", *_STATICS), donate_argnames="cache")
+def decode_loop(
+    params: Params,
+    cache: KVCache,
+    batch: Batch,
+    sampling: SamplingBatch,
+    loop: LoopBatch,
+    *,
+    num_steps: int,
+    config: ModelConfig,
+    max_log_probs: int = 0,
+    implementation: str | None = None,
+    mesh: Mesh | None = None,
+    custom: tuple[LogitsProcessor, ...] = (),
+) -> tuple[VerifyOutput, KVCache]:
+    """Runs `decode_step` up to `num_steps` times, each on the tokens that the last one drew.
+
+    A row stops as `loop` says, and emits what it drew so far. `block_tables` must have pages for its `max_tokens`.
+    The `allowed_bits` of a row are those of its next token alone, so a row with a structure may draw no more.
+    """
+    statics = {"config": config, "implementation": implementation, "mesh": mesh}
+
+    def decode(cache: KVCache, batch: Batch) -> tuple[StepOutput, KVCache]:
+        hidden, cache = forward(params, cache, batch, q_len=1, **statics)
+        return _finish(params, cache, hidden, batch, sampling, max_log_probs, custom), cache
+
+    return run_loop(decode, cache, batch, loop, num_steps)
+
+
+@functools.partial(jax.jit, static_argnames=("max_drafts", *_STATICS), donate_argnames="cache")
+def draft_step(
+    params: Params,
+    cache: KVCache,
+    batch: Batch,
+    sampling: SamplingBatch,
+    counts: jax.Array,
+    *,
+    max_drafts: int,
+    config: ModelConfig,
+    implementation: str | None = None,
+    mesh: Mesh | None = None,
+    custom: tuple[LogitsProcessor, ...] = (),
+) -> tuple[jax.Array, KVCache]:
+    """Computes any mix of chunks and draws several tokens for each row, one after another, i32[B, max_drafts].
+
+    Of row b `counts[b]` tokens mean something, and all but the last of them are in the cache as well; rows with more of
+    them come first. They are drawn as `decode_step` would.
+    """
+    run = functools.partial(forward, config=config, implementation=implementation, mesh=mesh)
+    # Every row has a token, so where there are no more than rows, each has one.
+    hidden, cache = run(params, cache, batch, q_len=1 if len(batch.tokens) == len(batch.kv_lens) else None)
+    context = functools.partial(_context, cache, batch)
+    _, tokens = _draw(params, hidden[last_places(batch)], batch, sampling, context, custom)
+    drafts = jnp.zeros((tokens.shape[0], max_drafts), jnp.int32).at[:, 0].set(tokens)
+
+    def draft(i: jax.Array, carry: tuple[jax.Array, jax.Array, KVCache]) -> tuple[jax.Array, jax.Array, KVCache]:
+        drafts, tokens, cache = carry
+        one = next_batch(batch, tokens, jnp.where(i < counts, batch.kv_lens + i, 0), cache.tokens.shape[1])
+        hidden, cache = run(params, cache, one, q_len=1)
+        context = functools.partial(_context, cache, one)
+        _, tokens = _draw(params, hidden, one, sampling, context, custom)
+        return drafts.at[:, i].set(tokens), tokens, cache
+
+    drafts, _, cache = jax.lax.fori_loop(1, counts.max(), draft, (drafts, tokens, cache))
+    return drafts, cache
+
+
+def _check(
+    params: Any, cache: Any, batch: Any, sampling: Any, config: Any, max_log_probs: Any, custom: Any, mesh: Any
+) -> None:
+    """Raises ValueError for an argument of another type; when a step is traced, so it costs no step anything."""
+    require(isinstance(params, Params), "params", params, "the Params of `load_checkpoint`")
+    require(isinstance(cache, KVCache), "cache", cache, "the KVCache of `init_cache` or of the step before")
+    require(isinstance(batch, Batch), "batch", batch, "the Batch of `make_batch`")
+    require(isinstance(sampling, SamplingBatch), "sampling", sampling, "the SamplingBatch of `make_sampling`")
+    require(isinstance(config, ModelConfig), "config", config, "the ModelConfig of `load_checkpoint`")
+    require_int("max_log_probs", max_log_probs, 0, config.vocab_size)
+    require(isinstance(custom, tuple) and all(map(callable, custom)), "custom", custom, "a tuple of functions")
+    names = sampling.processors.uses_custom.shape[-1]
+    require(len(custom) == names, "custom", custom, f"the functions of the {names} names that make_sampling was given")
+    require(mesh is None or isinstance(mesh, Mesh), "mesh", mesh, "a jax.sharding.Mesh or None")
+
+
+def _unless_awaiting(sampling: SamplingBatch, draw: Callable[[], Output]) -> Output:
+    """Returns what `draw` does, or zeros while a row awaits its mask."""
+    nothing = jax.eval_shape(draw)
+    return jax.lax.cond(sampling.needs_mask.any(), lambda: jax.tree.map(jnp.zeros_like, nothing), draw)
+
+
+def _finish(
+    params: Params,
+    cache: KVCache,
+    hidden: jax.Array,
+    batch: Batch,
+    sampling: SamplingBatch,
+    max_log_probs: int,
+    custom: tuple[LogitsProcessor, ...],
+    change: Callable[[Context], Context] = lambda context: context,
+) -> StepOutput:
+    """Draws after each row; `change` is made to what processors know of the rows' tokens."""
+    logits, tokens = _draw(params, hidden, batch, sampling, lambda: change(_context(cache, batch)), custom)
+    return describe(logits, tokens, sampling, max_log_probs)
+
+
+def _draw(
+    params: Params,
+    hidden: jax.Array,
+    batch: Batch,
+    sampling: SamplingBatch,
+    make_context: Callable[[], Context],
+    custom: tuple[LogitsProcessor, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the logits f32[B, V] of hidden states [B, D] and the token i32[B] that each row draws."""
+    logits = unembed(params, hidden, (batch.kv_lens > 0).sum())
+    # Where the token drawn now will stand.
+    positions = batch.kv_lens + num_evicted_tokens(batch)
+    tokens = sample(process_logits(logits, sampling.processors, make_context, custom), sampling, positions)
+    return logits, tokens
+
+
+def _context(cache: KVCache, batch: Batch) -> Context:
+    return Context(tokens=read_tokens(cache, batch), lens=batch.kv_lens, num_evicted_tokens=num_evicted_tokens(batch))

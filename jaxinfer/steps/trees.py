@@ -1,0 +1,120 @@
+"""Drafts as trees: several guesses for a place, of which the target's draws follow one path.
+
+The tokens of a row are its last token and the drafts after it, each after the one that it follows. A draft stands at
+the position that its path gives it and sees its path alone, so the target draws after it what decoding would draw after
+that path.
+
+tokens   5  6  9  7  8      6 and 9 are two guesses for one place, 7 and 8 two for what follows 6
+parents -1  0  0  1  1      drawn 6 after 5 and 8 after 6: the path is 5 6 8, tokens 0, 1 and 4 of the row
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxinfer.config import ModelConfig
+from jaxinfer.model.batch import PADDING_SLOT, Batch, StepOutput, VerifyOutput
+from jaxinfer.model.cache import KVCache, move_tokens
+from jaxinfer.sampling.processors import Context
+from jaxinfer.steps.verify import rows_of_tokens
+
+
+@struct.dataclass
+class Trees:
+    """How the tokens of a batch hang together, with at most Q in a row."""
+
+    parents: Any  # i32[T]  the place in the batch of the token before; a row's first token is its own
+    sees: Any  # bool[T, Q]  whether a token of the same row is on the path to it, which ends with itself
+    rows: Any  # i32[T]
+    places: Any  # i32[B, Q]  of each row's tokens in the batch
+    is_token: Any  # bool[B, Q]  whether the row has so many
+
+    @property
+    def depths(self) -> jax.Array:
+        """How many tokens lead to each, i32[T]; -1 for padding."""
+        return self.sees.sum(1, dtype=jnp.int32) - 1
+
+
+def make_trees(batch: Batch, parents: jax.Array, q_len: int) -> Trees:
+    """Lays out trees of up to q_len tokens. parents i32[T]: which token of its row each follows, -1 for the first."""
+    T, Q = parents.shape[0], q_len
+    rows, is_real = rows_of_tokens(batch)
+    starts = batch.cu_q_lens[rows]
+    up = jnp.where(is_real & (parents >= 0), starts + parents, jnp.arange(T))
+    above, sees = up, (jnp.arange(T) - starts)[:, None] == jnp.arange(Q)[None]
+    sees &= is_real[:, None]
+    for _ in range((Q - 1).bit_length()):  # twice as far up each time
+        sees |= sees[above]
+        above = above[above]
+    places = batch.cu_q_lens[:-1, None] + jnp.arange(Q)[None]
+    is_token = (places < batch.cu_q_lens[1:, None]) & (batch.kv_lens > 0)[:, None]
+    return Trees(up, sees, rows, jnp.minimum(places, T - 1), is_token)
+
+
+def stand_in_trees(batch: Batch, trees: Trees) -> Batch:
+    """Returns the batch with each token at the position that its path gives it; its slot stays."""
+    first = batch.positions[trees.places[trees.rows, 0]]
+    return replace(batch, positions=jnp.where(trees.depths >= 0, first + trees.depths, batch.positions))
+
+
+def tree_mask(trees: Trees) -> jax.Array:
+    """Returns what each token sees of its row as `paged_attention` takes it, u32[T, words]."""
+    T, Q = trees.sees.shape
+    bits = jnp.pad(trees.sees, ((0, 0), (0, -Q % 32))).reshape(T, -1, 32).astype(jnp.uint32)
+    return (bits << jnp.arange(32, dtype=jnp.uint32)[None, None]).sum(-1, dtype=jnp.uint32)
+
+
+def along_paths(context: Context, batch: Batch, trees: Trees) -> Context:
+    """Returns the contexts of all tokens [T, L] with each one's own path in place of the row's tokens in a row."""
+    places = trees.places[trees.rows]  # [T, Q]
+    seen = batch.positions[places] - context.num_evicted_tokens[:, None]
+    at = jnp.where(trees.sees, seen, context.tokens.shape[1])
+    rows = jnp.arange(places.shape[0])[:, None]
+    return replace(context, tokens=context.tokens.at[rows, at].set(batch.tokens[places], mode="drop"))
+
+
+def accepted_paths(drawn: jax.Array, batch: Batch, trees: Trees) -> tuple[jax.Array, jax.Array]:
+    """Returns the places i32[B, Q] of the tokens that each row keeps, and their number i32[B], 0 on padding.
+
+    drawn i32[T] is the target's draw after each token. From the row's first token on, the path goes to the draft that
+    equals the draw, as long as there is one; past its end the places are those of the row's tokens in a row.
+    """
+    T, Q = trees.sees.shape
+    is_right = (batch.tokens == drawn[trees.parents]) | (trees.parents == jnp.arange(T))
+    is_kept = (~trees.sees | is_right[trees.places[trees.rows]]).all(1)
+    depths = jnp.where(is_kept, trees.depths, -1)[trees.places]
+    depths = jnp.where(trees.is_token, depths, -1)
+    # Of drafts that are twice in a tree, the first path that is as long as any.
+    last = jnp.take_along_axis(trees.places, depths.argmax(1)[:, None], axis=1)[:, 0]
+    is_on_path = trees.sees[last] & trees.is_token
+    at = jnp.where(is_on_path, depths, Q)
+    rows = jnp.arange(at.shape[0])[:, None]
+    return trees.places.at[rows, at].set(trees.places, mode="drop"), depths.max(1) + 1
+
+
+def keep_paths(
+    drawn: StepOutput, cache: KVCache, batch: Batch, trees: Trees, hidden: jax.Array, *, config: ModelConfig
+) -> tuple[VerifyOutput, KVCache]:
+    """Returns what each row emits, and the cache with the tokens of its path in the slots after its context.
+
+    The states [T, D] come in the same order: all is as if the path alone had been drafted.
+    """
+    T = hidden.shape[0]
+    paths, num_kept = accepted_paths(drawn.tokens, batch, trees)
+    is_moved = jnp.arange(paths.shape[1])[None] < num_kept[:, None]
+    sources = jnp.arange(T).at[jnp.where(is_moved, trees.places, T)].set(paths, mode="drop")
+    targets = jnp.where(sources == jnp.arange(T), PADDING_SLOT, batch.slot_mapping)
+    output = VerifyOutput(
+        tokens=drawn.tokens[paths],
+        log_probs=drawn.log_probs[paths],
+        top_tokens=drawn.top_tokens[paths],
+        top_log_probs=drawn.top_log_probs[paths],
+        num_emitted=num_kept,
+        hidden=hidden[sources],
+    )
+    return output, move_tokens(cache, batch.slot_mapping[sources], targets, config=config)

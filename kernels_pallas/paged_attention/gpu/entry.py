@@ -1,0 +1,115 @@
+"""Paged attention for NVIDIA GPUs from Ampere on: one Pallas-Triton kernel for decode, verification and prefill.
+
+A program owns a tile: some queries of one row, for all query heads of one KV head, so that keys and values are read
+once per group. It walks over the row's context in blocks with an online softmax; where tiles are few, the context is
+split over several programs, whose partial results are combined afterwards (Flash-Decoding, Dao et al. 2023).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas import triton
+from kernels_pallas.paged_attention.gpu.append import append
+from kernels_pallas.paged_attention.gpu.attend import attend
+from kernels_pallas.paged_attention.gpu.block_sizes import GpuBlockSizes, gpu_block_sizes
+from kernels_pallas.paged_attention.layout import Pages, to_stored
+
+MAX_HEAD_DIM = 256
+PAGE_SIZES = (16, 32, 64, 128, 256)
+# Queries that a tile of a ragged batch may hold, before heads and registers limit them.
+WIDE_TILE = 128
+
+
+def paged_attention_gpu(
+    q: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
+    pages: Pages,
+    *,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    scale: float,
+    page_offset: jax.Array | int = 0,
+    q_len: int | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    tree_mask: jax.Array | None = None,
+    block_sizes: GpuBlockSizes | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, Pages]:
+    """The contract is that of `paged_attention`; `block_sizes` None takes those that suit the device."""
+    target = _check(q, pages, interpret)
+    T, N, H = q.shape
+    B, M = block_tables.shape
+    K = pages.num_kv_heads
+    place = {
+        "block_tables": block_tables,
+        "page_offset": jnp.asarray(page_offset, jnp.int32).reshape(1),
+        "q_len": q_len,
+        "interpret": interpret,
+    }
+    if k is not None and v is not None:
+        k, v = to_stored(k, k_scale, pages.dtype), to_stored(v, v_scale, pages.dtype)
+        pages = dataclasses.replace(pages, arrays=append(k, v, pages, kv_lens, cu_q_lens, **place))
+    place |= {"k_pages": pages.arrays[0], "v_pages": pages.arrays[1], "sinks": sinks}
+    place |= {"k_scale": k_scale, "v_scale": v_scale, "scale": scale, "window": window, "softcap": softcap}
+    max_context = M * pages.page_size if window is None else min(M * pages.page_size, window)
+    sizes = functools.partial(
+        gpu_block_sizes,
+        group=N // K,
+        num_kv_heads=K,
+        head_dim=H,
+        page_dtype=pages.dtype.name,
+        max_context=max_context,
+        has_tree=tree_mask is not None,
+        target=target,
+    )
+    if q_len is not None:
+        chosen = block_sizes or sizes(num_rows=B * K, queries=q_len)
+        return attend(q, kv_lens, cu_q_lens, **place, tree_mask=tree_mask, block_sizes=chosen), pages
+    # Rows of one token would waste a wide tile, and being few tiles want their context split.
+    starts, is_single = cu_q_lens[:-1], cu_q_lens[1:] - cu_q_lens[:-1] == 1
+    chosen = block_sizes or sizes(num_rows=(T // WIDE_TILE + 1) * K, queries=min(T, WIDE_TILE))
+    # Partial results of every token would outweigh what splitting gains.
+    chosen = dataclasses.replace(chosen, num_splits=1)
+    long_lens = jnp.where(is_single, 0, kv_lens)
+    out = attend(q, long_lens, cu_q_lens, **place, tree_mask=tree_mask, block_sizes=chosen)
+    chosen = block_sizes or sizes(num_rows=B * K, queries=1)
+    single_lens, ones = jnp.where(is_single, kv_lens, 0), jnp.arange(B + 1, dtype=jnp.int32)
+    place |= {"q_len": 1, "tree_mask": None}
+    singles = attend(q.at[starts].get(mode="clip"), single_lens, ones, **place, block_sizes=chosen)
+    return out.at[jnp.where(is_single, starts, T)].set(singles, mode="drop"), pages
+
+
+def _check(q: jax.Array, pages: Pages, interpret: bool) -> triton.Target:
+    """Refuses what the kernel cannot do; returns the GPU."""
+    name, head_dim, S = q.dtype.name, q.shape[-1], pages.page_size
+    # In float32 the tensor cores are of no use and registers spill by the kilobyte; the interpreter does not mind.
+    dtypes = ("bfloat16", "float16", "float32") if interpret else ("bfloat16", "float16")
+    for what, value, supported in (
+        ("pages.layout", pages.layout, ("gpu",)),
+        ("q.dtype", name, dtypes),
+        ("pages.dtype", pages.dtype.name, (name, "int8", "float8_e4m3fn")),
+        ("head_dim", head_dim, range(1, MAX_HEAD_DIM + 1)),
+        ("page_size", S, PAGE_SIZES),
+    ):
+        if value not in supported:
+            raise NotImplementedError(f"{what}={value} is not supported by the GPU kernel; supported: {supported}")
+    if interpret:
+        return triton.INTERPRETED
+    target = triton.target()
+    if pages.dtype.name == "float8_e4m3fn" and target.capability < triton.FP8_CAPABILITY:
+        raise NotImplementedError(
+            f"pages.dtype=float8_e4m3fn is not supported on compute capability {target.capability}; it needs"
+            f" {triton.FP8_CAPABILITY}; use int8 or {name}"
+        )
+    return target

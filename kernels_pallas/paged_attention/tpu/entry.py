@@ -1,0 +1,178 @@
+"""Paged attention for TPU in Pallas: appends and attends in one kernel, fetching across rows.
+
+A kernel walks over blocks of a few pages, row after row, and keeps several blocks under way while it computes with
+one: short contexts are bound by latency, not by bandwidth, unless the next rows' blocks are fetched meanwhile. The
+pool's tiles (see `layout.py`) arrive in registers as the matrix unit wants them, so that the same code runs compiled
+and interpreted.
+
+What lies in unused slots never reaches a result: only tiles with a used slot are fetched. The rest of a row's last
+tile, and in the buffer the rest of its first and last block, where an earlier row's tiles lie, is zeroed. So values
+need no mask, and the blocks between no work for it; scores are masked by position.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas.paged_attention.layout import FNUZ_FACTOR, Pages, pack_planes, pad_heads, to_stored
+from kernels_pallas.paged_attention.reference import LOG2_E
+from kernels_pallas.paged_attention.shapes import token_rows
+from kernels_pallas.paged_attention.tpu.attend import reads_as_fn
+from kernels_pallas.paged_attention.tpu.block_sizes import Blocks, chip_at_hand, decode_blocks, ragged_blocks
+from kernels_pallas.paged_attention.tpu.items import LANES, decode_items, head_factors, new_tiles, ragged_items
+from kernels_pallas.paged_attention.tpu.kernel import SUBLANES, run_kernel
+
+PAGE_DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
+MAX_HEAD_DIM = 256
+# Their vector memory has no room for the prefill kernel: 17.8 MiB of 16 on v4.
+SMALL_CHIPS = ("v2", "v3", "v4", "v4i")
+# The scalar memory holds 1 MiB; half of it is left to the compiler.
+MAX_TABLE_BYTES = 2**19
+
+
+def paged_attention_tpu(
+    q: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
+    pages: Pages,
+    *,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    scale: float,
+    page_offset: jax.Array | int = 0,
+    q_len: int | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    tree_mask: jax.Array | None = None,
+    blocks: Blocks | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> tuple[jax.Array, Pages]:
+    """The contract is that of `paged_attention`; `blocks` overrides the block sizes."""
+    _check_support(q, pages, window, tree_mask)
+    if block_tables.size * 4 > MAX_TABLE_BYTES:
+        raise NotImplementedError(
+            f"block_tables {block_tables.shape} of rows and pages take {block_tables.size * 4} bytes of a TPU's scalar"
+            f" memory, of which there are {MAX_TABLE_BYTES}; lower the rows (max_num_seqs) or their longest context"
+            " (max_model_len), or raise page_size"
+        )
+    T, N, H = q.shape
+    K, (pool,) = pages.num_kv_heads, pages.arrays
+    M, W, G = block_tables.shape[1], pool.shape[-1], N // K
+    queries = pad_heads(q.reshape(T, K, G, H), W)
+    new = None
+    if k is not None and v is not None:
+        new = pack_planes(pages, to_stored(k, k_scale, pages.dtype), to_stored(v, v_scale, pages.dtype))
+    block_tables = block_tables.astype(jnp.int32) + page_offset
+    kv_lens, cu_q_lens = kv_lens.astype(jnp.int32), cu_q_lens.astype(jnp.int32)
+    factor = FNUZ_FACTOR if pages.is_fnuz and not reads_as_fn(pool.dtype) else 1.0
+    run = functools.partial(
+        run_kernel,
+        block_tables=block_tables,
+        factors=head_factors(K, factor, scale, softcap, k_scale, v_scale),
+        sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(K, G) * LOG2_E,
+        window=window,
+        softcap=softcap,
+        interpret=interpret,
+    )
+    decoding = blocks or decode_blocks(pages, M, G)
+    if q_len == 1:
+        out, pool = _decode(run, queries, new, pool, kv_lens, decoding)
+    else:
+        # Rows of one token among longer ones would waste most of a tile of queries.
+        q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
+        may_decode = q_len is None and tree_mask is None
+        long = jnp.where(q_lens > 1, kv_lens, 0) if may_decode else kv_lens
+        tiling = blocks or ragged_blocks(pages, M, T, kv_lens.shape[0], G, q_len, tree_mask)
+        _check_tree(tree_mask, tiling, q_len or T)
+        out, pool = _ragged(run, queries, new, pool, block_tables, long, cu_q_lens, tree_mask, tiling)
+        if may_decode:
+            single, last = jnp.where(q_lens == 1, kv_lens, 0), jnp.clip(cu_q_lens[:-1], 0, T - 1)
+            new = None if new is None else new[last]
+            decoded, pool = _decode(run, queries[last], new, pool, single, decoding)
+            # Taken by every token from its row: a scatter to the rows' tokens takes a TPU's compiler half a minute.
+            row = token_rows(cu_q_lens, T)
+            is_single = (single[row] > 0) & (jnp.arange(T) == last[row])
+            out = jnp.where(is_single[:, None, None, None], decoded[row], out)
+    # Packed heads keep their values, and so their result, in the right half of the lanes.
+    first = 0 if pages.head_dim * 2 > LANES else W // 2
+    return out[..., first : first + H].reshape(T, N, H), replace(pages, arrays=(pool,))
+
+
+def paged_attention_tpu_interpreted(*args, **kwargs) -> tuple[jax.Array, Pages]:
+    """Runs the TPU kernels on any device in Pallas' interpreter: the same code, much slower, for tests."""
+    return paged_attention_tpu(*args, **kwargs, interpret=pltpu.InterpretParams())
+
+
+def _check_support(q: jax.Array, pages: Pages, window: int | None, tree_mask: jax.Array | None) -> None:
+    chip = chip_at_hand()
+    if chip in SMALL_CHIPS:
+        raise NotImplementedError(f"TPU {chip} has too little vector memory for the TPU kernels; use a v5e or later")
+    if pages.layout != "tpu":
+        raise NotImplementedError(f"the TPU kernels read pages of layout 'tpu', not {pages.layout!r}")
+    if q.dtype not in (jnp.bfloat16, jnp.float32):
+        raise NotImplementedError(f"q of {q.dtype} has no TPU kernel; use bfloat16 or float32")
+    if pages.dtype not in PAGE_DTYPES:
+        raise NotImplementedError(f"pages of {pages.dtype} have no TPU kernel; use one of {[*PAGE_DTYPES]}")
+    if pages.head_dim > MAX_HEAD_DIM:
+        raise NotImplementedError(f"head_dim={pages.head_dim} has no TPU kernel; at most {MAX_HEAD_DIM}")
+    if window is not None and tree_mask is not None:
+        raise NotImplementedError(f"window={window} together with tree_mask has no TPU kernel; leave out one")
+
+
+def _check_tree(tree_mask: jax.Array | None, blocks: Blocks, most: int) -> None:
+    most = 0 if tree_mask is None else min(32 * tree_mask.shape[1], most)
+    if blocks.queries < most:
+        raise ValueError(
+            f"blocks.queries={blocks.queries} would split the {most} tokens that a row of tree_mask may have, which see"
+            f" each other; take {most} or more"
+        )
+
+
+def _pad_rows(queries: jax.Array, blocks: Blocks) -> jax.Array:
+    """Returns queries [items, K, R, W] with zeros after the R rows up to whole registers, and to pieces of one size."""
+    R = queries.shape[2]
+    multiple = SUBLANES if blocks.rows >= R else blocks.rows
+    return jnp.pad(queries, ((0, 0), (0, 0), (0, -R % multiple), (0, 0)))
+
+
+def _decode(run, queries, new, pool, kv_lens, blocks):
+    """queries [B, K, G, W], new [B, C, W] or None: one token a row, appended in the block that holds its page."""
+    G = queries.shape[2]
+    out, pool = run(decode_items(kv_lens), _pad_rows(queries, blocks), pool, new=new, blocks=blocks)
+    return jnp.where((kv_lens > 0)[:, None, None, None], out[:, :, :G], jnp.zeros((), out.dtype)), pool
+
+
+def _ragged(run, queries, new, pool, block_tables, kv_lens, cu_q_lens, tree_mask, blocks):
+    """queries [T, K, G, W], new [T, C, W] or None: any number of tokens a row, appended before anything is read."""
+    (T, K, G, W), Q = queries.shape, blocks.queries
+    starts = cu_q_lens[:-1]
+    q_lens = jnp.where(kv_lens > 0, cu_q_lens[1:] - starts, 0)
+    items, token = ragged_items(kv_lens, q_lens, starts, T, Q, is_causal=tree_mask is None)
+    num_items = token.shape[0]
+    tiled = queries.at[token].get(mode="fill", fill_value=0).transpose(0, 2, 1, 3, 4).reshape(num_items, K, Q * G, W)
+    tiled = _pad_rows(tiled, blocks)
+    R = tiled.shape[2]
+    tree = None
+    if tree_mask is not None:  # a word per row of queries, in every lane
+        words = tree_mask.astype(jnp.int32).at[token].get(mode="fill", fill_value=0).transpose(0, 2, 1)
+        words = jnp.pad(jnp.repeat(words, G, axis=2), ((0, 0), (0, 0), (0, R - Q * G)))
+        tree = jnp.broadcast_to(words[..., None], (*words.shape, LANES))
+    tiles = None if new is None else new_tiles(new, pool, block_tables, kv_lens - q_lens, q_lens, starts)
+    out, pool = run(items, tiled, pool, tiles=tiles, tree=tree, blocks=blocks, num_groups=G)
+    row = token_rows(cu_q_lens, T)
+    place = jnp.arange(T) - starts[row]
+    out = out[:, :, : Q * G].reshape(num_items, K, Q, G, W)
+    first_item = jnp.cumsum(pl.cdiv(q_lens, Q)) - pl.cdiv(q_lens, Q)
+    out = out[first_item[row] + place // Q, :, place % Q]
+    is_real = place < q_lens[row]
+    return jnp.where(is_real[:, None, None, None], out, jnp.zeros((), out.dtype)), pool

@@ -1,0 +1,97 @@
+"""Measures the host's work in a decode step: all that an engine does around the device's part, which is left out.
+
+python scripts/bench/host.py --batches 64,256
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import time
+from statistics import median
+from types import SimpleNamespace
+
+import numpy as np
+
+from jaxinfer.checkpoint import read_config
+from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.engine.assembly import plan_host
+from jaxinfer.engine.execution.batch_builder import BatchBuilder
+from jaxinfer.engine.execution.pipeline import Device, Pipeline
+from jaxinfer.engine.execution.step_shapes import choose_bucket, plan_buckets
+from jaxinfer.engine.frontend.outputs import OutputQueues
+from jaxinfer.engine.llm import BUNDLED_MODEL
+from jaxinfer.engine.scheduling.step import NO_ROWS, Step
+from jaxinfer.text.tokenizer import Tokenizer
+from scripts.bench.against_transformers import integers
+
+PROMPT_LEN, OUTPUT_LEN, MAX_MODEL_LEN = 100, 300, 1024
+
+
+class NoDevice(Device):
+    """Lays steps out as `Runner` does, computes nothing, and has drawn the same token for all."""
+
+    def __init__(self, config: EngineConfig, vocab_size: int) -> None:
+        self._buckets = plan_buckets(config)
+        self._builder = BatchBuilder(
+            page_size=config.page_size, table_width=-(-MAX_MODEL_LEN // config.page_size), vocab_size=vocab_size
+        )
+        self._before = NO_ROWS
+        rows = config.max_num_seqs
+        self._output = SimpleNamespace(tokens=np.full(rows, 70, np.int32), log_probs=np.zeros(rows, np.float32))
+
+    def launch(self, step: Step) -> None:
+        self._builder.build(step, choose_bucket(self._buckets, step), self._before)
+        self._before = step.chunks.rows
+
+    def read(self, output: None) -> SimpleNamespace:
+        return self._output
+
+
+def measure(batch: int) -> list[float]:
+    """Returns the seconds of each step in which `batch` requests decode, text and deltas included."""
+    model_config = read_config(BUNDLED_MODEL)
+    config = EngineConfig(
+        max_num_seqs=batch, max_num_batched_tokens=max(512, batch), max_model_len=MAX_MODEL_LEN, cache_bytes=2**40
+    )
+    admission, scheduler = plan_host(BUNDLED_MODEL, model_config, config, "float32", Tokenizer.from_path(BUNDLED_MODEL))
+    pipeline, queues = Pipeline(scheduler, NoDevice(config, model_config.vocab_size)), OutputQueues()
+    draw, ids, seconds = random.Random(0), itertools.count(), []
+    for seed in range(batch):
+        params = SamplingParams(max_tokens=OUTPUT_LEN, ignore_eos=True, seed=seed)
+        prompt = draw.choices(range(1, model_config.vocab_size), k=PROMPT_LEN)
+        scheduler.add(admission.admit(ids, prompt, params)[0])
+    while scheduler.num_unfinished:
+        began = time.perf_counter()
+        scheduler.expire()
+        advance = pipeline.advance()
+        assert advance is not None
+        queues.route(advance.deltas)
+        queues.take()
+        if advance.step.is_decode and len(advance.step.chunks) == batch:
+            seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def empty_loop() -> float:
+    """Returns the seconds of ten million turns of an empty loop: how fast Python is on this machine now."""
+    began = time.perf_counter()
+    for _ in range(10_000_000):
+        pass
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=integers, default=(64, 256), help="requests that decode")
+    for batch in parser.parse_args().batches:
+        speed, seconds = empty_loop(), measure(batch)
+        figures = f"median {1e6 * median(seconds):.0f} us, p90 {1e6 * np.percentile(seconds, 90):.0f} us"
+        print(
+            f"host work per decode step at batch {batch}: {figures} of {len(seconds)} steps (empty loop {speed:.2f} s)"
+        )
+
+
+if __name__ == "__main__":
+    main()

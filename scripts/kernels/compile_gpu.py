@@ -1,0 +1,211 @@
+"""Compiles the GPU kernels and whole steps with the real CUDA compiler, without a GPU, and prints what they need.
+
+    python scripts/kernels/compile_gpu.py [--devices A100 L4 H200] [--cases decode step] [--json FILE]
+
+Needs the extra `aot`. Per case: what ptxas gives each Pallas kernel (registers and bytes spilled per thread), shared
+memory, programs that fit on a multiprocessor at once, bytes beside arguments and results, whether the cache is updated
+in place, launches, and seconds to lower and compile. Every device has a process of its own, for a fatal compiler error
+ends one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.kernels.compilers import Case, compile_in_process, memory_figures, on_mesh, print_figures, step_case
+
+DEVICES = ("A100", "L4", "H200")
+# Several devices are written with their number; they compile steps alone.
+MESHES = (*DEVICES, "H200-8")
+KERNELS = ("paged_attention", "append_kv")
+DECODE_ROWS = 64
+
+
+def attention(
+    mesh: Any,
+    *,
+    q_len: int | None,
+    num_tokens: int,
+    num_rows: int,
+    head_dim: int = 128,
+    num_heads: int = 32,
+    num_kv_heads: int = 8,
+    page_size: int = 16,
+    max_context: int = 8192,
+    dtype: str = "bfloat16",
+    page_dtype: str | None = None,
+    has_tree: bool = False,
+    has_sinks: bool = False,
+    **options: Any,
+) -> Case:
+    """One call of paged attention over a pool with room for 64 Ki tokens."""
+    import jax
+    import jax.numpy as jnp
+
+    from kernels_pallas.paged_attention import abstract_pages
+    from kernels_pallas.paged_attention.gpu.entry import paged_attention_gpu
+
+    shape = jax.ShapeDtypeStruct
+    page_dtype = page_dtype or dtype
+    arrays = {
+        "block_tables": shape((num_rows, max_context // page_size), jnp.int32),
+        "kv_lens": shape((num_rows,), jnp.int32),
+        "cu_q_lens": shape((num_rows + 1,), jnp.int32),
+        "page_offset": shape((), jnp.int32),
+    }
+    if page_dtype != dtype:
+        arrays |= {name: shape((num_kv_heads,), jnp.float32) for name in ("k_scale", "v_scale")}
+    if has_tree:
+        arrays["tree_mask"] = shape((num_tokens, 1), jnp.uint32)
+    if has_sinks:
+        arrays["sinks"] = shape((num_heads,), jnp.float32)
+    pages = abstract_pages(65536 // page_size, page_size, num_kv_heads, head_dim, page_dtype, "gpu")
+    q, k = (shape((num_tokens, heads, head_dim), dtype) for heads in (num_heads, num_kv_heads))
+    attend = functools.partial(paged_attention_gpu, scale=head_dim**-0.5, q_len=q_len, **options)
+    arguments = on_mesh({"q": q, "k": k, "v": k, "pages": pages, **arrays}, mesh)
+    return Case(jax.jit(attend, donate_argnames="pages"), arguments, arguments["pages"], KERNELS)
+
+
+def product(
+    mesh: Any, *, rows: int, bits: int = 4, group_size: int = 128, has_zeros: bool = False, is_plain: bool = False
+) -> Case:
+    """A product with 14,336 x 4,096 quantized weights; `is_plain` makes them floating point before, as XLA would."""
+    import jax
+    import jax.numpy as jnp
+
+    from kernels_pallas.quantized_matmul import dequantize, quantized_matmul
+
+    T, D, F = rows, 4096, 14336
+    shape = jax.ShapeDtypeStruct
+    x, weights = shape((T, D), jnp.bfloat16), shape((F, D * bits // 8), jnp.int8)
+    scales = shape((F, D // group_size), jnp.bfloat16)
+    zeros = shape(scales.shape, jnp.int8) if has_zeros else None
+
+    def plain(x, weights, scales, zeros):
+        w = dequantize(weights, scales, zeros, D).astype(x.dtype)
+        return jnp.einsum("td,fd->tf", x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+
+    kernels = () if is_plain or group_size == D else ("quantized_matmul",)
+    arguments = on_mesh({"x": x, "weights": weights, "scales": scales, "zeros": zeros}, mesh)
+    return Case(jax.jit(plain if is_plain else quantized_matmul), arguments, kernels=kernels)
+
+
+# Over a pool of 256 Ki tokens, 34 GB; the layers in as many groups as `default_layer_groups` makes on GPU.
+step = functools.partial(
+    step_case, layout="gpu", num_pages=16384, page_size=16, layer_groups=(1,) * 32, kernels=KERNELS
+)
+decode = functools.partial(attention, q_len=1, num_tokens=DECODE_ROWS, num_rows=DECODE_ROWS)
+verify = functools.partial(attention, q_len=8, num_tokens=128, num_rows=16)
+prefill = functools.partial(attention, q_len=None, num_tokens=4096, num_rows=16)
+
+CASES: dict[str, Callable[[Any], Case]] = {
+    **{f"decode H={H}": functools.partial(decode, head_dim=H) for H in (64, 80, 96, 128, 256)},
+    "decode float16": functools.partial(decode, dtype="float16"),
+    "decode int8 KV": functools.partial(decode, page_dtype="int8", page_size=64),
+    "decode fp8 KV": functools.partial(decode, page_dtype="float8_e4m3fn", page_size=256),
+    "decode split": functools.partial(decode, num_tokens=2, num_rows=2),
+    "decode split G=1 window cap sinks": functools.partial(
+        decode, num_tokens=2, num_rows=2, num_heads=8, window=4096, softcap=30.0, has_sinks=True
+    ),
+    "verify": verify,
+    "verify tree": functools.partial(verify, has_tree=True),
+    **{f"prefill H={H}": functools.partial(prefill, head_dim=H) for H in (64, 80, 96, 128, 256)},
+    "prefill int8 KV": functools.partial(prefill, page_dtype="int8", page_size=64),
+    "prefill fp8 KV": functools.partial(prefill, page_dtype="float8_e4m3fn", page_size=64),
+    "prefill window cap sinks": functools.partial(prefill, window=1024, softcap=30.0, has_sinks=True),
+    "prefill tree": functools.partial(prefill, has_tree=True),
+    **{f"product int4 x {rows}": functools.partial(product, rows=rows) for rows in (1, 16, 512)},
+    "product int4 x 16 groups of 32 zeros": functools.partial(product, rows=16, group_size=32, has_zeros=True),
+    "product int8 x 16": functools.partial(product, rows=16, bits=8),
+    "product int8 x 512 zeros": functools.partial(product, rows=512, bits=8, has_zeros=True),
+    "plain product int4 x 16": functools.partial(product, rows=16, is_plain=True),
+    "plain product int8 x 16": functools.partial(product, rows=16, bits=8, is_plain=True),
+    "product int8 x 16 per channel": functools.partial(product, rows=16, bits=8, group_size=4096),
+    "step decode": functools.partial(step, step="decode_step", num_tokens=64, num_rows=64),
+    "step decode int4 weights": functools.partial(
+        step, step="decode_step", num_tokens=64, num_rows=64, quantization="int4"
+    ),
+    "step verify trees": functools.partial(step, step="verify_step", num_tokens=256, num_rows=32, tree_q_len=8),
+    "step prefill": functools.partial(step, step="prefill_step", num_tokens=2048, num_rows=16),
+}
+# Refused there, with a reason; see kernels_pallas/triton.py.
+NO_FP8 = ("A100",)
+
+
+def compile_case(device: str, name: str) -> dict[str, Any]:
+    """Returns what a case needs, its Pallas kernels under "kernels"."""
+    from kernels_pallas import gpu_compiler
+
+    device, _, num_devices = device.partition("-")
+    mesh = gpu_compiler.mesh_of(device, int(num_devices or 1))
+    case = CASES[name](mesh)
+    compiled = gpu_compiler.compile_for(device, mesh, case.function, **case.arguments)
+    gpu = gpu_compiler.GPUS[device]
+    return {
+        **memory_figures(compiled.program, case.cache),
+        "num_launches": len(compiled.launches),
+        "seconds": round(compiled.seconds, 2),
+        "processor_seconds": round(compiled.processor_seconds, 2),
+        "kernels": [
+            {**launch._asdict(), "programs_per_core": gpu_compiler.programs_per_core(gpu, launch)}
+            for kernel in case.kernels
+            for launch in compiled.kernels(kernel)
+        ],
+    }
+
+
+def can_compile() -> bool:
+    """Returns whether the CUDA compiler is installed."""
+    from kernels_pallas import gpu_compiler
+
+    return gpu_compiler.is_available()
+
+
+def compile_for(device: str, cases: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Compiles cases for a device in a process of their own; returns each one's figures, or {"error": …}."""
+    return compile_in_process(__file__, [device], cases, {})
+
+
+def cases_for(device: str, beginnings: Iterable[str] = ("",)) -> list[str]:
+    """Returns the cases with names that begin so, less those that the device cannot do."""
+    names = [name for name in CASES if name.startswith(tuple(beginnings))]
+    return [name for name in names if not (device in NO_FP8 and "fp8" in name)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", nargs="+", default=DEVICES, choices=MESHES)
+    parser.add_argument("--cases", nargs="+", default=[""], help="names of cases, or how they begin")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
+    parser.add_argument("--worker", choices=MESHES, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        return print_figures(arguments.cases, functools.partial(compile_case, arguments.worker))
+    if not can_compile():
+        sys.exit('the CUDA compiler is not installed: pip install "jaxinfer[aot]"')
+    program = ("temporary_bytes", "in_place", "num_launches", "seconds", "processor_seconds")
+    kernel = ("name", "grid", "threads", "registers", "spill_bytes", "shared_bytes", "programs_per_core")
+    if not arguments.json:
+        print(f"{'device':8}{'case':38}" + "".join(f" {column:>17}" for column in (*program, *kernel)))
+    for device in arguments.devices:
+        for name, figures in compile_for(device, cases_for(device, arguments.cases)).items():
+            if arguments.json:
+                print(json.dumps({"device": device, "case": name, **figures}), flush=True)
+            elif "error" in figures:
+                print(f"{device:8}{name:38}{figures['error']}", flush=True)
+            else:
+                launches = {json.dumps(launch): launch for launch in figures["kernels"]}  # one per kind
+                for launch in launches.values() or [{}]:
+                    cells = [figures[column] for column in program] + [launch.get(column, "") for column in kernel]
+                    print(f"{device:8}{name:38}" + "".join(f" {cell!s:>17}" for cell in cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""Compiles kernels and whole steps with the real TPU compiler, without a TPU, and prints what came out.
+
+    python scripts/kernels/compile_matrix.py [--devices v5e v6e] [--cases decode] [--json]
+
+Needs the extra `aot` (libtpu). Every device compiles in a process of its own, for a fatal compiler error ends one.
+Per case: bytes beside arguments and results, whether the cache is updated in place, seconds to lower and compile, by
+the clock and of all threads together, and from the compiler's final schedule the bundles (instructions of one cycle,
+where nothing stalls) of the kernel's largest loop, and its register spills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from kernels_pallas.paged_attention.tpu.block_sizes import Blocks
+from scripts.kernels.compilers import Case, compile_in_process, memory_figures, on_mesh, print_figures, step_case
+from scripts.kernels.tpu_schedule import schedule_figures
+
+# The name of a topology and the arguments that pick one chip of it.
+ONE_CHIP = {"chips_per_host_bounds": [1, 1, 1]}
+TOPOLOGIES = {
+    "v5e": ("v5e:1x1", ONE_CHIP),
+    "v5p": ("v5p:2x2x1", {}),
+    "v6e": ("v6e:1x1", ONE_CHIP),
+    "tpu7x": ("tpu7x:2x2x1", {}),
+    "v5e-8": ("v5e:2x4", {}),
+    "v6e-8": ("v6e:2x4", {}),
+}
+KERNEL_DEVICES = ("v5e", "v5p", "v6e", "tpu7x")
+
+
+def decode_case(mesh: Any, **sizes: Any) -> Case:
+    """One decode step of attention: 32 rows of up to 2,048 tokens over 2,048 pages of 128."""
+    return _attention_case(mesh, num_tokens=32, num_rows=32, kernel="paged_decode", q_len=1, **sizes)
+
+
+def prefill_case(mesh: Any, **sizes: Any) -> Case:
+    """Attention of 512 tokens in any mix of rows."""
+    return _attention_case(mesh, num_tokens=512, num_rows=8, kernel="paged_ragged", **sizes)
+
+
+def verify_case(mesh: Any, **sizes: Any) -> Case:
+    """Attention of 32 rows with 5 tokens each."""
+    return _attention_case(mesh, num_tokens=160, num_rows=32, kernel="paged_ragged", q_len=5, **sizes)
+
+
+def _attention_case(
+    mesh: Any,
+    *,
+    num_tokens: int,
+    num_rows: int,
+    kernel: str,
+    num_heads: int = 32,
+    num_kv_heads: int = 8,
+    head_dim: int = 128,
+    page_size: int = 128,
+    dtype: str = "bfloat16",
+    page_dtype: str | None = None,
+    context: int = 2048,
+    tree_words: int = 0,
+    has_sinks: bool = False,
+    **options: Any,
+) -> Case:
+    import jax
+    import jax.numpy as jnp
+
+    from kernels_pallas.paged_attention import abstract_pages
+    from kernels_pallas.paged_attention.tpu.entry import paged_attention_tpu
+
+    T, B, N, K, H, M = num_tokens, num_rows, num_heads, num_kv_heads, head_dim, context // page_size
+    pages = abstract_pages(128 * M, page_size, K, H, page_dtype or dtype, "tpu")
+    shapes = {"q": (T, N, H), "k": (T, K, H), "v": (T, K, H)}
+    arguments: dict[str, Any] = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+    arguments["pages"] = pages
+    tables = {"block_tables": (B, M), "kv_lens": (B,), "cu_q_lens": (B + 1,)}
+    arguments |= {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in tables.items()}
+    if jnp.dtype(pages.dtype).itemsize == 1:
+        arguments |= {name: jax.ShapeDtypeStruct((K,), jnp.float32) for name in ("k_scale", "v_scale")}
+    if tree_words:
+        arguments["tree_mask"] = jax.ShapeDtypeStruct((T, tree_words), jnp.uint32)
+    if has_sinks:
+        arguments["sinks"] = jax.ShapeDtypeStruct((N,), jnp.float32)
+    attend = functools.partial(paged_attention_tpu, scale=H**-0.5, **options)
+    return Case(jax.jit(attend, donate_argnames="pages"), on_mesh(arguments, mesh), pages, (kernel,))
+
+
+# 32 rows with contexts up to 8,192; prefill computes 512 tokens. There are as many pages as fit beside the weights: 512
+# of 128 tokens on a chip of 32 GB, half as many beside 8-bit weights on one of 16 GB.
+tpu_step = functools.partial(step_case, layout="tpu", num_rows=32, page_size=128)
+decode_step = functools.partial(tpu_step, step="decode_step", num_tokens=32, num_pages=512)
+prefill_step = functools.partial(tpu_step, step="prefill_step", num_tokens=512, num_pages=512)
+
+# Four buffers of 512 tokens, whatever is tuned, so that one device compares with another.
+decode_512 = functools.partial(decode_case, blocks=Blocks(pages=4, buffers=4))
+
+CASES: dict[str, Callable[[Any], Case]] = {
+    "decode": decode_512,
+    "decode int8": functools.partial(decode_512, page_dtype="int8"),
+    "decode fp8": functools.partial(decode_512, page_dtype="float8_e4m3fn"),
+    "decode as tuned": decode_case,
+    "decode float32": functools.partial(decode_case, dtype="float32"),
+    "decode 1 KV head": functools.partial(decode_case, num_heads=4, num_kv_heads=1),
+    "decode head_dim 64": functools.partial(decode_case, head_dim=64, window=1024),
+    "decode head_dim 80": functools.partial(decode_case, head_dim=80, num_heads=32, num_kv_heads=32),
+    "decode head_dim 96": functools.partial(decode_case, head_dim=96, softcap=50.0),
+    "decode head_dim 256": functools.partial(decode_case, head_dim=256, num_heads=16, num_kv_heads=4, has_sinks=True),
+    "decode pages of 16": functools.partial(decode_case, page_size=16),
+    "decode pages of 256": functools.partial(decode_case, page_size=256),
+    "prefill": prefill_case,
+    "prefill int8": functools.partial(prefill_case, page_dtype="int8"),
+    "prefill fp8": functools.partial(prefill_case, page_dtype="float8_e4m3fn"),
+    "prefill head_dim 64": functools.partial(prefill_case, head_dim=64, window=1024, has_sinks=True),
+    "prefill head_dim 256": functools.partial(prefill_case, head_dim=256, num_heads=16, num_kv_heads=4, softcap=50.0),
+    "verify": verify_case,
+    "verify a tree": functools.partial(verify_case, tree_words=1),
+    "decode int8 pages of 32": functools.partial(decode_case, page_size=32, page_dtype="int8"),
+    "step decode": decode_step,
+    "step prefill": prefill_step,
+    "step verify trees": functools.partial(tpu_step, step="verify_step", num_tokens=256, num_pages=512, tree_q_len=8),
+    "step decode int8 weights": functools.partial(decode_step, quantization="int8", num_pages=256),
+    "step decode int4 weights": functools.partial(decode_step, quantization="int4", num_pages=256),
+    "step prefill int8 weights": functools.partial(prefill_step, quantization="int8", num_pages=256),
+}
+KERNEL_CASES = tuple(name for name in CASES if not name.startswith("step"))
+
+
+def can_compile() -> bool:
+    """Returns whether the TPU compiler is installed."""
+    return find_spec("libtpu") is not None
+
+
+def compile_for(device: str, cases: Iterable[str], script: str = __file__) -> dict[str, dict[str, Any]]:
+    """Compiles cases for a device in a process of their own; returns each one's figures, or {"error": …}.
+
+    `script` is the one that knows the cases.
+    """
+    with tempfile.TemporaryDirectory() as dump:
+        environment = {
+            # A second process may load libtpu, and there is no cloud machine to ask for its topology.
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "TPU_SKIP_MDS_QUERY": "1",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        }
+        if not all(name.startswith("step") for name in cases):  # a whole step would spend its time writing
+            environment["LIBTPU_INIT_ARGS"] = (
+                f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"
+            )
+        return compile_in_process(script, [device, dump], cases, environment)
+
+
+def mesh_of(device: str) -> Any:
+    """Returns a mesh of the chips of a device, which need not be here."""
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh
+
+    topology, arguments = TOPOLOGIES[device]
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **arguments).devices
+    return Mesh(np.array(devices if device.endswith("-8") else devices[:1]), ("model",))
+
+
+def compile_case(mesh: Any, dump: Path, make_case: Callable[[Any], Case]) -> dict[str, Any]:
+    """Returns what a case needs, its kernel's schedule included."""
+    import jax
+
+    seen = set(dump.iterdir())
+    start, used = time.perf_counter(), sum(os.times()[:4])
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        case = make_case(mesh)
+        lowered = case.function.lower(**case.arguments)
+    figures = memory_figures(lowered.compile(), case.cache)
+    figures["seconds"] = round(time.perf_counter() - start, 1)
+    figures["processor_seconds"] = round(sum(os.times()[:4]) - used, 1)
+    for kernel in case.kernels:
+        figures |= schedule_figures(set(dump.iterdir()) - seen, kernel)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", nargs="+", choices=TOPOLOGIES, default=KERNEL_DEVICES)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(KERNEL_CASES))
+    parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        device, dump = arguments.worker
+        compile_named = functools.partial(compile_case, mesh_of(device), Path(dump))
+        return print_figures(arguments.cases, lambda name: compile_named(CASES[name]))
+    if not can_compile():
+        sys.exit('libtpu is not installed: pip install "jaxinfer[aot]"')
+    memory = ("temporary_bytes", "in_place", "seconds", "processor_seconds")
+    columns = (*memory, "bundles", "inner_bundles", "kernel_bundles", "spills", "inner_spills")
+    if not arguments.json:
+        print(f"{'device':8}{'case':28}" + "".join(f"{column:>18}" for column in columns))
+    for device in arguments.devices:
+        for name, figures in compile_for(device, arguments.cases).items():
+            if arguments.json:
+                print(json.dumps({"device": device, "case": name, **figures}), flush=True)
+            else:
+                cells = "".join(f"{figures.get(column, '')!s:>18}" for column in columns)
+                print(f"{device:8}{name:28}{figures.get('error', cells)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Chooses block sizes of the kernels: tables for decoding, and how far off the rules are for all else.
+
+    python scripts/kernels/tune.py [--devices v5e v6e] [--kernel decode] [--by-time]
+
+Candidates for TPUs are ranked by the real compiler (extra `aot`), see `ratings.py`; with `--by-time` the TPU or
+GPU at hand is measured instead. (Of a GPU's candidates the compiler can say no more than which keep to registers.) What
+decodes fastest is written to kernels_pallas/paged_attention/tuned. For prefill (`--kernel ragged`) the ranking is
+printed, to hold the rules of `block_sizes.py` against: no table beats them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import importlib.metadata
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from scripts.kernels.compile_matrix import compile_case, compile_for, mesh_of
+from scripts.kernels.compilers import Case, print_figures
+from scripts.kernels.ratings import CHIPS, PAGE_SIZE, bundles_of_turn, rate_decode, rate_ragged
+from scripts.kernels.tuning_candidates import PAGE_DTYPES, candidates, make_case, shapes
+
+# What the compiler's figures rate a choice by: how many times as long as reading, or the matrix units' work, it takes.
+RATINGS = {"decode": "times_reading", "ragged": "times_computing"}
+
+
+def full_arguments(case: Case) -> dict[str, Any]:
+    """Returns arrays for a case: full contexts in shuffled pages, of which each belongs to one row.
+
+    As in use, then, nothing is read twice, and caches are of no more help than in use.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from kernels_pallas.paged_attention import abstract_pages
+
+    (num_rows, width), num_tokens = case.arguments["block_tables"].shape, case.arguments["q"].shape[0]
+    pool = case.arguments["pages"]
+    sizes = pool.page_size, pool.num_kv_heads, pool.head_dim, pool.dtype, pool.layout
+    shapes = {**case.arguments, "pages": abstract_pages(num_rows * width, *sizes)}
+    tables = np.random.default_rng(0).permutation(num_rows * width).reshape(num_rows, width)
+    return {
+        **jax.tree.map(lambda a: jnp.ones(a.shape, a.dtype), shapes),
+        "page_offset": jnp.zeros((), jnp.int32),
+        "block_tables": jnp.asarray(tables, jnp.int32),
+        "kv_lens": jnp.full(num_rows, width * pool.page_size, jnp.int32),
+        "cu_q_lens": jnp.arange(num_rows + 1, dtype=jnp.int32) * (num_tokens // num_rows),
+    }
+
+
+def seconds_of(case: Case, repeats: int = 20) -> float:
+    """Returns the seconds that a call takes on the device at hand, with full contexts; the least of several."""
+    import jax
+
+    arguments = full_arguments(case)
+    pages, times = arguments.pop("pages"), []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        out, pages = case.function(pages=pages, **arguments)
+        jax.block_until_ready(out)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def rate_by_compiler(device: str, kernel: str) -> list[list[dict[str, Any]]]:
+    """Returns the candidates for each of `shapes`, rated by their schedules; what they spill is among the bundles."""
+    names = [json.dumps([device, s, choice]) for s in shapes(kernel) for choice in candidates(device, s)]
+    results = compile_for(device, names, __file__)
+    rated = []
+    for shape in shapes(kernel):
+        rated.append([])
+        for choice in candidates(device, shape):
+            figures = results[json.dumps([device, shape, choice])]
+            if "error" in figures:
+                print(device, shape, choice, figures["error"], file=sys.stderr)
+            else:
+                rated[-1].append({**choice, **rating_of(device, shape, choice, figures)})
+    return rated
+
+
+def rating_of(device: str, shape: dict[str, Any], choice: dict[str, int], figures: dict[str, Any]) -> dict[str, Any]:
+    """Returns the rating of a choice by the compiler's figures, with what it comes from."""
+    if shape["kernel"] == "decode":
+        bundles = bundles_of_turn(shape, choice, figures)
+        rating = round(rate_decode(device, shape, choice, bundles), 3)
+        return {"bundles": bundles, "spills": figures["spills"], "times_reading": rating}
+    rating = round(rate_ragged(device, shape, choice, figures, figures["piece_rows"]), 3)
+    return {name: figures[name] for name in ("bundles", "inner_bundles", "spills")} | {"times_computing": rating}
+
+
+def rate_by_time(device: str, kernel: str) -> list[list[dict[str, Any]]]:
+    """Returns the candidates for each of `shapes` with their seconds on the device at hand, which has that name."""
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
+
+    mesh, rated = Mesh(np.array(jax.devices()[:1]), ("model",)), []
+    for shape in shapes(kernel):
+        rated.append([])
+        for choice in candidates(device, shape):
+            try:
+                seconds = seconds_of(make_case(json.dumps([device, shape, choice]), mesh))
+            except Exception as error:  # no room for it, or nothing that the device computes
+                print(device, shape, choice, f"{type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+            else:
+                rated[-1].append({**choice, "seconds": seconds})
+    return rated
+
+
+def device_at_hand(kernel: str) -> str:
+    """Returns the name of the TPU or GPU at hand; raises RuntimeError where there is none that can be tuned for."""
+    import jax
+
+    from kernels_pallas.paged_attention.gpu.block_sizes import table_name
+    from kernels_pallas.paged_attention.tpu.block_sizes import chip_at_hand
+
+    if jax.default_backend() == "gpu" and kernel == "decode":
+        return table_name(jax.devices()[0].device_kind)
+    chip = chip_at_hand()
+    device = "tpu7x" if chip == "7x" else chip
+    if device is None or device not in CHIPS:
+        raise RuntimeError(
+            f"--by-time --kernel {kernel} needs one of {sorted(CHIPS)} at hand{' or a GPU' * (kernel == 'decode')}, not"
+            f" {jax.devices()[0].device_kind!r}; leave --by-time out to rank TPUs by the compiler"
+        )
+    return device
+
+
+def write_table(device: str, entries: list[dict[str, Any]], ranked_by: str) -> Path:
+    """Writes a device's table, with what it was made by."""
+    from kernels_pallas.paged_attention.tuned_tables import TABLES
+
+    versions = {"jax": importlib.metadata.version("jax")}
+    if ranked_by == "compiler":
+        versions["libtpu"] = importlib.metadata.version("libtpu")
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    name = f"tpu_{device.removeprefix('tpu')}" if device in CHIPS else device
+    head = {"device": name.partition("_")[2], "date": date, **versions, "ranked_by": ranked_by, "page_size": PAGE_SIZE}
+    lines = ",\n    ".join(json.dumps(entry) for entry in entries)
+    path = TABLES / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(head, indent=2)[:-2] + f',\n  "entries": [\n    {lines}\n  ]\n}}\n')
+    return path
+
+
+def compile_named(mesh: Any, dump: Path, name: str) -> dict[str, Any]:
+    """Returns what a candidate needs, and how many rows of queries make a piece."""
+    import jax
+
+    from kernels_pallas.paged_attention.tpu.block_sizes import matrix_unit
+
+    figures = compile_case(mesh, dump, functools.partial(make_case, name))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return figures | {"piece_rows": matrix_unit()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", nargs="+", choices=CHIPS, default=list(CHIPS))
+    parser.add_argument("--kernel", choices=PAGE_DTYPES, default="decode", help="ragged is prefill")
+    parser.add_argument("--by-time", action="store_true", help="measure the TPU or GPU at hand")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--cases", nargs="+", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        device, dump = arguments.worker
+        return print_figures(arguments.cases, functools.partial(compile_named, mesh_of(device), Path(dump)))
+    kernel, rating = arguments.kernel, "seconds" if arguments.by_time else RATINGS[arguments.kernel]
+    for device in [device_at_hand(kernel)] if arguments.by_time else arguments.devices:
+        rated = rate_by_time(device, kernel) if arguments.by_time else rate_by_compiler(device, kernel)
+        entries = []
+        for shape, choices in zip(shapes(kernel), rated, strict=True):
+            choices.sort(key=lambda choice: choice[rating])
+            print(device, shape, *choices, sep="\n  ", flush=True)
+            entries += [{**shape, **choices[0]}] if choices else []
+        if kernel == "decode":
+            print(write_table(device, entries, "time" if arguments.by_time else "compiler"))
+
+
+if __name__ == "__main__":
+    main()

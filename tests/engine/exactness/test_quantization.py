@@ -1,0 +1,65 @@
+"""An engine with weights in 4 bits: what it loads, what it generates, and whose pages it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxinfer.checkpoint import load_checkpoint
+from jaxinfer.config import CacheConfig, EngineConfig
+from jaxinfer.engine.frontend.page_identity import page_identity
+from jaxinfer.model.quantized_params import quantize_params
+from jaxinfer.quantization import QuantizedArray
+from tests.engine.engines import GREEDY, quick_engine
+from tests.quantization.test_quantized_array import floats_like
+from tests.replay import replay
+
+
+def is_quantized(node):
+    return isinstance(node, QuantizedArray)
+
+
+def bits(w, quantized):
+    return 8 * quantized.values.size // w.size
+
+
+def test_an_engine_with_weights_of_4_bits_generates_what_the_weights_they_stand_for_do(checkpoint):
+    llm = quick_engine(checkpoint, quantization="int4", max_num_seqs=1, max_num_batched_tokens=16, max_model_len=32)
+    prompt = list(range(40, 50))
+
+    (completion,) = llm.generate([prompt], GREEDY)
+
+    weights, config = load_checkpoint(checkpoint, "float32", quantization="int4")
+    plain, _ = load_checkpoint(checkpoint, "float32")
+    stand_for = jax.tree.map(lambda w, q: floats_like(w, q, bits(w, q)) if is_quantized(q) else w, plain, weights)
+    tokens = np.array([*prompt, *completion.token_ids], np.int32)
+    (logits,) = replay(stand_for, [tokens], [[(0, len(tokens))]], config=config, shape=(18, 1), is_exact=False)
+    assert [*completion.token_ids] == [*logits[len(prompt) - 1 : -1].argmax(-1)]
+
+
+def test_weights_are_quantized_one_by_one_as_all_together(checkpoint):
+    plain, _ = load_checkpoint(checkpoint, "float32")
+
+    loaded, _ = load_checkpoint(checkpoint, "float32", quantization="int8")
+
+    expected = jax.jit(quantize_params)(plain)
+    assert jax.tree.structure(loaded) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_page_is_of_use_to_engines_with_the_same_weights_alone(checkpoint):
+    _, config = load_checkpoint(checkpoint)
+    cache_config = CacheConfig(num_pages=1, page_size=16)
+    engines = [EngineConfig(quantization=quantization) for quantization in (None, "int8", "int4")]
+    identities = {str(page_identity(Path(checkpoint), config, cache_config, engine)) for engine in engines}
+
+    assert len(identities) == 3
+
+
+def test_an_unknown_quantization_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="quantization='int3'.*'int8', 'int4' or None"):
+        EngineConfig(quantization="int3")

@@ -1,0 +1,177 @@
+"""Any request is computed as soon as one step is compiled, and with every step afterwards, to the same bits."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.engine.execution.compiled_steps import CompiledSteps
+from jaxinfer.engine.execution.step_shapes import plan_buckets, plan_draws
+from tests.engine.engines import content_of, forget_prefixes, random_prompts, recorded_steps
+from tests.engine.execution.test_batch_builder import make_step
+
+BUCKETS = plan_buckets(EngineConfig(max_num_seqs=8, max_num_batched_tokens=64))
+LAST = BUCKETS[-1]
+DECODE = make_step([(5, 1), (9, 1)])
+
+
+@pytest.fixture
+def gate():
+    gate = threading.Event()
+    yield gate
+    gate.set()  # or its threads would wait for ever
+
+
+def steps_behind(gate):
+    """Steps of which all but the last are compiled when the gate opens; each is the name of its bucket."""
+
+    def compile_bucket(bucket):
+        assert bucket == LAST or gate.wait(60)
+        return bucket.name
+
+    steps = CompiledSteps(BUCKETS, compile_bucket)
+    steps.wait_for_last()
+    return steps
+
+
+def test_the_last_stands_in_for_what_is_not_compiled(gate):
+    steps = steps_behind(gate)
+
+    assert steps.choose(DECODE) == (LAST, LAST.name)
+
+
+def test_every_step_has_its_own_when_all_are_compiled(gate):
+    steps = steps_behind(gate)
+    gate.set()
+
+    steps.wait()
+
+    assert [steps.choose(make_step([(5, 1)] * n))[1] for n in (1, 2, 8)] == ["decode 1", "decode 8", "decode 8"]
+    assert steps.choose(make_step([(0, 9), (0, 50)]))[1] == "prefill 64"
+
+
+def test_what_is_compiled_meanwhile_is_used_without_waiting(gate):
+    steps = steps_behind(gate)
+    gate.set()
+
+    while steps.choose(DECODE)[0] == LAST:
+        pass
+
+    assert steps.choose(DECODE)[1] == "decode 8"
+
+
+def test_what_draws_apart_is_there_when_all_of_it_is_and_computes_no_step(gate, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)  # one compiles after the other
+    draws = plan_draws(BUCKETS)
+    names = []
+
+    def compile_bucket(bucket):
+        assert bucket != draws[-1] or gate.wait(60)
+        names.append(bucket.name)
+        return bucket.name
+
+    steps = CompiledSteps((*draws, *BUCKETS), compile_bucket)
+    while len(names) < len(draws) + len(BUCKETS) - 1:
+        steps.choose(DECODE) if steps.compiled else steps.wait_for_last()
+    assert steps.draws == {}
+    gate.set()
+
+    steps.wait()
+
+    assert names == [LAST.name, "decode 1", "decode 8", "draw 1", "draw 8"]  # who computes comes before who only draws
+    assert steps.draws == {bucket: bucket.name for bucket in draws}
+    assert {steps.choose(make_step([(5, 1)] * n))[0].is_draw for n in range(1, 9)} == {False}
+
+
+@pytest.mark.parametrize("reason", ["the compiler uses the device", "several processes"])
+def test_all_steps_are_waited_for_where_they_cannot_come_later(monkeypatch, reason):
+    if reason == "several processes":
+        monkeypatch.setattr("jax.process_count", lambda: 2)
+    else:
+        monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+
+    def compile_bucket(bucket):
+        return bucket.name
+
+    steps = CompiledSteps(BUCKETS, compile_bucket)
+    steps.wait_for_last()
+
+    assert set(steps._compiled) == set(BUCKETS)
+
+
+def test_the_progress_of_a_wait_has_its_reason_and_none_is_shown_where_all_is_done(gate, capsys):
+    steps = steps_behind(gate)
+    gate.set()
+
+    steps.wait(show_progress=True, description="compiling for the next start")
+    waited = capsys.readouterr().err
+    steps.wait(show_progress=True, description="compiling for the next start")
+
+    assert "compiling for the next start: 100%" in waited
+    assert capsys.readouterr().err == ""
+
+
+def test_ctrl_c_at_the_end_of_a_process_ends_its_compiler_with_it():
+    program = (
+        # Not ignored, as it is in the background of a shell.
+        "import signal, threading, time; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from jaxinfer.config import EngineConfig; from jaxinfer.engine.execution.step_shapes import plan_buckets; "
+        "from jaxinfer.engine.execution.compiled_steps import CompiledSteps; buckets = plan_buckets(EngineConfig()); "
+        "steps = CompiledSteps(buckets, lambda bucket: bucket == buckets[-1] or time.sleep(20)); "
+        # Called when the program has ended and the process begins to wait for its threads.
+        "threading._register_atexit(lambda: print('done', flush=True)); steps.wait_for_last()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    with process.stdout:
+        assert process.stdout.readline() == b"done\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(600) == 130
+
+
+def test_a_failure_of_the_compiler_is_told_and_larger_steps_go_on(caplog):
+    def compile_bucket(bucket):
+        if bucket != LAST:
+            raise MemoryError("out of registers")
+        return bucket.name
+
+    steps = CompiledSteps(BUCKETS, compile_bucket)
+    steps.wait_for_last()
+
+    while not caplog.records:
+        assert steps.choose(DECODE) == (LAST, LAST.name)
+
+    assert "out of registers" in caplog.text
+    with pytest.raises(MemoryError, match="out of registers"):
+        steps.wait()
+
+
+def test_a_failure_at_the_last_is_raised():
+    def compile_bucket(bucket):
+        raise MemoryError("out of registers")
+
+    with pytest.raises(MemoryError, match="out of registers"):
+        CompiledSteps(BUCKETS, compile_bucket).wait_for_last()
+
+
+def test_a_larger_step_yields_every_bit_of_those_it_stands_in_for(llm, monkeypatch):
+    expected, steps = contents(llm), llm._runner.compiled_steps
+    monkeypatch.setattr(steps, "_ready", steps._ready[-1:])
+
+    with recorded_steps(llm) as computed:
+        assert contents(llm) == expected
+
+    assert any(step.is_decode for step in computed)
+    assert {steps.choose(step)[0].is_decode for step in computed} == {False}
+
+
+def contents(llm):
+    """What some requests yield, greedy and drawn, of which nothing is cached."""
+    forget_prefixes(llm)
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=8, log_probs=2) for i in range(6)]
+    return [*map(content_of, llm.generate(random_prompts(6, max_len=60), params, show_progress=False))]

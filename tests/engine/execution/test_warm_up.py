@@ -1,0 +1,79 @@
+"""An engine takes no more memory than it was given, as its arrays and compiled steps say, and tells what it takes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxinfer.config import SamplingParams
+from jaxinfer.engine.execution.compiled_steps import CompileCounter
+from jaxinfer.plan.memory import num_bytes
+from tests.engine.engines import GREEDY, are_tpu_kernels_interpreted, quick_engine, random_prompts
+
+LIMIT = 1_500_000 if are_tpu_kernels_interpreted() else 2_700_000  # where the model has one layer, and two
+
+
+@pytest.fixture(scope="module")
+def small(checkpoint):
+    """Its memory is the only limit on its pages, of which its rows could use more."""
+    return quick_engine(checkpoint, max_model_len=256, memory_bytes=LIMIT)
+
+
+def test_pages_fill_the_memory_that_is_given(small):
+    memory = small.warm_up().memory
+
+    assert 0.98 * LIMIT <= memory.total_bytes <= LIMIT
+    assert memory.num_pages == small.metrics().num_pages < 4 * 256 / 16
+
+
+def test_the_plan_is_what_arrays_and_compiled_steps_take(small):
+    memory, runner = small.warm_up().memory, small._runner
+
+    assert memory.resident_bytes == num_bytes(runner._params)
+    assert memory.pool_bytes == num_bytes(runner._cache)
+    for step in runner.compiled_steps.compiled.values():
+        analysis = step.memory_analysis()
+        results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        assert analysis.argument_size_in_bytes + results + analysis.temp_size_in_bytes <= memory.total_bytes
+
+
+def test_it_serves_more_than_it_has_pages_for(small):
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+
+    completions = small.generate(random_prompts(12, max_len=200), params, show_progress=False)
+
+    assert {len(completion.token_ids) for completion in completions} == {40}
+    assert small.metrics().num_late_compiles == 0
+
+
+def test_what_was_compiled_is_counted(small):
+    ready = small.warm_up()
+
+    assert ready.num_executables == len(small._runner.buckets) + 2  # pages out and in
+    assert ready.seconds > 0
+    assert str(ready).startswith(f"{ready.num_executables} executables ready in ")
+
+
+@pytest.mark.parametrize("limits", [{"memory_bytes": 1000}, {"memory_bytes": LIMIT, "num_pages": 10_000}], ids=str)
+def test_too_little_memory_is_refused(checkpoint, limits):
+    with pytest.raises(ValueError, match=rf"memory_bytes={limits['memory_bytes']} is too little: .* MB of parameters"):
+        quick_engine(checkpoint, max_model_len=256, **limits)
+
+
+def test_a_compilation_in_a_step_is_counted(llm, monkeypatch):
+    before, total, launch = llm.metrics().num_late_compiles, CompileCounter.total, llm._runner.launch
+    monkeypatch.setattr(llm._runner, "launch", lambda step: (jnp.arange(before + 7) * 3).sum() * 0 + 1 and launch(step))
+
+    llm.generate([[5, 6]], GREEDY, show_progress=False)
+
+    assert llm.metrics().num_late_compiles > before
+    CompileCounter.total = total  # it was on purpose
+
+
+def test_a_compilation_outside_of_a_step_is_not_counted(llm):
+    before = llm.metrics().num_late_compiles
+
+    jax.jit(lambda x: x * 5 + 2)(jnp.ones(3))
+
+    assert llm.metrics().num_late_compiles == before

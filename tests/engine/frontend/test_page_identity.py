@@ -1,0 +1,79 @@
+"""Pages belong to engines on one kind of CPU, texts to engines of one model."""
+
+from __future__ import annotations
+
+import shutil
+
+import jax
+import pytest
+
+from jaxinfer.checkpoint import load_checkpoint, read_config
+from jaxinfer.config import CacheConfig, EngineConfig
+from jaxinfer.engine.assembly import plan_host
+from jaxinfer.engine.frontend import page_identity
+from jaxinfer.engine.llm import BUNDLED_MODEL
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="other devices are named by their kind")
+
+
+def test_a_page_is_of_no_use_on_another_cpu(monkeypatch):
+    _, config = load_checkpoint(BUNDLED_MODEL)
+    cache_config = CacheConfig(num_pages=1, page_size=16)
+    here, again = (page_identity.page_identity(BUNDLED_MODEL, config, cache_config, EngineConfig()) for _ in range(2))
+    monkeypatch.setattr(page_identity, "describe_cpu", lambda: "another CPU, avx2")
+    copy_source = page_identity.page_identity(BUNDLED_MODEL, config, cache_config, EngineConfig())
+
+    assert here == again
+    assert {aspect for aspect in here if here[aspect] != copy_source[aspect]} == {"platform"}
+
+
+@pytest.mark.parametrize(("backend", "num_platforms"), [("cpu", 1), ("gpu", 2)])
+def test_a_page_of_other_kernels_is_of_no_use(backend, num_platforms, monkeypatch):
+    _, config = load_checkpoint(BUNDLED_MODEL)
+    cache_config = CacheConfig(num_pages=1, page_size=16)
+    monkeypatch.setattr(page_identity.jax, "default_backend", lambda: backend)
+
+    engines = [EngineConfig(attention=attention) for attention in (None, "reference")]
+    identities = [page_identity.page_identity(BUNDLED_MODEL, config, cache_config, engine) for engine in engines]
+
+    assert len({aspects["platform"] for aspects in identities}) == num_platforms
+
+
+def text_identity(path=BUNDLED_MODEL, dtype="float32", **config):
+    admission, _ = plan_host(path, read_config(path), EngineConfig(**config), dtype, tokenizer=None)
+    return page_identity.text_identity(path, admission)
+
+
+CHANGES = {
+    "dtype": {"dtype": "bfloat16"},
+    "quantization": {"quantization": "int8"},
+    "max_model_len": {"max_model_len": 512},
+    "num_sink_tokens": {"num_sink_tokens": 128},
+}
+
+
+@pytest.mark.parametrize("aspect", CHANGES)
+def test_a_text_follows_from(aspect):
+    before, after = text_identity(), text_identity(**CHANGES[aspect])
+
+    assert {name for name in before if before[name] != after[name]} == {aspect}
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"])
+def test_a_text_follows_from_every_file_of_the_model(tmp_path, name):
+    shutil.copytree(BUNDLED_MODEL, tmp_path / "model")
+    before = text_identity(tmp_path / "model")
+    with (tmp_path / "model" / name).open("ab") as file:
+        file.write(b" ")
+
+    after = text_identity(tmp_path / "model")
+
+    assert before == text_identity()
+    assert {name for name in before if before[name] != after[name]} == {"model"}
+
+
+def test_a_text_may_go_on_on_another_cpu_in_other_batches(monkeypatch):
+    before = text_identity()
+    monkeypatch.setattr(page_identity, "describe_cpu", lambda: "another CPU, avx2")
+
+    assert text_identity(max_num_seqs=3, num_pages=9, decode_loop_steps=8) == before

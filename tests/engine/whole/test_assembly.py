@@ -1,0 +1,76 @@
+"""What cannot be planned is refused before any weight is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.assembly import plan_tiers
+from jaxinfer.engine.execution.memory_plan import plan_cache, plan_window
+from jaxinfer.engine.kv_cache.attention_window import AttentionWindow
+from tests.replay import SMALL_MODEL  # of 64 positions
+
+CONFIGS = {
+    "host_cache_bytes": EngineConfig(host_cache_bytes=99),
+    "disk_cache_bytes": EngineConfig(disk_cache_bytes=99, disk_cache_path="not made"),
+}
+
+
+@pytest.mark.parametrize(("name", "config"), CONFIGS.items(), ids=CONFIGS)
+def test_a_tier_that_cannot_hold_a_page_is_refused(name, config):
+    with pytest.raises(ValueError, match=f"{name}=99 is less than one page of 100 bytes; raise EngineConfig.{name}"):
+        plan_tiers(config, 100)
+
+
+def test_tiers_are_those_that_are_configured_the_host_first(tmp_path):
+    both = plan_tiers(EngineConfig(host_cache_bytes=9, disk_cache_bytes=9, disk_cache_path=str(tmp_path)), 9)
+
+    assert plan_tiers(EngineConfig(), 9) is None
+    assert both is not None
+    assert [tier.name for tier in both.metrics()] == ["host", "disk"]
+
+
+SINKS: dict[str, Any] = {"num_sink_tokens": 16, "page_size": 16, "max_num_seqs": 3}
+REFUSED = {
+    "no whole pages of sinks": (
+        {"num_sink_tokens": 8},
+        {},
+        "=8 and max_model_len=64 must be multiples of page_size=16",
+    ),
+    "no whole pages": ({"max_model_len": 40}, {}, "=16 and max_model_len=40 must be multiples of page_size=16"),
+    "only sinks": (
+        {"num_sink_tokens": 48},
+        {},
+        "=48 leave 16 of max_model_len=64 tokens .* two pages of 16 are the least",
+    ),
+    "a window of its own": (
+        {},
+        {"sliding_window": 20},
+        "=16 is not for this model, whose own window of 20 tokens hides",
+    ),
+}
+
+
+@pytest.mark.parametrize(("limits", "model", "message"), REFUSED.values(), ids=REFUSED)
+def test_endless_requests_are_refused_where_they_cannot_be(limits, model, message):
+    with pytest.raises(ValueError, match=message):
+        plan_cache(dataclasses.replace(SMALL_MODEL, **model), EngineConfig(**{**SINKS, **limits}), "float32", 64)
+
+
+def test_endless_requests_are_refused_beside_a_draft_model():
+    drafter: Any = SimpleNamespace(page_bytes=lambda _: 100)
+    with pytest.raises(
+        ValueError, match="leaves no place for a draft model.*or speculate by n-grams, suffixes or what"
+    ):
+        plan_window(SMALL_MODEL, EngineConfig(**SINKS), drafter)
+
+
+def test_each_row_of_endless_requests_has_pages_for_its_sinks_as_they_are_and_turned():
+    config = EngineConfig(**{**SINKS, "num_sink_tokens": 32})
+
+    assert plan_window(SMALL_MODEL, config, None) == AttentionWindow(num_kept=1, most=6, num_sinks=2)
+    assert plan_cache(SMALL_MODEL, config, "float32", 64).num_pages == 3 * 6

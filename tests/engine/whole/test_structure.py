@@ -1,0 +1,332 @@
+"""Every output has the structure that was asked for, by independent judges, and what cannot be had is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from jaxinfer.config import SamplingParams
+from jaxinfer.engine.drafters.drafters import NgramDrafter
+from jaxinfer.engine.llm import LLM
+from jaxinfer.text import structure_trial
+from jaxinfer.text.grammar import GrammarCompiler
+from jaxinfer.text.schema_check import schema_checker
+from tests.engine.engines import GREEDY, are_tpu_kernels_interpreted, drafts_from, run_with_arrivals
+from tests.engine.schemas import SCHEMAS
+
+pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
+
+LARK = 'start: "(" (start | ITEM) ")"\nITEM: /[a-z]{1,3}/'
+OTHERS = {
+    "regex": ({"regex": "[A-F]{2}[0-9]{1,3}(x|yz)?"}, lambda text: re.fullmatch("[A-F]{2}[0-9]{1,3}(x|yz)?", text)),
+    "choices": ({"choices": ['say "no"', "yes", "yes, sir"]}, lambda text: text in ('say "no"', "yes", "yes, sir")),
+    "grammar": ({"grammar": LARK}, lambda text: re.fullmatch(r"\(+[a-z]{1,3}\)+", text) and is_balanced(text)),
+}
+
+
+def is_balanced(text):
+    return text.count("(") == text.count(")")
+
+
+@pytest.fixture(scope="module")
+def bundled_llm(request):
+    if are_tpu_kernels_interpreted():  # six layers of it would take a day
+        return request.getfixturevalue("shared_llm")
+    return LLM()  # as other tests start it, so that its steps are compiled once
+
+
+def of_schemas(schemas):
+    """Parameters for some schemas, at temperatures 0, 1 and 2 in turn."""
+    return [
+        SamplingParams(json_schema=schema, max_tokens=90, seed=i, temperature=i % 3) for i, schema in enumerate(schemas)
+    ]
+
+
+def require_valid(completions, schemas):
+    assert {c.finish_reason for c in completions} == {"stop"}
+    for completion, schema in zip(completions, schemas, strict=True):
+        jsonschema.validate(json.loads(completion.text), schema, format_checker=jsonschema.FormatChecker())
+
+
+def test_every_output_of_the_bundled_model_follows_its_schema(bundled_llm):
+    schemas = list(SCHEMAS.values())
+
+    completions = bundled_llm.generate(["x = "] * len(schemas), of_schemas(schemas), show_progress=False)
+
+    assert len(schemas) == 200
+    require_valid(completions, schemas)
+
+
+def test_every_output_of_a_random_model_follows_its_schema_with_drafts(crowded_llm):
+    schemas = list(SCHEMAS.values())[::7]
+    before = crowded_llm.metrics().num_drafted_tokens
+
+    with drafts_from(crowded_llm, NgramDrafter()):
+        completions = crowded_llm.generate([[9]] * len(schemas), of_schemas(schemas), show_progress=False)
+
+    require_valid(completions, schemas)
+    assert crowded_llm.metrics().num_drafted_tokens > before
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 3.0, "seed": 4}, {"min_tokens": 4, "seed": 1}])
+def test_every_output_of_a_random_model_has_the_structure(llm, kind, fields):
+    structure, is_right = OTHERS[kind]
+
+    completion = llm.generate("a", SamplingParams(**structure, **fields, max_tokens=90), show_progress=False)[0]
+
+    assert completion.finish_reason in ("stop", "length")
+    assert is_right(completion.text) or completion.finish_reason == "length"
+
+
+def test_a_structure_goes_on_as_long_as_it_may_where_end_tokens_are_ignored(llm):
+    params = SamplingParams(regex="[a-c]{2,6}", n=9, seed=1, temperature=2.0, max_tokens=9)
+
+    short, long = (llm.generate("a", replace(params, ignore_eos=each), show_progress=False) for each in (False, True))
+
+    assert min(len(c.text) for c in short) < 6
+    assert {(len(c.text), c.finish_reason) for c in long} == {(6, "stop")}
+
+
+def test_structures_are_the_same_in_any_company_and_after_preemption(llm, crowded_llm):
+    # Of the long ones no three fit the pool.
+    structures = [*(fields for fields, _ in OTHERS.values()), *[{"regex": "[a-c]{28}"}] * 7]
+    params = [SamplingParams(**fields, seed=i, max_tokens=30) for i, fields in enumerate(structures)]
+    prompts = [[5 + i] * (i + 5) for i in range(len(params))]
+    alone = [llm.generate(*pair, show_progress=False)[0] for pair in zip(prompts, params, strict=True)]
+
+    before = crowded_llm.metrics().num_preemptions
+
+    together = run_with_arrivals(crowded_llm, prompts, params, mean_arrivals=9.0)
+
+    assert crowded_llm.metrics().num_preemptions > before
+    assert [(c.text, c.log_probs) for c in together] == [(c.text, c.log_probs) for c in alone]
+
+
+ONLY_DATE = {"type": "string", "format": "date", "pattern": "^2023-02-29$"}
+# Schemas that leave room for one document, and whether that follows them.
+ONLY_DOCUMENTS = {
+    "leap year": ({"format": "date", "pattern": "^2024-02-29$"}, True),
+    "no leap year": ({"format": "date", "pattern": "^2023-02-29$"}, False),
+    "moment": ({"format": "date-time", "pattern": "^2023-02-28T12:00:00Z$"}, True),
+    "no such day": ({"format": "date-time", "pattern": "^1900-02-29T12:00:00Z$"}, False),
+    "leap second": ({"format": "date-time", "pattern": "^2023-02-28T12:00:60Z$"}, False),
+    "time": ({"format": "time", "pattern": "^12:00:60Z$"}, False),
+    "properties": ({"patternProperties": {"^(a|b)$": {"const": 1}}, "required": ["a", "b"], "maxProperties": 2}, True),
+    "repeated key": ({"patternProperties": {"^a$": {"const": 1}}, "minProperties": 2}, False),
+    "key of a pattern": (
+        {"patternProperties": {"^a$": ONLY_DATE}, "required": ["a"], "maxProperties": 1},
+        False,
+    ),
+    "other key": ({"additionalProperties": ONLY_DATE, "required": ["a"], "maxProperties": 1}, False),
+    "decimals": ({"const": 0.1}, True),
+    "many decimals": ('{"const": 0.1000000000000000000001}', False),
+    "draft 7": ({"$schema": "http://json-schema.org/draft-07/schema#", "items": [{"const": 1}], "minItems": 1}, True),
+    "one of": ({"oneOf": [{"const": 1}, {"minimum": 1, "maximum": 1}]}, False),
+}
+TYPES = {"format": "string", "required": "object", "minProperties": "object", "items": "array", "oneOf": "integer"}
+
+
+@pytest.mark.parametrize(("schema", "is_right"), ONLY_DOCUMENTS.values(), ids=ONLY_DOCUMENTS)
+def test_what_breaks_its_schema_does_not_count_as_complete(llm, schema, is_right):
+    if isinstance(schema, dict):
+        options = {"whitespace_flexible": False, "coerce_one_of": True}
+        kinds = [kind for name, kind in TYPES.items() if name in schema]
+        closed = {"additionalProperties": False, "additionalItems": False, "maxItems": 1}
+        schema = {**closed, **schema, "x-guidance": options} | ({"type": kinds[0]} if kinds else {})
+
+    completion = llm.generate("a", SamplingParams(json_schema=schema, max_tokens=400), show_progress=False)[0]
+
+    assert completion.finish_reason == ("stop" if is_right else "error"), completion.text
+    assert (completion.error is None) == is_right
+    assert is_right or "the output breaks json_schema at $" in completion.error
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("hostname", ".".join(["a" * 60] * 4) + ".aaaaaaaaa"), ("email", "a" * 64 + "@" + "b" * 63)]
+)
+def test_a_name_may_have_so_many_characters(name, most):
+    check = schema_checker(json.dumps({"format": name}))
+
+    assert check(json.dumps(most)) is None
+    assert "at $: " in str(check(json.dumps(f"a{most}")))
+    assert "at $: " in str(check(json.dumps(f"{most}b")))
+
+
+UNCHECKED = {
+    "deep for json": ({}, "[" * 9_000 + "]" * 9_000, "nested too deeply"),
+    "deep": ({"items": {"$ref": "#"}}, "[" * 600 + "]" * 600, "nested too deeply"),
+    # Every level doubles the work of those below.
+    "long": (
+        {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"type": "array", "items": {"$ref": "#/$defs/a"}}] * 2}}},
+        "[" * 30 + "1" + "]" * 30,
+        "takes more than 200,000 steps",
+    ),
+    "no JSON": ({}, "{", "could not be held against json_schema"),
+    "elsewhere": ({"$ref": "http://a/b"}, "{}", "could not be held against json_schema"),
+}
+
+
+@pytest.mark.parametrize(("schema", "document", "message"), UNCHECKED.values(), ids=UNCHECKED)
+def test_a_document_that_cannot_be_checked_does_not_count_as_complete(schema, document, message):
+    assert message in str(schema_checker(json.dumps(schema))(document))
+
+
+TOO_LARGE = {"properties": {f"p{i}": {"type": "null"} for i in range(90)}, "minProperties": 1}
+# Without `}` among the tokens a comma must follow, after which there is no other key.
+DEAD_END = {"patternProperties": {"^a$": {"enum": [1]}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(("keywords", "reason"), [(TOO_LARGE, "Parser Error: Current row has"), (DEAD_END, "NoExt")])
+def test_a_structure_that_cannot_be_followed_ends_with_the_cause(llm, keywords, reason):
+    options = {"whitespace_flexible": False}
+    schema = {"type": "object", "additionalProperties": False, "x-guidance": options, **keywords}
+    tokens = sorted({token_id for letter in '{"a:p1,' for token_id in llm.tokenizer.encode(letter)})
+    params = SamplingParams(json_schema=schema, allowed_token_ids=tokens, max_tokens=400)
+
+    completion = llm.generate("a", params, show_progress=False)[0]
+
+    assert completion.finish_reason == "error"
+    assert f"llguidance could not follow the structure further: {reason}" in completion.error
+
+
+@pytest.mark.parametrize("fields", [{"choices": ["hello"]}, {"regex": "hello"}, {"json_schema": {"const": "hello"}}])
+def test_a_structure_is_spelled_in_the_tokens_that_are_allowed(llm, fields):
+    text = '"hello"' if "json_schema" in fields else "hello"
+    letters = tuple({token_id for letter in '"helo' for token_id in llm.tokenizer.encode(letter)})
+    params = SamplingParams(**fields, allowed_token_ids=letters, max_tokens=9)
+
+    completion = llm.generate("a", params, show_progress=False)[0]
+
+    assert (completion.text, completion.finish_reason) == (text, "stop")
+
+
+REFUSED = {
+    "no JSON": ({"json_schema": '{"type"'}, "json_schema=.* is not JSON: Expecting ':'"),
+    "no keywords": ({"json_schema": "[1]"}, "json_schema='.1.' is not an object of keywords"),
+    "deep": ({"json_schema": '{"items":' * 9_000 + "{}" + "}" * 9_000}, "json_schema=.* is nested too deeply$"),
+    "too deep": (
+        {"json_schema": '{"items":' * 400 + "{}" + "}" * 400},
+        "json_schema is not .*: it is nested too deeply",
+    ),
+    "unknown type": ({"json_schema": {"type": "objct"}}, "json_schema is not a JSON schema: .*type: 'objct' is not"),
+    "older draft": ({"json_schema": {"items": [{}]}}, 'json_schema is not .*items: .*name that by "\\$schema"'),
+    "no draft": ({"json_schema": {"$schema": [1]}}, r"has \$schema=\[1\], which names no draft"),
+    "lenient": ({"json_schema": {"x-guidance": {"lenient": True}}}, "has the option lenient.*leave it out"),
+    "not built": ({"json_schema": {"type": "string", "not": {"minLength": 3}}}, 'cannot be compiled: .*keys: ."not"'),
+    "elsewhere": ({"json_schema": {"$ref": "http://a"}}, "cannot be compiled: .*http://a"),
+    "regex": ({"regex": "(a"}, "regex='.a' cannot be compiled: .*unclosed group"),
+    "backslash": ({"regex": "ab\\"}, r"regex='ab\\\\' ends in a backslash with nothing after it; double it"),
+    "const": (
+        {"json_schema": {"const": 2**53 + 1}},
+        "has the integer 9007199254740993, which would be rounded",
+    ),
+    "digits": (
+        {"json_schema": '{"const": ' + "9" * 5_000 + "}"},
+        r"has the integer 9+ … 9+ \(5,000 characters\), which",
+    ),
+    "bound": ({"json_schema": {"type": "integer", "minimum": -(10**30)}}, "has the integer -1000000.*would be rounded"),
+    "long": ({"regex": "a" * 262145}, "^regex has 262,145 characters; give at most 262,144"),
+    "choices": ({"choices": ["a" * 200_000, "b" * 70_000]}, "^choices has 270,000 characters; give at most 262,144"),
+    "grammar": ({"grammar": "start: x"}, "grammar='start: x' cannot be compiled: .*unknown name"),
+}
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_compiled_is_refused_with_the_reason_and_the_engine_goes_on(llm, fields, message):
+    with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
+        llm.add("a", SamplingParams(**fields))
+
+    assert not llm.has_unfinished
+    assert llm.generate("a", SamplingParams(choices=["b"]), show_progress=False)[0].text == "b"
+
+
+# For each keyword that docs/structured-output.md lists as refused: the keywords that give it a meaning.
+NOT_BUILT = {
+    "not": {"not": {"minLength": 3}, "type": "string"},
+    "if": {"if": {"minimum": 3}, "type": "integer"},
+    "contains": {"contains": {"const": 1}, "type": "array"},
+    "uniqueItems": {"uniqueItems": True, "type": "array"},
+    "propertyNames": {"propertyNames": {"maxLength": 3}, "type": "object"},
+    "unevaluatedItems": {"unevaluatedItems": False, "type": "array"},
+    "unevaluatedProperties": {"unevaluatedProperties": False, "type": "object"},
+    "dependentSchemas": {"dependentSchemas": {"a": {"required": ["b"]}}, "type": "object"},
+    "dependentRequired": {"dependentRequired": {"a": ["b"]}, "type": "object"},
+    "format": {"format": "regex", "type": "string"},
+    "oneOf": {"oneOf": [{"minimum": 0}, {"maximum": 9}], "type": "integer"},
+    "patternProperties": {"patternProperties": {"^a": {"const": 1}, "b$": {"const": 2}}, "type": "object"},
+    "minProperties": {"properties": {"a": {}, "b": {}}, "minProperties": 2, "required": ["a"], "type": "object"},
+}
+
+
+@pytest.mark.parametrize(("keyword", "schema"), NOT_BUILT.items(), ids=NOT_BUILT)
+def test_what_a_schema_may_not_have_is_refused_by_name(llm, keyword, schema):
+    with pytest.raises(ValueError, match=f"(?s)cannot be compiled: .*{keyword}"):
+        llm.add("a", SamplingParams(json_schema=schema))
+
+
+TOO_MUCH = {
+    "time": {"json_schema": {"type": "string", "allOf": [{"pattern": f"a{i}"} for i in range(100)]}},
+    "remainders": {"json_schema": {"type": "integer", "multipleOf": 9999991}},
+    "properties": {
+        "json_schema": {
+            "type": "object",
+            "properties": {f"p{i}": {} for i in range(2_000)},
+            "minProperties": 1,
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("fields", TOO_MUCH.values(), ids=TOO_MUCH)
+def test_a_structure_that_takes_too_much_to_compile_is_refused(llm, fields, monkeypatch):
+    monkeypatch.setattr(structure_trial, "MAX_SECONDS", 2)
+
+    with pytest.raises(
+        ValueError, match=r"json_schema takes more than (2 seconds|2 GiB of memory) to compile; make it"
+    ):
+        llm.add("a", SamplingParams(**fields))
+
+    assert llm.generate("a", SamplingParams(choices=["b"]), show_progress=False)[0].text == "b"
+
+
+def test_the_process_of_trials_ends_with_those_who_use_it():
+    trial = structure_trial.Trial()
+    trial.run("regex", "start: /a/", None)
+    process = trial._process
+    assert process is not None
+
+    del trial
+
+    assert process.poll() is not None
+
+
+def test_a_refusal_is_short_whatever_is_refused(llm):
+    bad = {"choices": None, "regex": "(" + "a" * 200_000, "json_schema": '{"type": "' + "x" * 200_000 + '"}'}
+    for fields in ({name: value} for name, value in bad.items() if value):
+        with pytest.raises(ValueError, match="characters") as refusal:
+            llm.add("a", SamplingParams(**fields))
+        assert len(str(refusal.value)) < 2_000
+    with pytest.raises(ValueError, match="characters") as refusal:
+        llm.add(dict.fromkeys(range(100000), "x"), GREEDY)
+    assert len(str(refusal.value)) < 2_000
+
+
+def test_a_structure_is_compiled_once_for_all_who_have_it(llm, monkeypatch):
+    params = SamplingParams(regex="[a-c]{5}[d-f]{3}", n=3, seed=0, max_tokens=20)
+    texts = [completion.text for completion in llm.generate("a", params, show_progress=False)]
+
+    monkeypatch.setattr(GrammarCompiler, "_compiled", lambda *_: pytest.fail("compiled again"))
+
+    assert [completion.text for completion in llm.generate("a", params, show_progress=False)] == texts
+    assert all(re.fullmatch("[a-c]{5}[d-f]{3}", text) for text in texts)
+
+
+def test_a_structure_needs_a_tokenizer(mute_llm):
+    with pytest.raises(ValueError, match="regex='a' needs a tokenizer, which this checkpoint does not have"):
+        mute_llm.add([5], SamplingParams(regex="a", max_tokens=2))

@@ -1,0 +1,163 @@
+"""One declaration per tensor: the abstract tree, the random start and the shardings all follow it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from jaxinfer.config import ModelConfig
+from jaxinfer.model.params import TensorSpec, abstract_params, declare, init_params, shardings
+from tests.unoptimised import UNOPTIMISED
+
+CONFIG = ModelConfig(
+    vocab_size=128,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=6,
+    max_position=64,
+)
+ALL_SWITCHES = dataclasses.replace(
+    CONFIG, has_qkv_bias=True, has_output_bias=True, has_mlp_bias=True, has_qk_norm=True, layer_groups=(1, 2)
+)
+# Written from the layout of Hugging Face checkpoints, without the layer axis.
+LAYER_SHAPES = {
+    "attention_norm": (24,),
+    "q": (8, 6, 24),
+    "k": (4, 6, 24),
+    "v": (4, 6, 24),
+    "o": (24, 8, 6),
+    "mlp_norm": (24,),
+    "gate": (40, 24),
+    "up": (40, 24),
+    "down": (24, 40),
+}
+SWITCHED_SHAPES = {
+    "has_qkv_bias": {"q_bias": (8, 6), "k_bias": (4, 6), "v_bias": (4, 6)},
+    "has_output_bias": {"o_bias": (24,)},
+    "has_qk_norm": {"q_norm": (6,), "k_norm": (6,)},
+    "has_mlp_bias": {"gate_bias": (40,), "up_bias": (40,), "down_bias": (24,)},
+}
+
+
+def layer_shapes(group, num_layers):
+    """The shapes of a group's tensors, after checking that the layer axis leads."""
+    present = {f.name: getattr(group, f.name) for f in dataclasses.fields(group)}
+    present = {name: leaf.shape for name, leaf in present.items() if leaf is not None}
+    assert all(shape[0] == num_layers for shape in present.values())
+    return {name: shape[1:] for name, shape in present.items()}
+
+
+def mesh_of(num_devices: int, axis: str = "model") -> Any:
+    """A mesh without devices, which is all that names and sizes need."""
+    return AbstractMesh((num_devices,), (axis,))
+
+
+def specs(config):
+    return jax.tree.leaves(declare(config), is_leaf=lambda x: isinstance(x, TensorSpec))
+
+
+def test_a_layer_has_the_tensors_of_its_topology():
+    params = abstract_params(CONFIG, jnp.float32)
+
+    assert layer_shapes(params.layers[0], 3) == LAYER_SHAPES
+
+
+@pytest.mark.parametrize("switch", SWITCHED_SHAPES)
+def test_a_switch_adds_its_tensors_and_no_others(switch):
+    params = abstract_params(dataclasses.replace(CONFIG, **{switch: True}), jnp.float32)
+
+    assert layer_shapes(params.layers[0], 3) == LAYER_SHAPES | SWITCHED_SHAPES[switch]
+
+
+@pytest.mark.parametrize("groups", [(3,), (1, 1, 1), (2, 1)])
+def test_layers_are_stacked_by_group(groups):
+    params = abstract_params(dataclasses.replace(CONFIG, layer_groups=groups), jnp.float32)
+
+    assert tuple(layers.q.shape[0] for layers in params.layers) == groups
+
+
+def test_tied_embeddings_have_no_second_table():
+    tied = abstract_params(dataclasses.replace(CONFIG, has_tied_embeddings=True), jnp.float32)
+    untied = abstract_params(CONFIG, jnp.float32)
+
+    assert tied.unembedding is None
+    assert untied.unembedding.shape == untied.embedding.shape == (128, 24)
+
+
+@pytest.mark.parametrize("config", [CONFIG, ALL_SWITCHES], ids=["plain", "all switches"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_random_start_matches_the_abstract_tree(config, dtype):
+    params = jax.eval_shape(lambda: init_params(jax.random.key(0), config, jnp.dtype(dtype)))
+
+    assert params == abstract_params(config, jnp.dtype(dtype))
+
+
+def test_a_random_start_has_the_declared_scales_and_no_tensor_twice():
+    # Equal sizes everywhere: few shapes to compile, and tensors that could be mistaken for each other.
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"), 16)
+    config = ModelConfig(**sizes, num_layers=2, head_dim=16, max_position=64, has_qkv_bias=True)
+
+    init = jax.jit(init_params, static_argnames="config", compiler_options=UNOPTIMISED)
+    leaves = jax.tree.leaves(init(jax.random.key(0), config))
+
+    for spec, leaf in zip(specs(config), leaves, strict=True):
+        # The standard deviation of n samples errs by 1 / sqrt(2 n), 4.4 % for the 256 of the smallest; four times that.
+        assert np.std(leaf) == pytest.approx(spec.scale, rel=0.18) if spec.scale else (leaf == 1).all()
+    starts = [tuple(leaf.ravel()[:8].tolist()) for leaf in leaves if (leaf != 1).any()]
+    assert len(set(starts)) == len(starts)
+
+
+def test_a_specification_names_every_axis():
+    assert all(len(spec.axes) == len(spec.shape) for spec in specs(ALL_SWITCHES))
+
+
+def test_heads_mlp_and_vocabulary_are_split_over_the_model_axis():
+    placement = shardings(ALL_SWITCHES, mesh_of(4))
+
+    layers = placement.layers[1]
+    assert placement.embedding.spec == PartitionSpec("model", None)
+    assert layers.q.spec == layers.k.spec == PartitionSpec(None, "model", None, None)
+    assert layers.o.spec == PartitionSpec(None, None, "model", None)
+    assert layers.down.spec == PartitionSpec(None, None, "model")
+    assert layers.attention_norm.spec == PartitionSpec(None, None)
+
+
+def test_the_abstract_tree_carries_the_placement():
+    placement = shardings(ALL_SWITCHES, mesh_of(2))
+
+    params = abstract_params(ALL_SWITCHES, jnp.float32, placement)
+
+    assert jax.tree.map(lambda leaf: leaf.sharding, params) == placement
+
+
+def test_a_mesh_without_the_rules_axis_replicates_everything():
+    placement = shardings(CONFIG, mesh_of(3, "data"))
+
+    assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(placement))
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "message"),
+    [(3, "'vocab' of size 128 .* 3 devices"), (8, "'kv_heads' of size 4 .* 8 devices")],
+)
+def test_an_axis_the_mesh_cannot_divide_is_refused_by_name_and_size(num_devices, message):
+    with pytest.raises(ValueError, match=message):
+        shardings(CONFIG, mesh_of(num_devices))
+
+
+def test_rules_without_an_axis_leave_it_whole():
+    rules = {"heads": "model", "mlp": "model"}
+
+    placement = shardings(CONFIG, mesh_of(8), rules)
+
+    assert placement.layers[0].k.is_fully_replicated
+    assert placement.layers[0].q.spec == PartitionSpec(None, "model", None, None)

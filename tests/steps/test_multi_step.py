@@ -1,0 +1,142 @@
+"""Many decode steps in one dispatch: what decoding step by step gives, bit for bit, and where each row stops."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+
+from jaxinfer.config import CacheConfig, SamplingParams
+from jaxinfer.model.batch import Row, make_batch
+from jaxinfer.sampling.batch import make_sampling
+from jaxinfer.steps import steps
+from jaxinfer.steps.multi_step import make_loop
+from tests.replay import SMALL_MODEL, all_logits_unoptimised, lively_params, nan_cache
+from tests.unoptimised import unoptimised_copy
+
+STEPS = unoptimised_copy(steps)
+decode_step, decode_loop = STEPS.decode_step, STEPS.decode_loop
+CONFIG = dataclasses.replace(SMALL_MODEL, num_layers=2, layer_groups=(1, 1))
+CACHE = CacheConfig(num_pages=10, page_size=16)
+PROMPTS = (list(range(5, 25)), list(range(40, 54)), [3])
+PAGES = ([4, 2], [0, 8], [7, 1])
+B, STEPS = 4, 6
+
+
+def layout(rows, num_tokens):
+    return make_batch(rows, page_size=16, num_tokens=num_tokens, num_rows=B, table_width=2)
+
+
+# Penalties read what the loop itself has drawn; the last row is the padding's.
+FIELDS = {"frequency_penalty": 1.5, "repetition_penalty": 1.2, "log_probs": 2}
+SAMPLING = make_sampling(
+    [SamplingParams(seed=i, temperature=float(i > 0), **FIELDS) for i in range(3)],
+    num_rows=B,
+    prompt_lens=[len(prompt) for prompt in PROMPTS],
+    stop_token_ids=[()] * 3,
+)
+STATICS = {"config": CONFIG, "max_log_probs": 2}
+
+
+@functools.cache
+def params():
+    return lively_params(CONFIG)
+
+
+def prefilled():
+    """A cache of all tokens but the last of each prompt."""
+    rows = [Row(prompt[:-1] or prompt, 0, pages) for prompt, pages in zip(PROMPTS, PAGES, strict=True)]
+    return all_logits_unoptimised(params(), nan_cache(CONFIG, CACHE), layout(rows, 40), config=CONFIG)[1]
+
+
+def decode_batch(contexts):
+    rows = [Row(tokens[-1:], len(tokens) - 1, pages) for tokens, pages in zip(contexts, PAGES, strict=True)]
+    return layout(rows, B)
+
+
+@functools.cache
+def step_by_step():
+    """What decode steps give: outputs with a column per step, and the cache after them."""
+    contexts, cache, columns = [list(prompt) for prompt in PROMPTS], prefilled(), []
+    for _ in range(STEPS):
+        output, cache = decode_step(params(), cache, decode_batch(contexts), SAMPLING, **STATICS)
+        columns.append(jax.device_get(output))
+        for tokens, drawn in zip(contexts, output.tokens.tolist(), strict=False):
+            tokens.append(drawn)
+    return jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *columns), jax.device_get(cache)
+
+
+def run(max_tokens=(STEPS,) * 3, stop_token_ids=((),) * 3, *, stop_at_first_finish=False):
+    loop = make_loop(
+        max_tokens, stop_token_ids, num_rows=B, max_stop_tokens=4, stop_at_first_finish=stop_at_first_finish
+    )
+    return decode_loop(params(), prefilled(), decode_batch(PROMPTS), SAMPLING, loop, num_steps=STEPS, **STATICS)
+
+
+def num_emitted(*arguments, **options):
+    return run(*arguments, **options)[0].num_emitted.tolist()
+
+
+def test_a_loop_gives_every_bit_that_its_steps_give():
+    output, _ = run()
+
+    expected, _ = step_by_step()
+    assert output.num_emitted.tolist() == [STEPS] * 3 + [0]
+    for name in ("tokens", "log_probs", "top_tokens", "top_log_probs"):
+        np.testing.assert_array_equal(getattr(output, name)[:3], getattr(expected, name)[:3])
+
+
+def test_the_cache_after_a_loop_is_that_after_its_steps():
+    _, cache = run()
+
+    for ours, theirs in zip(jax.tree.leaves(cache), jax.tree.leaves(step_by_step()[1]), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_row_stops_after_a_stop_token_and_the_others_go_on():
+    drawn = step_by_step()[0].tokens
+    stop = int(drawn[1, 2])
+    first = drawn[1].tolist().index(stop) + 1
+
+    assert num_emitted(stop_token_ids=[(), (60 - stop, stop), ()]) == [STEPS, first, STEPS, 0]
+
+
+def test_a_row_emits_no_more_than_it_may():
+    assert num_emitted(max_tokens=[2, 5, 1]) == [2, 5, 1, 0]
+
+
+def test_what_a_stopped_row_has_said_does_not_change_and_neither_do_its_neighbours():
+    output, _ = run(max_tokens=[2, STEPS, 3])
+
+    expected = step_by_step()[0].tokens
+    assert output.tokens[0, :2].tolist() == expected[0, :2].tolist()
+    assert output.tokens[1].tolist() == expected[1].tolist()
+    assert output.tokens[2, :3].tolist() == expected[2, :3].tolist()
+
+
+def test_a_loop_that_others_wait_for_ends_with_its_first_row():
+    assert num_emitted(max_tokens=[4, 2, STEPS], stop_at_first_finish=True) == [2, 2, 2, 0]
+
+
+def test_a_loop_without_rows_does_nothing():
+    cache = prefilled()
+    before = jax.device_get(cache)
+    loop = make_loop([], [], num_rows=B, max_stop_tokens=4, stop_at_first_finish=False)
+
+    output, after = decode_loop(params(), cache, layout([], B), SAMPLING, loop, num_steps=STEPS, **STATICS)
+
+    assert output.num_emitted.tolist() == [0] * B
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+def test_the_cache_of_a_loop_is_aliased_and_never_copied():
+    loop = make_loop([STEPS] * 3, [()] * 3, num_rows=B, max_stop_tokens=4, stop_at_first_finish=False)
+    cache = nan_cache(CONFIG, CACHE)
+    lowered = decode_loop.lower(params(), cache, decode_batch(PROMPTS), SAMPLING, loop, num_steps=STEPS, **STATICS)
+
+    memory = lowered.compile().memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
