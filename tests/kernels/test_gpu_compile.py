@@ -7,6 +7,7 @@ import functools
 import pytest
 
 from scripts.kernels.compile_gpu import DEVICES, can_compile, cases_for, compile_for
+from tests.kernels.recorded import figures_of
 
 pytestmark = [
     pytest.mark.aot,
@@ -21,12 +22,12 @@ CASES = [(device, name) for device in DEVICES for name in cases_for(device, KERN
 
 @functools.cache
 def compiled(device):
-    return compile_for(device, cases_for(device, KERNELS[device]))
+    return figures_of(device, cases_for(device, KERNELS[device]), compile_for)
 
 
 @functools.cache
 def compiled_beginning_with(beginning, device="H200"):
-    return compile_for(device, cases_for(device, [beginning]))
+    return figures_of(device, cases_for(device, [beginning]), compile_for)
 
 
 @pytest.mark.parametrize(("device", "name"), CASES)

@@ -7,6 +7,7 @@ import functools
 import pytest
 
 from scripts.kernels.compile_matrix import KERNEL_CASES, can_compile, compile_for
+from tests.kernels.recorded import figures_of
 
 pytestmark = [
     pytest.mark.aot,
@@ -47,12 +48,12 @@ STEPS = {
 
 @functools.cache
 def compiled(device):
-    return compile_for(device, KERNELS[device])
+    return figures_of(device, KERNELS[device], compile_for)
 
 
 @functools.cache
 def compiled_steps(device):
-    return compile_for(device, STEPS[device])
+    return figures_of(device, STEPS[device], compile_for)
 
 
 @pytest.mark.parametrize(("device", "name"), [(device, name) for device, names in KERNELS.items() for name in names])
