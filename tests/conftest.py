@@ -24,6 +24,28 @@ os.makedirs(os.environ["JAX_COMPILATION_CACHE_DIR"], mode=0o700, exist_ok=True)
 gc.set_threshold(50_000, 50, 50)
 
 
+# Tests without a compiled engine, by folder or by file: together they take less than a minute.
+QUICK = (
+    *("test_atomic_file.py", "test_config.py", "test_device.py", "test_imports.py"),
+    *("batch_job/test_job.py", "batch_job/test_records.py", "checkpoint", "text"),
+    *("engine/request", "engine/kv_cache", "engine/scheduling"),
+    *("engine/execution/test_batch_builder.py", "engine/execution/test_pipeline.py"),
+    *("engine/whole/test_assembly.py", "engine/whole/test_timeline.py"),
+    *("kernels/test_gpu_compiler.py", "kernels/test_recorded.py", "kernels/paged_attention/test_block_sizes.py"),
+    *("model/test_batch.py", "model/test_params.py", "plan/test_memory.py", "sampling/test_sampling_batch.py"),
+    *("simulation/test_step_times.py", "simulation/test_trace.py"),
+)
+
+
+def pytest_collection_modifyitems(config, items):
+    root = os.path.dirname(__file__)
+    names = {path: os.path.relpath(path, root) for path in {item.path for item in items}}
+    quick = {path for path, name in names.items() if name in QUICK or any(name.startswith(f"{q}/") for q in QUICK)}
+    for item in items:
+        if item.path in quick and not any("llm" in fixture for fixture in item.fixturenames):
+            item.add_marker("quick")
+
+
 def pytest_collection_finish():
     # What the modules of the tests have imported stays, and need not be looked through.
     gc.freeze()
