@@ -1,4 +1,4 @@
-"""`LLM`: text in, text out, with continuous batching over a paged cache."""
+"""`LLM`: text in, text out, with continuous batching over a paged KV cache."""
 
 from __future__ import annotations
 
@@ -37,25 +37,27 @@ BUNDLED_MODEL = Path(__file__).parent.parent / "assets" / "tiny"
 class LLM:
     """A model that is loaded, compiled and ready to generate.
 
-    `model` is a folder with a Hugging Face checkpoint or a Hub id; without it the small model that comes with the
-    package is used. `dtype` is float32, bfloat16 or float16, or fp32, bf16 or fp16; None or "auto" takes float32 on
-    CPU, bfloat16 where the device has it and float16 elsewhere. Weights are loaded here, and what can compute any
-    request is compiled: none ever waits for either. What computes small steps faster is compiled meanwhile; `warm_up`
-    waits for it.
+    * `model`: a folder with a Hugging Face checkpoint, or a Hub id. None takes the small model of the package.
+    * `config`: the limits and options of the engine.
+    * `dtype`: float32, bfloat16 or float16, or fp32, bf16 or fp16. None or "auto" takes float32 on CPU, bfloat16 on
+      devices that support it, and float16 on all others.
+    * `logits_processors`: your own functions by name, see `jaxinfer.sampling.processors.LogitsProcessor`. The engine
+      compiles them into its steps. They act on the requests that name them in `SamplingParams.logits_processors`.
+    * `speculation`: the source of draft tokens; the engine verifies several of them in one step. It changes the
+      speed, never a token.
+        * "ngram" drafts the tokens that followed the last tokens earlier in the same request.
+        * "suffix" also searches the outputs of other requests.
+        * A folder or Hub id has a small model of the same vocabulary, or draft heads trained on this model's states.
+        * A `Drafter` object drafts in your own way.
 
-    `logits_processors` are functions of the user's, by name: see `jaxinfer.sampling.processors.LogitsProcessor`. They
-    become a part of the compiled steps, and act on the requests that name them in `SamplingParams.logits_processors`.
+    The constructor loads the weights and compiles a step that can compute any request, so no request waits for either.
+    The faster steps of smaller shapes compile in the background; `warm_up` waits for them.
 
-    `speculation` guesses tokens ahead, to be verified several at once: "ngram" guesses what followed the last tokens
-    where the request had them before, "suffix" also where other outputs had them; a folder or Hub id has a small model
-    of the same vocabulary, or what was trained to draft from this model's states; a `Drafter` of the user's does
-    whatever it does. No token depends on it, only the time that a token takes.
+    `add` queues requests, and each `step` advances them together; `generate` and `stream` do both for you. One thread
+    at a time may call an LLM; a call from a second thread raises RuntimeError. `close`, the end of a `with` block, or
+    the end of the last reference frees its memory. After a device error every call raises RuntimeError.
 
-    Requests are added (`add`) and advance together, one `step` at a time; `generate` and `stream` do both for you.
-    One thread at a time may call an LLM: RuntimeError for another. `close`, or the end of a `with` block, gives its
-    memory back; so does the end of the last reference to it. After an error of the device it is of no use, and says so.
-
-    Raises ValueError for a checkpoint that cannot be used, with everything that is wrong with it.
+    Raises ValueError for an unusable checkpoint, with a list of everything that is wrong with it.
     """
 
     def __init__(
@@ -107,9 +109,9 @@ class LLM:
         )
 
     def close(self) -> None:
-        """Gives back the memory of parameters, cache and compiled steps. Unfinished requests are lost.
+        """Frees the memory of parameters, cache and compiled steps. Unfinished requests are lost.
 
-        Whatever is called after it raises RuntimeError, but for `close` itself.
+        Every later call raises RuntimeError, except `close` itself.
         """
         if self._guard.is_closed:
             return
@@ -120,7 +122,7 @@ class LLM:
 
     @property
     def on_step(self) -> Callable[[Step, float], None] | None:
-        """A function that is called after each step with the step and its seconds, or None."""
+        """The function that the engine calls after each step with the step and its seconds, or None."""
         self._guard.check()
         return self._loop.on_step
 
@@ -131,15 +133,15 @@ class LLM:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether any request has tokens to come, or a completion that `step` has not handed out."""
+        """True if a request is unfinished, or if `step` has outputs to return."""
         self._guard.check()
         return self._scheduler.num_unfinished > 0 or self._loop.queues.has_outputs
 
     def warm_up(self, *, show_progress: bool = False, description: str = "compiling steps") -> Ready:
-        """Waits until the compiler is done, for even times from the first request on, and returns what it has done.
+        """Waits until all steps are compiled, and returns their number, compile seconds and memory plan.
 
-        Until then larger steps stand in for smaller ones, and the compiler takes its share of the host. The
-        `description` is that of the progress shown. Raises what the compiler raises.
+        Call it before you measure: until then larger steps stand in for smaller ones, and the compiler shares the
+        host. `description` labels the progress bar. Raises the compiler's exception if a step fails to compile.
         """
         require_bool("show_progress", show_progress)
         require(isinstance(description, str), "description", description, "text")
@@ -149,20 +151,20 @@ class LLM:
         return warm_up.ready()
 
     def identity(self) -> dict[str, str]:
-        """Returns what the text of a request follows from beside the request: see `text_identity`."""
+        """Returns the properties of this LLM that determine the text of a request: see `text_identity`."""
         self._guard.check()
         return text_identity(self._path, self._admission)
 
     def metrics(self) -> Metrics:
-        """Returns what runs, waits and is cached now, and what was computed since the start."""
+        """Returns the present numbers of requests and pages, and the engine's counters since the start."""
         self._guard.check()
         return replace(self._scheduler.metrics(), num_late_compiles=self._loop.num_late_compiles)
 
     def timeline(self, *, max_steps: int = MAX_STEPS) -> AbstractContextManager[Timeline]:
         """Records steps, load and the phases of requests inside a `with`: `with llm.timeline() as timeline: ...`.
 
-        The last `max_steps` steps are kept; `timeline.save("timeline.json")` writes them for ui.perfetto.dev. Waits
-        until the compiler is done, as `warm_up` does.
+        The timeline keeps the last `max_steps` steps; `timeline.save("timeline.json")` writes them for
+        ui.perfetto.dev. First waits until all steps are compiled, like `warm_up`.
         """
         require_int("max_steps", max_steps, 1)
         self.warm_up()
@@ -171,7 +173,7 @@ class LLM:
     def add(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> int:
-        """Queues a prompt, text or token ids, and returns its request id; its tokens come out of `step`.
+        """Queues a prompt, text or token ids, and returns its request id; `step` returns its tokens.
 
         `options` are priority, tenant, deadline and cache_salt: see `RequestOptions`. Raises ValueError if the engine
         cannot honour the request exactly, and QueueFullError if too many requests wait. Neither changes anything.
@@ -185,9 +187,9 @@ class LLM:
         return self._begin(queue)
 
     def abort(self, request_id: int) -> None:
-        """Ends a request early; its completion, with finish reason "abort", comes out like any other.
+        """Ends a request early; its completion comes out as usual, with finish reason "abort".
 
-        A request that has finished already is left as it is.
+        Does nothing if the request has already finished.
         """
         require(is_int(request_id), "request_id", request_id, "an id that `add` has returned")
         with deferred_interrupts(), self._guard:
@@ -198,32 +200,32 @@ class LLM:
         return self._begin(lambda: self._branches.fork(request_id, seed))
 
     def rewind(self, request_id: int, num_tokens: int, *, seed: int | None = None) -> None:
-        """Takes back the last tokens of an unfinished request's output: see `Branches.rewind`."""
+        """Drops the last `num_tokens` tokens of an unfinished request's output: see `Branches.rewind`."""
         with deferred_interrupts(), self._guard:
             self._branches.rewind(request_id, num_tokens, seed)
 
     def save(self, request_id: int, path: str | Path) -> None:
-        """Writes an unfinished request to a file, all that it needs to go on: see `Branches.save`."""
+        """Writes an unfinished request with its pages to a file, for `restore`: see `Branches.save`."""
         with deferred_interrupts(), self._guard:
             self._branches.save(request_id, as_path("path", path))
 
     def restore(self, path: str | Path) -> int:
-        """Queues the request in a file and returns its id here: see `Branches.restore`."""
+        """Queues the request that `save` wrote to a file, and returns its id in this LLM: see `Branches.restore`."""
         return self._begin(lambda: self._branches.restore(as_path("path", path)))
 
     def step(self) -> list[Delta]:
-        """Computes one step and returns what it added to the requests of `add`; empty when there is nothing to do."""
+        """Computes one step and returns its new tokens for the requests of `add`; empty if nothing is left to do."""
         with deferred_interrupts(), self._guard:
             self._loop.advance()
-        return self._loop.queues.take()  # what an interrupt leaves there comes with the next step
+        return self._loop.queues.take()  # if an interrupt leaves deltas there, the next step returns them
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> Iterator[Delta]:
-        """Yields a prompt's completion piece by piece, the completion itself with the last; closing it aborts.
+        """Yields a prompt's output piece by piece; the last piece of a sample carries its completion.
 
-        Raises ValueError here, not at the first piece, where the request could not be honoured. It is queued with the
-        first piece that is asked for, or QueueFullError is raised there. `options` are as for `add`.
+        Closing the iterator aborts the request. The call itself raises ValueError if the engine cannot honour the
+        request. The first `next` queues the request, or raises QueueFullError. `options` are as for `add`.
         """
         with deferred_interrupts(), self._guard:
             return self._loop.stream(self._admit(prompt, sampling_params, **options))
@@ -236,12 +238,12 @@ class LLM:
         show_progress: bool = True,
         **options: Unpack[RequestOptions],
     ) -> list[Completion]:
-        """Completes one prompt or many, text or token ids, and returns the completions in the prompts' order.
+        """Completes one prompt or several, text or token ids, and returns the completions in the prompts' order.
 
-        A prompt with `n` above 1 has n of them in a row, by sample_index, or best first with `best_of`.
-        `sampling_params` is one for all or one per prompt; `options` are as for `add`. Raises ValueError before
-        anything is computed if any prompt cannot be honoured, QueueFullError if they are too many. When interrupted,
-        the requests are aborted and the LLM stays usable.
+        A prompt with `n` above 1 has n completions in a row, by sample_index, or best first with `best_of`.
+        `sampling_params` is one object for all prompts or one per prompt; `options` are as for `add`. Before computing
+        anything, raises ValueError if the engine cannot honour some prompt, and QueueFullError if there are too many.
+        Ctrl-C aborts the requests and leaves the LLM usable.
         """
         require_bool("show_progress", show_progress)
         check_names(options)
@@ -261,12 +263,12 @@ class LLM:
         ignore_eos: bool = False,
         **options: Unpack[RequestOptions],
     ) -> list[Completion]:
-        """Returns the `num_beams` best continuations that beam search finds, best first, as `transformers` would.
+        """Returns the `num_beams` best continuations by beam search, best first, like `transformers`.
 
-        They are ranked by the sum of log-probabilities over length ** length_penalty. Each step is a request of one
-        token for every beam, which finds all but its last page in the prefix cache; `options` are as for `add`. If the
-        deadline passes, or logits are bad, the beams so far take part in the ranking with that finish reason. Raises
-        ValueError if the engine cannot honour the request, or if EngineConfig.max_log_probs is too small for the beams.
+        The score of a beam is its sum of log-probabilities over length ** length_penalty. Each step sends one request
+        of one token per beam, which finds all but its last page in the prefix cache. `options` are as for `add`. If
+        the deadline passes or a step yields bad logits, the unfinished beams are ranked too, with that finish reason.
+        Raises ValueError if the engine cannot honour the request, or if EngineConfig.max_log_probs is too small.
         """
         self._guard.check()
         require_int("num_beams", num_beams, 1)
@@ -277,7 +279,7 @@ class LLM:
         end = time.monotonic() + request.time_limit
 
         def generate(prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
-            left = max(end - time.monotonic(), 1e-9)  # the deadline is that of the whole search
+            left = max(end - time.monotonic(), 1e-9)  # the deadline applies to the whole search
             limit = RequestOptions(deadline=left if math.isfinite(left) else None)
             return self.generate(prompts, params, show_progress=False, **{**options, **limit})
 
@@ -292,7 +294,7 @@ class LLM:
         )
 
     def _begin(self, queue: Callable[[], int]) -> int:
-        """Returns the id of the request that `queue` begins. Ctrl-C takes it back, for its caller would not know it."""
+        """Returns the request id from `queue`. After Ctrl-C drops the request, because the caller never got its id."""
         request_id = None
         try:
             with deferred_interrupts(), self._guard:
