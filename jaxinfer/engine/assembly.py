@@ -33,7 +33,7 @@ from jaxinfer.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What `LLM` is made of. The steps that compute any request are compiled; others may still be compiling."""
+    """The parts of an `LLM`. Its largest step, which can compute any request, is compiled; others may still compile."""
 
     model_config: ModelConfig
     tokenizer: Tokenizer | None
@@ -55,8 +55,8 @@ def build_engine(
 ) -> EngineParts:
     """Loads the weights, compiles the steps and connects the parts.
 
-    `on_failure` is called with the exception of a step that fails on the device. Raises ValueError for a checkpoint or
-    limits that cannot be used.
+    If a step fails on the device, the runner calls `on_failure` with the exception. Raises ValueError for an unusable
+    checkpoint or unusable limits.
     """
     planned = plan_speculation(speculation, config, dtype)
     params, model_config = load_target(path, config, dtype, planned, show_progress=show_progress)
@@ -76,7 +76,7 @@ def build_engine(
         cache_config=warm_up.cache_config,
     )
     runner = Runner(params, warm_up, tiers, on_failure)
-    if planned is not None:  # it measures the time of all steps, so all have to be compiled
+    if planned is not None:  # speculation measures the time of every step, so every step must be compiled
         warm_up.steps.wait(show_progress=show_progress)
         planned.attach(partial(runner.lend_cache, scheduler.copies))
         planned.rehearse(runner, warm_up.cache_config)
@@ -96,9 +96,9 @@ def plan_host(
     cache_config: CacheConfig | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Admission, Scheduler]:
-    """Returns the parts that need no weights; the simulation has no others.
+    """Returns the parts that need no weights; the simulation uses only these.
 
-    `cache_config` describes the cache; None stands for the one that `plan_cache` allows.
+    `cache_config` describes the page pool; None takes the result of `plan_cache`.
     """
     drafter = None if speculation is None else speculation.device_drafter
     max_model_len = resolve_max_model_len(model_config, config)
@@ -106,7 +106,7 @@ def plan_host(
     window = plan_window(model_config, config, drafter)
     eos_token_ids = read_eos_token_ids(path)
     model = f"{path} {dtype} {model_config}"
-    if config.disk_cache_path is not None:  # which outlasts this process, and perhaps what the path leads to
+    if config.disk_cache_path is not None:  # the disk cache outlasts this process; the files at `path` may change
         model = repr(page_identity(path, model_config, cache_config, config, window))
     admission = Admission(
         model_config=model_config,
@@ -138,13 +138,13 @@ def plan_host(
 
 
 def plan_targets(config: EngineConfig) -> Targets:
-    """Returns the targets that a request must meet to count as goodput."""
+    """Returns the latency targets that a request must meet to count as goodput."""
     ttft, tpot = (math.inf if target is None else target for target in (config.ttft_target, config.tpot_target))
     return Targets(ttft=ttft, tpot=tpot)
 
 
 def plan_tiers(config: EngineConfig, bytes_per_page: int) -> PageTiers | None:
-    """Returns the tiers for pages that the pool evicts, None without tiers; ValueError if a tier holds no page."""
+    """Returns the tiers for pages that the pool evicts, None without tiers; ValueError if a tier is below one page."""
     for name in ("host_cache_bytes", "disk_cache_bytes"):
         limit = getattr(config, name)
         if limit is not None and limit < bytes_per_page:
