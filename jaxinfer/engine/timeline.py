@@ -1,4 +1,4 @@
-"""What an engine did and when: its steps, how full it was, and what each request waited for; opens in Perfetto."""
+"""Timeline of an engine for Perfetto: its steps, its load, and the phases of each request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENGINE, REQUESTS = 1, 2
 
 
 class StepSpan(NamedTuple):
-    """A step, from when the device was free for it to its result; `bucket` names its compiled shape."""
+    """A step, from the moment the device was free for it until its result; `bucket` names its compiled shape."""
 
     began: float
     ended: float
@@ -34,7 +34,7 @@ class StepSpan(NamedTuple):
 
 
 class Load(NamedTuple):
-    """How full the engine was when a step had been scheduled."""
+    """Requests and pages after the scheduler made a step."""
 
     moment: float
     num_running: int
@@ -44,7 +44,7 @@ class Load(NamedTuple):
 
 
 class RequestSpan(NamedTuple):
-    """One phase of a request: in the queue or preempted until it is in a step, prefill until it draws, then decode."""
+    """One phase of a request: queue or preempted until its next step, prefill until it samples a token, then decode."""
 
     request_id: int
     phase: str
@@ -53,13 +53,13 @@ class RequestSpan(NamedTuple):
 
 
 class Timeline:
-    """Records what a scheduler does, by its clock. The last `max_steps` steps and as many spans are kept."""
+    """Observes a scheduler on the scheduler's clock. Keeps the last `max_steps` steps, loads and spans each."""
 
     def __init__(self, scheduler: Scheduler, buckets: tuple[Bucket, ...], max_steps: int) -> None:
         self._clock = scheduler.clock
         self._buckets = buckets
-        self._phases: dict[int, tuple[str, float]] = {}  # of unfinished requests, and since when
-        self._decoding: Rows | None = None  # of whom all do: a step of theirs is no news of any of them
+        self._phases: dict[int, tuple[str, float]] = {}  # phase and its start, of unfinished requests
+        self._decoding: Rows | None = None  # all rows decode: another step of these Rows changes no phase
         self.num_pages = scheduler.metrics().num_pages
         self.steps: deque[StepSpan] = deque(maxlen=max_steps)
         self.loads: deque[Load] = deque(maxlen=max_steps)
@@ -67,7 +67,7 @@ class Timeline:
 
     @property
     def start(self) -> float:
-        """The first moment of all that is kept."""
+        """The earliest moment in the kept steps, loads and spans."""
         moments = itertools.chain((step.began for step in self.steps), (load.moment for load in self.loads))
         return min(itertools.chain(moments, (span.began for span in self.spans)), default=0.0)
 
@@ -95,11 +95,11 @@ class Timeline:
     def _enter_phases(self, step: Step, began: float, ended: float) -> None:
         for chunk in step.chunks:
             phase, since = self._phases.get(chunk.request.request_id, ("", began))
-            # Who was preempted while the step was on its way has no pages until another one.
+            # The request was preempted during this step, and has no pages until a later step.
             if chunk.is_stale or (phase == "preempted" and not chunk.request.pages):
                 continue
             if phase not in ("prefill", "decode"):
-                # A request whose pages were all found again draws its next token without a prefill.
+                # If the prefix cache still has all its pages, a preempted request decodes again without a prefill.
                 is_decode = chunk.num_tokens == 1 and chunk.request.num_output_tokens > 0
                 phase = "decode" if is_decode else "prefill"
                 self._enter(chunk.request, phase, max(began, since))
@@ -154,7 +154,7 @@ class Timeline:
 
 @contextlib.contextmanager
 def recorded_timeline(scheduler: Scheduler, buckets: tuple[Bucket, ...], max_steps: int) -> Iterator[Timeline]:
-    """Records what the scheduler does meanwhile."""
+    """Records the scheduler's steps and requests until the end of the `with` block."""
     timeline = Timeline(scheduler, buckets, max_steps)
     scheduler.observers.append(timeline)
     try:
