@@ -1,4 +1,4 @@
-"""What a user asks for, turned into a request that can be honoured exactly, or refused with the reason."""
+"""Turns a user's prompt and parameters into requests, or refuses them with the reason."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from jaxinfer.validation import MAX_FLOAT, MAX_INT, as_items, as_tuple, is_real,
 
 
 class RequestOptions(TypedDict, total=False):
-    """On which terms a request is computed; none of them changes a token of it.
+    """Scheduling and caching options of a request; none of them changes a token.
 
-    `priority`: "interactive", the default, goes before "batch" and takes its place in a full engine. `tenant`: for
-    whom it is; tenants have turns, so that nobody waits for all requests of another. `deadline`: seconds after which
-    the request ends with what it has, finish reason "deadline"; close ones go first. `cache_salt`: keeps the cached
-    prefixes of the request to those who give the same salt.
+    * `priority`: "interactive" (default) goes before "batch", and preempts batch requests if the engine is full.
+    * `tenant`: the customer or user of the request. Tenants take turns, so none waits for all requests of another.
+    * `deadline`: seconds until the request ends with its tokens so far and finish reason "deadline". Close deadlines
+      go first.
+    * `cache_salt`: only requests with the same salt share cached prefixes.
     """
 
     priority: Priority
@@ -36,7 +37,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 def check_names(options: Mapping[str, Any]) -> None:
-    """Raises TypeError for arguments that are no terms."""
+    """Raises TypeError for an argument that is no field of `RequestOptions`."""
     unknown = sorted(options.keys() - RequestOptions.__annotations__.keys())
     if unknown:
         raise TypeError(
@@ -72,7 +73,7 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
-    """The limits that a request is held against. Nothing is trusted before this and nothing is checked after it."""
+    """Checks requests against the engine's limits. It trusts no input; the code behind it checks nothing again."""
 
     model_config: ModelConfig
     engine_config: EngineConfig
@@ -96,7 +97,7 @@ class Admission:
         deadline: float | None = None,
         cache_salt: str | None = None,
     ) -> list[Request]:
-        """Returns a request per sample, or raises ValueError with what is wrong, the value, and the way out."""
+        """Returns one request per sample; ValueError with the reason, the value and the way out."""
         sampling = SamplingParams() if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise ValueError(
@@ -152,7 +153,7 @@ class Admission:
         return Detokenizer(self.tokenizer, stop=sampling.stop, min_tokens=sampling.min_tokens)
 
     def check_samples(self, name: str, count: int) -> None:
-        """Raises ValueError where a parameter of this name asks for too many samples or beams."""
+        """Raises ValueError if `count`, the value of parameter `name`, exceeds `EngineConfig.max_samples`."""
         limit = self.engine_config.max_samples
         if count > limit:
             raise ValueError(
@@ -200,7 +201,7 @@ class Admission:
             )
 
     def _root_key(self, cache_salt: str | None) -> bytes | None:
-        """What the keys of the request's pages begin with; None where it shares none."""
+        """Returns the root of the request's page keys, or None without a prefix cache."""
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise ValueError(
                 f"cache_salt={shown(cache_salt)} is not allowed: give a string that only those know who may share"
@@ -232,7 +233,7 @@ class Admission:
         return [int(token_id) for token_id in token_ids]
 
     def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
-        # Nearly always true, and twenty times faster than looking at each.
+        # Nearly always true, and twenty times faster than a check of each token.
         if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < self.model_config.vocab_size:
             return
         for i, token_id in enumerate(token_ids):
@@ -249,11 +250,11 @@ class Admission:
 
     @property
     def _max_len(self) -> int:
-        """The most tokens that a request may have, seen or not."""
+        """The most tokens of a request, evicted ones included."""
         return MAX_INT if self._is_endless else self.max_model_len
 
     def _check_characters(self, text: str, tokenizer: Tokenizer) -> None:
-        """Raises ValueError for a text that no tokens could spell: to encode it would take seconds and gigabytes."""
+        """Raises ValueError for a text too long for the token limit; to encode it would take seconds and gigabytes."""
         if len(text) < self._max_len or len(text) < self._max_len * tokenizer.max_token_len:
             return
         raise ValueError(
@@ -279,7 +280,7 @@ class Admission:
                 f" EngineConfig.max_model_len up to the model's {self.model_config.max_position}"
             )
         num_tokens = min(num_prompt_tokens + sampling.max_tokens, self._max_len)
-        # The last token is drawn but never computed, so it needs no slot.
+        # The last token is sampled but never computed, so it needs no slot.
         num_slots = num_tokens - 1
         window = window_for(self.window, sampling)
         if num_tokens > self.max_model_len and window is None:
@@ -301,7 +302,7 @@ class Admission:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Returns one prompt or many as a list of prompts."""
+    """Returns one prompt or several as a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
     items = as_items("prompts", prompts)
@@ -313,7 +314,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams | None]:
-    """Returns parameters for `count` prompts, from one for all or one for each."""
+    """Returns one SamplingParams (or None) per prompt, from one for all prompts or one per prompt."""
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence) or isinstance(params, str):
