@@ -12,19 +12,19 @@ from jaxinfer.engine.request.completion import Completion
 from jaxinfer.engine.request.request import Request
 from jaxinfer.text.tokenizer import Tokenizer
 
-# A length of a million tokens to this power is a float still.
+# A length of a million tokens to this power is still a finite float.
 MAX_LENGTH_PENALTY = 50.0
 
 
 @dataclass(frozen=True)
 class Beam:
-    """A continuation with its tokens' log-probabilities; a finished one ends with a stop token or has full length."""
+    """A continuation with its tokens' log-probabilities; finished at a stop token or at max_tokens."""
 
     token_ids: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
 
     def score(self, length_penalty: float) -> float:
-        """The sum of log-probabilities over length ** length_penalty; of no tokens, 0."""
+        """Returns the sum of log-probabilities over length ** length_penalty; 0 without tokens."""
         return sum(self.log_probs) / max(len(self.token_ids), 1) ** length_penalty
 
     def extended(self, token_id: int, log_prob: float) -> Beam:
@@ -32,12 +32,12 @@ class Beam:
 
 
 def num_candidates(num_beams: int, num_stop_tokens: int) -> int:
-    """Returns how many continuations a step looks at: enough to go on with where as many as can be have ended."""
+    """Returns the candidates per step: enough that `num_beams` remain even if every beam meets every stop token."""
     return max(2, 1 + num_stop_tokens) * num_beams
 
 
 class CutShortError(Exception):
-    """Raised by `extend` where the search is to end with the beams that it has."""
+    """Raised by `extend` to end the search with the present beams."""
 
     def __init__(self, completion: Completion) -> None:
         self.finish_reason, self.error = completion.finish_reason, completion.error
@@ -53,9 +53,9 @@ def search(
 ) -> list[Beam]:
     """Returns the `num_beams` best finished beams, best first, as `transformers` does with early_stopping=False.
 
-    `extend` gives the log-probabilities of the `num_candidates` most probable next tokens of each beam. Longer beams
-    are favoured by a greater length_penalty. The search ends when no running beam is better, at its present length,
-    than the worst of `num_beams` finished ones, or when `extend` cuts it short: then running ones count as well.
+    `extend` returns the log-probabilities of the `num_candidates` most probable next tokens of each beam. A greater
+    length_penalty favours longer beams. The search ends if `num_beams` beams have finished and no running beam has a
+    better score at its present length. It also ends if `extend` raises CutShortError; then running beams count too.
     """
     running, finished = [Beam()], []
     for length in range(1, max_tokens + 1):
@@ -70,7 +70,7 @@ def search(
         ]
         best = heapq.nlargest(num_candidates(num_beams, len(stop_token_ids)), extended, key=lambda b: sum(b.log_probs))
         has_ended = [length == max_tokens or beam.token_ids[-1] in stop_token_ids for beam in best]
-        # Those beyond the first num_beams are there to go on with, not to end.
+        # Candidates beyond the first num_beams may go on, but may not finish.
         finished += [beam for beam, ended in zip(best[:num_beams], has_ended, strict=False) if ended]
         finished = heapq.nlargest(num_beams, finished, key=lambda beam: beam.score(length_penalty))
         running = [beam for beam, ended in zip(best, has_ended, strict=True) if not ended][:num_beams]
@@ -90,7 +90,7 @@ def complete(
     max_log_probs: int,
     tokenizer: Tokenizer | None,
 ) -> list[Completion]:
-    """Returns the completions that `search` finds for a request; `generate` computes a token of each beam."""
+    """Returns the completions that `search` finds for a request; `generate` computes one token per beam."""
     count = min(num_candidates(num_beams, len(request.stop_token_ids)), vocab_size)
     if count > max_log_probs:
         raise ValueError(
@@ -122,7 +122,7 @@ def complete(
 def as_completions(
     beams: Sequence[Beam], request: Request, tokenizer: Tokenizer | None, cut: CutShortError | None = None
 ) -> list[Completion]:
-    """Returns beams as completions of the request that they were searched for; unfinished ones say why it was `cut`."""
+    """Returns beams as completions of `request`; unfinished beams get the finish reason and error of `cut`."""
 
     def ending(beam: Beam) -> dict[str, Any]:
         if beam.token_ids and beam.token_ids[-1] in request.stop_token_ids:
