@@ -1,7 +1,7 @@
-"""Requests made from requests: forked, set back, written to a file and read again.
+"""Forks, rewinds, saves and restores requests.
 
-Whatever a request is follows from its tokens and its terms, so a new one that is given the same goes on like it; what
-its pages hold is shared, copied or, where nobody has it any more, computed again.
+Tokens, sampling parameters and options determine a request, so a new one with the same values continues like it. Its
+pages are shared or copied, or computed again if they are gone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxinfer.validation import is_int, require, require_int, shown
 
 
 class Branches:
-    """What an LLM does with one unfinished request. ValueError for one that has finished or has several samples."""
+    """Operations on one unfinished request. ValueError if it has finished or has several samples."""
 
     def __init__(
         self, ids: Iterator[int], admission: Admission, scheduler: Scheduler, runner: Runner, path: Path
@@ -33,11 +33,12 @@ class Branches:
         self._path = path
 
     def fork(self, request_id: int, seed: int | None = None) -> int:
-        """Branches a request and returns the id of the branch, which goes on from the same tokens on the same terms.
+        """Branches a request; returns the id of the branch, which has the same tokens, parameters and options.
 
-        It shares the full pages of the request and copies the last. It draws by the same seed, unless another is given,
-        as the next sample of the prompt (`sample_index`), and so goes its own way at a temperature above 0. Its first
-        delta has its first own token, its completion all. Raises QueueFullError where it is one request too many.
+        The branch shares the request's full pages and copies the last one. It samples with the same seed, or with
+        `seed` if given, as the next sample of the prompt (`sample_index`), so it diverges if temperature is above 0.
+        Its first delta has its first new token; its completion has all tokens. Raises QueueFullError if too many
+        requests wait.
         """
         request = self._find(request_id)
         self._scheduler.check_room(1)
@@ -48,10 +49,10 @@ class Branches:
         return branch.request_id
 
     def rewind(self, request_id: int, num_tokens: int, seed: int | None = None) -> None:
-        """Takes back the last tokens of a request's output; it goes on from the one before them.
+        """Drops the last `num_tokens` tokens of a request's output; it continues from the token before them.
 
-        By the same seed it draws the same tokens again, for a draw depends on its position; give another to have
-        others. What was handed out for these tokens is void: the completion has what is drawn in their place.
+        With the same seed it samples the same tokens again, because sampling depends on the position; another `seed`
+        gives other tokens. Deltas of the dropped tokens are void: the completion has the new tokens instead.
         """
         request = self._find(request_id)
         require_int("num_tokens", num_tokens, 1)
@@ -65,9 +66,9 @@ class Branches:
         self._scheduler.rewind(request)
 
     def save(self, request_id: int, path: Path) -> None:
-        """Writes a request to a file with all that it needs to go on; here it goes on as well.
+        """Writes a request and its pages to a file for `restore`; the request also continues here.
 
-        Raises OSError where the file cannot be written, and leaves what was there before.
+        Raises OSError if the file cannot be written; an older file then stays unchanged.
         """
         request = self._find(request_id)
         kept, num_saved = [i for i in range(len(request.pages)) if i not in request.evicted], request.num_computed
@@ -78,11 +79,11 @@ class Branches:
         write_request(path, request, self._scheduler.time_left(request), pages, num_saved, self._identity)
 
     def restore(self, path: Path) -> int:
-        """Queues the request in a file and returns its id here; it yields what it would have where it was saved.
+        """Queues the request in a file and returns its id here; it yields the same tokens as where it was saved.
 
-        Its first delta has its first new token; its timings, and what is left of its deadline, count from now. Files
-        are trusted: pages are shared with requests of the same beginning and cache_salt. Raises ValueError for a file
-        that is damaged or comes from an LLM of another model, page size or version, QueueFullError, and OSError.
+        Its first delta has its first new token. Its timings and the rest of its deadline count from now. The file is
+        trusted: requests with the same prefix and cache_salt share its pages. Raises ValueError if the file is damaged
+        or comes from another model, page size or version; also QueueFullError and OSError.
         """
         self._scheduler.check_room(1)
         request = read_request(path, next(self._ids), self._admission, self._identity)
@@ -109,7 +110,7 @@ class Branches:
 
 
 def fork(request: Request, request_id: int, admission: Admission, *, time_limit: float) -> Request:
-    """Returns a request with the same tokens, the next sample of the family."""
+    """Returns a request with the same tokens, as the next sample of the same prompt."""
     branch = Request(
         request_id,
         request.token_ids[: request.num_prompt_tokens],
@@ -135,7 +136,7 @@ def fork(request: Request, request_id: int, admission: Admission, *, time_limit:
 
 
 def rewind(request: Request, num_tokens: int, admission: Admission) -> None:
-    """Takes tokens back from a request, of which the scheduler is to be told."""
+    """Drops the last `num_tokens` tokens of a request. The caller then calls `Scheduler.rewind`."""
     request.rewind(num_tokens, admission.detokenizer(request.sampling), admission.grammars.compile(request.sampling))
 
 
