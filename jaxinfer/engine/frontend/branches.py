@@ -35,10 +35,9 @@ class Branches:
     def fork(self, request_id: int, seed: int | None = None) -> int:
         """Branches a request; returns the id of the branch, which has the same tokens, parameters and options.
 
-        The branch shares the request's full pages and copies the last one. It samples with the same seed, or with
-        `seed` if given, as the next sample of the prompt (`sample_index`), so it diverges if temperature is above 0.
-        Its first delta has its first new token; its completion has all tokens. Raises QueueFullError if too many
-        requests wait.
+        The branch shares the request's full pages and copies the last one. It samples with `seed`, by default the
+        request's, as the next sample of the prompt (`sample_index`): above temperature 0 it diverges. Its first delta
+        has its first new token; its completion has all tokens. Raises QueueFullError if too many requests wait.
         """
         request = self._find(request_id)
         self._scheduler.check_room(1)
