@@ -1,1 +1,1 @@
-"""Turns a caller's prompts into requests, and their tokens into the caller's results."""
+"""Turns a caller's prompts into requests, and their tokens into deltas and completions."""
