@@ -1,4 +1,4 @@
-"""The loop of the engine: the one owner of the pipeline and of the output queues."""
+"""The engine loop: the only owner of the pipeline and of the output queues."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jaxinfer.engine.scheduling.step import Step
 
 
 class EngineLoop:
-    """Submits requests to the scheduler, advances the pipeline and routes deltas to the calls that wait.
+    """Submits requests to the scheduler, advances the pipeline and routes deltas to the waiting calls.
 
-    A stream may be read by another thread than the one that asked for it: like any caller it enters `guard`.
+    A thread may read a stream that another thread created, so the loop enters `guard` too.
     """
 
     def __init__(self, scheduler: Scheduler, device: Device, guard: Guard) -> None:
@@ -33,11 +33,11 @@ class EngineLoop:
 
     @property
     def num_late_compiles(self) -> int:
-        """The number of compilations inside steps."""
+        """The number of compilations that a step had to wait for."""
         return self._compile_counter.count
 
     def advance(self) -> None:
-        """Computes a step, if there is one, and routes its deltas; then raises what a drafter has raised."""
+        """Computes a step, if any request can advance, and routes its deltas; then raises a drafter's exception."""
         with deferred_interrupts(), self._guard, self._compile_counter:
             self.queues.route(self._scheduler.expire())
             advance = self._pipeline.advance()
@@ -51,7 +51,7 @@ class EngineLoop:
             raise error
 
     def submit(self, samples: SampleGroup) -> None:
-        """Gives the scheduler all samples of a prompt, or none: QueueFullError if they are too many."""
+        """Adds all samples of a prompt to the scheduler, or none of them: QueueFullError if too many would wait."""
         with deferred_interrupts(), self._guard:
             self._scheduler.check_room(len(samples.requests))
             self.queues.expect(samples)
@@ -59,14 +59,14 @@ class EngineLoop:
                 self._scheduler.add(request)
 
     def abort(self, request_id: int) -> None:
-        """Ends a request; its completions are routed like any other."""
+        """Ends all samples of a request early and routes their completions."""
         for sample_id in self.queues.sample_ids(request_id):
             delta = self._scheduler.abort(sample_id)
             if delta is not None:
                 self.queues.route([delta])
 
     def stream(self, samples: SampleGroup) -> Iterator[Delta]:
-        """Submits one prompt and yields its deltas; aborts it when the iterator is closed."""
+        """Submits one prompt and yields its deltas; aborts the prompt if the caller closes the iterator."""
         num_to_come = samples.num_completions
         try:
             queue = self.queues.open_queue([samples.request_id])
@@ -83,7 +83,7 @@ class EngineLoop:
     def collect(
         self, groups: Sequence[SampleGroup], show_progress: bool, between_steps: Callable[[], None]
     ) -> list[Completion]:
-        """Submits several prompts, all or none, and returns their completions, prompt by prompt."""
+        """Submits all prompts or none, and returns their completions in the prompts' order."""
         self._scheduler.check_room(sum(len(samples.requests) for samples in groups))
         ids = [samples.request_id for samples in groups]
         try:
@@ -117,7 +117,7 @@ class EngineLoop:
         return completions
 
     def forget(self, ids: Iterable[int]) -> None:
-        """Aborts requests and drops their deltas, all of them before Ctrl-C has an effect."""
+        """Aborts requests and drops their deltas. Ctrl-C takes effect only after all are dropped."""
         with deferred_interrupts():
             for request_id in ids:
                 for sample_id in self.queues.sample_ids(request_id):
