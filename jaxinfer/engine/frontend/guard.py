@@ -1,4 +1,4 @@
-"""Who may use an LLM, and whether it is still of use."""
+"""Guards an LLM: one thread at a time, in one process, and only until it is closed or fails."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Self
 
 @contextlib.contextmanager
 def deferred_interrupts() -> Iterator[Callable[[], None]]:
-    """Lets what is inside come to its end before Ctrl-C has an effect; a second Ctrl-C does not wait.
+    """Defers Ctrl-C to the end of the `with` block; a second Ctrl-C takes effect at once.
 
-    A step hands buffers over to the device and gets others back: between the two the engine has none. A lock is taken
-    inside, for Ctrl-C could come between its release and the end of its `with`. The function that is yielded lets a
-    Ctrl-C take effect at once.
+    A step donates buffers to the device and gets new ones back; in between the engine has no cache. Take locks inside
+    the block: otherwise Ctrl-C could come between a lock's release and the end of its `with`. Call the yielded
+    function to let a pending Ctrl-C take effect now.
     """
     handler = signal.getsignal(signal.SIGINT)
-    # Python hands signals to the main thread alone, and what is not a function raises nothing.
+    # Python runs signal handlers in the main thread only, and a handler that is no function raises nothing.
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield lambda: None
         return
@@ -39,18 +39,18 @@ def deferred_interrupts() -> Iterator[Callable[[], None]]:
         yield take_effect
     finally:
         signal.signal(signal.SIGINT, handler)
-        if interrupts:  # also where what is inside has raised
+        if interrupts:  # also if the block raised
             handler(*interrupts[0])
 
 
 class _Process:
-    """The process in which JAX computes, None before the first engine."""
+    """The id of the process in which JAX computes, None before the first engine."""
 
     pid: int | None = None
 
 
 def require_own_process() -> None:
-    """Notes that JAX computes in this process; RuntimeError in one that was forked from such a process."""
+    """Records that JAX computes in this process; RuntimeError if it was forked from a process that runs JAX."""
     pid = os.getpid()
     if _Process.pid is None:
         _Process.pid = pid
@@ -65,14 +65,15 @@ CLOSED = "is closed"
 
 
 class Guard:
-    """Is entered while an LLM is used: by one thread at a time, in the process that made it, until that fails or ends.
+    """Entered for each use of an LLM. Allows one thread at a time, in the process that made the LLM.
 
-    Nobody waits for another thread: what that one is about to change would be changed under its hands a moment later.
+    A second thread gets RuntimeError and does not wait, because its turn would change state that the first thread
+    still works with.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._reason: str | None = None  # why it is of no use any more
+        self._reason: str | None = None  # why the LLM is unusable, None while it is usable
         self._failure: BaseException | None = None
 
     def __enter__(self) -> Self:
@@ -88,19 +89,19 @@ class Guard:
         return self._reason == CLOSED
 
     def check(self) -> None:
-        """Raises RuntimeError where the LLM is of no use here."""
+        """Raises RuntimeError if the LLM is closed, has failed, or belongs to another process."""
         if self._reason is not None:
             raise RuntimeError(f"this LLM {self._reason}; make a new one") from self._failure
         require_own_process()
 
     def fail(self, error: BaseException) -> None:
-        """Enters what has left the LLM without a cache to go on from."""
+        """Marks the LLM as failed by `error`, which lost its cache."""
         self._failure = error
         self._reason = f"has failed ({type(error).__name__}: {error})"
         error.add_note("the LLM has failed with this and lost its unfinished requests; make a new one")
 
     def close(self) -> None:
-        """Enters that the LLM is closed."""
+        """Marks the LLM as closed."""
         self._take()
         self._reason = CLOSED
         self._lock.release()
