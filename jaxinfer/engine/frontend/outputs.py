@@ -1,4 +1,4 @@
-"""Queues of deltas, between the engine's loop and the calls that wait for them."""
+"""Output queues between the engine loop and the calls that wait for deltas."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jaxinfer.engine.request.completion import Delta
 class OutputQueues:
     """Queues deltas for `step`, or for the `generate` or `stream` that waits for the request.
 
-    The samples of one prompt come out as the deltas of one request.
+    All samples of one prompt have the request id of the first.
     """
 
     def __init__(self) -> None:
         self._default_queue: list[Delta] = []  # for `step`
-        self._queues: dict[int, deque[Delta]] = {}  # of `generate` and `stream`, by request id
-        self._samples: dict[int, SampleGroup] = {}  # prompts with several samples, by the id of each
+        self._queues: dict[int, deque[Delta]] = {}  # for `generate` and `stream`, by request id
+        self._samples: dict[int, SampleGroup] = {}  # groups of several samples, by the id of each sample
 
     @property
     def has_outputs(self) -> bool:
@@ -27,23 +27,23 @@ class OutputQueues:
 
     @property
     def is_idle(self) -> bool:
-        """True if no delta is queued and no call waits."""
+        """True if no delta is queued and no call waits for one."""
         return not (self._default_queue or self._queues or self._samples)
 
     def expect(self, samples: SampleGroup) -> None:
-        """Joins the deltas of these samples from now on."""
+        """Routes later deltas of these samples under their common request id."""
         if len(samples.requests) > 1:
             self._samples.update(dict.fromkeys((request.request_id for request in samples.requests), samples))
 
     def open_queue(self, request_ids: Iterable[int]) -> deque[Delta]:
-        """Returns the queue that gets the deltas of these requests from now on."""
+        """Returns a queue for the later deltas of these requests."""
         queue: deque[Delta] = deque()
         self._queues.update(dict.fromkeys(request_ids, queue))
         return queue
 
     def route(self, deltas: Iterable[Delta]) -> None:
         """Puts each delta into the queue of its request."""
-        if not (self._samples or self._queues):  # all of them come out of `step`
+        if not (self._samples or self._queues):  # `step` returns all of them
             self._default_queue += deltas
             return
         for delta in deltas:
@@ -60,17 +60,17 @@ class OutputQueues:
         self._queues.get(delta.request_id, self._default_queue).append(delta)
 
     def take(self) -> list[Delta]:
-        """Returns and drops the deltas of requests without a queue of their own."""
+        """Returns the queued deltas of requests without a queue of their own, and drops them."""
         deltas, self._default_queue = self._default_queue, []
         return deltas
 
     def sample_ids(self, request_id: int) -> list[int]:
-        """Returns the requests that are the samples of this one, itself included."""
+        """Returns the ids of all samples in the group of this request, itself included."""
         samples = self._samples.get(request_id)
         return [request_id] if samples is None else [request.request_id for request in samples.requests]
 
     def forget(self, request_id: int) -> None:
-        """Closes the queue of a request and drops its samples."""
+        """Closes the queue of a request and drops its group of samples."""
         self._forget_samples(request_id)
         self._queues.pop(request_id, None)
 
