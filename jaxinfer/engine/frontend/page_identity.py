@@ -1,4 +1,4 @@
-"""Where pages and texts come from: what has to be the same for those that were computed elsewhere to be used here."""
+"""Identity of pages and texts: the properties that must match before one engine may use another's results."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ def page_identity(
     engine_config: EngineConfig,
     window: AttentionWindow | None = None,
 ) -> dict[str, str]:
-    """Returns it by aspects. It holds across processes and machines of one kind, and reads the whole checkpoint."""
-    # What the pages of an endless request hold depends on what its tokens did not see.
+    """Returns the properties that determine the contents of pages, by name. Reads the whole checkpoint.
+
+    Processes on machines of one kind get equal values.
+    """
+    # With attention sinks, the contents of a page depend on the tokens that were evicted before it.
     seen = "all" if window is None or not window.num_sinks else f"{window.num_seen}, {window.num_sinks} of them sinks"
     return {
         "weights": fingerprint(path),
@@ -36,7 +39,7 @@ def page_identity(
         "dtype": cache_config.dtype,
         "page_size": str(cache_config.page_size),
         "pages seen": seen,
-        # Another CPU, other kernels or another version may add up in another order.
+        # Another CPU, kernel or version may sum in another order.
         "platform": _platform(engine_config),
         "versions": f"jaxinfer {__version__}, jax {jax.__version__}",
     }
@@ -50,13 +53,13 @@ def _platform(engine_config: EngineConfig) -> str:
 
 
 def text_identity(path: Path, admission: Admission) -> dict[str, str]:
-    """Returns what the text of a request follows from beside the request, by aspects; it reads the whole checkpoint.
+    """Returns the properties that determine the text of a given request, by name. Reads the whole checkpoint.
 
-    The machine and the versions are left out, though they may change the last bits: work may go on elsewhere. So are
-    logits processors, which nothing tells apart.
+    Machine and versions are left out although they may change the last bits, so another machine may continue a job.
+    Logits processors are left out because functions cannot be compared.
     """
     config = admission.engine_config
-    # The tokens that an endless request sees go by pages.
+    # A request with sinks evicts whole pages, so the page size determines its text.
     sinks = None if config.num_sink_tokens is None else f"{config.num_sink_tokens}, by pages of {config.page_size}"
     return {
         "model": fingerprint(path, ("tokenizer.json", "generation_config.json"))[:DIGEST_LEN],
