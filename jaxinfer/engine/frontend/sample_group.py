@@ -1,4 +1,4 @@
-"""Several samples of one prompt: requests to the scheduler, one request to the user."""
+"""Several samples of one prompt: several requests for the scheduler, one request for the user."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from jaxinfer.sampling_params import SamplingParams
 
 
 class SampleGroup:
-    """The requests of one prompt. What they yield goes out under the id of the first.
+    """The requests of one prompt. Their deltas go out under the id of the first request.
 
-    With `best_of` they are held back until all have ended; the most probable `n` as a whole then go out, best first.
+    With `best_of` the group holds all deltas back until every sample has ended. It then yields the `n` most probable
+    samples as one whole delta each, best first.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
         sampling = requests[0].sampling
         self.requests = tuple(requests)
         self.request_id = requests[0].request_id
-        self.num_completions = sampling.n  # that go out
+        self.num_completions = sampling.n  # completions that the user gets
         self.sampling = sampling
         self._is_best_of = sampling.best_of is not None
         self._completions: list[Completion] = []
@@ -30,7 +31,7 @@ class SampleGroup:
         return len(self._completions) == len(self.requests)
 
     def hand_out(self, delta: Delta) -> list[Delta]:
-        """Takes what a step added to one sample and returns what goes out for it."""
+        """Takes one sample's delta of a step and returns the deltas for the user."""
         completion = delta.completion and replace(delta.completion, request_id=self.request_id)
         if completion is not None:
             self._completions.append(completion)
@@ -39,7 +40,7 @@ class SampleGroup:
         return [_whole(completion) for completion in self._best()] if self.is_finished else []
 
     def _best(self) -> list[Completion]:
-        # Equals in the order of their index, whichever ended first; what broke off is no rival to what did not.
+        # Samples with an error rank last. The sample index breaks ties, so the order of ending does not matter.
         ranked = sorted(
             self._completions, key=lambda c: (c.finish_reason == "error", -sum(c.log_probs), c.sample_index)
         )
@@ -47,8 +48,8 @@ class SampleGroup:
 
 
 def in_order(completions: Sequence[Completion], sampling: SamplingParams) -> list[Completion]:
-    """Returns the completions of one prompt as a user wants them: by sample_index, or best first with `best_of`."""
-    is_best_of = sampling.best_of is not None  # which come out best first
+    """Returns the completions of one prompt by sample_index; with `best_of`, in the given order, best first."""
+    is_best_of = sampling.best_of is not None  # the group already yields these best first
     return list(completions) if is_best_of else sorted(completions, key=lambda c: c.sample_index)
 
 
