@@ -1,4 +1,4 @@
-"""A request in a file, to be continued by another process as if nothing had been.
+"""Saves a request to a file, from which another process continues it with the same tokens.
 
 digest, 32 bytes | length of the head, 8 bytes | head, JSON | pages, one after another
 """
@@ -29,9 +29,9 @@ LENGTH_BYTES = 8
 def write_request(
     path: Path, request: Request, time_limit: float, pages: Mapping[int, Content], num_saved: int, identity: dict
 ) -> None:
-    """Writes a request that is to run for `time_limit` seconds more, and its pages by their index.
+    """Writes a request and its `pages`, the contents by page index.
 
-    `num_saved`: how many tokens are computed after the last.
+    `time_limit`: seconds left until its deadline. `num_saved`: the number of its tokens with keys and values in pages.
     """
     head = {
         "kind": KIND,
@@ -47,7 +47,7 @@ def write_request(
         "terms": {
             "priority": request.priority,
             "tenant": request.tenant,
-            "deadline": None if time_limit == math.inf else max(time_limit, 1e-3),  # it may have come just now
+            "deadline": None if time_limit == math.inf else max(time_limit, 1e-3),  # the deadline may just have passed
             "cache_salt": request.cache_salt,
         },
         "pages": list(pages),
@@ -60,7 +60,7 @@ def write_request(
 
 
 def read_request(path: Path, request_id: int, admission: Admission, identity: dict[str, str]) -> Request:
-    """Returns the request in a file; ValueError where it is damaged or cannot be continued here, with the reason."""
+    """Returns the request in a file; ValueError with the reason if it is damaged or cannot continue here."""
     _require_file(path)
     sealed = read_checked(path)
     start = LENGTH_BYTES + int.from_bytes(sealed[:LENGTH_BYTES], "little")
@@ -85,7 +85,7 @@ def read_request(path: Path, request_id: int, admission: Admission, identity: di
 
 
 def _require_file(path: Path) -> None:
-    """Raises ValueError for a folder, and for a device, which may have no end and would be replaced by a file."""
+    """Raises ValueError for a folder or a device; reading a device may never end, and writing would replace it."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no regular file; give the path of one, or of none yet")
 
