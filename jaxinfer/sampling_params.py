@@ -1,4 +1,4 @@
-"""What one request is told: how its tokens are chosen and when it ends."""
+"""The sampling parameters of one request."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from jaxinfer.validation import (
 )
 
 MAX_SEED = 2**64 - 1
-# What a step gives in place of a token: for a row whose parameters rule out every one, and for a row whose logits have
-# NaN or infinity, or rule out every token by themselves. (-2 is `speculative.NO_DRAFT`.)
+# Results of a step in place of a token. NO_TOKEN: the row's parameters rule out every token. BAD_LOGITS: the row's
+# logits have NaN or infinity, or are all -inf before its parameters. (-2 is `speculative.NO_DRAFT`.)
 NO_TOKEN, BAD_LOGITS = -1, -3
-# As in OpenAI's API. A token that must not or must be drawn is better named in bad_words or allowed_token_ids.
+# As in OpenAI's API. To forbid or force a token, use bad_words or allowed_token_ids.
 MAX_PENALTY, MAX_BIAS = 2.0, 100.0
-# Every token's text is held against all stop strings, on the host, while nothing else is done there.
+# The host compares the text of every token with all stop strings, and does nothing else at that time.
 MAX_STOP_CHARACTERS = 4_096
 
 
@@ -35,34 +35,50 @@ STRUCTURES = ("json_schema", "regex", "choices", "grammar")
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen and when it ends.
+    """How the engine samples the tokens of one request, and when the request ends.
 
-    The logits are changed in this order, by definitions of `transformers` where nothing else is said:
+    Parameters that change the logits, in the order of their effect. Definitions are those of `transformers` unless
+    stated otherwise:
 
-    `logit_bias`: from token id to what is added to its logit. `repetition_penalty` divides positive logits of tokens
-    in the prompt or the output, and multiplies negative ones. `frequency_penalty` is subtracted for each time a token
-    is in the output, `presence_penalty` once (as in OpenAI's API). `no_repeat_ngram_size` n rules out what would
-    repeat n tokens of prompt and output. `bad_words`, each several token ids, are not completed; unlike in
-    `transformers` an end token among them is not drawn either. `min_tokens`: no stop token is drawn, and no stop
-    string is looked for, before as many tokens. `allowed_token_ids`: nothing else is drawn. `json_schema` (JSON text
-    or a mapping), `regex`, `choices` (one of these strings) or `grammar` (in Lark's notation): nothing is drawn from
-    which the output could not go on to what is asked for, and the request ends where nothing can follow.
-    `logits_processors`: names of functions that the LLM was made with, each with its argument for this request; they
-    come before the structure.
+    * `logit_bias`: from token id to a number from -100 to 100, which is added to the token's logit.
+    * `repetition_penalty` (above 0; 1 is off) divides positive logits of tokens in the prompt or the output, and
+      multiplies negative ones.
+    * `frequency_penalty` (-2 to 2) is subtracted once per occurrence of a token in the output, as in OpenAI's API.
+    * `presence_penalty` (-2 to 2) is subtracted once if a token is in the output, as in OpenAI's API.
+    * `no_repeat_ngram_size` n rules out every token that would repeat n tokens of prompt and output; 0 is off.
+    * `bad_words`: sequences of token ids that the output never completes. Unlike in `transformers`, an end token in
+      this list is ruled out too.
+    * `min_tokens`: before this number of tokens, stop tokens are ruled out and stop strings are ignored.
+    * `allowed_token_ids`: all other tokens are ruled out; None allows all.
+    * `logits_processors`: names of functions given to the LLM, each with its float argument for this request.
+    * `json_schema` (JSON text or a mapping), `regex`, `choices` (strings, one of which is the output) or `grammar` (in
+      Lark's notation), at most one: rules out each token after which the output could no longer match this structure.
+      The request ends when nothing can follow.
 
-    `temperature` 0 then takes the most probable token; the filters then change nothing. `top_k` 0, `top_p` 1, `min_p`
-    0 and `typical_p` 1 switch those filters off; they apply after the temperature, in that order. `seed` fixes every
-    draw: token i of sample j depends on (seed, j, i) and the logits alone; `None` lets the engine draw one and report
-    it. Where the parameters rule out every token, the request ends with finish reason "exhausted".
+    If the parameters rule out every token, the request ends with finish reason "exhausted".
 
-    `n` samples are drawn of one prompt, each a completion with its `sample_index`; `best_of` draws as many and gives
-    the `n` with the greatest sum of log-probabilities, best first, when all have ended.
+    Sampling, in this order:
 
-    `log_probs` is how many alternatives to report per token beside the chosen one, `prompt_log_probs` how many per
-    token of the prompt beside the one that is there; None reports nothing of the prompt, all of which is computed
-    otherwise, be it cached or not. `stop` ends the text before the first of these strings; `stop_token_ids` end it at a
-    token, in addition to the model's end tokens, which `ignore_eos` switches off; a structure then ends only where
-    nothing else may follow.
+    * `temperature` divides the logits. 0 takes the most probable token; the filters then have no effect.
+    * `top_k` (0 is off), `top_p` (1 is off), `min_p` (0 is off) and `typical_p` (1 is off) filter the tokens.
+    * `seed` (64 bits) fixes the samples: token i of sample j depends on (seed, j, i) and the logits alone. None lets
+      the engine choose a seed, which the completion reports.
+
+    Samples and log-probabilities:
+
+    * `n`: samples of one prompt, each a completion with its `sample_index`.
+    * `best_of`: samples to generate, of which the `n` with the greatest sum of log-probabilities come out, best first,
+      when all have ended; None is off.
+    * `log_probs`: alternatives to report per token, besides the sampled one.
+    * `prompt_log_probs`: the same per token of the prompt, besides the prompt's own. None reports nothing. Otherwise
+      the engine computes the whole prompt, even if it is cached.
+
+    End of the request:
+
+    * `max_tokens`: the most tokens to generate.
+    * `stop`: strings; the text ends before the first of them.
+    * `stop_token_ids`: the output ends at one of these tokens, in addition to the model's end tokens.
+    * `ignore_eos`: go on after the model's end tokens. A structure then ends only when nothing else may follow.
     """
 
     n: int = 1
@@ -123,7 +139,7 @@ class SamplingParams:
         if self.prompt_log_probs is not None:
             require_int("prompt_log_probs", self.prompt_log_probs, 0)
         require_bool("ignore_eos", self.ignore_eos)
-        # Lists are welcome as input; tuples keep the object hashable.
+        # Callers may give lists; tuples keep the object hashable.
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "logits_processors", _arguments(self.logits_processors))
         object.__setattr__(self, "bad_words", _words(self.bad_words))
@@ -137,29 +153,29 @@ class SamplingParams:
 
     @property
     def num_samples(self) -> int:
-        """How many samples are drawn."""
+        """The number of samples to generate."""
         return self.n if self.best_of is None else self.best_of
 
     @cached_property
     def reads_context(self) -> bool:
-        """Whether what was said so far, however long ago, changes the logits."""
+        """True if all earlier tokens of the request, however old, may change the logits."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.no_repeat_ngram_size)
         return self.repetition_penalty != 1 or any(penalties) or bool(self.bad_words or self.logits_processors)
 
     @cached_property
     def changes_logits(self) -> bool:
-        """Whether the logits are changed before the temperature."""
+        """True if some parameter changes the logits before the temperature."""
         listed = self.logit_bias or self.allowed_token_ids or self.structure
         return self.reads_context or self.needs_prompt_len or bool(listed)
 
     @property
     def needs_prompt_len(self) -> bool:
-        """Whether prompt and output are told apart."""
+        """True if some parameter treats prompt and output tokens differently."""
         return bool(self.presence_penalty or self.frequency_penalty or self.min_tokens)
 
     @cached_property
     def structure(self) -> tuple[str, Any] | None:
-        """The name and value of the one parameter that gives the output a structure, if any."""
+        """The name and value of the parameter that gives the output a structure, or None."""
         given = [(name, getattr(self, name)) for name in STRUCTURES if getattr(self, name) is not None]
         return given[0] if given else None
 
