@@ -1,4 +1,4 @@
-"""What a model, a cache, an engine and a request are told: frozen, validated, hashable, free of jax."""
+"""Configurations of model, cache and engine: frozen, validated, hashable, free of jax."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ ATTENTIONS = ("reference",)
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained length.
+    """Scaling of rotary frequencies beyond the trained length, by `kind`.
 
-    `linear` divides positions by `factor` (Chen et al. 2023). `llama3` divides only long wavelengths, blending between
-    `low_freq_factor` and `high_freq_factor` (Llama 3.1). `yarn` blends by rotations counted between `beta_slow` and
-    `beta_fast`, and scales queries and keys by `attention_factor` (Peng et al. 2023).
+    * `linear` divides positions by `factor` (Chen et al. 2023).
+    * `llama3` divides only long wavelengths, and blends between `low_freq_factor` and `high_freq_factor` (Llama 3.1).
+    * `yarn` blends by the number of rotations, between `beta_slow` and `beta_fast`. It scales queries and keys by
+      `attention_factor` (Peng et al. 2023).
     """
 
     kind: Literal["linear", "llama3", "yarn"]
@@ -50,7 +51,7 @@ class RopeScaling:
             require_int("RopeScaling.original_max_position", self.original_max_position, 1)
         for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
             require_positive(f"RopeScaling.{name}", getattr(self, name))
-        # The blends divide by the distance between the two.
+        # The blends divide by the difference of the two bounds.
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             bound = f"more than {low}={getattr(self, low)}"
             require(getattr(self, high) > getattr(self, low), f"RopeScaling.{high}", getattr(self, high), bound)
@@ -77,7 +78,7 @@ class ModelConfig:
     has_output_bias: bool = False
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
-    sliding_window: int | None = None  # a token sees so many, itself included; None: all before it
+    sliding_window: int | None = None  # tokens that a token attends to, itself included; None: all
     # Layers of one group are stacked and run by one scan: few groups compile fast, groups of 1 run fastest on CPU.
     layer_groups: tuple[int, ...] = ()
 
@@ -140,39 +141,60 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Limits of the engine; together with the model they determine every compiled shape.
+    """Limits and options of the engine; together with the model they determine every compiled shape.
 
-    `max_num_seqs`: requests computed in one step. `max_num_batched_tokens`: tokens computed in one step, `None` for
-    128 on CPU and 512 elsewhere, and for no less than max_num_seqs or max_mixed_tokens. `max_model_len`: prompt plus
-    output of a request, `None` for the model's own limit. `num_sink_tokens`: with it a request may be longer, and then
-    sees no more than max_model_len tokens, so many of its first and the last ones (StreamingLLM, Xiao et al. 2023); a
-    multiple of page_size, `None` for no such requests. `num_pages`: pages in the pool, `None` for as many as all
-    rows at full length can use, as far as there is memory for them. `memory_bytes`: what parameters, pages and steps
-    may take on the device together, `None` for what it has, and on CPU for any. `cache_bytes`: what the pages may take,
-    `None` for what is left; on CPU, where nothing sets a limit, for 1 GiB.
-    `max_samples`: the most samples of a prompt (`n`, `best_of`) and the most beams that a request may ask for.
-    `max_log_probs`: the most alternatives per token that a request may ask for. `max_prompt_log_probs`: the same for
-    the tokens of prompts; None lets no request ask for `prompt_log_probs`, and compiles nothing for them.
-    `max_listed_tokens`: the most token ids that a request may name in `logit_bias`, in `allowed_token_ids`, in all its
-    `bad_words` together, and as stop tokens under `min_tokens`.
-    `prefix_cache`: whether requests share the pages of equal beginnings, those of finished requests included.
-    `decode_loop_steps`: decode steps that one dispatch may run while all requests decode. More take less time; their
-    tokens come all at once, and abort and deadline act between dispatches. Not beside speculation.
-    `max_mixed_tokens`: tokens computed in a step in which somebody decodes, `None` for max_num_batched_tokens; fewer
-    make prompts slower and the time between tokens more even. `max_waiting`: requests queued beyond those that can
-    run, `None` for any number.
-    `host_cache_bytes`: memory of the host for pages that the pool has no room for, `None` for none of it.
-    `disk_cache_path`: a folder for those that the host has no room for, within `disk_cache_bytes`; it outlasts the
-    process.
-    `max_drafts`: drafts per request and step, where the LLM speculates. `adaptive_drafts`: whether each step verifies
-    as many of them as bring the most tokens per second, or all.
-    `draft_trees`: whether drafters may guess several tokens for one place, as trees; those with heads then do.
-    `ttft_target`, `tpot_target`: seconds to the first token, and per token after it, within which a request counts for
-    the goodput; `None` for any. They change nothing else.
-    `quantization`: "int8" rounds the weights of products to 8 bits with a scale per output channel while they are
-    loaded, "int4" to 4 bits with a scale per 128 inputs; None leaves them in the LLM's dtype.
-    `attention`: "reference" computes attention in plain JAX, on a GPU or TPU many times slower, for what the kernels
-    there refuse; None takes these kernels. It changes nothing on a CPU, nor on a GPU that is too old for kernels.
+    Requests and steps:
+
+    * `max_num_seqs`: requests in one step.
+    * `max_num_batched_tokens`: tokens in one step. None takes 128 on CPU and 512 elsewhere, and at least max_num_seqs
+      and max_mixed_tokens.
+    * `max_model_len`: prompt and output tokens of a request. None takes the model's own limit.
+    * `num_sink_tokens`: allows longer requests with attention sinks (StreamingLLM, Xiao et al. 2023). They attend to at
+      most max_model_len tokens: this number of first tokens, and the last ones. A multiple of page_size; None is off.
+    * `max_mixed_tokens`: tokens in a step with a decoding request; None takes max_num_batched_tokens. A lower limit
+      slows prompts down and makes the time between tokens more even.
+    * `decode_loop_steps`: decode steps per dispatch while all requests decode. More steps save time, but tokens come in
+      bursts, and aborts and deadlines act between dispatches. Excludes speculation.
+    * `max_waiting`: waiting requests beyond the running ones. None sets no limit.
+    * `attention`: "reference" computes attention in plain JAX, for inputs that the GPU and TPU kernels refuse. It is
+      many times slower there, and changes nothing on a CPU or a GPU too old for the kernels. None takes the kernels.
+
+    Memory:
+
+    * `page_size`: token slots of a page: 16, 32, 64 or 128.
+    * `num_pages`: pages in the pool. None takes the pages of all rows at full length, if they fit in memory.
+    * `memory_bytes`: device bytes for parameters, pages and steps together. None takes all of the device; on CPU it
+      sets no limit.
+    * `cache_bytes`: bytes for pages. None takes the rest of memory_bytes, or 1 GiB on CPU without any limit.
+    * `quantization`: "int8" rounds the weights of products to 8 bits, with a scale per output channel, during loading.
+      "int4" rounds to 4 bits, with a scale per 128 inputs. None keeps the LLM's dtype.
+
+    Prefix cache:
+
+    * `prefix_cache`: requests with equal prefixes share pages, those of finished requests included.
+    * `host_cache_bytes`: host memory for pages that the pool evicts. None is off.
+    * `disk_cache_path`, `disk_cache_bytes`: a folder for pages that the host evicts, and its limit. The folder outlasts
+      the process. None is off.
+
+    Limits on what one request may ask for:
+
+    * `max_samples`: samples of a prompt (`n`, `best_of`) or beams.
+    * `max_log_probs`: alternatives per token.
+    * `max_prompt_log_probs`: alternatives per token of the prompt. None refuses `prompt_log_probs`, and compiles
+      nothing for it.
+    * `max_listed_tokens`: token ids each in `logit_bias`, `allowed_token_ids`, all `bad_words` together, and the stop
+      tokens under `min_tokens`.
+
+    Speculation:
+
+    * `max_drafts`: drafts per request and step, from 1 to 15.
+    * `adaptive_drafts`: each step verifies the number of drafts with the most tokens per second; False verifies all.
+    * `draft_trees`: drafters may guess several tokens for one position, as a tree. Draft heads then do.
+
+    Goodput: a request counts if it meets both targets. They change nothing else.
+
+    * `ttft_target`: seconds to the first token. None sets no target.
+    * `tpot_target`: seconds per token after the first. None sets no target.
     """
 
     max_num_seqs: int = 32
@@ -228,12 +250,12 @@ class EngineConfig:
         require_bool("prefix_cache", self.prefix_cache)
         require_int("decode_loop_steps", self.decode_loop_steps, 1)
         if self.max_mixed_tokens is not None:
-            # So many that a prompt advances beside all others decoding.
+            # The minimum leaves a token for a prompt while all other rows decode.
             most = self.max_num_batched_tokens or MAX_INT
             require_int("max_mixed_tokens", self.max_mixed_tokens, self.max_num_seqs, most)
         if self.max_waiting is not None:
             require_int("max_waiting", self.max_waiting, 0)
-        # Fewer than a page has slots, so that drafts never take more than one page.
+        # Fewer than the slots of the smallest page, so that drafts need at most one more page.
         require_int("max_drafts", self.max_drafts, 1, 15)
         require_bool("adaptive_drafts", self.adaptive_drafts)
         require_bool("draft_trees", self.draft_trees)
@@ -249,7 +271,7 @@ class EngineConfig:
 
     @property
     def has_tiers(self) -> bool:
-        """Whether pages that the pool has no room for are kept somewhere."""
+        """True if a host or disk tier keeps the pages that the pool evicts."""
         return self.host_cache_bytes is not None or self.disk_cache_bytes is not None
 
     def _check_tiers(self) -> None:
