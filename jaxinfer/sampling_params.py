@@ -37,8 +37,8 @@ STRUCTURES = ("json_schema", "regex", "choices", "grammar")
 class SamplingParams:
     """How the engine samples the tokens of one request, and when the request ends.
 
-    Parameters that change the logits, in the order of their effect. Definitions are those of `transformers` unless
-    stated otherwise:
+    Parameters that change the logits, in the order of their effect. Definitions follow `transformers` unless stated
+    otherwise:
 
     * `logit_bias`: from token id to a number from -100 to 100, which is added to the token's logit.
     * `repetition_penalty` (above 0; 1 is off) divides positive logits of tokens in the prompt or the output, and
@@ -51,9 +51,9 @@ class SamplingParams:
     * `min_tokens`: before this number of tokens, stop tokens are ruled out and stop strings are ignored.
     * `allowed_token_ids`: all other tokens are ruled out; None allows all.
     * `logits_processors`: names of functions given to the LLM, each with its float argument for this request.
-    * `json_schema` (JSON text or a mapping), `regex`, `choices` (strings, one of which is the output) or `grammar` (in
-      Lark's notation), at most one: rules out each token after which the output could no longer match this structure.
-      The request ends when nothing can follow.
+    * `json_schema` (JSON text or a mapping), `regex`, `choices` (the output is one of these strings) or `grammar` (in
+      Lark's notation): the structure of the output; give at most one. It rules out every token after which the output
+      could no longer match. The request ends when nothing can follow.
 
     If the parameters rule out every token, the request ends with finish reason "exhausted".
 
@@ -67,8 +67,8 @@ class SamplingParams:
     Samples and log-probabilities:
 
     * `n`: samples of one prompt, each a completion with its `sample_index`.
-    * `best_of`: samples to generate, of which the `n` with the greatest sum of log-probabilities come out, best first,
-      when all have ended; None is off.
+    * `best_of`: generate this number of samples and return `n`, with the greatest sums of log-probabilities, best
+      first. They come out when all have ended. None is off.
     * `log_probs`: alternatives to report per token, besides the sampled one.
     * `prompt_log_probs`: the same per token of the prompt, besides the prompt's own. None reports nothing. Otherwise
       the engine computes the whole prompt, even if it is cached.
