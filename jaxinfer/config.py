@@ -156,7 +156,7 @@ class EngineConfig:
     * `decode_loop_steps`: decode steps per dispatch while all requests decode. More steps save time, but tokens come in
       bursts, and aborts and deadlines act between dispatches. Excludes speculation.
     * `max_waiting`: waiting requests beyond the running ones. None sets no limit.
-    * `attention`: "reference" computes attention in plain JAX, for inputs that the GPU and TPU kernels refuse. It is
+    * `attention`: "reference" computes attention in plain JAX, for cases that the GPU and TPU kernels refuse. It is
       many times slower there, and changes nothing on a CPU or a GPU too old for the kernels. None takes the kernels.
 
     Memory:
@@ -165,18 +165,18 @@ class EngineConfig:
     * `num_pages`: pages in the pool. None takes the pages of all rows at full length, if they fit in memory.
     * `memory_bytes`: device bytes for parameters, pages and steps together. None takes all of the device; on CPU it
       sets no limit.
-    * `cache_bytes`: bytes for pages. None takes the rest of memory_bytes, or 1 GiB on CPU without any limit.
+    * `cache_bytes`: device bytes for pages. None takes the rest; on CPU, if memory_bytes is None too, 1 GiB.
     * `quantization`: "int8" rounds the weights of products to 8 bits, with a scale per output channel, during loading.
       "int4" rounds to 4 bits, with a scale per 128 inputs. None keeps the LLM's dtype.
 
     Prefix cache:
 
-    * `prefix_cache`: requests with equal prefixes share pages, those of finished requests included.
+    * `prefix_cache`: requests with equal prefixes share pages, also after one of them has finished.
     * `host_cache_bytes`: host memory for pages that the pool evicts. None is off.
     * `disk_cache_path`, `disk_cache_bytes`: a folder for pages that the host evicts, and its limit. The folder outlasts
       the process. None is off.
 
-    Limits on what one request may ask for:
+    Limits on one request:
 
     * `max_samples`: samples of a prompt (`n`, `best_of`) or beams.
     * `max_log_probs`: alternatives per token.
