@@ -1,4 +1,4 @@
-"""What a configuration checks its fields with: every refusal names the field, the value and what is allowed."""
+"""Checks for fields of a configuration. Every error names the field, its value and the allowed values."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-# The device computes with 32 bits.
+# The largest values of the device's 32-bit types.
 MAX_INT, MAX_FLOAT = 2**31 - 1, 3.4e38
 MAX_SHOWN = 200  # characters of a value in an error
-MAX_ITEMS = 2**20  # of a list; a generator may have no end
+MAX_ITEMS = 2**20  # of a list; the bound also stops endless generators
 
 
 def shown(value: Any) -> str:
-    """Returns a value as it reads in an error, cut where it is long; its type where it cannot be printed."""
+    """Returns a value's repr for an error message, shortened if long; its type if repr raises."""
     try:
         return cut(repr(value))
-    except Exception as error:  # raised by the value, or it has too many digits or levels
+    except Exception as error:  # from the value's own __repr__, or from too many digits or levels
         return f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
 
 
 def cut(text: str) -> str:
-    """Returns a text as it reads in an error: without its middle where it is long."""
+    """Returns a text for an error message, without its middle if it is longer than MAX_SHOWN characters."""
     if len(text) <= MAX_SHOWN:
         return text
     return f"{text[: MAX_SHOWN // 2]} … {text[-MAX_SHOWN // 4 :]} ({len(text):,} characters)"
@@ -50,7 +50,7 @@ def require_int(name: str, value: Any, minimum: int, maximum: int = MAX_INT) -> 
 
 
 def require_real(name: str, value: Any, minimum: float, maximum: float = math.inf) -> None:
-    # NaN fails every comparison, so it is refused here as well.
+    # NaN fails every comparison, so this refuses it too.
     bound = f"a finite number of at least {minimum}" + ("" if maximum == math.inf else f" and at most {maximum}")
     require(is_real(value) and minimum <= _as_float(value) <= min(maximum, MAX_FLOAT), name, value, bound)
 
@@ -90,18 +90,18 @@ def as_path(name: str, value: Any) -> Path:
 
 
 def as_items(name: str, values: Any) -> Any:
-    """Returns arrays of NumPy, JAX and others as lists of numbers, anything else as it is."""
+    """Converts an array of NumPy, JAX or another library to a list of numbers; returns other values unchanged."""
     if isinstance(values, type) or not hasattr(values, "__array__"):
         return values
     try:
         return values.__array__().tolist()
-    except Exception as error:  # an array on another device, or of a type that NumPy does not have
+    except Exception as error:  # an array on another device, or of a type unknown to NumPy
         message = f"{name}={shown(values)} is not allowed: NumPy cannot read it ({error}); give a list of numbers"
         raise ValueError(message) from error
 
 
 def as_tuple(name: str, values: Any, requirement: str) -> tuple[Any, ...]:
-    """Returns the items of a list, an array or another iterable; ValueError for more than MAX_ITEMS."""
+    """Returns the items of a list, an array or another iterable; ValueError for more than MAX_ITEMS items."""
     values = as_items(name, values)
     is_iterable = isinstance(values, Iterable) and not isinstance(
         values, str | bytes | bytearray | memoryview | Mapping
@@ -114,10 +114,10 @@ def as_tuple(name: str, values: Any, requirement: str) -> tuple[Any, ...]:
 
 
 def as_ints(name: str, values: Any, minimum: int = 0, maximum: int = MAX_INT) -> tuple[int, ...]:
-    """Returns the integers of a list or an array."""
+    """Returns the integers of a list or an array; ValueError if one is not from `minimum` to `maximum`."""
     bound = f"several integers from {minimum} to {maximum}"
     items = as_tuple(name, values, bound)
-    if set(map(type, items)) != {int}:  # nearly always it is, and that is faster than looking at each
+    if set(map(type, items)) != {int}:  # nearly always equal, and faster than a check of each item
         require(all(map(is_int, items)), name, values, bound)
         items = tuple(map(int, items))
     require(not items or (minimum <= min(items) and max(items) <= maximum), name, values, bound)
