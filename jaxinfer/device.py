@@ -1,4 +1,4 @@
-"""What the device at hand wants: number format, layer groups, memory for pages, a place for compiled steps."""
+"""Defaults for the present device: weight format, layer groups, tokens per step, memory, compilation cache."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import jax
 from jaxinfer.validation import shown
 
 COMPILATION_CACHE = Path.home() / ".cache" / "jaxinfer" / "compilation"
-# Sets of instructions that decide by which routines a CPU multiplies.
+# Instruction sets by which a CPU's multiplication routines are chosen.
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve", "sve2")
-# The formats of weights, by the names in use.
+# Weight formats by their accepted names.
 DTYPES = {
     "float32": "float32",
     "fp32": "float32",
@@ -23,15 +23,15 @@ DTYPES = {
     "fp16": "float16",
     "half": "float16",
 }
-# The page pool where neither the user nor the device sets a limit.
+# Bytes of the page pool if neither the user nor the device sets a limit.
 CPU_CACHE_BYTES = 2**30
 
 
 def require_device() -> None:
-    """Raises ValueError if JAX finds no device of the platforms that it is told to use."""
+    """Raises ValueError if JAX finds no device of the configured platforms."""
     try:
         jax.devices()
-    except (RuntimeError, AssertionError) as error:  # JAX asserts that one of the platforms named is there
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that one of the named platforms exists
         platforms = jax.config.values["jax_platforms"]
         raise ValueError(
             f"JAX_PLATFORMS={platforms or ''} names no device that can be used ({str(error) or 'none is installed'});"
@@ -50,7 +50,7 @@ def default_dtype() -> str:
 
 
 def resolve_dtype(dtype: str | None) -> str:
-    """Returns the one of float32, bfloat16 and float16 that is meant, `default_dtype` for None or "auto"."""
+    """Returns float32, bfloat16 or float16 for any accepted name; `default_dtype` for None or "auto"."""
     if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
         return default_dtype()
     if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -62,7 +62,7 @@ def resolve_dtype(dtype: str | None) -> str:
 
 
 def describe_cpu() -> str:
-    """Returns the processor's name and sets of instructions, for figures and bits that depend on them."""
+    """Returns the processor's name and instruction sets, on which measurements and result bits depend."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not Linux
@@ -74,12 +74,12 @@ def describe_cpu() -> str:
 
 
 def default_layer_groups(num_layers: int, first_layers: int | None = None) -> tuple[int, ...]:
-    """Returns one group on TPU, where it compiles in half the time to a tenth of the code, and groups of 1 elsewhere.
+    """Returns one group on TPU, and groups of 1 layer elsewhere.
 
-    One group ends after `first_layers`, if there are so many and more.
-
-    On CPU unrolled layers run 1.5 times faster. On GPU a scan copies every layer's weights out of the stack before it
-    multiplies by them, which triples what a decode step reads and writes; and unrolled it compiles as fast.
+    On TPU one group compiles in half the time to a tenth of the code. With `first_layers` below `num_layers` there are
+    two groups, the first of `first_layers` layers. On CPU unrolled layers run 1.5 times faster. On GPU a scan copies
+    each layer's weights out of the stack before multiplying, which triples the memory traffic of a decode step.
+    Unrolled layers compile as fast there.
     """
     if jax.default_backend() != "tpu":
         return (1,) * num_layers
@@ -88,16 +88,16 @@ def default_layer_groups(num_layers: int, first_layers: int | None = None) -> tu
 
 
 def default_batched_tokens() -> int:
-    """Returns how many tokens a step computes where the user sets no limit: so many that more are no faster per token.
+    """Returns the default token limit of a step; beyond it the time per token no longer falls.
 
-    A CPU multiplies eight rows at a time whatever their number; an accelerator has to read the weights for several
-    hundred to be busy meanwhile.
+    A CPU multiplies eight rows at a time, however many there are. An accelerator needs several hundred rows to stay
+    busy while it reads the weights.
     """
     return 128 if jax.default_backend() == "cpu" else 512
 
 
 def free_bytes() -> int | None:
-    """Returns how many bytes the device has left, None where it has no limit of its own, as a CPU."""
+    """Returns the device's free bytes, or None if it reports no limit, like a CPU."""
     stats = jax.devices()[0].memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
@@ -107,17 +107,17 @@ def free_bytes() -> int | None:
 def enable_compilation_cache() -> None:
     """Keeps compiled steps on disk between runs, in `~/.cache/jaxinfer/compilation`.
 
-    A folder the user gave to JAX (JAX_COMPILATION_CACHE_DIR, or jax_compilation_cache_dir in its configuration) is
-    used instead; JAX_ENABLE_COMPILATION_CACHE=false switches the cache off. The setting is JAX's, so functions that the
-    user compiles later in this process are kept there as well.
+    If the user gave JAX a folder (JAX_COMPILATION_CACHE_DIR, or jax_compilation_cache_dir in its configuration), that
+    folder is used. JAX_ENABLE_COMPILATION_CACHE=false switches the cache off. The setting is JAX's own, so JAX also
+    keeps the user's functions there if they compile later in this process.
     """
     settings = jax.config.values
     if settings["jax_compilation_cache_dir"] is None and settings["jax_enable_compilation_cache"]:
         jax.config.update("jax_compilation_cache_dir", str(COMPILATION_CACHE))
-        # Every step is worth keeping: a small model has many that compile in under JAX's threshold of a second.
+        # Keep every step: many steps of a small model compile in under JAX's threshold of a second.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def compiles_on_device() -> bool:
-    """Whether the compiler measures candidates on the device, in memory that a cache would take: XLA does on GPUs."""
+    """True if the compiler measures candidates on the device, which needs memory beside the cache: XLA on GPUs."""
     return jax.default_backend() == "gpu"
