@@ -51,9 +51,9 @@ class SamplingParams:
     * `min_tokens`: before this number of tokens, stop tokens are ruled out and stop strings are ignored.
     * `allowed_token_ids`: all other tokens are ruled out; None allows all.
     * `logits_processors`: names of functions given to the LLM, each with its float argument for this request.
-    * `json_schema` (JSON text or a mapping), `regex`, `choices` (the output is one of these strings) or `grammar` (in
-      Lark's notation): the structure of the output; give at most one. It rules out every token after which the output
-      could no longer match. The request ends when nothing can follow.
+    * `json_schema` (JSON text or a mapping), `regex`, `choices` (strings, of which the output is one) or `grammar`
+      (Lark's notation): at most one structure. It rules out every token after which the output could no longer match.
+      The request ends when nothing can follow.
 
     If the parameters rule out every token, the request ends with finish reason "exhausted".
 
