@@ -1,4 +1,4 @@
-"""What a load would do to an engine: traces of requests, run by a real engine or by its scheduler alone."""
+"""Runs traces of requests on a real engine, or on its scheduler alone, and reports latency and throughput."""
 
 from jaxinfer.simulation.driver import drive
 from jaxinfer.simulation.plot import plot_timeline, require_matplotlib
