@@ -1,4 +1,4 @@
-"""One loop for both: a trace on a real engine by the clock on the wall, or on its scheduler by a virtual one."""
+"""Runs a trace on a real engine in real time, or on a simulated engine in virtual time, in one loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxinfer.simulation.trace import TracedRequest, make_prompt
 
 
 class Engine(Protocol):
-    """What a trace runs on; times in seconds from the start."""
+    """An engine that runs traces. Times are in seconds from the start."""
 
     @property
     def num_steps(self) -> int: ...
@@ -34,15 +34,15 @@ class Engine(Protocol):
 
     @property
     def max_model_len(self) -> float:
-        """The most tokens of a request, its prompt included; infinite where there is no such limit."""
+        """The most tokens of a request, its prompt included; infinite if the engine has no limit."""
         ...
 
     def add(self, prompt: list[int], params: SamplingParams) -> int:
-        """Queues a request and returns its id; ValueError or QueueFullError where it is refused."""
+        """Queues a request and returns its id; ValueError or QueueFullError if the engine refuses it."""
         ...
 
     def step(self) -> list[Delta]:
-        """Computes one step, if there is anything to compute."""
+        """Computes one step, if any request is unfinished."""
         ...
 
 
@@ -60,10 +60,10 @@ def drive(
     total: int | None = None,
     show_progress: bool = False,
 ) -> Report:
-    """Runs a trace to its end. Requests that have arrived are added between steps.
+    """Runs a trace to its end. Adds arrived requests between steps.
 
-    `targets` are what a request of the goodput meets. A request that the engine refuses is counted and left out.
-    `total` is the number of requests, for the progress bar, where it is known.
+    `targets`: the latencies that a request must meet to count as goodput. `total`: the number of requests for the
+    progress bar, if known. The report counts refused requests, but its other figures leave them out.
     """
     outcomes = Outcomes()
     in_flight: dict[int, _InFlight] = {}
@@ -100,8 +100,8 @@ def drive(
 
 
 def _add(engine: Engine, index: int, request: TracedRequest) -> int:
-    if request.input_len >= engine.max_model_len:  # too long to be made for nothing
+    if request.input_len >= engine.max_model_len:  # refused anyway: do not build a long prompt
         raise ValueError(f"input_len={request.input_len} leaves no room in max_model_len={engine.max_model_len}")
     prompt = make_prompt(request, index, engine.vocab_size)
-    # Which tokens are drawn does not matter; how many does, and on a real engine greedy ones cost least.
+    # Only the number of tokens matters, and a real engine samples greedy tokens fastest.
     return engine.add(prompt, SamplingParams(max_tokens=request.output_len, temperature=0.0, ignore_eos=True))
