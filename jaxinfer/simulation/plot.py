@@ -1,4 +1,4 @@
-"""A picture of a timeline: how full the steps and the pages were, and what each request waited for."""
+"""Plots a timeline: requests per step, used pages, and the phases of each request."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ COLORS = {"queue": "0.8", "prefill": "tab:orange", "decode": "tab:blue", "preemp
 
 
 def require_matplotlib() -> None:
-    """Raises ValueError where there is nothing to draw with."""
+    """Raises ValueError if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         raise ValueError("a plot needs matplotlib, which is not installed: pip install 'jaxinfer[plot]'")
 
 
 def plot_timeline(timeline: Timeline, path: str | Path) -> None:
-    """Writes a PNG; ValueError without matplotlib, or for a timeline in which nothing was computed."""
+    """Writes a PNG; ValueError without matplotlib, or for a timeline without steps."""
     require_matplotlib()
     if not timeline.steps:
         raise ValueError("the timeline has no step, so there is nothing to plot")
@@ -41,7 +41,7 @@ def plot_timeline(timeline: Timeline, path: str | Path) -> None:
 def _plot_rows(axes: Axes, timeline: Timeline) -> None:
     for kind in ("decode", "verify", "prefill"):
         steps = [step for step in timeline.steps if step.kind == kind]
-        # began 0 1 1 2 2 … ended, rows up at each beginning and down to nothing at each end
+        # moments: began 0, ended 0, began 1, ended 1, …; rows rise when a step begins and drop to 0 when it ends
         moments = np.array([(step.began, step.ended) for step in steps]).reshape(-1) - timeline.start
         num_rows = np.array([(step.num_rows, 0) for step in steps]).reshape(-1)
         if steps:
