@@ -1,4 +1,4 @@
-"""A trace on a real engine, by the clock on the wall."""
+"""Runs a trace on a real engine, in real time."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request.completion import Delta
 from jaxinfer.engine.timeline import Timeline
 
-MAX_SLEEP = 3600.0  # no system can sleep for any number of seconds
+MAX_SLEEP = 3600.0  # systems bound the seconds of one sleep
 
 
 class RealEngine:
-    """An LLM that nobody else uses and that has run before. Time counts from the first question for it."""
+    """A warmed-up LLM, for this trace alone. Time starts at the first call of `now`."""
 
     def __init__(self, llm: LLM, *, show_progress: bool = False) -> None:
         llm.warm_up(show_progress=show_progress, description="compiling all steps")
@@ -67,16 +67,16 @@ class RealEngine:
 
 
 def rehearse(llm: LLM) -> None:
-    """Fills a step with prompts and lets rows end as the shapes of decode steps do.
+    """Runs one load of full prefill steps, whose rows end so that decode steps take each of their sizes.
 
-    What is computed for the first time takes several times longer than ever after, which no step time tells.
+    The first run of a compiled step takes several times longer than later runs, and step times exclude it.
     """
     config, sizes = llm.engine_config, decode_sizes(llm.engine_config)
     num_rows, num_slots = config.max_num_seqs, llm.metrics().num_pages * config.page_size
     output_lens = [2 * sum(row < size for size in sizes) for row in range(num_rows)]
     longest = min(resolve_max_model_len(llm.model_config, config) - 1, num_slots - max(output_lens))
     length = min(-(-max_batched_tokens(config) // num_rows), longest)
-    last = llm.model_config.vocab_size - 1  # with which no prompt of a trace begins
+    last = llm.model_config.vocab_size - 1  # no prompt of a trace begins with this token
     prompts = [[last, *[row % last] * (length - 1)] for row in range(num_rows)]
     params = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in output_lens]
     llm.generate(prompts, params, show_progress=False)
