@@ -1,4 +1,4 @@
-"""What became of a load: latencies, throughput, and the share of requests that were served in time."""
+"""Reports a load: latencies, throughput and goodput."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ PERCENTILES = (50, 90, 99)
 class Report:
     """Figures of one trace on one engine; times in seconds.
 
-    `ttft`, `tpot` and `latency` map "mean", "p50", "p90" and "p99" to seconds from arrival to the first token, per
-    token after the first (of requests with more than one), and from arrival to the end. `goodput` counts the requests
-    a second that met both targets. `hit_rate` is the share of prompt tokens found in the prefix cache.
+    `ttft`, `tpot` and `latency` map "mean", "p50", "p90" and "p99" to seconds.
+
+    * `ttft`: from arrival to the first token.
+    * `tpot`: per token after the first, of requests with more than one token.
+    * `latency`: from arrival to the end.
+    * `goodput`: requests per second that met both targets.
+    * `hit_rate`: the share of prompt tokens found in the prefix cache.
     """
 
     num_requests: int
@@ -47,7 +51,7 @@ class Report:
 
 
 def prediction_errors(predicted: Report, measured: Report) -> dict[str, float]:
-    """Returns by how much of the measured value each prediction is too high; negative where it is too low."""
+    """Returns the relative error of each prediction, as a share of the measured value; positive if too high."""
     pairs = {"mean TTFT": (predicted.ttft, measured.ttft), "mean TPOT": (predicted.tpot, measured.tpot)}
     means = {name: (a["mean"], b["mean"]) for name, (a, b) in pairs.items() if a and b}
     means["makespan"] = (predicted.makespan, measured.makespan)
@@ -55,7 +59,7 @@ def prediction_errors(predicted: Report, measured: Report) -> dict[str, float]:
 
 
 class Outcomes:
-    """Collects what becomes of each request, in 12 bytes a request."""
+    """Collects the latencies of finished requests, in 12 bytes per request."""
 
     def __init__(self) -> None:
         self._ttft, self._tpot, self._latency = array("f"), array("f"), array("f")
@@ -73,7 +77,7 @@ class Outcomes:
         num_prompt_tokens: int,
         num_cached_tokens: int,
     ) -> None:
-        """Enters a finished request; times in seconds from the start of the trace."""
+        """Records a finished request; times in seconds from the start of the trace."""
         self._ttft.append(first - arrival)
         self._latency.append(end - arrival)
         self._tpot.append((end - first) / (num_tokens - 1) if num_tokens > 1 else 0.0)
@@ -83,7 +87,7 @@ class Outcomes:
         self._end = max(self._end, end)
 
     def report(self, *, num_steps: int, num_preemptions: int, targets: Targets) -> Report:
-        """Returns the figures so far; a request is good within both targets."""
+        """Returns the figures so far; a request counts as goodput if it meets both targets."""
         ttft, tpot, latency = np.array(self._ttft), np.array(self._tpot), np.array(self._latency)
         makespan = max(self._end, 1e-9)
         return Report(
