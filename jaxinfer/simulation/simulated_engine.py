@@ -1,4 +1,4 @@
-"""The engine's own admission and scheduler under a virtual clock: a load without a device."""
+"""Runs the engine's own admission and scheduler under a virtual clock, without a device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jaxinfer.validation import require
 
 
 class VirtualClock:
-    """Seconds since the start, going on only as it is told."""
+    """Seconds since the start; the simulation sets them."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -37,7 +37,7 @@ class VirtualClock:
 
 
 class SimulatedEngine(Device):
-    """Schedules as an engine with this admission and scheduler would; a step takes what `step_times` says."""
+    """Schedules like an engine with this admission and scheduler; `step_times` predicts the seconds of each step."""
 
     def __init__(self, admission: Admission, scheduler: Scheduler, clock: VirtualClock, step_times: StepTimes) -> None:
         self._admission = admission
@@ -47,7 +47,7 @@ class SimulatedEngine(Device):
         self._step_times = step_times
         self._ids = itertools.count()
         self.num_steps = 0
-        # Which token is drawn changes nothing: nothing but the length ends a request.
+        # Any token will do, because only its length ends a request.
         rows = admission.engine_config.max_num_seqs
         self._output = SimpleNamespace(tokens=np.zeros(rows, np.int32), log_probs=np.zeros(rows, np.float32))
         self._busy_until = 0.0
@@ -84,16 +84,16 @@ class SimulatedEngine(Device):
         return recorded_timeline(self._scheduler, self._buckets, MAX_STEPS)
 
     def launch(self, step: Step) -> float:
-        """Returns when the step will have been computed, after all before it."""
+        """Returns the time at which the device finishes the step, after all earlier steps."""
         for _ in step.copies.batches(len(step.copies)):
-            pass  # no page holds anything
+            pass  # drop the transfers: simulated pages have no contents
         self.num_steps += 1
         seconds = self._step_times.seconds(step, choose_bucket(self._buckets, step))
         self._busy_until = max(self._busy_until, self._clock.now) + seconds
         return self._busy_until
 
     def read(self, output: float) -> SimpleNamespace:
-        """Waits until then."""
+        """Advances the clock to the end of the step, the time in `output`."""
         self.wait_until(output)
         return self._output
 
@@ -101,7 +101,7 @@ class SimulatedEngine(Device):
 def load_simulated_engine(
     model: str | Path | None, engine_config: EngineConfig, step_times: StepTimes, dtype: str | None = None
 ) -> SimulatedEngine:
-    """Returns the engine that `LLM(model, config=engine_config, dtype=dtype)` would be, without its weights."""
+    """Returns a simulation of `LLM(model, config=engine_config, dtype=dtype)`, without its weights."""
     require_known_steps(engine_config)
     require(model != "", "model", model, "a folder or Hub id, or None for the bundled model")
     dtype = resolve_dtype(dtype)
