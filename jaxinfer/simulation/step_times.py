@@ -1,4 +1,4 @@
-"""How long a step takes, as a function of what is computed in it, fitted from measured steps."""
+"""A model of step times: seconds as a linear function of a step's features, fitted to measured steps."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from jaxinfer.engine.speculation.cost_fit import fit_weights
 from jaxinfer.validation import shown
 
 MIN_STEPS = 8
-MAX_BYTES = 2**20  # of a file of step times, which has some hundreds
-# Rows are computed side by side, so a step takes as long as its longest one; and what the host does for a step is
-# hidden by the one before it, if that was still on its way.
+MAX_BYTES = 2**20  # of a file of step times; a real one has some hundred bytes
+# "longest context": the device computes rows side by side, so the longest row decides the time of a step.
+# "not ahead": the host's work for a step is hidden only if the previous step was still running.
 FEATURES = (*step_costs.FEATURES, "longest context", "not ahead")
 
 
@@ -34,7 +34,7 @@ def step_features(step: Step, bucket: Bucket) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """What was computed, by `step_features`, and how long it took in seconds, host work included."""
+    """The features of a step (`step_features`) and its seconds, host work included."""
 
     is_decode: bool
     features: tuple[float, ...]
@@ -43,7 +43,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds per unit of each of the FEATURES, of decode steps and of all others."""
+    """Seconds per unit of each of the FEATURES, for decode steps and for all other steps."""
 
     decode: tuple[float, ...]
     prefill: tuple[float, ...]
@@ -56,7 +56,7 @@ class StepTimes:
                 raise ValueError(f"{name} has the weights {weights}; give finite ones of at least 0")
 
     def seconds(self, step: Step, bucket: Bucket) -> float:
-        """Returns how long the step would take in this compiled shape."""
+        """Returns the predicted seconds of the step in this compiled shape."""
         weights = self.decode if bucket.is_decode else self.prefill
         return sum(weight * feature for weight, feature in zip(weights, step_features(step, bucket), strict=True))
 
@@ -65,7 +65,7 @@ class StepTimes:
 
     @classmethod
     def load(cls, path: str | Path) -> StepTimes:
-        """Raises ValueError for a file that `save` of this version has not written."""
+        """Reads a file of `save`; ValueError if it cannot be read or has other features than this version."""
         name = f"step_times={shown(str(path))}"
         try:
             with Path(path).open("rb") as file:
@@ -82,7 +82,7 @@ class StepTimes:
 
 
 def require_known_steps(config: EngineConfig) -> None:
-    """Raises ValueError for an engine whose steps take what is not fitted."""
+    """Raises ValueError for options whose step times or page counts the simulation cannot know."""
     if config.decode_loop_steps > 1:
         raise ValueError(
             f"decode_loop_steps={config.decode_loop_steps} is not simulated: what a decode loop takes is not fitted;"
@@ -101,7 +101,7 @@ def require_known_steps(config: EngineConfig) -> None:
 
 
 def measured_steps(llm: LLM) -> list[MeasuredStep]:
-    """Returns a list that each step of the LLM will be entered in from now on."""
+    """Returns a list to which the LLM appends each later step. Replaces `llm.on_step`."""
     require_known_steps(llm.engine_config)
     buckets, steps = plan_buckets(llm.engine_config), []
 
@@ -113,11 +113,11 @@ def measured_steps(llm: LLM) -> list[MeasuredStep]:
 
 
 def fit_step_times(steps: Iterable[MeasuredStep]) -> StepTimes:
-    """Fits non-negative least squares of the relative error, without steps that took far longer than their like.
+    """Fits non-negative least squares of the relative error, without steps that took far longer than similar ones.
 
-    What disturbed those will disturb others: all steps together take as long as they were measured to.
+    Disturbances of those steps will recur, so the weights are scaled: predicted seconds sum to the measured total.
 
-    Raises ValueError where too few steps of a kind were measured.
+    Raises ValueError for fewer than MIN_STEPS measured steps of a kind.
     """
     steps = list(steps)
     kinds = {}
