@@ -1,8 +1,8 @@
-"""Traces: when requests arrive, how long they are, and which of them begin alike.
+"""Traces of requests: arrivals, lengths and shared prefixes.
 
 A trace is a JSON-lines file in the format of the Mooncake traces (Qin et al. 2024): `timestamp` in milliseconds,
-`input_length` and `output_length` in tokens, and optionally `hash_ids`, one per block of 512 prompt tokens, equal where
-the blocks are equal.
+`input_length` and `output_length` in tokens, and optionally `hash_ids`. They have one id per block of 512 prompt
+tokens; equal ids mean equal blocks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from jaxinfer.validation import shown
 
 BLOCK_LEN = 512
 MAX_LEN = 2**24  # of a prompt or an output, in tokens
-# Digits that spell out a block's id at its beginning; the first tells shared blocks from those of one request.
+# Token ids at the start of a block that spell its id; the first tells shared blocks from the blocks of one request.
 ID_DIGITS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedRequest:
-    """A request of a trace: `arrival` in seconds from the start, lengths in tokens, ids of its shared blocks."""
+    """A request of a trace: `arrival` in seconds from the start, lengths in tokens, the ids of its shared blocks."""
 
     arrival: float
     input_len: int
@@ -36,8 +36,8 @@ class TracedRequest:
 def read_trace(path: str | Path) -> Iterator[TracedRequest]:
     """Yields the requests of a file, one line at a time, in order of arrival.
 
-    Raises ValueError for a file that cannot be read or has no request, and for a line that is none, naming it and what
-    is wrong.
+    Raises ValueError if the file cannot be read or has no request. For an invalid line the error names its number and
+    the reason.
     """
     try:
         with Path(path).open("rb") as lines:
@@ -87,9 +87,10 @@ def _parse(fields: Any) -> TracedRequest:
 def random_trace(
     count: int, *, input_lens: tuple[int, int], output_lens: tuple[int, int], rate: float, seed: int
 ) -> Iterator[TracedRequest]:
-    """Yields requests that share nothing, `rate` a second on average and independent of each other (Poisson).
+    """Yields `count` requests without shared prefixes, `rate` per second on average (Poisson arrivals).
 
-    Each length is drawn evenly from a least to a most. An infinite rate lets all arrive at once.
+    `input_lens` and `output_lens` bound the lengths, which are uniformly distributed. With an infinite rate all
+    requests arrive at once.
     """
     draw, arrival = random.Random(seed), 0.0
     for _ in range(count):
@@ -98,9 +99,9 @@ def random_trace(
 
 
 def make_prompt(request: TracedRequest, index: int, vocab_size: int) -> list[int]:
-    """Returns `input_len` token ids that agree with those of other requests in exactly the shared blocks.
+    """Returns `input_len` token ids, which match the prompts of other requests in exactly the shared blocks.
 
-    What no block id covers belongs to the request alone; `index` is its number in the trace.
+    Tokens without a block id are unique to the request; `index` is its number in the trace.
     """
     blocks = [(0, block_id) for block_id in request.block_ids[: -(-request.input_len // BLOCK_LEN)]]
     covered = min(len(blocks) * BLOCK_LEN, request.input_len)
@@ -112,7 +113,7 @@ def make_prompt(request: TracedRequest, index: int, vocab_size: int) -> list[int
 
 
 def _spell(kind: int, number: int, vocab_size: int, count: int) -> list[int]:
-    """Returns `count` token ids that begin with kind and number, in base vocab_size."""
+    """Returns `count` token ids that begin with `kind` and `number`, in base vocab_size."""
     digits = [kind]
     for _ in range(ID_DIGITS - 1):
         number, digit = divmod(number, vocab_size)
