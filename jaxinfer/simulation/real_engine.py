@@ -67,7 +67,7 @@ class RealEngine:
 
 
 def rehearse(llm: LLM) -> None:
-    """Runs one load of full prefill steps, whose rows end so that decode steps take each of their sizes.
+    """Runs a load that takes every size of decode step, after full prefill steps.
 
     The first run of a compiled step takes several times longer than later runs, and step times exclude it.
     """
