@@ -82,7 +82,7 @@ class StepTimes:
 
 
 def require_known_steps(config: EngineConfig) -> None:
-    """Raises ValueError for options whose step times or page counts the simulation cannot know."""
+    """Raises ValueError for options with step times or page counts unknown to the simulation."""
     if config.decode_loop_steps > 1:
         raise ValueError(
             f"decode_loop_steps={config.decode_loop_steps} is not simulated: what a decode loop takes is not fitted;"
