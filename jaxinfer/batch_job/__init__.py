@@ -1,4 +1,4 @@
-"""Resumable jobs: requests from a file of JSON lines, results to another."""
+"""Resumable batch jobs: read requests from one file of JSON lines, append results to another."""
 
 from jaxinfer.batch_job.job import Summary, check_job, run_batch
 
