@@ -1,4 +1,4 @@
-"""Runs a file of requests through one engine, so that it can be killed and started again."""
+"""Runs a file of requests through one engine. A job can be killed at any moment and resumed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_IN_FLIGHT = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a run of a job did: `num_done_before` of `num_requests` were in the output already, some with an error."""
+    """Result of one run. `num_done_before` of `num_requests` were already in the output, some with an error."""
 
     num_requests: int
     num_done_before: int
@@ -52,16 +52,16 @@ def run_batch(
     show_progress: bool = True,
     max_in_flight: int = MAX_IN_FLIGHT,
 ) -> Summary:
-    """Runs the requests of `input_path` that `output_path` has no record of, and appends theirs as they end.
+    """Runs the requests of `input_path` without a record in `output_path`, and appends a record as each ends.
 
-    A line of the input is `{"custom_id": str, "prompt": str or token ids, ...fields of SamplingParams}`; one
-    that is no such request gets a record with `error`. At most `max_in_flight` requests are in the engine at
-    a time, with priority "batch"; of the files only custom_ids and digests of lines are held in memory. Killed at
-    any moment and called again, it yields the records of an undisturbed run, perhaps in another order (each has its
-    `line`). A request whose record is deleted from the output is done again.
+    A line of the input is `{"custom_id": str, "prompt": str or token ids, ...fields of SamplingParams}`; any other
+    line gets a record with `error`. The engine has at most `max_in_flight` of the requests at a time, with priority
+    "batch". Memory holds only the custom_ids and digests of lines. After a kill, the next call completes the output
+    to the records of an undisturbed run, perhaps in another order; each has its `line`. To repeat a request, delete
+    its record from the output.
 
-    ValueError, with the output unchanged: it is in use by another job, or what its records were `made_by` is not
-    this `llm.identity()` and these lines. OSError when a record cannot be written: the job can be run again.
+    Raises ValueError, with the output unchanged, if another job uses it, or if a record's `made_by` differs from
+    `llm.identity()` and the input line's digest. Raises OSError if a record cannot be written; run the job again then.
     """
     input_path, output_path = Path(input_path), Path(output_path)
     check_job(input_path, output_path, max_in_flight=max_in_flight)
@@ -91,9 +91,9 @@ def run_batch(
 
 
 def check_job(input_path: str | Path, output_path: str | Path, *, max_in_flight: int = MAX_IN_FLIGHT) -> None:
-    """Tells, before a model is loaded, what `run_batch` would refuse about these alone: ValueError.
+    """Checks the arguments of `run_batch` before a model is loaded; ValueError if it would refuse them.
 
-    It creates the output.
+    Creates the output.
     """
     if max_in_flight < 1:
         raise ValueError(f"max_in_flight is {max_in_flight}; give at least 1")
@@ -111,7 +111,7 @@ def check_job(input_path: str | Path, output_path: str | Path, *, max_in_flight:
 
 
 def _count_requests(lines: BinaryIO, done: Mapping[int, Done], input_path: Path, output_path: Path) -> int:
-    """Counts the lines that are not blank; ValueError when a `done` one is not what it was."""
+    """Returns the number of non-blank lines; ValueError if a line with a record in `done` has changed."""
     num_requests = num_matched = 0
     for line, raw in enumerate(lines_of(lines), 1):
         is_request = bool(raw.strip())
@@ -133,7 +133,7 @@ def _count_requests(lines: BinaryIO, done: Mapping[int, Done], input_path: Path,
 
 
 class _Job:
-    """The requests of one run that the engine has, and what became of the others."""
+    """One run of a job: its requests in the engine, and counters of finished ones."""
 
     def __init__(self, llm: LLM, identity: Mapping[str, str], output: OutputFile, bar: tqdm) -> None:
         self._llm = llm
@@ -141,8 +141,8 @@ class _Job:
         self._output = output
         self._bar = bar
         self._in_flight: dict[int, Request] = {}
-        self._held_back: Request | None = None  # until the engine has room
-        self._completions: dict[int, list[Completion]] = {}  # of requests with samples to come
+        self._held_back: Request | None = None  # waits until the engine has room
+        self._completions: dict[int, list[Completion]] = {}  # of requests with unfinished samples
         self._started_at = time.monotonic()
         self.num_completed = 0
         self.num_errors = 0
@@ -152,7 +152,7 @@ class _Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # After an interrupt or an error the engine may be used for something else, unless it has failed.
+        # After an interrupt or an error the caller may use the engine for other work, unless it has failed.
         with suppress(RuntimeError):
             for request_id in self._in_flight:
                 self._llm.abort(request_id)
@@ -166,7 +166,7 @@ class _Job:
             self._step()
 
     def _submit(self, entries: Iterator[Request | InvalidLine], max_in_flight: int) -> bool:
-        """Fills the engine up; false when there is nothing left to run."""
+        """Adds requests up to `max_in_flight`; returns False if nothing is left to run."""
         while len(self._in_flight) < max_in_flight and (entry := self._held_back or next(entries, None)) is not None:
             self._held_back = None
             if isinstance(entry, InvalidLine):
@@ -175,7 +175,7 @@ class _Job:
             try:
                 request_id = self._llm.add(entry.prompt, entry.sampling_params, priority="batch")
             except QueueFullError as error:
-                if self._llm.has_unfinished:  # which leave room when they end
+                if self._llm.has_unfinished:  # these make room when they end
                     self._held_back = entry
                     return True
                 self._record_error(entry, str(error))
@@ -204,7 +204,7 @@ class _Job:
             self._record_completions(request, self._completions.pop(request_id))
 
     def _record_completions(self, request: Request, completions: list[Completion]) -> None:
-        # Someone else has aborted it: it is not done, and the next run does it.
+        # Another caller has aborted it, so it gets no record and the next run repeats it.
         if any(completion.finish_reason == "abort" for completion in completions):
             return
         completions = in_order(completions, request.sampling_params)
