@@ -1,4 +1,4 @@
-"""The output of a job: a file that grows by whole records and has one writer; free of jax."""
+"""The output file of a job: it has one writer, which appends whole records; free of jax."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import BinaryIO, NamedTuple, Self
 
 from jaxinfer.batch_job.records import RECORD_START, Record, parse_record
 
-FSYNC_SECONDS = 5.0  # What a power cut may cost; a killed process loses nothing, since each record is written at once.
+FSYNC_SECONDS = 5.0  # A power cut may lose them. A killed process loses nothing: each record is written at once.
 
 
 class Done(NamedTuple):
-    """What is kept of a record: the digest of its input line, and whether it has an error."""
+    """A record in memory: `digest` of its input line, and `has_error` if the record has an error."""
 
     digest: str
     has_error: bool
 
 
 class OutputFile:
-    """Locked from opening to closing, also by the end of the process, however it ends."""
+    """A file of records, locked while open. The lock ends with the process, even if it is killed."""
 
     def __init__(self, path: Path) -> None:
-        """Opens or creates the file; ValueError when it is in use, no regular file or cannot be written."""
+        """Opens or creates the file; ValueError if it is in use, no regular file, or not writable."""
         self._path = path
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -52,7 +52,7 @@ class OutputFile:
             os.close(self._fd)
 
     def read_done(self, identity: Mapping[str, str]) -> dict[int, Done]:
-        """Reads the records by line; ValueError when an engine of another identity made one, or it is none."""
+        """Returns the records by input line; ValueError for an invalid record or one of another engine identity."""
         done: dict[int, Done] = {}
         self._complete_bytes = 0
         with os.fdopen(os.dup(self._fd), "rb") as file:
@@ -70,16 +70,16 @@ class OutputFile:
         return done
 
     def _lines(self, file: BinaryIO) -> Iterator[bytes]:
-        """Yields lines, of one that is no record its beginning alone: it may be of any length."""
+        """Yields the lines; of a line that is no record, which may have any length, only the first bytes."""
         while start := file.readline(len(RECORD_START)):
             yield start if start != RECORD_START else start + file.readline()
 
     def drop_incomplete(self) -> None:
-        """Cuts off the record after those of `read_done` that a killed process has left half written."""
+        """Cuts off the half-written record that a killed process left at the end. Call `read_done` first."""
         os.ftruncate(self._fd, self._complete_bytes)
 
     def append(self, record: bytes) -> None:
-        """Writes one record, from which moment it survives the process; OSError when there is no room for it."""
+        """Writes one record, which then survives a kill of the process; OSError if the disk is full."""
         rest = memoryview(record)
         with self._explained():
             while rest:
@@ -90,7 +90,7 @@ class OutputFile:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Adds the file and the way out to what the system says."""
+        """Adds the file's path and the way out to an OSError."""
         try:
             yield
         except OSError as error:
