@@ -1,4 +1,4 @@
-"""One line of a job's input as a request, one result as a line of its output; free of jax."""
+"""Parses the input lines of a job as requests, and formats results as output lines; free of jax."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARAMETERS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 SEED_BYTES = 8  # SamplingParams.seed has 64 bits
 DIGEST_BYTES = 8  # of an input line
 
-# Each output line begins with this, which tells a record that broke off from somebody else's file.
+# Each output line begins with this, which tells an incomplete record from a foreign file.
 RECORD_START = b'{"line": '
 
 
@@ -39,7 +39,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class InvalidLine:
-    """A line of the input that is no request, and why."""
+    """A line of the input that is no request; `message` has the reason."""
 
     line: int
     custom_id: str | None
@@ -49,7 +49,7 @@ class InvalidLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A line of the output: which line of the input it is of, its digest then, the engine's identity, and an error."""
+    """A line of the output: its input line's number and digest, the engine's identity, and `has_error`."""
 
     line: int
     digest: str
@@ -58,12 +58,12 @@ class Record:
 
 
 def digest_of(raw: bytes) -> str:
-    """Returns what tells an input line from another, white space around it apart."""
+    """Returns the digest of an input line, without surrounding white space."""
     return blake2b(raw.strip(), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def read_requests(lines: BinaryIO, done: Container[int]) -> Iterator[Request | InvalidLine]:
-    """Reads the lines that are neither blank nor `done`, in order, one at a time."""
+    """Yields the requests of all lines that are neither blank nor `done`, in order, reading one line at a time."""
     seen: set[str | None] = set()
     for line, raw in enumerate(lines_of(lines), 1):
         if line in done:
@@ -78,23 +78,23 @@ def read_requests(lines: BinaryIO, done: Container[int]) -> Iterator[Request | I
 
 
 def parse_request(raw: bytes, line: int) -> Request | InvalidLine:
-    """Reads one request.
+    """Parses one request.
 
-    Without a seed of its own it gets one from its place and name, so that a job which is stopped and started
-    again draws what an undisturbed one would.
+    A request without a seed gets one derived from its line number and custom_id. So a resumed job samples the same
+    tokens as an undisturbed one.
     """
     fields: dict[str, Any] = {}
     digest = digest_of(raw)
     try:
         fields = _object(parse_line(raw))
         return _request(fields, line, digest)
-    # math.isfinite does not take the integers beyond float64 that JSON can write.
+    # math.isfinite raises OverflowError for integers beyond float64, which JSON can write.
     except (ValueError, OverflowError) as error:
         return InvalidLine(line=line, custom_id=_custom_id(fields), digest=digest, message=str(error))
 
 
 def custom_id_of(raw: bytes) -> str | None:
-    """The custom_id of an input line, None where it has none."""
+    """Returns the custom_id of an input line, or None if it has none."""
     try:
         return _custom_id(_object(parse_line(raw)))
     except ValueError:
@@ -104,8 +104,8 @@ def custom_id_of(raw: bytes) -> str | None:
 def completion_line(request: Request, completions: Sequence[Completion], identity: Mapping[str, str]) -> bytes:
     """Formats the result of a request, line end included; infinite log probabilities become null.
 
-    Where several samples were asked for they stand in `samples`, by sample_index, or best first with `best_of`.
-    Where one ended in an error, `error` says why. `identity` is that of the engine.
+    With `n` above 1 the key `samples` has all samples, by sample_index, or best first with `best_of`. If a sample
+    ended in an error, `error` has the reason. `identity` is the engine's identity.
     """
     record: dict[str, Any] = {"line": request.line, "custom_id": request.custom_id}
     if request.sampling_params.n == 1:
@@ -120,7 +120,7 @@ def completion_line(request: Request, completions: Sequence[Completion], identit
 
 
 def error_of(completions: Iterable[Completion]) -> str | None:
-    """Returns why a request has ended in an error, None if it has not."""
+    """Returns the reason if a sample of the request ended in an error, else None."""
     return next((completion.error for completion in completions if completion.finish_reason == "error"), None)
 
 
@@ -141,13 +141,13 @@ def _sample(request: Request, completion: Completion) -> dict[str, Any]:
 
 
 def error_line(entry: Request | InvalidLine, message: str, identity: Mapping[str, str]) -> bytes:
-    """Formats the record of a line that could not become a request of the engine's, line end included."""
+    """Formats the record of a line that is invalid or that the engine refused, line end included."""
     record = {"line": entry.line, "custom_id": entry.custom_id, "error": message}
     return _format(record | {"made_by": {**identity, "line": entry.digest}})
 
 
 def parse_record(raw: bytes) -> Record:
-    """Reads an output line; ValueError when this module has not written it."""
+    """Parses an output line; ValueError if this module has not written it."""
     record: dict[str, Any] = {}
     if raw.startswith(RECORD_START):
         with contextlib.suppress(ValueError):
@@ -184,7 +184,7 @@ def _request(fields: dict[str, Any], line: int, digest: str) -> Request:
         if name == "logit_bias" and isinstance(value, dict):
             parameters[name] = _biases(value)
         elif name not in ("json_schema", "logits_processors"):
-            # It would pass for the collection of its keys.
+            # SamplingParams would take an object as the list of its keys.
             _require(not isinstance(value, dict), f"{name} is an object; give a value or a list")
     if parameters.get("seed") is None:
         parameters["seed"] = _seed(line, custom_id)
@@ -193,7 +193,7 @@ def _request(fields: dict[str, Any], line: int, digest: str) -> Request:
 
 
 def _biases(biases: dict[str, Any]) -> list[tuple[int, Any]]:
-    """Keys of JSON are strings."""
+    """Converts the keys to integers, because JSON's keys are strings."""
     for key in biases:
         _require(key.isascii() and key.isdecimal(), f"logit_bias has a key {key!r}; give token ids")
     return [(int(key), bias) for key, bias in biases.items()]
@@ -210,7 +210,7 @@ def _prompt(fields: dict[str, Any]) -> str | tuple[int, ...]:
         return prompt
     way_out = "give a string or a list of token ids"
     _require(isinstance(prompt, list), f"prompt is {_kind(prompt)}; {way_out}")
-    # A truth value is an int to isinstance.
+    # isinstance would accept bool as int.
     has_ids_only = all(type(token_id) is int for token_id in prompt)
     _require(has_ids_only, f"prompt is a list with something else than integers; {way_out}")
     return tuple(prompt)
@@ -236,5 +236,5 @@ def _finite(values: Sequence[float | None]) -> list[float | None]:
 
 def _format(record: dict[str, Any]) -> bytes:
     text = json.dumps(record, ensure_ascii=False, allow_nan=False)
-    # Half a surrogate pair has no UTF-8; its escape happens to be the one of JSON.
+    # A lone surrogate has no UTF-8; Python's escape for it is also valid JSON.
     return text.encode("utf-8", "backslashreplace") + b"\n"
