@@ -1,4 +1,4 @@
-"""The commands that put a load on an engine, or on its scheduler alone: bench, replay and simulate."""
+"""The commands bench, replay and simulate: run a load on an engine, or on its scheduler alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 Load = Callable[[argparse.Namespace], "LLM"]
 
 SAMPLE_TRACE = Path(__file__).parents[1] / "assets" / "trace.jsonl"
-# Fields of what no request of a load asks for, and, without weights and a device, of what changes no simulated time.
+# EngineConfig fields without effect. The requests of a load have no drafts, and need none of these limits. A
+# simulation has no weights and no device, and it knows no times of decode loops or tiers.
 NOT_OF_LOADS = (
     "max_drafts",
     "adaptive_drafts",
@@ -43,9 +44,9 @@ NOT_SIMULATED = (
 
 
 def add_commands(commands: Any, load: Load) -> dict[argparse.ArgumentParser, tuple[str, ...]]:
-    """Adds the parsers of the three commands; `load` makes the engine that arguments ask for.
+    """Adds the parsers of the three commands. `load` makes the engine from the parsed arguments.
 
-    Returns the fields of EngineConfig that each has no use for.
+    Returns the fields of EngineConfig that each command does not use.
     """
     bench = commands.add_parser("bench", help="measure the engine under a random load", allow_abbrev=False)
     bench.add_argument("--num-requests", type=int, default=64, metavar="N", help="how many (default 64)")
@@ -123,7 +124,7 @@ def _replay(arguments: argparse.Namespace, load: Load) -> None:
         require_known_steps,
     )
 
-    # A replay takes as long as the trace: a mistake is told before.
+    # A replay takes as long as the trace, so report mistakes before it starts.
     _check_files(arguments)
     num_requests = sum(1 for _ in read_trace(arguments.trace))
     if arguments.save_step_times is not None:
@@ -166,7 +167,7 @@ def _simulated_engine(arguments: argparse.Namespace) -> SimulatedEngine:
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
-    """Raises what would be raised at the end, when the load has been run for nothing."""
+    """Raises ValueError before the run if matplotlib is missing or an output file cannot be written."""
     from jaxinfer.simulation import require_matplotlib
 
     if arguments.plot is not None:
@@ -178,13 +179,13 @@ def _check_files(arguments: argparse.Namespace) -> None:
         is_new = not Path(path).exists()
         with _written(path):
             Path(path).open("ab").close()
-            if is_new:  # and would be left behind, empty, if the load failed
+            if is_new:  # otherwise a failed load would leave an empty file
                 Path(path).unlink()
 
 
 @contextmanager
 def _written(path: str) -> Iterator[None]:
-    """Adds to what the system says which file it is about."""
+    """Turns an OSError into a ValueError that names the file."""
     try:
         yield
     except OSError as error:
@@ -194,7 +195,7 @@ def _written(path: str) -> Iterator[None]:
 def _record(
     trace: Iterable[TracedRequest], engine: RealEngine | SimulatedEngine, arguments: argparse.Namespace, **options: Any
 ) -> Report:
-    """Runs a trace and writes the files that are wanted of it."""
+    """Runs a trace and writes the plot and the timeline, if requested."""
     from jaxinfer.simulation import plot_timeline
 
     if arguments.plot is None and arguments.timeline is None:
