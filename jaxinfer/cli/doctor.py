@@ -1,7 +1,7 @@
-"""`jaxinfer doctor`: checks that on this CPU no product of an engine's steps has other bits in another batch.
+"""`jaxinfer doctor`: checks that on this CPU no matrix product of the steps changes its bits with the batch.
 
-It traces every step of an engine's configuration, without any weights, and runs each shape of product that it finds
-there. `kernels_pallas.row_products` says why a shape might fail.
+It traces all steps of an engine's configuration without weights, and runs every product shape that it finds.
+`kernels_pallas.row_products` explains possible failures.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from kernels_pallas.row_products import (
     trial_operands,
 )
 
-# How many products steps run side by side: two blocks of rows by weights, pages of several rows and KV heads.
+# Products that a step runs side by side: two row blocks times weights; pages of several rows and KV heads.
 WEIGHTS_TOGETHER, MATRICES_TOGETHER = (2,), (2, 8, 64)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A product in the engine's steps: its sizes, every number of rows that it has in them, and its faults."""
+    """A product in the engine's steps: its sizes, all its row counts, and its faults."""
 
     form: str
     num_inputs: int
@@ -52,9 +52,9 @@ class Finding:
 
 
 def examine(model: str | Path, config: EngineConfig, dtype: str) -> Iterator[Finding]:
-    """Yields a finding for each product in the steps of an engine, without faults if its bits are independent.
+    """Yields a finding for each product in the steps of an engine; it has no faults if its bits never change.
 
-    Raises ValueError if the default device is no CPU: elsewhere bits depend on the batch.
+    Raises ValueError if the default device is no CPU, because elsewhere bits depend on the batch.
     """
     if jax.default_backend() != "cpu":
         raise ValueError(
@@ -69,7 +69,7 @@ def examine(model: str | Path, config: EngineConfig, dtype: str) -> Iterator[Fin
 
 
 def engine_products(model: str | Path, config: EngineConfig, dtype: str) -> frozenset[ProductShape]:
-    """Returns the products of all steps of an engine, those that verify drafts included."""
+    """Returns the products of all steps of an engine, including steps that verify drafts."""
     params, model_config = abstract_checkpoint(model, dtype, quantization=config.quantization)
     target = plan_target(params, model_config, config, dtype, {}, None)
     compiler = StepCompiler(target, 0 if config.decode_loop_steps > 1 else config.max_drafts)
@@ -79,7 +79,7 @@ def engine_products(model: str | Path, config: EngineConfig, dtype: str) -> froz
 
 
 def find_faults(form: str, num_inputs: int, num_outputs: int, dtype: str, row_counts: Iterable[int]) -> list[str]:
-    """Returns in what way the bits of a row depend on the rows and products beside it."""
+    """Returns a description of each way in which a row's bits depend on other rows or other products."""
     if form not in PRODUCTS:
         return ["not a product of kernels_pallas.row_products"]
     others = tuple(sorted({*row_counts} - {ROW_BLOCK}))
