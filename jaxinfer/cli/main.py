@@ -1,7 +1,10 @@
-"""The command line: `jaxinfer generate` streams one completion, `jaxinfer batch` runs a file of requests.
+"""The command line.
 
-`jaxinfer bench` measures a load, `jaxinfer replay` a trace of requests, and `jaxinfer simulate` needs no device.
-`jaxinfer doctor` says whether the bits of a request depend on the batch on this CPU.
+* `jaxinfer generate` streams one completion.
+* `jaxinfer batch` runs a file of requests.
+* `jaxinfer bench` measures a random load, `jaxinfer replay` a trace of requests.
+* `jaxinfer simulate` predicts a trace without a device.
+* `jaxinfer doctor` checks that on this CPU the bits of a request do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from jaxinfer._version import __version__
 
-# jax takes seconds to import, so the commands import what needs it, after the arguments have been read.
+# jax takes seconds to import, so each command imports the modules that need it after parsing its arguments.
 from jaxinfer.cli import bench
 from jaxinfer.cli.options import add_fields, from_arguments
 from jaxinfer.cli.output import drop_output, require_output, show
@@ -30,20 +33,20 @@ if TYPE_CHECKING:
     from jaxinfer.engine.llm import Completion
     from jaxinfer.text.tokenizer import Tokenizer
 
-EXIT_FAULTS = 1  # found by the doctor, or requests that ended in an error
+EXIT_FAULTS = 1  # the doctor found faults, or requests ended in an error
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 MAX_PROMPT_CHARACTERS = 2**24  # from standard input, which may have no end
 
-OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # how XLA says it
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # XLA's status code in its error messages
 
-BATCH_LOOP_STEPS = 8  # as nobody waits for a single token; more gain nothing
+BATCH_LOOP_STEPS = 8  # no reader of a job waits for single tokens; more steps gain nothing
 BATCH_STATUSES = (
     "Exit status: 0 if all requests have their completions, 1 if some have an error instead, 2 for a mistake."
 )
-# Fields of which these commands would show nothing.
+# EngineConfig fields without effect on the output of generate and batch.
 OMITTED = ("ttft_target", "tpot_target")
 
 
@@ -54,7 +57,7 @@ class _Parser(argparse.ArgumentParser):
     def parse_args(self, *args: Any, **kwargs: Any) -> Any:
         arguments = super().parse_args(*args, **kwargs)
         for name, value in vars(arguments).items():
-            if isinstance(value, list) and (not value or [] in value):  # which Python 3.11 makes of `--name=--`
+            if isinstance(value, list) and (not value or [] in value):  # Python 3.11 parses `--name=--` like this
                 self.error(f"argument --{name.replace('_', '-')}: expected a value, not '--'")
         return arguments
 
@@ -62,9 +65,9 @@ class _Parser(argparse.ArgumentParser):
 def run() -> NoReturn:
     """Runs this process's command and ends the process.
 
-    After Ctrl-C or a mistake it ends at once: the compiler, which cannot be stopped, would go on for the next start.
+    After Ctrl-C or a mistake it ends at once; otherwise the process would wait for the compiler, which cannot stop.
     """
-    if sys.stderr is None:  # closed; what is printed to None goes to standard output
+    if sys.stderr is None:  # closed; print(file=None) would write to standard output
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  up to the end of the process
     status = main()
     if status in (0, EXIT_FAULTS):
@@ -79,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0, 1 for faults found, 2 for a user's mistake, 130 after Ctrl-C."""
     try:
         arguments = _parser().parse_args(argv)
-        if arguments.run is not _batch:  # which prints nothing there
+        if arguments.run is not _batch:  # batch prints nothing to standard output
             require_output()
         status = arguments.run(arguments)
     except SystemExit as exit_:  # from --help, --version and the parser's errors
@@ -88,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jaxinfer: {interrupt}" if interrupt.args else "jaxinfer: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        drop_output()  # the reader has had enough
+        drop_output()  # the reader has closed the pipe
         return EXIT_BROKEN_PIPE
     except (ValueError, OSError, NotImplementedError) as error:
         print(f"jaxinfer: error: {_one_line(error)}", file=sys.stderr)
@@ -103,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _one_line(error: object) -> str:
-    """Returns what an error says, less the middle of what it shows and is long."""
+    """Returns an error's message on one line, with the middle of long words left out."""
     return " ".join(map(cut, str(error).split()))
 
 
@@ -155,7 +158,7 @@ def _load(arguments: argparse.Namespace) -> LLM:
         arguments.model,
         config=config,
         dtype=arguments.dtype,
-        speculation=getattr(arguments, "speculation", None),  # a load has none: it has no text to speculate on
+        speculation=getattr(arguments, "speculation", None),  # a load has no real text to draft from
         show_progress=not arguments.quiet,
     )
 
@@ -171,12 +174,12 @@ def _read_prompt() -> str:
 
 
 def _finish_compiling(llm: LLM, arguments: argparse.Namespace) -> None:
-    """Waits until the next start will find everything compiled."""
+    """Waits until all steps are compiled and cached for the next start."""
     try:
         llm.warm_up(show_progress=not arguments.quiet, description="compiling for the next start")
     except KeyboardInterrupt:
         raise KeyboardInterrupt("interrupted while compiling for the next start; all else was done") from None
-    except (RuntimeError, MemoryError) as error:  # the compiler's, with whose other steps the command was done
+    except (RuntimeError, MemoryError) as error:  # from the compiler; other steps have done the command's work
         print(f"jaxinfer: a step could not be compiled for the next start: {_one_line(error)}", file=sys.stderr)
 
 
@@ -186,21 +189,21 @@ def _generate(arguments: argparse.Namespace) -> int:
     params = from_arguments(SamplingParams, arguments)
     try:
         prompt = _read_prompt() if arguments.prompt is None else arguments.prompt
-        prompt.encode()  # other bytes may have become surrogates
+        prompt.encode()  # fails on surrogates, which stand for bytes that are not UTF-8
     except UnicodeError:
         raise ValueError("the prompt is not text in UTF-8; convert it") from None
     if params.prompt_log_probs is not None:
         vars(arguments).setdefault("max_prompt_log_probs", params.prompt_log_probs)
     llm = _load(arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal that cannot show a character is no reason to stop.
+        # Escape characters that the terminal cannot encode.
         sys.stdout.reconfigure(errors="backslashreplace")
     started_at, first_at, status = time.monotonic(), None, 0
     try:
         for delta in llm.stream(prompt, params):
             if delta.token_ids and first_at is None:
                 first_at = time.monotonic()
-            # Samples come mixed, so they are shown one by one as they end.
+            # Deltas of several samples are interleaved, so show each sample when it ends.
             text = delta.text if params.n == 1 else delta.completion.text if delta.completion else ""
             show(text, end="" if delta.completion is None else "\n")
             if delta.completion is not None:
@@ -208,7 +211,7 @@ def _generate(arguments: argparse.Namespace) -> int:
                 if delta.completion.finish_reason == "error":
                     print(f"jaxinfer: ended by an error: {_one_line(delta.completion.error)}", file=sys.stderr)
                     status = EXIT_FAULTS
-    except QueueFullError as error:  # more samples than the engine may have at a time
+    except QueueFullError as error:  # more samples than max_num_seqs and max_waiting allow
         raise ValueError(str(error)) from None
     _finish_compiling(llm, arguments)
     return status
@@ -221,7 +224,7 @@ def _report(
     started_at: float,
     first_at: float,
 ) -> None:
-    assert tokenizer is not None  # as the prompt was text
+    assert tokenizer is not None  # because the prompt is text
     if getattr(arguments, "prompt_log_probs", None) is not None:
         rows = zip(completion.prompt_log_probs, completion.prompt_top_log_probs, strict=True)
         _print_log_probs("prompt token", completion.prompt_token_ids, rows, tokenizer)
@@ -256,7 +259,7 @@ def _print_log_probs(
 def _batch(arguments: argparse.Namespace) -> int:
     from jaxinfer.batch_job import check_job, run_batch
 
-    # Loading a model takes minutes: a mistake is told before.
+    # Loading a model takes minutes, so report mistakes before.
     limits = {} if arguments.max_in_flight is None else {"max_in_flight": arguments.max_in_flight}
     check_job(arguments.input, arguments.output, **limits)
     if arguments.speculation is None:
