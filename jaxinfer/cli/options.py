@@ -1,4 +1,4 @@
-"""Options of the command line from the fields of a configuration: what each is for, and how its value is read."""
+"""Turns the fields of a configuration into options of the command line, with help texts and parsers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Mapping
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
-# What each field is for, by theme. A logits processor is a function, which a command line cannot give.
+# Help texts of the fields, by theme. Logits processors are functions, so they have no option.
 HELP = {
     "samples and their length": {
         "n": "samples to draw of the prompt",
@@ -98,7 +98,7 @@ def _word(text: str) -> tuple[int, ...]:
     return tuple(int(token_id) for token_id in text.split(","))
 
 
-# Options that take one value each time they are given: how it is read, and what it looks like.
+# Options that may be repeated, with one value each time: (parser of a value, its form in the help).
 REPEATED: dict[str, tuple[Callable[[str], Any], str]] = {
     "logit_bias": (_bias, "ID:BIAS"),
     "bad_words": (_word, "ID,ID,..."),
@@ -116,9 +116,9 @@ def add_fields(
     omit: Container[str] = (),
     groups: Mapping[str, argparse._ArgumentGroup] = MappingProxyType({}),
 ) -> None:
-    """Adds an option per field, but those to `omit`, to the group of its theme, which may be one of `groups`.
+    """Adds an option per field not in `omit`, to the group of its theme: from `groups` by name, else a new one.
 
-    Options that are not given stay out of the namespace, for defaults live in `config`.
+    Options that the user leaves out stay out of the namespace, because `config` has the defaults.
     """
     hints = get_type_hints(config)
     fields = {field.name: field for field in dataclasses.fields(config) if field.name not in omit}
@@ -135,7 +135,7 @@ def _add_field(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hi
     if hint is bool:
         options["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
     else:
-        kind = next(iter(get_args(hint)), hint)  # int | None names the type of one value first
+        kind = next(iter(get_args(hint)), hint)  # the first type in int | None is the type of a value
         read, metavar = REPEATED.get(field.name, (kind, kind.__name__.upper()))
         options["type"], options["metavar"] = _reader(read, metavar), metavar
         if field.name in REPEATED:
@@ -147,7 +147,7 @@ def _add_field(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hi
 
 
 def _reader(read: Callable[[str], Any], metavar: str) -> Callable[[str], Any]:
-    """Returns what reads an option's value, and says what it looks like where it does not."""
+    """Wraps the parser of an option's value; its error message shows the expected form."""
 
     def checked(text: str) -> Any:
         try:
@@ -159,6 +159,6 @@ def _reader(read: Callable[[str], Any], metavar: str) -> Callable[[str], Any]:
 
 
 def from_arguments(config: type, arguments: argparse.Namespace) -> Any:
-    """Returns the configuration that the options of `add_fields` ask for."""
+    """Returns the configuration from the parsed options of `add_fields`."""
     names = {field.name for field in dataclasses.fields(config)}
     return config(**{name: value for name, value in vars(arguments).items() if name in names})
