@@ -1,4 +1,4 @@
-"""Standard output of the commands, which may be closed, full, or read by somebody who leaves."""
+"""Writes to standard output, which may be closed, full, or a broken pipe."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def show(text: object, end: str = "\n") -> None:
-    """Prints at once. Raises BrokenPipeError where nobody reads any more, ValueError where nothing can be written."""
+    """Prints and flushes. Raises BrokenPipeError if the reader is gone, ValueError if the output is not writable."""
     try:
         print(text, end=end, flush=True)
     except BrokenPipeError:
@@ -18,11 +18,11 @@ def show(text: object, end: str = "\n") -> None:
 
 
 def require_output() -> None:
-    """Raises ValueError where standard output is closed."""
+    """Raises ValueError if standard output is closed."""
     if sys.stdout is None:
         raise ValueError("standard output is closed; leave it open, or send it to a file or to /dev/null")
 
 
 def drop_output() -> None:
-    """Lets what is still buffered go nowhere, or its flush at exit would complain."""
+    """Sends buffered output to /dev/null, because the flush at exit would fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
