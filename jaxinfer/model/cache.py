@@ -151,8 +151,8 @@ def turn_pages(cache: KVCache, sources: Any, targets: Any, num_positions: Any, *
     """Returns the cache with pages i32[W] on others as if their tokens stood `num_positions` i32[] later."""
     angles = turning_angles(jnp.asarray(num_positions)[None], config)
     bundle = extract_pages(cache, sources, config=config)
-    rotated_sinks = tuple(map_keys(pages, lambda keys: rotary_embedding(keys, *angles)) for pages in bundle.groups)
-    return insert_pages(cache, targets, replace(bundle, groups=rotated_sinks), config=config)
+    rotated = tuple(map_keys(pages, lambda keys: rotary_embedding(keys, *angles)) for pages in bundle.groups)
+    return insert_pages(cache, targets, replace(bundle, groups=rotated), config=config)
 
 
 def _in_layers(page_ids: Any, pool: Pages, num_layers: int) -> Any:

@@ -63,8 +63,8 @@ def prefill_step(
     ends = hidden[last_places(batch)]
     draw = functools.partial(_finish, params, cache, ends, batch, sampling, max_log_probs, custom)
     output = _unless_awaiting(sampling, draw)
-    prompt_log_prob_chunks = None if prompt is None else describe_prompt(params, hidden, prompt, max_prompt_log_probs)
-    return replace(output, hidden=hidden, ends=ends, prompt=prompt_log_prob_chunks), cache
+    described = None if prompt is None else describe_prompt(params, hidden, prompt, max_prompt_log_probs)
+    return replace(output, hidden=hidden, ends=ends, prompt=described), cache
 
 
 @_jit_step

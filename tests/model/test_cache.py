@@ -248,16 +248,16 @@ def test_turned_pages_have_the_keys_of_later_positions_and_nothing_else_changes(
     cache, sources, targets = numbered_cache(5, layout, dtype), [4, 1, 0], [0, 2, 5]  # the last is past the pool
     turns = np.exp(48j * 10_000.0 ** (-np.arange(0, H, 2) / H))
 
-    rotated_sinks = turn(cache, np.array(sources), np.array(targets), 48)
+    rotated = turn(cache, np.array(sources), np.array(targets), 48)
 
-    for before, after, n in zip(cache.groups, rotated_sinks.groups, CONFIG.layer_groups, strict=True):
+    for before, after, n in zip(cache.groups, rotated.groups, CONFIG.layer_groups, strict=True):
         (keys, values), (new_keys, new_values) = keys_and_values(before, n), keys_and_values(after, n)
         pairs = (keys[..., : H // 2] + 1j * keys[..., H // 2 :])[:, [4, 1]] * turns
         expected = np.concatenate([pairs.real, pairs.imag], axis=-1)
         # bfloat16 has 8 bits of mantissa, and a pair of numbers up to 251 has a length of up to 355.
         np.testing.assert_allclose(new_keys[:, [0, 2]], expected, rtol=0, atol=355 * (2**-8, 2**-20)[layout == "cpu"])
         np.testing.assert_equal(new_values[:, [0, 2]], values[:, [4, 1]])
-    before, after = pages_of(cache, 5), pages_of(rotated_sinks, 5)
+    before, after = pages_of(cache, 5), pages_of(rotated, 5)
     is_written = {place: place[2] in (0, 2) for place in before}
     np.testing.assert_equal(
         [after[p] for p in after if not is_written[p]], [before[p] for p in before if not is_written[p]]

@@ -118,8 +118,8 @@ def test_rotary_embedding_rotates_the_pairs_of_half_the_head_apart():
     for t in range(T):
         for i in range(H // 2):
             angle = positions[t] * 10_000.0 ** (-2 * i / H)
-            rotated_sinks = (x[t, :, i] + 1j * x[t, :, i + H // 2]) * np.exp(1j * angle)
-            expected[t, :, i], expected[t, :, i + H // 2] = rotated_sinks.real, rotated_sinks.imag
+            rotated = (x[t, :, i] + 1j * x[t, :, i + H // 2]) * np.exp(1j * angle)
+            expected[t, :, i], expected[t, :, i + H // 2] = rotated.real, rotated.imag
 
     @jax.jit
     def rotate(x, positions):

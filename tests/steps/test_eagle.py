@@ -57,8 +57,8 @@ def rotated(x, position):
     """x [heads, H] turned as pairs (i, i + H / 2)."""
     H = x.shape[-1]
     angles = position * CONFIG.rope_theta ** (-np.arange(0, H, 2) / H)
-    rotated_sinks = (x[:, : H // 2] + 1j * x[:, H // 2 :]) * np.exp(1j * angles)
-    return np.concatenate([rotated_sinks.real, rotated_sinks.imag], -1)
+    rotated = (x[:, : H // 2] + 1j * x[:, H // 2 :]) * np.exp(1j * angles)
+    return np.concatenate([rotated.real, rotated.imag], -1)
 
 
 def next_state(head, inputs):

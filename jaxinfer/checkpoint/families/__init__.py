@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.checkpoint.families import llama, mistral, qwen2, qwen3
-from jaxinfer.checkpoint.families.common import SharedPrompt
+from jaxinfer.checkpoint.families.common import Family
 
-FAMILIES: Mapping[str, SharedPrompt] = {
+FAMILIES: Mapping[str, Family] = {
     "llama": llama.FAMILY,
     "mistral": mistral.FAMILY,
     "qwen2": qwen2.FAMILY,
@@ -16,7 +16,7 @@ FAMILIES: Mapping[str, SharedPrompt] = {
 }
 
 
-def family_of(hf: Mapping[str, Any]) -> SharedPrompt:
+def family_of(hf: Mapping[str, Any]) -> Family:
     """Returns the family that config.json names; an unknown one is a ValueError listing the known."""
     model_type = hf.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:

@@ -15,7 +15,7 @@ WeightTable = Mapping[str, tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class SharedPrompt:
+class Family:
     """How checkpoints of one `model_type` are read.
 
     `weights` may name more tensors than a model has: those that `ModelConfig` does not declare are skipped.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.checkpoint.families.common import SharedPrompt, WeightTable, translate_common
+from jaxinfer.checkpoint.families.common import Family, WeightTable, translate_common
 from jaxinfer.checkpoint.families.fields import divided_head_dim, is_enabled, num_kv_heads, require_size
 from jaxinfer.checkpoint.families.window import no_window
 from jaxinfer.config import ModelConfig
@@ -49,4 +49,4 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-FAMILY = SharedPrompt(config_from_hf=config_from_hf, weights=WEIGHTS)
+FAMILY = Family(config_from_hf=config_from_hf, weights=WEIGHTS)

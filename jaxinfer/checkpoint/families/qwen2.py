@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.checkpoint.families import llama
-from jaxinfer.checkpoint.families.common import SharedPrompt, translate_common
+from jaxinfer.checkpoint.families.common import Family, translate_common
 from jaxinfer.checkpoint.families.fields import divided_head_dim, num_kv_heads
 from jaxinfer.checkpoint.families.window import switched_window
 from jaxinfer.config import ModelConfig
@@ -23,4 +23,4 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-FAMILY = SharedPrompt(config_from_hf=config_from_hf, weights=llama.WEIGHTS)
+FAMILY = Family(config_from_hf=config_from_hf, weights=llama.WEIGHTS)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.checkpoint.families import llama
-from jaxinfer.checkpoint.families.common import SharedPrompt, WeightTable, translate_common
+from jaxinfer.checkpoint.families.common import Family, WeightTable, translate_common
 from jaxinfer.checkpoint.families.fields import is_enabled, num_kv_heads, stated_head_dim
 from jaxinfer.checkpoint.families.window import switched_window
 from jaxinfer.config import ModelConfig
@@ -33,4 +33,4 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-FAMILY = SharedPrompt(config_from_hf=config_from_hf, weights=WEIGHTS)
+FAMILY = Family(config_from_hf=config_from_hf, weights=WEIGHTS)
