@@ -89,7 +89,7 @@ def contents(completions) -> list[dict]:
     return [content_of(completion) for completion in completions]
 
 
-def is_preemptible(llm, prompts, params):
+def contents_under(llm, prompts, params):
     """What each request yields when nothing else is computed and nothing of it was before, a list of its samples."""
     pairs = zip(prompts, params, strict=True)
     salts = (f"alone {i}" for i in itertools.count(next(NUMBERS)))
@@ -108,7 +108,7 @@ def answers(shared_llm):
     @functools.cache
     def answers(name):
         with plain_steps(shared_llm, overlap=False):
-            return is_preemptible(shared_llm, PROMPTS, requests_of(name))
+            return contents_under(shared_llm, PROMPTS, requests_of(name))
 
     return answers
 
@@ -125,7 +125,7 @@ def test_every_parameter_is_tested():
 
 @pytest.mark.parametrize("name", TESTED)
 def test_the_parameter_changes_what_a_request_yields(llm, alone, name):
-    without = is_preemptible(llm, PROMPTS[-2:], [PARAMETERS[name][0]] * 2)
+    without = contents_under(llm, PROMPTS[-2:], [PARAMETERS[name][0]] * 2)
 
     assert alone(name)[-2:] != [contents(samples) for samples in without]
 

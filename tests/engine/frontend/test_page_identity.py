@@ -21,10 +21,10 @@ def test_a_page_is_of_no_use_on_another_cpu(monkeypatch):
     cache_config = CacheConfig(num_pages=1, page_size=16)
     here, again = (page_identity.page_identity(BUNDLED_MODEL, config, cache_config, EngineConfig()) for _ in range(2))
     monkeypatch.setattr(page_identity, "describe_cpu", lambda: "another CPU, avx2")
-    copy_source = page_identity.page_identity(BUNDLED_MODEL, config, cache_config, EngineConfig())
+    elsewhere = page_identity.page_identity(BUNDLED_MODEL, config, cache_config, EngineConfig())
 
     assert here == again
-    assert {aspect for aspect in here if here[aspect] != copy_source[aspect]} == {"platform"}
+    assert {aspect for aspect in here if here[aspect] != elsewhere[aspect]} == {"platform"}
 
 
 @pytest.mark.parametrize(("backend", "num_platforms"), [("cpu", 1), ("gpu", 2)])

@@ -10,7 +10,7 @@ import pytest
 from jaxinfer.config import SamplingParams
 from jaxinfer.sampling_params import STRUCTURES
 from tests.engine.engines import ScriptedDrafter, drafts_from, forget_prefixes
-from tests.engine.exactness.test_parameters import BASE, PARAMETERS, PROMPTS, contents, is_preemptible
+from tests.engine.exactness.test_parameters import BASE, PARAMETERS, PROMPTS, contents, contents_under
 
 pytest.importorskip("llguidance")
 
@@ -24,7 +24,7 @@ FREE = [name for name in PARAMETERS if name not in STRUCTURES]
 def test_the_parameter_is_honoured_within_a_structure_whatever_the_schedule(llm, crowded_llm, name):
     base, fields = PARAMETERS[name]
     without, params = (dataclasses.replace(base, **WITHIN, **more) for more in ({}, fields))
-    (plain,), (alone,) = (is_preemptible(llm, PROMPTS[-1:], [each]) for each in (without, params))
+    (plain,), (alone,) = (contents_under(llm, PROMPTS[-1:], [each]) for each in (without, params))
 
     forget_prefixes(crowded_llm)
     with drafts_from(crowded_llm, ScriptedDrafter(0.7, alone)):
