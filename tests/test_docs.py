@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxinfer.checkpoint import families
 from jaxinfer.cli import main as cli
 
 ROOT = Path(__file__).parents[1]
@@ -74,6 +75,7 @@ def test_the_examples_of_a_page_run_one_after_another(page, monkeypatch, capsys,
         pytest.importorskip("llguidance")
     monkeypatch.chdir(tmp_path)  # examples write files
     (tmp_path / "jaxinfer").symlink_to(ROOT / "jaxinfer")  # and name a folder of the repository
+    monkeypatch.setattr(families, "FAMILIES", dict(families.FAMILIES))  # and add a family
 
     exec(compile(source, page, "exec"), {"__name__": page})
 
