@@ -1,4 +1,4 @@
-"""What of a request is handed to the user."""
+"""The results of a request that the engine returns to the user."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-# "exhausted": the request's parameters ruled out every token. "error": the result cannot be trusted any further.
+# "exhausted": the request's parameters ruled out every token. "error": the request's state cannot be trusted any more.
 FinishReason = Literal["stop", "length", "exhausted", "abort", "deadline", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timings:
-    """What one request took, in seconds. None where it never came so far."""
+    """Latencies of one request, in seconds; None if the request ended before that point."""
 
-    queue: float | None = None  # from its arrival until its first tokens were computed in a step
-    ttft: float | None = None  # from its arrival to its first token
-    itl: tuple[float, ...] = ()  # from each token to the next; waiting after a preemption is part of it
+    queue: float | None = None  # from arrival to the first step that computes some of its tokens
+    ttft: float | None = None  # from arrival to the first output token
+    itl: tuple[float, ...] = ()  # between consecutive tokens, waiting after a preemption included
 
     @classmethod
     def of(cls, arrival: float, first_step: float | None, token_times: Sequence[float]) -> Timings:
-        """Returns the timings of a request from when it arrived, was in a step first, and had each token."""
+        """Returns the timings from the clock times of arrival, first step, and each output token."""
         return cls(
             queue=None if first_step is None else first_step - arrival,
             ttft=token_times[0] - arrival if token_times else None,
@@ -30,43 +30,38 @@ class Timings:
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first."""
+        """Mean seconds per output token after the first."""
         return sum(self.itl) / len(self.itl) if self.itl else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """A finished request. `text` ends before a stop string; `token_ids` are all tokens that were made.
+    """A finished request.
 
-    `sample_index` counts the samples of one prompt. `log_probs` are those of the chosen tokens under the model, before
-    temperature and filters. `top_log_probs` has a dictionary from token id to log-probability per token, most probable
-    first, if asked for. `prompt_log_probs` and `prompt_top_log_probs` have the same of each token of the prompt, given
-    those before it, if asked for; the first follows nothing and has None. A request that ended early has them as far
-    as it came. Where the finish reason is "error", `error` says why; tokens and text up to there stand. `seed` repeats
-    the result. `num_cached_tokens` of the prompt were found in the prefix cache and not computed. `timings` say what it
-    took, and have no part in equality.
+    Alternatives and prompt log-probabilities are empty unless requested. A request that ended early has
+    log-probabilities for the prompt tokens computed so far.
     """
 
     request_id: int
     prompt_token_ids: tuple[int, ...]
-    text: str
-    token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    top_log_probs: tuple[dict[int, float], ...]
+    text: str  # ends before a stop string
+    token_ids: tuple[int, ...]  # all sampled tokens, those of a stop string included
+    log_probs: tuple[float, ...]  # of the sampled tokens under the model, before temperature and filters
+    top_log_probs: tuple[dict[int, float], ...]  # per token: token id -> log-probability, most probable first
     finish_reason: FinishReason
-    seed: int
-    sample_index: int = 0
-    num_cached_tokens: int = 0
-    prompt_log_probs: tuple[float | None, ...] = ()
-    prompt_top_log_probs: tuple[dict[int, float], ...] = ()
-    error: str | None = None
+    seed: int  # reproduces the result
+    sample_index: int = 0  # among the samples of one prompt
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache and not computed
+    prompt_log_probs: tuple[float | None, ...] = ()  # of each prompt token given those before it; None for the first
+    prompt_top_log_probs: tuple[dict[int, float], ...] = ()  # the same for the alternatives; {} for the first token
+    error: str | None = None  # the cause of finish reason "error"; tokens and text up to the error are valid
     timings: Timings = field(default=Timings(), compare=False)
 
 
 class Delta(NamedTuple):
-    """What one step added to a request; the last one carries the completion.
+    """The text and tokens that one step added to a request; the last delta carries the completion.
 
-    `text` can be empty while an unfinished character or the possible start of a stop string is held back.
+    `text` can be empty: the detokenizer holds back incomplete characters and possible beginnings of stop strings.
     """
 
     request_id: int
