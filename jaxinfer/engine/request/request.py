@@ -1,4 +1,4 @@
-"""A request on the host, and what of it is handed to the user."""
+"""A request on the host: its tokens, its pages, and the deltas and completion made from its tokens."""
 
 from __future__ import annotations
 
@@ -16,21 +16,18 @@ from jaxinfer.sampling_params import BAD_LOGITS, NO_TOKEN, SamplingParams
 
 @dataclass
 class SharedPrompt:
-    """The requests of one prompt, and the forks of them and of theirs; each draws as another sample.
+    """State shared by all samples of one prompt, including forks of them and forks of forks."""
 
-    `prompt_log_probs`, where they are wanted, and those of alternatives: of the prompt's first tokens, as far as known.
-    One sample computes them for all.
-    """
-
-    num_samples: int
-    prompt_log_probs: list[float | None] = field(default_factory=lambda: [None])  # the first follows nothing
-    prompt_top_log_probs: list[dict[int, float]] = field(default_factory=lambda: [{}])
+    num_samples: int  # each request has its own `sample_index` below this
+    # Of the prompt tokens known so far, if requested; one sample computes them for all. None for the first token.
+    prompt_log_probs: list[float | None] = field(default_factory=lambda: [None])
+    prompt_top_log_probs: list[dict[int, float]] = field(default_factory=lambda: [{}])  # the same for alternatives
 
 
 class IncrementalDetokenizer(Protocol):
-    """Turns tokens into text as they come; `jaxinfer.text.tokenizer.Detokenizer` is one.
+    """Turns tokens into text one at a time; implemented by `jaxinfer.text.tokenizer.Detokenizer`.
 
-    A token that is in `texts` now need not be pushed: that is its text.
+    If the next token is in `texts`, its text is `texts[token_id]` and the caller may skip `push`.
     """
 
     @property
@@ -45,7 +42,7 @@ class IncrementalDetokenizer(Protocol):
 
 
 class GrammarState(Protocol):
-    """Which tokens may come next; `jaxinfer.text.grammar.Grammar` is one."""
+    """Decides which tokens may come next; implemented by `jaxinfer.text.grammar.Grammar`."""
 
     @property
     def is_complete(self) -> bool: ...
@@ -69,23 +66,23 @@ NO_ALTERNATIVES: dict[int, float] = {}
 
 
 class QueueFullError(RuntimeError):
-    """More requests wait than `EngineConfig.max_waiting` allows. Nothing was queued; try again later."""
+    """More requests would wait than `EngineConfig.max_waiting` allows. Nothing was queued; try again later."""
 
 
 class Request:
-    """One prompt on its way: `num_computed` of its tokens are in the cache, `pages` hold them.
+    """One sample of a prompt: the first `num_computed` of its tokens are in the cache, in `pages`.
 
     tokens     |------ prompt ------|-- output --|
-    computed   |------------ num_computed ---|      the rest is what the scheduler still has to hand out
+    computed   |------------ num_computed ---|      the scheduler still has to schedule the rest
 
-    `keys` find its full pages in the prefix cache; without keys it shares none. `priority`, `tenant` and `deadline`
-    (on the scheduler's clock) say when it is computed, and change nothing of the result. `is_preemptible`: the
+    `keys` identify its full pages in the prefix cache; without keys it shares none. `priority`, `tenant` and
+    `deadline` (on the scheduler's clock) affect when it is computed, never the result. `is_preemptible`: the
     scheduler admitted it as batch work, which interactive requests preempt.
 
-    Everything else follows from its tokens, so a request that is given the tokens of another continues like it.
+    Its tokens determine everything else, so a request that is given another's tokens continues like that one.
     """
 
-    # A step reads and writes a dozen of these in every row: from a dictionary that takes a quarter longer.
+    # Each step accesses a dozen of these per row; attributes in a dictionary take a quarter longer.
     __slots__ = (
         *("request_id", "sampling", "seed", "sample_index", "token_ids", "num_prompt_tokens", "max_tokens", "max_len"),
         *("priority", "tenant", "time_limit", "arrival", "order", "is_preemptible", "first_step", "token_times"),
@@ -143,30 +140,30 @@ class Request:
         self.arrival = 0.0
         self.order = 0  # of arrival
         self.is_preemptible = False
-        self.first_step: float | None = None  # when it was in a step for the first time
-        self.token_times: list[float] = []  # when each step with a draw ended
+        self.first_step: float | None = None  # clock time of the first step that computed some of its tokens
+        self.token_times: list[float] = []  # per sampled token: clock time at the end of its step
         self.num_computed = 0
-        self.num_pending = 0  # tokens that a step which is launched draws: they count, though nobody knows them yet
-        self.epoch = 0  # goes up where it is set back or ends: nothing counts that was launched before
+        self.num_pending = 0  # tokens that a launched step samples: they count, but the host does not know them yet
+        self.epoch = 0  # rewinding and finishing increase it: results of steps launched before are discarded
         self.num_cached_tokens = 0
-        self.pages: tuple[int, ...] = ()  # another one where it changes: a step looks for no more than that
-        self.evicted = range(0)  # pages that it does not see any more: whatever is in their place is not its own
-        self.rotated_sinks: tuple[int, ...] = ()  # copies of the first pages, turned by `num_evicted_tokens` positions
-        self.num_evicted_tokens = 0  # tokens that an endless request does not see and that are not in its table
+        self.pages: tuple[int, ...] = ()  # a new tuple on every change, so a step finds unchanged tables cheaply
+        self.evicted = range(0)  # indices of freed pages behind the window: their ids in `pages` are not its own
+        self.rotated_sinks: tuple[int, ...] = ()  # copies of the sink pages, rotated by `num_evicted_tokens` positions
+        self.num_evicted_tokens = 0  # tokens of an endless request that attention and `table` leave out
         self.keys = keys
         self.cache_salt = cache_salt
         self.shared_prompt = shared_prompt or SharedPrompt(sample_index + 1)
-        self.origin: Request | None = None  # what it was forked from, whose pages it may take over
-        self.saved: Mapping[int, Any] = {}  # contents of its pages from a file, by their index, and up to which token
-        self.num_saved = 0
+        self.origin: Request | None = None  # the request it was forked from, whose pages it may copy
+        self.saved: Mapping[int, Any] = {}  # page contents from a saved request's file, by page index
+        self.num_saved = 0  # tokens that `saved` covers
         self.finish_reason: FinishReason | None = None
-        self.num_swapped_tokens = 0  # how far it was when it gave way, its last page in a tier
-        self._num_reached = 0  # the most that `num_computed` was before it became less
+        self.num_swapped_tokens = 0  # `num_computed` at its last preemption, when its last page went to a tier
+        self._num_reached = 0  # the largest `num_computed` before a rewind or preemption lowered it
         self.max_tokens = max_tokens
         self.max_len = self.num_prompt_tokens + max_tokens
         self.stop_token_ids = frozenset(stop_token_ids)
         self.grammar = grammar
-        # Nothing is wanted but tokens and their log-probabilities, and nothing but they say what comes next.
+        # No grammar, no alternatives, no prompt log-probabilities: steps take the fast path for such requests.
         self.is_plain = grammar is None and not sampling.log_probs and sampling.prompt_log_probs is None
         self.detokenizer = detokenizer
         self._texts: list[str] = []
@@ -179,7 +176,7 @@ class Request:
 
     @property
     def table(self) -> tuple[int, ...]:
-        """The pages that its next tokens see, in order, and are written to."""
+        """The block table: the pages that its next tokens attend to, and are written to, in order."""
         return self.rotated_sinks + self.pages[self.evicted.stop :] if self.num_evicted_tokens else self.pages
 
     @property
@@ -187,18 +184,18 @@ class Request:
         return self.pages[: self.evicted.start] + self.pages[self.evicted.stop :] + self.rotated_sinks
 
     def put_page(self, index: int, page: int) -> None:
-        """Enters which page holds its tokens from this page on, in the place of another or as the last."""
+        """Replaces the page at `index` of `pages`, or appends it if `index` is the end."""
         if self.pages[index : index + 1] != (page,):
             self.pages = (*self.pages[:index], page, *self.pages[index + 1 :])
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens that are there but not in the cache: all of a new prompt, 1 while decoding."""
+        """Tokens that exist or are pending but are not in the cache: all of a new prompt, 1 while decoding."""
         return len(self.token_ids) + self.num_pending - self.num_computed
 
     @property
     def max_skipped(self) -> int:
-        """How many tokens may be found in a cache; those after them have to be computed, for what follows from them."""
+        """The most leading tokens that may come from a cache; the logits after later tokens are still needed."""
         num_described = len(self.shared_prompt.prompt_log_probs)
         if self.sampling.prompt_log_probs is None or num_described == self.num_prompt_tokens:
             return len(self.token_ids) - 1
@@ -210,16 +207,16 @@ class Request:
 
     @property
     def outputs(self) -> list[tuple[int, float, dict[int, float]]]:
-        """The tokens of the output, each with its log-probability and those of the alternatives."""
+        """The output tokens, each with its log-probability and those of the alternatives."""
         tops = self._top_log_probs or [{}] * self.num_output_tokens
         return list(zip(self.token_ids[self.num_prompt_tokens :], self.log_probs, tops, strict=True))
 
     def rewind(self, num_tokens: int, detokenizer: IncrementalDetokenizer | None, grammar: GrammarState | None) -> None:
-        """Takes back the last tokens of the output; text stream and grammar are to be new ones."""
+        """Removes the last `num_tokens` output tokens and replays the rest through a new detokenizer and grammar."""
         kept = self.outputs[: self.num_output_tokens - num_tokens]
         self.epoch += 1
         self.num_pending = 0
-        # A new list: drafters may go on reading the old one.
+        # A new list: drafters keep references to the old one.
         self.token_ids = self.token_ids[: self.num_prompt_tokens]
         del self.token_times[len(kept) :]
         self._texts, self.log_probs, self._top_log_probs = [], [], []
@@ -230,19 +227,19 @@ class Request:
         self.num_saved = min(self.num_saved, len(self.token_ids))
 
     def give_up(self, num_computed: int) -> None:
-        """Enters that only so many tokens are in the cache any more."""
+        """Lowers `num_computed`: later tokens are no longer in the cache."""
         self._num_reached = max(self._num_reached, self.num_computed)
         self.num_computed = num_computed
 
     def skip(self, num_computed: int) -> None:
-        """Enters that the tokens up to `num_computed` are in the cache without having been computed."""
-        # After a preemption a request meets its own pages again, which it did compute; its output is its own as well.
+        """Raises `num_computed`: the tokens up to it were found in a cache, so no step computes them."""
+        # After a preemption a request finds pages it computed itself; those and its output are not cache hits.
         num_found = min(num_computed, self.num_prompt_tokens) - max(self._num_reached, self.num_computed)
         self.num_cached_tokens += max(num_found, 0)
         self.num_computed = num_computed
 
     def append(self, token_id: int, log_prob: float, top_log_probs: dict[int, float] = NO_ALTERNATIVES) -> Delta:
-        """Adds a drawn token and finishes the request where it ends it, or where no token was left to draw."""
+        """Adds a sampled token; finishes the request if the token ends it or if no token could be sampled."""
         if token_id == NO_TOKEN:
             cause = self.grammar.error if self.grammar is not None else None
             return self.finish("exhausted") if cause is None else self.fail(cause)
@@ -265,13 +262,13 @@ class Request:
         return Delta(self.request_id, text, (token_id,), (log_prob,), self.sample_index)
 
     def _catch_up(self, end: int) -> None:
-        """Enters the texts of the tokens before `end` that were known and not pushed, as far as that is still to do."""
+        """Adds the texts of tokens before `end` that the fast path appended without recording their text."""
         start = self.num_prompt_tokens + len(self._texts)
         if start < end and self.detokenizer is not None:
             self._texts += map(self.detokenizer.texts.__getitem__, self.token_ids[start:end])
 
     def _observe(self, token_id: int, top_log_probs: dict[int, float]) -> bool:
-        """Enters what else there is to a token; returns whether the structure is complete with it."""
+        """Records a token's alternatives and advances the grammar; True if the token completes the grammar."""
         if self.sampling.log_probs:
             self._top_log_probs.append(top_log_probs)
         if self.grammar is None:
@@ -280,7 +277,7 @@ class Request:
         return self.grammar.is_complete
 
     def fail(self, cause: str) -> Delta:
-        """Ends the request with finish reason "error"; what it has so far stands."""
+        """Ends the request with finish reason "error"; its text and tokens so far stay valid."""
         return self.finish("error", error=cause)
 
     def _why_no_logits(self) -> str:
@@ -300,7 +297,7 @@ class Request:
     ) -> Delta:
         """Ends the request and returns its last delta, with any text that was held back.
 
-        What ended as its structure does but breaks it has the finish reason "error".
+        If the grammar is complete but the text violates it, the finish reason is "error".
         """
         self.epoch += 1
         self.num_pending = 0
@@ -326,7 +323,7 @@ class Request:
             sample_index=self.sample_index,
             num_cached_tokens=self.num_cached_tokens,
             error=error,
-            # The last draw may have had no token left to draw.
+            # The last step may have sampled no token, for lack of an allowed one.
             timings=Timings.of(self.arrival, self.first_step, self.token_times[: self.num_output_tokens]),
         )
         return Delta(
