@@ -1,4 +1,4 @@
-"""Files that are whole or nothing: written aside and moved into place, read only if every bit is as it was."""
+"""Checksummed files, written atomically: to a temporary file that then replaces the target, and verified when read."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-SEAL_BYTES = 32  # a digest of all that comes after it
+SEAL_BYTES = 32  # the digest of the rest of the file, at its beginning
 
 ORPHAN_SECONDS = 3600  # longer than any write takes
 
 
 class DamagedFileError(ValueError):
-    """A file that is cut off or changed."""
+    """A file is truncated or changed."""
 
 
 def write_checked(path: Path, parts: Iterable[Any]) -> None:
-    """Writes buffers one after another, and their digest before them; an error leaves what was there before."""
-    # In the same folder, for only within one file system a file is moved at once. No two writes share a name.
+    """Writes a digest and then the buffers in order; an error leaves the old file at `path` as it was."""
+    # In the same folder, because a rename is atomic only within a file system. Each write has a name of its own.
     aside = path.with_name(f".{path.name}.{uuid4().hex}")
     digest = blake2b(digest_size=SEAL_BYTES)
     try:
@@ -35,13 +35,13 @@ def write_checked(path: Path, parts: Iterable[Any]) -> None:
             file.seek(0)
             file.write(digest.digest())
         aside.replace(path)
-    except BaseException:  # an interrupt as well: nobody would remove the file
+    except BaseException:  # also on an interrupt: otherwise the temporary file would stay
         aside.unlink(missing_ok=True)
         raise
 
 
 def remove_orphans(folder: Path, name: str) -> None:
-    """Removes files that a process was killed over while it wrote one of this name, a regular expression."""
+    """Removes temporary files left by processes killed in `write_checked`; `name` is a regular expression."""
     aside, now = re.compile(rf"\.{name}\.[0-9a-f]+"), time.time()
     for entry in os.scandir(folder):
         with contextlib.suppress(OSError):  # another process has just removed or finished it
@@ -50,7 +50,7 @@ def remove_orphans(folder: Path, name: str) -> None:
 
 
 def read_checked(path: Path) -> memoryview:
-    """Returns the parts that `write_checked` wrote, joined. DamagedFileError if they changed, OSError if absent."""
+    """Returns the joined buffers of `write_checked`. DamagedFileError if they changed, OSError if it is absent."""
     content = memoryview(path.read_bytes())
     sealed = content[SEAL_BYTES:]
     if blake2b(sealed, digest_size=SEAL_BYTES).digest() != content[:SEAL_BYTES]:
