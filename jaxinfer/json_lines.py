@@ -1,4 +1,4 @@
-"""Files of JSON lines, read within bounds: what a batch job and a trace are read from; free of jax."""
+"""Readers of JSON lines with bounded memory, for batch jobs and traces; free of jax."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, BinaryIO
 from jaxinfer.validation import shown
 
 MAX_LINE_BYTES = 2**24
-MAX_DIGITS = 4_000  # of an integer; Python takes hardly more
-_SKIPPED_BYTES = 2**20  # read at a time of what is too long
+MAX_DIGITS = 4_000  # of an integer; Python's own default limit is little higher
+_SKIPPED_BYTES = 2**20  # bytes read at a time while skipping the rest of a line that is too long
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """Yields a file's lines with their ends; of a longer one than MAX_LINE_BYTES so many bytes and one more."""
+    """Yields a file's lines with their ends; cuts longer lines to MAX_LINE_BYTES + 1 bytes."""
     while line := file.readline(MAX_LINE_BYTES + 1):
         yield line
         rest = line if is_too_long(line) else b""
@@ -24,19 +24,19 @@ def lines_of(file: BinaryIO) -> Iterator[bytes]:
 
 
 def is_too_long(line: bytes) -> bool:
-    """Whether a line of `lines_of` is longer than MAX_LINE_BYTES."""
+    """True if a line of `lines_of` is longer than MAX_LINE_BYTES."""
     return len(line.rstrip(b"\n")) > MAX_LINE_BYTES
 
 
 def parse_line(line: bytes) -> Any:
-    """Parses one line. ValueError for what is no JSON, nested deeply, too long, or names a key twice."""
+    """Parses one line. ValueError if it is not JSON, is nested too deeply or too long, or repeats a key."""
     if is_too_long(line):
         raise ValueError(f"the line has more than {MAX_LINE_BYTES:,} bytes; give shorter ones")
     return parse_json(line)
 
 
 def parse_json(line: bytes) -> Any:
-    """The same of a line of any length."""
+    """Parses a line of any length, with the other checks of `parse_line`."""
     try:
         return json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object, parse_int=_integer)
     except RecursionError:
