@@ -1,4 +1,4 @@
-"""The pages of each request: shared where their content is in the cache already, its own where it is to come.
+"""The pages of each request: shared pages for content already in the cache, its own pages for new tokens.
 
 tokens      |---- num_computed ----|-- chunk --|
 pages       |  full   |  full   | partly |      |      one more as the chunk needs it
@@ -21,10 +21,10 @@ from jaxinfer.engine.request.request import Request
 
 
 class BlockTables:
-    """Gives pages to requests and takes them back. Only full pages are shared, so nobody ever writes a shared one.
+    """Gives pages to requests and takes them back. Only full pages are shared, so no request writes a shared page.
 
-    `copies` are to be made before the next step. What is evicted goes to the `tiers`, if there are any. Pages behind
-    the `window` are taken back while a request runs, unless its parameters read its whole context.
+    The runner makes the queued `copies` before the next step. Evicted pages go to the `tiers`, if there are any. A
+    running request's pages behind the `window` are freed, unless its parameters read its whole context.
     """
 
     def __init__(
@@ -38,21 +38,21 @@ class BlockTables:
         self._finder = PrefixLookup(self.pages, page_size, tiers)
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
-        """Returns how many pages the request lacks to compute its next `num_tokens` tokens."""
+        """Returns the number of pages the request lacks to compute its next `num_tokens` tokens."""
         num_missing = -(-(request.num_computed + num_tokens) // self.page_size) - len(request.pages)
         if self.windowed.is_endless:
             num_missing = max(num_missing, 0) + self.windowed.num_missing_sinks(request)
         return num_missing if num_missing > 0 else 0
 
     def num_wanted(self, request: Request) -> int:
-        """Returns how many pages the request lacks to compute all of its tokens, in as many steps as that takes."""
+        """Returns the number of further pages the request needs until all of its tokens are computed."""
         num_owned = len(request.pages) - len(request.evicted) + len(request.rotated_sinks)
         return self._num_wanted(request, len(request.pages), num_owned)
 
     def can_hold(self, request: Request, num_reserved: int, victims: Sequence[Request]) -> bool:
-        """Whether a request without pages could have them for all of its tokens.
+        """True if a request without pages could get pages for all of its tokens.
 
-        That is beside `num_reserved` pages for others, and if the victims gave up theirs.
+        `num_reserved` pages are kept for running requests; the pages of the victims count as given back.
         """
         pages = self._finder.reusable_pages(request, self.windowed.window_of(request))
         found = [page for page in pages.values() if page is not None]
@@ -61,18 +61,18 @@ class BlockTables:
         def is_idle(page: int) -> bool:
             return self.pages.num_users(page) == given_up[page]
 
-        # An idle page that is found is one that nobody else can have any more.
+        # Reusing a found page without users takes it from the available ones, just like a new page.
         num_new = self._num_wanted(request, max(pages, default=-1) + 1, len(pages)) + len(pages) - len(found)
         num_wanted = num_new + sum(map(is_idle, found))
-        if len(found) < len(pages):  # a tier may have lost the others
+        if len(found) < len(pages):  # a tier may lose the others: then the request computes all of its tokens
             num_wanted = max(num_wanted, self._num_wanted(request, 0, 0))
         return num_wanted + num_reserved <= self.pages.num_available + sum(map(is_idle, list(given_up)))
 
     def share_prefix(self, request: Request) -> int:
-        """Moves a request forward over pages that are computed already, were it from the middle of one.
+        """Skips the tokens that some cache holds already, starting in the middle of a page if necessary.
 
-        They are shared where they are in the pool; from elsewhere they are copied onto pages that the request has.
-        Returns by how many tokens.
+        Pages in the pool are shared; content from elsewhere is copied onto pages that the request owns. Returns the
+        number of tokens skipped.
         """
         start, window = request.num_computed, self.windowed.window_of(request)
         if window is not None and not request.pages:
@@ -89,10 +89,10 @@ class BlockTables:
         request.pages += tuple(pages)
 
     def extend_ahead(self, request: Request, num_tokens: int) -> int:
-        """Gives the request the pages for its next token and that many after it, if there are some that nobody uses.
+        """Gives the request available pages for its next token and up to `num_tokens` speculative tokens after it.
 
-        Returns for how many after it there is room; never for more than it may still draw but the last, which needs no
-        slot. What may never come is worth no page of another request.
+        Returns the number of tokens after the next one that fit. It is less than the number of tokens the request may
+        still sample, for the last one needs no slot. Speculative tokens never preempt another request.
         """
         num_tokens = min(
             num_tokens, request.max_tokens - request.num_output_tokens - 1, self.windowed.max_uniform_chunk(request) - 1
@@ -103,10 +103,10 @@ class BlockTables:
         return min(room, num_tokens)
 
     def advance(self, request: Request, num_computed: int) -> None:
-        """Enters that the tokens up to `num_computed` are in the cache, of a step that is launched.
+        """Records that a launched step puts the tokens up to `num_computed` into the cache.
 
-        Makes pages known that are full now, and takes those that lie behind the window: what others do with them comes
-        after this step has read them.
+        Registers pages that are full now, and frees pages behind the window. Later steps may overwrite freed pages,
+        because the device runs steps in order: the launched step has read them by then.
         """
         first = request.num_computed // self.page_size
         request.num_computed = num_computed
@@ -123,7 +123,7 @@ class BlockTables:
         request.give_up(0)
 
     def swap_out(self, request: Request) -> None:
-        """Takes the pages of a request that gives way; what it has computed can be found when it comes back."""
+        """Takes the pages of a preempted request; prefix lookup and tiers can return their content when it resumes."""
         request.num_swapped_tokens = request.num_computed
         num_tokens = request.num_computed % self.page_size
         if self._tiers is not None and request.keys is not None and num_tokens:
@@ -133,10 +133,10 @@ class BlockTables:
         self.release(request)
 
     def rewind(self, request: Request) -> bool:
-        """Gives back the pages past the tokens of a request, which have become fewer.
+        """Frees the pages past a request's tokens after a rewind removed some of them.
 
-        A page that others may read is not written: it is copied. False if there is no page for that, or none left, or
-        what the window is on now was given back.
+        If other requests may read the last page, the request gets a copy to write. Returns False, and the caller must
+        preempt, if no page is available for the copy, if no page remains, or if the window's pages are already freed.
         """
         if not request.pages:
             return True
@@ -160,13 +160,13 @@ class BlockTables:
         return True
 
     def _begin(self, request: Request, window: AttentionWindow) -> None:
-        """Lets a request without pages go on after the last that are anywhere, where it sees no further."""
+        """Starts a windowed request without pages after the last window of pages found in the pool or elsewhere."""
         found = self._finder.reusable_pages(request, window)
         copied = {i: self._finder.copy_source(request, i) for i, page in found.items() if page is None}
         if any(copy is None or copy[0] != (i + 1) * self.page_size for i, copy in copied.items()):
-            return  # a tier has lost it, or it does not pay
+            return  # a tier has lost the page, or computing it is cheaper than copying it
         for page in found.values():
-            if page is not None:  # before others are evicted for new ones
+            if page is not None:  # first, so that allocating new pages evicts none of these
                 self.pages.acquire(page)
         new, num_pages = self.pages.allocate(len(copied)), max(found, default=-1) + 1
         found |= dict(zip(copied, new, strict=True))
@@ -179,7 +179,7 @@ class BlockTables:
         request.skip(num_pages * self.page_size)
 
     def _num_wanted(self, request: Request, num_pages: int, num_owned: int) -> int:
-        """Returns how many pages it wants beside the first `num_pages`, of which it has `num_owned`."""
+        """Returns the further pages needed if the table has `num_pages` entries and the request owns `num_owned`."""
         num_tokens = request.num_computed + request.num_uncomputed
         count = -(-num_tokens // self.page_size) - num_pages + self.windowed.num_missing_sinks(request)
         window = self.windowed.window_of(request)
@@ -188,32 +188,32 @@ class BlockTables:
         return max(count, 0)
 
     def _make_known(self, request: Request, keys: PageKeys, index: int) -> None:
-        """Gives a full page its key."""
+        """Registers a full page under its key, for the request and for prefix lookup."""
         key = keys.key(index, request.token_ids)
         request.put_page(index, self.pages.register(request.pages[index], key))
         token_ids = request.token_ids[index * self.page_size : (index + 1) * self.page_size]
         self._finder.enter(key, keys.parent_key(index, request.token_ids), token_ids)
 
     def _let_go(self, page: int, key: bytes) -> None:
-        """Is told that a page is evicted."""
+        """Removes an evicted page from prefix lookup and queues its swap-out if the tiers want it."""
         self._finder.forget(key)
         if self._tiers is not None and self._tiers.wants(key, self.page_size):
             self.copies.append(SwapOut(page, key))
 
     def _share_page(self, request: Request) -> bool:
-        """Moves the request over its next page if that is in the pool."""
+        """Skips the request's next page by sharing it from the pool; False if the pool does not have it."""
         index = request.num_computed // self.page_size
         page = self._finder.cached_page(request, index)
         if page is None:
             return False
         self.pages.acquire(page)
-        self.pages.release(request.pages[index : index + 1])  # a page it had begun itself
+        self.pages.release(request.pages[index : index + 1])  # a page that it owned and had filled in part, if any
         request.put_page(index, page)
         request.skip((index + 1) * self.page_size)
         return True
 
     def _fill_page(self, request: Request) -> bool:
-        """Moves the request over its next page, or into it, if the content is somewhere else."""
+        """Skips the request's next page, or part of it, by copying its content; False if there is no source."""
         index = request.num_computed // self.page_size
         if index >= len(request.pages) or (found := self._finder.copy_source(request, index)) is None:
             return False
@@ -222,7 +222,7 @@ class BlockTables:
         return True
 
     def _fill(self, request: Request, index: int, end: int, source: Source) -> None:
-        """Has a page of a request copied from elsewhere, up to token `end`."""
+        """Queues a copy of `source`, valid up to token `end`, onto a page of the request."""
         page = request.pages[index]
         self.copies.append(CopyPage(source, page) if isinstance(source, int) else SwapIn(page, source))
         if request.keys is not None and end == (index + 1) * self.page_size:
