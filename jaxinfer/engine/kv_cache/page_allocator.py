@@ -1,8 +1,8 @@
-"""Who uses which page of the pool, and which pages hold what somebody may ask for again.
+"""The pool's pages: the number of users of each, and the prefix-cache keys of their contents.
 
-    free     nobody uses it, nobody knows what it holds
-    cached   nobody uses it, but its content has a key: `find` gives it back, `allocate` evicts it
-    owned    one request uses it, or several; a full one has a key as well and is written no more
+    free     no request uses it, and its content has no key
+    cached   no request uses it, but its content has a key: `find` returns it, `allocate` evicts it
+    owned    one or more requests use it; a full page has a key as well and is never written again
 
 free + cached + owned == num_pages, after every call.
 """
@@ -14,15 +14,15 @@ from collections.abc import Callable, Sequence
 
 
 class PageAllocator:
-    """Hands out the pages 0 … num_pages - 1 and counts the users of each.
+    """Allocates the pages 0 … num_pages - 1 and counts the users of each.
 
-    `on_evict` is told each page that is evicted and its key, before anybody can have the page.
+    `on_evict` is called with each evicted page and its key, before the page can be allocated again.
     """
 
     def __init__(self, num_pages: int, on_evict: Callable[[int, bytes], None] | None = None):
         self.num_pages = num_pages
         self._on_evict = on_evict
-        # The page given back last is given out first: it is the likeliest to be in a CPU's cache.
+        # The page released last is allocated first: it is the likeliest to be in a CPU's cache.
         self._free = list(range(num_pages - 1, -1, -1))
         self._num_users = [0] * num_pages
         self._page_of: dict[bytes, int] = {}
@@ -39,11 +39,11 @@ class PageAllocator:
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` can give: the free ones and the cached ones."""
+        """Pages that `allocate` can return: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     def counts(self) -> dict[str, int]:
-        """Returns how many pages there are, and in which state."""
+        """Returns the number of pages, in all and in each state."""
         return {
             "num_pages": self.num_pages,
             "num_owned_pages": self.num_pages - self.num_available,
@@ -55,7 +55,7 @@ class PageAllocator:
         return self._num_users[page]
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` pages, evicting cached ones where too few are free; RuntimeError when both are too few."""
+        """Takes `count` pages, evicting cached ones if too few are free; RuntimeError if both are too few."""
         if count > self.num_available:
             raise RuntimeError(f"{count} pages asked for, {self.num_available} of {self.num_pages} are available")
         if count > len(self._free):
@@ -66,16 +66,16 @@ class PageAllocator:
         return pages
 
     def acquire(self, page: int) -> None:
-        """Adds a user to a page that has some, or that `find` gave."""
+        """Adds a user to a page that has users or that `find` returned."""
         if self._num_users[page] == 0:
-            del self._cached[page]  # a free page is not there: KeyError for a broken invariant
+            del self._cached[page]  # KeyError for a free page: a broken invariant
         self._num_users[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Takes one user from each page; RuntimeError for a page without one.
+        """Removes one user from each page; RuntimeError for a page without users.
 
-        Of those that nobody uses then, the last is the first to be evicted: without the pages before it, no page of
-        a prefix is ever found.
+        Pages of a prefix are released last first, so eviction begins at its end: a page is found only if all pages
+        before it are.
         """
         for page in reversed(pages):
             if self._num_users[page] == 0:
@@ -89,17 +89,17 @@ class PageAllocator:
                 self._free.append(page)
 
     def is_known(self, page: int) -> bool:
-        """Whether the page's content has a key, so that others may read it now or later."""
+        """True if the page's content has a key, so that other requests may read it now or later."""
         return page in self._key_of
 
     def find(self, key: bytes) -> int | None:
-        """Returns the page with this content."""
+        """Returns the page whose content has this key, or None."""
         return self._page_of.get(key)
 
     def register(self, page: int, key: bytes) -> int:
-        """Makes an owned page's content known and returns the page that holds it from now on.
+        """Gives an owned page's content its key and returns the page that the user must use from now on.
 
-        That is another one where the content was known already: the user is moved there.
+        If another page has this key already, its content is the same: the user moves there and `page` is released.
         """
         known = self._page_of.get(key)
         if known is None:
@@ -112,7 +112,7 @@ class PageAllocator:
         return known
 
     def evict(self, count: int) -> int:
-        """Frees up to `count` cached pages, least recently used first; returns how many."""
+        """Evicts up to `count` cached pages, least recently used first; returns the number evicted."""
         count = max(min(count, len(self._cached)), 0)
         for _ in range(count):
             page, _ = self._cached.popitem(last=False)
