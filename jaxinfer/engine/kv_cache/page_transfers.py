@@ -1,4 +1,4 @@
-"""Copies of pages to make before the next step, in the order in which the scheduler thought of them; free of jax."""
+"""A queue of page copies that the runner makes before the next step, in the scheduler's order; free of jax."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# What one page holds in all layers, u8[page_bytes]; only who copies looks inside.
+# The content of one page in all layers, u8[page_bytes]; opaque to all code but the page copier.
 Content = Any
 
 
 @dataclass(frozen=True)
 class SwapOut:
-    """The page's content goes to the tiers under this key: somebody else is about to write the page."""
+    """Copies the page to the tiers under this key, before another request overwrites it."""
 
     page: int
     key: bytes
@@ -21,7 +21,7 @@ class SwapOut:
 
 @dataclass(frozen=True)
 class SwapIn:
-    """This content goes onto the page."""
+    """Writes this content to the page."""
 
     page: int
     content: Content
@@ -29,7 +29,7 @@ class SwapIn:
 
 @dataclass(frozen=True)
 class CopyPage:
-    """The content of one page goes onto another."""
+    """Copies page `source` to `page`."""
 
     source: int
     page: int
@@ -37,7 +37,7 @@ class CopyPage:
 
 @dataclass(frozen=True)
 class RotatePages:
-    """The content of some pages goes onto others as if their tokens stood `num_positions` later."""
+    """Copies `sources` to `pages`, with keys rotated (RoPE) as if the tokens stood `num_positions` later."""
 
     sources: tuple[int, ...]
     pages: tuple[int, ...]
@@ -48,7 +48,7 @@ Copy = SwapOut | SwapIn | CopyPage | RotatePages
 
 
 class PageTransfers:
-    """What is still to be copied. A copy that an interrupted step left undone is the first of the next step."""
+    """The copies still to be made. The next step makes the copies that an interrupted step left undone."""
 
     def __init__(self) -> None:
         self._queue: deque[Copy] = deque()
@@ -60,10 +60,10 @@ class PageTransfers:
         self._queue.append(copy)
 
     def batches(self, limit: int) -> Iterator[list[Copy]]:
-        """Yields all copies in order, up to `limit` of one kind together; takes each as made when asked on.
+        """Yields all copies in order, in batches of up to `limit` of one kind; asking for the next dequeues a batch.
 
-        Those of a batch are onto different pages, so that they may be made in any order. To be interrupted and make a
-        batch twice does no harm, for no step has come between.
+        The copies of a batch have different pages, so the caller may make them in any order. Making a batch twice,
+        after an interrupt, does no harm: no step runs in between.
         """
         while self._queue:
             batch = self._first_batch(limit)
