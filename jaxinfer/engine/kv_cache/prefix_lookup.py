@@ -1,4 +1,4 @@
-"""Where the content of a request's pages is already: in the pool, with another request, in a file, in the tiers."""
+"""Prefix lookup: finds the content of a request's pages in the pool, in its origin, in a saved file or in the tiers."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from jaxinfer.engine.kv_cache.tiers import PageTiers
 from jaxinfer.engine.request.page_keys import num_equal
 from jaxinfer.engine.request.request import Request
 
-# A copy reads and writes a whole page, so it has to save an eighth of one or more.
+# A copy reads and writes a whole page, so it must save computing at least 1 / MIN_COPIED of a page's tokens.
 MIN_COPIED = 8
-# What a page is copied from: another page of the pool, or a content.
+# The source of a copy: the id of a page of the pool, or a page's content.
 Source = int | Content
 
 
 class PrefixLookup:
-    """Looks for pages and says what of them may be taken; it takes none. What a request cannot use it drops."""
+    """Finds reusable pages without acquiring them. Clears a request's `origin` and `saved` once they are useless."""
 
     def __init__(self, pages: PageAllocator, page_size: int, tiers: PageTiers | None) -> None:
         self._pages = pages
         self._page_size = page_size
         self._tiers = tiers
-        # The last page that was full after those of a key, with its tokens: others may begin with some of them.
+        # By parent key: key and tokens of the last page registered after it. Another request may share some tokens.
         self._successors: dict[bytes, tuple[bytes, Sequence[int]]] = {}
-        self._parents: dict[bytes, bytes] = {}  # of all pages that are known
+        self._parents: dict[bytes, bytes] = {}  # page key -> parent key, of all registered pages
 
     def enter(self, key: bytes, parent: bytes, token_ids: Sequence[int]) -> None:
-        """Is told that a page is known now, with its tokens and the key of what comes before it."""
+        """Adds a registered page with its tokens and the key of the page before it."""
         self._successors[parent] = (key, token_ids)
         self._parents[key] = parent
 
     def forget(self, key: bytes) -> None:
-        """Is told that a page is evicted."""
+        """Removes an evicted page."""
         parent = self._parents.pop(key)
         if parent in self._successors and self._successors[parent][0] == key:
             del self._successors[parent]
 
     def cached_page(self, request: Request, index: int) -> int | None:
-        """Returns the page with the content of page `index`, if no token of it has to be computed."""
+        """Returns the pool's page for page `index`; None if it is absent or some of its tokens must be computed."""
         if request.keys is None or index >= request.max_skipped // self._page_size:
             return None
         return self._pages.find(request.keys.key(index, request.token_ids))
 
     def copy_source(self, request: Request, index: int) -> tuple[int, Source] | None:
-        """Returns what page `index` can be copied from, and up to which token that is the request's."""
+        """Returns (end, source): copying `source` gives page `index` up to token `end`; None if there is no source."""
         start = max(index * self._page_size, request.num_computed)
         limit = min((index + 1) * self._page_size, request.max_skipped)
         return (
@@ -57,10 +57,10 @@ class PrefixLookup:
         )
 
     def reusable_pages(self, request: Request, window: AttentionWindow | None) -> dict[int, int | None]:
-        """Returns which pages a request without pages need not compute, by their index.
+        """Returns the pages, by index, that a request without pages need not compute; None for pages to be copied.
 
-        That is as many as the pool has from the beginning on. Where a token sees no further than a window, the last
-        that are anywhere will do, with the sinks, None for those to be copied; fewer only from the beginning on.
+        Without a window, these are the first pages that the pool has without a gap. With a window, the last complete
+        window found in the pool or elsewhere is enough, with the sinks; else the first pages without a gap.
         """
         found: list[int | None] = []
         if window is None:
@@ -79,7 +79,7 @@ class PrefixLookup:
         return dict(enumerate(found))
 
     def _full_pages(self, request: Request) -> Callable[[int], bool]:
-        """Returns what says of a page whether it can be copied whole."""
+        """Returns a predicate: True if the page of that index can be copied whole."""
         origin, keys, tiers = request.origin, request.keys, self._tiers
         num_common = 0 if origin is None else min(origin.num_computed, len(request.token_ids))
         if origin is not None and origin.token_ids[:num_common] != request.token_ids[:num_common]:
@@ -96,7 +96,7 @@ class PrefixLookup:
         return has
 
     def _in_file(self, request: Request, index: int, start: int, limit: int) -> tuple[int, Content] | None:
-        """Returns page `index` as the request was saved with it."""
+        """Returns page `index` from the request's file, and the end of its tokens."""
         end = min(limit, request.num_saved)
         if end > start:
             return (end, request.saved[index]) if index in request.saved else None
@@ -105,7 +105,7 @@ class PrefixLookup:
         return None
 
     def _in_origin(self, request: Request, index: int, start: int, limit: int) -> tuple[int, int] | None:
-        """Returns the page of the request that it was forked from, and up to which token they are the same."""
+        """Returns the origin's page `index` and the end of the tokens that the request has in common with it."""
         origin = request.origin
         end = 0 if origin is None else min(limit, origin.num_computed)
         if origin is not None and end > start and origin.token_ids[:end] == request.token_ids[:end]:
@@ -115,7 +115,7 @@ class PrefixLookup:
         return None
 
     def _in_tiers(self, request: Request, index: int, start: int, limit: int) -> tuple[int, Content] | None:
-        """Returns page `index` from the tiers, whole or as it was when the request gave way, and its last token."""
+        """Returns page `index` from the tiers, whole or as swapped out at preemption, and the end of its tokens."""
         if self._tiers is None or request.keys is None:
             return None
         keys, num_swapped_tokens = request.keys, request.num_swapped_tokens
@@ -131,7 +131,7 @@ class PrefixLookup:
         return None
 
     def _in_successor(self, request: Request, index: int, start: int, limit: int) -> tuple[int, int] | None:
-        """Returns a page of the pool that begins like page `index`, and up to which token it does."""
+        """Returns a page of the pool that begins like page `index`, and the end of the tokens in common."""
         if request.keys is None:
             return None
         key, tokens = self._successors.get(request.keys.parent_key(index, request.token_ids), (b"", ()))
