@@ -1,4 +1,4 @@
-"""Pages in the memory of the host."""
+"""The host tier: pages in host memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from jaxinfer.engine.kv_cache.tiers import TierMetrics
 
 
 class HostTier:
-    """As many pages of `page_bytes` as fit `max_bytes`; the least recently used one goes first."""
+    """Stores up to `max_bytes // page_bytes` pages; evicts the least recently used one first."""
 
-    seconds_per_page = 0.0  # the way into the pool is all that it takes
+    seconds_per_page = 0.0  # returning a page is free; `PageTiers` counts the copy into the pool
 
     def __init__(self, max_bytes: int, page_bytes: int) -> None:
         self._max_pages = max_bytes // page_bytes
