@@ -1,4 +1,4 @@
-"""Pages on a disk, a file each: the next process finds them, and several may share a folder."""
+"""The disk tier: one file per page, which later processes find again; several processes may share a folder."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from jaxinfer.engine.kv_cache.page_transfers import Content
 from jaxinfer.engine.kv_cache.tiers import TierMetrics
 from jaxinfer.engine.request.page_keys import DIGEST_BYTES
 
-# Of contents that wait for a disk slower than what is put on it; more are not kept.
+# Limit of contents that wait to be written; if the disk is too slow, further pages are dropped.
 MAX_PENDING_BYTES = 2**28
 PAGE_NAME = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
 logger = logging.getLogger(__name__)
 
 
 class DiskTier:
-    """Files in a folder, within `max_bytes`; the least recently used one goes first.
+    """Files in a folder, within `max_bytes`; the least recently used one is removed first.
 
-    A file is named by the key of its page, which holds whatever the page depends on. One that cannot be written or
-    read, or is not what was written, is logged, counted and forgotten: the page is computed as if it had never been.
-    A thread of its own writes and removes files, in the order in which it is told, so that no step waits for that.
+    A file is named by its page's key, a digest of everything that the content depends on. A file that cannot be
+    written or read, or has changed, is logged, counted and removed: its page is computed again. A single worker thread
+    writes and removes files in order, so that no step waits for the disk.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        """Takes over what is in the folder; ValueError where it cannot be made or read."""
+        """Indexes the pages already in the folder; ValueError if it cannot be created or read."""
         self._folder = folder
         self._max_bytes = max_bytes
         self._num_bytes = self._num_stored = self._num_hits = self._num_dropped = self._num_lost = 0
         self._best_seconds = math.inf
-        self._worker = ThreadPoolExecutor(1, "disk tier")  # which ends its work before the process does
-        # What it has not yet written, in its order. A list is emptied where its page goes before its turn comes.
+        self._worker = ThreadPoolExecutor(1, "disk tier")  # Python waits for its work when the process exits
+        # Pages not yet written, in the worker's order. Removing a page empties its list, so the worker skips it.
         self._pending: dict[bytes, tuple[list[Content], Future[None]]] = {}
         self._pending_bytes = 0
         try:
@@ -71,7 +71,7 @@ class DiskTier:
             return self._pending[key][0][0]
         began = time.perf_counter()
         try:
-            os.utime(self._path(key))  # who comes after this process shall know that it was used
+            os.utime(self._path(key))  # tells later processes when the page was last used
             sealed = read_checked(self._path(key))
             if sealed[:DIGEST_BYTES] != key:
                 raise DamagedFileError(f"{self._path(key)} holds another page")
@@ -100,7 +100,7 @@ class DiskTier:
         return []
 
     def flush(self) -> None:
-        """Waits until the files are as they should be."""
+        """Waits until all queued writes and removals are done."""
         self._worker.submit(lambda: None).result()
         self._settle()
 
@@ -117,7 +117,7 @@ class DiskTier:
         )
 
     def _settle(self) -> None:
-        """Enters what was written since, and what could not be."""
+        """Removes finished writes from the pending ones; drops pages that could not be written."""
         while self._pending:
             key, (_, written) = next(iter(self._pending.items()))
             if not written.done():
@@ -139,7 +139,7 @@ class DiskTier:
             self._num_dropped += 1
 
     def _lose(self, key: bytes, error: Exception) -> None:
-        # A disk that is gone would say so for every page.
+        # Only the first is a warning: a disk that is gone would log one for every page.
         level = logging.DEBUG if self._num_lost else logging.WARNING
         logger.log(level, "a page of the disk cache is lost and will be computed; more are only counted: %s", error)
         self._num_lost += 1
@@ -160,14 +160,14 @@ def _write(path: Path, key: bytes, contents: list[Content]) -> None:
 
 
 def _remove(path: Path) -> None:
-    # What cannot be removed does not come back either: its size is known no more.
+    # A file that cannot be removed is never read again: the tier has dropped its key and size.
     with contextlib.suppress(OSError):
         path.unlink()
 
 
 def _pages(folder: Path) -> Iterator[tuple[int, str, int]]:
-    """Yields when each page was used, its name and its size."""
+    """Yields (time of last use in ns, file name, size in bytes) of each page."""
     for entry in os.scandir(folder):
-        with contextlib.suppress(FileNotFoundError):  # another process has just dropped it
+        with contextlib.suppress(FileNotFoundError):  # another process has just removed it
             if PAGE_NAME.fullmatch(entry.name):
                 yield entry.stat().st_mtime_ns, entry.name, entry.stat().st_size
