@@ -1,4 +1,4 @@
-"""Drafts by trained heads on the target's last hidden states, which are all that it keeps."""
+"""Drafts by trained heads (Medusa, EAGLE) on the target's last hidden states, the drafter's only state."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from jaxinfer.steps.medusa import MedusaHeads, Paths, chain_of, draft_from_state
 
 
 class HeadDrafter(DeviceDrafter):
-    """Drafts what heads on the last states draw, with the noise of the target's draws.
+    """Drafts tokens that heads sample from the last hidden states, with the Gumbel noise of the target's sampling.
 
-    It drafts nothing for a request of which it has seen no step since that was last without pages. Parameters that
-    change logits before the temperature have no part in it. With `EngineConfig.draft_trees` it drafts the heads' own
-    tree, or the first paths of `tree`.
+    It drafts nothing for a request until it has observed a step after the request's last admission. It ignores
+    parameters that change logits before the temperature. With `EngineConfig.draft_trees` it drafts the first paths of
+    `tree`, or of the heads' own tree if `tree` is empty.
     """
 
     def __init__(self, heads: MedusaHeads | EagleHead, tree: Paths = ()) -> None:
@@ -50,7 +50,7 @@ class HeadDrafter(DeviceDrafter):
         return self._step_bytes
 
     def prepare(self, target: EngineModel) -> int:
-        """Compiles the heads for the engine's batch sizes; ValueError for heads of a model of another width."""
+        """Compiles the heads for the engine's batch sizes; ValueError if they have another hidden size."""
         config, width = target.engine_config, target.model_config.hidden_size
         if self._heads.hidden_size != width:
             raise ValueError(
@@ -96,7 +96,7 @@ class HeadDrafter(DeviceDrafter):
         self._windows.forget(request)
 
     def _lay_out(self, requests: Sequence[Request], windows: Sequence[Window], size: int) -> tuple[Any, ...]:
-        """Returns what `draft_from_states` takes after the windows."""
+        """Returns the arguments of `draft_from_states` that follow the windows."""
         sampling = sampling_of_requests(
             requests,
             num_rows=size,
