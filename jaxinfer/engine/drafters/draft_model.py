@@ -1,8 +1,8 @@
-"""A small model that drafts for a large one: the same tokens in the same pages, in a cache of its own.
+"""A small draft model with a KV cache of its own, addressed by the target's block tables.
 
-Its cache has as many pages as the target's, and the tokens of a request lie in pages of the same numbers, so nothing is
-allocated twice. It computes when it is asked for drafts, beginning with what it has missed. Whatever is in its cache, a
-draft is but a guess: the target's draws decide.
+Its cache has as many pages as the target's, and a request's tokens lie in pages with the same ids, so nothing is
+allocated twice. When asked for drafts, it first computes the tokens it has missed. A stale cache costs only
+acceptance: the target's own samples decide the output.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Shape = tuple[int, int]  # rows and tokens
 
 
 class DraftSteps:
-    """`draft_step` for requests of a target's engine, in some shapes, on a cache with as many pages as the target's."""
+    """`draft_step`, compiled in some shapes, on a cache with as many pages as the target's."""
 
     def __init__(self, params: Params, config: ModelConfig, target: EngineModel, shapes: Iterable[Shape]) -> None:
         self._params, self._target = params, target
@@ -56,7 +56,7 @@ class DraftSteps:
     def run(
         self, shape: Shape, cache: KVCache, rows: Sequence[Row], requests: Sequence[Request], counts: Sequence[int]
     ) -> tuple[list[list[int]], KVCache]:
-        """Returns so many drafts for each of the requests, those with most of them first, and the cache."""
+        """Returns `counts[i]` drafts for each request i, and the cache. `counts` must be in descending order."""
         drafts, cache = self._compiled[shape](self._params, cache, *self._lay_out(shape, rows, requests, counts))
         tokens = jax.device_get(drafts).tolist()
         return [row[:count] for row, count in zip(tokens, counts, strict=False)], cache
@@ -76,7 +76,7 @@ class DraftSteps:
             requests,
             num_rows=num_rows,
             max_listed_tokens=target.engine_config.max_listed_tokens,
-            # No masks: drafts that a structure rules out are dropped before they are verified.
+            # No grammar masks: drafts that a grammar rules out are dropped before they are verified.
             vocab_size=target.model_config.vocab_size,
             custom=tuple(target.custom),
         )
@@ -84,7 +84,7 @@ class DraftSteps:
 
 
 class StepDrafter(DeviceDrafter):
-    """A drafter by `DraftSteps`, which it makes when it is prepared."""
+    """A drafter that runs `DraftSteps`; its `prepare` compiles them."""
 
     _steps: DraftSteps
 
@@ -98,40 +98,40 @@ class StepDrafter(DeviceDrafter):
 
 
 def most_drafts_first(counts: Sequence[int]) -> list[int]:
-    """Returns the rows that want drafts, those with most first: in the last rounds they alone are computed."""
+    """Returns the indices of counts above 0, largest count first: later rounds compute only the first rows."""
     return sorted((i for i, count in enumerate(counts) if count), key=lambda i: -counts[i])
 
 
-Span = tuple[int, int, int]  # which request, and from which token to which
-# Tokens of a row that most steps begin with: the last one, and one that was accepted without having been computed.
+Span = tuple[int, int, int]  # index of a request, first token to compute, end
+# Tokens per row that most steps have to compute: the last one, and an accepted draft that was never computed.
 CATCH_UP = 2
 
 
 class DraftModel(StepDrafter):
-    """Drafts what a model of the same vocabulary draws with the noise of the target's draws.
+    """Drafts tokens that a model of the same vocabulary samples, with the Gumbel noise of the target's sampling.
 
-    Where the two agree on what is likely, they then agree on what is drawn as well. One dispatch per step.
+    If both models agree on the likely tokens, the shared noise makes them sample the same one. One dispatch per step.
     """
 
     def __init__(self, params: Params, config: ModelConfig) -> None:
         self._params = params
         self._config = config
-        # By request: how many of its tokens were computed last, and the drafts computed after them.
+        # By request id: the number of its tokens computed so far, and the drafts computed after them.
         self._computed: dict[int, tuple[int, list[int]]] = {}
-        # By page: the text that was written there last, as the list `token_ids` itself, and the page's place in it.
+        # By page: the `token_ids` list of the request that last wrote it (the object), and the page's index there.
         self._written: dict[int, tuple[list[int], int]] = {}
-        self._known: dict[int, bytes] = {}  # full pages, by their key in the target's prefix cache
+        self._known: dict[int, bytes] = {}  # full page -> its key in the target's prefix cache
 
     @property
     def resident_bytes(self) -> int:
         return num_bytes(self._params)
 
     def page_bytes(self, cache_config: CacheConfig) -> int:
-        """Returns what a page of this model takes."""
+        """Returns the bytes of one page of this model's cache."""
         return page_bytes(self._config, cache_config)
 
     def prepare(self, target: EngineModel) -> int:
-        """Compiles the steps; ValueError for a model of another vocabulary."""
+        """Compiles the steps; ValueError if the vocabulary size is not the target's."""
         vocab_size, engine_config = target.model_config.vocab_size, target.engine_config
         if self._config.vocab_size != vocab_size:
             raise ValueError(
@@ -140,13 +140,13 @@ class DraftModel(StepDrafter):
             )
         self._cache_config, self._page_size = target.cache_config, target.cache_config.page_size
         sizes = decode_sizes(engine_config)
-        widest = max(max_batched_tokens(engine_config), CATCH_UP * sizes[-1])  # for prompts, too
+        widest = max(max_batched_tokens(engine_config), CATCH_UP * sizes[-1])  # large enough for prompts
         shapes = [(rows, CATCH_UP * rows) for rows in sizes]
         self._steps = DraftSteps(self._params, self._config, target, [*shapes, (sizes[-1], widest)])
         return engine_config.max_drafts
 
     def attach(self, lend_cache: LendCache) -> None:
-        """Makes the cache, now that its number of pages is settled."""
+        """Allocates the cache, now that its number of pages is final."""
         self._cache = init_cache(self._config, self._cache_config)
 
     def num_unseen(self, request: Request) -> int:
@@ -157,7 +157,7 @@ class DraftModel(StepDrafter):
         for index, page in enumerate(request.pages):
             end = num_seen + self._page_size
             writer, place = self._written.get(page, ((), 0))
-            # A request that is rewound has another list of tokens, one that waits for pages may find them overwritten.
+            # A rewound request has a new token list. A preempted one may get pages that others have overwritten.
             if writer is text and place == index:
                 num_seen = min(num_computed, end)
             elif request.keys is not None and end <= last and self._known.get(page) == request.keys.key(index, text):
@@ -177,7 +177,7 @@ class DraftModel(StepDrafter):
                 for (i, *_), tokens in zip(spans, self._run(shape, requests, spans, counts), strict=True):
                     drafts[i] = tokens
                 return drafts
-        # Too much was missed: catch up as far as a step goes, and draft in a later one.
+        # No shape holds all missed tokens: compute as many as fit, and draft in a later step.
         self._run(shape, requests, _first_tokens(spans, shape[1]), [0] * len(requests))
         return drafts
 
@@ -203,7 +203,7 @@ class DraftModel(StepDrafter):
 
 
 def _first_tokens(spans: Sequence[Span], room: int) -> list[Span]:
-    """Returns the spans as far as there is room for their tokens."""
+    """Returns the spans cut to `room` tokens in all."""
     chosen = []
     for i, start, end in spans:
         end = min(end, start + room)
