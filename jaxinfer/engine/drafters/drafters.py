@@ -1,6 +1,6 @@
-"""Who guesses the next tokens of a request, for the target to verify. A guess changes no token, only the time it takes.
+"""Drafters guess the next tokens of a request, and the target verifies them. Drafts change the speed, never the output.
 
-A drafter of one's own is an object with the two methods of `Drafter`, given to `LLM(speculation=…)`.
+A custom drafter is an object with the two methods of `Drafter`, given to `LLM(speculation=…)`.
 """
 
 from __future__ import annotations
@@ -13,46 +13,48 @@ from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.drafts import Drafts
 from jaxinfer.validation import shown
 
-# Tokens that must agree before what follows them is a guess: the more, the better the guess.
+# Lengths of the n-grams to match, best first: drafts after a longer match are accepted more often.
 NGRAM_SIZES = (4, 3, 2)
-# Tokens of finished outputs that are kept to draft from, some 100 bytes each.
+# Tokens of finished outputs kept to draft from, about 100 bytes each.
 MAX_REMEMBERED_TOKENS = 200_000
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """What speculation needs. The tokens of a request so far are its `token_ids`, a list that only ever grows; one
-    that is set back has another list from then on.
+    """The interface of drafters. `Request.token_ids` lists the tokens so far; a rewound request gets a new list.
+
+    Otherwise the list only grows.
     """
 
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> Sequence[Drafts]:
-        """Returns up to `counts[i]` tokens, none if need be, that may follow those of `requests[i]`: a list of them one
-        after another, or with `EngineConfig.draft_trees` a `DraftTree`.
+        """Returns up to `counts[i]` drafts, possibly none, for `requests[i]`.
+
+        Drafts are a list of consecutive tokens or, with `EngineConfig.draft_trees`, a `DraftTree`.
         """
         ...
 
     def forget(self, request: Request) -> None:
-        """Is told that a request has ended, whether it was drafted for or not."""
+        """Drops the state of a request that has ended; called for all requests, even without drafts."""
         ...
 
 
-Place = tuple[list[int], int]  # a text and where in it
+Place = tuple[list[int], int]  # a text and an index in it
 
 
 class NgramIndex:
-    """Where in some texts each run of a few tokens occurred last with something after it.
+    """Maps each n-gram of some texts to the place after its last occurrence that is followed by a token.
 
-    Runs and places are integers, for tuples of them would have the garbage collector at work for longer than it takes
-    to enter them: prompts of thousands of tokens are entered between two steps.
+    N-grams and places are packed into integers, because tuples would keep the garbage collector busy for longer than
+    the indexing. Prompts of thousands of tokens are indexed between two steps.
     """
 
     def __init__(self) -> None:
-        self._places: dict[int, int] = {}  # by run: the text's number and the place in it, 32 bits each
+        self._places: dict[int, int] = {}  # n-gram -> number of the text and place in it, 32 bits each
         self._texts: dict[int, list[int]] = {}
-        self._number = -1  # of the last text
+        self._number = -1  # of the newest text
 
     def enter(self, text: list[int], start: int = 1) -> None:
-        """Enters what stands before each token of the text from `start` on."""
+        """Indexes the n-grams before each token of the text from `start` on."""
         if self._texts.get(self._number) is not text:
             self._number += 1
             self._texts[self._number] = text
@@ -62,7 +64,7 @@ class NgramIndex:
                 self._places[run] = value
 
     def remove_oldest(self) -> None:
-        """Forgets the text that was entered first, and the places in it."""
+        """Removes the oldest text and the n-grams that point into it."""
         number = self._number + 1 - len(self._texts)
         text = self._texts.pop(number)
         for place in range(1, len(text)):
@@ -75,16 +77,14 @@ class NgramIndex:
         return not self._texts
 
     def find(self, run: int) -> Place | None:
-        """Returns where something follows these tokens."""
+        """Returns the place after the last occurrence of this n-gram, or None."""
         place = self._places.get(run)
         return None if place is None else (self._texts[place >> 32], place & 0xFFFFFFFF)
 
 
 def _runs_before(text: list[int], place: int) -> list[int]:
-    """Returns the tokens before a place in each number of NGRAM_SIZES that there are, the least first, as an integer
-    each.
-    """
-    runs, run = [], 1  # so that runs of unlike length are unlike
+    """Returns the n-grams that end before `place`, shortest first, each packed into an integer."""
+    runs, run = [], 1  # the leading 1 makes n-grams of different lengths differ
     for size in range(1, min(place, NGRAM_SIZES[0]) + 1):
         run = run << 32 | text[place - size]
         if size in NGRAM_SIZES:
@@ -93,10 +93,10 @@ def _runs_before(text: list[int], place: int) -> list[int]:
 
 
 class NgramDrafter:
-    """Drafts what followed the last tokens where the request had them before (prompt lookup, Saxena 2023)."""
+    """Drafts the tokens after an earlier occurrence of the request's last n-gram (prompt lookup, Saxena 2023)."""
 
     def __init__(self) -> None:
-        self._own: dict[int, tuple[NgramIndex, int]] = {}  # by request, with how many of its tokens are entered
+        self._own: dict[int, tuple[NgramIndex, int]] = {}  # by request id: its index, number of tokens indexed
 
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
         return [self._draft(*pair) for pair in zip(requests, counts, strict=True)]
@@ -117,27 +117,27 @@ class NgramDrafter:
         return []
 
     def _others(self, request: Request) -> Sequence[NgramIndex]:
-        """Further texts to draft from."""
+        """Returns indices of further texts to draft from."""
         return ()
 
 
 class SuffixDrafter(NgramDrafter):
-    """Drafts from the request itself and from the outputs of finished ones (after SuffixDecoding, Oliaro et al. 2024).
+    """Drafts from the request itself and from finished outputs (after SuffixDecoding, Oliaro et al. 2024).
 
-    A request with a `cache_salt` is drafted for from outputs of that salt only: from the time that its tokens took, a
-    user could tell what others were answered.
+    Drafts for a request come only from outputs with the same `cache_salt`. Otherwise a user could infer the outputs of
+    other users from the latency of tokens.
     """
 
     def __init__(self, max_tokens: int = MAX_REMEMBERED_TOKENS) -> None:
         super().__init__()
         self._max_tokens = max_tokens
         self._num_tokens = 0
-        self._outputs: deque[tuple[str | None, list[int]]] = deque()  # by salt, oldest first
+        self._outputs: deque[tuple[str | None, list[int]]] = deque()  # (salt, text), oldest first
         self._indices: dict[str | None, NgramIndex] = {}
 
     def forget(self, request: Request) -> None:
         super().forget(request)
-        # With the end of its prompt, so that its first tokens have something before them.
+        # Includes the end of the prompt, so that an n-gram precedes the first output tokens.
         text = request.token_ids[max(request.num_prompt_tokens - max(NGRAM_SIZES), 0) :]
         self._indices.setdefault(request.cache_salt, NgramIndex()).enter(text)
         self._outputs.append((request.cache_salt, text))
@@ -158,7 +158,7 @@ class SuffixDrafter(NgramDrafter):
 
 
 def continuation(text: list[int], start: int, count: int) -> list[int]:
-    """Returns what stands from `start` on; past the end, what would if the text went on repeating itself from there.
+    """Returns `count` tokens of the text from `start` on; past its end, the text repeats from `start`.
 
     text 1 2 3 2 3, start 3 -> 2 3 2 3 2 3 …
     """
@@ -172,7 +172,7 @@ DRAFTERS = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
 
 
 def make_drafter(speculation: str | Drafter) -> Drafter:
-    """Returns the drafter that was asked for by its name; ValueError where there is none of that name."""
+    """Returns the drafter with this name, or the given drafter itself; ValueError for anything else."""
     if isinstance(speculation, str):
         if speculation in DRAFTERS:
             return DRAFTERS[speculation]()
