@@ -1,4 +1,4 @@
-"""Drafts by the target's own first layers, in the target's own pages: self-speculation (Zhang et al. 2023)."""
+"""Self-speculation: drafts by the target's own first layers, on the target's own pages (Zhang et al. 2023)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from jaxinfer.plan.memory import num_bytes
 
 
 class ExitDrafter(StepDrafter):
-    """Drafts what the first `num_layers` layers draw by a norm [D] and a lens [D, D], with the noise of the target's.
+    """Drafts tokens sampled after `num_layers` layers, a norm [D] and a lens [D, D], with the target's Gumbel noise.
 
-    The keys and values of these layers are in the target's pages already, so it knows every request, whatever became
-    of it before. What it writes lies past the tokens that are computed: the next step overwrites it.
+    The target's pages hold the keys and values of these layers already, so it can draft for every request, even after
+    a preemption or rewind. It writes past the computed tokens, and the next step overwrites that.
     """
 
     def __init__(self, num_layers: int, norm: jax.Array, lens: jax.Array) -> None:
@@ -36,7 +36,7 @@ class ExitDrafter(StepDrafter):
         return num_bytes((self._norm, self._lens))
 
     def prepare(self, target: EngineModel) -> int:
-        """Compiles the steps; ValueError for an exit of another model."""
+        """Compiles the steps; ValueError if the exit does not fit the target's hidden size or layer groups."""
         config = target.model_config
         if self._lens.shape[0] != config.hidden_size:
             raise ValueError(
