@@ -1,4 +1,4 @@
-"""The last states of each request, kept on the device for those who draft from them."""
+"""The last hidden states of each request, kept on the device for drafters that use them."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from jaxinfer.plan.memory import num_bytes
 
 @dataclass
 class Window:
-    """Where the states of a request are: in which row, of how many tokens, up to which."""
+    """The location of a request's states in the buffer."""
 
     row: int
-    num_known: int
-    end: int
+    num_known: int  # states of the row that are valid, at its end
+    end: int  # position after the token of the newest state
 
 
 @dataclass(frozen=True)
 class Piece:
-    """States of a request in those of a step: from which place on, of how many tokens, the first at which position."""
+    """The location of a request's states among those of a step, [T, D]."""
 
-    place: int
+    place: int  # index of the first state
     count: int
-    start: int
+    start: int  # position of the first state's token in the request
 
 
 class StateWindows:
-    """The states of the last W tokens of up to R requests, [R, W, D], the newest last.
+    """A buffer of the hidden states of the last W tokens of up to R requests, [R, W, D], newest last.
 
-    Steps are only noted; what they have computed is entered when somebody asks, so steps nobody asks after cost
-    nothing. A request whose states do not follow those in its window begins a new one.
+    `note` only keeps a reference to a step's states, and `enter` copies them when a drafter needs the buffer. So steps
+    without drafts cost nothing. If a request's new states do not continue its window, the window starts again.
     """
 
     def __init__(self, num_rows: int, width: int, hidden_size: int, dtype: Any, step_sizes: Iterable[int]) -> None:
         self._width = width
         self._windows = jnp.zeros((num_rows, width, hidden_size), dtype)
-        self._requests: dict[int, Window] = {}  # the one that was entered last comes last
+        self._requests: dict[int, Window] = {}  # by request id, least recently updated first
         self._free = list(range(num_rows))
         self._noted: deque[tuple[Any, dict[int, Piece]]] = deque(maxlen=width)
         self._sources = np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width)
         self._compiled: dict[int, jax.stages.Compiled] = {}
-        self.num_bytes = 0  # of the windows, before and after a step is entered, and of the states that are noted
+        self.num_bytes = 0  # of the buffer before and after an update, and of the noted states
         for size in sorted(set(step_sizes)):
             arguments = (self._windows, jax.ShapeDtypeStruct((size, hidden_size), dtype), self._sources)
             self._compiled[size] = compile_or_load(enter_states, *arguments)
@@ -62,7 +62,7 @@ class StateWindows:
         return len(self._compiled)
 
     def note(self, step: Step, emitted: Sequence[Sequence[SampledToken]], hidden: Any) -> None:
-        """Notes the states [T, D] of a step. Those of drafts that were not accepted are none of the request's."""
+        """Notes the states [T, D] of a step, leaving out those of rejected drafts."""
         pieces, place = {}, 0
         num_right = [max(len(tokens) - 1, 0) for tokens in emitted] if step.is_verify else [0] * len(step.chunks)
         for chunk, count_right in zip(step.chunks, num_right, strict=True):
@@ -73,7 +73,7 @@ class StateWindows:
         self._noted.append((hidden, pieces))
 
     def forget(self, request: Request) -> None:
-        """Is told that a request has ended."""
+        """Drops the states of a request that has ended."""
         window = self._requests.pop(request.request_id, None)
         if window is not None:
             self._free.append(window.row)
@@ -81,7 +81,7 @@ class StateWindows:
             pieces.pop(request.request_id, None)
 
     def enter(self) -> jax.Array:
-        """Enters what was noted and returns the windows."""
+        """Copies the noted states into the buffer and returns it, [R, W, D]."""
         while self._noted:
             hidden, pieces = self._noted.popleft()
             sources = self._sources.copy()
@@ -91,20 +91,23 @@ class StateWindows:
         return self._windows
 
     def find(self, request: Request) -> Window | None:
-        """Returns where the states are from the last of which the request's last token was drawn, after `enter`."""
+        """Returns the request's window; None if its last token was not sampled from the newest state.
+
+        Call `enter` first.
+        """
         window = self._requests.get(request.request_id)
-        # One that was set back since has fewer tokens than the step has left it with.
+        # After a rewind, the request has fewer tokens than `window.end` + 1.
         return window if window is not None and window.end == len(request.token_ids) - 1 else None
 
     def _enter(self, request_id: int, piece: Piece, sources: np.ndarray) -> None:
         window = self._requests.pop(request_id, None)
         if window is None:
-            if not self._free:  # of one that gave way
+            if not self._free:  # then the least recently updated row belongs to a preempted request
                 self._free.append(self._requests.pop(next(iter(self._requests))).row)
             window = Window(self._free.pop(), 0, piece.start)
         if window.end != piece.start:
             window.num_known = 0
-        # window 4, of which 2 stay, and 2 of the step:  sources 2 3 (of the row) 4 R + place …
+        # W = 4, 2 old states stay, 2 new ones:  sources[row] = 4 row + 2, 4 row + 3, 4 R + place, 4 R + place + 1
         num_new = min(piece.count, self._width)
         old = self._sources[window.row, num_new:]
         first = self._sources.size + piece.place + piece.count - num_new
@@ -116,5 +119,5 @@ class StateWindows:
 
 @jax.jit
 def enter_states(windows: jax.Array, hidden: jax.Array, sources: jax.Array) -> jax.Array:
-    """Returns windows [R, W, D] made of the old ones and states [T, D], all in a row, as `sources` i32[R, W] say."""
+    """Returns new windows [R, W, D]; `sources` i32[R, W] index the old ones, flattened, and then states [T, D]."""
     return jnp.concatenate([windows.reshape(-1, windows.shape[-1]), hidden])[sources]
