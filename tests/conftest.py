@@ -26,7 +26,7 @@ gc.set_threshold(50_000, 50, 50)
 
 # Tests without a compiled engine, by folder or by file: together they take less than a minute.
 QUICK = (
-    *("test_atomic_file.py", "test_config.py", "test_device.py", "test_imports.py"),
+    *("test_atomic_file.py", "test_config.py", "test_device.py", "test_imports.py", "test_prose.py"),
     *("batch_job/test_job.py", "batch_job/test_records.py", "checkpoint", "text"),
     *("engine/request", "engine/kv_cache", "engine/scheduling"),
     *("engine/execution/test_batch_builder.py", "engine/execution/test_pipeline.py"),

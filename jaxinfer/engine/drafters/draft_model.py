@@ -1,6 +1,6 @@
 """A small draft model with a KV cache of its own, addressed by the target's block tables.
 
-Its cache has as many pages as the target's, and a request's tokens lie in pages with the same ids, so nothing is
+Its cache has the same number of pages as the target's, and a request's tokens lie in pages with the same ids, so nothing is
 allocated twice. When asked for drafts, it first computes the tokens it has missed. A stale cache costs only
 acceptance: the target's own samples decide the output.
 """
@@ -32,7 +32,7 @@ Shape = tuple[int, int]  # rows and tokens
 
 
 class DraftSteps:
-    """`draft_step`, compiled in some shapes, on a cache with as many pages as the target's."""
+    """`draft_step`, compiled in some shapes, on a cache with the target's number of pages."""
 
     def __init__(self, params: Params, config: ModelConfig, target: EngineModel, shapes: Iterable[Shape]) -> None:
         self._params, self._target = params, target
@@ -177,7 +177,7 @@ class DraftModel(StepDrafter):
                 for (i, *_), tokens in zip(spans, self._run(shape, requests, spans, counts), strict=True):
                     drafts[i] = tokens
                 return drafts
-        # No shape holds all missed tokens: compute as many as fit, and draft in a later step.
+        # No shape holds all missed tokens: compute those that fit, and draft in a later step.
         self._run(shape, requests, _first_tokens(spans, shape[1]), [0] * len(requests))
         return drafts
 
