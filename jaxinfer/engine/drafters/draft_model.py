@@ -1,7 +1,7 @@
 """A small draft model with a KV cache of its own, addressed by the target's block tables.
 
-Its cache has the same number of pages as the target's, and a request's tokens lie in pages with the same ids, so nothing is
-allocated twice. When asked for drafts, it first computes the tokens it has missed. A stale cache costs only
+Its cache has the same number of pages as the target's, and a request's tokens lie in pages with the same ids, so
+nothing is allocated twice. When asked for drafts, it first computes the tokens it has missed. A stale cache costs only
 acceptance: the target's own samples decide the output.
 """
 
