@@ -29,7 +29,7 @@ PARAMS = [
 ]
 PACKAGE = str(Path(jaxinfer.__file__).parent)
 # Enters and leaves a call; a signal there comes before it, or after it and before the caller has the result.
-EDGES = ("guard.py", "interrupts.py", "mailroom.py")
+EDGES = ("guard.py", "outputs.py")
 
 
 @contextlib.contextmanager
