@@ -1,4 +1,4 @@
-"""What the scheduler asks of the runner: the chunks of requests that are computed together."""
+"""The scheduler's output for the runner: a step, that is, the chunks of requests to compute in one launch."""
 
 from __future__ import annotations
 
@@ -14,38 +14,34 @@ from jaxinfer.engine.request.request import Request
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """The next `num_tokens` tokens of a request that are not in the cache, from position `start`, and its drafts.
-
-    `epoch`: the request's when the step was scheduled. `max_new_tokens`: the most tokens that a multi-step decode may
-    sample for it; the request has pages for them.
-    """
+    """The tokens of one request that a step computes."""
 
     request: Request
-    start: int
-    num_tokens: int
-    epoch: int = 0
+    start: int  # position of the first token
+    num_tokens: int  # without the drafts; none of them is in the cache yet
+    epoch: int = 0  # the request's epoch when the step was scheduled
     drafts: Sequence[int] = ()
-    max_new_tokens: int = 1
+    max_new_tokens: int = 1  # the most tokens that a multi-step decode may sample; the request has pages for them
 
     @property
     def is_last(self) -> bool:
-        """Whether the request has caught up after this chunk, so that its next token is drawn.
+        """True if the chunk ends at the request's last token, so that the step samples its next token.
 
-        It is known when the steps before are committed.
+        Valid only after all earlier steps are committed.
         """
         return self.start + self.num_tokens == len(self.request.token_ids)
 
     @property
     def is_stale(self) -> bool:
-        """Whether the request has ended or was set back since: nothing that is drawn for it counts."""
+        """True if the request has ended or was rewound since scheduling; the step's tokens for it are discarded."""
         return self.request.epoch != self.epoch
 
 
 class Rows:
-    """Requests that are computed together, one row each, and what stays as it is as long as they are.
+    """The requests of a step, one per row, with cached properties of the group.
 
-    While the same ones decode, step after step has the same `Rows`: who has laid out something for them need not do it
-    again. `versions` are those that the requests had at first.
+    Consecutive decode steps over the same requests share one `Rows` object. Compare by identity to reuse arrays built
+    for the last step. `epochs`: the requests' epochs when the object was made.
     """
 
     def __init__(self, requests: Sequence[Request], epochs: Sequence[int] | None = None) -> None:
@@ -54,22 +50,22 @@ class Rows:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether nobody wants more than tokens, and nothing but they say what comes next."""
+        """True if no request has a grammar or wants log-probabilities of alternatives or of the prompt."""
         return all(request.is_plain for request in self.requests)
 
     @cached_property
     def has_structures(self) -> bool:
-        """Whether what may come next for any of the requests follows from all that it has so far."""
+        """True if any request has a grammar, which constrains its next token by all tokens before it."""
         return any(request.grammar is not None for request in self.requests)
 
     @cached_property
     def max_len(self) -> int:
-        """The most tokens that any of the requests may come to."""
+        """Returns the largest `max_len` (tokens of prompt and output) of the requests."""
         return max((request.max_len for request in self.requests), default=0)
 
     @cached_property
     def tenants(self) -> Mapping[str, int]:
-        """How many requests are whose."""
+        """Returns the number of requests of each tenant."""
         return Counter(request.tenant for request in self.requests)
 
 
@@ -78,10 +74,9 @@ NO_ROWS = Rows(())
 
 @dataclass(eq=False)
 class Chunks(Sequence[Chunk]):
-    """The chunks of a step in columns; a `Chunk` is made where somebody looks at one.
+    """The chunks of a step as columns; iterating or indexing makes the `Chunk` objects.
 
-    Of hundreds of rows there are few with which anything is done that is not done with all, and a column takes a tenth
-    of the time that as many objects do.
+    Few of hundreds of rows need individual treatment, and a column takes a tenth of the time of a list of objects.
     """
 
     rows: Rows
@@ -96,7 +91,7 @@ class Chunks(Sequence[Chunk]):
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk]) -> Chunks:
-        """Returns chunks that were made one by one."""
+        """Returns the columns of individually made chunks."""
         return cls(
             Rows([chunk.request for chunk in chunks], [chunk.epoch for chunk in chunks]),
             [chunk.start for chunk in chunks],
@@ -124,7 +119,7 @@ class Chunks(Sequence[Chunk]):
 
     @property
     def are_last_tokens(self) -> bool:
-        """Whether every chunk is the last token of its request, after which the next is drawn."""
+        """True if every chunk is the last token of its request, so that the step samples one token per row."""
         if sum(self.lens) != len(self):
             return False
         return list(self.starts) == [len(request.token_ids) - 1 for request in self.requests]
@@ -132,30 +127,21 @@ class Chunks(Sequence[Chunk]):
 
 @dataclass(eq=False)
 class Step:
-    """The chunks to compute, decoding requests first, and the page transfers to make before them.
+    """The chunks to compute in one launch, and the page transfers to make before it."""
 
-    `stop_at_first_finish`: a multi-step decode ends when its first request ends, because another request waits for the
-    row. `began`: time of scheduling. `is_ahead`: it was scheduled before the tokens of the step before were known.
-    `idle_seconds`: the device may have idled that long after the step, because nothing read its result; the step ended
-    at some time within them.
-
-    `is_decode`: one token per row, no drafts, no prompt log-probabilities. `is_verify`: one token per row, and some row
-    has drafts. `is_plain`: no row has a grammar or wants log-probabilities of alternatives. `prompt_log_prob_chunks`:
-    (chunk, its first token's place in the step, number of tokens) for chunks that yield log-probabilities of prompt
-    tokens. `needs_masks`: some row's next token needs a mask of its grammar.
-    """
-
-    chunks: Chunks
+    chunks: Chunks  # decoding requests first
     copies: PageTransfers = field(default_factory=PageTransfers)
-    stop_at_first_finish: bool = False
-    began: float = 0.0
-    is_ahead: bool = False
+    stop_at_first_finish: bool = False  # a multi-step decode ends with its first request: another waits for the row
+    began: float = 0.0  # time of scheduling
+    is_ahead: bool = False  # scheduled before the tokens of the previous step were known
+    # The device may have idled this long after the step, because the host read the result late. The step ended at an
+    # unknown time within these seconds.
     idle_seconds: float = 0.0
-    num_tokens: int = field(init=False)
-    is_verify: bool = field(init=False)
-    is_plain: bool = field(init=False)
-    is_decode: bool = field(init=False)
-    needs_masks: bool = field(init=False)
+    num_tokens: int = field(init=False)  # drafts included
+    is_verify: bool = field(init=False)  # one token per row, and some row has drafts
+    is_plain: bool = field(init=False)  # no row has a grammar or wants log-probabilities of alternatives
+    is_decode: bool = field(init=False)  # one token per row, no drafts, no prompt log-probabilities
+    needs_masks: bool = field(init=False)  # some row's next token needs a mask of its grammar
 
     def __post_init__(self) -> None:
         chunks = self.chunks
@@ -171,13 +157,16 @@ class Step:
 
     @property
     def prompt_log_prob_chunks(self) -> Sequence[tuple[Chunk, int, int]]:
+        """Returns (chunk, place of its first token in the step, number of tokens) for each chunk that yields
+        log-probabilities of prompt tokens.
+        """
         prompt_log_prob_chunks, place = [], 0
         if self.is_plain:
             return prompt_log_prob_chunks
         for chunk in self.chunks:
             request = chunk.request
             if request.sampling.prompt_log_probs is not None:
-                # A token is described by the state of the one before it.
+                # The log-probability of a token comes from the hidden state of the token before it.
                 count = min(chunk.num_tokens, request.num_prompt_tokens - 1 - chunk.start)
                 prompt_log_prob_chunks += [(chunk, place, count)] if count > 0 else []
             place += chunk.num_tokens + len(chunk.drafts)
