@@ -1,9 +1,11 @@
-"""Which tokens of which requests are computed in the next step.
+"""Chooses the requests and tokens that the next step computes.
 
-Each request has `num_computed` tokens in the cache and wants all of its prompt and output there. A step hands out a
-token budget so that they catch up. Prefill, chunks of it, prefixes found in the cache, decoding and recomputation after
-preemption are one rule. Memory pressure is one as well: preempt the request that was admitted last, batch work first,
-until the others fit (`running`). Whose turn it is says `policy`.
+Each request has `num_computed` tokens in the cache and wants all of its prompt and output there. Each step splits a
+token budget among the requests so that they catch up. This one rule covers prefill, chunked prefill, prefix-cache hits,
+decoding and recomputation after preemption.
+
+If pages run out, the scheduler preempts the request admitted last, batch work first, until the others fit (`running`).
+`policy` orders the requests.
 """
 
 from __future__ import annotations
@@ -33,19 +35,19 @@ from jaxinfer.engine.scheduling.waiting import Deadlines, WaitingQueue
 
 
 class Speculator(Protocol):
-    """What the scheduler asks of speculation (`speculation.Speculation`), which itself knows the compiled shapes."""
+    """The scheduler's view of `speculation.Speculation`, which itself knows the compiled shapes."""
 
     @property
     def num_drafts(self) -> tuple[int, ...]:
-        """The number of drafts of each request in the last step that decoded every request."""
+        """Returns the number of drafts of each request in the last step that decoded every request."""
         ...
 
     def can_overlap(self, step: Step) -> bool:
-        """Returns True if the step after this launched one takes no drafts, so it need not wait for its tokens."""
+        """True if the step after `step`, which is launched, takes no drafts and so need not wait for its tokens."""
         ...
 
     def add_drafts(self, chunks: Chunks, tables: BlockTables) -> Chunks:
-        """Returns the chunks with drafts, for which it takes free pages."""
+        """Returns the chunks with drafts, after allocating free pages for the drafts."""
         ...
 
     def observe(
@@ -55,7 +57,7 @@ class Speculator(Protocol):
         ...
 
     def forget(self, request: Request) -> None:
-        """Drops what it keeps for a request that has ended."""
+        """Drops the speculation state of a request that has ended."""
         ...
 
     def take_error(self) -> Exception | None:
@@ -64,12 +66,16 @@ class Speculator(Protocol):
 
 
 class Scheduler:
-    """Holds all unfinished requests: those that wait have no pages, those that run advance in every step if they can.
+    """Holds all unfinished requests; waiting requests have no pages, running ones advance in every step if they can.
 
-    `max_mixed_tokens` bounds the tokens of a step in which somebody decodes, `max_waiting` the requests beyond those
-    that can run; None leaves either open. `tiers` keep pages that the pool has no room for; none is kept for a request
-    behind its `window`. `speculation` adds drafts where all decode; else such a step may go on for `decode_loop_steps`.
-    The goodput counts by the `targets`. `clock` counts seconds and never goes back. `observers` are told what happens.
+    max_mixed_tokens: bounds the tokens of a step with decoding requests; None for max_num_batched_tokens
+    max_waiting: bounds the requests beyond `max_num_seqs`; None for no bound
+    decode_loop_steps: decode steps per launch if every request decodes and there is no speculation
+    tiers: store the pages that are evicted from the pool
+    window: the pages of a request behind this window are released while the request runs
+    speculation: adds drafts to steps in which every request decodes
+    targets: the latency targets that the goodput counts by
+    clock: returns seconds and never goes back
     """
 
     def __init__(
@@ -94,13 +100,13 @@ class Scheduler:
         self._max_waiting = max_waiting
         self._decode_loop_steps = decode_loop_steps
         self._speculation = speculation
-        # Whether a step may be scheduled before the tokens of the last are known: there is one of each request, then.
+        # True if a step may be scheduled before the last step's tokens are known: it yields one token per request.
         self._overlap = decode_loop_steps == 1
         self._targets = targets
         self.clock = clock
         self.tiers = tiers
         self._tables = BlockTables(num_pages, page_size, tiers, window)
-        self.copies = self._tables.copies  # which the next step makes before it computes anything
+        self.copies = self._tables.copies  # page transfers that the runner makes before the next step
         self._orders = itertools.count()
         self._requests: dict[int, Request] = {}  # all that are unfinished
         self._waiting, self._deadlines = WaitingQueue(), Deadlines()
@@ -109,9 +115,9 @@ class Scheduler:
         self._running = RunningQueue(
             max_num_seqs, tables=self._tables, waiting=self._waiting, tally=self._tally, observers=self.observers
         )
-        self._entered: Step | None = None  # which is not committed yet
-        self._leaving: list[Request] = []  # which draw their last token in it, and have no pages any more
-        self._committed = 0.0  # when a step was for the last time
+        self._entered: Step | None = None  # the launched step that `_enter` has recorded and `commit` has not
+        self._leaving: list[Request] = []  # requests without pages, whose last token `_entered` samples
+        self._committed = 0.0  # time of the last commit
 
     @property
     def num_unfinished(self) -> int:
@@ -119,7 +125,7 @@ class Scheduler:
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that no request uses, whether something is cached in them or not."""
+        """Returns the number of pages that no request uses, free and cached ones."""
         return self._tables.pages.num_available
 
     def metrics(self) -> Metrics:
@@ -137,7 +143,7 @@ class Scheduler:
         return len(self._requests) - len(self._running) - len(self._leaving)
 
     def check_room(self, count: int) -> None:
-        """Raises QueueFullError where `count` requests more would be too many."""
+        """Raises QueueFullError if `count` more requests would exceed max_num_seqs + max_waiting."""
         if self._max_waiting is None or self.num_unfinished + count <= self._max_num_seqs + self._max_waiting:
             return
         raise QueueFullError(
@@ -147,7 +153,7 @@ class Scheduler:
         )
 
     def add(self, request: Request) -> None:
-        """Queues a request; QueueFullError where that is one too many."""
+        """Queues a request; raises QueueFullError if the queue is full."""
         self.check_room(1)
         request.arrival, request.order = self.clock(), next(self._orders)
         self._requests[request.request_id] = request
@@ -157,18 +163,18 @@ class Scheduler:
             observer.arrived(request)
 
     def take_error(self) -> Exception | None:
-        """Returns what a drafter has raised since the last time; steps are computed and committed without it."""
+        """Returns the first exception of the drafter since the last call; such an exception stops no step."""
         return None if self._speculation is None else self._speculation.take_error()
 
     def find(self, request_id: int) -> Request | None:
-        """Returns an unfinished request."""
+        """Returns the unfinished request with this id, or None."""
         return self._requests.get(request_id)
 
     def time_left(self, request: Request) -> float:
         return request.deadline - self.clock()
 
     def rewind(self, request: Request) -> None:
-        """Enters that a request has fewer tokens than before."""
+        """Updates pages and queues after `Request.rewind` has shortened the request."""
         if request in self._leaving:
             self._leaving.remove(request)
             self._waiting.wait(request)
@@ -176,20 +182,20 @@ class Scheduler:
             self._running.rewind(request)
 
     def abort(self, request_id: int) -> Delta | None:
-        """Ends a request wherever it is and frees its pages; None if there is no such request any more."""
+        """Ends a waiting or running request and frees its pages; returns None if the request has already ended."""
         return None if (request := self.find(request_id)) is None else self._end(request, "abort")
 
     def expire(self) -> list[Delta]:
-        """Ends the requests whose deadline has passed, wherever they are."""
+        """Ends all waiting and running requests whose deadline has passed."""
         requests = map(self.find, self._deadlines.passed(self.clock()))
         return [self._end(request, "deadline") for request in requests if request is not None]
 
     def schedule(self, after: Step | None = None) -> Step | None:
-        """Returns the next step, or None when there is nothing to do. Preempts where pages run out.
+        """Returns the next step, or None if there is nothing to do. Preempts requests if pages run out.
 
-        `after` is a step that is launched and not committed: its requests have a token more, whatever it is. None where
-        one must be known first, and where another step is launched already. A token that ends its request is met too
-        late: then what this step draws for it is void.
+        `after` is a launched step that is not committed: the new step counts one unknown token more for its requests.
+        Returns None if the new step must know those tokens first, for drafts or multi-step decode. If such a token ends
+        its request, the new step's token for the request is discarded.
         """
         if after is not None and not self._look_ahead(after):
             return None
@@ -207,10 +213,10 @@ class Scheduler:
         return Step(chunks, self.copies, self._num_waiting > 0, began, after is not None) if chunks else None
 
     def commit(self, step: Step, output: Any) -> list[Delta]:
-        """Enters a step's result (`StepOutput` of host arrays, one row per chunk); frees what is finished."""
+        """Applies a step's result (`StepOutput` of host arrays, one row per chunk) and removes finished requests."""
         now = self.clock()
         seconds, self._committed = now - max(step.began, self._committed) - step.idle_seconds, now
-        is_timed = step.idle_seconds <= seconds  # else it took longer than `seconds`, nobody knows by how much
+        is_timed = step.idle_seconds <= seconds  # else the step took longer than `seconds`, by an unknown amount
         self._tally.num_steps += 1
         self._tally.busy_seconds += seconds
         if self.tiers is not None and is_timed and not (step.is_decode or step.is_verify):
@@ -232,7 +238,7 @@ class Scheduler:
         return deltas
 
     def _hand_over(self, step: Step, sampled: SampledTokens, now: float) -> list[Delta]:
-        """Gives requests what was drawn for them, several tokens each or more than tokens."""
+        """Appends sampled tokens if a step yields several per request, or log-probabilities, or has grammars."""
         deltas = []
         for chunk, tokens in zip(step.chunks, sampled, strict=True):
             request = chunk.request
@@ -240,7 +246,7 @@ class Scheduler:
                 continue
             deltas.append(append_tokens(request, tokens, now))
             if len(tokens) > 1:
-                # All but the last are computed: drafts that were right, or a loop went on by them.
+                # All but the last are in the cache: accepted drafts, or tokens that a multi-step decode fed back.
                 self._tables.advance(request, request.num_computed + min(len(tokens) - 1, request.num_uncomputed))
             if chunk.drafts:
                 self._tally.num_drafted_tokens += len(chunk.drafts)
@@ -248,7 +254,7 @@ class Scheduler:
         return deltas
 
     def _look_ahead(self, step: Step) -> bool:
-        """Whether the step after this one can be scheduled before its tokens are known; enters it if so."""
+        """True if the next step can be scheduled before the tokens of `step` are known; then records its launch."""
         can_overlap = self._speculation is None or self._speculation.can_overlap(step)
         if not can_overlap or not self._overlap:
             return False
@@ -256,7 +262,7 @@ class Scheduler:
         return True
 
     def _enter(self, step: Step) -> None:
-        """Enters once that a step is launched: its tokens are in the cache for whatever is computed later."""
+        """Records once that a step is launched: later steps find its tokens in the cache."""
         if step is not self._entered:
             self._entered = step
             self._leaving = self._running.advance(step.chunks)
@@ -280,9 +286,9 @@ class Scheduler:
 
 
 def _extend_for_multi_step(chunks: Chunks, tables: BlockTables, max_steps: int) -> Chunks:
-    """Returns the chunks with as many tokens to draw as a request wants and free pages hold, at most `max_steps`.
+    """Returns the chunks with `max_new_tokens` set: at most `max_steps`, the request's remaining tokens and free pages.
 
-    That is one each unless all decode, and where one has a structure: the mask of its next token comes from the host.
+    Leaves 1 unless every request decodes. Leaves 1 if any has a grammar, for the host computes each token's mask.
     """
     if not chunks.are_last_tokens or any(request.grammar for request in chunks.requests):
         return chunks

@@ -139,7 +139,7 @@ class Step:
     idle_seconds: float = 0.0
     num_tokens: int = field(init=False)  # drafts included
     is_verify: bool = field(init=False)  # one token per row, and some row has drafts
-    is_plain: bool = field(init=False)  # no row has a grammar or wants log-probabilities of alternatives
+    is_plain: bool = field(init=False)  # no row has a grammar or wants more log-probabilities than its tokens'
     is_decode: bool = field(init=False)  # one token per row, no drafts, no prompt log-probabilities
     needs_masks: bool = field(init=False)  # some row's next token needs a mask of its grammar
 
