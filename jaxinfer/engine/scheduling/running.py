@@ -1,4 +1,4 @@
-"""The requests that run: who is let in, with a row and pages, and who gives way where they run out."""
+"""The running queue: admits requests with a row and pages, and preempts requests if rows or pages run out."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jaxinfer.engine.scheduling.waiting import WaitingQueue
 
 
 class RunningQueue(Sequence[Request]):
-    """`max_num_seqs` requests at most, in the order of admission; they have pages, those in the `waiting` line none.
+    """At most `max_num_seqs` requests in the order of admission. They have pages, requests in `waiting` have none.
 
-    What is done is counted in `tally`, and told to the `observers`.
+    Counts its events in `tally` and reports preemptions to the `observers`.
     """
 
     def __init__(
@@ -34,7 +34,8 @@ class RunningQueue(Sequence[Request]):
         self._tally = tally
         self._observers = observers
         self._requests: list[Request] = []
-        self._decode_rows: Rows | None = None  # all who run, where all decode, until somebody comes or goes
+        # All running requests, if all decode. Reset to None if a request is admitted, leaves, or is rewound.
+        self._decode_rows: Rows | None = None
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -50,14 +51,14 @@ class RunningQueue(Sequence[Request]):
         return self._requests[index]
 
     def admit(self, budget: int, now: float) -> None:
-        """Lets requests run, as many as a step has tokens for, with pages for all tokens that they have so far.
+        """Moves waiting requests here while the step's token budget lasts, with pages for all their tokens so far.
 
-        Those that see no further than a window get as many as they ever have at once.
+        Requests with a sliding window get at most the pages of one window.
         """
         while (request := self._waiting.first(now)) is not None:
             if len(self) >= self._max_num_seqs and not self._victims(request):
-                return  # nearly always where many wait, and known without a look at all who run
-            # Batch work that waits for its tokens is no reason to keep an interactive request waiting.
+                return  # the usual case if many wait, and cheap: it does not sum over the running requests
+            # Uncomputed tokens of batch work do not count against an interactive request.
             wanted = sum(
                 other.num_uncomputed for other in self._requests if other.is_preemptible <= request.is_preemptible
             )
@@ -70,17 +71,17 @@ class RunningQueue(Sequence[Request]):
             self._tables.extend(request, self._tables.num_wanted(request))
 
     def hand_out(self, budget: int, now: float) -> Chunks:
-        """Shares the token budget of a step, and gives the requests the pages for it, preempting where they run out."""
+        """Splits the token budget of a step and allocates the pages for it; preempts requests if pages run out."""
         chunks = self._advance_decode_batch() if len(self) <= budget else None
         return self._split_budget(budget, now) if chunks is None else chunks
 
     def _advance_decode_batch(self) -> Chunks | None:
-        """Returns the next token of each where all decode and are the same as in the step before, if there is room."""
+        """Returns one token per request if all decode, as in the last step, and free pages suffice; else None."""
         if self._decode_rows is None:
             return None
         requests, page_size, windowed = self._decode_rows.requests, self._tables.page_size, self._tables.windowed
         starts = [request.num_computed for request in requests]
-        for row in [row for row, start in enumerate(starts) if start % page_size == 0]:  # others are amid a page
+        for row in [row for row, start in enumerate(starts) if start % page_size == 0]:  # others need no page
             if windowed.is_endless:
                 windowed.evict_behind_window(requests[row])
             num_missing = self._tables.num_missing(requests[row], 1)
@@ -99,7 +100,7 @@ class RunningQueue(Sequence[Request]):
         lens: list[int] = []
         are_decoding = True
         for request in step_order(self._requests):
-            if not request.pages:  # preempted for one before it
+            if not request.pages:  # preempted for an earlier request of this loop
                 continue
             num_tokens = request.num_uncomputed
             if num_tokens > 1:
@@ -123,17 +124,18 @@ class RunningQueue(Sequence[Request]):
         return Chunks(rows, starts, lens)
 
     def advance(self, chunks: Chunks) -> list[Request]:
-        """Enters that chunks are in the cache for whatever is computed later: their step is launched.
+        """Marks the chunks of a launched step as computed: later steps find them in the cache.
 
-        Returns the requests that draw their last token in it. They have left: steps run one after another, so what the
-        next one does with their pages comes after this one has read them.
+        Returns the requests that sample their last token in this step, which leave the queue. Their pages can be reused
+        at once: steps run in order, so the next step writes them after this step has read them.
         """
         leaving: list[Request] = []
         rows, page_size = chunks.rows, self._tables.page_size
-        # A page is full, or the token after it is there, from which on one behind a window is not seen.
+        # `BlockTables.advance` is due when a page fills up. With a window it is due also at the first token after that
+        # page, from which on a page behind the window is not seen.
         num_after = int(self._tables.windowed.has_window)
         for request, epoch, start, count in zip(rows.requests, rows.epochs, chunks.starts, chunks.lens, strict=True):
-            if request.epoch != epoch:  # it has ended or was set back
+            if request.epoch != epoch:  # the request has ended or was rewound
                 continue
             end = start + count
             if end % page_size < count + num_after:
@@ -148,13 +150,13 @@ class RunningQueue(Sequence[Request]):
         return leaving
 
     def rewind(self, request: Request) -> None:
-        """Enters that a request has fewer tokens than before."""
+        """Frees the pages past the tokens of a shortened request; preempts the request if that is not possible."""
         self._decode_rows = None
         if not self._tables.rewind(request):
             self.preempt(request)
 
     def preempt(self, request: Request) -> None:
-        """Lets a request wait again, without its pages."""
+        """Moves a request back to the waiting queue and takes its pages."""
         self._decode_rows = None
         self._requests.remove(request)
         self._tables.swap_out(request)
@@ -164,14 +166,14 @@ class RunningQueue(Sequence[Request]):
             observer.preempted(request)
 
     def leave(self, request: Request) -> None:
-        """Takes the row and the pages of a request that draws no more, if it has any."""
+        """Takes the row and pages, if any, of a request that samples no more tokens."""
         if request in self._requests:
             self._decode_rows = None
             self._requests.remove(request)
         self._tables.release(request)
 
     def _make_way(self, request: Request) -> bool:
-        """Whether the request can run, if need be in the place of batch work, which is preempted for it."""
+        """True if the request can run now; preempts batch work for an interactive request if necessary."""
         if self._has_room(request):
             return True
         victims = self._victims(request)
@@ -182,11 +184,11 @@ class RunningQueue(Sequence[Request]):
         return True
 
     def _victims(self, request: Request) -> list[Request]:
-        """Returns those who would give way to the request, the last of them first."""
+        """Returns the requests that may be preempted for `request`; preempt from the end, the latest admitted first."""
         return [other for other in self._requests if other.is_preemptible] if request.priority == "interactive" else []
 
     def _has_room(self, request: Request, victims: Sequence[Request] = ()) -> bool:
-        """Whether there are a row and pages for a waiting request, beside all who run but the victims."""
+        """True if a row and pages are left for a waiting request, beside all running requests but the victims."""
         staying = [other for other in self._requests if other not in victims] if victims else self._requests
         if len(staying) >= self._max_num_seqs:
             return False
@@ -194,7 +196,11 @@ class RunningQueue(Sequence[Request]):
         return self._tables.can_hold(request, num_reserved, victims)
 
     def _make_room(self, request: Request, num_tokens: int, scheduled: Sequence[Request]) -> bool:
-        """Gives the request its pages, preempting from the end of the line; False if it was preempted itself."""
+        """Gives the request its pages; returns False if the request itself had to be preempted.
+
+        Preempts batch work first, the latest admitted first. Never preempts a request in `scheduled`, which already has
+        its part of this step.
+        """
         windowed = self._tables.windowed
         if windowed.is_endless:
             windowed.evict_behind_window(request)
@@ -205,7 +211,7 @@ class RunningQueue(Sequence[Request]):
             self.preempt(victim)
             if victim is request:
                 return False
-        if num_missing > 0:  # nearly never, for one who decodes
+        if num_missing > 0:  # rarely true for a decoding request
             self._tables.extend(request, num_missing)
         if windowed.is_endless:
             windowed.rotate_sinks(request)
