@@ -1,4 +1,4 @@
-"""The requests that wait, in one lane per tenant and priority, what each tenant has been served, and deadlines."""
+"""The waiting queue, with one lane per tenant and priority, the tokens served to each tenant, and deadlines."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ Lane = tuple[str, str]  # tenant, priority
 
 
 class WaitingQueue:
-    """Offers the first request by the policy, in time that grows with the lanes and not with the requests."""
+    """Finds the waiting request that is first by the policy, in time linear in the lanes, not in the requests."""
 
     def __init__(self) -> None:
         self._lanes: dict[Lane, list[tuple[float, int, Request]]] = {}  # heaps by due time, then order of arrival
         self._last_turns: dict[Lane, float] = {}
-        self._served: dict[str, float] = {}  # of tenants with unfinished requests only
+        self._served: dict[str, float] = {}  # tokens computed per tenant; only tenants with unfinished requests
         self._num_unfinished: Counter[str] = Counter()
 
     def enter(self, request: Request) -> None:
-        """Counts a new request for its tenant and lets it wait."""
+        """Counts a new request for its tenant and queues it."""
         if self._num_unfinished[request.tenant] == 0:
-            # Who was away has saved up nothing: it starts where the least served of the others is.
+            # A tenant gains no credit while it has no requests: it starts with the least served tenant's count.
             self._served[request.tenant] = min(self._served.values(), default=0.0)
         self._num_unfinished[request.tenant] += 1
         self.wait(request)
 
     def wait(self, request: Request) -> None:
-        """Lets a request wait, again after a preemption: it keeps its place, for it is due when it was."""
+        """Queues a request; a preempted one returns to its old place, since its due time is unchanged."""
         lane = (request.tenant, request.priority)
         heapq.heappush(self._lanes.setdefault(lane, []), (due(request), request.order, request))
 
     def leave(self, request: Request) -> None:
-        """Forgets a finished request, wherever it was; what a tenant without any has been served counts no more."""
+        """Forgets a request that ended, waiting or running; the count of a tenant without requests is dropped."""
         tenant = request.tenant
         self._num_unfinished[tenant] -= 1
         if self._num_unfinished[tenant] == 0:
@@ -48,7 +48,7 @@ class WaitingQueue:
         self._served[tenant] += num_tokens
 
     def first(self, now: float) -> Request | None:
-        """Returns the request whose turn it is, and enters in it whether it would yield to interactive ones."""
+        """Returns the first request by the policy, or None, and sets its `is_preemptible`."""
         best: tuple[tuple[bool, float, float], int, Request] | None = None
         for lane, heap in self._lanes.items():
             while heap and heap[0][2].finish_reason is not None:  # ended while it waited
@@ -66,14 +66,14 @@ class WaitingQueue:
         return best[2]
 
     def take(self, request: Request, now: float) -> None:
-        """Takes the request that `first` gave out of the line."""
+        """Removes the request that `first` has returned."""
         lane = (request.tenant, request.priority)
         heapq.heappop(self._lanes[lane])
         self._last_turns[lane] = now
 
 
 class Deadlines:
-    """Says which requests have run out of time; it knows them by their ids, or it would keep those that have ended."""
+    """Finds requests whose deadline has passed. Holds ids only, so that ended requests can be freed."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int]] = []
@@ -83,7 +83,7 @@ class Deadlines:
             heapq.heappush(self._heap, (request.deadline, request.request_id))
 
     def passed(self, now: float) -> list[int]:
-        """Returns the requests, ended or not, whose deadline has passed since the last time."""
+        """Returns the ids of the requests, ended or not, whose deadline has passed since the last call."""
         ids = []
         while self._heap and self._heap[0][0] <= now:
             ids.append(heapq.heappop(self._heap)[1])
