@@ -1,4 +1,4 @@
-"""The engine's counters, in seconds, tokens and pages, and the observer of its steps."""
+"""The engine's counters of seconds, tokens and pages, and the protocol of its observers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jaxinfer.engine.scheduling.step import Step
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """The most that a request may take to be a good one, in seconds."""
+    """The latency limits of a good request, in seconds."""
 
     ttft: float = math.inf
     tpot: float = math.inf
 
     def are_met(self, timings: Timings) -> bool:
-        """A request without a token has met none; one of a single token has no time between tokens."""
+        """True if both targets are met. A request without tokens meets none; one token has no TPOT to check."""
         return timings.ttft is not None and timings.ttft <= self.ttft and (timings.tpot or 0.0) <= self.tpot
 
 
@@ -29,23 +29,23 @@ NO_TARGETS = Targets()
 
 @dataclass(kw_only=True)
 class Tally:
-    """What has happened since the engine started."""
+    """Counters since the engine started."""
 
     num_steps: int = 0
     num_preemptions: int = 0
     num_finished: int = 0  # requests, aborted ones included
-    num_good: int = 0  # of them those that came to their own end within both targets
-    num_prefill_tokens: int = 0  # computed of prompts, and again after preemptions
-    num_found_tokens: int = 0  # not computed because they were in the prefix cache
+    num_good: int = 0  # finished requests, neither aborted nor expired, within both targets
+    num_prefill_tokens: int = 0  # computed prompt tokens, and tokens recomputed after preemptions
+    num_found_tokens: int = 0  # tokens found in the prefix cache instead of computed
     num_output_tokens: int = 0
-    num_drafted_tokens: int = 0  # drafts that were verified
-    num_accepted_tokens: int = 0  # drafts that were right
+    num_drafted_tokens: int = 0  # verified drafts
+    num_accepted_tokens: int = 0  # accepted drafts
     busy_seconds: float = 0.0  # from the scheduling of each step to its result
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """The engine at one moment. What `Tally` counts goes on from the start: take the difference of two for a rate."""
+    """The engine at one moment. The counters of `Tally` run from the start: subtract two snapshots for a rate."""
 
     num_running: int
     num_waiting: int
@@ -63,44 +63,44 @@ class Metrics:
     num_drafted_tokens: int
     num_accepted_tokens: int
     busy_seconds: float
-    num_drafts: tuple[int, ...]  # of each request in the last step in which all decoded: the chosen K
+    num_drafts: tuple[int, ...]  # the chosen K per request in the last step in which every request decoded
     tiers: tuple[TierMetrics, ...] = ()  # fastest first
-    num_late_compiles: int = 0  # that a step had to wait for; everything should have been compiled before
+    num_late_compiles: int = 0  # compilations that a step had to wait for; should be 0
 
     @property
     def prefix_hit_rate(self) -> float:
-        """The part of all tokens to prefill that was found in the cache."""
+        """Returns the fraction of tokens to prefill that were found in the prefix cache."""
         return self.num_found_tokens / max(self.num_found_tokens + self.num_prefill_tokens, 1)
 
     @property
     def acceptance_rate(self) -> float:
-        """The part of the verified drafts that was right."""
+        """Returns the fraction of verified drafts that were accepted."""
         return self.num_accepted_tokens / max(self.num_drafted_tokens, 1)
 
     @property
     def tokens_per_second(self) -> float:
-        """Output tokens per second in which the engine had something to do."""
+        """Returns the output tokens per busy second."""
         return self.num_output_tokens / self.busy_seconds if self.busy_seconds > 0 else 0.0
 
     @property
     def goodput(self) -> float:
-        """Good requests, by EngineConfig.ttft_target and tpot_target, per second in which there was something to do."""
+        """Returns the good requests, by EngineConfig.ttft_target and tpot_target, per busy second."""
         return self.num_good / self.busy_seconds if self.busy_seconds > 0 else 0.0
 
 
 class Observer(Protocol):
-    """Is told each event as it happens; moments are on the scheduler's clock. `Timeline` is one."""
+    """Receives each event of the scheduler as it happens; times are on the scheduler's clock. `Timeline` is one."""
 
     def arrived(self, request: Request) -> None: ...
 
     def preempted(self, request: Request) -> None: ...
 
     def scheduled(self, now: float, metrics: Metrics) -> None:
-        """How it stands after a step was scheduled, or none was left to be."""
+        """Receives the metrics after each scheduling, even if it found nothing to compute."""
         ...
 
     def computed(self, step: Step, began: float, ended: float) -> None:
-        """A step has its result, of which its requests know nothing yet."""
+        """Receives a step whose result has arrived and is not yet applied to its requests."""
         ...
 
     def ended(self, request: Request) -> None: ...
