@@ -1,4 +1,4 @@
-"""What a step drew, one token or several per request, and how a request takes it."""
+"""The tokens that a step sampled, one or several per request, and their application to the requests."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jaxinfer.engine.request.completion import Delta
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.step import Step
 
-SampledToken = tuple[int, float, dict[int, float]]  # a token, its log-probability, and those of the alternatives
+SampledToken = tuple[int, float, dict[int, float]]  # token id, log-probability, alternatives' log-probabilities
 
 
 class SampledTokens(Sequence[Sequence[SampledToken]]):
-    """What a step's output of host arrays, `StepOutput` or `VerifyOutput`, has for each chunk.
+    """The tokens of each chunk in a step's output of host arrays (`StepOutput` or `VerifyOutput`).
 
-    It is worked out when somebody looks: of most steps nobody does.
+    Converts the arrays on first access only, since most steps are never read this way.
     """
 
     def __init__(self, step: Step, output: Any) -> None:
@@ -64,12 +64,12 @@ def _alternatives(output: Any, row: int | slice, count: int) -> list[dict[int, f
 
 
 def record_prompt_log_probs(step: Step, output: Any) -> None:
-    """Enters the log-probabilities of prompt tokens that a step's output has."""
+    """Appends the log-probabilities of prompt tokens in a step's output to the requests' shared prompts."""
     first = 0
     for chunk, _, count in step.prompt_log_prob_chunks:
         shared_prompt, rows = chunk.request.shared_prompt, slice(first, first + count)
         first += count
-        # What was computed before, by another sample or before a preemption, is known.
+        # Another sample, or this request before a preemption, may have recorded the first ones.
         num_known = len(shared_prompt.prompt_log_probs) - (chunk.start + 1)
         num_log_probs = chunk.request.sampling.prompt_log_probs
         tops = _alternatives(output.prompt, rows, num_log_probs) if num_log_probs else [{}] * count
@@ -78,14 +78,14 @@ def record_prompt_log_probs(step: Step, output: Any) -> None:
 
 
 def append_plain(requests: Sequence[Request], output: Any, now: float) -> list[Delta]:
-    """Gives plain requests what a step that ended just now drew for them, one token for each of its rows.
+    """Appends the step's tokens, one per row, to plain requests; `now` is the time of each token.
 
-    Nearly all tokens have a known text and end nothing. For them this does what `Request.append` would, in three
-    quarters of the time: no work of the host's is done for as many rows as often.
+    Inlines `Request.append` for tokens that have a cached text and end nothing, which is almost all. This is the
+    host's hottest loop; inlining saves a quarter of its time.
     """
     deltas: list[Delta] = []
     new_delta = tuple.__new__  # Delta(…) takes twice the time
-    drawn = zip(requests, output.tokens.tolist(), output.log_probs.tolist(), strict=False)  # there are rows of padding
+    drawn = zip(requests, output.tokens.tolist(), output.log_probs.tolist(), strict=False)  # drops padding rows
     for request, token_id, log_prob in drawn:
         if not request.num_pending:
             continue
@@ -104,7 +104,7 @@ def append_plain(requests: Sequence[Request], output: Any, now: float) -> list[D
 
 
 def append_tokens(request: Request, emitted: Sequence[SampledToken], now: float) -> Delta:
-    """Gives a request what a step that ended just now drew for it, one token at least, up to one that ends it."""
+    """Appends a step's tokens, at least one, to a request, up to the token that ends it; `now` is their time."""
     request.num_pending = 0
     request.token_times += [now] * len(emitted)
     deltas: list[Delta] = []
