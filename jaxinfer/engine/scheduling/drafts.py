@@ -1,4 +1,4 @@
-"""Drafts of which several may be for one place, for the target to follow one path through them."""
+"""Draft trees: several drafts per position, of which the target accepts one path."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from jaxinfer.validation import MAX_INT, as_ints, shown
 
 @dataclass(frozen=True)
 class DraftTree(Sequence[int]):
-    """Tokens, and for each the draft that it follows, one before it, or -1 where it follows the tokens so far.
+    """Draft tokens, each with its parent, the draft that it follows.
 
-    So the first of them are a tree as well, however many: the engine verifies as many as are worth it. What comes first
-    among drafts for one place counts as the best guess.
+    Parents come before their children, so any prefix is a tree as well: the engine verifies the prefix that pays.
+    Among drafts with one parent, the first is the best guess. Raises ValueError if the two tuples are no tree.
 
     token_ids 6 9 7 8, parents -1 -1 0 0: 6 or 9 comes next, and after 6 comes 7 or 8
     """
 
     token_ids: tuple[int, ...]
-    parents: tuple[int, ...]
+    parents: tuple[int, ...]  # index of the parent; -1 if the draft follows the request's last token
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", as_ints("token_ids", self.token_ids))
@@ -50,23 +50,23 @@ class DraftTree(Sequence[int]):
         return DraftTree(self.token_ids[index], self.parents[index])
 
 
-Drafts = Sequence[int]  # a `DraftTree`, or a list of tokens one after another
+Drafts = Sequence[int]  # a `DraftTree`, or a list of consecutive tokens
 
 
 def parents_of(drafts: Drafts) -> Sequence[int]:
-    """Returns the draft that each follows, -1 for the tokens so far."""
+    """Returns the index of each draft's parent; -1 if the draft follows the request's last token."""
     return drafts.parents if isinstance(drafts, DraftTree) else range(-1, len(drafts) - 1)
 
 
 def first_of(drafts: Drafts) -> Sequence[int]:
-    """Returns the drafts for the next place, the best guess first."""
+    """Returns the drafts for the next position, the best guess first."""
     if isinstance(drafts, DraftTree):
         return [token for token, parent in zip(drafts.token_ids, drafts.parents, strict=True) if parent == -1]
     return drafts[:1]
 
 
 def rest_of(drafts: Drafts, token_id: int) -> Drafts:
-    """Returns what is drafted for the places after the next one, if this token comes there."""
+    """Returns the drafts that remain if `token_id` is the next token: those that follow it; none if no draft has it."""
     if not isinstance(drafts, DraftTree):
         return drafts[1:] if drafts[:1] == [token_id] else []
     first = next(
@@ -82,7 +82,7 @@ def rest_of(drafts: Drafts, token_id: int) -> Drafts:
 
 
 def some_of(drafts: Drafts, places: Collection[int]) -> Drafts:
-    """Returns the drafts at these places. Of a tree, those that followed another one follow the tokens so far."""
+    """Returns the drafts at these indices. In a tree, a draft whose parent is left out becomes a root."""
     kept = sorted(places)
     token_ids = [drafts[place] for place in kept]
     if not isinstance(drafts, DraftTree):
