@@ -1,4 +1,4 @@
-"""The loop of the engine: what to compute, compute it, hand out what was drawn."""
+"""The engine's loop: schedule a step, launch it, commit its tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxinfer.engine.scheduling.step import Step
 
 
 class Planner(Protocol):
-    """Says what is computed and hands out what comes of it; `Scheduler` is one."""
+    """Schedules steps and applies their results to requests; `Scheduler` is one."""
 
     def schedule(self, after: Step | None = None) -> Step | None: ...
 
@@ -20,25 +20,23 @@ class Planner(Protocol):
 
 
 class Device(Protocol):
-    """Computes steps one after another, in the order in which they are launched; `Runner` is one."""
+    """Computes steps in the order of their launch; `Runner` is one."""
 
     def launch(self, step: Step) -> Any:
-        """Begins a step, without waiting for it, and returns what `draw` takes."""
+        """Launches a step without waiting for it; returns its output on the device, the argument of `draw`."""
         ...
 
     @property
     def defers_sampling(self) -> bool:
-        """Whether it can launch a step of which it is not known yet what its structures allow."""
+        """True if a step can be launched before its grammar masks are known, and its tokens sampled by `draw`."""
         return False
 
     def draw(self, step: Step, output: Any) -> Any:
-        """Begins to draw the tokens that `launch` has left to be drawn, now that all is known; returns what `read`
-        takes.
-        """
+        """Launches the sampling that `launch` deferred, once the masks are known; returns the argument of `read`."""
         return output
 
     def is_done(self, output: Any) -> bool:
-        """Whether a step that was launched has ended; False if nobody can tell without waiting."""
+        """True if a launched step has ended; False if the device cannot tell without waiting."""
         return False
 
     def read(self, output: Any) -> Any:
@@ -47,7 +45,7 @@ class Device(Protocol):
 
 
 class Launched(NamedTuple):
-    """A step that is on its way."""
+    """A launched step whose output is not read yet."""
 
     step: Step
     began: float
@@ -55,21 +53,21 @@ class Launched(NamedTuple):
 
 
 class Advance(NamedTuple):
-    """What one turn of the loop has brought: a step, the seconds that it took, what it added to requests."""
+    """The result of one turn of the loop."""
 
     step: Step
-    seconds: float
-    deltas: list[Delta]
+    seconds: float  # duration of the step
+    deltas: list[Delta]  # the additions to requests
 
 
 class Pipeline:
-    """Launches each step before the tokens of the one before it are read, where the scheduler knows enough for that.
+    """Launches each step before the host reads the last step's tokens, if the scheduler can plan without them.
 
     device  |------------- step n -------------|----------- step n + 1 -----------|
     host    commit n-1 · launch n+1 · wait ····|commit n · launch n+2 · wait ·····|
 
-    So the host works while the device does, and no step waits for it. What structures allow next is worked out while
-    the step runs that it is for, which draws its tokens apart:
+    Host and device work at the same time, and no step waits for the host. A step with grammars samples its tokens in a
+    launch of its own, so that the host computes the masks while the step runs:
 
     device  |-- step n --|- draw n -|-- step n + 1 --|- draw n + 1 -|
     host                            |commit n · masks · launch draw n + 1 · launch n + 2 · wait ···|
@@ -79,13 +77,13 @@ class Pipeline:
         self._scheduler = scheduler
         self._device = device
         self._clock = clock
-        self._launched: deque[Launched] = deque()  # two at most, the second after the first
-        self._ended = 0.0  # when the last step was committed
+        self._launched: deque[Launched] = deque()  # two at most, in the order of launch
+        self._ended = 0.0  # time of the last commit
 
     def advance(self) -> Advance | None:
-        """Returns what one step has brought, when the next is on its way; None when there is nothing to do."""
+        """Launches the next step if possible, then commits and returns the oldest; None if there is nothing to do."""
         if self._launched and all(chunk.is_stale for chunk in self._launched[0].step.chunks):
-            self._launched.popleft()  # nobody wants it any more
+            self._launched.popleft()  # all its requests have ended or were rewound
         came = self._clock() if self._launched else 0.0
         if not self._launched and not self._launch():
             return None
@@ -113,7 +111,7 @@ class Pipeline:
         return True
 
     def _draw(self) -> None:
-        """Has the tokens of the step on its way drawn, as all is known that they depend on."""
+        """Launches the deferred sampling of the oldest step, if it needs masks; all earlier tokens are known now."""
         launched = self._launched[0]
         if launched.step.needs_masks:
             self._launched[0] = launched._replace(output=self._device.draw(launched.step, launched.output))

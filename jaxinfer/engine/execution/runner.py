@@ -1,4 +1,4 @@
-"""The one owner of device state: parameters, cache and compiled steps."""
+"""The only owner of device state: parameters, KV cache and compiled steps."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 
 class Runner:
-    """Runs scheduled steps. A step that holds any other is compiled before the first one runs.
+    """Runs scheduled steps. The largest shape, which fits any step, is compiled before the first step runs.
 
-    `fail` is told what is raised in the middle of something: the cache is donated to each step, and gone with it.
+    `fail` receives each exception raised during a step or copy: the cache is donated to it and lost if it fails.
     """
 
     def __init__(self, params: Params, warm_up: WarmUp, tiers: PageTiers | None, fail: Callable[[BaseException], None]):
@@ -38,18 +38,19 @@ class Runner:
         self.compiled_steps, self._copier = warm_up.steps, warm_up.copier
         self._params = params
         self._tiers = tiers
-        self._drawn = jnp.zeros((compiler.max_num_rows,), jnp.int32)  # by each row of the last step
+        self._drawn = jnp.zeros((compiler.max_num_rows,), jnp.int32)  # i32[R], sampled by each row of the last step
         self._before = NO_ROWS  # the rows of the last step
-        self._undrawn: tuple[jax.stages.Compiled, Batch, SamplingBatch] | None = None  # what the last step has left
+        # The deferred sampling of the last step, if any: executable, batch, and sampling parameters without masks.
+        self._undrawn: tuple[jax.stages.Compiled, Batch, SamplingBatch] | None = None
         self._num_pages = warm_up.cache_config.num_pages
         self._cache = init_cache(compiler.model_config, warm_up.cache_config)
         if tiers is not None:
             tiers.seconds_per_copy = self._measure_copies()
 
     def launch(self, step: Step) -> StepOutput | VerifyOutput:
-        """Begins to compute the step, after all before it; returns its output, one row per chunk and padding after.
+        """Launches the step behind all earlier ones; returns its output, one row per chunk, then padding rows.
 
-        What depends on structures is left to `draw`, where that can be drawn apart.
+        Defers sampling to `draw` if the step needs grammar masks and the sampling executables are compiled.
         """
         with self._reported_failures():
             self._make_copies(step.copies)
@@ -61,17 +62,17 @@ class Runner:
             self._undrawn = None if draw is None else (draw, *arguments[:2])
             if isinstance(output, VerifyOutput):
                 return output
-            # What nobody reads is not copied to the host.
+            # Drop unused outputs, so that they are not copied to the host.
             prompt, ends = output.prompt if step.prompt_log_prob_chunks else None, None if draw is None else output.ends
             return replace(output, prompt=prompt, ends=ends)
 
     @property
     def defers_sampling(self) -> bool:
-        """Whether it can launch a step of which it is not known yet what its structures allow."""
+        """True if a step can be launched before its grammar masks are known, and its tokens sampled by `draw`."""
         return bool(self.compiled_steps.draws)
 
     def draw(self, step: Step, output: StepOutput | VerifyOutput) -> StepOutput | VerifyOutput:
-        """Begins to draw what the last step that was launched has left to be drawn; returns its output with that."""
+        """Launches the deferred sampling of the last launched step, if any; returns its output with the tokens."""
         if self._undrawn is None:
             return output
         with self._reported_failures():
@@ -84,27 +85,27 @@ class Runner:
             return replace(drawn, hidden=output.hidden, prompt=output.prompt)
 
     def is_done(self, output: StepOutput | VerifyOutput) -> bool:
-        """Whether a step that was launched has ended."""
+        """True if a launched step has ended."""
         return output.tokens.is_ready()
 
     def read(self, output: StepOutput | VerifyOutput) -> StepOutput | VerifyOutput:
-        """Waits for what `launch` has begun and returns it as host arrays."""
-        # An interrupt does no harm: it can be read again. States stay on the device: only drafters want them.
+        """Waits for a launched step and returns its output as host arrays, except `hidden`."""
+        # An interrupt is harmless: the output can be read again. Only drafters use the hidden states, on the device.
         with self._reported_failures(Exception):
             return replace(jax.device_get(replace(output, hidden=None)), hidden=output.hidden)
 
     def run(self, step: Step) -> StepOutput | VerifyOutput:
-        """Computes the step and returns its output as host arrays."""
+        """Computes the step and returns its output as host arrays, except `hidden`."""
         return self.read(self.draw(step, self.launch(step)))
 
     def read_pages(self, copies: PageTransfers, pages: Sequence[int]) -> list[Content]:
-        """Returns what pages hold after copies that are still to be made."""
+        """Makes the pending copies, then returns the contents of the pages."""
         with self._reported_failures():
             self._make_copies(copies)
             return self._copier.read(self._cache, pages)
 
     def lend_cache(self, copies: PageTransfers, compute: Callable[[KVCache], tuple[T, KVCache]]) -> T:
-        """Lets `compute` have the cache, after copies that are still to be made, and returns its result."""
+        """Makes the pending copies, then calls `compute` with the cache, which it may replace; returns its result."""
         with self._reported_failures():
             self._make_copies(copies)
             result, self._cache = compute(self._cache)
@@ -123,7 +124,7 @@ class Runner:
             self._copy(batch)
 
     def _copy(self, copies: Sequence[Copy]) -> None:
-        """Makes copies of one kind."""
+        """Makes copies of one kind, a batch of `PageTransfers.batches`."""
         match copies:
             case [CopyPage(source, page)]:
                 self._cache = self._copier.duplicate(self._cache, source, page)
@@ -142,7 +143,7 @@ class Runner:
                     self._tiers.put(copy.key, content)
 
     def _measure_copies(self) -> float:
-        """Returns the seconds that a page takes out of the cache and in again, at best."""
+        """Returns the seconds per page to copy out of the cache and back in, the best of three runs."""
         seconds = []
         pages = list(range(min(self._copier.max_width, self._num_pages)))
         for _ in range(3):
