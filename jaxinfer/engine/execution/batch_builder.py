@@ -1,4 +1,4 @@
-"""The arrays of a scheduled step, in one of the few compiled shapes."""
+"""Builds the arrays of a scheduled step, padded to one of the few compiled shapes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxinfer.steps.multi_step import LoopBatch, make_loop
 class BatchBuilder:
     """Builds the arguments of compiled steps from scheduled steps: new host arrays, one row per chunk.
 
-    While the same requests decode, consecutive steps share the arrays that do not change.
+    Consecutive decode steps over the same requests share the arrays that do not change.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class BatchBuilder:
         self._max_listed_tokens = max_listed_tokens
         self._vocab_size = vocab_size
         self._custom = custom
-        # Of the last step of decoding requests: its shape, its rows, and for each its pages.
+        # The shape and rows of the last decode step, the pages of each row, and the shared arrays.
         self._last: tuple[Bucket, Rows] | None = None
         self._pages: list[tuple[int, ...]] = []
         self._block_tables = np.zeros((0, table_width), np.int32)
@@ -69,10 +69,10 @@ class BatchBuilder:
     def build(
         self, step: Step, bucket: Bucket, before: Rows = NO_ROWS, *, defers_sampling: bool = False
     ) -> tuple[Any, ...]:
-        """Returns the batch, the sampling batch and what else a compiled step of the bucket's shape takes.
+        """Returns the batch, the sampling batch and the further arguments of a compiled step in the bucket's shape.
 
-        `before` are the rows of the step before. A token that this earlier step samples stands in the batch as
-        `pending_token`. Grammar masks are left out if the step `defers_sampling`.
+        `before`: the rows of the previous step. The batch has `pending_token` for each token that the previous step
+        samples. Grammar masks are left out if the step `defers_sampling`.
         """
         batch, sampling = (self._build_decode if bucket.is_decode else self._build_rows)(step, bucket, before)
         arguments = batch, sampling if defers_sampling else add_masks(step, sampling)
@@ -101,14 +101,14 @@ class BatchBuilder:
 
     def _build_decode(self, step: Step, bucket: Bucket, before: Rows) -> tuple[Batch, SamplingBatch]:
         rows, requests = step.chunks.rows, step.chunks.requests
-        may_hide = rows.max_len > self._table_width * self._page_size  # all that fits a table is seen
+        may_hide = rows.max_len > self._table_width * self._page_size  # requests that fit the table evict nothing
         pages = [request.table for request in requests] if may_hide else [request.pages for request in requests]
         if (bucket, rows) != self._last:
             self._last, self._pages = (bucket, rows), pages
             self._block_tables = make_block_tables(pages, bucket.num_rows, self._table_width)
             self._sampling = None
         elif pages != self._pages:
-            self._block_tables = self._block_tables.copy()  # a step on its way reads the one before
+            self._block_tables = self._block_tables.copy()  # a launched step may still read the old one
             for row, (old, new) in enumerate(zip(self._pages, pages, strict=True)):
                 if new is not old:
                     first = len(old) if new[: len(old)] == old else 0
@@ -116,7 +116,7 @@ class BatchBuilder:
             self._pages = pages
         if self._sampling is None:
             self._sampling = self._make_sampling(step, bucket)
-        if step.is_ahead and rows is before:  # each has drawn the token that it computes
+        if step.is_ahead and rows is before:  # each row computes its own last sample
             token_ids = pending_token(np.arange(len(requests), dtype=np.int32))
         else:
             drawn_in = _places(before)
@@ -138,7 +138,7 @@ class BatchBuilder:
 
 
 def sampling_of_requests(requests: Sequence[Request], *, num_rows: int, **options: Any) -> SamplingBatch:
-    """Lays out how each request draws, one row each; `options` are those of `lay_out_sampling`."""
+    """Lays out the sampling parameters of requests, one row each; `options` are those of `lay_out_sampling`."""
     return lay_out_sampling(
         [request.sampling for request in requests],
         num_rows=num_rows,
@@ -162,7 +162,7 @@ def _token_ids(chunk: Chunk, drawn_in: Mapping[Request, int]) -> list[int]:
 
 
 def build_parents(step: Step, bucket: Bucket) -> np.ndarray:
-    """Lays out which token of its row each token follows in a step that verifies trees, as `verify_step` takes it."""
+    """Returns each token's parent within its row, i32[T], the `parents` of `verify_step` for draft trees."""
     parents, place = np.full(bucket.num_tokens, -1, np.int32), 0
     for drafts in step.chunks.drafts:
         parents[place + 1 : place + 1 + len(drafts)] = [1 + parent for parent in parents_of(drafts)]
@@ -171,7 +171,7 @@ def build_parents(step: Step, bucket: Bucket) -> np.ndarray:
 
 
 def build_prompt(step: Step, bucket: Bucket) -> PromptBatch:
-    """Lays out of which prompt tokens a step yields the log-probabilities."""
+    """Lays out the prompt tokens whose log-probabilities the step returns."""
     places, token_ids = [], []
     for chunk, place, count in step.prompt_log_prob_chunks:
         places += range(place, place + count)
@@ -181,9 +181,9 @@ def build_prompt(step: Step, bucket: Bucket) -> PromptBatch:
 
 
 def build_loop(step: Step, bucket: Bucket, max_stop_tokens: int) -> LoopBatch:
-    """Lays out how long each chunk of a decode step goes on.
+    """Lays out the token limits and stop tokens of a multi-step decode.
 
-    Of more stop tokens than fit the device does not know the last: what it draws after one of them is dropped here.
+    The device gets at most `max_stop_tokens` per row. The host drops the tokens sampled after any other stop token.
     """
     return make_loop(
         step.chunks.max_new_tokens,
@@ -195,12 +195,12 @@ def build_loop(step: Step, bucket: Bucket, max_stop_tokens: int) -> LoopBatch:
 
 
 def add_masks(step: Step, sampling: SamplingBatch) -> SamplingBatch:
-    """Returns the sampling parameters of a step with what the structures of its requests allow now."""
+    """Returns the sampling parameters of a step with the current grammar masks of its requests."""
     return with_masks(sampling, _masks(step)) if step.chunks.rows.has_structures else sampling
 
 
 def _masks(step: Step) -> dict[int, np.ndarray]:
-    """Returns what the structures of requests allow, by row; in a verify step by token."""
+    """Returns the grammar masks by row, or by token of the batch in a verify step."""
     masks, first = {}, 0
     for row, chunk in enumerate(step.chunks):
         grammar = chunk.request.grammar
