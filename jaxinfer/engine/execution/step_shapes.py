@@ -1,4 +1,4 @@
-"""The few shapes in which steps are computed."""
+"""The few shapes for which steps are compiled."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.device import default_batched_tokens
 from jaxinfer.engine.scheduling.step import Step
 
-# A shape is compiled once and costs time to compile, while rows and tokens of padding cost little: on CPU they are not
-# multiplied, and accelerators stream the same weights whether few rows need them or many.
+# Few shapes, because each costs time to compile and padding costs little. On CPU, padding is not multiplied;
+# accelerators stream the same weights for few rows as for many.
 DECODE_ROWS = (1, 8)
 PREFILL_TOKENS = (128,)
 GROWTH = 8
@@ -21,14 +21,14 @@ GROWTH = 8
 class Bucket:
     """One compiled shape: T tokens in B rows.
 
-    A decode bucket has T = B, one token per row. A verify bucket is for rows of up to `q_len` tokens, 0 for others. A
-    draw bucket is for what steps leave to be drawn: those of a verify bucket, or all others of B rows, with T = B.
+    A decode bucket has T = B, one token per row. A draw bucket samples the tokens that steps have deferred: either the
+    steps of one verify bucket, or all other steps of B rows, with T = B.
     """
 
     is_decode: bool
-    num_tokens: int
-    num_rows: int
-    q_len: int = 0
+    num_tokens: int  # T
+    num_rows: int  # B
+    q_len: int = 0  # the most tokens per row in a verify bucket and in its draw bucket; 0 in others
     is_draw: bool = False
 
     @property
@@ -48,18 +48,18 @@ class Bucket:
 
     @property
     def draw(self) -> Bucket:
-        """The shape in which what steps of this one leave to be drawn is drawn."""
+        """Returns the bucket that samples the deferred tokens of this bucket's steps."""
         if self.is_verify:
             return replace(self, is_draw=True)
         return Bucket(False, self.num_rows, self.num_rows, is_draw=True)
 
 
 def plan_buckets(config: EngineConfig, max_drafts: int = 0) -> tuple[Bucket, ...]:
-    """Returns every shape an engine of this configuration can ask for, smallest first of each kind.
+    """Returns every shape that an engine of this configuration uses, by kind, the smallest first.
 
-    Decoding takes 1, 8, 64, … rows and prefill 128, 1024, … tokens, up to the limits of the configuration, one of which
-    is the prefill beside decoding rows. A prefill has as many rows as it could have. Where drafts are verified, rows
-    of decoding may have one draft each, or all have `max_drafts`, as far as the limits allow.
+    decode:   1, 8, 64, … rows up to max_num_seqs
+    verify:   one draft per decoding row, or `max_drafts` per row, within the limit of mixed tokens; if max_drafts > 0
+    prefill:  128, 1024, … tokens up to the step's limit, and the limit of mixed tokens; the most rows that can occur
     """
     max_rows, max_tokens = config.max_num_seqs, max_batched_tokens(config)
     decode = [Bucket(True, rows, rows) for rows in decode_sizes(config)]
@@ -70,24 +70,24 @@ def plan_buckets(config: EngineConfig, max_drafts: int = 0) -> tuple[Bucket, ...
 
 
 def plan_draws(buckets: Iterable[Bucket], draft_trees: bool = False) -> tuple[Bucket, ...]:
-    """Returns the shapes in which steps of some buckets draw their tokens apart; trees are verified where they are."""
+    """Returns the draw buckets of `buckets`; verify steps of draft trees have none, for they sample in the step."""
     draws = {bucket.draw for bucket in buckets if not (bucket.is_verify and draft_trees)}
     return tuple(sorted(draws, key=lambda bucket: (bucket.q_len, bucket.num_tokens)))
 
 
 def decode_sizes(config: EngineConfig) -> list[int]:
-    """Returns how many rows steps of decoding rows have."""
+    """Returns the row counts of decode buckets, smallest first."""
     return _sizes(DECODE_ROWS, config.max_num_seqs)
 
 
 def max_batched_tokens(config: EngineConfig) -> int:
-    """Returns how many tokens a step may have: as configured, else as the device likes it and all rows can advance."""
+    """Returns the most tokens of a step: as configured, else the device's default, enough for all rows to advance."""
     least = max(config.max_num_seqs, config.max_mixed_tokens or 0)
     return config.max_num_batched_tokens or max(default_batched_tokens(), least)
 
 
 def max_verified_tokens(config: EngineConfig) -> int:
-    """Returns how many tokens a step may have in which drafts are verified: somebody decodes in it."""
+    """Returns the most tokens of a verify step: the limit for steps with decoding requests."""
     return config.max_mixed_tokens or max_batched_tokens(config)
 
 
@@ -95,17 +95,17 @@ def _verify_buckets(sizes: list[int], max_drafts: int, max_tokens: int) -> list[
     q_len = 1 + max_drafts
     buckets = []
     for smaller, num_rows in pairwise([0, *sizes]) if max_drafts else ():
-        # One row wants few tokens whatever its drafts; of many rows, few may have any.
+        # One row has few tokens with any number of drafts. Of many rows, few may have drafts.
         wanted = {q_len * num_rows} if num_rows == 1 else {2 * num_rows, q_len * num_rows}
         for n in sorted({min(num_tokens, max_tokens) for num_tokens in wanted}):
-            most_rows = min(num_rows, n - 1)  # one of them has a draft
+            most_rows = min(num_rows, n - 1)  # at least one row has a draft
             if most_rows > smaller:
                 buckets.append(Bucket(False, n, most_rows, q_len))
     return buckets
 
 
 def _sizes(first: tuple[int, ...], last: int) -> list[int]:
-    """`first`, going on by GROWTH, as far as below `last`; then `last` itself."""
+    """Returns `first`, continued by factors of GROWTH, as far as below `last`, then `last` itself."""
     sizes = list(first)
     while sizes[-1] < last:
         sizes.append(sizes[-1] * GROWTH)
@@ -113,7 +113,7 @@ def _sizes(first: tuple[int, ...], last: int) -> list[int]:
 
 
 def choose_bucket(buckets: Sequence[Bucket], step: Step) -> Bucket:
-    """Returns the smallest bucket of its kind that holds the step; see `find_bucket`."""
+    """Returns the smallest bucket of the step's kind that holds the step; see `find_bucket`."""
     is_decode, is_verify = step.is_decode, step.is_verify
     return find_bucket(buckets, step.num_tokens, len(step.chunks), is_decode=is_decode, is_verify=is_verify)
 
@@ -121,9 +121,10 @@ def choose_bucket(buckets: Sequence[Bucket], step: Step) -> Bucket:
 def find_bucket(
     buckets: Sequence[Bucket], num_tokens: int, num_rows: int, *, is_decode: bool = False, is_verify: bool = False
 ) -> Bucket:
-    """Returns the first bucket of a kind that holds this many tokens and rows.
+    """Returns the first bucket of a kind that holds `num_tokens` tokens in `num_rows` rows.
 
-    `buckets` are those of `plan_buckets` or some of them. A prefill bucket holds decode steps if no decode bucket does.
+    `buckets`: a subset of `plan_buckets`, in its order. A prefill bucket takes decode steps if no decode bucket fits.
+    Raises RuntimeError if no bucket holds them.
     """
     for bucket in buckets:
         fits = bucket.num_tokens >= num_tokens and bucket.num_rows >= num_rows
@@ -136,7 +137,7 @@ def find_bucket(
 
 
 def fitting_size(sizes: Iterable[int], count: int) -> int:
-    """Returns the first of the sizes, smallest first, that holds `count` rows or pages."""
+    """Returns the first of the sizes, sorted ascending, that is at least `count`; raises RuntimeError if none is."""
     sizes = list(sizes)
     for size in sizes:
         if size >= count:
