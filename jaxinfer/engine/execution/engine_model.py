@@ -1,4 +1,4 @@
-"""What a drafter that runs on the device beside the target is told of it."""
+"""The interface between the engine and a drafter that runs on the device beside the target model."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from jaxinfer.sampling.processors import LogitsProcessor
 
 @dataclass(frozen=True, kw_only=True)
 class EngineModel:
-    """The model that is drafted for, and its engine's limits."""
+    """The target model and its engine's limits."""
 
     params: Params
     model_config: ModelConfig
     engine_config: EngineConfig
     cache_config: CacheConfig
-    table_width: int
-    custom: Mapping[str, LogitsProcessor]
+    table_width: int  # pages per row of the block table
+    custom: Mapping[str, LogitsProcessor]  # logits processors of the user, by name
 
 
-# Lets a function of the target's cache have it: takes cache -> (result, cache), returns the result.
+# Calls a function cache -> (result, cache) with the target's cache, keeps the returned cache, returns the result.
 LendCache = Callable[[Callable[[KVCache], tuple[Any, KVCache]]], Any]
 
 
 class PreparesDrafts(Protocol):
-    """The part of `Speculation` that is compiled and planned with the steps."""
+    """The part of `Speculation` that takes part in compilation and memory planning."""
 
     @property
     def device_drafter(self) -> DeviceDrafter | None: ...
 
     def prepare(self, target: EngineModel) -> None:
-        """Compiles the drafter's steps for this target; again for a cache of another size."""
+        """Compiles the drafter's steps for this target. Called again if the cache size changes."""
         ...
 
 
@@ -49,16 +49,16 @@ class DeviceDrafter(Protocol):
 
     @property
     def first_layers(self) -> int | None:
-        """After how many of the target's layers a group of them has to end, if it matters."""
+        """Returns the number of target layers after which a layer group must end; None if the drafter needs no cut."""
         return None
 
     def page_bytes(self, cache_config: CacheConfig) -> int:
-        """Returns what it needs for each page of the target's cache."""
+        """Returns the bytes that the drafter stores per page of the target's cache."""
         return 0
 
     @property
     def resident_bytes(self) -> int:
-        """What its parameters take."""
+        """Returns the bytes of its parameters."""
         ...
 
     @property
@@ -66,27 +66,27 @@ class DeviceDrafter(Protocol):
 
     @property
     def step_bytes(self) -> int:
-        """What its steps need beside parameters and pages, once they are compiled."""
+        """Returns the bytes that its compiled steps need beside parameters and pages; call `prepare` first."""
         ...
 
     def prepare(self, target: EngineModel) -> int:
-        """Compiles all it needs; returns the most drafts it makes. ValueError for one that it cannot draft for.
+        """Compiles its steps; returns the most drafts that it makes. Raises ValueError for an unsupported target.
 
-        A second time, for a cache of another size, it does so anew.
+        Compiles anew if called again with a cache of another size.
         """
         ...
 
     def attach(self, lend_cache: LendCache) -> None:
-        """Is told, before it drafts first, how to compute on the target's cache."""
+        """Receives access to the target's cache, before the first draft."""
 
     def observe(self, step: Step, emitted: Sequence[Sequence[SampledToken]], hidden: Any) -> None:
-        """Is shown each step, what it emitted and its tokens' states [T, D], on the device."""
+        """Receives each step, its emitted tokens, and its tokens' hidden states [T, D], on the device."""
 
     def num_unseen(self, request: Request) -> int:
-        """Returns how many of the request's tokens it still has to compute for drafts, the last one among them."""
+        """Returns the number of the request's tokens, the last one included, that the drafter has not cached."""
         return 1
 
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> Sequence[Drafts]: ...
 
     def forget(self, request: Request) -> None:
-        """Is told that a request has ended."""
+        """Drops the state of a request that has ended."""
