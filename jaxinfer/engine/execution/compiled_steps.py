@@ -1,4 +1,4 @@
-"""The compiled steps of an engine, one per bucket, and what is done until all are there."""
+"""The compiled steps of an engine, one per bucket, and the choice among them while others still compile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxinfer.engine.scheduling.step import Step
 
 logger = logging.getLogger(__name__)
 
-COMPILING = "compiling"  # how the names of threads begin that do
+COMPILING = "compiling"  # name prefix of the compiling threads
 DESCRIPTION = "compiling steps"
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 
@@ -33,14 +33,14 @@ def _end_interrupted() -> None:
         os._exit(EXIT_INTERRUPTED)
 
 
-atexit.register(_end_interrupted)  # Python waits for all threads before it calls this
+atexit.register(_end_interrupted)  # Python joins all threads first, so any that is left was interrupted
 
 
 class CompiledSteps:
-    """Compiles a step for each bucket, side by side. The last bucket, which holds any step, is worth waiting for.
+    """Compiles a step for each bucket, in parallel. Only the last bucket, which holds any step, is waited for.
 
-    The others follow while requests are computed; until they do, the last stands in for them. So a first token comes
-    as soon as anything can compute it, and no request ever waits for the compiler.
+    The other buckets compile while the engine serves requests; the last bucket stands in for a missing one. The first
+    token comes as early as possible, and no request waits for the compiler.
     """
 
     def __init__(
@@ -49,48 +49,49 @@ class CompiledSteps:
         compile_bucket: Callable[[Bucket], jax.stages.Compiled],
         known: Mapping[Bucket, jax.stages.Compiled] = MappingProxyType({}),
     ) -> None:
-        """`known` are compiled already."""
+        """Starts to compile all buckets that are not in `known`, the steps compiled already."""
         self._buckets = tuple(buckets)
         self._compiled = dict(known)
         self._enter_ready()
         self._failed: set[Bucket] = set()
-        # The compiler releases the interpreter lock, has threads of its own, and leaves cores for requests. At the end
-        # of the process it finishes, for the next one's sake.
+        # The compiler releases the interpreter lock and has threads of its own; half of the cores stay for requests.
+        # It finishes at the end of the process, so that the next process finds the steps on disk.
         pool = ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1), thread_name_prefix=COMPILING)
         order = sorted(self._buckets, key=lambda bucket: (bucket != self._buckets[-1], bucket.is_draw))
         order = [bucket for bucket in order if bucket not in known]
-        # In the order in which they are done.
+        # In the order of compilation.
         self._to_come: dict[Bucket, Future[jax.stages.Compiled]] = {b: pool.submit(compile_bucket, b) for b in order}
         pool.shutdown(wait=False)
 
     def wait_for_last(self, *, show_progress: bool = False) -> None:
-        """Waits until any step can be computed, and for all buckets where the others cannot come later."""
-        # Where several processes compute together, all have to choose alike.
+        """Waits for the last bucket, or for all buckets if compiling while serving is impossible."""
+        # Processes that compute together must choose the same buckets. A compiler that `compiles_on_device` measures
+        # candidates there, in memory that the cache would take.
         is_enough = jax.process_count() == 1 and not compiles_on_device()
         buckets = self._buckets[-1:] if is_enough else self._buckets
         self._wait_for([bucket for bucket in buckets if bucket in self._to_come], show_progress=show_progress)
 
     def wait(self, *, show_progress: bool = False, description: str = DESCRIPTION) -> None:
-        """Waits until every bucket has its step; raises what the compiler raised."""
+        """Waits until every bucket has its step; raises the compiler's exceptions."""
         self._wait_for(list(self._to_come), show_progress=show_progress, description=description)
 
     def cancel(self) -> None:
-        """Leaves out what is not being compiled yet."""
+        """Cancels the buckets whose compilation has not begun."""
         for step in self._to_come.values():
             step.cancel()
 
     @property
     def compiled(self) -> Mapping[Bucket, jax.stages.Compiled]:
-        """Those that can be chosen so far."""
+        """Returns the steps compiled so far, by bucket."""
         return self._compiled
 
     @property
     def draws(self) -> Mapping[Bucket, jax.stages.Compiled]:
-        """What draws the tokens of steps apart, by `Bucket.draw`; none before all of them are there."""
+        """Returns the steps of deferred sampling, by `Bucket.draw`; empty until all of them are compiled."""
         return self._draws
 
     def choose(self, step: Step) -> tuple[Bucket, jax.stages.Compiled]:
-        """Returns the smallest bucket that is compiled and holds the step."""
+        """Returns the smallest compiled bucket that holds the step, and its executable."""
         if self._to_come:
             self._collect()
         bucket = choose_bucket(self._ready, step)
@@ -131,9 +132,9 @@ _thread = _Thread()
 
 
 class CompileCounter:
-    """Counts what JAX compiles in this thread while it is entered. `total` is that of all watches of the process."""
+    """Context manager: counts the compilations of JAX in this thread."""
 
-    total = 0
+    total = 0  # of all counters of the process
 
     def __init__(self) -> None:
         self.count = 0

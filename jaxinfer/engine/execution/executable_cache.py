@@ -1,7 +1,8 @@
-"""Compiled functions on disk: what the same code compiled before, on the same kind of machine, is loaded.
+"""Compiled functions on disk: loads an executable that the same code has compiled on the same kind of machine.
 
-JAX keeps what its compiler makes, but looks it up by what it traced and lowered, which takes half of a small model's
-start. Here the key is what all that follows from. It lies in the same folder as JAX's own cache, and is off with it.
+JAX's own compilation cache needs the traced and lowered function for its key: half of a small model's start. Our key
+hashes the inputs of tracing (source, versions, options, shapes), so a hit skips tracing too. The files lie in JAX's
+cache folder; disabling that cache disables this one.
 """
 
 from __future__ import annotations
@@ -27,20 +28,23 @@ from jaxinfer.atomic_file import read_checked, remove_orphans, write_checked
 
 logger = logging.getLogger(__name__)
 
-# What turns up where an executable cannot be written or read, by the device, the disk or the version of JAX.
+# Exceptions of the device, the disk or JAX when an executable cannot be written or read.
 _FAILURES = (OSError, ValueError, TypeError, NotImplementedError, pickle.PickleError, jax.errors.JaxRuntimeError)
-# Of JAX's configuration: where its cache lies, and how it is kept, changes nothing of what is compiled.
+# Options of JAX's cache folder and upkeep; executables do not depend on them.
 _OWN_OPTIONS = ("jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache")
 
 
 class _JaxCache(threading.local):
-    """Whether JAX's own cache had what this thread compiled last: XLA for CPU serialises that without its functions."""
+    """Records if this thread's last compilation was a hit in JAX's own cache.
+
+    XLA for CPU serialises such an executable without its functions.
+    """
 
     was_hit = False
 
 
 _jax_cache = _JaxCache()
-# What it had before: JAX has that in memory since, and says nothing when it returns it again.
+# Paths of earlier hits in JAX's cache. JAX reports no hit when it returns the same executable again from memory.
 _were_hits: set[Path] = set()
 
 
@@ -53,9 +57,9 @@ jax.monitoring.register_event_listener(_listen)
 
 
 def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Compiled:
-    """Returns `function.lower(*args, **statics).compile()` for a jitted function of this package.
+    """Returns `function.lower(*args, **statics).compile()` for a jitted function of this package, from disk if cached.
 
-    With processors of a user's (`custom`) it is always compiled: nothing tells when such a function changes.
+    Always compiles if `statics` has logits processors of the user (`custom`), whose changes no key would show.
     """
     folder = _folder()
     if folder is None or statics.get("custom") or jax.process_count() > 1:
@@ -63,7 +67,7 @@ def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Com
     path = folder / f"jaxinfer-{_key(function, args, statics)}"
     devices = _devices(args)
     try:
-        if not _is_private(path):  # unpickled, it could run code of another user
+        if not _is_private(path):  # unpickling could run code of another user
             raise PermissionError("another user can write to it")
         return deserialize_and_load(*pickle.loads(read_checked(path)), execution_devices=devices)
     except FileNotFoundError:
@@ -86,22 +90,26 @@ def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Com
 
 def _compile(function: Any, args: Sequence[Any], statics: dict[str, Any]) -> jax.stages.Compiled:
     compiled = function.lower(*args, **statics).compile()
-    # JAX would keep what it has traced and compiled for the life of the process: thousands of memory maps per engine.
+    # Otherwise JAX keeps all traces and executables until the process ends: thousands of memory maps per engine.
     function.clear_cache()
     return compiled
 
 
 def _folder() -> Path | None:
+    """Returns the folder of the cache, or None if the cache is off or the folder cannot be used."""
     settings = jax.config.values
     folder = settings["jax_compilation_cache_dir"]
-    # The path may be a bucket's, for which JAX has its own means.
+    # JAX also accepts URLs of cloud storage; this cache does not.
     is_used = folder and settings["jax_enable_compilation_cache"] and "://" not in folder
     return Path(folder) if is_used and _is_usable(Path(folder)) else None
 
 
-@functools.cache  # looks once, and so warns once
+@functools.cache  # checks once, and so warns once
 def _is_usable(folder: Path) -> bool:
-    """Makes the folder if need be and removes orphans; False, and a warning, if another user can write to it."""
+    """True if the folder can be used; creates it if necessary and removes orphaned files.
+
+    False, with a warning, if another user can write to it.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_private(folder):
@@ -121,7 +129,7 @@ def _is_usable(folder: Path) -> bool:
 
 
 def _is_private(path: Path) -> bool:
-    """True if nobody but this user and root can write a file or folder; on Windows nothing tells."""
+    """True if only this user and root can write to the path; always True on Windows, which has no such check."""
     status = path.stat()
     return os.name == "nt" or (status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022)
 
@@ -140,12 +148,12 @@ def _key(function: Any, args: Sequence[Any], statics: dict[str, Any]) -> str:
 
 
 def _name(value: Any) -> str:
-    """How a function or an option reads in every process; a function's `repr` has its address in this one."""
+    """Returns a name that is the same in every process; the `repr` of a function contains its address."""
     return f"{value.__module__} {value.__qualname__}" if hasattr(value, "__qualname__") else repr(value)
 
 
 def _options() -> list[str]:
-    """JAX's configuration as it is in this thread, of which `values` tells what holds for all."""
+    """Returns JAX's options with this thread's values; `jax.config.values` has the global ones."""
     values = jax.config.values
     names = sorted(name for name in values if not name.startswith(_OWN_OPTIONS))
     return [f"{name} {getattr(jax.config, name, values[name])}" for name in names]
@@ -153,7 +161,7 @@ def _options() -> list[str]:
 
 @functools.cache
 def _surroundings() -> str:
-    """What a compiled function depends on beside its own name, arguments and options."""
+    """Returns source, versions, devices, environment and host: inputs of compilation beside the call and options."""
     backend = get_backend()
     variables = {name: os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
     devices = [(device.id, device.device_kind) for device in jax.devices()]
@@ -162,7 +170,7 @@ def _surroundings() -> str:
 
 
 def _source() -> str:
-    """A digest of both packages, each file with its place in them, and of the block sizes that are tuned."""
+    """Returns a digest of all source files of both packages, with their paths, and of the tuned block sizes."""
     digest = blake2b(digest_size=20)
     for package in ("jaxinfer", "kernels_pallas"):
         spec = find_spec(package)
@@ -175,7 +183,7 @@ def _source() -> str:
 
 
 def _host() -> str:
-    """What code for a CPU is compiled for: its instructions, and how many cores divide the work."""
+    """Returns the properties of the host that CPU code is compiled for: instruction set and number of cores."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
@@ -186,7 +194,7 @@ def _host() -> str:
 
 
 def _devices(args: Sequence[Any]) -> list[Any]:
-    """Those that the arguments lie on; the first one where none does."""
+    """Returns the devices that hold the arguments, sorted by id; the first device if none of them is placed."""
     placed = {
         device
         for leaf in jax.tree.leaves(args)
