@@ -1,4 +1,4 @@
-"""Plans pages and windows from a model and an engine's configuration, before any weight is loaded."""
+"""Plans pages and attention windows from the configurations of model and engine, before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from jaxinfer.model.cache import page_bytes
 def plan_window(
     model_config: ModelConfig, config: EngineConfig, drafter: DeviceDrafter | None
 ) -> AttentionWindow | None:
-    """Returns how many pages a request needs, None for those of all of its tokens.
+    """Returns the window of pages that a request keeps; None if a request keeps the pages of all its tokens.
 
-    Raises ValueError where requests cannot be endless, though they are to be.
+    Raises ValueError if num_sink_tokens asks for endless requests (StreamingLLM) and the model or drafter forbids them.
     """
     one_page = CacheConfig(num_pages=1, page_size=config.page_size)
-    has_own_keys = drafter is not None and drafter.page_bytes(one_page) > 0  # in the same pages
+    has_own_keys = drafter is not None and drafter.page_bytes(one_page) > 0  # the drafter's keys, in the same pages
     if config.num_sink_tokens is not None:
         max_model_len = resolve_max_model_len(model_config, config)
         _check_sinks(config.num_sink_tokens, model_config, config.page_size, max_model_len, has_own_keys)
         return endless_window(max_model_len, config.num_sink_tokens, config.page_size)
-    if model_config.sliding_window is None or has_own_keys:  # which it reads from the first when it likes
+    if model_config.sliding_window is None or has_own_keys:  # a drafter may read its keys from the first token on
         return None
     return sliding_attention_window(model_config.sliding_window, config.page_size, max_batched_tokens(config))
 
@@ -55,7 +55,7 @@ def _check_sinks(num_tokens: int, model: ModelConfig, page_size: int, max_model_
 
 
 def resolve_max_model_len(model_config: ModelConfig, config: EngineConfig) -> int:
-    """Returns the most tokens a request can have; ValueError where the engine asks for more than the model has."""
+    """Returns the most tokens of a request; raises ValueError if max_model_len exceeds the model's positions."""
     if config.max_model_len is None:
         return model_config.max_position
     if config.max_model_len > model_config.max_position:
@@ -73,9 +73,10 @@ def plan_cache(
     max_model_len: int,
     drafter: DeviceDrafter | None = None,
 ) -> CacheConfig:
-    """Returns the most pages that are of use: `num_pages` if set, else what all rows at full length use.
+    """Returns the largest useful number of pages: `num_pages` if set, else the pages of all rows at full length.
 
-    That is within `cache_bytes`, or within CPU_CACHE_BYTES where nothing sets a limit.
+    Without `num_pages`, the pages stay within `cache_bytes`, or within CPU_CACHE_BYTES if neither the configuration nor
+    the device sets a limit. Raises ValueError if `cache_bytes` is less than one page.
     """
     one_page = CacheConfig(num_pages=1, page_size=config.page_size, dtype=dtype)
     window = plan_window(model_config, config, drafter)
@@ -97,14 +98,15 @@ def plan_cache(
 
 
 def bytes_of_page(model_config: ModelConfig, cache_config: CacheConfig, drafter: DeviceDrafter | None) -> int:
-    """Returns what a page takes, a draft model's with it."""
+    """Returns the bytes of a page, the drafter's part included."""
     return page_bytes(model_config, cache_config) + (0 if drafter is None else drafter.page_bytes(cache_config))
 
 
 def plan_limit(config: EngineConfig, resident_bytes: int) -> int | None:
-    """Returns what parameters, pages and steps may take together, the first of which are on the device already.
+    """Returns the limit in bytes for parameters, pages and steps together; None for no limit.
 
-    None for no limit; ValueError for one that the device does not have.
+    `resident_bytes`: the parameters, which are on the device already. Raises ValueError if `memory_bytes` is more than
+    the device has.
     """
     free = free_bytes()
     has = None if free is None else free + resident_bytes
