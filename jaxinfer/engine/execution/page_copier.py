@@ -1,4 +1,4 @@
-"""Pages out of the cache, into it and within it, by a few compiled functions; contents are bytes."""
+"""Copies pages out of the cache, into it and within it, by a few compiled functions; contents are bytes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from jaxinfer.engine.kv_cache.page_transfers import Content
 from jaxinfer.model.cache import KVCache, PageBundle, extract_pages, insert_pages, turn_pages
 from jaxinfer.plan.memory import step_bytes
 
-NO_PAGE = 2**30  # past every pool: nothing is read from there or written to it
+NO_PAGE = 2**30  # padding id past every pool: reads and writes there have no effect
 
 
 class PageCopier:
-    """Copies pages of one kind of cache. Everything is compiled here, so that no request waits for it."""
+    """Copies pages of a cache of one configuration. The constructor compiles everything, so no request waits for it."""
 
     def __init__(self, cache: KVCache, config: ModelConfig, widths: Sequence[int], num_sinks: int = 0) -> None:
-        """`cache` may be abstract. `widths`: how many pages are copied at once, the smallest number first.
+        """Compiles the copies. `cache` may be abstract.
 
-        `num_sinks`: how many are turned, where any are.
+        `widths`: the numbers of pages that one call can copy, ascending. `num_sinks`: the number of sink pages that one
+        call of `turn` rotates; 0 if sinks are not used.
         """
         extract = jax.jit(extract_pages, static_argnames="config")
         insert = jax.jit(insert_pages, static_argnames="config", donate_argnames="cache")
@@ -49,7 +50,7 @@ class PageCopier:
 
     @property
     def step_bytes(self) -> int:
-        """What copies need on the device beside the cache."""
+        """Returns the bytes that copies need on the device beside the cache."""
         ids = np.zeros((self.max_width,), np.int32)
         inserted = step_bytes(self._insert[self.max_width], (ids, self._bundles[self.max_width]))
         rotated_sinks = 0 if self._turn is None else step_bytes(self._turn, ())
@@ -60,18 +61,21 @@ class PageCopier:
         return self._widths[-1]
 
     def duplicate(self, cache: KVCache, source: int, target: int) -> KVCache:
-        """Returns the cache with the content of one page on another as well; the one that is given is given up."""
+        """Returns the cache with page `source` copied to page `target`; donates the given cache."""
         width = self._widths[0]
         bundle = self._extract[width](cache, self._ids([source], width))
         return self._insert[width](cache, self._ids([target], width), bundle)
 
     def turn(self, cache: KVCache, sources: Sequence[int], targets: Sequence[int], num_positions: int) -> KVCache:
-        """Returns the cache with `num_sinks` pages on others, turned; the one that is given is given up."""
+        """Returns the cache with `num_sinks` pages copied and their keys rotated by `num_positions` (RoPE).
+
+        Donates the given cache.
+        """
         assert self._turn is not None
         return self._turn(cache, np.array(sources, np.int32), np.array(targets, np.int32), np.int32(num_positions))
 
     def read(self, cache: KVCache, pages: Sequence[int]) -> list[Content]:
-        """Returns what each page holds, u8[page_bytes]."""
+        """Returns the content of each page, u8[page_bytes]."""
         contents = []
         for some, width in self._split(pages):
             bundle = jax.device_get(self._extract[width](cache, self._ids(some, width)))
@@ -81,7 +85,7 @@ class PageCopier:
         return contents
 
     def write(self, cache: KVCache, pages: Sequence[int], contents: Sequence[Content]) -> KVCache:
-        """Returns the cache with these contents on as many pages, `max_width` at most; the one given is given up."""
+        """Returns the cache with one content per page, at most `max_width`; donates the given cache."""
         ((some, width),) = self._split(pages)
         return self._insert[width](cache, self._ids(some, width), self._bundle(contents, width))
 
@@ -99,7 +103,7 @@ class PageCopier:
         return jax.tree.unflatten(structure, arrays)
 
     def _split(self, pages: Sequence[int]) -> Iterator[tuple[Sequence[int], int]]:
-        """Yields the pages in runs, each with the smallest width that holds it."""
+        """Yields the pages in runs of at most `max_width`, each with the smallest width that holds the run."""
         for start in range(0, len(pages), self.max_width):
             some = pages[start : start + self.max_width]
             yield some, fitting_size(self._widths, len(some))
@@ -109,5 +113,5 @@ class PageCopier:
 
 
 def _by_page(array: np.ndarray, num_pages: int) -> np.ndarray:
-    """Returns the pages of n layers [n * W, ...], layer by layer, as [n, W, size]: a view."""
+    """Returns a view [n, W, size] of the pages of n layers [n * W, ...], stored layer by layer."""
     return array.reshape(array.shape[0] // num_pages, num_pages, -1)
