@@ -53,8 +53,8 @@ def step_with_feedback(
 ) -> tuple[Any, jax.Array, KVCache]:
     """Runs `step(params, cache, batch, sampling, *rest, **statics)` and returns (output, drawn, cache).
 
-    `drawn` i32[R] has what each row of the step before has drawn, R being the most rows of all steps; a token of the
-    batch that is `pending_token(r)` is taken from there. The cache is donated.
+    `drawn` i32[R] has the token that each row of the previous step sampled; R is the most rows of any step. The token
+    `pending_token(r)` in the batch is replaced by `drawn[r]`. Donates the cache.
     """
     tokens = jnp.where(batch.tokens < 0, drawn[-1 - batch.tokens], batch.tokens)
     output, cache = step(params, cache, replace(batch, tokens=tokens), sampling, *rest, **statics)
@@ -73,18 +73,18 @@ def sample_with_feedback(
     step: Callable[..., Any],
     **statics: Any,
 ) -> tuple[Any, jax.Array]:
-    """Runs a `step` that draws what a chained one has left to be drawn, and returns (output, drawn) as that does."""
+    """Runs a `step` that samples the tokens deferred by `step_with_feedback`; returns (output, drawn) as that does."""
     output = step(params, cache, batch, sampling, states, **statics)
     return output, _enter(drawn, output)
 
 
 def _enter(drawn: jax.Array, output: Any) -> jax.Array:
-    # What a step draws that yields several tokens a row, no other takes from here.
+    # After a step with several tokens per row, the next step takes no pending tokens.
     return drawn.at[: output.tokens.shape[0]].set(output.tokens) if output.tokens.ndim == 1 else drawn
 
 
 class StepCompiler:
-    """Knows the shapes that an engine's limits allow, and compiles them."""
+    """Plans the shapes that an engine's limits allow, and compiles a step for each."""
 
     def __init__(self, target: EngineModel, max_drafts: int) -> None:
         config = target.engine_config
@@ -100,24 +100,24 @@ class StepCompiler:
         self._loop_steps = config.decode_loop_steps
         self._attention = config.attention
         self._empty = self._empty_steps(BatchBuilder.of(target))
-        self.seconds: dict[Bucket, float] = {}  # that each shape took to be compiled or loaded the last time
+        self.seconds: dict[Bucket, float] = {}  # duration of each shape's last compilation or load
 
     @property
     def largest(self) -> list[Bucket]:
-        """The largest shape of each kind, which needs the most memory of its kind; the last one holds any step."""
+        """Returns the largest shape of each kind, which needs the most memory; the last one holds any step."""
         kinds = {(bucket.is_decode, bucket.q_len, bucket.is_draw): bucket for bucket in self.buckets}
         return list(kinds.values())
 
     def _empty_steps(self, builder: BatchBuilder) -> dict[Bucket, tuple[Any, ...]]:
-        """Returns the arguments of a step without requests, in each shape."""
+        """Returns the arguments of a step without requests, for each shape."""
         empty = {bucket: builder.build(Step(Chunks.of(())), bucket) for bucket in self.buckets}
-        for bucket in [bucket for bucket in self.buckets if bucket.is_draw]:  # which take hidden states as well
+        for bucket in [bucket for bucket in self.buckets if bucket.is_draw]:  # they take hidden states too
             shape, dtype = (bucket.num_tokens, self.model_config.hidden_size), self._params.final_norm.dtype
             empty[bucket] += (jax.ShapeDtypeStruct(shape, dtype),)
         return empty
 
     def guess_bytes(self) -> int:
-        """Returns about what steps will be found to need: how XLA for CPU allots logits and activations in float32."""
+        """Returns an estimate of `step_bytes`: XLA for CPU's allocation of logits and activations in float32."""
         D, F, V = (getattr(self.model_config, f"{name}_size") for name in ("hidden", "intermediate", "vocab"))
         return max(
             4 * 9 * V * (bucket.num_tokens if bucket.is_verify else bucket.num_rows)
@@ -126,11 +126,11 @@ class StepCompiler:
         )
 
     def step_bytes(self, compiled: Mapping[Bucket, jax.stages.Compiled]) -> int:
-        """Returns what the hungriest of some compiled steps needs beside parameters and cache."""
+        """Returns the most bytes that any of the compiled steps needs beside parameters and cache."""
         return max(step_bytes(step, self._empty[bucket]) for bucket, step in compiled.items())
 
     def compile(self, cache_config: CacheConfig, bucket: Bucket) -> jax.stages.Compiled:
-        """Compiles a shape for a cache of this configuration, or loads it from disk."""
+        """Compiles a shape for a cache of this configuration, or loads its executable from disk."""
         began = time.perf_counter()
         function, arguments, statics = self._call(cache_config, bucket)
         compiled = compile_or_load(function, *arguments, **statics)
@@ -138,7 +138,7 @@ class StepCompiler:
         return compiled
 
     def trace(self, cache_config: CacheConfig, bucket: Bucket) -> ClosedJaxpr:
-        """Returns what a shape computes, as JAX traces it before it is compiled."""
+        """Returns the traced computation of a shape, without compiling it."""
         function, arguments, statics = self._call(cache_config, bucket)
         return function.trace(*arguments, **statics).jaxpr
 
@@ -158,7 +158,7 @@ class StepCompiler:
         return sample_with_feedback, arguments, statics | step
 
     def _step_of(self, bucket: Bucket) -> dict[str, Any]:
-        """Returns the step that a bucket is a shape of, and its own statics."""
+        """Returns the step function of a bucket and the static arguments that only this function takes."""
         if bucket.is_verify:
             return {"step": verify_step, "q_len": bucket.q_len}
         if bucket.is_prefill:
