@@ -1,4 +1,4 @@
-"""From parameters to compiled steps, and from what these need to the number of pages."""
+"""Compiles steps from parameters, and sets the number of pages by the memory that the steps leave."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from jaxinfer.model.params import Params
 from jaxinfer.plan.memory import MemoryPlan, fit_pages, num_bytes
 from jaxinfer.sampling.processors import LogitsProcessor
 
-# Pages copied at once, without tiers and with them: one that is evicted while others decode, or many.
+# Pages per copy, without tiers and with them: one page if it is evicted while others decode, or many pages.
 COPY_WIDTHS = ((1,), (1, 8))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """What is compiled so far: in how many seconds of all threads together, or loaded from disk, for this memory."""
+    """The state of compilation."""
 
-    num_executables: int
-    seconds: float
+    num_executables: int  # compiled or loaded from disk so far
+    seconds: float  # spent on them, summed over all threads
     memory: MemoryPlan
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ def plan_target(
     custom: Mapping[str, LogitsProcessor],
     speculation: PreparesDrafts | None,
 ) -> EngineModel:
-    """Returns the model and its engine's limits, with the most pages that are of use to it."""
+    """Returns the model and its engine's limits, with the largest useful number of pages."""
     max_model_len = resolve_max_model_len(model_config, config)
     drafter = None if speculation is None else speculation.device_drafter
     return EngineModel(
@@ -59,11 +59,11 @@ def plan_target(
 
 
 class WarmUp:
-    """Compiles what can compute any step, for as many pages as fit, and lets the rest follow.
+    """Compiles the shape that holds any step, fits the number of pages, and compiles the other shapes afterwards.
 
-    There are at most as many pages as in the target's cache. With a limit on memory the largest step of each kind is
-    waited for, for they say how much steps need. Raises ValueError where the device, or EngineConfig.memory_bytes, has
-    no room for a page.
+    The pages are at most those of the target's cache. With a memory limit, the largest shape of each kind compiles
+    first, to measure the memory that steps need. Raises ValueError if the device, or EngineConfig.memory_bytes, has no
+    room for a page.
     """
 
     def __init__(self, target: EngineModel, speculation: PreparesDrafts | None, *, show_progress: bool) -> None:
@@ -88,7 +88,7 @@ class WarmUp:
         self.steps.wait_for_last(show_progress=show_progress)
 
     def ready(self) -> Ready:
-        """Returns what is compiled so far."""
+        """Returns the executables compiled so far, their seconds and the memory plan."""
         executables, drafting = self.copier.num_executables + len(self.steps.compiled), 0
         if self._drafter is not None:
             executables, drafting = executables + self._drafter.num_executables, self._drafter.step_bytes
@@ -110,7 +110,7 @@ class WarmUp:
         needed = self.compiler.step_bytes(steps.compiled) + copier.result().step_bytes
         if self._speculation is not None:
             self._speculation.prepare(replace(self.model, cache_config=cache_config))
-        # Drafts are made while no step is on its way.
+        # No step runs while drafts are made, so the larger of the two needs counts.
         needed = max(needed, 0 if self._drafter is None else self._drafter.step_bytes)
         return (steps.compiled, copier.result()), needed
 
