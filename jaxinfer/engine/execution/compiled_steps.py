@@ -76,7 +76,7 @@ class CompiledSteps:
         self._wait_for(list(self._to_come), show_progress=show_progress, description=description)
 
     def cancel(self) -> None:
-        """Cancels the buckets whose compilation has not begun."""
+        """Cancels the compilations that have not begun."""
         for step in self._to_come.values():
             step.cancel()
 

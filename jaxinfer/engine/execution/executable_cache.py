@@ -59,7 +59,7 @@ jax.monitoring.register_event_listener(_listen)
 def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Compiled:
     """Returns `function.lower(*args, **statics).compile()` for a jitted function of this package, from disk if cached.
 
-    Always compiles if `statics` has logits processors of the user (`custom`), whose changes no key would show.
+    Always compiles if `statics` has logits processors of the user (`custom`), because no key shows their changes.
     """
     folder = _folder()
     if folder is None or statics.get("custom") or jax.process_count() > 1:

@@ -17,7 +17,7 @@ def plan_window(
 ) -> AttentionWindow | None:
     """Returns the window of pages that a request keeps; None if a request keeps the pages of all its tokens.
 
-    Raises ValueError if num_sink_tokens asks for endless requests (StreamingLLM) and the model or drafter forbids them.
+    Raises ValueError if num_sink_tokens asks for endless requests (StreamingLLM) that model, limits or drafter forbid.
     """
     one_page = CacheConfig(num_pages=1, page_size=config.page_size)
     has_own_keys = drafter is not None and drafter.page_bytes(one_page) > 0  # the drafter's keys, in the same pages

@@ -15,7 +15,7 @@ from jaxinfer.engine.kv_cache.page_transfers import Content
 from jaxinfer.model.cache import KVCache, PageBundle, extract_pages, insert_pages, turn_pages
 from jaxinfer.plan.memory import step_bytes
 
-NO_PAGE = 2**30  # padding id past every pool: reads and writes there have no effect
+NO_PAGE = 2**30  # padding id past every pool: reads give zeros, writes are dropped
 
 
 class PageCopier:

@@ -131,8 +131,8 @@ class RunningQueue(Sequence[Request]):
         """
         leaving: list[Request] = []
         rows, page_size = chunks.rows, self._tables.page_size
-        # `BlockTables.advance` is due when a page fills up. With a window it is due also at the first token after that
-        # page, from which on a page behind the window is not seen.
+        # `BlockTables.advance` is due when a page fills up. With a window it is also due at the first token of a page,
+        # which no longer sees a page behind the window.
         num_after = int(self._tables.windowed.has_window)
         for request, epoch, start, count in zip(rows.requests, rows.epochs, chunks.starts, chunks.lens, strict=True):
             if request.epoch != epoch:  # the request has ended or was rewound
