@@ -11,6 +11,7 @@ from typing import Any
 from jaxinfer.validation import (
     MAX_FLOAT,
     MAX_INT,
+    as_float,
     as_tuple,
     is_int,
     is_real,
@@ -236,8 +237,7 @@ def _arguments(values: Any) -> tuple[tuple[str, float], ...]:
     for pair in pairs:
         is_named = isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)
         require(is_named, "logits_processors", values, requirement)
-        number: Any = pair[1]
-        is_finite = is_real(number) and -MAX_FLOAT <= number <= MAX_FLOAT
+        is_finite = is_real(pair[1]) and -MAX_FLOAT <= as_float(pair[1]) <= MAX_FLOAT
         require(is_finite, "logits_processors", values, requirement)
     arguments = {name: float(number) for name, number in pairs}
     require(len(arguments) == len(pairs), "logits_processors", values, "one argument per processor")

@@ -52,10 +52,10 @@ def require_int(name: str, value: Any, minimum: int, maximum: int = MAX_INT) -> 
 def require_real(name: str, value: Any, minimum: float, maximum: float = math.inf) -> None:
     # NaN fails every comparison, so this refuses it too.
     bound = f"a finite number of at least {minimum}" + ("" if maximum == math.inf else f" and at most {maximum}")
-    require(is_real(value) and minimum <= _as_float(value) <= min(maximum, MAX_FLOAT), name, value, bound)
+    require(is_real(value) and minimum <= as_float(value) <= min(maximum, MAX_FLOAT), name, value, bound)
 
 
-def _as_float(value: Any) -> float:
+def as_float(value: Any) -> float:
     """Returns a number in double precision: NumPy warns if a narrow one is compared with one beyond its range."""
     try:
         return float(value)

@@ -240,3 +240,8 @@ def test_the_token_budget_must_let_every_running_request_advance():
 def test_a_number_that_is_not_finite_is_refused_without_a_warning(value):
     with pytest.raises(ValueError, match=r"attention_factor=.* is not allowed"):
         RopeScaling(**YARN | {"attention_factor": value})
+
+
+def test_an_argument_of_a_processor_that_is_not_finite_is_refused_without_a_warning():
+    with pytest.raises(ValueError, match=r"logits_processors=.* is not allowed"):
+        SamplingParams(logits_processors={"scale": np.float16("inf")})

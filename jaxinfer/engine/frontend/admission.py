@@ -17,7 +17,7 @@ from jaxinfer.engine.request.page_keys import PageKeys, root_key
 from jaxinfer.engine.request.request import Priority, Request, SharedPrompt
 from jaxinfer.text.grammar import GrammarCompiler
 from jaxinfer.text.tokenizer import Detokenizer, Tokenizer
-from jaxinfer.validation import MAX_FLOAT, MAX_INT, as_items, as_tuple, is_real, shown
+from jaxinfer.validation import MAX_FLOAT, MAX_INT, as_float, as_items, as_tuple, is_real, shown
 
 
 class RequestOptions(TypedDict, total=False):
@@ -61,7 +61,7 @@ def checked_tenant(tenant: Any) -> str:
 def checked_time_limit(deadline: Any) -> float:
     if deadline is None:
         return math.inf
-    if not is_real(deadline) or not 0 < deadline < MAX_FLOAT:
+    if not is_real(deadline) or not 0 < as_float(deadline) < MAX_FLOAT:
         raise ValueError(
             f"deadline={shown(deadline)} is not allowed: give seconds from now, above 0, or None for no end"
         )

@@ -70,7 +70,7 @@ BAD_TERMS = [
     *(("cache_salt", value) for value in ("", 5, b"salt", ["a"])),
     *(("priority", value) for value in ("urgent", "", 1, None)),
     *(("tenant", value) for value in (None, 5, b"a")),
-    *(("deadline", value) for value in (0, -1.0, math.inf, math.nan, "soon", True)),
+    *(("deadline", value) for value in (0, -1.0, math.inf, np.float16("inf"), math.nan, "soon", True)),
 ]
 
 
