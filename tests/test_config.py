@@ -243,5 +243,6 @@ def test_a_number_that_is_not_finite_is_refused_without_a_warning(value):
 
 
 def test_an_argument_of_a_processor_that_is_not_finite_is_refused_without_a_warning():
+    infinite: Any = np.float16("inf")
     with pytest.raises(ValueError, match=r"logits_processors=.* is not allowed"):
-        SamplingParams(logits_processors={"scale": np.float16("inf")})
+        SamplingParams(logits_processors={"scale": infinite})
