@@ -24,6 +24,7 @@ from jaxinfer.batch_job.records import (
 from jaxinfer.engine.frontend.sample_group import in_order
 from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.json_lines import lines_of
+from jaxinfer.validation import as_path
 
 if TYPE_CHECKING:
     from jaxinfer.engine.llm import LLM, Completion
@@ -63,7 +64,7 @@ def run_batch(
     Raises ValueError, with the output unchanged, if another job uses it, or if a record's `made_by` differs from
     `llm.identity()` and the input line's digest. Raises OSError if a record cannot be written; run the job again then.
     """
-    input_path, output_path = Path(input_path), Path(output_path)
+    input_path, output_path = as_path("input_path", input_path), as_path("output_path", output_path)
     check_job(input_path, output_path, max_in_flight=max_in_flight)
     identity = llm.identity()
     with OutputFile(output_path) as output, input_path.open("rb") as lines:
@@ -97,7 +98,7 @@ def check_job(input_path: str | Path, output_path: str | Path, *, max_in_flight:
     """
     if max_in_flight < 1:
         raise ValueError(f"max_in_flight is {max_in_flight}; give at least 1")
-    input_path, output_path = Path(input_path), Path(output_path)
+    input_path, output_path = as_path("input_path", input_path), as_path("output_path", output_path)
     if not input_path.exists():
         raise ValueError(f"{input_path} does not exist; give a file of JSON lines")
     if not input_path.is_file():

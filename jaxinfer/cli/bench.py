@@ -90,8 +90,8 @@ def _lengths(text: str) -> tuple[int, int]:
 
 
 def _file(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("'' is no name of a file")
+    if "\0" in text or not text:
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a file")
     return text
 
 

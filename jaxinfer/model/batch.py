@@ -18,7 +18,7 @@ from jaxinfer.validation import MAX_INT, as_ints, as_tuple, require, require_int
 PADDING_SLOT = 2**30
 # Pads lists of token ids: past every vocabulary, so that scatters drop it.
 PADDING_TOKEN = 2**30
-MAX_BATCH = 2**26  # tokens, rows, or entries of a table; more are a mistake, and would take gigabytes
+MAX_BATCH = 2**24  # tokens, rows, or entries of a table; more are a mistake, and would take gigabytes
 
 
 @struct.dataclass
@@ -129,7 +129,7 @@ def make_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows
     for name, size in (("num_tokens", num_tokens), ("num_rows", num_rows), ("table_width", table_width)):
         require_int(name, size, 1, MAX_BATCH)
     require_int("page_size", page_size, 1, MAX_BATCH)
-    require_entries("table_width", num_rows, table_width)
+    require_entries(num_rows * table_width, num_rows=num_rows, table_width=table_width)
     rows = [_checked_row(row) for row in as_tuple("rows", rows, "several Rows")]
     sizes = {"page_size": page_size, "num_tokens": num_tokens, "num_rows": num_rows, "table_width": table_width}
     return lay_out_batch(rows, **sizes)
@@ -195,12 +195,11 @@ def make_decode_batch(
     )
 
 
-def require_entries(name: str, num_rows: int, width: int) -> None:
-    """Raises ValueError for a table that no step could hold."""
-    if num_rows * width > MAX_BATCH:
-        raise ValueError(
-            f"{name}={width} for num_rows={num_rows} makes more than {MAX_BATCH:,} entries; give smaller ones"
-        )
+def require_entries(num_entries: int, **sizes: int) -> None:
+    """Raises ValueError, which names the sizes, for tables of more entries than a step could hold."""
+    if num_entries > MAX_BATCH:
+        given = " and ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(f"{given} make tables of {num_entries:,} entries, more than {MAX_BATCH:,}; give smaller ones")
 
 
 def _checked_row(row: Row) -> Row:

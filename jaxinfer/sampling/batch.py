@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
 
@@ -15,6 +15,8 @@ from flax import struct
 from jaxinfer.config import MAX_SEED, EngineConfig, SamplingParams
 from jaxinfer.model.batch import MAX_BATCH, PADDING_TOKEN, padded, require_entries
 from jaxinfer.validation import as_ints, as_tuple, require, require_int
+
+NUM_LISTS = 6  # fields of ProcessorBatch with N token ids, or N values, per row
 
 
 @struct.dataclass
@@ -85,11 +87,14 @@ def make_sampling(
     """
     require_int("num_rows", num_rows, 1, MAX_BATCH)
     require_int("max_listed_tokens", max_listed_tokens, 1, MAX_BATCH)
-    require_entries("max_listed_tokens", num_rows, max_listed_tokens)
+    num_listed = NUM_LISTS * num_rows * max_listed_tokens
+    require_entries(num_listed, num_rows=num_rows, max_listed_tokens=max_listed_tokens)
     require_int("vocab_size", vocab_size, 0)
+    masks = {"num_rows": num_rows}
     if num_masks is not None:
         require_int("num_masks", num_masks, 1, MAX_BATCH)
-    require_entries("vocab_size", num_rows if num_masks is None else num_masks, -(-vocab_size // 32))
+        masks = {"num_masks": num_masks}
+    require_entries(sum(masks.values()) * -(-vocab_size // 32), **masks, vocab_size=vocab_size)
     params = as_tuple("params", params, "several SamplingParams")
     require(all(isinstance(p, SamplingParams) for p in params), "params", params, "several SamplingParams")
     seeds = None if seeds is None else as_ints("seeds", seeds, 0, MAX_SEED)
@@ -132,8 +137,12 @@ def lay_out_sampling(
     vocab_size: int,
     num_masks: int | None = None,
     custom: Sequence[str],
+    no_processors: Callable[[int, int, tuple[int, int], tuple[str, ...]], ProcessorBatch] | None = None,
 ) -> SamplingBatch:
-    """Does the work of `make_sampling` for values of the right types, without looking at each of them."""
+    """Does the work of `make_sampling` for values of the right types, without looking at each of them.
+
+    `no_processors` returns the processors of rows that use none; by default they are made anew.
+    """
     if len(params) > num_rows or (seeds is not None and len(seeds) != len(params)):
         num_seeds = "no" if seeds is None else len(seeds)
         raise ValueError(f"{len(params)} rows of params with {num_seeds} seeds do not fit num_rows={num_rows}")
@@ -151,7 +160,7 @@ def lay_out_sampling(
             raise ValueError("json_schema, regex, choices and grammar need room for masks: pass vocab_size")
         processors = replace(processors, allowed_bits=np.full(mask_shape, -1, np.int32))
     else:
-        processors = _no_processors(num_rows, max_listed_tokens, mask_shape, tuple(custom))
+        processors = (no_processors or make_no_processors)(num_rows, max_listed_tokens, mask_shape, tuple(custom))
     column = partial(_column, params, num_rows)
     return SamplingBatch(
         temperature=column("temperature", np.float32, 0),
@@ -179,13 +188,20 @@ def with_masks(sampling: SamplingBatch, masks: Mapping[int, np.ndarray]) -> Samp
     return replace(sampling, needs_mask=nothing, processors=replace(sampling.processors, allowed_bits=bits))
 
 
-@cache
-def _no_processors(
+def make_no_processors(
     num_rows: int, max_listed_tokens: int, mask_shape: tuple[int, int], custom: tuple[str, ...]
 ) -> ProcessorBatch:
-    # On the device once for all: steps in which nobody uses them do not copy them there.
+    """Returns the processors of rows that use none, on the host."""
     processors = _make_processors([], None, [], num_rows, max_listed_tokens, custom)
-    return jax.device_put(replace(processors, allowed_bits=np.full(mask_shape, -1, np.int32)))
+    return replace(processors, allowed_bits=np.full(mask_shape, -1, np.int32))
+
+
+@lru_cache(maxsize=64)  # several engines' buckets; without a bound, the sizes of past engines would stay
+def shared_no_processors(
+    num_rows: int, max_listed_tokens: int, mask_shape: tuple[int, int], custom: tuple[str, ...]
+) -> ProcessorBatch:
+    """Returns `make_no_processors` on the device: steps whose rows use none share it and copy nothing there."""
+    return jax.device_put(make_no_processors(num_rows, max_listed_tokens, mask_shape, custom))
 
 
 def _make_processors(

@@ -337,3 +337,11 @@ def test_a_long_input_is_read_as_the_engine_asks_for_it(tmp_path, monkeypatch):
     with pytest.raises(Killed):
         run(tmp_path, FakeLLM(3, Killed()), max_in_flight=10)
     assert len(reads) < 30
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "name"), [("\0", "out", "input_path"), ("in.jsonl", "a\0", "output_path")]
+)
+def test_a_path_with_a_null_character_is_refused_by_its_argument(folder, source, target, name):
+    with pytest.raises(ValueError, match=f"{name}=.*without null characters"):
+        check_job(folder / source, folder / target)

@@ -14,7 +14,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, settings
 
-DEFAULT_CASES = 1_900
+DEFAULT_CASES = 2_000
 CASES = int(os.environ.get("JAXINFER_HOSTILE_CASES", DEFAULT_CASES))
 # A step takes milliseconds. Seconds of the processor end what computes too long, whatever else the machine does; those
 # of the clock end what waits for ever.

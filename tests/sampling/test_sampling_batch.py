@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import jax
 import numpy as np
 import pytest
@@ -88,13 +91,6 @@ def test_processors_are_laid_out_by_row_with_padding_that_has_no_effect():
     }
 
 
-def test_processors_that_nobody_uses_stay_on_the_device():
-    first, second = (make_sampling([SamplingParams(seed=i)], num_rows=2).processors for i in range(2))
-
-    assert first is second
-    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(first))
-
-
 def test_sampling_batches_of_any_rows_have_the_same_types():
     full = make_sampling([SamplingParams(seed=2**64 - 1, repetition_penalty=1.5, logit_bias={3: 1})] * 2, num_rows=2)
 
@@ -130,3 +126,26 @@ def test_a_greedy_row_needs_no_seed():
 def test_rows_and_seeds_that_do_not_fit_are_refused(count, seeds):
     with pytest.raises(ValueError, match="num_rows|seeds"):
         make_sampling([SamplingParams(seed=1)] * count, num_rows=2, seeds=seeds)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "named"),
+    [
+        ({"num_rows": 2, "max_listed_tokens": 2**21}, "num_rows=2 and max_listed_tokens=2097152"),
+        ({"num_rows": 2, "num_masks": 2**24, "vocab_size": 33}, "num_masks=16777216 and vocab_size=33"),
+        ({"num_rows": 2**10, "vocab_size": 2**20}, "num_rows=1024 and vocab_size=1048576"),
+    ],
+)
+def test_tables_that_no_step_could_hold_are_refused_by_their_sizes(sizes, named):
+    with pytest.raises(ValueError, match=f"{named} make tables of .* entries, more than 16,777,216"):
+        make_sampling([], **sizes)
+
+
+def test_no_sampling_batch_stays_in_memory():
+    sampling = make_sampling([], num_rows=3)
+    array = weakref.ref(sampling.processors.allowed_token_ids)
+
+    del sampling
+    gc.collect()
+
+    assert array() is None

@@ -224,3 +224,10 @@ def test_a_mistake_in_step_times_is_told_before_a_model_is_loaded(folder, tmp_pa
     message = capsys.readouterr().err
     assert message.startswith(f"jaxinfer: error: step_times='{times}'")
     assert "jaxinfer replay" in message
+
+
+@pytest.mark.parametrize("option", ["--plot", "--timeline"])
+def test_a_null_character_in_a_file_name_is_refused_by_its_option(capsys, option):
+    assert main(["bench", f"{option}=\0"]) == 2
+
+    assert rf"argument {option}: '\x00' is no name of a file" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.drafts import parents_of
 from jaxinfer.engine.scheduling.step import NO_ROWS, Chunk, Rows, Step
 from jaxinfer.model.batch import Batch, Row, lay_out_batch, make_block_tables, make_decode_batch, pending_token
-from jaxinfer.sampling.batch import SamplingBatch, lay_out_sampling, with_masks
+from jaxinfer.sampling.batch import SamplingBatch, lay_out_sampling, shared_no_processors, with_masks
 from jaxinfer.sampling.prompt_log_probs import PromptBatch, make_prompt, no_prompt
 from jaxinfer.steps.multi_step import LoopBatch, make_loop
 
@@ -146,6 +146,7 @@ def sampling_of_requests(requests: Sequence[Request], *, num_rows: int, **option
         sample_index=[request.sample_index for request in requests],
         prompt_lens=[request.num_prompt_tokens for request in requests],
         stop_token_ids=[request.stop_token_ids for request in requests],
+        no_processors=shared_no_processors,
         **options,
     )
 

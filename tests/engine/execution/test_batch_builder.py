@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.config import EngineConfig, SamplingParams
-from jaxinfer.engine.execution.batch_builder import BatchBuilder
+from jaxinfer.engine.execution.batch_builder import BatchBuilder, sampling_of_requests
 from jaxinfer.engine.execution.step_shapes import (
     Bucket,
     choose_bucket,
@@ -249,3 +249,12 @@ def test_shapes_and_types_depend_on_the_bucket_alone(bucket):
     for name in ("tokens", "positions", "slot_mapping", "cu_q_lens", "kv_lens"):
         ours, theirs = getattr(empty[0], name), getattr(full[0], name)
         assert (ours.shape, ours.dtype) == (theirs.shape, np.dtype("int32"))
+
+
+def test_steps_whose_rows_use_no_processors_share_theirs_on_the_device():
+    sizes = {"num_rows": 2, "max_listed_tokens": 4, "vocab_size": 0, "custom": ()}
+
+    first, second = (sampling_of_requests([], **sizes).processors for _ in range(2))
+
+    assert first is second
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(first))
