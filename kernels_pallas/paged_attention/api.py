@@ -101,7 +101,9 @@ def paged_attention(
     if window is not None and window < 1:
         raise ValueError(f"window={window} is not allowed: a query sees at least itself; use None for no window")
     if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={implementation!r} is unknown; choose from {sorted(IMPLEMENTATIONS)} or None")
+        raise ValueError(
+            f"implementation={implementation!r:.80} is unknown; choose from {sorted(IMPLEMENTATIONS)} or None"
+        )
     arrays = {
         "q": q,
         "k": k,

@@ -101,7 +101,7 @@ def abstract_pages(
             dtype = jnp.dtype(jnp.float8_e4m3b11fnuz)
         shapes = [(P, K * _planes(head_dim), S // tile, tile, width)]
     else:
-        raise ValueError(f"layout={layout!r} is unknown; choose from {LAYOUTS} or None for the platform's own")
+        raise ValueError(f"layout={layout!r:.80} is unknown; choose from {LAYOUTS} or None for the platform's own")
     return Pages(tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), layout, head_dim)
 
 

@@ -46,7 +46,9 @@ def quantized_matmul(
     """
     _check_shapes(x, weights, scales, zeros)
     if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={implementation!r} is unknown; choose from {sorted(IMPLEMENTATIONS)} or None")
+        raise ValueError(
+            f"implementation={implementation!r:.80} is unknown; choose from {sorted(IMPLEMENTATIONS)} or None"
+        )
     names = list(IMPLEMENTATIONS) if implementation is None else [implementation]
     for name in names:
         try:

@@ -23,6 +23,11 @@ def test_an_unknown_implementation_is_refused_with_the_known_ones():
         paged_attention(**make_call([(1, 1)], **SMALL).arguments, scale=1.0, implementation="cuda")
 
 
+def test_an_unknown_implementation_of_a_long_name_is_cut_in_the_error():
+    with pytest.raises(ValueError, match="implementation='a{79} is unknown"):
+        paged_attention(**make_call([(1, 1)], **SMALL).arguments, scale=1.0, implementation="a" * 10_000)
+
+
 def test_a_call_that_the_named_implementation_cannot_do_says_why(monkeypatch):
     def refuse(*args, **kwargs):
         raise NotImplementedError("head_dim=16 is not a multiple of 128")
