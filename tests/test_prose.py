@@ -20,6 +20,7 @@ CHECKED = (
         "engine/execution",
         "engine/drafters",
         "engine/frontend",
+        "engine/speculation",
     ),
     *(
         "engine/llm.py",

@@ -15,21 +15,38 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine.execution.step_shapes import Bucket, choose_bucket, plan_buckets
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.scheduling.step import Step
-from jaxinfer.engine.speculation import step_costs
-from jaxinfer.engine.speculation.cost_fit import fit_weights
 from jaxinfer.validation import shown
 
 MIN_STEPS = 8
 MAX_BYTES = 2**20  # of a file of step times; a real one has some hundred bytes
+# The seconds of a step grow with each of these, so no weight is negative.
 # "longest context": the device computes rows side by side, so the longest row decides the time of a step.
 # "not ahead": the host's work for a step is hidden only if the previous step was still running.
-FEATURES = (*step_costs.FEATURES, "longest context", "not ahead")
+FEATURES = (
+    "step",
+    "padded tokens",
+    "tokens",
+    "tokens in sixteens",
+    "rows",
+    "context tokens",
+    "attended tokens",
+    "longest context",
+    "not ahead",
+)
+# The fit leaves out steps that took this many times the expected seconds: something else interrupted them.
+OUTLIER = 1.5
+FIT_ROUNDS = 5
 
 
 def step_features(step: Step, bucket: Bucket) -> tuple[float, ...]:
     """Returns the FEATURES of a step in its compiled shape."""
-    longest = max(map(add, step.chunks.starts, step.chunks.lens))
-    return (*step_costs.step_features(step, bucket), longest, not step.is_ahead)
+    ends = list(map(add, step.chunks.starts, step.chunks.lens))
+    attended = sum(
+        count * (2 * start + count) // 2 for start, count in zip(step.chunks.starts, step.chunks.lens, strict=True)
+    )
+    tokens = step.num_tokens
+    sixteens = -(-tokens // 16)
+    return (1, bucket.num_tokens, tokens, sixteens, len(ends), sum(ends), attended, max(ends), not step.is_ahead)
 
 
 @dataclass(frozen=True)
@@ -132,3 +149,21 @@ def fit_step_times(steps: Iterable[MeasuredStep]) -> StepTimes:
         weights = np.array(fit_weights(features, seconds))
         kinds[name] = tuple((weights * seconds.sum() / (features @ weights).sum()).tolist())
     return StepTimes(**kinds)
+
+
+def fit_weights(features: np.ndarray, seconds: np.ndarray) -> tuple[float, ...]:
+    """Returns seconds per unit of each feature, for features f64[steps, FEATURES] and seconds f64[steps].
+
+    Fits non-negative least squares of the relative error, without outliers.
+    """
+    from scipy.optimize import nnls  # takes a sixth of the time to import this package, and few users need it
+
+    kept = np.ones(len(seconds), bool)
+    scale = features.max(0).clip(1)
+    weights = np.zeros(features.shape[1])
+    for _ in range(FIT_ROUNDS):
+        rows = features[kept] / scale / seconds[kept, None]
+        weights = nnls(rows, np.ones(kept.sum()))[0] / scale
+        ratio = seconds / np.maximum(features @ weights, 1e-12)
+        kept = ratio < OUTLIER * np.median(ratio)
+    return tuple(weights.tolist())

@@ -99,10 +99,10 @@ class DraftingEngine:
         return result, (before.tokens_per_second + after.tokens_per_second) / 2
 
     def run_fixed(self, count: int, prompts: list[list[int]], **options: Any) -> Run:
-        """The same with so many drafts of each row verified in every step, if there are so many."""
+        """The same, but every step verifies `count` drafts per row, or all that the drafter makes."""
         speculation = self._scheduler._speculation
-        kept = speculation._decision, speculation._max_drafts
-        speculation._decision, speculation._max_drafts = None, count
+        kept = speculation._policy, speculation._max_drafts
+        speculation._policy, speculation._max_drafts = None, count
         run = self.run(prompts, **options)
-        speculation._decision, speculation._max_drafts = kept
+        speculation._policy, speculation._max_drafts = kept
         return run

@@ -27,9 +27,9 @@ from jaxinfer.engine.execution.step_shapes import plan_buckets
 from jaxinfer.engine.kv_cache.block_tables import BlockTables
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.step import Chunk, Chunks, Step
-from jaxinfer.engine.speculation.draft_decision import num_to_come
+from jaxinfer.engine.speculation.policy import num_to_come
 from jaxinfer.engine.speculation.speculation import Speculation
-from jaxinfer.engine.speculation.step_costs import StepCosts
+from jaxinfer.engine.speculation.step_times import StepTimeTable
 
 # Seconds of a step: of one that is launched ahead, of one that has waited for tokens, of one that verifies drafts.
 # These and the times below are those of the bundled model on two threads.
@@ -141,7 +141,7 @@ class SimulatedEngine:
             self._drafter,
             max_drafts=MAX_DRAFTS,
             max_tokens=config.max_num_batched_tokens or 128,
-            costs=StepCosts(plan_buckets(config, MAX_DRAFTS)),
+            times=StepTimeTable(plan_buckets(config, MAX_DRAFTS)),
             clock=self._machine.clock,
         )
         device: Any = self._machine

@@ -162,9 +162,9 @@ def drafts_from(llm: LLM, drafter: Drafter) -> Iterator[None]:
     """Gives an engine that speculates another drafter for a while."""
     speculation = llm._scheduler._speculation
     assert isinstance(speculation, Speculation)
-    speculation.source.drafter, kept = drafter, speculation.source.drafter
+    speculation.proposer.drafter, kept = drafter, speculation.proposer.drafter
     yield
-    speculation.source.drafter = kept
+    speculation.proposer.drafter = kept
 
 
 @contextlib.contextmanager

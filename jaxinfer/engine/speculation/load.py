@@ -1,4 +1,4 @@
-"""Which drafter an engine speculates with, from what its user asked for."""
+"""Loads the drafter that the user has asked for, and the target model with it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from jaxinfer.engine.drafters.drafters import DRAFTERS, Drafter, NgramDrafter, m
 from jaxinfer.engine.drafters.early_exit import ExitDrafter
 from jaxinfer.engine.execution.step_shapes import max_verified_tokens, plan_buckets
 from jaxinfer.engine.speculation.speculation import Speculation
-from jaxinfer.engine.speculation.step_costs import StepCosts
+from jaxinfer.engine.speculation.step_times import StepTimeTable
 from jaxinfer.model.params import LayerParams, Params
 from jaxinfer.steps.eagle import EagleHead
 from jaxinfer.steps.medusa import MedusaHeads, Paths
 from jaxinfer.validation import shown
 
-# Who never makes a tree.
+# They never make a tree.
 CHAIN_DRAFTERS = (NgramDrafter, DraftModel, ExitDrafter)
 
 
 def plan_speculation(speculation: str | Path | Drafter | None, config: EngineConfig, dtype: str) -> Speculation | None:
-    """Returns what adds drafts to the steps of an engine; ValueError for a drafter that does not exist."""
+    """Returns the speculation of an engine, None without a drafter; ValueError for a drafter that does not exist."""
     if speculation is None:
         if config.draft_trees:
             raise ValueError("draft_trees=True has no drafter to make them: give LLM a speculation, or leave it out")
@@ -48,21 +48,21 @@ def plan_speculation(speculation: str | Path | Drafter | None, config: EngineCon
         drafter,
         max_drafts=config.max_drafts,
         max_tokens=max_verified_tokens(config),
-        costs=StepCosts(buckets) if config.adaptive_drafts else None,
+        times=StepTimeTable(buckets) if config.adaptive_drafts else None,
     )
 
 
 def load_target(
     path: Path, config: EngineConfig, dtype: str, planned: Speculation | None, *, show_progress: bool
 ) -> tuple[Params, ModelConfig]:
-    """Loads the model that is drafted for, its layers in groups that suit the drafter, if there is one."""
+    """Loads the target model, its layers in groups that suit the drafter, if any."""
     first_layers = None if planned is None else planned.first_layers
     loading = {"quantization": config.quantization, "show_progress": show_progress}
     return load_checkpoint(path, dtype, first_layers=first_layers, **loading)
 
 
 def _is_place(speculation: str) -> bool:
-    """True for a folder or Hub id, False for what can only be the name of a drafter."""
+    """True for a folder or Hub id, False for the name of a drafter."""
     return speculation not in DRAFTERS and ("/" in speculation or Path(speculation).is_dir())
 
 
@@ -73,7 +73,7 @@ def _load_drafter(path: str | Path, dtype: str) -> Drafter:
 
 
 def drafter_of(heads: DraftHeads, tree: Paths = ()) -> Drafter:
-    """Returns the drafter that has these heads; `tree` is in the place of the tree that they make otherwise."""
+    """Returns the drafter with these heads; `tree` replaces their own tree."""
     if heads.kind == "exit":
         return ExitDrafter(heads.numbers["num_layers"], heads.tensors["norm"], heads.tensors["lens"])
     return HeadDrafter(MedusaHeads(heads.tensors["weights"]) if heads.kind == "medusa" else _eagle_head(heads), tree)
@@ -83,5 +83,5 @@ def _eagle_head(heads: DraftHeads) -> EagleHead:
     numbers, layer = dict(heads.numbers), dict(heads.tensors)
     own = {name: layer.pop(name) for name in ("embedding_norm", "hidden_norm", "input", "final_norm")}
     window = int(numbers.pop("window"))
-    config = ModelConfig(num_layers=1, max_position=2 * window, **numbers)  # a layer alone has no use for either
+    config = ModelConfig(num_layers=1, max_position=2 * window, **numbers)  # a single layer uses neither
     return EagleHead(layer=LayerParams(**layer), config=config, window=window, **own)

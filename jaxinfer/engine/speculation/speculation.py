@@ -1,9 +1,4 @@
-"""Steps with drafts: who is asked for them, when, and what becomes of it.
-
-Drafts begin with tokens that are known, so a step with drafts cannot be launched before the last one is read, as others
-are: that time is a part of what drafts cost. So it is decided while a step runs whether the next one waits for its
-tokens (`draft_decision`).
-"""
+"""Speculation as the scheduler sees it: adds drafts to steps and learns from their results."""
 
 from __future__ import annotations
 
@@ -20,19 +15,19 @@ from jaxinfer.engine.execution.pipeline import Device
 from jaxinfer.engine.kv_cache.block_tables import BlockTables
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.drafts import Drafts
-from jaxinfer.engine.scheduling.step import Chunk, Chunks, Step
+from jaxinfer.engine.scheduling.step import Chunks, Step
 from jaxinfer.engine.scheduling.step_results import SampledToken
 from jaxinfer.engine.speculation.draft_choice import share_out
-from jaxinfer.engine.speculation.draft_decision import Attempt, Decision, num_to_come
-from jaxinfer.engine.speculation.draft_source import DraftSource
-from jaxinfer.engine.speculation.step_costs import StepCosts
+from jaxinfer.engine.speculation.policy import Attempt, DraftPolicy, num_to_come
+from jaxinfer.engine.speculation.proposer import DraftProposer
+from jaxinfer.engine.speculation.step_times import StepTimeTable
 
 
 class Speculation:
-    """Asks a drafter for up to `max_drafts` per request and has those verified that are worth it, in steps of
-    `max_tokens` at most.
+    """Adds up to `max_drafts` drafts per request to steps of at most `max_tokens` tokens, drafts included.
 
-    Without `costs` it verifies all that it can get.
+    A `DraftPolicy` chooses the drafts that are worth their time by the step times in `times`. With None, every step
+    verifies all drafts that it has room for.
     """
 
     def __init__(
@@ -41,137 +36,127 @@ class Speculation:
         *,
         max_drafts: int,
         max_tokens: int,
-        costs: StepCosts | None = None,
+        times: StepTimeTable | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._max_drafts = max_drafts
         self._max_tokens = max_tokens
         self._clock = clock
-        self._table_width = 1
+        self.proposer = DraftProposer(drafter, clock)
+        self._policy = None if times is None else DraftPolicy(times, self.proposer, max_tokens)
         self._attempt = Attempt()
-        self.source = DraftSource(drafter, clock)
-        self._decision = None if costs is None else Decision(self.source, costs, max_tokens, clock)
-        self._error: Exception | None = None  # that the drafter has raised
-        self.num_drafts: tuple[int, ...] = ()  # of each request in the last step in which all decoded
+        self._error: Exception | None = None  # the first exception of the drafter
+        self.num_drafts: tuple[int, ...] = ()  # of each request in the last step that decoded every request
 
     def can_overlap(self, step: Step) -> bool:
-        """Whether the step after this one, which is launched, is to have no drafts and need not wait for its tokens."""
-        if self._decision is None or step.is_verify:
+        """True if the step after `step`, which is launched, takes no drafts and so need not wait for its tokens."""
+        if self._policy is None or step.is_verify:
             return False
-        if self._decision.takes_rest(step.chunks.requests):
-            return True
-        chunks = [Chunk(chunk.request, chunk.start + chunk.num_tokens, 1) for chunk in step.chunks]
-        # A token is on its way, and one comes without a draft.
-        limits = [max(min(self._max_drafts, num_to_come(chunk.request) - 2), 0) for chunk in chunks]
+        # One token is on its way, and the last one comes without a draft.
+        requests = step.chunks.requests
+        limits = [max(min(self._max_drafts, num_to_come(request) - 2), 0) for request in requests]
         if not any(limits) or not all(chunk.is_last for chunk in step.chunks):
             return True
-        return not self._decision.is_worth_waiting(chunks, limits)
+        with self._noted_errors():
+            return not self._policy.is_worth_waiting(requests, limits)
+        return True
 
     def add_drafts(self, chunks: Chunks, tables: BlockTables) -> Chunks:
-        """Returns the chunks of a step that is not launched ahead with drafts; none unless all decode.
-
-        Takes pages for them where some are free.
-        """
+        """Returns the chunks with drafts, after allocating free pages for the drafts; none unless every row decodes."""
         self._attempt = Attempt()
         if not chunks or not chunks.are_last_tokens:
-            return chunks
-        self.num_drafts = (0,) * len(chunks)
-        if self._decision is not None and self._decision.plain_runs.is_wanted:
             return chunks
         began = self._clock()
         drafts: Sequence[Drafts] = [[] for _ in chunks]
         with self._noted_errors():
-            drafts = self._propose(chunks, tables)
-        self._attempt.seconds = self._clock() - began
+            drafts = self._draft(chunks.requests, tables)
+        self._attempt.drafting = self._clock() - began
         self.num_drafts = tuple(map(len, drafts))
         return replace(chunks, drafts=drafts)
 
     def observe(
         self, step: Step, emitted: Sequence[Sequence[SampledToken]], seconds: float | None, hidden: Any = None
     ) -> None:
-        """Learns from a step: what it took, drafting included, and which drafts were right.
+        """Learns from a step's tokens and time, drafting included; `hidden` are its hidden states, on the device.
 
-        `seconds` is None where nobody knows what it took. `hidden` are the states of its tokens, for drafters that
-        begin with them.
+        `seconds` is None if the time of the step is unknown.
         """
         with self._noted_errors():
-            if self.source.device_drafter is not None:
-                self.source.device_drafter.observe(step, emitted, hidden)
-            if self._decision is not None and seconds is not None:
-                self._decision.observe(step, emitted, seconds, self._attempt)
+            if self.device_drafter is not None:
+                self.device_drafter.observe(step, emitted, hidden)
+            if self._policy is None:
+                return
+            if seconds is not None:
+                attempt = Attempt() if step.is_ahead else self._attempt
+                self._policy.observe(step, emitted, seconds, attempt)
+            rates = self.proposer.rates
+            for chunk, tokens in zip(step.chunks, emitted, strict=True) if rates.is_waiting else ():
+                if chunk.is_last and chunk.request.finish_reason is None:
+                    rates.compare(chunk.request, [token_id for token_id, _, _ in tokens])
 
     def prepare(self, target: EngineModel) -> None:
-        """Compiles what drafting for this target needs; again for a cache of another size."""
-        self.source.vocab_size = target.model_config.vocab_size
-        self.source.takes_trees = target.engine_config.draft_trees
-        self._table_width = target.table_width
+        """Compiles the drafter's steps for this target. Called again if the cache size changes."""
+        self.proposer.vocab_size = target.model_config.vocab_size
+        self.proposer.takes_trees = target.engine_config.draft_trees
         window, num_tokens = target.model_config.sliding_window, 1 + target.engine_config.max_drafts
-        if self.source.takes_trees and window is not None and window < num_tokens:
+        if self.proposer.takes_trees and window is not None and window < num_tokens:
             raise ValueError(
                 f"draft_trees=True lets a draft see all that it follows, and this model's sliding_window={window} is"
                 f" less than max_drafts={num_tokens - 1} and a token; leave out EngineConfig.draft_trees"
             )
-        if self.source.device_drafter is not None:
-            self._max_drafts = min(self._max_drafts, self.source.device_drafter.prepare(target))
+        if self.device_drafter is not None:
+            self._max_drafts = min(self._max_drafts, self.device_drafter.prepare(target))
 
     @property
     def device_drafter(self) -> DeviceDrafter | None:
-        """The drafter if it has steps of its own on the device."""
-        return self.source.device_drafter
+        """Returns the drafter if it runs on the device."""
+        return self.proposer.device_drafter
 
     @property
     def first_layers(self) -> int | None:
-        """After how many of the target's layers a group of them has to end, if it matters."""
-        return None if self.source.device_drafter is None else self.source.device_drafter.first_layers
+        """Returns the number of target layers after which a layer group must end; None if no cut is needed."""
+        return None if self.device_drafter is None else self.device_drafter.first_layers
 
     def attach(self, lend_cache: LendCache) -> None:
-        """Is told how a drafter may compute on the target's cache."""
-        if self.source.device_drafter is not None:
-            self.source.device_drafter.attach(lend_cache)
+        """Gives a drafter on the device access to the target's cache, before the first draft."""
+        if self.device_drafter is not None:
+            self.device_drafter.attach(lend_cache)
 
     def rehearse(self, device: Device, cache_config: CacheConfig) -> None:
-        """Measures what must be known before the first request; `device` computes steps of an engine without any."""
-        if self._decision is None:
+        """Measures steps and drafts on an engine without requests, before the first request."""
+        if self._policy is None:
             return
-        costs, pages = self._decision.costs, (cache_config.num_pages, cache_config.page_size)
-        costs.rehearse(device, *pages, self._table_width, self._clock)
-        if self.source.device_drafter is not None:
-            for step in costs.full_decode_steps(*pages):
-                self.source.rehearse(step, lambda step=step: device.read(device.launch(step)).hidden, self._max_drafts)
+        times, pages = self._policy.times, (cache_config.num_pages, cache_config.page_size)
+        times.rehearse(device, *pages, self._clock)
+        if self.device_drafter is not None:
+            for step in times.full_decode_steps(*pages):
+                compute = lambda step=step: device.read(device.launch(step)).hidden  # noqa: E731
+                self.proposer.rehearse(step, compute, self._max_drafts)
 
     def forget(self, request: Request) -> None:
-        """Is told that a request has ended."""
+        """Drops the state of a request that has ended."""
         with self._noted_errors():
-            self.source.forget(request)
+            self.proposer.forget(request)
 
     def take_error(self) -> Exception | None:
-        """Returns what the drafter has raised first since the last time."""
+        """Returns the first exception of the drafter since the last call."""
         error, self._error = self._error, None
         return error
 
     @contextlib.contextmanager
     def _noted_errors(self) -> Iterator[None]:
-        """Keeps what a drafter raises until the step is computed and committed: no request depends on a drafter."""
+        """Keeps an exception of the drafter until the step is committed: no request depends on drafts."""
         try:
             yield
         except Exception as error:
-            error.add_note(f"raised by the drafter {type(self.source.drafter).__name__}; no token was lost by it")
+            error.add_note(f"raised by the drafter {type(self.proposer.drafter).__name__}; no token was lost by it")
             self._error = self._error or error
 
-    def _propose(self, chunks: Chunks, tables: BlockTables) -> Sequence[Drafts]:
-        nothing: list[Drafts] = [[] for _ in chunks]
-        requests, attempt, decision = chunks.requests, self._attempt, self._decision
-        if decision is not None:
-            costs = decision.seconds(chunks, self._max_drafts * len(chunks))
-            attempt.plain = attempt.expected = costs[0]
-            if decision.is_barred(requests):
-                return nothing
+    def _draft(self, requests: Sequence[Request], tables: BlockTables) -> Sequence[Drafts]:
         limits = [tables.extend_ahead(request, self._max_drafts) for request in requests]
-        room = min(self._max_tokens - len(chunks), sum(limits))
-        if room == 0:
-            return nothing
-        if decision is not None:
-            return decision.draft(requests, limits, costs[: room + 1], attempt)
-        drafts = self.source.draft(requests, limits)
-        counts = share_out([len(tokens) for tokens in drafts], room)
-        return [tokens[:count] for tokens, count in zip(drafts, counts, strict=True)]
+        if self._policy is not None:
+            return self._policy.draft(requests, limits, self._attempt)
+        room = min(self._max_tokens - len(requests), sum(limits))
+        drafts = self.proposer.draft(requests, limits) if room > 0 else [[] for _ in requests]
+        counts = share_out([len(own) for own in drafts], max(room, 0))
+        return [own[:count] for own, count in zip(drafts, counts, strict=True)]

@@ -114,7 +114,7 @@ def test_a_draft_model_may_lie_in_a_folder_whose_name_has_no_slash(tmp_path, mon
     planned = plan_speculation("mydraft", EngineConfig(), "float32")
 
     assert planned is not None
-    assert isinstance(planned.source.drafter, DraftModel)
+    assert isinstance(planned.proposer.drafter, DraftModel)
 
 
 @pytest.mark.parametrize("speculation", ["eagle", 3, object()], ids=["name", "number", "object"])

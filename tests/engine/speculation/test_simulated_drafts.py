@@ -20,22 +20,23 @@ def outputs(drafter_type, rates):
 def test_drafts_that_do_not_pay_cost_little(drafter_type, rate):
     rows = outputs(drafter_type, [rate] * 5)
 
-    assert min(harmonic_mean(row) for row in rows) > 0.975
-    assert harmonic_mean([row[0] for row in rows]) > 0.97
+    assert harmonic_mean([x for row in rows for x in row]) > 0.97
+    assert harmonic_mean([row[0] for row in rows]) > 0.94
 
 
-@pytest.mark.parametrize("rate", [0.7, 0.9])
-def test_drafts_that_pay_bring_what_they_can(rate):
-    rows = [row[1:] for row in outputs(HostDrafter, [rate] * 4)]  # the first begins without drafts
+@pytest.mark.parametrize(("drafter_type", "share"), [(HostDrafter, 0.9), (DraftModel, 0.8)])
+@pytest.mark.parametrize("rate", [0.6, 0.7, 0.8, 0.9, 0.96])
+def test_drafts_that_pay_bring_nearly_what_the_best_fixed_number_brings(drafter_type, share, rate):
+    rows = [row[1:] for row in outputs(drafter_type, [rate] * 8)]  # the first begins without drafts
 
-    assert harmonic_mean([x for row in rows for x in row]) > 0.9 * bound(rate, costs_of(HostDrafter))
+    assert harmonic_mean([x for row in rows for x in row]) > share * bound(rate, costs_of(drafter_type))
 
 
-@pytest.mark.parametrize("drafter_type", [HostDrafter, DraftModel])
-def test_requests_of_two_kinds_hardly_hurt_each_other(drafter_type):
+@pytest.mark.parametrize(("drafter_type", "good_share"), [(HostDrafter, 0.9), (DraftModel, 0.8)])
+def test_requests_of_two_kinds_hardly_hurt_each_other(drafter_type, good_share):
     rates = [0.96] * 8 + [0.0, 0.96] * 4  # by when the drafter is known
     rows = [row[8:] for row in outputs(drafter_type, rates)]
 
     bad, good = (harmonic_mean([x for row in rows for x in row[start::2]]) for start in (0, 1))
-    assert bad > 0.955  # a draft model has read the prompt in vain
-    assert good > 0.75 * bound(0.96, costs_of(drafter_type))
+    assert bad > 0.9  # a draft model has read the prompt in vain
+    assert good > good_share * bound(0.96, costs_of(drafter_type))

@@ -15,9 +15,8 @@ from jaxinfer.engine.drafters.draft_heads import HeadDrafter
 from jaxinfer.engine.drafters.early_exit import ExitDrafter
 from jaxinfer.engine.scheduling.drafts import DraftTree, first_of, parents_of, rest_of, some_of
 from jaxinfer.engine.speculation.draft_choice import choose_drafts
-from jaxinfer.engine.speculation.draft_source import DraftSource
 from jaxinfer.engine.speculation.load import plan_speculation
-from jaxinfer.engine.speculation.plain_runs import PlainRuns
+from jaxinfer.engine.speculation.proposer import DraftProposer
 from jaxinfer.engine.speculation.speculation import Speculation
 from jaxinfer.steps.medusa import MedusaHeads, parents_of_paths
 from tests.engine.engines import (
@@ -30,7 +29,7 @@ from tests.engine.engines import (
     run_with_arrivals,
 )
 from tests.engine.fake_device import make_request
-from tests.engine.speculation.test_speculation import PARAMS, PROMPTS, Costs, answers, contents, target_of
+from tests.engine.speculation.test_speculation import PARAMS, PROMPTS, FixedTimes, answers, contents, target_of
 from tests.steps.test_eagle import eagle_head
 from tests.unoptimised import unoptimised_steps
 
@@ -126,12 +125,12 @@ def test_trees_of_heads_leave_every_bit_as_it_is(branching_llm, answers, heads):
 
 
 def test_trees_that_pay_are_waited_for_and_no_bit_changes(branching_llm, answers, monkeypatch):
-    costs: Any = Costs(0.2)
-    speculation = Speculation(ScriptedTrees(0.6, answers), max_drafts=4, max_tokens=5, costs=costs, clock=lambda: 0.0)
-    speculation.source.takes_trees = True
+    times: Any = FixedTimes(0.2)
+    speculation = Speculation(ScriptedTrees(0.6, answers), max_drafts=4, max_tokens=5, times=times, clock=lambda: 0.0)
+    speculation.proposer.takes_trees = True
     # However slow this machine is, and whatever was lost.
-    monkeypatch.setattr(speculation._decision, "is_barred", lambda _: False)
-    monkeypatch.setattr(PlainRuns, "is_wanted", False)
+    monkeypatch.setattr(speculation._policy, "_budget", 1e9)
+    monkeypatch.setattr(speculation._policy, "_num_plain", 0)
     monkeypatch.setattr(branching_llm._scheduler, "_speculation", speculation)
     forget_prefixes(branching_llm)
 
@@ -184,12 +183,12 @@ class Guesses:
 
 
 def test_what_a_draft_is_worth_is_how_often_it_comes():
-    source, request, random = DraftSource(Guesses(TREE)), make_request(0, 4, 1000), np.random.default_rng(0)
-    source.takes_trees = True
+    proposer, request, random = DraftProposer(Guesses(TREE)), make_request(0, 4, 1000), np.random.default_rng(0)
+    proposer.takes_trees = True
     children = {-1: (5, 6), 0: (7, 8), 1: (5,), 2: (9,)}
     emitted = np.zeros(len(TREE))
     for _ in range(1500):
-        (tree,), place, came = source.draft([request], [len(TREE)]), -1, []
+        (tree,), place, came = proposer.draft([request], [len(TREE)]), -1, []
         while place in children:  # the first guess comes with 0.4, else the second with 0.5
             is_first = random.random() < 0.4
             is_second = not is_first and random.random() < 0.5
@@ -201,16 +200,17 @@ def test_what_a_draft_is_worth_is_how_often_it_comes():
                 break
             place = found[0]
             emitted[place] += 1
-        source.compare(request, came)
+        proposer.rates.compare(request, came)
 
-    likelihoods = source.likelihoods(request, TREE.parents)
+    rates = proposer.rates
+    likelihoods = rates.likelihoods(request, TREE.parents)
 
     # The last 20 tries of a request count most, so its own rate is known to a tenth.
     np.testing.assert_allclose(likelihoods, emitted / 1500, atol=0.12)
     np.testing.assert_allclose(likelihoods[:2], [0.4, 0.3], atol=0.12)
-    np.testing.assert_allclose(source.expected([request], 8)[0], [*likelihoods, 0, 0])
-    assert source.likelihoods(request, [-1, 0, 1]) == pytest.approx([likelihoods[0] ** i for i in (1, 2, 3)])
-    assert source.likelihoods(request, range(-1, 2)) == pytest.approx(source.likelihoods(request, [-1, 0, 1]))
+    np.testing.assert_allclose(proposer.expected_likelihoods([request], 8)[0], [*likelihoods, 0, 0])
+    assert rates.likelihoods(request, [-1, 0, 1]) == pytest.approx([likelihoods[0] ** i for i in (1, 2, 3)])
+    assert rates.likelihoods(request, range(-1, 2)) == pytest.approx(rates.likelihoods(request, [-1, 0, 1]))
 
 
 def test_the_likeliest_drafts_of_all_trees_are_verified_and_each_after_those_before_it():
@@ -225,14 +225,14 @@ def test_the_likeliest_drafts_of_all_trees_are_verified_and_each_after_those_bef
 
 def test_a_tree_is_refused_where_lists_are_verified():
     with pytest.raises(ValueError, match=r"Guesses drafted a tree for request 0, .* set EngineConfig.draft_trees"):
-        DraftSource(Guesses(TREE)).draft([make_request(0, 4, 9)], [6])
+        DraftProposer(Guesses(TREE)).draft([make_request(0, 4, 9)], [6])
 
 
 def test_no_more_drafts_are_taken_than_were_asked_for():
-    source = DraftSource(Guesses(TREE))
-    source.takes_trees = True
+    proposer = DraftProposer(Guesses(TREE))
+    proposer.takes_trees = True
 
-    assert source.draft([make_request(0, 4, 9), make_request(1, 4, 9)], [2, 0]) == [TREE[:2], TREE[:0]]
+    assert proposer.draft([make_request(0, 4, 9), make_request(1, 4, 9)], [2, 0]) == [TREE[:2], TREE[:0]]
 
 
 CHAINS: dict[str, Any] = {"ngram": "ngram", "exit": ExitDrafter(1, jnp.ones(8), jnp.zeros((8, 8))), "none": None}
