@@ -42,7 +42,8 @@ class ProcessorBatch:
     stop_token_ids: Any  # i32[B, N]  not before min_tokens
     uses_custom: Any  # bool[B, C]  of C processors of the user
     custom_arguments: Any  # f32[B, C]
-    # i32[B, W], in a verify step i32[T, W]: bit i of word w allows token 32 w + i; W is ceil(V / 32), or 0 for no masks
+    # i32[B, W], in a verify step a row per sampled token; bit i of word w allows token 32 w + i; W is ceil(V / 32), or
+    # 0 without masks
     allowed_bits: Any
 
 

@@ -26,7 +26,7 @@ from jaxinfer.sampling.prompt_log_probs import PromptBatch, describe_prompt
 from jaxinfer.sampling.sample import describe, sample
 from jaxinfer.steps.multi_step import LoopBatch, run_loop
 from jaxinfer.steps.trees import along_paths, keep_paths, make_trees, stand_in_trees, tree_mask
-from jaxinfer.steps.verify import batch_of_tokens, emit, sampling_of_tokens
+from jaxinfer.steps.verify import batch_of_ends, emit, ends_of_drafts, ends_of_tokens, sampling_of_ends
 from jaxinfer.validation import require, require_int
 
 Output = TypeVar("Output", StepOutput, VerifyOutput)
@@ -113,6 +113,7 @@ def verify_step(
     batch: Batch,
     sampling: SamplingBatch,
     parents: jax.Array | None = None,
+    num_drafts: jax.Array | None = None,
     *,
     q_len: int,
     config: ModelConfig,
@@ -126,40 +127,29 @@ def verify_step(
     Rows may have fewer drafts, or none. `allowed_bits` of the sampling has a row per token, all others one per row.
     What of the cache belongs to rejected drafts lies past the row's context: the next step overwrites it.
 
+    With `num_drafts` i32[B] a row is any chunk, whose last num_drafts tokens are drafts, at most q_len - 1: other rows
+    prefill. Then `allowed_bits` i32[N, W] has a row for each draft and for the token before them. N is at least the
+    number of rows and drafts.
+
     With `parents` i32[T] rows are trees of drafts: which token of its row each follows, one before it; -1 for the
     first. `hidden` and the cache are left as if the accepted path alone had been drafted; so no row may await its mask.
     """
     trees = None if parents is None else make_trees(batch, parents, q_len)
     batch = batch if trees is None else stand_in_trees(batch, trees)
     mask = None if trees is None else tree_mask(trees)
-    forwarded = functools.partial(forward, config=config, q_len=q_len, implementation=implementation, mesh=mesh)
-    hidden, cache = forwarded(params, cache, batch, tree_mask=mask)
-    rows = batch_of_tokens(batch), sampling_of_tokens(batch, sampling)
-    draw = functools.partial(_finish, params, cache, hidden, *rows, max_log_probs, custom)
+    statics = {"config": config, "implementation": implementation, "mesh": mesh}
+    row_len = q_len if num_drafts is None else None  # rows that prefill may be longer
+    hidden, cache = forward(params, cache, batch, tree_mask=mask, q_len=row_len, **statics)
+    if num_drafts is None:
+        ends = ends_of_tokens(batch)
+    else:
+        ends = ends_of_drafts(batch, num_drafts, sampling.processors.allowed_bits.shape[0])
+    rows = batch_of_ends(batch, ends), sampling_of_ends(sampling, ends)
+    draw = functools.partial(_finish, params, cache, hidden[ends.places], *rows, max_log_probs, custom)
     if trees is not None:
         drawn = draw(lambda context: along_paths(context, batch, trees))
         return keep_paths(drawn, cache, batch, trees, hidden, config=config)
-    return replace(_unless_awaiting(sampling, lambda: emit(draw(), batch, q_len)), hidden=hidden), cache
-
-
-@functools.partial(jax.jit, static_argnames=("q_len", "max_log_probs", "custom"))
-def draw_verify_step(
-    params: Params,
-    cache: KVCache,
-    batch: Batch,
-    sampling: SamplingBatch,
-    hidden: jax.Array,
-    *,
-    q_len: int,
-    max_log_probs: int = 0,
-    custom: tuple[LogitsProcessor, ...] = (),
-) -> VerifyOutput:
-    """Emits what a verify step without trees left to be drawn, from the `hidden` [T, D] of its output.
-
-    `batch` is the step's own, `sampling` as well, `with_masks`: what comes out is what the step would have emitted.
-    """
-    rows = batch_of_tokens(batch), sampling_of_tokens(batch, sampling)
-    return emit(_finish(params, cache, hidden, *rows, max_log_probs, custom), batch, q_len)
+    return replace(_unless_awaiting(sampling, lambda: emit(draw(), batch, ends, q_len)), hidden=hidden), cache
 
 
 @functools.partial(jax.jit, static_argnames=("num_steps", "max_log_probs", *_STATICS), donate_argnames="cache")

@@ -14,8 +14,11 @@ that the target gives it. A draft model that draws with the target's noise is ac
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput, num_evicted_tokens
 from jaxinfer.sampling.batch import SamplingBatch
@@ -35,25 +38,50 @@ def accept_drafts(drawn: jax.Array, drafts: jax.Array) -> jax.Array:
     return 1 + is_accepted.sum(axis=1, dtype=jnp.int32)
 
 
-def batch_of_tokens(batch: Batch) -> Batch:
-    """Returns the batch with every token as a row of its own, whose context ends with it; padding stays padding."""
+@struct.dataclass
+class Ends:
+    """The tokens of a batch after which a step samples: N tokens of all rows, one row after another, padding last."""
+
+    places: Any  # i32[N]  in the batch
+    rows: Any  # i32[N]
+    is_real: Any  # bool[N]
+    firsts: Any  # i32[B + 1]  rows with 3, 1, 2 ends -> firsts 0 3 4 6
+
+
+def ends_of_tokens(batch: Batch) -> Ends:
+    """Returns every token of the batch, N = T."""
     rows, is_real = rows_of_tokens(batch)
+    return Ends(jnp.arange(batch.tokens.shape[0]), rows, is_real, batch.cu_q_lens)
+
+
+def ends_of_drafts(batch: Batch, num_drafts: jax.Array, num_ends: int) -> Ends:
+    """Returns each row's drafts, its last num_drafts i32[B] tokens, and the token before them; `num_ends` is N."""
+    counts = jnp.where(batch.kv_lens > 0, 1 + num_drafts, 0)
+    firsts = jnp.pad(jnp.cumsum(counts, dtype=jnp.int32), (1, 0))
+    rows, index = token_rows(firsts, num_ends), jnp.arange(num_ends)
+    is_real = index < firsts[-1]
+    places = batch.cu_q_lens[rows + 1] - counts[rows] + index - firsts[rows]
+    return Ends(jnp.where(is_real, places, 0), rows, is_real, firsts)
+
+
+def batch_of_ends(batch: Batch, ends: Ends) -> Batch:
+    """Returns a batch with each end as a row of its own, whose context ends with it; padding stays padding."""
+    positions = batch.positions[ends.places]
     return Batch(
-        tokens=batch.tokens,
-        positions=batch.positions,
-        slot_mapping=batch.slot_mapping,
-        cu_q_lens=jnp.arange(batch.tokens.shape[0] + 1, dtype=jnp.int32),
-        kv_lens=jnp.where(is_real, batch.positions + 1 - num_evicted_tokens(batch)[rows], 0),
-        block_tables=batch.block_tables[rows],
+        tokens=batch.tokens[ends.places],
+        positions=positions,
+        slot_mapping=batch.slot_mapping[ends.places],
+        cu_q_lens=jnp.arange(ends.places.shape[0] + 1, dtype=jnp.int32),
+        kv_lens=jnp.where(ends.is_real, positions + 1 - num_evicted_tokens(batch)[ends.rows], 0),
+        block_tables=batch.block_tables[ends.rows],
     )
 
 
-def sampling_of_tokens(batch: Batch, sampling: SamplingBatch) -> SamplingBatch:
-    """Returns each token's row of the sampling parameters; allowed_bits has one for each token already."""
-    rows, _ = rows_of_tokens(batch)
+def sampling_of_ends(sampling: SamplingBatch, ends: Ends) -> SamplingBatch:
+    """Returns each end's row of the sampling parameters; allowed_bits has one for each end already."""
     bits = sampling.processors.allowed_bits
-    per_token = jax.tree.map(lambda field: field[rows], sampling)
-    return per_token.replace(processors=per_token.processors.replace(allowed_bits=bits))
+    per_end = jax.tree.map(lambda field: field[ends.rows], sampling)
+    return per_end.replace(processors=per_end.processors.replace(allowed_bits=bits))
 
 
 def rows_of_tokens(batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -63,13 +91,12 @@ def rows_of_tokens(batch: Batch) -> tuple[jax.Array, jax.Array]:
     return row, (jnp.arange(num_tokens) < batch.cu_q_lens[-1]) & (batch.kv_lens[row] > 0)
 
 
-def emit(drawn: StepOutput, batch: Batch, q_len: int) -> VerifyOutput:
-    """Turns what was drawn after each token of the batch into what each row emits; no row has more than q_len."""
-    last = batch.tokens.shape[0] - 1
-    index = batch.cu_q_lens[:-1, None] + jnp.arange(q_len)[None]
-    is_draft = index[:, 1:] < batch.cu_q_lens[1:, None]
-    index = jnp.minimum(index, last)  # past a row's end is nothing that it emits
-    drafts = jnp.where(is_draft, batch.tokens[index[:, 1:]], NO_DRAFT)
+def emit(drawn: StepOutput, batch: Batch, ends: Ends, q_len: int) -> VerifyOutput:
+    """Turns the tokens sampled after each end into those that each row emits; no row has more than q_len ends."""
+    index = ends.firsts[:-1, None] + jnp.arange(q_len)[None]
+    is_draft = index[:, 1:] < ends.firsts[1:, None]
+    index = jnp.minimum(index, ends.places.shape[0] - 1)  # a row emits nothing past its last end
+    drafts = jnp.where(is_draft, batch.tokens[ends.places[index[:, 1:]]], NO_DRAFT)
     tokens = drawn.tokens[index]
     return VerifyOutput(
         tokens=tokens,

@@ -1,25 +1,34 @@
-"""Measures what sharing costs where nothing is shared, and interactive requests over a saturating batch job.
+"""Measures what sharing costs where nothing is shared, interactive requests over a saturating batch job, and drafts.
 
-python scripts/bench/load.py --only sharing,mixed
+python scripts/bench/load.py --only sharing,mixed,drafts
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import truediv
 from statistics import median
+from unittest.mock import patch
 
 import numpy as np
 
 from jaxinfer import LLM, EngineConfig, SamplingParams
-from scripts.bench.against_transformers import some_of
+from jaxinfer.checkpoint import read_config
+from jaxinfer.engine.speculation.speculation import Speculation
+from jaxinfer.text.tokenizer import Tokenizer
+from scripts.bench.against_transformers import BUNDLED_MODEL, some_of
+from scripts.bench.drafting_engine import OUTPUT_LEN
+from scripts.bench.speculation import Texts, processor_of
 
 SHARING_REQUESTS, SHARING_LEN, SHARING_OUTPUT_LEN = 16, 200, 16
 BATCH_LEN, BATCH_OUTPUT_LEN = 64, 96
 INTERACTIVE_LEN, INTERACTIVE_OUTPUT_LEN = 64, 8
 IDLE_REQUESTS = 20
+DRAFTING_ROWS, NUM_EDITS = (4, 16), 64  # rows of engines, and files to edit
 
 
 def random_prompts(llm: LLM, count: int, length: int, draw: random.Random) -> list[list[int]]:
@@ -114,10 +123,63 @@ def measure_mixed(seconds: float, rate: float, max_mixed_tokens: int) -> None:
     )
 
 
+def run_edits(llm: LLM, prompts: list[list[int]], draw: random.Random, seconds: float) -> float:
+    """Returns output tokens per second while every row is taken: requests end and others arrive all the time."""
+    rows = llm.engine_config.max_num_seqs
+    warm = time.perf_counter() + 2.0
+    num_tokens, ids = 0, set()
+    while (now := time.perf_counter()) < warm + seconds:
+        while len(ids) < rows + 2:
+            script = draw.randrange(len(prompts))
+            edit = replace(
+                params(draw.randint(OUTPUT_LEN // 4, OUTPUT_LEN)), logits_processors={"script": float(script)}
+            )
+            ids.add(llm.add(prompts[script], edit))
+        deltas = llm.step()
+        num_tokens += sum(len(delta.token_ids) for delta in deltas) * (now >= warm)
+        ids -= {delta.request_id for delta in deltas if delta.completion is not None}
+    for request_id in ids:
+        llm.abort(request_id)
+    llm.step()
+    return num_tokens / seconds
+
+
+def measure_drafts(rounds: int, seconds: float, rows: int, max_mixed_tokens: int) -> None:
+    """Prints tokens/s of edited files with arrivals: no drafts, drafts where all rows decode, and drafts in all steps."""
+    tokenizer = Tokenizer.from_path(BUNDLED_MODEL)
+    assert tokenizer is not None
+    texts = Texts(tokenizer.encode, read_config(BUNDLED_MODEL).vocab_size)
+    config = EngineConfig(max_num_seqs=rows, max_model_len=512, max_mixed_tokens=max_mixed_tokens, prefix_cache=False)
+    prompts, scripts = texts.prompts(NUM_EDITS), texts.scripts(NUM_EDITS)
+    engines = {
+        name: LLM(
+            config=config,
+            dtype="float32",
+            speculation=None if name == "no drafts" else "ngram",
+            logits_processors={"script": processor_of(scripts)},
+        )
+        for name in ("no drafts", "drafts where all decode", "drafts beside prefills")
+    }
+    figures: dict[str, list[float]] = {name: [] for name in engines}
+    for llm in engines.values():
+        llm.warm_up()
+    for number in range(rounds):
+        for name, llm in list(engines.items())[:: 1 if number % 2 else -1]:
+            mixing = patch.object(Speculation, "_can_mix", lambda _, others: not any(True for _ in others))
+            with mixing if name == "drafts where all decode" else contextlib.nullcontext():
+                figures[name].append(run_edits(llm, prompts, random.Random(number), seconds))
+    for name, values in figures.items():
+        ratio = median(map(truediv, values, figures["no drafts"]))
+        print(f"{rows} rows, {name}: {median(values):.0f} tokens/s, {ratio:.2f} of no drafts")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=some_of("sharing", "mixed"), default=("sharing", "mixed"), help="by comma")
-    parser.add_argument("--rounds", type=int, default=12, help="of the job without sharing; the median counts")
+    sections = ("sharing", "mixed", "drafts")
+    parser.add_argument("--only", type=some_of(*sections), default=sections, help="by comma")
+    parser.add_argument(
+        "--rounds", type=int, default=12, help="of the job without sharing, and of drafts; medians count"
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="that each load is measured for")
     parser.add_argument("--rate", type=float, default=0.7, help="interactive requests a second")
     parser.add_argument("--max-mixed-tokens", type=int, default=96, help="see EngineConfig")
@@ -126,6 +188,9 @@ def main() -> None:
         measure_sharing(arguments.rounds)
     if "mixed" in arguments.only:
         measure_mixed(arguments.seconds, arguments.rate, arguments.max_mixed_tokens)
+    if "drafts" in arguments.only:
+        for rows in DRAFTING_ROWS:
+            measure_drafts(arguments.rounds, arguments.seconds / arguments.rounds, rows, arguments.max_mixed_tokens)
 
 
 if __name__ == "__main__":

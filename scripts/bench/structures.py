@@ -2,8 +2,7 @@
 
 In one engine, in turn: requests without a structure; with one; with one whose masks cost nothing, for a mask that was
 worked out once stands for all; and with one where each step waits for the masks, as it does until the executables that
-draw apart are compiled. All of it again with drafts that every step verifies, each right with probability `RATE`: a
-mask for each of them. A figure is the time of a step in which all requests decode; of rounds the median counts. "busy"
+draw apart are compiled. A figure is the time of a step in which all requests decode, the median of rounds. "busy"
 is the part of the steps whose forward pass was still running when their masks were there.
 """
 
@@ -13,7 +12,6 @@ import argparse
 import contextlib
 import time
 from collections.abc import Iterator
-from itertools import product
 from statistics import mean, median
 from typing import Any
 from unittest.mock import patch
@@ -22,13 +20,11 @@ from jaxinfer import LLM, EngineConfig, SamplingParams
 from jaxinfer.engine.execution import runner
 from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.text.grammar import Grammar
-from scripts.bench.acceptance import ScriptedDrafter
 from scripts.bench.against_transformers import BUNDLED_MODEL, confine, integers, print_figures
 from scripts.bench.drafting_engine import all_decode
 from scripts.bench.workload import RANDOM_SHAPES, checkpoint
 
 PROMPT, OUTPUT_LEN = "A reader meets each idea once.", 96
-RATE = 0.7
 # Long enough for every output, whatever its tokens are.
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -53,8 +49,6 @@ def free_masks() -> Iterator[None]:
 
     with (
         patch.object(Grammar, "mask", kept),
-        patch.object(Grammar, "masks", lambda grammar, token_ids, _: [kept(grammar)] * (1 + len(token_ids))),
-        patch.object(Grammar, "allowed", lambda _, token_ids, __: range(len(token_ids))),
         patch.object(Grammar, "accept", lambda *_: None),
         patch.object(Grammar, "is_complete", False),
     ):
@@ -62,14 +56,11 @@ def free_masks() -> Iterator[None]:
 
 
 class Engine:
-    """An engine in which every step of decoding verifies `num_drafts` of each request, and what steps took."""
+    """An engine, and the seconds of its steps in which all requests decode."""
 
-    def __init__(self, model: Any, batch: int, num_drafts: int) -> None:
-        self._drafter = ScriptedDrafter()
-        self._drafter.rate = RATE
-        config = EngineConfig(max_num_seqs=batch, max_model_len=256, max_drafts=num_drafts or 1, adaptive_drafts=False)
-        speculation: Any = self._drafter if num_drafts else None
-        self._llm, self._batch = LLM(model, config=config, dtype="float32", speculation=speculation), batch
+    def __init__(self, model: Any, batch: int) -> None:
+        config = EngineConfig(max_num_seqs=batch, max_model_len=256)
+        self._llm, self._batch = LLM(model, config=config, dtype="float32"), batch
         self._llm.warm_up()
         self._llm.on_step = self._enter
         self._seconds: list[float] = []
@@ -88,7 +79,7 @@ class Engine:
             SamplingParams(max_tokens=OUTPUT_LEN, seed=seed, ignore_eos=True, json_schema=schema)
             for seed in range(self._batch)
         ]
-        self._drafter.learn(self._llm.generate(prompts, params, show_progress=False, cache_salt=salt))
+        self._llm.generate(prompts, params, show_progress=False, cache_salt=salt)
         return mean(self._seconds)
 
     def run_waiting(self, schema: Any, salt: str) -> float:
@@ -115,10 +106,10 @@ class Engine:
             return self.run(schema, salt)
 
 
-def measure(model: Any, batch: int, num_drafts: int, rounds: int) -> dict[str, list[float]]:
+def measure(model: Any, batch: int, rounds: int) -> dict[str, list[float]]:
     """Returns the figures of all rounds by label."""
-    engine, figures = Engine(model, batch, num_drafts), {}
-    title = f"batch {batch}, {num_drafts} drafts" if num_drafts else f"batch {batch}"
+    engine, figures = Engine(model, batch), {}
+    title = f"batch {batch}"
 
     def note(label: str, value: float) -> None:
         figures.setdefault(f"{title}, {label}", []).append(value)
@@ -126,7 +117,6 @@ def measure(model: Any, batch: int, num_drafts: int, rounds: int) -> dict[str, l
 
     for index in range(-1, rounds):
         plain = engine.run(None, f"plain {index}")
-        engine.run(SCHEMA, f"answers {index}")  # so that they are known to the drafter
         engine.mask_seconds.clear()
         engine.were_busy.clear()
         structured = engine.run_watched(SCHEMA, f"structure {index}")
@@ -148,7 +138,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--random-shape", choices=RANDOM_SHAPES, help="size of a random checkpoint; bundled by default")
     parser.add_argument("--batches", type=integers, default=(1, 8, 32), help="requests at a time")
-    parser.add_argument("--drafts", type=integers, default=(0, 3), help="of each request that a step verifies")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2, help="cores")
     parser.add_argument("--spin", action="store_true", help="do not stop torch's threads from spinning")
@@ -156,8 +145,8 @@ def main() -> None:
     confine(arguments)
     figures: dict[str, list[float]] = {}
     with checkpoint(BUNDLED_MODEL, arguments.random_shape) as folder:
-        for batch, num_drafts in product(arguments.batches, arguments.drafts):
-            figures |= measure(folder, batch, num_drafts, arguments.rounds)
+        for batch in arguments.batches:
+            figures |= measure(folder, batch, arguments.rounds)
     print_figures(figures, arguments)
 
 

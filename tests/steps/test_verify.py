@@ -19,7 +19,7 @@ from tests.replay import SMALL_MODEL, all_logits_unoptimised, lively_params, nan
 from tests.unoptimised import unoptimised_copy
 
 STEPS = unoptimised_copy(steps)
-decode_step, verify_step, draw_verify_step = STEPS.decode_step, STEPS.verify_step, STEPS.draw_verify_step
+decode_step, verify_step = STEPS.decode_step, STEPS.verify_step
 CONFIG = SMALL_MODEL
 CACHE = CacheConfig(num_pages=8, page_size=16)
 B, Q = 4, 4
@@ -149,18 +149,35 @@ def test_every_position_of_a_row_has_its_own_mask():
     assert output.num_emitted.tolist() == [3, 0, 0, 0]
 
 
-def test_what_a_verify_step_leaves_to_be_drawn_is_emitted_later_to_the_same_bits():
-    fields = [SamplingParams(regex="a", seed=i, log_probs=2, repetition_penalty=1.3) for i in range(len(PROMPTS))]
-    awaiting = make_sampling(fields, num_rows=B, num_masks=B * Q, vocab_size=61)
-    masks = np.packbits(np.random.default_rng(0).random((B * Q, 64)) < 0.5, axis=1, bitorder="little").view(np.int32)
-    sampling = with_masks(awaiting, dict(enumerate(masks)))
-    rows = [Row([*prompt[-1:], 7, 8, 9], len(prompt) - 1, pages) for prompt, pages in zip(PROMPTS, PAGES, strict=True)]
-    batch = make_batch(rows, page_size=16, num_tokens=B * Q, num_rows=B, table_width=2)
-    expected, _ = verify_batch(prefilled(), batch, sampling)
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_are_verified_beside_rows_that_prefill_to_the_same_bits(kind):
+    tokens, log_probs = decoded(kind)
+    first, second, third = PROMPTS
+    right, wrong = tokens[0, :2].tolist(), [(tokens[2, 0] + 1) % 61]
+    # The middle row has only the first tokens of its prompt in the cache, or none at all.
+    rows = [Row([*first[-1:], *right], 19, PAGES[0]), Row(second, 0, PAGES[1]), Row([*third, *wrong], 0, PAGES[2])]
+    batch = make_batch(rows, page_size=16, num_tokens=40, num_rows=B, table_width=2)
 
-    left, cache = verify_batch(prefilled(), batch, awaiting)
-    drawn = draw_verify_step(params(), cache, batch, sampling, left.hidden, q_len=Q, max_log_probs=2)
+    output, _ = verify_batch(
+        prefilled(), batch, sampling_for(kind, num_masks=B * Q), None, np.array([2, 0, 1, 0], np.int32)
+    )
 
-    assert not any(np.asarray(field).any() for field in (left.tokens, left.log_probs, left.num_emitted))
-    for name in ("tokens", "log_probs", "top_tokens", "top_log_probs", "num_emitted"):
-        np.testing.assert_array_equal(getattr(drawn, name), getattr(expected, name))
+    assert output.num_emitted.tolist() == [3, 1, 1, 0]
+    for i, count in enumerate(output.num_emitted.tolist()[:3]):
+        np.testing.assert_array_equal(output.tokens[i, :count], tokens[i, :count])
+        np.testing.assert_array_equal(output.log_probs[i, :count], log_probs[i, :count])
+
+
+def test_masks_of_a_mixed_step_belong_to_the_sampled_tokens():
+    # The first row prefills: its only mask is that of its last token. The second has one mask after each of its tokens.
+    masks = {0: np.array([1 << 7, 0]), 1: np.array([1 << 9, 0]), 2: np.array([0, 1 << 2])}
+    fields = [SamplingParams(choices=["x"], temperature=0)] * 2
+    sampling = with_masks(make_sampling(fields, num_rows=B, num_masks=B * Q, vocab_size=61), masks)
+    rows = [Row([5, 6, 7, 8, 9, 10], 0, [0]), Row([5, 9], 0, [1])]
+    batch = make_batch(rows, page_size=16, num_tokens=40, num_rows=B, table_width=2)
+
+    output, _ = verify_batch(nan_cache(CONFIG, CACHE), batch, sampling, None, np.array([0, 1, 0, 0], np.int32))
+
+    assert output.tokens[0, 0] == 7
+    assert output.tokens[1, :2].tolist() == [9, 34]
+    assert output.num_emitted.tolist() == [1, 2, 0, 0]

@@ -82,6 +82,8 @@ class BatchBuilder:
             return *arguments, build_loop(step, bucket, self._max_listed_tokens)
         if bucket.is_verify and self._draft_trees:
             return *arguments, build_parents(step, bucket)
+        if bucket.is_mixed:
+            return *arguments, None, build_num_drafts(step, bucket)
         has_prompt = bucket.is_prefill and self._max_prompt_log_probs is not None
         return (*arguments, build_prompt(step, bucket)) if has_prompt else arguments
 
@@ -133,7 +135,7 @@ class BatchBuilder:
             max_listed_tokens=self._max_listed_tokens,
             vocab_size=self._vocab_size,
             custom=self._custom,
-            num_masks=bucket.num_tokens if bucket.q_len else None,
+            num_masks=bucket.num_sampled if bucket.is_verify else None,
         )
 
 
@@ -171,6 +173,13 @@ def build_parents(step: Step, bucket: Bucket) -> np.ndarray:
     return parents
 
 
+def build_num_drafts(step: Step, bucket: Bucket) -> np.ndarray:
+    """Returns the number of drafts of each row, i32[B], the `num_drafts` of `verify_step` for mixed steps."""
+    num_drafts = np.zeros(bucket.num_rows, np.int32)
+    num_drafts[: len(step.chunks)] = list(map(len, step.chunks.drafts))
+    return num_drafts
+
+
 def build_prompt(step: Step, bucket: Bucket) -> PromptBatch:
     """Lays out the prompt tokens whose log-probabilities the step returns."""
     places, token_ids = [], []
@@ -201,13 +210,13 @@ def add_masks(step: Step, sampling: SamplingBatch) -> SamplingBatch:
 
 
 def _masks(step: Step) -> dict[int, np.ndarray]:
-    """Returns the grammar masks by row, or by token of the batch in a verify step."""
+    """Returns the grammar masks by sampled token: one of each row, in a verify step one after each draft as well."""
     masks, first = {}, 0
-    for row, chunk in enumerate(step.chunks):
+    for chunk in step.chunks:
         grammar = chunk.request.grammar
-        if grammar is not None and step.is_verify:
+        if grammar is not None and chunk.drafts:
             masks |= enumerate(grammar.masks(chunk.drafts, parents_of(chunk.drafts)), first)
         elif grammar is not None and chunk.is_last and not chunk.is_stale:
-            masks[row] = grammar.mask()
-        first += chunk.num_tokens + len(chunk.drafts)
+            masks[first] = grammar.mask()
+        first += 1 + len(chunk.drafts)
     return masks

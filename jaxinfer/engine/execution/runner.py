@@ -50,12 +50,14 @@ class Runner:
     def launch(self, step: Step) -> StepOutput | VerifyOutput:
         """Launches the step behind all earlier ones; returns its output, one row per chunk, then padding rows.
 
-        Defers sampling to `draw` if the step needs grammar masks and the sampling executables are compiled.
+        Defers sampling to `draw` if the step needs grammar masks, verifies no drafts, and the sampling executables are
+        compiled.
         """
         with self._reported_failures():
             self._make_copies(step.copies)
             bucket, compiled = self.compiled_steps.choose(step)
-            draw = self.compiled_steps.draws.get(bucket.draw) if step.needs_masks else None
+            is_deferred = step.needs_masks and not step.is_verify
+            draw = self.compiled_steps.draws.get(bucket.draw) if is_deferred else None
             arguments = self._builder.build(step, bucket, self._before, defers_sampling=draw is not None)
             output, self._drawn, self._cache = compiled(self._params, self._cache, self._drawn, *arguments)
             self._before = step.chunks.rows
@@ -78,9 +80,7 @@ class Runner:
         with self._reported_failures():
             (draw, batch, sampling), self._undrawn = self._undrawn, None
             state, sampling = (self._params, self._cache, self._drawn), add_masks(step, sampling)
-            if isinstance(output, VerifyOutput):
-                drawn, self._drawn = draw(*state, batch, sampling, output.hidden)
-                return replace(drawn, hidden=output.hidden)
+            assert isinstance(output, StepOutput)
             drawn, self._drawn = draw(*state, last_tokens(batch), sampling, output.ends)
             return replace(drawn, hidden=output.hidden, prompt=output.prompt)
 

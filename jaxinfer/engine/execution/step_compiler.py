@@ -24,7 +24,7 @@ from jaxinfer.model.cache import KVCache, abstract_cache
 from jaxinfer.model.params import Params
 from jaxinfer.plan.memory import step_bytes
 from jaxinfer.sampling.batch import SamplingBatch
-from jaxinfer.steps.steps import decode_loop, decode_step, draw_step, draw_verify_step, prefill_step, verify_step
+from jaxinfer.steps.steps import decode_loop, decode_step, draw_step, prefill_step, verify_step
 
 
 @functools.partial(
@@ -61,7 +61,7 @@ def step_with_feedback(
     return output, _enter(drawn, output), cache
 
 
-@functools.partial(jax.jit, static_argnames=("step", "max_log_probs", "custom", "q_len"))
+@functools.partial(jax.jit, static_argnames=("step", "max_log_probs", "custom"))
 def sample_with_feedback(
     params: Params,
     cache: KVCache,
@@ -90,7 +90,7 @@ class StepCompiler:
         config = target.engine_config
         self.buckets = plan_buckets(config, max_drafts)
         if config.decode_loop_steps == 1 and find_spec("llguidance") is not None:  # steps are launched ahead of masks
-            self.buckets = (*plan_draws(self.buckets, config.draft_trees), *self.buckets)
+            self.buckets = (*plan_draws(self.buckets), *self.buckets)
         self.max_num_rows = config.max_num_seqs
         self.model_config = target.model_config
         self._params = target.params
@@ -105,7 +105,7 @@ class StepCompiler:
     @property
     def largest(self) -> list[Bucket]:
         """Returns the largest shape of each kind, which needs the most memory; the last one holds any step."""
-        kinds = {(bucket.is_decode, bucket.q_len, bucket.is_draw): bucket for bucket in self.buckets}
+        kinds = {(bucket.is_decode, bucket.q_len, bucket.is_draw, bucket.is_mixed): bucket for bucket in self.buckets}
         return list(kinds.values())
 
     def _empty_steps(self, builder: BatchBuilder) -> dict[Bucket, tuple[Any, ...]]:
@@ -119,11 +119,7 @@ class StepCompiler:
     def guess_bytes(self) -> int:
         """Returns an estimate of `step_bytes`: XLA for CPU's allocation of logits and activations in float32."""
         D, F, V = (getattr(self.model_config, f"{name}_size") for name in ("hidden", "intermediate", "vocab"))
-        return max(
-            4 * 9 * V * (bucket.num_tokens if bucket.is_verify else bucket.num_rows)
-            + 4 * bucket.num_tokens * (3 * F + 16 * D)
-            for bucket in self.buckets
-        )
+        return max(4 * 9 * V * bucket.num_sampled + 4 * bucket.num_tokens * (3 * F + 16 * D) for bucket in self.buckets)
 
     def step_bytes(self, compiled: Mapping[Bucket, jax.stages.Compiled]) -> int:
         """Returns the most bytes that any of the compiled steps needs beside parameters and cache."""
@@ -154,8 +150,7 @@ class StepCompiler:
         if not bucket.is_draw:
             statics |= {"config": self.model_config, "implementation": self._attention}
             return step_with_feedback, arguments, statics | self._step_of(bucket)
-        step = {"step": draw_verify_step, "q_len": bucket.q_len} if bucket.q_len else {"step": draw_step}
-        return sample_with_feedback, arguments, statics | step
+        return sample_with_feedback, arguments, statics | {"step": draw_step}
 
     def _step_of(self, bucket: Bucket) -> dict[str, Any]:
         """Returns the step function of a bucket and the static arguments that only this function takes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from jaxinfer.config import EngineConfig
@@ -21,19 +21,20 @@ GROWTH = 8
 class Bucket:
     """One compiled shape: T tokens in B rows.
 
-    A decode bucket has T = B, one token per row. A draw bucket samples the tokens that steps have deferred: either the
-    steps of one verify bucket, or all other steps of B rows, with T = B.
+    A decode bucket has T = B, one token per row. A verify bucket has drafts in some rows; if it is mixed, other rows
+    prefill. A draw bucket samples the tokens that decode or prefill steps of B rows have deferred, with T = B.
     """
 
     is_decode: bool
     num_tokens: int  # T
     num_rows: int  # B
-    q_len: int = 0  # the most tokens per row in a verify bucket and in its draw bucket; 0 in others
+    q_len: int = 0  # the most drafts per row and 1 in a verify bucket; 0 in others
     is_draw: bool = False
+    is_mixed: bool = False
 
     @property
     def is_verify(self) -> bool:
-        return self.q_len > 0 and not self.is_draw
+        return self.q_len > 0
 
     @property
     def is_prefill(self) -> bool:
@@ -41,17 +42,19 @@ class Bucket:
 
     @property
     def name(self) -> str:
-        draw = "draw " if self.is_draw else ""
-        if self.q_len:
-            return f"{draw}verify {self.num_tokens} of {self.num_rows}"
-        return f"{draw or ('decode ' if self.is_decode else 'prefill ')}{self.num_tokens}"
+        if self.is_verify:
+            return f"{'mixed ' if self.is_mixed else ''}verify {self.num_tokens} of {self.num_rows}"
+        return f"{'draw' if self.is_draw else 'decode' if self.is_decode else 'prefill'} {self.num_tokens}"
 
     @property
     def draw(self) -> Bucket:
         """Returns the bucket that samples the deferred tokens of this bucket's steps."""
-        if self.is_verify:
-            return replace(self, is_draw=True)
         return Bucket(False, self.num_rows, self.num_rows, is_draw=True)
+
+    @property
+    def num_sampled(self) -> int:
+        """Returns the most tokens that a step samples."""
+        return min(self.num_tokens, self.num_rows * max(self.q_len, 1))
 
 
 def plan_buckets(config: EngineConfig, max_drafts: int = 0) -> tuple[Bucket, ...]:
@@ -59,6 +62,7 @@ def plan_buckets(config: EngineConfig, max_drafts: int = 0) -> tuple[Bucket, ...
 
     decode:   1, 8, 64, … rows up to max_num_seqs
     verify:   one draft per decoding row, or `max_drafts` per row, within the limit of mixed tokens; if max_drafts > 0
+    mixed:    the same limit, drafts beside rows that prefill; if max_drafts > 0, without draft trees
     prefill:  128, 1024, … tokens up to the step's limit, and the limit of mixed tokens; the most rows that can occur
     """
     max_rows, max_tokens = config.max_num_seqs, max_batched_tokens(config)
@@ -66,13 +70,16 @@ def plan_buckets(config: EngineConfig, max_drafts: int = 0) -> tuple[Bucket, ...
     sizes = {*_sizes(PREFILL_TOKENS, max_tokens), max_verified_tokens(config)}
     prefill = [Bucket(False, n, min(n, max_rows)) for n in sorted(sizes)]
     verify = _verify_buckets(decode_sizes(config), max_drafts, max_verified_tokens(config))
+    if max_drafts and not config.draft_trees:
+        most = max_verified_tokens(config)
+        verify.append(Bucket(False, most, min(most, max_rows), 1 + max_drafts, is_mixed=True))
     return (*decode, *verify, *prefill)
 
 
-def plan_draws(buckets: Iterable[Bucket], draft_trees: bool = False) -> tuple[Bucket, ...]:
-    """Returns the draw buckets of `buckets`; verify steps of draft trees have none, for they sample in the step."""
-    draws = {bucket.draw for bucket in buckets if not (bucket.is_verify and draft_trees)}
-    return tuple(sorted(draws, key=lambda bucket: (bucket.q_len, bucket.num_tokens)))
+def plan_draws(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
+    """Returns the draw buckets of `buckets`; verify steps have none, for they are not launched ahead of masks."""
+    draws = {bucket.draw for bucket in buckets if not bucket.is_verify}
+    return tuple(sorted(draws, key=lambda bucket: bucket.num_tokens))
 
 
 def decode_sizes(config: EngineConfig) -> list[int]:
@@ -114,12 +121,18 @@ def _sizes(first: tuple[int, ...], last: int) -> list[int]:
 
 def choose_bucket(buckets: Sequence[Bucket], step: Step) -> Bucket:
     """Returns the smallest bucket of the step's kind that holds the step; see `find_bucket`."""
-    is_decode, is_verify = step.is_decode, step.is_verify
-    return find_bucket(buckets, step.num_tokens, len(step.chunks), is_decode=is_decode, is_verify=is_verify)
+    kind = {"is_decode": step.is_decode, "is_verify": step.is_verify, "is_mixed": step.is_verify and step.is_mixed}
+    return find_bucket(buckets, step.num_tokens, len(step.chunks), **kind)
 
 
 def find_bucket(
-    buckets: Sequence[Bucket], num_tokens: int, num_rows: int, *, is_decode: bool = False, is_verify: bool = False
+    buckets: Sequence[Bucket],
+    num_tokens: int,
+    num_rows: int,
+    *,
+    is_decode: bool = False,
+    is_verify: bool = False,
+    is_mixed: bool = False,
 ) -> Bucket:
     """Returns the first bucket of a kind that holds `num_tokens` tokens in `num_rows` rows.
 
@@ -128,7 +141,9 @@ def find_bucket(
     """
     for bucket in buckets:
         fits = bucket.num_tokens >= num_tokens and bucket.num_rows >= num_rows
-        is_of_kind = bucket.is_verify == is_verify and (is_decode or not bucket.is_decode)
+        is_of_kind = (
+            bucket.is_verify == is_verify and bucket.is_mixed == is_mixed and (is_decode or not bucket.is_decode)
+        )
         if fits and is_of_kind and not bucket.is_draw:
             return bucket
     kind = "verify" if is_verify else "decode" if is_decode else "prefill"

@@ -70,10 +70,14 @@ class RunningQueue(Sequence[Request]):
             self._tally.num_found_tokens += self._tables.share_prefix(request)
             self._tables.extend(request, self._tables.num_wanted(request))
 
-    def hand_out(self, budget: int, now: float) -> Chunks:
-        """Splits the token budget of a step and allocates the pages for it; preempts requests if pages run out."""
+    def hand_out(self, budget: int, now: float, num_reserved: int = 0) -> Chunks:
+        """Splits the token budget of a step and allocates the pages for it; preempts requests if pages run out.
+
+        If some request decodes, those that prefill leave `num_reserved` tokens for drafts, but get half of the tokens
+        that decoding requests leave, or more.
+        """
         chunks = self._advance_decode_batch() if len(self) <= budget else None
-        return self._split_budget(budget, now) if chunks is None else chunks
+        return self._split_budget(budget, now, num_reserved) if chunks is None else chunks
 
     def _advance_decode_batch(self) -> Chunks | None:
         """Returns one token per request if all decode, as in the last step, and free pages suffice; else None."""
@@ -94,7 +98,7 @@ class RunningQueue(Sequence[Request]):
             self._waiting.charge(tenant, count)
         return Chunks(self._decode_rows, starts, [1] * len(starts))
 
-    def _split_budget(self, budget: int, now: float) -> Chunks:
+    def _split_budget(self, budget: int, now: float, num_reserved: int) -> Chunks:
         requests: list[Request] = []
         starts: list[int] = []
         lens: list[int] = []
@@ -104,6 +108,8 @@ class RunningQueue(Sequence[Request]):
                 continue
             num_tokens = request.num_uncomputed
             if num_tokens > 1:
+                if are_decoding and requests:  # the first after all decoding requests
+                    budget -= min(num_reserved, budget // 2)
                 are_decoding = False
                 self._tally.num_found_tokens += self._tables.share_prefix(request)
                 num_tokens = min(request.num_uncomputed, self._tables.windowed.max_uniform_chunk(request))

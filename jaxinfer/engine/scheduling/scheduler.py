@@ -42,6 +42,11 @@ class Speculator(Protocol):
         """Returns the number of drafts of each request in the last step that decoded every request."""
         ...
 
+    @property
+    def num_reserved(self) -> int:
+        """Returns the number of drafts for which requests that prefill leave room in the next step."""
+        ...
+
     def can_overlap(self, step: Step) -> bool:
         """True if the step after `step`, which is launched, takes no drafts and so need not wait for its tokens."""
         ...
@@ -203,7 +208,8 @@ class Scheduler:
         is_mixed = any(request.num_uncomputed == 1 for request in self._running)
         budget = self._max_mixed_tokens if is_mixed else self._max_num_batched_tokens
         self._running.admit(budget, began)
-        chunks = self._running.hand_out(budget, began)
+        num_reserved = self._speculation.num_reserved if self._speculation is not None and after is None else 0
+        chunks = self._running.hand_out(budget, began, num_reserved)
         if self._speculation is not None and after is None:
             chunks = self._speculation.add_drafts(chunks, self._tables)
         elif self._decode_loop_steps > 1:

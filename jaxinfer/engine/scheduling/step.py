@@ -138,7 +138,8 @@ class Step:
     # unknown time within these seconds.
     idle_seconds: float = 0.0
     num_tokens: int = field(init=False)  # drafts included
-    is_verify: bool = field(init=False)  # one token per row, and some row has drafts
+    is_verify: bool = field(init=False)  # some row has drafts
+    is_mixed: bool = field(init=False)  # some row has more tokens than one and its drafts
     is_plain: bool = field(init=False)  # no row has a grammar or wants more log-probabilities than its tokens'
     is_decode: bool = field(init=False)  # one token per row, no drafts, no prompt log-probabilities
     needs_masks: bool = field(init=False)  # some row's next token needs a mask of its grammar
@@ -148,6 +149,7 @@ class Step:
         num_drafts = sum(map(len, chunks.drafts)) if any(chunks.drafts) else 0
         self.num_tokens = sum(chunks.lens) + num_drafts
         self.is_verify = num_drafts > 0
+        self.is_mixed = self.num_tokens > len(chunks) + num_drafts
         self.is_plain = chunks.rows.is_plain
         self.is_decode = not self.is_verify and self.num_tokens == len(chunks) and not self.prompt_log_prob_chunks
         self.needs_masks = chunks.rows.has_structures and any(

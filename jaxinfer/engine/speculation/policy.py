@@ -43,6 +43,7 @@ class Attempt:
     expected: float = 0.0  # expected with its drafts, drafting included
     drafting: float = 0.0  # measured
     reading: float = 0.0  # of these, an investment in all later tokens of the requests
+    rows: Sequence[int] = ()  # the rows of the step that decode
     is_trial: bool = False
 
 
@@ -63,33 +64,42 @@ class DraftPolicy:
         self._num_drafting, self._seconds_drafting, self._gain = 0, 0.0, 0.0
         self._num_owed = 0  # drafts per request that are decided on, once the drafter has read the requests
 
-    def is_worth_waiting(self, requests: Sequence[Request], limits: Sequence[int]) -> bool:
-        """True if the next step should wait for the tokens of the running step, in order to verify drafts."""
-        room = min(self._max_tokens - len(requests), sum(limits))
-        if self._num_plain > 0 or room <= 0:
-            return False
-        seconds = self.times.seconds(len(requests), room)
+    def count_promising(self, requests: Sequence[Request], limits: Sequence[int], num_others: int) -> int:
+        """Returns for how many drafts the next step should wait for the tokens of the running step; 0 for not at all.
+
+        num_others: tokens of the next step in rows that prefill; drafts may take the place of half of them
+        """
+        most = self._max_tokens - len(requests)
+        room = min(max(most - num_others, most // 2), sum(limits))
+        if (self._num_plain > 0 and not num_others) or room <= 0:
+            return 0
+        seconds = self.times.seconds(len(requests), room, is_mixed=num_others > 0)
         if not self._is_free(requests, max(limits), seconds[0]):
-            return self._affordable(requests, max(limits), seconds)[0] > 0
+            return self._affordable(requests, max(limits), seconds)[0] * len(requests)
         self._until_look -= 1
         if self._until_look > 0:
-            return False
+            return 0
         # The first drafts are guesses of the tokens that the running step samples.
         drafts = self._proposer.draft(requests, [limit + 1 for limit in limits])
         rests = [rest_of(own, own[0]) if own else own for own in drafts]
-        is_worth = self._budget >= 0 and any(self._choose(requests, rests, seconds))
+        count = sum(self._choose(requests, rests, seconds)) if self._budget >= 0 else 0
         if any(rests):
-            self._gap = 1 if is_worth else min(2 * self._gap, MAX_GAP)
+            self._gap = 1 if count else min(2 * self._gap, MAX_GAP)
         self._until_look = self._gap
-        return is_worth
+        return count
 
-    def draft(self, requests: Sequence[Request], limits: Sequence[int], attempt: Attempt) -> list[Drafts]:
-        """Returns the drafts of each request that the next step verifies, and enters what is expected in `attempt`."""
+    def draft(
+        self, requests: Sequence[Request], limits: Sequence[int], num_others: int, attempt: Attempt
+    ) -> list[Drafts]:
+        """Returns the drafts of each request that the next step verifies, and enters what is expected in `attempt`.
+
+        num_others: tokens of the step in rows that prefill
+        """
         nothing: list[Drafts] = [[] for _ in requests]
-        if self._num_plain > 0:
+        if self._num_plain > 0 and not num_others:
             return nothing
-        room = max(min(self._max_tokens - len(requests), sum(limits)), 0)
-        seconds = self.times.seconds(len(requests), room)
+        room = max(min(self._max_tokens - len(requests) - num_others, sum(limits)), 0)
+        seconds = self.times.seconds(len(requests), room, is_mixed=num_others > 0)
         attempt.plain = attempt.expected = float(seconds[0])
         if room == 0:
             return nothing
@@ -107,22 +117,26 @@ class DraftPolicy:
 
     def observe(self, step: Step, emitted: Sequence[Sequence[SampledToken]], seconds: float, attempt: Attempt) -> None:
         """Learns from a step's tokens and seconds."""
+        if step.is_mixed:
+            self.times.observe_prefill(step, max(seconds - attempt.drafting, 1e-9))
+            seconds = attempt.expected  # how much of a mixed step is due to drafts is not measured
         if step.is_decode and step.is_ahead:
             self.times.observe(step, seconds)
             self._num_plain = max(self._num_plain - 1, 0)
             self._num_drafting, self._seconds_drafting, self._gain = 0, 0.0, 0.0
             self._earn(1.0)
         elif attempt.plain > 0 and np.isfinite(attempt.expected):
-            if step.is_verify:
+            if step.is_verify and not step.is_mixed:
                 self.times.observe(step, max(seconds - attempt.drafting, 1e-9))
             seconds = (min(seconds, MAX_RATIO * attempt.expected) - attempt.reading) / attempt.plain
-            gain = sum(map(len, emitted)) / len(emitted) - seconds
+            gain = sum(len(emitted[row]) for row in attempt.rows) / len(attempt.rows) - seconds
             self._earn(seconds)
             if attempt.is_trial:
                 self._trial_budget = min(self._trial_budget + gain, FIRST_BUDGET)
             else:
                 self._budget = min(self._budget + gain, MAX_BUDGET)
-            self._plan_plain_steps(seconds, gain)
+            if not step.is_mixed:
+                self._plan_plain_steps(seconds, gain)
 
     def _earn(self, num_steps: float) -> None:
         """Adds to the budgets after so much time, in plain steps."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,31 +47,44 @@ class Speculation:
         self._attempt = Attempt()
         self._error: Exception | None = None  # the first exception of the drafter
         self.num_drafts: tuple[int, ...] = ()  # of each request in the last step that decoded every request
+        self.num_reserved = 0  # drafts for which requests that prefill leave room in the next step
 
     def can_overlap(self, step: Step) -> bool:
         """True if the step after `step`, which is launched, takes no drafts and so need not wait for its tokens."""
         if self._policy is None or step.is_verify:
             return False
+        self.num_reserved = 0
+        requests = [chunk.request for chunk in step.chunks if chunk.is_last]
+        others = [chunk for chunk in step.chunks if not chunk.is_last]
         # One token is on its way, and the last one comes without a draft.
-        requests = step.chunks.requests
         limits = [max(min(self._max_drafts, num_to_come(request) - 2), 0) for request in requests]
-        if not any(limits) or not all(chunk.is_last for chunk in step.chunks):
+        if not any(limits) or not self._can_mix(chunk.request for chunk in others):
             return True
+        num_others = sum(len(chunk.request.token_ids) - chunk.start - chunk.num_tokens for chunk in others)
         with self._noted_errors():
-            return not self._policy.is_worth_waiting(requests, limits)
-        return True
+            self.num_reserved = self._policy.count_promising(requests, limits, num_others)
+        return self.num_reserved == 0
 
     def add_drafts(self, chunks: Chunks, tables: BlockTables) -> Chunks:
-        """Returns the chunks with drafts, after allocating free pages for the drafts; none unless every row decodes."""
+        """Returns the chunks with drafts for the rows that decode, after allocating free pages for the drafts."""
         self._attempt = Attempt()
-        if not chunks or not chunks.are_last_tokens:
+        rows = [row for row, chunk in enumerate(chunks) if chunk.num_tokens == 1 and chunk.is_last]
+        others = set(range(len(chunks))).difference(rows)
+        if not rows or not self._can_mix(chunks.requests[row] for row in others):
             return chunks
+        self._attempt.rows = rows
         began = self._clock()
-        drafts: Sequence[Drafts] = [[] for _ in chunks]
+        drafts: list[Drafts] = [[] for _ in chunks]
         with self._noted_errors():
-            drafts = self._draft(chunks.requests, tables)
+            requests = [chunks.requests[row] for row in rows]
+            proposed = self._draft(requests, sum(chunks.lens[row] for row in others), tables)
+            for row, own in zip(rows, proposed, strict=True):
+                drafts[row] = own
         self._attempt.drafting = self._clock() - began
-        self.num_drafts = tuple(map(len, drafts))
+        if not others:
+            self.num_drafts = tuple(map(len, drafts))
+        # One more per row than now, so that the number can grow.
+        self.num_reserved = 0 if self.proposer.takes_trees else sum(map(len, drafts)) + len(rows)
         return replace(chunks, drafts=drafts)
 
     def observe(
@@ -152,11 +165,15 @@ class Speculation:
             error.add_note(f"raised by the drafter {type(self.proposer.drafter).__name__}; no token was lost by it")
             self._error = self._error or error
 
-    def _draft(self, requests: Sequence[Request], tables: BlockTables) -> Sequence[Drafts]:
+    def _can_mix(self, others: Iterable[Request]) -> bool:
+        """True if a step can verify drafts beside requests that prefill; not for trees and prompt log-probabilities."""
+        return all(not self.proposer.takes_trees and other.sampling.prompt_log_probs is None for other in others)
+
+    def _draft(self, requests: Sequence[Request], num_others: int, tables: BlockTables) -> Sequence[Drafts]:
         limits = [tables.extend_ahead(request, self._max_drafts) for request in requests]
         if self._policy is not None:
-            return self._policy.draft(requests, limits, self._attempt)
-        room = min(self._max_tokens - len(requests), sum(limits))
+            return self._policy.draft(requests, limits, num_others, self._attempt)
+        room = min(self._max_tokens - len(requests) - num_others, sum(limits))
         drafts = self.proposer.draft(requests, limits) if room > 0 else [[] for _ in requests]
         counts = share_out([len(own) for own in drafts], max(room, 0))
         return [own[:count] for own, count in zip(drafts, counts, strict=True)]

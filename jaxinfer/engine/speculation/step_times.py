@@ -1,4 +1,8 @@
-"""The duration of decode and verify steps: a table measured before the first request, which each step corrects."""
+"""The duration of decode and verify steps: a table measured before the first request, which each step corrects.
+
+Beside rows that prefill, a draft takes as long as any other token of such steps, and drafts at all take some time more.
+Both are measured while the engine serves requests.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +25,35 @@ SHAPE_GAIN, SPEED_GAIN = 0.02, 0.2
 MAX_RATIO = 2.0  # an interrupted step counts like one that takes this many times the expected seconds
 NUM_REHEARSALS = 4  # of each made-up step, because some are interrupted
 NUM_AHEAD = 4  # decode steps that a rehearsal launches ahead of each other, as the engine does
+MIN_PREFILL = 16  # tokens of a step that tells what a token takes in steps that prefill
+PART_GAIN = 0.02  # weight of the last step in the running mean of the part of steps that prefill
 
 
 class StepTimeTable:
     """Seconds by compiled shape: measured for a nearly empty and for a full step, linear in the tokens between."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
-        self._buckets = tuple(bucket for bucket in buckets if bucket.is_decode or bucket.is_verify)
+        decoding = [bucket for bucket in buckets if bucket.is_decode or bucket.is_verify]
+        self._buckets = tuple(bucket for bucket in decoding if not bucket.is_mixed)
         self._lines: dict[Bucket, tuple[float, float]] = {}  # seconds, and seconds per token
         self._factors = dict.fromkeys(self._buckets, 1.0)  # corrections of the lines
         self._speed = 1.0  # a correction of all lines
+        self._prefill = math.inf  # seconds per token of steps that prefill
+        self._mixed = 0.0  # seconds that mixed steps with drafts take beside those of their tokens
+        self._mixed_part = 0.0  # of the steps in which some rows decode, those in which others prefill
         # By rows and drafts: the shape of each number of drafts, as (shape, seconds by the line) for runs of one shape.
         self._runs: dict[tuple[int, int], list[tuple[Bucket, np.ndarray]]] = {}
 
-    def seconds(self, num_rows: int, max_drafts: int) -> np.ndarray:
+    def seconds(self, num_rows: int, max_drafts: int, *, is_mixed: bool = False) -> np.ndarray:
         """Returns the seconds of a step of decoding rows with 0, 1, … max_drafts drafts in all, f64[max_drafts + 1].
 
-        They are infinite for shapes that were never measured.
+        They are infinite for shapes that were never measured. For a mixed step, they are those of the drafts, added to
+        the seconds in which the rows get a token otherwise: in a decode step, or beside rows that prefill.
         """
+        if is_mixed:
+            decode, mixed = self.seconds(num_rows, 0)[0], self._prefill * num_rows
+            plain = decode + self._mixed_part * (mixed - decode)
+            return plain + np.append(0.0, self._mixed + self._prefill * np.arange(1, max_drafts + 1))
         if (num_rows, max_drafts) not in self._runs:
             self._runs[num_rows, max_drafts] = self._find_runs(num_rows, max_drafts)
         runs = self._runs[num_rows, max_drafts]
@@ -47,11 +62,27 @@ class StepTimeTable:
     def observe(self, step: Step, seconds: float) -> None:
         """Learns from the seconds of a step: a verify step, or a decode step that was launched ahead."""
         bucket = choose_bucket(self._buckets, step)
+        self._mixed_part -= PART_GAIN * self._mixed_part
         if bucket not in self._lines:
             self._enter(bucket, {step.num_tokens: seconds / self._speed})
         ratio = min(seconds / (self._factors[bucket] * self._speed * self._line(bucket, step.num_tokens)), MAX_RATIO)
         self._factors[bucket] *= ratio**SHAPE_GAIN
         self._speed *= ratio**SPEED_GAIN
+
+    def observe_prefill(self, step: Step, seconds: float) -> None:
+        """Learns from the seconds of a step that prefills some of its rows."""
+        if step.chunks.lens[0] == 1:  # a row that decodes comes first
+            self._mixed_part += PART_GAIN * (1 - self._mixed_part)
+        if step.num_tokens < MIN_PREFILL:
+            return
+        if math.isinf(self._prefill):
+            self._prefill = seconds / step.num_tokens
+        expected = self._prefill * step.num_tokens
+        if step.is_verify:
+            seconds = min(seconds, MAX_RATIO * (expected + self._mixed))
+            self._mixed += SPEED_GAIN * (max(seconds - expected, 0.0) - self._mixed)
+        else:
+            self._prefill *= min(seconds / expected, MAX_RATIO) ** SPEED_GAIN
 
     def rehearse(
         self, device: Device, num_pages: int, page_size: int, clock: Callable[[], float] = time.perf_counter

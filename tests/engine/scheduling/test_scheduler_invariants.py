@@ -258,7 +258,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert 1 <= chunk.num_tokens <= chunk.request.num_uncomputed
             num_slots = chunk.num_tokens + len(chunk.drafts)
             assert len(chunk.request.pages) * self.page_size >= chunk.start + num_slots
-            assert not chunk.drafts or all(c.num_tokens == 1 and c.is_last for c in chunks)
+            assert not chunk.drafts or (chunk.num_tokens == 1 and chunk.is_last)
         decoded = [chunk.request for chunk in chunks if chunk.request in decoding]
         assert {*decoded} == {r for r in decoding if r in self.scheduler._running}, "a decoding request was held up"
         places = [i for i, chunk in enumerate(chunks) if chunk.request in decoding]

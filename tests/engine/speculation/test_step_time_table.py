@@ -135,3 +135,44 @@ def test_a_step_that_hardly_has_room_for_drafts_has_times_for_them(limits, num_r
     table.rehearse(device, 200, 128, clock=partial(next, itertools.count(1.0)))
 
     assert np.isfinite(table.seconds(num_rows, max_verified_tokens(config) - num_rows)).all()
+
+
+def prefill_step(num_tokens, num_decoding=1, num_drafts=0):
+    requests = [make_request(i, 20, 100) for i in range(num_decoding)]
+    chunks = [Chunk(request, 19, 1, drafts=[0] * num_drafts) for request in requests]
+    length = num_tokens - num_decoding * (1 + num_drafts)
+    return Step(Chunks.of([*chunks, Chunk(make_request(9, 500, 100), 0, length)]))
+
+
+def test_a_draft_beside_rows_that_prefill_takes_as_long_as_their_tokens():
+    device = FakeDevice()
+    table = rehearsed(device)
+    assert np.isinf(table.seconds(2, 3, is_mixed=True)[1:]).all()  # no such step was measured
+
+    table.observe_prefill(prefill_step(100, num_decoding=0), 0.05)
+
+    decode = table.seconds(2, 0)[0]
+    np.testing.assert_allclose(table.seconds(2, 3, is_mixed=True), decode + 0.0005 * np.arange(4))
+
+
+def test_mixed_steps_show_what_drafts_take_besides_their_tokens():
+    table = rehearsed(FakeDevice())
+    for _ in range(100):
+        table.observe_prefill(prefill_step(100, num_decoding=0), 0.05)
+        table.observe_prefill(prefill_step(100, num_decoding=2, num_drafts=3), 0.053)
+        table.observe(step_of(2, 0), table.seconds(2, 0)[0])
+
+    seconds = table.seconds(2, 3, is_mixed=True)
+
+    assert seconds[1] - seconds[0] == pytest.approx(0.0035, rel=0.05)
+    assert seconds[2] - seconds[1] == pytest.approx(0.0005, rel=0.05)
+
+
+def test_where_others_always_prefill_a_token_is_worth_no_more_than_its_part_of_such_a_step():
+    table = rehearsed(FakeDevice())
+    for _ in range(400):
+        table.observe_prefill(prefill_step(100, num_decoding=2), 0.01)
+
+    seconds = table.seconds(2, 3, is_mixed=True)
+
+    np.testing.assert_allclose(seconds, 0.0001 * np.array([2, 3, 4, 5]), rtol=0.01)
