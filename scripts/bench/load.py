@@ -145,7 +145,7 @@ def run_edits(llm: LLM, prompts: list[list[int]], draw: random.Random, seconds: 
 
 
 def measure_drafts(rounds: int, seconds: float, rows: int, max_mixed_tokens: int) -> None:
-    """Prints tokens/s of edited files with arrivals: no drafts, drafts where all rows decode, and drafts in all steps."""
+    """Prints tokens/s of edited files with arrivals: no drafts, drafts where all rows decode, drafts in all steps."""
     tokenizer = Tokenizer.from_path(BUNDLED_MODEL)
     assert tokenizer is not None
     texts = Texts(tokenizer.encode, read_config(BUNDLED_MODEL).vocab_size)

@@ -51,8 +51,9 @@ class StepTimeTable:
         the seconds in which the rows get a token otherwise: in a decode step, or beside rows that prefill.
         """
         if is_mixed:
-            decode, mixed = self.seconds(num_rows, 0)[0], self._prefill * num_rows
-            plain = decode + self._mixed_part * (mixed - decode)
+            plain = self.seconds(num_rows, 0)[0]
+            if self._mixed_part > 0 and math.isfinite(self._prefill):
+                plain += self._mixed_part * (self._prefill * num_rows - plain)
             return plain + np.append(0.0, self._mixed + self._prefill * np.arange(1, max_drafts + 1))
         if (num_rows, max_drafts) not in self._runs:
             self._runs[num_rows, max_drafts] = self._find_runs(num_rows, max_drafts)
