@@ -10,9 +10,15 @@ from typing import Any
 import jax
 from jax.tree_util import tree_map_with_path
 
-from jaxinfer.checkpoint.huggingface import load_params, read_config, read_eos_token_ids, resolve_checkpoint
+from jaxinfer.checkpoint.huggingface import (
+    load_params,
+    read_config,
+    read_eos_token_ids,
+    require_fitting_tensors,
+    resolve_checkpoint,
+)
 from jaxinfer.config import ModelConfig, require_quantization
-from jaxinfer.device import default_layer_groups, resolve_dtype
+from jaxinfer.device import default_layer_groups, packs_integers, resolve_dtype
 from jaxinfer.model.params import Params, abstract_params
 from jaxinfer.quantization import quantize_weight
 from jaxinfer.validation import require_bool, require_int
@@ -23,6 +29,7 @@ __all__ = [
     "load_params",
     "read_config",
     "read_eos_token_ids",
+    "require_fitting_tensors",
     "resolve_checkpoint",
 ]
 
@@ -60,7 +67,8 @@ def abstract_checkpoint(
     def loaded(path: tuple[Any, ...], tensor: jax.ShapeDtypeStruct) -> Any:
         if quantization is None:
             return tensor
-        return jax.eval_shape(partial(quantize_weight, path[-1].name, quantization=quantization), tensor)
+        quantize = partial(quantize_weight, path[-1].name, quantization=quantization, is_packed=packs_integers())
+        return jax.eval_shape(quantize, tensor)
 
     return tree_map_with_path(loaded, abstract_params(config, dtype)), config
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,6 +17,8 @@ from jaxinfer.checkpoint.families.common import WeightTable
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
 from jaxinfer.config import ModelConfig
 from jaxinfer.model.params import Params, TensorSpec, declare
+
+ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,14 @@ def plan_assembly(config: ModelConfig, weights: WeightTable) -> Params:
     return jax.tree_util.tree_map_with_path(plan, declare(config), is_leaf=lambda x: isinstance(x, TensorSpec))
 
 
+def empty_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Returns memory that JAX for CPU uses as it is; it copies arrays that do not start at a multiple of 64 bytes."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
+
+
 def assemble(
     assembly: Assembly, stored: Mapping[str, StoredTensor], dtype: np.dtype, sharding: Sharding | None
 ) -> jax.Array:
@@ -71,9 +82,14 @@ def assemble(
 
     def read(index: Any) -> np.ndarray:
         if not assembly.is_stacked:
-            return views[0][index].astype(dtype)
+            whole = views[0][index]
+            array = empty_aligned(whole.shape, dtype)
+            np.copyto(array, whole, casting="unsafe")
+            return array
         layers, within = index[0], index[1:]
-        return np.stack([view[within] for view in views[layers]], dtype=dtype, casting="unsafe")
+        slices = [view[within] for view in views[layers]]
+        stack = empty_aligned((len(slices), *slices[0].shape), dtype)
+        return np.stack(slices, out=stack, casting="unsafe")
 
     if sharding is None:
         array = jax.device_put(read((slice(None),) * len(assembly.shape)))

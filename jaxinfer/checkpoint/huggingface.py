@@ -14,6 +14,7 @@ from jaxinfer.checkpoint.assembly import Assembly, assemble, plan_assembly
 from jaxinfer.checkpoint.families import family_of
 from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor, read_header
 from jaxinfer.config import ModelConfig
+from jaxinfer.device import packs_integers
 from jaxinfer.model.params import Params
 from jaxinfer.quantization import quantize_weight
 from jaxinfer.validation import MAX_INT, is_int, require, shown
@@ -104,10 +105,7 @@ def load_params(
     if quantization is not None and placement is not None:
         raise ValueError(f"quantization={quantization!r} with a placement is not supported; leave out one")
     path = Path(path)
-    weights = family_of(_read_json(path / "config.json")).weights
-    plan = plan_assembly(config, weights)
-    stored = _read_headers(path)
-    _refuse_misfits(path, plan, stored, config)
+    plan, stored = require_fitting_tensors(path, config)
     if config.has_tied_embeddings and UNEMBEDDING in stored:
         _require_same(stored[EMBEDDING], stored[UNEMBEDDING])
     places, structure = jax.tree_util.tree_flatten_with_path(plan, is_leaf=_is_assembly)
@@ -123,12 +121,21 @@ def load_params(
         for (where, assembly), sharding in zip(places, shardings, strict=True):
             tensor = assemble(assembly, stored, dtype, sharding)
             if quantization is not None:
-                # A TPU would lay out packed integers anew: 1.8 GB of Llama 3 8B's.
-                is_packed = jax.default_backend() != "tpu"
-                tensor = quantize_weight(where[-1].name, tensor, quantization, is_packed=is_packed)
+                tensor = quantize_weight(where[-1].name, tensor, quantization, is_packed=packs_integers())
             leaves.append(tensor)
             bar.update(len(assembly.names))
     return jax.tree.unflatten(structure, leaves)
+
+
+def require_fitting_tensors(path: Path, config: ModelConfig) -> tuple[Params, dict[str, StoredTensor]]:
+    """Returns how `Params` are made, an `Assembly` in the place of each tensor, and the stored tensors by name.
+
+    Raises one ValueError that lists every missing, unexpected or mis-shaped tensor of the checkpoint directory.
+    """
+    plan = plan_assembly(config, family_of(_read_json(path / "config.json")).weights)
+    stored = _read_headers(path)
+    _refuse_misfits(path, plan, stored, config)
+    return plan, stored
 
 
 def _is_assembly(node: Any) -> bool:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from jaxinfer.checkpoint import read_eos_token_ids
+from jaxinfer.checkpoint import abstract_checkpoint, load_checkpoint, read_eos_token_ids, require_fitting_tensors
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
 from jaxinfer.engine.drafters.drafters import Drafter
+from jaxinfer.engine.execution.compiled_steps import COMPILING
 from jaxinfer.engine.execution.memory_plan import plan_cache, plan_window, resolve_max_model_len
 from jaxinfer.engine.execution.runner import Runner
 from jaxinfer.engine.execution.step_shapes import max_batched_tokens
@@ -26,6 +28,7 @@ from jaxinfer.engine.scheduling.scheduler import Scheduler
 from jaxinfer.engine.speculation.load import load_target, plan_speculation
 from jaxinfer.engine.speculation.speculation import Speculation
 from jaxinfer.model.cache import page_bytes
+from jaxinfer.model.params import Params
 from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.text.grammar import GrammarCompiler
 from jaxinfer.text.tokenizer import Tokenizer
@@ -59,11 +62,14 @@ def build_engine(
     checkpoint or unusable limits.
     """
     planned = plan_speculation(speculation, config, dtype)
-    params, model_config = load_target(path, config, dtype, planned, show_progress=show_progress)
+    if planned is None:
+        params, model_config, warm_up = load_and_compile(path, config, dtype, custom, show_progress=show_progress)
+    else:  # a drafter may compute with the parameters while it is prepared
+        params, model_config = load_target(path, config, dtype, planned, show_progress=show_progress)
+        model = plan_target(params, model_config, config, dtype, custom, planned)
+        warm_up = WarmUp(model, planned, show_progress=show_progress)
     tokenizer = Tokenizer.from_path(path)
-    model = plan_target(params, model_config, config, dtype, custom, planned)
-    tiers = plan_tiers(config, page_bytes(model_config, model.cache_config))
-    warm_up = WarmUp(model, planned, show_progress=show_progress)
+    tiers = plan_tiers(config, page_bytes(model_config, warm_up.cache_config))
     admission, scheduler = plan_host(
         path,
         model_config,
@@ -81,6 +87,22 @@ def build_engine(
         planned.attach(partial(runner.lend_cache, scheduler.copies))
         planned.rehearse(runner, warm_up.cache_config)
     return EngineParts(model_config, tokenizer, admission, scheduler, warm_up, runner)
+
+
+def load_and_compile(
+    path: Path, config: EngineConfig, dtype: str, custom: Mapping[str, LogitsProcessor], *, show_progress: bool
+) -> tuple[Params, ModelConfig, WarmUp]:
+    """Loads the weights while the largest step compiles, which depends on their shapes alone."""
+    abstract, model_config = abstract_checkpoint(path, dtype, quantization=config.quantization)
+    require_fitting_tensors(path, model_config)  # else an error would come after seconds of compilation
+    model = plan_target(abstract, model_config, config, dtype, custom, None)
+    pool = ThreadPoolExecutor(1, thread_name_prefix=COMPILING)
+    try:
+        warm_up = pool.submit(WarmUp, model, None, show_progress=show_progress)
+        params, _ = load_checkpoint(path, dtype, quantization=config.quantization, show_progress=show_progress)
+        return params, model_config, warm_up.result()
+    finally:
+        pool.shutdown(wait=False)
 
 
 def plan_host(
