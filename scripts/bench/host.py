@@ -1,4 +1,7 @@
-"""Measures the host's work in a decode step: all that an engine does around the device's part, which is left out.
+"""Measures the host's work in a step: all that an engine does around the device's part, which is left out.
+
+"same rows": steps in which the same requests decode as in the step before. "new rows": requests come and go all the
+time; steps whose requests are not those of the step before.
 
 python scripts/bench/host.py --batches 64,256
 """
@@ -27,6 +30,7 @@ from jaxinfer.text.tokenizer import Tokenizer
 from scripts.bench.against_transformers import integers
 
 PROMPT_LEN, OUTPUT_LEN, MAX_MODEL_LEN = 100, 300, 1024
+NUM_COMING = 2000  # requests that come while others run
 
 
 class NoDevice(Device):
@@ -49,8 +53,8 @@ class NoDevice(Device):
         return self._output
 
 
-def measure(batch: int) -> list[float]:
-    """Returns the seconds of each step in which `batch` requests decode, text and deltas included."""
+def measure(batch: int, *, is_changing: bool) -> list[float]:
+    """Returns the seconds of each step with the same rows or with new ones, text and deltas included."""
     model_config = read_config(BUNDLED_MODEL)
     config = EngineConfig(
         max_num_seqs=batch, max_num_batched_tokens=max(512, batch), max_model_len=MAX_MODEL_LEN, cache_bytes=2**40
@@ -58,19 +62,23 @@ def measure(batch: int) -> list[float]:
     admission, scheduler = plan_host(BUNDLED_MODEL, model_config, config, "float32", Tokenizer.from_path(BUNDLED_MODEL))
     pipeline, queues = Pipeline(scheduler, NoDevice(config, model_config.vocab_size)), OutputQueues()
     draw, ids, seconds = random.Random(0), itertools.count(), []
-    for seed in range(batch):
-        params = SamplingParams(max_tokens=OUTPUT_LEN, ignore_eos=True, seed=seed)
-        prompt = draw.choices(range(1, model_config.vocab_size), k=PROMPT_LEN)
-        scheduler.add(admission.admit(ids, prompt, params)[0])
-    while scheduler.num_unfinished:
+    num_left, rows = batch + NUM_COMING * is_changing, NO_ROWS
+    while num_left or scheduler.num_unfinished:
+        while num_left and scheduler.num_unfinished < batch + 1:
+            num_left -= 1
+            length = draw.randint(1, OUTPUT_LEN) if is_changing else OUTPUT_LEN
+            params = SamplingParams(max_tokens=length, ignore_eos=True, seed=num_left)
+            prompt = draw.choices(range(1, model_config.vocab_size), k=PROMPT_LEN)
+            scheduler.add(admission.admit(ids, prompt, params)[0])
         began = time.perf_counter()
         scheduler.expire()
         advance = pipeline.advance()
         assert advance is not None
         queues.route(advance.deltas)
         queues.take()
-        if advance.step.is_decode and len(advance.step.chunks) == batch:
+        if len(advance.step.chunks) == batch and (advance.step.chunks.rows is rows) != is_changing:
             seconds.append(time.perf_counter() - began)
+        rows = advance.step.chunks.rows
     return seconds
 
 
@@ -86,11 +94,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=integers, default=(64, 256), help="requests that decode")
     for batch in parser.parse_args().batches:
-        speed, seconds = empty_loop(), measure(batch)
-        figures = f"median {1e6 * median(seconds):.0f} us, p90 {1e6 * np.percentile(seconds, 90):.0f} us"
-        print(
-            f"host work per decode step at batch {batch}: {figures} of {len(seconds)} steps (empty loop {speed:.2f} s)"
-        )
+        for is_changing in (False, True):
+            speed, seconds = empty_loop(), measure(batch, is_changing=is_changing)
+            figures = f"median {1e6 * median(seconds):.0f} us, p90 {1e6 * np.percentile(seconds, 90):.0f} us"
+            rows = "new" if is_changing else "same"
+            print(f"batch {batch}, {rows} rows: {figures} of {len(seconds)} steps (empty loop {speed:.2f} s)")
 
 
 if __name__ == "__main__":
