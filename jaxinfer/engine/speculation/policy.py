@@ -27,8 +27,8 @@ from jaxinfer.engine.speculation.step_times import MAX_RATIO, StepTimeTable
 LOSS_PART = 0.01
 FIRST_BUDGET, MAX_BUDGET = 4.0, 16.0
 TRIAL = 4  # drafts per request
-# A drafter on the host that takes less than this part of a step is asked beside plain steps, which costs nothing: after
-# 1, 2, 4, … MAX_GAP steps, as long as its drafts are not worth verifying.
+# While drafts do not pay, the policy looks again after 1, 2, 4, … MAX_GAP steps. A drafter on the host that takes less
+# than FREE_PART of a step is asked for this, since it works while a plain step runs.
 FREE_PART, MAX_GAP = 0.05, 16
 # The engine begins with NUM_PLAIN plain steps, to measure them, and repeats them after at least MAX_DRAFTING steps with
 # drafts, if that costs at most LOOK_PART of the time in between.
@@ -75,18 +75,29 @@ class DraftPolicy:
             return 0
         seconds = self.times.seconds(len(requests), room, is_mixed=num_others > 0)
         if not self._is_free(requests, max(limits), seconds[0]):
-            return self._affordable(requests, max(limits), seconds)[0] * len(requests)
-        self._until_look -= 1
-        if self._until_look > 0:
-            return 0
+            count = self._affordable(requests, max(limits), seconds)[0] * len(requests)
+            self._plan_look(is_worth=count > 0)
+            return count
         # The first drafts are guesses of the tokens that the running step samples.
         drafts = self._proposer.draft(requests, [limit + 1 for limit in limits])
         rests = [rest_of(own, own[0]) if own else own for own in drafts]
         count = sum(self._choose(requests, rests, seconds)) if self._budget >= 0 else 0
         if any(rests):
-            self._gap = 1 if count else min(2 * self._gap, MAX_GAP)
-        self._until_look = self._gap
+            self._plan_look(is_worth=count > 0)
         return count
+
+    def take_turn(self) -> bool:
+        """True if `count_promising` is due after this step."""
+        self._until_look -= 1
+        return self._until_look <= 0
+
+    def expect_others(self) -> None:
+        """Looks again after every step: a request has ended, and drafts of others may pay."""
+        self._gap = self._until_look = 1
+
+    def _plan_look(self, *, is_worth: bool) -> None:
+        self._gap = 1 if is_worth else min(2 * self._gap, MAX_GAP)
+        self._until_look = self._gap
 
     def draft(
         self, requests: Sequence[Request], limits: Sequence[int], num_others: int, attempt: Attempt

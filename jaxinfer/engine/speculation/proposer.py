@@ -6,6 +6,7 @@ import itertools
 import operator
 import time
 from collections.abc import Callable, Iterable, Sequence
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.drafts import Drafts, DraftTree, parents_of, some_of
 from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.speculation.acceptance import AcceptanceRates
-from jaxinfer.engine.speculation.step_times import NUM_REHEARSALS
+from jaxinfer.engine.speculation.step_times import MAX_RATIO, NUM_REHEARSALS
 from jaxinfer.validation import shown
 
 TIME_GAIN = 0.2  # weight of the last measurement in a running mean of seconds
@@ -99,9 +100,13 @@ class DraftProposer:
             draft(requests, counts)
             while self.is_reading(requests):
                 draft(requests, counts)
+        seconds = []
         for _ in range(NUM_REHEARSALS):
             compute()  # which leaves the device's caches as drafts find them
+            began = self._clock()
             self.draft(requests, counts)
+            seconds.append(self._clock() - began)
+        self._seconds_per_draft = median(seconds) / max_drafts
         for request in requests:
             self.forget(request)
 
@@ -171,4 +176,4 @@ class DraftProposer:
 
 def _mean(mean: float, value: float) -> float:
     """Returns the running mean of positive values with one value more; 0 means that there was none."""
-    return mean + TIME_GAIN * (value - mean) if mean else value
+    return mean + TIME_GAIN * (min(value, MAX_RATIO * mean) - mean) if mean else value

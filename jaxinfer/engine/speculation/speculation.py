@@ -54,6 +54,8 @@ class Speculation:
         if self._policy is None or step.is_verify:
             return False
         self.num_reserved = 0
+        if not self._policy.take_turn():
+            return True
         requests = [chunk.request for chunk in step.chunks if chunk.is_last]
         others = [chunk for chunk in step.chunks if not chunk.is_last]
         # One token is on its way, and the last one comes without a draft.
@@ -148,6 +150,8 @@ class Speculation:
 
     def forget(self, request: Request) -> None:
         """Drops the state of a request that has ended."""
+        if self._policy is not None:
+            self._policy.expect_others()
         with self._noted_errors():
             self.proposer.forget(request)
 
