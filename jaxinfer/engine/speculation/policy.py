@@ -39,6 +39,7 @@ NUM_PLAIN, MAX_DRAFTING, LOOK_PART = 5, 96, 0.005
 class Attempt:
     """The expected seconds of a step that was not launched ahead, and what drafting for it took."""
 
+    has_waited: bool = False  # because of drafts; others wait because no step ran before
     plain: float = 0.0  # expected without drafts, launched ahead; 0 if the policy was not asked
     expected: float = 0.0  # expected with its drafts, drafting included
     drafting: float = 0.0  # measured
@@ -139,6 +140,8 @@ class DraftPolicy:
         elif attempt.plain > 0 and np.isfinite(attempt.expected):
             if step.is_verify and not step.is_mixed:
                 self.times.observe(step, max(seconds - attempt.drafting, 1e-9))
+            if not attempt.has_waited:
+                return
             seconds = (min(seconds, MAX_RATIO * attempt.expected) - attempt.reading) / attempt.plain
             gain = sum(len(emitted[row]) for row in attempt.rows) / len(attempt.rows) - seconds
             self._earn(seconds)

@@ -45,12 +45,17 @@ class Speculation:
         self.proposer = DraftProposer(drafter, clock)
         self._policy = None if times is None else DraftPolicy(times, self.proposer, max_tokens)
         self._attempt = Attempt()
+        self._has_waited = False  # the next step is launched late because of drafts
         self._error: Exception | None = None  # the first exception of the drafter
         self.num_drafts: tuple[int, ...] = ()  # of each request in the last step that decoded every request
         self.num_reserved = 0  # drafts for which requests that prefill leave room in the next step
 
     def can_overlap(self, step: Step) -> bool:
         """True if the step after `step`, which is launched, takes no drafts and so need not wait for its tokens."""
+        self._has_waited = not self._can_overlap(step)
+        return not self._has_waited
+
+    def _can_overlap(self, step: Step) -> bool:
         if self._policy is None or step.is_verify:
             return False
         self.num_reserved = 0
@@ -69,7 +74,7 @@ class Speculation:
 
     def add_drafts(self, chunks: Chunks, tables: BlockTables) -> Chunks:
         """Returns the chunks with drafts for the rows that decode, after allocating free pages for the drafts."""
-        self._attempt = Attempt()
+        self._attempt, self._has_waited = Attempt(has_waited=self._has_waited), False
         rows = [row for row, chunk in enumerate(chunks) if chunk.num_tokens == 1 and chunk.is_last]
         others = set(range(len(chunks))).difference(rows)
         if not rows or not self._can_mix(chunks.requests[row] for row in others):
