@@ -33,7 +33,7 @@ CHECKED = (
         "sampling_params.py",
         "validation.py",
     ),
-    *("device.py", "atomic_file.py", "json_lines.py"),
+    *("model", "steps", "device.py", "atomic_file.py", "json_lines.py"),
 )
 PLACES = [ROOT / "jaxinfer" / name for name in CHECKED]
 FILES = [file for place in PLACES for file in ([place] if place.is_file() else sorted(place.rglob("*.py")))]

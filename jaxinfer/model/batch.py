@@ -1,4 +1,4 @@
-"""One step as the device sees it: built fresh every time, never mutated in place."""
+"""The arrays of one step, made anew for each step and never changed in place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxinfer.validation import MAX_INT, as_ints, as_tuple, require, require_int
 PADDING_SLOT = 2**30
 # Pads lists of token ids: past every vocabulary, so that scatters drop it.
 PADDING_TOKEN = 2**30
-MAX_BATCH = 2**24  # tokens, rows, or entries of a table; more are a mistake, and would take gigabytes
+MAX_BATCH = 2**24  # tokens, rows, or entries of a table; more would take gigabytes
 
 
 @struct.dataclass
@@ -26,28 +26,28 @@ class Batch:
     """The tokens of one step, rows one after another, padding last."""
 
     tokens: Any  # i32[T]
-    positions: Any  # i32[T]  position of each token in its request, those that it does not see any more included
+    positions: Any  # i32[T]  position of each token in its request, evicted tokens included
     slot_mapping: Any  # i32[T]  page * S + offset; PADDING_SLOT on padding
     cu_q_lens: Any  # i32[B+1]  q_lens 3, 1, 2 -> cu_q_lens 0 3 4 6
-    kv_lens: Any  # i32[B]  length of what the row sees, this step included; 0 on padding
+    kv_lens: Any  # i32[B]  tokens that the row attends to, those of this step included; 0 on padding
     block_tables: Any  # i32[B, M]  page ids; 0 past a row's pages
 
 
 def num_real_tokens(batch: Batch) -> Any:
-    """Returns how many of the batch's tokens are not padding, i32[]."""
+    """Returns the number of the batch's tokens that are not padding, i32[]."""
     q_lens = batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
     return jnp.where(batch.kv_lens > 0, q_lens, 0).sum()
 
 
 def num_evicted_tokens(batch: Batch) -> Any:
-    """Returns how many tokens of its request each row does not see any more, i32[B]: its table has no pages of them."""
+    """Returns the number of evicted tokens of each row, i32[B]: its block table has no pages for them."""
     firsts, q_lens = batch.cu_q_lens[:-1], batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
     first_positions = batch.positions[jnp.minimum(firsts, batch.positions.shape[0] - 1)]
     return jnp.where(batch.kv_lens > 0, first_positions - (batch.kv_lens - q_lens), 0)
 
 
 def last_tokens(batch: Batch) -> Batch:
-    """Returns the batch of each row's last token, as a decode step would have it."""
+    """Returns the batch of each row's last token, in the layout of a decode step."""
     last = last_places(batch)
     return Batch(
         tokens=batch.tokens[last],
@@ -60,7 +60,7 @@ def last_tokens(batch: Batch) -> Batch:
 
 
 def last_places(batch: Batch) -> Any:
-    """Returns where each row's last token lies in the batch, i32[B]; padding rows repeat the end of the last row."""
+    """Returns the index of each row's last token in the batch, i32[B]; padding rows repeat that of the last row."""
     return (batch.cu_q_lens[1:] - 1).clip(0)
 
 
@@ -81,22 +81,22 @@ def next_batch(batch: Batch, tokens: jax.Array, kv_lens: jax.Array, page_size: i
 
 @struct.dataclass
 class StepOutput:
-    """What a step returns to the host. `A` is the number of alternatives the step was built for."""
+    """The result of a step. `A` is the number of alternatives that the step is compiled for."""
 
-    tokens: Any  # i32[B]  NO_TOKEN or BAD_LOGITS where none could be drawn
+    tokens: Any  # i32[B]  NO_TOKEN or BAD_LOGITS if none could be sampled
     log_probs: Any  # f32[B]  of the chosen token, before temperature and filters
     top_tokens: Any  # i32[B, A]  most probable first; zeros unless some row wants them
     top_log_probs: Any  # f32[B, A]
     hidden: Any = None  # [T, D]  after the final norm, of all tokens of the step, for drafters
-    ends: Any = None  # [B, D]  of each row's last token, from which `draw_step` draws
+    ends: Any = None  # [B, D]  of each row's last token, from which `draw_step` samples
     prompt: Any = None  # PromptOutput  of a prefill step that was given a `PromptBatch`
 
 
 @struct.dataclass
 class VerifyOutput:
-    """What a verify step or a decode loop returns to the host: the fields of `StepOutput` for Q tokens of each row."""
+    """The result of a verify step or a decode loop: the fields of `StepOutput` for Q tokens of each row."""
 
-    tokens: Any  # i32[B, Q]  of which the first num_emitted mean something
+    tokens: Any  # i32[B, Q]  the first num_emitted have a meaning
     log_probs: Any  # f32[B, Q]
     top_tokens: Any  # i32[B, Q, A]
     top_log_probs: Any  # f32[B, Q, A]
@@ -105,9 +105,9 @@ class VerifyOutput:
 
 
 def pending_token(row: Any) -> Any:
-    """Returns what stands in a batch for the token that a row of the step before draws, or several; it is no token id.
+    """Returns the placeholder in a batch for the token that a row of the step before samples; it is no token id.
 
-    An integer for an integer, an array for an array.
+    Takes an integer or an array of rows, and returns the same kind.
     """
     return -1 - row
 
@@ -118,7 +118,7 @@ class Row(NamedTuple):
     token_ids: Sequence[int]  # the chunk
     start: int  # position of its first token
     page_ids: Sequence[int]  # all pages of the request so far, the chunk's included
-    num_evicted_tokens: int = 0  # tokens before the chunk that it does not see and that have no pages there
+    num_evicted_tokens: int = 0  # tokens before the chunk that are evicted, so page_ids has no pages for them
 
 
 def make_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows: int, table_width: int) -> Batch:
@@ -136,7 +136,7 @@ def make_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows
 
 
 def lay_out_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows: int, table_width: int) -> Batch:
-    """Does the work of `make_batch` for rows of lists of integers, without looking at each of them."""
+    """Returns the batch of `make_batch` for rows of lists of integers, without checking each integer."""
     q_lens = np.array([len(row.token_ids) for row in rows], np.int32)
     starts = np.array([row.start for row in rows], np.int32)
     hidden = np.array([row.num_evicted_tokens for row in rows], np.int32)
@@ -178,7 +178,7 @@ def make_block_tables(page_ids: Sequence[Sequence[int]], num_rows: int, table_wi
 def make_decode_batch(
     token_ids: np.ndarray, positions: np.ndarray, block_tables: np.ndarray, page_size: int, hidden: np.ndarray | int = 0
 ) -> Batch:
-    """Lays out one token i32[N] per row, at positions i32[N], of which it does not see the first `hidden` i32[N].
+    """Lays out one token i32[N] per row, at positions i32[N]; the first `hidden` i32[N] tokens of a row are evicted.
 
     Padding rows own their padding token.
     """
@@ -203,7 +203,7 @@ def require_entries(num_entries: int, **sizes: int) -> None:
 
 
 def _checked_row(row: Row) -> Row:
-    """Returns a row whose lists are tuples of integers that the device can count by."""
+    """Returns the row with tuples of integers that fit the device's integers."""
     require(isinstance(row, Row), "rows", row, "several Rows")
     require_int("start", row.start, 0, PADDING_SLOT)
     require_int("num_evicted_tokens", row.num_evicted_tokens, 0, PADDING_SLOT)
@@ -223,7 +223,7 @@ def _check_row(row: Row, page_size: int, table_width: int) -> None:
 
 
 def padded(values: np.ndarray, size: int, padding: float) -> np.ndarray:
-    """Returns values followed by padding up to `size`, as bool, f32 or i32; themselves where there are as many."""
+    """Returns values followed by padding up to `size`, as bool, f32 or i32; the values themselves if they fill it."""
     # Of no values numpy makes 64-bit floats, of lists of integers 64-bit integers.
     dtype = np.int32 if values.dtype.itemsize == 8 else values.dtype
     if len(values) == size:

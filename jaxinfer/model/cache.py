@@ -33,28 +33,28 @@ MAX_SLOTS = 2**31 - 1
 
 @struct.dataclass
 class KVCache:
-    """All pages of all layers. Steps take it donated and return its successor; its one owner rebinds it.
+    """All pages of all layers. A step takes it donated and returns its successor.
 
     One pool per layer group: layer i of n keeps page p of a request at index i * P + p. A page holds its tokens' ids
-    beside their keys and values: penalties and n-grams need what a request has said so far, and here that is right by
-    construction after any chunking, preemption or sharing of pages.
+    beside their keys and values: penalties and n-grams need the tokens of a request so far, and here these are right
+    after any chunking, preemption or sharing of pages.
     """
 
     groups: tuple[Pages, ...]
     tokens: Any  # i32[P, S]
 
 
-# The content of some pages apart from any pool, to be kept elsewhere and put back anywhere: a cache of them alone.
+# The content of some pages outside a pool: a cache of these pages only, to be stored and inserted later.
 PageBundle = KVCache
 
 
 def init_cache(config: ModelConfig, cache_config: CacheConfig, layout: str | None = None) -> KVCache:
-    """Returns an empty cache. What unused slots hold never reaches a result, so zeros are as good as anything."""
+    """Returns an empty cache of zeros; the content of unused slots never reaches a result."""
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract_cache(config, cache_config, layout))
 
 
 def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str | None = None) -> KVCache:
-    """Returns the cache as `jax.ShapeDtypeStruct`s; `layout` names that of another platform than the one at hand."""
+    """Returns the cache as `jax.ShapeDtypeStruct`s; `layout` names the page layout, None takes this platform's."""
     require(isinstance(config, ModelConfig), "config", config, "a ModelConfig")
     require(isinstance(cache_config, CacheConfig), "cache_config", cache_config, "a CacheConfig")
     if layout is not None:
@@ -82,13 +82,13 @@ def cache_shardings(cache: KVCache, mesh: Mesh) -> KVCache:
 
 
 def page_bytes(config: ModelConfig, cache_config: CacheConfig, layout: str | None = None) -> int:
-    """Returns what one page takes over all layers, keys, values and token ids together."""
+    """Returns the bytes of one page over all layers: keys, values and token ids."""
     one_page = abstract_cache(config, replace(cache_config, num_pages=1), layout)
     return sum(math.prod(pool.shape) * jnp.dtype(pool.dtype).itemsize for pool in jax.tree.leaves(one_page))
 
 
 def layer_offset(pages: Pages, index: Any, num_layers: int) -> Any:
-    """Returns where the pages of layer `index` of its group begin."""
+    """Returns the index of the first page of layer `index` in its group's pool."""
     return index * (pages.num_pages // num_layers)
 
 
@@ -108,9 +108,9 @@ def read_tokens(cache: KVCache, batch: Batch) -> jax.Array:
 
 
 def move_tokens(cache: KVCache, sources: jax.Array, targets: jax.Array, *, config: ModelConfig) -> KVCache:
-    """Returns the cache with what slots i32[n] hold at others i32[n] as well, in every layer.
+    """Returns the cache with the content of slots i32[n] copied to other slots i32[n], in every layer.
 
-    All are read before any is written. A target past the pool is dropped, whatever its source.
+    All are read before any is written. A target past the pool is dropped.
     """
     num_slots, page_size = cache.tokens.size, cache.tokens.shape[1]
     is_moved = targets < num_slots
@@ -138,8 +138,7 @@ def extract_pages(cache: KVCache, page_ids: Any, *, config: ModelConfig) -> Page
 def insert_pages(cache: KVCache, page_ids: Any, bundle: PageBundle, *, config: ModelConfig) -> KVCache:
     """Returns the cache with a bundle's W pages on pages i32[W], in every layer; an id past the pool is dropped.
 
-    The pages may be others than those that the bundle was taken from, and the pool of another size; page size, heads
-    and dtype have to be the same.
+    The bundle may come from other pages and from a pool of another size; page size, heads and dtype must be the same.
     """
     page_ids = jnp.asarray(page_ids)
     triples = zip(cache.groups, bundle.groups, config.layer_groups, strict=True)
@@ -148,7 +147,7 @@ def insert_pages(cache: KVCache, page_ids: Any, bundle: PageBundle, *, config: M
 
 
 def turn_pages(cache: KVCache, sources: Any, targets: Any, num_positions: Any, *, config: ModelConfig) -> KVCache:
-    """Returns the cache with pages i32[W] on others as if their tokens stood `num_positions` i32[] later."""
+    """Returns the cache with pages i32[W] copied to others, their keys rotated to `num_positions` i32[] later."""
     angles = turning_angles(jnp.asarray(num_positions)[None], config)
     bundle = extract_pages(cache, sources, config=config)
     rotated = tuple(map_keys(pages, lambda keys: rotary_embedding(keys, *angles)) for pages in bundle.groups)
@@ -156,7 +155,7 @@ def turn_pages(cache: KVCache, sources: Any, targets: Any, num_positions: Any, *
 
 
 def _in_layers(page_ids: Any, pool: Pages, num_layers: int) -> Any:
-    """Returns where pages i32[W] lie in a pool of n layers, i32[n * W]; past the pool if they are."""
+    """Returns the indices of pages i32[W] in a pool of n layers, i32[n * W]; ids past the pool stay past it."""
     per_layer = pool.num_pages // num_layers
     offsets = jnp.arange(num_layers, dtype=jnp.int32)[:, None] * per_layer
     # Past the last page of its layer an id would be another layer's page.

@@ -1,4 +1,4 @@
-"""The ragged decoder of Llama, Mistral, Qwen2, Qwen3 and whatever differs from them by a tensor."""
+"""The decoder of Llama, Mistral, Qwen2, Qwen3 and similar families, on ragged batches."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def forward(
     """Runs the batch's tokens through all layers, appending them with their keys and values to the cache.
 
     Returns the hidden states [T, D] after the final norm, and the cache. `q_len` and `tree_mask` are as for
-    `paged_attention`. `implementation` names a paged-attention kernel, None takes the best. `mesh` is the one that
-    parameters and cache are split over, if they are.
+    `paged_attention`. `implementation` names a paged-attention kernel, None takes the best. `mesh`: the mesh that
+    parameters and cache are split over, if any.
     """
     x = params.embedding[batch.tokens]
     angles = rotary_angles(batch.positions, config)
@@ -54,7 +54,7 @@ def forward(
     return rms_norm(x, params.final_norm, epsilon=config.norm_epsilon), cache
 
 
-# Jitted by itself so that groups of equal shape are traced once.
+# Jitted separately, so that groups of equal shape are traced once.
 @functools.partial(jax.jit, static_argnames=("config", "q_len", "implementation", "mesh"))
 def _run_group(layers, cache, batch, x, angles, tree_mask, *, config, q_len, implementation, mesh):
     attend = functools.partial(
@@ -95,7 +95,7 @@ def project_qkv(
     *,
     config: ModelConfig,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns queries [T, N, H], keys and values [T, K, H] of x [T, D], normed where the family does, and rotated."""
+    """Returns queries [T, N, H], keys and values [T, K, H] of x [T, D], rotated, and normalised if the family does."""
     q = linear(x, layer.q, layer.q_bias, num_tokens)
     k = linear(x, layer.k, layer.k_bias, num_tokens)
     v = linear(x, layer.v, layer.v_bias, num_tokens)
@@ -113,7 +113,7 @@ def mlp(layer: LayerParams, x: jax.Array, num_tokens: jax.Array) -> jax.Array:
 
 
 def unembed(params: Params, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
-    """Returns logits f32[rows, V] of hidden states [rows, D], of which num_rows mean anything (all, if None)."""
+    """Returns logits f32[rows, V] of hidden states [rows, D]; rows past num_rows, if given, are padding."""
     table = params.embedding if params.unembedding is None else params.unembedding
     if params.lens is not None:  # Belrose et al. 2023
         hidden = hidden + linear(hidden, params.lens, None, num_rows)

@@ -31,7 +31,7 @@ def linear(
 def product(x: jax.Array, w: jax.Array | QuantizedArray, num_rows: jax.Array | None = None) -> jax.Array:
     """Returns x wᵀ f32[T, out...] for x [T, in...] and w [out..., in...], added up in float32.
 
-    If num_rows i32[] is given, only that many rows of x matter, and on CPU blocks of nothing but padding are skipped.
+    If num_rows i32[] is given, later rows of x are padding, and a CPU skips blocks of padding.
     """
     outputs = w.shape[: len(w.shape) - x.ndim + 1]
     F = math.prod(outputs)
@@ -86,14 +86,14 @@ def rotary_frequencies(config: ModelConfig) -> tuple[jax.Array, float]:
 
 
 def _llama3_blend(frequencies: jax.Array, scaling: RopeScaling, config: ModelConfig) -> jax.Array:
-    """How much of each frequency stays: 1 for short wavelengths, 0 for long ones, linear in between (Llama 3.1)."""
+    """Returns the part of each frequency that stays: 1 for short waves, 0 for long ones, linear between (Llama 3.1)."""
     rotations = scaling.original_max_position * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     return jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
 
 
 def _yarn_blend(frequencies: jax.Array, scaling: RopeScaling, config: ModelConfig) -> jax.Array:
-    """How much of each frequency stays: a ramp over pairs, between two counts of rotations (Peng et al. 2023)."""
+    """Returns the part of each frequency that stays: a ramp over pairs, between two rotation counts (YaRN)."""
     H = config.head_dim
 
     def pair_with(rotations: float) -> float:
@@ -116,11 +116,11 @@ def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array,
 
 
 def turning_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """Returns cosine and sine as `rotary_angles`, without the factor: they move a key by as many positions.
+    """Returns cosine and sine as `rotary_angles`, without the factor: they move a key by this number of positions.
 
-    From the model's length on, where only endless requests come, a product of float32 would be off by more and more.
-    There angles are counted in 2^-32 of a turn, and wrap around as integers do, so that the angle between two tokens
-    depends on nothing but their distance.
+    Beyond the model's length, which only endless requests reach, the error of a float32 product would grow. There,
+    angles are integers in units of 2^-32 of a turn, which wrap around, so that the angle between two tokens depends
+    only on their distance.
     """
     frequencies, _ = rotary_frequencies(config)
     angles = positions.astype(jnp.float32)[:, None] * frequencies[None]

@@ -1,4 +1,4 @@
-"""The model's tensors, each declared once; from that come the abstract tree, a random start and shardings."""
+"""The model's tensors, each declared once, for the abstract tree, random parameters and shardings."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class LayerParams:
 
 @struct.dataclass
 class Params:
-    """All tensors of a decoder. `unembedding` is None where the embedding serves for both ends.
+    """All tensors of a decoder. `unembedding` is None if the embedding is tied.
 
-    Those of its first layers alone may have a `lens`, which brings the state after them nearer to the last.
+    Parameters of the first layers only may have a `lens`, which maps the state after them to the model's last state.
     """
 
     embedding: Any  # [V, D]
@@ -55,7 +55,7 @@ class Params:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor before it exists: its shape, the meaning of each axis, and the scale of a random start.
+    """The declaration of a tensor: its shape, the meaning of each axis, and the scale of random values.
 
     `scale` is the standard deviation around 0 for a weight; None stands for a norm weight, which starts at 1.
     """
@@ -65,7 +65,7 @@ class TensorSpec:
     scale: float | None
 
 
-# Logical axis -> mesh axis. What is not named here is replicated.
+# Logical axis -> mesh axis. Axes that are not named here are replicated.
 TENSOR_PARALLEL_RULES: Mapping[str, str] = {
     "vocab": "model",
     "heads": "model",

@@ -22,7 +22,7 @@ def quantize_params(params: Params, *, group_size: int | None = None, bits: int 
 
 
 def quantized_shardings(placement: Params) -> Params:
-    """Returns where the tensors of `quantize_params` go, for weights placed so, with one scale per output channel."""
+    """Returns the shardings of the tensors of `quantize_params`, with one scale per output channel."""
 
     def split(sharding: NamedSharding, num_input_axes: int) -> QuantizedArray:
         spec = PartitionSpec(*sharding.spec[: len(sharding.spec) - num_input_axes], None)

@@ -1,10 +1,10 @@
-"""A draft head that goes on from state to state: one decoder layer over the target's states (EAGLE, Li et al. 2024).
+"""A draft head that predicts hidden states: one decoder layer over the target's states (EAGLE, Li et al. 2024).
 
-It is told the token that was drawn from each state, guesses the next state, draws a token from that, and so on. It
-attends to a short window of the target's last states and to its own after them, so it keeps no pages.
+From a state and the token sampled from it, the layer predicts the next state, samples a token from that, and so on. It
+attends to a short window of the target's last states and to its own states after them, so it needs no pages.
 
-states  h_3 h_4 h_5 | s_6 s_7      window 3; h_5 gave token 6, which is told with it
-tokens   4   5   6  |  7   8       s_6 is guessed from (h_5, token 6) and gives draft 7, …
+states  h_3 h_4 h_5 | s_6 s_7      window 3; token 6 was sampled from h_5
+tokens   4   5   6  |  7   8       s_6 is predicted from (h_5, token 6) and gives draft 7, …
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Cache = tuple[jax.Array, jax.Array]  # keys and values [B, slots, K, H]
 
 @struct.dataclass
 class EagleHead:
-    """The layer, and what makes its input of an embedding and a state."""
+    """The decoder layer, and the weights that make its input from an embedding and a state."""
 
     embedding_norm: Any  # [D]
     hidden_norm: Any  # [D]
@@ -50,17 +50,17 @@ class EagleHead:
 
     @property
     def tree(self) -> Paths:
-        """The drafts that are worth most, in that order. It goes on from its best guesses only."""
+        """Returns the paths with the most accepted drafts, best first. Only best guesses have children."""
         return EAGLE_TREE
 
     def most_drafts(self, most: int) -> int:
-        """Returns how many drafts one after another it makes where no more than `most` are wanted."""
+        """Returns the length of its chain of drafts if at most `most` are wanted."""
         return most
 
     def draft(
         self, params: Params, states: States, sampling: SamplingBatch, positions: jax.Array, paths: Paths
     ) -> jax.Array:
-        """Returns the tokens i32[B, K] of K paths, drawn one after another for `positions` i32[B] and those after."""
+        """Returns the tokens i32[B, K] of K paths, sampled one after another from `positions` i32[B] on."""
         B, W, _ = states.hidden.shape
         num_drafts = max(map(len, paths))
         slots = W + num_drafts - 1
@@ -88,7 +88,7 @@ class EagleHead:
     def _advance(
         self, x: jax.Array, first: Any, cache: Cache, is_known: jax.Array, num_real: jax.Array
     ) -> tuple[jax.Array, Cache]:
-        """From inputs x [B, n, D] in slots `first` and after: the state [B, D] after the last of them."""
+        """Returns the state [B, D] after the last of the inputs x [B, n, D], which take the slots from `first` on."""
         B, n, D = x.shape
         h = rms_norm(x.reshape(B * n, D), self.layer.attention_norm, epsilon=self.config.norm_epsilon)
         angles = rotary_angles(jnp.tile(first + jnp.arange(n), B), self.config)

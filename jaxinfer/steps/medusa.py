@@ -1,7 +1,7 @@
 """Draft heads on the hidden states of the target: several tokens ahead at once, in one small dispatch.
 
-Head k guesses the token k after the next one from the state that the next one was drawn from (Medusa, Cai et al. 2024)
-and from that token itself (Ankner et al. 2024), whatever comes in between.
+Head k guesses the k-th token after the next one. Its inputs are the state that the next token was sampled from (Medusa,
+Cai et al. 2024) and that token (Ankner et al. 2024), but not the tokens in between.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ MEDUSA_TREE: Paths = (
 
 
 def chain_of(count: int) -> Paths:
-    """Returns the paths of so many drafts one after another."""
+    """Returns the paths of a chain of drafts."""
     return tuple((0,) * depth for depth in range(1, count + 1))
 
 
 def parents_of_paths(paths: Paths) -> tuple[int, ...]:
-    """Returns the place of the path that each goes on from, -1 where there is none before it."""
+    """Returns the index of each path's parent, -1 for paths of length 1."""
     places = {path: place for place, path in enumerate(paths)} | {(): -1}
     return tuple(places[path[:-1]] for path in paths)
 
 
 def num_ranks(paths: Paths) -> int:
-    """Returns how many guesses for a place the paths are made of."""
+    """Returns the number of ranks in the paths: guesses per position."""
     return 1 + max(map(max, paths))
 
 
 def at_paths(best: jax.Array, paths: Paths) -> jax.Array:
-    """Returns the last token of each path i32[B, K] of the guesses i32[B, depth, rank] for each place."""
+    """Returns the last token of each path, i32[B, K], from the guesses i32[B, depth, rank]."""
     depths, ranks = zip(*((len(path) - 1, path[-1]) for path in paths), strict=True)
     return best[:, jnp.array(depths), jnp.array(ranks)]
 
 
 @struct.dataclass
 class States:
-    """The last W states of each row, newest last, and the token that was drawn from each."""
+    """The last W states of each row, newest last, and the token sampled from each."""
 
     hidden: Any  # [B, W, D]
     tokens: Any  # i32[B, W]
@@ -69,7 +69,7 @@ class MedusaHeads:
 
     @property
     def window(self) -> int:
-        """How many states it begins with."""
+        """Returns the number of states that it takes."""
         return 1
 
     @property
@@ -78,17 +78,17 @@ class MedusaHeads:
 
     @property
     def tree(self) -> Paths:
-        """The drafts that are worth most, in that order."""
+        """Returns the paths with the most accepted drafts, best first."""
         return tuple(path for path in MEDUSA_TREE if len(path) <= self.weights.shape[0])
 
     def most_drafts(self, most: int) -> int:
-        """Returns how many drafts one after another it makes where no more than `most` are wanted."""
+        """Returns the length of its chain of drafts if at most `most` are wanted."""
         return min(self.weights.shape[0], most)
 
     def draft(
         self, params: Params, states: States, sampling: SamplingBatch, positions: jax.Array, paths: Paths
     ) -> jax.Array:
-        """Returns the tokens i32[B, K] of K paths that the heads draw for `positions` i32[B] and those after."""
+        """Returns the tokens i32[B, K] of K paths that the heads sample from `positions` i32[B] on."""
         num_drafts = max(map(len, paths))
         hidden, embedded = states.hidden[:, -1], params.embedding[states.tokens[:, -1]]
         B, D = hidden.shape
@@ -114,10 +114,10 @@ def draft_from_states(
     *,
     paths: Paths,
 ) -> jax.Array:
-    """Returns what heads draft i32[B, K], a token for each of K paths, from the windows [R, W, D] of `rows` i32[B].
+    """Returns the drafts of the heads, i32[B, K] for K paths, from the windows [R, W, D] of `rows` i32[B].
 
-    They draw with the noise of the target's draws at their positions; `positions` i32[B] are those of the first. What
-    of `sampling` comes before the temperature has no part in it.
+    They sample with the target's noise at their positions; `positions` i32[B] are those of the first drafts. Logits
+    processors, which act before the temperature, have no effect.
     """
     states = States(hidden=windows[rows], tokens=tokens, num_known=num_known)
     return heads.draft(params, states, replace(sampling, processors=None), positions, paths)

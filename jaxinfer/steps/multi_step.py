@@ -1,4 +1,4 @@
-"""Many decode steps in one dispatch, for when nobody needs a token sooner."""
+"""Several decode steps in one dispatch, if no request needs its tokens sooner."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ DecodeStep = Callable[[KVCache, Batch], tuple[StepOutput, KVCache]]
 
 @struct.dataclass
 class LoopBatch:
-    """How long each row of a decode loop goes on."""
+    """The limits of each row of a decode loop."""
 
     max_tokens: Any  # i32[B]  the most tokens to emit, for which the row has pages; 0 on padding
     stop_token_ids: Any  # i32[B, N]  after which a row emits nothing, padded with PADDING_TOKEN
-    stop_at_first_finish: Any  # bool[]  whether the loop ends when the first row does, for somebody waits for its place
+    stop_at_first_finish: Any  # bool[]  the loop ends with its first row, because a waiting request needs the place
 
 
 @struct.dataclass
@@ -45,7 +45,7 @@ def make_loop(
     max_stop_tokens: int,
     stop_at_first_finish: bool,
 ) -> LoopBatch:
-    """Lays out a loop over the rows of a decode batch, on the host."""
+    """Returns the limits of a loop over the rows of a decode batch, as host arrays."""
     stops = np.full((num_rows, max_stop_tokens), PADDING_TOKEN, np.int32)
     for row, ids in enumerate(stop_token_ids):
         stops[row, : len(ids)] = list(ids)
@@ -57,9 +57,9 @@ def make_loop(
 
 
 def run_loop(decode: DecodeStep, cache: KVCache, batch: Batch, loop: LoopBatch, num_steps: int):
-    """Decodes until every row has stopped, or `num_steps` times; returns a `VerifyOutput` of as many tokens a row.
+    """Decodes until every row has stopped, at most `num_steps` times; returns a `VerifyOutput` of Q = num_steps.
 
-    A row that has stopped stays where it is: it computes its last token again, to the same effect, and emits nothing.
+    A row that has stopped computes its last token again, which changes nothing, and emits no token.
     """
     page_size = cache.tokens.shape[1]
 
@@ -107,7 +107,7 @@ def _empty_output(one: StepOutput, num_steps: int) -> VerifyOutput:
 
 
 def _entered(output: VerifyOutput, drawn: StepOutput, step: jax.Array) -> VerifyOutput:
-    """The output with what one step has drawn as its column `step`."""
+    """Returns the output with the tokens of one step as its column `step`."""
     columns = {
         name: jax.lax.dynamic_update_index_in_dim(getattr(output, name), column, step, axis=1)
         for name, column in _fields(drawn).items()

@@ -1,7 +1,7 @@
 """The steps: pure functions from (parameters, cache, batch, sampling) to (output, cache), one dispatch each.
 
-The cache is donated: the caller gives it up and takes its successor from the result. Where parameters and cache are
-split over a mesh, the step must be given that mesh.
+The cache is donated: the caller loses it and takes its successor from the result. If parameters and cache are split
+over a mesh, pass that mesh to the step.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def prefill_step(
     mesh: Mesh | None = None,
     custom: tuple[LogitsProcessor, ...] = (),
 ) -> tuple[StepOutput, KVCache]:
-    """Computes any mix of chunks and draws one token per row, from its last position.
+    """Computes any mix of chunks and samples one token per row, after its last position.
 
-    A decoding request in the mix is a chunk of one token. What is drawn for a row whose prompt is not finished means
-    nothing. With a `prompt` the output has the log-probabilities of the prompts' tokens that it names. Raises at trace
-    time: ValueError where max_log_probs exceeds the vocabulary.
+    A decoding request in the mix is a chunk of one token. The sampled token of a row whose prompt is not finished has
+    no meaning. With a `prompt`, the output has the log-probabilities of the prompt tokens in it. Raises ValueError at
+    trace time if max_log_probs exceeds the vocabulary.
     """
     _check(params, cache, batch, sampling, config, max_log_probs, custom, mesh)
     hidden, cache = forward(params, cache, batch, config=config, implementation=implementation, mesh=mesh)
@@ -80,7 +80,7 @@ def decode_step(
     mesh: Mesh | None = None,
     custom: tuple[LogitsProcessor, ...] = (),
 ) -> tuple[StepOutput, KVCache]:
-    """Computes one token per row (T = B, `cu_q_lens` = 0, 1, … B) and draws the next of each."""
+    """Computes one token per row (T = B, `cu_q_lens` = 0, 1, … B) and samples the next token of each."""
     _check(params, cache, batch, sampling, config, max_log_probs, custom, mesh)
     hidden, cache = forward(params, cache, batch, config=config, q_len=1, implementation=implementation, mesh=mesh)
     draw = functools.partial(_finish, params, cache, hidden, batch, sampling, max_log_probs, custom)
@@ -98,10 +98,10 @@ def draw_step(
     max_log_probs: int = 0,
     custom: tuple[LogitsProcessor, ...] = (),
 ) -> StepOutput:
-    """Draws what a prefill or decode step left to be drawn, from the `ends` [B, D] of its output.
+    """Samples the tokens that a prefill or decode step has deferred, from the `ends` [B, D] of its output.
 
-    `batch` are the step's `last_tokens`, `sampling` is its own `with_masks`. What comes out is what the step would have
-    drawn, had it had them.
+    `batch`: the step's `last_tokens`. `sampling`: the step's own, `with_masks`. Returns the tokens that the step would
+    have sampled with these masks.
     """
     return _finish(params, cache, ends, batch, sampling, max_log_probs, custom)
 
@@ -122,17 +122,18 @@ def verify_step(
     mesh: Mesh | None = None,
     custom: tuple[LogitsProcessor, ...] = (),
 ) -> tuple[VerifyOutput, KVCache]:
-    """Computes each row's last token and the drafts after it, up to `q_len` tokens a row, and emits what stands.
+    """Computes each row's last token and its drafts, up to `q_len` tokens a row, and emits the accepted tokens.
 
-    Rows may have fewer drafts, or none. `allowed_bits` of the sampling has a row per token, all others one per row.
-    What of the cache belongs to rejected drafts lies past the row's context: the next step overwrites it.
+    Rows may have fewer drafts, or none. `allowed_bits` of the sampling has a row per token, all other fields one per
+    row. The cache of rejected drafts lies past the row's context: the next step overwrites it.
 
     With `num_drafts` i32[B] a row is any chunk, whose last num_drafts tokens are drafts, at most q_len - 1: other rows
     prefill. Then `allowed_bits` i32[N, W] has a row for each draft and for the token before them. N is at least the
     number of rows and drafts.
 
-    With `parents` i32[T] rows are trees of drafts: which token of its row each follows, one before it; -1 for the
-    first. `hidden` and the cache are left as if the accepted path alone had been drafted; so no row may await its mask.
+    With `parents` i32[T] the drafts of a row are a tree: the index in its row of the token that each token follows, -1
+    for the first. `hidden` and the cache are left as if only the accepted path had been drafted, so the masks of all
+    rows must be known.
     """
     trees = None if parents is None else make_trees(batch, parents, q_len)
     batch = batch if trees is None else stand_in_trees(batch, trees)
@@ -167,10 +168,10 @@ def decode_loop(
     mesh: Mesh | None = None,
     custom: tuple[LogitsProcessor, ...] = (),
 ) -> tuple[VerifyOutput, KVCache]:
-    """Runs `decode_step` up to `num_steps` times, each on the tokens that the last one drew.
+    """Runs `decode_step` up to `num_steps` times, each on the tokens that the last one sampled.
 
-    A row stops as `loop` says, and emits what it drew so far. `block_tables` must have pages for its `max_tokens`.
-    The `allowed_bits` of a row are those of its next token alone, so a row with a structure may draw no more.
+    A row stops at the limits in `loop`, and emits its tokens so far. `block_tables` must have pages for `max_tokens`.
+    The `allowed_bits` of a row hold for its next token only, so a row with a grammar may sample one token at most.
     """
     statics = {"config": config, "implementation": implementation, "mesh": mesh}
 
@@ -195,13 +196,13 @@ def draft_step(
     mesh: Mesh | None = None,
     custom: tuple[LogitsProcessor, ...] = (),
 ) -> tuple[jax.Array, KVCache]:
-    """Computes any mix of chunks and draws several tokens for each row, one after another, i32[B, max_drafts].
+    """Computes any mix of chunks and samples several tokens for each row, one after another, i32[B, max_drafts].
 
-    Of row b `counts[b]` tokens mean something, and all but the last of them are in the cache as well; rows with more of
-    them come first. They are drawn as `decode_step` would.
+    Row b has `counts[b]` tokens, and all but the last are in the cache as well. Rows with more tokens come first. The
+    tokens are those of `decode_step`.
     """
     run = functools.partial(forward, config=config, implementation=implementation, mesh=mesh)
-    # Every row has a token, so where there are no more than rows, each has one.
+    # Every row has a token, so if there are no more tokens than rows, each row has one.
     hidden, cache = run(params, cache, batch, q_len=1 if len(batch.tokens) == len(batch.kv_lens) else None)
     context = functools.partial(_context, cache, batch)
     _, tokens = _draw(params, hidden[last_places(batch)], batch, sampling, context, custom)
@@ -222,7 +223,7 @@ def draft_step(
 def _check(
     params: Any, cache: Any, batch: Any, sampling: Any, config: Any, max_log_probs: Any, custom: Any, mesh: Any
 ) -> None:
-    """Raises ValueError for an argument of another type; when a step is traced, so it costs no step anything."""
+    """Raises ValueError for an argument of another type. It runs when a step is traced, so it takes no time later."""
     require(isinstance(params, Params), "params", params, "the Params of `load_checkpoint`")
     require(isinstance(cache, KVCache), "cache", cache, "the KVCache of `init_cache` or of the step before")
     require(isinstance(batch, Batch), "batch", batch, "the Batch of `make_batch`")
@@ -236,7 +237,7 @@ def _check(
 
 
 def _unless_awaiting(sampling: SamplingBatch, draw: Callable[[], Output]) -> Output:
-    """Returns what `draw` does, or zeros while a row awaits its mask."""
+    """Returns `draw()`, or zeros if the mask of some row is not known yet."""
     nothing = jax.eval_shape(draw)
     return jax.lax.cond(sampling.needs_mask.any(), lambda: jax.tree.map(jnp.zeros_like, nothing), draw)
 
@@ -251,7 +252,7 @@ def _finish(
     custom: tuple[LogitsProcessor, ...],
     change: Callable[[Context], Context] = lambda context: context,
 ) -> StepOutput:
-    """Draws after each row; `change` is made to what processors know of the rows' tokens."""
+    """Samples after each row; `change` changes the context of the logits processors."""
     logits, tokens = _draw(params, hidden, batch, sampling, lambda: change(_context(cache, batch)), custom)
     return describe(logits, tokens, sampling, max_log_probs)
 
@@ -264,9 +265,9 @@ def _draw(
     make_context: Callable[[], Context],
     custom: tuple[LogitsProcessor, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the logits f32[B, V] of hidden states [B, D] and the token i32[B] that each row draws."""
+    """Returns the logits f32[B, V] of hidden states [B, D] and the sampled token of each row, i32[B]."""
     logits = unembed(params, hidden, (batch.kv_lens > 0).sum())
-    # Where the token drawn now will stand.
+    # The position of the sampled token.
     positions = batch.kv_lens + num_evicted_tokens(batch)
     tokens = sample(process_logits(logits, sampling.processors, make_context, custom), sampling, positions)
     return logits, tokens

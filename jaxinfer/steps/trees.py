@@ -1,11 +1,10 @@
-"""Drafts as trees: several guesses for a place, of which the target's draws follow one path.
+"""Draft trees in a step: several guesses per position, of which the target's samples follow one path.
 
-The tokens of a row are its last token and the drafts after it, each after the one that it follows. A draft stands at
-the position that its path gives it and sees its path alone, so the target draws after it what decoding would draw after
-that path.
+The tokens of a row are its last token and its drafts, each after its parent. A draft has the position of its path and
+attends to its path only. So the target samples after it the token that decoding would sample after that path.
 
-tokens   5  6  9  7  8      6 and 9 are two guesses for one place, 7 and 8 two for what follows 6
-parents -1  0  0  1  1      drawn 6 after 5 and 8 after 6: the path is 5 6 8, tokens 0, 1 and 4 of the row
+tokens   5  6  9  7  8      6 and 9 are two guesses for one position, 7 and 8 two for the position after 6
+parents -1  0  0  1  1      sampled 6 after 5 and 8 after 6: the path is 5 6 8, tokens 0, 1 and 4 of the row
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from jaxinfer.steps.verify import rows_of_tokens
 
 @struct.dataclass
 class Trees:
-    """How the tokens of a batch hang together, with at most Q in a row."""
+    """The parents and paths of the tokens of a batch, at most Q in a row."""
 
-    parents: Any  # i32[T]  the place in the batch of the token before; a row's first token is its own
-    sees: Any  # bool[T, Q]  whether a token of the same row is on the path to it, which ends with itself
+    parents: Any  # i32[T]  index in the batch of the token before; a row's first token has its own
+    sees: Any  # bool[T, Q]  true for the tokens of the same row on the path to it, itself included
     rows: Any  # i32[T]
-    places: Any  # i32[B, Q]  of each row's tokens in the batch
-    is_token: Any  # bool[B, Q]  whether the row has so many
+    places: Any  # i32[B, Q]  indices of each row's tokens in the batch
+    is_token: Any  # bool[B, Q]  true if the row has this token
 
     @property
     def depths(self) -> jax.Array:
-        """How many tokens lead to each, i32[T]; -1 for padding."""
+        """Returns the number of tokens before each token on its path, i32[T]; -1 for padding."""
         return self.sees.sum(1, dtype=jnp.int32) - 1
 
 
 def make_trees(batch: Batch, parents: jax.Array, q_len: int) -> Trees:
-    """Lays out trees of up to q_len tokens. parents i32[T]: which token of its row each follows, -1 for the first."""
+    """Returns trees of up to q_len tokens. parents i32[T]: index in its row of each token's parent, or -1."""
     T, Q = parents.shape[0], q_len
     rows, is_real = rows_of_tokens(batch)
     starts = batch.cu_q_lens[rows]
@@ -63,14 +62,14 @@ def stand_in_trees(batch: Batch, trees: Trees) -> Batch:
 
 
 def tree_mask(trees: Trees) -> jax.Array:
-    """Returns what each token sees of its row as `paged_attention` takes it, u32[T, words]."""
+    """Returns the tokens of its row that each token attends to, as `tree_mask` of `paged_attention`, u32[T, words]."""
     T, Q = trees.sees.shape
     bits = jnp.pad(trees.sees, ((0, 0), (0, -Q % 32))).reshape(T, -1, 32).astype(jnp.uint32)
     return (bits << jnp.arange(32, dtype=jnp.uint32)[None, None]).sum(-1, dtype=jnp.uint32)
 
 
 def along_paths(context: Context, batch: Batch, trees: Trees) -> Context:
-    """Returns the contexts of all tokens [T, L] with each one's own path in place of the row's tokens in a row."""
+    """Returns the contexts of all tokens [T, L], with each token's path in place of all tokens of its row."""
     places = trees.places[trees.rows]  # [T, Q]
     seen = batch.positions[places] - context.num_evicted_tokens[:, None]
     at = jnp.where(trees.sees, seen, context.tokens.shape[1])
@@ -79,17 +78,17 @@ def along_paths(context: Context, batch: Batch, trees: Trees) -> Context:
 
 
 def accepted_paths(drawn: jax.Array, batch: Batch, trees: Trees) -> tuple[jax.Array, jax.Array]:
-    """Returns the places i32[B, Q] of the tokens that each row keeps, and their number i32[B], 0 on padding.
+    """Returns the indices i32[B, Q] of the tokens that each row keeps, and their number i32[B], 0 on padding.
 
-    drawn i32[T] is the target's draw after each token. From the row's first token on, the path goes to the draft that
-    equals the draw, as long as there is one; past its end the places are those of the row's tokens in a row.
+    drawn i32[T]: the target's sample after each token. From the row's first token on, the path goes to the draft that
+    equals the sample, if there is one. Past its end, the indices are those of the row's tokens in their order.
     """
     T, Q = trees.sees.shape
     is_right = (batch.tokens == drawn[trees.parents]) | (trees.parents == jnp.arange(T))
     is_kept = (~trees.sees | is_right[trees.places[trees.rows]]).all(1)
     depths = jnp.where(is_kept, trees.depths, -1)[trees.places]
     depths = jnp.where(trees.is_token, depths, -1)
-    # Of drafts that are twice in a tree, the first path that is as long as any.
+    # If a draft occurs twice in a tree, the first of the longest paths.
     last = jnp.take_along_axis(trees.places, depths.argmax(1)[:, None], axis=1)[:, 0]
     is_on_path = trees.sees[last] & trees.is_token
     at = jnp.where(is_on_path, depths, Q)
@@ -100,9 +99,9 @@ def accepted_paths(drawn: jax.Array, batch: Batch, trees: Trees) -> tuple[jax.Ar
 def keep_paths(
     drawn: StepOutput, cache: KVCache, batch: Batch, trees: Trees, hidden: jax.Array, *, config: ModelConfig
 ) -> tuple[VerifyOutput, KVCache]:
-    """Returns what each row emits, and the cache with the tokens of its path in the slots after its context.
+    """Returns the tokens that each row emits, and the cache with the tokens of its path in the slots after its context.
 
-    The states [T, D] come in the same order: all is as if the path alone had been drafted.
+    The states [T, D] have the same order: everything is as if only the path had been drafted.
     """
     T = hidden.shape[0]
     paths, num_kept = accepted_paths(drawn.tokens, batch, trees)

@@ -1,15 +1,15 @@
-"""Verification of drafts by the target's own draws: a draft is accepted where the target would have drawn it.
+"""Verification of drafts by the target's own samples: a draft is accepted if the target samples the same token.
 
-The token after every draft is drawn as decoding would draw it, from the same (seed, sample index, position) and the
-logits of the same context, and as many drafts stand as agree with the draws from the first on. The draw after the
-last of them is emitted as well: the correction of a rejected draft, or one token more after the last.
+The step samples the token after every draft as decoding would, from the same (seed, sample index, position) and the
+logits of the same context. It accepts the drafts up to the first that differs from the sample in its place. The sample
+after the last accepted draft is emitted as well: the correction of a rejected draft, or one more token.
 
-So a request yields the tokens of plain decoding, whatever is drafted, by whom and how many: the distribution is kept
-because the draws are, and a seed gives the same output with and without speculation. The rejection rule (Leviathan et
-al. 2023; Chen et al. 2023) keeps the distribution but not the draws: its output changes with the drafts, and so with
-the drafter, with K and with the schedule. For a draft that is a guess and no draw, both accept with the probability
-that the target gives it. A draft model that draws with the target's noise is accepted with probability at least
-(1 - d) / (1 + d) where the rejection rule has 1 - d, d being the total variation between the two (Daliri et al. 2024).
+So a request yields the tokens of plain decoding, for any drafts. The distribution is kept because the samples are, and
+a seed gives the same output with and without speculation. The rejection rule (Leviathan et al. 2023; Chen et al. 2023)
+keeps the distribution but not the samples: its output changes with the drafts, and so with the drafter, with their
+number and with the schedule. If drafts are guesses, both rules accept a draft with its probability under the target. A
+draft model that samples with the target's noise is accepted with probability at least (1 - d) / (1 + d), where the
+rejection rule has 1 - d; d is the total variation between the two models (Daliri et al. 2024).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput, num_evicted_to
 from jaxinfer.sampling.batch import SamplingBatch
 from kernels_pallas.paged_attention.shapes import token_rows
 
-NO_DRAFT = -2  # equal to no token that is drawn, nor to NO_TOKEN or BAD_LOGITS
+NO_DRAFT = -2  # equal to no sampled token, nor to NO_TOKEN or BAD_LOGITS
 
 
 def accept_drafts(drawn: jax.Array, drafts: jax.Array) -> jax.Array:
-    """Returns how many of drawn i32[B, Q] each row emits, i32[B]: those that follow accepted drafts only.
+    """Returns the number of tokens that each row emits, i32[B]: one more than its accepted drafts.
 
-    drafts i32[B, Q - 1] are padded with NO_DRAFT; drawn[:, j] is the target's draw after j of them.
+    drawn i32[B, Q]: the target's sample after 0, 1, … drafts. drafts i32[B, Q - 1] are padded with NO_DRAFT.
 
     drafts 5 6 7, drawn 5 6 9 4 -> 3: 5 and 6 were right, and 9 is the correction
     """
@@ -85,7 +85,7 @@ def sampling_of_ends(sampling: SamplingBatch, ends: Ends) -> SamplingBatch:
 
 
 def rows_of_tokens(batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Returns the row i32[T] of each token, and whether it is none of the padding, bool[T]."""
+    """Returns the row i32[T] of each token, and True for tokens that are no padding, bool[T]."""
     num_tokens = batch.tokens.shape[0]
     row = token_rows(batch.cu_q_lens, num_tokens)
     return row, (jnp.arange(num_tokens) < batch.cu_q_lens[-1]) & (batch.kv_lens[row] > 0)

@@ -645,7 +645,7 @@ def test_a_drafter_is_never_much_slower_than_none_even_where_drafts_cost_far_mor
 
     bench.run(1000)
 
-    # A plain step takes a second. Each of the two budgets may lose 4 steps, 1 % of the time, and the last of its drafts.
+    # A plain step takes a second. Each of the two budgets may lose 4 steps, 1 % of the time and its last drafts.
     assert bench.num_tokens / bench.seconds > 1 - 2 * (0.004 + 0.01 + 0.005)
 
 
