@@ -66,7 +66,9 @@ class StepTimeTable:
         self._mixed_part -= PART_GAIN * self._mixed_part
         if bucket not in self._lines:
             self._enter(bucket, {step.num_tokens: seconds / self._speed})
-        ratio = min(seconds / (self._factors[bucket] * self._speed * self._line(bucket, step.num_tokens)), MAX_RATIO)
+        fixed, per_token = self._lines[bucket]
+        expected = self._factors[bucket] * self._speed * (fixed + per_token * step.num_tokens)
+        ratio = min(seconds / expected, MAX_RATIO)
         self._factors[bucket] *= ratio**SHAPE_GAIN
         self._speed *= ratio**SPEED_GAIN
 
@@ -132,18 +134,15 @@ class StepTimeTable:
         self._lines[bucket] = measured[many] - slope * many, slope
         self._runs.clear()
 
-    def _line(self, bucket: Bucket, num_tokens: int | np.ndarray) -> float | np.ndarray:
-        fixed, per_token = self._lines.get(bucket, (math.inf, 0.0))
-        return fixed + per_token * num_tokens
-
     def _find_runs(self, num_rows: int, max_drafts: int) -> list[tuple[Bucket, np.ndarray]]:
         by_bucket: dict[Bucket, list[int]] = {}
         for num_tokens in range(num_rows, num_rows + max_drafts + 1):
             by_bucket.setdefault(self._find(num_tokens, num_rows), []).append(num_tokens)
-        return [
-            (bucket, np.broadcast_to(self._line(bucket, np.array(tokens)), len(tokens)))
-            for bucket, tokens in by_bucket.items()
-        ]
+        runs = []
+        for bucket, tokens in by_bucket.items():
+            fixed, per_token = self._lines.get(bucket, (math.inf, 0.0))
+            runs.append((bucket, fixed + per_token * np.array(tokens)))
+        return runs
 
 
 def made_up_step(num_tokens: int, num_rows: int, page_size: int, q_len: int = 1) -> Step:

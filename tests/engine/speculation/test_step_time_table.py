@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ class FakeDevice:
     def __init__(self):
         self.now, self.factor = 0.0, 1.0
         self.slowdown = 1.0  # from each step to the next
-        self.interruption = itertools.repeat(1.0)
+        self.interruption: Iterator[float] = itertools.repeat(1.0)
 
     def clock(self):
         return self.now
