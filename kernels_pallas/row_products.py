@@ -34,8 +34,8 @@ import numpy as np
 BY_WEIGHTS, BY_MATRICES = "rows_by_weights", "rows_by_matrices"
 # Rows of a product. With fewer, prefill is slower; with more, decoding of a few requests is.
 ROW_BLOCK = 8
-# Numbers of rows that are tried for weights. With the weights of a layer stack of 125M parameters, on an AMD EPYC with
-# AVX-512, 4 rows took 0.88 of the time of 8, 16 rows 0.84 of twice 8, and 32 rows 0.71 of four times 8.
+# Numbers of rows that are tried for weights. On an AMD EPYC with AVX-512, with the layers of a model of 125M
+# parameters: 4 rows took 0.88 of the time of 8, 16 rows 0.84 of twice 8, and 32 rows 0.71 of four times 8.
 WEIGHT_ROWS = (4, 16, 32)
 # Elements of the smallest weights for which they are tried: below, the trial takes longer than it can save.
 MIN_TRIED_WEIGHTS = 2**17

@@ -96,9 +96,9 @@ def load_params(
 ) -> Params:
     """Reads the parameters of a checkpoint directory as `dtype`, one tensor of `Params` at a time.
 
-    Each is on its devices before the next is read, so the host holds one stacked group of one weight at most,
-    and of that, where `placement` (see `jaxinfer.model.params.shardings`) splits it, only the slices of this
-    process's devices. Every missing, unexpected or mis-shaped tensor is listed in one ValueError before any
+    Each is on its devices before the next is read, so the host holds one stacked group of one weight at most. If
+    `placement` (see `jaxinfer.model.params.shardings`) splits a weight, the host holds only the slices of its own
+    devices. Every missing, unexpected or mis-shaped tensor is listed in one ValueError before any
     is read. `config` is that of `read_config`, with any `layer_groups`. With `quantization` ("int8", "int4") weights
     are quantized one by one, where they are whole: not with a `placement`.
     """

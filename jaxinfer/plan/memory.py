@@ -73,10 +73,10 @@ def step_bytes(compiled: jax.stages.Compiled, inputs: Iterable[Any]) -> int:
 def fit_pages(
     compile_for: Callable[[int], tuple[Compiled, int]], guess: MemoryPlan, *, is_fixed: bool
 ) -> tuple[Compiled, MemoryPlan]:
-    """Compiles for as many pages as the limit has room for, at most `guess.num_pages`, and returns the plan.
+    """Compiles for the most pages that fit into the limit, at most `guess.num_pages`, and returns the plan.
 
     `compile_for` takes a number of pages and returns what it compiled and what that needs; `guess.step_bytes` is what
-    it may need. `is_fixed`: so many pages or an error. Raises ValueError where the limit is too small.
+    it may need. Raises ValueError if the limit is too small; with `is_fixed`, for `guess.num_pages`.
     """
     most, least = guess.num_pages, guess.num_pages if is_fixed else 1
     _require_room(replace(guess, step_bytes=0), least)  # what cannot fit at all is not worth compiling

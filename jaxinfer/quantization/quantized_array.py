@@ -13,8 +13,8 @@ from kernels_pallas.quantized_matmul import pack_int4
 
 # By bits, what the largest of a group becomes; the least integer is left out, so that the grid is symmetric.
 LARGEST = {8: 127, 4: 7}
-# Inputs that share a scale of 4 bits, where that divides them: few, for the largest sets the step of them all, and so
-# many that scales of 32 bits take no more than a sixteenth of what the integers take.
+# Inputs that share a scale of 4 bits, if it divides their number. Few, because the largest of a group sets its scale.
+# With these, scales of 32 bits take only a sixteenth of the bytes of the integers.
 INT4_GROUP_SIZE = 128
 # The weights of products, and how many of their last axes are inputs. Norms, biases and the embedding, of which rows
 # are taken, stay as they are.

@@ -53,7 +53,7 @@ def make_prompt(
 
 @functools.cache
 def no_prompt(num_tokens: int) -> PromptBatch:
-    """Returns what is asked where nobody asks, on the device once for all steps."""
+    """Returns the arrays of a step in which no request asks for prompt log-probs, put on the device once."""
     return jax.device_put(make_prompt([], [], num_tokens=num_tokens))
 
 

@@ -2,7 +2,7 @@
 
 Filters are cuts on the logits of a row, found by bisection over the bit patterns of floats: 32 passes of compare and
 add give the exact k-th largest value or the exact nucleus, without a sort, which is slow on every device. A filter
-that nobody in the batch uses is not computed.
+is computed only if a request in the batch uses it.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def log_probs_of(
     logits: jax.Array, tokens: jax.Array, wants_top: jax.Array, max_log_probs: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the log-probabilities f32[B] of tokens i32[B] under logits f32[B, V], and the most probable tokens with
-    theirs, i32[B, A] and f32[B, A], best first; zeros where nobody wants them (bool[]).
+    theirs, i32[B, A] and f32[B, A], best first. These are zeros unless `wants_top` (bool[]).
     """
     B = logits.shape[0]
     maximum = logits.max(-1)

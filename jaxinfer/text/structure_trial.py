@@ -51,7 +51,7 @@ class Trial:
             process.stdin.flush()
             answer = process.stdout.readline()
         except BaseException:
-            process.kill()  # an answer that nobody read would be taken for that of the next
+            process.kill()  # an unread answer would be taken for the next one
             raise
         finally:
             timer.cancel()

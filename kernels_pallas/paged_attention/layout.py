@@ -1,4 +1,4 @@
-"""The physical layouts of a page pool; nobody else indexes one.
+"""The physical layouts of a page pool. Only this file and the kernels index one.
 
 `Pages` is opaque to everyone but the kernel it was laid out for: others use the verbs here, which know every layout.
 

@@ -1,7 +1,7 @@
 """Paged attention in plain JAX: the oracle of every kernel, and the production path on CPU and old GPUs.
 
 The batch is cut into tiles: a few rows with one or a few queries each, or many queries of one row. A loop walks over
-the tiles, an inner loop over the pages that the tile can see, with an online softmax (Milakov & Gimelshein 2018), so
+the tiles, an inner loop over the pages that the tile can see, with an online softmax (Milakov & Gimelshein 2018). So
 the cache is never gathered whole and nothing past the tile's longest row is read. The result of a query depends on its
 row alone, bit for bit on CPU, because
 

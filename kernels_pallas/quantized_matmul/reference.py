@@ -9,8 +9,8 @@ import jax.numpy as jnp
 def pack_int4(weights: jax.Array, group_size: int) -> jax.Array:
     """Packs integers from -8 to 7, i8[F, D], two to a byte, i8[F, D / 2].
 
-    Byte j of a group of g holds number j in its low half and number j + g / 2 in its high half, so that unpacking gives
-    two runs of neighbours and a kernel need not interleave them.
+    Byte j of a group of g holds number j in its low half and number j + g / 2 in its high half. Unpacking gives
+    two runs of neighbours, and a kernel need not interleave them.
     """
     F, D = weights.shape
     low, high = jnp.split(weights.reshape(F, D // group_size, group_size), 2, axis=-1)

@@ -1,8 +1,8 @@
 """Measures what speculation makes of a drafter that is right with a given probability.
 
-The drafter is told beforehand what follows each prompt. What steps with drafts take, in steps without, is measured in
-the same engine with all drafts of a given number verified and plain decoding before and after: from that and the
-probability follows the most that speculation could bring (Leviathan et al. 2023). A drafter is as good in one run as in
+The drafter knows beforehand what follows each prompt. The script measures in the same engine how long a step with a
+given number of drafts takes, against plain decoding before and after. From that and the probability follows the most
+that speculation could bring (Leviathan et al. 2023). A drafter is as good in one run as in
 the last: one run before the first that counts lets the engine see it.
 
 A figure is output tokens per second of the steps in which all requests decode, drafting and host work included, against
@@ -71,8 +71,9 @@ class Measured:
         self.drafter.learn(self._engine.run_plain(self._prompts, salt=None).completions)
 
     def run(self, count: int | None = None) -> tuple[float, Run]:
-        """Returns tokens per second against plain decoding before and after, and the run: with so many drafts of each
-        row, or as many as pay.
+        """Returns tokens per second against plain decoding before and after, and the run.
+
+        `count` is the number of drafts of each row; None leaves it to the engine.
         """
         run, plain = self._engine.run_beside_plain(self._prompts, count, salt=None)
         return run.tokens_per_second / plain, run

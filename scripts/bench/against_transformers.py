@@ -4,8 +4,8 @@ With `--against FOLDER` the jaxinfer of another checkout takes the place of tran
 
 Each side lives in a child process of its own, so that memory peaks and thread pools do not mix; the parent
 asks one child at a time for one figure at a time. Everything computes in float32 on the CPU. All children are
-bound to `--threads` cores: XLA sizes its thread pool by the cores it may run on, and torch is told the number
-as well. Run it on a quiet machine; `--rounds` alternates the sides and quotes medians.
+bound to `--threads` cores: XLA sizes its thread pool by the cores it may run on, and torch gets the number as
+an argument. Run it on a quiet machine; `--rounds` alternates the sides and quotes medians.
 """
 
 from __future__ import annotations

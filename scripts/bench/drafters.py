@@ -1,14 +1,14 @@
 """Measures every drafter for the bundled model against plain decoding and against the best number of drafts.
 
-Prompts are parts of the files that nothing was trained on (scripts/train/corpus.py), other ones in each round. With all
-drafts of a given number verified, a drafter yields so many tokens a step, and a step takes so long, drafting and the
-host's work included: the most tokens per second that any number brings, none included, is what acceptance and step
-times allow (Leviathan et al. 2023). Against it stands the engine that chooses the number itself. Figures are output
-tokens per second of the steps in which the whole batch decodes, against plain decoding just before and after; where it
-is a batch of several, `WAVES` times as many requests come, so that others follow those that end first. In a round each
-figure is taken `--repeats` times, of which the median counts, and rounds are given with their mean and its standard
-error. transformers decodes the same prompts, plainly and with prompt lookup and the draft model, which it can for one
-request at a time.
+Prompts are parts of the files that nothing was trained on (scripts/train/corpus.py), other ones in each round. Each
+fixed number of drafts is measured with all drafts verified, drafting and the host's work included. The best of these
+numbers and of plain decoding is what acceptance and step times allow (Leviathan et al. 2023). The engine that chooses
+the number itself is compared with that best.
+
+Figures are output tokens per second of the steps in which the whole batch decodes, against plain decoding just before
+and after. For a batch of several, `WAVES` batches of requests come, so that others follow those that end first. In a
+round each figure is the median of `--repeats` runs. Rounds are given with their mean and its standard error.
+transformers decodes the same prompts, plainly and with prompt lookup and the draft model, one request at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from scripts.bench.speculation import Peer
 from scripts.train.corpus import held_out_files
 
 ASSETS = BUNDLED_MODEL.parent
-CHOSEN = "as many drafts as pay"
+CHOSEN = "chosen by the engine"
 OWN = f"{CHOSEN}, against its own steps without"
 WAVES = 2
 Figures = dict[str, list[float]]
@@ -64,7 +64,7 @@ def texts_of(batch: int, rounds: int) -> list[list[list[int]]]:
 
 def measure(name: str, batch: int, arguments: argparse.Namespace) -> Figures:
     """Returns the figures of all rounds by label."""
-    counts = [count for count in arguments.counts if name != "medusa" or count <= 4]  # it has as many heads
+    counts = [count for count in arguments.counts if name != "medusa" or count <= 4]  # it has four heads
     counts = [] if arguments.only_chosen else counts
     limits = {"max_drafts": max(arguments.counts), "draft_trees": name.endswith("tree")}
     engine, figures = DraftingEngine(BUNDLED_MODEL, batch, make_drafter(name), **limits), defaultdict(list)

@@ -17,7 +17,7 @@ MIN_PLAIN = 64  # of these in a run say what one takes
 
 
 class Run(NamedTuple):
-    """What came out, and how fast, by the steps in which as many requests decode as the engine has rows."""
+    """The output of a run and its speed, measured in the steps in which all rows of the engine decode."""
 
     tokens_per_second: float
     tokens_per_step: float  # of each row
@@ -28,8 +28,9 @@ class Run(NamedTuple):
 
 
 def all_decode(step: Step, batch: int) -> bool:
-    """Whether as many requests decode as there are rows. The last token of a prompt whose others are cached is computed
-    like one that was drawn, but with no step to overlap.
+    """Whether all rows decode, from tokens that were drawn.
+
+    The last token of a prompt whose others are cached is computed like one that was drawn, but with no step to overlap.
     """
     is_decoding = all(chunk.start >= chunk.request.num_prompt_tokens for chunk in step.chunks)
     return is_decoding and len(step.chunks) == batch
@@ -87,8 +88,10 @@ class DraftingEngine:
     def run_beside_plain(
         self, prompts: list[list[int]], count: int | None = None, *, salt: str | None, **params: Any
     ) -> tuple[Run, float]:
-        """Returns a run with as many drafts as pay, or `count` of each row, and tokens per second without before and
-        after. What came after the last one of these prompts comes before this one.
+        """Returns a run with drafts, and tokens per second without drafts before and after.
+
+        `count` is the number of drafts of each row; None leaves it to the engine. Plain decoding after one run is that
+        before the next, if both have the same prompts.
         """
         if self._plain is None or self._plain[0] != (prompts, params):
             self._plain = (prompts, params), self.run_plain(prompts, salt=salt, **params)

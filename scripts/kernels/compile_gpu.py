@@ -2,10 +2,13 @@
 
     python scripts/kernels/compile_gpu.py [--devices A100 L4 H200] [--cases decode step] [--json FILE]
 
-Needs the extra `aot`. Per case: what ptxas gives each Pallas kernel (registers and bytes spilled per thread), shared
-memory, programs that fit on a multiprocessor at once, bytes beside arguments and results, whether the cache is updated
-in place, launches, and seconds to lower and compile. Every device has a process of its own, for a fatal compiler error
-ends one.
+Needs the extra `aot`. Every device has a process of its own, for a fatal compiler error ends one. It
+prints for each case:
+
+* what ptxas gives each Pallas kernel: registers and bytes spilled per thread,
+* shared memory, and programs that fit on a multiprocessor at once,
+* bytes beside arguments and results, and whether the cache is updated in place,
+* launches, and seconds to lower and compile.
 """
 
 from __future__ import annotations
@@ -97,7 +100,7 @@ def product(
     return Case(jax.jit(plain if is_plain else quantized_matmul), arguments, kernels=kernels)
 
 
-# Over a pool of 256 Ki tokens, 34 GB; the layers in as many groups as `default_layer_groups` makes on GPU.
+# Over a pool of 256 Ki tokens, 34 GB; the layers in groups of one, as `default_layer_groups` makes them on GPU.
 step = functools.partial(
     step_case, layout="gpu", num_pages=16384, page_size=16, layer_groups=(1,) * 32, kernels=KERNELS
 )

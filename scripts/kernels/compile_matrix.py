@@ -3,9 +3,12 @@
     python scripts/kernels/compile_matrix.py [--devices v5e v6e] [--cases decode] [--json]
 
 Needs the extra `aot` (libtpu). Every device compiles in a process of its own, for a fatal compiler error ends one.
-Per case: bytes beside arguments and results, whether the cache is updated in place, seconds to lower and compile, by
-the clock and of all threads together, and from the compiler's final schedule the bundles (instructions of one cycle,
-where nothing stalls) of the kernel's largest loop, and its register spills.
+It prints for each case:
+
+* bytes beside arguments and results, and whether the cache is updated in place,
+* seconds to lower and compile, by the clock and of all threads together,
+* from the compiler's final schedule: the bundles of the kernel's largest loop (a bundle is the instructions of one
+  cycle, if nothing stalls), and its register spills.
 """
 
 from __future__ import annotations
@@ -95,8 +98,8 @@ def _attention_case(
     return Case(jax.jit(attend, donate_argnames="pages"), on_mesh(arguments, mesh), pages, (kernel,))
 
 
-# 32 rows with contexts up to 8,192; prefill computes 512 tokens. There are as many pages as fit beside the weights: 512
-# of 128 tokens on a chip of 32 GB, half as many beside 8-bit weights on one of 16 GB.
+# 32 rows with contexts up to 8,192; prefill computes 512 tokens. The pages fill the memory beside the weights: 512
+# of 128 tokens on a chip of 32 GB, 256 beside 8-bit weights on one of 16 GB.
 tpu_step = functools.partial(step_case, layout="tpu", num_rows=32, page_size=128)
 decode_step = functools.partial(tpu_step, step="decode_step", num_tokens=32, num_pages=512)
 prefill_step = functools.partial(tpu_step, step="prefill_step", num_tokens=512, num_pages=512)

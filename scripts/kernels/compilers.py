@@ -49,8 +49,8 @@ def step_case(
 ) -> Case:
     """A whole step of Llama 3 8B, `step` being its name in `jaxinfer.steps.steps`, split over all devices of a mesh.
 
-    With a `tree_q_len` it verifies trees of so many tokens. Everything is bfloat16; weights are what `quantize_weight`
-    makes of them where a `quantization` is named.
+    With a `tree_q_len` it verifies trees of that many tokens. Everything is bfloat16, except weights that a
+    `quantization` quantizes.
     """
     import jax
 

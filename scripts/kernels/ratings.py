@@ -42,7 +42,7 @@ def token_bytes(shape: Mapping[str, Any]) -> int:
 def rate_decode(device: str, shape: Mapping[str, Any], choice: Mapping[str, int], bundles: int) -> float:
     """Returns how many times as long as reading it takes to attend to a context, the mean over CONTEXTS.
 
-    A turn of the kernel's loop takes `bundles` cycles, or as many as its block takes to read.
+    A turn of the kernel's loop takes `bundles` cycles, or the time to read its block if that is longer.
     """
     from kernels_pallas.paged_attention.tpu.block_sizes import LATENCY
 

@@ -45,7 +45,7 @@ def candidates(device: str, shape: Mapping[str, Any]) -> Iterable[dict[str, int]
 
 
 def _tpu_candidates(device: str, shape: Mapping[str, Any]) -> Iterable[dict[str, int]]:
-    """Yields block sizes, each with as many buffers as keep the memory busy."""
+    """Yields block sizes, each with the number of buffers that keeps the memory busy."""
     from kernels_pallas.paged_attention.tpu.block_sizes import BLOCK_TOKENS as RULE
     from kernels_pallas.paged_attention.tpu.block_sizes import MAX_HELD_BYTES, MAX_TILE_SIZE, buffers_for
     from kernels_pallas.paged_attention.tpu.items import LANES

@@ -3,8 +3,8 @@
 Prompts are beginnings of the files that nothing was trained on (scripts/train/corpus.py). All drafts are verified. The
 rate of draft k is how often it is right if those before it are. scripts/bench/drafters.py measures the gain.
 
-With `--trees` heads draft trees, of as many drafts. With `--ranks R` they draft the R best guesses for each of some
-places, which are held against what came: how often the text followed each path of ranks, which says what nodes a tree
+With `--trees` heads draft trees with the same number of drafts. With `--ranks R` they draft the R best guesses for each
+of some places. The script then counts how often the text followed each path of ranks, which says what nodes a tree
 should have, in which order.
 """
 

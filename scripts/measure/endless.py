@@ -27,7 +27,7 @@ WANTED = SamplingParams(max_tokens=1, temperature=0, prompt_log_probs=0)
 
 
 def long_texts(model: Path, num_tokens: int) -> Iterator[list[int]]:
-    """Yields the first tokens of each held-out file that has so many."""
+    """Yields the first num_tokens tokens of each held-out file that is long enough."""
     tokenizer = Tokenizer.from_path(model)
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer.json, so it cannot read text")

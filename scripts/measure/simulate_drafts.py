@@ -92,7 +92,7 @@ class HostDrafter:
 
 
 class DraftModel(HostDrafter, DeviceDrafter):
-    """The same with the times of a draft model, which reads a prompt first, so many tokens at a time."""
+    """The same with the times of a draft model, which first reads a prompt, `most_tokens` at a time."""
 
     seconds = (1.1e-3, 0.72e-3)
     seconds_per_token, most_tokens = 0.038e-3, 128
@@ -190,7 +190,7 @@ def bound(rate: float, costs: dict[int, float]) -> float:
 
 
 def costs_of(drafter_type: type[HostDrafter]) -> dict[int, float]:
-    """Returns what steps with so many drafts take in steps without, drafting included."""
+    """Returns the time of a step by its number of drafts, drafting included, in plain steps."""
     once, each = drafter_type.seconds
     return {count: (VERIFIED + once + each * count) / PLAIN for count in range(1, MAX_DRAFTS + 1)}
 

@@ -26,7 +26,7 @@ def num_chunks(T: int, B: int, block_q: int, q_len: int | None) -> int:
     """Returns how many programs it takes to give block_q of T tokens in B rows to each."""
     if q_len is None:
         return T // block_q + B + 1
-    # Rows may have fewer tokens than q_len, and there may be fewer tokens than all rows with so many have.
+    # Some rows may have fewer than q_len tokens, and T may be less than B * q_len.
     return B * pl.cdiv(q_len, block_q) + max(0, pl.cdiv(T - B * q_len, block_q))
 
 
@@ -34,7 +34,7 @@ def find_chunk(arrays, T: int, block_q: int, q_len: int | None) -> Chunk:
     """Tiles of block_q queries are dealt to the rows in order, and at last to the padding, as if it were row B."""
     B, i = arrays.kv_lens.shape[0], pl.program_id(0)
     if q_len is None:
-        # Row b starts at tile cu_q_lens[b] // block_q + b, which leaves each row as many tiles as it may need.
+        # Row b starts at tile cu_q_lens[b] // block_q + b, which leaves each row the most tiles that it may need.
         rows = jnp.arange(pl.next_power_of_2(B + 1), dtype=jnp.int32)
         first_tiles = triton.load(arrays.cu_q_lens, (rows,), rows <= B) // block_q + rows
         row = jnp.sum(((first_tiles <= i) & (rows <= B)).astype(jnp.int32)) - 1

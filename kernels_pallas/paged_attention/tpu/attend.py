@@ -21,9 +21,9 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas.paged_attention.reference import LOG2_E, MASKED
 from kernels_pallas.paged_attention.tpu.items import LANES
 
-# Keys of a piece: what is done once per row and piece, reductions over lanes above all, is spread over so many.
+# Keys of a piece. More of them spread the cost of what is done once per row and piece: reductions over lanes above all.
 KEYS_TOGETHER = 512
-# Up to so many rows, the scores of two pieces and all that their softmax needs fit into the 64 registers.
+# The most rows for which the scores of two pieces and what their softmax needs fit into the 64 registers.
 MAX_ROWS_IN_REGISTERS = 32
 # Of such small pieces, how many have their code side by side.
 PIECES_TOGETHER = 8
@@ -66,7 +66,7 @@ def attention_of_block(
                 bit = lax.shift_right_logical(bits, jnp.clip(draft - 32 * w, 0, 31)) & 1
                 seen = seen | (is_here & (bit == 1))
             return seen & (position < s.end[i])
-        # Rows past the item's last query see whatever finite numbers follow; nobody reads their results.
+        # Rows past the item's last query see whatever finite numbers follow; their results are dropped.
         own = s.start[i] + (_across(s.offsets[pl.ds(r, size)], width) if has_offsets else 0)
         seen = position <= own
         return seen if window is None else seen & (position > own - window)

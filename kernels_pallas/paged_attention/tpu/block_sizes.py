@@ -28,7 +28,7 @@ LATENCY = 2e-6
 TILE_QUERIES = 128
 # Numbers of a tile's result, over all heads; what the kernel holds beside it is some six times as much.
 MAX_TILE_SIZE = 2**19
-# A row has a tile of its own, however few its tokens: half a tile where so many rows would be mostly padding.
+# A row has a tile of its own, however few its tokens. From this many rows on, tiles are halved, for less padding.
 MAX_PADDING = 8
 
 

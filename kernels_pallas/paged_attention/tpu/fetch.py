@@ -53,7 +53,7 @@ def fetching(s: SimpleNamespace, *, num_rows: int, window: int | None) -> Simple
         start, end = fetched_tiles(i, b)
 
         @pl.when(end > start)
-        def _():  # waits for as many bytes as all pages of the block have together
+        def _():  # waits for the bytes of all pages of the block at once
             part = s.kv.at[slot, :, pl.ds(0, end - start)]
             pltpu.make_async_copy(part, part, s.kv_arrived.at[slot]).wait()
 
