@@ -21,8 +21,7 @@ from jaxinfer.engine.execution.warm_up import WarmUp, plan_target
 from jaxinfer.engine.frontend.admission import Admission
 from jaxinfer.engine.frontend.page_identity import page_identity
 from jaxinfer.engine.kv_cache.disk_tier import DiskTier
-from jaxinfer.engine.kv_cache.host_tier import HostTier
-from jaxinfer.engine.kv_cache.tiers import PageTiers, Tier
+from jaxinfer.engine.kv_cache.tiers import HostTier, PageTiers, Tier
 from jaxinfer.engine.scheduling.metrics import Targets
 from jaxinfer.engine.scheduling.scheduler import Scheduler
 from jaxinfer.engine.speculation.load import load_target, plan_speculation

@@ -12,8 +12,8 @@ import pytest
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.kv_cache.disk_tier import DiskTier
-from jaxinfer.engine.kv_cache.host_tier import HostTier
 from jaxinfer.engine.kv_cache.page_transfers import SwapIn
+from jaxinfer.engine.kv_cache.tiers import HostTier
 from tests.engine.endless_engines import endless
 from tests.engine.engines import (
     completions_of,

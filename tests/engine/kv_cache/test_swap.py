@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxinfer.engine.kv_cache.host_tier import HostTier
 from jaxinfer.engine.kv_cache.page_transfers import SwapIn, SwapOut
-from jaxinfer.engine.kv_cache.tiers import PageTiers
+from jaxinfer.engine.kv_cache.tiers import HostTier, PageTiers
 from jaxinfer.engine.scheduling.scheduler import Scheduler
 from tests.engine.fake_device import FakeDevice, expected_tokens, make_request
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxinfer.engine.kv_cache.host_tier import HostTier
-from jaxinfer.engine.kv_cache.tiers import PageTiers
+from jaxinfer.engine.kv_cache.tiers import HostTier, PageTiers
 
 A, B, C, D = b"a", b"b", b"c", b"d"
 

@@ -27,8 +27,7 @@ from hypothesis.stateful import (
 
 from jaxinfer.engine.execution.pipeline import Device, Pipeline
 from jaxinfer.engine.frontend.branches import fork, rewind
-from jaxinfer.engine.kv_cache.host_tier import HostTier
-from jaxinfer.engine.kv_cache.tiers import PageTiers
+from jaxinfer.engine.kv_cache.tiers import HostTier, PageTiers
 from jaxinfer.engine.request.completion import Delta
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.scheduler import Scheduler

@@ -1,7 +1,7 @@
 """Holds the simulator against real runs, and measures what simulating itself takes.
 
-python scripts/bench/simulator.py --only errors --rounds 10
-python scripts/bench/simulator.py --only scale --requests 1000000
+python scripts/measure/simulator.py --only errors --rounds 10
+python scripts/measure/simulator.py --only scale --requests 1000000
 """
 
 from __future__ import annotations
