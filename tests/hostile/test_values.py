@@ -191,6 +191,7 @@ def test_an_llm(checkpoint, monkeypatch, no_network):
         raise AcceptedError
 
     monkeypatch.setattr(assembly, "load_target", accept)
+    monkeypatch.setattr(assembly, "load_and_compile", accept)
 
     def make(**arguments: Any) -> None:
         with pytest.raises(AcceptedError):

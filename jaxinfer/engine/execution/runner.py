@@ -120,8 +120,9 @@ class Runner:
             raise
 
     def _make_copies(self, copies: PageTransfers) -> None:
-        for batch in copies.batches(self._copier.max_width):
-            self._copy(batch)
+        if copies:
+            for batch in copies.batches(self._copier.max_width):
+                self._copy(batch)
 
     def _copy(self, copies: Sequence[Copy]) -> None:
         """Makes copies of one kind, a batch of `PageTransfers.batches`."""
