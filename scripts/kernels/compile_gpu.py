@@ -136,6 +136,9 @@ CASES: dict[str, Callable[[Any], Case]] = {
         step, step="decode_step", num_tokens=64, num_rows=64, quantization="int4"
     ),
     "step verify trees": functools.partial(step, step="verify_step", num_tokens=256, num_rows=32, tree_q_len=8),
+    "step verify beside prefill": functools.partial(
+        step, step="verify_step", num_tokens=2048, num_rows=16, mixed_q_len=4
+    ),
     "step prefill": functools.partial(step, step="prefill_step", num_tokens=2048, num_rows=16),
 }
 # Refused there, with a reason; see kernels_pallas/triton.py.

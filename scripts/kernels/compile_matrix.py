@@ -131,6 +131,9 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "step decode": decode_step,
     "step prefill": prefill_step,
     "step verify trees": functools.partial(tpu_step, step="verify_step", num_tokens=256, num_pages=512, tree_q_len=8),
+    "step verify beside prefill": functools.partial(
+        tpu_step, step="verify_step", num_tokens=512, num_pages=512, mixed_q_len=2
+    ),
     "step decode int8 weights": functools.partial(decode_step, quantization="int8", num_pages=256),
     "step decode int4 weights": functools.partial(decode_step, quantization="int4", num_pages=256),
     "step prefill int8 weights": functools.partial(prefill_step, quantization="int8", num_pages=256),

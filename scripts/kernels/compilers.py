@@ -46,11 +46,12 @@ def step_case(
     layer_groups: tuple[int, ...] = (),
     kernels: tuple[str, ...] = (),
     tree_q_len: int = 0,
+    mixed_q_len: int = 0,
 ) -> Case:
     """A whole step of Llama 3 8B, `step` being its name in `jaxinfer.steps.steps`, split over all devices of a mesh.
 
-    With a `tree_q_len` it verifies trees of that many tokens. Everything is bfloat16, except weights that a
-    `quantization` quantizes.
+    With a `tree_q_len` it verifies trees of that many tokens; with a `mixed_q_len`, drafts beside rows that prefill.
+    Everything is bfloat16, except weights that a `quantization` quantizes.
     """
     import jax
 
@@ -84,7 +85,7 @@ def step_case(
     cache = abstract_cache(config, CacheConfig(num_pages=num_pages, page_size=page_size, dtype="bfloat16"), layout)
     cache = placed(cache, cache_shardings(cache, mesh))
     sizes = {"num_tokens": num_tokens, "num_rows": num_rows, "table_width": max_context // page_size}
-    num_masks = num_tokens if tree_q_len else None
+    num_masks = num_tokens if tree_q_len else num_rows * mixed_q_len or None
     host = {
         "batch": make_batch([], page_size=page_size, **sizes),
         "sampling": make_sampling([], num_rows=num_rows, vocab_size=config.vocab_size, num_masks=num_masks),
@@ -92,6 +93,8 @@ def step_case(
     statics = {}
     if tree_q_len:
         host["parents"], statics = jax.ShapeDtypeStruct((num_tokens,), "int32"), {"q_len": tree_q_len}
+    if mixed_q_len:
+        host["num_drafts"], statics = jax.ShapeDtypeStruct((num_rows,), "int32"), {"q_len": mixed_q_len}
     arguments = {"params": placed(params, placement), "cache": cache, **on_mesh(host, mesh)}
     function = functools.partial(getattr(steps, step), config=config, max_log_probs=20, mesh=mesh, **statics)
     return Case(jax.jit(function, donate_argnames="cache"), arguments, cache, kernels)

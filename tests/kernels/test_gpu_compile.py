@@ -66,7 +66,10 @@ STEPS = [(device, name) for device in ("H200", "H200-8") for name in ("step deco
 
 
 # Of weights of 4 bits no product writes what they stand for: the largest would take 117 MB more.
-@pytest.mark.parametrize(("device", "name"), [*STEPS, ("H200", "step decode int4 weights")])
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [*STEPS, ("H200", "step decode int4 weights"), ("H200", "step verify beside prefill")],
+)
 def test_a_whole_step_of_llama_8b_compiles_from_shapes_alone(device, name):
     figures = compiled_beginning_with("step", device)[name]
 

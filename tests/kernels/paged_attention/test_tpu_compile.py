@@ -38,7 +38,7 @@ KERNELS = {
     "tpu7x": ("decode", "decode int8", "decode fp8", "prefill"),
 }
 STEPS = {
-    "v6e": ("step decode", "step prefill"),
+    "v6e": ("step decode", "step prefill", "step verify beside prefill"),
     "v6e-8": ("step decode", "step prefill"),
     # 16 GB of weights in bfloat16 are more than a chip has.
     "v5e": ("step decode int8 weights", "step decode int4 weights", "step prefill int8 weights"),
