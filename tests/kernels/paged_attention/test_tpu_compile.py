@@ -76,7 +76,8 @@ def test_a_whole_step_of_llama_8b_compiles_from_shapes_alone(device, name):
 
     assert "error" not in figures, figures["error"]
     assert figures["in_place"]
-    assert figures["temporary_bytes"] < 200e6
+    # Drafts beside prefill sample 64 rows, the other steps 32.
+    assert figures["temporary_bytes"] < (300e6 if "verify" in name else 200e6)
     # Of all threads, for other work on the machine lengthens the time by the clock. 60 s on two cores are about 100:
     # 68 s took 40 s by the clock on two quiet ones.
     assert figures["processor_seconds"] < 100
