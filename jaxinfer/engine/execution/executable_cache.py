@@ -12,7 +12,7 @@ import logging
 import os
 import pickle
 import platform
-import threading
+import re
 from collections.abc import Sequence
 from hashlib import blake2b
 from importlib.metadata import version
@@ -34,28 +34,6 @@ _FAILURES = (OSError, ValueError, TypeError, NotImplementedError, pickle.PickleE
 _OWN_OPTIONS = ("jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache")
 
 
-class _JaxCache(threading.local):
-    """Records if this thread's last compilation was a hit in JAX's own cache.
-
-    XLA for CPU serialises such an executable without its functions.
-    """
-
-    was_hit = False
-
-
-_jax_cache = _JaxCache()
-# Paths of earlier hits in JAX's cache. JAX reports no hit when it returns the same executable again from memory.
-_were_hits: set[Path] = set()
-
-
-def _listen(event: str, **_: Any) -> None:
-    if event == "/jax/compilation_cache/cache_hits":
-        _jax_cache.was_hit = True
-
-
-jax.monitoring.register_event_listener(_listen)
-
-
 def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Compiled:
     """Returns `function.lower(*args, **statics).compile()` for a jitted function of this package, from disk if cached.
 
@@ -74,12 +52,7 @@ def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Com
         pass
     except _FAILURES as error:
         logger.warning("%s cannot be loaded and is made anew: %s", path, error)
-    _jax_cache.was_hit = False
-    compiled = _compile(function, args, statics)
-    if _jax_cache.was_hit:
-        _were_hits.add(path)
-    if path in _were_hits:
-        return compiled
+    compiled = _compile(function, args, statics, _miss_in_jax_cache())
     try:
         write_checked(path, [pickle.dumps(serialize(compiled))])
         path.chmod(0o600)  # else `_is_private` refuses it if the umask lets a group write
@@ -88,8 +61,19 @@ def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Com
     return compiled
 
 
-def _compile(function: Any, args: Sequence[Any], statics: dict[str, Any]) -> jax.stages.Compiled:
-    compiled = function.lower(*args, **statics).compile()
+def _miss_in_jax_cache() -> dict[str, str]:
+    """Returns compiler options that change no executable, but make JAX compile it instead of reading its own cache.
+
+    XLA for CPU serialises an executable that it has itself read from a cache without the functions in it.
+    """
+    flags = re.findall(r"--xla_disable_hlo_passes=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    return {"xla_disable_hlo_passes": ",".join([*flags[-1:], f"no-pass-{os.urandom(8).hex()}"])}
+
+
+def _compile(
+    function: Any, args: Sequence[Any], statics: dict[str, Any], options: dict[str, str] | None = None
+) -> jax.stages.Compiled:
+    compiled = function.lower(*args, **statics).compile(compiler_options=options)
     # Otherwise JAX keeps all traces and executables until the process ends: thousands of memory maps per engine.
     function.clear_cache()
     return compiled
