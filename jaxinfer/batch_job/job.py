@@ -27,6 +27,7 @@ from jaxinfer.json_lines import lines_of
 from jaxinfer.validation import as_path
 
 if TYPE_CHECKING:
+    from jaxinfer.engine.frontend.admission import Prompt
     from jaxinfer.engine.llm import LLM, Completion
 
 MAX_IN_FLIGHT = 128
@@ -55,11 +56,13 @@ def run_batch(
 ) -> Summary:
     """Runs the requests of `input_path` without a record in `output_path`, and appends a record as each ends.
 
-    A line of the input is `{"custom_id": str, "prompt": str or token ids, ...fields of SamplingParams}`; any other
-    line gets a record with `error`. The engine has at most `max_in_flight` of the requests at a time, with priority
-    "batch". Memory holds only the custom_ids and digests of lines. After a kill, the next call completes the output
-    to the records of an undisturbed run, perhaps in another order; each has its `line`. To repeat a request, delete
-    its record from the output.
+    A line of the input is `{"custom_id": str, "prompt": str or token ids, ...fields of SamplingParams}`. Instead of
+    "prompt" it may have "messages" of a conversation, and with them "tools", "documents" and "chat_template_kwargs".
+    Any other line gets a record with `error`. The engine has at most `max_in_flight` of the requests at a time, with
+    priority "batch". Memory holds only the custom_ids and digests of lines.
+
+    After a kill, the next call completes the output to the records of an undisturbed run, perhaps in another order;
+    each has its `line`. To repeat a request, delete its record from the output.
 
     Raises ValueError, with the output unchanged, if another job uses it, or if a record's `made_by` differs from
     `llm.identity()` and the input line's digest. Raises OSError if a record cannot be written; run the job again then.
@@ -75,7 +78,7 @@ def run_batch(
         bar = tqdm(total=num_requests, initial=len(done), disable=not show_progress, unit="request")
         with bar, _Job(llm, identity, output, bar) as job:
             try:
-                job.run(read_requests(lines, done), max_in_flight)
+                job.run(read_requests(lines, done, llm.default_sampling_params), max_in_flight)
             except KeyboardInterrupt:
                 num_done = len(done) + job.num_completed + job.num_errors
                 progress = f"{num_done} of {num_requests} requests done"
@@ -174,7 +177,7 @@ class _Job:
                 self._record_error(entry, entry.message)
                 continue
             try:
-                request_id = self._llm.add(entry.prompt, entry.sampling_params, priority="batch")
+                request_id = self._llm.add(self._prompt(entry), entry.sampling_params, priority="batch")
             except QueueFullError as error:
                 if self._llm.has_unfinished:  # these make room when they end
                     self._held_back = entry
@@ -185,6 +188,15 @@ class _Job:
             else:
                 self._in_flight[request_id] = entry
         return bool(self._in_flight)
+
+    def _prompt(self, entry: Request) -> Prompt:
+        """Returns the prompt of a request; messages are rendered by the model's chat template."""
+        if entry.prompt is not None:
+            return entry.prompt
+        assert entry.chat is not None
+        if self._llm.tokenizer is None:
+            raise ValueError("messages need a tokenizer, which this checkpoint does not have; give token ids as prompt")
+        return self._llm.tokenizer.apply_chat_template(**entry.chat)
 
     def _step(self) -> None:
         if not self._llm.has_unfinished:

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from jaxinfer.engine.llm import Completion
 
 PARAMETERS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+DEFAULTS = SamplingParams()
 SEED_BYTES = 8  # SamplingParams.seed has 64 bits
 DIGEST_BYTES = 8  # of an input line
+
+CHAT = ("messages", "tools", "documents", "chat_template_kwargs")
 
 # Each output line begins with this, which tells an incomplete record from a foreign file.
 RECORD_START = b'{"line": '
@@ -33,7 +36,8 @@ class Request:
     line: int
     custom_id: str
     digest: str  # of the line
-    prompt: str | tuple[int, ...]
+    prompt: str | tuple[int, ...] | None
+    chat: Mapping[str, Any] | None  # arguments of `Tokenizer.apply_chat_template`, where there is no prompt
     sampling_params: SamplingParams
 
 
@@ -62,14 +66,19 @@ def digest_of(raw: bytes) -> str:
     return blake2b(raw.strip(), digest_size=DIGEST_BYTES).hexdigest()
 
 
-def read_requests(lines: BinaryIO, done: Container[int]) -> Iterator[Request | InvalidLine]:
-    """Yields the requests of all lines that are neither blank nor `done`, in order, reading one line at a time."""
+def read_requests(
+    lines: BinaryIO, done: Container[int], defaults: SamplingParams = DEFAULTS
+) -> Iterator[Request | InvalidLine]:
+    """Yields the requests of all lines that are neither blank nor `done`, in order, reading one line at a time.
+
+    `defaults` has the sampling parameters that a line leaves out.
+    """
     seen: set[str | None] = set()
     for line, raw in enumerate(lines_of(lines), 1):
         if line in done:
             seen.add(custom_id_of(raw))
         elif raw.strip():
-            entry = parse_request(raw, line)
+            entry = parse_request(raw, line, defaults)
             is_repeated = entry.custom_id is not None and entry.custom_id in seen
             seen.add(entry.custom_id)
             message = f"custom_id {shown(entry.custom_id)} is used on an earlier line; give each request its own"
@@ -77,7 +86,7 @@ def read_requests(lines: BinaryIO, done: Container[int]) -> Iterator[Request | I
             yield repeated if is_repeated else entry
 
 
-def parse_request(raw: bytes, line: int) -> Request | InvalidLine:
+def parse_request(raw: bytes, line: int, defaults: SamplingParams = DEFAULTS) -> Request | InvalidLine:
     """Parses one request.
 
     A request without a seed gets one derived from its line number and custom_id. So a resumed job samples the same
@@ -87,7 +96,7 @@ def parse_request(raw: bytes, line: int) -> Request | InvalidLine:
     digest = digest_of(raw)
     try:
         fields = _object(parse_line(raw))
-        return _request(fields, line, digest)
+        return _request(fields, line, digest, defaults)
     # math.isfinite raises OverflowError for integers beyond float64, which JSON can write.
     except (ValueError, OverflowError) as error:
         return InvalidLine(line=line, custom_id=_custom_id(fields), digest=digest, message=str(error))
@@ -172,11 +181,11 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _request(fields: dict[str, Any], line: int, digest: str) -> Request:
+def _request(fields: dict[str, Any], line: int, digest: str, defaults: SamplingParams) -> Request:
     custom_id = _custom_id(fields)
     if custom_id is None:
         raise ValueError(f"custom_id is {_kind(fields.get('custom_id'))}; give each request a string of its own")
-    known = ("custom_id", "prompt", *PARAMETERS)
+    known = ("custom_id", "prompt", *CHAT, *PARAMETERS)
     unknown = sorted(fields.keys() - set(known))
     _require(not unknown, f"keys {shown(unknown)} are unknown; remove them or use {', '.join(known)}")
     parameters = {name: fields[name] for name in PARAMETERS if name in fields}
@@ -188,8 +197,25 @@ def _request(fields: dict[str, Any], line: int, digest: str) -> Request:
             _require(not isinstance(value, dict), f"{name} is an object; give a value or a list")
     if parameters.get("seed") is None:
         parameters["seed"] = _seed(line, custom_id)
-    params = SamplingParams(**parameters)
-    return Request(line=line, custom_id=custom_id, digest=digest, prompt=_prompt(fields), sampling_params=params)
+    params = dataclasses.replace(defaults, **parameters)
+    chat = _chat(fields)
+    prompt = _prompt(fields) if chat is None else None
+    return Request(line=line, custom_id=custom_id, digest=digest, prompt=prompt, chat=chat, sampling_params=params)
+
+
+def _chat(fields: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the arguments of `Tokenizer.apply_chat_template` for a line with messages, None for one with a prompt."""
+    if "messages" not in fields:
+        others = sorted(set(CHAT) & fields.keys())
+        _require(not others, f"{shown(others)} without messages; give messages instead of a prompt, or remove them")
+        return None
+    _require("prompt" not in fields, "the line has both prompt and messages; give one of them")
+    variables = fields.get("chat_template_kwargs") or {}
+    _require(isinstance(variables, dict), f"chat_template_kwargs is {_kind(variables)}; give an object")
+    arguments = {name: fields.get(name) for name in ("tools", "documents")}
+    taken = {"conversation", "add_generation_prompt", "tokenize", "chat_template", *arguments} & variables.keys()
+    _require(not taken, f"chat_template_kwargs has {shown(sorted(taken))}, which it cannot set; remove them")
+    return {**variables, **arguments, "conversation": fields["messages"], "add_generation_prompt": True}
 
 
 def _biases(biases: dict[str, Any]) -> list[tuple[int, Any]]:

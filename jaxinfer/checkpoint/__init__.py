@@ -14,6 +14,7 @@ from jaxinfer.checkpoint.huggingface import (
     load_params,
     read_config,
     read_eos_token_ids,
+    read_sampling_defaults,
     require_fitting_tensors,
     resolve_checkpoint,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "load_params",
     "read_config",
     "read_eos_token_ids",
+    "read_sampling_defaults",
     "require_fitting_tensors",
     "resolve_checkpoint",
 ]

@@ -1,6 +1,7 @@
 """The command line.
 
 * `jaxinfer generate` streams one completion.
+* `jaxinfer chat` holds a conversation.
 * `jaxinfer batch` runs a file of requests.
 * `jaxinfer bench` measures a random load, `jaxinfer replay` a trace of requests.
 * `jaxinfer simulate` predicts a trace without a device.
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jaxinfer._version import __version__
 
 # jax takes seconds to import, so each command imports the modules that need it after parsing its arguments.
-from jaxinfer.cli import bench
+from jaxinfer.cli import bench, chat
 from jaxinfer.cli.options import add_fields, from_arguments
 from jaxinfer.cli.output import drop_output, require_output, show
 from jaxinfer.config import EngineConfig, SamplingParams
@@ -120,6 +121,11 @@ def _parser() -> argparse.ArgumentParser:
     add_fields(generate, SamplingParams)
     generate.set_defaults(run=_generate)
 
+    talk = commands.add_parser("chat", help="hold a conversation", epilog=chat.COMMANDS, allow_abbrev=False)
+    chat.add_options(talk)
+    add_fields(talk, SamplingParams, omit=chat.OMITTED)
+    talk.set_defaults(run=_chat)
+
     batch = commands.add_parser(
         "batch", help="run a file of requests; run it again to resume", epilog=BATCH_STATUSES, allow_abbrev=False
     )
@@ -133,14 +139,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=_doctor)
 
-    omitted = bench.add_commands(commands, _load) | {generate: OMITTED, batch: OMITTED, doctor: ()}
+    omitted = bench.add_commands(commands, _load) | {generate: OMITTED, talk: OMITTED, batch: OMITTED, doctor: ()}
     for command, omit in omitted.items():
         command.add_argument("--quiet", action="store_true", help="no progress and no statistics")
         model = command.add_argument_group("model")
         model.add_argument("--model", help="folder or name of a checkpoint; the bundled model when it is left out")
         model.add_argument("--dtype", help="type of the weights: float32, bfloat16, float16 or auto (default)")
         groups = {"model": model}
-        if command in (generate, batch):
+        if command in (generate, talk, batch):
             groups["speculation"] = command.add_argument_group("speculation")
             drafter = "ngram, suffix, or the folder or id of what drafts"
             groups["speculation"].add_argument("--speculation", metavar="DRAFTER", help=drafter)
@@ -195,6 +201,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     if params.prompt_log_probs is not None:
         vars(arguments).setdefault("max_prompt_log_probs", params.prompt_log_probs)
     llm = _load(arguments)
+    params = from_arguments(SamplingParams, arguments, llm.default_sampling_params)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Escape characters that the terminal cannot encode.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -215,6 +222,17 @@ def _generate(arguments: argparse.Namespace) -> int:
         raise ValueError(str(error)) from None
     _finish_compiling(llm, arguments)
     return status
+
+
+def _chat(arguments: argparse.Namespace) -> None:
+    from_arguments(SamplingParams, arguments)  # reports mistakes before a model is loaded
+    options = chat.read_options(arguments)
+    llm = _load(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    params = from_arguments(SamplingParams, arguments, llm.default_sampling_params)
+    chat.Chat(llm, params, *options).run()
+    _finish_compiling(llm, arguments)
 
 
 def _report(

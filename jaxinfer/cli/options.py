@@ -158,7 +158,8 @@ def _reader(read: Callable[[str], Any], metavar: str) -> Callable[[str], Any]:
     return checked
 
 
-def from_arguments(config: type, arguments: argparse.Namespace) -> Any:
-    """Returns the configuration from the parsed options of `add_fields`."""
+def from_arguments(config: type, arguments: argparse.Namespace, defaults: Any = None) -> Any:
+    """Returns the configuration from the parsed options of `add_fields`; options left out are as in `defaults`."""
     names = {field.name for field in dataclasses.fields(config)}
-    return config(**{name: value for name, value in vars(arguments).items() if name in names})
+    given = {name: value for name, value in vars(arguments).items() if name in names}
+    return config(**given) if defaults is None else dataclasses.replace(defaults, **given)

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from jaxinfer.checkpoint import abstract_checkpoint, load_checkpoint, read_eos_token_ids, require_fitting_tensors
+from jaxinfer.checkpoint import (
+    abstract_checkpoint,
+    load_checkpoint,
+    read_eos_token_ids,
+    read_sampling_defaults,
+    require_fitting_tensors,
+)
 from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
 from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.execution.compiled_steps import COMPILING
@@ -135,6 +141,7 @@ def plan_host(
         cache_config=cache_config,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
+        default_sampling_params=read_sampling_defaults(path),
         max_model_len=max_model_len,
         window=window,
         model=model,

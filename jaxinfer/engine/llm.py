@@ -17,7 +17,15 @@ from jaxinfer.device import enable_compilation_cache, resolve_dtype
 from jaxinfer.engine.assembly import build_engine
 from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.execution.warm_up import Ready
-from jaxinfer.engine.frontend.admission import Prompt, RequestOptions, as_params, as_prompts, check_names
+from jaxinfer.engine.frontend.admission import (
+    Conversation,
+    Prompt,
+    RequestOptions,
+    as_conversations,
+    as_params,
+    as_prompts,
+    check_names,
+)
 from jaxinfer.engine.frontend.beam_search import MAX_LENGTH_PENALTY, complete
 from jaxinfer.engine.frontend.branches import Branches
 from jaxinfer.engine.frontend.engine_loop import EngineLoop
@@ -137,6 +145,12 @@ class LLM:
         self._guard.check()
         return self._scheduler.num_unfinished > 0 or self._loop.queues.has_outputs
 
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """The parameters of requests that give none: those that the checkpoint's generation_config.json states."""
+        self._guard.check()
+        return self._admission.default_sampling_params
+
     def warm_up(self, *, show_progress: bool = False, description: str = "compiling steps") -> Ready:
         """Waits until all steps are compiled, and returns their number, compile seconds and memory plan.
 
@@ -252,6 +266,59 @@ class LLM:
             params = as_params(sampling_params, len(prompts))
             groups = [self._numbered(i, *pair, **options) for i, pair in enumerate(zip(prompts, params, strict=True))]
             return self._loop.collect(groups, show_progress, take_effect)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        show_progress: bool = True,
+        **options: Unpack[RequestOptions],
+    ) -> list[Completion]:
+        """Completes one conversation or several, rendered by the chat template, in their order.
+
+        A conversation is a list of messages, such as [{"role": "user", "content": "Hello"}]. The arguments from `tools`
+        on are those of `Tokenizer.apply_chat_template`; `chat_template_kwargs` are its variables. All others are those
+        of `generate`. With continue_final_message=True give add_generation_prompt=False. Raises ValueError if a
+        conversation cannot be rendered, or as `generate` does.
+        """
+        prompts: list[Prompt] = [
+            self._rendered(
+                conversation,
+                tools=tools,
+                documents=documents,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=chat_template_kwargs,
+            )
+            for conversation in as_conversations(messages)
+        ]
+        return self.generate(prompts, sampling_params, show_progress=show_progress, **options)
+
+    def _rendered(
+        self, conversation: Conversation, *, variables: Mapping[str, Any] | None, **arguments: Any
+    ) -> list[int]:
+        if self.tokenizer is None:
+            raise ValueError(
+                "messages need a tokenizer, which this checkpoint does not have; give token ids to generate"
+            )
+        is_mapping = variables is None or (
+            isinstance(variables, Mapping) and all(isinstance(n, str) for n in variables)
+        )
+        require(is_mapping, "chat_template_kwargs", variables, "a mapping from the names of variables to values")
+        variables = dict(variables or {})
+        if taken := sorted(variables.keys() & {*arguments, "conversation", "tokenize"}):
+            raise ValueError(f"chat_template_kwargs has {shown(taken[0])}; give it as an argument of its own")
+        token_ids = self.tokenizer.apply_chat_template(conversation, tokenize=True, **arguments, **variables)
+        assert isinstance(token_ids, list)
+        return token_ids
 
     def beam_search(
         self,

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import codecs
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders
 
-from jaxinfer.validation import MAX_INT, as_tuple, is_int, require
+from jaxinfer.text.chat_template import ChatTemplates
+from jaxinfer.validation import MAX_INT, as_tuple, is_int, require, require_bool, shown
 
 # A character has at most 4 bytes: after 4 tokens that all end inside one, the bytes are not UTF-8.
 MAX_CHARACTER_BYTES = 4
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# Arguments of `apply_chat_template` in transformers that ask for something else than ids or text.
+NOT_HONOURED = (
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+    *("return_assistant_tokens_mask", "sanitize_control_tokens"),
+)
 
 
 def _spelled_bytes() -> dict[str, int]:
@@ -32,10 +39,11 @@ SPELLED_BYTES = _spelled_bytes()
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer.json."""
+    """A checkpoint's tokenizer.json, and its chat templates."""
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, chat_templates: ChatTemplates | None = None) -> None:
         """Takes over `backend`, without its truncation and padding: a prompt is encoded whole."""
+        self.chat_templates = ChatTemplates({}, {}) if chat_templates is None else chat_templates
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -55,7 +63,6 @@ class Tokenizer:
         try:
             tokenizer = cls(tokenizers.Tokenizer.from_file(str(path)))
             tokenizer.encode("")  # a post-processor with unknown tokens fails only here
-            return tokenizer
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # The library raises nothing more specific, and its panics are no Exception.
@@ -63,6 +70,8 @@ class Tokenizer:
                 f"{path} is not a tokenizer that tokenizers {tokenizers.__version__} can read ({error}); "
                 "download it again or upgrade tokenizers"
             ) from error
+        tokenizer.chat_templates = ChatTemplates.from_path(Path(checkpoint_dir))
+        return tokenizer
 
     def to_json(self) -> str:
         """Returns what stands in tokenizer.json."""
@@ -83,9 +92,10 @@ class Tokenizer:
         """Whether every token is a fixed string of bytes, whatever stands beside it."""
         return isinstance(self._backend.decoder, decoders.ByteLevel)
 
-    def encode(self, text: str) -> list[int]:
-        """Encodes `text` with the special tokens that the file's post-processor adds."""
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Encodes `text`, by default with the special tokens that the file's post-processor adds."""
         require(isinstance(text, str), "text", text, "text")
+        require_bool("add_special_tokens", add_special_tokens)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -93,7 +103,48 @@ class Tokenizer:
                 f"text has half a surrogate pair, {text[error.start]!r}, at character {error.start}; "
                 "give text that can be written as UTF-8"
             ) from error
-        return self._backend.encode(text).ids
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tokenize: bool = True,
+        **variables: Any,
+    ) -> list[int] | str:
+        """Returns the token ids of a conversation by the checkpoint's chat template, or its text if not `tokenize`.
+
+        The arguments are those of `transformers`:
+
+        * `conversation`: messages, such as {"role": "user", "content": "Hello"}.
+        * `tools`: JSON schemas of functions that the model may call. `documents`: mappings with title and text.
+        * `chat_template`: a template, or the name of one in the checkpoint; None takes the default one.
+        * `add_generation_prompt` appends what begins an answer.
+        * `continue_final_message` leaves the last message open, so that the model continues it.
+        * `variables`: what else the template reads, such as enable_thinking=False.
+
+        Raises ValueError for messages that are not JSON, and for a template that is missing, fails or takes more than
+        a second.
+        """
+        require_bool("tokenize", tokenize)
+        for name in NOT_HONOURED:
+            value = variables.pop(name, None)
+            if value not in (None, False):
+                raise ValueError(f"{name}={shown(value)} is not supported: this method returns token ids or text alone")
+        text = self.chat_templates.render(
+            conversation,
+            tools=tools,
+            documents=documents,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **variables,
+        )
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decodes without special tokens and unknown ids; bytes that are not UTF-8 become U+FFFD."""

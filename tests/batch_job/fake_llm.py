@@ -9,16 +9,25 @@ from typing import Any
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.request.request import QueueFullError
+from jaxinfer.text.chat_template import ChatTemplates
 
 MAX_PROMPT_TOKENS = 8
 MAX_RUNNING = 3
 
 
 class FakeTokenizer:
-    """Has a name for each token."""
+    """Has a name for each token; a chat is rendered as its last message."""
+
+    chat_templates = ChatTemplates({"default": "fake"}, {})
 
     def text_of(self, token_id: int) -> str:
         return f"t{token_id}"
+
+    def apply_chat_template(self, conversation: Any, **arguments: Any) -> str:
+        if not conversation:
+            raise ValueError("no messages")
+        self.rendered = {"conversation": conversation, **arguments}
+        return conversation[-1]["content"]
 
 
 class FakeLLM:
@@ -40,6 +49,8 @@ class FakeLLM:
         self.num_added = 0
         self.max_unfinished = 0
         self.priorities: set[str] = set()
+
+    default_sampling_params = SamplingParams()
 
     @property
     def has_unfinished(self) -> bool:

@@ -345,3 +345,31 @@ def test_a_long_input_is_read_as_the_engine_asks_for_it(tmp_path, monkeypatch):
 def test_a_path_with_a_null_character_is_refused_by_its_argument(folder, source, target, name):
     with pytest.raises(ValueError, match=f"{name}=.*without null characters"):
         check_job(folder / source, folder / target)
+
+
+def test_messages_are_rendered_by_the_chat_template(tmp_path):
+    chat = {"messages": [{"role": "user", "content": "p1"}], "tools": [{"name": "f"}]}
+    rows = [
+        {"custom_id": "chat", **chat, "chat_template_kwargs": {"mood": "calm"}, "seed": 1, "max_tokens": 2},
+        {"custom_id": "plain", "prompt": "p1", "seed": 1, "max_tokens": 2},
+        {"custom_id": "empty", "messages": []},
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    llm = FakeLLM()
+    run(tmp_path, llm)
+
+    rendered = {"conversation": chat["messages"], "tools": chat["tools"], "documents": None, "mood": "calm"}
+    assert llm.tokenizer.rendered == {**rendered, "add_generation_prompt": True}
+    records = {record["custom_id"]: record for record in map(json.loads, sorted_lines(tmp_path / "out.jsonl"))}
+    assert records["chat"]["token_ids"] == records["plain"]["token_ids"]
+    assert records["empty"]["error"] == "no messages"
+
+
+def test_parameters_that_a_line_leaves_out_are_the_models(tmp_path):
+    rows = [{"custom_id": "a", "prompt": "p"}, {"custom_id": "b", "prompt": "p", "max_tokens": 1}]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    llm = FakeLLM()
+    llm.default_sampling_params = SamplingParams(max_tokens=3)
+    run(tmp_path, llm)
+
+    assert [len(json.loads(line)["token_ids"]) for line in sorted_lines(tmp_path / "out.jsonl")] == [3, 1]

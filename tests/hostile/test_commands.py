@@ -7,7 +7,9 @@ import dataclasses
 import io
 import json
 import re
+import sys
 from typing import Any
+from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
@@ -113,7 +115,8 @@ def _no_device():
 def run(*argv: str) -> tuple[int, str]:
     """Runs a command; returns its status and what it says of a mistake."""
     out, err = io.StringIO(), io.StringIO()
-    with limits(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    stdin = mock.patch.object(sys, "stdin", io.StringIO("p\n/undo\nq\n"))
+    with limits(), stdin, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = cli.main(argv)
     said = err.getvalue()
     assert status in STATUSES
@@ -146,6 +149,7 @@ def options_of(command: str) -> list[str]:
 
 COMMANDS = {
     "generate": ["p", "--max-tokens", "3"],
+    "chat": ["--max-tokens", "3"],
     "batch": ["in.jsonl", "out.jsonl"],
     "bench": ["--num-requests", "3", "--input-len", "5", "--output-len", "2"],
     "replay": ["trace.jsonl"],

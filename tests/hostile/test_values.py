@@ -103,11 +103,23 @@ def stream(llm: LLM, **arguments: Any) -> None:
     list(llm.stream(**arguments))
 
 
-VIEWS = {"on_step", "has_unfinished", "identity", "metrics"}  # without arguments
+CHAT = {
+    "messages": [{"role": "user", "content": "a"}],
+    "sampling_params": GREEDY,
+    "tools": None,
+    "documents": None,
+    "chat_template": "{{ messages[0].content }}",
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "chat_template_kwargs": None,
+    "show_progress": False,
+}
+VIEWS = {"on_step", "has_unfinished", "identity", "metrics", "default_sampling_params"}  # without arguments
 METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "add": (add, PROMPT),
     "stream": (stream, PROMPT),
     "generate": (LLM.generate, {"prompts": [[5], "a"], "sampling_params": GREEDY, "show_progress": False, **TERMS}),
+    "chat": (LLM.chat, {**CHAT, **TERMS}),
     "beam_search": (LLM.beam_search, {"prompt": [5], "num_beams": 2, "max_tokens": 3, "length_penalty": 1.0}),
     "abort": (LLM.abort, {"request_id": 0}),
     "fork": (LLM.fork, {"request_id": 0, "seed": 5}),
@@ -125,6 +137,11 @@ NAMES = {
     "seed": ("request",),
     "path": ("request",),
     "prompts": ("prompt", "sampling_params"),
+    "messages": ("prompt", "template"),
+    "chat_template": ("template", "messages", "prompt"),
+    "chat_template_kwargs": ("chat_template",),
+    "tools": ("template",),
+    "documents": ("template",),
     "model": ("checkpoint",),
     "speculation": ("checkpoint",),
     "path_or_id": ("checkpoint", "config.json"),

@@ -17,7 +17,7 @@ from jaxinfer.engine.request.page_keys import PageKeys, root_key
 from jaxinfer.engine.request.request import Priority, Request, SharedPrompt
 from jaxinfer.text.grammar import GrammarCompiler
 from jaxinfer.text.tokenizer import Detokenizer, Tokenizer
-from jaxinfer.validation import MAX_FLOAT, MAX_INT, as_float, as_items, as_tuple, is_real, shown
+from jaxinfer.validation import MAX_FLOAT, MAX_INT, as_float, as_items, as_tuple, is_real, require, shown
 
 
 class RequestOptions(TypedDict, total=False):
@@ -69,6 +69,7 @@ def checked_time_limit(deadline: Any) -> float:
 
 
 Prompt = str | Sequence[int]
+Conversation = Sequence[Mapping[str, Any]]  # messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,7 @@ class Admission:
     cache_config: CacheConfig
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...]
+    default_sampling_params: SamplingParams
     max_model_len: int
     window: AttentionWindow | None
     model: str
@@ -98,7 +100,7 @@ class Admission:
         cache_salt: str | None = None,
     ) -> list[Request]:
         """Returns one request per sample; ValueError with the reason, the value and the way out."""
-        sampling = SamplingParams() if sampling is None else sampling
+        sampling = self.default_sampling_params if sampling is None else sampling
         if not isinstance(sampling, SamplingParams):
             raise ValueError(
                 f"sampling_params={shown(sampling)} is not a SamplingParams; give SamplingParams(...) or None for the"
@@ -311,6 +313,13 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     items = list(as_tuple("prompts", items, "several"))
     is_one_prompt = bool(items) and all(isinstance(item, Integral) for item in items)
     return [items] if is_one_prompt else items
+
+
+def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """Returns one conversation or several as a list of conversations."""
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+    require(is_list, "messages", messages, "a list of messages, or several of these")
+    return [messages] if all(isinstance(message, Mapping) for message in messages) else list(messages)  # pyright: ignore
 
 
 def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams | None]:

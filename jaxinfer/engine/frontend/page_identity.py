@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from jaxinfer.engine.frontend.admission import Admission
 
 DIGEST_LEN = 16  # hexadecimal digits
+# Files beside the weights and config.json that a text depends on.
+TEXT_FILES = ("tokenizer.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def page_identity(
@@ -62,7 +64,7 @@ def text_identity(path: Path, admission: Admission) -> dict[str, str]:
     # A request with sinks evicts whole pages, so the page size determines its text.
     sinks = None if config.num_sink_tokens is None else f"{config.num_sink_tokens}, by pages of {config.page_size}"
     return {
-        "model": fingerprint(path, ("tokenizer.json", "generation_config.json"))[:DIGEST_LEN],
+        "model": fingerprint(path, TEXT_FILES)[:DIGEST_LEN],
         "dtype": admission.cache_config.dtype,
         "quantization": str(config.quantization),
         "max_model_len": str(admission.max_model_len),

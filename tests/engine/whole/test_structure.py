@@ -298,7 +298,7 @@ def test_a_structure_that_takes_too_much_to_compile_is_refused(llm, fields, monk
 def test_the_process_of_trials_ends_with_those_who_use_it():
     trial = structure_trial.Trial()
     trial.run("regex", "start: /a/", None)
-    process = trial._process
+    process = trial._process._process
     assert process is not None
 
     del trial
