@@ -317,8 +317,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
     """Returns one conversation or several as a list of conversations."""
-    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
-    require(is_list, "messages", messages, "a list of messages, or several of these")
+    require(isinstance(messages, list | tuple), "messages", messages, "a list of messages, or several of these")
     return [messages] if all(isinstance(message, Mapping) for message in messages) else list(messages)  # pyright: ignore
 
 
