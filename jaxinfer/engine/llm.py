@@ -288,18 +288,19 @@ class LLM:
         of `generate`. With continue_final_message=True give add_generation_prompt=False. Raises ValueError if a
         conversation cannot be rendered, or as `generate` does.
         """
-        prompts: list[Prompt] = [
-            self._rendered(
-                conversation,
-                tools=tools,
-                documents=documents,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                variables=chat_template_kwargs,
-            )
-            for conversation in as_conversations(messages)
-        ]
+        with deferred_interrupts(), self._guard:
+            prompts: list[Prompt] = [
+                self._rendered(
+                    conversation,
+                    tools=tools,
+                    documents=documents,
+                    chat_template=chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    variables=chat_template_kwargs,
+                )
+                for conversation in as_conversations(messages)
+            ]
         return self.generate(prompts, sampling_params, show_progress=show_progress, **options)
 
     def _rendered(

@@ -37,11 +37,13 @@ CALLS = {
     "step": lambda llm: llm.step(),
     "stream": lambda llm: list(llm.stream([5], GREEDY)),
     "generate": lambda llm: generate(llm, [5]),
+    "chat": lambda llm: llm.chat([{"role": "user", "content": "a"}], GREEDY, show_progress=False),
+    "default_sampling_params": lambda llm: llm.default_sampling_params,
     "beam_search": lambda llm: llm.beam_search([5], num_beams=2, max_tokens=2),
     "warm_up": lambda llm: llm.warm_up(),
     "timeline": lambda llm: llm.timeline(),
 }
-LOOKS = {"has_unfinished", "metrics", "identity", "on_step"}  # which another thread may have at any time
+LOOKS = {"has_unfinished", "metrics", "identity", "on_step", "default_sampling_params"}  # which another thread may have at any time
 
 
 def test_no_call_is_left_out():
