@@ -43,7 +43,8 @@ CALLS = {
     "warm_up": lambda llm: llm.warm_up(),
     "timeline": lambda llm: llm.timeline(),
 }
-LOOKS = {"has_unfinished", "metrics", "identity", "on_step", "default_sampling_params"}  # which another thread may have at any time
+# Another thread may ask for these at any time.
+LOOKS = {"has_unfinished", "metrics", "identity", "on_step", "default_sampling_params"}
 
 
 def test_no_call_is_left_out():
