@@ -7,7 +7,7 @@ from jaxinfer._version import __version__
 
 if TYPE_CHECKING:
     from jaxinfer.checkpoint import load_checkpoint
-    from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, SamplingParams
+    from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
     from jaxinfer.engine.drafters.drafters import Drafter
     from jaxinfer.engine.llm import LLM
     from jaxinfer.engine.request.completion import Completion, Delta
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxinfer.engine.scheduling.drafts import DraftTree
     from jaxinfer.model.batch import Row, make_batch
     from jaxinfer.model.cache import init_cache
+    from jaxinfer.model.config import ModelConfig
     from jaxinfer.sampling.batch import make_sampling
     from jaxinfer.steps.steps import decode_step, prefill_step
 
@@ -27,7 +28,7 @@ _MODULES = {
     "DraftTree": "engine.scheduling.drafts",
     "Drafter": "engine.drafters.drafters",
     "EngineConfig": "config",
-    "ModelConfig": "config",
+    "ModelConfig": "model.config",
     "QueueFullError": "engine.request.request",
     "Row": "model.batch",
     "SamplingParams": "config",

@@ -3,121 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from jaxinfer.sampling_params import MAX_SEED as MAX_SEED
 from jaxinfer.sampling_params import SamplingParams as SamplingParams
 from jaxinfer.validation import (
     MAX_INT,
-    as_tuple,
     is_int,
     require,
     require_bool,
     require_int,
     require_name,
-    require_positive,
     require_real,
 )
 
 CACHE_DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "int4")
 ATTENTIONS = ("reference",)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Scaling of rotary frequencies beyond the trained length, by `kind`.
-
-    * `linear` divides positions by `factor` (Chen et al. 2023).
-    * `llama3` divides only long wavelengths, and blends between `low_freq_factor` and `high_freq_factor` (Llama 3.1).
-    * `yarn` blends by the number of rotations, between `beta_slow` and `beta_fast`. It scales queries and keys by
-      `attention_factor` (Peng et al. 2023).
-    """
-
-    kind: Literal["linear", "llama3", "yarn"]
-    factor: float
-    original_max_position: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float = 1.0
-    truncate: bool = True
-
-    def __post_init__(self) -> None:
-        require_name("RopeScaling.kind", self.kind, ("linear", "llama3", "yarn"))
-        require_real("RopeScaling.factor", self.factor, 1.0)
-        if self.kind != "linear":
-            require_int("RopeScaling.original_max_position", self.original_max_position, 1)
-        for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
-            require_positive(f"RopeScaling.{name}", getattr(self, name))
-        # The blends divide by the difference of the two bounds.
-        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            bound = f"more than {low}={getattr(self, low)}"
-            require(getattr(self, high) > getattr(self, low), f"RopeScaling.{high}", getattr(self, high), bound)
-        require_bool("RopeScaling.truncate", self.truncate)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The shape and switches of a decoder-only transformer (Llama topology)."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_position: int
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    norm_epsilon: float = 1e-5
-    has_tied_embeddings: bool = False
-    has_qkv_bias: bool = False
-    has_output_bias: bool = False
-    has_mlp_bias: bool = False
-    has_qk_norm: bool = False
-    sliding_window: int | None = None  # tokens that a token attends to, itself included; None: all
-    # Layers of one group are stacked and run by one scan: few groups compile fast, groups of 1 run fastest on CPU.
-    layer_groups: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-        ):
-            require_int(name, getattr(self, name), 1)
-        require_int("max_position", self.max_position, 1)
-        require(
-            is_int(self.head_dim) and self.head_dim > 0 and self.head_dim % 2 == 0,
-            "head_dim",
-            self.head_dim,
-            "a positive even integer (rotary embedding turns pairs)",
-        )
-        require(
-            self.num_heads % self.num_kv_heads == 0,
-            "num_heads",
-            self.num_heads,
-            f"a multiple of num_kv_heads={self.num_kv_heads}",
-        )
-        if self.sliding_window is not None:
-            require_int("sliding_window", self.sliding_window, 1)
-        is_scaling = self.rope_scaling is None or isinstance(self.rope_scaling, RopeScaling)
-        require(is_scaling, "rope_scaling", self.rope_scaling, "a RopeScaling or None")
-        require_real("rope_theta", self.rope_theta, 1.0)
-        require_real("norm_epsilon", self.norm_epsilon, 0.0)
-        for name in ("has_tied_embeddings", "has_qkv_bias", "has_output_bias", "has_mlp_bias", "has_qk_norm"):
-            require_bool(name, getattr(self, name))
-        are_right = f"positive and sum to num_layers={self.num_layers}"
-        groups = as_tuple("layer_groups", self.layer_groups, are_right) or (self.num_layers,)
-        object.__setattr__(self, "layer_groups", groups)
-        are_positive = all(is_int(n) and n > 0 for n in groups)
-        require(are_positive and sum(groups) == self.num_layers, "layer_groups", groups, are_right)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,15 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.config import CacheConfig, ModelConfig
+from jaxinfer.config import CacheConfig
 from jaxinfer.model.batch import Row, make_batch, num_real_tokens
 from jaxinfer.model.cache import KVCache, init_cache
+from jaxinfer.model.config import ModelConfig, uniform_decoder
 from jaxinfer.model.decoder import forward, unembed
 from jaxinfer.model.params import Params, abstract_params
 from tests.unoptimised import UNOPTIMISED
 
 # Layers in groups of several sizes, and a vocabulary that fills no whole word of masks.
-SMALL_MODEL = ModelConfig(
+SMALL_MODEL = uniform_decoder(
     vocab_size=61,
     hidden_size=32,
     intermediate_size=48,

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxinfer.config import MAX_SEED, CacheConfig, EngineConfig, ModelConfig, RopeScaling, SamplingParams
+from jaxinfer.config import MAX_SEED, CacheConfig, EngineConfig, SamplingParams
+from jaxinfer.model.config import ModelConfig, uniform_decoder
+from jaxinfer.model.rope import RopeScaling
 
 MODEL: dict[str, Any] = {
     "vocab_size": 10,
@@ -163,7 +165,7 @@ def test_fields_are_given_by_name_only(kind):
 
 
 def test_all_layers_are_one_group_unless_told_otherwise():
-    assert ModelConfig(**MODEL).layer_groups == (3,)
+    assert uniform_decoder(**MODEL).layer_groups == (3,)
 
 
 def test_a_mixed_step_has_no_more_tokens_than_any():
@@ -215,7 +217,7 @@ def test_a_schema_keeps_the_order_of_its_properties():
 
 
 def test_layer_groups_may_come_in_a_list_and_stay_hashable():
-    config = ModelConfig(**MODEL, layer_groups=[1, 2])  # pyright: ignore[reportArgumentType]
+    config = uniform_decoder(**MODEL, layer_groups=[1, 2])  # pyright: ignore[reportArgumentType]
 
     assert config.layer_groups == (1, 2)
     hash(config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from jaxinfer.checkpoint.huggingface import (
     require_fitting_tensors,
     resolve_checkpoint,
 )
-from jaxinfer.config import ModelConfig, require_quantization
-from jaxinfer.device import default_layer_groups, packs_integers, resolve_dtype
+from jaxinfer.config import require_quantization
+from jaxinfer.device import packs_integers, resolve_dtype, scans_layers
+from jaxinfer.model.config import ModelConfig, scan_sizes
 from jaxinfer.model.params import Params, abstract_params
 from jaxinfer.quantization import quantize_weight
 from jaxinfer.validation import require_bool, require_int
@@ -77,4 +77,4 @@ def abstract_checkpoint(
 
 def _grouped_config(path: Path, first_layers: int | None = None) -> ModelConfig:
     config = read_config(path)
-    return replace(config, layer_groups=default_layer_groups(config.num_layers, first_layers))
+    return config.regrouped(scan_sizes(config.layers, first_layers) if scans_layers() else (1,) * config.num_layers)

@@ -5,42 +5,60 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 from einops import rearrange
 from jax.sharding import Sharding
+from jax.tree_util import GetAttrKey, SequenceKey
 
-from jaxinfer.checkpoint.families.common import WeightTable
+from jaxinfer.checkpoint.families.common import Fused, WeightTable
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
-from jaxinfer.config import ModelConfig
-from jaxinfer.model.params import Params, TensorSpec, declare
+from jaxinfer.model.config import ModelConfig
+from jaxinfer.model.layers import TensorSpec
+from jaxinfer.model.params import Params, declare
 
 ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """How one tensor of `Params` is made: from one stored tensor, or from one per layer, stacked."""
+    """The making of one tensor of `Params`: from one stored tensor, or from one per layer (and expert), stacked."""
 
     shape: tuple[int, ...]
     names: tuple[str, ...]
     pattern: str
-    is_stacked: bool
+    num_stacked: int = 0  # leading axes over which the stored tensors are stacked: layers, or layers and experts
+    stored_size: int | None = None  # length of the stored axis of a `Fused` tensor
+    part: tuple[int | None, ...] = (None,)  # the slice of that axis
+    axis: int = 0
 
     @property
     def axes(self) -> dict[str, int]:
-        """Length of each axis that the pattern names; the axis of the stack has no name there."""
-        shape = self.shape[1:] if self.is_stacked else self.shape
-        return dict(zip(self.pattern.partition(" -> ")[2].split(), shape, strict=True))
+        """Length of each axis that the pattern names; the axes of the stack have no name there."""
+        return dict(zip(self.pattern.partition(" -> ")[2].split(), self.shape[self.num_stacked :], strict=True))
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape that each of the stored tensors must have."""
+        shape = self.own_shape
+        if self.stored_size is None:
+            return shape
+        return (*shape[: self.axis], self.stored_size, *shape[self.axis + 1 :])
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """Shape of the part of each stored tensor that this one is made of."""
         return _stored_shape(self.pattern, tuple(self.axes.values()))
+
+    def view(self, stored: Mapping[str, StoredTensor], name: str) -> np.ndarray:
+        """Returns one of the stored tensors as its part of ours, without reading it."""
+        array = stored[name].map()
+        if self.stored_size is not None:
+            array = array[(*(slice(None),) * self.axis, slice(*self.part))]
+        return rearrange(array, self.pattern, **self.axes)
 
 
 @functools.cache  # all layers have the same few, and a trace takes 0.3 ms
@@ -50,22 +68,69 @@ def _stored_shape(pattern: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return jax.eval_shape(lambda x: rearrange(x, f"{ours} -> {stored}"), tensor).shape
 
 
+@dataclass(frozen=True)
+class _Source:
+    """A stored name, the pattern from its axes to ours, and its place in a fused tensor."""
+
+    name: str
+    pattern: str
+    fused: Fused | None = None
+    place: int = 0
+
+
 def plan_assembly(config: ModelConfig, weights: WeightTable) -> Params:
     """Returns `Params` with an `Assembly` in the place of every tensor that `config` declares."""
-    sources = {path: (name, pattern) for name, (path, pattern) in weights.items()}
-    # layer_groups 2, 2, 1 -> first_layers 0, 2, 4, 5
-    first_layers = list(accumulate(config.layer_groups, initial=0))
+    sources = _sources(weights)
+    declared = declare(config)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(declared, is_leaf=lambda x: isinstance(x, TensorSpec))
+    shapes = {(_field(path), _stack(path)): spec.shape for path, spec in leaves}
 
     def plan(path: tuple[Any, ...], spec: TensorSpec) -> Assembly:
-        if len(path) == 1:
-            name, pattern = sources[path[0].name]
-            return Assembly(spec.shape, (name,), pattern, is_stacked=False)
-        field, group, weight = path
-        name, pattern = sources[f"{field.name}.{weight.name}"]
-        layers = range(first_layers[group.idx], first_layers[group.idx + 1])
-        return Assembly(spec.shape, tuple(name.format(layer=layer) for layer in layers), pattern, is_stacked=True)
+        field, stack = _field(path), _stack(path)
+        source = sources[field]
+        if stack is None:
+            assembly = Assembly(spec.shape, (source.name,), source.pattern)
+        else:
+            layers = config.layers_of_stacks[stack]
+            experts = range(spec.shape[1]) if "{expert}" in source.name else (0,)
+            names = tuple(source.name.format(layer=layer, expert=expert) for layer in layers for expert in experts)
+            assembly = Assembly(spec.shape, names, source.pattern, 2 if "{expert}" in source.name else 1)
+        if source.fused is None:
+            return assembly
+        fused, axis = source.fused, source.fused.axis
+        sizes = [
+            replace(assembly, shape=shapes[target, stack], pattern=pattern).own_shape[axis]
+            for target, pattern in fused.targets
+        ]
+        first = sum(sizes[: source.place])
+        part = (first, first + sizes[source.place])
+        if fused.is_interleaved:
+            part = (source.place, None, len(sizes))
+        return replace(assembly, stored_size=sum(sizes), part=part, axis=axis)
 
-    return jax.tree_util.tree_map_with_path(plan, declare(config), is_leaf=lambda x: isinstance(x, TensorSpec))
+    return jax.tree.unflatten(structure, [plan(path, spec) for path, spec in leaves])
+
+
+def _sources(weights: WeightTable) -> dict[str, _Source]:
+    """Returns the source of each tensor, by its path in `Params` without the index of the stack."""
+    sources = {}
+    for name, targets in weights.items():
+        if isinstance(targets, Fused):
+            for place, (field, pattern) in enumerate(targets.targets):
+                sources[field] = _Source(name, pattern, targets, place)
+        else:
+            field, pattern = targets
+            sources[field] = _Source(name, pattern)
+    return sources
+
+
+def _field(path: tuple[Any, ...]) -> str:
+    """Returns "layers.mixer.q" for the path of `params.layers[3].mixer.q`."""
+    return ".".join(key.name for key in path if isinstance(key, GetAttrKey))
+
+
+def _stack(path: tuple[Any, ...]) -> int | None:
+    return next((key.idx for key in path if isinstance(key, SequenceKey)), None)
 
 
 def empty_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -84,18 +149,19 @@ def assemble(
     Without a sharding it goes, uncommitted, to the default device; with one, each device's slice is read by
     itself.
     """
-    views = [rearrange(stored[name].map(), assembly.pattern, **assembly.axes) for name in assembly.names]
+    views = [assembly.view(stored, name) for name in assembly.names]
+    num_stacked = assembly.num_stacked
 
     def read(index: Any) -> np.ndarray:
-        if not assembly.is_stacked:
+        if num_stacked == 0:
             whole = views[0][index]
             array = empty_aligned(whole.shape, dtype)
             np.copyto(array, whole, casting="unsafe")
             return array
-        layers, within = index[0], index[1:]
-        slices = [view[within] for view in views[layers]]
+        chosen = np.arange(len(views)).reshape(assembly.shape[:num_stacked])[index[:num_stacked]]
+        slices = [views[i][index[num_stacked:]] for i in chosen.flat]
         stack = empty_aligned((len(slices), *slices[0].shape), dtype)
-        return np.stack(slices, out=stack, casting="unsafe")
+        return np.stack(slices, out=stack, casting="unsafe").reshape(*chosen.shape, *slices[0].shape)
 
     if sharding is None:
         array = jax.device_put(read((slice(None),) * len(assembly.shape)))

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jaxinfer.checkpoint.assembly import Assembly, assemble, plan_assembly
 from jaxinfer.checkpoint.families import family_of
 from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor, read_header
-from jaxinfer.config import ModelConfig, SamplingParams
+from jaxinfer.config import SamplingParams
 from jaxinfer.device import packs_integers
+from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
 from jaxinfer.quantization import quantize_weight
 from jaxinfer.validation import MAX_INT, is_int, require, shown

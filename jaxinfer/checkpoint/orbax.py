@@ -16,12 +16,17 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
-from jaxinfer.config import ModelConfig, RopeScaling
+from jaxinfer.model.attention import Attention
+from jaxinfer.model.config import Layer, LayerGroup, ModelConfig
+from jaxinfer.model.layers import Norm
+from jaxinfer.model.mlp import MLP
+from jaxinfer.model.moe import MoE, Router
 from jaxinfer.model.params import Params, abstract_params
+from jaxinfer.model.rope import Rope, RopeScaling
 
 PARAMS_FOLDER = "params"
 DESCRIPTION_FILE = "jaxinfer.json"
-VERSION = 1
+VERSION = 2
 
 
 def save_params(path: str | Path, params: Params, config: ModelConfig) -> None:
@@ -40,13 +45,13 @@ def save_params(path: str | Path, params: Params, config: ModelConfig) -> None:
         checkpointer.save(path / PARAMS_FOLDER, params)
     # Written last: an interrupted save leaves no description and is therefore not taken for a checkpoint.
     if jax.process_index() == 0:
-        description = {"version": VERSION, "config": dataclasses.asdict(config), "dtypes": dtypes}
+        description = {"version": VERSION, "config": _describe(config), "dtypes": dtypes}
         (path / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
 def read_saved_config(path: str | Path) -> ModelConfig:
     """Returns the model whose parameters were saved, from which to build a placement for `restore_params`."""
-    return _parse_config(_read_description(Path(path)))
+    return _parse(_read_description(Path(path))["config"])
 
 
 def restore_params(path: str | Path, *, placement: Params | None = None) -> tuple[Params, ModelConfig]:
@@ -60,7 +65,7 @@ def restore_params(path: str | Path, *, placement: Params | None = None) -> tupl
 
     path = Path(path).resolve()
     description = _read_description(path)
-    config = _parse_config(description)
+    config = _parse(description["config"])
     target = abstract_params(config, jnp.float32)
     if placement is None:
         on_default_device = jnp.zeros(()).sharding
@@ -109,9 +114,26 @@ def _read_description(path: Path) -> dict[str, Any]:
     return description
 
 
-def _parse_config(description: dict[str, Any]) -> ModelConfig:
-    config = dict(description["config"])
-    scaling = config["rope_scaling"]
-    config["rope_scaling"] = None if scaling is None else RopeScaling(**scaling)
-    config["layer_groups"] = tuple(config["layer_groups"])
-    return ModelConfig(**config)
+# The dataclasses that describe a model, by their names in a description.
+_DESCRIBED = {
+    kind.__name__: kind
+    for kind in (ModelConfig, LayerGroup, Layer, Attention, Rope, RopeScaling, MLP, MoE, Router, Norm)
+}
+
+
+def _describe(value: Any) -> Any:
+    """Returns a description of a model as JSON values; a dataclass becomes its fields and its "kind"."""
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: _describe(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {"kind": type(value).__name__, **fields}
+    return [_describe(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _parse(value: Any) -> Any:
+    """Returns the model that `_describe` described."""
+    if isinstance(value, list):
+        return tuple(map(_parse, value))
+    if isinstance(value, dict):
+        fields = {name: _parse(item) for name, item in value.items() if name != "kind"}
+        return _DESCRIBED[value["kind"]](**fields)
+    return value

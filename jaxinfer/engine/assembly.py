@@ -17,7 +17,7 @@ from jaxinfer.checkpoint import (
     read_sampling_defaults,
     require_fitting_tensors,
 )
-from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
+from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.execution.compiled_steps import COMPILING
 from jaxinfer.engine.execution.memory_plan import plan_cache, plan_window, resolve_max_model_len
@@ -33,6 +33,7 @@ from jaxinfer.engine.scheduling.scheduler import Scheduler
 from jaxinfer.engine.speculation.load import load_target, plan_speculation
 from jaxinfer.engine.speculation.speculation import Speculation
 from jaxinfer.model.cache import page_bytes
+from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.text.grammar import GrammarCompiler

@@ -1,4 +1,4 @@
-"""The paged KV cache: one flat pool of pages per layer group, and its pure verbs."""
+"""The paged KV cache: one flat pool of pages per stack of layers, and its pure verbs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.config import CacheConfig, ModelConfig
+from jaxinfer.config import CacheConfig
 from jaxinfer.model.batch import PADDING_SLOT, PADDING_TOKEN, Batch
-from jaxinfer.model.layers import rotary_embedding, turning_angles
+from jaxinfer.model.config import LayerStack, ModelConfig
+from jaxinfer.model.rope import Rope, rotary_embedding, turning_angles
 from jaxinfer.validation import require, require_name
 from kernels_pallas.paged_attention import (
     HEADS_AXIS,
@@ -35,12 +36,12 @@ MAX_SLOTS = 2**31 - 1
 class KVCache:
     """All pages of all layers. A step takes it donated and returns its successor.
 
-    One pool per layer group: layer i of n keeps page p of a request at index i * P + p. A page holds its tokens' ids
-    beside their keys and values: penalties and n-grams need the tokens of a request so far, and here these are right
-    after any chunking, preemption or sharing of pages.
+    One pool per stack of layers (`ModelConfig.stacks`): layer i of n keeps page p of a request at index i * P + p. A
+    page holds its tokens' ids beside their keys and values: penalties and n-grams need the tokens of a request so far,
+    and here these are right after any chunking, preemption or sharing of pages.
     """
 
-    groups: tuple[Pages, ...]
+    pools: tuple[Pages, ...]
     tokens: Any  # i32[P, S]
 
 
@@ -60,7 +61,8 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
     if layout is not None:
         require_name("layout", layout, LAYOUTS)
 
-    def group(num_layers: int) -> Pages:
+    def pool(stack: LayerStack) -> Pages:
+        num_layers, attention = stack.num_layers, stack.layer.mixer
         num_pages = num_layers * cache_config.num_pages
         if num_pages * cache_config.page_size > MAX_SLOTS:
             raise ValueError(
@@ -68,16 +70,16 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
                 f" slots than a group may have ({MAX_SLOTS}); use fewer pages or smaller layer_groups"
             )
         return abstract_pages(
-            num_pages, cache_config.page_size, config.num_kv_heads, config.head_dim, cache_config.dtype, layout
+            num_pages, cache_config.page_size, attention.num_kv_heads, attention.head_dim, cache_config.dtype, layout
         )
 
     tokens = jax.ShapeDtypeStruct((cache_config.num_pages, cache_config.page_size), jnp.int32)
-    return KVCache(groups=tuple(group(n) for n in config.layer_groups), tokens=tokens)
+    return KVCache(pools=tuple(map(pool, config.stacks)), tokens=tokens)
 
 
 def cache_shardings(cache: KVCache, mesh: Mesh) -> KVCache:
     """Returns a `NamedSharding` per array: KV heads over the mesh's HEADS_AXIS, token ids on every device."""
-    specs = KVCache(groups=tuple(head_specs(pages, HEADS_AXIS) for pages in cache.groups), tokens=PartitionSpec())
+    specs = KVCache(pools=tuple(head_specs(pages, HEADS_AXIS) for pages in cache.pools), tokens=PartitionSpec())
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
@@ -120,19 +122,19 @@ def move_tokens(cache: KVCache, sources: jax.Array, targets: jax.Array, *, confi
         offset = layer * num_slots
         return move_slots(pool, sources + offset, jnp.where(is_moved, targets + offset, PADDING_SLOT))
 
-    pairs = zip(cache.groups, config.layer_groups, strict=True)
-    groups = tuple(jax.lax.fori_loop(0, num_layers, in_layer, pool) for pool, num_layers in pairs)
+    pairs = zip(cache.pools, config.stacks, strict=True)
+    pools = tuple(jax.lax.fori_loop(0, stack.num_layers, in_layer, pool) for pool, stack in pairs)
     tokens = cache.tokens[sources // page_size, sources % page_size]
     tokens = cache.tokens.at[targets // page_size, targets % page_size].set(tokens, mode="drop")
-    return KVCache(groups=groups, tokens=tokens)
+    return KVCache(pools=pools, tokens=tokens)
 
 
 def extract_pages(cache: KVCache, page_ids: Any, *, config: ModelConfig) -> PageBundle:
     """Returns a copy of pages i32[W], in every layer. An id past the pool gives a page of zeros."""
     page_ids = jnp.asarray(page_ids)
-    pairs = zip(cache.groups, config.layer_groups, strict=True)
-    groups = tuple(take_pages(pool, _in_layers(page_ids, pool, n)) for pool, n in pairs)
-    return PageBundle(groups=groups, tokens=cache.tokens.at[page_ids].get(mode="fill", fill_value=0))
+    pairs = zip(cache.pools, config.stacks, strict=True)
+    pools = tuple(take_pages(pool, _in_layers(page_ids, pool, stack.num_layers)) for pool, stack in pairs)
+    return PageBundle(pools=pools, tokens=cache.tokens.at[page_ids].get(mode="fill", fill_value=0))
 
 
 def insert_pages(cache: KVCache, page_ids: Any, bundle: PageBundle, *, config: ModelConfig) -> KVCache:
@@ -141,17 +143,24 @@ def insert_pages(cache: KVCache, page_ids: Any, bundle: PageBundle, *, config: M
     The bundle may come from other pages and from a pool of another size; page size, heads and dtype must be the same.
     """
     page_ids = jnp.asarray(page_ids)
-    triples = zip(cache.groups, bundle.groups, config.layer_groups, strict=True)
-    groups = tuple(put_pages(pool, _in_layers(page_ids, pool, n), new) for pool, new, n in triples)
-    return KVCache(groups=groups, tokens=cache.tokens.at[page_ids].set(bundle.tokens, mode="drop"))
+    triples = zip(cache.pools, bundle.pools, config.stacks, strict=True)
+    pools = tuple(put_pages(pool, _in_layers(page_ids, pool, stack.num_layers), new) for pool, new, stack in triples)
+    return KVCache(pools=pools, tokens=cache.tokens.at[page_ids].set(bundle.tokens, mode="drop"))
 
 
 def turn_pages(cache: KVCache, sources: Any, targets: Any, num_positions: Any, *, config: ModelConfig) -> KVCache:
     """Returns the cache with pages i32[W] copied to others, their keys rotated to `num_positions` i32[] later."""
-    angles = turning_angles(jnp.asarray(num_positions)[None], config)
     bundle = extract_pages(cache, sources, config=config)
-    rotated = tuple(map_keys(pages, lambda keys: rotary_embedding(keys, *angles)) for pages in bundle.groups)
-    return insert_pages(cache, targets, replace(bundle, groups=rotated), config=config)
+    pairs = zip(bundle.pools, config.stacks, strict=True)
+    rotated = tuple(_turned(pages, stack.layer.mixer.rope, num_positions) for pages, stack in pairs)
+    return insert_pages(cache, targets, replace(bundle, pools=rotated), config=config)
+
+
+def _turned(pages: Pages, rope: Rope | None, num_positions: Any) -> Pages:
+    if rope is None:
+        return pages
+    angles = turning_angles(jnp.asarray(num_positions)[None], rope)
+    return map_keys(pages, lambda keys: rotary_embedding(keys, *angles, is_interleaved=rope.is_interleaved))
 
 
 def _in_layers(page_ids: Any, pool: Pages, num_layers: int) -> Any:

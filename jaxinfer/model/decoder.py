@@ -1,4 +1,4 @@
-"""The decoder of Llama, Mistral, Qwen2, Qwen3 and similar families, on ragged batches."""
+"""The decoder: any layers that a `ModelConfig` describes, on ragged batches."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxinfer.config import ModelConfig
+from jaxinfer.model.attention import Angles, AttentionInputs, attend
 from jaxinfer.model.batch import Batch, num_real_tokens
 from jaxinfer.model.cache import KVCache, layer_offset, write_tokens
-from jaxinfer.model.layers import linear, product, rms_norm, rotary_angles, rotary_embedding, swiglu
+from jaxinfer.model.config import Layer, ModelConfig
+from jaxinfer.model.layers import Norm, linear, product, rms_norm
+from jaxinfer.model.mlp import MLPParams, mlp
+from jaxinfer.model.moe import MoE, MoEParams, moe
 from jaxinfer.model.params import LayerParams, Params
-from kernels_pallas.paged_attention import paged_attention
+from jaxinfer.model.rope import Rope, rotary_angles
+from kernels_pallas.paged_attention import Pages
 
 
 def forward(
@@ -33,83 +37,103 @@ def forward(
     `paged_attention`. `implementation` names a paged-attention kernel, None takes the best. `mesh`: the mesh that
     parameters and cache are split over, if any.
     """
-    x = params.embedding[batch.tokens]
-    angles = rotary_angles(batch.positions, config)
-    groups = []
-    for layers, group_cache in zip(params.layers, cache.groups, strict=True):
-        x, group_cache = _run_group(
-            layers,
-            group_cache,
+    x = embed(params, batch.tokens, config=config)
+    ropes = {layer.mixer.rope for layer, _ in config.stacks if layer.mixer.rope is not None}
+    angles: dict[Rope | None, Angles] = {rope: rotary_angles(batch.positions, rope) for rope in ropes}
+    statics = {"q_len": q_len, "implementation": implementation, "mesh": mesh}
+    pools, first = [], 0
+    for group in config.groups:
+        places = slice(first, first + len(group.layers))
+        x, new = _run_group(
+            params.layers[places],
+            cache.pools[places],
             batch,
             x,
-            angles,
+            tuple(angles.get(layer.mixer.rope) for layer in group.layers),
             tree_mask,
-            config=config,
-            q_len=q_len,
-            implementation=implementation,
-            mesh=mesh,
+            layers=group.layers,
+            repeats=group.repeats,
+            **statics,
         )
-        groups.append(group_cache)
-    cache = KVCache(groups=tuple(groups), tokens=write_tokens(cache, batch))
-    return rms_norm(x, params.final_norm, epsilon=config.norm_epsilon), cache
+        pools, first = [*pools, *new], places.stop
+    cache = KVCache(pools=tuple(pools), tokens=write_tokens(cache, batch))
+    return rms_norm(x, params.final_norm, config.norm), cache
+
+
+def embed(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:
+    """Returns the states [T, D] of tokens i32[T] before the first layer."""
+    x = params.embedding[tokens]
+    return x if config.embedding_scale == 1.0 else x * jnp.asarray(config.embedding_scale, x.dtype)
 
 
 # Jitted separately, so that groups of equal shape are traced once.
-@functools.partial(jax.jit, static_argnames=("config", "q_len", "implementation", "mesh"))
-def _run_group(layers, cache, batch, x, angles, tree_mask, *, config, q_len, implementation, mesh):
-    attend = functools.partial(
-        paged_attention,
-        block_tables=batch.block_tables,
-        kv_lens=batch.kv_lens,
-        cu_q_lens=batch.cu_q_lens,
-        scale=config.head_dim**-0.5,
-        q_len=q_len,
-        window=config.sliding_window,
-        tree_mask=tree_mask,
-        implementation=implementation,
-        mesh=mesh,
-    )
-    num_layers = layers.attention_norm.shape[0]
-    num_tokens = num_real_tokens(batch)
+@functools.partial(jax.jit, static_argnames=("layers", "repeats", "q_len", "implementation", "mesh"))
+def _run_group(
+    params: tuple[LayerParams, ...],
+    pools: tuple[Pages, ...],
+    batch: Batch,
+    x: jax.Array,
+    angles: tuple[Angles | None, ...],
+    tree_mask: jax.Array | None,
+    *,
+    layers: tuple[Layer, ...],
+    repeats: int,
+    q_len: int | None,
+    implementation: str | None,
+    mesh: Mesh | None,
+) -> tuple[jax.Array, tuple[Pages, ...]]:
+    inputs = AttentionInputs(batch, num_real_tokens(batch), q_len, tree_mask, implementation, mesh)
 
-    def run_layer(carry, inputs):
-        x, cache = carry
-        layer, index = inputs
-        h = rms_norm(x, layer.attention_norm, epsilon=config.norm_epsilon)
-        q, k, v = project_qkv(layer, h, angles, num_tokens, config=config)
-        attended, cache = attend(q, k, v, cache, page_offset=layer_offset(cache, index, num_layers))
-        x = x + linear(attended, layer.o, layer.o_bias, num_tokens)
-        h = rms_norm(x, layer.mlp_norm, epsilon=config.norm_epsilon)
-        return (x + mlp(layer, h, num_tokens), cache), None
+    def run_pattern(carry, scanned):
+        x, pools = carry
+        pattern, index = scanned
+        new_pools = []
+        for layer, layer_params, pages, layer_angles in zip(layers, pattern, pools, angles, strict=True):
+            offset = layer_offset(pages, index, repeats)
+            x, pages = run_layer(layer_params, pages, x, inputs, layer_angles, offset, layer=layer)
+            new_pools.append(pages)
+        return (x, tuple(new_pools)), None
 
     # The cache is a carry: as scanned input and output it would be copied whole in every step.
-    (x, cache), _ = jax.lax.scan(run_layer, (x, cache), (layers, jnp.arange(num_layers)))
-    return x, cache
+    (x, pools), _ = jax.lax.scan(run_pattern, (x, pools), (params, jnp.arange(repeats)))
+    return x, pools
 
 
-def project_qkv(
-    layer: LayerParams,
+def run_layer(
+    params: LayerParams,
+    pages: Pages,
     x: jax.Array,
-    angles: tuple[jax.Array, jax.Array],
-    num_tokens: jax.Array,
+    inputs: AttentionInputs,
+    angles: Angles | None,
+    page_offset: jax.Array | int,
     *,
-    config: ModelConfig,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns queries [T, N, H], keys and values [T, K, H] of x [T, D], rotated, and normalised if the family does."""
-    q = linear(x, layer.q, layer.q_bias, num_tokens)
-    k = linear(x, layer.k, layer.k_bias, num_tokens)
-    v = linear(x, layer.v, layer.v_bias, num_tokens)
-    if layer.q_norm is not None:
-        q = rms_norm(q, layer.q_norm, epsilon=config.norm_epsilon)
-        k = rms_norm(k, layer.k_norm, epsilon=config.norm_epsilon)
-    return rotary_embedding(q, *angles), rotary_embedding(k, *angles), v
+    layer: Layer,
+) -> tuple[jax.Array, Pages]:
+    """Returns the states [T, D] after one layer for x [T, D], and the layer's pages."""
+    h = _normed(x, params.mixer_norm, layer.norm)
+    h, pages = attend(params.mixer, pages, h, inputs, angles, page_offset, config=layer.mixer, norm=layer.norm)
+    x = _add(x, _normed(h, params.mixer_post_norm, layer.norm), layer)
+    return feed_forward(params, x, inputs.num_tokens, layer=layer), pages
 
 
-def mlp(layer: LayerParams, x: jax.Array, num_tokens: jax.Array) -> jax.Array:
-    """Returns down(silu(gate(x)) * up(x)) for x [T, D]."""
-    gate = linear(x, layer.gate, layer.gate_bias, num_tokens)
-    up = linear(x, layer.up, layer.up_bias, num_tokens)
-    return linear(swiglu(gate, up), layer.down, layer.down_bias, num_tokens)
+def feed_forward(params: LayerParams, x: jax.Array, num_tokens: jax.Array, *, layer: Layer) -> jax.Array:
+    """Returns the states [T, D] after the second half of a layer for x [T, D]."""
+    h = _normed(x, params.feed_forward_norm, layer.norm)
+    if isinstance(layer.feed_forward, MoE):
+        assert isinstance(params.feed_forward, MoEParams)
+        h = moe(params.feed_forward, h, num_tokens, config=layer.feed_forward)
+    else:
+        assert isinstance(params.feed_forward, MLPParams)
+        h = mlp(params.feed_forward, h, num_tokens, config=layer.feed_forward)
+    return _add(x, _normed(h, params.feed_forward_post_norm, layer.norm), layer)
+
+
+def _normed(x: jax.Array, weight: jax.Array | None, norm: Norm) -> jax.Array:
+    return x if weight is None else rms_norm(x, weight, norm)
+
+
+def _add(x: jax.Array, h: jax.Array, layer: Layer) -> jax.Array:
+    return x + (h if layer.residual_scale == 1.0 else h * jnp.asarray(layer.residual_scale, h.dtype))
 
 
 def unembed(params: Params, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
@@ -117,4 +141,9 @@ def unembed(params: Params, hidden: jax.Array, num_rows: jax.Array | None = None
     table = params.embedding if params.unembedding is None else params.unembedding
     if params.lens is not None:  # Belrose et al. 2023
         hidden = hidden + linear(hidden, params.lens, None, num_rows)
-    return product(hidden, table, num_rows)
+    logits = product(hidden, table, num_rows)
+    if params.logits.scale != 1.0:
+        logits = logits * params.logits.scale
+    if params.logits.softcap is not None:
+        logits = jnp.tanh(logits / params.logits.softcap) * params.logits.softcap
+    return logits

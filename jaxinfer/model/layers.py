@@ -7,17 +7,17 @@ the rules that keep this so.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.config import ModelConfig, RopeScaling
 from jaxinfer.quantization import QuantizedArray
+from jaxinfer.validation import require_bool, require_real
 from kernels_pallas.quantized_matmul import dequantize, quantized_matmul
 from kernels_pallas.row_products import rows_by_weights
 from kernels_pallas.row_sum import row_sum
-
-COUNTS_PER_TURN = 2**32
 
 
 def linear(
@@ -62,85 +62,64 @@ def _product_dequantized(x: jax.Array, values: jax.Array, scales: jax.Array, num
     return rows_by_weights(x, w, num_rows, is_computed=True)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, *, epsilon: float) -> jax.Array:
-    """Returns x / sqrt(mean(x²) + epsilon) * weight over the last axis, in float32 (Zhang & Sennrich 2019)."""
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    """RMSNorm (Zhang & Sennrich 2019): `epsilon` is added to the mean square."""
+
+    epsilon: float = 1e-5
+    adds_one: bool = False  # stored weights are offsets from 1, as in Gemma
+
+    def __post_init__(self) -> None:
+        require_real("norm_epsilon", self.epsilon, 0.0)
+        require_bool("adds_one", self.adds_one)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
+    """Returns x / sqrt(mean(x²) + epsilon) * weight over the last axis, in float32."""
     wide = x.astype(jnp.float32)
     mean_square = row_sum(wide * wide) / x.shape[-1]
-    normed = (wide * jax.lax.rsqrt(mean_square + epsilon)[..., None]).astype(x.dtype)
+    normed = wide * jax.lax.rsqrt(mean_square + norm.epsilon)[..., None]
+    if norm.adds_one:  # a weight near 1 would lose its last bits in half precision
+        return (normed * (1.0 + jnp.broadcast_to(weight, normed.shape).astype(jnp.float32))).astype(x.dtype)
+    normed = normed.astype(x.dtype)
     return normed * jnp.broadcast_to(weight, normed.shape)
-
-
-def rotary_frequencies(config: ModelConfig) -> tuple[jax.Array, float]:
-    """Returns the angle per position of each pair, f32[H/2], and the factor on cosine and sine."""
-    H = config.head_dim
-    frequencies = config.rope_theta ** (-jnp.arange(0, H, 2, dtype=jnp.float32) / H)
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequencies, 1.0
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor, 1.0
-    blend = _llama3_blend if scaling.kind == "llama3" else _yarn_blend
-    keep = blend(frequencies, scaling, config)
-    factor = scaling.attention_factor if scaling.kind == "yarn" else 1.0
-    return frequencies * keep + frequencies / scaling.factor * (1.0 - keep), factor
-
-
-def _llama3_blend(frequencies: jax.Array, scaling: RopeScaling, config: ModelConfig) -> jax.Array:
-    """Returns the part of each frequency that stays: 1 for short waves, 0 for long ones, linear between (Llama 3.1)."""
-    rotations = scaling.original_max_position * frequencies / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    return jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
-
-
-def _yarn_blend(frequencies: jax.Array, scaling: RopeScaling, config: ModelConfig) -> jax.Array:
-    """Returns the part of each frequency that stays: a ramp over pairs, between two rotation counts (YaRN)."""
-    H = config.head_dim
-
-    def pair_with(rotations: float) -> float:
-        ratio = scaling.original_max_position / (rotations * 2 * math.pi)
-        return H * math.log(ratio) / (2 * math.log(config.rope_theta))
-
-    low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
-    if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, H - 1)
-    high += 0.001 if low == high else 0.0  # a ramp of no width would divide by zero
-    return 1.0 - jnp.clip((jnp.arange(H // 2, dtype=jnp.float32) - low) / (high - low), 0.0, 1.0)
-
-
-def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """Returns cosine and sine [T, 1, H/2] in float32 for positions i32[T]."""
-    _, factor = rotary_frequencies(config)
-    cos, sin = turning_angles(positions, config)
-    return cos * factor, sin * factor
-
-
-def turning_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """Returns cosine and sine as `rotary_angles`, without the factor: they move a key by this number of positions.
-
-    Beyond the model's length, which only endless requests reach, the error of a float32 product would grow. There,
-    angles are integers in units of 2^-32 of a turn, which wrap around, so that the angle between two tokens depends
-    only on their distance.
-    """
-    frequencies, _ = rotary_frequencies(config)
-    angles = positions.astype(jnp.float32)[:, None] * frequencies[None]
-    counts_per_position = jnp.round(frequencies * (COUNTS_PER_TURN / (2 * math.pi))).astype(jnp.uint32)
-    counts = jax.lax.bitcast_convert_type(positions.astype(jnp.uint32)[:, None] * counts_per_position[None], jnp.int32)
-    wrapped = counts.astype(jnp.float32) * (2 * math.pi / COUNTS_PER_TURN)
-    angles = jnp.where((positions < config.max_position)[:, None], angles, wrapped)[:, None]
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotary_embedding(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the two halves of the head dimension of x [T, heads, H] by position (RoPE, Su et al. 2021).
-
-    Half-split layout as in Hugging Face checkpoints, not interleaved.
-    """
-    x1, x2 = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.broadcast_to(cos, x1.shape), jnp.broadcast_to(sin, x1.shape)
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x.dtype)
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """Returns silu(gate) * up (Shazeer 2020)."""
     return jax.nn.silu(gate) * up
+
+
+def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns gelu(gate) * up, GELU approximated by tanh (Shazeer 2020)."""
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
+def clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns gate * sigmoid(1.702 gate) * (up + 1), with gate and up clamped to 7 first, as in GPT-OSS."""
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1.0)
+
+
+# The function of an MLP's gate and up, by its name in a configuration.
+ACTIVATIONS: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "silu": swiglu,
+    "gelu_tanh": geglu,
+    "clamped_silu": clamped_swiglu,
+}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """The declaration of a tensor: its shape, the meaning of each axis, and the scale of random values.
+
+    `scale` is the standard deviation around 0 for a weight; None stands for a norm weight, which starts at 1.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    scale: float | None
+
+
+# (sizes, axes, scale = 0.02) -> the declaration of a tensor of stacked layers, given one layer's sizes and axes
+MakeSpec = Callable[..., TensorSpec]

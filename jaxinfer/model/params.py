@@ -12,31 +12,31 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.config import ModelConfig
+from jaxinfer.model.attention import AttentionParams, declare_attention
+from jaxinfer.model.config import LayerStack, ModelConfig
+from jaxinfer.model.layers import MakeSpec, TensorSpec
+from jaxinfer.model.mlp import MLP, MLPParams, declare_mlp
+from jaxinfer.model.moe import MoE, MoEParams, declare_moe
 
 
 @struct.dataclass
 class LayerParams:
-    """One group of n layers, stacked on the first axis. Weights are [out..., in] as checkpoints store them."""
+    """A stack of n equal layers, each tensor stacked on its first axis."""
 
-    attention_norm: Any  # [n, D]
-    q: Any  # [n, N, H, D]
-    k: Any  # [n, K, H, D]
-    v: Any  # [n, K, H, D]
-    o: Any  # [n, D, N, H]
-    mlp_norm: Any  # [n, D]
-    gate: Any  # [n, F, D]
-    up: Any  # [n, F, D]
-    down: Any  # [n, D, F]
-    q_bias: Any = None  # [n, N, H]
-    k_bias: Any = None  # [n, K, H]
-    v_bias: Any = None  # [n, K, H]
-    o_bias: Any = None  # [n, D]
-    q_norm: Any = None  # [n, H]
-    k_norm: Any = None  # [n, H]
-    gate_bias: Any = None  # [n, F]
-    up_bias: Any = None  # [n, F]
-    down_bias: Any = None  # [n, D]
+    mixer: AttentionParams
+    feed_forward: MLPParams | MoEParams
+    mixer_norm: Any = None  # [n, D]  before the mixer
+    mixer_post_norm: Any = None  # [n, D]  after the mixer
+    feed_forward_norm: Any = None  # [n, D]
+    feed_forward_post_norm: Any = None  # [n, D]
+
+
+@dataclass(frozen=True)
+class LogitOptions:
+    """The changes that the model itself makes to its logits: times `scale`, then bounded by `softcap`."""
+
+    scale: float = 1.0
+    softcap: float | None = None
 
 
 @struct.dataclass
@@ -47,22 +47,11 @@ class Params:
     """
 
     embedding: Any  # [V, D]
-    layers: tuple[LayerParams, ...]
+    layers: tuple[LayerParams, ...]  # one per stack of `ModelConfig.stacks`
     final_norm: Any  # [D]
     unembedding: Any = None  # [V, D]
     lens: Any = None  # [D, D]
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """The declaration of a tensor: its shape, the meaning of each axis, and the scale of random values.
-
-    `scale` is the standard deviation around 0 for a weight; None stands for a norm weight, which starts at 1.
-    """
-
-    shape: tuple[int, ...]
-    axes: tuple[str, ...]
-    scale: float | None
+    logits: LogitOptions = struct.field(pytree_node=False, default=LogitOptions())
 
 
 # Logical axis -> mesh axis. Axes that are not named here are replicated.
@@ -79,47 +68,33 @@ def declare(config: ModelConfig) -> Params:
     vocab = TensorSpec((config.vocab_size, config.hidden_size), ("vocab", "embed"), 0.02)
     return Params(
         embedding=vocab,
-        layers=tuple(_declare_group(config, n) for n in config.layer_groups),
+        layers=tuple(_declare_stack(stack, config.hidden_size) for stack in config.stacks),
         final_norm=TensorSpec((config.hidden_size,), ("embed",), None),
         unembedding=None if config.has_tied_embeddings else vocab,
+        logits=LogitOptions(config.logit_scale, config.logit_softcap),
     )
 
 
-def _declare_group(config: ModelConfig, n: int) -> LayerParams:
-    sizes = {
-        "layers": n,
-        "embed": config.hidden_size,
-        "mlp": config.intermediate_size,
-        "heads": config.num_heads,
-        "kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-    }
+def _declare_stack(stack: LayerStack, hidden_size: int) -> LayerParams:
+    layer = stack.layer
 
-    def spec(*axes: str, scale: float | None = 0.02) -> TensorSpec:
-        axes = ("layers", *axes)
-        return TensorSpec(tuple(sizes[a] for a in axes), axes, scale)
+    def spec(sizes: tuple[int, ...], axes: tuple[str, ...], scale: float | None = 0.02) -> TensorSpec:
+        return TensorSpec((stack.num_layers, *sizes), ("layers", *axes), scale)
 
-    tensors = {
-        "attention_norm": spec("embed", scale=None),
-        "q": spec("heads", "head_dim", "embed"),
-        "k": spec("kv_heads", "head_dim", "embed"),
-        "v": spec("kv_heads", "head_dim", "embed"),
-        "o": spec("embed", "heads", "head_dim"),
-        "mlp_norm": spec("embed", scale=None),
-        "gate": spec("mlp", "embed"),
-        "up": spec("mlp", "embed"),
-        "down": spec("embed", "mlp"),
-    }
-    if config.has_qkv_bias:
-        tensors |= {"q_bias": spec("heads", "head_dim")}
-        tensors |= {name: spec("kv_heads", "head_dim") for name in ("k_bias", "v_bias")}
-    if config.has_output_bias:
-        tensors |= {"o_bias": spec("embed")}
-    if config.has_qk_norm:
-        tensors |= {name: spec("head_dim", scale=None) for name in ("q_norm", "k_norm")}
-    if config.has_mlp_bias:
-        tensors |= {"gate_bias": spec("mlp"), "up_bias": spec("mlp"), "down_bias": spec("embed")}
-    return LayerParams(**tensors)
+    norm = spec((hidden_size,), ("embed",), None)
+    pre, post = norm if layer.has_pre_norms else None, norm if layer.has_post_norms else None
+    return LayerParams(
+        mixer=declare_attention(layer.mixer, hidden_size, spec),
+        feed_forward=_declare_feed_forward(layer.feed_forward, hidden_size, spec),
+        mixer_norm=pre,
+        mixer_post_norm=post,
+        feed_forward_norm=pre,
+        feed_forward_post_norm=post,
+    )
+
+
+def _declare_feed_forward(config: MLP | MoE, hidden_size: int, spec: MakeSpec) -> MLPParams | MoEParams:
+    return declare_moe(config, hidden_size, spec) if isinstance(config, MoE) else declare_mlp(config, hidden_size, spec)
 
 
 def _is_spec(node: Any) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import tree_map_with_path
 
-from jaxinfer.model.params import LayerParams, Params
+from jaxinfer.model.params import Params
 from jaxinfer.quantization.quantized_array import NUM_INPUT_AXES, QuantizedArray, quantize
 
 
@@ -32,9 +32,8 @@ def quantized_shardings(placement: Params) -> Params:
 
 
 def _replace_weights(params: Params, change: Callable[[Any, int], QuantizedArray]) -> Params:
-    def change_layers(layers: LayerParams) -> LayerParams:
-        axes = {name: n for name, n in NUM_INPUT_AXES.items() if name != "unembedding"}
-        return replace(layers, **{name: change(getattr(layers, name), n) for name, n in axes.items()})
+    def change_weight(path: tuple[Any, ...], w: Any) -> Any:
+        num_input_axes = NUM_INPUT_AXES.get(path[-1].name)
+        return w if num_input_axes is None else change(w, num_input_axes)
 
-    unembedding = None if params.unembedding is None else change(params.unembedding, NUM_INPUT_AXES["unembedding"])
-    return replace(params, layers=tuple(map(change_layers, params.layers)), unembedding=unembedding)
+    return tree_map_with_path(change_weight, params)

@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxinfer.config import ModelConfig
-from jaxinfer.model.decoder import mlp, project_qkv, unembed
-from jaxinfer.model.layers import linear, rms_norm, rotary_angles
+from jaxinfer.model.attention import project_qkv
+from jaxinfer.model.config import ModelConfig
+from jaxinfer.model.decoder import feed_forward, unembed
+from jaxinfer.model.layers import linear, rms_norm
 from jaxinfer.model.params import LayerParams, Params
+from jaxinfer.model.rope import rotary_angles
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.sample import best_tokens
 from jaxinfer.steps.medusa import Paths, States, at_paths, num_ranks
@@ -64,7 +66,8 @@ class EagleHead:
         B, W, _ = states.hidden.shape
         num_drafts = max(map(len, paths))
         slots = W + num_drafts - 1
-        shape = (B, slots, self.config.num_kv_heads, self.config.head_dim)
+        attention = self.config.layers[0].mixer
+        shape = (B, slots, attention.num_kv_heads, attention.head_dim)
         cache = jnp.zeros(shape, states.hidden.dtype), jnp.zeros(shape, states.hidden.dtype)
         num_real = (states.num_known > 0).sum()
         is_known = jnp.arange(slots)[None] >= W - states.num_known[:, None]
@@ -90,24 +93,26 @@ class EagleHead:
     ) -> tuple[jax.Array, Cache]:
         """Returns the state [B, D] after the last of the inputs x [B, n, D], which take the slots from `first` on."""
         B, n, D = x.shape
-        h = rms_norm(x.reshape(B * n, D), self.layer.attention_norm, epsilon=self.config.norm_epsilon)
-        angles = rotary_angles(jnp.tile(first + jnp.arange(n), B), self.config)
-        q, k, v = project_qkv(self.layer, h, angles, jnp.asarray(B * n), config=self.config)
+        layer, norm = self.config.layers[0], self.config.norm
+        attention = layer.mixer
+        assert attention.rope is not None
+        h = rms_norm(x.reshape(B * n, D), self.layer.mixer_norm, norm)
+        angles = rotary_angles(jnp.tile(first + jnp.arange(n), B), attention.rope)
+        q, k, v = project_qkv(self.layer.mixer, h, angles, jnp.asarray(B * n), config=attention, norm=norm)
         keys, values = (
             jax.lax.dynamic_update_slice(of, new.reshape(B, n, *new.shape[1:]), (0, first, 0, 0))
             for of, new in zip(cache, (k, v), strict=True)
         )
         is_seen = is_known & (jnp.arange(is_known.shape[1]) < first + n)[None]
         attended = attend(q.reshape(B, n, *q.shape[1:])[:, -1], keys, values, is_seen)
-        x = x[:, -1] + linear(attended, self.layer.o, None, num_real)
-        h = rms_norm(x, self.layer.mlp_norm, epsilon=self.config.norm_epsilon)
-        x = x + mlp(self.layer, h, num_real)
-        return rms_norm(x, self.final_norm, epsilon=self.config.norm_epsilon), (keys, values)
+        x = x[:, -1] + linear(attended, self.layer.mixer.o, None, num_real)
+        x = feed_forward(self.layer, x, num_real, layer=layer)
+        return rms_norm(x, self.final_norm, norm), (keys, values)
 
     def _inputs(self, params: Params, hidden: jax.Array, tokens: jax.Array) -> jax.Array:
         embedded = params.embedding[tokens].astype(hidden.dtype)
-        embedded = rms_norm(embedded, self.embedding_norm, epsilon=self.config.norm_epsilon)
-        hidden = rms_norm(hidden, self.hidden_norm, epsilon=self.config.norm_epsilon)
+        embedded = rms_norm(embedded, self.embedding_norm, self.config.norm)
+        hidden = rms_norm(hidden, self.hidden_norm, self.config.norm)
         return linear(jnp.concatenate([embedded, hidden], axis=-1), self.input)
 
 

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxinfer.config import ModelConfig
 from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput, last_places, next_batch, num_evicted_tokens
 from jaxinfer.model.cache import KVCache, read_tokens
+from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.decoder import forward, unembed
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.batch import SamplingBatch

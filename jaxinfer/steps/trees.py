@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxinfer.config import ModelConfig
 from jaxinfer.model.batch import PADDING_SLOT, Batch, StepOutput, VerifyOutput
 from jaxinfer.model.cache import KVCache, move_tokens
+from jaxinfer.model.config import ModelConfig
 from jaxinfer.sampling.processors import Context
 from jaxinfer.steps.verify import rows_of_tokens
 

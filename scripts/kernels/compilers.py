@@ -55,16 +55,17 @@ def step_case(
     """
     import jax
 
-    from jaxinfer.config import CacheConfig, ModelConfig
+    from jaxinfer.config import CacheConfig
     from jaxinfer.model.batch import make_batch
     from jaxinfer.model.cache import abstract_cache, cache_shardings
+    from jaxinfer.model.config import uniform_decoder
     from jaxinfer.model.params import abstract_params, shardings
     from jaxinfer.model.quantized_params import quantized_shardings
     from jaxinfer.quantization import quantize_weight
     from jaxinfer.sampling.batch import make_sampling
     from jaxinfer.steps import steps
 
-    config = ModelConfig(
+    config = uniform_decoder(
         vocab_size=128256,
         hidden_size=4096,
         intermediate_size=14336,

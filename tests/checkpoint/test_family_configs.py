@@ -8,7 +8,7 @@ import pytest
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxinfer.checkpoint.families import family_of
-from jaxinfer.config import RopeScaling
+from jaxinfer.model.rope import RopeScaling
 from tests.oracles import CONFIGS, FAMILY_SIZES, SIZES, random_config
 
 LLAMA3 = {

@@ -16,12 +16,13 @@ import pytest
 
 from jaxinfer.checkpoint.huggingface import load_params, read_config
 from jaxinfer.checkpoint.orbax import read_saved_config, restore_params, save_params
-from jaxinfer.config import ModelConfig, RopeScaling
+from jaxinfer.model.config import uniform_decoder
 from jaxinfer.model.params import abstract_params, shardings
+from jaxinfer.model.rope import RopeScaling
 from tests.oracles import save_random_checkpoint
 
 ROOT = Path(__file__).parents[2]
-CONFIG = ModelConfig(
+CONFIG = uniform_decoder(
     vocab_size=16,
     hidden_size=8,
     intermediate_size=16,
@@ -105,7 +106,7 @@ def test_parameters_saved_from_four_devices_are_restored_where_there_are_fewer(o
 def test_placement_for_other_layer_groups_is_refused(saved):
     path, _ = saved
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("model",))
-    placement = shardings(dataclasses.replace(CONFIG, layer_groups=(3,)), mesh)
+    placement = shardings(CONFIG.regrouped((3,)), mesh)
     with pytest.raises(ValueError, match=r"saved with layer_groups=\(1, 2\); build it from read_saved_config"):
         restore_params(path, placement=placement)
 

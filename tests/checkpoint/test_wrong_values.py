@@ -15,8 +15,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from jaxinfer.checkpoint import load_params, read_config, read_eos_token_ids
 from jaxinfer.checkpoint.draft_heads import DESCRIPTION, FURTHER, SHAPES, TENSORS, load_draft_heads
 from jaxinfer.checkpoint.safetensors_file import read_header
-from jaxinfer.config import ModelConfig
 from jaxinfer.engine.speculation.load import drafter_of
+from jaxinfer.model.config import ModelConfig
 from jaxinfer.text.tokenizer import Tokenizer
 from tests.oracles import FAMILY_SIZES, SIZES, save_random_checkpoint
 

@@ -14,7 +14,7 @@ from hypothesis import given
 
 import jaxinfer
 from jaxinfer.checkpoint import load_checkpoint
-from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig, RopeScaling, SamplingParams
+from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
 from jaxinfer.engine import assembly
 from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.llm import LLM
@@ -23,7 +23,9 @@ from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.engine.scheduling.drafts import DraftTree
 from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.model.cache import init_cache
+from jaxinfer.model.config import ModelConfig, uniform_decoder
 from jaxinfer.model.params import abstract_params
+from jaxinfer.model.rope import RopeScaling
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps.steps import decode_step, prefill_step
 from tests.engine.engines import GREEDY, drain, num_owned_pages
@@ -233,7 +235,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "make_batch": BATCH,
     "make_sampling": SAMPLING,
-    "init_cache": {"config": ModelConfig(**MODEL), "cache_config": CACHE, "layout": None},
+    "init_cache": {"config": uniform_decoder(**MODEL), "cache_config": CACHE, "layout": None},
     "load_checkpoint": {"dtype": None, "first_layers": None, "quantization": None, "show_progress": False},
 }
 
@@ -274,7 +276,7 @@ STEPS = (prefill_step, decode_step)
 
 @pytest.mark.parametrize("step", STEPS, ids=["prefill_step", "decode_step"])
 def test_steps(step):
-    config = ModelConfig(**MODEL)
+    config = uniform_decoder(**MODEL)
     own: dict[str, Any] = {
         "params": abstract_params(config, "float32"),
         "cache": jax.eval_shape(lambda: init_cache(config, CACHE)),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.config import CacheConfig, ModelConfig
+from jaxinfer.config import CacheConfig
 from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.model.cache import (
     abstract_cache,
@@ -22,12 +22,13 @@ from jaxinfer.model.cache import (
     page_bytes,
     turn_pages,
 )
+from jaxinfer.model.config import uniform_decoder
 from kernels_pallas.paged_attention import paged_attention
 from kernels_pallas.paged_attention.layout import read_pages
 from tests.unoptimised import UNOPTIMISED
 
 K, H, S, P = 2, 16, 16, 3
-CONFIG = ModelConfig(
+CONFIG = uniform_decoder(
     vocab_size=2,
     hidden_size=2,
     intermediate_size=2,
@@ -157,7 +158,7 @@ def test_an_initial_cache_has_the_abstract_shapes_and_no_nan():
 
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), cache)
     assert shapes == abstract_cache(CONFIG, CACHE)
-    assert [group.num_pages for group in cache.groups] == [1 * P, 4 * P]
+    assert [group.num_pages for group in cache.pools] == [1 * P, 4 * P]
     assert all(np.isfinite(pool).all() for pool in jax.tree.leaves(cache))
 
 
@@ -182,7 +183,7 @@ def numbered_cache(num_pages, layout, dtype="float32"):
 
 def pages_of(cache, num_pages) -> dict[Any, list[np.ndarray]]:
     """All numbers by layer and page: what `layer_offset` says is there."""
-    pools = zip(cache.groups, CONFIG.layer_groups, strict=True)
+    pools = zip(cache.pools, CONFIG.layer_groups, strict=True)
     tokens: dict[Any, list[np.ndarray]] = {
         ("tokens", 0, page): [np.asarray(cache.tokens)[page]] for page in range(num_pages)
     }
@@ -250,7 +251,7 @@ def test_turned_pages_have_the_keys_of_later_positions_and_nothing_else_changes(
 
     rotated = turn(cache, np.array(sources), np.array(targets), 48)
 
-    for before, after, n in zip(cache.groups, rotated.groups, CONFIG.layer_groups, strict=True):
+    for before, after, n in zip(cache.pools, rotated.pools, CONFIG.layer_groups, strict=True):
         (keys, values), (new_keys, new_values) = keys_and_values(before, n), keys_and_values(after, n)
         pairs = (keys[..., : H // 2] + 1j * keys[..., H // 2 :])[:, [4, 1]] * turns
         expected = np.concatenate([pairs.real, pairs.imag], axis=-1)

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from jaxinfer.checkpoint import load_params, read_config
-from jaxinfer.config import CacheConfig, ModelConfig
+from jaxinfer.config import CacheConfig
 from jaxinfer.model.batch import make_batch
 from jaxinfer.model.cache import abstract_cache
+from jaxinfer.model.config import uniform_decoder
 from jaxinfer.model.decoder import forward, unembed
 from jaxinfer.model.params import Params, abstract_params
 from tests.oracles import load_reference, reference_logits, save_random_checkpoint
@@ -125,19 +126,19 @@ def test_logits_are_those_of_transformers_for_any_split(case, split):
 
 @pytest.mark.parametrize("groups", [(1, 1, 1), (1, 2)], ids=str)
 def test_logits_are_the_same_bits_for_any_layer_groups(groups):
-    config = ModelConfig(**GROUPED)
+    config = uniform_decoder(**GROUPED)
     params = lively_params(config)
     sequences = [np.arange(length) for length in LENGTHS]
     expected = replay(params, sequences, SPLITS["chunks"], config=config, shape=SHAPE)
 
-    regrouped = dataclasses.replace(config, layer_groups=groups)
+    regrouped = config.regrouped(groups)
     logits = replay(regroup(params, groups), sequences, SPLITS["chunks"], config=regrouped, shape=SHAPE)
 
     np.testing.assert_array_equal(np.concatenate(logits), np.concatenate(expected))
 
 
 def test_a_tied_embedding_serves_for_both_ends():
-    config = ModelConfig(**GROUPED, has_tied_embeddings=True)
+    config = uniform_decoder(**GROUPED, has_tied_embeddings=True)
     params, hidden = lively_params(config), jnp.asarray(np.eye(2, GROUPED["hidden_size"], dtype=np.float32))
 
     logits = jax.jit(unembed)(params, hidden, 2)
@@ -146,7 +147,7 @@ def test_a_tied_embedding_serves_for_both_ends():
 
 
 def test_a_kernel_named_in_vain_is_refused():
-    config = ModelConfig(**GROUPED)
+    config = uniform_decoder(**GROUPED)
     cache = abstract_cache(config, CacheConfig(num_pages=1, page_size=16))
     batch = make_batch([], page_size=16, num_tokens=2, num_rows=2, table_width=1)
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxinfer.config import ModelConfig
+from jaxinfer.model.config import uniform_decoder
 from tests.kernels.paged_attention.heads_and_pages import ALL_HEADS_AND_PAGES, SOME_HEADS_AND_PAGES
 from tests.replay import lively_params, replay
 
@@ -36,7 +36,7 @@ LAYOUTS = {
 def model(layout):
     """A random model with 16 sequences, and the logits of the first computed alone, all at once."""
     sizes, page_size, switches = LAYOUTS[layout]
-    config = ModelConfig(**dict(zip(SIZES, sizes, strict=True)), num_layers=2, max_position=LENGTH, **switches)
+    config = uniform_decoder(**dict(zip(SIZES, sizes, strict=True)), num_layers=2, max_position=LENGTH, **switches)
     sequences = np.random.default_rng(1).integers(0, config.vocab_size, (16, LENGTH), dtype=np.int32)
     run = functools.partial(replay, lively_params(config), list(sequences), config=config, page_size=page_size)
     expected = run([[(0, LENGTH)]], shape=(LENGTH, 2))[0]
@@ -111,7 +111,7 @@ SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "vocab_size
 def check_model(head_dim, group, page_size, num_drafts):
     """Judges a random model of two layers, its first sequence in any chunks, beside 40 others and verified."""
     heads = {"num_heads": 2 * group, "num_kv_heads": 2, "head_dim": head_dim}
-    config = ModelConfig(**SMALL, **heads, max_position=MANY_PAGES)
+    config = uniform_decoder(**SMALL, **heads, max_position=MANY_PAGES)
     sequences = np.random.default_rng(1).integers(0, config.vocab_size, (41, MANY_PAGES), dtype=np.int32)
     run = functools.partial(replay, lively_params(config), list(sequences), config=config, page_size=page_size)
     expected = run([[(0, MANY_PAGES)]], shape=(MANY_PAGES, 8))[0]

@@ -11,7 +11,7 @@ import pytest
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from jaxinfer.config import ModelConfig, RopeScaling
+from jaxinfer.model.config import uniform_decoder
 from jaxinfer.model.layers import (
     linear,
     product,
@@ -22,6 +22,7 @@ from jaxinfer.model.layers import (
     swiglu,
     turning_angles,
 )
+from jaxinfer.model.rope import RopeScaling
 from kernels_pallas.row_sum import row_sum
 
 jit_linear = jax.jit(linear)
@@ -37,7 +38,7 @@ def normal(*shape):
 
 
 def rope_config(head_dim=64, theta=10_000.0, scaling=None):
-    return ModelConfig(
+    return uniform_decoder(
         vocab_size=2,
         hidden_size=2,
         intermediate_size=2,

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jaxinfer.config import ModelConfig
+from jaxinfer.model.config import uniform_decoder
 from jaxinfer.model.params import TensorSpec, abstract_params, declare, init_params, shardings
 from tests.unoptimised import UNOPTIMISED
 
-CONFIG = ModelConfig(
+CONFIG = uniform_decoder(
     vocab_size=128,
     hidden_size=24,
     intermediate_size=40,
@@ -80,7 +80,7 @@ def test_a_switch_adds_its_tensors_and_no_others(switch):
 
 @pytest.mark.parametrize("groups", [(3,), (1, 1, 1), (2, 1)])
 def test_layers_are_stacked_by_group(groups):
-    params = abstract_params(dataclasses.replace(CONFIG, layer_groups=groups), jnp.float32)
+    params = abstract_params(CONFIG.regrouped(groups), jnp.float32)
 
     assert tuple(layers.q.shape[0] for layers in params.layers) == groups
 
@@ -104,7 +104,7 @@ def test_a_random_start_matches_the_abstract_tree(config, dtype):
 def test_a_random_start_has_the_declared_scales_and_no_tensor_twice():
     # Equal sizes everywhere: few shapes to compile, and tensors that could be mistaken for each other.
     sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"), 16)
-    config = ModelConfig(**sizes, num_layers=2, head_dim=16, max_position=64, has_qkv_bias=True)
+    config = uniform_decoder(**sizes, num_layers=2, head_dim=16, max_position=64, has_qkv_bias=True)
 
     init = jax.jit(init_params, static_argnames="config", compiler_options=UNOPTIMISED)
     leaves = jax.tree.leaves(init(jax.random.key(0), config))

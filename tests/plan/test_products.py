@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from jax.extend.core import ClosedJaxpr
 
-from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
+from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.engine.execution.step_compiler import StepCompiler
 from jaxinfer.engine.execution.warm_up import plan_target
 from jaxinfer.model.batch import make_batch
 from jaxinfer.model.cache import abstract_cache
+from jaxinfer.model.config import uniform_decoder
 from jaxinfer.model.params import LayerParams, abstract_params
 from jaxinfer.model.quantized_params import quantize_params
 from jaxinfer.plan.products import ProductShape, other_float_sums, product_shapes
@@ -114,7 +115,7 @@ CASES = [("groups of three", engine) for engine in ENGINES] + [(model, "trees") 
 
 
 def model_config(model, vocab_size):
-    return ModelConfig(vocab_size=vocab_size, **SIZES, **MODELS[model])
+    return uniform_decoder(vocab_size=vocab_size, **SIZES, **MODELS[model])
 
 
 def step_traces(model, engine, vocab_size) -> dict[str, ClosedJaxpr]:

@@ -83,7 +83,7 @@ def exit_drafts(output, cache, sampling):
     rows = [Row([token], len(CONTEXT), [i]) for i, token in enumerate(output.tokens.tolist())]
     batch = make_batch(rows, page_size=16, num_tokens=MANY, num_rows=MANY, table_width=1)
     counts = np.full(MANY, NUM_DRAFTS, np.int32)
-    return from_exit(first, dataclasses.replace(cache, groups=cache.groups[:1]), batch, sampling, counts)[0]
+    return from_exit(first, dataclasses.replace(cache, pools=cache.pools[:1]), batch, sampling, counts)[0]
 
 
 def drafts_of(heads, output, sampling, paths=CHAIN):

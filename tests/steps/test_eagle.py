@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.config import ModelConfig, SamplingParams
+from jaxinfer.config import SamplingParams
+from jaxinfer.model.config import ModelConfig, uniform_decoder
 from jaxinfer.model.params import LayerParams
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps.eagle import EagleHead
@@ -21,7 +22,7 @@ from tests.unoptimised import UNOPTIMISED
 W, DEPTH = 4, 3
 PATHS = ((0,), (1,), (0, 0), (0, 0, 0), (0, 1), (2,))
 draft = jax.jit(functools.partial(draft_from_states, paths=PATHS), compiler_options=UNOPTIMISED)
-CONFIG = ModelConfig(
+CONFIG = uniform_decoder(
     vocab_size=SMALL_MODEL.vocab_size,
     hidden_size=SMALL_MODEL.hidden_size,
     intermediate_size=24,

@@ -139,7 +139,7 @@ def test_the_cache_is_left_as_decoding_leaves_it(name):
         positions = np.arange(len(prompt) - 1 + count)
         slots = np.array(pages)[positions // 16] * 16 + positions % 16
         np.testing.assert_array_equal(cache.tokens.reshape(-1)[slots], expected.tokens.reshape(-1)[slots])
-        for layers, pool, other in zip(CONFIG.layer_groups, cache.groups, expected.groups, strict=True):
+        for layers, pool, other in zip(CONFIG.layer_groups, cache.pools, expected.pools, strict=True):
             for layer in range(layers):
                 at = slots + layer * cache.tokens.size
                 for x, y in zip(gather_tokens(pool, at), gather_tokens(other, at), strict=True):

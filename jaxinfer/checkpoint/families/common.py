@@ -8,10 +8,23 @@ from typing import Any
 
 from jaxinfer.checkpoint.families.fields import is_enabled, require_number, require_size
 from jaxinfer.checkpoint.families.rope import translate_rope
-from jaxinfer.config import ModelConfig
+from jaxinfer.model.config import ModelConfig
 
-# Stored name, `{layer}` standing for the layer's number -> (path in `Params`, pattern, stored to ours).
-WeightTable = Mapping[str, tuple[str, str]]
+# (path in `Params`, einops pattern from the stored axes to ours)
+Target = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The targets of a stored tensor that holds several of ours along one of its axes."""
+
+    targets: tuple[Target, ...]  # in the order in which they lie there
+    axis: int = 0
+    is_interleaved: bool = False  # entry i along the axis belongs to target i % len(targets)
+
+
+# Stored name -> its targets. `{layer}` and `{expert}` in a name stand for their numbers.
+WeightTable = Mapping[str, Target | Fused]
 
 
 @dataclass(frozen=True)
@@ -39,7 +52,7 @@ _HONOURED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 def translate_common(hf: Mapping[str, Any], *, architecture: str, max_position: int) -> dict[str, Any]:
-    """Returns the `ModelConfig` arguments that all families take from the same keys.
+    """Returns the arguments of `uniform_decoder` that all families take from the same keys.
 
     `architecture` is the one task head that is run; `max_position` the family's default. What is absent gets
     the default of transformers; a setting that would change the result and is not implemented is a

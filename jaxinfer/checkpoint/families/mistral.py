@@ -9,12 +9,12 @@ from jaxinfer.checkpoint.families import llama
 from jaxinfer.checkpoint.families.common import Family, translate_common
 from jaxinfer.checkpoint.families.fields import divided_head_dim, num_kv_heads
 from jaxinfer.checkpoint.families.window import stated_window
-from jaxinfer.config import ModelConfig
+from jaxinfer.model.config import ModelConfig, uniform_decoder
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translates config.json; what is absent gets the default of transformers' MistralConfig."""
-    return ModelConfig(
+    return uniform_decoder(
         **translate_common(hf, architecture="MistralForCausalLM", max_position=131072),
         num_kv_heads=num_kv_heads(hf, default=8),
         head_dim=divided_head_dim(hf),

@@ -9,19 +9,19 @@ from jaxinfer.checkpoint.families import llama
 from jaxinfer.checkpoint.families.common import Family, WeightTable, translate_common
 from jaxinfer.checkpoint.families.fields import is_enabled, num_kv_heads, stated_head_dim
 from jaxinfer.checkpoint.families.window import switched_window
-from jaxinfer.config import ModelConfig
+from jaxinfer.model.config import ModelConfig, uniform_decoder
 
 WEIGHTS: WeightTable = {
     **llama.WEIGHTS,
-    "model.layers.{layer}.self_attn.q_norm.weight": ("layers.q_norm", "H -> H"),
-    "model.layers.{layer}.self_attn.k_norm.weight": ("layers.k_norm", "H -> H"),
+    "model.layers.{layer}.self_attn.q_norm.weight": ("layers.mixer.q_norm", "H -> H"),
+    "model.layers.{layer}.self_attn.k_norm.weight": ("layers.mixer.k_norm", "H -> H"),
 }
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translates config.json; what is absent gets the default of transformers' Qwen3Config."""
     has_attention_bias = is_enabled(hf, "attention_bias")
-    return ModelConfig(
+    return uniform_decoder(
         **translate_common(hf, architecture="Qwen3ForCausalLM", max_position=32768),
         num_kv_heads=num_kv_heads(hf, default=32),
         # Not the hidden size shared out among the heads: Qwen3-4B has 2560 / 32 = 80 but heads of 128.

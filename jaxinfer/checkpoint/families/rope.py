@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxinfer.checkpoint.families.fields import is_enabled, number_or_default, require_number, require_size
-from jaxinfer.config import RopeScaling
+from jaxinfer.model.rope import RopeScaling
 
 DEFAULT_THETA = 10_000.0
 

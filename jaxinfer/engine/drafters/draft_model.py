@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.config import CacheConfig, ModelConfig
+from jaxinfer.config import CacheConfig
 from jaxinfer.engine.execution.batch_builder import sampling_of_requests
 from jaxinfer.engine.execution.engine_model import DeviceDrafter, EngineModel, LendCache
 from jaxinfer.engine.execution.executable_cache import compile_or_load
@@ -24,6 +24,7 @@ from jaxinfer.engine.request.page_keys import num_equal
 from jaxinfer.engine.request.request import Request
 from jaxinfer.model.batch import Row, lay_out_batch, padded
 from jaxinfer.model.cache import KVCache, abstract_cache, init_cache, page_bytes
+from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
 from jaxinfer.plan.memory import num_bytes, step_bytes
 from jaxinfer.steps.steps import draft_step

@@ -49,11 +49,10 @@ class ExitDrafter(StepDrafter):
                 f"the early exit is after layer {self._num_layers}, but the target's groups of layers end after {ends};"
                 " an exit is after one of them, before the last"
             )
-        self._num_groups = ends.index(self._num_layers) + 1
-        layers = target.params.layers[: self._num_groups]
+        first = replace(config, groups=config.groups[: ends.index(self._num_layers) + 1])
+        self._num_stacks = len(first.stacks)
+        layers = target.params.layers[: self._num_stacks]
         params = replace(target.params, layers=layers, final_norm=self._norm, lens=self._lens)
-        groups = config.layer_groups[: self._num_groups]
-        first = replace(config, num_layers=self._num_layers, layer_groups=groups)
         self._steps = DraftSteps(params, first, target, [(rows, rows) for rows in decode_sizes(target.engine_config)])
         return target.engine_config.max_drafts
 
@@ -70,9 +69,9 @@ class ExitDrafter(StepDrafter):
         num_rows = fitting_size((rows for rows, _ in self._steps.shapes), len(chosen))
 
         def compute(cache: KVCache) -> tuple[list[list[int]], KVCache]:
-            first = replace(cache, groups=cache.groups[: self._num_groups])
+            first = replace(cache, pools=cache.pools[: self._num_stacks])
             tokens, first = self._steps.run((num_rows, num_rows), first, rows, chosen, [counts[i] for i in order])
-            return tokens, replace(first, groups=first.groups + cache.groups[self._num_groups :])
+            return tokens, replace(first, pools=first.pools + cache.pools[self._num_stacks :])
 
         for i, tokens in zip(order, self._lend_cache(compute), strict=True):
             drafts[i] = tokens

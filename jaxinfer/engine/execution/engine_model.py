@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
+from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.drafts import Drafts
 from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.scheduling.step_results import SampledToken
 from jaxinfer.model.cache import KVCache
+from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.processors import LogitsProcessor
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
+from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.device import CPU_CACHE_BYTES, free_bytes
 from jaxinfer.engine.execution.engine_model import DeviceDrafter
 from jaxinfer.engine.execution.step_shapes import max_batched_tokens
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow, endless_window, sliding_attention_window
 from jaxinfer.model.cache import page_bytes
+from jaxinfer.model.config import ModelConfig
 
 
 def plan_window(

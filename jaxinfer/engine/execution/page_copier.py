@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from jaxinfer.config import ModelConfig
 from jaxinfer.engine.execution.executable_cache import compile_or_load
 from jaxinfer.engine.execution.step_shapes import fitting_size
 from jaxinfer.engine.kv_cache.page_transfers import Content
 from jaxinfer.model.cache import KVCache, PageBundle, extract_pages, insert_pages, turn_pages
+from jaxinfer.model.config import ModelConfig
 from jaxinfer.plan.memory import step_bytes
 
 NO_PAGE = 2**30  # padding id past every pool: reads give zeros, writes are dropped

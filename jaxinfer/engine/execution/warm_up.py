@@ -9,7 +9,7 @@ from functools import partial
 
 import jax
 
-from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
+from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.engine.execution.compiled_steps import CompiledSteps
 from jaxinfer.engine.execution.engine_model import EngineModel, PreparesDrafts
 from jaxinfer.engine.execution.memory_plan import bytes_of_page, plan_cache, plan_limit, resolve_max_model_len
@@ -17,6 +17,7 @@ from jaxinfer.engine.execution.page_copier import PageCopier
 from jaxinfer.engine.execution.step_compiler import StepCompiler
 from jaxinfer.engine.execution.step_shapes import Bucket
 from jaxinfer.model.cache import abstract_cache
+from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
 from jaxinfer.plan.memory import MemoryPlan, fit_pages, num_bytes
 from jaxinfer.sampling.processors import LogitsProcessor

@@ -11,10 +11,11 @@ from itertools import chain
 from numbers import Integral
 from typing import Any, TypedDict, cast, get_args
 
-from jaxinfer.config import MAX_SEED, CacheConfig, EngineConfig, ModelConfig, SamplingParams
+from jaxinfer.config import MAX_SEED, CacheConfig, EngineConfig, SamplingParams
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow, window_for
 from jaxinfer.engine.request.page_keys import PageKeys, root_key
 from jaxinfer.engine.request.request import Priority, Request, SharedPrompt
+from jaxinfer.model.config import ModelConfig
 from jaxinfer.text.grammar import GrammarCompiler
 from jaxinfer.text.tokenizer import Detokenizer, Tokenizer
 from jaxinfer.validation import MAX_FLOAT, MAX_INT, as_float, as_items, as_tuple, is_real, require, shown

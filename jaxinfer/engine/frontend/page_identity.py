@@ -9,9 +9,10 @@ import jax
 
 from jaxinfer._version import __version__
 from jaxinfer.checkpoint.fingerprint import fingerprint
-from jaxinfer.config import CacheConfig, EngineConfig, ModelConfig
+from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.device import describe_cpu
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow
+from jaxinfer.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from jaxinfer.engine.frontend.admission import Admission

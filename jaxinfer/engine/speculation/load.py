@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jaxinfer.checkpoint import load_checkpoint
 from jaxinfer.checkpoint.draft_heads import DraftHeads, has_draft_heads, load_draft_heads
-from jaxinfer.config import EngineConfig, ModelConfig
+from jaxinfer.config import EngineConfig
 from jaxinfer.engine.drafters.draft_heads import HeadDrafter
 from jaxinfer.engine.drafters.draft_model import DraftModel
 from jaxinfer.engine.drafters.drafters import DRAFTERS, Drafter, NgramDrafter, make_drafter
@@ -14,6 +14,9 @@ from jaxinfer.engine.drafters.early_exit import ExitDrafter
 from jaxinfer.engine.execution.step_shapes import max_verified_tokens, plan_buckets
 from jaxinfer.engine.speculation.speculation import Speculation
 from jaxinfer.engine.speculation.step_times import StepTimeTable
+from jaxinfer.model.attention import AttentionParams
+from jaxinfer.model.config import ModelConfig, uniform_decoder
+from jaxinfer.model.mlp import MLPParams
 from jaxinfer.model.params import LayerParams, Params
 from jaxinfer.steps.eagle import EagleHead
 from jaxinfer.steps.medusa import MedusaHeads, Paths
@@ -83,5 +86,8 @@ def _eagle_head(heads: DraftHeads) -> EagleHead:
     numbers, layer = dict(heads.numbers), dict(heads.tensors)
     own = {name: layer.pop(name) for name in ("embedding_norm", "hidden_norm", "input", "final_norm")}
     window = int(numbers.pop("window"))
-    config = ModelConfig(num_layers=1, max_position=2 * window, **numbers)  # a single layer uses neither
-    return EagleHead(layer=LayerParams(**layer), config=config, window=window, **own)
+    config = uniform_decoder(num_layers=1, max_position=2 * window, **numbers)
+    attention = AttentionParams(**{name: layer[name] for name in "qkvo"})
+    mlp = MLPParams(**{name: layer[name] for name in ("gate", "up", "down")})
+    norms = {"mixer_norm": layer["attention_norm"], "feed_forward_norm": layer["mlp_norm"]}
+    return EagleHead(layer=LayerParams(attention, mlp, **norms), config=config, window=window, **own)

@@ -118,7 +118,7 @@ class Speculation:
         """Compiles the drafter's steps for this target. Called again if the cache size changes."""
         self.proposer.vocab_size = target.model_config.vocab_size
         self.proposer.takes_trees = target.engine_config.draft_trees
-        window, num_tokens = target.model_config.sliding_window, 1 + target.engine_config.max_drafts
+        window, num_tokens = target.model_config.smallest_window, 1 + target.engine_config.max_drafts
         if self.proposer.takes_trees and window is not None and window < num_tokens:
             raise ValueError(
                 f"draft_trees=True lets a draft see all that it follows, and this model's sliding_window={window} is"

@@ -1,0 +1,169 @@
+"""Attention over paged keys and values: its description, tensors and function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import struct
+from jax.sharding import Mesh
+
+from jaxinfer.model.batch import Batch
+from jaxinfer.model.layers import MakeSpec, Norm, TensorSpec, linear, rms_norm
+from jaxinfer.model.rope import Rope, rotary_embedding
+from jaxinfer.validation import is_int, require, require_bool, require_int, require_positive
+from kernels_pallas.paged_attention import Pages, paged_attention
+
+Angles = tuple[jax.Array, jax.Array]  # cosine and sine f32[T, 1, R/2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Grouped-query attention (Ainslie et al. 2023) of N query heads over K heads of keys and values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope | None = None  # None: the layer knows no positions, only their order
+    window: int | None = None  # tokens that a token attends to, itself included; None: all
+    scale: float | None = None  # of scores; None: 1 / sqrt(head_dim)
+    softcap: float | None = None  # bounds scores by softcap * tanh(score / softcap)
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    qk_norm: str | None = None  # of queries and keys before rotation: "head", over each head, or "all", over all heads
+    has_sinks: bool = False  # a learned score per head that takes part in the softmax without a value
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads"):
+            require_int(name, getattr(self, name), 1)
+        is_even = is_int(self.head_dim) and self.head_dim > 0 and self.head_dim % 2 == 0
+        require(is_even, "head_dim", self.head_dim, "a positive even integer (rotary embedding turns pairs)")
+        is_multiple = f"a multiple of num_kv_heads={self.num_kv_heads}"
+        require(self.num_heads % self.num_kv_heads == 0, "num_heads", self.num_heads, is_multiple)
+        require(self.rope is None or isinstance(self.rope, Rope), "rope", self.rope, "a Rope or None")
+        if self.window is not None:
+            require_int("sliding_window", self.window, 1)
+        for name in ("scale", "softcap"):
+            if getattr(self, name) is not None:
+                require_positive(name, getattr(self, name))
+        for name in ("has_qkv_bias", "has_output_bias", "has_sinks"):
+            require_bool(name, getattr(self, name))
+        require(self.qk_norm in (None, "head", "all"), "qk_norm", self.qk_norm, "'head', 'all' or None")
+
+
+@struct.dataclass
+class AttentionParams:
+    """Tensors of n stacked layers; weights are [out..., in] as checkpoints store them."""
+
+    q: Any  # [n, N, H, D]
+    k: Any  # [n, K, H, D]
+    v: Any  # [n, K, H, D]
+    o: Any  # [n, D, N, H]
+    q_bias: Any = None  # [n, N, H]
+    k_bias: Any = None  # [n, K, H]
+    v_bias: Any = None  # [n, K, H]
+    o_bias: Any = None  # [n, D]
+    q_norm: Any = None  # [n, H], or [n, N, H] over all heads
+    k_norm: Any = None  # [n, H], or [n, K, H]
+    sinks: Any = None  # [n, N]
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """What attention needs of a step beside hidden states; the same in all layers."""
+
+    batch: Batch
+    num_tokens: jax.Array  # i32[]  tokens that are not padding
+    q_len: int | None = None
+    tree_mask: jax.Array | None = None
+    implementation: str | None = None
+    mesh: Mesh | None = None
+
+
+def declare_attention(config: Attention, hidden_size: int, spec: MakeSpec) -> AttentionParams:
+    """Returns a `TensorSpec` per tensor; `spec(sizes, axes, scale)` makes one of n layers."""
+    D, N, K, H = hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+    q, kv = ("heads", "head_dim"), ("kv_heads", "head_dim")
+    tensors: dict[str, TensorSpec] = {
+        "q": spec((N, H, D), (*q, "embed")),
+        "k": spec((K, H, D), (*kv, "embed")),
+        "v": spec((K, H, D), (*kv, "embed")),
+        "o": spec((D, N, H), ("embed", *q)),
+    }
+    if config.has_qkv_bias:
+        tensors |= {"q_bias": spec((N, H), q), "k_bias": spec((K, H), kv), "v_bias": spec((K, H), kv)}
+    if config.has_output_bias:
+        tensors |= {"o_bias": spec((D,), ("embed",))}
+    if config.qk_norm == "head":
+        tensors |= {name: spec((H,), ("head_dim",), None) for name in ("q_norm", "k_norm")}
+    if config.qk_norm == "all":
+        tensors |= {"q_norm": spec((N, H), q, None), "k_norm": spec((K, H), kv, None)}
+    if config.has_sinks:
+        tensors |= {"sinks": spec((N,), ("heads",))}
+    return AttentionParams(**tensors)
+
+
+def attend(
+    params: AttentionParams,
+    pages: Pages,
+    x: jax.Array,
+    inputs: AttentionInputs,
+    angles: Angles | None,
+    page_offset: jax.Array | int,
+    *,
+    config: Attention,
+    norm: Norm,
+) -> tuple[jax.Array, Pages]:
+    """Returns the layer's output [T, D] for x [T, D], and the pages with the tokens' keys and values appended."""
+    q, k, v = project_qkv(params, x, angles, inputs.num_tokens, config=config, norm=norm)
+    attended, pages = paged_attention(
+        q,
+        k,
+        v,
+        pages,
+        block_tables=inputs.batch.block_tables,
+        kv_lens=inputs.batch.kv_lens,
+        cu_q_lens=inputs.batch.cu_q_lens,
+        scale=config.head_dim**-0.5 if config.scale is None else config.scale,
+        page_offset=page_offset,
+        q_len=inputs.q_len,
+        window=config.window,
+        softcap=config.softcap,
+        sinks=params.sinks,
+        tree_mask=inputs.tree_mask,
+        implementation=inputs.implementation,
+        mesh=inputs.mesh,
+    )
+    return linear(attended, params.o, params.o_bias, inputs.num_tokens), pages
+
+
+def project_qkv(
+    params: AttentionParams,
+    x: jax.Array,
+    angles: Angles | None,
+    num_tokens: jax.Array,
+    *,
+    config: Attention,
+    norm: Norm,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries [T, N, H], keys and values [T, K, H] of x [T, D], normalised and rotated as `config` says."""
+    q = linear(x, params.q, params.q_bias, num_tokens)
+    k = linear(x, params.k, params.k_bias, num_tokens)
+    v = linear(x, params.v, params.v_bias, num_tokens)
+    if config.qk_norm == "head":
+        q, k = rms_norm(q, params.q_norm, norm), rms_norm(k, params.k_norm, norm)
+    elif config.qk_norm == "all":
+        q, k = _norm_all_heads(q, params.q_norm, norm), _norm_all_heads(k, params.k_norm, norm)
+    if config.rope is None or angles is None:
+        return q, k, v
+    is_interleaved = config.rope.is_interleaved
+    return (
+        rotary_embedding(q, *angles, is_interleaved=is_interleaved),
+        rotary_embedding(k, *angles, is_interleaved=is_interleaved),
+        v,
+    )
+
+
+def _norm_all_heads(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
+    return rms_norm(x.reshape(x.shape[0], -1), weight.reshape(-1), norm).reshape(x.shape)

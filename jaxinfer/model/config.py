@@ -1,0 +1,225 @@
+"""The description of a decoder: groups of layers, each made of components."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from jaxinfer.model.attention import Attention
+from jaxinfer.model.layers import Norm
+from jaxinfer.model.mlp import MLP
+from jaxinfer.model.moe import MoE
+from jaxinfer.model.rope import Rope, RopeScaling
+from jaxinfer.validation import as_tuple, is_int, require, require_bool, require_int, require_positive
+
+RMS_NORM = Norm()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer: x + mixer(norm(x)), then x + feed_forward(norm(x)), with the norms that the family has."""
+
+    mixer: Attention
+    feed_forward: MLP | MoE
+    norm: Norm = RMS_NORM
+    has_pre_norms: bool = True  # of the inputs of mixer and feed_forward
+    has_post_norms: bool = False  # of their outputs
+    residual_scale: float = 1.0  # multiplies their outputs
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.mixer, Attention), "mixer", self.mixer, "an Attention")
+        require(isinstance(self.feed_forward, MLP | MoE), "feed_forward", self.feed_forward, "an MLP or MoE")
+        require(isinstance(self.norm, Norm), "norm", self.norm, "a Norm")
+        for name in ("has_pre_norms", "has_post_norms"):
+            require_bool(name, getattr(self, name))
+        require_positive("residual_scale", self.residual_scale)
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """A short pattern of layers, repeated, and run by one scan: 5 local layers and a global one, 10 times."""
+
+    layers: tuple[Layer, ...]
+    repeats: int = 1
+
+
+class LayerStack(NamedTuple):
+    """The layers at one place of a group's pattern. They are equal, so their tensors and pages are stacked."""
+
+    layer: Layer
+    num_layers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only language model.
+
+    Few groups compile fast; groups of one layer run fastest on CPU. `regrouped` changes them, and no result.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    max_position: int  # tokens of a request
+    groups: tuple[LayerGroup, ...]
+    norm: Norm = RMS_NORM  # before the unembedding
+    has_tied_embeddings: bool = False
+    embedding_scale: float = 1.0  # multiplies embeddings
+    logit_scale: float = 1.0  # multiplies logits
+    logit_softcap: float | None = None  # bounds logits by softcap * tanh(logit / softcap)
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "max_position"):
+            require_int(name, getattr(self, name), 1)
+        groups = as_tuple("groups", self.groups, "several LayerGroups with layers")
+        object.__setattr__(self, "groups", groups)
+        are_groups = bool(groups) and all(
+            isinstance(group, LayerGroup) and group.layers and is_int(group.repeats) and group.repeats > 0
+            for group in groups
+        )
+        require(are_groups, "groups", groups, "several LayerGroups with layers")
+        require_bool("has_tied_embeddings", self.has_tied_embeddings)
+        for name in ("embedding_scale", "logit_scale"):
+            require_positive(name, getattr(self, name))
+        if self.logit_softcap is not None:
+            require_positive("logit_softcap", self.logit_softcap)
+
+    @cached_property
+    def stacks(self) -> tuple[LayerStack, ...]:
+        """The stacks of layers, group by group. Each has its own tensors and its own pool of pages."""
+        return tuple(LayerStack(layer, group.repeats) for group in self.groups for layer in group.layers)
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """All layers in the order in which a token passes them."""
+        return tuple(layer for group in self.groups for _ in range(group.repeats) for layer in group.layers)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def layer_groups(self) -> tuple[int, ...]:
+        """The number of layers of each group."""
+        return tuple(group.repeats * len(group.layers) for group in self.groups)
+
+    @cached_property
+    def layers_of_stacks(self) -> tuple[tuple[int, ...], ...]:
+        """The indices of each stack's layers: patterns a b, twice, then a -> 0 2, 1 3, 4."""
+        indices, first = [], 0
+        for group, num_layers in zip(self.groups, self.layer_groups, strict=True):
+            length = len(group.layers)
+            indices += [tuple(range(first + place, first + num_layers, length)) for place in range(length)]
+            first += num_layers
+        return tuple(indices)
+
+    @cached_property
+    def sliding_window(self) -> int | None:
+        """The most tokens that a token attends to in any layer, itself included; None if some layer sees all."""
+        windows = [layer.mixer.window for layer in self.layers]
+        return None if None in windows else max(window for window in windows if window is not None)
+
+    @cached_property
+    def smallest_window(self) -> int | None:
+        """The fewest tokens that a token attends to in any layer, itself included; None if every layer sees all."""
+        return min((layer.mixer.window for layer in self.layers if layer.mixer.window is not None), default=None)
+
+    def regrouped(self, layer_groups: Sequence[int]) -> ModelConfig:
+        """Returns the same model with groups of these numbers of layers.
+
+        Raises ValueError if they do not add up to the number of layers.
+        """
+        are_right = f"positive and sum to num_layers={self.num_layers}"
+        counts = as_tuple("layer_groups", layer_groups, are_right)
+        are_positive = all(is_int(n) and n > 0 for n in counts)
+        require(are_positive and sum(counts) == self.num_layers, "layer_groups", counts, are_right)
+        groups, first = [], 0
+        for count in counts:
+            groups.append(_as_group(self.layers[first : first + count]))
+            first += count
+        return replace(self, groups=tuple(groups))
+
+
+def _as_group(layers: Sequence[Layer]) -> LayerGroup:
+    """Returns the layers as a group with the shortest pattern that they repeat."""
+    n = len(layers)
+    lengths = (length for length in range(1, n) if n % length == 0)
+    length = next((length for length in lengths if layers[length:] == layers[:-length]), n)
+    return LayerGroup(tuple(layers[:length]), n // length)
+
+
+def scan_sizes(layers: Sequence[Layer], cut: int | None = None) -> tuple[int, ...]:
+    """Returns sizes of few groups: the longest runs of layers that repeat a pattern.
+
+    If `cut` is given, a group ends after that many layers.
+    """
+    if cut is not None and 0 < cut < len(layers):
+        return scan_sizes(layers[:cut]) + scan_sizes(layers[cut:])
+    sizes, first = [], 0
+    while first < len(layers):
+        sizes.append(_longest_run(layers[first:]))
+        first += sizes[-1]
+    return tuple(sizes)
+
+
+def _longest_run(layers: Sequence[Layer]) -> int:
+    """Returns how many of the first layers repeat a pattern at least twice, for the best pattern; 1 if none does."""
+    best = 1
+    for length in range(1, len(layers) // 2 + 1):
+        end = length
+        while end < len(layers) and layers[end] == layers[end - length]:
+            end += 1
+        whole = end - end % length
+        if whole >= 2 * length:
+            best = max(best, whole)
+    return best
+
+
+def uniform_decoder(
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_position: int,
+    rope_theta: float = 10_000.0,
+    rope_scaling: RopeScaling | None = None,
+    norm_epsilon: float = 1e-5,
+    has_tied_embeddings: bool = False,
+    has_qkv_bias: bool = False,
+    has_output_bias: bool = False,
+    has_mlp_bias: bool = False,
+    has_qk_norm: bool = False,
+    sliding_window: int | None = None,
+    layer_groups: Sequence[int] = (),
+) -> ModelConfig:
+    """Returns the description of a decoder of equal layers: Llama and its sisters.
+
+    `layer_groups` are the numbers of layers of each group; () makes one group.
+    """
+    require_int("num_layers", num_layers, 1)
+    norm = Norm(epsilon=norm_epsilon)
+    attention = Attention(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rope=Rope(dim=head_dim, max_position=max_position, theta=rope_theta, scaling=rope_scaling),
+        window=sliding_window,
+        has_qkv_bias=has_qkv_bias,
+        has_output_bias=has_output_bias,
+        qk_norm="head" if has_qk_norm else None,
+    )
+    mlp = MLP(intermediate_size=intermediate_size, has_bias=has_mlp_bias)
+    config = ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        max_position=max_position,
+        groups=(LayerGroup((Layer(mixer=attention, feed_forward=mlp, norm=norm),), num_layers),),
+        norm=norm,
+        has_tied_embeddings=has_tied_embeddings,
+    )
+    return config.regrouped(layer_groups) if layer_groups else config

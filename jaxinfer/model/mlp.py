@@ -1,0 +1,64 @@
+"""The gated feed-forward network: its description, tensors and function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import struct
+
+from jaxinfer.model.layers import ACTIVATIONS, MakeSpec, linear
+from jaxinfer.validation import require_bool, require_int, require_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLP:
+    """down(activation(gate(x)) * up(x)), with F numbers between (Shazeer 2020)."""
+
+    intermediate_size: int
+    activation: str = "silu"
+    has_bias: bool = False
+
+    def __post_init__(self) -> None:
+        require_int("intermediate_size", self.intermediate_size, 1)
+        require_name("activation", self.activation, tuple(ACTIVATIONS))
+        require_bool("has_mlp_bias", self.has_bias)
+
+    @property
+    def width(self) -> int:
+        """The numbers per token between gate and down."""
+        return self.intermediate_size
+
+
+@struct.dataclass
+class MLPParams:
+    """Tensors of n stacked layers."""
+
+    gate: Any  # [n, F, D]
+    up: Any  # [n, F, D]
+    down: Any  # [n, D, F]
+    gate_bias: Any = None  # [n, F]
+    up_bias: Any = None  # [n, F]
+    down_bias: Any = None  # [n, D]
+
+
+def declare_mlp(config: MLP, hidden_size: int, spec: MakeSpec) -> MLPParams:
+    """Returns a `TensorSpec` per tensor; `spec(sizes, axes, scale)` makes one of n layers."""
+    D, F = hidden_size, config.intermediate_size
+    weights = {
+        "gate": spec((F, D), ("mlp", "embed")),
+        "up": spec((F, D), ("mlp", "embed")),
+        "down": spec((D, F), ("embed", "mlp")),
+    }
+    if config.has_bias:
+        weights |= {name: spec((F,), ("mlp",)) for name in ("gate_bias", "up_bias")}
+        weights |= {"down_bias": spec((D,), ("embed",))}
+    return MLPParams(**weights)
+
+
+def mlp(params: MLPParams, x: jax.Array, num_tokens: jax.Array, *, config: MLP) -> jax.Array:
+    """Returns down(activation(gate(x)) * up(x)) [T, D] for x [T, D]."""
+    gate = linear(x, params.gate, params.gate_bias, num_tokens)
+    up = linear(x, params.up, params.up_bias, num_tokens)
+    return linear(ACTIVATIONS[config.activation](gate, up), params.down, params.down_bias, num_tokens)
