@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +19,18 @@ from jaxinfer.model.params import Params, abstract_params
 from tests.unoptimised import UNOPTIMISED
 
 # Layers in groups of several sizes, and a vocabulary that fills no whole word of masks.
-SMALL_MODEL = uniform_decoder(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_position=64,
-    layer_groups=(1, 2),
-)
+SMALL_SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "max_position": 64,
+    "layer_groups": (1, 2),
+}
+SMALL_MODEL = uniform_decoder(**SMALL_SIZES)
 # The part of each sequence that one step computes: (sequence, number of tokens), in row order.
 Chunks = Sequence[tuple[int, int]]
 

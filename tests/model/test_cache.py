@@ -28,17 +28,11 @@ from kernels_pallas.paged_attention.layout import read_pages
 from tests.unoptimised import UNOPTIMISED
 
 K, H, S, P = 2, 16, 16, 3
-CONFIG = uniform_decoder(
-    vocab_size=2,
-    hidden_size=2,
-    intermediate_size=2,
-    num_layers=5,
-    num_heads=K,
-    num_kv_heads=K,
-    head_dim=H,
-    max_position=64,
-    layer_groups=(1, 4),
-)
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 2, "hidden_size": 2, "intermediate_size": 2, "num_layers": 5},
+    **{"num_heads": K, "num_kv_heads": K, "head_dim": H, "max_position": 64, "layer_groups": (1, 4)},
+}
+CONFIG = uniform_decoder(**SIZES)
 CACHE = CacheConfig(num_pages=P, page_size=S)
 extract = jax.jit(functools.partial(extract_pages, config=CONFIG), compiler_options=UNOPTIMISED)
 turn = jax.jit(functools.partial(turn_pages, config=CONFIG), compiler_options=UNOPTIMISED)
@@ -71,7 +65,7 @@ def attend_layer(group, q, batch, index):
 
 def group_of_four():
     """The group of layers 1 to 4, NaN everywhere."""
-    return jax.tree.map(lambda a: np.full(a.shape, np.nan, a.dtype), init_cache(CONFIG, CACHE).groups[1])
+    return jax.tree.map(lambda a: np.full(a.shape, np.nan, a.dtype), init_cache(CONFIG, CACHE).pools[1])
 
 
 def draw(T):
@@ -119,7 +113,7 @@ def test_what_each_layer_wrote_is_what_it_attends_to():
 
 def test_a_cast_to_the_cache_dtype_is_the_only_change():
     config = dataclasses.replace(CACHE, dtype="bfloat16")
-    group = init_cache(CONFIG, config).groups[1]
+    group = init_cache(CONFIG, config).pools[1]
     k, v = draw(1)
     batch = make_batch([Row([7], 3, [1])], page_size=S, num_tokens=1, num_rows=1, table_width=1)
 
@@ -145,7 +139,7 @@ def test_the_pool_is_page_bytes_times_pages(dtype, size):
 
 
 def test_the_pool_is_page_bytes_times_pages_for_a_head_dim_that_fills_no_vector():
-    config = dataclasses.replace(CONFIG, head_dim=20)
+    config = uniform_decoder(**SIZES | {"head_dim": 20})
 
     pools = jax.tree.leaves(abstract_cache(config, CACHE))
 
@@ -158,7 +152,7 @@ def test_an_initial_cache_has_the_abstract_shapes_and_no_nan():
 
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), cache)
     assert shapes == abstract_cache(CONFIG, CACHE)
-    assert [group.num_pages for group in cache.pools] == [1 * P, 4 * P]
+    assert [pool.num_pages for pool in cache.pools] == [1 * P, 4 * P]
     assert all(np.isfinite(pool).all() for pool in jax.tree.leaves(cache))
 
 

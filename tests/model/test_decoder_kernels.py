@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tests.replay import SMALL_MODEL, lively_params, replay
+from jaxinfer.model.config import uniform_decoder
+from tests.replay import SMALL_SIZES, lively_params, replay
 
-CONFIG = replace(SMALL_MODEL, vocab_size=64, num_layers=2, layer_groups=(2,))
+CONFIG = uniform_decoder(**SMALL_SIZES | {"vocab_size": 64, "num_layers": 2, "layer_groups": (2,)})
 # Steps of (sequence, number of tokens), their shape, and the tokens per row where that is fixed.
 RUNS = {
     "chunks, then single tokens beside a chunk": ([[(0, 20), (1, 7)], [(0, 1), (2, 18), (1, 1)]], (32, 3), None),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -10,48 +9,53 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxinfer.model.config import uniform_decoder
 from jaxinfer.model.params import TensorSpec, abstract_params, declare, init_params, shardings
 from tests.unoptimised import UNOPTIMISED
 
-CONFIG = uniform_decoder(
-    vocab_size=128,
-    hidden_size=24,
-    intermediate_size=40,
-    num_layers=3,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=6,
-    max_position=64,
-)
-ALL_SWITCHES = dataclasses.replace(
-    CONFIG, has_qkv_bias=True, has_output_bias=True, has_mlp_bias=True, has_qk_norm=True, layer_groups=(1, 2)
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_layers": 3,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 6,
+    "max_position": 64,
+}
+CONFIG = uniform_decoder(**SIZES)
+ALL_SWITCHES = uniform_decoder(
+    **SIZES, has_qkv_bias=True, has_output_bias=True, has_mlp_bias=True, has_qk_norm=True, layer_groups=(1, 2)
 )
 # Written from the layout of Hugging Face checkpoints, without the layer axis.
 LAYER_SHAPES = {
-    "attention_norm": (24,),
-    "q": (8, 6, 24),
-    "k": (4, 6, 24),
-    "v": (4, 6, 24),
-    "o": (24, 8, 6),
-    "mlp_norm": (24,),
-    "gate": (40, 24),
-    "up": (40, 24),
-    "down": (24, 40),
+    "mixer_norm": (24,),
+    "mixer.q": (8, 6, 24),
+    "mixer.k": (4, 6, 24),
+    "mixer.v": (4, 6, 24),
+    "mixer.o": (24, 8, 6),
+    "feed_forward_norm": (24,),
+    "feed_forward.gate": (40, 24),
+    "feed_forward.up": (40, 24),
+    "feed_forward.down": (24, 40),
 }
 SWITCHED_SHAPES = {
-    "has_qkv_bias": {"q_bias": (8, 6), "k_bias": (4, 6), "v_bias": (4, 6)},
-    "has_output_bias": {"o_bias": (24,)},
-    "has_qk_norm": {"q_norm": (6,), "k_norm": (6,)},
-    "has_mlp_bias": {"gate_bias": (40,), "up_bias": (40,), "down_bias": (24,)},
+    "has_qkv_bias": {"mixer.q_bias": (8, 6), "mixer.k_bias": (4, 6), "mixer.v_bias": (4, 6)},
+    "has_output_bias": {"mixer.o_bias": (24,)},
+    "has_qk_norm": {"mixer.q_norm": (6,), "mixer.k_norm": (6,)},
+    "has_mlp_bias": {
+        "feed_forward.gate_bias": (40,),
+        "feed_forward.up_bias": (40,),
+        "feed_forward.down_bias": (24,),
+    },
 }
 
 
-def layer_shapes(group, num_layers):
-    """The shapes of a group's tensors, after checking that the layer axis leads."""
-    present = {f.name: getattr(group, f.name) for f in dataclasses.fields(group)}
-    present = {name: leaf.shape for name, leaf in present.items() if leaf is not None}
+def layer_shapes(stack, num_layers):
+    """The shapes of a stack's tensors, after checking that the layer axis leads."""
+    present = {keystr(path, simple=True, separator="."): leaf.shape for path, leaf in tree_leaves_with_path(stack)}
     assert all(shape[0] == num_layers for shape in present.values())
     return {name: shape[1:] for name, shape in present.items()}
 
@@ -73,7 +77,7 @@ def test_a_layer_has_the_tensors_of_its_topology():
 
 @pytest.mark.parametrize("switch", SWITCHED_SHAPES)
 def test_a_switch_adds_its_tensors_and_no_others(switch):
-    params = abstract_params(dataclasses.replace(CONFIG, **{switch: True}), jnp.float32)
+    params = abstract_params(uniform_decoder(**SIZES, **{switch: True}), jnp.float32)
 
     assert layer_shapes(params.layers[0], 3) == LAYER_SHAPES | SWITCHED_SHAPES[switch]
 
@@ -82,11 +86,11 @@ def test_a_switch_adds_its_tensors_and_no_others(switch):
 def test_layers_are_stacked_by_group(groups):
     params = abstract_params(CONFIG.regrouped(groups), jnp.float32)
 
-    assert tuple(layers.q.shape[0] for layers in params.layers) == groups
+    assert tuple(layers.mixer.q.shape[0] for layers in params.layers) == groups
 
 
 def test_tied_embeddings_have_no_second_table():
-    tied = abstract_params(dataclasses.replace(CONFIG, has_tied_embeddings=True), jnp.float32)
+    tied = abstract_params(uniform_decoder(**SIZES, has_tied_embeddings=True), jnp.float32)
     untied = abstract_params(CONFIG, jnp.float32)
 
     assert tied.unembedding is None
@@ -123,12 +127,12 @@ def test_a_specification_names_every_axis():
 def test_heads_mlp_and_vocabulary_are_split_over_the_model_axis():
     placement = shardings(ALL_SWITCHES, mesh_of(4))
 
-    layers = placement.layers[1]
+    layers: Any = placement.layers[1]
     assert placement.embedding.spec == PartitionSpec("model", None)
-    assert layers.q.spec == layers.k.spec == PartitionSpec(None, "model", None, None)
-    assert layers.o.spec == PartitionSpec(None, None, "model", None)
-    assert layers.down.spec == PartitionSpec(None, None, "model")
-    assert layers.attention_norm.spec == PartitionSpec(None, None)
+    assert layers.mixer.q.spec == layers.mixer.k.spec == PartitionSpec(None, "model", None, None)
+    assert layers.mixer.o.spec == PartitionSpec(None, None, "model", None)
+    assert layers.feed_forward.down.spec == PartitionSpec(None, None, "model")
+    assert layers.mixer_norm.spec == PartitionSpec(None, None)
 
 
 def test_the_abstract_tree_carries_the_placement():
@@ -159,5 +163,5 @@ def test_rules_without_an_axis_leave_it_whole():
 
     placement = shardings(CONFIG, mesh_of(8), rules)
 
-    assert placement.layers[0].k.is_fully_replicated
-    assert placement.layers[0].q.spec == PartitionSpec(None, "model", None, None)
+    assert placement.layers[0].mixer.k.is_fully_replicated
+    assert placement.layers[0].mixer.q.spec == PartitionSpec(None, "model", None, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,14 +11,15 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from jaxinfer.model.config import uniform_decoder
 from jaxinfer.model.layers import linear
 from jaxinfer.model.params import shardings
 from jaxinfer.model.quantized_params import quantize_params, quantized_shardings
 from jaxinfer.quantization import QuantizedArray, quantize, quantize_weight
-from tests.replay import SMALL_MODEL, lively_params, replay
+from tests.replay import SMALL_SIZES, lively_params, replay
 
 GENERATOR = np.random.default_rng(0)
-CONFIG = replace(SMALL_MODEL, vocab_size=64, num_layers=2, layer_groups=(2,))
+CONFIG = uniform_decoder(**SMALL_SIZES | {"vocab_size": 64, "num_layers": 2, "layer_groups": (2,)})
 
 
 def normal(*shape) -> Any:
@@ -165,8 +165,8 @@ def test_scales_are_split_as_the_outputs_they_belong_to():
     placement: Any = quantized_shardings(shardings(CONFIG, mesh))
 
     layer: Any = placement.layers[0]
-    assert layer.q.scales.spec == PartitionSpec(None, "model", None, None)  # [n, N, H, 1]
-    assert layer.o.values.spec == PartitionSpec(None, None, "model", None)  # [n, D, N, H]
-    assert layer.o.scales.spec == PartitionSpec(None, None, None)  # [n, D, 1]
+    assert layer.mixer.q.scales.spec == PartitionSpec(None, "model", None, None)  # [n, N, H, 1]
+    assert layer.mixer.o.values.spec == PartitionSpec(None, None, "model", None)  # [n, D, N, H]
+    assert layer.mixer.o.scales.spec == PartitionSpec(None, None, None)  # [n, D, 1]
     assert placement.unembedding.scales.spec == PartitionSpec("model", None)
-    assert layer.attention_norm.spec == PartitionSpec(None, None)
+    assert layer.mixer_norm.spec == PartitionSpec(None, None)
