@@ -14,10 +14,26 @@ torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()
 
 CONFIGS = {
+    "gemma": transformers.GemmaConfig,
+    "gemma2": transformers.Gemma2Config,
+    "gemma3_text": transformers.Gemma3TextConfig,
+    "glm4": transformers.Glm4Config,
+    "glm4_moe": transformers.Glm4MoeConfig,
+    "gpt_oss": transformers.GptOssConfig,
+    "granite": transformers.GraniteConfig,
+    "granitemoe": transformers.GraniteMoeConfig,
+    "granitemoeshared": transformers.GraniteMoeSharedConfig,
     "llama": transformers.LlamaConfig,
     "mistral": transformers.MistralConfig,
+    "mixtral": transformers.MixtralConfig,
+    "olmo2": transformers.Olmo2Config,
+    "olmo3": transformers.Olmo3Config,
+    "phi3": transformers.Phi3Config,
     "qwen2": transformers.Qwen2Config,
+    "qwen2_moe": transformers.Qwen2MoeConfig,
     "qwen3": transformers.Qwen3Config,
+    "qwen3_moe": transformers.Qwen3MoeConfig,
+    "smollm3": transformers.SmolLM3Config,
 }
 SIZES = {
     "vocab_size": 96,
@@ -28,13 +44,42 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
-# Qwen3 states its head_dim, so it is one that hidden_size // num_attention_heads would not give.
-FAMILY_SIZES = {"llama": {}, "mistral": {}, "qwen2": {}, "qwen3": {"head_dim": 12}}
+# Families that state head_dim get one that hidden_size // num_attention_heads would not give. Token ids that the
+# family's defaults place outside the small vocabulary are left out.
+NO_IDS: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+MOE: dict[str, Any] = {"moe_intermediate_size": 20, "num_experts_per_tok": 2}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False}
+FAMILY_SIZES: dict[str, dict[str, Any]] = {
+    "gemma": {"head_dim": 12, **NO_IDS},
+    "gemma2": {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 9, **NO_IDS},
+    "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 9, **NO_IDS},
+    "glm4": {"head_dim": 16, **NO_IDS},
+    "glm4_moe": {"head_dim": 16, "n_routed_experts": 8, "first_k_dense_replace": 1, **MOE, **NO_IDS},
+    "gpt_oss": {
+        "head_dim": 12,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "sliding_window": 9,
+        "rope_parameters": {**YARN, "rope_theta": 1.5e5},
+        **NO_IDS,
+    },
+    "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 4.0, **NO_IDS},
+    "granitemoe": {"embedding_multiplier": 3.0, "num_local_experts": 6, "num_experts_per_tok": 3, **NO_IDS},
+    "granitemoeshared": {"shared_intermediate_size": 28, "num_local_experts": 4, **NO_IDS},
+    "mixtral": {"num_local_experts": 5, **NO_IDS},
+    "olmo2": NO_IDS,
+    "olmo3": {"sliding_window": 9, **NO_IDS},
+    "phi3": NO_IDS,
+    "qwen2_moe": {"num_experts": 6, "shared_expert_intermediate_size": 28, **MOE, **NO_IDS},
+    "qwen3": {"head_dim": 12},
+    "qwen3_moe": {"head_dim": 12, "num_local_experts": 6, **MOE, **NO_IDS},
+    "smollm3": NO_IDS,
+}
 
 
 def random_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
     """Returns the configuration of a small model of one of the families."""
-    return CONFIGS[family](**{**SIZES, **FAMILY_SIZES[family], **overrides})
+    return CONFIGS[family](**{**SIZES, **FAMILY_SIZES.get(family, {}), **overrides})
 
 
 def save_random_checkpoint(
@@ -64,6 +109,9 @@ def save_random_checkpoint(
             else:
                 # Keeps activations of order 1, so that attention is neither uniform nor saturated.
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape))
     model.save_pretrained(path, max_shard_size="5GB" if shard_size is None else shard_size)
     return Path(path)
 

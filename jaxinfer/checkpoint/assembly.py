@@ -14,7 +14,7 @@ from einops import rearrange
 from jax.sharding import Sharding
 from jax.tree_util import GetAttrKey, SequenceKey
 
-from jaxinfer.checkpoint.families.common import Fused, WeightTable
+from jaxinfer.checkpoint.config_json.family import Fused, WeightTable
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.layers import TensorSpec

@@ -20,11 +20,13 @@ class RopeScaling:
 
     * `linear` divides positions by `factor` (Chen et al. 2023).
     * `llama3` divides only long wavelengths, and blends between `low_freq_factor` and `high_freq_factor` (Llama 3.1).
+    * `longrope` divides each frequency by its own one of `factors` and scales queries and keys by `attention_factor`
+      (Ding et al. 2024).
     * `yarn` blends by the number of rotations, between `beta_slow` and `beta_fast`. It scales queries and keys by
       `attention_factor` (Peng et al. 2023).
     """
 
-    kind: Literal["linear", "llama3", "yarn"]
+    kind: Literal["linear", "llama3", "longrope", "yarn"]
     factor: float
     original_max_position: int = 0
     low_freq_factor: float = 1.0
@@ -33,9 +35,10 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    factors: tuple[float, ...] = ()  # one per pair
 
     def __post_init__(self) -> None:
-        require_name("RopeScaling.kind", self.kind, ("linear", "llama3", "yarn"))
+        require_name("RopeScaling.kind", self.kind, ("linear", "llama3", "longrope", "yarn"))
         require_real("RopeScaling.factor", self.factor, 1.0)
         if self.kind != "linear":
             require_int("RopeScaling.original_max_position", self.original_max_position, 1)
@@ -46,6 +49,8 @@ class RopeScaling:
             bound = f"more than {low}={getattr(self, low)}"
             require(getattr(self, high) > getattr(self, low), f"RopeScaling.{high}", getattr(self, high), bound)
         require_bool("RopeScaling.truncate", self.truncate)
+        for factor in self.factors:
+            require_positive("RopeScaling.factors", factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +70,9 @@ class Rope:
         require_real("rope_theta", self.theta, 1.0)
         is_scaling = self.scaling is None or isinstance(self.scaling, RopeScaling)
         require(is_scaling, "rope_scaling", self.scaling, "a RopeScaling or None")
+        if self.scaling is not None and self.scaling.kind == "longrope":
+            are_all = len(self.scaling.factors) == self.dim // 2
+            require(are_all, "RopeScaling.factors", self.scaling.factors, f"{self.dim // 2} numbers, one per pair")
         require_bool("is_interleaved", self.is_interleaved)
 
 
@@ -77,6 +85,8 @@ def rotary_frequencies(rope: Rope) -> tuple[jax.Array, float]:
         return frequencies, 1.0
     if scaling.kind == "linear":
         return frequencies / scaling.factor, 1.0
+    if scaling.kind == "longrope":
+        return frequencies / jnp.asarray(scaling.factors, jnp.float32), scaling.attention_factor
     blend = _llama3_blend if scaling.kind == "llama3" else _yarn_blend
     keep = blend(frequencies, scaling, rope)
     factor = scaling.attention_factor if scaling.kind == "yarn" else 1.0

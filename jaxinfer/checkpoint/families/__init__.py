@@ -5,14 +5,44 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.checkpoint.families import llama, mistral, qwen2, qwen3
-from jaxinfer.checkpoint.families.common import Family
+from jaxinfer.checkpoint.config_json.family import Family
+from jaxinfer.checkpoint.families import (
+    gemma,
+    glm,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen_moe,
+    smollm3,
+)
 
 FAMILIES: Mapping[str, Family] = {
+    "gemma": gemma.FAMILY_1,
+    "gemma2": gemma.FAMILY_2,
+    "gemma3_text": gemma.FAMILY_3,
+    "glm4": glm.FAMILY,
+    "glm4_moe": glm.MOE_FAMILY,
+    "gpt_oss": gpt_oss.FAMILY,
+    "granite": granite.FAMILY,
+    "granitemoe": granite.MOE_FAMILY,
+    "granitemoeshared": granite.SHARED_FAMILY,
     "llama": llama.FAMILY,
     "mistral": mistral.FAMILY,
+    "mixtral": mixtral.FAMILY,
+    "olmo2": olmo.FAMILY_2,
+    "olmo3": olmo.FAMILY_3,
+    "phi3": phi3.FAMILY,
     "qwen2": qwen2.FAMILY,
+    "qwen2_moe": qwen_moe.FAMILY_2,
     "qwen3": qwen3.FAMILY,
+    "qwen3_moe": qwen_moe.FAMILY_3,
+    "smollm3": smollm3.FAMILY,
 }
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.checkpoint.families.common import Family, WeightTable, translate_common
-from jaxinfer.checkpoint.families.fields import divided_head_dim, is_enabled, num_kv_heads, require_size
-from jaxinfer.checkpoint.families.window import no_window
+from jaxinfer.checkpoint.config_json.family import Family, WeightTable, translate_common
+from jaxinfer.checkpoint.config_json.fields import divided_head_dim, is_enabled, num_kv_heads, require_size
+from jaxinfer.checkpoint.config_json.window import no_window
 from jaxinfer.model.config import ModelConfig, uniform_decoder
 
 _LAYER = "model.layers.{layer}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxinfer.checkpoint.config_json.family import Family, translate_common
+from jaxinfer.checkpoint.config_json.fields import divided_head_dim, num_kv_heads
+from jaxinfer.checkpoint.config_json.window import switched_window
 from jaxinfer.checkpoint.families import llama
-from jaxinfer.checkpoint.families.common import Family, translate_common
-from jaxinfer.checkpoint.families.fields import divided_head_dim, num_kv_heads
-from jaxinfer.checkpoint.families.window import switched_window
 from jaxinfer.model.config import ModelConfig, uniform_decoder
 
 

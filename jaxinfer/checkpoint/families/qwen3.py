@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxinfer.checkpoint.config_json.family import Family, WeightTable, translate_common
+from jaxinfer.checkpoint.config_json.fields import is_enabled, num_kv_heads, stated_head_dim
+from jaxinfer.checkpoint.config_json.window import switched_window
 from jaxinfer.checkpoint.families import llama
-from jaxinfer.checkpoint.families.common import Family, WeightTable, translate_common
-from jaxinfer.checkpoint.families.fields import is_enabled, num_kv_heads, stated_head_dim
-from jaxinfer.checkpoint.families.window import switched_window
 from jaxinfer.model.config import ModelConfig, uniform_decoder
 
 WEIGHTS: WeightTable = {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxinfer.checkpoint.families.fields import require_size
+from jaxinfer.checkpoint.config_json.fields import require_size
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # The defaults of transformers, for Mistral, Qwen2 and Qwen3 alike.
@@ -53,6 +53,17 @@ def switched_window(hf: Mapping[str, Any]) -> int | None:
         return window if num_full <= 0 else None
     _check_layers(hf, SLIDING)
     return window
+
+
+def layer_types(hf: Mapping[str, Any], default: Sequence[str]) -> list[str]:
+    """Returns the kind of each layer, FULL or SLIDING, for families in which both occur."""
+    stated = _layer_types(hf) or list(default)
+    if len(stated) != len(default) or not set(stated) <= {FULL, SLIDING}:
+        raise ValueError(
+            f"layer_types={stated!r} is not a list of {len(default)} names {FULL} and {SLIDING}; download the"
+            " checkpoint's config.json again"
+        )
+    return stated
 
 
 def _sliding_window(hf: Mapping[str, Any]) -> int | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.checkpoint.families.fields import is_enabled, require_number, require_size
-from jaxinfer.checkpoint.families.rope import translate_rope
-from jaxinfer.model.config import ModelConfig
+from jaxinfer.checkpoint.config_json.fields import is_enabled, require_number, require_size
+from jaxinfer.checkpoint.config_json.rope import translate_rope
+from jaxinfer.model.config import Layer, LayerGroup, ModelConfig, scan_sizes
+from jaxinfer.model.layers import Norm
 
 # (path in `Params`, einops pattern from the stored axes to ours)
 Target = tuple[str, str]
@@ -58,12 +59,12 @@ def translate_common(hf: Mapping[str, Any], *, architecture: str, max_position: 
     the default of transformers; a setting that would change the result and is not implemented is a
     ValueError.
     """
-    _refuse_what_is_not_honoured(hf, architecture)
+    refuse_unsupported(hf, architecture)
     return {
         "vocab_size": require_size(hf, "vocab_size"),
         "hidden_size": require_size(hf, "hidden_size"),
         "intermediate_size": require_size(hf, "intermediate_size"),
-        "num_layers": require_size(hf, "num_hidden_layers", most=MAX_LAYERS),
+        "num_layers": read_num_layers(hf),
         "num_heads": require_size(hf, "num_attention_heads"),
         "max_position": require_size(hf, "max_position_embeddings", max_position),
         "norm_epsilon": require_number(hf, "rms_norm_eps", 1e-6),
@@ -72,9 +73,37 @@ def translate_common(hf: Mapping[str, Any], *, architecture: str, max_position: 
     }
 
 
-def _refuse_what_is_not_honoured(hf: Mapping[str, Any], architecture: str) -> None:
+def decoder_of(hf: Mapping[str, Any], layers: Sequence[Layer], *, max_position: int, **options: Any) -> ModelConfig:
+    """Returns the model of these layers; `options` are those of `ModelConfig` that differ from its defaults.
+
+    `max_position` is the family's default.
+    """
+    config = ModelConfig(
+        vocab_size=require_size(hf, "vocab_size"),
+        hidden_size=require_size(hf, "hidden_size"),
+        max_position=require_size(hf, "max_position_embeddings", max_position),
+        groups=(LayerGroup(tuple(layers)),),
+        norm=layers[0].norm,
+        **options,
+    )
+    return config.regrouped(scan_sizes(layers))
+
+
+def read_num_layers(hf: Mapping[str, Any]) -> int:
+    return require_size(hf, "num_hidden_layers", most=MAX_LAYERS)
+
+
+def read_norm(hf: Mapping[str, Any], *, adds_one: bool = False) -> Norm:
+    return Norm(epsilon=require_number(hf, "rms_norm_eps", 1e-6), adds_one=adds_one)
+
+
+def refuse_unsupported(hf: Mapping[str, Any], architecture: str, honours: Collection[str] = ()) -> None:
+    """Raises ValueError for settings that would change the result; the family `honours` some of them itself.
+
+    `architecture` is the one task head that is run.
+    """
     for key, (harmless, way_out) in _HONOURED.items():
-        if key in hf and hf[key] not in harmless:
+        if key not in honours and key in hf and hf[key] not in harmless:
             raise ValueError(f"{key}={hf[key]!r} is not supported; {way_out}")
     architectures = hf.get("architectures")
     if architectures and architectures != [architecture]:
@@ -82,3 +111,27 @@ def _refuse_what_is_not_honoured(hf: Mapping[str, Any], architecture: str) -> No
             f"architectures={architectures!r} is not supported: only {architecture} is;"
             " use a checkpoint of the language model itself"
         )
+
+
+def expert_weights(
+    prefix: str, *, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), shared: str | None = None
+) -> WeightTable:
+    """Returns the table of a mixture whose experts are stored one by one under `prefix`.
+
+    `names` are those of gate, up and down. `shared` is the name of the shared expert, if there may be one.
+    """
+    moe = "layers.feed_forward"
+    gate, up, down = names
+    weights: dict[str, Target] = {
+        f"{prefix}.gate.weight": (f"{moe}.router", "E D -> E D"),
+        f"{prefix}.experts.{{expert}}.{gate}.weight": (f"{moe}.experts.gate", "F D -> F D"),
+        f"{prefix}.experts.{{expert}}.{up}.weight": (f"{moe}.experts.up", "F D -> F D"),
+        f"{prefix}.experts.{{expert}}.{down}.weight": (f"{moe}.experts.down", "D F -> D F"),
+    }
+    if shared is not None:
+        weights |= {
+            f"{prefix}.{shared}.gate_proj.weight": (f"{moe}.shared.gate", "F D -> F D"),
+            f"{prefix}.{shared}.up_proj.weight": (f"{moe}.shared.up", "F D -> F D"),
+            f"{prefix}.{shared}.down_proj.weight": (f"{moe}.shared.down", "D F -> D F"),
+        }
+    return weights

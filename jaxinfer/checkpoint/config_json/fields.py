@@ -77,3 +77,14 @@ def require_number(place: Mapping[str, Any], key: str, default: float | None = N
 def number_or_default(place: Mapping[str, Any], key: str, default: float | None = None, least: float = 0.0) -> float:
     """Returns the same, and `default` for null as well."""
     return require_number({key: default if place.get(key) is None else place[key]}, key, least=least)
+
+
+def number_or_none(place: Mapping[str, Any], key: str, default: float | None = None) -> float | None:
+    """Returns a positive number, None for null, and `default` if the key is absent."""
+    value = place.get(key, default)
+    return None if value is None else require_number({key: value}, key, least=1e-9)
+
+
+def require_count(hf: Mapping[str, Any], key: str, default: int) -> int:
+    """Returns an integer of at least 0, `default` if the key is absent."""
+    return 0 if hf.get(key, default) == 0 else require_size(hf, key, default)

@@ -1,0 +1,1 @@
+"""Reading of config.json: what the families share."""

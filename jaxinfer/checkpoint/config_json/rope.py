@@ -1,0 +1,192 @@
+"""Rotary embedding settings of config.json, in the words of transformers 4 and of transformers 5."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxinfer.checkpoint.config_json.fields import is_enabled, number_or_default, require_number, require_size
+from jaxinfer.model.rope import Rope, RopeScaling
+
+DEFAULT_THETA = 10_000.0
+FULL = "full_attention"
+
+
+def read_rope(
+    hf: Mapping[str, Any],
+    head_dim: int,
+    max_position: int,
+    *,
+    layer_type: str | None = None,
+    default_theta: float = DEFAULT_THETA,
+    default_partial: float = 1.0,
+    is_interleaved: bool = False,
+) -> Rope:
+    """Returns the rotary embedding of a family's layers; `max_position` is the family's default.
+
+    `layer_type`: the kind of layer, for families whose kinds have parameters of their own. `default_partial` is the
+    part of each head that is rotated where config.json states none.
+    """
+    stated = _parameters(hf)
+    parameters = stated if layer_type is None else _of_layer_type(stated, layer_type)
+    partial = next(
+        (
+            place["partial_rotary_factor"]
+            for place in (parameters, hf)
+            if place.get("partial_rotary_factor") is not None
+        ),
+        default_partial,
+    )
+    dim = int(head_dim * require_number({"partial_rotary_factor": partial}, "partial_rotary_factor"))
+    if not 2 <= dim <= head_dim or dim % 2:
+        raise ValueError(
+            f"partial_rotary_factor={partial!r} rotates {dim} of {head_dim} dimensions of a head, which are no pairs;"
+            " download the checkpoint's config.json again"
+        )
+    parameters = {key: value for key, value in parameters.items() if key != "partial_rotary_factor"}
+    own = {key: value for key, value in hf.items() if key not in ("rope_scaling", "rope_parameters")}
+    rope = translate_rope({**own, "rope_parameters": parameters}, max_position, default_theta)
+    return Rope(
+        dim=dim,
+        max_position=require_size(hf, "max_position_embeddings", max_position),
+        theta=rope["rope_theta"],
+        scaling=rope["rope_scaling"],
+        is_interleaved=is_interleaved,
+    )
+
+
+def _of_layer_type(stated: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:
+    """Returns the parameters of one kind of layer; parameters without kinds are those of the full layers."""
+    is_nested = any(isinstance(value, Mapping) for value in stated.values())
+    if not is_nested:
+        return stated if layer_type == FULL else {}
+    parameters = stated.get(layer_type) or {}
+    if not isinstance(parameters, Mapping):
+        raise ValueError(
+            f"rope_parameters of {layer_type} are {parameters!r}, not an object; download config.json again"
+        )
+    return parameters
+
+
+def _parameters(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    parameters = hf.get(name) or {}
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"{name}={parameters!r} is not an object; download the checkpoint's config.json again")
+    return parameters
+
+
+def translate_rope(hf: Mapping[str, Any], max_position: int, default_theta: float = DEFAULT_THETA) -> dict[str, Any]:
+    """Returns `rope_theta` and `rope_scaling` of `uniform_decoder`.
+
+    transformers 4 writes `rope_theta` and an optional `rope_scaling`, transformers 5 puts both into
+    `rope_parameters`. Precedence and defaults follow transformers' modeling_rope_utils.py; `max_position` is
+    the family's default.
+    """
+    name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    parameters = _parameters(hf)
+    if nested := {key: value for key, value in parameters.items() if isinstance(value, Mapping)}:
+        raise ValueError(
+            f"{name} per layer type, {nested!r}, is not supported; use a checkpoint with one rope for all layers"
+        )
+    if parameters.get("partial_rotary_factor") not in (None, 1.0):
+        raise ValueError(
+            f"partial_rotary_factor={parameters['partial_rotary_factor']!r} is not supported;"
+            " use a checkpoint that rotates whole heads"
+        )
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    # Dynamic NTK changes nothing up to max_position_embeddings, and no request is longer.
+    if kind not in ("default", "dynamic", *_SCALINGS):
+        raise ValueError(
+            f"rope_type={kind!r} is not supported; use a checkpoint with one of: default, dynamic,"
+            f" {', '.join(_SCALINGS)}"
+        )
+    place = parameters if "rope_theta" in parameters else hf
+    return {
+        "rope_theta": require_number(place, "rope_theta", default_theta, least=1.0),
+        "rope_scaling": None if kind in ("default", "dynamic") else _SCALINGS[kind](parameters, hf, max_position),
+    }
+
+
+def _linear(parameters: Mapping[str, Any], hf: Mapping[str, Any], max_position: int) -> RopeScaling:
+    return RopeScaling(kind="linear", factor=number_or_default(parameters, "factor"))
+
+
+def _llama3(parameters: Mapping[str, Any], hf: Mapping[str, Any], max_position: int) -> RopeScaling:
+    low, high = (number_or_default(parameters, key) for key in ("low_freq_factor", "high_freq_factor"))
+    if not 0 < low < high:
+        raise ValueError(
+            f"low_freq_factor={low!r} and high_freq_factor={high!r} do not bound a range;"
+            " the low one has to be positive and smaller than the high one"
+        )
+    return RopeScaling(
+        kind="llama3",
+        factor=number_or_default(parameters, "factor"),
+        original_max_position=_original_max_position(parameters, hf, max_position),
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _yarn(parameters: Mapping[str, Any], hf: Mapping[str, Any], max_position: int) -> RopeScaling:
+    original = _original_max_position(parameters, hf, max_position)
+    stretched = require_size(hf, "max_position_embeddings", max_position) / original
+    factor = number_or_default(parameters, "factor", stretched)
+    mscale, mscale_all_dim = (number_or_default(parameters, key, 0.0) for key in ("mscale", "mscale_all_dim"))
+    default_attention_factor = _yarn_attention_factor(factor, mscale, mscale_all_dim)
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_max_position=original,
+        # 0 and null mean the paper's values, as in transformers.
+        beta_fast=number_or_default(parameters, "beta_fast", 32.0) or 32.0,
+        beta_slow=number_or_default(parameters, "beta_slow", 1.0) or 1.0,
+        attention_factor=number_or_default(parameters, "attention_factor", default_attention_factor),
+        truncate=is_enabled(parameters, "truncate", default=True),
+    )
+
+
+def _yarn_attention_factor(factor: float, mscale: float, mscale_all_dim: float) -> float:
+    """Returns 0.1 ln(factor) + 1 (Peng et al. 2023), or DeepSeek's quotient of two given both mscales."""
+
+    def grown(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    return grown(mscale) / grown(mscale_all_dim) if mscale and mscale_all_dim else grown(1.0)
+
+
+def _original_max_position(parameters: Mapping[str, Any], hf: Mapping[str, Any], max_position: int) -> int:
+    # Some checkpoints state it outside the rope parameters; transformers gives that place priority.
+    for place in (hf, parameters):
+        if place.get("original_max_position_embeddings") is not None:
+            return require_size(place, "original_max_position_embeddings")
+    return require_size(hf, "max_position_embeddings", max_position)
+
+
+def _longrope(parameters: Mapping[str, Any], hf: Mapping[str, Any], max_position: int) -> RopeScaling:
+    """Returns the scaling of requests up to the original length; for longer ones the model has other factors."""
+    original = _original_max_position(parameters, hf, max_position)
+    stretched = require_size(hf, "max_position_embeddings", max_position) / original
+    factor = max(number_or_default(parameters, "factor", stretched), 1.0)
+    factors = parameters.get("short_factor")
+    if not isinstance(factors, list):
+        raise ValueError(
+            f"short_factor={factors!r} is not a list of numbers; download the checkpoint's config.json again"
+        )
+    attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return RopeScaling(
+        kind="longrope",
+        factor=factor,
+        original_max_position=original,
+        attention_factor=number_or_default(parameters, "attention_factor", attention_factor),
+        factors=tuple(require_number({"short_factor": item}, "short_factor", least=1e-9) for item in factors),
+    )
+
+
+_SCALINGS: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any], int], RopeScaling]] = {
+    "linear": _linear,
+    "llama3": _llama3,
+    "longrope": _longrope,
+    "yarn": _yarn,
+}

@@ -1,0 +1,114 @@
+"""GLM-4 and GLM-4-MoE: rotary embedding of half of each head; experts chosen by biased sigmoids in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.checkpoint.config_json.family import (
+    Family,
+    WeightTable,
+    decoder_of,
+    expert_weights,
+    read_norm,
+    read_num_layers,
+    refuse_unsupported,
+)
+from jaxinfer.checkpoint.config_json.fields import (
+    divided_head_dim,
+    is_enabled,
+    num_kv_heads,
+    require_count,
+    require_number,
+    require_size,
+    stated_head_dim,
+)
+from jaxinfer.checkpoint.config_json.rope import read_rope
+from jaxinfer.checkpoint.families import llama, phi3
+from jaxinfer.model.attention import Attention
+from jaxinfer.model.config import Layer, ModelConfig
+from jaxinfer.model.mlp import MLP
+from jaxinfer.model.moe import MoE, Router
+
+_LAYER = "model.layers.{layer}"
+MAX_POSITION = 131_072
+PARTIAL = 0.5
+
+WEIGHTS: WeightTable = {
+    **llama.WEIGHTS,
+    f"{_LAYER}.mlp.gate_up_proj.weight": phi3.FUSED_MLP,
+    f"{_LAYER}.post_self_attn_layernorm.weight": ("layers.mixer_post_norm", "D -> D"),
+    f"{_LAYER}.post_mlp_layernorm.weight": ("layers.feed_forward_post_norm", "D -> D"),
+}
+MOE_WEIGHTS: WeightTable = {
+    **llama.WEIGHTS,
+    f"{_LAYER}.self_attn.q_norm.weight": ("layers.mixer.q_norm", "H -> H"),
+    f"{_LAYER}.self_attn.k_norm.weight": ("layers.mixer.k_norm", "H -> H"),
+    f"{_LAYER}.mlp.gate.e_score_correction_bias": ("layers.feed_forward.choice_bias", "E -> E"),
+    **expert_weights(f"{_LAYER}.mlp", shared="shared_experts"),
+}
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translates config.json; what is absent gets the default of transformers' Glm4Config."""
+    refuse_unsupported(hf, "Glm4ForCausalLM", ("partial_rotary_factor",))
+    head_dim = stated_head_dim(hf, 128)
+    attention = Attention(
+        num_heads=require_size(hf, "num_attention_heads"),
+        num_kv_heads=num_kv_heads(hf, default=2),
+        head_dim=head_dim,
+        rope=read_rope(hf, head_dim, MAX_POSITION, default_partial=PARTIAL, is_interleaved=True),
+        has_qkv_bias=is_enabled(hf, "attention_bias", default=True),
+    )
+    mlp = MLP(intermediate_size=require_size(hf, "intermediate_size"))
+    norm = read_norm({"rms_norm_eps": 1.5625e-07, **hf})
+    layer = Layer(mixer=attention, feed_forward=mlp, norm=norm, has_post_norms=True)
+    return decoder_of(
+        hf,
+        [layer] * read_num_layers(hf),
+        max_position=MAX_POSITION,
+        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
+    )
+
+
+def config_from_hf_moe(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translates config.json; what is absent gets the default of transformers' Glm4MoeConfig.
+
+    The layers past the last, which predict several tokens, are not loaded.
+    """
+    refuse_unsupported(hf, "Glm4MoeForCausalLM", ("partial_rotary_factor",))
+    head_dim = divided_head_dim(hf)
+    attention = Attention(
+        num_heads=require_size(hf, "num_attention_heads"),
+        num_kv_heads=num_kv_heads(hf, default=8),
+        head_dim=head_dim,
+        rope=read_rope(hf, head_dim, MAX_POSITION, default_partial=PARTIAL),
+        has_qkv_bias=is_enabled(hf, "attention_bias"),
+        qk_norm="head" if is_enabled(hf, "use_qk_norm") else None,
+    )
+    size = require_size(hf, "moe_intermediate_size", 1408)
+    experts = MoE(
+        num_experts=require_size(hf, "n_routed_experts", 128),
+        expert=MLP(intermediate_size=size),
+        router=Router(
+            num_chosen=require_size(hf, "num_experts_per_tok", 8),
+            scoring="sigmoid",
+            normalizes=is_enabled(hf, "norm_topk_prob", default=True),
+            scale=require_number(hf, "routed_scaling_factor", 1.0, least=1e-9),
+            has_choice_bias=True,
+            num_groups=require_size(hf, "n_group", 1),
+            num_chosen_groups=require_size(hf, "topk_group", 1),
+        ),
+        shared=MLP(intermediate_size=size * require_size(hf, "n_shared_experts", 1)),
+    )
+    dense = MLP(intermediate_size=require_size(hf, "intermediate_size"))
+    num_layers, num_dense = read_num_layers(hf), require_count(hf, "first_k_dense_replace", 1)
+    norm = read_norm({"rms_norm_eps": 1e-5, **hf})
+    layers = [
+        Layer(mixer=attention, feed_forward=dense if i < num_dense else experts, norm=norm) for i in range(num_layers)
+    ]
+    return decoder_of(hf, layers, max_position=MAX_POSITION, has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"))
+
+
+FAMILY = Family(config_from_hf=config_from_hf, weights=WEIGHTS)
+MOE_FAMILY = Family(config_from_hf=config_from_hf_moe, weights=MOE_WEIGHTS)

@@ -1,0 +1,70 @@
+"""Phi-3 and Phi-4: Llama with fused weights, of which Phi-4-mini rotates a part of each head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.checkpoint.config_json.family import (
+    Family,
+    Fused,
+    WeightTable,
+    decoder_of,
+    read_norm,
+    read_num_layers,
+    refuse_unsupported,
+)
+from jaxinfer.checkpoint.config_json.fields import divided_head_dim, is_enabled, num_kv_heads, require_size
+from jaxinfer.checkpoint.config_json.rope import read_rope
+from jaxinfer.checkpoint.families import llama
+from jaxinfer.model.attention import Attention
+from jaxinfer.model.config import Layer, ModelConfig
+from jaxinfer.model.mlp import MLP
+
+_LAYER = "model.layers.{layer}"
+MAX_POSITION = 4096
+
+FUSED_MLP = Fused((("layers.feed_forward.gate", "F D -> F D"), ("layers.feed_forward.up", "F D -> F D")))
+FUSED_QKV = Fused(
+    (
+        ("layers.mixer.q", "(N H) D -> N H D"),
+        ("layers.mixer.k", "(K H) D -> K H D"),
+        ("layers.mixer.v", "(K H) D -> K H D"),
+    )
+)
+WEIGHTS: WeightTable = {
+    **llama.WEIGHTS,
+    f"{_LAYER}.self_attn.qkv_proj.weight": FUSED_QKV,
+    f"{_LAYER}.mlp.gate_up_proj.weight": FUSED_MLP,
+}
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translates config.json; what is absent gets the default of transformers' Phi3Config.
+
+    LongRoPE has other frequencies for requests beyond `original_max_position_embeddings`. A request keeps its
+    frequencies, so the model's length ends there.
+    """
+    refuse_unsupported(hf, "Phi3ForCausalLM", ("partial_rotary_factor",))
+    head_dim = divided_head_dim(hf)
+    rope = read_rope(hf, head_dim, MAX_POSITION)
+    if rope.scaling is not None and rope.scaling.kind == "longrope":
+        hf = {**hf, "max_position_embeddings": rope.scaling.original_max_position}
+    attention = Attention(
+        num_heads=require_size(hf, "num_attention_heads"),
+        num_kv_heads=num_kv_heads(hf, default=require_size(hf, "num_attention_heads")),
+        head_dim=head_dim,
+        rope=rope,
+        window=None if hf.get("sliding_window") is None else require_size(hf, "sliding_window"),
+    )
+    mlp = MLP(intermediate_size=require_size(hf, "intermediate_size"))
+    layer = Layer(mixer=attention, feed_forward=mlp, norm=read_norm({"rms_norm_eps": 1e-5, **hf}))
+    return decoder_of(
+        hf,
+        [layer] * read_num_layers(hf),
+        max_position=MAX_POSITION,
+        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
+    )
+
+
+FAMILY = Family(config_from_hf=config_from_hf, weights=WEIGHTS)

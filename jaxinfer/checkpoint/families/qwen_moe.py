@@ -1,0 +1,109 @@
+"""Qwen2-MoE and Qwen3-MoE: mixtures of experts, the former with a gated shared one, and dense layers among them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.checkpoint.config_json.family import (
+    Family,
+    WeightTable,
+    decoder_of,
+    expert_weights,
+    read_norm,
+    read_num_layers,
+    refuse_unsupported,
+)
+from jaxinfer.checkpoint.config_json.fields import (
+    divided_head_dim,
+    is_enabled,
+    num_kv_heads,
+    require_size,
+    stated_head_dim,
+)
+from jaxinfer.checkpoint.config_json.rope import read_rope
+from jaxinfer.checkpoint.config_json.window import FULL, SLIDING, layer_types
+from jaxinfer.checkpoint.families import qwen3
+from jaxinfer.model.attention import Attention
+from jaxinfer.model.config import Layer, ModelConfig
+from jaxinfer.model.mlp import MLP
+from jaxinfer.model.moe import MoE, Router
+
+_MLP = "model.layers.{layer}.mlp"
+MAX_POSITION = 32_768
+WEIGHTS: WeightTable = {
+    **qwen3.WEIGHTS,
+    **expert_weights(_MLP, shared="shared_expert"),
+    f"{_MLP}.shared_expert_gate.weight": ("layers.feed_forward.shared_gate", "one D -> one D"),
+}
+
+
+def config_from_hf_2(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translates config.json; what is absent gets the default of transformers' Qwen2MoeConfig."""
+    refuse_unsupported(hf, "Qwen2MoeForCausalLM")
+    head_dim = divided_head_dim(hf)
+    attention = {"head_dim": head_dim, "has_qkv_bias": is_enabled(hf, "qkv_bias", default=True)}
+    experts = MoE(
+        num_experts=require_size(hf, "num_experts", 60),
+        expert=MLP(intermediate_size=require_size(hf, "moe_intermediate_size", 1408)),
+        router=Router(
+            num_chosen=require_size(hf, "num_experts_per_tok", 4),
+            normalizes=is_enabled(hf, "norm_topk_prob"),
+        ),
+        shared=MLP(intermediate_size=require_size(hf, "shared_expert_intermediate_size", 5632)),
+        has_shared_gate=True,
+    )
+    return _translate(hf, attention, experts, default_kv_heads=16)
+
+
+def config_from_hf_3(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translates config.json; what is absent gets the default of transformers' Qwen3MoeConfig."""
+    refuse_unsupported(hf, "Qwen3MoeForCausalLM")
+    has_bias = is_enabled(hf, "attention_bias")
+    head_dim = divided_head_dim(hf) if hf.get("head_dim") is None else stated_head_dim(hf)
+    attention = {"head_dim": head_dim, "has_qkv_bias": has_bias, "has_output_bias": has_bias, "qk_norm": "head"}
+    name = "num_experts" if "num_experts" in hf else "num_local_experts"
+    experts = MoE(
+        num_experts=require_size(hf, name, 128),
+        expert=MLP(intermediate_size=require_size(hf, "moe_intermediate_size", 768)),
+        router=Router(
+            num_chosen=require_size(hf, "num_experts_per_tok", 8),
+            normalizes=is_enabled(hf, "norm_topk_prob"),
+        ),
+    )
+    return _translate(hf, attention, experts, default_kv_heads=4)
+
+
+def _translate(hf: Mapping[str, Any], attention: dict[str, Any], experts: MoE, default_kv_heads: int) -> ModelConfig:
+    num_layers, sparse_step = read_num_layers(hf), require_size(hf, "decoder_sparse_step", 1)
+    dense_layers = hf.get("mlp_only_layers") or []
+    if not isinstance(dense_layers, list) or not all(isinstance(i, int) for i in dense_layers):
+        raise ValueError(f"mlp_only_layers={dense_layers!r} is not a list of layers; download config.json again")
+    window = require_size(hf, "sliding_window", 4096) if is_enabled(hf, "use_sliding_window") else None
+    first = hf.get("max_window_layers", 28)
+    default = [SLIDING if window is not None and i >= first else FULL for i in range(num_layers)]
+    kinds = default if window is None else layer_types(hf, default)
+    dense = MLP(intermediate_size=require_size(hf, "intermediate_size"))
+    rope, norm = read_rope(hf, attention["head_dim"], MAX_POSITION), read_norm(hf)
+
+    def layer(i: int) -> Layer:
+        mixer = Attention(
+            num_heads=require_size(hf, "num_attention_heads"),
+            num_kv_heads=num_kv_heads(hf, default_kv_heads),
+            rope=rope,
+            window=window if kinds[i] == SLIDING else None,
+            **attention,
+        )
+        is_sparse = i not in dense_layers and (i + 1) % sparse_step == 0
+        return Layer(mixer=mixer, feed_forward=experts if is_sparse else dense, norm=norm)
+
+    return decoder_of(
+        hf,
+        [layer(i) for i in range(num_layers)],
+        max_position=MAX_POSITION,
+        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
+    )
+
+
+FAMILY_2 = Family(config_from_hf=config_from_hf_2, weights=WEIGHTS)
+FAMILY_3 = Family(config_from_hf=config_from_hf_3, weights=WEIGHTS)
