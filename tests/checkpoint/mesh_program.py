@@ -21,7 +21,7 @@ def model_mesh(num_devices: int) -> jax.sharding.Mesh:
 
 
 def describe(params, reference) -> dict:
-    q = params.layers[0].q
+    q = params.layers[0].mixer.q
     same = jax.tree.map(lambda a, b: np.array_equal(np.asarray(a), np.asarray(b)), params, reference)
     return {
         "devices": len(q.sharding.device_set),

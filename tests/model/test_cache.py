@@ -139,7 +139,7 @@ def test_the_pool_is_page_bytes_times_pages(dtype, size):
 
 
 def test_the_pool_is_page_bytes_times_pages_for_a_head_dim_that_fills_no_vector():
-    config = uniform_decoder(**SIZES | {"head_dim": 20})
+    config = uniform_decoder(**dict(SIZES, head_dim=20))
 
     pools = jax.tree.leaves(abstract_cache(config, CACHE))
 

@@ -77,7 +77,7 @@ def test_a_layer_has_the_tensors_of_its_topology():
 
 @pytest.mark.parametrize("switch", SWITCHED_SHAPES)
 def test_a_switch_adds_its_tensors_and_no_others(switch):
-    params = abstract_params(uniform_decoder(**SIZES, **{switch: True}), jnp.float32)
+    params = abstract_params(uniform_decoder(**dict(SIZES, **{switch: True})), jnp.float32)
 
     assert layer_shapes(params.layers[0], 3) == LAYER_SHAPES | SWITCHED_SHAPES[switch]
 

@@ -18,7 +18,7 @@ from jaxinfer.engine.execution.warm_up import plan_target
 from jaxinfer.model.batch import make_batch
 from jaxinfer.model.cache import abstract_cache
 from jaxinfer.model.config import uniform_decoder
-from jaxinfer.model.params import LayerParams, abstract_params
+from jaxinfer.model.params import abstract_params
 from jaxinfer.model.quantized_params import quantize_params
 from jaxinfer.plan.products import ProductShape, other_float_sums, product_shapes
 from jaxinfer.sampling.batch import make_sampling
@@ -190,9 +190,7 @@ def test_every_product_of_a_draft_head_has_one_shape_for_any_number_of_rows(kind
     params, D = abstract_params(config, FLOAT), config.hidden_size
     heads: Any = MedusaHeads(zeros(2, D, 2 * D))
     if kind == "eagle":
-        layer = LayerParams(
-            **{name: zeros(*x.shape[1:]) for name, x in vars(params.layers[0]).items() if x is not None}
-        )
+        layer = jax.tree.map(lambda x: zeros(*x.shape[1:]), params.layers[0])
         norms = {name: zeros(D) for name in ("embedding_norm", "hidden_norm", "final_norm")}
         heads = EagleHead(input=zeros(D, 2 * D), layer=layer, config=config, window=6, **norms)
 

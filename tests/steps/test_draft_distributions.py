@@ -14,14 +14,16 @@ from scipy import stats
 
 from jaxinfer.config import CacheConfig, SamplingParams
 from jaxinfer.model.batch import Row, make_batch
+from jaxinfer.model.config import uniform_decoder
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps.medusa import MedusaHeads, chain_of, draft_from_states, parents_of_paths
 from jaxinfer.steps.steps import decode_step, draft_step, verify_step
-from tests.replay import SMALL_MODEL, all_logits_unoptimised, lively_params, nan_cache
+from tests.replay import SMALL_SIZES, all_logits_unoptimised, lively_params, nan_cache
 from tests.steps.test_eagle import eagle_head
 from tests.unoptimised import UNOPTIMISED
 
-TINY = dataclasses.replace(SMALL_MODEL, vocab_size=8, num_layers=2, layer_groups=(1, 1))
+TINY_SIZES: dict[str, Any] = SMALL_SIZES | {"vocab_size": 8, "num_layers": 2, "layer_groups": (1, 1)}
+TINY = uniform_decoder(**TINY_SIZES)
 V, MANY, NUM_DRAFTS = TINY.vocab_size, 1024, 2
 CONTEXT = [3]
 CHAIN, TREE = chain_of(NUM_DRAFTS), ((0,), (1,), (0, 0), (1, 0))
@@ -38,7 +40,8 @@ quickly = functools.partial(jax.jit, compiler_options=UNOPTIMISED)
 decode = quickly(functools.partial(decode_step, config=TINY))
 verify = quickly(functools.partial(verify_step, config=TINY), static_argnames="q_len")
 from_heads = quickly(draft_from_states, static_argnames="paths")
-FIRST_LAYER = dataclasses.replace(TINY, num_layers=1, layer_groups=(1,))
+FIRST_SIZES: dict[str, Any] = TINY_SIZES | {"num_layers": 1, "layer_groups": (1,)}
+FIRST_LAYER = uniform_decoder(**FIRST_SIZES)
 from_exit = quickly(functools.partial(draft_step, max_drafts=NUM_DRAFTS, config=FIRST_LAYER))
 
 
@@ -101,7 +104,8 @@ def medusa_drafts(output, cache, sampling, paths=CHAIN):
 
 
 def eagle_drafts(output, cache, sampling, paths=CHAIN):
-    return drafts_of(eagle_head(dataclasses.replace(FIRST_LAYER, intermediate_size=24)), output, sampling, paths)
+    config = uniform_decoder(**dict(FIRST_SIZES, intermediate_size=24))
+    return drafts_of(eagle_head(config), output, sampling, paths)
 
 
 def fixed_trees(output, cache, sampling, paths):

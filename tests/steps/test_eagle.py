@@ -12,6 +12,7 @@ import pytest
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.model.config import ModelConfig, uniform_decoder
+from jaxinfer.model.mlp import MLPParams
 from jaxinfer.model.params import LayerParams
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps.eagle import EagleHead
@@ -22,6 +23,7 @@ from tests.unoptimised import UNOPTIMISED
 W, DEPTH = 4, 3
 PATHS = ((0,), (1,), (0, 0), (0, 0, 0), (0, 1), (2,))
 draft = jax.jit(functools.partial(draft_from_states, paths=PATHS), compiler_options=UNOPTIMISED)
+H, THETA, EPSILON = 6, 10_000.0, 1e-3
 CONFIG = uniform_decoder(
     vocab_size=SMALL_MODEL.vocab_size,
     hidden_size=SMALL_MODEL.hidden_size,
@@ -29,9 +31,10 @@ CONFIG = uniform_decoder(
     num_layers=1,
     num_heads=4,
     num_kv_heads=2,
-    head_dim=6,
+    head_dim=H,
     max_position=16,
-    norm_epsilon=1e-3,
+    rope_theta=THETA,
+    norm_epsilon=EPSILON,
 )
 
 
@@ -51,13 +54,12 @@ def eagle_head(config: ModelConfig, seed: int = 0) -> EagleHead:
 
 
 def normed(x, weight):
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + CONFIG.norm_epsilon) * weight
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + EPSILON) * weight
 
 
 def rotated(x, position):
     """x [heads, H] turned as pairs (i, i + H / 2)."""
-    H = x.shape[-1]
-    angles = position * CONFIG.rope_theta ** (-np.arange(0, H, 2) / H)
+    angles = position * THETA ** (-np.arange(0, H, 2) / H)
     rotated = (x[:, : H // 2] + 1j * x[:, H // 2 :]) * np.exp(1j * angles)
     return np.concatenate([rotated.real, rotated.imag], -1)
 
@@ -65,18 +67,21 @@ def rotated(x, position):
 def next_state(head, inputs):
     """The state after the last of inputs [n, 2 D], by definition."""
     layer: LayerParams = head.layer
+    attention, mlp = layer.mixer, layer.feed_forward
+    assert isinstance(mlp, MLPParams)
     x = inputs @ head.input.T
-    h = normed(x, layer.attention_norm)
-    keys = np.stack([rotated(np.einsum("khd,d->kh", layer.k, row), i) for i, row in enumerate(h)])
-    values, query = np.einsum("khd,nd->nkh", layer.v, h), rotated(np.einsum("nhd,d->nh", layer.q, h[-1]), len(h) - 1)
+    h = normed(x, layer.mixer_norm)
+    keys = np.stack([rotated(np.einsum("khd,d->kh", attention.k, row), i) for i, row in enumerate(h)])
+    values = np.einsum("khd,nd->nkh", attention.v, h)
+    query = rotated(np.einsum("nhd,d->nh", attention.q, h[-1]), len(h) - 1)
     attended = []
     for i, q in enumerate(query):
-        scores = np.exp(keys[:, i // 2] @ q / CONFIG.head_dim**0.5)
+        scores = np.exp(keys[:, i // 2] @ q / H**0.5)
         attended.append(scores / scores.sum() @ values[:, i // 2])
-    x = x[-1] + np.einsum("dnh,nh->d", layer.o, np.stack(attended))
-    h = normed(x, layer.mlp_norm)
-    gate = layer.gate @ h
-    return normed(x + layer.down @ (gate / (1 + np.exp(-gate)) * (layer.up @ h)), head.final_norm)
+    x = x[-1] + np.einsum("dnh,nh->d", attention.o, np.stack(attended))
+    h = normed(x, layer.feed_forward_norm)
+    gate = mlp.gate @ h
+    return normed(x + mlp.down @ (gate / (1 + np.exp(-gate)) * (mlp.up @ h)), head.final_norm)
 
 
 def drafts_by_definition(params, head, hidden, tokens):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -10,15 +9,16 @@ import numpy as np
 
 from jaxinfer.config import CacheConfig, SamplingParams
 from jaxinfer.model.batch import Row, make_batch
+from jaxinfer.model.config import uniform_decoder
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps import steps
 from jaxinfer.steps.multi_step import make_loop
-from tests.replay import SMALL_MODEL, all_logits_unoptimised, lively_params, nan_cache
+from tests.replay import SMALL_SIZES, all_logits_unoptimised, lively_params, nan_cache
 from tests.unoptimised import unoptimised_copy
 
 STEPS = unoptimised_copy(steps)
 decode_step, decode_loop = STEPS.decode_step, STEPS.decode_loop
-CONFIG = dataclasses.replace(SMALL_MODEL, num_layers=2, layer_groups=(1, 1))
+CONFIG = uniform_decoder(**SMALL_SIZES | {"num_layers": 2, "layer_groups": (1, 1)})
 CACHE = CacheConfig(num_pages=10, page_size=16)
 PROMPTS = (list(range(5, 25)), list(range(40, 54)), [3])
 PAGES = ([4, 2], [0, 8], [7, 1])

@@ -79,7 +79,7 @@ def models(request, tmp_path_factory) -> tuple[LLM, Any]:
     )
     with pytest.MonkeyPatch.context() as patch:
         if case.has_one_layer_group:
-            patch.setattr(jaxinfer.checkpoint, "default_layer_groups", lambda num_layers, first_layers: (num_layers,))
+            patch.setattr(jaxinfer.checkpoint, "scans_layers", lambda: True)
         llm = quick_engine(path, num_pages=NUM_PAGES, max_prompt_log_probs=3)
     poison_cache(llm)
     return llm, load_reference(path)

@@ -31,7 +31,7 @@ def test_chunks_and_single_tokens_in_one_step_yield_what_the_reference_does(tpu_
     prompts = random_prompts(3, max_len=40, seed=1)
     assert max(map(len, prompts)) > 16
 
-    assert tpu_llm._runner._cache.groups[0].layout == "tpu"
+    assert tpu_llm._runner._cache.pools[0].layout == "tpu"
     check_same(tpu_llm.generate(prompts, PARAMS), llm.generate(prompts, PARAMS))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.execution.memory_plan import plan_window
 from jaxinfer.engine.frontend.branches import fork, rewind
 from jaxinfer.engine.kv_cache.attention_window import sliding_attention_window
+from jaxinfer.model.config import uniform_decoder
 from tests.engine.engines import (
     ScriptedDrafter,
     completions_of,
@@ -31,7 +31,7 @@ from tests.engine.engines import (
 from tests.engine.exactness.test_tier_exactness import evict_all, set_tiers
 from tests.engine.fake_device import Engine, expected_tokens
 from tests.engine.scheduling.test_scheduler_invariants import ADMISSION
-from tests.replay import SMALL_MODEL
+from tests.replay import SMALL_SIZES
 
 WINDOW, S = 20, 16
 # 2 full pages behind that of the last token, that one, and one more that a step of 5 tokens may write.
@@ -313,7 +313,7 @@ def test_the_most_pages_are_those_of_the_window_of_a_step_and_one_more(window):
 
 
 def test_where_a_draft_model_reads_the_same_pages_none_is_given_back():
-    config = dataclasses.replace(SMALL_MODEL, sliding_window=WINDOW)
+    config = uniform_decoder(**SMALL_SIZES, sliding_window=WINDOW)
 
     def planned(bytes_per_page: int):
         drafter: Any = SimpleNamespace(page_bytes=lambda _: bytes_per_page)

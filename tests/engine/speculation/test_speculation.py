@@ -305,7 +305,7 @@ def early_exit(layered):
     norm = target.params.final_norm
     drafter = ExitDrafter(1, norm, lens)
     params = replace(target.params, layers=target.params.layers[:1], final_norm=norm, lens=lens)
-    config = replace(crowded_llm.model_config, num_layers=1, layer_groups=(1,))
+    config = replace(crowded_llm.model_config, groups=crowded_llm.model_config.groups[:1])
     with unoptimised_steps():
         drafter.prepare(target)
     drafter.attach(partial(crowded_llm._runner.lend_cache, crowded_llm._scheduler.copies))

@@ -18,6 +18,8 @@ from jaxinfer.engine.speculation.draft_choice import choose_drafts
 from jaxinfer.engine.speculation.load import plan_speculation
 from jaxinfer.engine.speculation.proposer import DraftProposer
 from jaxinfer.engine.speculation.speculation import Speculation
+from jaxinfer.model.config import LayerGroup
+from jaxinfer.model.mlp import MLP
 from jaxinfer.steps.medusa import MedusaHeads, parents_of_paths
 from tests.engine.engines import (
     ScriptedTrees,
@@ -106,7 +108,8 @@ def medusa(config):
 
 
 def eagle(config):
-    return eagle_head(replace(config, num_layers=1, layer_groups=(1,), intermediate_size=48))
+    layer = replace(config.layers[0], feed_forward=MLP(intermediate_size=48))
+    return eagle_head(replace(config, groups=(LayerGroup((layer,)),)))
 
 
 @pytest.mark.parametrize("heads", [medusa, eagle])
@@ -252,7 +255,8 @@ def speculation_of(drafter):
 
 def test_a_window_narrower_than_a_tree_is_refused(branching_llm):
     target = target_of(branching_llm)
-    narrow = replace(target, model_config=replace(target.model_config, sliding_window=4))
+    layers = tuple(replace(layer, mixer=replace(layer.mixer, window=4)) for layer in target.model_config.layers)
+    narrow = replace(target, model_config=replace(target.model_config, groups=(LayerGroup(layers),)))
 
     with pytest.raises(ValueError, match=r"sliding_window=4 is less than max_drafts=4 and a token"):
         speculation_of(Guesses(TREE)).prepare(narrow)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,8 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine.assembly import plan_tiers
 from jaxinfer.engine.execution.memory_plan import plan_cache, plan_window
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow
-from tests.replay import SMALL_MODEL  # of 64 positions
+from jaxinfer.model.config import uniform_decoder
+from tests.replay import SMALL_MODEL, SMALL_SIZES  # of 64 positions
 
 CONFIGS = {
     "host_cache_bytes": EngineConfig(host_cache_bytes=99),
@@ -58,7 +58,7 @@ REFUSED = {
 @pytest.mark.parametrize(("limits", "model", "message"), REFUSED.values(), ids=REFUSED)
 def test_endless_requests_are_refused_where_they_cannot_be(limits, model, message):
     with pytest.raises(ValueError, match=message):
-        plan_cache(dataclasses.replace(SMALL_MODEL, **model), EngineConfig(**{**SINKS, **limits}), "float32", 64)
+        plan_cache(uniform_decoder(**SMALL_SIZES, **model), EngineConfig(**{**SINKS, **limits}), "float32", 64)
 
 
 def test_endless_requests_are_refused_beside_a_draft_model():
