@@ -47,7 +47,7 @@ from_exit = quickly(functools.partial(draft_step, max_drafts=NUM_DRAFTS, config=
 
 @functools.cache
 def params():
-    return lively_params(TINY, seed=12)
+    return lively_params(TINY, seed=4)  # after any context, several tokens are likely
 
 
 @functools.cache
