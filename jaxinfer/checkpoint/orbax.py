@@ -122,10 +122,10 @@ _DESCRIBED = {
 
 
 def _describe(value: Any) -> Any:
-    """Returns a description of a model as JSON values; a dataclass becomes its fields and its "kind"."""
+    """Returns a description of a model as JSON values; a dataclass becomes its fields and its "class"."""
     if dataclasses.is_dataclass(value):
         fields = {field.name: _describe(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return {"kind": type(value).__name__, **fields}
+        return {"class": type(value).__name__, **fields}
     return [_describe(item) for item in value] if isinstance(value, tuple) else value
 
 
@@ -134,6 +134,6 @@ def _parse(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(map(_parse, value))
     if isinstance(value, dict):
-        fields = {name: _parse(item) for name, item in value.items() if name != "kind"}
-        return _DESCRIBED[value["kind"]](**fields)
+        fields = {name: _parse(item) for name, item in value.items() if name != "class"}
+        return _DESCRIBED[value["class"]](**fields)
     return value

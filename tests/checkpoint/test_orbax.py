@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,20 +22,21 @@ from jaxinfer.model.rope import RopeScaling
 from tests.oracles import save_random_checkpoint
 
 ROOT = Path(__file__).parents[2]
-CONFIG = uniform_decoder(
-    vocab_size=16,
-    hidden_size=8,
-    intermediate_size=16,
-    num_layers=3,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=4,
-    max_position=32,
-    rope_scaling=RopeScaling(kind="yarn", factor=2.0, original_max_position=16, attention_factor=1.1),
-    has_tied_embeddings=True,
-    has_qk_norm=True,
-    layer_groups=(1, 2),
-)
+SIZES: dict[str, Any] = {
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_layers": 3,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 4,
+    "max_position": 32,
+    "rope_scaling": RopeScaling(kind="yarn", factor=2.0, original_max_position=16, attention_factor=1.1),
+    "has_tied_embeddings": True,
+    "has_qk_norm": True,
+    "layer_groups": (1, 2),
+}
+CONFIG = uniform_decoder(**SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,7 @@ def test_parameters_saved_from_four_devices_are_restored_where_there_are_fewer(o
     _, checkpoint, path = on_meshes
     restored, config = restore_params(path)
     assert config == read_config(checkpoint)
-    assert restored.layers[0].q.sharding.device_set == {jax.devices()[0]}
+    assert restored.layers[0].mixer.q.sharding.device_set == {jax.devices()[0]}
     assert_same(restored, load_params(checkpoint, config, jnp.bfloat16))
 
 
@@ -119,8 +120,10 @@ def test_existing_checkpoint_is_not_overwritten(saved):
 
 def test_parameters_of_another_config_are_not_saved(saved, tmp_path):
     _, params = saved
-    config = dataclasses.replace(CONFIG, intermediate_size=17, has_qk_norm=False)
-    with pytest.raises(ValueError, match=r"differ in \.layers\[0\]\.down, .*q_norm.*; save them with the config"):
+    config = uniform_decoder(**dict(SIZES, intermediate_size=17, has_qk_norm=False))
+    with pytest.raises(
+        ValueError, match=r"differ in \.layers\[0\]\.feed_forward\.down, .*q_norm.*; save them with the config"
+    ):
         save_params(tmp_path / "new", params, config)
     assert not (tmp_path / "new").exists()
 
@@ -136,7 +139,7 @@ def test_directory_without_description_is_refused(tmp_path):
         restore_params(tmp_path)
 
 
-@pytest.mark.parametrize(("content", "complaint"), [("{", "is not JSON"), ('{"version": 2}', "version 2 but 1")])
+@pytest.mark.parametrize(("content", "complaint"), [("{", "is not JSON"), ('{"version": 1}', "version 1 but 2")])
 def test_damaged_description_is_refused(tmp_path, content, complaint):
     (tmp_path / "params").mkdir()
     (tmp_path / "jaxinfer.json").write_text(content)
