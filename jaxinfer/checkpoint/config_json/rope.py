@@ -46,7 +46,7 @@ def read_rope(
         )
     parameters = {key: value for key, value in parameters.items() if key != "partial_rotary_factor"}
     own = {key: value for key, value in hf.items() if key not in ("rope_scaling", "rope_parameters")}
-    rope = translate_rope({**own, "rope_parameters": parameters}, max_position, default_theta)
+    rope = translate_rope({**own, _place(hf): parameters}, max_position, default_theta)
     return Rope(
         dim=dim,
         max_position=require_size(hf, "max_position_embeddings", max_position),
@@ -69,8 +69,12 @@ def _of_layer_type(stated: Mapping[str, Any], layer_type: str) -> Mapping[str, A
     return parameters
 
 
+def _place(hf: Mapping[str, Any]) -> str:
+    return "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+
+
 def _parameters(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    name = _place(hf)
     parameters = hf.get(name) or {}
     if not isinstance(parameters, Mapping):
         raise ValueError(f"{name}={parameters!r} is not an object; download the checkpoint's config.json again")
@@ -84,8 +88,7 @@ def translate_rope(hf: Mapping[str, Any], max_position: int, default_theta: floa
     `rope_parameters`. Precedence and defaults follow transformers' modeling_rope_utils.py; `max_position` is
     the family's default.
     """
-    name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
-    parameters = _parameters(hf)
+    name, parameters = _place(hf), _parameters(hf)
     if nested := {key: value for key, value in parameters.items() if isinstance(value, Mapping)}:
         raise ValueError(
             f"{name} per layer type, {nested!r}, is not supported; use a checkpoint with one rope for all layers"
