@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxinfer.checkpoint.huggingface import load_params, read_config
 from jaxinfer.model.params import shardings
@@ -55,23 +56,20 @@ def heads_first(tensor: np.ndarray, num_heads: int) -> np.ndarray:
 
 def expected_layer(state: dict[str, np.ndarray], layer: int, config) -> dict[str, np.ndarray]:
     """The tensors of one layer in our layout, built from the state dict by hand."""
-    module = {
-        "q": "self_attn.q_proj",
-        "k": "self_attn.k_proj",
-        "v": "self_attn.v_proj",
-        "o": "self_attn.o_proj",
-    }
-    module |= {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+    attention = config.layers[layer].mixer
+    module = {f"mixer.{name}": f"self_attn.{name}_proj" for name in ("q", "k", "v", "o")}
+    module |= {f"feed_forward.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
     names = {name: f"{stored}.weight" for name, stored in module.items()}
     names |= {f"{name}_bias": f"{stored}.bias" for name, stored in module.items()}
-    names |= {"q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight"}
-    names |= {"attention_norm": "input_layernorm.weight", "mlp_norm": "post_attention_layernorm.weight"}
+    names |= {f"mixer.{name}": f"self_attn.{name}.weight" for name in ("q_norm", "k_norm")}
+    names |= {"mixer_norm": "input_layernorm.weight", "feed_forward_norm": "post_attention_layernorm.weight"}
     names = {ours: f"model.layers.{layer}.{stored}" for ours, stored in names.items()}
     tensors = {ours: state[stored] for ours, stored in names.items() if stored in state}
-    for name in {"q", "k", "v", "q_bias", "k_bias", "v_bias"} & tensors.keys():
-        num_heads = config.num_heads if name.startswith("q") else config.num_kv_heads
-        tensors[name] = heads_first(tensors[name], num_heads)
-    tensors["o"] = tensors["o"].reshape(config.hidden_size, config.num_heads, config.head_dim)
+    heads = {"q": attention.num_heads, "k": attention.num_kv_heads, "v": attention.num_kv_heads}
+    for name in {f"mixer.{name}{suffix}" for name in heads for suffix in ("", "_bias")} & tensors.keys():
+        tensors[name] = heads_first(tensors[name], heads[name.removeprefix("mixer.")[0]])
+    o_shape = (config.hidden_size, attention.num_heads, attention.head_dim)
+    tensors["mixer.o"] = tensors["mixer.o"].reshape(o_shape)
     return tensors
 
 
@@ -79,7 +77,7 @@ def expected_layer(state: dict[str, np.ndarray], layer: int, config) -> dict[str
 @pytest.mark.parametrize(("family", "overrides"), VARIANTS)
 def test_every_tensor_equals_that_of_the_state_dict(tmp_path, family, overrides, layer_groups):
     path = save_random_checkpoint(tmp_path, family, **overrides)
-    config = dataclasses.replace(read_config(path), layer_groups=layer_groups)
+    config = read_config(path).regrouped(layer_groups)
     params = load_params(path, config, jnp.float32)
     state = {name: tensor.numpy() for name, tensor in load_reference(path).state_dict().items()}
     np.testing.assert_array_equal(params.embedding, state.pop("model.embed_tokens.weight"))
@@ -91,8 +89,8 @@ def test_every_tensor_equals_that_of_the_state_dict(tmp_path, family, overrides,
     layers = [(group, i) for group, n in zip(params.layers, layer_groups, strict=True) for i in range(n)]
     for layer, (group, i) in enumerate(layers):
         expected = expected_layer(state, layer, config)
-        loaded = {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
-        assert {name for name, tensor in loaded.items() if tensor is not None} == set(expected)
+        loaded = {keystr(path, simple=True, separator="."): leaf for path, leaf in tree_leaves_with_path(group)}
+        assert set(loaded) == set(expected)
         for name, tensor in expected.items():
             np.testing.assert_array_equal(loaded[name][i], tensor, err_msg=name)
 
@@ -217,7 +215,7 @@ def test_pickled_checkpoint_is_refused_for_safetensors(copied):
 def test_placement_for_other_layer_groups_is_refused(llama):
     config = read_config(llama)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("model",))
-    placement = shardings(dataclasses.replace(config, layer_groups=(1, 2)), mesh)
+    placement = shardings(config.regrouped((1, 2)), mesh)
     with pytest.raises(ValueError, match=r"layer_groups=\(3,\); build it from the config"):
         load_params(llama, config, "float32", placement=placement)
 

@@ -18,7 +18,7 @@ from jaxinfer.checkpoint.safetensors_file import read_header
 from jaxinfer.engine.speculation.load import drafter_of
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.text.tokenizer import Tokenizer
-from tests.oracles import FAMILY_SIZES, SIZES, save_random_checkpoint
+from tests.oracles import CONFIGS, FAMILY_SIZES, SIZES, save_random_checkpoint
 
 WRONG = [
     *(None, True, False, -1, 0, 7, 2**31, 10**30, 0.5, -2.5, 1e300, math.nan, math.inf),
@@ -61,11 +61,11 @@ def assert_named(refusal, *names):
 
 
 @pytest.mark.parametrize("value", WRONG, ids=repr)
-@pytest.mark.parametrize("family", FAMILY_SIZES)
+@pytest.mark.parametrize("family", CONFIGS)
 def test_a_wrong_value_in_config_json_is_refused_by_its_own_name(tmp_path, family, value):
     for key in CONFIG_KEYS:
         for window in ({}, {"use_sliding_window": True, "sliding_window": 8}):
-            hf = {"model_type": family, **SIZES, **FAMILY_SIZES[family], **window, key: value}
+            hf = {"model_type": family, **SIZES, **FAMILY_SIZES.get(family, {}), **window, key: value}
             try:
                 assert isinstance(config_of(tmp_path, hf), ModelConfig)
                 read_eos_token_ids(tmp_path)
@@ -80,7 +80,7 @@ def test_a_wrong_value_among_the_rope_parameters_is_refused_by_its_own_name(tmp_
     for key in ROPE_KEYS:
         rope = {"type": kind, **ROPES[kind], key: value}
         try:
-            config_of(tmp_path, {"model_type": "llama", **SIZES, **FAMILY_SIZES["llama"], "rope_scaling": rope})
+            config_of(tmp_path, {"model_type": "llama", **SIZES, "rope_scaling": rope})
         except ValueError as refusal:
             assert_named(refusal, tmp_path / "config.json", key, value)
 
