@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import MAX_SEED, CacheConfig, EngineConfig, SamplingParams
-from jaxinfer.model.config import ModelConfig, uniform_decoder
-from jaxinfer.model.rope import RopeScaling
+from jaxinfer.model.attention import Attention
+from jaxinfer.model.config import Layer, LayerGroup, ModelConfig, uniform_decoder
+from jaxinfer.model.layers import Norm
+from jaxinfer.model.mlp import MLP
+from jaxinfer.model.moe import MoE, Router
+from jaxinfer.model.rope import Rope, RopeScaling
 
 MODEL: dict[str, Any] = {
     "vocab_size": 10,
@@ -24,8 +28,18 @@ MODEL: dict[str, Any] = {
     "max_position": 32,
 }
 YARN = {"kind": "yarn", "factor": 2.0, "original_max_position": 64}
-MINIMAL = {
-    ModelConfig: MODEL,
+ATTENTION = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
+LAYER = Layer(mixer=Attention(**ATTENTION), feed_forward=MLP(intermediate_size=16))
+MINIMAL: dict[Any, dict[str, Any]] = {
+    uniform_decoder: MODEL,
+    ModelConfig: {"vocab_size": 10, "hidden_size": 8, "max_position": 32, "groups": (LayerGroup((LAYER,), 3),)},
+    Layer: {"mixer": LAYER.mixer, "feed_forward": LAYER.feed_forward},
+    Attention: ATTENTION,
+    MLP: {"intermediate_size": 16},
+    MoE: {"num_experts": 6, "expert": LAYER.feed_forward, "router": Router(num_chosen=2)},
+    Router: {"num_chosen": 2},
+    Norm: {},
+    Rope: {"dim": 4, "max_position": 32},
     RopeScaling: YARN,
     CacheConfig: {"num_pages": 4},
     EngineConfig: {},
@@ -34,25 +48,56 @@ MINIMAL = {
 
 NOT_SIZES = (0, -1, 1.0, True, "8", None, float("nan"))
 NOT_NUMBERS = (float("nan"), float("inf"), -float("inf"), True, "1", None, 1j)
+NOT_POSITIVE = (*NOT_NUMBERS, 0.0, -1.0)
 NOT_BOOLS = (0, 1, "no", None)
 RATIOS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
 SWITCHES = ("has_tied_embeddings", "has_qkv_bias", "has_output_bias", "has_mlp_bias", "has_qk_norm")
 
 REFUSED = [
-    *((ModelConfig, name, value) for name in MODEL for value in NOT_SIZES),
-    (ModelConfig, "head_dim", 5),
-    (ModelConfig, "num_heads", 3),
-    *((ModelConfig, "rope_theta", value) for value in (*NOT_NUMBERS, 0.99, -1.0)),
-    *((ModelConfig, "norm_epsilon", value) for value in (*NOT_NUMBERS, -1e-9)),
-    *((ModelConfig, "sliding_window", value) for value in (0, -1, 1.0, True, "8")),
-    *((ModelConfig, "layer_groups", value) for value in ((1, 1), (4,), (3, 0), (4, -1))),
+    *((uniform_decoder, name, value) for name in MODEL for value in NOT_SIZES),
+    (uniform_decoder, "head_dim", 5),
+    (uniform_decoder, "num_heads", 3),
+    *((uniform_decoder, "rope_theta", value) for value in (*NOT_NUMBERS, 0.99, -1.0)),
+    *((uniform_decoder, "norm_epsilon", value) for value in (*NOT_NUMBERS, -1e-9)),
+    *((uniform_decoder, "sliding_window", value) for value in (0, -1, 1.0, True, "8")),
+    *((uniform_decoder, "layer_groups", value) for value in ((1, 1), (4,), (3, 0), (4, -1))),
+    *((ModelConfig, name, value) for name in ("vocab_size", "hidden_size", "max_position") for value in NOT_SIZES),
+    *((ModelConfig, "groups", value) for value in ((), (5,), 5, None, "ab", (LayerGroup(()),), (LayerGroup((5,)),))),
+    *((ModelConfig, name, value) for name in ("embedding_scale", "logit_scale") for value in NOT_POSITIVE),
+    *((ModelConfig, "logit_softcap", value) for value in NOT_POSITIVE if value is not None),
+    *((ModelConfig, "has_tied_embeddings", value) for value in NOT_BOOLS),
+    *((Layer, "mixer", value) for value in (None, 5, Norm())),
+    *((Layer, "feed_forward", value) for value in (None, 5, Norm())),
+    *((Layer, "residual_scale", value) for value in NOT_POSITIVE),
+    *((Layer, name, value) for name in ("has_pre_norms", "has_post_norms") for value in NOT_BOOLS),
+    *((kind, "norm", value) for kind in (ModelConfig, Layer) for value in (None, 1e-5, "rms")),
+    *((Attention, "rope", value) for value in (5, "default", 10_000.0)),
+    *((Attention, name, value) for name in ("scale", "softcap") for value in NOT_POSITIVE if value is not None),
+    *((Attention, "qk_norm", value) for value in ("", "layer", True, 1)),
+    *((Attention, "has_sinks", value) for value in NOT_BOOLS),
+    *((MLP, "activation", value) for value in ("relu", "", None, 1)),
+    *((MoE, "num_experts", value) for value in NOT_SIZES),
+    *((MoE, "has_shared_gate", value) for value in (True, *NOT_BOOLS)),  # True wants a shared expert
+    *((Router, "num_chosen", value) for value in NOT_SIZES),
+    *((Router, "scoring", value) for value in ("relu", "", None, 1)),
+    *((Router, "scale", value) for value in NOT_POSITIVE),
+    *((Router, name, value) for name in ("normalizes", "has_bias", "has_choice_bias") for value in NOT_BOOLS),
+    *((Router, name, value) for name in ("num_groups", "num_scores_of_group") for value in NOT_SIZES),
+    *((Router, "num_chosen_groups", value) for value in (*NOT_SIZES, 2)),
+    *((Norm, "epsilon", value) for value in (*NOT_NUMBERS, -1e-9)),
+    *((Norm, "adds_one", value) for value in NOT_BOOLS),
+    *((Rope, name, value) for name in ("dim", "max_position") for value in NOT_SIZES),
+    (Rope, "dim", 5),
+    *((Rope, "theta", value) for value in (*NOT_NUMBERS, 0.99, -1.0)),
+    *((Rope, "scaling", value) for value in (5, "linear")),
+    *((Rope, "is_interleaved", value) for value in NOT_BOOLS),
     *((RopeScaling, "kind", value) for value in ("dynamic", "", None, 1)),
     *((RopeScaling, "factor", value) for value in (*NOT_NUMBERS, 0.99, -2.0)),
     *((RopeScaling, "original_max_position", value) for value in NOT_SIZES),
     *((RopeScaling, name, value) for name in RATIOS for value in (*NOT_NUMBERS, 0.0, -1.0)),
     *((RopeScaling, name, value) for name, value in (("high_freq_factor", 1.0), ("beta_fast", 0.5))),
     *((RopeScaling, "truncate", value) for value in NOT_BOOLS),
-    *((ModelConfig, name, value) for name in SWITCHES for value in NOT_BOOLS),
+    *((uniform_decoder, name, value) for name in SWITCHES for value in NOT_BOOLS),
     *((CacheConfig, "dtype", value) for value in ("float64", "int8", "", None, 1)),
     *((CacheConfig, "num_pages", value) for value in NOT_SIZES),
     *((CacheConfig, "page_size", value) for value in (*NOT_SIZES, 8, 48, 256, 64.0)),
@@ -104,10 +149,21 @@ REFUSED = [
 ]
 
 ACCEPTED = [
-    (ModelConfig, {"num_heads": 7, "num_kv_heads": 1}),
-    (ModelConfig, {"rope_theta": 1, "norm_epsilon": 0}),
-    (ModelConfig, {"layer_groups": (1, 2)}),
-    (ModelConfig, {"sliding_window": 1}),
+    (uniform_decoder, {"num_heads": 7, "num_kv_heads": 1}),
+    (uniform_decoder, {"rope_theta": 1, "norm_epsilon": 0}),
+    (uniform_decoder, {"layer_groups": (1, 2)}),
+    (uniform_decoder, {"sliding_window": 1}),
+    (ModelConfig, {"groups": (LayerGroup((LAYER, LAYER)),), "embedding_scale": 1e-3, "logit_scale": 2}),
+    (ModelConfig, {"logit_softcap": 30.0, "has_tied_embeddings": True, "norm": Norm(adds_one=True)}),
+    (Layer, {"feed_forward": MoE(num_experts=2, expert=MLP(intermediate_size=1), router=Router(num_chosen=2))}),
+    (Layer, {"residual_scale": 0.5, "has_pre_norms": False, "has_post_norms": True}),
+    *((Attention, {"qk_norm": value, "softcap": 50, "scale": 1e-3}) for value in (None, "head", "all")),
+    (Attention, {"rope": Rope(dim=2, max_position=1), "window": 1, "has_sinks": True}),
+    *((MLP, {"activation": value, "has_bias": True}) for value in ("silu", "gelu_tanh", "clamped_silu")),
+    (MoE, {"num_experts": 2, "shared": MLP(intermediate_size=1), "has_shared_gate": True}),
+    (Router, {"scoring": "sigmoid", "num_groups": 3, "num_chosen_groups": 3, "num_scores_of_group": 1}),
+    (Norm, {"epsilon": 0, "adds_one": True}),
+    (Rope, {"dim": 2, "max_position": 1, "theta": 1, "scaling": RopeScaling(kind="linear", factor=1)}),
     *((CacheConfig, {"page_size": size}) for size in (16, 32, 64, 128)),
     (EngineConfig, {"max_num_seqs": 1, "max_num_batched_tokens": 1, "max_model_len": 2, "num_pages": 1}),
     (EngineConfig, {"cache_bytes": 1, "max_log_probs": 0}),
@@ -130,11 +186,28 @@ def test_a_value_out_of_bounds_is_refused_by_field_and_value(kind, field, value)
         kind(**{**MINIMAL[kind], field: value})
 
 
+def arguments_of(config: ModelConfig) -> dict[str, Any]:
+    """The arguments of `uniform_decoder` that are kept in a part of the config."""
+    (layer,) = set(config.layers)
+    attention, norm = layer.mixer, layer.norm
+    assert attention.rope is not None
+    assert config.norm == norm
+    return {
+        "num_heads": attention.num_heads,
+        "num_kv_heads": attention.num_kv_heads,
+        "rope_theta": attention.rope.theta,
+        "norm_epsilon": norm.epsilon,
+        "sliding_window": attention.window,
+        "layer_groups": config.layer_groups,
+    }
+
+
 @pytest.mark.parametrize(("kind", "fields"), ACCEPTED, ids=repr)
 def test_a_value_on_its_bound_is_accepted_as_it_is(kind, fields):
     config = kind(**{**MINIMAL[kind], **fields})
 
-    assert {name: getattr(config, name) for name in fields} == fields
+    kept = arguments_of(config) if kind is uniform_decoder else vars(config)
+    assert {name: kept[name] for name in fields} == fields
 
 
 @pytest.mark.parametrize("path", [None, ""])
@@ -217,7 +290,7 @@ def test_a_schema_keeps_the_order_of_its_properties():
 
 
 def test_layer_groups_may_come_in_a_list_and_stay_hashable():
-    config = uniform_decoder(**MODEL, layer_groups=[1, 2])  # pyright: ignore[reportArgumentType]
+    config = uniform_decoder(**MODEL, layer_groups=[1, 2])
 
     assert config.layer_groups == (1, 2)
     hash(config)

@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 
 from jaxinfer.model.batch import Batch
 from jaxinfer.model.layers import MakeSpec, Norm, TensorSpec, linear, rms_norm
-from jaxinfer.model.rope import Rope, rotary_embedding
-from jaxinfer.validation import is_int, require, require_bool, require_int, require_positive
+from jaxinfer.model.rope import Rope, require_pairs, rotary_embedding
+from jaxinfer.validation import require, require_bool, require_int, require_positive
 from kernels_pallas.paged_attention import Pages, paged_attention
 
 Angles = tuple[jax.Array, jax.Array]  # cosine and sine f32[T, 1, R/2]
@@ -37,8 +37,7 @@ class Attention:
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads"):
             require_int(name, getattr(self, name), 1)
-        is_even = is_int(self.head_dim) and self.head_dim > 0 and self.head_dim % 2 == 0
-        require(is_even, "head_dim", self.head_dim, "a positive even integer (rotary embedding turns pairs)")
+        require_pairs("head_dim", self.head_dim)
         is_multiple = f"a multiple of num_kv_heads={self.num_kv_heads}"
         require(self.num_heads % self.num_kv_heads == 0, "num_heads", self.num_heads, is_multiple)
         require(self.rope is None or isinstance(self.rope, Rope), "rope", self.rope, "a Rope or None")

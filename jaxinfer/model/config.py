@@ -11,7 +11,7 @@ from jaxinfer.model.attention import Attention
 from jaxinfer.model.layers import Norm
 from jaxinfer.model.mlp import MLP
 from jaxinfer.model.moe import MoE
-from jaxinfer.model.rope import Rope, RopeScaling
+from jaxinfer.model.rope import Rope, RopeScaling, require_pairs
 from jaxinfer.validation import as_tuple, is_int, require, require_bool, require_int, require_positive
 
 RMS_NORM = Norm()
@@ -75,10 +75,11 @@ class ModelConfig:
         groups = as_tuple("groups", self.groups, "several LayerGroups with layers")
         object.__setattr__(self, "groups", groups)
         are_groups = bool(groups) and all(
-            isinstance(group, LayerGroup) and group.layers and is_int(group.repeats) and group.repeats > 0
+            isinstance(group, LayerGroup) and _are_layers(group.layers) and is_int(group.repeats) and group.repeats > 0
             for group in groups
         )
         require(are_groups, "groups", groups, "several LayerGroups with layers")
+        require(isinstance(self.norm, Norm), "norm", self.norm, "a Norm")
         require_bool("has_tied_embeddings", self.has_tied_embeddings)
         for name in ("embedding_scale", "logit_scale"):
             require_positive(name, getattr(self, name))
@@ -139,6 +140,11 @@ class ModelConfig:
             groups.append(_as_group(self.layers[first : first + count]))
             first += count
         return replace(self, groups=tuple(groups))
+
+
+def _are_layers(layers: tuple[Layer, ...]) -> bool:
+    is_filled = isinstance(layers, tuple) and len(layers) > 0
+    return is_filled and all(isinstance(layer, Layer) for layer in layers)
 
 
 def _as_group(layers: Sequence[Layer]) -> LayerGroup:
@@ -202,6 +208,8 @@ def uniform_decoder(
     `layer_groups` are the numbers of layers of each group; () makes one group.
     """
     require_int("num_layers", num_layers, 1)
+    require_pairs("head_dim", head_dim)
+    require_bool("has_qk_norm", has_qk_norm)
     norm = Norm(epsilon=norm_epsilon)
     attention = Attention(
         num_heads=num_heads,

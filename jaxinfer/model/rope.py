@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.validation import is_int, require, require_bool, require_int, require_name, require_positive, require_real
+from jaxinfer.validation import (
+    as_tuple,
+    is_int,
+    require,
+    require_bool,
+    require_int,
+    require_name,
+    require_positive,
+    require_real,
+)
 
 COUNTS_PER_TURN = 2**32
 
@@ -49,7 +58,9 @@ class RopeScaling:
             bound = f"more than {low}={getattr(self, low)}"
             require(getattr(self, high) > getattr(self, low), f"RopeScaling.{high}", getattr(self, high), bound)
         require_bool("RopeScaling.truncate", self.truncate)
-        for factor in self.factors:
+        factors = as_tuple("RopeScaling.factors", self.factors, "several numbers greater than 0")
+        object.__setattr__(self, "factors", factors)
+        for factor in factors:
             require_positive("RopeScaling.factors", factor)
 
 
@@ -64,8 +75,7 @@ class Rope:
     is_interleaved: bool = False  # a pair is two neighbours, not half of `dim` apart
 
     def __post_init__(self) -> None:
-        is_even = is_int(self.dim) and self.dim > 0 and self.dim % 2 == 0
-        require(is_even, "rope dim", self.dim, "a positive even integer (rotary embedding turns pairs)")
+        require_pairs("rope dim", self.dim)
         require_int("max_position", self.max_position, 1)
         require_real("rope_theta", self.theta, 1.0)
         is_scaling = self.scaling is None or isinstance(self.scaling, RopeScaling)
@@ -74,6 +84,11 @@ class Rope:
             are_all = len(self.scaling.factors) == self.dim // 2
             require(are_all, "RopeScaling.factors", self.scaling.factors, f"{self.dim // 2} numbers, one per pair")
         require_bool("is_interleaved", self.is_interleaved)
+
+
+def require_pairs(name: str, value: Any) -> None:
+    is_even = is_int(value) and value > 0 and value % 2 == 0
+    require(is_even, name, value, "a positive even integer (rotary embedding turns pairs)")
 
 
 def rotary_frequencies(rope: Rope) -> tuple[jax.Array, float]:
