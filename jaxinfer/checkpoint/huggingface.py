@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from jaxinfer.model.params import Params
 from jaxinfer.quantization import quantize_weight
 from jaxinfer.validation import MAX_INT, is_int, require, shown
 
+logger = logging.getLogger(__name__)
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-EMBEDDING = "model.embed_tokens.weight"
-UNEMBEDDING = "lm_head.weight"
+UNEMBEDDING = "lm_head.weight"  # the name, or its end
 
 # Subfolders and Mistral's consolidated files hold the same weights once more, in other formats.
 DOWNLOADED = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.tiktoken", "*.txt", "*.jinja"]
@@ -78,10 +80,16 @@ def read_config(path: str | Path) -> ModelConfig:
 
 
 def read_eos_token_ids(path: str | Path) -> tuple[int, ...]:
-    """Returns the tokens that end a text: generation_config.json's, else config.json's, else none."""
+    """Returns the tokens that end a text: generation_config.json's, else config.json's, else none.
+
+    In a checkpoint of several models those of the text model count as config.json's too.
+    """
     for name in ("generation_config.json", "config.json"):
         file = Path(path) / name
-        value = _read_json(file).get("eos_token_id") if file.is_file() else None
+        stated = _read_json(file) if file.is_file() else {}
+        text_model = stated.get("text_config")
+        places = (stated, text_model) if isinstance(text_model, dict) else (stated,)
+        value = next((place["eos_token_id"] for place in places if place.get("eos_token_id") is not None), None)
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
@@ -118,15 +126,22 @@ def load_params(
     Each is on its devices before the next is read, so the host holds one stacked group of one weight at most. If
     `placement` (see `jaxinfer.model.params.shardings`) splits a weight, the host holds only the slices of its own
     devices. Every missing, unexpected or mis-shaped tensor is listed in one ValueError before any
-    is read. `config` is that of `read_config`, with any `layer_groups`. With `quantization` ("int8", "int4") weights
+    is read. Those of other models in the checkpoint, such as a tower for images, are skipped, and logged once as a
+    warning. `config` is that of `read_config`, with any `layer_groups`. With `quantization` ("int8", "int4") weights
     are quantized one by one, where they are whole: not with a `placement`.
     """
     if quantization is not None and placement is not None:
         raise ValueError(f"quantization={quantization!r} with a placement is not supported; leave out one")
     path = Path(path)
     plan, stored = require_fitting_tensors(path, config)
-    if config.has_tied_embeddings and UNEMBEDDING in stored:
-        _require_same(stored[EMBEDDING], stored[UNEMBEDDING])
+    skipped = [name for name in stored if name.startswith(family_of(_read_json(path / "config.json")).skipped)]
+    if config.has_tied_embeddings:
+        for name in stored.keys() - skipped:
+            if name.endswith(UNEMBEDDING):
+                _require_same(plan.embedding.names[0], name, stored)
+    if skipped:
+        towers = ", ".join(sorted({name.removeprefix("model.").partition(".")[0] for name in skipped}))
+        logger.warning("%s: loads the text model alone, without %d tensors of %s", path, len(skipped), towers)
     places, structure = jax.tree_util.tree_flatten_with_path(plan, is_leaf=_is_assembly)
     if placement is not None and jax.tree.structure(placement) != structure:
         raise ValueError(
@@ -151,9 +166,11 @@ def require_fitting_tensors(path: Path, config: ModelConfig) -> tuple[Params, di
 
     Raises one ValueError that lists every missing, unexpected or mis-shaped tensor of the checkpoint directory.
     """
-    plan = plan_assembly(config, family_of(_read_json(path / "config.json")).weights)
+    family = family_of(_read_json(path / "config.json"))
     stored = _read_headers(path)
-    _refuse_misfits(path, plan, stored, config)
+    plan = plan_assembly(config, family.weights_among(stored))
+    own = {name: tensor for name, tensor in stored.items() if not name.startswith(family.skipped)}
+    _refuse_misfits(path, plan, own, config)
     return plan, stored
 
 
@@ -218,7 +235,9 @@ def _refuse_misfits(path: Path, plan: Params, stored: Mapping[str, StoredTensor]
     for name, tensor in stored.items():
         if name not in expected:
             # The frequencies follow from the config; a tied unembedding is compared with the embedding later.
-            is_known = name.endswith("rotary_emb.inv_freq") or (config.has_tied_embeddings and name == UNEMBEDDING)
+            is_known = name.endswith("rotary_emb.inv_freq") or (
+                config.has_tied_embeddings and name.endswith(UNEMBEDDING)
+            )
             problems += [] if is_known else [f"unexpected: {name} {tensor.shape}"]
         elif tensor.shape != expected[name]:
             problems.append(f"mis-shaped: {name} expected {expected[name]}, found {tensor.shape}")
@@ -231,13 +250,13 @@ def _refuse_misfits(path: Path, plan: Params, stored: Mapping[str, StoredTensor]
         )
 
 
-def _require_same(embedding: StoredTensor, unembedding: StoredTensor) -> None:
+def _require_same(embedding: str, unembedding: str, stored: Mapping[str, StoredTensor]) -> None:
     """Refuses a tied checkpoint with an unembedding of its own: dropping that would change every logit."""
-    ours, theirs = embedding.map(), unembedding.map()
+    ours, theirs = stored[embedding].map(), stored[unembedding].map()
     starts = range(0, len(ours), ROWS_COMPARED_AT_ONCE)
     pieces = [slice(start, start + ROWS_COMPARED_AT_ONCE) for start in starts]
     if ours.shape != theirs.shape or any((ours[piece] != theirs[piece]).any() for piece in pieces):
         raise ValueError(
-            f"tie_word_embeddings=true but {UNEMBEDDING} {theirs.shape} in {unembedding.path} differs from"
-            f" {EMBEDDING} {ours.shape}; set tie_word_embeddings to false in config.json to use both"
+            f"tie_word_embeddings=true but {unembedding} {theirs.shape} in {stored[unembedding].path} differs from"
+            f" {embedding} {ours.shape}; set tie_word_embeddings to false in config.json to use both"
         )

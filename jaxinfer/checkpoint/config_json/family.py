@@ -37,6 +37,25 @@ class Family:
 
     config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
     weights: WeightTable
+    # Prefixes that the names of `weights` have in a checkpoint instead of their own, one mapping per way to store it.
+    spellings: tuple[Mapping[str, str], ...] = ({},)
+    skipped: tuple[str, ...] = ()  # prefixes of the tensors of other models in the checkpoint
+
+    def weights_among(self, stored: Collection[str]) -> WeightTable:
+        """Returns `weights` under the names of the spelling in which most of the stored names begin."""
+
+        def count(spelling: Mapping[str, str]) -> int:
+            return sum(name.startswith(tuple(spelling.values())) for name in stored)
+
+        spelling = max(self.spellings, key=count)
+        return {_spelled(name, spelling): targets for name, targets in self.weights.items()}
+
+
+def _spelled(name: str, spelling: Mapping[str, str]) -> str:
+    for own, theirs in spelling.items():
+        if name.startswith(own):
+            return theirs + name.removeprefix(own)
+    return name
 
 
 # Every layer is a few entries in tables, which a damaged number would fill the memory with.

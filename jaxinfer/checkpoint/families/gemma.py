@@ -1,4 +1,4 @@
-"""Gemma 1, 2 and 3 (text): norms that add one, scaled embeddings, and from Gemma 2 on windows and norms after."""
+"""Gemma 1, 2 and 3: norms that add one, scaled embeddings, and from Gemma 2 on windows and norms after."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from jaxinfer.checkpoint.config_json.fields import (
     stated_head_dim,
 )
 from jaxinfer.checkpoint.config_json.rope import read_rope
+from jaxinfer.checkpoint.config_json.text_model import text_model_family
 from jaxinfer.checkpoint.config_json.window import FULL, SLIDING, layer_types
 from jaxinfer.checkpoint.families import llama
 from jaxinfer.model.attention import Attention
@@ -132,3 +133,10 @@ def _translate(
 
 FAMILY_1 = Family(config_from_hf=config_from_hf_1, weights=llama.WEIGHTS)
 FAMILY_2, FAMILY_3 = map(partial(Family, weights=WEIGHTS), (config_from_hf_2, config_from_hf_3))
+# Published checkpoints leave out sizes that equal those of transformers' Gemma3TextConfig.
+FAMILY_3_WITH_IMAGES = text_model_family(
+    FAMILY_3,
+    architecture="Gemma3ForConditionalGeneration",
+    model_type="gemma3_text",
+    sizes={"vocab_size": 262_208, "num_attention_heads": 8},
+)

@@ -1,25 +1,73 @@
-"""Mistral: Llama with a sliding window, which later ones have no more."""
+"""Mistral: Llama with a sliding window, which later ones have no more; Mixtral, with experts in every layer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.checkpoint.config_json.family import Family, translate_common
-from jaxinfer.checkpoint.config_json.fields import divided_head_dim, num_kv_heads
+from jaxinfer.checkpoint.config_json.family import (
+    Family,
+    WeightTable,
+    decoder_of,
+    expert_weights,
+    read_norm,
+    read_num_layers,
+    refuse_unsupported,
+    translate_common,
+)
+from jaxinfer.checkpoint.config_json.fields import divided_head_dim, is_enabled, num_kv_heads, require_size
+from jaxinfer.checkpoint.config_json.rope import read_rope
+from jaxinfer.checkpoint.config_json.text_model import text_model_family
 from jaxinfer.checkpoint.config_json.window import stated_window
 from jaxinfer.checkpoint.families import llama
-from jaxinfer.model.config import ModelConfig, uniform_decoder
+from jaxinfer.model.attention import Attention
+from jaxinfer.model.config import Layer, ModelConfig, uniform_decoder
+from jaxinfer.model.mlp import MLP
+from jaxinfer.model.moe import MoE, Router
+
+MAX_POSITION = 131_072
+MIXTRAL_THETA = 1_000_000.0
+MIXTRAL_WEIGHTS: WeightTable = {
+    **llama.WEIGHTS,
+    **expert_weights("model.layers.{layer}.block_sparse_moe", names=("w1", "w3", "w2")),
+}
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translates config.json; what is absent gets the default of transformers' MistralConfig."""
     return uniform_decoder(
-        **translate_common(hf, architecture="MistralForCausalLM", max_position=131072),
+        **translate_common(hf, architecture="MistralForCausalLM", max_position=MAX_POSITION),
         num_kv_heads=num_kv_heads(hf, default=8),
         head_dim=divided_head_dim(hf),
         sliding_window=stated_window(hf),
     )
 
 
+def config_from_hf_mixtral(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translates config.json; what is absent gets the default of transformers' MixtralConfig."""
+    refuse_unsupported(hf, "MixtralForCausalLM")
+    head_dim = divided_head_dim(hf)
+    attention = Attention(
+        num_heads=require_size(hf, "num_attention_heads"),
+        num_kv_heads=num_kv_heads(hf, default=8),
+        head_dim=head_dim,
+        rope=read_rope(hf, head_dim, MAX_POSITION, default_theta=MIXTRAL_THETA),
+        window=None if hf.get("sliding_window") is None else require_size(hf, "sliding_window"),
+    )
+    experts = MoE(
+        num_experts=require_size(hf, "num_local_experts", 8),
+        expert=MLP(intermediate_size=require_size(hf, "intermediate_size")),
+        router=Router(num_chosen=require_size(hf, "num_experts_per_tok", 2)),
+    )
+    layer = Layer(mixer=attention, feed_forward=experts, norm=read_norm({"rms_norm_eps": 1e-5, **hf}))
+    return decoder_of(
+        hf,
+        [layer] * read_num_layers(hf),
+        max_position=MAX_POSITION,
+        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
+    )
+
+
 FAMILY = Family(config_from_hf=config_from_hf, weights=llama.WEIGHTS)
+MIXTRAL = Family(config_from_hf=config_from_hf_mixtral, weights=MIXTRAL_WEIGHTS)
+FAMILY_3_WITH_IMAGES = text_model_family(FAMILY, architecture="Mistral3ForConditionalGeneration", model_type="mistral")

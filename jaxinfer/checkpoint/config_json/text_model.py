@@ -1,0 +1,45 @@
+"""The text model of a checkpoint that also reads images: its part of config.json and of the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.checkpoint.config_json.family import Family, refuse_unsupported
+from jaxinfer.model.config import ModelConfig
+
+# The names of published checkpoints and transformers 4, and those of transformers 5.
+SPELLINGS: tuple[Mapping[str, str], ...] = (
+    {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+    {"model.": "model.language_model."},
+)
+SKIPPED = tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
+
+
+def text_model_family(
+    family: Family, *, architecture: str, model_type: str, sizes: Mapping[str, int] | None = None
+) -> Family:
+    """Returns the family of checkpoints whose text model is of `family`, and is all of them that is loaded.
+
+    `architecture` is the whole model's, `model_type` the text model's. `sizes` are those that config.json may leave
+    out.
+    """
+
+    def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+        refuse_unsupported(hf, architecture)
+        text = hf.get("text_config")
+        if not isinstance(text, Mapping):
+            raise ValueError(f"text_config={text!r} is not an object; download the checkpoint's config.json again")
+        if text.get("model_type", model_type) != model_type:
+            raise ValueError(
+                f"model_type={text['model_type']!r} of text_config is not supported; use a checkpoint with"
+                f" {model_type!r}"
+            )
+        # If the whole model states ties, the text model has those.
+        ties = {key: hf[key] for key in ("tie_word_embeddings",) if key in hf}
+        try:
+            return family.config_from_hf({**(sizes or {}), **text, **ties})
+        except ValueError as error:
+            raise ValueError(f"text_config: {error}") from None
+
+    return Family(config_from_hf, family.weights, SPELLINGS, SKIPPED)
