@@ -27,7 +27,7 @@ ALLOWED = {
     "quantization": "kernels_pallas",
     "model": "config kernels_pallas quantization validation",
     "sampling": "config kernels_pallas model sampling_params validation",
-    "steps": "config kernels_pallas model sampling validation",
+    "steps": "kernels_pallas model sampling validation",
     "text": "sampling_params validation",
     "checkpoint": "config device model quantization validation",
     "plan": "kernels_pallas",
@@ -40,7 +40,7 @@ ALLOWED = {
     "engine.speculation": "checkpoint config engine.drafters engine.execution engine.kv_cache engine.request"
     " engine.scheduling model steps validation",
     "engine.frontend": "_version atomic_file checkpoint config device engine.execution engine.kv_cache engine.request"
-    " engine.scheduling sampling_params text validation",
+    " engine.scheduling model sampling_params text validation",
 }
 # The command line, the simulation, batch jobs and the engine's own two or three modules may import all of these.
 NO_JAX = ("config", "text", "engine.request", "engine.kv_cache", "engine.scheduling")
@@ -146,10 +146,11 @@ def test_kernels_import_jax_and_numpy_only(module):
     assert foreign(module) <= {"jax", "numpy"}
 
 
-def test_only_the_cache_and_the_decoder_call_paged_attention():
+def test_only_attention_the_cache_and_the_decoder_use_paged_attention():
     users = {name for name in MODULES if "kernels_pallas.paged_attention" in imports_of(name)}
 
     assert {name for name in users if package_of(name) != "kernels_pallas"} == {
+        "jaxinfer.model.attention",
         "jaxinfer.model.cache",
         "jaxinfer.model.decoder",
     }

@@ -157,8 +157,8 @@ def turning_angles(positions: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Arr
 def rotary_embedding(x: jax.Array, cos: jax.Array, sin: jax.Array, *, is_interleaved: bool = False) -> jax.Array:
     """Rotates the first dimensions of each head of x [T, heads, H] by position (RoPE, Su et al. 2021).
 
-    They are as many as cosine and sine [T, 1, R/2] have, twice; the others stay. A pair is i and i + R/2, as in most
-    Hugging Face checkpoints, or 2 i and 2 i + 1 if `is_interleaved`.
+    Cosine and sine [T, 1, R/2] rotate R dimensions; the further ones stay. A pair is i and i + R/2, as in most Hugging
+    Face checkpoints, or 2 i and 2 i + 1 if `is_interleaved`.
     """
     R = 2 * cos.shape[-1]
     turned, rest = x[..., :R].astype(jnp.float32), x[..., R:]
