@@ -84,18 +84,11 @@ def test_another_number_format_is_refused_with_those_allowed_before_a_model_is_l
         make("no such model", dtype=dtype)
 
 
-@pytest.mark.parametrize(("platform", "groups"), [("cpu", (1, 1, 1)), ("gpu", (1, 1, 1)), ("tpu", (3,))])
-def test_layers_are_stacked_where_a_scan_reads_them_in_place(on_device, platform, groups):
+@pytest.mark.parametrize(("platform", "scans"), [("cpu", False), ("gpu", False), ("tpu", True)])
+def test_layers_are_stacked_where_a_scan_reads_them_in_place(on_device, platform, scans):
     on_device(platform)
 
-    assert device.default_layer_groups(3) == groups
-
-
-@pytest.mark.parametrize(("first_layers", "groups"), [(2, (2, 4)), (None, (6,)), (6, (6,))])
-def test_a_group_ends_after_the_layers_that_are_wanted_by_themselves(on_device, first_layers, groups):
-    on_device("tpu")
-
-    assert device.default_layer_groups(6, first_layers) == groups
+    assert device.scans_layers() == scans
 
 
 def test_an_accelerator_has_left_what_is_not_in_use(on_device):

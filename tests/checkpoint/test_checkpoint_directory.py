@@ -10,7 +10,8 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from jaxinfer.checkpoint import abstract_checkpoint
+import jaxinfer.checkpoint
+from jaxinfer.checkpoint import abstract_checkpoint, load_checkpoint
 from jaxinfer.checkpoint.huggingface import read_config, read_eos_token_ids, resolve_checkpoint
 from jaxinfer.checkpoint.safetensors_file import read_header
 from tests.oracles import save_random_checkpoint
@@ -107,6 +108,20 @@ def test_unreadable_config_is_refused(tmp_path, content, complaint):
         write(tmp_path, config=content)
     with pytest.raises(ValueError, match=complaint):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("scans", "first_layers", "groups"),
+    [(True, None, (3,)), (True, 2, (2, 1)), (True, 3, (3,)), (False, None, (1, 1, 1)), (False, 2, (1, 1, 1))],
+)
+def test_layers_are_loaded_in_the_groups_that_suit_the_device(tmp_path, monkeypatch, scans, first_layers, groups):
+    monkeypatch.setattr(jaxinfer.checkpoint, "scans_layers", lambda: scans)
+    path = save_random_checkpoint(tmp_path, "llama")
+
+    params, config = load_checkpoint(path, first_layers=first_layers)
+
+    assert config.layer_groups == groups
+    assert tuple(layers.mixer.q.shape[0] for layers in params.layers) == groups
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -1,0 +1,145 @@
+"""The same layers in other groups are the same model: in which order they run, and which of them are stacked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from jaxinfer.model.attention import Attention
+from jaxinfer.model.config import Layer, LayerGroup, ModelConfig, scan_sizes
+from jaxinfer.model.mlp import MLP
+
+
+def layer_of(window: int | None) -> Layer:
+    mixer = Attention(num_heads=2, num_kv_heads=1, head_dim=4, window=window)
+    return Layer(mixer=mixer, feed_forward=MLP(intermediate_size=8))
+
+
+# Of three kinds: a attends to a window, b to all, c to a narrower window.
+KINDS = {"a": layer_of(8), "b": layer_of(None), "c": layer_of(3)}
+
+
+def layers_of(kinds: str) -> tuple[Layer, ...]:
+    """One layer per letter; spaces only separate."""
+    return tuple(KINDS[kind] for kind in kinds.replace(" ", ""))
+
+
+def model_of(*groups: tuple[str, int]) -> ModelConfig:
+    """A model of groups, each a pattern of kinds and the number of its repeats."""
+    parts = tuple(LayerGroup(layers_of(kinds), repeats) for kinds, repeats in groups)
+    return ModelConfig(vocab_size=16, hidden_size=8, max_position=32, groups=parts)
+
+
+def patterns_of(config: ModelConfig) -> list[tuple[str, int]]:
+    names = {layer: kind for kind, layer in KINDS.items()}
+    return [("".join(names[layer] for layer in group.layers), group.repeats) for group in config.groups]
+
+
+def test_layers_run_group_by_group_and_pattern_by_pattern():
+    config = model_of(("ab", 2), ("c", 3))
+
+    assert config.layers == layers_of("abab ccc")
+    assert (config.num_layers, config.layer_groups) == (7, (4, 3))
+
+
+def test_a_stack_has_the_layers_of_one_place_in_a_pattern():
+    config = model_of(("ab", 2), ("a", 1))
+
+    assert config.layers_of_stacks == ((0, 2), (1, 3), (4,))
+    assert [tuple(stack) for stack in config.stacks] == [(KINDS["a"], 2), (KINDS["b"], 2), (KINDS["a"], 1)]
+
+
+@pytest.mark.parametrize("groups", [[("aab", 3), ("c", 2)], [("c", 1), ("ab", 4), ("ba", 1)], [("a", 5)]], ids=str)
+def test_the_layers_of_stacks_are_all_layers_and_equal_within_a_stack(groups):
+    config = model_of(*groups)
+
+    assert sorted(i for indices in config.layers_of_stacks for i in indices) == list(range(config.num_layers))
+    for stack, indices in zip(config.stacks, config.layers_of_stacks, strict=True):
+        assert [config.layers[i] for i in indices] == [stack.layer] * stack.num_layers
+
+
+@pytest.mark.parametrize(
+    ("sizes", "patterns"),
+    [
+        ((6,), [("ab", 3)]),
+        ((4, 2), [("ab", 2), ("ab", 1)]),
+        ((3, 3), [("aba", 1), ("bab", 1)]),
+        ((1,) * 6, [("a", 1), ("b", 1)] * 3),
+        ([2, 4], [("ab", 1), ("ab", 2)]),
+    ],
+    ids=str,
+)
+def test_other_groups_have_the_shortest_patterns_of_the_same_layers(sizes, patterns):
+    config = model_of(("ab", 3))
+
+    regrouped = config.regrouped(sizes)
+
+    assert patterns_of(regrouped) == patterns
+    assert regrouped.layers == config.layers
+    assert regrouped.layer_groups == tuple(sizes)
+
+
+def test_other_groups_and_back_again_are_the_same_config():
+    config = model_of(("ab", 2), ("c", 3))
+    config = replace(config, has_tied_embeddings=True, logit_softcap=30.0)
+
+    assert config.regrouped((1,) * 7).regrouped(config.layer_groups) == config
+
+
+WRONG_SIZES: list[Any] = [(), (3,), (4, 2), (6, -1), (5, 0), (5.0,), (True, 4), 5, "5", None]
+
+
+@pytest.mark.parametrize("sizes", WRONG_SIZES, ids=repr)
+def test_groups_that_do_not_add_up_to_the_layers_are_refused(sizes):
+    with pytest.raises(ValueError, match="layer_groups=.* is not allowed: .*positive and sum to num_layers=5"):
+        model_of(("a", 5)).regrouped(sizes)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "sizes"),
+    [
+        ("aaaa", (4,)),
+        ("abab", (4,)),
+        ("a", (1,)),
+        ("abc", (1, 1, 1)),
+        ("aaab aaab aaab", (12,)),
+        ("aaab aaab aa", (8, 2)),  # as in Gemma 3, whose last pattern is cut off
+        ("c aaaa", (1, 4)),
+        ("bb aaaaaa", (2, 6)),
+    ],
+)
+def test_few_scans_run_all_layers(kinds, sizes):
+    assert scan_sizes(layers_of(kinds)) == sizes
+
+
+@pytest.mark.parametrize(
+    ("kinds", "cut", "sizes"),
+    [
+        ("aaaaaa", 2, (2, 4)),
+        ("aaaaaa", None, (6,)),
+        ("aaaaaa", 6, (6,)),
+        ("aaaaaa", 9, (6,)),
+        ("ababab", 2, (1, 1, 4)),
+        ("ababab", 4, (4, 1, 1)),
+    ],
+)
+def test_a_group_ends_after_the_layers_that_are_wanted_by_themselves(kinds, cut, sizes):
+    assert scan_sizes(layers_of(kinds), cut) == sizes
+
+
+@pytest.mark.parametrize(
+    ("kinds", "widest", "narrowest"),
+    [("aa", 8, 8), ("ac", 8, 3), ("ab", None, 8), ("bb", None, None), ("bca", None, 3)],
+)
+def test_the_window_of_a_model_is_that_of_its_layers(kinds, widest, narrowest):
+    config = model_of((kinds, 2))
+
+    assert (config.sliding_window, config.smallest_window) == (widest, narrowest)
+
+
+@pytest.mark.parametrize("repeats", [0, -1, 1.0, True, None])
+def test_a_group_that_repeats_no_number_of_times_is_refused(repeats):
+    with pytest.raises(ValueError, match="groups=.* is not allowed: groups must be several LayerGroups with layers"):
+        model_of(("a", 2), ("b", repeats))
