@@ -48,7 +48,8 @@ class Attention:
                 require_positive(name, getattr(self, name))
         for name in ("has_qkv_bias", "has_output_bias", "has_sinks"):
             require_bool(name, getattr(self, name))
-        require(self.qk_norm in (None, "head", "all"), "qk_norm", self.qk_norm, "'head', 'all' or None")
+        is_name = isinstance(self.qk_norm, str) and self.qk_norm in ("head", "all")
+        require(self.qk_norm is None or is_name, "qk_norm", self.qk_norm, "'head', 'all' or None")
 
 
 @struct.dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -21,11 +22,15 @@ from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.engine.scheduling.drafts import DraftTree
+from jaxinfer.model.attention import Attention
 from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.model.cache import init_cache
-from jaxinfer.model.config import ModelConfig, uniform_decoder
+from jaxinfer.model.config import Layer, LayerGroup, ModelConfig, uniform_decoder
+from jaxinfer.model.layers import Norm
+from jaxinfer.model.mlp import MLP
+from jaxinfer.model.moe import Router
 from jaxinfer.model.params import abstract_params
-from jaxinfer.model.rope import RopeScaling
+from jaxinfer.model.rope import Rope, RopeScaling
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps.steps import decode_step, prefill_step
 from tests.engine.engines import GREEDY, drain, num_owned_pages
@@ -43,11 +48,22 @@ MODEL: dict[str, Any] = {
     "head_dim": 4,
     "max_position": 64,
 }
+ATTENTION = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
+LAYER = {"mixer": Attention(**ATTENTION), "feed_forward": MLP(intermediate_size=8)}
 CONFIGS: dict[Any, dict[str, Any]] = {
     SamplingParams: {},
     EngineConfig: {},
-    ModelConfig: MODEL,
+    ModelConfig: {"vocab_size": 96, "hidden_size": 8, "max_position": 64, "groups": (LayerGroup((Layer(**LAYER),)),)},
     CacheConfig: {"num_pages": 2, "page_size": 16},
+}
+COMPONENTS: dict[Any, dict[str, Any]] = {
+    uniform_decoder: MODEL,
+    Layer: LAYER,
+    Attention: ATTENTION,
+    MLP: {"intermediate_size": 8},
+    Router: {"num_chosen": 2},
+    Norm: {},
+    Rope: {"dim": 4, "max_position": 64},
     RopeScaling: {"kind": "yarn", "factor": 2.0, "original_max_position": 64},
 }
 STRUCTURES = {"json_schema", "regex", "choices", "grammar"}  # compiled, and tested beside their compiler
@@ -75,19 +91,19 @@ def changes_of(names: Collection[str]) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def test_no_public_name_is_left_out():
-    tested = {*CONFIGS, *FUNCTIONS.values(), *STEPS, Row, DraftTree, LLM} - {RopeScaling}
+    tested = {*CONFIGS, *FUNCTIONS.values(), *STEPS, Row, DraftTree, LLM}
     not_called = {Completion, Delta, Drafter, QueueFullError, jaxinfer.__version__}
 
     assert {getattr(jaxinfer, name) for name in dir(jaxinfer)} == tested | not_called
     assert {name for name in vars(LLM) if not name.startswith("_")} == {*METHODS, "step", "close"} | VIEWS
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)
+@pytest.mark.parametrize("config", CONFIGS | COMPONENTS, ids=lambda config: config.__name__)
 def test_configurations(config):
-    own = CONFIGS[config]
+    own = (CONFIGS | COMPONENTS)[config]
 
     @cases(0.06)
-    @given(changes_of({field.name for field in dataclasses.fields(config)} - STRUCTURES))
+    @given(changes_of(set(inspect.signature(config).parameters) - STRUCTURES))
     def test(changes):
         made = refused_or_returned(lambda: config(**{**own, **changes}), [*changes, *NAMES.get("config", ())])
         if made is not REFUSED:
@@ -133,7 +149,7 @@ METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }
 # What else a message may name: of a pair of arguments, or of an item of a list, the one that is at fault.
 NAMES = {
-    "config": ("max_num_seqs", "num_heads"),
+    "config": ("max_num_seqs", "num_heads", "has_mlp_bias"),
     "request_id": ("request",),
     "num_tokens": ("request",),
     "seed": ("request",),

@@ -88,3 +88,14 @@ def number_or_none(place: Mapping[str, Any], key: str, default: float | None = N
 def require_count(hf: Mapping[str, Any], key: str, default: int) -> int:
     """Returns an integer of at least 0, `default` if the key is absent."""
     return 0 if hf.get(key, default) == 0 else require_size(hf, key, default)
+
+
+def expert_counts(hf: Mapping[str, Any], key: str, default: int, default_chosen: int) -> tuple[int, int]:
+    """Returns the number of experts, which `key` states, and of those that a token chooses."""
+    num_experts, num_chosen = require_size(hf, key, default), require_size(hf, "num_experts_per_tok", default_chosen)
+    if num_chosen > num_experts:
+        raise ValueError(
+            f"num_experts_per_tok={num_chosen} is more than {key}={num_experts}; download the checkpoint's config.json"
+            " again"
+        )
+    return num_experts, num_chosen

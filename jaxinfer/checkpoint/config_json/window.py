@@ -60,8 +60,8 @@ def layer_types(hf: Mapping[str, Any], default: Sequence[str]) -> list[str]:
     stated = _layer_types(hf) or list(default)
     if len(stated) != len(default) or not set(stated) <= {FULL, SLIDING}:
         raise ValueError(
-            f"layer_types={stated!r} is not a list of {len(default)} names {FULL} and {SLIDING}; download the"
-            " checkpoint's config.json again"
+            f"layer_types={stated!r} is not a list of num_hidden_layers={len(default)} names {FULL} and {SLIDING};"
+            " download the checkpoint's config.json again"
         )
     return stated
 

@@ -14,7 +14,13 @@ from jaxinfer.checkpoint.config_json.family import (
     read_num_layers,
     refuse_unsupported,
 )
-from jaxinfer.checkpoint.config_json.fields import is_enabled, num_kv_heads, require_size, stated_head_dim
+from jaxinfer.checkpoint.config_json.fields import (
+    expert_counts,
+    is_enabled,
+    num_kv_heads,
+    require_size,
+    stated_head_dim,
+)
 from jaxinfer.checkpoint.config_json.rope import read_rope
 from jaxinfer.checkpoint.config_json.window import FULL, SLIDING, layer_types
 from jaxinfer.checkpoint.families import llama
@@ -64,10 +70,11 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     has_bias, norm = is_enabled(hf, "attention_bias", default=True), read_norm({"rms_norm_eps": 1e-5, **hf})
     has_rope = bool(hf.get("rope_scaling") or hf.get("rope_parameters"))
     rope = read_rope(hf if has_rope else {**hf, "rope_parameters": DEFAULT_ROPE}, head_dim, MAX_POSITION)
+    num_experts, num_chosen = expert_counts(hf, "num_local_experts", 128, 4)
     experts = MoE(
-        num_experts=require_size(hf, "num_local_experts", 128),
+        num_experts=num_experts,
         expert=MLP(intermediate_size=require_size(hf, "intermediate_size"), activation="clamped_silu", has_bias=True),
-        router=Router(num_chosen=require_size(hf, "num_experts_per_tok", 4), has_bias=True),
+        router=Router(num_chosen=num_chosen, has_bias=True),
     )
 
     def layer(kind: str) -> Layer:

@@ -16,6 +16,7 @@ from jaxinfer.checkpoint.config_json.family import (
 )
 from jaxinfer.checkpoint.config_json.fields import (
     divided_head_dim,
+    expert_counts,
     is_enabled,
     num_kv_heads,
     require_number,
@@ -70,10 +71,11 @@ def config_from_hf_shared(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def _experts(hf: Mapping[str, Any], shared: MLP | None = None) -> MoE:
+    num_experts, num_chosen = expert_counts(hf, "num_local_experts", 8, 2)
     return MoE(
-        num_experts=require_size(hf, "num_local_experts", 8),
+        num_experts=num_experts,
         expert=MLP(intermediate_size=require_size(hf, "intermediate_size")),
-        router=Router(num_chosen=require_size(hf, "num_experts_per_tok", 2)),
+        router=Router(num_chosen=num_chosen),
         shared=shared,
     )
 

@@ -15,7 +15,13 @@ from jaxinfer.checkpoint.config_json.family import (
     refuse_unsupported,
     translate_common,
 )
-from jaxinfer.checkpoint.config_json.fields import divided_head_dim, is_enabled, num_kv_heads, require_size
+from jaxinfer.checkpoint.config_json.fields import (
+    divided_head_dim,
+    expert_counts,
+    is_enabled,
+    num_kv_heads,
+    require_size,
+)
 from jaxinfer.checkpoint.config_json.rope import read_rope
 from jaxinfer.checkpoint.config_json.text_model import text_model_family
 from jaxinfer.checkpoint.config_json.window import stated_window
@@ -54,10 +60,11 @@ def config_from_hf_mixtral(hf: Mapping[str, Any]) -> ModelConfig:
         rope=read_rope(hf, head_dim, MAX_POSITION, default_theta=MIXTRAL_THETA),
         window=None if hf.get("sliding_window") is None else require_size(hf, "sliding_window"),
     )
+    num_experts, num_chosen = expert_counts(hf, "num_local_experts", 8, 2)
     experts = MoE(
-        num_experts=require_size(hf, "num_local_experts", 8),
+        num_experts=num_experts,
         expert=MLP(intermediate_size=require_size(hf, "intermediate_size")),
-        router=Router(num_chosen=require_size(hf, "num_experts_per_tok", 2)),
+        router=Router(num_chosen=num_chosen),
     )
     layer = Layer(mixer=attention, feed_forward=experts, norm=read_norm({"rms_norm_eps": 1e-5, **hf}))
     return decoder_of(

@@ -14,7 +14,7 @@ from jaxinfer.checkpoint.config_json.family import (
     refuse_unsupported,
 )
 from jaxinfer.checkpoint.config_json.fields import divided_head_dim, is_enabled, num_kv_heads, require_size
-from jaxinfer.checkpoint.config_json.rope import read_rope
+from jaxinfer.checkpoint.config_json.rope import DEFAULT_THETA, read_rope
 from jaxinfer.checkpoint.config_json.window import FULL, SLIDING, layer_types
 from jaxinfer.checkpoint.families import llama
 from jaxinfer.model.attention import Attention
@@ -23,6 +23,7 @@ from jaxinfer.model.mlp import MLP
 
 _LAYER = "model.layers.{layer}"
 MAX_POSITION = 2048
+THETA_3 = 500_000.0  # of OLMo 3
 
 WEIGHTS: WeightTable = {
     **llama.WEIGHTS,
@@ -55,7 +56,13 @@ def _translate(hf: Mapping[str, Any], kinds: list[str], window: int | None) -> M
             num_heads=require_size(hf, "num_attention_heads"),
             num_kv_heads=num_kv_heads(hf, default=require_size(hf, "num_attention_heads")),
             head_dim=head_dim,
-            rope=read_rope(hf, head_dim, MAX_POSITION, layer_type=kind if has_kinds else None),
+            rope=read_rope(
+                hf,
+                head_dim,
+                MAX_POSITION,
+                layer_type=kind if has_kinds else None,
+                default_theta=THETA_3 if has_kinds else DEFAULT_THETA,
+            ),
             window=window if kind == SLIDING else None,
             has_qkv_bias=is_enabled(hf, "attention_bias"),
             has_output_bias=is_enabled(hf, "attention_bias"),

@@ -16,8 +16,10 @@ from jaxinfer.checkpoint.config_json.family import (
 )
 from jaxinfer.checkpoint.config_json.fields import (
     divided_head_dim,
+    expert_counts,
     is_enabled,
     num_kv_heads,
+    require_count,
     require_size,
     stated_head_dim,
 )
@@ -28,6 +30,7 @@ from jaxinfer.model.attention import Attention
 from jaxinfer.model.config import Layer, ModelConfig
 from jaxinfer.model.mlp import MLP
 from jaxinfer.model.moe import MoE, Router
+from jaxinfer.validation import is_int
 
 _MLP = "model.layers.{layer}.mlp"
 MAX_POSITION = 32_768
@@ -43,13 +46,11 @@ def config_from_hf_2(hf: Mapping[str, Any]) -> ModelConfig:
     refuse_unsupported(hf, "Qwen2MoeForCausalLM")
     head_dim = divided_head_dim(hf)
     attention = {"head_dim": head_dim, "has_qkv_bias": is_enabled(hf, "qkv_bias", default=True)}
+    num_experts, num_chosen = expert_counts(hf, "num_experts", 60, 4)
     experts = MoE(
-        num_experts=require_size(hf, "num_experts", 60),
+        num_experts=num_experts,
         expert=MLP(intermediate_size=require_size(hf, "moe_intermediate_size", 1408)),
-        router=Router(
-            num_chosen=require_size(hf, "num_experts_per_tok", 4),
-            normalizes=is_enabled(hf, "norm_topk_prob"),
-        ),
+        router=Router(num_chosen=num_chosen, normalizes=is_enabled(hf, "norm_topk_prob")),
         shared=MLP(intermediate_size=require_size(hf, "shared_expert_intermediate_size", 5632)),
         has_shared_gate=True,
     )
@@ -63,24 +64,25 @@ def config_from_hf_3(hf: Mapping[str, Any]) -> ModelConfig:
     head_dim = divided_head_dim(hf) if hf.get("head_dim") is None else stated_head_dim(hf)
     attention = {"head_dim": head_dim, "has_qkv_bias": has_bias, "has_output_bias": has_bias, "qk_norm": "head"}
     name = "num_experts" if "num_experts" in hf else "num_local_experts"
+    num_experts, num_chosen = expert_counts(hf, name, 128, 8)
     experts = MoE(
-        num_experts=require_size(hf, name, 128),
+        num_experts=num_experts,
         expert=MLP(intermediate_size=require_size(hf, "moe_intermediate_size", 768)),
-        router=Router(
-            num_chosen=require_size(hf, "num_experts_per_tok", 8),
-            normalizes=is_enabled(hf, "norm_topk_prob"),
-        ),
+        router=Router(num_chosen=num_chosen, normalizes=is_enabled(hf, "norm_topk_prob")),
     )
     return _translate(hf, attention, experts, default_kv_heads=4)
 
 
 def _translate(hf: Mapping[str, Any], attention: dict[str, Any], experts: MoE, default_kv_heads: int) -> ModelConfig:
     num_layers, sparse_step = read_num_layers(hf), require_size(hf, "decoder_sparse_step", 1)
-    dense_layers = hf.get("mlp_only_layers") or []
-    if not isinstance(dense_layers, list) or not all(isinstance(i, int) for i in dense_layers):
+    dense_layers = hf.get("mlp_only_layers")
+    dense_layers = [] if dense_layers is None else dense_layers
+    if not isinstance(dense_layers, list) or not all(map(is_int, dense_layers)):
         raise ValueError(f"mlp_only_layers={dense_layers!r} is not a list of layers; download config.json again")
-    window = require_size(hf, "sliding_window", 4096) if is_enabled(hf, "use_sliding_window") else None
-    first = hf.get("max_window_layers", 28)
+    window = None
+    if is_enabled(hf, "use_sliding_window") and hf.get("sliding_window", 4096) is not None:
+        window = require_size(hf, "sliding_window", 4096)
+    first = 0 if window is None else require_count(hf, "max_window_layers", 28)
     default = [SLIDING if window is not None and i >= first else FULL for i in range(num_layers)]
     kinds = default if window is None else layer_types(hf, default)
     dense = MLP(intermediate_size=require_size(hf, "intermediate_size"))

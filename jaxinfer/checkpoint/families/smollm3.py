@@ -28,7 +28,10 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     if has_rope is None:
         has_rope = [int((i + 1) % interval != 0) for i in range(num_layers)]
     if not isinstance(has_rope, list) or len(has_rope) != num_layers or not all(i in (0, 1) for i in has_rope):
-        raise ValueError(f"no_rope_layers={has_rope!r} is not a list of {num_layers} numbers 0 and 1; correct it")
+        raise ValueError(
+            f"no_rope_layers={has_rope!r} is not a list of num_hidden_layers={num_layers} numbers 0 and 1;"
+            " download the checkpoint's config.json again"
+        )
     window = None
     if is_enabled(hf, "use_sliding_window") and hf.get("sliding_window") is not None:
         window = require_size(hf, "sliding_window")
