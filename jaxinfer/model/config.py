@@ -230,4 +230,5 @@ def uniform_decoder(
         norm=norm,
         has_tied_embeddings=has_tied_embeddings,
     )
-    return config.regrouped(layer_groups) if layer_groups else config
+    counts = as_tuple("layer_groups", layer_groups, f"positive and sum to num_layers={num_layers}")
+    return config.regrouped(counts) if counts else config
