@@ -14,6 +14,8 @@ torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()
 
 CONFIGS = {
+    "deepseek_v2": transformers.DeepseekV2Config,
+    "deepseek_v3": transformers.DeepseekV3Config,
     "gemma": transformers.GemmaConfig,
     "gemma2": transformers.Gemma2Config,
     "gemma3_text": transformers.Gemma3TextConfig,
@@ -49,7 +51,21 @@ SIZES = {
 NO_IDS: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 MOE: dict[str, Any] = {"moe_intermediate_size": 20, "num_experts_per_tok": 2}
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 28,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 14,
+    "n_routed_experts": 8,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
 FAMILY_SIZES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5, **LATENT, **MOE, **NO_IDS},
+    "deepseek_v3": {**LATENT, **MOE, **NO_IDS},
     "gemma": {"head_dim": 12, **NO_IDS},
     "gemma2": {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 9, **NO_IDS},
     "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 9, **NO_IDS},

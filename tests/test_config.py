@@ -190,6 +190,7 @@ def arguments_of(config: ModelConfig) -> dict[str, Any]:
     """The arguments of `uniform_decoder` that are kept in a part of the config."""
     (layer,) = set(config.layers)
     attention, norm = layer.mixer, layer.norm
+    assert isinstance(attention, Attention)
     assert attention.rope is not None
     assert config.norm == norm
     return {

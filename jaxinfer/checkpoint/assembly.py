@@ -34,6 +34,7 @@ class Assembly:
     stored_size: int | None = None  # length of the stored axis of a `Fused` tensor
     part: tuple[int | None, ...] = (None,)  # the slice of that axis
     axis: int = 0
+    unfold: str | None = None  # pattern from the stored axes to those that `axis` counts
 
     @property
     def axes(self) -> dict[str, int]:
@@ -43,6 +44,12 @@ class Assembly:
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape that each of the stored tensors must have."""
+        shape = self._whole_shape
+        return shape if self.unfold is None else _stored_shape(self.unfold, shape)
+
+    @property
+    def _whole_shape(self) -> tuple[int, ...]:
+        """Shape of the stored tensor, unfolded."""
         shape = self.own_shape
         if self.stored_size is None:
             return shape
@@ -56,6 +63,9 @@ class Assembly:
     def view(self, stored: Mapping[str, StoredTensor], name: str) -> np.ndarray:
         """Returns one of the stored tensors as its part of ours, without reading it."""
         array = stored[name].map()
+        if self.unfold is not None:
+            names = self.unfold.partition(" -> ")[2].split()
+            array = rearrange(array, self.unfold, **dict(zip(names, self._whole_shape, strict=True)))
         if self.stored_size is not None:
             array = array[(*(slice(None),) * self.axis, slice(*self.part))]
         return rearrange(array, self.pattern, **self.axes)
@@ -106,7 +116,7 @@ def plan_assembly(config: ModelConfig, weights: WeightTable) -> Params:
         part = (first, first + sizes[source.place])
         if fused.is_interleaved:
             part = (source.place, None, len(sizes))
-        return replace(assembly, stored_size=sum(sizes), part=part, axis=axis)
+        return replace(assembly, stored_size=sum(sizes), part=part, axis=axis, unfold=fused.unfold)
 
     return jax.tree.unflatten(structure, [plan(path, spec) for path, spec in leaves])
 

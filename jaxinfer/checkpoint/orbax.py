@@ -18,6 +18,7 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from jaxinfer.model.attention import Attention
 from jaxinfer.model.config import Layer, LayerGroup, ModelConfig
+from jaxinfer.model.latent_attention import LatentAttention
 from jaxinfer.model.layers import Norm
 from jaxinfer.model.mlp import MLP
 from jaxinfer.model.moe import MoE, Router
@@ -117,7 +118,7 @@ def _read_description(path: Path) -> dict[str, Any]:
 # The dataclasses that describe a model, by their names in a description.
 _DESCRIBED = {
     kind.__name__: kind
-    for kind in (ModelConfig, LayerGroup, Layer, Attention, Rope, RopeScaling, MLP, MoE, Router, Norm)
+    for kind in (ModelConfig, LayerGroup, Layer, Attention, LatentAttention, Rope, RopeScaling, MLP, MoE, Router, Norm)
 }
 
 

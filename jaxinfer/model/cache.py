@@ -14,8 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinfer.config import CacheConfig
 from jaxinfer.model.batch import PADDING_SLOT, PADDING_TOKEN, Batch
 from jaxinfer.model.config import LayerStack, ModelConfig
+from jaxinfer.model.latent_attention import LatentAttention
 from jaxinfer.model.rope import Rope, rotary_embedding, turning_angles
 from jaxinfer.validation import require, require_name
+from kernels_pallas.latent_attention import LatentPages, abstract_latents, map_rotary_keys, move_latents
 from kernels_pallas.paged_attention import (
     HEADS_AXIS,
     Pages,
@@ -31,6 +33,9 @@ from kernels_pallas.paged_attention.layout import LAYOUTS
 # Slots of a pool are counted in int32, and padding is written just past the last.
 MAX_SLOTS = 2**31 - 1
 
+# The pages of a stack of layers: of keys and values, or of latents, as its mixer needs.
+Pool = Pages | LatentPages
+
 
 @struct.dataclass
 class KVCache:
@@ -41,7 +46,7 @@ class KVCache:
     and here these are right after any chunking, preemption or sharing of pages.
     """
 
-    pools: tuple[Pages, ...]
+    pools: tuple[Pool, ...]
     tokens: Any  # i32[P, S]
 
 
@@ -61,35 +66,42 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
     if layout is not None:
         require_name("layout", layout, LAYOUTS)
 
-    def pool(stack: LayerStack) -> Pages:
-        num_layers, attention = stack.num_layers, stack.layer.mixer
+    def pool(stack: LayerStack) -> Pool:
+        num_layers, mixer = stack.num_layers, stack.layer.mixer
         num_pages = num_layers * cache_config.num_pages
         if num_pages * cache_config.page_size > MAX_SLOTS:
             raise ValueError(
                 f"{num_layers} layers of {cache_config.num_pages} pages of {cache_config.page_size} slots are more"
                 f" slots than a group may have ({MAX_SLOTS}); use fewer pages or smaller layer_groups"
             )
-        return abstract_pages(
-            num_pages, cache_config.page_size, attention.num_kv_heads, attention.head_dim, cache_config.dtype, layout
-        )
+        page_size, dtype = cache_config.page_size, cache_config.dtype
+        if isinstance(mixer, LatentAttention):
+            return abstract_latents(num_pages, page_size, mixer.kv_lora_rank, mixer.qk_rope_head_dim, dtype)
+        return abstract_pages(num_pages, page_size, mixer.num_kv_heads, mixer.head_dim, dtype, layout)
 
     tokens = jax.ShapeDtypeStruct((cache_config.num_pages, cache_config.page_size), jnp.int32)
     return KVCache(pools=tuple(map(pool, config.stacks)), tokens=tokens)
 
 
 def cache_shardings(cache: KVCache, mesh: Mesh) -> KVCache:
-    """Returns a `NamedSharding` per array: KV heads over the mesh's HEADS_AXIS, token ids on every device."""
-    specs = KVCache(pools=tuple(head_specs(pages, HEADS_AXIS) for pages in cache.pools), tokens=PartitionSpec())
+    """Returns a `NamedSharding` per array: KV heads over the mesh's HEADS_AXIS, the others on every device."""
+    specs = KVCache(pools=tuple(map(_pool_specs, cache.pools)), tokens=PartitionSpec())
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
+def _pool_specs(pool: Pool) -> Pool:
+    if isinstance(pool, LatentPages):  # every query head reads all of it
+        return replace(pool, array=PartitionSpec())
+    return head_specs(pool, HEADS_AXIS)
+
+
 def page_bytes(config: ModelConfig, cache_config: CacheConfig, layout: str | None = None) -> int:
-    """Returns the bytes of one page over all layers: keys, values and token ids."""
+    """Returns the bytes of one page over all layers: keys and values, or latents, and token ids."""
     one_page = abstract_cache(config, replace(cache_config, num_pages=1), layout)
     return sum(math.prod(pool.shape) * jnp.dtype(pool.dtype).itemsize for pool in jax.tree.leaves(one_page))
 
 
-def layer_offset(pages: Pages, index: Any, num_layers: int) -> Any:
+def layer_offset(pages: Pool, index: Any, num_layers: int) -> Any:
     """Returns the index of the first page of layer `index` in its group's pool."""
     return index * (pages.num_pages // num_layers)
 
@@ -118,15 +130,21 @@ def move_tokens(cache: KVCache, sources: jax.Array, targets: jax.Array, *, confi
     is_moved = targets < num_slots
     sources = jnp.where(is_moved, sources, 0)
 
-    def in_layer(layer: Any, pool: Pages) -> Pages:
+    def in_layer(layer: Any, pool: Pool) -> Pool:
         offset = layer * num_slots
-        return move_slots(pool, sources + offset, jnp.where(is_moved, targets + offset, PADDING_SLOT))
+        return _move_slots(pool, sources + offset, jnp.where(is_moved, targets + offset, PADDING_SLOT))
 
     pairs = zip(cache.pools, config.stacks, strict=True)
     pools = tuple(jax.lax.fori_loop(0, stack.num_layers, in_layer, pool) for pool, stack in pairs)
     tokens = cache.tokens[sources // page_size, sources % page_size]
     tokens = cache.tokens.at[targets // page_size, targets % page_size].set(tokens, mode="drop")
     return KVCache(pools=pools, tokens=tokens)
+
+
+def _move_slots(pool: Pool, sources: jax.Array, targets: jax.Array) -> Pool:
+    if isinstance(pool, LatentPages):
+        return move_latents(pool, sources, targets)
+    return move_slots(pool, sources, targets)
 
 
 def extract_pages(cache: KVCache, page_ids: Any, *, config: ModelConfig) -> PageBundle:
@@ -156,14 +174,18 @@ def turn_pages(cache: KVCache, sources: Any, targets: Any, num_positions: Any, *
     return insert_pages(cache, targets, replace(bundle, pools=rotated), config=config)
 
 
-def _turned(pages: Pages, rope: Rope | None, num_positions: Any) -> Pages:
+def _turned(pages: Pool, rope: Rope | None, num_positions: Any) -> Pool:
     if rope is None:
         return pages
     angles = turning_angles(jnp.asarray(num_positions)[None], rope)
-    return map_keys(pages, lambda keys: rotary_embedding(keys, *angles, is_interleaved=rope.is_interleaved))
+
+    def turn(keys: jax.Array) -> jax.Array:
+        return rotary_embedding(keys, *angles, is_interleaved=rope.is_interleaved)
+
+    return map_rotary_keys(pages, turn) if isinstance(pages, LatentPages) else map_keys(pages, turn)
 
 
-def _in_layers(page_ids: Any, pool: Pages, num_layers: int) -> Any:
+def _in_layers(page_ids: Any, pool: Pool, num_layers: int) -> Any:
     """Returns the indices of pages i32[W] in a pool of n layers, i32[n * W]; ids past the pool stay past it."""
     per_layer = pool.num_pages // num_layers
     offsets = jnp.arange(num_layers, dtype=jnp.int32)[:, None] * per_layer

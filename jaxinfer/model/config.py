@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from jaxinfer.model.attention import Attention
+from jaxinfer.model.latent_attention import LatentAttention
 from jaxinfer.model.layers import Norm
 from jaxinfer.model.mlp import MLP
 from jaxinfer.model.moe import MoE
@@ -21,7 +22,7 @@ RMS_NORM = Norm()
 class Layer:
     """One layer: x + mixer(norm(x)), then x + feed_forward(norm(x)), with the norms that the family has."""
 
-    mixer: Attention
+    mixer: Attention | LatentAttention
     feed_forward: MLP | MoE
     norm: Norm = RMS_NORM
     has_pre_norms: bool = True  # of the inputs of mixer and feed_forward
@@ -29,7 +30,8 @@ class Layer:
     residual_scale: float = 1.0  # multiplies their outputs
 
     def __post_init__(self) -> None:
-        require(isinstance(self.mixer, Attention), "mixer", self.mixer, "an Attention")
+        is_mixer = isinstance(self.mixer, Attention | LatentAttention)
+        require(is_mixer, "mixer", self.mixer, "an Attention or LatentAttention")
         require(isinstance(self.feed_forward, MLP | MoE), "feed_forward", self.feed_forward, "an MLP or MoE")
         require(isinstance(self.norm, Norm), "norm", self.norm, "a Norm")
         for name in ("has_pre_norms", "has_post_norms"):

@@ -8,15 +8,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxinfer.model.attention import Angles, AttentionInputs, attend
+from jaxinfer.model.attention import Angles, AttentionInputs, AttentionParams, attend
 from jaxinfer.model.batch import Batch, num_real_tokens
-from jaxinfer.model.cache import KVCache, layer_offset, write_tokens
+from jaxinfer.model.cache import KVCache, Pool, layer_offset, write_tokens
 from jaxinfer.model.config import Layer, ModelConfig
+from jaxinfer.model.latent_attention import LatentAttention, LatentAttentionParams, attend_to_latents
 from jaxinfer.model.layers import Norm, linear, product, rms_norm
 from jaxinfer.model.mlp import MLPParams, mlp
 from jaxinfer.model.moe import MoE, MoEParams, moe
 from jaxinfer.model.params import LayerParams, Params
 from jaxinfer.model.rope import Rope, rotary_angles
+from kernels_pallas.latent_attention import LatentPages
 from kernels_pallas.paged_attention import Pages
 
 
@@ -70,7 +72,7 @@ def embed(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Arra
 @functools.partial(jax.jit, static_argnames=("layers", "repeats", "q_len", "implementation", "mesh"))
 def _run_group(
     params: tuple[LayerParams, ...],
-    pools: tuple[Pages, ...],
+    pools: tuple[Pool, ...],
     batch: Batch,
     x: jax.Array,
     angles: tuple[Angles | None, ...],
@@ -81,7 +83,7 @@ def _run_group(
     q_len: int | None,
     implementation: str | None,
     mesh: Mesh | None,
-) -> tuple[jax.Array, tuple[Pages, ...]]:
+) -> tuple[jax.Array, tuple[Pool, ...]]:
     inputs = AttentionInputs(batch, num_real_tokens(batch), q_len, tree_mask, implementation, mesh)
 
     def run_pattern(carry, scanned):
@@ -101,17 +103,24 @@ def _run_group(
 
 def run_layer(
     params: LayerParams,
-    pages: Pages,
+    pages: Pool,
     x: jax.Array,
     inputs: AttentionInputs,
     angles: Angles | None,
     page_offset: jax.Array | int,
     *,
     layer: Layer,
-) -> tuple[jax.Array, Pages]:
+) -> tuple[jax.Array, Pool]:
     """Returns the states [T, D] after one layer for x [T, D], and the layer's pages."""
     h = _normed(x, params.mixer_norm, layer.norm)
-    h, pages = attend(params.mixer, pages, h, inputs, angles, page_offset, config=layer.mixer, norm=layer.norm)
+    if isinstance(layer.mixer, LatentAttention):
+        assert isinstance(params.mixer, LatentAttentionParams)
+        assert isinstance(pages, LatentPages)
+        h, pages = attend_to_latents(params.mixer, pages, h, inputs, angles, page_offset, config=layer.mixer)
+    else:
+        assert isinstance(params.mixer, AttentionParams)
+        assert isinstance(pages, Pages)
+        h, pages = attend(params.mixer, pages, h, inputs, angles, page_offset, config=layer.mixer, norm=layer.norm)
     x = _add(x, _normed(h, params.mixer_post_norm, layer.norm), layer)
     return feed_forward(params, x, inputs.num_tokens, layer=layer), pages
 

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.model.attention import AttentionParams, declare_attention
+from jaxinfer.model.attention import Attention, AttentionParams, declare_attention
 from jaxinfer.model.config import LayerStack, ModelConfig
+from jaxinfer.model.latent_attention import LatentAttention, LatentAttentionParams, declare_latent_attention
 from jaxinfer.model.layers import MakeSpec, TensorSpec
 from jaxinfer.model.mlp import MLP, MLPParams, declare_mlp
 from jaxinfer.model.moe import MoE, MoEParams, declare_moe
@@ -23,7 +24,7 @@ from jaxinfer.model.moe import MoE, MoEParams, declare_moe
 class LayerParams:
     """A stack of n equal layers, each tensor stacked on its first axis."""
 
-    mixer: AttentionParams
+    mixer: AttentionParams | LatentAttentionParams
     feed_forward: MLPParams | MoEParams
     mixer_norm: Any = None  # [n, D]  before the mixer
     mixer_post_norm: Any = None  # [n, D]  after the mixer
@@ -84,13 +85,21 @@ def _declare_stack(stack: LayerStack, hidden_size: int) -> LayerParams:
     norm = spec((hidden_size,), ("embed",), None)
     pre, post = norm if layer.has_pre_norms else None, norm if layer.has_post_norms else None
     return LayerParams(
-        mixer=declare_attention(layer.mixer, hidden_size, spec),
+        mixer=_declare_mixer(layer.mixer, hidden_size, spec),
         feed_forward=_declare_feed_forward(layer.feed_forward, hidden_size, spec),
         mixer_norm=pre,
         mixer_post_norm=post,
         feed_forward_norm=pre,
         feed_forward_post_norm=post,
     )
+
+
+def _declare_mixer(
+    config: Attention | LatentAttention, hidden_size: int, spec: MakeSpec
+) -> AttentionParams | LatentAttentionParams:
+    if isinstance(config, LatentAttention):
+        return declare_latent_attention(config, hidden_size, spec)
+    return declare_attention(config, hidden_size, spec)
 
 
 def _declare_feed_forward(config: MLP | MoE, hidden_size: int, spec: MakeSpec) -> MLPParams | MoEParams:

@@ -18,7 +18,12 @@ LARGEST = {8: 127, 4: 7}
 INT4_GROUP_SIZE = 128
 # The weights of products, and how many of their last axes are inputs. Norms, biases and the embedding, of which rows
 # are taken, stay as they are.
-NUM_INPUT_AXES = {"q": 1, "k": 1, "v": 1, "o": 2, "gate": 1, "up": 1, "down": 1, "unembedding": 1}
+NUM_INPUT_AXES = {
+    **{"q": 1, "k": 1, "v": 1, "o": 2},
+    **{"q_down": 1, "q_up": 1, "kv_down": 1},  # of latent attention
+    **{"gate": 1, "up": 1, "down": 1},
+    "unembedding": 1,
+}
 
 
 @struct.dataclass

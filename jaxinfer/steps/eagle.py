@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxinfer.model.attention import project_qkv
+from jaxinfer.model.attention import Attention, AttentionParams, project_qkv
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.decoder import feed_forward, unembed
 from jaxinfer.model.layers import linear, rms_norm
@@ -67,6 +67,7 @@ class EagleHead:
         num_drafts = max(map(len, paths))
         slots = W + num_drafts - 1
         attention = self.config.layers[0].mixer
+        assert isinstance(attention, Attention)
         shape = (B, slots, attention.num_kv_heads, attention.head_dim)
         cache = jnp.zeros(shape, states.hidden.dtype), jnp.zeros(shape, states.hidden.dtype)
         num_real = (states.num_known > 0).sum()
@@ -94,18 +95,20 @@ class EagleHead:
         """Returns the state [B, D] after the last of the inputs x [B, n, D], which take the slots from `first` on."""
         B, n, D = x.shape
         layer, norm = self.config.layers[0], self.config.norm
-        attention = layer.mixer
+        attention, mixer = layer.mixer, self.layer.mixer
+        assert isinstance(attention, Attention)
+        assert isinstance(mixer, AttentionParams)
         assert attention.rope is not None
         h = rms_norm(x.reshape(B * n, D), self.layer.mixer_norm, norm)
         angles = rotary_angles(jnp.tile(first + jnp.arange(n), B), attention.rope)
-        q, k, v = project_qkv(self.layer.mixer, h, angles, jnp.asarray(B * n), config=attention, norm=norm)
+        q, k, v = project_qkv(mixer, h, angles, jnp.asarray(B * n), config=attention, norm=norm)
         keys, values = (
             jax.lax.dynamic_update_slice(of, new.reshape(B, n, *new.shape[1:]), (0, first, 0, 0))
             for of, new in zip(cache, (k, v), strict=True)
         )
         is_seen = is_known & (jnp.arange(is_known.shape[1]) < first + n)[None]
         attended = attend(q.reshape(B, n, *q.shape[1:])[:, -1], keys, values, is_seen)
-        x = x[:, -1] + linear(attended, self.layer.mixer.o, None, num_real)
+        x = x[:, -1] + linear(attended, mixer.o, None, num_real)
         x = feed_forward(self.layer, x, num_real, layer=layer)
         return rms_norm(x, self.final_norm, norm), (keys, values)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,8 @@ LAYOUTS = ("cpu", "gpu", "tpu")
 FNUZ_FACTOR = 16.0
 # The only NaN of float8_e4m3b11fnuz, which has the bits of the other's -0, and one of the other's.
 FNUZ_NAN, FN_NAN = 0x80, 0x7F
+
+AnyPages = TypeVar("AnyPages")  # a tree of arrays whose first axis is that of pages
 
 
 @jax.tree_util.register_dataclass
@@ -268,11 +270,11 @@ def _unpack_planes(pages: Pages, planes: jax.Array) -> tuple[jax.Array, jax.Arra
     return (_from_fnuz(k), _from_fnuz(v)) if pages.is_fnuz else (k, v)
 
 
-def take_pages(pages: Pages, page_ids: jax.Array) -> Pages:
+def take_pages(pages: AnyPages, page_ids: jax.Array) -> AnyPages:
     """Returns a pool of pages i32[n] alone, in that order; one past the pool gives zeros."""
     return jax.tree.map(lambda pool: pool.at[page_ids].get(mode="fill", fill_value=0), pages)
 
 
-def put_pages(pages: Pages, page_ids: jax.Array, new: Pages) -> Pages:
+def put_pages(pages: AnyPages, page_ids: jax.Array, new: AnyPages) -> AnyPages:
     """Returns the pool with the pages of another of n pages on pages i32[n]; past the pool is dropped."""
     return jax.tree.map(lambda pool, x: pool.at[page_ids].set(x, mode="drop"), pages, new)

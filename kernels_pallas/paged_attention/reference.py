@@ -13,6 +13,7 @@ row alone, bit for bit on CPU, because
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -37,12 +38,12 @@ class Scoring(NamedTuple):
     """What turns products of queries and keys into weights; None switches a part off."""
 
     scale: float
-    window: int | None
-    softcap: float | None
-    sinks: jax.Array | None  # f32[K, G]
-    k_scale: jax.Array | None  # f32[K]
-    v_scale: jax.Array | None  # f32[K]
-    paths: jax.Array | None  # i32[T, n]  `_paths` of a tree_mask; in a tile i32[R, Q, n]
+    window: int | None = None
+    softcap: float | None = None
+    sinks: jax.Array | None = None  # f32[K, G]
+    k_scale: jax.Array | None = None  # f32[K]
+    v_scale: jax.Array | None = None  # f32[K]
+    paths: jax.Array | None = None  # i32[T, n]  `_paths` of a tree_mask; in a tile i32[R, Q, n]
 
 
 class Sums(NamedTuple):
@@ -50,10 +51,20 @@ class Sums(NamedTuple):
 
     maximum: jax.Array  # rounded up
     total: jax.Array
-    out: jax.Array  # [..., H]
+    out: jax.Array  # [..., V]
 
 
-# Page i of every row of a tile: keys [R, K, H, S] and values [R, K, S, H].
+class Pool(NamedTuple):
+    """The pages that queries [T, K, G, H] attend to; V is the width of a value."""
+
+    page_size: int
+    # ids i32[n] -> keys [n, K, H, S] and values [n, K, S, V]
+    read_pages: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+    # slots i32[n] -> keys [n, K, H] and values [n, K, V]
+    read_slots: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+
+
+# Page i of every row of a tile: keys [R, K, H, S] and values [R, K, S, V].
 ReadPage = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
@@ -83,38 +94,71 @@ def paged_attention_reference(
         k, v = to_stored(k, k_scale, pages.dtype), to_stored(v, v_scale, pages.dtype)
         pages = write_kv(pages, k, v, slots)
     K = pages.num_kv_heads
-    queries = pad_heads(q, _head_width(pages)).reshape(T, K, N // K, -1)
-    q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
+    width = _value_width(functools.partial(read_pages, pages))
+
+    def read_slots(slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+        k, v = gather_tokens(pages, slots)
+        return pad_heads(k, width), pad_heads(v, width)
+
+    pool = Pool(pages.page_size, functools.partial(read_pages, pages), read_slots)
+    queries = pad_heads(q, width).reshape(T, K, N // K, -1)
     sinks = None if sinks is None else sinks.astype(jnp.float32).reshape(K, N // K)
-    pool = (pages, block_tables + page_offset)
-    paths = None if tree_mask is None else _paths(tree_mask, q_len or T)
-    scoring = Scoring(scale, window, softcap, sinks, k_scale, v_scale, paths)
-    out = jnp.zeros_like(queries)
-    if q_len == 1 and T <= ROWS_TILE:  # a single tile, in the order that rows have
-        positions = kv_lens[:, None] - 1
-        out = _attend_tile(queries[:, None], *pool, positions, positions, scoring._replace(paths=None))
-        out = out[:, 0].astype(q.dtype)
-    elif q_len is not None and q_len <= ROWS_TILE:
-        out = _attend(
-            out, queries, *pool, kv_lens, cu_q_lens, num_queries=q_len, num_rows=ROWS_TILE // q_len, scoring=scoring
-        )
-    else:
-        # The decoding rows of a mixed step would waste a wide tile.
-        long, single = jnp.where(q_lens > 1, kv_lens, 0), jnp.where(q_lens == 1, kv_lens, 0)
-        out = _attend(out, queries, *pool, long, cu_q_lens, num_queries=min(WIDE_TILE, T), num_rows=1, scoring=scoring)
-        out = _attend(out, queries, *pool, single, cu_q_lens, num_queries=1, num_rows=ROWS_TILE, scoring=scoring)
+    out = attend_ragged(
+        queries,
+        pool,
+        block_tables=block_tables + page_offset,
+        kv_lens=kv_lens,
+        cu_q_lens=cu_q_lens,
+        q_len=q_len,
+        tree_mask=tree_mask,
+        scoring=Scoring(scale, window, softcap, sinks, k_scale, v_scale),
+    )
     return out.reshape(T, N, -1)[..., :head_dim], pages
 
 
-def _head_width(pages: Pages) -> int:
-    """The head dimension that `read_pages` gives."""
-    return jax.eval_shape(read_pages, pages, jax.ShapeDtypeStruct((1,), jnp.int32))[1].shape[-1]
+def _value_width(read: Callable[[jax.Array], tuple[jax.Array, jax.Array]]) -> int:
+    return jax.eval_shape(read, jax.ShapeDtypeStruct((1,), jnp.int32))[1].shape[-1]
+
+
+def attend_ragged(
+    queries: jax.Array,
+    pool: Pool,
+    *,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    q_len: int | None,
+    tree_mask: jax.Array | None,
+    scoring: Scoring,
+) -> jax.Array:
+    """Returns the attention [T, K, G, V] of queries [T, K, G, H] to the pages of their rows.
+
+    The queries' own keys and values are in the pool already. Arrays are as in `paged_attention`.
+    """
+    T = queries.shape[0]
+    q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
+    if tree_mask is not None:
+        scoring = scoring._replace(paths=_paths(tree_mask, q_len or T))
+    out = jnp.zeros((*queries.shape[:-1], _value_width(pool.read_pages)), queries.dtype)
+    rows = (pool, block_tables)
+    if q_len == 1 and T <= ROWS_TILE:  # a single tile, in the order that rows have
+        positions = kv_lens[:, None] - 1
+        out = _attend_tile(queries[:, None], *rows, positions, positions, scoring._replace(paths=None))
+        return out[:, 0].astype(queries.dtype)
+    if q_len is not None and q_len <= ROWS_TILE:
+        return _attend(
+            out, queries, *rows, kv_lens, cu_q_lens, num_queries=q_len, num_rows=ROWS_TILE // q_len, scoring=scoring
+        )
+    # The decoding rows of a mixed step would waste a wide tile.
+    long, single = jnp.where(q_lens > 1, kv_lens, 0), jnp.where(q_lens == 1, kv_lens, 0)
+    out = _attend(out, queries, *rows, long, cu_q_lens, num_queries=min(WIDE_TILE, T), num_rows=1, scoring=scoring)
+    return _attend(out, queries, *rows, single, cu_q_lens, num_queries=1, num_rows=ROWS_TILE, scoring=scoring)
 
 
 def _attend(
-    out, queries, pages, block_tables, kv_lens, cu_q_lens, *, num_queries: int, num_rows: int, scoring: Scoring
+    out, queries, pool: Pool, block_tables, kv_lens, cu_q_lens, *, num_queries: int, num_rows: int, scoring: Scoring
 ) -> jax.Array:
-    """Returns `out` [T, K, G, H] with the rows of kv_lens > 0 filled in, in tiles of num_rows x num_queries."""
+    """Returns `out` [T, K, G, V] with the rows of kv_lens > 0 filled in, in tiles of num_rows x num_queries."""
     T, B = queries.shape[0], kv_lens.shape[0]
     R, Q = min(num_rows, B), num_queries
     starts, q_lens = cu_q_lens[:-1], cu_q_lens[1:] - cu_q_lens[:-1]
@@ -137,44 +181,44 @@ def _attend(
             offsets = (paths >= 0).sum(-1, dtype=jnp.int32) - 1
         positions = jnp.where(is_query, context + offsets, -1)
         q_tile = queries.at[tokens].get(mode="fill", fill_value=0)
-        o_tile = _attend_tile(q_tile, pages, block_tables[row], positions, context, scoring._replace(paths=paths))
+        o_tile = _attend_tile(q_tile, pool, block_tables[row], positions, context, scoring._replace(paths=paths))
         return out.at[tokens].set(o_tile.astype(out.dtype), mode="drop")
 
     return jax.lax.fori_loop(0, (ends[-1] + R - 1) // R, attend_tile, out)
 
 
-def _attend_tile(q_tile, pages, block_tables, positions, context, scoring: Scoring) -> jax.Array:
-    """q_tile [R, Q, K, G, H] at positions i32[R, Q] (-1 for none) over tables i32[R, M] -> [R, Q, K, G, H] float32.
+def _attend_tile(q_tile, pool: Pool, block_tables, positions, context, scoring: Scoring) -> jax.Array:
+    """q_tile [R, Q, K, G, H] at positions i32[R, Q] (-1 for none) over tables i32[R, M] -> [R, Q, K, G, V] float32.
 
     `context` i32[R, 1] are the tokens before this step.
     """
-    R, Q, K, G, H = q_tile.shape
+    (R, Q, K, G), V = q_tile.shape[:4], _value_width(pool.read_pages)
     zero = jnp.zeros((R, Q, K, G), jnp.float32)
-    sums = Sums(zero + MASKED, zero, jnp.zeros(q_tile.shape, jnp.float32))
+    sums = Sums(zero + MASKED, zero, jnp.zeros((R, Q, K, G, V), jnp.float32))
     if scoring.sinks is not None:  # a score without a value, seen before the first page
         sinks = jnp.broadcast_to(scoring.sinks[None, None] * LOG2_E, zero.shape)
         sums = sums._replace(maximum=jnp.ceil(sinks), total=jnp.exp2(sinks - jnp.ceil(sinks)))
-    end = positions.max() // pages.page_size + 1
+    end = positions.max() // pool.page_size + 1
 
-    def read(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return read_pages(pages, block_tables[:, i])
+    def read_page(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return pool.read_pages(block_tables[:, i])
 
     if scoring.paths is None:
-        sums = _add_pages(sums, read, q_tile, positions, context, (0, end), scoring)
+        sums = _add_pages(sums, read_page, q_tile, positions, context, (0, end), scoring)
     else:
         # Pages before the trees are read once a row, the others once a query.
-        before = jnp.where(positions[:, :1] >= 0, context, jnp.int32(2**30)).min() // pages.page_size
-        sums = _add_pages(sums, read, q_tile, positions, context, (0, jnp.minimum(before, end)), scoring)
+        before = jnp.where(positions[:, :1] >= 0, context, jnp.int32(2**30)).min() // pool.page_size
+        sums = _add_pages(sums, read_page, q_tile, positions, context, (0, jnp.minimum(before, end)), scoring)
         context = jnp.broadcast_to(context, (R, Q))
         *sums, q_tile, positions, context = (
             x.reshape(R * Q, 1, *x.shape[2:]) for x in (*sums, q_tile, positions, context)
         )
-        read = _read_along(scoring.paths.reshape(R * Q, -1), pages, jnp.repeat(block_tables, Q, 0), context, H)
+        read = _read_along(scoring.paths.reshape(R * Q, -1), pool, jnp.repeat(block_tables, Q, 0), context)
         sums = _add_pages(Sums(*sums), read, q_tile, positions, context, (before, end), scoring)
     out = sums.out / jnp.where(sums.total > 0, sums.total, 1.0)[..., None]
     if scoring.v_scale is not None:
         out = out * jnp.broadcast_to(scoring.v_scale[:, None, None], out.shape)
-    return out.reshape(R, Q, K, G, H)
+    return out.reshape(R, Q, K, G, V)
 
 
 def _add_pages(
@@ -203,7 +247,7 @@ def _add_pages(
 
     def attend_page(i: jax.Array, sums: Sums) -> Sums:
         slots = i * S + jnp.arange(S)
-        k, v = (x.astype(q.dtype) for x in read(i))  # [R, K, H, S], [R, K, S, H]
+        k, v = (x.astype(q.dtype) for x in read(i))  # [R, K, H, S], [R, K, S, V]
         # A masked weight is 0, but 0 * NaN is NaN: what lies in unused slots must go as well.
         is_seen = (slots[None] >= first[:, None]) & (slots[None] <= last[:, None])
         v = jnp.where(is_seen[:, None, :, None], v, jnp.zeros_like(v))
@@ -232,22 +276,20 @@ def _paths(tree_mask: jax.Array, most: int) -> jax.Array:
     return jnp.where(jnp.arange(order.shape[1])[None] < bits.sum(1, dtype=jnp.int32)[:, None], order, -1)[:, :most]
 
 
-def _read_along(paths: jax.Array, pages: Pages, block_tables: jax.Array, context: jax.Array, head_width: int):
+def _read_along(paths: jax.Array, pool: Pool, block_tables: jax.Array, context: jax.Array) -> ReadPage:
     """Returns what reads page i of each query as if the tokens of its path i32[R, n] alone came after its context.
 
     So a draft meets its ancestors where decoding would, and adds up in the same order.
     """
-    (R, n), S = paths.shape, pages.page_size
+    (R, n), S = paths.shape, pool.page_size
     is_token = paths >= 0
     position = jnp.where(is_token, context + paths, 0)
     slots = jnp.take_along_axis(block_tables, position // S, axis=1) * S + position % S
-    own_k, own_v = (
-        pad_heads(x.reshape(R, n, *x.shape[1:]), head_width) for x in gather_tokens(pages, slots.reshape(-1))
-    )
+    own_k, own_v = (x.reshape(R, n, *x.shape[1:]) for x in pool.read_slots(slots.reshape(-1)))
     rows, places = jnp.arange(R)[:, None], context + jnp.arange(n)[None]
 
     def read(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        k, v = read_pages(pages, block_tables[:, i])
+        k, v = pool.read_pages(block_tables[:, i])
         at = jnp.where(is_token & (places >= i * S), places - i * S, S)  # past the page is dropped
         return k.at[rows, :, :, at].set(own_k, mode="drop"), v.at[rows, :, at].set(own_v, mode="drop")
 

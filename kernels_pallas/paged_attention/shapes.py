@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import jax
 import jax.numpy as jnp
 
 from kernels_pallas.paged_attention.layout import Pages
+
+
+class Paged(Protocol):
+    """A pool of pages of any content."""
+
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
 
 
 def token_rows(cu_q_lens: jax.Array, num_tokens: int) -> jax.Array:
@@ -15,7 +26,7 @@ def token_rows(cu_q_lens: jax.Array, num_tokens: int) -> jax.Array:
 
 
 def token_slots(
-    num_tokens: int, pages: Pages, block_tables: jax.Array, kv_lens: jax.Array, cu_q_lens: jax.Array, page_offset
+    num_tokens: int, pages: Paged, block_tables: jax.Array, kv_lens: jax.Array, cu_q_lens: jax.Array, page_offset
 ) -> jax.Array:
     """Returns the slot of each query's own key, i32[T]; past the pool for padding.
 

@@ -8,6 +8,7 @@ import pytest
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxinfer.checkpoint.families import family_of
+from jaxinfer.model.attention import Attention
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.layers import Norm
 from jaxinfer.model.mlp import MLP
@@ -72,6 +73,7 @@ def minimal(family: str, **keys) -> dict:
 def assert_agrees(config: ModelConfig, reference) -> None:
     (layer,) = set(config.layers)
     attention, mlp, rope = layer.mixer, layer.feed_forward, rope_of(config)
+    assert isinstance(attention, Attention)
     has_attention_bias = getattr(reference, "attention_bias", False)
     assert config.vocab_size == reference.vocab_size
     assert config.hidden_size == reference.hidden_size

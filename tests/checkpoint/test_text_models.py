@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from jaxinfer.checkpoint import load_params, read_config, read_eos_token_ids
+from jaxinfer.model.attention import Attention
 from tests.oracles import NO_IDS, SIZES, reference_logits
 from tests.replay import replay
 
@@ -161,6 +162,7 @@ def test_sizes_that_published_gemma_3_checkpoints_leave_out_are_those_of_transfo
     config = read_config(path)
 
     attention = config.layers[0].mixer
+    assert isinstance(attention, Attention)
     assert config.vocab_size == reference.vocab_size
     assert attention.num_heads == reference.num_attention_heads
     assert attention.num_kv_heads == reference.num_key_value_heads

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from jaxinfer.model.attention import AttentionParams
 from jaxinfer.model.config import uniform_decoder
 from jaxinfer.model.params import TensorSpec, abstract_params, declare, init_params, shardings
 from tests.unoptimised import UNOPTIMISED
@@ -163,5 +164,7 @@ def test_rules_without_an_axis_leave_it_whole():
 
     placement = shardings(CONFIG, mesh_of(8), rules)
 
-    assert placement.layers[0].mixer.k.is_fully_replicated
-    assert placement.layers[0].mixer.q.spec == PartitionSpec(None, "model", None, None)
+    mixer = placement.layers[0].mixer
+    assert isinstance(mixer, AttentionParams)
+    assert mixer.k.is_fully_replicated
+    assert mixer.q.spec == PartitionSpec(None, "model", None, None)

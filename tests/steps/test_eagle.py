@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import SamplingParams
+from jaxinfer.model.attention import AttentionParams
 from jaxinfer.model.config import ModelConfig, uniform_decoder
 from jaxinfer.model.mlp import MLPParams
 from jaxinfer.model.params import LayerParams
@@ -68,6 +69,7 @@ def next_state(head, inputs):
     """The state after the last of inputs [n, 2 D], by definition."""
     layer: LayerParams = head.layer
     attention, mlp = layer.mixer, layer.feed_forward
+    assert isinstance(attention, AttentionParams)
     assert isinstance(mlp, MLPParams)
     x = inputs @ head.input.T
     h = normed(x, layer.mixer_norm)

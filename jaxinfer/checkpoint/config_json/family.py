@@ -22,6 +22,7 @@ class Fused:
     targets: tuple[Target, ...]  # in the order in which they lie there
     axis: int = 0
     is_interleaved: bool = False  # entry i along the axis belongs to target i % len(targets)
+    unfold: str | None = None  # einops pattern from the stored axes to those that `axis` counts, which targets name
 
 
 # Stored name -> its targets. `{layer}` and `{expert}` in a name stand for their numbers.
@@ -56,6 +57,14 @@ def _spelled(name: str, spelling: Mapping[str, str]) -> str:
         if name.startswith(own):
             return theirs + name.removeprefix(own)
     return name
+
+
+class ArchitectureError(ValueError):
+    """Refuses a task head; `supported` is the one that the family runs."""
+
+    def __init__(self, message: str, supported: str) -> None:
+        super().__init__(message)
+        self.supported = supported
 
 
 # Every layer is a few entries in tables, which a damaged number would fill the memory with.
@@ -126,9 +135,10 @@ def refuse_unsupported(hf: Mapping[str, Any], architecture: str, honours: Collec
             raise ValueError(f"{key}={hf[key]!r} is not supported; {way_out}")
     architectures = hf.get("architectures")
     if architectures and architectures != [architecture]:
-        raise ValueError(
+        raise ArchitectureError(
             f"architectures={architectures!r} is not supported: only {architecture} is;"
-            " use a checkpoint of the language model itself"
+            " use a checkpoint of the language model itself",
+            architecture,
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxinfer.checkpoint.config_json.family import Family
 from jaxinfer.checkpoint.families import (
+    deepseek,
     gemma,
     glm,
     gpt_oss,
@@ -15,13 +16,14 @@ from jaxinfer.checkpoint.families import (
     mistral,
     olmo,
     phi3,
-    qwen2,
-    qwen3,
+    qwen,
     qwen_moe,
     smollm3,
 )
 
 FAMILIES: Mapping[str, Family] = {
+    "deepseek_v2": deepseek.FAMILY_2,
+    "deepseek_v3": deepseek.FAMILY_3,
     "gemma": gemma.FAMILY_1,
     "gemma2": gemma.FAMILY_2,
     "gemma3": gemma.FAMILY_3_WITH_IMAGES,
@@ -39,9 +41,9 @@ FAMILIES: Mapping[str, Family] = {
     "olmo2": olmo.FAMILY_2,
     "olmo3": olmo.FAMILY_3,
     "phi3": phi3.FAMILY,
-    "qwen2": qwen2.FAMILY,
+    "qwen2": qwen.FAMILY_2,
     "qwen2_moe": qwen_moe.FAMILY_2,
-    "qwen3": qwen3.FAMILY,
+    "qwen3": qwen.FAMILY_3,
     "qwen3_moe": qwen_moe.FAMILY_3,
     "smollm3": smollm3.FAMILY,
 }

@@ -25,7 +25,7 @@ from jaxinfer.checkpoint.config_json.fields import (
 )
 from jaxinfer.checkpoint.config_json.rope import read_rope
 from jaxinfer.checkpoint.config_json.window import FULL, SLIDING, layer_types
-from jaxinfer.checkpoint.families import qwen3
+from jaxinfer.checkpoint.families import qwen
 from jaxinfer.model.attention import Attention
 from jaxinfer.model.config import Layer, ModelConfig
 from jaxinfer.model.mlp import MLP
@@ -35,7 +35,7 @@ from jaxinfer.validation import is_int
 _MLP = "model.layers.{layer}.mlp"
 MAX_POSITION = 32_768
 WEIGHTS: WeightTable = {
-    **qwen3.WEIGHTS,
+    **qwen.WEIGHTS_3,
     **expert_weights(_MLP, shared="shared_expert"),
     f"{_MLP}.shared_expert_gate.weight": ("layers.feed_forward.shared_gate", "one D -> one D"),
 }

@@ -1,4 +1,4 @@
-"""Qwen3 (dense): Llama with norms on the heads of queries and keys."""
+"""Qwen2, Qwen2.5 and Qwen3 (dense): Llama with biases on queries, keys and values, or with norms on their heads."""
 
 from __future__ import annotations
 
@@ -6,19 +6,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.checkpoint.config_json.family import Family, WeightTable, translate_common
-from jaxinfer.checkpoint.config_json.fields import is_enabled, num_kv_heads, stated_head_dim
+from jaxinfer.checkpoint.config_json.fields import divided_head_dim, is_enabled, num_kv_heads, stated_head_dim
 from jaxinfer.checkpoint.config_json.window import switched_window
 from jaxinfer.checkpoint.families import llama
 from jaxinfer.model.config import ModelConfig, uniform_decoder
 
-WEIGHTS: WeightTable = {
+WEIGHTS_3: WeightTable = {
     **llama.WEIGHTS,
     "model.layers.{layer}.self_attn.q_norm.weight": ("layers.mixer.q_norm", "H -> H"),
     "model.layers.{layer}.self_attn.k_norm.weight": ("layers.mixer.k_norm", "H -> H"),
 }
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def config_from_hf_2(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translates config.json; what is absent gets the default of transformers' Qwen2Config."""
+    return uniform_decoder(
+        **translate_common(hf, architecture="Qwen2ForCausalLM", max_position=32768),
+        num_kv_heads=num_kv_heads(hf, default=32),
+        head_dim=divided_head_dim(hf),
+        sliding_window=switched_window(hf),
+        has_qkv_bias=True,
+    )
+
+
+def config_from_hf_3(hf: Mapping[str, Any]) -> ModelConfig:
     """Translates config.json; what is absent gets the default of transformers' Qwen3Config."""
     has_attention_bias = is_enabled(hf, "attention_bias")
     return uniform_decoder(
@@ -33,4 +44,5 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-FAMILY = Family(config_from_hf=config_from_hf, weights=WEIGHTS)
+FAMILY_2 = Family(config_from_hf=config_from_hf_2, weights=llama.WEIGHTS)
+FAMILY_3 = Family(config_from_hf=config_from_hf_3, weights=WEIGHTS_3)

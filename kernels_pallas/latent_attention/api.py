@@ -1,0 +1,109 @@
+"""The one signature of latent attention (MLA, DeepSeek-V2), which plain JAX computes on every platform."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from kernels_pallas.latent_attention.layout import LatentPages
+from kernels_pallas.latent_attention.reference import latent_attention_reference
+from kernels_pallas.paged_attention.api import HEADS_AXIS, IMPLEMENTATIONS
+
+
+def latent_attention(
+    q: jax.Array,
+    latents: jax.Array,
+    pages: LatentPages,
+    *,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    scale: float,
+    page_offset: jax.Array | int = 0,
+    q_len: int | None = None,
+    tree_mask: jax.Array | None = None,
+    mesh: Mesh | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, LatentPages]:
+    """Appends the latents of a ragged batch to their pages, and attends to all latents in each row's pages.
+
+    The contract is that of `paged_attention` without window, softcap and sinks, for one KV head with the key
+    [latent, rotated key] and the value latent. Queries are absorbed: multiplied by the matrix that would make keys
+    of latents. The result, multiplied by the matrix that makes values, is that of the heads.
+
+    There are no kernels for latents yet: GPUs and TPUs run the plain JAX that a CPU runs.
+
+    Args:
+      q: [T, N, R + r] absorbed queries of the R numbers of a latent, then rotated queries of the r of a key.
+      latents: [T, R + r] latents of the same tokens, then their rotated keys.
+      pages: the pool. Donate it at the outermost `jit`, and it is updated in place.
+      mesh: splits query heads over the devices of its axis HEADS_AXIS, if it has one; each device holds all latents.
+      implementation: "reference" or None.
+
+    Returns:
+      [T, N, R] in q's dtype, and the pool. Values at padding positions mean nothing; they are finite if no q_len above
+      1 is given.
+
+    Raises:
+      ValueError: for an unknown implementation or arrays that do not fit together.
+      NotImplementedError: for the name of a kernel of paged attention.
+    """
+    _check_call(q, latents, pages, block_tables, kv_lens, cu_q_lens, tree_mask)
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation={implementation!r:.80} is unknown; choose from {sorted(IMPLEMENTATIONS)} or None"
+        )
+    if implementation not in (None, "reference"):
+        raise NotImplementedError(
+            f"implementation={implementation!r} has no kernel for latent attention, which plain JAX computes on every"
+            ' platform; use implementation="reference" or None'
+        )
+    arrays = {
+        "q": q,
+        "latents": latents,
+        "pages": pages,
+        "block_tables": block_tables,
+        "kv_lens": kv_lens,
+        "cu_q_lens": cu_q_lens,
+        "page_offset": page_offset,
+        "tree_mask": tree_mask,
+    }
+    call = functools.partial(latent_attention_reference, scale=scale, q_len=q_len)
+    if mesh is None or HEADS_AXIS not in mesh.axis_names:
+        return call(**arrays)
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        raise ValueError(f"mesh has axes of types {mesh.axis_types}; use automatic ones: Mesh(devices, axis_names)")
+    if q.shape[1] % mesh.shape[HEADS_AXIS]:
+        raise ValueError(
+            f"{q.shape[1]} query heads cannot be split over the {mesh.shape[HEADS_AXIS]} devices of mesh axis"
+            f" {HEADS_AXIS!r}; use a number of devices that divides them"
+        )
+    heads, whole = PartitionSpec(None, HEADS_AXIS), PartitionSpec()
+    specs = {name: None if array is None else whole for name, array in arrays.items()} | {"q": heads}
+    return jax.shard_map(
+        lambda arrays: call(**arrays), mesh=mesh, in_specs=(specs,), out_specs=(heads, whole), check_vma=False
+    )(arrays)
+
+
+def _check_call(q, latents, pages: LatentPages, block_tables, kv_lens, cu_q_lens, tree_mask) -> None:
+    """Raises ValueError, with every shape, if the arrays of a call do not fit together."""
+    B, (T, N, _) = kv_lens.shape[0], q.shape
+    expected = {
+        "q": (q, (T, N, pages.width)),
+        "latents": (latents, (T, pages.width)),
+        "block_tables": (block_tables, (B, *block_tables.shape[1:2])),
+        "cu_q_lens": (cu_q_lens, (B + 1,)),
+        "tree_mask": (tree_mask, (T, *(() if tree_mask is None else tree_mask.shape[1:2]))),
+    }
+    wrong = [name for name, (array, shape) in expected.items() if array is not None and array.shape != shape]
+    if wrong:
+        listed = ", ".join(f"{name} {array.shape}" for name, (array, _) in expected.items() if array is not None)
+        raise ValueError(
+            f"shapes do not fit together: {listed}, kv_lens {kv_lens.shape}, pages of {pages.width} numbers per token;"
+            f" wrong: {', '.join(wrong)}; see latent_attention"
+        )
+    if jnp.issubdtype(pages.dtype, jnp.integer):
+        raise ValueError(f"pages of {pages.dtype} are not supported for latents; use a floating-point dtype")

@@ -1,0 +1,45 @@
+"""Latent attention in plain JAX: the paged attention of N query heads to one head, with values inside its keys.
+
+The loop over pages is that of `kernels_pallas.paged_attention.reference`, and so is the order of every sum.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+
+from kernels_pallas.latent_attention.layout import LatentPages, read_pages, read_slots, write_latents
+from kernels_pallas.paged_attention.layout import to_stored
+from kernels_pallas.paged_attention.reference import Pool, Scoring, attend_ragged
+from kernels_pallas.paged_attention.shapes import token_slots
+
+
+def latent_attention_reference(
+    q: jax.Array,
+    latents: jax.Array,
+    pages: LatentPages,
+    *,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    page_offset: jax.Array | int,
+    tree_mask: jax.Array | None,
+    scale: float,
+    q_len: int | None,
+) -> tuple[jax.Array, LatentPages]:
+    """The contract is that of `latent_attention`."""
+    slots = token_slots(q.shape[0], pages, block_tables, kv_lens, cu_q_lens, page_offset)
+    pages = write_latents(pages, to_stored(latents, None, pages.dtype), slots)
+    pool = Pool(pages.page_size, functools.partial(read_pages, pages), functools.partial(read_slots, pages))
+    out = attend_ragged(
+        q[:, None],
+        pool,
+        block_tables=block_tables + page_offset,
+        kv_lens=kv_lens,
+        cu_q_lens=cu_q_lens,
+        q_len=q_len,
+        tree_mask=tree_mask,
+        scoring=Scoring(scale),
+    )
+    return out[:, 0], pages
