@@ -11,6 +11,8 @@ products          The library that multiplies matrices chooses its routine, and 
 sums along a row  `row_sum` adds in a fixed tree.
 softmax           Pages are added one by one from the first, and rescaled by powers of two, which is exact.
                   (`paged_attention.reference`)
+product + number  A product of two numbers is rounded before something is added to it, unless all steps have both in one
+                  loop: the compiler may fuse them, and keeps more bits then. (`rounded`)
 all else          is computed element by element.
 
 The first rule rests on two properties of products of one shape: a row has the same bits in each place among the
@@ -45,6 +47,15 @@ MAX_TRIED = 2**26
 NUM_TRIED_TOGETHER = 8
 # How many numbers the operands of a trial repeat: a prime, so that rows of an operand begin at different ones.
 NUM_TRIAL_NUMBERS = 65_521
+
+
+def rounded(x: jax.Array) -> jax.Array:
+    """Returns x, a product of numbers that something is added to, as rounded to its dtype; -inf becomes the least.
+
+    An operation between the two keeps the compiler of a CPU from fusing them. It removes barriers before it fuses, and
+    operations that change no number.
+    """
+    return jnp.maximum(x, jnp.finfo(x.dtype).min)
 
 
 def rows_by_weights(

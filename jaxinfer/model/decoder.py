@@ -20,6 +20,7 @@ from jaxinfer.model.params import LayerParams, Params
 from jaxinfer.model.rope import Rope, rotary_angles
 from kernels_pallas.latent_attention import LatentPages
 from kernels_pallas.paged_attention import Pages
+from kernels_pallas.row_products import rounded
 
 
 def forward(
@@ -65,7 +66,7 @@ def forward(
 def embed(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:
     """Returns the states [T, D] of tokens i32[T] before the first layer."""
     x = params.embedding[tokens]
-    return x if config.embedding_scale == 1.0 else x * jnp.asarray(config.embedding_scale, x.dtype)
+    return x if config.embedding_scale == 1.0 else rounded(x * jnp.asarray(config.embedding_scale, x.dtype))
 
 
 # Jitted separately, so that groups of equal shape are traced once.
@@ -121,7 +122,7 @@ def run_layer(
         assert isinstance(params.mixer, AttentionParams)
         assert isinstance(pages, Pages)
         h, pages = attend(params.mixer, pages, h, inputs, angles, page_offset, config=layer.mixer, norm=layer.norm)
-    x = _add(x, _normed(h, params.mixer_post_norm, layer.norm), layer)
+    x = _add(x, h, params.mixer_post_norm, layer)
     return feed_forward(params, x, inputs.num_tokens, layer=layer), pages
 
 
@@ -134,15 +135,20 @@ def feed_forward(params: LayerParams, x: jax.Array, num_tokens: jax.Array, *, la
     else:
         assert isinstance(params.feed_forward, MLPParams)
         h = mlp(params.feed_forward, h, num_tokens, config=layer.feed_forward)
-    return _add(x, _normed(h, params.feed_forward_post_norm, layer.norm), layer)
+    return _add(x, h, params.feed_forward_post_norm, layer)
 
 
 def _normed(x: jax.Array, weight: jax.Array | None, norm: Norm) -> jax.Array:
     return x if weight is None else rms_norm(x, weight, norm)
 
 
-def _add(x: jax.Array, h: jax.Array, layer: Layer) -> jax.Array:
-    return x + (h if layer.residual_scale == 1.0 else h * jnp.asarray(layer.residual_scale, h.dtype))
+def _add(x: jax.Array, h: jax.Array, post_norm: jax.Array | None, layer: Layer) -> jax.Array:
+    """Returns x plus the output h of a mixer or feed-forward network, normalised and scaled as the layer says."""
+    if post_norm is not None:
+        h = rounded(rms_norm(h, post_norm, layer.norm))
+    if layer.residual_scale != 1.0:
+        h = rounded(h * jnp.asarray(layer.residual_scale, h.dtype))
+    return x + h
 
 
 def unembed(params: Params, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
@@ -152,7 +158,7 @@ def unembed(params: Params, hidden: jax.Array, num_rows: jax.Array | None = None
         hidden = hidden + linear(hidden, params.lens, None, num_rows)
     logits = product(hidden, table, num_rows)
     if params.logits.scale != 1.0:
-        logits = logits * params.logits.scale
+        logits = rounded(logits * params.logits.scale)
     if params.logits.softcap is not None:
-        logits = jnp.tanh(logits / params.logits.softcap) * params.logits.softcap
+        logits = rounded(jnp.tanh(logits / params.logits.softcap) * params.logits.softcap)
     return logits

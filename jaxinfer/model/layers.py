@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.validation import require_bool, require_real
 from kernels_pallas.quantized_matmul import dequantize, quantized_matmul
-from kernels_pallas.row_products import rows_by_weights
+from kernels_pallas.row_products import rounded, rows_by_weights
 from kernels_pallas.row_sum import row_sum
 
 
@@ -98,7 +98,7 @@ def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 def clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """Returns gate * sigmoid(1.702 gate) * (up + 1), with gate and up clamped to 7 first, as in GPT-OSS."""
     gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
-    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1.0)
+    return gate * jax.nn.sigmoid(rounded(1.702 * gate)) * (up + 1.0)
 
 
 # The function of an MLP's gate and up, by its name in a configuration.

@@ -15,7 +15,7 @@ from jaxinfer.model.mlp import MLP, MLPParams, declare_mlp, mlp
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.validation import require, require_bool, require_int, require_name, require_positive
 from kernels_pallas.quantized_matmul import dequantize
-from kernels_pallas.row_products import ROW_BLOCK
+from kernels_pallas.row_products import ROW_BLOCK, rounded
 from kernels_pallas.row_sum import row_sum
 
 SCORINGS = ("softmax", "sigmoid")
@@ -117,14 +117,15 @@ def moe(params: MoEParams, x: jax.Array, num_tokens: jax.Array, *, config: MoE) 
         cpu=functools.partial(_in_blocks, config=config),
         default=functools.partial(_in_groups, config=config),
     )
-    # In a fixed order, so that a token's sum has the same bits in any batch.
-    out = row_sum((results * weights[..., None]).swapaxes(1, 2)).astype(x.dtype)
+    # Rounded before they are added, and added in a fixed order: so a token's sum has the same bits in any step.
+    weighted = rounded(results * weights[..., None])
+    out = row_sum(weighted.swapaxes(1, 2)).astype(x.dtype)
     if params.shared is None or config.shared is None:
         return out
     shared = mlp(params.shared, x, num_tokens, config=config.shared)
     if params.shared_gate is not None:
         gate = jax.nn.sigmoid(product(x, params.shared_gate, num_tokens))
-        shared = shared * jnp.broadcast_to(gate, shared.shape).astype(x.dtype)
+        shared = rounded(shared * jnp.broadcast_to(gate, shared.shape).astype(x.dtype))
     return out + shared
 
 

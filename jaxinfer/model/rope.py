@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxinfer.validation import (
     as_tuple,
@@ -91,31 +92,34 @@ def require_pairs(name: str, value: Any) -> None:
     require(is_even, name, value, "a positive even integer (rotary embedding turns pairs)")
 
 
-def rotary_frequencies(rope: Rope) -> tuple[jax.Array, float]:
-    """Returns the angle per position of each pair, f32[H/2], and the factor on cosine and sine."""
+def rotary_frequencies(rope: Rope) -> tuple[np.ndarray, float]:
+    """Returns the angle per position of each pair, f32[R/2], and the factor on cosine and sine.
+
+    Computed by NumPy, so that every step has the same bits of them, whatever its compiler folds.
+    """
     H = rope.dim
-    frequencies = rope.theta ** (-jnp.arange(0, H, 2, dtype=jnp.float32) / H)
+    frequencies = np.float32(rope.theta) ** (-np.arange(0, H, 2, dtype=np.float32) / np.float32(H))
     scaling = rope.scaling
     if scaling is None:
         return frequencies, 1.0
     if scaling.kind == "linear":
-        return frequencies / scaling.factor, 1.0
+        return frequencies / np.float32(scaling.factor), 1.0
     if scaling.kind == "longrope":
-        return frequencies / jnp.asarray(scaling.factors, jnp.float32), scaling.attention_factor
+        return frequencies / np.asarray(scaling.factors, np.float32), scaling.attention_factor
     blend = _llama3_blend if scaling.kind == "llama3" else _yarn_blend
     keep = blend(frequencies, scaling, rope)
     factor = scaling.attention_factor if scaling.kind == "yarn" else 1.0
-    return frequencies * keep + frequencies / scaling.factor * (1.0 - keep), factor
+    return (frequencies * keep + frequencies / scaling.factor * (1.0 - keep)).astype(np.float32), factor
 
 
-def _llama3_blend(frequencies: jax.Array, scaling: RopeScaling, rope: Rope) -> jax.Array:
+def _llama3_blend(frequencies: np.ndarray, scaling: RopeScaling, rope: Rope) -> np.ndarray:
     """Returns the part of each frequency that stays: 1 for short waves, 0 for long ones, linear between (Llama 3.1)."""
     rotations = scaling.original_max_position * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    return jnp.clip((rotations - low) / (high - low), 0.0, 1.0)
+    return np.clip((rotations - low) / (high - low), 0.0, 1.0)
 
 
-def _yarn_blend(frequencies: jax.Array, scaling: RopeScaling, rope: Rope) -> jax.Array:
+def _yarn_blend(frequencies: np.ndarray, scaling: RopeScaling, rope: Rope) -> np.ndarray:
     """Returns the part of each frequency that stays: a ramp over pairs, between two rotation counts (YaRN)."""
     H = rope.dim
 
@@ -128,7 +132,7 @@ def _yarn_blend(frequencies: jax.Array, scaling: RopeScaling, rope: Rope) -> jax
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, H - 1)
     high += 0.001 if low == high else 0.0  # a ramp of no width would divide by zero
-    return 1.0 - jnp.clip((jnp.arange(H // 2, dtype=jnp.float32) - low) / (high - low), 0.0, 1.0)
+    return 1.0 - np.clip((np.arange(H // 2, dtype=np.float32) - low) / (high - low), 0.0, 1.0)
 
 
 def rotary_angles(positions: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
@@ -147,7 +151,7 @@ def turning_angles(positions: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Arr
     """
     frequencies, _ = rotary_frequencies(rope)
     angles = positions.astype(jnp.float32)[:, None] * frequencies[None]
-    counts_per_position = jnp.round(frequencies * (COUNTS_PER_TURN / (2 * math.pi))).astype(jnp.uint32)
+    counts_per_position = np.round(frequencies * (COUNTS_PER_TURN / (2 * math.pi))).astype(np.uint32)
     counts = jax.lax.bitcast_convert_type(positions.astype(jnp.uint32)[:, None] * counts_per_position[None], jnp.int32)
     wrapped = counts.astype(jnp.float32) * (2 * math.pi / COUNTS_PER_TURN)
     angles = jnp.where((positions < rope.max_position)[:, None], angles, wrapped)[:, None]

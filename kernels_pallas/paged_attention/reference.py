@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.paged_attention.layout import Pages, gather_tokens, pad_heads, read_pages, to_stored, write_kv
 from kernels_pallas.paged_attention.shapes import token_slots
-from kernels_pallas.row_products import rows_by_matrices
+from kernels_pallas.row_products import rounded, rows_by_matrices
 from kernels_pallas.row_sum import row_sum
 
 LOG2_E = 1.4426950408889634
@@ -196,7 +196,9 @@ def _attend_tile(q_tile, pool: Pool, block_tables, positions, context, scoring: 
     zero = jnp.zeros((R, Q, K, G), jnp.float32)
     sums = Sums(zero + MASKED, zero, jnp.zeros((R, Q, K, G, V), jnp.float32))
     if scoring.sinks is not None:  # a score without a value, seen before the first page
-        sinks = jnp.broadcast_to(scoring.sinks[None, None] * LOG2_E, zero.shape)
+        # Rounded here: fused with the subtraction below, the product would keep more bits in some steps than in others.
+        sinks = rounded(scoring.sinks * LOG2_E)
+        sinks = jnp.broadcast_to(sinks[None, None], zero.shape)
         sums = sums._replace(maximum=jnp.ceil(sinks), total=jnp.exp2(sinks - jnp.ceil(sinks)))
     end = positions.max() // pool.page_size + 1
 
