@@ -48,7 +48,7 @@ MODEL: dict[str, Any] = {
     "head_dim": 4,
     "max_position": 64,
 }
-ATTENTION = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
+ATTENTION: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
 LAYER = {"mixer": Attention(**ATTENTION), "feed_forward": MLP(intermediate_size=8)}
 CONFIGS: dict[Any, dict[str, Any]] = {
     SamplingParams: {},
