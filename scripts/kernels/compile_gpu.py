@@ -100,7 +100,7 @@ def product(
     return Case(jax.jit(plain if is_plain else quantized_matmul), arguments, kernels=kernels)
 
 
-# Over a pool of 256 Ki tokens, 34 GB; the layers in groups of one, as `default_layer_groups` makes them on GPU.
+# Over a pool of 256 Ki tokens, 34 GB; the layers in groups of one, as `load_checkpoint` makes them on GPU.
 step = functools.partial(
     step_case, layout="gpu", num_pages=16384, page_size=16, layer_groups=(1,) * 32, kernels=KERNELS
 )
