@@ -5,6 +5,7 @@
 * `jaxinfer batch` runs a file of requests.
 * `jaxinfer bench` measures a random load, `jaxinfer replay` a trace of requests.
 * `jaxinfer simulate` predicts a trace without a device.
+* `jaxinfer models` lists the families of checkpoints that can be read.
 * `jaxinfer doctor` checks that on this CPU the bits of a request do not depend on the batch.
 """
 
@@ -138,6 +139,9 @@ def _parser() -> argparse.ArgumentParser:
         "doctor", help="check that on this CPU no bit of a request depends on the batch", allow_abbrev=False
     )
     doctor.set_defaults(run=_doctor)
+
+    models = commands.add_parser("models", help="list the families of checkpoints that can be read", allow_abbrev=False)
+    models.set_defaults(run=_models)
 
     omitted = bench.add_commands(commands, _load) | {generate: OMITTED, talk: OMITTED, batch: OMITTED, doctor: ()}
     for command, omit in omitted.items():
@@ -301,6 +305,12 @@ def _batch(arguments: argparse.Namespace) -> int:
         )
     _finish_compiling(llm, arguments)
     return EXIT_FAULTS if num_errors else 0
+
+
+def _models(arguments: argparse.Namespace) -> None:
+    from jaxinfer.cli.models import list_families
+
+    show(list_families())
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

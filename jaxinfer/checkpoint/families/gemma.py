@@ -34,6 +34,8 @@ from jaxinfer.model.mlp import MLP
 _LAYER = "model.layers.{layer}"
 _HONOURS = ("hidden_act", "hidden_activation", "is_causal")
 _GELU = "gelu_pytorch_tanh"
+NO_SOFTCAPS: Mapping[str, float | None] = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+SOFTCAPS_2: Mapping[str, float | None] = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 LOCAL_THETA, GLOBAL_THETA = 10_000.0, 1_000_000.0  # of Gemma 3
 
 WEIGHTS: WeightTable = {
@@ -54,7 +56,7 @@ def config_from_hf_1(hf: Mapping[str, Any]) -> ModelConfig:
 def config_from_hf_2(hf: Mapping[str, Any]) -> ModelConfig:
     """Translates config.json; what is absent gets the default of transformers' Gemma2Config."""
     return _translate(
-        hf, "Gemma2ForCausalLM", max_position=8192, pattern=2, default_softcaps=(50.0, 30.0), has_post_norms=True
+        hf, "Gemma2ForCausalLM", max_position=8192, pattern=2, default_softcaps=SOFTCAPS_2, has_post_norms=True
     )
 
 
@@ -79,7 +81,7 @@ def _translate(
     max_position: int,
     default_kv_heads: int = 4,
     pattern: int | None = None,
-    default_softcaps: tuple[float | None, float | None] = (None, None),
+    default_softcaps: Mapping[str, float | None] = NO_SOFTCAPS,
     has_post_norms: bool = False,
     qk_norm: str | None = None,
     has_two_ropes: bool = False,
@@ -93,7 +95,8 @@ def _translate(
     local = [FULL if pattern is None or (i + 1) % pattern == 0 else SLIDING for i in range(num_layers)]
     kinds = layer_types(hf, local) if pattern is not None else local
     window = None if pattern is None else require_size(hf, "sliding_window", 4096)
-    softcap = number_or_none(hf, "attn_logit_softcapping", default_softcaps[0])
+    # transformers' Gemma 1 bounds neither scores nor logits.
+    caps = [None if pattern is None else number_or_none(hf, key, cap) for key, cap in default_softcaps.items()]
     scale = require_number(hf, "query_pre_attn_scalar", 256.0, least=1e-6) ** -0.5 if pattern else None
     norm = read_norm(hf, adds_one=True)
 
@@ -113,7 +116,7 @@ def _translate(
             rope=rope,
             window=window if kind == SLIDING else None,
             scale=scale,
-            softcap=softcap,
+            softcap=caps[0],
             has_qkv_bias=is_enabled(hf, "attention_bias"),
             has_output_bias=is_enabled(hf, "attention_bias"),
             qk_norm=qk_norm,
@@ -127,7 +130,7 @@ def _translate(
         max_position=max_position,
         has_tied_embeddings=is_enabled(hf, "tie_word_embeddings", default=True),
         embedding_scale=math.sqrt(require_size(hf, "hidden_size")),
-        logit_softcap=number_or_none(hf, "final_logit_softcapping", default_softcaps[1]),
+        logit_softcap=caps[1],
     )
 
 

@@ -1,0 +1,215 @@
+"""`jaxinfer models`: lists the families of checkpoints, and what each makes of small configurations.
+
+No second list can get out of step: every entry comes from the translation of a config.json by the family itself.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxinfer.checkpoint.config_json.family import ArchitectureError, Family
+from jaxinfer.checkpoint.families import FAMILIES
+from jaxinfer.model.attention import Attention
+from jaxinfer.model.config import Layer, ModelConfig
+from jaxinfer.model.moe import MoE
+
+NUM_LAYERS, HEAD_DIM = 8, 16
+SIZES: Mapping[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": 128,
+    "num_experts_per_tok": 2,
+}
+# The parameters of each kind of rotary scaling.
+ROPES: Mapping[str, Mapping[str, Any]] = {
+    "default": {},
+    "dynamic": {"factor": 2.0},
+    "linear": {"factor": 2.0},
+    "llama3": {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "longrope": {"factor": 2.0, "short_factor": [1.0] * (HEAD_DIM // 2)},
+    "yarn": {"factor": 2.0, "original_max_position_embeddings": 64},
+}
+WINDOW = {"sliding_window": 8, "use_sliding_window": True}
+FULL, SLIDING = "full_attention", "sliding_attention"
+# Settings by which a family has windows in all layers, or in some.
+WINDOWS: tuple[Mapping[str, Any], ...] = (
+    WINDOW,
+    {**WINDOW, "max_window_layers": 0},
+    {**WINDOW, "max_window_layers": NUM_LAYERS // 2},
+    {**WINDOW, "layer_types": [SLIDING] * NUM_LAYERS},
+    {**WINDOW, "layer_types": [SLIDING, FULL] * (NUM_LAYERS // 2)},
+)
+# Settings that families without them ignore or refuse.
+SWITCHES: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"attention_bias": True},
+    {"mlp_bias": True},
+    {"use_qk_norm": True},
+    {"partial_rotary_factor": 0.5},
+    {"mlp_only_layers": [0]},
+    {"shared_intermediate_size": 32},
+    {"attn_logit_softcapping": 50.0},
+    {"final_logit_softcapping": 30.0},
+    {"residual_multiplier": 0.5},
+    {"embedding_multiplier": 2.0},
+    {"attention_multiplier": 0.5},
+    {"logits_scaling": 2.0},
+)
+WIDTH = 118
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one family honours."""
+
+    model_type: str
+    architecture: str
+    windows: str  # of which layers
+    ropes: tuple[str, ...]  # kinds of rotary scaling
+    features: tuple[str, ...]
+
+
+def list_families() -> str:
+    """Returns a table of all families, as text."""
+    facts = [facts_of(model_type, family) for model_type, family in sorted(FAMILIES.items())]
+    rows = [("model_type", "architecture", "windows", "honours, beside what a Llama has")]
+    rows += [(each.model_type, each.architecture, each.windows, ", ".join(each.features)) for each in facts]
+    widths = [max(len(row[column]) for row in rows) + 2 for column in range(3)]
+    lines = []
+    for *cells, features in rows:
+        head = "".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        first, *others = textwrap.wrap(features, WIDTH - sum(widths)) or [""]
+        lines += [(head + first).rstrip(), *(" " * sum(widths) + other for other in others)]
+    ropes = {each.ropes for each in facts}
+    lines.append("")
+    for kinds in sorted(ropes):
+        members = "all" if len(ropes) == 1 else ", ".join(each.model_type for each in facts if each.ropes == kinds)
+        lines.append(textwrap.fill(f"rotary scaling {', '.join(kinds)}: {members}", WIDTH))
+    return "\n".join(lines)
+
+
+def facts_of(model_type: str, family: Family) -> Facts:
+    """Returns what a family honours."""
+    _read(family, {})  # raises with the key of a size that SIZES lacks
+    features = (feature for keys in SWITCHES if (config := _translated(family, keys)) for feature in _features(config))
+    return Facts(
+        model_type=model_type,
+        architecture=_architecture(family),
+        windows=_windows(family),
+        ropes=tuple(kind for kind in ROPES if _honours_rope(family, kind)),
+        features=tuple(dict.fromkeys(features)),
+    )
+
+
+def _read(family: Family, keys: Mapping[str, Any]) -> ModelConfig:
+    hf = {**SIZES, **keys}
+    return family.config_from_hf({**hf, "text_config": hf})
+
+
+def _translated(family: Family, keys: Mapping[str, Any]) -> ModelConfig | None:
+    """Returns the family's model for the sizes and these keys; None if it refuses them."""
+    try:
+        return _read(family, keys)
+    except ValueError:
+        return None
+
+
+def _architecture(family: Family) -> str:
+    try:
+        _read(family, {"architectures": ["?"]})
+    except ArchitectureError as refusal:
+        return refusal.supported
+    raise RuntimeError("the family takes any architecture; let it call refuse_unsupported")
+
+
+def _windows(family: Family) -> str:
+    found = set()
+    for keys in WINDOWS:
+        config = _translated(family, keys)
+        have_windows = (
+            {getattr(layer.mixer, "window", None) is not None for layer in config.layers} if config else {False}
+        )
+        found |= {"some"} if len(have_windows) == 2 else {"all"} if have_windows == {True} else set()
+    return " or ".join(sorted(found)) or "-"
+
+
+def _honours_rope(family: Family, kind: str) -> bool:
+    scaling = {"rope_type": kind, **ROPES[kind]}
+    # Parts of heads have fewer frequencies.
+    shorter = {key: value[: len(value) // 2] if isinstance(value, list) else value for key, value in scaling.items()}
+    layers = {"layer_types": [FULL] * NUM_LAYERS}
+    tried = ({"rope_scaling": rope, **keys} for rope in (scaling, shorter) for keys in ({}, layers))
+    return any(_has_scaling(_translated(family, keys), kind) for keys in tried)
+
+
+def _has_scaling(config: ModelConfig | None, kind: str) -> bool:
+    if config is None or kind in ("default", "dynamic"):  # dynamic scaling changes nothing up to the model's length
+        return config is not None
+    ropes = [getattr(layer.mixer, "rope", None) for layer in config.layers]
+    return any(rope is not None and rope.scaling is not None and rope.scaling.kind == kind for rope in ropes)
+
+
+def _features(config: ModelConfig) -> Iterator[str]:
+    """Yields what a model has that a Llama without biases lacks."""
+    for layer in config.layers:
+        yield from _of_mixer(layer)
+        yield from _of_feed_forward(layer)
+        if layer.has_post_norms:
+            yield "norms before and after" if layer.has_pre_norms else "norms after"
+    are_sparse = {isinstance(layer.feed_forward, MoE) for layer in config.layers}
+    if len(are_sparse) == 2:
+        yield "dense layers among them"
+    ropes = {getattr(layer.mixer, "rope", None) for layer in config.layers}
+    if len(ropes) > 1:
+        yield "layers without positions" if None in ropes else "two rotary embeddings"
+    if config.logit_softcap is not None:
+        yield "bounded logits"
+    multipliers = {
+        "embedding": config.embedding_scale,
+        "residual": config.layers[0].residual_scale,
+        "logit": config.logit_scale,
+    }
+    yield from (f"{name} multiplier" for name, value in multipliers.items() if value != 1.0)
+
+
+def _of_mixer(layer: Layer) -> Iterator[str]:
+    mixer = layer.mixer
+    if not isinstance(mixer, Attention):
+        yield "latent attention"
+        return
+    if mixer.qk_norm is not None:
+        yield "norms of queries and keys" + (" over all heads" if mixer.qk_norm == "all" else "")
+    if mixer.has_sinks:
+        yield "sinks"
+    if mixer.softcap is not None:
+        yield "bounded scores"
+    if mixer.scale is not None:
+        yield "score multiplier"
+    if mixer.rope is not None and mixer.rope.dim < mixer.head_dim:
+        yield "rotation of a part of heads"
+    if mixer.rope is not None and mixer.rope.is_interleaved:
+        yield "interleaved rotation"
+    if mixer.has_qkv_bias:
+        yield "attention biases" if mixer.has_output_bias else "qkv biases"
+
+
+def _of_feed_forward(layer: Layer) -> Iterator[str]:
+    part = layer.feed_forward
+    if isinstance(part, MoE):
+        yield "experts"
+        if part.shared is not None:
+            yield "gated shared expert" if part.has_shared_gate else "shared expert"
+        if part.router.num_groups > 1:
+            yield "groups of experts"
+    elif part.activation != "silu":
+        yield part.activation
+    elif part.has_bias:
+        yield "MLP biases"

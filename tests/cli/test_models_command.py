@@ -1,0 +1,98 @@
+"""`jaxinfer models` lists every family, with facts that the families themselves state."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from jaxinfer.checkpoint.families import FAMILIES
+from jaxinfer.cli import models
+from jaxinfer.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+ARCHITECTURES = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+
+
+@pytest.fixture(scope="module")
+def facts():
+    return {model_type: models.facts_of(model_type, family) for model_type, family in FAMILIES.items()}
+
+
+def test_every_family_has_a_line_with_its_architecture(capsys):
+    assert main(["models"]) == 0
+
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for model_type in FAMILIES:
+        assert any(line[:2] == [model_type, ARCHITECTURES[model_type]] for line in lines)
+    assert max(map(len, models.list_families().splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    ("model_type", "windows"),
+    [
+        ("llama", "-"),
+        ("mistral", "all"),
+        ("qwen3", "all"),
+        ("qwen3_moe", "all or some"),
+        ("gemma2", "all or some"),
+        ("gemma3", "all or some"),
+        ("gpt_oss", "all or some"),
+        ("olmo2", "-"),
+        ("phi3", "all"),
+    ],
+)
+def test_windows_are_those_that_the_family_gives_its_layers(facts, model_type, windows):
+    assert facts[model_type].windows == windows
+
+
+@pytest.mark.parametrize(
+    ("model_type", "features"),
+    [
+        ("llama", {"attention biases", "MLP biases"}),
+        ("mistral", set()),
+        ("qwen2", {"qkv biases"}),
+        ("gemma", {"gelu_tanh", "embedding multiplier", "attention biases"}),
+        ("olmo2", {"norms of queries and keys over all heads", "norms after", "attention biases"}),
+        ("gpt_oss", {"sinks", "attention biases", "experts"}),
+        (
+            "qwen2_moe",
+            {"qkv biases", "experts", "gated shared expert", "dense layers among them"},
+        ),
+        ("smollm3", {"layers without positions", "attention biases", "MLP biases"}),
+    ],
+)
+def test_features_are_those_of_the_layers(facts, model_type, features):
+    assert set(facts[model_type].features) == features
+
+
+def test_kinds_of_rotary_scaling_are_those_that_a_model_gets(facts):
+    assert facts["llama"].ropes == ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
+
+
+def test_the_list_follows_the_code(monkeypatch, capsys):
+    llama = FAMILIES["llama"]
+
+    def without_linear_scaling(hf):
+        if hf.get("rope_scaling", {}).get("rope_type") == "linear":
+            raise ValueError("rope_type='linear' is not supported")
+        return llama.config_from_hf(hf)
+
+    narrower = dataclasses.replace(llama, config_from_hf=without_linear_scaling)
+    monkeypatch.setattr(models, "FAMILIES", {"narrower": narrower})
+
+    assert main(["models"]) == 0
+
+    out = capsys.readouterr().out
+    assert "narrower" in out
+    assert "rotary scaling default, dynamic, llama3, longrope, yarn: all" in out
+
+
+def test_the_readme_names_every_family():
+    readme = (ROOT / "README.md").read_text()
+    assert [model_type for model_type in FAMILIES if f"`{model_type}`" not in readme] == []
