@@ -34,8 +34,8 @@ ALLOWED = {
     "engine.request": "sampling_params",
     "engine.kv_cache": "atomic_file engine.request sampling_params",
     "engine.scheduling": "engine.kv_cache engine.request validation",
-    "engine.execution": "atomic_file config device engine.kv_cache engine.request engine.scheduling model plan sampling"
-    " steps",
+    "engine.execution": "atomic_file config device engine.kv_cache engine.request engine.scheduling model plan"
+    " quantization sampling steps validation",
     "engine.drafters": "config engine.execution engine.request engine.scheduling model plan steps validation",
     "engine.speculation": "checkpoint config engine.drafters engine.execution engine.kv_cache engine.request"
     " engine.scheduling model steps validation",

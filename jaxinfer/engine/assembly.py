@@ -50,6 +50,7 @@ class EngineParts:
     scheduler: Scheduler
     warm_up: WarmUp
     runner: Runner
+    speculation: Speculation | None
 
 
 def build_engine(
@@ -92,7 +93,7 @@ def build_engine(
         warm_up.steps.wait(show_progress=show_progress)
         planned.attach(partial(runner.lend_cache, scheduler.copies))
         planned.rehearse(runner, warm_up.cache_config)
-    return EngineParts(model_config, tokenizer, admission, scheduler, warm_up, runner)
+    return EngineParts(model_config, tokenizer, admission, scheduler, warm_up, runner, planned)
 
 
 def load_and_compile(

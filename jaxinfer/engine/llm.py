@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,6 +17,7 @@ from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.device import enable_compilation_cache, resolve_dtype
 from jaxinfer.engine.assembly import build_engine
 from jaxinfer.engine.drafters.drafters import Drafter
+from jaxinfer.engine.execution.params_update import placed_like
 from jaxinfer.engine.execution.warm_up import Ready
 from jaxinfer.engine.frontend.admission import (
     Conversation,
@@ -36,6 +38,7 @@ from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.scheduling.metrics import Metrics
 from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.timeline import MAX_STEPS, Timeline, recorded_timeline
+from jaxinfer.model.params import Params
 from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.validation import as_path, is_int, require, require_bool, require_int, require_real, shown
 
@@ -97,10 +100,10 @@ class LLM:
         )
         self.model_config, self.tokenizer = parts.model_config, parts.tokenizer
         self._admission, self._scheduler = parts.admission, parts.scheduler
-        self._warm_up, self._runner = parts.warm_up, parts.runner
+        self._warm_up, self._runner, self._speculation = parts.warm_up, parts.runner, parts.speculation
         self._ids = itertools.count()
         self._loop = EngineLoop(parts.scheduler, parts.runner, self._guard)
-        self._branches = Branches(self._ids, parts.admission, parts.scheduler, parts.runner, self._path)
+        self._branches = self._make_branches()
 
     def __enter__(self) -> Self:
         return self
@@ -125,7 +128,7 @@ class LLM:
             return
         self._guard.close()
         self._runner.compiled_steps.cancel()
-        del self._warm_up, self._admission, self._scheduler, self._runner
+        del self._warm_up, self._admission, self._scheduler, self._runner, self._speculation
         del self._loop, self._branches
 
     @property
@@ -226,6 +229,28 @@ class LLM:
     def restore(self, path: str | Path) -> int:
         """Queues the request that `save` wrote to a file, and returns its id in this LLM: see `Branches.restore`."""
         return self._begin(lambda: self._branches.restore(as_path("path", path)))
+
+    def update_params(self, params: Params) -> None:
+        """Replaces the model's parameters while requests run, as the training of a model does between its steps.
+
+        `params` has the structure, shapes and dtypes of what `load_checkpoint` returns for this engine. Unfinished
+        requests keep their tokens so far; their next tokens are those of the new parameters. For that their pages are
+        computed again. Nothing that is cached is found afterwards, and no file that `save` wrote before is restored.
+        Drafters keep their own weights, which change no token.
+
+        Copies no array that is on the device already: never donate these arrays to another function afterwards. Raises
+        ValueError that names the first difference from the engine's parameters, and then changes nothing.
+        """
+        with deferred_interrupts(), self._guard:
+            params = placed_like(params, self._runner.params)
+            # Processes share a disk cache, and none of them has these parameters: the version must be unique.
+            version = f", updated to {secrets.token_hex(16)}"
+            self._admission = admission = replace(self._admission, params_version=version)
+            self._branches = self._make_branches()
+            self._scheduler.recompute(lambda request: request.keys and admission.page_keys(request.cache_salt))
+            self._runner.update_params(params)
+            if self._speculation is not None:
+                self._speculation.update_target(params)
 
     def step(self) -> list[Delta]:
         """Computes one step and returns its new tokens for the requests of `add`; empty if nothing is left to do."""
@@ -360,6 +385,9 @@ class LLM:
             max_log_probs=self.engine_config.max_log_probs,
             tokenizer=self.tokenizer,
         )
+
+    def _make_branches(self) -> Branches:
+        return Branches(self._ids, self._admission, self._scheduler, self._runner, self._path)
 
     def _begin(self, queue: Callable[[], int]) -> int:
         """Returns the request id from `queue`. After Ctrl-C drops the request, because the caller never got its id."""

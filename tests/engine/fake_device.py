@@ -32,7 +32,7 @@ def make_request(
     **terms: Any,
 ) -> Request:
     """A request with this prompt, or with one of this length that no other shares. Without a salt it shares nothing."""
-    root = None if cache_salt is None else root_key(model="", params_version=0, adapter="", cache_salt=cache_salt)
+    root = None if cache_salt is None else root_key(model="", params_version="", adapter="", cache_salt=cache_salt)
     return Request(
         request_id,
         [next_token([request_id, i]) for i in range(prompt)] if isinstance(prompt, int) else prompt,

@@ -144,6 +144,7 @@ METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "rewind": (LLM.rewind, {"request_id": 0, "num_tokens": 1, "seed": 5}),
     "save": (LLM.save, {"request_id": 0, "path": "request"}),
     "restore": (LLM.restore, {"path": "request"}),
+    "update_params": (LLM.update_params, {"params": None}),
     "warm_up": (LLM.warm_up, {"show_progress": False, "description": "a"}),
     "timeline": (LLM.timeline, {"max_steps": 5}),
 }

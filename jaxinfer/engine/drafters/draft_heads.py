@@ -21,6 +21,7 @@ from jaxinfer.engine.scheduling.drafts import Drafts, DraftTree
 from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.scheduling.step_results import SampledToken
 from jaxinfer.model.batch import padded
+from jaxinfer.model.params import Params
 from jaxinfer.plan.memory import num_bytes, step_bytes
 from jaxinfer.steps.eagle import EagleHead
 from jaxinfer.steps.medusa import MedusaHeads, Paths, chain_of, draft_from_states, parents_of_paths
@@ -74,6 +75,10 @@ class HeadDrafter(DeviceDrafter):
 
     def observe(self, step: Step, emitted: Sequence[Sequence[SampledToken]], hidden: Any) -> None:
         self._windows.note(step, emitted, hidden)
+
+    def update_target(self, params: Params) -> None:
+        self._target = replace(self._target, params=params)
+        self._windows.forget_all()
 
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[Drafts]:
         drafts: list[Drafts] = [[] for _ in requests]

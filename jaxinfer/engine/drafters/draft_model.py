@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import numpy as np
 
 from jaxinfer.config import CacheConfig
 from jaxinfer.engine.execution.batch_builder import sampling_of_requests
-from jaxinfer.engine.execution.engine_model import DeviceDrafter, EngineModel, LendCache
+from jaxinfer.engine.execution.engine_model import DeviceDrafter, EngineModel, LendCache, abstract
 from jaxinfer.engine.execution.executable_cache import compile_or_load
 from jaxinfer.engine.execution.step_shapes import decode_sizes, max_batched_tokens
 from jaxinfer.engine.request.page_keys import num_equal
@@ -36,7 +37,7 @@ class DraftSteps:
     """`draft_step`, compiled in some shapes, on a cache with the target's number of pages."""
 
     def __init__(self, params: Params, config: ModelConfig, target: EngineModel, shapes: Iterable[Shape]) -> None:
-        self._params, self._target = params, target
+        self.params, self._target = params, replace(target, params=abstract(target.params))
         self.shapes = tuple(dict.fromkeys(shapes))
         cache = abstract_cache(config, target.cache_config)
         inputs = [self._lay_out(shape, [], [], []) for shape in self.shapes]
@@ -58,7 +59,7 @@ class DraftSteps:
         self, shape: Shape, cache: KVCache, rows: Sequence[Row], requests: Sequence[Request], counts: Sequence[int]
     ) -> tuple[list[list[int]], KVCache]:
         """Returns `counts[i]` drafts for each request i, and the cache. `counts` must be in descending order."""
-        drafts, cache = self._compiled[shape](self._params, cache, *self._lay_out(shape, rows, requests, counts))
+        drafts, cache = self._compiled[shape](self.params, cache, *self._lay_out(shape, rows, requests, counts))
         tokens = jax.device_get(drafts).tolist()
         return [row[:count] for row, count in zip(tokens, counts, strict=False)], cache
 

@@ -14,6 +14,7 @@ from jaxinfer.engine.execution.step_shapes import decode_sizes, fitting_size
 from jaxinfer.engine.request.request import Request
 from jaxinfer.model.batch import Row
 from jaxinfer.model.cache import KVCache
+from jaxinfer.model.params import Params
 from jaxinfer.plan.memory import num_bytes
 
 
@@ -51,10 +52,12 @@ class ExitDrafter(StepDrafter):
             )
         first = replace(config, groups=config.groups[: ends.index(self._num_layers) + 1])
         self._num_stacks = len(first.stacks)
-        layers = target.params.layers[: self._num_stacks]
-        params = replace(target.params, layers=layers, final_norm=self._norm, lens=self._lens)
+        params = self._first_layers(target.params)
         self._steps = DraftSteps(params, first, target, [(rows, rows) for rows in decode_sizes(target.engine_config)])
         return target.engine_config.max_drafts
+
+    def update_target(self, params: Params) -> None:
+        self._steps.params = self._first_layers(params)
 
     def attach(self, lend_cache: LendCache) -> None:
         self._lend_cache = lend_cache
@@ -76,3 +79,7 @@ class ExitDrafter(StepDrafter):
         for i, tokens in zip(order, self._lend_cache(compute), strict=True):
             drafts[i] = tokens
         return drafts
+
+    def _first_layers(self, params: Params) -> Params:
+        layers = params.layers[: self._num_stacks]
+        return replace(params, layers=layers, final_norm=self._norm, lens=self._lens)

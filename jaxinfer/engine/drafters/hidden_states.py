@@ -80,6 +80,12 @@ class StateWindows:
         for _, pieces in self._noted:
             pieces.pop(request.request_id, None)
 
+    def forget_all(self) -> None:
+        """Drops the states of all requests."""
+        self._free += [window.row for window in self._requests.values()]
+        self._requests.clear()
+        self._noted.clear()
+
     def enter(self) -> jax.Array:
         """Copies the noted states into the buffer and returns it, [R, W, D]."""
         while self._noted:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import jax
+
 from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.drafts import Drafts
@@ -27,6 +29,11 @@ class EngineModel:
     cache_config: CacheConfig
     table_width: int  # pages per row of the block table
     custom: Mapping[str, LogitsProcessor]  # logits processors of the user, by name
+
+
+def abstract(params: Params) -> Params:
+    """Returns a `jax.ShapeDtypeStruct` per tensor; it compiles the same steps and keeps no memory."""
+    return jax.tree.map(lambda tensor: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype), params)
 
 
 # Calls a function cache -> (result, cache) with the target's cache, keeps the returned cache, returns the result.
@@ -79,6 +86,9 @@ class DeviceDrafter(Protocol):
 
     def attach(self, lend_cache: LendCache) -> None:
         """Receives access to the target's cache, before the first draft."""
+
+    def update_target(self, params: Params) -> None:
+        """Receives the target's new parameters; drops all states that the old ones have computed."""
 
     def observe(self, step: Step, emitted: Sequence[Sequence[SampledToken]], hidden: Any) -> None:
         """Receives each step, its emitted tokens, and its tokens' hidden states [T, D], on the device."""

@@ -47,6 +47,15 @@ class Runner:
         if tiers is not None:
             tiers.seconds_per_copy = self._measure_copies()
 
+    @property
+    def params(self) -> Params:
+        """The parameters of the next step."""
+        return self._params
+
+    def update_params(self, params: Params) -> None:
+        """Replaces the parameters; their arrays have the shapes, dtypes and devices of the old ones."""
+        self._params = params
+
     def launch(self, step: Step) -> StepOutput | VerifyOutput:
         """Launches the step behind all earlier ones; returns its output, one row per chunk, then padding rows.
 

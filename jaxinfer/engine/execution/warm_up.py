@@ -11,7 +11,7 @@ import jax
 
 from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.engine.execution.compiled_steps import CompiledSteps
-from jaxinfer.engine.execution.engine_model import EngineModel, PreparesDrafts
+from jaxinfer.engine.execution.engine_model import EngineModel, PreparesDrafts, abstract
 from jaxinfer.engine.execution.memory_plan import bytes_of_page, plan_cache, plan_limit, resolve_max_model_len
 from jaxinfer.engine.execution.page_copier import PageCopier
 from jaxinfer.engine.execution.step_compiler import StepCompiler
@@ -71,7 +71,7 @@ class WarmUp:
         self._show_progress = show_progress
         self.model, self._speculation = target, speculation
         max_drafts = 0 if speculation is None else target.engine_config.max_drafts
-        self.compiler = compiler = StepCompiler(target, max_drafts)
+        self.compiler = compiler = StepCompiler(replace(target, params=abstract(target.params)), max_drafts)
         self._drafter = drafter = None if speculation is None else speculation.device_drafter
         resident = num_bytes(target.params) + (0 if drafter is None else drafter.resident_bytes)
         guess = MemoryPlan(
@@ -87,6 +87,7 @@ class WarmUp:
         self.cache_config = self._cache_config(self._memory.num_pages)
         self.steps = CompiledSteps(compiler.buckets, partial(compiler.compile, self.cache_config), known)
         self.steps.wait_for_last(show_progress=show_progress)
+        self.model = replace(target, params=abstract(target.params))  # the runner owns the parameters
 
     def ready(self) -> Ready:
         """Returns the executables compiled so far, their seconds and the memory plan."""

@@ -88,6 +88,7 @@ class Admission:
     model: str
     grammars: GrammarCompiler
     custom: tuple[str, ...]  # names of the LLM's logits processors
+    params_version: str = ""  # of the parameters that replaced the checkpoint's, "" for the checkpoint's
 
     def admit(
         self,
@@ -125,7 +126,7 @@ class Admission:
                     f"logits_processors has {shown(name)}, which is none of the LLM's {list(self.custom)}; give the"
                     " function to LLM(logits_processors={name: function})"
                 )
-        root = self._root_key(cache_salt)
+        self._check_salt(cache_salt)
         make_sample = partial(
             Request,
             prompt_token_ids=token_ids,
@@ -144,7 +145,7 @@ class Admission:
                 next(ids),
                 sample_index=sample_index,
                 detokenizer=self.detokenizer(sampling),
-                keys=None if root is None else PageKeys(root, self.cache_config.page_size),
+                keys=self.page_keys(cache_salt),
                 grammar=self.grammars.compile(sampling),
             )
             for sample_index in range(sampling.num_samples)
@@ -203,17 +204,20 @@ class Admission:
                 f" min_tokens={sampling.min_tokens} rule out all of them; allow more"
             )
 
-    def _root_key(self, cache_salt: str | None) -> bytes | None:
-        """Returns the root of the request's page keys, or None without a prefix cache."""
+    def page_keys(self, cache_salt: str | None) -> PageKeys | None:
+        """Returns the keys of a new request's pages, or None without a prefix cache."""
+        if not self.engine_config.prefix_cache:
+            return None
+        # An engine has no adapters.
+        versions = {"model": self.model, "params_version": self.params_version, "adapter": ""}
+        return PageKeys(root_key(**versions, cache_salt=cache_salt or ""), self.cache_config.page_size)
+
+    def _check_salt(self, cache_salt: str | None) -> None:
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise ValueError(
                 f"cache_salt={shown(cache_salt)} is not allowed: give a string that only those know who may share"
                 " cached prefixes, or None to share with all who give none"
             )
-        if not self.engine_config.prefix_cache:
-            return None
-        # An engine has one set of parameters for life, and no adapters.
-        return root_key(model=self.model, params_version=0, adapter="", cache_salt=cache_salt or "")
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

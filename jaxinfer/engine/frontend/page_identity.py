@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 DIGEST_LEN = 16  # hexadecimal digits
 # Files beside the weights and config.json that a text depends on.
-TEXT_FILES = ("tokenizer.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja")
+TEXT_FILES = (
+    *("tokenizer.json", "tokenizer.model", "added_tokens.json", "tokenizer_config.json"),
+    *("generation_config.json", "chat_template.jinja"),
+)
 
 
 def page_identity(
@@ -28,6 +31,7 @@ def page_identity(
     cache_config: CacheConfig,
     engine_config: EngineConfig,
     window: AttentionWindow | None = None,
+    params_version: str = "",
 ) -> dict[str, str]:
     """Returns the properties that determine the contents of pages, by name. Reads the whole checkpoint.
 
@@ -36,7 +40,7 @@ def page_identity(
     # With attention sinks, the contents of a page depend on the tokens that were evicted before it.
     seen = "all" if window is None or not window.num_sinks else f"{window.num_seen}, {window.num_sinks} of them sinks"
     return {
-        "weights": fingerprint(path),
+        "weights": fingerprint(path) + params_version,
         "quantization": str(engine_config.quantization),
         "model": repr(model_config),
         "dtype": cache_config.dtype,
@@ -61,11 +65,11 @@ def text_identity(path: Path, admission: Admission) -> dict[str, str]:
     Machine and versions are left out although they may change the last bits, so another machine may continue a job.
     Logits processors are left out because functions cannot be compared.
     """
-    config = admission.engine_config
+    config, version = admission.engine_config, admission.params_version
     # A request with sinks evicts whole pages, so the page size determines its text.
     sinks = None if config.num_sink_tokens is None else f"{config.num_sink_tokens}, by pages of {config.page_size}"
     return {
-        "model": fingerprint(path, TEXT_FILES)[:DIGEST_LEN],
+        "model": fingerprint(path, TEXT_FILES)[:DIGEST_LEN] + version,
         "dtype": admission.cache_config.dtype,
         "quantization": str(config.quantization),
         "max_model_len": str(admission.max_model_len),

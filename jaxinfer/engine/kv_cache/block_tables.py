@@ -132,6 +132,12 @@ class BlockTables:
                 self.copies.append(SwapOut(request.pages[request.num_computed // self.page_size], key))
         self.release(request)
 
+    def forget_contents(self) -> None:
+        """Frees all pages, whose contents are void, and drops the queued copies. No request may own a page."""
+        self.copies.clear()
+        self.pages.forget_contents()
+        self._finder.forget_all()
+
     def rewind(self, request: Request) -> bool:
         """Frees the pages past a request's tokens after a rewind removed some of them.
 

@@ -111,6 +111,12 @@ class PageAllocator:
             self.release([page])
         return known
 
+    def forget_contents(self) -> None:
+        """Frees all cached pages without a call of `on_evict`. No request may own a page with a key."""
+        self._free += self._cached
+        for known in (self._cached, self._key_of, self._page_of):
+            known.clear()
+
     def evict(self, count: int) -> int:
         """Evicts up to `count` cached pages, least recently used first; returns the number evicted."""
         count = max(min(count, len(self._cached)), 0)

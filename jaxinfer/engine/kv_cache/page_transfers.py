@@ -59,6 +59,10 @@ class PageTransfers:
     def append(self, copy: Copy) -> None:
         self._queue.append(copy)
 
+    def clear(self) -> None:
+        """Drops all copies, once no page that they write is read again."""
+        self._queue.clear()
+
     def batches(self, limit: int) -> Iterator[list[Copy]]:
         """Yields all copies in order, in batches of up to `limit` of one kind; asking for the next dequeues a batch.
 

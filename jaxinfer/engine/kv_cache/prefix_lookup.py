@@ -39,6 +39,11 @@ class PrefixLookup:
         if parent in self._successors and self._successors[parent][0] == key:
             del self._successors[parent]
 
+    def forget_all(self) -> None:
+        """Removes all pages."""
+        self._successors.clear()
+        self._parents.clear()
+
     def cached_page(self, request: Request, index: int) -> int | None:
         """Returns the pool's page for page `index`; None if it is absent or some of its tokens must be computed."""
         if request.keys is None or index >= request.max_skipped // self._page_size:

@@ -14,7 +14,7 @@ from struct import pack
 DIGEST_BYTES = 32
 
 
-def root_key(*, model: str, params_version: int, adapter: str, cache_salt: str) -> bytes:
+def root_key(*, model: str, params_version: str, adapter: str, cache_salt: str) -> bytes:
     """Returns the parent key of the first page. Requests share pages only if all four arguments are equal."""
     return _digest(repr((model, params_version, adapter, cache_salt)).encode())
 

@@ -226,6 +226,18 @@ class Request:
         self.keys = None if self.keys is None else self.keys.begin_again(len(self.token_ids))
         self.num_saved = min(self.num_saved, len(self.token_ids))
 
+    def begin_again(self, keys: PageKeys | None) -> None:
+        """Discards everything computed for a request without pages except its tokens; its pages get other keys.
+
+        That includes the tokens that launched steps sample, and prompt log-probabilities known only in part.
+        """
+        self.epoch += 1
+        self.num_pending = 0
+        self.keys = keys
+        self.origin, self.saved, self.num_saved = None, {}, 0
+        if len(self.shared_prompt.prompt_log_probs) < self.num_prompt_tokens:
+            self.shared_prompt.prompt_log_probs, self.shared_prompt.prompt_top_log_probs = [None], [{}]
+
     def give_up(self, num_computed: int) -> None:
         """Lowers `num_computed`: later tokens are no longer in the cache."""
         self._num_reached = max(self._num_reached, self.num_computed)

@@ -171,6 +171,11 @@ class RunningQueue(Sequence[Request]):
         for observer in self._observers:
             observer.preempted(request)
 
+    def preempt_all(self) -> None:
+        """Moves all requests back to the waiting queue and takes their pages."""
+        for request in tuple(self._requests):
+            self.preempt(request)
+
     def leave(self, request: Request) -> None:
         """Takes the row and pages, if any, of a request that samples no more tokens."""
         if request in self._requests:

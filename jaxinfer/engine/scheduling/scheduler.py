@@ -20,6 +20,7 @@ from jaxinfer.engine.kv_cache.attention_window import AttentionWindow
 from jaxinfer.engine.kv_cache.block_tables import BlockTables
 from jaxinfer.engine.kv_cache.tiers import PageTiers
 from jaxinfer.engine.request.completion import Delta, FinishReason
+from jaxinfer.engine.request.page_keys import PageKeys
 from jaxinfer.engine.request.request import QueueFullError, Request
 from jaxinfer.engine.scheduling.metrics import NO_TARGETS, Metrics, Observer, Tally, Targets
 from jaxinfer.engine.scheduling.running import RunningQueue
@@ -185,6 +186,20 @@ class Scheduler:
             self._waiting.wait(request)
         else:
             self._running.rewind(request)
+
+    def recompute(self, new_keys: Callable[[Request], PageKeys | None]) -> None:
+        """Makes all contents of pages void: every request waits, with its tokens so far, to be computed again.
+
+        Tokens that launched steps sample are discarded. `new_keys(request)` are the keys of its future pages; with
+        keys that were never used before, no request finds contents that are in the tiers.
+        """
+        self._running.preempt_all()
+        for request in self._leaving:
+            self._waiting.wait(request)
+        self._leaving = []
+        for request in self._requests.values():
+            request.begin_again(new_keys(request))
+        self._tables.forget_contents()
 
     def abort(self, request_id: int) -> Delta | None:
         """Ends a waiting or running request and frees its pages; returns None if the request has already ended."""

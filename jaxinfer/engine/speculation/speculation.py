@@ -21,6 +21,7 @@ from jaxinfer.engine.speculation.draft_choice import share_out
 from jaxinfer.engine.speculation.policy import Attempt, DraftPolicy, num_to_come
 from jaxinfer.engine.speculation.proposer import DraftProposer
 from jaxinfer.engine.speculation.step_times import StepTimeTable
+from jaxinfer.model.params import Params
 
 
 class Speculation:
@@ -141,6 +142,11 @@ class Speculation:
         """Gives a drafter on the device access to the target's cache, before the first draft."""
         if self.device_drafter is not None:
             self.device_drafter.attach(lend_cache)
+
+    def update_target(self, params: Params) -> None:
+        """Gives a drafter on the device the target's new parameters."""
+        if self.device_drafter is not None:
+            self.device_drafter.update_target(params)
 
     def rehearse(self, device: Device, cache_config: CacheConfig) -> None:
         """Measures steps and drafts on an engine without requests, before the first request."""

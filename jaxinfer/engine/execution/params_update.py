@@ -1,0 +1,69 @@
+"""Checks parameters that are to replace those of a running engine, and puts them on its devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.tree_util import keystr, tree_leaves_with_path, tree_structure
+
+from jaxinfer.model.params import Params
+from jaxinfer.quantization import QuantizedArray
+from jaxinfer.validation import require
+
+WAY_OUT = "give parameters like those that load_checkpoint returns for this engine's checkpoint, dtype and quantization"
+
+
+def placed_like(params: Params, old: Params) -> Params:
+    """Returns `params` on the devices of `old`; ValueError that names the first difference in structure or a tensor.
+
+    Arrays that are there already are not copied.
+    """
+    require(isinstance(params, Params), "params", params, "the Params of `load_checkpoint`")
+    _check_quantization(params, old)
+    expected = tree_leaves_with_path(old)
+    found = {keystr(path): tensor for path, tensor in tree_leaves_with_path(params)}
+    for path, tensor in expected:
+        name = keystr(path)
+        if name not in found:
+            raise ValueError(f"params has no tensor {name}, which the engine's parameters have; {WAY_OUT}")
+        _check_tensor(name, found[name], tensor)
+    if unknown := sorted(found.keys() - {keystr(path) for path, _ in expected}):
+        raise ValueError(f"params has a tensor {unknown[0]}, which the engine's parameters do not have; {WAY_OUT}")
+    if tree_structure(params) != tree_structure(old):
+        raise ValueError(f"params has logits={params.logits}, the engine's parameters have {old.logits}; {WAY_OUT}")
+    return jax.tree.map(_placed, params, old)
+
+
+def _check_quantization(params: Params, old: Params) -> None:
+    names = [_quantized_tensors(tree) for tree in (params, old)]
+    if different := sorted(names[0] ^ names[1]):
+        if different[0] in names[1]:
+            raise ValueError(
+                f"params{different[0]} is not quantized, and the engine's is; load them by load_checkpoint with the"
+                " quantization of the engine's EngineConfig"
+            )
+        raise ValueError(f"params{different[0]} is quantized, and the engine's is not; load them without quantization")
+
+
+def _quantized_tensors(params: Params) -> set[str]:
+    leaves = tree_leaves_with_path(params, is_leaf=lambda node: isinstance(node, QuantizedArray))
+    return {keystr(path) for path, leaf in leaves if isinstance(leaf, QuantizedArray)}
+
+
+def _check_tensor(name: str, new: Any, old: jax.Array) -> None:
+    is_array = isinstance(new, jax.Array | np.ndarray) and not isinstance(new, Tracer)
+    require(is_array, f"params{name}", new, "an array of jax or numpy")
+    if isinstance(new, jax.Array) and new.is_deleted():
+        raise ValueError(f"params{name} was donated or deleted; give arrays that no later step takes donated")
+    for aspect in ("shape", "dtype"):
+        ours, theirs = getattr(old, aspect), getattr(new, aspect)
+        if ours != theirs:
+            raise ValueError(f"params{name} has {aspect} {theirs}, but the engine's has {ours}; {WAY_OUT}")
+
+
+def _placed(new: Any, old: jax.Array) -> jax.Array:
+    # An array of numpy may change later, so it is copied even if the device could read it in place.
+    return jax.device_put(new, old.sharding, may_alias=isinstance(new, jax.Array))
