@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import decoders
 
 from jaxinfer.text.chat_template import ChatTemplates
+from jaxinfer.text.sentencepiece_model import load_sentencepiece
 from jaxinfer.validation import MAX_INT, as_tuple, is_int, require, require_bool, shown
 
 # A character has at most 4 bytes: after 4 tokens that all end inside one, the bytes are not UTF-8.
@@ -39,7 +40,7 @@ SPELLED_BYTES = _spelled_bytes()
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer.json, and its chat templates."""
+    """A checkpoint's tokenizer.json or tokenizer.model, and its chat templates."""
 
     def __init__(self, backend: tokenizers.Tokenizer, chat_templates: ChatTemplates | None = None) -> None:
         """Takes over `backend`, without its truncation and padding: a prompt is encoded whole."""
@@ -55,11 +56,17 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, checkpoint_dir: str | Path) -> Tokenizer | None:
-        """Reads tokenizer.json in `checkpoint_dir`; None without one, ValueError for a damaged one."""
+        """Reads tokenizer.json in `checkpoint_dir`, or else tokenizer.model of SentencePiece.
+
+        None without either, ValueError for a damaged one.
+        """
         require(isinstance(checkpoint_dir, str | Path), "checkpoint_dir", checkpoint_dir, "text or a Path")
         path = Path(checkpoint_dir) / "tokenizer.json"
         if not path.exists():
-            return None
+            path = Path(checkpoint_dir) / "tokenizer.model"
+            if not path.exists():
+                return None
+            return cls(load_sentencepiece(path), ChatTemplates.from_path(Path(checkpoint_dir)))
         try:
             tokenizer = cls(tokenizers.Tokenizer.from_file(str(path)))
             tokenizer.encode("")  # a post-processor with unknown tokens fails only here

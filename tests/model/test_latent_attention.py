@@ -1,0 +1,414 @@
+"""Latent attention against a formula and `transformers`, and its bits in any step and in a crowded engine."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.checkpoint import load_params, read_config
+from jaxinfer.checkpoint.families import family_of
+from jaxinfer.config import CacheConfig, SamplingParams
+from jaxinfer.model.attention import AttentionInputs
+from jaxinfer.model.batch import Row, make_batch
+from jaxinfer.model.cache import abstract_cache, init_cache, move_tokens, page_bytes, turn_pages
+from jaxinfer.model.config import Layer, LayerGroup, ModelConfig
+from jaxinfer.model.decoder import forward
+from jaxinfer.model.latent_attention import LatentAttention, attend_to_latents
+from jaxinfer.model.mlp import MLP
+from jaxinfer.model.params import abstract_params
+from jaxinfer.model.rope import Rope, rotary_angles
+from jaxinfer.plan.products import other_float_sums, product_shapes
+from kernels_pallas import row_products
+from kernels_pallas.latent_attention import abstract_latents, latent_attention
+from kernels_pallas.row_products import ROW_BLOCK
+from tests.engine.engines import (
+    EOS,
+    ScriptedDrafter,
+    ScriptedTrees,
+    content_of,
+    crowded_engine,
+    drafts_from,
+    generate,
+    random_prompts,
+    run_with_arrivals,
+    small_engine,
+)
+from tests.model.test_decoder import LENGTHS, SHAPE, SPLITS
+from tests.oracles import LATENT, MOE, SIZES, load_reference, reference_logits, save_random_checkpoint
+from tests.replay import lively_params, nan_cache, poisoned, replay
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "v2, groups of experts": ("deepseek_v2", {}),
+    "v2, greedy, queries without latents, no dense layer, tied": (
+        "deepseek_v2",
+        {"topk_method": "greedy", "q_lora_rank": None, "first_k_dense_replace": 0, "tie_word_embeddings": True},
+    ),
+    "v2, yarn with equal mscales, biases, another epsilon": (
+        "deepseek_v2",
+        {
+            "attention_bias": True,
+            "rms_norm_eps": 1e-2,
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "v3, groups of experts": ("deepseek_v3", {}),
+    "v3, halves rotated, queries without latents, weights as they are": (
+        "deepseek_v3",
+        {"rope_interleave": False, "q_lora_rank": None, "norm_topk_prob": False, "num_attention_heads": 8}
+        | {"num_key_value_heads": 8, "n_shared_experts": 2, "first_k_dense_replace": 2},
+    ),
+    "v3, yarn with two mscales, biases, another epsilon": (
+        "deepseek_v3",
+        {
+            "attention_bias": True,
+            "rms_norm_eps": 1e-2,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
+        },
+    ),
+}
+# No size is a multiple of the vectors of a CPU.
+ATTENTION = LatentAttention(
+    num_heads=3,
+    q_lora_rank=20,
+    kv_lora_rank=28,
+    qk_nope_head_dim=10,
+    qk_rope_head_dim=6,
+    v_head_dim=14,
+    rope=Rope(dim=6, max_position=256, is_interleaved=True),
+)
+D, S = 36, 16
+
+
+def model_of(attention: LatentAttention, hidden_size: int = D) -> ModelConfig:
+    layer = Layer(mixer=attention, feed_forward=MLP(intermediate_size=44))
+    return ModelConfig(
+        vocab_size=61,
+        hidden_size=hidden_size,
+        max_position=256,
+        groups=(LayerGroup((layer,), 1), LayerGroup((layer,), 2)),
+    )
+
+
+MODEL = model_of(ATTENTION)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    """A random checkpoint: its parameters and configuration, three sequences, and their logits in transformers."""
+    family, overrides = CASES[request.param]
+    path = save_random_checkpoint(tmp_path_factory.mktemp(family), family, **overrides)
+    config = read_config(path)
+    generator = np.random.default_rng(0)
+    sequences = [generator.integers(0, config.vocab_size, length) for length in LENGTHS]
+    reference = load_reference(path)
+    return load_params(path, config, "float32"), config, sequences, [reference_logits(reference, s) for s in sequences]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_logits_are_those_of_transformers_for_any_split(case, split):
+    params, config, sequences, expected = case
+
+    logits = replay(params, sequences, SPLITS[split], config=config, shape=SHAPE, is_exact=False)
+
+    for ours, theirs in zip(logits, expected, strict=True):
+        # Logits of order 1 after some thousand float32 operations, added in another order.
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+
+
+def rotated(x, positions, rope):
+    """x [T, heads, r], neighbours of which are turned as pairs."""
+    angles = positions[:, None, None] * rope.theta ** (-np.arange(0, rope.dim, 2) / rope.dim)
+    turned = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * angles)
+    return np.stack([turned.real, turned.imag], -1).reshape(x.shape)
+
+
+def naive_attention(params, x, config):
+    """The output of the layer for x [T, D], with a key and a value per head, by definition."""
+
+    def normed(y, weight):
+        return y / np.sqrt((y * y).mean(-1, keepdims=True) + config.norm.epsilon) * weight
+
+    p = {name: None if w is None else np.asarray(w[0], np.float64) for name, w in vars(params).items()}
+    R, H, positions = config.kv_lora_rank, config.qk_nope_head_dim, np.arange(len(x))
+    q = np.einsum("nhq,tq->tnh", p["q_up"], normed(x @ p["q_down"].T, p["q_norm"]))
+    down = x @ p["kv_down"].T
+    latents = normed(down[:, :R], p["kv_norm"])
+    shared = rotated(down[:, None, R:], positions, config.rope)
+    keys = np.einsum("nhr,tr->tnh", p["k_up"], latents)
+    keys = np.concatenate([keys, np.broadcast_to(shared, (*keys.shape[:2], shared.shape[-1]))], -1)
+    q = np.concatenate([q[..., :H], rotated(q[..., H:], positions, config.rope)], -1)
+    scores = np.einsum("tnh,snh->nts", q, keys) / math.sqrt(q.shape[-1])
+    weights = np.exp(np.where(np.tri(len(x), dtype=bool), scores, -np.inf))
+    weights /= weights.sum(-1, keepdims=True)
+    values = np.einsum("nrv,tr->tnv", p["v_up"], latents)
+    return np.einsum("nts,snv,dnv->td", weights, values, p["o"])
+
+
+def test_absorbed_queries_attend_as_queries_do_to_the_keys_and_values_of_each_head():
+    T = 40
+    params = lively_params(MODEL).layers[0].mixer
+    x = np.random.default_rng(1).standard_normal((T, D), dtype=np.float32)
+    batch = make_batch([Row([0] * T, 0, [2, 0, 3])], page_size=S, num_tokens=T, num_rows=1, table_width=3)
+    pages: Any = nan_cache(MODEL, CacheConfig(num_pages=4, page_size=S)).pools[0]
+
+    @jax.jit
+    def run(params, pages, x):
+        inputs = AttentionInputs(batch, jnp.asarray(T))
+        own = jax.tree.map(lambda w: w[0], params)
+        angles = rotary_angles(batch.positions, ATTENTION.rope)
+        return attend_to_latents(own, pages, x, inputs, angles, 0, config=ATTENTION)[0]
+
+    # Outputs of order 1, in float32 against float64.
+    np.testing.assert_allclose(run(params, pages, x), naive_attention(params, x, ATTENTION), rtol=0, atol=1e-5)
+
+
+BIT_CASES = {
+    "odd sizes": (ATTENTION, D),
+    "sizes of two vectors, 16 heads": (
+        LatentAttention(
+            **{"num_heads": 16, "q_lora_rank": None, "kv_lora_rank": 64, "qk_nope_head_dim": 32},
+            **{"qk_rope_head_dim": 16, "v_head_dim": 32, "rope": Rope(dim=16, max_position=256)},
+        ),
+        128,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BIT_CASES)
+def test_logits_are_the_same_bits_for_any_split(name):
+    config, T = model_of(*BIT_CASES[name]), 75
+    sequences = list(np.random.default_rng(1).integers(0, config.vocab_size, (9, T), dtype=np.int32))
+    run = functools.partial(replay, lively_params(config), sequences, config=config, page_size=S)
+    expected = run([[(0, T)]], shape=(T, 8))[0]
+
+    def check(steps, shape, q_len=None):
+        logits = run(steps, shape=shape, q_len=q_len)[0]
+        np.testing.assert_array_equal(logits, expected[: len(logits)], err_msg=f"{steps[:2]} {shape} {q_len}")
+
+    for size in (2, 7, 8, 31, 32, 33):
+        sizes = [min(size, T - first) for first in range(0, T, size)]
+        check([[(0, n)] for n in sizes], (T, 8))
+        check([[(1, 1), (0, n), (2, min(n, 13))] for n in sizes[:3]], (T, 8))
+    check([[(0, 8)] for _ in range(T // 8)], (8, 1))
+    check([[(0, 1)]] * T, (1, 1), 1)
+    check([[(i, 1) for i in reversed(range(9))]] * 40, (9, 9), 1)
+    check([[(i, 1) for i in reversed(range(8))]] * 40, (8, 8), 1)
+    for count in (1, 4, 9):
+        check([[(1, count), (0, count + 1)]] * (T // (count + 1)), (2 * count + 2, 2), count + 1)
+
+
+def test_a_draft_in_a_tree_attends_as_it_does_at_the_end_of_its_own_path():
+    context, parents = 21, (-1, 0, 0, 1, 2, 2)  # of the row's 6 tokens, the first of which is no draft
+    generator = np.random.default_rng(3)
+    pages: Any = jax.tree.map(lambda a: poisoned(jnp.zeros(a.shape, a.dtype)), abstract_latents(4, S, 28, 6, "float32"))
+    q = generator.standard_normal((context + 6, 3, 34), dtype=np.float32)
+    latents = generator.standard_normal((context + 6, 34), dtype=np.float32)
+    tables = jnp.asarray([[2, 0, 3]])
+
+    @functools.partial(jax.jit, static_argnames="q_len")
+    def attend(pages, rows, kv_len, q_len, tree_mask=None):
+        arrays = {"block_tables": tables, "kv_lens": kv_len[None], "cu_q_lens": jnp.asarray([0, len(rows)])}
+        options = {"scale": 0.2, "q_len": q_len, "tree_mask": tree_mask}
+        return latent_attention(jnp.asarray(q)[rows], jnp.asarray(latents)[rows], pages, **arrays, **options)
+
+    _, pages = attend(pages, jnp.arange(context), jnp.asarray(context), None)
+    paths = []
+    for parent in parents:
+        paths.append([*(paths[parent] if parent >= 0 else []), len(paths)])
+    mask = jnp.asarray([[sum(1 << i for i in path)] for path in paths], jnp.uint32)
+    together, _ = attend(pages, context + jnp.arange(6), jnp.asarray(context + 6), 6, mask)
+
+    for token, path in enumerate(paths):
+        alone, own = None, pages
+        for length, i in enumerate(path):
+            alone, own = attend(own, jnp.asarray([context + i]), jnp.asarray(context + length + 1), 1)
+        assert alone is not None
+        np.testing.assert_array_equal(together[token], alone[0])
+
+
+# tokens, rows, tokens in a row at most, trees
+STEPS = [(1, 1, 1, False), (64, 4, None, False), (40, 40, 1, False), (10, 2, 5, True)]
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 22])
+def test_every_product_of_a_token_has_one_shape_in_every_step(monkeypatch, q_lora_rank):
+    monkeypatch.setattr(row_products, "equal_row_counts", lambda *_: frozenset())
+    sizes = {"q_lora_rank": q_lora_rank, "kv_lora_rank": 30, "qk_nope_head_dim": 18, "v_head_dim": 26}
+    config = model_of(LatentAttention(num_heads=5, qk_rope_head_dim=6, rope=ATTENTION.rope, **sizes), 38)
+    cache = abstract_cache(config, CacheConfig(num_pages=8, page_size=S))
+    found = set()
+    for num_tokens, num_rows, q_len, is_tree in (
+        (1, 1, 1, False),
+        (64, 4, None, False),
+        (40, 40, 1, False),
+        (10, 2, 5, True),
+    ):
+        batch = make_batch([], page_size=S, num_tokens=num_tokens, num_rows=num_rows, table_width=3)
+        mask = jax.ShapeDtypeStruct((num_tokens, 1), np.uint32) if is_tree else None
+        run = functools.partial(forward, config=config, q_len=q_len)
+        trace = jax.make_jaxpr(lambda *args, run=run: run(*args[:3], tree_mask=args[3]))(
+            abstract_params(config, jnp.float32), cache, batch, mask
+        )
+        shapes = product_shapes(trace)
+        assert {shape.num_rows for shape in shapes} == {ROW_BLOCK}
+        assert "" not in {shape.form for shape in shapes}
+        assert other_float_sums(trace) == frozenset()
+        found.add(shapes)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("float32", 4), ("bfloat16", 2), ("float8_e4m3fn", 1)])
+def test_the_cache_holds_a_latent_and_a_rotated_key_per_token(dtype, num_bytes):
+    cache_config = CacheConfig(num_pages=5, page_size=S, dtype=dtype)
+
+    per_layer = (ATTENTION.kv_lora_rank + ATTENTION.qk_rope_head_dim) * num_bytes
+    assert page_bytes(MODEL, cache_config) == S * (3 * per_layer + 4)  # and the token's id
+
+
+def test_the_cache_of_deepseek_v3_holds_576_numbers_per_token_and_layer():
+    config = family_of({"model_type": "deepseek_v3"}).config_from_hf(
+        {
+            "vocab_size": 8,
+            "hidden_size": 16,
+            "intermediate_size": 8,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+        }
+    )
+
+    num_bytes = page_bytes(config, CacheConfig(num_pages=1, page_size=S, dtype="bfloat16"))
+    assert num_bytes == S * (61 * 576 * 2 + 4)
+
+
+def test_moved_tokens_take_their_latents_along_in_every_layer():
+    cache: Any = init_cache(MODEL, CacheConfig(num_pages=4, page_size=S))
+    numbers = iter(range(1, 100))
+    fill = jax.tree.map(lambda a: jnp.arange(a.size, dtype=a.dtype).reshape(a.shape) + next(numbers), cache)
+
+    moved: Any = move_tokens(fill, jnp.asarray([5, 17]), jnp.asarray([40, 99]), config=MODEL)
+
+    for before, after, n in zip(fill.pools, moved.pools, (1, 2), strict=True):
+        old, new = (np.array(pool.array).reshape(n, 4 * S, -1) for pool in (before, after))
+        old[:, 40] = old[:, 5]
+        np.testing.assert_array_equal(new, old)
+
+
+def test_turned_pages_have_the_keys_of_later_positions_and_the_same_latents():
+    cache: Any = init_cache(MODEL, CacheConfig(num_pages=4, page_size=S))
+    draw = np.random.default_rng(5)
+    cache = jax.tree.map(lambda a: jnp.asarray(draw.standard_normal(a.shape), a.dtype), cache)
+
+    turned: Any = turn_pages(cache, jnp.asarray([1]), jnp.asarray([3]), 48, config=MODEL)
+
+    R = ATTENTION.kv_lora_rank
+    for before, after, n in zip(cache.pools, turned.pools, (1, 2), strict=True):
+        old, new = (np.asarray(pool.array).reshape(n, 4, S, -1) for pool in (before, after))
+        np.testing.assert_array_equal(new[:, 3, :, :R], old[:, 1, :, :R])
+        keys = rotated(old[:, 1, :, R:].reshape(-1, 1, 6), np.full(n * S, 48), ATTENTION.rope)
+        np.testing.assert_allclose(new[:, 3, :, R:].reshape(-1, 1, 6), keys, rtol=0, atol=1e-5)
+        np.testing.assert_array_equal(new[:, :3], old[:, :3])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob=True"),
+        ({"model_type": "deepseek_v2", "topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
+        ({"model_type": "deepseek_v2", "mlp_bias": True}, "mlp_bias=True"),
+        ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ({"model_type": "deepseek_v3", "moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ({"model_type": "deepseek_v3", "num_key_value_heads": 2}, "num_key_value_heads=2"),
+        ({"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value,
+)
+def test_a_setting_that_would_change_the_result_is_refused_by_name(overrides, message):
+    hf = {**SIZES, **LATENT, **MOE, **overrides}
+
+    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
+        family_of(hf).config_from_hf(hf)
+
+
+def test_a_kernel_by_name_is_refused():
+    batch = make_batch([], page_size=S, num_tokens=2, num_rows=2, table_width=1)
+    arrays = abstract_params(MODEL, jnp.float32), abstract_cache(MODEL, CacheConfig(num_pages=1, page_size=S)), batch
+
+    with pytest.raises(NotImplementedError, match="implementation='gpu' has no kernel for latent attention"):
+        jax.eval_shape(functools.partial(forward, config=MODEL, implementation="gpu"), *arrays)
+
+
+# The whole engine: 20 requests, some with a common prefix, half of them drawn at random.
+
+SHARED = list(range(20, 54))
+PROMPTS = [*random_prompts(12, max_len=40, seed=2), *(SHARED + tail for tail in random_prompts(8, max_len=9, seed=3))]
+PARAMS = [
+    SamplingParams(temperature=i % 2 * 0.8, seed=i, max_tokens=4 + i * 5 % 13, ignore_eos=True, log_probs=2)
+    for i in range(len(PROMPTS))
+]
+
+
+@pytest.fixture(scope="module", params=["deepseek_v2", "deepseek_v3"])
+def checkpoint(request, tmp_path_factory):
+    return save_random_checkpoint(tmp_path_factory.mktemp("engine"), request.param, eos_token_id=EOS)
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint):
+    """Each request computed by itself, without any cached page."""
+    with small_engine(checkpoint, prefix_cache=False) as llm:
+        return [generate(llm, [prompt], params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def crowded(checkpoint):
+    """Chunks of 5 tokens, too few pages, a host tier to swap to, and up to 3 drafts a row, in trees."""
+    return crowded_engine(checkpoint, host_cache_bytes=2**20, draft_trees=True)
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_no_chunk_neighbour_prefix_hit_or_preemption_changes_a_bit(crowded, alone, preemption):
+    crowded._runner._tiers.seconds_per_copy = {"swap": 0.0, "recompute": 1e9}[preemption]
+    before = crowded.metrics()
+
+    completions = run_with_arrivals(crowded, PROMPTS, PARAMS, mean_arrivals=1.5)
+
+    after = crowded.metrics()
+    assert after.num_preemptions > before.num_preemptions
+    assert max(completion.num_cached_tokens for completion in completions) > 0
+    assert (after.tiers[0].num_hits > before.tiers[0].num_hits) == (preemption == "swap")
+    assert [content_of(completion) for completion in completions] == [content_of(completion) for completion in alone]
+
+
+@pytest.mark.parametrize("drafter", [ScriptedDrafter, ScriptedTrees])
+def test_no_draft_changes_a_bit(crowded, alone, drafter):
+    before = crowded.metrics()
+
+    with drafts_from(crowded, drafter(0.7, alone)):
+        completions = run_with_arrivals(crowded, PROMPTS, PARAMS, mean_arrivals=0.5)
+
+    assert crowded.metrics().num_accepted_tokens > before.num_accepted_tokens
+    assert [content_of(completion) for completion in completions] == [content_of(completion) for completion in alone]
+
+
+def test_a_request_alone_takes_the_best_tokens_of_transformers(checkpoint, alone):
+    reference = load_reference(checkpoint)
+
+    for prompt, completion in zip(PROMPTS[::2], alone[::2], strict=True):
+        token_ids = list(completion.token_ids)
+        logits = reference_logits(reference, [*prompt, *token_ids])[len(prompt) - 1 : -1]
+        # No other token is better by more than rounding in float32.
+        assert (logits.max(-1) - logits[range(len(token_ids)), token_ids]).max() < 1e-4
+
+
+def test_a_model_with_int8_weights_runs(checkpoint):
+    with small_engine(checkpoint, quantization="int8") as llm:
+        completions = generate(llm, PROMPTS[:2], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+
+    assert [len(completion.token_ids) for completion in completions] == [4, 4]
