@@ -135,7 +135,7 @@ def naive_attention(params, x, config):
     def normed(y, weight):
         return y / np.sqrt((y * y).mean(-1, keepdims=True) + config.norm.epsilon) * weight
 
-    p = {name: None if w is None else np.asarray(w[0], np.float64) for name, w in vars(params).items()}
+    p: dict[str, Any] = {name: None if w is None else np.asarray(w[0], np.float64) for name, w in vars(params).items()}
     R, H, positions = config.kv_lora_rank, config.qk_nope_head_dim, np.arange(len(x))
     q = np.einsum("nhq,tq->tnh", p["q_up"], normed(x @ p["q_down"].T, p["q_norm"]))
     down = x @ p["kv_down"].T
@@ -159,14 +159,14 @@ def test_absorbed_queries_attend_as_queries_do_to_the_keys_and_values_of_each_he
     pages: Any = nan_cache(MODEL, CacheConfig(num_pages=4, page_size=S)).pools[0]
 
     @jax.jit
-    def run(params, pages, x):
+    def run(params, pages, x, batch):
         inputs = AttentionInputs(batch, jnp.asarray(T))
         own = jax.tree.map(lambda w: w[0], params)
         angles = rotary_angles(batch.positions, ATTENTION.rope)
         return attend_to_latents(own, pages, x, inputs, angles, 0, config=ATTENTION)[0]
 
     # Outputs of order 1, in float32 against float64.
-    np.testing.assert_allclose(run(params, pages, x), naive_attention(params, x, ATTENTION), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(run(params, pages, x, batch), naive_attention(params, x, ATTENTION), rtol=0, atol=1e-5)
 
 
 BIT_CASES = {
@@ -264,7 +264,7 @@ def test_every_product_of_a_token_has_one_shape_in_every_step(monkeypatch, q_lor
     assert len(found) == 1
 
 
-@pytest.mark.parametrize(("dtype", "num_bytes"), [("float32", 4), ("bfloat16", 2), ("float8_e4m3fn", 1)])
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("float32", 4), ("bfloat16", 2)])
 def test_the_cache_holds_a_latent_and_a_rotated_key_per_token(dtype, num_bytes):
     cache_config = CacheConfig(num_pages=5, page_size=S, dtype=dtype)
 

@@ -130,7 +130,8 @@ def test_ends_are_those_of_tokenizer_config_json(tmp_path, settings, first, last
 
 def test_without_the_library_the_error_names_the_extra(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.model").write_bytes(b"")
-    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    for name in ("sentencepiece", "sentencepiece.sentencepiece_model_pb2"):
+        monkeypatch.setitem(sys.modules, name, None)
 
     with pytest.raises(ValueError, match=r"tokenizer\.model needs .*pip install 'jaxinfer\[sentencepiece\]'"):
         Tokenizer.from_path(tmp_path)

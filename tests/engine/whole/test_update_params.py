@@ -62,7 +62,9 @@ def continued(llm, prompt, output, sampling):
 @pytest.mark.parametrize("more", [{}, {"decode_loop_steps": 4}, {"speculation": "ngram", "max_drafts": 3}])
 def test_running_requests_go_on_under_the_new_weights(checkpoint, params, trained_llm, more):
     llm = small_engine(checkpoint, **CROWDED, **more)
-    llm._runner._tiers.seconds_per_copy = 0.0
+    tiers = llm._runner._tiers
+    assert tiers is not None
+    tiers.seconds_per_copy = 0.0
     prompts = random_prompts(20, max_len=40, seed=3)
     sampling = [
         SamplingParams(temperature=i % 2, seed=i, max_tokens=20 + i % 20, ignore_eos=True) for i in range(len(prompts))
@@ -93,9 +95,12 @@ def test_running_requests_go_on_under_the_new_weights(checkpoint, params, traine
 
 @pytest.fixture(scope="module")
 def tiered_llm(checkpoint, tmp_path_factory):
-    tiers = {"host_cache_bytes": 10**7, "disk_cache_bytes": 10**7, "disk_cache_path": str(tmp_path_factory.mktemp("d"))}
-    llm = small_engine(checkpoint, num_pages=8, **tiers)
-    llm._runner._tiers.seconds_per_copy = 0.0
+    folder = str(tmp_path_factory.mktemp("d"))
+    limits = {"host_cache_bytes": 10**7, "disk_cache_bytes": 10**7, "disk_cache_path": folder}
+    llm = small_engine(checkpoint, num_pages=8, **limits)
+    tiers = llm._runner._tiers
+    assert tiers is not None
+    tiers.seconds_per_copy = 0.0
     return llm
 
 
@@ -215,7 +220,7 @@ def changed(params, path, change):
 
 
 WRONG = {
-    "nothing": (lambda p: None, r"params=None is not allowed: give the Params"),
+    "nothing": (lambda p: None, r"params=None is not allowed: params must be the Params"),
     "shape": (
         lambda p: changed(p, ".final_norm", lambda t: t[:-1]),
         r"params.final_norm has shape \(143,\), but .*144",
@@ -226,7 +231,10 @@ WRONG = {
     ),
     "missing": (lambda p: replace(p, layers=p.layers[:1]), r"params has no tensor .layers\[1\].mixer.q"),
     "unknown": (lambda p: replace(p, lens=p.final_norm), r"params has a tensor .lens, which"),
-    "number": (lambda p: replace(p, final_norm=1.0), r"params.final_norm=1.0 is not allowed: give an array"),
+    "number": (
+        lambda p: replace(p, final_norm=1.0),
+        r"params.final_norm=1.0 is not allowed: .* must be an array",
+    ),
     "scale": (lambda p: replace(p, logits=replace(p.logits, scale=2.0)), r"params has logits=.*scale=2.0"),
     "quantized": (
         lambda p: replace(p, layers=quantized(p).layers),
