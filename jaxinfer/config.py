@@ -9,6 +9,7 @@ from jaxinfer.sampling_params import MAX_SEED as MAX_SEED
 from jaxinfer.sampling_params import SamplingParams as SamplingParams
 from jaxinfer.validation import (
     MAX_INT,
+    as_tuple,
     is_int,
     require,
     require_bool,
@@ -24,11 +25,16 @@ ATTENTIONS = ("reference",)
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """The page pool: `num_pages` pages of `page_size` token slots for every layer, in `dtype` (a numpy dtype name)."""
+    """The page pools: `num_pages` pages of `page_size` token slots for every layer, in `dtype` (a numpy dtype name).
+
+    `num_bounded_pages`: pages of each of `ModelConfig.page_kinds` but the first. Without them every kind has
+    `num_pages`, and a request has pages of the same ids in all kinds.
+    """
 
     num_pages: int
     page_size: int = 128
     dtype: str = "float32"
+    num_bounded_pages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         require_int("num_pages", self.num_pages, 1)
@@ -39,6 +45,8 @@ class CacheConfig:
             "16, 32, 64 or 128",
         )
         require_name("dtype", self.dtype, CACHE_DTYPES)
+        for num_pages in as_tuple("num_bounded_pages", self.num_bounded_pages, "several numbers of pages"):
+            require_int("num_bounded_pages", num_pages, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from jaxinfer.checkpoint import (
 from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.execution.compiled_steps import COMPILING
-from jaxinfer.engine.execution.memory_plan import plan_cache, plan_window, resolve_max_model_len
+from jaxinfer.engine.execution.memory_plan import plan_cache, plan_further_kinds, plan_window, resolve_max_model_len
 from jaxinfer.engine.execution.runner import Runner
 from jaxinfer.engine.execution.step_shapes import max_batched_tokens
 from jaxinfer.engine.execution.warm_up import WarmUp, plan_target
@@ -133,6 +133,7 @@ def plan_host(
     max_model_len = resolve_max_model_len(model_config, config)
     cache_config = cache_config or plan_cache(model_config, config, dtype, max_model_len, drafter)
     window = plan_window(model_config, config, drafter)
+    further = plan_further_kinds(model_config, config, max_model_len)
     eos_token_ids = read_eos_token_ids(path)
     model = f"{path} {dtype} {model_config}"
     if config.disk_cache_path is not None:  # the disk cache outlasts this process; the files at `path` may change
@@ -160,6 +161,7 @@ def plan_host(
         decode_loop_steps=config.decode_loop_steps,
         tiers=tiers,
         window=window,
+        further=further,
         speculation=speculation,
         targets=plan_targets(config),
         clock=clock,
@@ -184,7 +186,7 @@ def plan_tiers(config: EngineConfig, bytes_per_page: int) -> PageTiers | None:
             )
     tiers: list[Tier] = []
     if config.host_cache_bytes is not None:
-        tiers.append(HostTier(config.host_cache_bytes, bytes_per_page))
+        tiers.append(HostTier(config.host_cache_bytes))
     if config.disk_cache_path is not None and config.disk_cache_bytes is not None:
         tiers.append(DiskTier(Path(config.disk_cache_path).expanduser(), config.disk_cache_bytes))
     return PageTiers(tiers) if tiers else None

@@ -224,6 +224,8 @@ class LLM:
     def save(self, request_id: int, path: str | Path) -> None:
         """Writes an unfinished request with its pages to a file, for `restore`: see `Branches.save`."""
         with deferred_interrupts(), self._guard:
+            if self._scheduler.has_states:
+                self._loop.settle()
             self._branches.save(request_id, as_path("path", path))
 
     def restore(self, path: str | Path) -> int:

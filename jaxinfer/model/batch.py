@@ -31,6 +31,12 @@ class Batch:
     cu_q_lens: Any  # i32[B+1]  q_lens 3, 1, 2 -> cu_q_lens 0 3 4 6
     kv_lens: Any  # i32[B]  tokens that the row attends to, those of this step included; 0 on padding
     block_tables: Any  # i32[B, M]  page ids; 0 past a row's pages
+    # i32[B, M] for each of `ModelConfig.page_kinds` but the first; 0 for freed pages too. () if all have the first's.
+    bounded_tables: Any = ()
+
+    def tables_of(self, kind: int) -> Any:
+        """Returns the block tables of a kind of pages."""
+        return self.bounded_tables[kind - 1] if kind and self.bounded_tables else self.block_tables
 
 
 def num_real_tokens(batch: Batch) -> Any:
@@ -76,6 +82,7 @@ def next_batch(batch: Batch, tokens: jax.Array, kv_lens: jax.Array, page_size: i
         cu_q_lens=jnp.arange(B + 1, dtype=jnp.int32),
         kv_lens=kv_lens,
         block_tables=batch.block_tables,
+        bounded_tables=batch.bounded_tables,
     )
 
 
@@ -119,6 +126,7 @@ class Row(NamedTuple):
     start: int  # position of its first token
     page_ids: Sequence[int]  # all pages of the request so far, the chunk's included
     num_evicted_tokens: int = 0  # tokens before the chunk that are evicted, so page_ids has no pages for them
+    bounded_ids: Sequence[Sequence[int]] = ()  # its pages of further kinds; any id for one that is freed
 
 
 def make_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows: int, table_width: int) -> Batch:
@@ -131,12 +139,25 @@ def make_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows
     require_int("page_size", page_size, 1, MAX_BATCH)
     require_entries(num_rows * table_width, num_rows=num_rows, table_width=table_width)
     rows = [_checked_row(row) for row in as_tuple("rows", rows, "several Rows")]
+    counts = {len(row.bounded_ids) for row in rows} or {0}
+    require(len(counts) == 1, "bounded_ids", sorted(counts), "the pages of as many kinds in every row")
     sizes = {"page_size": page_size, "num_tokens": num_tokens, "num_rows": num_rows, "table_width": table_width}
-    return lay_out_batch(rows, **sizes)
+    return lay_out_batch(rows, **sizes, num_further_kinds=counts.pop())
 
 
-def lay_out_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_rows: int, table_width: int) -> Batch:
-    """Returns the batch of `make_batch` for rows of lists of integers, without checking each integer."""
+def lay_out_batch(
+    rows: Sequence[Row],
+    *,
+    page_size: int,
+    num_tokens: int,
+    num_rows: int,
+    table_width: int,
+    num_further_kinds: int = 0,
+) -> Batch:
+    """Returns the batch of `make_batch` for rows of lists of integers, without checking each integer.
+
+    `num_further_kinds`: the number of kinds of pages in `bounded_ids` of each row.
+    """
     q_lens = np.array([len(row.token_ids) for row in rows], np.int32)
     starts = np.array([row.start for row in rows], np.int32)
     hidden = np.array([row.num_evicted_tokens for row in rows], np.int32)
@@ -146,9 +167,13 @@ def lay_out_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_r
     for row in rows:
         _check_row(row, page_size, table_width)
     block_tables = make_block_tables([row.page_ids for row in rows], num_rows, table_width)
+    bounded_tables = tuple(
+        make_block_tables([row.bounded_ids[kind] for row in rows], num_rows, table_width)
+        for kind in range(num_further_kinds)
+    )
     if num_tokens == num_rows and (q_lens == 1).all():
         token_ids = np.array([row.token_ids[0] for row in rows], np.int32)
-        return make_decode_batch(token_ids, starts, block_tables, page_size, hidden)
+        return make_decode_batch(token_ids, starts, block_tables, page_size, hidden, bounded_tables)
     ends = np.cumsum(q_lens)
     row_ids = np.repeat(np.arange(len(rows), dtype=np.int32), q_lens)  # q_lens 3, 1, 2 -> row_ids 0 0 0 1 2 2
     offsets = np.arange(total, dtype=np.int32) - np.repeat(ends - q_lens, q_lens)
@@ -164,6 +189,7 @@ def lay_out_batch(rows: Sequence[Row], *, page_size: int, num_tokens: int, num_r
         cu_q_lens=cu_q_lens,
         kv_lens=padded(starts + q_lens - hidden, num_rows, 0),
         block_tables=block_tables,
+        bounded_tables=bounded_tables,
     )
 
 
@@ -176,7 +202,12 @@ def make_block_tables(page_ids: Sequence[Sequence[int]], num_rows: int, table_wi
 
 
 def make_decode_batch(
-    token_ids: np.ndarray, positions: np.ndarray, block_tables: np.ndarray, page_size: int, hidden: np.ndarray | int = 0
+    token_ids: np.ndarray,
+    positions: np.ndarray,
+    block_tables: np.ndarray,
+    page_size: int,
+    hidden: np.ndarray | int = 0,
+    bounded_tables: tuple[np.ndarray, ...] = (),
 ) -> Batch:
     """Lays out one token i32[N] per row, at positions i32[N]; the first `hidden` i32[N] tokens of a row are evicted.
 
@@ -192,6 +223,7 @@ def make_decode_batch(
         cu_q_lens=np.arange(num_rows + 1, dtype=np.int32),
         kv_lens=padded(places + 1, num_rows, 0),
         block_tables=block_tables,
+        bounded_tables=bounded_tables,
     )
 
 
@@ -208,7 +240,12 @@ def _checked_row(row: Row) -> Row:
     require_int("start", row.start, 0, PADDING_SLOT)
     require_int("num_evicted_tokens", row.num_evicted_tokens, 0, PADDING_SLOT)
     token_ids = as_ints("token_ids", row.token_ids, -MAX_INT)  # below 0: `pending_token`
-    return row._replace(token_ids=token_ids, page_ids=as_ints("page_ids", row.page_ids, 0, PADDING_SLOT))
+    bounded_ids = as_tuple("bounded_ids", row.bounded_ids, "the page ids of several kinds")
+    return row._replace(
+        token_ids=token_ids,
+        page_ids=as_ints("page_ids", row.page_ids, 0, PADDING_SLOT),
+        bounded_ids=[as_ints("bounded_ids", page_ids, 0, PADDING_SLOT) for page_ids in bounded_ids],
+    )
 
 
 def _check_row(row: Row, page_size: int, table_width: int) -> None:

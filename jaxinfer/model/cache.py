@@ -29,6 +29,7 @@ from kernels_pallas.paged_attention import (
     take_pages,
 )
 from kernels_pallas.paged_attention.layout import LAYOUTS
+from kernels_pallas.paged_attention.shapes import token_rows
 
 # Slots of a pool are counted in int32, and padding is written just past the last.
 MAX_SLOTS = 2**31 - 1
@@ -66,12 +67,18 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
     if layout is not None:
         require_name("layout", layout, LAYOUTS)
 
-    def pool(stack: LayerStack) -> Pool:
+    num_further = len(config.page_kinds) - 1
+    num_bounded = cache_config.num_bounded_pages or (cache_config.num_pages,) * num_further
+    is_right = f"{num_further} numbers of pages, for this model's further kinds of pages, or none"
+    require(len(num_bounded) == num_further, "num_bounded_pages", cache_config.num_bounded_pages, is_right)
+
+    def pool(stack: LayerStack, kind: int) -> Pool:
         num_layers, mixer = stack.num_layers, stack.layer.mixer
-        num_pages = num_layers * cache_config.num_pages
+        per_layer = (cache_config.num_pages, *num_bounded)[kind]
+        num_pages = num_layers * per_layer
         if num_pages * cache_config.page_size > MAX_SLOTS:
             raise ValueError(
-                f"{num_layers} layers of {cache_config.num_pages} pages of {cache_config.page_size} slots are more"
+                f"{num_layers} layers of {per_layer} pages of {cache_config.page_size} slots are more"
                 f" slots than a group may have ({MAX_SLOTS}); use fewer pages or smaller layer_groups"
             )
         page_size, dtype = cache_config.page_size, cache_config.dtype
@@ -80,7 +87,7 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
         return abstract_pages(num_pages, page_size, mixer.num_kv_heads, mixer.head_dim, dtype, layout)
 
     tokens = jax.ShapeDtypeStruct((cache_config.num_pages, cache_config.page_size), jnp.int32)
-    return KVCache(pools=tuple(map(pool, config.stacks)), tokens=tokens)
+    return KVCache(pools=tuple(map(pool, config.stacks, config.kinds_of_stacks)), tokens=tokens)
 
 
 def cache_shardings(cache: KVCache, mesh: Mesh) -> KVCache:
@@ -95,10 +102,21 @@ def _pool_specs(pool: Pool) -> Pool:
     return head_specs(pool, HEADS_AXIS)
 
 
-def page_bytes(config: ModelConfig, cache_config: CacheConfig, layout: str | None = None) -> int:
-    """Returns the bytes of one page over all layers: keys and values, or latents, and token ids."""
-    one_page = abstract_cache(config, replace(cache_config, num_pages=1), layout)
-    return sum(math.prod(pool.shape) * jnp.dtype(pool.dtype).itemsize for pool in jax.tree.leaves(one_page))
+def page_bytes(
+    config: ModelConfig, cache_config: CacheConfig, layout: str | None = None, *, kind: int | None = None
+) -> int:
+    """Returns the bytes of one page: keys and values, or latents, and token ids; of all layers or those of a kind."""
+    one_page = abstract_cache(config, replace(cache_config, num_pages=1, num_bounded_pages=()), layout)
+    arrays = jax.tree.leaves(_part_of(one_page, config, kind))
+    return sum(math.prod(array.shape) * jnp.dtype(array.dtype).itemsize for array in arrays)
+
+
+def _part_of(cache: KVCache, config: ModelConfig, kind: int | None) -> KVCache:
+    """Returns the cache with the pools of a kind only, and token ids with the first kind; None is all of it."""
+    pools = tuple(
+        pool for pool, other in zip(cache.pools, config.kinds_of_stacks, strict=True) if kind in (None, other)
+    )
+    return KVCache(pools=pools, tokens=None if kind else cache.tokens)
 
 
 def layer_offset(pages: Pool, index: Any, num_layers: int) -> Any:
@@ -121,24 +139,42 @@ def read_tokens(cache: KVCache, batch: Batch) -> jax.Array:
     return jnp.where(is_inside, tokens, PADDING_TOKEN)
 
 
-def move_tokens(cache: KVCache, sources: jax.Array, targets: jax.Array, *, config: ModelConfig) -> KVCache:
-    """Returns the cache with the content of slots i32[n] copied to other slots i32[n], in every layer.
+def move_tokens(
+    cache: KVCache, batch: Batch, sources: jax.Array, is_moved: jax.Array, *, config: ModelConfig
+) -> KVCache:
+    """Returns the cache with the slot of each token of a batch where `is_moved` given the content of another's slot.
 
-    All are read before any is written. A target past the pool is dropped.
+    sources i32[T]: index in the batch of that other token. All slots are read before any is written.
     """
-    num_slots, page_size = cache.tokens.size, cache.tokens.shape[1]
-    is_moved = targets < num_slots
-    sources = jnp.where(is_moved, sources, 0)
+    page_size = cache.tokens.shape[1]
 
-    def in_layer(layer: Any, pool: Pool) -> Pool:
-        offset = layer * num_slots
-        return _move_slots(pool, sources + offset, jnp.where(is_moved, targets + offset, PADDING_SLOT))
+    def moved(pool: Pool, num_layers: int, slots: jax.Array) -> Pool:
+        from_slots = jnp.where(is_moved, slots[sources], 0)
 
-    pairs = zip(cache.pools, config.stacks, strict=True)
-    pools = tuple(jax.lax.fori_loop(0, stack.num_layers, in_layer, pool) for pool, stack in pairs)
-    tokens = cache.tokens[sources // page_size, sources % page_size]
-    tokens = cache.tokens.at[targets // page_size, targets % page_size].set(tokens, mode="drop")
+        def in_layer(layer: Any, pool: Pool) -> Pool:
+            offset = layer * (pool.num_pages // num_layers) * page_size
+            return _move_slots(pool, from_slots + offset, jnp.where(is_moved, slots + offset, PADDING_SLOT))
+
+        return jax.lax.fori_loop(0, num_layers, in_layer, pool)
+
+    slots = [slots_of_kind(batch, kind, page_size) for kind in range(len(config.page_kinds))]
+    triples = zip(cache.pools, config.stacks, config.kinds_of_stacks, strict=True)
+    pools = tuple(moved(pool, stack.num_layers, slots[kind]) for pool, stack, kind in triples)
+    old, new = jnp.where(is_moved, slots[0][sources], 0), jnp.where(is_moved, slots[0], PADDING_SLOT)
+    tokens = cache.tokens[old // page_size, old % page_size]
+    tokens = cache.tokens.at[new // page_size, new % page_size].set(tokens, mode="drop")
     return KVCache(pools=pools, tokens=tokens)
+
+
+def slots_of_kind(batch: Batch, kind: int, page_size: int) -> jax.Array:
+    """Returns the slot of each token in the pages of a kind, i32[T]; PADDING_SLOT on padding."""
+    if kind == 0 or not batch.bounded_tables:
+        return batch.slot_mapping
+    rows = token_rows(batch.cu_q_lens, batch.tokens.shape[0])
+    # Tokens of a draft tree share positions, so count from the end of the row.
+    places = batch.kv_lens[rows] - batch.cu_q_lens[rows + 1] + jnp.arange(batch.tokens.shape[0])
+    slots = batch.tables_of(kind)[rows, places // page_size] * page_size + places % page_size
+    return jnp.where(batch.slot_mapping < PADDING_SLOT, slots, PADDING_SLOT)
 
 
 def _move_slots(pool: Pool, sources: jax.Array, targets: jax.Array) -> Pool:
@@ -147,23 +183,42 @@ def _move_slots(pool: Pool, sources: jax.Array, targets: jax.Array) -> Pool:
     return move_slots(pool, sources, targets)
 
 
-def extract_pages(cache: KVCache, page_ids: Any, *, config: ModelConfig) -> PageBundle:
-    """Returns a copy of pages i32[W], in every layer. An id past the pool gives a page of zeros."""
+def extract_pages(cache: KVCache, page_ids: Any, *, config: ModelConfig, kind: int | None = None) -> PageBundle:
+    """Returns a copy of pages i32[W] of a kind, in each of its layers; None takes these pages of all kinds.
+
+    An id past the pool gives a page of zeros.
+    """
     page_ids = jnp.asarray(page_ids)
-    pairs = zip(cache.pools, config.stacks, strict=True)
+    part, stacks = _part_of(cache, config, kind), _stacks_of(config, kind)
+    pairs = zip(part.pools, stacks, strict=True)
     pools = tuple(take_pages(pool, _in_layers(page_ids, pool, stack.num_layers)) for pool, stack in pairs)
-    return PageBundle(pools=pools, tokens=cache.tokens.at[page_ids].get(mode="fill", fill_value=0))
+    tokens = None if part.tokens is None else part.tokens.at[page_ids].get(mode="fill", fill_value=0)
+    return PageBundle(pools=pools, tokens=tokens)
 
 
-def insert_pages(cache: KVCache, page_ids: Any, bundle: PageBundle, *, config: ModelConfig) -> KVCache:
-    """Returns the cache with a bundle's W pages on pages i32[W], in every layer; an id past the pool is dropped.
+def insert_pages(
+    cache: KVCache, page_ids: Any, bundle: PageBundle, *, config: ModelConfig, kind: int | None = None
+) -> KVCache:
+    """Returns the cache with a bundle's W pages on pages i32[W] of its kind; an id past the pool is dropped.
 
     The bundle may come from other pages and from a pool of another size; page size, heads and dtype must be the same.
     """
     page_ids = jnp.asarray(page_ids)
-    triples = zip(cache.pools, bundle.pools, config.stacks, strict=True)
-    pools = tuple(put_pages(pool, _in_layers(page_ids, pool, stack.num_layers), new) for pool, new, stack in triples)
-    return KVCache(pools=pools, tokens=cache.tokens.at[page_ids].set(bundle.tokens, mode="drop"))
+    new = iter(bundle.pools)
+
+    def put(pool: Pool, stack: LayerStack, other: int) -> Pool:
+        if kind not in (None, other):
+            return pool
+        return put_pages(pool, _in_layers(page_ids, pool, stack.num_layers), next(new))
+
+    pools = tuple(map(put, cache.pools, config.stacks, config.kinds_of_stacks))
+    tokens = cache.tokens if bundle.tokens is None else cache.tokens.at[page_ids].set(bundle.tokens, mode="drop")
+    return KVCache(pools=pools, tokens=tokens)
+
+
+def _stacks_of(config: ModelConfig, kind: int | None) -> list[LayerStack]:
+    pairs = zip(config.stacks, config.kinds_of_stacks, strict=True)
+    return [stack for stack, other in pairs if kind in (None, other)]
 
 
 def turn_pages(cache: KVCache, sources: Any, targets: Any, num_positions: Any, *, config: ModelConfig) -> KVCache:

@@ -47,6 +47,13 @@ class LayerGroup:
     repeats: int = 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class PageKind:
+    """What a layer keeps of a request, and for how long. Each kind has its own pool, and a block table per request."""
+
+    window: int | None = None  # the last tokens whose pages are kept; None: all
+
+
 class LayerStack(NamedTuple):
     """The layers at one place of a group's pattern. They are equal, so their tensors and pages are stacked."""
 
@@ -118,6 +125,19 @@ class ModelConfig:
         return tuple(indices)
 
     @cached_property
+    def page_kinds(self) -> tuple[PageKind, ...]:
+        """The kinds of pages of the stacks. If there are several, the first keeps all tokens, the others fewer."""
+        kinds = set(map(_page_kind, self.stacks))
+        if len(kinds) == 1:
+            return tuple(kinds)
+        return PageKind(), *sorted(kinds - {PageKind()}, key=lambda kind: kind.window or 0)
+
+    @cached_property
+    def kinds_of_stacks(self) -> tuple[int, ...]:
+        """The index in `page_kinds` of each stack's kind."""
+        return tuple(self.page_kinds.index(_page_kind(stack)) for stack in self.stacks)
+
+    @cached_property
     def sliding_window(self) -> int | None:
         """The most tokens that a token attends to in any layer, itself included; None if some layer sees all."""
         windows = [layer.mixer.window for layer in self.layers]
@@ -142,6 +162,10 @@ class ModelConfig:
             groups.append(_as_group(self.layers[first : first + count]))
             first += count
         return replace(self, groups=tuple(groups))
+
+
+def _page_kind(stack: LayerStack) -> PageKind:
+    return PageKind(window=stack.layer.mixer.window)
 
 
 def _are_layers(layers: tuple[Layer, ...]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -44,13 +45,14 @@ def forward(
     ropes = {layer.mixer.rope for layer, _ in config.stacks if layer.mixer.rope is not None}
     angles: dict[Rope | None, Angles] = {rope: rotary_angles(batch.positions, rope) for rope in ropes}
     statics = {"q_len": q_len, "implementation": implementation, "mesh": mesh}
+    batches = [replace(batch, block_tables=batch.tables_of(kind)) for kind in range(len(config.page_kinds))]
     pools, first = [], 0
     for group in config.groups:
         places = slice(first, first + len(group.layers))
         x, new = _run_group(
             params.layers[places],
             cache.pools[places],
-            batch,
+            tuple(batches[kind] for kind in config.kinds_of_stacks[places]),
             x,
             tuple(angles.get(layer.mixer.rope) for layer in group.layers),
             tree_mask,
@@ -74,7 +76,7 @@ def embed(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Arra
 def _run_group(
     params: tuple[LayerParams, ...],
     pools: tuple[Pool, ...],
-    batch: Batch,
+    batches: tuple[Batch, ...],
     x: jax.Array,
     angles: tuple[Angles | None, ...],
     tree_mask: jax.Array | None,
@@ -85,15 +87,17 @@ def _run_group(
     implementation: str | None,
     mesh: Mesh | None,
 ) -> tuple[jax.Array, tuple[Pool, ...]]:
-    inputs = AttentionInputs(batch, num_real_tokens(batch), q_len, tree_mask, implementation, mesh)
+    num_tokens = num_real_tokens(batches[0])
+    inputs = [AttentionInputs(batch, num_tokens, q_len, tree_mask, implementation, mesh) for batch in batches]
 
     def run_pattern(carry, scanned):
         x, pools = carry
         pattern, index = scanned
         new_pools = []
-        for layer, layer_params, pages, layer_angles in zip(layers, pattern, pools, angles, strict=True):
+        places = zip(layers, pattern, pools, inputs, angles, strict=True)
+        for layer, layer_params, pages, layer_inputs, layer_angles in places:
             offset = layer_offset(pages, index, repeats)
-            x, pages = run_layer(layer_params, pages, x, inputs, layer_angles, offset, layer=layer)
+            x, pages = run_layer(layer_params, pages, x, layer_inputs, layer_angles, offset, layer=layer)
             new_pools.append(pages)
         return (x, tuple(new_pools)), None
 

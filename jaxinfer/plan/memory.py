@@ -29,11 +29,12 @@ class MemoryPlan:
     step_bytes: int
     page_bytes: int
     num_pages: int
+    bounded_bytes: int = 0  # of pools whose size no limit changes: windows and states
     limit_bytes: int | None = None
 
     @property
     def pool_bytes(self) -> int:
-        return self.num_pages * self.page_bytes
+        return self.num_pages * self.page_bytes + self.bounded_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -44,13 +45,15 @@ class MemoryPlan:
         """How many pages the limit has room for; those there are, where there is no limit."""
         if self.limit_bytes is None:
             return self.num_pages
-        return (self.limit_bytes - self.resident_bytes - self.step_bytes) // self.page_bytes
+        return (self.limit_bytes - self.resident_bytes - self.step_bytes - self.bounded_bytes) // self.page_bytes
 
     def __str__(self) -> str:
-        parts = (self.resident_bytes, self.pool_bytes, self.step_bytes, self.total_bytes)
-        resident, pool, steps, total = (f"{num_bytes / 1e6:,.1f} MB" for num_bytes in parts)
+        parts = (self.resident_bytes, self.pool_bytes, self.bounded_bytes, self.step_bytes, self.total_bytes)
+        resident, pool, bounded, steps, total = (f"{num_bytes / 1e6:,.1f} MB" for num_bytes in parts)
         limit = "" if self.limit_bytes is None else f" of {self.limit_bytes / 1e6:,.1f} MB"
-        return f"{resident} of parameters + {pool} in {self.num_pages} pages + {steps} for steps = {total}{limit}"
+        further = f" and for windows and states ({bounded})" if self.bounded_bytes else ""
+        pages = f"{pool} in {self.num_pages} pages{further}"
+        return f"{resident} of parameters + {pages} + {steps} for steps = {total}{limit}"
 
 
 def num_bytes(tree: Any) -> int:

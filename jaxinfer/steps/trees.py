@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxinfer.model.batch import PADDING_SLOT, Batch, StepOutput, VerifyOutput
+from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput
 from jaxinfer.model.cache import KVCache, move_tokens
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.sampling.processors import Context
@@ -107,7 +107,6 @@ def keep_paths(
     paths, num_kept = accepted_paths(drawn.tokens, batch, trees)
     is_moved = jnp.arange(paths.shape[1])[None] < num_kept[:, None]
     sources = jnp.arange(T).at[jnp.where(is_moved, trees.places, T)].set(paths, mode="drop")
-    targets = jnp.where(sources == jnp.arange(T), PADDING_SLOT, batch.slot_mapping)
     output = VerifyOutput(
         tokens=drawn.tokens[paths],
         log_probs=drawn.log_probs[paths],
@@ -116,4 +115,4 @@ def keep_paths(
         num_emitted=num_kept,
         hidden=hidden[sources],
     )
-    return output, move_tokens(cache, batch.slot_mapping[sources], targets, config=config)
+    return output, move_tokens(cache, batch, sources, sources != jnp.arange(T), config=config)

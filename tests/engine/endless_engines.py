@@ -25,7 +25,7 @@ SIGHT = Endless(num_sinks=16, num_seen=80, page_size=16)
 @contextlib.contextmanager
 def endless(llm: LLM) -> Iterator[LLM]:
     """Lets the requests of an engine be endless for a while: its steps are the same, and nothing else is compiled."""
-    config, tables, copier = llm.engine_config, llm._scheduler._tables, llm._runner._copier
+    config, tables, copier = llm.engine_config, llm._scheduler._tables, llm._runner._copiers[0]
     kept = (llm._admission, tables.windowed, copier._turn)
     config = dataclasses.replace(config, **ENDLESS)
     window = plan_window(llm.model_config, config, None)
@@ -50,4 +50,4 @@ def _become(llm: LLM, admission: Admission, windowed: WindowedPages, turn: Any) 
     forget_prefixes(llm)  # a page holds something else where a token does not see all before it
     llm._admission = llm._branches._admission = admission
     vars(llm._branches).pop("_identity", None)
-    llm._scheduler._tables.windowed, llm._runner._copier._turn = windowed, turn
+    llm._scheduler._tables.windowed, llm._runner._copiers[0]._turn = windowed, turn

@@ -94,7 +94,12 @@ class FakeDevice:
     request sees its first tokens in pages that are turned as far as they have to be.
     """
 
-    def __init__(self, page_size: int, tiers: PageTiers | None = None, window: Sight = None):
+    def __init__(
+        self, page_size: int, tiers: PageTiers | None = None, window: Sight = None, further: Sequence[int] = ()
+    ):
+        self.further = further  # tokens in the window of each further kind of pages; 0 for states
+        # By kind and page: the tokens by offset in the page, or all tokens that a state has seen.
+        self.bounded: list[dict[int, Any]] = [{} for _ in further]
         self.page_size = page_size
         self.tiers = tiers
         self.window = window
@@ -106,6 +111,7 @@ class FakeDevice:
         for batch in step.copies.batches(2):
             self.copy(batch)
         rows, counts = [], []
+        self.drawn_before = self.drawn
         if any(chunk.max_new_tokens > 1 for chunk in step.chunks):
             return self.loop(step)
         for chunk in step.chunks:
@@ -113,6 +119,7 @@ class FakeDevice:
             is_right = [draft == token for draft, token in zip(chunk.drafts, drawn, strict=False)]
             rows.append(drawn)
             counts.append([*is_right, False].index(False) + 1)
+            self.advance_further(chunk, chunk.drafts[: counts[-1] - 1])
         self.drawn = {chunk.request.request_id: row[0] for chunk, row in zip(step.chunks, rows, strict=True)}
         width = max(map(len, rows))
         tokens = np.array([row + [-1] * (width - len(row)) for row in rows])
@@ -125,14 +132,15 @@ class FakeDevice:
         """Draws token after token for every chunk, each of which it writes before the next."""
         most = max(chunk.max_new_tokens for chunk in step.chunks)
         tokens = np.full((len(step.chunks), most), -1)
-        for row, chunk in zip(tokens, step.chunks, strict=True):
+        counts = np.array([chunk.max_new_tokens for chunk in step.chunks])
+        if step.stop_at_first_finish:
+            counts = np.minimum(counts, counts.min())
+        for row, chunk, count in zip(tokens, step.chunks, counts, strict=True):
             ahead: list[int] = []
             for i in range(chunk.max_new_tokens):
                 row[i] = self.compute(replace(chunk, drafts=ahead))[-1]
                 ahead.append(int(row[i]))
-        counts = np.array([chunk.max_new_tokens for chunk in step.chunks])
-        if step.stop_at_first_finish:
-            counts = np.minimum(counts, counts.min())
+            self.advance_further(chunk, ahead[: count - 1])
         return SimpleNamespace(tokens=tokens, log_probs=np.zeros(tokens.shape), num_emitted=counts, hidden=None)
 
     def compute(self, chunk: Chunk) -> list[int]:
@@ -147,9 +155,53 @@ class FakeDevice:
             self.slots[self.slot_in_table(chunk.request, position)] = token
         return [self.draw(chunk.request, end + i) for i in range(1 + len(chunk.drafts))]
 
+    def advance_further(self, chunk: Chunk, accepted: Sequence[int]) -> None:
+        """Writes the chunk's tokens and those of its drafts that count to the pages of the further kinds."""
+        request, S = chunk.request, self.page_size
+        if chunk.request.finish_reason is not None or chunk.is_stale:
+            return
+        tokens = request.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+        if len(tokens) < chunk.num_tokens:
+            tokens = [*tokens, self.drawn_before[request.request_id]]
+        tokens = [*tokens, *accepted]
+        self.check_further(request, chunk.start)
+        for kind, window in enumerate(self.further):
+            pages = self.bounded[kind]
+            seen_before = request.token_ids[: chunk.start]
+            for position, token in enumerate(tokens, chunk.start):
+                page = self.bounded_page(request, kind, position // S)
+                seen_before = [*seen_before, token]
+                if window:
+                    pages[page] = {**pages.get(page, {}), position % S: token}
+                elif position + 1 == chunk.start + len(tokens) or (position + 1) % S == 0:
+                    pages[page] = seen_before
+
+    def check_further(self, request: Request, num_tokens: int, num_ahead: int = 0) -> None:
+        """Asserts that the next token finds what it needs of the first tokens in the pages of the further kinds.
+
+        A state may have seen `num_ahead` tokens more, those of a launched step.
+        """
+        S = self.page_size
+        for kind, window in enumerate(self.further):
+            for position in range(max(num_tokens + 1 - window, 0), num_tokens) if window else ():
+                page = self.bounded[kind][self.bounded_page(request, kind, position // S)]
+                assert page[position % S] == request.token_ids[position], "a window of another"
+            if window == 0 and num_tokens:
+                page = self.bounded[kind][self.bounded_page(request, kind, (num_tokens + num_ahead - 1) // S)]
+                assert len(page) == num_tokens + num_ahead, "a state of another length"
+                assert page[:num_tokens] == request.token_ids[:num_tokens], "the state of another"
+
+    def bounded_page(self, request: Request, kind: int, index: int) -> int:
+        table = request.bounded[kind]
+        assert table.first <= index < len(table.pages), "a page is used that was given back, or never given"
+        return table.pages[index]
+
     def copy(self, batch: list[Copy]) -> None:
         """Makes copies, each content being what is in the slots of a page; the last first, for any order must do."""
         for copy in reversed(batch):
+            if not isinstance(copy, RotatePages) and copy.kind:
+                self.copy_bounded(copy, self.bounded[copy.kind - 1])
+                continue
             match copy:
                 case SwapOut(page, key):
                     assert self.tiers is not None
@@ -162,6 +214,16 @@ class FakeDevice:
                     for source, page in zip(sources, pages, strict=True):
                         self.fill(page, self.content(source))
                         self.turns[page] = num_positions
+
+    def copy_bounded(self, copy: SwapOut | SwapIn | CopyPage, pages: dict[int, Any]) -> None:
+        match copy:
+            case SwapOut(page, key):
+                assert self.tiers is not None
+                self.tiers.put(key, pages[page])
+            case SwapIn(page, content):
+                pages[page] = content
+            case CopyPage(source, page):
+                pages[page] = pages[source]
 
     def content(self, page: int) -> dict[int, int]:
         start = page * self.page_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -292,7 +293,10 @@ def test_moved_tokens_take_their_latents_along_in_every_layer():
     numbers = iter(range(1, 100))
     fill = jax.tree.map(lambda a: jnp.arange(a.size, dtype=a.dtype).reshape(a.shape) + next(numbers), cache)
 
-    moved: Any = move_tokens(fill, jnp.asarray([5, 17]), jnp.asarray([40, 99]), config=MODEL)
+    # Tokens in slots 5, 40 and 17: the second takes what the first has.
+    batch: Any = SimpleNamespace(slot_mapping=jnp.asarray([5, 40, 17]), bounded_tables=())
+    is_moved = jnp.asarray([False, True, False])
+    moved: Any = move_tokens(fill, batch, jnp.asarray([0, 0, 2]), is_moved, config=MODEL)
 
     for before, after, n in zip(fill.pools, moved.pools, (1, 2), strict=True):
         old, new = (np.array(pool.array).reshape(n, 4 * S, -1) for pool in (before, after))

@@ -34,7 +34,7 @@ Shape = tuple[int, int]  # rows and tokens
 
 
 class DraftSteps:
-    """`draft_step`, compiled in some shapes, on a cache with the target's number of pages."""
+    """`draft_step`, compiled in some shapes, on a cache of the target's cache configuration."""
 
     def __init__(self, params: Params, config: ModelConfig, target: EngineModel, shapes: Iterable[Shape]) -> None:
         self.params, self._target = params, replace(target, params=abstract(target.params))
@@ -73,6 +73,7 @@ class DraftSteps:
             num_tokens=num_tokens,
             num_rows=num_rows,
             table_width=target.table_width,
+            num_further_kinds=len(target.cache_config.num_bounded_pages),
         )
         sampling = sampling_of_requests(
             requests,
@@ -140,6 +141,8 @@ class DraftModel(StepDrafter):
                 f"the draft model has a vocabulary of {self._config.vocab_size} tokens, the target one of {vocab_size};"
                 " speculation needs a draft model of the target's"
             )
+        # Each of its layers has keys in the pages of the target's first kind, which are those of all tokens.
+        target = replace(target, cache_config=replace(target.cache_config, num_bounded_pages=()))
         self._cache_config, self._page_size = target.cache_config, target.cache_config.page_size
         sizes = decode_sizes(engine_config)
         widest = max(max_batched_tokens(engine_config), CATCH_UP * sizes[-1])  # large enough for prompts

@@ -9,10 +9,10 @@ from itertools import accumulate
 import jax
 
 from jaxinfer.engine.drafters.draft_model import DraftSteps, StepDrafter, most_drafts_first
+from jaxinfer.engine.execution.batch_builder import row_of
 from jaxinfer.engine.execution.engine_model import EngineModel, LendCache
 from jaxinfer.engine.execution.step_shapes import decode_sizes, fitting_size
 from jaxinfer.engine.request.request import Request
-from jaxinfer.model.batch import Row
 from jaxinfer.model.cache import KVCache
 from jaxinfer.model.params import Params
 from jaxinfer.plan.memory import num_bytes
@@ -51,6 +51,11 @@ class ExitDrafter(StepDrafter):
                 " an exit is after one of them, before the last"
             )
         first = replace(config, groups=config.groups[: ends.index(self._num_layers) + 1])
+        if first.page_kinds != config.page_kinds:
+            raise ValueError(
+                f"the early exit is after layer {self._num_layers}, before which the target has not every kind of"
+                " attention window; an exit is after layers of every kind"
+            )
         self._num_stacks = len(first.stacks)
         params = self._first_layers(target.params)
         self._steps = DraftSteps(params, first, target, [(rows, rows) for rows in decode_sizes(target.engine_config)])
@@ -68,7 +73,7 @@ class ExitDrafter(StepDrafter):
         if not order:
             return drafts
         chosen = [requests[i] for i in order]
-        rows = [Row(r.token_ids[-1:], len(r.token_ids) - 1, r.table, r.num_evicted_tokens) for r in chosen]
+        rows = [row_of(request, request.token_ids[-1:], len(request.token_ids) - 1) for request in chosen]
         num_rows = fitting_size((rows for rows, _ in self._steps.shapes), len(chosen))
 
         def compute(cache: KVCache) -> tuple[list[list[int]], KVCache]:

@@ -36,6 +36,7 @@ class BatchBuilder:
         decode_loop_steps: int = 1,
         draft_trees: bool = False,
         max_prompt_log_probs: int | None = None,
+        num_further_kinds: int = 0,
     ) -> None:
         self._decode_loop_steps = decode_loop_steps
         self._draft_trees = draft_trees
@@ -45,10 +46,9 @@ class BatchBuilder:
         self._max_listed_tokens = max_listed_tokens
         self._vocab_size = vocab_size
         self._custom = custom
-        # The shape and rows of the last decode step, the pages of each row, and the shared arrays.
+        # The shape and rows of the last decode step, and the shared arrays.
         self._last: tuple[Bucket, Rows] | None = None
-        self._pages: list[tuple[int, ...]] = []
-        self._block_tables = np.zeros((0, table_width), np.int32)
+        self._tables = [DecodeTables(table_width) for _ in range(1 + num_further_kinds)]  # per kind of pages
         self._sampling: SamplingBatch | None = None
 
     @classmethod
@@ -64,6 +64,7 @@ class BatchBuilder:
             decode_loop_steps=config.decode_loop_steps,
             draft_trees=config.draft_trees,
             max_prompt_log_probs=config.max_prompt_log_probs,
+            num_further_kinds=len(model.model_config.page_kinds) - 1,
         )
 
     def build(
@@ -89,15 +90,14 @@ class BatchBuilder:
 
     def _build_rows(self, step: Step, bucket: Bucket, before: Rows) -> tuple[Batch, SamplingBatch]:
         drawn_in = _places(before)
+        rows = [row_of(chunk.request, _token_ids(chunk, drawn_in), chunk.start) for chunk in step.chunks]
         batch = lay_out_batch(
-            [
-                Row(_token_ids(chunk, drawn_in), chunk.start, chunk.request.table, chunk.request.num_evicted_tokens)
-                for chunk in step.chunks
-            ],
+            rows,
             page_size=self._page_size,
             num_tokens=bucket.num_tokens,
             num_rows=bucket.num_rows,
             table_width=self._table_width,
+            num_further_kinds=len(self._tables) - 1,
         )
         return batch, self._make_sampling(step, bucket)
 
@@ -105,17 +105,13 @@ class BatchBuilder:
         rows, requests = step.chunks.rows, step.chunks.requests
         may_hide = rows.max_len > self._table_width * self._page_size  # requests that fit the table evict nothing
         pages = [request.table for request in requests] if may_hide else [request.pages for request in requests]
-        if (bucket, rows) != self._last:
-            self._last, self._pages = (bucket, rows), pages
-            self._block_tables = make_block_tables(pages, bucket.num_rows, self._table_width)
-            self._sampling = None
-        elif pages != self._pages:
-            self._block_tables = self._block_tables.copy()  # a launched step may still read the old one
-            for row, (old, new) in enumerate(zip(self._pages, pages, strict=True)):
-                if new is not old:
-                    first = len(old) if new[: len(old)] == old else 0
-                    self._block_tables[row, first : len(new)] = new[first:]
-            self._pages = pages
+        is_new = (bucket, rows) != self._last
+        if is_new:
+            self._last, self._sampling = (bucket, rows), None
+        further = [[r.bounded[kind].pages for r in requests] for kind in range(len(self._tables) - 1)]
+        for tables, of_kind in zip(self._tables, [pages, *further], strict=True):
+            tables.update(of_kind, bucket.num_rows, is_new=is_new)
+        block_tables, *bounded_tables = [tables.array for tables in self._tables]
         if self._sampling is None:
             self._sampling = self._make_sampling(step, bucket)
         if step.is_ahead and rows is before:  # each row computes its own last sample
@@ -125,7 +121,7 @@ class BatchBuilder:
             token_ids = np.array([_token_ids(chunk, drawn_in)[0] for chunk in step.chunks], np.int32)
         hidden = np.array([request.num_evicted_tokens for request in requests], np.int32) if may_hide else 0
         positions = np.array(step.chunks.starts, np.int32)
-        batch = make_decode_batch(token_ids, positions, self._block_tables, self._page_size, hidden)
+        batch = make_decode_batch(token_ids, positions, block_tables, self._page_size, hidden, tuple(bounded_tables))
         return batch, self._sampling
 
     def _make_sampling(self, step: Step, bucket: Bucket) -> SamplingBatch:
@@ -137,6 +133,32 @@ class BatchBuilder:
             custom=self._custom,
             num_masks=bucket.num_sampled if bucket.is_verify else None,
         )
+
+
+class DecodeTables:
+    """The block tables of decode steps, which change little from step to step."""
+
+    def __init__(self, table_width: int) -> None:
+        self._pages: list[tuple[int, ...]] = []  # of each row
+        self.array = np.zeros((0, table_width), np.int32)
+
+    def update(self, pages: list[tuple[int, ...]], num_rows: int, *, is_new: bool) -> None:
+        """Enters the pages of each row in `array`; `is_new`: rows or shape are others than in the last step."""
+        if is_new:
+            self.array = make_block_tables(pages, num_rows, self.array.shape[1])
+        elif pages != self._pages:
+            self.array = self.array.copy()  # a launched step may still read the old one
+            for row, (old, new) in enumerate(zip(self._pages, pages, strict=True)):
+                if new is not old:
+                    first = len(old) if new[: len(old)] == old else 0
+                    self.array[row, first : len(new)] = new[first:]
+        self._pages = pages
+
+
+def row_of(request: Request, token_ids: Sequence[int], start: int) -> Row:
+    """Returns the row of a batch with these tokens of a request."""
+    further = tuple(table.pages for table in request.bounded)
+    return Row(token_ids, start, request.table, request.num_evicted_tokens, further)
 
 
 def sampling_of_requests(requests: Sequence[Request], *, num_rows: int, **options: Any) -> SamplingBatch:

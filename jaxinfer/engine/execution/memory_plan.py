@@ -9,8 +9,9 @@ from jaxinfer.device import CPU_CACHE_BYTES, free_bytes
 from jaxinfer.engine.execution.engine_model import DeviceDrafter
 from jaxinfer.engine.execution.step_shapes import max_batched_tokens
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow, endless_window, sliding_attention_window
+from jaxinfer.engine.kv_cache.bounded_pages import BoundedKind
 from jaxinfer.model.cache import page_bytes
-from jaxinfer.model.config import ModelConfig
+from jaxinfer.model.config import ModelConfig, PageKind
 
 
 def plan_window(
@@ -81,26 +82,53 @@ def plan_cache(
     """
     one_page = CacheConfig(num_pages=1, page_size=config.page_size, dtype=dtype)
     window = plan_window(model_config, config, drafter)
+    num_bounded = tuple(kind.num_pages for kind in plan_further_kinds(model_config, config, max_model_len))
+    one_page = replace(one_page, num_bounded_pages=num_bounded)
+    num_pages = config.max_num_seqs * (-(-max_model_len // config.page_size) + (window.num_sinks if window else 0))
     if config.num_pages is not None:
         return replace(one_page, num_pages=config.num_pages)
-    num_pages = config.max_num_seqs * (-(-max_model_len // config.page_size) + (window.num_sinks if window else 0))
     limit = config.cache_bytes
     if limit is None and config.memory_bytes is None and free_bytes() is None:
         limit = CPU_CACHE_BYTES
     if limit is not None:
         bytes_per_page = bytes_of_page(model_config, one_page, drafter)
-        num_pages = min(num_pages, limit // bytes_per_page)
+        bounded_bytes = bytes_of_bounded(model_config, one_page)
+        num_pages = min(num_pages, (limit - bounded_bytes) // bytes_per_page)
         if num_pages < 1:
+            further = f" beside {bounded_bytes} bytes for windows and states" if bounded_bytes else ""
             raise ValueError(
-                f"cache_bytes={limit} is less than one page of {bytes_per_page} bytes; raise"
-                " EngineConfig.cache_bytes or lower page_size"
+                f"cache_bytes={limit} is less than one page of {bytes_per_page} bytes{further}; raise"
+                f" EngineConfig.cache_bytes or lower page_size{' or max_num_seqs' if bounded_bytes else ''}"
             )
     return replace(one_page, num_pages=num_pages)
 
 
+def plan_further_kinds(model_config: ModelConfig, config: EngineConfig, max_model_len: int) -> tuple[BoundedKind, ...]:
+    """Returns the further kinds of the model's pages, with as many pages as all rows can use at a time."""
+    page_size = config.page_size
+    num_ahead = max(config.decode_loop_steps, 1 + config.max_drafts)  # tokens of a decoding request in one step
+    most = -(-max_model_len // page_size)
+
+    def plan(kind: PageKind) -> BoundedKind:
+        assert kind.window is not None
+        num_kept = -(-(kind.window - 1) // page_size)
+        # The page of the last token, the tokens ahead, and one more, for tokens begin anywhere in a page.
+        per_row = min(num_kept + 2 + -(-num_ahead // page_size), most)
+        chunks = -(-max_batched_tokens(config) // page_size)
+        return BoundedKind(num_kept, min(config.max_num_seqs * per_row + chunks, config.max_num_seqs * most))
+
+    return tuple(map(plan, model_config.page_kinds[1:]))
+
+
+def bytes_of_bounded(model_config: ModelConfig, cache_config: CacheConfig) -> int:
+    """Returns the bytes of the pools of the further kinds of pages."""
+    counts = enumerate(cache_config.num_bounded_pages, 1)
+    return sum(count * page_bytes(model_config, cache_config, kind=kind) for kind, count in counts)
+
+
 def bytes_of_page(model_config: ModelConfig, cache_config: CacheConfig, drafter: DeviceDrafter | None) -> int:
-    """Returns the bytes of a page, the drafter's part included."""
-    return page_bytes(model_config, cache_config) + (0 if drafter is None else drafter.page_bytes(cache_config))
+    """Returns the bytes of a page of the first kind, the drafter's part included."""
+    return page_bytes(model_config, cache_config, kind=0) + (0 if drafter is None else drafter.page_bytes(cache_config))
 
 
 def plan_limit(config: EngineConfig, resident_bytes: int) -> int | None:

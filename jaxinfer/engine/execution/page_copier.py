@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,25 +20,28 @@ NO_PAGE = 2**30  # padding id past every pool: reads give zeros, writes are drop
 
 
 class PageCopier:
-    """Copies pages of a cache of one configuration. The constructor compiles everything, so no request waits for it."""
+    """Copies pages of one kind of a cache. The constructor compiles everything, so no request waits for it."""
 
-    def __init__(self, cache: KVCache, config: ModelConfig, widths: Sequence[int], num_sinks: int = 0) -> None:
-        """Compiles the copies. `cache` may be abstract.
+    def __init__(
+        self, cache: KVCache, config: ModelConfig, widths: Sequence[int], num_sinks: int = 0, kind: int = 0
+    ) -> None:
+        """Compiles the copies of pages of a kind. `cache` may be abstract.
 
         `widths`: the numbers of pages that one call can copy, ascending. `num_sinks`: the number of sink pages that one
         call of `turn` rotates; 0 if sinks are not used.
         """
-        extract = jax.jit(extract_pages, static_argnames="config")
-        insert = jax.jit(insert_pages, static_argnames="config", donate_argnames="cache")
+        extract = jax.jit(extract_pages, static_argnames=("config", "kind"))
+        insert = jax.jit(insert_pages, static_argnames=("config", "kind"), donate_argnames="cache")
+        statics: dict[str, Any] = {"config": config, "kind": kind}
         self._widths = tuple(widths)
         self._bundles: dict[int, PageBundle] = {}  # abstract
         self._extract: dict[int, jax.stages.Compiled] = {}
         self._insert: dict[int, jax.stages.Compiled] = {}
         for width in widths:
             ids = np.zeros((width,), np.int32)
-            self._bundles[width] = bundle = jax.eval_shape(functools.partial(extract, config=config), cache, ids)
-            self._extract[width] = compile_or_load(extract, cache, ids, config=config)
-            self._insert[width] = compile_or_load(insert, cache, ids, bundle, config=config)
+            self._bundles[width] = bundle = jax.eval_shape(functools.partial(extract, **statics), cache, ids)
+            self._extract[width] = compile_or_load(extract, cache, ids, **statics)
+            self._insert[width] = compile_or_load(insert, cache, ids, bundle, **statics)
         self._turn: jax.stages.Compiled | None = None
         if num_sinks:
             turn = jax.jit(turn_pages, static_argnames="config", donate_argnames="cache")

@@ -18,6 +18,10 @@ class Planner(Protocol):
 
     def commit(self, step: Step, output: Any) -> list[Delta]: ...
 
+    def abandon(self, step: Step) -> None:
+        """Learns that a step was interrupted at its launch: it may have run or not, and is scheduled again."""
+        ...
+
 
 class Device(Protocol):
     """Computes steps in the order of their launch; `Runner` is one."""
@@ -79,9 +83,11 @@ class Pipeline:
         self._clock = clock
         self._launched: deque[Launched] = deque()  # two at most, in the order of launch
         self._ended = 0.0  # time of the last commit
+        self._interrupted: Step | None = None  # the step whose launch has not returned
 
     def advance(self) -> Advance | None:
         """Launches the next step if possible, then commits and returns the oldest; None if there is nothing to do."""
+        self._abandon_interrupted()
         if self._launched and all(chunk.is_stale for chunk in self._launched[0].step.chunks):
             self._launched.popleft()  # all its requests have ended or were rewound
         came = self._clock() if self._launched else 0.0
@@ -99,13 +105,34 @@ class Pipeline:
         began, self._ended = max(began, self._ended) + step.idle_seconds, self._clock()
         return Advance(step, self._ended - began, deltas)
 
+    def settle(self) -> list[Delta]:
+        """Commits the launched steps without launching others, and returns their additions to requests."""
+        self._abandon_interrupted()
+        deltas: list[Delta] = []
+        while self._launched:
+            step, _, output = self._launched[0]
+            if not all(chunk.is_stale for chunk in step.chunks):
+                deltas += self._scheduler.commit(step, self._device.read(output))
+            self._launched.popleft()
+            if self._launched:
+                self._draw()
+        self._ended = self._clock()
+        return deltas
+
+    def _abandon_interrupted(self) -> None:
+        if self._interrupted is not None:
+            self._scheduler.abandon(self._interrupted)
+            self._interrupted = None
+
     def _launch(self, after: Step | None = None) -> bool:
         """Launches the next step, if there is one."""
         began = self._clock()
         step = self._scheduler.schedule(after)
         if step is None:
             return False
+        self._interrupted = step
         self._launched.append(Launched(step, began, self._device.launch(step)))
+        self._interrupted = None
         if after is None:
             self._draw()
         return True

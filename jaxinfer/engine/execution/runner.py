@@ -35,7 +35,7 @@ class Runner:
         compiler = warm_up.compiler
         self.buckets = compiler.buckets
         self._builder = BatchBuilder.of(warm_up.model)
-        self.compiled_steps, self._copier = warm_up.steps, warm_up.copier
+        self.compiled_steps, self._copiers = warm_up.steps, warm_up.copiers
         self._params = params
         self._tiers = tiers
         self._drawn = jnp.zeros((compiler.max_num_rows,), jnp.int32)  # i32[R], sampled by each row of the last step
@@ -107,11 +107,11 @@ class Runner:
         """Computes the step and returns its output as host arrays, except `hidden`."""
         return self.read(self.draw(step, self.launch(step)))
 
-    def read_pages(self, copies: PageTransfers, pages: Sequence[int]) -> list[Content]:
-        """Makes the pending copies, then returns the contents of the pages."""
+    def read_pages(self, copies: PageTransfers, pages: Sequence[int], kind: int = 0) -> list[Content]:
+        """Makes the pending copies, then returns the contents of pages of a kind."""
         with self._reported_failures():
             self._make_copies(copies)
-            return self._copier.read(self._cache, pages)
+            return self._copiers[kind].read(self._cache, pages)
 
     def lend_cache(self, copies: PageTransfers, compute: Callable[[KVCache], tuple[T, KVCache]]) -> T:
         """Makes the pending copies, then calls `compute` with the cache, which it may replace; returns its result."""
@@ -130,35 +130,37 @@ class Runner:
 
     def _make_copies(self, copies: PageTransfers) -> None:
         if copies:
-            for batch in copies.batches(self._copier.max_width):
+            for batch in copies.batches(self._copiers[0].max_width):
                 self._copy(batch)
 
     def _copy(self, copies: Sequence[Copy]) -> None:
-        """Makes copies of one kind, a batch of `PageTransfers.batches`."""
+        """Makes copies of one type, a batch of `PageTransfers.batches`."""
+        first = copies[0]
+        copier = self._copiers[0 if isinstance(first, RotatePages) else first.kind]
         match copies:
             case [CopyPage(source, page)]:
-                self._cache = self._copier.duplicate(self._cache, source, page)
+                self._cache = copier.duplicate(self._cache, source, page)
             case [RotatePages(sources, pages, num_positions)]:
-                self._cache = self._copier.turn(self._cache, sources, pages, num_positions)
+                self._cache = copier.turn(self._cache, sources, pages, num_positions)
             case [SwapIn(), *_]:
                 written = [copy for copy in copies if isinstance(copy, SwapIn)]
                 contents = [copy.content for copy in written]
-                self._cache = self._copier.write(self._cache, [copy.page for copy in written], contents)
+                self._cache = copier.write(self._cache, [copy.page for copy in written], contents)
             case [SwapOut(), *_]:
                 assert self._tiers is not None
                 read = [copy for copy in copies if isinstance(copy, SwapOut)]
-                for copy, content in zip(
-                    read, self._copier.read(self._cache, [copy.page for copy in read]), strict=True
-                ):
+                contents = copier.read(self._cache, [copy.page for copy in read])
+                for copy, content in zip(read, contents, strict=True):
                     self._tiers.put(copy.key, content)
 
     def _measure_copies(self) -> float:
         """Returns the seconds per page to copy out of the cache and back in, the best of three runs."""
         seconds = []
-        pages = list(range(min(self._copier.max_width, self._num_pages)))
+        copier = self._copiers[0]
+        pages = list(range(min(copier.max_width, self._num_pages)))
         for _ in range(3):
             began = time.perf_counter()
-            contents = self._copier.read(self._cache, pages)
-            self._cache = jax.block_until_ready(self._copier.write(self._cache, pages, contents))
+            contents = copier.read(self._cache, pages)
+            self._cache = jax.block_until_ready(copier.write(self._cache, pages, contents))
             seconds.append((time.perf_counter() - began) / len(pages))
         return min(seconds)

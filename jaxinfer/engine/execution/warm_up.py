@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 
 import jax
 
 from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.engine.execution.compiled_steps import CompiledSteps
 from jaxinfer.engine.execution.engine_model import EngineModel, PreparesDrafts, abstract
-from jaxinfer.engine.execution.memory_plan import bytes_of_page, plan_cache, plan_limit, resolve_max_model_len
+from jaxinfer.engine.execution.memory_plan import (
+    bytes_of_bounded,
+    bytes_of_page,
+    plan_cache,
+    plan_limit,
+    resolve_max_model_len,
+)
 from jaxinfer.engine.execution.page_copier import PageCopier
 from jaxinfer.engine.execution.step_compiler import StepCompiler
 from jaxinfer.engine.execution.step_shapes import Bucket
@@ -79,11 +86,12 @@ class WarmUp:
             step_bytes=compiler.guess_bytes(),
             page_bytes=bytes_of_page(target.model_config, target.cache_config, drafter),
             num_pages=target.cache_config.num_pages,
+            bounded_bytes=bytes_of_bounded(target.model_config, target.cache_config),
             limit_bytes=plan_limit(target.engine_config, resident),
         )
         self._waits_for = compiler.buckets[-1:] if guess.limit_bytes is None else compiler.largest
         is_fixed = target.engine_config.num_pages is not None
-        (known, self.copier), self._memory = fit_pages(self._compile_for, guess, is_fixed=is_fixed)
+        (known, self.copiers), self._memory = fit_pages(self._compile_for, guess, is_fixed=is_fixed)
         self.cache_config = self._cache_config(self._memory.num_pages)
         self.steps = CompiledSteps(compiler.buckets, partial(compiler.compile, self.cache_config), known)
         self.steps.wait_for_last(show_progress=show_progress)
@@ -91,30 +99,33 @@ class WarmUp:
 
     def ready(self) -> Ready:
         """Returns the executables compiled so far, their seconds and the memory plan."""
-        executables, drafting = self.copier.num_executables + len(self.steps.compiled), 0
+        executables, drafting = len(self.steps.compiled) + sum(copier.num_executables for copier in self.copiers), 0
         if self._drafter is not None:
             executables, drafting = executables + self._drafter.num_executables, self._drafter.step_bytes
-        needed = max(self.compiler.step_bytes(self.steps.compiled) + self.copier.step_bytes, drafting)
+        needed = max(self.compiler.step_bytes(self.steps.compiled) + _copier_bytes(self.copiers), drafting)
         return Ready(
             num_executables=executables,
             seconds=sum(self.compiler.seconds.values()),
             memory=replace(self._memory, step_bytes=needed),
         )
 
-    def _compile_for(self, num_pages: int) -> tuple[tuple[Mapping[Bucket, jax.stages.Compiled], PageCopier], int]:
+    def _compile_for(self, num_pages: int) -> tuple[tuple[Mapping[Bucket, jax.stages.Compiled], list[PageCopier]], int]:
         cache_config = self._cache_config(num_pages)
         cache = abstract_cache(self.compiler.model_config, cache_config)
         with ThreadPoolExecutor(1) as pool:
             num_sinks = (self.model.engine_config.num_sink_tokens or 0) // cache_config.page_size
-            copier = pool.submit(PageCopier, cache, self.compiler.model_config, self._copy_widths, num_sinks)
+            model_config = self.compiler.model_config
+            sinks = [num_sinks, *[0] * (len(model_config.page_kinds) - 1)]
+            copiers = pool.map(partial(PageCopier, cache, model_config, self._copy_widths), sinks, count())
             steps = CompiledSteps(self._waits_for, partial(self.compiler.compile, cache_config))
             steps.wait(show_progress=self._show_progress)
-        needed = self.compiler.step_bytes(steps.compiled) + copier.result().step_bytes
+        copiers = list(copiers)
+        needed = self.compiler.step_bytes(steps.compiled) + _copier_bytes(copiers)
         if self._speculation is not None:
             self._speculation.prepare(replace(self.model, cache_config=cache_config))
         # No step runs while drafts are made, so the larger of the two needs counts.
         needed = max(needed, 0 if self._drafter is None else self._drafter.step_bytes)
-        return (steps.compiled, copier.result()), needed
+        return (steps.compiled, copiers), needed
 
     @property
     def _copy_widths(self) -> tuple[int, ...]:
@@ -122,3 +133,7 @@ class WarmUp:
 
     def _cache_config(self, num_pages: int) -> CacheConfig:
         return replace(self.model.cache_config, num_pages=num_pages)
+
+
+def _copier_bytes(copiers: Sequence[PageCopier]) -> int:
+    return max(copier.step_bytes for copier in copiers)

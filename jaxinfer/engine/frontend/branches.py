@@ -6,7 +6,8 @@ pages are shared or copied, or computed again if they are gone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from jaxinfer.engine.execution.runner import Runner
 from jaxinfer.engine.frontend.admission import Admission
 from jaxinfer.engine.frontend.page_identity import page_identity
 from jaxinfer.engine.frontend.saved_request import read_request, write_request
+from jaxinfer.engine.kv_cache.page_transfers import Content
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.scheduler import Scheduler
 from jaxinfer.sampling_params import MAX_SEED
@@ -70,11 +72,12 @@ class Branches:
         Raises OSError if the file cannot be written; an older file then stays unchanged.
         """
         request = self._find(request_id)
-        kept, num_saved = [i for i in range(len(request.pages)) if i not in request.evicted], request.num_computed
-        contents = self._runner.read_pages(self._scheduler.copies, [request.pages[i] for i in kept])
-        pages = dict(zip(kept, contents, strict=True))
-        if request.num_saved > num_saved:  # it was restored and has not run since
-            pages, num_saved = request.saved, request.num_saved
+        if request.num_saved > request.num_computed:  # it was restored and has not run since
+            pages, num_saved = [request.saved, *request.bounded_saved], request.num_saved
+        else:
+            kept = {i: page for i, page in enumerate(request.pages) if i not in request.evicted}
+            further = ({i: table.pages[i] for i in range(table.first, len(table.pages))} for table in request.bounded)
+            pages, num_saved = list(map(self._read, [kept, *further], itertools.count())), request.num_computed
         write_request(path, request, self._scheduler.time_left(request), pages, num_saved, self._identity)
 
     def restore(self, path: Path) -> int:
@@ -88,6 +91,11 @@ class Branches:
         request = read_request(path, next(self._ids), self._admission, self._identity)
         self._scheduler.add(request)
         return request.request_id
+
+    def _read(self, pages: Mapping[int, int], kind: int) -> dict[int, Content]:
+        """Returns the contents of pages of a kind, given and returned by index."""
+        contents = self._runner.read_pages(self._scheduler.copies, list(pages.values()), kind)
+        return dict(zip(pages, contents, strict=True))
 
     def _find(self, request_id: int) -> Request:
         require(is_int(request_id), "request_id", request_id, "the id of an unfinished request")
@@ -131,6 +139,7 @@ def fork(request: Request, request_id: int, admission: Admission, *, time_limit:
         branch.append(*output)
     request.shared_prompt.num_samples += 1
     branch.origin, branch.saved, branch.num_saved = request, request.saved, request.num_saved
+    branch.bounded_saved = request.bounded_saved
     return branch
 
 

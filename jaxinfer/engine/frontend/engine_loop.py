@@ -50,6 +50,11 @@ class EngineLoop:
         if (error := self._scheduler.take_error()) is not None:
             raise error
 
+    def settle(self) -> None:
+        """Ends the steps that are on their way, and routes their deltas: states are then those of the known tokens."""
+        with deferred_interrupts(), self._guard, self._compile_counter:
+            self.queues.route(self._pipeline.settle())
+
     def submit(self, samples: SampleGroup) -> None:
         """Adds all samples of a prompt to the scheduler, or none of them: QueueFullError if too many would wait."""
         with deferred_interrupts(), self._guard:

@@ -1,6 +1,6 @@
 """Saves a request to a file, from which another process continues it with the same tokens.
 
-digest, 32 bytes | length of the head, 8 bytes | head, JSON | pages, one after another
+digest, 32 bytes | length of the head, 8 bytes | head, JSON | pages, one after another, kind by kind
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,19 @@ from jaxinfer.engine.kv_cache.page_transfers import Content
 from jaxinfer.engine.request.request import Request, SharedPrompt
 from jaxinfer.sampling_params import SamplingParams
 
-KIND = "request of jaxinfer, 4"
+KIND = "request of jaxinfer, 5"
 LENGTH_BYTES = 8
 
 
 def write_request(
-    path: Path, request: Request, time_limit: float, pages: Mapping[int, Content], num_saved: int, identity: dict
+    path: Path,
+    request: Request,
+    time_limit: float,
+    pages: Sequence[Mapping[int, Content]],
+    num_saved: int,
+    identity: dict,
 ) -> None:
-    """Writes a request and its `pages`, the contents by page index.
+    """Writes a request and its `pages`, the contents by page index, for each kind of pages.
 
     `time_limit`: seconds left until its deadline. `num_saved`: the number of its tokens with keys and values in pages.
     """
@@ -50,13 +55,14 @@ def write_request(
             "deadline": None if time_limit == math.inf else max(time_limit, 1e-3),  # the deadline may just have passed
             "cache_salt": request.cache_salt,
         },
-        "pages": list(pages),
+        "pages": [{"indices": list(some), "size": sum(c.nbytes for c in some.values())} for some in pages],
         "num_saved": num_saved,
     }
     encoded = json.dumps(head).encode()
     _require_file(path)
     remove_orphans(path.parent, re.escape(path.name))
-    write_checked(path, [len(encoded).to_bytes(LENGTH_BYTES, "little"), encoded, *pages.values()])
+    contents = chain.from_iterable(some.values() for some in pages)
+    write_checked(path, [len(encoded).to_bytes(LENGTH_BYTES, "little"), encoded, *contents])
 
 
 def read_request(path: Path, request_id: int, admission: Admission, identity: dict[str, str]) -> Request:
@@ -78,9 +84,14 @@ def read_request(path: Path, request_id: int, admission: Admission, identity: di
                 " wrong; restore it with an LLM like the one that saved it"
             )
     request = _rebuild(path, head, request_id, admission)
-    if indices := head["pages"]:
-        contents = np.frombuffer(sealed[start:], np.uint8).reshape(len(indices), -1)
-        request.saved, request.num_saved = dict(zip(indices, contents, strict=True)), head["num_saved"]
+    kinds = []
+    for some in head["pages"]:
+        contents = np.frombuffer(sealed[start : start + some["size"]], np.uint8)
+        contents = contents.reshape(len(some["indices"]), -1) if some["indices"] else ()
+        kinds.append(dict(zip(some["indices"], contents, strict=True)))
+        start += some["size"]
+    if any(kinds):
+        (request.saved, *request.bounded_saved), request.num_saved = kinds, head["num_saved"]
     return request
 
 

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from itertools import chain
 
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow, WindowedPages
+from jaxinfer.engine.kv_cache.bounded_pages import BoundedKind, BoundedPages, ContextFinder, Found, Pages
 from jaxinfer.engine.kv_cache.page_allocator import PageAllocator
-from jaxinfer.engine.kv_cache.page_transfers import CopyPage, PageTransfers, SwapIn, SwapOut
+from jaxinfer.engine.kv_cache.page_transfers import Content, CopyPage, PageTransfers, SwapIn, SwapOut
 from jaxinfer.engine.kv_cache.prefix_lookup import PrefixLookup, Source
 from jaxinfer.engine.kv_cache.tiers import PageTiers
 from jaxinfer.engine.request.page_keys import PageKeys
-from jaxinfer.engine.request.request import Request
+from jaxinfer.engine.request.request import BoundedTable, Request
 
 
 class BlockTables:
@@ -28,7 +29,12 @@ class BlockTables:
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, tiers: PageTiers | None = None, window: AttentionWindow | None = None
+        self,
+        num_pages: int,
+        page_size: int,
+        tiers: PageTiers | None = None,
+        window: AttentionWindow | None = None,
+        further: Sequence[BoundedKind] = (),
     ):
         self.page_size = page_size
         self._tiers = tiers
@@ -36,6 +42,19 @@ class BlockTables:
         self.pages = PageAllocator(num_pages, self._let_go)
         self.windowed = WindowedPages(window, self.pages, self.copies, page_size)
         self._finder = PrefixLookup(self.pages, page_size, tiers)
+        kinds = enumerate(further, 1)
+        self.further = [BoundedPages(kind, plan, page_size, self.copies, tiers) for kind, plan in kinds]
+        self._contexts = ContextFinder(self.pages, self.further, page_size, tiers)
+
+    @property
+    def has_states(self) -> bool:
+        """True if a further kind of pages holds recurrent states."""
+        return any(bounded.is_state for bounded in self.further)
+
+    @property
+    def frees_pages(self) -> bool:
+        """True if a running request frees pages that its next token does not need."""
+        return self.windowed.has_window or bool(self.further)
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Returns the number of pages the request lacks to compute its next `num_tokens` tokens."""
@@ -54,7 +73,7 @@ class BlockTables:
 
         `num_reserved` pages are kept for running requests; the pages of the victims count as given back.
         """
-        pages = self._finder.reusable_pages(request, self.windowed.window_of(request))
+        pages = self._reusable_pages(request)
         found = [page for page in pages.values() if page is not None]
         given_up = Counter(chain.from_iterable(victim.owned_pages for victim in victims))
 
@@ -75,6 +94,9 @@ class BlockTables:
         number of tokens skipped.
         """
         start, window = request.num_computed, self.windowed.window_of(request)
+        if self.further:
+            self._share_context(request)
+            return request.num_computed - start
         if window is not None and not request.pages:
             self._begin(request, window)
         while request.num_uncomputed > 1 and (self._share_page(request) or self._fill_page(request)):
@@ -88,6 +110,11 @@ class BlockTables:
             request.rotated_sinks, pages = tuple(pages[:num_missing_sinks]), pages[num_missing_sinks:]
         request.pages += tuple(pages)
 
+    def extend_further(self, request: Request, num_tokens: int) -> None:
+        """Gives the request pages of the further kinds for its next `num_tokens` tokens."""
+        for bounded in self.further:
+            bounded.extend(request, num_tokens)
+
     def extend_ahead(self, request: Request, num_tokens: int) -> int:
         """Gives the request available pages for its next token and up to `num_tokens` speculative tokens after it.
 
@@ -100,7 +127,9 @@ class BlockTables:
         num_missing = self.num_missing(request, 1 + num_tokens)
         self.extend(request, min(num_missing, self.pages.num_available))
         room = len(request.pages) * self.page_size - request.num_computed - 1
-        return min(room, num_tokens)
+        num_tokens = min(room, num_tokens)
+        self.extend_further(request, 1 + num_tokens)
+        return num_tokens
 
     def advance(self, request: Request, num_computed: int) -> None:
         """Records that a launched step puts the tokens up to `num_computed` into the cache.
@@ -115,8 +144,12 @@ class BlockTables:
             for index in range(first, last):
                 self._make_known(request, request.keys, index)
         self.windowed.free_behind(request, num_computed - 1)
+        for bounded in self.further:
+            bounded.free_behind(request, num_computed - 1)
 
     def release(self, request: Request) -> None:
+        for bounded in self.further if request.bounded else ():
+            bounded.release(request)
         self.pages.release(request.owned_pages)
         request.pages, request.evicted = (), range(0)
         request.rotated_sinks, request.num_evicted_tokens = (), 0
@@ -130,6 +163,8 @@ class BlockTables:
             key = request.keys.partial_key(request.num_computed, request.token_ids)
             if self._tiers.wants(key, num_tokens):
                 self.copies.append(SwapOut(request.pages[request.num_computed // self.page_size], key))
+            for bounded in self.further:
+                bounded.swap_out_last(request, key, num_tokens)
         self.release(request)
 
     def forget_contents(self) -> None:
@@ -137,17 +172,20 @@ class BlockTables:
         self.copies.clear()
         self.pages.forget_contents()
         self._finder.forget_all()
+        for bounded in self.further:
+            bounded.pages.forget_contents()
 
     def rewind(self, request: Request) -> bool:
         """Frees the pages past a request's tokens after a rewind removed some of them.
 
         If other requests may read the last page, the request gets a copy to write. Returns False, and the caller must
-        preempt, if no page is available for the copy, if no page remains, or if the window's pages are already freed.
+        preempt, if no page is available for the copy, if no page remains, if the window's pages are already freed, or
+        if further kinds would have to go back: a state cannot, but one at a page's end is found again.
         """
         if not request.pages:
             return True
         request.give_up(min(request.num_computed, len(request.token_ids) - 1))
-        if self.windowed.has_lost(request):
+        if self.further or self.windowed.has_lost(request):
             self.release(request)
             return False
         kept = -(-request.num_computed // self.page_size)
@@ -197,6 +235,9 @@ class BlockTables:
         """Registers a full page under its key, for the request and for prefix lookup."""
         key = keys.key(index, request.token_ids)
         request.put_page(index, self.pages.register(request.pages[index], key))
+        for bounded in self.further:
+            if index in bounded.owned(request):
+                bounded.register(request, keys, index)
         token_ids = request.token_ids[index * self.page_size : (index + 1) * self.page_size]
         self._finder.enter(key, keys.parent_key(index, request.token_ids), token_ids)
 
@@ -205,6 +246,76 @@ class BlockTables:
         self._finder.forget(key)
         if self._tiers is not None and self._tiers.wants(key, self.page_size):
             self.copies.append(SwapOut(page, key))
+
+    def _reusable_pages(self, request: Request) -> dict[int, int | None]:
+        """Returns the pages of the first kind, by index, that a request without pages need not compute."""
+        if not self.further:
+            return self._finder.reusable_pages(request, self.windowed.window_of(request))
+        _, pages = self._contexts.find(request)
+        return {index: found.shared for index, found in pages[0].items()} if pages else {}
+
+    def _share_context(self, request: Request) -> None:
+        """Goes on from the last token of which every kind of pages has in some cache what the next token needs."""
+        if not request.bounded:
+            request.bounded = tuple(BoundedTable() for _ in self.further)
+        if request.num_computed and self._finder.cached_page(request, request.num_computed // self.page_size) is None:
+            return  # the usual case of a request that computes its prompt, and cheap
+        found = self._find_context(request)
+        request.forget_sources()
+        if found is None:
+            return
+        end, pages, contents = found
+        allocators = [self.pages, *(bounded.pages for bounded in self.further)]
+        for kind, allocator in enumerate(allocators):  # first, so that allocating new pages evicts none of these
+            for page in [one.shared for one in pages[kind].values() if one.shared is not None]:
+                allocator.acquire(page)
+        for index, one in sorted(pages[0].items()):
+            if one.shared is not None:
+                self.pages.release(request.pages[index : index + 1])
+                request.put_page(index, one.shared)
+                continue
+            if index == len(request.pages):
+                self.extend(request, 1)
+            self._copy(one, contents.get((0, index)), request.pages[index], 0)
+        for bounded in self.further:
+            bounded.release(request)
+            ids = {}
+            for index, one in sorted(pages[bounded.kind].items()):
+                ids[index] = bounded.pages.allocate(1)[0] if one.shared is None else one.shared
+                self._copy(one, contents.get((bounded.kind, index)), ids[index], bounded.kind)
+            bounded.put(request, ids)
+        request.skip(end)
+        if request.keys is not None:
+            for index in [index for index in sorted(pages[0]) if (index + 1) * self.page_size <= end]:
+                self._make_known(request, request.keys, index)
+        # Windows wider than what the first kind lacked.
+        for bounded in self.further:
+            for index in [i for i in bounded.owned(request) if (i + 1) * self.page_size <= end and i not in pages[0]]:
+                if request.keys is not None:
+                    bounded.register(request, request.keys, index)
+
+    def _copy(self, found: Found, content: Content, page: int, kind: int) -> None:
+        """Queues the copy of what was found onto a page, if it is not that page itself."""
+        if found.copied is not None:
+            self.copies.append(CopyPage(found.copied, page, kind))
+        elif found.shared is None:
+            self.copies.append(SwapIn(page, content, kind))
+
+    def _find_context(self, request: Request) -> tuple[int, Pages, dict[tuple[int, int], Content]] | None:
+        """Returns the end of the tokens found, their pages, and the contents that come from files or tiers."""
+        lost: set[bytes] = set()
+        while True:
+            end, pages = self._contexts.find(request, lost)
+            contents: dict[tuple[int, int], Content] = {}
+            for kind, index, one in [(k, i, one) for k, found in enumerate(pages) for i, one in found.items()]:
+                if one.key is not None and self._tiers is not None:
+                    contents[kind, index] = self._tiers.get(one.key, self.page_size)
+                    if contents[kind, index] is None:
+                        lost.add(one.key)
+                elif one.content is not None:
+                    contents[kind, index] = one.content
+            if all(content is not None for content in contents.values()):
+                return (end, pages, contents) if pages else None
 
     def _share_page(self, request: Request) -> bool:
         """Skips the request's next page by sharing it from the pool; False if the pool does not have it."""

@@ -17,6 +17,7 @@ class SwapOut:
 
     page: int
     key: bytes
+    kind: int = 0  # of pages
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class SwapIn:
 
     page: int
     content: Content
+    kind: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class CopyPage:
 
     source: int
     page: int
+    kind: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,9 @@ class PageTransfers:
         self._queue.clear()
 
     def batches(self, limit: int) -> Iterator[list[Copy]]:
-        """Yields all copies in order, in batches of up to `limit` of one kind; asking for the next dequeues a batch.
+        """Yields all copies in order, in batches of up to `limit` of one type and one kind of pages.
+
+        Asking for the next dequeues a batch.
 
         The copies of a batch have different pages, so the caller may make them in any order. Making a batch twice,
         after an interrupt, does no harm: no step runs in between.
@@ -80,7 +85,8 @@ class PageTransfers:
         for copy in self._queue:
             if isinstance(copy, CopyPage | RotatePages):
                 return list(batch) or [copy]
-            if batch and (type(copy) is not type(batch[0]) or len(batch) == limit):
+            is_alike = not batch or (type(copy) is type(batch[0]) and copy.kind == batch[0].kind)
+            if not is_alike or len(batch) == limit:
                 break
             if any(copy.page == other.page for other in batch):
                 break

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 from jaxinfer.engine.kv_cache.page_transfers import Content
@@ -54,13 +55,14 @@ class Tier(Protocol):
 
 
 class HostTier:
-    """Stores up to `max_bytes // page_bytes` pages in host memory; evicts the least recently used one first."""
+    """Stores contents of up to `max_bytes` in host memory; evicts the least recently used one first."""
 
     seconds_per_page = 0.0  # returning a page is free; `PageTiers` counts the copy into the pool
 
-    def __init__(self, max_bytes: int, page_bytes: int) -> None:
-        self._max_pages = max_bytes // page_bytes
-        self._page_bytes = page_bytes
+    def __init__(self, max_bytes: int, size_of: Callable[[Content], int] = attrgetter("nbytes")) -> None:
+        self._max_bytes = max_bytes
+        self._size_of = size_of
+        self._num_bytes = 0
         self._contents: OrderedDict[bytes, Content] = OrderedDict()
         self._num_stored = self._num_hits = self._num_dropped = 0
 
@@ -77,8 +79,12 @@ class HostTier:
 
     def put(self, key: bytes, content: Content) -> list[tuple[bytes, Content]]:
         self._contents[key] = content
+        self._num_bytes += self._size_of(content)
         self._num_stored += 1
-        gone = [self._contents.popitem(last=False) for _ in range(len(self._contents) - self._max_pages)]
+        gone = []
+        while self._num_bytes > self._max_bytes:
+            gone.append(self._contents.popitem(last=False))
+            self._num_bytes -= self._size_of(gone[-1][1])
         self._num_dropped += len(gone)
         return gone
 
@@ -86,7 +92,7 @@ class HostTier:
         return TierMetrics(
             name="host",
             num_pages=len(self._contents),
-            num_bytes=len(self._contents) * self._page_bytes,
+            num_bytes=self._num_bytes,
             num_stored=self._num_stored,
             num_hits=self._num_hits,
             num_dropped=self._num_dropped,

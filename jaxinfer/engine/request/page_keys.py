@@ -19,6 +19,11 @@ def root_key(*, model: str, params_version: str, adapter: str, cache_salt: str) 
     return _digest(repr((model, params_version, adapter, cache_salt)).encode())
 
 
+def key_of_kind(key: bytes, kind: int) -> bytes:
+    """Returns the key of a page's content of a further kind of pages; `key` is that of the first kind."""
+    return _digest(key + bytes([kind])) if kind else key
+
+
 class PageKeys:
     """The keys of one sequence's full pages, each computed once: O(1) per token over the life of a request."""
 

@@ -69,6 +69,14 @@ class QueueFullError(RuntimeError):
     """More requests would wait than `EngineConfig.max_waiting` allows. Nothing was queued; try again later."""
 
 
+@dataclass(slots=True)
+class BoundedTable:
+    """A request's pages of a further kind, by index; those before `first` are freed, and their ids are not its own."""
+
+    pages: tuple[int, ...] = ()
+    first: int = 0
+
+
 class Request:
     """One sample of a prompt: the first `num_computed` of its tokens are in the cache, in `pages`.
 
@@ -91,6 +99,8 @@ class Request:
             "origin",
             "saved",
             "num_saved",
+            "bounded",
+            "bounded_saved",
             "finish_reason",
             "num_swapped_tokens",
             "_num_reached",
@@ -150,12 +160,14 @@ class Request:
         self.evicted = range(0)  # indices of freed pages behind the window: their ids in `pages` are not its own
         self.rotated_sinks: tuple[int, ...] = ()  # copies of the sink pages, rotated by `num_evicted_tokens` positions
         self.num_evicted_tokens = 0  # tokens of an endless request that attention and `table` leave out
+        self.bounded: tuple[BoundedTable, ...] = ()  # per further kind of pages, if the model has several
         self.keys = keys
         self.cache_salt = cache_salt
         self.shared_prompt = shared_prompt or SharedPrompt(sample_index + 1)
         self.origin: Request | None = None  # the request it was forked from, whose pages it may copy
         self.saved: Mapping[int, Any] = {}  # page contents from a saved request's file, by page index
         self.num_saved = 0  # tokens that `saved` covers
+        self.bounded_saved: Sequence[Mapping[int, Any]] = ()  # as `saved`, per further kind of pages
         self.finish_reason: FinishReason | None = None
         self.num_swapped_tokens = 0  # `num_computed` at its last preemption, when its last page went to a tier
         self._num_reached = 0  # the largest `num_computed` before a rewind or preemption lowered it
@@ -234,9 +246,13 @@ class Request:
         self.epoch += 1
         self.num_pending = 0
         self.keys = keys
-        self.origin, self.saved, self.num_saved = None, {}, 0
+        self.forget_sources()
         if len(self.shared_prompt.prompt_log_probs) < self.num_prompt_tokens:
             self.shared_prompt.prompt_log_probs, self.shared_prompt.prompt_top_log_probs = [None], [{}]
+
+    def forget_sources(self) -> None:
+        """Drops the request that it was forked from and the contents of its file."""
+        self.origin, self.saved, self.bounded_saved, self.num_saved = None, {}, (), 0
 
     def give_up(self, num_computed: int) -> None:
         """Lowers `num_computed`: later tokens are no longer in the cache."""

@@ -92,6 +92,7 @@ class RunningQueue(Sequence[Request]):
             if num_missing > self._tables.pages.num_available:
                 return None
             self._tables.extend(requests[row], num_missing)
+            self._tables.extend_further(requests[row], 1)
             if windowed.is_endless:
                 windowed.rotate_sinks(requests[row])
         for tenant, count in self._decode_rows.tenants.items():
@@ -139,7 +140,7 @@ class RunningQueue(Sequence[Request]):
         rows, page_size = chunks.rows, self._tables.page_size
         # `BlockTables.advance` is due when a page fills up. With a window it is also due at the first token of a page,
         # which no longer sees a page behind the window.
-        num_after = int(self._tables.windowed.has_window)
+        num_after = int(self._tables.frees_pages)
         for request, epoch, start, count in zip(rows.requests, rows.epochs, chunks.starts, chunks.lens, strict=True):
             if request.epoch != epoch:  # the request has ended or was rewound
                 continue
@@ -160,6 +161,11 @@ class RunningQueue(Sequence[Request]):
         self._decode_rows = None
         if not self._tables.rewind(request):
             self.preempt(request)
+
+    def restart(self, request: Request) -> None:
+        """Takes the pages of a request whose last page has an unknown content, and moves it to the waiting queue."""
+        self._tables.release(request)
+        self.preempt(request)
 
     def preempt(self, request: Request) -> None:
         """Moves a request back to the waiting queue and takes its pages."""
@@ -224,6 +230,7 @@ class RunningQueue(Sequence[Request]):
                 return False
         if num_missing > 0:  # rarely true for a decoding request
             self._tables.extend(request, num_missing)
+        self._tables.extend_further(request, num_tokens)
         if windowed.is_endless:
             windowed.rotate_sinks(request)
         return True

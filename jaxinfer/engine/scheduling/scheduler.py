@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow
 from jaxinfer.engine.kv_cache.block_tables import BlockTables
+from jaxinfer.engine.kv_cache.bounded_pages import BoundedKind
 from jaxinfer.engine.kv_cache.tiers import PageTiers
 from jaxinfer.engine.request.completion import Delta, FinishReason
 from jaxinfer.engine.request.page_keys import PageKeys
@@ -79,6 +80,7 @@ class Scheduler:
     decode_loop_steps: decode steps per launch if every request decodes and there is no speculation
     tiers: store the pages that are evicted from the pool
     window: the pages of a request behind this window are released while the request runs
+    further: the model's further kinds of pages
     speculation: adds drafts to steps in which every request decodes
     targets: the latency targets that the goodput counts by
     clock: returns seconds and never goes back
@@ -96,6 +98,7 @@ class Scheduler:
         decode_loop_steps: int = 1,
         tiers: PageTiers | None = None,
         window: AttentionWindow | None = None,
+        further: Sequence[BoundedKind] = (),
         speculation: Speculator | None = None,
         targets: Targets = NO_TARGETS,
         clock: Callable[[], float] = time.monotonic,
@@ -111,7 +114,7 @@ class Scheduler:
         self._targets = targets
         self.clock = clock
         self.tiers = tiers
-        self._tables = BlockTables(num_pages, page_size, tiers, window)
+        self._tables = BlockTables(num_pages, page_size, tiers, window, further)
         self.copies = self._tables.copies  # page transfers that the runner makes before the next step
         self._orders = itertools.count()
         self._requests: dict[int, Request] = {}  # all that are unfinished
@@ -128,6 +131,11 @@ class Scheduler:
     @property
     def num_unfinished(self) -> int:
         return len(self._requests)
+
+    @property
+    def has_states(self) -> bool:
+        """True if the model has recurrent states, which a launched step moves on before its tokens are known."""
+        return self._tables.has_states
 
     @property
     def num_available_pages(self) -> int:
@@ -232,6 +240,16 @@ class Scheduler:
         for observer in self.observers:
             observer.scheduled(began, self.metrics())
         return Step(chunks, self.copies, self._num_waiting > 0, began, after is not None) if chunks else None
+
+    def abandon(self, step: Step) -> None:
+        """Learns that a step was interrupted at its launch: it may have run or not, and is scheduled again.
+
+        Computing keys and values twice changes nothing, but a state may have seen the step's tokens already. So the
+        requests with states go back to one at a page's end.
+        """
+        if self._tables.has_states:
+            for request in [request for request in step.chunks.requests if request in self._running]:
+                self._running.restart(request)
 
     def commit(self, step: Step, output: Any) -> list[Delta]:
         """Applies a step's result (`StepOutput` of host arrays, one row per chunk) and removes finished requests."""

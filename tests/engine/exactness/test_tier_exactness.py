@@ -54,7 +54,7 @@ def llm(tiered_llm, tmp_path):
 
 def set_tiers(llm, *, host_pages: int, folder) -> None:
     tiers = llm._runner._tiers
-    tiers._tiers = (HostTier(host_pages, 1), DiskTier(folder, 10**7))
+    tiers._tiers = (HostTier(host_pages, size_of=lambda _: 1), DiskTier(folder, 10**7))
     tiers.seconds_per_copy = 0.0
 
 

@@ -16,7 +16,7 @@ class Machine:
     """A scheduler over a pool of `num_pages` and a host tier of `num_host_pages`, and what was computed and copied."""
 
     def __init__(self, num_pages: int = 5, num_host_pages: int = 20, max_num_batched_tokens: int = 64) -> None:
-        self.tiers = PageTiers([HostTier(num_host_pages, page_bytes=1)])
+        self.tiers = PageTiers([HostTier(num_host_pages, size_of=lambda _: 1)])
         self.scheduler = Scheduler(
             max_num_seqs=4,
             max_num_batched_tokens=max_num_batched_tokens,

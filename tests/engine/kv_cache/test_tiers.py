@@ -10,7 +10,7 @@ A, B, C, D = b"a", b"b", b"c", b"d"
 
 
 def make_tiers(*max_pages: int) -> tuple[PageTiers, list[HostTier]]:
-    tiers = [HostTier(10 * n + 9, page_bytes=10) for n in max_pages]
+    tiers = [HostTier(10 * n + 9, size_of=lambda _: 10) for n in max_pages]
     return PageTiers(tiers), tiers
 
 

@@ -27,6 +27,7 @@ from hypothesis.stateful import (
 
 from jaxinfer.engine.execution.pipeline import Device, Pipeline
 from jaxinfer.engine.frontend.branches import fork, rewind
+from jaxinfer.engine.kv_cache.bounded_pages import BoundedKind
 from jaxinfer.engine.kv_cache.tiers import HostTier, PageTiers
 from jaxinfer.engine.request.completion import Delta
 from jaxinfer.engine.request.request import Request
@@ -55,9 +56,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         window=st.sampled_from(
             [None, 3, 6, 1, 2, 10, (1, 3), (1, 4), (2, 4)]
         ),  # of tokens; sinks and all seen, in pages
+        # Tokens in the windows of further kinds of pages, 0 for states; only beside a first kind that keeps all.
+        further=st.sampled_from([(), (), (3,), (0,), (2, 6), (6, 0), (1, 0)]),
     )
-    def start(self, num_pages, page_size, max_num_seqs, more, mixed, tier_pages, copy_pays, max_drafts, window):
+    def start(
+        self, num_pages, page_size, max_num_seqs, more, mixed, tier_pages, copy_pays, max_drafts, window, further
+    ):
         self.now = 0.0
+        window = None if further else window
+        self.further = further
         if isinstance(window, tuple):
             window = Endless(window[0] * page_size, window[1] * page_size, page_size)
         self.window = window
@@ -65,7 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.max_num_seqs, self.budget = max_num_seqs, max_num_seqs + more
         self.attention_window = window_of(window, page_size, self.budget)
         self.drafter = GuessingDrafter(num_pages, window)
-        self.tiers = PageTiers([HostTier(n, page_bytes=1) for n in tier_pages]) if tier_pages else None
+        self.tiers = PageTiers([HostTier(n, size_of=lambda _: 1) for n in tier_pages]) if tier_pages else None
         if self.tiers is not None and not copy_pays:
             self.tiers.seconds_per_copy = 1.0  # and a step takes none
         self.scheduler = Scheduler(
@@ -79,9 +86,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_mixed_tokens=max_num_seqs + mixed if mixed <= more else None,
             tiers=self.tiers,
             window=self.attention_window,
+            further=[self.plan_kind(window) for window in further],
             clock=lambda: self.now,
         )
-        self.device = FakeDevice(page_size, self.tiers, window)
+        self.device = FakeDevice(page_size, self.tiers, window, further)
         self.pipeline = Pipeline(self, self)  # what it asks for passes through here
         self.meanwhile: Callable[[], None] | None = None  # to do while a step runs
         self.interruption: Callable[[Step], None] | None = None  # to do instead of launching one
@@ -89,6 +97,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: dict[int, Request] = {}
         self.begun: dict[int, list[int]] = {}  # with which tokens, of those that did not begin with their prompt
         self.completions = {}
+
+    def plan_kind(self, window: int) -> BoundedKind:
+        """As many pages as the rows can use, by the rule of `plan_further_kinds`."""
+        num_kept = -(-max(window - 1, 0) // self.page_size)
+        per_row = num_kept + 2 + -(-5 // self.page_size)  # a token and four drafts
+        return BoundedKind(num_kept, self.max_num_seqs * per_row + -(-self.budget // self.page_size))
 
     # Few prompts, so that most share a beginning; each goes on where the one before it in the alphabet ends.
     @rule(
@@ -150,6 +164,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.num_unfinished)
     @rule(number=st.integers(0, 100))
     def save_and_restore(self, number):
+        if 0 in self.further:  # as `LLM.save` does
+            self.pipeline.settle()
+            if not self.scheduler.num_unfinished:
+                return
         request = self.unfinished(number)
         device = self.device_after_copies()
         restored = fork(request, next(self.ids), ADMISSION, time_limit=self.scheduler.time_left(request))
@@ -158,6 +176,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             kept = [index for index in range(len(request.pages)) if index not in request.evicted]
             restored.saved = {index: device.content(request.pages[index]) for index in kept}
             restored.num_saved = request.num_computed
+            restored.bounded_saved = [
+                {i: device.bounded[kind].get(table.pages[i]) for i in range(table.first, len(table.pages))}
+                for kind, table in enumerate(request.bounded)
+            ]
         self.begin(restored)
 
     def begin(self, request):
@@ -234,7 +256,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(count=st.sampled_from([8, 1, 2, 3]))
     def evict(self, count):
-        self.scheduler._tables.pages.evict(count)
+        for pages in [self.scheduler._tables.pages, *(b.pages for b in self.scheduler._tables.further)]:
+            pages.evict(count)
 
     # In earnest it happens in schedule() alone, where all steps on their way are entered.
     @precondition(lambda self: self.scheduler._running and not self.pipeline._launched)
@@ -288,6 +311,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.meanwhile()
         return output
 
+    def abandon(self, step: Step) -> None:
+        self.scheduler.abandon(step)
+
     def commit(self, step: Step, output: Any) -> list[Delta]:
         deltas = self.scheduler.commit(step, output)
         self.completions |= {delta.request_id: delta.completion for delta in deltas if delta.completion is not None}
@@ -304,6 +330,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert pages._page_of == {key: page for page, key in pages._key_of.items()}
         assert set(pages._cached) <= set(pages._key_of)
         assert not set(pages._free) & set(pages._key_of)
+        for kind, bounded in enumerate(self.scheduler._tables.further):
+            tables = [r.bounded[kind] for r in self.scheduler._running if r.bounded]
+            users = Counter(page for table in tables for page in table.pages[table.first :])
+            pages = bounded.pages
+            all_pages = range(pages.num_pages)
+            assert [pages.num_users(page) for page in all_pages] == [users[page] for page in all_pages]
+            assert sorted([*pages._free, *pages._cached, *users]) == [*all_pages], "a page of a further kind is lost"
+            assert not any(r.bounded and r.bounded[kind].pages for r in self.requests.values() if not r.pages)
 
     @invariant()
     def limits_are_kept_and_each_request_finds_its_own_tokens(self):
@@ -322,7 +356,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(request.pages) >= -(-request.num_computed // self.page_size)
             assert request.num_uncomputed > 0, "nothing is left to compute"
             device.check_context(request, request.num_computed)
+            if self.pipeline._interrupted is None:  # else a state may have seen a step's tokens or not
+                device.check_further(request, request.num_computed, self.num_ahead(request))
             self.has_no_more_pages_than_its_window_needs(request)
+
+    def num_ahead(self, request: Request) -> int:
+        """Tokens of the request that a launched step computes and the scheduler has not entered yet."""
+        steps = [launched.step for launched in self.pipeline._launched]
+        chunks = [chunk for step in steps if step is not self.scheduler._entered for chunk in step.chunks]
+        return sum(chunk.num_tokens for chunk in chunks if chunk.request is request and not chunk.is_stale)
 
     def has_no_more_pages_than_its_window_needs(self, request: Request):
         owned = request.owned_pages
@@ -342,8 +384,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         copies = self.scheduler._tables.copies
         if not copies:
             return self.device
-        device = FakeDevice(self.page_size, PageTiers([]), self.window)
+        device = FakeDevice(self.page_size, PageTiers([]), self.window, self.further)
         device.slots, device.turns = dict(self.device.slots), dict(self.device.turns)
+        device.bounded = [dict(pages) for pages in self.device.bounded]
         for copy in copies._queue:
             device.copy([copy])
         return device
