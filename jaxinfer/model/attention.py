@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxinfer.model.batch import Batch
 from jaxinfer.model.layers import MakeSpec, Norm, TensorSpec, linear, rms_norm
 from jaxinfer.model.rope import Rope, require_pairs, rotary_embedding
+from jaxinfer.model.states import StateSlots
 from jaxinfer.validation import require, require_bool, require_int, require_positive
 from kernels_pallas.paged_attention import Pages, paged_attention
 
@@ -71,7 +72,7 @@ class AttentionParams:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What attention needs of a step beside hidden states; the same in all layers."""
+    """What a mixer needs of a step beside hidden states; the same in all layers."""
 
     batch: Batch
     num_tokens: jax.Array  # i32[]  tokens that are not padding
@@ -79,6 +80,7 @@ class AttentionInputs:
     tree_mask: jax.Array | None = None
     implementation: str | None = None
     mesh: Mesh | None = None
+    states: StateSlots | None = None  # if the model has a recurrent mixer
 
 
 def declare_attention(config: Attention, hidden_size: int, spec: MakeSpec) -> AttentionParams:

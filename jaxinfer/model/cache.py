@@ -16,6 +16,8 @@ from jaxinfer.model.batch import PADDING_SLOT, PADDING_TOKEN, Batch
 from jaxinfer.model.config import LayerStack, ModelConfig
 from jaxinfer.model.latent_attention import LatentAttention
 from jaxinfer.model.rope import Rope, rotary_embedding, turning_angles
+from jaxinfer.model.state_space import StateSpace, abstract_state_space
+from jaxinfer.model.states import States
 from jaxinfer.validation import require, require_name
 from kernels_pallas.latent_attention import LatentPages, abstract_latents, map_rotary_keys, move_latents
 from kernels_pallas.paged_attention import (
@@ -33,8 +35,8 @@ from kernels_pallas.paged_attention.layout import LAYOUTS
 # Slots of a pool are counted in int32, and padding is written just past the last.
 MAX_SLOTS = 2**31 - 1
 
-# The pages of a stack of layers: of keys and values, or of latents, as its mixer needs.
-Pool = Pages | LatentPages
+# The pages of a stack of layers: of keys and values, of latents, or of states, as its mixer needs; None without one.
+Pool = Pages | LatentPages | States | None
 
 
 @struct.dataclass
@@ -68,6 +70,8 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
 
     def pool(stack: LayerStack) -> Pool:
         num_layers, mixer = stack.num_layers, stack.layer.mixer
+        if mixer is None:
+            return None
         num_pages = num_layers * cache_config.num_pages
         if num_pages * cache_config.page_size > MAX_SLOTS:
             raise ValueError(
@@ -75,6 +79,8 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
                 f" slots than a group may have ({MAX_SLOTS}); use fewer pages or smaller layer_groups"
             )
         page_size, dtype = cache_config.page_size, cache_config.dtype
+        if isinstance(mixer, StateSpace):
+            return abstract_state_space(mixer, num_pages)
         if isinstance(mixer, LatentAttention):
             return abstract_latents(num_pages, page_size, mixer.kv_lora_rank, mixer.qk_rope_head_dim, dtype)
         return abstract_pages(num_pages, page_size, mixer.num_kv_heads, mixer.head_dim, dtype, layout)
@@ -86,24 +92,25 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
 def cache_shardings(cache: KVCache, mesh: Mesh) -> KVCache:
     """Returns a `NamedSharding` per array: KV heads over the mesh's HEADS_AXIS, the others on every device."""
     specs = KVCache(pools=tuple(map(_pool_specs, cache.pools)), tokens=PartitionSpec())
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
 
 
 def _pool_specs(pool: Pool) -> Pool:
-    if isinstance(pool, LatentPages):  # every query head reads all of it
-        return replace(pool, array=PartitionSpec())
+    if not isinstance(pool, Pages):  # every query head reads all latents, and recurrent layers are not split
+        return jax.tree.map(lambda _: PartitionSpec(), pool)
     return head_specs(pool, HEADS_AXIS)
 
 
 def page_bytes(config: ModelConfig, cache_config: CacheConfig, layout: str | None = None) -> int:
-    """Returns the bytes of one page over all layers: keys and values, or latents, and token ids."""
+    """Returns the bytes of one page over all layers: keys and values, latents or a state, and token ids."""
     one_page = abstract_cache(config, replace(cache_config, num_pages=1), layout)
     return sum(math.prod(pool.shape) * jnp.dtype(pool.dtype).itemsize for pool in jax.tree.leaves(one_page))
 
 
 def layer_offset(pages: Pool, index: Any, num_layers: int) -> Any:
     """Returns the index of the first page of layer `index` in its group's pool."""
-    return index * (pages.num_pages // num_layers)
+    return 0 if pages is None else index * (pages.num_pages // num_layers)
 
 
 def write_tokens(cache: KVCache, batch: Batch) -> jax.Array:
@@ -124,7 +131,7 @@ def read_tokens(cache: KVCache, batch: Batch) -> jax.Array:
 def move_tokens(cache: KVCache, sources: jax.Array, targets: jax.Array, *, config: ModelConfig) -> KVCache:
     """Returns the cache with the content of slots i32[n] copied to other slots i32[n], in every layer.
 
-    All are read before any is written. A target past the pool is dropped.
+    All are read before any is written. A target past the pool is dropped. States stay: a page has one for all its slots.
     """
     num_slots, page_size = cache.tokens.size, cache.tokens.shape[1]
     is_moved = targets < num_slots
@@ -142,6 +149,8 @@ def move_tokens(cache: KVCache, sources: jax.Array, targets: jax.Array, *, confi
 
 
 def _move_slots(pool: Pool, sources: jax.Array, targets: jax.Array) -> Pool:
+    if pool is None or isinstance(pool, States):
+        return pool
     if isinstance(pool, LatentPages):
         return move_latents(pool, sources, targets)
     return move_slots(pool, sources, targets)
@@ -170,12 +179,12 @@ def turn_pages(cache: KVCache, sources: Any, targets: Any, num_positions: Any, *
     """Returns the cache with pages i32[W] copied to others, their keys rotated to `num_positions` i32[] later."""
     bundle = extract_pages(cache, sources, config=config)
     pairs = zip(bundle.pools, config.stacks, strict=True)
-    rotated = tuple(_turned(pages, stack.layer.mixer.rope, num_positions) for pages, stack in pairs)
+    rotated = tuple(_turned(pages, stack.layer.rope, num_positions) for pages, stack in pairs)
     return insert_pages(cache, targets, replace(bundle, pools=rotated), config=config)
 
 
 def _turned(pages: Pool, rope: Rope | None, num_positions: Any) -> Pool:
-    if rope is None:
+    if rope is None or pages is None or isinstance(pages, States):
         return pages
     angles = turning_angles(jnp.asarray(num_positions)[None], rope)
 
@@ -187,6 +196,8 @@ def _turned(pages: Pool, rope: Rope | None, num_positions: Any) -> Pool:
 
 def _in_layers(page_ids: Any, pool: Pool, num_layers: int) -> Any:
     """Returns the indices of pages i32[W] in a pool of n layers, i32[n * W]; ids past the pool stay past it."""
+    if pool is None:
+        return page_ids
     per_layer = pool.num_pages // num_layers
     offsets = jnp.arange(num_layers, dtype=jnp.int32)[:, None] * per_layer
     # Past the last page of its layer an id would be another layer's page.

@@ -18,6 +18,8 @@ from jaxinfer.model.mlp import MLPParams, mlp
 from jaxinfer.model.moe import MoE, MoEParams, moe
 from jaxinfer.model.params import LayerParams, Params
 from jaxinfer.model.rope import Rope, rotary_angles
+from jaxinfer.model.state_space import StateSpace, StateSpaceParams, state_space
+from jaxinfer.model.states import States, StateSlots, state_slots
 from kernels_pallas.latent_attention import LatentPages
 from kernels_pallas.paged_attention import Pages
 from kernels_pallas.row_products import rounded
@@ -41,8 +43,11 @@ def forward(
     parameters and cache are split over, if any.
     """
     x = embed(params, batch.tokens, config=config)
-    ropes = {layer.mixer.rope for layer, _ in config.stacks if layer.mixer.rope is not None}
+    ropes = {layer.rope for layer, _ in config.stacks if layer.rope is not None}
     angles: dict[Rope | None, Angles] = {rope: rotary_angles(batch.positions, rope) for rope in ropes}
+    if config.is_recurrent and tree_mask is not None:
+        raise NotImplementedError("a tree of drafts needs a state per branch; verify chains of drafts instead")
+    states = state_slots(batch, cache.tokens.shape[1]) if config.is_recurrent else None
     statics = {"q_len": q_len, "implementation": implementation, "mesh": mesh}
     pools, first = [], 0
     for group in config.groups:
@@ -52,8 +57,9 @@ def forward(
             cache.pools[places],
             batch,
             x,
-            tuple(angles.get(layer.mixer.rope) for layer in group.layers),
+            tuple(angles.get(layer.rope) for layer in group.layers),
             tree_mask,
+            states,
             layers=group.layers,
             repeats=group.repeats,
             **statics,
@@ -78,6 +84,7 @@ def _run_group(
     x: jax.Array,
     angles: tuple[Angles | None, ...],
     tree_mask: jax.Array | None,
+    states: StateSlots | None,
     *,
     layers: tuple[Layer, ...],
     repeats: int,
@@ -85,7 +92,7 @@ def _run_group(
     implementation: str | None,
     mesh: Mesh | None,
 ) -> tuple[jax.Array, tuple[Pool, ...]]:
-    inputs = AttentionInputs(batch, num_real_tokens(batch), q_len, tree_mask, implementation, mesh)
+    inputs = AttentionInputs(batch, num_real_tokens(batch), q_len, tree_mask, implementation, mesh, states)
 
     def run_pattern(carry, scanned):
         x, pools = carry
@@ -113,8 +120,14 @@ def run_layer(
     layer: Layer,
 ) -> tuple[jax.Array, Pool]:
     """Returns the states [T, D] after one layer for x [T, D], and the layer's pages."""
+    if layer.mixer is None:
+        return feed_forward(params, x, inputs.num_tokens, layer=layer), pages
     h = _normed(x, params.mixer_norm, layer.norm)
-    if isinstance(layer.mixer, LatentAttention):
+    if isinstance(layer.mixer, StateSpace):
+        assert isinstance(params.mixer, StateSpaceParams)
+        assert isinstance(pages, States)
+        h, pages = state_space(params.mixer, pages, h, inputs, page_offset, config=layer.mixer, norm=layer.norm)
+    elif isinstance(layer.mixer, LatentAttention):
         assert isinstance(params.mixer, LatentAttentionParams)
         assert isinstance(pages, LatentPages)
         h, pages = attend_to_latents(params.mixer, pages, h, inputs, angles, page_offset, config=layer.mixer)
@@ -127,7 +140,9 @@ def run_layer(
 
 
 def feed_forward(params: LayerParams, x: jax.Array, num_tokens: jax.Array, *, layer: Layer) -> jax.Array:
-    """Returns the states [T, D] after the second half of a layer for x [T, D]."""
+    """Returns the states [T, D] after the second half of a layer for x [T, D]; x itself if there is none."""
+    if layer.feed_forward is None:
+        return x
     h = _normed(x, params.feed_forward_norm, layer.norm)
     if isinstance(layer.feed_forward, MoE):
         assert isinstance(params.feed_forward, MoEParams)
