@@ -26,6 +26,7 @@ CONFIGS = {
     "granitemoe": transformers.GraniteMoeConfig,
     "granitemoeshared": transformers.GraniteMoeSharedConfig,
     "llama": transformers.LlamaConfig,
+    "mamba2": transformers.Mamba2Config,
     "mistral": transformers.MistralConfig,
     "mixtral": transformers.MixtralConfig,
     "olmo2": transformers.Olmo2Config,
@@ -63,6 +64,14 @@ LATENT: dict[str, Any] = {
     "n_group": 4,
     "topk_group": 2,
 }
+STATE_SPACE: dict[str, Any] = {
+    "num_heads": 6,
+    "head_dim": 10,
+    "hidden_size": 30,
+    "n_groups": 2,
+    "state_size": 12,
+    "chunk_size": 16,
+}
 FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5, **LATENT, **MOE, **NO_IDS},
     "deepseek_v3": {**LATENT, **MOE, **NO_IDS},
@@ -82,6 +91,7 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 4.0, **NO_IDS},
     "granitemoe": {"embedding_multiplier": 3.0, "num_local_experts": 6, "num_experts_per_tok": 3, **NO_IDS},
     "granitemoeshared": {"shared_intermediate_size": 28, "num_local_experts": 4, **NO_IDS},
+    "mamba2": {**STATE_SPACE, **NO_IDS},
     "mixtral": {"num_local_experts": 5, **NO_IDS},
     "olmo2": NO_IDS,
     "olmo3": {"sliding_window": 9, **NO_IDS},
