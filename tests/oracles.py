@@ -36,6 +36,7 @@ CONFIGS = {
     "qwen2_moe": transformers.Qwen2MoeConfig,
     "qwen3": transformers.Qwen3Config,
     "qwen3_moe": transformers.Qwen3MoeConfig,
+    "qwen3_next": transformers.Qwen3NextConfig,
     "smollm3": transformers.SmolLM3Config,
 }
 SIZES = {
@@ -99,6 +100,18 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_experts": 6, "shared_expert_intermediate_size": 28, **MOE, **NO_IDS},
     "qwen3": {"head_dim": 12},
     "qwen3_moe": {"head_dim": 12, "num_local_experts": 6, **MOE, **NO_IDS},
+    "qwen3_next": {
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "linear_key_head_dim": 10,
+        "linear_value_head_dim": 6,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "num_experts": 6,
+        "shared_expert_intermediate_size": 28,
+        **MOE,
+        **NO_IDS,
+    },
     "smollm3": NO_IDS,
 }
 
@@ -129,7 +142,9 @@ def save_random_checkpoint(
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape)
             if name.endswith("norm.weight"):
-                parameter.copy_(1 + 0.3 * noise)
+                # Qwen3-Next's are offsets from 1, but that of its delta nets.
+                is_offset = family == "qwen3_next" and "linear_attn" not in name
+                parameter.copy_((0 if is_offset else 1) + 0.3 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.3 * noise)
             else:

@@ -33,6 +33,7 @@ class Attention:
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     qk_norm: str | None = None  # of queries and keys before rotation: "head", over each head, or "all", over all heads
+    has_gate: bool = False  # multiplies each head's output by a sigmoid of the token's state
     has_sinks: bool = False  # a learned score per head that takes part in the softmax without a value
 
     def __post_init__(self) -> None:
@@ -47,7 +48,7 @@ class Attention:
         for name in ("scale", "softcap"):
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name))
-        for name in ("has_qkv_bias", "has_output_bias", "has_sinks"):
+        for name in ("has_qkv_bias", "has_output_bias", "has_gate", "has_sinks"):
             require_bool(name, getattr(self, name))
         is_name = isinstance(self.qk_norm, str) and self.qk_norm in ("head", "all")
         require(self.qk_norm is None or is_name, "qk_norm", self.qk_norm, "'head', 'all' or None")
@@ -68,6 +69,8 @@ class AttentionParams:
     q_norm: Any = None  # [n, H], or [n, N, H] over all heads
     k_norm: Any = None  # [n, H], or [n, K, H]
     sinks: Any = None  # [n, N]
+    gate: Any = None  # [n, N, H, D]
+    gate_bias: Any = None  # [n, N, H]
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,10 @@ def declare_attention(config: Attention, hidden_size: int, spec: MakeSpec) -> At
         tensors |= {"q_norm": spec((N, H), q, None), "k_norm": spec((K, H), kv, None)}
     if config.has_sinks:
         tensors |= {"sinks": spec((N,), ("heads",))}
+    if config.has_gate:
+        tensors |= {"gate": spec((N, H, D), (*q, "embed"))}
+    if config.has_gate and config.has_qkv_bias:
+        tensors |= {"gate_bias": spec((N, H), q)}
     return AttentionParams(**tensors)
 
 
@@ -137,6 +144,8 @@ def attend(
         implementation=inputs.implementation,
         mesh=inputs.mesh,
     )
+    if params.gate is not None:
+        attended = attended * jax.nn.sigmoid(linear(x, params.gate, params.gate_bias, inputs.num_tokens))
     return linear(attended, params.o, params.o_bias, inputs.num_tokens), pages
 
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinfer.config import CacheConfig
 from jaxinfer.model.batch import PADDING_SLOT, PADDING_TOKEN, Batch
 from jaxinfer.model.config import LayerStack, ModelConfig
+from jaxinfer.model.gated_delta_net import GatedDeltaNet, abstract_gated_delta_net
 from jaxinfer.model.latent_attention import LatentAttention
 from jaxinfer.model.rope import Rope, rotary_embedding, turning_angles
 from jaxinfer.model.state_space import StateSpace, abstract_state_space
@@ -81,6 +82,8 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
         page_size, dtype = cache_config.page_size, cache_config.dtype
         if isinstance(mixer, StateSpace):
             return abstract_state_space(mixer, num_pages)
+        if isinstance(mixer, GatedDeltaNet):
+            return abstract_gated_delta_net(mixer, num_pages)
         if isinstance(mixer, LatentAttention):
             return abstract_latents(num_pages, page_size, mixer.kv_lora_rank, mixer.qk_rope_head_dim, dtype)
         return abstract_pages(num_pages, page_size, mixer.num_kv_heads, mixer.head_dim, dtype, layout)

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from jaxinfer.model.attention import Attention
+from jaxinfer.model.gated_delta_net import GatedDeltaNet
 from jaxinfer.model.latent_attention import LatentAttention
 from jaxinfer.model.layers import Norm
 from jaxinfer.model.mlp import MLP
@@ -17,7 +18,8 @@ from jaxinfer.model.state_space import StateSpace
 from jaxinfer.validation import as_tuple, is_int, require, require_bool, require_int, require_positive
 
 RMS_NORM = Norm()
-Mixer = Attention | LatentAttention | StateSpace
+RecurrentMixer = StateSpace | GatedDeltaNet
+Mixer = Attention | LatentAttention | RecurrentMixer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ class Layer:
 
     @property
     def is_recurrent(self) -> bool:
-        return isinstance(self.mixer, StateSpace)
+        return isinstance(self.mixer, RecurrentMixer)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from jaxinfer.model.attention import Angles, AttentionInputs, AttentionParams, a
 from jaxinfer.model.batch import Batch, num_real_tokens
 from jaxinfer.model.cache import KVCache, Pool, layer_offset, write_tokens
 from jaxinfer.model.config import Layer, ModelConfig
+from jaxinfer.model.gated_delta_net import GatedDeltaNet, GatedDeltaNetParams, gated_delta_net
 from jaxinfer.model.latent_attention import LatentAttention, LatentAttentionParams, attend_to_latents
 from jaxinfer.model.layers import Norm, linear, product, rms_norm
 from jaxinfer.model.mlp import MLPParams, mlp
@@ -127,6 +128,10 @@ def run_layer(
         assert isinstance(params.mixer, StateSpaceParams)
         assert isinstance(pages, States)
         h, pages = state_space(params.mixer, pages, h, inputs, page_offset, config=layer.mixer, norm=layer.norm)
+    elif isinstance(layer.mixer, GatedDeltaNet):
+        assert isinstance(params.mixer, GatedDeltaNetParams)
+        assert isinstance(pages, States)
+        h, pages = gated_delta_net(params.mixer, pages, h, inputs, page_offset, config=layer.mixer, norm=layer.norm)
     elif isinstance(layer.mixer, LatentAttention):
         assert isinstance(params.mixer, LatentAttentionParams)
         assert isinstance(pages, LatentPages)

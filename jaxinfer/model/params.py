@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.model.attention import AttentionParams, declare_attention
 from jaxinfer.model.config import LayerStack, Mixer, ModelConfig
+from jaxinfer.model.gated_delta_net import GatedDeltaNet, GatedDeltaNetParams, declare_gated_delta_net
 from jaxinfer.model.latent_attention import LatentAttention, LatentAttentionParams, declare_latent_attention
 from jaxinfer.model.layers import MakeSpec, TensorSpec
 from jaxinfer.model.mlp import MLP, MLPParams, declare_mlp
@@ -21,7 +22,7 @@ from jaxinfer.model.moe import MoE, MoEParams, declare_moe
 from jaxinfer.model.state_space import StateSpace, StateSpaceParams, declare_state_space
 
 
-MixerParams = AttentionParams | LatentAttentionParams | StateSpaceParams
+MixerParams = AttentionParams | LatentAttentionParams | StateSpaceParams | GatedDeltaNetParams
 
 
 @struct.dataclass
@@ -104,6 +105,8 @@ def _declare_mixer(config: Mixer, hidden_size: int, spec: MakeSpec) -> MixerPara
         return declare_latent_attention(config, hidden_size, spec)
     if isinstance(config, StateSpace):
         return declare_state_space(config, hidden_size, spec)
+    if isinstance(config, GatedDeltaNet):
+        return declare_gated_delta_net(config, hidden_size, spec)
     return declare_attention(config, hidden_size, spec)
 
 

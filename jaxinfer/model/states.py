@@ -82,7 +82,7 @@ def convolve(
     x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     rows = token_rows(batch.cu_q_lens, T)
     index = jnp.arange(T) - batch.cu_q_lens[rows]  # of each token in its row
-    before = pool.at[slots.reads].get(mode="fill", fill_value=0)
+    before = _read(pool, slots.reads)
 
     def earlier(distance: int) -> jax.Array:
         """Returns the inputs f32[T, C] of the tokens that stand this far before each token."""
@@ -95,7 +95,7 @@ def convolve(
     y = jnp.zeros_like(x) if bias is None else jnp.broadcast_to(bias.astype(jnp.float32), x.shape)
     for place, taken in enumerate(inputs):
         y = y + rounded(taken * jnp.broadcast_to(weight[:, place], x.shape))
-    return y, pool.at[slots.writes].set(jnp.stack(inputs[1:], axis=1), mode="drop")
+    return y, _write(pool, slots.writes, jnp.stack(inputs[1:], axis=1))
 
 
 def advance_rows(step: TokenStep, tokens: Any, pool: jax.Array, slots: StateSlots) -> tuple[jax.Array, jax.Array]:
@@ -103,9 +103,8 @@ def advance_rows(step: TokenStep, tokens: Any, pool: jax.Array, slots: StateSlot
 
     `tokens` holds the numbers of each token, [B, ...].
     """
-    before = pool.at[slots.reads].get(mode="fill", fill_value=0)
-    after, y = step(before, tokens)
-    return y, pool.at[slots.writes].set(after, mode="drop")
+    after, y = step(_read(pool, slots.reads), tokens)
+    return y, _write(pool, slots.writes, after)
 
 
 def advance_tokens(
@@ -115,7 +114,7 @@ def advance_tokens(
 
     `tokens` holds the numbers of each token, [T, ...]; the outputs of padding are zeros.
     """
-    T, N = batch.tokens.shape[0], pool.shape[0]
+    T = batch.tokens.shape[0]
     rows = token_rows(batch.cu_q_lens, T)
     is_first = jnp.arange(T) == batch.cu_q_lens[rows]
 
@@ -128,19 +127,36 @@ def advance_tokens(
         )
         token = jax.tree.map(lambda numbers: jax.lax.dynamic_slice_in_dim(numbers, t, 1), tokens)
         state, own = step(state, token)
-        # A loop of one turn or none: a branch that writes would copy the pool.
-        pool = jax.lax.fori_loop(
-            0,
-            (slots.writes[t] < N).astype(jnp.int32),
-            lambda _, pool: jax.lax.dynamic_update_slice_in_dim(pool, state, slots.writes[t], axis=0),
-            pool,
-        )
+        pool = _write_one(pool, slots.writes[t], state)
         return pool, state, jax.lax.dynamic_update_slice_in_dim(y, own, t, axis=0)
 
     state = jnp.zeros((1, *pool.shape[1:]), jnp.float32)
     y = jnp.zeros((T, pool.shape[1], pool.shape[3]), jnp.float32)
     pool, _, y = jax.lax.fori_loop(0, num_tokens, advance, (pool, state, y))
     return y, pool
+
+
+def _read(pool: jax.Array, slots: jax.Array) -> jax.Array:
+    """Returns the content of slots i32[B], [B, ...]; zeros for padding."""
+    return pool.at[slots].get(mode="fill", fill_value=0)
+
+
+def _write(pool: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
+    """Returns the pool with [n, ...] in slots i32[n]; padding is dropped."""
+    if slots.shape[0] == 1:
+        return _write_one(pool, slots[0], new)
+    return pool.at[slots].set(new, mode="drop")
+
+
+def _write_one(pool: jax.Array, slot: jax.Array, new: jax.Array) -> jax.Array:
+    """Returns the pool with [1, ...] in a slot i32[], or as it is for padding."""
+    # A loop of one turn or none: the compiler of a CPU copies the pool for a branch, and for a scatter of one slot.
+    return jax.lax.fori_loop(
+        0,
+        (slot < pool.shape[0]).astype(jnp.int32),
+        lambda _, pool: jax.lax.dynamic_update_slice_in_dim(pool, new, slot, axis=0),
+        pool,
+    )
 
 
 def sum_keys(x: jax.Array) -> jax.Array:

@@ -23,6 +23,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "mamba2",
         {"n_groups": 6, "use_conv_bias": False, "conv_kernel": 7, "time_step_limit": (0.3, 0.8)},
     ),
+    "qwen3_next, delta nets, then attention, of experts": ("qwen3_next", {}),
+    "qwen3_next, dense layers among them, biases, other heads, tied": (
+        "qwen3_next",
+        {"mlp_only_layers": [1], "decoder_sparse_step": 2, "attention_bias": True, "tie_word_embeddings": True}
+        | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_value_head_dim": 14, "norm_topk_prob": False},
+    ),
+    "qwen3_next, layers in another order, no experts, a narrow convolution, half of each head rotated": (
+        "qwen3_next",
+        {"layer_types": ["full_attention", "linear_attention", "linear_attention"], "num_hidden_layers": 3}
+        | {"num_experts": 0, "linear_conv_kernel_dim": 2, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-2},
+    ),
 }
 NUM_GENERATED = 12
 
@@ -66,6 +77,10 @@ REFUSED = [
     ("mamba2", {"n_groups": 4}, "n_groups=4"),
     ("mamba2", {"conv_kernel": 1}, "conv_kernel=1"),
     ("mamba2", {"time_step_limit": [1.0, 0.0]}, r"time_step_limit=\[1.0, 0.0\]"),
+    ("qwen3_next", {"hidden_act": "relu"}, "hidden_act='relu'"),
+    ("qwen3_next", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+    ("qwen3_next", {"linear_num_key_heads": 3}, "linear_num_value_heads=4 is not a multiple of linear_num_key_heads=3"),
+    ("qwen3_next", {"rope_scaling": {"rope_type": "ntk_by_parts"}}, "rope_type='ntk_by_parts'"),
     ("mamba2", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
 ]
 

@@ -18,6 +18,7 @@ from jaxinfer.checkpoint.families import (
     olmo,
     phi3,
     qwen,
+    qwen3_next,
     qwen_moe,
     smollm3,
 )
@@ -47,6 +48,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_moe": qwen_moe.FAMILY_2,
     "qwen3": qwen.FAMILY_3,
     "qwen3_moe": qwen_moe.FAMILY_3,
+    "qwen3_next": qwen3_next.FAMILY,
     "smollm3": smollm3.FAMILY,
 }
 
