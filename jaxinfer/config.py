@@ -28,13 +28,15 @@ class CacheConfig:
     """The page pools: `num_pages` pages of `page_size` token slots for every layer, in `dtype` (a numpy dtype name).
 
     `num_bounded_pages`: pages of each of `ModelConfig.page_kinds` but the first. Without them every kind has
-    `num_pages`, and a request has pages of the same ids in all kinds.
+    `num_pages`, and a request has pages of the same ids in all kinds. `num_draft_states`: further states of each
+    recurrent layer, for the tokens of a step that verifies drafts.
     """
 
     num_pages: int
     page_size: int = 128
     dtype: str = "float32"
     num_bounded_pages: tuple[int, ...] = ()
+    num_draft_states: int = 0
 
     def __post_init__(self) -> None:
         require_int("num_pages", self.num_pages, 1)
@@ -47,6 +49,7 @@ class CacheConfig:
         require_name("dtype", self.dtype, CACHE_DTYPES)
         for num_pages in as_tuple("num_bounded_pages", self.num_bounded_pages, "several numbers of pages"):
             require_int("num_bounded_pages", num_pages, 1)
+        require_int("num_draft_states", self.num_draft_states, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

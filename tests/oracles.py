@@ -26,6 +26,7 @@ CONFIGS = {
     "granitemoe": transformers.GraniteMoeConfig,
     "granitemoeshared": transformers.GraniteMoeSharedConfig,
     "llama": transformers.LlamaConfig,
+    "mamba2": transformers.Mamba2Config,
     "mistral": transformers.MistralConfig,
     "mixtral": transformers.MixtralConfig,
     "olmo2": transformers.Olmo2Config,
@@ -35,6 +36,7 @@ CONFIGS = {
     "qwen2_moe": transformers.Qwen2MoeConfig,
     "qwen3": transformers.Qwen3Config,
     "qwen3_moe": transformers.Qwen3MoeConfig,
+    "qwen3_next": transformers.Qwen3NextConfig,
     "smollm3": transformers.SmolLM3Config,
 }
 SIZES = {
@@ -63,6 +65,14 @@ LATENT: dict[str, Any] = {
     "n_group": 4,
     "topk_group": 2,
 }
+STATE_SPACE: dict[str, Any] = {
+    "num_heads": 6,
+    "head_dim": 10,
+    "hidden_size": 30,
+    "n_groups": 2,
+    "state_size": 12,
+    "chunk_size": 16,
+}
 FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5, **LATENT, **MOE, **NO_IDS},
     "deepseek_v3": {**LATENT, **MOE, **NO_IDS},
@@ -82,6 +92,7 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 4.0, **NO_IDS},
     "granitemoe": {"embedding_multiplier": 3.0, "num_local_experts": 6, "num_experts_per_tok": 3, **NO_IDS},
     "granitemoeshared": {"shared_intermediate_size": 28, "num_local_experts": 4, **NO_IDS},
+    "mamba2": {**STATE_SPACE, **NO_IDS},
     "mixtral": {"num_local_experts": 5, **NO_IDS},
     "olmo2": NO_IDS,
     "olmo3": {"sliding_window": 9, **NO_IDS},
@@ -89,6 +100,18 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_experts": 6, "shared_expert_intermediate_size": 28, **MOE, **NO_IDS},
     "qwen3": {"head_dim": 12},
     "qwen3_moe": {"head_dim": 12, "num_local_experts": 6, **MOE, **NO_IDS},
+    "qwen3_next": {
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "linear_key_head_dim": 10,
+        "linear_value_head_dim": 6,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "num_experts": 6,
+        "shared_expert_intermediate_size": 28,
+        **MOE,
+        **NO_IDS,
+    },
     "smollm3": NO_IDS,
 }
 
@@ -119,7 +142,9 @@ def save_random_checkpoint(
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape)
             if name.endswith("norm.weight"):
-                parameter.copy_(1 + 0.3 * noise)
+                # Qwen3-Next's are offsets from 1, but that of its delta nets.
+                is_offset = family == "qwen3_next" and "linear_attn" not in name
+                parameter.copy_((0 if is_offset else 1) + 0.3 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.3 * noise)
             else:

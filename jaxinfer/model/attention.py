@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxinfer.model.batch import Batch
 from jaxinfer.model.layers import MakeSpec, Norm, TensorSpec, linear, rms_norm
 from jaxinfer.model.rope import Rope, require_pairs, rotary_embedding
+from jaxinfer.model.states import StateSlots
 from jaxinfer.validation import require, require_bool, require_int, require_positive
 from kernels_pallas.paged_attention import Pages, paged_attention
 
@@ -32,6 +33,7 @@ class Attention:
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     qk_norm: str | None = None  # of queries and keys before rotation: "head", over each head, or "all", over all heads
+    has_gate: bool = False  # multiplies each head's output by a sigmoid of the token's state
     has_sinks: bool = False  # a learned score per head that takes part in the softmax without a value
 
     def __post_init__(self) -> None:
@@ -46,7 +48,7 @@ class Attention:
         for name in ("scale", "softcap"):
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name))
-        for name in ("has_qkv_bias", "has_output_bias", "has_sinks"):
+        for name in ("has_qkv_bias", "has_output_bias", "has_gate", "has_sinks"):
             require_bool(name, getattr(self, name))
         is_name = isinstance(self.qk_norm, str) and self.qk_norm in ("head", "all")
         require(self.qk_norm is None or is_name, "qk_norm", self.qk_norm, "'head', 'all' or None")
@@ -67,11 +69,13 @@ class AttentionParams:
     q_norm: Any = None  # [n, H], or [n, N, H] over all heads
     k_norm: Any = None  # [n, H], or [n, K, H]
     sinks: Any = None  # [n, N]
+    gate: Any = None  # [n, N, H, D]
+    gate_bias: Any = None  # [n, N, H]
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What attention needs of a step beside hidden states; the same in all layers."""
+    """What a mixer needs of a step beside hidden states; the same in all layers."""
 
     batch: Batch
     num_tokens: jax.Array  # i32[]  tokens that are not padding
@@ -79,6 +83,7 @@ class AttentionInputs:
     tree_mask: jax.Array | None = None
     implementation: str | None = None
     mesh: Mesh | None = None
+    states: StateSlots | None = None  # if the model has a recurrent mixer
 
 
 def declare_attention(config: Attention, hidden_size: int, spec: MakeSpec) -> AttentionParams:
@@ -101,6 +106,10 @@ def declare_attention(config: Attention, hidden_size: int, spec: MakeSpec) -> At
         tensors |= {"q_norm": spec((N, H), q, None), "k_norm": spec((K, H), kv, None)}
     if config.has_sinks:
         tensors |= {"sinks": spec((N,), ("heads",))}
+    if config.has_gate:
+        tensors |= {"gate": spec((N, H, D), (*q, "embed"))}
+    if config.has_gate and config.has_qkv_bias:
+        tensors |= {"gate_bias": spec((N, H), q)}
     return AttentionParams(**tensors)
 
 
@@ -135,6 +144,8 @@ def attend(
         implementation=inputs.implementation,
         mesh=inputs.mesh,
     )
+    if params.gate is not None:
+        attended = attended * jax.nn.sigmoid(linear(x, params.gate, params.gate_bias, inputs.num_tokens))
     return linear(attended, params.o, params.o_bias, inputs.num_tokens), pages
 
 

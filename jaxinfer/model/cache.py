@@ -14,8 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinfer.config import CacheConfig
 from jaxinfer.model.batch import PADDING_SLOT, PADDING_TOKEN, Batch
 from jaxinfer.model.config import LayerStack, ModelConfig
+from jaxinfer.model.gated_delta_net import GatedDeltaNet, abstract_gated_delta_net
 from jaxinfer.model.latent_attention import LatentAttention
 from jaxinfer.model.rope import Rope, rotary_embedding, turning_angles
+from jaxinfer.model.state_space import StateSpace, abstract_state_space
+from jaxinfer.model.states import States
 from jaxinfer.validation import require, require_name
 from kernels_pallas.latent_attention import LatentPages, abstract_latents, map_rotary_keys, move_latents
 from kernels_pallas.paged_attention import (
@@ -34,8 +37,8 @@ from kernels_pallas.paged_attention.shapes import token_rows
 # Slots of a pool are counted in int32, and padding is written just past the last.
 MAX_SLOTS = 2**31 - 1
 
-# The pages of a stack of layers: of keys and values, or of latents, as its mixer needs.
-Pool = Pages | LatentPages
+# The pages of a stack of layers: of keys and values, of latents, or of states, as its mixer needs; None without one.
+Pool = Pages | LatentPages | States | None
 
 
 @struct.dataclass
@@ -74,7 +77,10 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
 
     def pool(stack: LayerStack, kind: int) -> Pool:
         num_layers, mixer = stack.num_layers, stack.layer.mixer
+        if mixer is None:
+            return None
         per_layer = (cache_config.num_pages, *num_bounded)[kind]
+        per_layer += cache_config.num_draft_states if stack.layer.is_recurrent else 0
         num_pages = num_layers * per_layer
         if num_pages * cache_config.page_size > MAX_SLOTS:
             raise ValueError(
@@ -82,6 +88,10 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
                 f" slots than a group may have ({MAX_SLOTS}); use fewer pages or smaller layer_groups"
             )
         page_size, dtype = cache_config.page_size, cache_config.dtype
+        if isinstance(mixer, StateSpace):
+            return abstract_state_space(mixer, num_pages)
+        if isinstance(mixer, GatedDeltaNet):
+            return abstract_gated_delta_net(mixer, num_pages)
         if isinstance(mixer, LatentAttention):
             return abstract_latents(num_pages, page_size, mixer.kv_lora_rank, mixer.qk_rope_head_dim, dtype)
         return abstract_pages(num_pages, page_size, mixer.num_kv_heads, mixer.head_dim, dtype, layout)
@@ -93,20 +103,23 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
 def cache_shardings(cache: KVCache, mesh: Mesh) -> KVCache:
     """Returns a `NamedSharding` per array: KV heads over the mesh's HEADS_AXIS, the others on every device."""
     specs = KVCache(pools=tuple(map(_pool_specs, cache.pools)), tokens=PartitionSpec())
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
 
 
 def _pool_specs(pool: Pool) -> Pool:
-    if isinstance(pool, LatentPages):  # every query head reads all of it
-        return replace(pool, array=PartitionSpec())
+    if not isinstance(pool, Pages):  # every query head reads all latents, and recurrent layers are not split
+        return jax.tree.map(lambda _: PartitionSpec(), pool)
     return head_specs(pool, HEADS_AXIS)
 
 
 def page_bytes(
     config: ModelConfig, cache_config: CacheConfig, layout: str | None = None, *, kind: int | None = None
 ) -> int:
-    """Returns the bytes of one page: keys and values, or latents, and token ids; of all layers or those of a kind."""
-    one_page = abstract_cache(config, replace(cache_config, num_pages=1, num_bounded_pages=()), layout)
+    """Returns the bytes of one page: keys and values, latents or a state, and token ids; of all layers or those of a kind."""
+    one_page = abstract_cache(
+        config, replace(cache_config, num_pages=1, num_bounded_pages=(), num_draft_states=0), layout
+    )
     arrays = jax.tree.leaves(_part_of(one_page, config, kind))
     return sum(math.prod(array.shape) * jnp.dtype(array.dtype).itemsize for array in arrays)
 
@@ -121,7 +134,7 @@ def _part_of(cache: KVCache, config: ModelConfig, kind: int | None) -> KVCache:
 
 def layer_offset(pages: Pool, index: Any, num_layers: int) -> Any:
     """Returns the index of the first page of layer `index` in its group's pool."""
-    return index * (pages.num_pages // num_layers)
+    return 0 if pages is None else index * (pages.num_pages // num_layers)
 
 
 def write_tokens(cache: KVCache, batch: Batch) -> jax.Array:
@@ -144,16 +157,23 @@ def move_tokens(
 ) -> KVCache:
     """Returns the cache with the slot of each token of a batch where `is_moved` given the content of another's slot.
 
-    sources i32[T]: index in the batch of that other token. All slots are read before any is written.
+    sources i32[T]: index in the batch of that other token. All slots are read before any is written. States stay: a
+    page has one for all its slots.
     """
     page_size = cache.tokens.shape[1]
 
     def moved(pool: Pool, num_layers: int, slots: jax.Array) -> Pool:
+        if pool is None or isinstance(pool, States):
+            return pool
         from_slots = jnp.where(is_moved, slots[sources], 0)
 
-        def in_layer(layer: Any, pool: Pool) -> Pool:
-            offset = layer * (pool.num_pages // num_layers) * page_size
-            return _move_slots(pool, from_slots + offset, jnp.where(is_moved, slots + offset, PADDING_SLOT))
+        per_layer = pool.num_pages // num_layers * page_size
+
+        def in_layer(layer: Any, pool: Any) -> Any:
+            offset = layer * per_layer
+            targets = jnp.where(is_moved, slots + offset, PADDING_SLOT)
+            move = move_latents if isinstance(pool, LatentPages) else move_slots
+            return move(pool, from_slots + offset, targets)
 
         return jax.lax.fori_loop(0, num_layers, in_layer, pool)
 
@@ -175,12 +195,6 @@ def slots_of_kind(batch: Batch, kind: int, page_size: int) -> jax.Array:
     places = batch.kv_lens[rows] - batch.cu_q_lens[rows + 1] + jnp.arange(batch.tokens.shape[0])
     slots = batch.tables_of(kind)[rows, places // page_size] * page_size + places % page_size
     return jnp.where(batch.slot_mapping < PADDING_SLOT, slots, PADDING_SLOT)
-
-
-def _move_slots(pool: Pool, sources: jax.Array, targets: jax.Array) -> Pool:
-    if isinstance(pool, LatentPages):
-        return move_latents(pool, sources, targets)
-    return move_slots(pool, sources, targets)
 
 
 def extract_pages(cache: KVCache, page_ids: Any, *, config: ModelConfig, kind: int | None = None) -> PageBundle:
@@ -225,12 +239,12 @@ def turn_pages(cache: KVCache, sources: Any, targets: Any, num_positions: Any, *
     """Returns the cache with pages i32[W] copied to others, their keys rotated to `num_positions` i32[] later."""
     bundle = extract_pages(cache, sources, config=config)
     pairs = zip(bundle.pools, config.stacks, strict=True)
-    rotated = tuple(_turned(pages, stack.layer.mixer.rope, num_positions) for pages, stack in pairs)
+    rotated = tuple(_turned(pages, stack.layer.rope, num_positions) for pages, stack in pairs)
     return insert_pages(cache, targets, replace(bundle, pools=rotated), config=config)
 
 
 def _turned(pages: Pool, rope: Rope | None, num_positions: Any) -> Pool:
-    if rope is None:
+    if rope is None or pages is None or isinstance(pages, States):
         return pages
     angles = turning_angles(jnp.asarray(num_positions)[None], rope)
 
@@ -242,6 +256,8 @@ def _turned(pages: Pool, rope: Rope | None, num_positions: Any) -> Pool:
 
 def _in_layers(page_ids: Any, pool: Pool, num_layers: int) -> Any:
     """Returns the indices of pages i32[W] in a pool of n layers, i32[n * W]; ids past the pool stay past it."""
+    if pool is None:
+        return page_ids
     per_layer = pool.num_pages // num_layers
     offsets = jnp.arange(num_layers, dtype=jnp.int32)[:, None] * per_layer
     # Past the last page of its layer an id would be another layer's page.

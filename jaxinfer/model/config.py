@@ -8,35 +8,58 @@ from functools import cached_property
 from typing import NamedTuple
 
 from jaxinfer.model.attention import Attention
+from jaxinfer.model.gated_delta_net import GatedDeltaNet
 from jaxinfer.model.latent_attention import LatentAttention
 from jaxinfer.model.layers import Norm
 from jaxinfer.model.mlp import MLP
 from jaxinfer.model.moe import MoE
 from jaxinfer.model.rope import Rope, RopeScaling, require_pairs
+from jaxinfer.model.state_space import StateSpace
 from jaxinfer.validation import as_tuple, is_int, require, require_bool, require_int, require_positive
 
 RMS_NORM = Norm()
+RecurrentMixer = StateSpace | GatedDeltaNet
+Mixer = Attention | LatentAttention | RecurrentMixer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer: x + mixer(norm(x)), then x + feed_forward(norm(x)), with the norms that the family has."""
+    """One layer: x + mixer(norm(x)), then x + feed_forward(norm(x)), with the norms that the family has.
 
-    mixer: Attention | LatentAttention
-    feed_forward: MLP | MoE
+    One of the two halves may be None, and is left out.
+    """
+
+    mixer: Mixer | None
+    feed_forward: MLP | MoE | None
     norm: Norm = RMS_NORM
     has_pre_norms: bool = True  # of the inputs of mixer and feed_forward
     has_post_norms: bool = False  # of their outputs
     residual_scale: float = 1.0  # multiplies their outputs
 
     def __post_init__(self) -> None:
-        is_mixer = isinstance(self.mixer, Attention | LatentAttention)
-        require(is_mixer, "mixer", self.mixer, "an Attention or LatentAttention")
-        require(isinstance(self.feed_forward, MLP | MoE), "feed_forward", self.feed_forward, "an MLP or MoE")
+        is_mixer = self.mixer is None or isinstance(self.mixer, Mixer)
+        require(is_mixer, "mixer", self.mixer, "an attention, a recurrent layer or None")
+        is_feed_forward = isinstance(self.feed_forward, MLP | MoE)
+        is_right = is_feed_forward or (self.feed_forward is None and self.mixer is not None)
+        require(is_right, "feed_forward", self.feed_forward, "an MLP or MoE, or None beside a mixer")
         require(isinstance(self.norm, Norm), "norm", self.norm, "a Norm")
         for name in ("has_pre_norms", "has_post_norms"):
             require_bool(name, getattr(self, name))
         require_positive("residual_scale", self.residual_scale)
+
+    @property
+    def rope(self) -> Rope | None:
+        """The rotary embedding of the mixer, if it has one."""
+        return None if self.mixer is None else self.mixer.rope
+
+    @property
+    def window(self) -> int | None:
+        """The most tokens that the mixer's output depends on; None if on all."""
+        return None if self.mixer is None else self.mixer.window
+
+    @property
+    def is_recurrent(self) -> bool:
+        return isinstance(self.mixer, RecurrentMixer)
 
 
 @dataclass(frozen=True)
@@ -52,6 +75,7 @@ class PageKind:
     """What a layer keeps of a request, and for how long. Each kind has its own pool, and a block table per request."""
 
     window: int | None = None  # the last tokens whose pages are kept; None: all
+    is_state: bool = False  # the recurrent state after the last token
 
 
 class LayerStack(NamedTuple):
@@ -105,6 +129,11 @@ class ModelConfig:
         """All layers in the order in which a token passes them."""
         return tuple(layer for group in self.groups for _ in range(group.repeats) for layer in group.layers)
 
+    @cached_property
+    def is_recurrent(self) -> bool:
+        """True if some layer keeps a state instead of keys and values."""
+        return any(layer.is_recurrent for layer in self.layers)
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)
@@ -127,26 +156,32 @@ class ModelConfig:
     @cached_property
     def page_kinds(self) -> tuple[PageKind, ...]:
         """The kinds of pages of the stacks. If there are several, the first keeps all tokens, the others fewer."""
-        kinds = set(map(_page_kind, self.stacks))
-        if len(kinds) == 1:
+        kinds = {_page_kind(layer) for layer, _ in self.stacks if layer.mixer is not None}
+        if len(kinds) == 1 and not self.is_recurrent:
             return tuple(kinds)
-        return PageKind(), *sorted(kinds - {PageKind()}, key=lambda kind: kind.window or 0)
+        return PageKind(), *sorted(kinds - {PageKind()}, key=lambda kind: (kind.is_state, kind.window))
 
     @cached_property
     def kinds_of_stacks(self) -> tuple[int, ...]:
-        """The index in `page_kinds` of each stack's kind."""
-        return tuple(self.page_kinds.index(_page_kind(stack)) for stack in self.stacks)
+        """The index in `page_kinds` of each stack's kind; 0 for layers without a mixer, which keep nothing."""
+        kinds = self.page_kinds
+        return tuple(0 if layer.mixer is None else kinds.index(_page_kind(layer)) for layer, _ in self.stacks)
+
+    @cached_property
+    def state_kind(self) -> int:
+        """The index in `page_kinds` of recurrent states, of a model that has them."""
+        return self.page_kinds.index(PageKind(is_state=True))
 
     @cached_property
     def sliding_window(self) -> int | None:
         """The most tokens that a token attends to in any layer, itself included; None if some layer sees all."""
-        windows = [layer.mixer.window for layer in self.layers]
+        windows = [layer.window for layer in self.layers]
         return None if None in windows else max(window for window in windows if window is not None)
 
     @cached_property
     def smallest_window(self) -> int | None:
         """The fewest tokens that a token attends to in any layer, itself included; None if every layer sees all."""
-        return min((layer.mixer.window for layer in self.layers if layer.mixer.window is not None), default=None)
+        return min((layer.window for layer in self.layers if layer.window is not None), default=None)
 
     def regrouped(self, layer_groups: Sequence[int]) -> ModelConfig:
         """Returns the same model with groups of these numbers of layers.
@@ -164,8 +199,8 @@ class ModelConfig:
         return replace(self, groups=tuple(groups))
 
 
-def _page_kind(stack: LayerStack) -> PageKind:
-    return PageKind(window=stack.layer.mixer.window)
+def _page_kind(layer: Layer) -> PageKind:
+    return PageKind(is_state=True) if layer.is_recurrent else PageKind(window=layer.window)
 
 
 def _are_layers(layers: tuple[Layer, ...]) -> bool:

@@ -13,12 +13,15 @@ from jaxinfer.model.attention import Angles, AttentionInputs, AttentionParams, a
 from jaxinfer.model.batch import Batch, num_real_tokens
 from jaxinfer.model.cache import KVCache, Pool, layer_offset, write_tokens
 from jaxinfer.model.config import Layer, ModelConfig
+from jaxinfer.model.gated_delta_net import GatedDeltaNet, GatedDeltaNetParams, gated_delta_net
 from jaxinfer.model.latent_attention import LatentAttention, LatentAttentionParams, attend_to_latents
 from jaxinfer.model.layers import Norm, linear, product, rms_norm
 from jaxinfer.model.mlp import MLPParams, mlp
 from jaxinfer.model.moe import MoE, MoEParams, moe
 from jaxinfer.model.params import LayerParams, Params
 from jaxinfer.model.rope import Rope, rotary_angles
+from jaxinfer.model.state_space import StateSpace, StateSpaceParams, state_space
+from jaxinfer.model.states import States, StateSlots, state_slots
 from kernels_pallas.latent_attention import LatentPages
 from kernels_pallas.paged_attention import Pages
 from kernels_pallas.row_products import rounded
@@ -32,20 +35,26 @@ def forward(
     config: ModelConfig,
     q_len: int | None = None,
     tree_mask: jax.Array | None = None,
+    states: StateSlots | None = None,
     implementation: str | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Runs the batch's tokens through all layers, appending them with their keys and values to the cache.
 
     Returns the hidden states [T, D] after the final norm, and the cache. `q_len` and `tree_mask` are as for
-    `paged_attention`. `implementation` names a paged-attention kernel, None takes the best. `mesh`: the mesh that
+    `paged_attention`. `states` are the slots that recurrent layers read and write, None those of the batch's pages.
+    `implementation` names a paged-attention kernel, None takes the best. `mesh`: the mesh that
     parameters and cache are split over, if any.
     """
     x = embed(params, batch.tokens, config=config)
-    ropes = {layer.mixer.rope for layer, _ in config.stacks if layer.mixer.rope is not None}
+    ropes = {layer.rope for layer, _ in config.stacks if layer.rope is not None}
     angles: dict[Rope | None, Angles] = {rope: rotary_angles(batch.positions, rope) for rope in ropes}
+    if config.is_recurrent and tree_mask is not None:
+        raise NotImplementedError("a tree of drafts needs a state per branch; verify chains of drafts instead")
     statics = {"q_len": q_len, "implementation": implementation, "mesh": mesh}
     batches = [replace(batch, block_tables=batch.tables_of(kind)) for kind in range(len(config.page_kinds))]
+    if config.is_recurrent and states is None:
+        states = state_slots(batches[config.state_kind], cache.tokens.shape[1])
     pools, first = [], 0
     for group in config.groups:
         places = slice(first, first + len(group.layers))
@@ -54,8 +63,9 @@ def forward(
             cache.pools[places],
             tuple(batches[kind] for kind in config.kinds_of_stacks[places]),
             x,
-            tuple(angles.get(layer.mixer.rope) for layer in group.layers),
+            tuple(angles.get(layer.rope) for layer in group.layers),
             tree_mask,
+            states,
             layers=group.layers,
             repeats=group.repeats,
             **statics,
@@ -80,6 +90,7 @@ def _run_group(
     x: jax.Array,
     angles: tuple[Angles | None, ...],
     tree_mask: jax.Array | None,
+    states: StateSlots | None,
     *,
     layers: tuple[Layer, ...],
     repeats: int,
@@ -88,7 +99,7 @@ def _run_group(
     mesh: Mesh | None,
 ) -> tuple[jax.Array, tuple[Pool, ...]]:
     num_tokens = num_real_tokens(batches[0])
-    inputs = [AttentionInputs(batch, num_tokens, q_len, tree_mask, implementation, mesh) for batch in batches]
+    inputs = [AttentionInputs(batch, num_tokens, q_len, tree_mask, implementation, mesh, states) for batch in batches]
 
     def run_pattern(carry, scanned):
         x, pools = carry
@@ -117,8 +128,18 @@ def run_layer(
     layer: Layer,
 ) -> tuple[jax.Array, Pool]:
     """Returns the states [T, D] after one layer for x [T, D], and the layer's pages."""
+    if layer.mixer is None:
+        return feed_forward(params, x, inputs.num_tokens, layer=layer), pages
     h = _normed(x, params.mixer_norm, layer.norm)
-    if isinstance(layer.mixer, LatentAttention):
+    if isinstance(layer.mixer, StateSpace):
+        assert isinstance(params.mixer, StateSpaceParams)
+        assert isinstance(pages, States)
+        h, pages = state_space(params.mixer, pages, h, inputs, page_offset, config=layer.mixer, norm=layer.norm)
+    elif isinstance(layer.mixer, GatedDeltaNet):
+        assert isinstance(params.mixer, GatedDeltaNetParams)
+        assert isinstance(pages, States)
+        h, pages = gated_delta_net(params.mixer, pages, h, inputs, page_offset, config=layer.mixer, norm=layer.norm)
+    elif isinstance(layer.mixer, LatentAttention):
         assert isinstance(params.mixer, LatentAttentionParams)
         assert isinstance(pages, LatentPages)
         h, pages = attend_to_latents(params.mixer, pages, h, inputs, angles, page_offset, config=layer.mixer)
@@ -131,7 +152,9 @@ def run_layer(
 
 
 def feed_forward(params: LayerParams, x: jax.Array, num_tokens: jax.Array, *, layer: Layer) -> jax.Array:
-    """Returns the states [T, D] after the second half of a layer for x [T, D]."""
+    """Returns the states [T, D] after the second half of a layer for x [T, D]; x itself if there is none."""
+    if layer.feed_forward is None:
+        return x
     h = _normed(x, params.feed_forward_norm, layer.norm)
     if isinstance(layer.feed_forward, MoE):
         assert isinstance(params.feed_forward, MoEParams)

@@ -12,20 +12,24 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.model.attention import Attention, AttentionParams, declare_attention
-from jaxinfer.model.config import LayerStack, ModelConfig
+from jaxinfer.model.attention import AttentionParams, declare_attention
+from jaxinfer.model.config import LayerStack, Mixer, ModelConfig
+from jaxinfer.model.gated_delta_net import GatedDeltaNet, GatedDeltaNetParams, declare_gated_delta_net
 from jaxinfer.model.latent_attention import LatentAttention, LatentAttentionParams, declare_latent_attention
 from jaxinfer.model.layers import MakeSpec, TensorSpec
 from jaxinfer.model.mlp import MLP, MLPParams, declare_mlp
 from jaxinfer.model.moe import MoE, MoEParams, declare_moe
+from jaxinfer.model.state_space import StateSpace, StateSpaceParams, declare_state_space
+
+MixerParams = AttentionParams | LatentAttentionParams | StateSpaceParams | GatedDeltaNetParams
 
 
 @struct.dataclass
 class LayerParams:
     """A stack of n equal layers, each tensor stacked on its first axis."""
 
-    mixer: AttentionParams | LatentAttentionParams
-    feed_forward: MLPParams | MoEParams
+    mixer: MixerParams | None
+    feed_forward: MLPParams | MoEParams | None
     mixer_norm: Any = None  # [n, D]  before the mixer
     mixer_post_norm: Any = None  # [n, D]  after the mixer
     feed_forward_norm: Any = None  # [n, D]
@@ -84,21 +88,26 @@ def _declare_stack(stack: LayerStack, hidden_size: int) -> LayerParams:
 
     norm = spec((hidden_size,), ("embed",), None)
     pre, post = norm if layer.has_pre_norms else None, norm if layer.has_post_norms else None
+    has_mixer, has_feed_forward = layer.mixer is not None, layer.feed_forward is not None
     return LayerParams(
-        mixer=_declare_mixer(layer.mixer, hidden_size, spec),
-        feed_forward=_declare_feed_forward(layer.feed_forward, hidden_size, spec),
-        mixer_norm=pre,
-        mixer_post_norm=post,
-        feed_forward_norm=pre,
-        feed_forward_post_norm=post,
+        mixer=_declare_mixer(layer.mixer, hidden_size, spec) if layer.mixer is not None else None,
+        feed_forward=_declare_feed_forward(layer.feed_forward, hidden_size, spec)
+        if layer.feed_forward is not None
+        else None,
+        mixer_norm=pre if has_mixer else None,
+        mixer_post_norm=post if has_mixer else None,
+        feed_forward_norm=pre if has_feed_forward else None,
+        feed_forward_post_norm=post if has_feed_forward else None,
     )
 
 
-def _declare_mixer(
-    config: Attention | LatentAttention, hidden_size: int, spec: MakeSpec
-) -> AttentionParams | LatentAttentionParams:
+def _declare_mixer(config: Mixer, hidden_size: int, spec: MakeSpec) -> MixerParams:
     if isinstance(config, LatentAttention):
         return declare_latent_attention(config, hidden_size, spec)
+    if isinstance(config, StateSpace):
+        return declare_state_space(config, hidden_size, spec)
+    if isinstance(config, GatedDeltaNet):
+        return declare_gated_delta_net(config, hidden_size, spec)
     return declare_attention(config, hidden_size, spec)
 
 

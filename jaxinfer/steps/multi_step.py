@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxinfer.model.batch import PADDING_TOKEN, Batch, StepOutput, VerifyOutput, next_batch, padded
+from jaxinfer.model.batch import PADDING_SLOT, PADDING_TOKEN, Batch, StepOutput, VerifyOutput, next_batch, padded
 from jaxinfer.model.cache import KVCache
 
 # One decode step: (cache, batch) -> (output, cache).
@@ -72,14 +72,16 @@ def run_loop(decode: DecodeStep, cache: KVCache, batch: Batch, loop: LoopBatch, 
         is_stop = (drawn.tokens[:, None] == loop.stop_token_ids).any(axis=1) | (drawn.tokens < 0)
         is_running = now.is_running & ~is_stop & (num_emitted < loop.max_tokens)
         has_stopped = (now.is_running & ~is_running).any()
+        batch = next_batch(
+            now.batch,
+            jnp.where(is_running, drawn.tokens, now.batch.tokens),
+            now.batch.kv_lens + is_running.astype(jnp.int32),
+            page_size,
+        )
         return _Progress(
             step=now.step + 1,
-            batch=next_batch(
-                now.batch,
-                jnp.where(is_running, drawn.tokens, now.batch.tokens),
-                now.batch.kv_lens + is_running.astype(jnp.int32),
-                page_size,
-            ),
+            # Keys and values would be the same again, but a state would see the token twice.
+            batch=replace(batch, slot_mapping=jnp.where(is_running, batch.slot_mapping, PADDING_SLOT)),
             cache=cache,
             output=replace(_entered(now.output, drawn, now.step), num_emitted=num_emitted),
             is_running=is_running,

@@ -26,7 +26,15 @@ from jaxinfer.sampling.prompt_log_probs import PromptBatch, describe_prompt
 from jaxinfer.sampling.sample import describe, sample
 from jaxinfer.steps.multi_step import LoopBatch, run_loop
 from jaxinfer.steps.trees import along_paths, keep_paths, make_trees, stand_in_trees, tree_mask
-from jaxinfer.steps.verify import batch_of_ends, emit, ends_of_drafts, ends_of_tokens, sampling_of_ends
+from jaxinfer.steps.verify import (
+    batch_of_ends,
+    draft_state_slots,
+    emit,
+    ends_of_drafts,
+    ends_of_tokens,
+    keep_states,
+    sampling_of_ends,
+)
 from jaxinfer.validation import require, require_int
 
 Output = TypeVar("Output", StepOutput, VerifyOutput)
@@ -140,17 +148,21 @@ def verify_step(
     mask = None if trees is None else tree_mask(trees)
     statics = {"config": config, "implementation": implementation, "mesh": mesh}
     row_len = q_len if num_drafts is None else None  # rows that prefill may be longer
-    hidden, cache = forward(params, cache, batch, tree_mask=mask, q_len=row_len, **statics)
     if num_drafts is None:
         ends = ends_of_tokens(batch)
     else:
         ends = ends_of_drafts(batch, num_drafts, sampling.processors.allowed_bits.shape[0])
+    states = draft_state_slots(cache, batch, ends, config=config) if config.is_recurrent else None
+    hidden, cache = forward(params, cache, batch, tree_mask=mask, q_len=row_len, states=states, **statics)
     rows = batch_of_ends(batch, ends), sampling_of_ends(sampling, ends)
     draw = functools.partial(_finish, params, cache, hidden[ends.places], *rows, max_log_probs, custom)
     if trees is not None:
         drawn = draw(lambda context: along_paths(context, batch, trees))
         return keep_paths(drawn, cache, batch, trees, hidden, config=config)
-    return replace(_unless_awaiting(sampling, lambda: emit(draw(), batch, ends, q_len)), hidden=hidden), cache
+    output = _unless_awaiting(sampling, lambda: emit(draw(), batch, ends, q_len))
+    if config.is_recurrent:
+        cache = keep_states(cache, batch, ends, output.num_emitted, config=config)
+    return replace(output, hidden=hidden), cache
 
 
 @functools.partial(jax.jit, static_argnames=("num_steps", "max_log_probs", *_STATICS), donate_argnames="cache")

@@ -14,13 +14,17 @@ rejection rule has 1 - d; d is the total variation between the two models (Dalir
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput, num_evicted_tokens
+from jaxinfer.model.batch import PADDING_SLOT, Batch, StepOutput, VerifyOutput, num_evicted_tokens
+from jaxinfer.model.cache import KVCache
+from jaxinfer.model.config import ModelConfig
+from jaxinfer.model.states import States, StateSlots, move_states, state_slots
 from jaxinfer.sampling.batch import SamplingBatch
 from kernels_pallas.paged_attention.shapes import token_rows
 
@@ -75,6 +79,44 @@ def batch_of_ends(batch: Batch, ends: Ends) -> Batch:
         kv_lens=jnp.where(ends.is_real, positions + 1 - num_evicted_tokens(batch)[ends.rows], 0),
         block_tables=batch.block_tables[ends.rows],
     )
+
+
+def draft_state_slots(cache: KVCache, batch: Batch, ends: Ends, *, config: ModelConfig) -> StateSlots:
+    """Returns the slots of states in a step that verifies drafts.
+
+    The state after each end goes to a slot of its own at the end of the pool: which of them is needed is known once all
+    layers are computed. Raises ValueError if `CacheConfig.num_draft_states` is less than the number of ends.
+    """
+    in_pages = replace(batch, block_tables=batch.tables_of(config.state_kind))
+    slots, T = state_slots(in_pages, cache.tokens.shape[1]), batch.tokens.shape[0]
+    places = jnp.where(ends.is_real, ends.places, T)
+    return replace(slots, writes=slots.writes.at[places].set(_draft_slots(cache, ends, config), mode="drop"))
+
+
+def keep_states(cache: KVCache, batch: Batch, ends: Ends, num_emitted: jax.Array, *, config: ModelConfig) -> KVCache:
+    """Returns the cache with the states after the accepted drafts in the slots of their pages.
+
+    num_emitted i32[B]: the tokens that each row emits, one more than its accepted drafts.
+    """
+    S, index = cache.tokens.shape[1], jnp.arange(ends.places.shape[0]) - ends.firsts[ends.rows]
+    positions, last = batch.positions[ends.places], num_emitted[ends.rows] - 1
+    is_kept = ends.is_real & ((index == last) | ((index < last) & (positions % S == S - 1)))
+    pages = batch.tables_of(config.state_kind)[ends.rows, positions // S]
+    sources, targets = _draft_slots(cache, ends, config), jnp.where(is_kept, pages, PADDING_SLOT)
+    pools = tuple(
+        move_states(pool, sources, targets, stack.num_layers) if isinstance(pool, States) else pool
+        for pool, stack in zip(cache.pools, config.stacks, strict=True)
+    )
+    return replace(cache, pools=pools)
+
+
+def _draft_slots(cache: KVCache, ends: Ends, config: ModelConfig) -> jax.Array:
+    """Returns the slot of the state after each end, i32[N]: the last of each layer."""
+    pool, num_layers = next(
+        (p, s.num_layers) for p, s in zip(cache.pools, config.stacks, strict=True) if isinstance(p, States)
+    )
+    num_ends, per_layer = ends.places.shape[0], pool.num_pages // num_layers
+    return per_layer - num_ends + jnp.arange(num_ends, dtype=jnp.int32)
 
 
 def sampling_of_ends(sampling: SamplingBatch, ends: Ends) -> SamplingBatch:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxinfer.checkpoint.config_json.fields import require_size
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 # The defaults of transformers, for Mistral, Qwen2 and Qwen3 alike.
 DEFAULT_WINDOW = 4096
 DEFAULT_MAX_WINDOW_LAYERS = 28
@@ -57,10 +57,19 @@ def switched_window(hf: Mapping[str, Any]) -> int | None:
 
 def layer_types(hf: Mapping[str, Any], default: Sequence[str]) -> list[str]:
     """Returns the kind of each layer, FULL or SLIDING, for families in which both occur."""
+    return _layer_types_among(hf, default, SLIDING)
+
+
+def hybrid_layer_types(hf: Mapping[str, Any], default: Sequence[str]) -> list[str]:
+    """Returns the kind of each layer, FULL or LINEAR, for families with recurrent layers."""
+    return _layer_types_among(hf, default, LINEAR)
+
+
+def _layer_types_among(hf: Mapping[str, Any], default: Sequence[str], other: str) -> list[str]:
     stated = _layer_types(hf) or list(default)
-    if len(stated) != len(default) or not set(stated) <= {FULL, SLIDING}:
+    if len(stated) != len(default) or not set(stated) <= {FULL, other}:
         raise ValueError(
-            f"layer_types={stated!r} is not a list of num_hidden_layers={len(default)} names {FULL} and {SLIDING};"
+            f"layer_types={stated!r} is not a list of num_hidden_layers={len(default)} names {FULL} and {other};"
             " download the checkpoint's config.json again"
         )
     return stated

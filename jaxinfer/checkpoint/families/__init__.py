@@ -13,10 +13,12 @@ from jaxinfer.checkpoint.families import (
     gpt_oss,
     granite,
     llama,
+    mamba,
     mistral,
     olmo,
     phi3,
     qwen,
+    qwen3_next,
     qwen_moe,
     smollm3,
 )
@@ -35,6 +37,7 @@ FAMILIES: Mapping[str, Family] = {
     "granitemoe": granite.MOE_FAMILY,
     "granitemoeshared": granite.SHARED_FAMILY,
     "llama": llama.FAMILY,
+    "mamba2": mamba.FAMILY_2,
     "mistral": mistral.FAMILY,
     "mistral3": mistral.FAMILY_3_WITH_IMAGES,
     "mixtral": mistral.MIXTRAL,
@@ -45,6 +48,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_moe": qwen_moe.FAMILY_2,
     "qwen3": qwen.FAMILY_3,
     "qwen3_moe": qwen_moe.FAMILY_3,
+    "qwen3_next": qwen3_next.FAMILY,
     "smollm3": smollm3.FAMILY,
 }
 

@@ -73,12 +73,18 @@ def config_from_hf_3(hf: Mapping[str, Any]) -> ModelConfig:
     return _translate(hf, attention, experts, default_kv_heads=4)
 
 
-def _translate(hf: Mapping[str, Any], attention: dict[str, Any], experts: MoE, default_kv_heads: int) -> ModelConfig:
-    num_layers, sparse_step = read_num_layers(hf), require_size(hf, "decoder_sparse_step", 1)
+def read_dense_layers(hf: Mapping[str, Any]) -> list[int]:
+    """Returns the layers that have no experts whatever the others have."""
     dense_layers = hf.get("mlp_only_layers")
     dense_layers = [] if dense_layers is None else dense_layers
     if not isinstance(dense_layers, list) or not all(map(is_int, dense_layers)):
         raise ValueError(f"mlp_only_layers={dense_layers!r} is not a list of layers; download config.json again")
+    return dense_layers
+
+
+def _translate(hf: Mapping[str, Any], attention: dict[str, Any], experts: MoE, default_kv_heads: int) -> ModelConfig:
+    num_layers, sparse_step = read_num_layers(hf), require_size(hf, "decoder_sparse_step", 1)
+    dense_layers = read_dense_layers(hf)
     window = None
     if is_enabled(hf, "use_sliding_window") and hf.get("sliding_window", 4096) is not None:
         window = require_size(hf, "sliding_window", 4096)

@@ -141,6 +141,11 @@ class DraftModel(StepDrafter):
                 f"the draft model has a vocabulary of {self._config.vocab_size} tokens, the target one of {vocab_size};"
                 " speculation needs a draft model of the target's"
             )
+        if self._config.is_recurrent:
+            raise ValueError(
+                "the draft model has recurrent layers, whose states cannot leave out drafts that are rejected; give one"
+                " of attention layers alone, or another drafter"
+            )
         # Each of its layers has keys in the pages of the target's first kind, which are those of all tokens.
         target = replace(target, cache_config=replace(target.cache_config, num_bounded_pages=()))
         self._cache_config, self._page_size = target.cache_config, target.cache_config.page_size

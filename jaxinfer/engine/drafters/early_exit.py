@@ -51,6 +51,11 @@ class ExitDrafter(StepDrafter):
                 " an exit is after one of them, before the last"
             )
         first = replace(config, groups=config.groups[: ends.index(self._num_layers) + 1])
+        if first.is_recurrent:
+            raise ValueError(
+                f"the early exit is after layer {self._num_layers}, before which the target has recurrent layers; their"
+                " states cannot leave out drafts that are rejected: use another drafter"
+            )
         if first.page_kinds != config.page_kinds:
             raise ValueError(
                 f"the early exit is after layer {self._num_layers}, before which the target has not every kind of"

@@ -27,8 +27,10 @@ def plan_window(
         max_model_len = resolve_max_model_len(model_config, config)
         _check_sinks(config.num_sink_tokens, model_config, config.page_size, max_model_len, has_own_keys)
         return endless_window(max_model_len, config.num_sink_tokens, config.page_size)
-    if model_config.sliding_window is None or has_own_keys:  # a drafter may read its keys from the first token on
+    is_windowed = model_config.page_kinds[0].window is not None
+    if not is_windowed or has_own_keys:  # a drafter may read its keys from the first token on
         return None
+    assert model_config.sliding_window is not None
     return sliding_attention_window(model_config.sliding_window, config.page_size, max_batched_tokens(config))
 
 
@@ -43,6 +45,11 @@ def _check_sinks(num_tokens: int, model: ModelConfig, page_size: int, max_model_
         raise ValueError(
             f"{name} leave {max_model_len - num_tokens} of max_model_len={max_model_len} tokens for the last ones, two"
             f" pages of {page_size} are the least; lower EngineConfig.num_sink_tokens or raise max_model_len"
+        )
+    if len(model.page_kinds) > 1:
+        raise ValueError(
+            f"{name} are not for this model, of whose layers some keep a window or a state of their own; leave"
+            " EngineConfig.num_sink_tokens out"
         )
     if model.sliding_window is not None:
         raise ValueError(
@@ -110,8 +117,7 @@ def plan_further_kinds(model_config: ModelConfig, config: EngineConfig, max_mode
     most = -(-max_model_len // page_size)
 
     def plan(kind: PageKind) -> BoundedKind:
-        assert kind.window is not None
-        num_kept = -(-(kind.window - 1) // page_size)
+        num_kept = 0 if kind.window is None else -(-(kind.window - 1) // page_size)
         # The page of the last token, the tokens ahead, and one more, for tokens begin anywhere in a page.
         per_row = min(num_kept + 2 + -(-num_ahead // page_size), most)
         chunks = -(-max_batched_tokens(config) // page_size)
@@ -122,8 +128,10 @@ def plan_further_kinds(model_config: ModelConfig, config: EngineConfig, max_mode
 
 def bytes_of_bounded(model_config: ModelConfig, cache_config: CacheConfig) -> int:
     """Returns the bytes of the pools of the further kinds of pages."""
-    counts = enumerate(cache_config.num_bounded_pages, 1)
-    return sum(count * page_bytes(model_config, cache_config, kind=kind) for kind, count in counts)
+    counts = list(cache_config.num_bounded_pages)
+    if model_config.is_recurrent:
+        counts[model_config.state_kind - 1] += cache_config.num_draft_states
+    return sum(count * page_bytes(model_config, cache_config, kind=kind) for kind, count in enumerate(counts, 1))
 
 
 def bytes_of_page(model_config: ModelConfig, cache_config: CacheConfig, drafter: DeviceDrafter | None) -> int:

@@ -22,7 +22,7 @@ from jaxinfer.engine.execution.memory_plan import (
 )
 from jaxinfer.engine.execution.page_copier import PageCopier
 from jaxinfer.engine.execution.step_compiler import StepCompiler
-from jaxinfer.engine.execution.step_shapes import Bucket
+from jaxinfer.engine.execution.step_shapes import Bucket, plan_buckets
 from jaxinfer.model.cache import abstract_cache
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
@@ -56,11 +56,15 @@ def plan_target(
     """Returns the model and its engine's limits, with the largest useful number of pages."""
     max_model_len = resolve_max_model_len(model_config, config)
     drafter = None if speculation is None else speculation.device_drafter
+    cache_config = plan_cache(model_config, config, dtype, max_model_len, drafter)
+    if model_config.is_recurrent and speculation is not None:
+        num_ends = max(bucket.num_sampled for bucket in plan_buckets(config, config.max_drafts) if bucket.is_verify)
+        cache_config = replace(cache_config, num_draft_states=num_ends)
     return EngineModel(
         params=params,
         model_config=model_config,
         engine_config=config,
-        cache_config=plan_cache(model_config, config, dtype, max_model_len, drafter),
+        cache_config=cache_config,
         table_width=-(-max_model_len // config.page_size),
         custom=custom,
     )

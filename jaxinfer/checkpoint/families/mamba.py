@@ -1,0 +1,123 @@
+"""Mamba-2: layers of a state space alone. Its mixer is that of Granite 4 and Nemotron-H too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.checkpoint.config_json.family import (
+    Family,
+    WeightTable,
+    decoder_of,
+    read_num_layers,
+    refuse_unsupported,
+)
+from jaxinfer.checkpoint.config_json.fields import is_enabled, require_number, require_size
+from jaxinfer.model.config import Layer, ModelConfig
+from jaxinfer.model.layers import Norm
+from jaxinfer.model.state_space import StateSpace
+from jaxinfer.validation import MAX_FLOAT
+
+# Nothing in the model depends on a position: this bounds the tables of the engine alone.
+MAX_POSITION = 131_072
+INFINITY = {"__float__": "Infinity"}  # as transformers 5 writes it
+
+
+def mixer_weights(prefix: str) -> WeightTable:
+    """Returns the table of a state space that is stored under `prefix`."""
+    return {
+        f"{prefix}.in_proj.weight": ("layers.mixer.in_proj", "F D -> F D"),
+        f"{prefix}.in_proj.bias": ("layers.mixer.in_bias", "F -> F"),
+        f"{prefix}.conv1d.weight": ("layers.mixer.conv", "C 1 W -> C W"),
+        f"{prefix}.conv1d.bias": ("layers.mixer.conv_bias", "C -> C"),
+        f"{prefix}.dt_bias": ("layers.mixer.dt_bias", "H -> H"),
+        f"{prefix}.A_log": ("layers.mixer.a_log", "H -> H"),
+        f"{prefix}.D": ("layers.mixer.d", "H -> H"),
+        f"{prefix}.norm.weight": ("layers.mixer.norm", "I -> I"),
+        f"{prefix}.out_proj.weight": ("layers.mixer.out_proj", "D I -> D I"),
+        f"{prefix}.out_proj.bias": ("layers.mixer.out_bias", "D -> D"),
+    }
+
+
+_LAYER = "backbone.layers.{layer}"
+WEIGHTS: WeightTable = {
+    "backbone.embeddings.weight": ("embedding", "V D -> V D"),
+    "backbone.norm_f.weight": ("final_norm", "D -> D"),
+    "lm_head.weight": ("unembedding", "V D -> V D"),
+    f"{_LAYER}.norm.weight": ("layers.mixer_norm", "D -> D"),
+    **mixer_weights(f"{_LAYER}.mixer"),
+}
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translates config.json; what is absent gets the default of transformers' Mamba2Config."""
+    refuse_unsupported(hf, "Mamba2ForCausalLM")
+    num_heads, head_dim = require_size(hf, "num_heads", 128), require_size(hf, "head_dim", 64)
+    require_inner_size(hf, "expand", num_heads * head_dim, ("num_heads", num_heads), ("head_dim", head_dim))
+    mixer = StateSpace(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_groups=read_num_groups(hf, "n_groups", 8, num_heads),
+        state_size=require_size(hf, "state_size", 128),
+        conv_size=read_conv_size(hf, "conv_kernel"),
+        has_conv_bias=is_enabled(hf, "use_conv_bias", default=True),
+        has_bias=is_enabled(hf, "use_bias"),
+        time_step_limits=read_time_step_limits(hf),
+    )
+    norm = Norm(epsilon=require_number(hf, "layer_norm_epsilon", 1e-5))
+    layers = [Layer(mixer=mixer, feed_forward=None, norm=norm)] * read_num_layers(hf)
+    return decoder_of(hf, layers, max_position=MAX_POSITION, has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"))
+
+
+def require_inner_size(hf: Mapping[str, Any], key: str, size: int, *factors: tuple[str, int]) -> None:
+    """Raises ValueError unless the factors' product `size` is the hidden size times the number under `key`."""
+    hidden_size, expand = require_size(hf, "hidden_size"), require_size(hf, key, 2)
+    if hidden_size * expand != size:
+        named = " and ".join(f"{name}={value}" for name, value in factors)
+        raise ValueError(
+            f"{named} do not fit {key}={expand} times hidden_size={hidden_size}; download the checkpoint's"
+            " config.json again"
+        )
+
+
+def read_num_groups(hf: Mapping[str, Any], key: str, default: int, num_heads: int) -> int:
+    """Returns the number of groups, which divides that of heads."""
+    num_groups = require_size(hf, key, default)
+    if num_heads % num_groups:
+        raise ValueError(
+            f"{key}={num_groups} does not divide the {num_heads} heads of a state space; download the checkpoint's"
+            " config.json again"
+        )
+    return num_groups
+
+
+def read_conv_size(hf: Mapping[str, Any], key: str) -> int:
+    """Returns the number of inputs of the convolution."""
+    size = require_size(hf, key, 4)
+    if size < 2:
+        raise ValueError(f"{key}={size} is not supported; use a checkpoint with a convolution of at least 2 tokens")
+    return size
+
+
+def read_time_step_limits(hf: Mapping[str, Any]) -> tuple[float, float]:
+    """Returns the least and the largest time step."""
+    limits = hf.get("time_step_limit")
+    if limits is None:
+        return 0.0, math.inf
+    is_pair = isinstance(limits, list) and len(limits) == 2
+    low, high = (math.inf if limit == INFINITY else limit for limit in limits) if is_pair else (None, None)
+    if not (_is_real(low) and _is_real(high) and 0 <= low <= high):
+        raise ValueError(
+            f"time_step_limit={limits!r} is not a list of two numbers in order; download the checkpoint's config.json"
+            " again"
+        )
+    return float(low), float(high)
+
+
+def _is_real(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and (value == math.inf or -MAX_FLOAT <= value <= MAX_FLOAT)
+
+
+FAMILY_2 = Family(config_from_hf=config_from_hf, weights=WEIGHTS)

@@ -1,0 +1,174 @@
+"""The gated delta net: its description, tensors and function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxinfer.model.attention import AttentionInputs
+from jaxinfer.model.layers import MakeSpec, Norm, TensorSpec, linear
+from jaxinfer.model.states import (
+    States,
+    abstract_states,
+    advance_rows,
+    advance_tokens,
+    convolve,
+    slots_of_layer,
+    sum_keys,
+)
+from jaxinfer.validation import require, require_int
+from kernels_pallas.row_products import rounded
+from kernels_pallas.row_sum import row_sum
+
+UNIT_EPSILON = 1e-6  # added to the square of the length by which keys and queries are divided
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaNet:
+    """Heads with a matrix that maps keys to values; a token corrects the value of its key (Yang et al. 2024).
+
+    state = decay * state, then state += k (beta * (v - kᵀ state))ᵀ, and the output is qᵀ state. Keys and queries are
+    made unit vectors, and consecutive value heads share those of a key head. Each head of the output is normalised
+    and multiplied by silu(gate).
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_size: int  # inputs of the convolution before it, the token's own included
+
+    def __post_init__(self) -> None:
+        for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"):
+            require_int(name, getattr(self, name), 1)
+        require_int("conv_size", self.conv_size, 2)
+        is_multiple = f"a multiple of num_key_heads={self.num_key_heads}"
+        require(self.num_value_heads % self.num_key_heads == 0, "num_value_heads", self.num_value_heads, is_multiple)
+
+    @property
+    def rope(self) -> None:
+        """The layer knows no positions, only their order."""
+        return None
+
+    @property
+    def window(self) -> None:
+        """The state depends on all tokens before it."""
+        return None
+
+    @property
+    def values_per_key(self) -> int:
+        """The value heads that share a key head, R."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def num_channels(self) -> int:
+        """The channels of the convolution: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim
+
+
+@struct.dataclass
+class GatedDeltaNetParams:
+    """Tensors of n stacked layers; G key heads of K numbers, R value heads of V numbers for each, C channels."""
+
+    qkvz: Any  # [n, G, 2 K + 2 R V, D]  of each key head: query, key, values and gates
+    ba: Any  # [n, G, 2 R, D]  of each key head: betas, then time steps
+    conv: Any  # [n, C, W]  all queries, then all keys, then all values
+    dt_bias: Any  # [n, G R]
+    a_log: Any  # [n, G R]
+    norm: Any  # [n, V]
+    out_proj: Any  # [n, D, G R V]
+
+
+def declare_gated_delta_net(config: GatedDeltaNet, hidden_size: int, spec: MakeSpec) -> GatedDeltaNetParams:
+    """Returns a `TensorSpec` per tensor; `spec(sizes, axes, scale)` makes one of n layers."""
+    D, G, R, K, V = _sizes(hidden_size, config)
+    heads = ("key_heads", "channels", "embed")
+    tensors: dict[str, TensorSpec] = {
+        "qkvz": spec((G, 2 * K + 2 * R * V, D), heads),
+        "ba": spec((G, 2 * R, D), heads),
+        "conv": spec((config.num_channels, config.conv_size), ("channels", "conv")),
+        "dt_bias": spec((G * R,), ("state_heads",)),
+        "a_log": spec((G * R,), ("state_heads",)),
+        "norm": spec((V,), ("head_dim",), None),
+        "out_proj": spec((D, G * R * V), ("embed", "channels")),
+    }
+    return GatedDeltaNetParams(**tensors)
+
+
+def _sizes(hidden_size: int, config: GatedDeltaNet) -> tuple[int, int, int, int, int]:
+    return hidden_size, config.num_key_heads, config.values_per_key, config.key_head_dim, config.value_head_dim
+
+
+def abstract_gated_delta_net(config: GatedDeltaNet, num_slots: int) -> States:
+    """Returns the pool of states as `jax.ShapeDtypeStruct`s."""
+    state = (config.num_value_heads, config.key_head_dim, config.value_head_dim)
+    return abstract_states(num_slots, (config.conv_size - 1, config.num_channels), state)
+
+
+def gated_delta_net(
+    params: GatedDeltaNetParams,
+    states: States,
+    x: jax.Array,
+    inputs: AttentionInputs,
+    slot_offset: jax.Array | int,
+    *,
+    config: GatedDeltaNet,
+    norm: Norm,
+) -> tuple[jax.Array, States]:
+    """Returns the layer's output [T, D] for x [T, D], and the states with those that the step stores."""
+    assert inputs.states is not None
+    (T, D), slots = x.shape, slots_of_layer(inputs.states, slot_offset)
+    _, G, R, K, V = _sizes(D, config)
+    H = G * R
+    mixed = linear(x, params.qkvz, None, inputs.num_tokens)
+    gate = mixed[..., 2 * K + R * V :].reshape(T, H, V)
+    parts = (mixed[..., :K], mixed[..., K : 2 * K], mixed[..., 2 * K : 2 * K + R * V])
+    channels = jnp.concatenate([part.reshape(T, -1) for part in parts], axis=-1)
+    channels, conv = convolve(channels, states.conv, params.conv, None, slots, inputs.batch)
+    channels = jax.nn.silu(channels)
+    rates = linear(x, params.ba, None, inputs.num_tokens).astype(jnp.float32)
+    dt = rates[..., R:].reshape(T, H) + jnp.broadcast_to(params.dt_bias.astype(jnp.float32), (T, H))
+    decay_rates = jnp.broadcast_to(jnp.exp(params.a_log.astype(jnp.float32)), (T, H))
+    tokens = {
+        "decay": jnp.exp(-rounded(jax.nn.softplus(dt) * decay_rates)),
+        "beta": jax.nn.sigmoid(rates[..., :R].reshape(T, H)),
+        "queries": _unit(channels[:, : G * K].reshape(T, G, K)) * K**-0.5,
+        "keys": _unit(channels[:, G * K : 2 * G * K].reshape(T, G, K)),
+        "values": channels[:, 2 * G * K :].reshape(T, H, V),
+    }
+    # Left to itself, the compiler may compute these once more in each turn of the loop over tokens.
+    tokens = jax.lax.optimization_barrier(tokens)
+    if inputs.q_len == 1:
+        y, recurrent = advance_rows(_advance, tokens, states.recurrent, slots)
+    else:
+        y, recurrent = advance_tokens(_advance, tokens, states.recurrent, slots, inputs.batch, inputs.num_tokens)
+    y = y * jax.lax.rsqrt(row_sum(rounded(y * y)) / V + norm.epsilon)[..., None]
+    y = y * jnp.broadcast_to(params.norm.astype(jnp.float32), y.shape)
+    y = (y * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype).reshape(T, H * V)
+    return linear(y, params.out_proj, None, inputs.num_tokens), States(conv=conv, recurrent=recurrent)
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    """Returns vectors f32[..., K] as divided by their lengths."""
+    return x * jax.lax.rsqrt(row_sum(rounded(x * x)) + UNIT_EPSILON)[..., None]
+
+
+def _advance(state: jax.Array, token: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns the states f32[b, H, K, V] after a token of each of b rows, and the outputs f32[b, H, V]."""
+    (b, H, K, V), G = state.shape, token["keys"].shape[1]
+
+    def by_heads(x: jax.Array) -> jax.Array:
+        """Returns vectors f32[b, G, K] of key heads for all their value heads, f32[b, H, K, V]."""
+        return jnp.broadcast_to(x[:, :, None, :, None], (b, G, H // G, K, V)).reshape(b, H, K, V)
+
+    # Products are rounded before something is added: one compiled step may fuse what another does not.
+    keys = by_heads(token["keys"])
+    state = rounded(state * jnp.broadcast_to(token["decay"][..., None, None], state.shape))
+    errors = token["values"] - sum_keys(rounded(state * keys))
+    corrections = errors * jnp.broadcast_to(token["beta"][..., None], errors.shape)
+    state = state + rounded(keys * jnp.broadcast_to(corrections[:, :, None], state.shape))
+    return state, sum_keys(rounded(state * by_heads(token["queries"])))

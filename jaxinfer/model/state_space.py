@@ -1,0 +1,173 @@
+"""A selective state space (Mamba-2): its description, tensors and function."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxinfer.model.attention import AttentionInputs
+from jaxinfer.model.layers import MakeSpec, Norm, TensorSpec, linear
+from jaxinfer.model.states import (
+    States,
+    abstract_states,
+    advance_rows,
+    advance_tokens,
+    convolve,
+    slots_of_layer,
+    sum_keys,
+)
+from jaxinfer.validation import require, require_bool, require_int
+from kernels_pallas.row_products import rounded
+from kernels_pallas.row_sum import row_sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSpace:
+    """H heads, each with a state that decays and takes up inputs as the token decides (Mamba-2, Dao & Gu 2024).
+
+    state = exp(-exp(a_log) * dt) * state + dt * B xᵀ, and the output is Cᵀ state + d * x. B and C are shared by the
+    heads of a group. The output times silu(gate) is normalised within each group.
+    """
+
+    num_heads: int
+    head_dim: int  # numbers of x
+    num_groups: int
+    state_size: int  # numbers of B and C
+    conv_size: int  # inputs of the convolution before it, the token's own included
+    has_conv_bias: bool = True
+    has_bias: bool = False  # of the products of inputs and outputs
+    time_step_limits: tuple[float, float] = (0.0, math.inf)  # of dt
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "head_dim", "num_groups", "state_size"):
+            require_int(name, getattr(self, name), 1)
+        require_int("conv_size", self.conv_size, 2)
+        is_multiple = f"a multiple of num_groups={self.num_groups}"
+        require(self.num_heads % self.num_groups == 0, "num_heads", self.num_heads, is_multiple)
+        for name in ("has_conv_bias", "has_bias"):
+            require_bool(name, getattr(self, name))
+        low, high = self.time_step_limits
+        require(0 <= low <= high, "time_step_limits", self.time_step_limits, "two numbers in order, of at least 0")
+
+    @property
+    def rope(self) -> None:
+        """The layer knows no positions, only their order."""
+        return None
+
+    @property
+    def window(self) -> None:
+        """The state depends on all tokens before it."""
+        return None
+
+    @property
+    def inner_size(self) -> int:
+        """The numbers of all heads, I."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def num_channels(self) -> int:
+        """The channels of the convolution: x, B and C."""
+        return self.inner_size + 2 * self.num_groups * self.state_size
+
+
+@struct.dataclass
+class StateSpaceParams:
+    """Tensors of n stacked layers; weights are [out, in]. C channels are x, B and C in this order."""
+
+    in_proj: Any  # [n, I + C + H, D]  to the gate, the channels and the time steps
+    conv: Any  # [n, C, W]
+    dt_bias: Any  # [n, H]
+    a_log: Any  # [n, H]
+    d: Any  # [n, H]
+    norm: Any  # [n, I]
+    out_proj: Any  # [n, D, I]
+    conv_bias: Any = None  # [n, C]
+    in_bias: Any = None  # [n, I + C + H]
+    out_bias: Any = None  # [n, D]
+
+
+def declare_state_space(config: StateSpace, hidden_size: int, spec: MakeSpec) -> StateSpaceParams:
+    """Returns a `TensorSpec` per tensor; `spec(sizes, axes, scale)` makes one of n layers."""
+    D, H, I, C = hidden_size, config.num_heads, config.inner_size, config.num_channels
+    tensors: dict[str, TensorSpec] = {
+        "in_proj": spec((I + C + H, D), ("channels", "embed")),
+        "conv": spec((C, config.conv_size), ("channels", "conv")),
+        "dt_bias": spec((H,), ("state_heads",)),
+        "a_log": spec((H,), ("state_heads",)),
+        "d": spec((H,), ("state_heads",), None),
+        "norm": spec((I,), ("channels",), None),
+        "out_proj": spec((D, I), ("embed", "channels")),
+    }
+    if config.has_conv_bias:
+        tensors |= {"conv_bias": spec((C,), ("channels",))}
+    if config.has_bias:
+        tensors |= {"in_bias": spec((I + C + H,), ("channels",)), "out_bias": spec((D,), ("embed",))}
+    return StateSpaceParams(**tensors)
+
+
+def abstract_state_space(config: StateSpace, num_slots: int) -> States:
+    """Returns the pool of states as `jax.ShapeDtypeStruct`s."""
+    state = (config.num_heads, config.state_size, config.head_dim)
+    return abstract_states(num_slots, (config.conv_size - 1, config.num_channels), state)
+
+
+def state_space(
+    params: StateSpaceParams,
+    states: States,
+    x: jax.Array,
+    inputs: AttentionInputs,
+    slot_offset: jax.Array | int,
+    *,
+    config: StateSpace,
+    norm: Norm,
+) -> tuple[jax.Array, States]:
+    """Returns the layer's output [T, D] for x [T, D], and the states with those that the step stores."""
+    assert inputs.states is not None
+    T, H, P, G, N = x.shape[0], config.num_heads, config.head_dim, config.num_groups, config.state_size
+    I, C = config.inner_size, config.num_channels
+    slots = slots_of_layer(inputs.states, slot_offset)
+    projected = linear(x, params.in_proj, params.in_bias, inputs.num_tokens)
+    gate, channels, dt = projected[:, :I], projected[:, I : I + C], projected[:, I + C :]
+    channels, conv = convolve(channels, states.conv, params.conv, params.conv_bias, slots, inputs.batch)
+    channels = jax.nn.silu(channels)
+    values = channels[:, :I].reshape(T, H, P)
+    dt = dt.astype(jnp.float32) + jnp.broadcast_to(params.dt_bias.astype(jnp.float32), (T, H))
+    dt = jnp.clip(jax.nn.softplus(dt), *config.time_step_limits)
+    rates = jnp.broadcast_to(jnp.exp(params.a_log.astype(jnp.float32)), (T, H))
+    tokens = {
+        "decay": jnp.exp(-rounded(dt * rates)),
+        "values": values * dt[..., None],
+        "keys": channels[:, I : I + G * N].reshape(T, G, N),
+        "queries": channels[:, I + G * N :].reshape(T, G, N),
+    }
+    # Left to itself, the compiler may compute these once more in each turn of the loop over tokens.
+    tokens = jax.lax.optimization_barrier(tokens)
+    if inputs.q_len == 1:
+        y, recurrent = advance_rows(_advance, tokens, states.recurrent, slots)
+    else:
+        y, recurrent = advance_tokens(_advance, tokens, states.recurrent, slots, inputs.batch, inputs.num_tokens)
+    y = y + rounded(values * jnp.broadcast_to(params.d.astype(jnp.float32)[:, None], values.shape))
+    y = y.reshape(T, G, I // G) * jax.nn.silu(gate.astype(jnp.float32)).reshape(T, G, I // G)
+    mean_square = row_sum(rounded(y * y)) / (I // G)
+    y = (y * jax.lax.rsqrt(mean_square + norm.epsilon)[..., None]).reshape(T, I).astype(x.dtype)
+    y = y * jnp.broadcast_to(params.norm, y.shape)
+    return linear(y, params.out_proj, params.out_bias, inputs.num_tokens), States(conv=conv, recurrent=recurrent)
+
+
+def _advance(state: jax.Array, token: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns the states f32[b, H, N, P] after a token of each of b rows, and the outputs f32[b, H, P]."""
+    (b, H, N, P), G = state.shape, token["keys"].shape[1]
+
+    def by_groups(x: jax.Array) -> jax.Array:
+        """Returns numbers f32[b, G, N] of groups for all their heads, f32[b, H, N, P]."""
+        return jnp.broadcast_to(x[:, :, None, :, None], (b, G, H // G, N, P)).reshape(b, H, N, P)
+
+    added = by_groups(token["keys"]) * jnp.broadcast_to(token["values"][:, :, None], state.shape)
+    # Rounded before they are added: one compiled step may fuse what another does not.
+    state = rounded(state * jnp.broadcast_to(token["decay"][..., None, None], state.shape)) + rounded(added)
+    return state, sum_keys(rounded(state * by_groups(token["queries"])))
