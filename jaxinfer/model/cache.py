@@ -95,8 +95,7 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
 def cache_shardings(cache: KVCache, mesh: Mesh) -> KVCache:
     """Returns a `NamedSharding` per array: KV heads over the mesh's HEADS_AXIS, the others on every device."""
     specs = KVCache(pools=tuple(map(_pool_specs, cache.pools)), tokens=PartitionSpec())
-    is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def _pool_specs(pool: Pool) -> Pool:
@@ -134,7 +133,8 @@ def read_tokens(cache: KVCache, batch: Batch) -> jax.Array:
 def move_tokens(cache: KVCache, sources: jax.Array, targets: jax.Array, *, config: ModelConfig) -> KVCache:
     """Returns the cache with the content of slots i32[n] copied to other slots i32[n], in every layer.
 
-    All are read before any is written. A target past the pool is dropped. States stay: a page has one for all its slots.
+    All are read before any is written. A target past the pool is dropped. States do not move: a page
+    has one for all its slots.
     """
     num_slots, page_size = cache.tokens.size, cache.tokens.shape[1]
     is_moved = targets < num_slots

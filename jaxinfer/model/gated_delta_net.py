@@ -64,6 +64,11 @@ class GatedDeltaNet:
         return self.num_value_heads // self.num_key_heads
 
     @property
+    def width(self) -> int:
+        """The numbers per token of the first product."""
+        return self.num_channels + self.num_value_heads * self.value_head_dim
+
+    @property
     def num_channels(self) -> int:
         """The channels of the convolution: queries, keys and values."""
         return 2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim

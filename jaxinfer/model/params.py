@@ -21,7 +21,6 @@ from jaxinfer.model.mlp import MLP, MLPParams, declare_mlp
 from jaxinfer.model.moe import MoE, MoEParams, declare_moe
 from jaxinfer.model.state_space import StateSpace, StateSpaceParams, declare_state_space
 
-
 MixerParams = AttentionParams | LatentAttentionParams | StateSpaceParams | GatedDeltaNetParams
 
 
@@ -92,7 +91,9 @@ def _declare_stack(stack: LayerStack, hidden_size: int) -> LayerParams:
     has_mixer, has_feed_forward = layer.mixer is not None, layer.feed_forward is not None
     return LayerParams(
         mixer=_declare_mixer(layer.mixer, hidden_size, spec) if layer.mixer is not None else None,
-        feed_forward=_declare_feed_forward(layer.feed_forward, hidden_size, spec) if layer.feed_forward is not None else None,
+        feed_forward=_declare_feed_forward(layer.feed_forward, hidden_size, spec)
+        if layer.feed_forward is not None
+        else None,
         mixer_norm=pre if has_mixer else None,
         mixer_post_norm=post if has_mixer else None,
         feed_forward_norm=pre if has_feed_forward else None,

@@ -69,6 +69,11 @@ class StateSpace:
         return self.num_heads * self.head_dim
 
     @property
+    def width(self) -> int:
+        """The numbers per token of the first product."""
+        return self.inner_size + self.num_channels + self.num_heads
+
+    @property
     def num_channels(self) -> int:
         """The channels of the convolution: x, B and C."""
         return self.inner_size + 2 * self.num_groups * self.state_size

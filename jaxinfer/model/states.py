@@ -127,8 +127,8 @@ def _advance_rows(
         after, y = step(_read(pool, slots.reads), tokens)
         return _write(pool, slots.writes, after), y
 
-    # A loop of one turn, which the compiler cannot know: it would fuse the tokens' exponentials with the states, compute
-    # them once more for each number of a state, and round their sums in another way than in the loop over tokens.
+    # A loop of one turn, which the compiler cannot know. Without it, the compiler fuses the exponentials of tokens with
+    # the states, and rounds them otherwise than in the loop over tokens.
     y = jnp.zeros((slots.reads.shape[0], pool.shape[1], pool.shape[3]), jnp.float32)
     pool, y = jax.lax.fori_loop(0, jnp.minimum(num_tokens, 1), advance_all, (pool, y))
     return y, pool
@@ -142,7 +142,9 @@ def _advance_tokens(
     rows = token_rows(batch.cu_q_lens, T)
     is_first = jnp.arange(T) == batch.cu_q_lens[rows]
 
-    def advance_one(t: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def advance_one(
+        t: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         pool, state, y = carry
         state = jax.lax.cond(
             is_first[t],

@@ -27,7 +27,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next, dense layers among them, biases, other heads, tied": (
         "qwen3_next",
         {"mlp_only_layers": [1], "decoder_sparse_step": 2, "attention_bias": True, "tie_word_embeddings": True}
-        | {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_value_head_dim": 14, "norm_topk_prob": False},
+        | {
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_value_head_dim": 14,
+            "norm_topk_prob": False,
+        },
     ),
     "qwen3_next, layers in another order, no experts, a narrow convolution, half of each head rotated": (
         "qwen3_next",
@@ -118,7 +123,11 @@ REFUSED = [
 
 
 FORMER = [
-    ("nemotron_h", {"hybrid_override_pattern": "M-*ME"}, {"layers_block_type": ["mamba", "mlp", "attention", "mamba", "moe"]}),
+    (
+        "nemotron_h",
+        {"hybrid_override_pattern": "M-*ME"},
+        {"layers_block_type": ["mamba", "mlp", "attention", "mamba", "moe"]},
+    ),
     ("nemotron_h", {"mamba_n_groups": 3, "mamba_conv_bias": False}, {"n_groups": 3, "use_conv_bias": False}),
     ("granitemoehybrid", {"layers_block_type": ["mamba", "attention", "mamba"]}, {}),
 ]

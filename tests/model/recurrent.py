@@ -72,7 +72,10 @@ class Replay:
         leaves = []
         for pool, stack in zip(cache.pools, self.config.stacks, strict=True):
             assert isinstance(pool, States)
-            leaves += [np.asarray(leaf).reshape(stack.num_layers, -1, *leaf.shape[1:])[:, own] for leaf in (pool.conv, pool.recurrent)]
+            leaves += [
+                np.asarray(leaf).reshape(stack.num_layers, -1, *leaf.shape[1:])[:, own]
+                for leaf in (pool.conv, pool.recurrent)
+            ]
         return leaves
 
 

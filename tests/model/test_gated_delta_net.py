@@ -106,7 +106,11 @@ def test_the_snapshot_at_a_pages_end_is_the_state_of_a_run_that_ends_there(repla
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"num_value_heads": 4}, "num_value_heads"), ({"conv_size": 1}, "conv_size"), ({"key_head_dim": 0}, "key_head_dim")],
+    [
+        ({"num_value_heads": 4}, "num_value_heads"),
+        ({"conv_size": 1}, "conv_size"),
+        ({"key_head_dim": 0}, "key_head_dim"),
+    ],
     ids=str,
 )
 def test_a_wrong_description_is_refused(fields, message):

@@ -31,7 +31,11 @@ CASES = {
     "odd sizes": (ODD, 36),
     "one group, bounded steps, a wide convolution": (
         StateSpace(
-            **{"num_heads": 3, "head_dim": 16, "num_groups": 1, "state_size": 32, "conv_size": 6},
+            num_heads=3,
+            head_dim=16,
+            num_groups=1,
+            state_size=32,
+            conv_size=6,
             has_conv_bias=False,
             time_step_limits=(0.2, 0.9),
         ),
