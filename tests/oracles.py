@@ -167,7 +167,7 @@ def save_random_checkpoint(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape)
-            if name.endswith("norm.weight"):
+            if name.endswith(("norm.weight", "norm_f.weight")):
                 # Qwen3-Next's are offsets from 1, but that of its delta nets.
                 is_offset = family == "qwen3_next" and "linear_attn" not in name
                 parameter.copy_((0 if is_offset else 1) + 0.3 * noise)

@@ -84,7 +84,11 @@ def outcome(hf: dict[str, Any], *names: str) -> ModelConfig | None:
 def test_a_wrong_value_is_read_or_refused_by_key_and_value(family, value):
     # A window that is switched on is read with the keys that go with it.
     window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
-    for hf in (minimal(family), minimal(family, **({} if family == "llama" else window)), written(family)):
+    for hf in (
+        minimal(family),
+        minimal(family, **({} if family in ("llama", "nemotron_h") else window)),
+        written(family),
+    ):
         for key in (hf.keys() | FURTHER_KEYS) - {"model_type"}:
             # The switch alone is right or wrong by the window beside it.
             named = ("sliding_window",) if key == "use_sliding_window" else (key, repr(value))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxinfer.checkpoint import load_params, read_config
 from jaxinfer.checkpoint.families import family_of
@@ -148,3 +150,17 @@ def test_a_setting_that_would_change_the_function_is_refused_by_its_name(family,
 
     with pytest.raises(ValueError, match=message):
         family_of(hf).config_from_hf(hf)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_next"])
+def test_layers_that_predict_several_tokens_are_left_out_with_a_warning(tmp_path, caplog, family):
+    path = save_random_checkpoint(tmp_path, family)
+    tensors = load_file(path / "model.safetensors")
+    config = read_config(path)
+    expected = load_params(path, config, "float32")
+    save_file({**tensors, "mtp.fc.weight": np.zeros((3, 4), np.float32)}, path / "model.safetensors")
+
+    params = load_params(path, config, "float32")
+
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    assert "without 1 tensors of mtp" in caplog.text

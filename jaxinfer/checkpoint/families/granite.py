@@ -113,7 +113,7 @@ def _state_space(hf: Mapping[str, Any]) -> StateSpace:
     return StateSpace(
         num_heads=num_heads,
         head_dim=head_dim,
-        num_groups=mamba.read_num_groups(hf, "mamba_n_groups", 1, num_heads),
+        num_groups=mamba.read_num_groups(hf, "mamba_n_groups", 1, ("mamba_n_heads", num_heads)),
         state_size=require_size(hf, "mamba_d_state", 256),
         conv_size=mamba.read_conv_size(hf, "mamba_d_conv"),
         has_conv_bias=is_enabled(hf, "mamba_conv_bias", default=True),

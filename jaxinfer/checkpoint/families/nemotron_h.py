@@ -125,7 +125,7 @@ def _state_space(hf: Mapping[str, Any]) -> StateSpace:
     return StateSpace(
         num_heads=num_heads,
         head_dim=require_size(hf, "mamba_head_dim", 64),
-        num_groups=mamba.read_num_groups(hf, named["n_groups"], 8, num_heads),
+        num_groups=mamba.read_num_groups(hf, named["n_groups"], 8, ("mamba_num_heads", num_heads)),
         state_size=require_size(hf, "ssm_state_size", 128),
         conv_size=mamba.read_conv_size(hf, named["conv_kernel"]),
         has_conv_bias=is_enabled(hf, named["use_conv_bias"], default=True),
