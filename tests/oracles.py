@@ -24,11 +24,13 @@ CONFIGS = {
     "gpt_oss": transformers.GptOssConfig,
     "granite": transformers.GraniteConfig,
     "granitemoe": transformers.GraniteMoeConfig,
+    "granitemoehybrid": transformers.GraniteMoeHybridConfig,
     "granitemoeshared": transformers.GraniteMoeSharedConfig,
     "llama": transformers.LlamaConfig,
     "mamba2": transformers.Mamba2Config,
     "mistral": transformers.MistralConfig,
     "mixtral": transformers.MixtralConfig,
+    "nemotron_h": transformers.NemotronHConfig,
     "olmo2": transformers.Olmo2Config,
     "olmo3": transformers.Olmo3Config,
     "phi3": transformers.Phi3Config,
@@ -91,9 +93,33 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     },
     "granite": {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 4.0, **NO_IDS},
     "granitemoe": {"embedding_multiplier": 3.0, "num_local_experts": 6, "num_experts_per_tok": 3, **NO_IDS},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "shared_intermediate_size": 28,
+        "num_local_experts": 5,
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "mamba_n_heads": 4,
+        "mamba_d_state": 12,
+        "mamba_chunk_size": 16,
+        **NO_IDS,
+    },
     "granitemoeshared": {"shared_intermediate_size": 28, "num_local_experts": 4, **NO_IDS},
     "mamba2": {**STATE_SPACE, **NO_IDS},
     "mixtral": {"num_local_experts": 5, **NO_IDS},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "moe"],
+        "head_dim": 12,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 10,
+        "n_groups": 2,
+        "ssm_state_size": 12,
+        "chunk_size": 16,
+        "n_routed_experts": 6,
+        "moe_shared_expert_intermediate_size": 28,
+        **MOE,
+        **NO_IDS,
+    },
     "olmo2": NO_IDS,
     "olmo3": {"sliding_window": 9, **NO_IDS},
     "phi3": NO_IDS,
@@ -141,7 +167,7 @@ def save_random_checkpoint(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape)
-            if name.endswith("norm.weight"):
+            if name.endswith(("norm.weight", "norm_f.weight")):
                 # Qwen3-Next's are offsets from 1, but that of its delta nets.
                 is_offset = family == "qwen3_next" and "linear_attn" not in name
                 parameter.copy_((0 if is_offset else 1) + 0.3 * noise)

@@ -14,7 +14,7 @@ from einops import rearrange
 from jax.sharding import Sharding
 from jax.tree_util import GetAttrKey, SequenceKey
 
-from jaxinfer.checkpoint.config_json.family import Fused, WeightTable
+from jaxinfer.checkpoint.config_json.family import Either, Fused, WeightTable
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.layers import TensorSpec
@@ -124,7 +124,12 @@ def plan_assembly(config: ModelConfig, weights: WeightTable) -> Params:
 def _sources(weights: WeightTable) -> dict[str, _Source]:
     """Returns the source of each tensor, by its path in `Params` without the index of the stack."""
     sources = {}
-    for name, targets in weights.items():
+    pairs = (
+        (name, targets)
+        for name, either in weights.items()
+        for targets in (either.alternatives if isinstance(either, Either) else (either,))
+    )
+    for name, targets in pairs:
         if isinstance(targets, Fused):
             for place, (field, pattern) in enumerate(targets.targets):
                 sources[field] = _Source(name, pattern, targets, place)

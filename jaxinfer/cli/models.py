@@ -14,7 +14,10 @@ from jaxinfer.checkpoint.config_json.family import ArchitectureError, Family
 from jaxinfer.checkpoint.families import FAMILIES
 from jaxinfer.model.attention import Attention
 from jaxinfer.model.config import Layer, ModelConfig
+from jaxinfer.model.gated_delta_net import GatedDeltaNet
+from jaxinfer.model.latent_attention import LatentAttention
 from jaxinfer.model.moe import MoE
+from jaxinfer.model.state_space import StateSpace
 
 NUM_LAYERS, HEAD_DIM = 8, 16
 SIZES: Mapping[str, Any] = {
@@ -27,6 +30,7 @@ SIZES: Mapping[str, Any] = {
     "head_dim": HEAD_DIM,
     "max_position_embeddings": 128,
     "num_experts_per_tok": 2,
+    "num_heads": 8,  # of a state space
 }
 # The parameters of each kind of rotary scaling.
 ROPES: Mapping[str, Mapping[str, Any]] = {
@@ -56,6 +60,10 @@ SWITCHES: tuple[Mapping[str, Any], ...] = (
     {"partial_rotary_factor": 0.5},
     {"mlp_only_layers": [0]},
     {"shared_intermediate_size": 32},
+    {"layer_types": ["linear_attention", FULL] * (NUM_LAYERS // 2)},
+    {"num_local_experts": 0},
+    {"position_embedding_type": "rope"},
+    {"mlp_bias": True, "use_bias": True},
     {"attn_logit_softcapping": 50.0},
     {"final_logit_softcapping": 30.0},
     {"residual_multiplier": 0.5},
@@ -63,6 +71,7 @@ SWITCHES: tuple[Mapping[str, Any], ...] = (
     {"attention_multiplier": 0.5},
     {"logits_scaling": 2.0},
 )
+MIXERS = {LatentAttention: "latent attention", StateSpace: "state spaces", GatedDeltaNet: "gated delta nets"}
 WIDTH = 118
 
 
@@ -90,7 +99,7 @@ def list_families() -> str:
         lines += [(head + first).rstrip(), *(" " * sum(widths) + other for other in others)]
     ropes = {each.ropes for each in facts}
     lines.append("")
-    for kinds in sorted(ropes):
+    for kinds in sorted(ropes - {()}):
         members = "all" if len(ropes) == 1 else ", ".join(each.model_type for each in facts if each.ropes == kinds)
         lines.append(textwrap.fill(f"rotary scaling {', '.join(kinds)}: {members}", WIDTH))
     return "\n".join(lines)
@@ -134,9 +143,7 @@ def _windows(family: Family) -> str:
     found = set()
     for keys in WINDOWS:
         config = _translated(family, keys)
-        have_windows = (
-            {getattr(layer.mixer, "window", None) is not None for layer in config.layers} if config else {False}
-        )
+        have_windows = {layer.window is not None for layer in config.layers} if config else {False}
         found |= {"some"} if len(have_windows) == 2 else {"all"} if have_windows == {True} else set()
     return " or ".join(sorted(found)) or "-"
 
@@ -144,17 +151,21 @@ def _windows(family: Family) -> str:
 def _honours_rope(family: Family, kind: str) -> bool:
     scaling = {"rope_type": kind, **ROPES[kind]}
     # Parts of heads have fewer frequencies.
-    shorter = {key: value[: len(value) // 2] if isinstance(value, list) else value for key, value in scaling.items()}
+    shorter = [
+        {key: value[: len(value) // part] if isinstance(value, list) else value for key, value in scaling.items()}
+        for part in (1, 2, 4)
+    ]
     layers = {"layer_types": [FULL] * NUM_LAYERS}
-    tried = ({"rope_scaling": rope, **keys} for rope in (scaling, shorter) for keys in ({}, layers))
+    further = ({}, layers, {**layers, "position_embedding_type": "rope"})
+    tried = ({"rope_scaling": rope, **keys} for rope in shorter for keys in further)
     return any(_has_scaling(_translated(family, keys), kind) for keys in tried)
 
 
 def _has_scaling(config: ModelConfig | None, kind: str) -> bool:
-    if config is None or kind in ("default", "dynamic"):  # dynamic scaling changes nothing up to the model's length
-        return config is not None
-    ropes = [getattr(layer.mixer, "rope", None) for layer in config.layers]
-    return any(rope is not None and rope.scaling is not None and rope.scaling.kind == kind for rope in ropes)
+    ropes = [] if config is None else [layer.rope for layer in config.layers if layer.rope is not None]
+    if kind in ("default", "dynamic"):  # dynamic scaling changes nothing up to the model's length
+        return bool(ropes)
+    return any(rope.scaling is not None and rope.scaling.kind == kind for rope in ropes)
 
 
 def _features(config: ModelConfig) -> Iterator[str]:
@@ -164,10 +175,14 @@ def _features(config: ModelConfig) -> Iterator[str]:
         yield from _of_feed_forward(layer)
         if layer.has_post_norms:
             yield "norms before and after" if layer.has_pre_norms else "norms after"
-    are_sparse = {isinstance(layer.feed_forward, MoE) for layer in config.layers}
+    if any(layer.mixer is None or layer.feed_forward is None for layer in config.layers):
+        yield "layers of one half"
+    are_sparse = {isinstance(layer.feed_forward, MoE) for layer in config.layers if layer.feed_forward is not None}
     if len(are_sparse) == 2:
         yield "dense layers among them"
-    ropes = {getattr(layer.mixer, "rope", None) for layer in config.layers}
+    ropes = {layer.rope for layer in config.layers if isinstance(layer.mixer, Attention | LatentAttention)}
+    if ropes == {None}:
+        yield "attention without positions"
     if len(ropes) > 1:
         yield "layers without positions" if None in ropes else "two rotary embeddings"
     if config.logit_softcap is not None:
@@ -183,8 +198,10 @@ def _features(config: ModelConfig) -> Iterator[str]:
 def _of_mixer(layer: Layer) -> Iterator[str]:
     mixer = layer.mixer
     if not isinstance(mixer, Attention):
-        yield "latent attention"
+        yield from (name for kind, name in MIXERS.items() if isinstance(mixer, kind))
         return
+    if mixer.has_gate:
+        yield "gated attention"
     if mixer.qk_norm is not None:
         yield "norms of queries and keys" + (" over all heads" if mixer.qk_norm == "all" else "")
     if mixer.has_sinks:
@@ -209,6 +226,8 @@ def _of_feed_forward(layer: Layer) -> Iterator[str]:
             yield "gated shared expert" if part.has_shared_gate else "shared expert"
         if part.router.num_groups > 1:
             yield "groups of experts"
+    elif part is None:
+        return
     elif part.activation != "silu":
         yield part.activation
     elif part.has_bias:

@@ -103,8 +103,7 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
 def cache_shardings(cache: KVCache, mesh: Mesh) -> KVCache:
     """Returns a `NamedSharding` per array: KV heads over the mesh's HEADS_AXIS, the others on every device."""
     specs = KVCache(pools=tuple(map(_pool_specs, cache.pools)), tokens=PartitionSpec())
-    is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def _pool_specs(pool: Pool) -> Pool:
@@ -116,7 +115,10 @@ def _pool_specs(pool: Pool) -> Pool:
 def page_bytes(
     config: ModelConfig, cache_config: CacheConfig, layout: str | None = None, *, kind: int | None = None
 ) -> int:
-    """Returns the bytes of one page: keys and values, latents or a state, and token ids; of all layers or those of a kind."""
+    """Returns the bytes of one page: keys and values, latents or a state, and token ids.
+
+    `kind` takes the layers of a kind of pages only.
+    """
     one_page = abstract_cache(
         config, replace(cache_config, num_pages=1, num_bounded_pages=(), num_draft_states=0), layout
     )
@@ -166,14 +168,14 @@ def move_tokens(
         if pool is None or isinstance(pool, States):
             return pool
         from_slots = jnp.where(is_moved, slots[sources], 0)
-
         per_layer = pool.num_pages // num_layers * page_size
 
         def in_layer(layer: Any, pool: Any) -> Any:
             offset = layer * per_layer
             targets = jnp.where(is_moved, slots + offset, PADDING_SLOT)
-            move = move_latents if isinstance(pool, LatentPages) else move_slots
-            return move(pool, from_slots + offset, targets)
+            if isinstance(pool, LatentPages):
+                return move_latents(pool, from_slots + offset, targets)
+            return move_slots(pool, from_slots + offset, targets)
 
         return jax.lax.fori_loop(0, num_layers, in_layer, pool)
 

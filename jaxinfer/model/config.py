@@ -61,6 +61,12 @@ class Layer:
     def is_recurrent(self) -> bool:
         return isinstance(self.mixer, RecurrentMixer)
 
+    @property
+    def width(self) -> int:
+        """The most numbers per token between two products, keys and values aside."""
+        inner = 0 if self.feed_forward is None else self.feed_forward.width
+        return max(inner, self.mixer.width) if isinstance(self.mixer, RecurrentMixer) else inner
+
 
 @dataclass(frozen=True)
 class LayerGroup:

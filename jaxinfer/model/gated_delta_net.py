@@ -14,8 +14,7 @@ from jaxinfer.model.layers import MakeSpec, Norm, TensorSpec, linear
 from jaxinfer.model.states import (
     States,
     abstract_states,
-    advance_rows,
-    advance_tokens,
+    advance,
     convolve,
     slots_of_layer,
     sum_keys,
@@ -63,6 +62,11 @@ class GatedDeltaNet:
     def values_per_key(self) -> int:
         """The value heads that share a key head, R."""
         return self.num_value_heads // self.num_key_heads
+
+    @property
+    def width(self) -> int:
+        """The numbers per token of the first product."""
+        return self.num_channels + self.num_value_heads * self.value_head_dim
 
     @property
     def num_channels(self) -> int:
@@ -136,16 +140,12 @@ def gated_delta_net(
     tokens = {
         "decay": jnp.exp(-rounded(jax.nn.softplus(dt) * decay_rates)),
         "beta": jax.nn.sigmoid(rates[..., :R].reshape(T, H)),
-        "queries": _unit(channels[:, : G * K].reshape(T, G, K)) * K**-0.5,
+        "queries": rounded(_unit(channels[:, : G * K].reshape(T, G, K)) * K**-0.5),
         "keys": _unit(channels[:, G * K : 2 * G * K].reshape(T, G, K)),
         "values": channels[:, 2 * G * K :].reshape(T, H, V),
     }
-    # Left to itself, the compiler may compute these once more in each turn of the loop over tokens.
-    tokens = jax.lax.optimization_barrier(tokens)
-    if inputs.q_len == 1:
-        y, recurrent = advance_rows(_advance, tokens, states.recurrent, slots)
-    else:
-        y, recurrent = advance_tokens(_advance, tokens, states.recurrent, slots, inputs.batch, inputs.num_tokens)
+    step = {"batch": inputs.batch, "num_tokens": inputs.num_tokens, "q_len": inputs.q_len}
+    y, recurrent = advance(_advance, tokens, states.recurrent, slots, **step)
     y = y * jax.lax.rsqrt(row_sum(rounded(y * y)) / V + norm.epsilon)[..., None]
     y = y * jnp.broadcast_to(params.norm.astype(jnp.float32), y.shape)
     y = (y * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype).reshape(T, H * V)
@@ -154,7 +154,7 @@ def gated_delta_net(
 
 def _unit(x: jax.Array) -> jax.Array:
     """Returns vectors f32[..., K] as divided by their lengths."""
-    return x * jax.lax.rsqrt(row_sum(rounded(x * x)) + UNIT_EPSILON)[..., None]
+    return rounded(x * jax.lax.rsqrt(row_sum(rounded(x * x)) + UNIT_EPSILON)[..., None])
 
 
 def _advance(state: jax.Array, token: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -169,6 +169,6 @@ def _advance(state: jax.Array, token: dict[str, jax.Array]) -> tuple[jax.Array, 
     keys = by_heads(token["keys"])
     state = rounded(state * jnp.broadcast_to(token["decay"][..., None, None], state.shape))
     errors = token["values"] - sum_keys(rounded(state * keys))
-    corrections = errors * jnp.broadcast_to(token["beta"][..., None], errors.shape)
+    corrections = rounded(errors * jnp.broadcast_to(token["beta"][..., None], errors.shape))
     state = state + rounded(keys * jnp.broadcast_to(corrections[:, :, None], state.shape))
     return state, sum_keys(rounded(state * by_heads(token["queries"])))

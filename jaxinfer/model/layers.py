@@ -101,6 +101,14 @@ def clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return gate * jax.nn.sigmoid(rounded(1.702 * gate)) * (up + 1.0)
 
 
+def squared_relu(up: jax.Array) -> jax.Array:
+    """Returns max(up, 0)² (So et al. 2021)."""
+    positive = jnp.maximum(up, 0)
+    return positive * positive
+
+
+# The function of up alone of an MLP without a gate, by its name in a configuration.
+UNGATED_ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {"relu2": squared_relu}
 # The function of an MLP's gate and up, by its name in a configuration.
 ACTIVATIONS: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "silu": swiglu,

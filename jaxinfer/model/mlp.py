@@ -1,4 +1,4 @@
-"""The gated feed-forward network: its description, tensors and function."""
+"""The feed-forward network, gated or not: its description, tensors and function."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Any
 import jax
 from flax import struct
 
-from jaxinfer.model.layers import ACTIVATIONS, MakeSpec, linear
+from jaxinfer.model.layers import ACTIVATIONS, UNGATED_ACTIVATIONS, MakeSpec, TensorSpec, linear
 from jaxinfer.validation import require_bool, require_int, require_name
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLP:
-    """down(activation(gate(x)) * up(x)), with F numbers between (Shazeer 2020)."""
+    """down(activation(gate(x)) * up(x)), with F numbers between (Shazeer 2020).
+
+    By some activations it is down(activation(up(x))) without a gate.
+    """
 
     intermediate_size: int
     activation: str = "silu"
@@ -22,8 +25,12 @@ class MLP:
 
     def __post_init__(self) -> None:
         require_int("intermediate_size", self.intermediate_size, 1)
-        require_name("activation", self.activation, tuple(ACTIVATIONS))
+        require_name("activation", self.activation, (*ACTIVATIONS, *UNGATED_ACTIVATIONS))
         require_bool("has_mlp_bias", self.has_bias)
+
+    @property
+    def is_gated(self) -> bool:
+        return self.activation in ACTIVATIONS
 
     @property
     def width(self) -> int:
@@ -35,7 +42,7 @@ class MLP:
 class MLPParams:
     """Tensors of n stacked layers."""
 
-    gate: Any  # [n, F, D]
+    gate: Any  # [n, F, D]  None without a gate
     up: Any  # [n, F, D]
     down: Any  # [n, D, F]
     gate_bias: Any = None  # [n, F]
@@ -46,19 +53,27 @@ class MLPParams:
 def declare_mlp(config: MLP, hidden_size: int, spec: MakeSpec) -> MLPParams:
     """Returns a `TensorSpec` per tensor; `spec(sizes, axes, scale)` makes one of n layers."""
     D, F = hidden_size, config.intermediate_size
-    weights = {
-        "gate": spec((F, D), ("mlp", "embed")),
+    names = ("gate", "up") if config.is_gated else ("up",)
+    weights: dict[str, TensorSpec | None] = {
+        "gate": spec((F, D), ("mlp", "embed")) if config.is_gated else None,
         "up": spec((F, D), ("mlp", "embed")),
         "down": spec((D, F), ("embed", "mlp")),
     }
     if config.has_bias:
-        weights |= {name: spec((F,), ("mlp",)) for name in ("gate_bias", "up_bias")}
+        weights |= {f"{name}_bias": spec((F,), ("mlp",)) for name in names}
         weights |= {"down_bias": spec((D,), ("embed",))}
     return MLPParams(**weights)
 
 
 def mlp(params: MLPParams, x: jax.Array, num_tokens: jax.Array, *, config: MLP) -> jax.Array:
     """Returns down(activation(gate(x)) * up(x)) [T, D] for x [T, D]."""
-    gate = linear(x, params.gate, params.gate_bias, num_tokens)
     up = linear(x, params.up, params.up_bias, num_tokens)
-    return linear(ACTIVATIONS[config.activation](gate, up), params.down, params.down_bias, num_tokens)
+    gate = linear(x, params.gate, params.gate_bias, num_tokens) if config.is_gated else None
+    return linear(activate(gate, up, config=config), params.down, params.down_bias, num_tokens)
+
+
+def activate(gate: jax.Array | None, up: jax.Array, *, config: MLP) -> jax.Array:
+    """Returns the numbers [T, F] between up and down; `gate` is None if the network has none."""
+    if gate is None:
+        return UNGATED_ACTIVATIONS[config.activation](up)
+    return ACTIVATIONS[config.activation](gate, up)

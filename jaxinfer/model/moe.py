@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxinfer.model.layers import ACTIVATIONS, MakeSpec, TensorSpec, product
-from jaxinfer.model.mlp import MLP, MLPParams, declare_mlp, mlp
+from jaxinfer.model.layers import MakeSpec, TensorSpec, product
+from jaxinfer.model.mlp import MLP, MLPParams, activate, declare_mlp, mlp
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.validation import require, require_bool, require_int, require_name, require_positive
 from kernels_pallas.quantized_matmul import dequantize
@@ -201,8 +201,9 @@ def _in_groups(params: MLPParams, x: jax.Array, experts: jax.Array, num_tokens: 
         return y if bias is None else y + bias[expert_of]
 
     rows = x[order // X]
-    gate, up = linear(rows, params.gate, params.gate_bias), linear(rows, params.up, params.up_bias)
-    y = linear(ACTIVATIONS[config.expert.activation](gate, up), params.down, params.down_bias)
+    gate = linear(rows, params.gate, params.gate_bias) if config.expert.is_gated else None
+    up = linear(rows, params.up, params.up_bias)
+    y = linear(activate(gate, up, config=config.expert), params.down, params.down_bias)
     return jnp.zeros(y.shape, jnp.float32).at[order].set(y.astype(jnp.float32)).reshape(T, X, -1)
 
 

@@ -15,8 +15,7 @@ from jaxinfer.model.layers import MakeSpec, Norm, TensorSpec, linear
 from jaxinfer.model.states import (
     States,
     abstract_states,
-    advance_rows,
-    advance_tokens,
+    advance,
     convolve,
     slots_of_layer,
     sum_keys,
@@ -68,6 +67,11 @@ class StateSpace:
     def inner_size(self) -> int:
         """The numbers of all heads, I."""
         return self.num_heads * self.head_dim
+
+    @property
+    def width(self) -> int:
+        """The numbers per token of the first product."""
+        return self.inner_size + self.num_channels + self.num_heads
 
     @property
     def num_channels(self) -> int:
@@ -141,16 +145,13 @@ def state_space(
     rates = jnp.broadcast_to(jnp.exp(params.a_log.astype(jnp.float32)), (T, H))
     tokens = {
         "decay": jnp.exp(-rounded(dt * rates)),
-        "values": values * dt[..., None],
+        "steps": dt,
+        "values": values,
         "keys": channels[:, I : I + G * N].reshape(T, G, N),
         "queries": channels[:, I + G * N :].reshape(T, G, N),
     }
-    # Left to itself, the compiler may compute these once more in each turn of the loop over tokens.
-    tokens = jax.lax.optimization_barrier(tokens)
-    if inputs.q_len == 1:
-        y, recurrent = advance_rows(_advance, tokens, states.recurrent, slots)
-    else:
-        y, recurrent = advance_tokens(_advance, tokens, states.recurrent, slots, inputs.batch, inputs.num_tokens)
+    step = {"batch": inputs.batch, "num_tokens": inputs.num_tokens, "q_len": inputs.q_len}
+    y, recurrent = advance(_advance, tokens, states.recurrent, slots, **step)
     y = y + rounded(values * jnp.broadcast_to(params.d.astype(jnp.float32)[:, None], values.shape))
     y = y.reshape(T, G, I // G) * jax.nn.silu(gate.astype(jnp.float32)).reshape(T, G, I // G)
     mean_square = row_sum(rounded(y * y)) / (I // G)
@@ -167,7 +168,8 @@ def _advance(state: jax.Array, token: dict[str, jax.Array]) -> tuple[jax.Array, 
         """Returns numbers f32[b, G, N] of groups for all their heads, f32[b, H, N, P]."""
         return jnp.broadcast_to(x[:, :, None, :, None], (b, G, H // G, N, P)).reshape(b, H, N, P)
 
-    added = by_groups(token["keys"]) * jnp.broadcast_to(token["values"][:, :, None], state.shape)
+    values = rounded(token["values"] * jnp.broadcast_to(token["steps"][..., None], token["values"].shape))
+    added = by_groups(token["keys"]) * jnp.broadcast_to(values[:, :, None], state.shape)
     # Rounded before they are added: one compiled step may fuse what another does not.
     state = rounded(state * jnp.broadcast_to(token["decay"][..., None, None], state.shape)) + rounded(added)
     return state, sum_keys(rounded(state * by_groups(token["queries"])))

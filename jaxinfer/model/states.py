@@ -112,27 +112,53 @@ def convolve(
     return y, _write(pool, slots.writes, jnp.stack(inputs[1:], axis=1))
 
 
-def advance_rows(step: TokenStep, tokens: Any, pool: jax.Array, slots: StateSlots) -> tuple[jax.Array, jax.Array]:
-    """Returns the outputs f32[B, H, V] of one token of each row, and the pool f32[N, H, K, V] of states.
+def advance(
+    step: TokenStep,
+    tokens: Any,
+    pool: jax.Array,
+    slots: StateSlots,
+    batch: Batch,
+    num_tokens: jax.Array,
+    *,
+    q_len: int | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the outputs f32[T, H, V] of a step's tokens, and the pool f32[N, H, K, V] of states.
 
-    `tokens` holds the numbers of each token, [B, ...].
+    `tokens` holds the numbers of each token, [T, ...].
     """
-    after, y = step(_read(pool, slots.reads), tokens)
-    return y, _write(pool, slots.writes, after)
+    if q_len == 1:
+        return _advance_rows(step, tokens, pool, slots, num_tokens)
+    return _advance_tokens(step, tokens, pool, slots, batch, num_tokens)
 
 
-def advance_tokens(
+def _advance_rows(
+    step: TokenStep, tokens: Any, pool: jax.Array, slots: StateSlots, num_tokens: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the outputs f32[B, H, V] of one token of each row, and the pool of states."""
+
+    def advance_all(_: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        pool, _ = carry
+        after, y = step(_read(pool, slots.reads), tokens)
+        return _write(pool, slots.writes, after), y
+
+    # A loop of one turn, which the compiler cannot know. Without it, the compiler fuses the exponentials of tokens with
+    # the states, and rounds them otherwise than in the loop over tokens.
+    y = jnp.zeros((slots.reads.shape[0], pool.shape[1], pool.shape[3]), jnp.float32)
+    pool, y = jax.lax.fori_loop(0, jnp.minimum(num_tokens, 1), advance_all, (pool, y))
+    return y, pool
+
+
+def _advance_tokens(
     step: TokenStep, tokens: Any, pool: jax.Array, slots: StateSlots, batch: Batch, num_tokens: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the outputs f32[T, H, V] of rows of any lengths, one token after another, and the pool of states.
-
-    `tokens` holds the numbers of each token, [T, ...]; the outputs of padding are zeros.
-    """
+    """Returns the outputs f32[T, H, V] of rows of any lengths, one token after another, and the pool of states."""
     T = batch.tokens.shape[0]
     rows = token_rows(batch.cu_q_lens, T)
     is_first = jnp.arange(T) == batch.cu_q_lens[rows]
 
-    def advance(t: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def advance_one(
+        t: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         pool, state, y = carry
         state = jax.lax.cond(
             is_first[t],
@@ -146,7 +172,7 @@ def advance_tokens(
 
     state = jnp.zeros((1, *pool.shape[1:]), jnp.float32)
     y = jnp.zeros((T, pool.shape[1], pool.shape[3]), jnp.float32)
-    pool, _, y = jax.lax.fori_loop(0, num_tokens, advance, (pool, state, y))
+    pool, _, y = jax.lax.fori_loop(0, num_tokens, advance_one, (pool, state, y))
     return y, pool
 
 

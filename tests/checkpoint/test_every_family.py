@@ -20,7 +20,9 @@ from jaxinfer.quantization import QuantizedArray
 from tests.oracles import CONFIGS, FAMILY_SIZES, NO_IDS, SIZES, load_reference, random_config, save_random_checkpoint
 
 WITH_IMAGES = ("gemma3", "mistral3")  # tests/checkpoint/test_text_models.py tests their own part
-NAMES = [name for name in CONFIGS if not name.startswith("deepseek")]  # of layers with `Attention`
+RECURRENT = ("granitemoehybrid", "mamba2", "nemotron_h", "qwen3_next")  # test_recurrent_families.py has their tensors
+# Of layers with `Attention`.
+NAMES = [name for name in CONFIGS if not name.startswith("deepseek") and name not in RECURRENT]
 WRONG = [
     *(None, True, -1, 0, 7, 10**30, 0.5, -2.5, 1e300, math.nan, math.inf),
     *("", "x", [], [1], [None], ["x"], [[]], {}, {"x": 1}, {"x": {}}),
@@ -78,11 +80,15 @@ def outcome(hf: dict[str, Any], *names: str) -> ModelConfig | None:
 
 
 @pytest.mark.parametrize("value", WRONG, ids=repr)
-@pytest.mark.parametrize("family", NAMES)
+@pytest.mark.parametrize("family", [*NAMES, *RECURRENT])
 def test_a_wrong_value_is_read_or_refused_by_key_and_value(family, value):
     # A window that is switched on is read with the keys that go with it.
     window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
-    for hf in (minimal(family), minimal(family, **({} if family == "llama" else window)), written(family)):
+    for hf in (
+        minimal(family),
+        minimal(family, **({} if family in ("llama", "nemotron_h") else window)),
+        written(family),
+    ):
         for key in (hf.keys() | FURTHER_KEYS) - {"model_type"}:
             # The switch alone is right or wrong by the window beside it.
             named = ("sliding_window",) if key == "use_sliding_window" else (key, repr(value))

@@ -25,8 +25,15 @@ class Fused:
     unfold: str | None = None  # einops pattern from the stored axes to those that `axis` counts, which targets name
 
 
+@dataclass(frozen=True)
+class Either:
+    """The targets of a stored tensor that different layers, or different models of a family, have by the same name."""
+
+    alternatives: tuple[Target | Fused, ...]
+
+
 # Stored name -> its targets. `{layer}` and `{expert}` in a name stand for their numbers.
-WeightTable = Mapping[str, Target | Fused]
+WeightTable = Mapping[str, Target | Fused | Either]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 from jaxinfer.checkpoint.config_json.fields import require_size
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+_FORMER_NAMES = {"attention": FULL, "mamba": LINEAR}
 # The defaults of transformers, for Mistral, Qwen2 and Qwen3 alike.
 DEFAULT_WINDOW = 4096
 DEFAULT_MAX_WINDOW_LAYERS = 28
@@ -62,14 +63,20 @@ def layer_types(hf: Mapping[str, Any], default: Sequence[str]) -> list[str]:
 
 def hybrid_layer_types(hf: Mapping[str, Any], default: Sequence[str]) -> list[str]:
     """Returns the kind of each layer, FULL or LINEAR, for families with recurrent layers."""
-    return _layer_types_among(hf, default, LINEAR)
+    name = "layers_block_type" if hf.get("layer_types") is None else "layer_types"
+    stated = hf.get(name)
+    if isinstance(stated, list):
+        hf = {**hf, name: [_FORMER_NAMES.get(kind, kind) if isinstance(kind, str) else kind for kind in stated]}
+    return _layer_types_among(hf, default, LINEAR, name)
 
 
-def _layer_types_among(hf: Mapping[str, Any], default: Sequence[str], other: str) -> list[str]:
-    stated = _layer_types(hf) or list(default)
+def _layer_types_among(
+    hf: Mapping[str, Any], default: Sequence[str], other: str, name: str = "layer_types"
+) -> list[str]:
+    stated = _layer_types(hf, name) or list(default)
     if len(stated) != len(default) or not set(stated) <= {FULL, other}:
         raise ValueError(
-            f"layer_types={stated!r} is not a list of num_hidden_layers={len(default)} names {FULL} and {other};"
+            f"{name}={stated!r} is not a list of num_hidden_layers={len(default)} names {FULL} and {other};"
             " download the checkpoint's config.json again"
         )
     return stated
@@ -91,9 +98,9 @@ def _check_layers(hf: Mapping[str, Any], kind: str) -> None:
         )
 
 
-def _layer_types(hf: Mapping[str, Any]) -> list[str]:
+def _layer_types(hf: Mapping[str, Any], key: str = "layer_types") -> list[str]:
     """Returns the names in `layer_types`, none where it is absent or null."""
-    value = hf.get("layer_types")
+    value = hf.get(key)
     if value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
-        raise ValueError(f"layer_types={value!r} is not a list of names; download the checkpoint's config.json again")
+        raise ValueError(f"{key}={value!r} is not a list of names; download the checkpoint's config.json again")
     return value or []

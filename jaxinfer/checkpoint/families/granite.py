@@ -1,11 +1,12 @@
-"""Granite 3: Llama with four multipliers, and its mixtures of experts, with a shared one or without."""
+"""Granite 3 and 4: Llama with four multipliers, mixtures of experts, and layers of state spaces among them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxinfer.checkpoint.config_json.family import (
+    Either,
     Family,
     Fused,
     WeightTable,
@@ -19,20 +20,28 @@ from jaxinfer.checkpoint.config_json.fields import (
     expert_counts,
     is_enabled,
     num_kv_heads,
+    require_count,
     require_number,
     require_size,
 )
 from jaxinfer.checkpoint.config_json.rope import read_rope
-from jaxinfer.checkpoint.families import llama
+from jaxinfer.checkpoint.config_json.window import FULL, LINEAR, hybrid_layer_types
+from jaxinfer.checkpoint.families import llama, mamba
 from jaxinfer.model.attention import Attention
-from jaxinfer.model.config import Layer, ModelConfig
+from jaxinfer.model.config import Layer, Mixer, ModelConfig
 from jaxinfer.model.mlp import MLP
 from jaxinfer.model.moe import MoE, Router
+from jaxinfer.model.rope import Rope
+from jaxinfer.model.state_space import StateSpace
 
 _LAYER = "model.layers.{layer}"
 MAX_POSITION = 2048
 LEAST = 1e-9  # of a multiplier
 
+_SHARED_INPUT = Fused(
+    (("layers.feed_forward.shared.gate", "F D -> F D"), ("layers.feed_forward.shared.up", "F D -> F D"))
+)
+_SHARED_OUTPUT = ("layers.feed_forward.shared.down", "D F -> D F")
 MOE_WEIGHTS: WeightTable = {
     **llama.WEIGHTS,
     f"{_LAYER}.block_sparse_moe.router.layer.weight": ("layers.feed_forward.router", "E D -> E D"),
@@ -44,10 +53,17 @@ MOE_WEIGHTS: WeightTable = {
         axis=1,
     ),
     f"{_LAYER}.block_sparse_moe.output_linear.weight": ("layers.feed_forward.experts.down", "E D F -> E D F"),
-    f"{_LAYER}.shared_mlp.input_linear.weight": Fused(
-        (("layers.feed_forward.shared.gate", "F D -> F D"), ("layers.feed_forward.shared.up", "F D -> F D"))
-    ),
-    f"{_LAYER}.shared_mlp.output_linear.weight": ("layers.feed_forward.shared.down", "D F -> D F"),
+    f"{_LAYER}.shared_mlp.input_linear.weight": _SHARED_INPUT,
+    f"{_LAYER}.shared_mlp.output_linear.weight": _SHARED_OUTPUT,
+}
+_DENSE = Fused((("layers.feed_forward.gate", "F D -> F D"), ("layers.feed_forward.up", "F D -> F D")))
+_SHARED = f"{_LAYER}.shared_mlp"
+# Without experts the shared MLP is the feed-forward network.
+HYBRID_WEIGHTS: WeightTable = {
+    **MOE_WEIGHTS,
+    f"{_SHARED}.input_linear.weight": Either((_SHARED_INPUT, _DENSE)),
+    f"{_SHARED}.output_linear.weight": Either((_SHARED_OUTPUT, ("layers.feed_forward.down", "D F -> D F"))),
+    **mamba.mixer_weights(f"{_LAYER}.mamba"),
 }
 
 
@@ -70,6 +86,42 @@ def config_from_hf_shared(hf: Mapping[str, Any]) -> ModelConfig:
     return _translate(hf, "GraniteMoeSharedForCausalLM", _experts(hf, shared))
 
 
+def config_from_hf_hybrid(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translates config.json; what is absent gets the default of transformers' GraniteMoeHybridConfig."""
+    refuse_unsupported(hf, "GraniteMoeHybridForCausalLM")
+    shared = MLP(intermediate_size=require_size(hf, "shared_intermediate_size", 1024))
+    feed_forward = shared if require_count(hf, "num_local_experts", 8) == 0 else _experts(hf, shared)
+    kind = hf.get("position_embedding_type")
+    if kind not in (None, "nope", "rope"):
+        raise ValueError(
+            f"position_embedding_type={kind!r} is not supported; use a checkpoint with rotary embedding, or without"
+            " positions"
+        )
+    rope = read_rope(hf, divided_head_dim(hf), MAX_POSITION) if kind == "rope" else None
+    mixers: dict[str, Mixer] = {FULL: _attention(hf, rope), LINEAR: _state_space(hf)}
+    kinds = hybrid_layer_types(hf, [LINEAR] * read_num_layers(hf))
+    return _decoder(hf, [mixers[kind] for kind in kinds], feed_forward)
+
+
+def _state_space(hf: Mapping[str, Any]) -> StateSpace:
+    num_heads, inner = require_size(hf, "mamba_n_heads", 128), require_size(hf, "hidden_size")
+    inner *= require_size(hf, "mamba_expand", 2)
+    is_derived = hf.get("mamba_d_head", "auto") == "auto"
+    head_dim = max(inner // num_heads, 1) if is_derived else require_size(hf, "mamba_d_head")
+    sizes = (("mamba_n_heads", num_heads), ("mamba_d_head", head_dim))
+    mamba.require_inner_size(hf, "mamba_expand", num_heads * head_dim, *sizes)
+    return StateSpace(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_groups=mamba.read_num_groups(hf, "mamba_n_groups", 1, ("mamba_n_heads", num_heads)),
+        state_size=require_size(hf, "mamba_d_state", 256),
+        conv_size=mamba.read_conv_size(hf, "mamba_d_conv"),
+        has_conv_bias=is_enabled(hf, "mamba_conv_bias", default=True),
+        has_bias=is_enabled(hf, "mamba_proj_bias"),
+        time_step_limits=mamba.read_time_step_limits(hf),
+    )
+
+
 def _experts(hf: Mapping[str, Any], shared: MLP | None = None) -> MoE:
     num_experts, num_chosen = expert_counts(hf, "num_local_experts", 8, 2)
     return MoE(
@@ -82,36 +134,39 @@ def _experts(hf: Mapping[str, Any], shared: MLP | None = None) -> MoE:
 
 def _translate(hf: Mapping[str, Any], architecture: str, feed_forward: MLP | MoE) -> ModelConfig:
     refuse_unsupported(hf, architecture)
-    head_dim = divided_head_dim(hf)
+    attention = _attention(hf, read_rope(hf, divided_head_dim(hf), MAX_POSITION))
+    return _decoder(hf, [attention] * read_num_layers(hf), feed_forward)
 
-    def multiplier(name: str) -> float:
-        return require_number(hf, name, 1.0, least=LEAST)
 
-    attention = Attention(
+def _multiplier(hf: Mapping[str, Any], name: str) -> float:
+    return require_number(hf, name, 1.0, least=LEAST)
+
+
+def _attention(hf: Mapping[str, Any], rope: Rope | None) -> Attention:
+    return Attention(
         num_heads=require_size(hf, "num_attention_heads"),
         num_kv_heads=num_kv_heads(hf, default=require_size(hf, "num_attention_heads")),
-        head_dim=head_dim,
-        rope=read_rope(hf, head_dim, MAX_POSITION),
-        scale=multiplier("attention_multiplier"),
+        head_dim=divided_head_dim(hf),
+        rope=rope,
+        scale=_multiplier(hf, "attention_multiplier"),
         has_qkv_bias=is_enabled(hf, "attention_bias"),
         has_output_bias=is_enabled(hf, "attention_bias"),
     )
-    layer = Layer(
-        mixer=attention,
-        feed_forward=feed_forward,
-        norm=read_norm(hf),
-        residual_scale=multiplier("residual_multiplier"),
-    )
+
+
+def _decoder(hf: Mapping[str, Any], mixers: Sequence[Mixer], feed_forward: MLP | MoE) -> ModelConfig:
+    norm, scale = read_norm(hf), _multiplier(hf, "residual_multiplier")
     return decoder_of(
         hf,
-        [layer] * read_num_layers(hf),
+        [Layer(mixer=mixer, feed_forward=feed_forward, norm=norm, residual_scale=scale) for mixer in mixers],
         max_position=MAX_POSITION,
         has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
-        embedding_scale=multiplier("embedding_multiplier"),
-        logit_scale=1.0 / multiplier("logits_scaling"),
+        embedding_scale=_multiplier(hf, "embedding_multiplier"),
+        logit_scale=1.0 / _multiplier(hf, "logits_scaling"),
     )
 
 
 FAMILY = Family(config_from_hf=config_from_hf, weights=llama.WEIGHTS)
 MOE_FAMILY = Family(config_from_hf=config_from_hf_moe, weights=MOE_WEIGHTS)
 SHARED_FAMILY = Family(config_from_hf=config_from_hf_shared, weights=MOE_WEIGHTS)
+HYBRID_FAMILY = Family(config_from_hf=config_from_hf_hybrid, weights=HYBRID_WEIGHTS)

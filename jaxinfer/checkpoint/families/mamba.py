@@ -58,7 +58,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     mixer = StateSpace(
         num_heads=num_heads,
         head_dim=head_dim,
-        num_groups=read_num_groups(hf, "n_groups", 8, num_heads),
+        num_groups=read_num_groups(hf, "n_groups", 8, ("num_heads", num_heads)),
         state_size=require_size(hf, "state_size", 128),
         conv_size=read_conv_size(hf, "conv_kernel"),
         has_conv_bias=is_enabled(hf, "use_conv_bias", default=True),
@@ -81,13 +81,13 @@ def require_inner_size(hf: Mapping[str, Any], key: str, size: int, *factors: tup
         )
 
 
-def read_num_groups(hf: Mapping[str, Any], key: str, default: int, num_heads: int) -> int:
-    """Returns the number of groups, which divides that of heads."""
+def read_num_groups(hf: Mapping[str, Any], key: str, default: int, heads: tuple[str, int]) -> int:
+    """Returns the number of groups, which divides that of `heads`, a key and its value."""
     num_groups = require_size(hf, key, default)
+    name, num_heads = heads
     if num_heads % num_groups:
         raise ValueError(
-            f"{key}={num_groups} does not divide the {num_heads} heads of a state space; download the checkpoint's"
-            " config.json again"
+            f"{key}={num_groups} does not divide {name}={num_heads}; download the checkpoint's config.json again"
         )
     return num_groups
 
@@ -102,17 +102,16 @@ def read_conv_size(hf: Mapping[str, Any], key: str) -> int:
 
 def read_time_step_limits(hf: Mapping[str, Any]) -> tuple[float, float]:
     """Returns the least and the largest time step."""
-    limits = hf.get("time_step_limit")
-    if limits is None:
+    stated = hf.get("time_step_limit")
+    if stated is None:
         return 0.0, math.inf
-    is_pair = isinstance(limits, list) and len(limits) == 2
-    low, high = (math.inf if limit == INFINITY else limit for limit in limits) if is_pair else (None, None)
-    if not (_is_real(low) and _is_real(high) and 0 <= low <= high):
+    limits = [math.inf if limit == INFINITY else limit for limit in stated] if isinstance(stated, list) else []
+    if len(limits) != 2 or not all(map(_is_real, limits)) or not 0 <= limits[0] <= limits[1]:
         raise ValueError(
-            f"time_step_limit={limits!r} is not a list of two numbers in order; download the checkpoint's config.json"
+            f"time_step_limit={stated!r} is not a list of two numbers in order; download the checkpoint's config.json"
             " again"
         )
-    return float(low), float(high)
+    return float(limits[0]), float(limits[1])
 
 
 def _is_real(value: Any) -> bool:

@@ -119,8 +119,7 @@ class StepCompiler:
     def guess_bytes(self) -> int:
         """Returns an estimate of `step_bytes`: XLA for CPU's allocation of logits and activations in float32."""
         D, V = self.model_config.hidden_size, self.model_config.vocab_size
-        parts = [layer.feed_forward for layer, _ in self.model_config.stacks]
-        F = max((part.width for part in parts if part is not None), default=0)
+        F = max(layer.width for layer, _ in self.model_config.stacks)
         return max(4 * 9 * V * bucket.num_sampled + 4 * bucket.num_tokens * (3 * F + 16 * D) for bucket in self.buckets)
 
     def step_bytes(self, compiled: Mapping[Bucket, jax.stages.Compiled]) -> int:

@@ -1,0 +1,129 @@
+"""The states of recurrent layers in the cache: the slots of a step, and pages taken out and put back."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.config import CacheConfig
+from jaxinfer.model.attention import Attention
+from jaxinfer.model.batch import PADDING_SLOT, Row, make_batch
+from jaxinfer.model.cache import abstract_cache, extract_pages, init_cache, insert_pages, move_tokens, page_bytes
+from jaxinfer.model.config import Layer, LayerGroup, ModelConfig
+from jaxinfer.model.decoder import forward
+from jaxinfer.model.gated_delta_net import GatedDeltaNet
+from jaxinfer.model.mlp import MLP
+from jaxinfer.model.params import abstract_params
+from jaxinfer.model.state_space import StateSpace
+from jaxinfer.model.states import slots_of_layer, state_slots
+from jaxinfer.plan.products import other_float_sums, product_shapes
+from kernels_pallas import row_products
+from kernels_pallas.row_products import ROW_BLOCK
+
+S = 16
+STATE_SPACE = StateSpace(num_heads=6, head_dim=10, num_groups=2, state_size=13, conv_size=4)
+DELTA_NET = GatedDeltaNet(num_key_heads=3, num_value_heads=6, key_head_dim=13, value_head_dim=10, conv_size=4)
+ATTENTION = Attention(num_heads=2, num_kv_heads=1, head_dim=16)
+# A model with a pool of each kind, and layers of one half.
+LAYERS = (
+    Layer(mixer=STATE_SPACE, feed_forward=None),
+    Layer(mixer=ATTENTION, feed_forward=None),
+    Layer(mixer=DELTA_NET, feed_forward=MLP(intermediate_size=44)),
+    Layer(mixer=None, feed_forward=MLP(intermediate_size=44, activation="relu2")),
+)
+MODEL = ModelConfig(vocab_size=61, hidden_size=36, max_position=256, groups=(LayerGroup(LAYERS, 2),))
+
+
+def test_a_step_reads_the_slot_of_the_token_before_and_writes_at_the_ends_of_pages_and_rows():
+    rows = [
+        Row([0] * 20, 14, [7, 3, 9]),  # positions 14 to 33
+        Row([0] * 2, 0, [5]),
+        Row([0], 16, [2, 8]),  # at the start of a page, after the snapshot of the one before
+    ]
+    batch = make_batch(rows, page_size=S, num_tokens=26, num_rows=5, table_width=3)
+
+    slots = jax.jit(functools.partial(state_slots, page_size=S))(batch)
+
+    none = PADDING_SLOT
+    np.testing.assert_array_equal(slots.reads, [7, none, 2, none, none])
+    expected = np.full(26, none)
+    expected[[1, 17, 19, 21, 22]] = [7, 3, 9, 5, 8]
+    np.testing.assert_array_equal(slots.writes, expected)
+
+
+def test_padding_of_a_decode_step_reads_and_writes_no_slot_of_any_layer():
+    batch = make_batch([Row([0], 31, [4, 6])], page_size=S, num_tokens=3, num_rows=3, table_width=2)
+
+    slots = slots_of_layer(state_slots(batch, S), 100)
+
+    np.testing.assert_array_equal(slots.reads, [106, PADDING_SLOT, PADDING_SLOT])
+    np.testing.assert_array_equal(slots.writes, [106, PADDING_SLOT, PADDING_SLOT])
+
+
+def filled_cache(num_pages: int) -> Any:
+    """Returns a cache of random numbers."""
+    draw = np.random.default_rng(5)
+    cache = init_cache(MODEL, CacheConfig(num_pages=num_pages, page_size=S))
+    return jax.tree.map(lambda a: jnp.asarray(draw.standard_normal(a.shape) * 9, a.dtype), cache)
+
+
+def test_pages_take_their_states_along_in_every_layer():
+    source, target = filled_cache(5), filled_cache(4)
+
+    bundle = extract_pages(source, jnp.asarray([3, 1, 99]), config=MODEL)
+    moved = insert_pages(target, jnp.asarray([0, 2, 99]), bundle, config=MODEL)
+
+    for before, ours, theirs in zip(*map(jax.tree.leaves, (source.pools, moved.pools, target.pools)), strict=True):
+        old, new, kept = (np.asarray(a).reshape(2, a.shape[0] // 2, *a.shape[1:]) for a in (before, ours, theirs))
+        np.testing.assert_array_equal(new[:, [0, 2]], old[:, [3, 1]])
+        np.testing.assert_array_equal(new[:, [1, 3]], kept[:, [1, 3]])
+
+
+def test_moved_tokens_leave_states_where_they_are():
+    cache = filled_cache(4)
+
+    moved = move_tokens(cache, jnp.asarray([5]), jnp.asarray([40]), config=MODEL)
+
+    for place in (0, 2):
+        jax.tree.map(np.testing.assert_array_equal, moved.pools[place], cache.pools[place])
+
+
+def test_a_page_has_a_float32_state_for_each_recurrent_layer():
+    cache_config = CacheConfig(num_pages=7, page_size=S, dtype="bfloat16")
+
+    states = (3 * STATE_SPACE.num_channels + 6 * 13 * 10 + 3 * DELTA_NET.num_channels + 6 * 13 * 10) * 4
+    assert page_bytes(MODEL, cache_config) == 2 * (states + S * 2 * 16 * 2) + S * 4  # keys and values, and tokens
+
+
+# tokens, rows, tokens in a row at most
+STEPS = [(1, 1, 1), (64, 4, None), (40, 40, 1), (10, 2, 5)]
+
+
+def test_every_product_of_a_token_has_one_shape_in_every_step(monkeypatch):
+    monkeypatch.setattr(row_products, "equal_row_counts", lambda *_: frozenset())
+    config = ModelConfig(vocab_size=61, hidden_size=36, max_position=256, groups=(LayerGroup(LAYERS[::2], 2),))
+    cache, found = abstract_cache(config, CacheConfig(num_pages=8, page_size=S)), set()
+    for num_tokens, num_rows, q_len in STEPS:
+        batch = make_batch([], page_size=S, num_tokens=num_tokens, num_rows=num_rows, table_width=3)
+        run = functools.partial(forward, config=config, q_len=q_len)
+        trace = jax.make_jaxpr(run)(abstract_params(config, jnp.float32), cache, batch)
+        shapes = product_shapes(trace)
+        assert {shape.num_rows for shape in shapes} == {ROW_BLOCK}
+        assert "" not in {shape.form for shape in shapes}
+        assert other_float_sums(trace) == frozenset()
+        found.add(shapes)
+    assert len(found) == 1
+
+
+def test_a_tree_of_drafts_is_refused():
+    batch = make_batch([], page_size=S, num_tokens=4, num_rows=2, table_width=1)
+    arrays = abstract_params(MODEL, jnp.float32), abstract_cache(MODEL, CacheConfig(num_pages=1, page_size=S)), batch
+    mask = jax.ShapeDtypeStruct((4, 1), np.uint32)
+
+    with pytest.raises(NotImplementedError, match="tree of drafts"):
+        jax.eval_shape(lambda *args: forward(*args[:3], config=MODEL, tree_mask=args[3]), *arrays, mask)
