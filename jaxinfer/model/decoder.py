@@ -33,17 +33,19 @@ def forward(
     tree_mask: jax.Array | None = None,
     implementation: str | None = None,
     mesh: Mesh | None = None,
+    num_whole_rows: int | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Runs the batch's tokens through all layers, appending them with their keys and values to the cache.
 
     Returns the hidden states [T, D] after the final norm, and the cache. `q_len` and `tree_mask` are as for
     `paged_attention`. `implementation` names a paged-attention kernel, None takes the best. `mesh`: the mesh that
-    parameters and cache are split over, if any.
+    parameters and cache are split over, if any. Results can be differentiated if `num_whole_rows` is given, the number
+    of rows of equally many tokens, of which none is in the cache yet.
     """
     x = embed(params, batch.tokens, config=config)
     ropes = {layer.mixer.rope for layer, _ in config.stacks if layer.mixer.rope is not None}
     angles: dict[Rope | None, Angles] = {rope: rotary_angles(batch.positions, rope) for rope in ropes}
-    statics = {"q_len": q_len, "implementation": implementation, "mesh": mesh}
+    statics = {"q_len": q_len, "implementation": implementation, "mesh": mesh, "num_whole_rows": num_whole_rows}
     pools, first = [], 0
     for group in config.groups:
         places = slice(first, first + len(group.layers))
@@ -69,8 +71,11 @@ def embed(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Arra
     return x if config.embedding_scale == 1.0 else rounded(x * jnp.asarray(config.embedding_scale, x.dtype))
 
 
+_STATICS = ("q_len", "implementation", "mesh", "num_whole_rows")
+
+
 # Jitted separately, so that groups of equal shape are traced once.
-@functools.partial(jax.jit, static_argnames=("layers", "repeats", "q_len", "implementation", "mesh"))
+@functools.partial(jax.jit, static_argnames=("layers", "repeats", *_STATICS))
 def _run_group(
     params: tuple[LayerParams, ...],
     pools: tuple[Pool, ...],
@@ -84,8 +89,10 @@ def _run_group(
     q_len: int | None,
     implementation: str | None,
     mesh: Mesh | None,
+    num_whole_rows: int | None,
 ) -> tuple[jax.Array, tuple[Pool, ...]]:
-    inputs = AttentionInputs(batch, num_real_tokens(batch), q_len, tree_mask, implementation, mesh)
+    num_tokens = num_real_tokens(batch)
+    inputs = AttentionInputs(batch, num_tokens, q_len, tree_mask, implementation, mesh, num_whole_rows)
 
     def run_pattern(carry, scanned):
         x, pools = carry
