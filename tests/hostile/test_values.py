@@ -133,6 +133,7 @@ CHAT = {
     "chat_template_kwargs": None,
     "show_progress": False,
 }
+EMBED = {"prompts": [[5], "a"], "pooling": "mean", "normalize": True, "show_progress": False}
 VIEWS = {"on_step", "has_unfinished", "identity", "metrics", "default_sampling_params"}  # without arguments
 METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "add": (add, PROMPT),
@@ -145,6 +146,7 @@ METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "rewind": (LLM.rewind, {"request_id": 0, "num_tokens": 1, "seed": 5}),
     "save": (LLM.save, {"request_id": 0, "path": "request"}),
     "restore": (LLM.restore, {"path": "request"}),
+    "embed": (LLM.embed, {**EMBED, **TERMS}),
     "update_params": (LLM.update_params, {"params": None}),
     "warm_up": (LLM.warm_up, {"show_progress": False, "description": "a"}),
     "timeline": (LLM.timeline, {"max_steps": 5}),
