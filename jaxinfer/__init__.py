@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jaxinfer.model.cache import init_cache
     from jaxinfer.model.config import ModelConfig
     from jaxinfer.sampling.batch import make_sampling
+    from jaxinfer.steps.log_probs import log_probs
     from jaxinfer.steps.steps import decode_step, prefill_step
 
 # Loaded when first used, so that `jaxinfer --help` does not wait a second for jax.
@@ -35,6 +36,7 @@ _MODULES = {
     "decode_step": "steps.steps",
     "init_cache": "model.cache",
     "load_checkpoint": "checkpoint",
+    "log_probs": "steps.log_probs",
     "make_batch": "model.batch",
     "make_sampling": "sampling.batch",
     "prefill_step": "steps.steps",
@@ -56,6 +58,7 @@ __all__ = [
     "decode_step",
     "init_cache",
     "load_checkpoint",
+    "log_probs",
     "make_batch",
     "make_sampling",
     "prefill_step",

@@ -73,21 +73,42 @@ def rows_by_weights(
         counts |= equal_row_counts(BY_WEIGHTS, WEIGHT_ROWS, D, F, x.dtype)
     # The smallest count that holds all T rows, or the largest if none does.
     block = min((count for count in counts if count >= T), default=max(counts))
-    return jax.lax.platform_dependent(
-        x,
-        w,
-        jnp.asarray(T) if num_rows is None else num_rows,
-        cpu=functools.partial(_by_weights_in_blocks, block=block),
-        default=lambda x, w, _: _transposed_product(x, w),
-    )
+    return _rows_by_weights(x, w, jnp.asarray(T) if num_rows is None else num_rows, block)
+
+
+# Loops whose length is known late have no derivative, so those of both products are stated.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _rows_by_weights(x: jax.Array, w: jax.Array, num_rows: jax.Array, block: int) -> jax.Array:
+    in_blocks = functools.partial(_by_weights_in_blocks, block=block)
+    return jax.lax.platform_dependent(x, w, num_rows, cpu=in_blocks, default=lambda x, w, _: _transposed_product(x, w))
+
+
+def _by_weights_derivative(block: int, operands: tuple[jax.Array, jax.Array], change: jax.Array) -> tuple[Any, ...]:
+    _, derivative = jax.vjp(_transposed_product, *operands)
+    return *derivative(change), None
+
+
+_rows_by_weights.defvjp(
+    lambda x, w, num_rows, block: (_rows_by_weights(x, w, num_rows, block), (x, w)), _by_weights_derivative
+)
 
 
 def rows_by_matrices(rows: jax.Array, matrices: jax.Array) -> jax.Array:
     """Returns rows [R, K, n, A] times matrices [R, K, A, B], f32[R, K, n, B]: on CPU in blocks, elsewhere at once."""
     n, (A, B) = max(rows.shape[2], 2), matrices.shape[2:]  # a single row is no product of matrices
-    block = n if equal_row_counts(BY_MATRICES, (n,), A, B, rows.dtype) else ROW_BLOCK
+    return _rows_by_matrices(rows, matrices, n if equal_row_counts(BY_MATRICES, (n,), A, B, rows.dtype) else ROW_BLOCK)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rows_by_matrices(rows: jax.Array, matrices: jax.Array, block: int) -> jax.Array:
     in_blocks = functools.partial(_by_matrices_in_blocks, block=block)
     return jax.lax.platform_dependent(rows, matrices, cpu=in_blocks, default=_by_matrices)
+
+
+_rows_by_matrices.defvjp(
+    lambda rows, matrices, block: (_rows_by_matrices(rows, matrices, block), (rows, matrices)),
+    lambda block, operands, change: jax.vjp(_by_matrices, *operands)[1](change),
+)
 
 
 def _by_weights_in_blocks(x: jax.Array, w: jax.Array, num_rows: jax.Array, *, block: int) -> jax.Array:

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, Unpack
 
+import numpy as np
+
 from jaxinfer.checkpoint import resolve_checkpoint
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.device import enable_compilation_cache, resolve_dtype
@@ -30,17 +32,28 @@ from jaxinfer.engine.frontend.admission import (
 )
 from jaxinfer.engine.frontend.beam_search import MAX_LENGTH_PENALTY, complete
 from jaxinfer.engine.frontend.branches import Branches
+from jaxinfer.engine.frontend.embeddings import ONE_TOKEN, begin_pooling, embeddings_of
 from jaxinfer.engine.frontend.engine_loop import EngineLoop
 from jaxinfer.engine.frontend.guard import Guard, deferred_interrupts, require_own_process
 from jaxinfer.engine.frontend.page_identity import text_identity
 from jaxinfer.engine.frontend.sample_group import SampleGroup
 from jaxinfer.engine.request.completion import Completion, Delta
+from jaxinfer.engine.request.state_pooling import POOLINGS
 from jaxinfer.engine.scheduling.metrics import Metrics
 from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.timeline import MAX_STEPS, Timeline, recorded_timeline
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.processors import LogitsProcessor
-from jaxinfer.validation import as_path, is_int, require, require_bool, require_int, require_real, shown
+from jaxinfer.validation import (
+    as_path,
+    is_int,
+    require,
+    require_bool,
+    require_int,
+    require_name,
+    require_real,
+    shown,
+)
 
 BUNDLED_MODEL = Path(__file__).parent.parent / "assets" / "tiny"
 
@@ -347,6 +360,35 @@ class LLM:
         token_ids = self.tokenizer.apply_chat_template(conversation, tokenize=True, **arguments, **variables)
         assert isinstance(token_ids, list)
         return token_ids
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        show_progress: bool = True,
+        **options: Unpack[RequestOptions],
+    ) -> np.ndarray:
+        """Returns a vector for each prompt, text or token ids, f32[len(prompts), hidden_size] in the prompts' order.
+
+        The vector is the state of the prompt's last token after the model's final norm. With pooling="mean" it is the
+        mean of the states of all its tokens. `normalize` scales each vector to length 1. The steps that serve requests
+        compute the states, so other requests go on and nothing is compiled. Limits and `options` are as for
+        `generate`, and so is Ctrl-C.
+
+        Before computing anything, raises ValueError if the engine cannot honour some prompt, and QueueFullError if
+        there are too many. Raises RuntimeError if a prompt's logits are not finite or its deadline passes.
+        """
+        require_name("pooling", pooling, POOLINGS)
+        require_bool("normalize", normalize)
+        require_bool("show_progress", show_progress)
+        check_names(options)
+        with deferred_interrupts() as take_effect, self._guard:
+            groups = [self._numbered(i, prompt, ONE_TOKEN, **options) for i, prompt in enumerate(as_prompts(prompts))]
+            poolings = [begin_pooling(samples, pooling) for samples in groups]
+            completions = self._loop.collect(groups, show_progress, take_effect)
+            return embeddings_of(completions, poolings, self.model_config.hidden_size, normalize=normalize)
 
     def beam_search(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxinfer.model.rope import Rope, require_pairs, rotary_embedding
 from jaxinfer.model.states import StateSlots
 from jaxinfer.validation import require, require_bool, require_int, require_positive
 from kernels_pallas.paged_attention import Pages, paged_attention
+from kernels_pallas.whole_rows import PagedCall, PlainCall, attend_whole_rows, plain_attention
 
 Angles = tuple[jax.Array, jax.Array]  # cosine and sine f32[T, 1, R/2]
 
@@ -84,6 +86,27 @@ class AttentionInputs:
     implementation: str | None = None
     mesh: Mesh | None = None
     states: StateSlots | None = None  # if the model has a recurrent mixer
+    num_whole_rows: int | None = None  # of a step that may be differentiated, see `forward`
+
+    def run(
+        self,
+        call: PagedCall,
+        plain: PlainCall,
+        tokens: tuple[jax.Array, ...],
+        sinks: jax.Array | None,
+        pages: Any,
+        page_offset: jax.Array | int,
+    ) -> tuple[jax.Array, Any]:
+        """Returns `call(*tokens, sinks, pages, arrays)`, with the arrays of this step by name.
+
+        In a step of whole rows the results have the derivative of `plain`, see `attend_whole_rows`.
+        """
+        arrays = {name: getattr(self.batch, name) for name in ("block_tables", "kv_lens", "cu_q_lens")}
+        arrays |= {"tree_mask": self.tree_mask, "page_offset": page_offset}
+        if self.num_whole_rows is None:
+            return call(*tokens, sinks, pages, arrays)
+        results: Any = attend_whole_rows(call, plain, self.num_whole_rows, tokens, sinks, pages, arrays)
+        return results[0], jax.lax.stop_gradient(results[1])
 
 
 def declare_attention(config: Attention, hidden_size: int, spec: MakeSpec) -> AttentionParams:
@@ -126,24 +149,15 @@ def attend(
 ) -> tuple[jax.Array, Pages]:
     """Returns the layer's output [T, D] for x [T, D], and the pages with the tokens' keys and values appended."""
     q, k, v = project_qkv(params, x, angles, inputs.num_tokens, config=config, norm=norm)
-    attended, pages = paged_attention(
-        q,
-        k,
-        v,
-        pages,
-        block_tables=inputs.batch.block_tables,
-        kv_lens=inputs.batch.kv_lens,
-        cu_q_lens=inputs.batch.cu_q_lens,
-        scale=config.head_dim**-0.5 if config.scale is None else config.scale,
-        page_offset=page_offset,
-        q_len=inputs.q_len,
-        window=config.window,
-        softcap=config.softcap,
-        sinks=params.sinks,
-        tree_mask=inputs.tree_mask,
-        implementation=inputs.implementation,
-        mesh=inputs.mesh,
-    )
+    scale = config.head_dim**-0.5 if config.scale is None else config.scale
+    options = {"scale": scale, "window": config.window, "softcap": config.softcap}
+    statics = {"q_len": inputs.q_len, "implementation": inputs.implementation, "mesh": inputs.mesh}
+
+    def call(q: Any, k: Any, v: Any, sinks: Any, pages: Pages, arrays: Any) -> tuple[jax.Array, Pages]:
+        return paged_attention(q, k, v, pages, sinks=sinks, **arrays, **options, **statics)
+
+    plain = functools.partial(plain_attention, **options)
+    attended, pages = inputs.run(call, plain, (q, k, v), params.sinks, pages, page_offset)
     if params.gate is not None:
         attended = attended * jax.nn.sigmoid(linear(x, params.gate, params.gate_bias, inputs.num_tokens))
     return linear(attended, params.o, params.o_bias, inputs.num_tokens), pages

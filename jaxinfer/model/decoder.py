@@ -38,20 +38,22 @@ def forward(
     states: StateSlots | None = None,
     implementation: str | None = None,
     mesh: Mesh | None = None,
+    num_whole_rows: int | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """Runs the batch's tokens through all layers, appending them with their keys and values to the cache.
 
     Returns the hidden states [T, D] after the final norm, and the cache. `q_len` and `tree_mask` are as for
     `paged_attention`. `states` are the slots that recurrent layers read and write, None those of the batch's pages.
-    `implementation` names a paged-attention kernel, None takes the best. `mesh`: the mesh that
-    parameters and cache are split over, if any.
+    `implementation` names a paged-attention kernel, None takes the best. `mesh`: the mesh that parameters and cache are
+    split over, if any. Results can be differentiated if `num_whole_rows` is given, the number of rows of equally many
+    tokens, of which none is in the cache yet.
     """
     x = embed(params, batch.tokens, config=config)
     ropes = {layer.rope for layer, _ in config.stacks if layer.rope is not None}
     angles: dict[Rope | None, Angles] = {rope: rotary_angles(batch.positions, rope) for rope in ropes}
     if config.is_recurrent and tree_mask is not None:
         raise NotImplementedError("a tree of drafts needs a state per branch; verify chains of drafts instead")
-    statics = {"q_len": q_len, "implementation": implementation, "mesh": mesh}
+    statics = {"q_len": q_len, "implementation": implementation, "mesh": mesh, "num_whole_rows": num_whole_rows}
     batches = [replace(batch, block_tables=batch.tables_of(kind)) for kind in range(len(config.page_kinds))]
     if config.is_recurrent and states is None:
         states = state_slots(batches[config.state_kind], cache.tokens.shape[1])
@@ -81,8 +83,11 @@ def embed(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Arra
     return x if config.embedding_scale == 1.0 else rounded(x * jnp.asarray(config.embedding_scale, x.dtype))
 
 
+_STATICS = ("q_len", "implementation", "mesh", "num_whole_rows")
+
+
 # Jitted separately, so that groups of equal shape are traced once.
-@functools.partial(jax.jit, static_argnames=("layers", "repeats", "q_len", "implementation", "mesh"))
+@functools.partial(jax.jit, static_argnames=("layers", "repeats", *_STATICS))
 def _run_group(
     params: tuple[LayerParams, ...],
     pools: tuple[Pool, ...],
@@ -97,9 +102,11 @@ def _run_group(
     q_len: int | None,
     implementation: str | None,
     mesh: Mesh | None,
+    num_whole_rows: int | None,
 ) -> tuple[jax.Array, tuple[Pool, ...]]:
     num_tokens = num_real_tokens(batches[0])
-    inputs = [AttentionInputs(batch, num_tokens, q_len, tree_mask, implementation, mesh, states) for batch in batches]
+    settings = (num_tokens, q_len, tree_mask, implementation, mesh, states, num_whole_rows)
+    inputs = [AttentionInputs(batch, *settings) for batch in batches]
 
     def run_pattern(carry, scanned):
         x, pools = carry

@@ -15,6 +15,7 @@ from jaxinfer.model.rope import Rope, rotary_embedding
 from jaxinfer.validation import require, require_bool, require_int, require_positive
 from kernels_pallas.latent_attention import LatentPages, latent_attention
 from kernels_pallas.row_products import rows_by_matrices
+from kernels_pallas.whole_rows import plain_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,20 +127,17 @@ def attend_to_latents(
     down = linear(x, params.kv_down, params.kv_down_bias, inputs.num_tokens)
     latents = rms_norm(down[:, :R], params.kv_norm, config.norm)
     keys = rotary_embedding(down[:, None, R:], *angles, is_interleaved=is_interleaved)[:, 0]
-    attended, pages = latent_attention(
-        q,
-        jnp.concatenate([latents, keys], axis=-1),
-        pages,
-        block_tables=inputs.batch.block_tables,
-        kv_lens=inputs.batch.kv_lens,
-        cu_q_lens=inputs.batch.cu_q_lens,
-        scale=config.qk_head_dim**-0.5 if config.scale is None else config.scale,
-        page_offset=page_offset,
-        q_len=inputs.q_len,
-        tree_mask=inputs.tree_mask,
-        implementation=inputs.implementation,
-        mesh=inputs.mesh,
-    )
+    latents = jnp.concatenate([latents, keys], axis=-1)
+    scale = config.qk_head_dim**-0.5 if config.scale is None else config.scale
+    statics = {"q_len": inputs.q_len, "implementation": inputs.implementation, "mesh": inputs.mesh}
+
+    def call(q: Any, latents: Any, _: None, pages: LatentPages, arrays: Any) -> tuple[jax.Array, LatentPages]:
+        return latent_attention(q, latents, pages, scale=scale, **arrays, **statics)
+
+    def plain(q: jax.Array, latents: jax.Array, _: None) -> jax.Array:
+        return plain_attention(q, latents[:, None], latents[:, None, :R], None, scale=scale)
+
+    attended, pages = inputs.run(call, plain, (q, latents), None, pages, page_offset)
     values = _by_heads(attended, params.v_up)
     return linear(values, params.o, params.o_bias, inputs.num_tokens), pages
 

@@ -109,14 +109,7 @@ def declare_moe(config: MoE, hidden_size: int, spec: MakeSpec) -> MoEParams:
 def moe(params: MoEParams, x: jax.Array, num_tokens: jax.Array, *, config: MoE) -> jax.Array:
     """Returns the weighted sum of each token's experts, and of the shared one, [T, D] for x [T, D]."""
     experts, weights = route(params, x, num_tokens, config=config)
-    results = jax.lax.platform_dependent(
-        params.experts,
-        x,
-        experts,
-        num_tokens,
-        cpu=functools.partial(_in_blocks, config=config),
-        default=functools.partial(_in_groups, config=config),
-    )
+    results: Any = _of_experts(params.experts, x, experts, num_tokens, config)
     # Rounded before they are added, and added in a fixed order: so a token's sum has the same bits in any step.
     weighted = rounded(results * weights[..., None])
     out = row_sum(weighted.swapaxes(1, 2)).astype(x.dtype)
@@ -127,6 +120,23 @@ def moe(params: MoEParams, x: jax.Array, num_tokens: jax.Array, *, config: MoE) 
         gate = jax.nn.sigmoid(product(x, params.shared_gate, num_tokens))
         shared = rounded(shared * jnp.broadcast_to(gate, shared.shape).astype(x.dtype))
     return out + shared
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _of_experts(params: MLPParams, x: jax.Array, experts: jax.Array, num_tokens: jax.Array, config: MoE) -> jax.Array:
+    """Returns the results f32[T, X, D] of each token's experts i32[T, X], for x [T, D]."""
+    in_blocks, in_groups = functools.partial(_in_blocks, config=config), functools.partial(_in_groups, config=config)
+    return jax.lax.platform_dependent(params, x, experts, num_tokens, cpu=in_blocks, default=in_groups)
+
+
+def _of_experts_derivative(config: MoE, operands: tuple[Any, ...], change: jax.Array) -> tuple[Any, ...]:
+    """Returns the derivative of `_in_groups`, for that of `_in_blocks` has a loop whose length is known late."""
+    params, x, experts, num_tokens = operands
+    _, derivative = jax.vjp(lambda params, x: _in_groups(params, x, experts, num_tokens, config=config), params, x)
+    return *derivative(change), None, None
+
+
+_of_experts.defvjp(lambda *operands: (_of_experts(*operands), operands[:4]), _of_experts_derivative)
 
 
 def route(params: MoEParams, x: jax.Array, num_tokens: jax.Array, *, config: MoE) -> tuple[jax.Array, jax.Array]:

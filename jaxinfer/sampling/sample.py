@@ -161,6 +161,13 @@ def describe(logits: jax.Array, tokens: jax.Array, sampling: SamplingBatch, max_
     return StepOutput(tokens=tokens, log_probs=log_probs, top_tokens=top_tokens, top_log_probs=top_log_probs)
 
 
+def chosen_logits(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the logits f32[B] of tokens i32[B], and log(sum(exp(logits))): the difference is a log-probability."""
+    maximum = jax.lax.stop_gradient(logits.max(-1))
+    log_total = maximum + jnp.log(row_sum(jnp.exp(logits - maximum[:, None])))
+    return jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0], log_total
+
+
 def log_probs_of(
     logits: jax.Array, tokens: jax.Array, wants_top: jax.Array, max_log_probs: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -168,9 +175,7 @@ def log_probs_of(
     theirs, i32[B, A] and f32[B, A], best first. These are zeros unless `wants_top` (bool[]).
     """
     B = logits.shape[0]
-    maximum = logits.max(-1)
-    log_total = maximum + jnp.log(row_sum(jnp.exp(logits - maximum[:, None])))
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    chosen, log_total = chosen_logits(logits, tokens)
 
     def top() -> tuple[jax.Array, jax.Array]:
         values, ids = jax.lax.top_k(logits, max_log_probs)

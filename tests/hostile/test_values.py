@@ -32,6 +32,7 @@ from jaxinfer.model.moe import Router
 from jaxinfer.model.params import abstract_params
 from jaxinfer.model.rope import Rope, RopeScaling
 from jaxinfer.sampling.batch import make_sampling
+from jaxinfer.steps.log_probs import log_probs
 from jaxinfer.steps.steps import decode_step, prefill_step
 from tests.engine.engines import GREEDY, drain, num_owned_pages
 from tests.hostile.cases import cases
@@ -91,7 +92,7 @@ def changes_of(names: Collection[str]) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def test_no_public_name_is_left_out():
-    tested = {*CONFIGS, *FUNCTIONS.values(), *STEPS, Row, DraftTree, LLM}
+    tested = {*CONFIGS, *FUNCTIONS.values(), *STEPS, log_probs, Row, DraftTree, LLM}
     not_called = {Completion, Delta, Drafter, QueueFullError, jaxinfer.__version__}
 
     assert {getattr(jaxinfer, name) for name in dir(jaxinfer)} == tested | not_called
@@ -132,6 +133,7 @@ CHAT = {
     "chat_template_kwargs": None,
     "show_progress": False,
 }
+EMBED = {"prompts": [[5], "a"], "pooling": "mean", "normalize": True, "show_progress": False}
 VIEWS = {"on_step", "has_unfinished", "identity", "metrics", "default_sampling_params"}  # without arguments
 METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "add": (add, PROMPT),
@@ -144,6 +146,7 @@ METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "rewind": (LLM.rewind, {"request_id": 0, "num_tokens": 1, "seed": 5}),
     "save": (LLM.save, {"request_id": 0, "path": "request"}),
     "restore": (LLM.restore, {"path": "request"}),
+    "embed": (LLM.embed, {**EMBED, **TERMS}),
     "update_params": (LLM.update_params, {"params": None}),
     "warm_up": (LLM.warm_up, {"show_progress": False, "description": "a"}),
     "timeline": (LLM.timeline, {"max_steps": 5}),
@@ -310,6 +313,26 @@ def test_steps(step):
     @given(st.dictionaries(st.sampled_from(sorted(own)), leaves, min_size=1, max_size=2))
     def test(changes):
         refused_or_returned(lambda: step.lower(**{**own, **changes}), [*changes, "static arguments"], is_passed_on=True)
+
+    test()
+
+
+def test_log_probs():
+    config = uniform_decoder(**MODEL)
+    own: dict[str, Any] = {
+        "params": abstract_params(config, "float32"),
+        "tokens": jax.ShapeDtypeStruct((2, 5), "int32"),
+        "config": config,
+        "page_size": 16,
+        "implementation": None,
+        "mesh": None,
+    }
+
+    @cases(0.02)
+    @given(st.dictionaries(st.sampled_from(sorted(own)), leaves, min_size=1, max_size=2))
+    def test(changes):
+        names = [*changes, "static arguments"]
+        refused_or_returned(lambda: log_probs.lower(**{**own, **changes}), names, is_passed_on=True)
 
     test()
 

@@ -99,7 +99,8 @@ class Runner:
 
     def read(self, output: StepOutput | VerifyOutput) -> StepOutput | VerifyOutput:
         """Waits for a launched step and returns its output as host arrays, except `hidden`."""
-        # An interrupt is harmless: the output can be read again. Only drafters use the hidden states, on the device.
+        # An interrupt is harmless: the output can be read again. Drafters use the hidden states on the device, and
+        # few steps have embeddings to pool.
         with self._reported_failures(Exception):
             return replace(jax.device_get(replace(output, hidden=None)), hidden=output.hidden)
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxinfer.engine.request.completion import Completion, Delta, FinishReason, Timings
 from jaxinfer.engine.request.page_keys import PageKeys
+from jaxinfer.engine.request.state_pooling import StatePooling
 from jaxinfer.sampling_params import BAD_LOGITS, NO_TOKEN, SamplingParams
 
 
@@ -116,6 +117,7 @@ class Request:
             "_texts",
             "log_probs",
             "_top_log_probs",
+            "pooling",
         ),
     )
 
@@ -181,6 +183,7 @@ class Request:
         self._texts: list[str] = []
         self.log_probs: list[float] = []
         self._top_log_probs: list[dict[int, float]] = []
+        self.pooling: StatePooling | None = None  # takes the prompt's hidden states; such a request is not plain
 
     @property
     def deadline(self) -> float:
@@ -241,7 +244,8 @@ class Request:
     def begin_again(self, keys: PageKeys | None) -> None:
         """Discards everything computed for a request without pages except its tokens; its pages get other keys.
 
-        That includes the tokens that launched steps sample, and prompt log-probabilities known only in part.
+        That includes the tokens that launched steps sample, pooled states, and prompt log-probabilities known only in
+        part.
         """
         self.epoch += 1
         self.num_pending = 0
@@ -249,6 +253,8 @@ class Request:
         self.forget_sources()
         if len(self.shared_prompt.prompt_log_probs) < self.num_prompt_tokens:
             self.shared_prompt.prompt_log_probs, self.shared_prompt.prompt_top_log_probs = [None], [{}]
+        if self.pooling is not None:
+            self.pooling.begin_again()
 
     def forget_sources(self) -> None:
         """Drops the request that it was forked from and the contents of its file."""

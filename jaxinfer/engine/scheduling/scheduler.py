@@ -31,6 +31,7 @@ from jaxinfer.engine.scheduling.step_results import (
     SampledTokens,
     append_plain,
     append_tokens,
+    pool_states,
     record_prompt_log_probs,
 )
 from jaxinfer.engine.scheduling.waiting import Deadlines, WaitingQueue
@@ -264,6 +265,7 @@ class Scheduler:
         if self._speculation is not None:
             self._speculation.observe(step, sampled, seconds if is_timed else None, output.hidden)
         record_prompt_log_probs(step, output)
+        pool_states(step, output)
         self._enter(step)
         self._entered, self._leaving = None, []
         for observer in self.observers:
@@ -327,9 +329,10 @@ class Scheduler:
 def _extend_for_multi_step(chunks: Chunks, tables: BlockTables, max_steps: int) -> Chunks:
     """Returns the chunks with `max_new_tokens` set: at most `max_steps`, the request's remaining tokens and free pages.
 
-    Leaves 1 unless every request decodes. Leaves 1 if any has a grammar, for the host computes each token's mask.
+    Leaves 1 unless every request decodes. Leaves 1 if any has a grammar, for the host computes each token's mask, or
+    pools states, which a multi-step decode does not return.
     """
-    if not chunks.are_last_tokens or any(request.grammar for request in chunks.requests):
+    if not chunks.are_last_tokens or any(request.grammar or request.pooling for request in chunks.requests):
         return chunks
     max_new_tokens = [1 + tables.extend_ahead(request, max_steps - 1) for request in chunks.requests]
     return replace(chunks, max_new_tokens=max_new_tokens)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import overload
 
 from jaxinfer.engine.kv_cache.page_transfers import PageTransfers
@@ -50,7 +51,7 @@ class Rows:
 
     @cached_property
     def is_plain(self) -> bool:
-        """True if no request has a grammar or wants log-probabilities of alternatives or of the prompt."""
+        """True if no request has a grammar, pools states or wants log-probabilities of alternatives or the prompt."""
         return all(request.is_plain for request in self.requests)
 
     @cached_property
@@ -141,7 +142,7 @@ class Step:
     is_verify: bool = field(init=False)  # some row has drafts
     is_mixed: bool = field(init=False)  # some row has more tokens than one and its drafts
     is_plain: bool = field(init=False)  # no row has a grammar or wants more log-probabilities than its tokens'
-    is_decode: bool = field(init=False)  # one token per row, no drafts, no prompt log-probabilities
+    is_decode: bool = field(init=False)  # one token per row, no drafts, no prompt log-probabilities, no pooled states
     needs_masks: bool = field(init=False)  # some row's next token needs a mask of its grammar
 
     def __post_init__(self) -> None:
@@ -151,7 +152,8 @@ class Step:
         self.is_verify = num_drafts > 0
         self.is_mixed = self.num_tokens > len(chunks) + num_drafts
         self.is_plain = chunks.rows.is_plain
-        self.is_decode = not self.is_verify and self.num_tokens == len(chunks) and not self.prompt_log_prob_chunks
+        has_one_token_rows = not self.is_verify and self.num_tokens == len(chunks)
+        self.is_decode = has_one_token_rows and not self.prompt_log_prob_chunks and not self.pooled_chunks
         self.needs_masks = chunks.rows.has_structures and any(
             request.grammar is not None and start + count == len(request.token_ids) + request.num_pending
             for request, start, count in zip(chunks.requests, chunks.starts, chunks.lens, strict=True)
@@ -173,6 +175,15 @@ class Step:
                 prompt_log_prob_chunks += [(chunk, place, count)] if count > 0 else []
             place += chunk.num_tokens + len(chunk.drafts)
         return prompt_log_prob_chunks
+
+    @property
+    def pooled_chunks(self) -> Sequence[tuple[Chunk, int]]:
+        """Returns (chunk, place of its first token in the step) for each chunk of a request that pools its states."""
+        if self.is_plain:
+            return []
+        sizes = [chunk.num_tokens + len(chunk.drafts) for chunk in self.chunks]
+        places = accumulate(sizes, initial=0)  # one more than chunks: the end of the last
+        return [(chunk, place) for chunk, place in zip(self.chunks, places, strict=False) if chunk.request.pooling]
 
     @property
     def kind(self) -> str:

@@ -77,6 +77,16 @@ def record_prompt_log_probs(step: Step, output: Any) -> None:
         shared_prompt.prompt_top_log_probs += tops[num_known:]
 
 
+def pool_states(step: Step, output: Any) -> None:
+    """Hands the hidden states of a step to the requests that pool them."""
+    if chunks := step.pooled_chunks:
+        hidden = np.asarray(output.hidden)
+        for chunk, place in chunks:
+            assert chunk.request.pooling is not None
+            if not chunk.is_stale:
+                chunk.request.pooling.record(chunk.start, hidden[place : place + chunk.num_tokens].astype(np.float32))
+
+
 def append_plain(requests: Sequence[Request], output: Any, now: float) -> list[Delta]:
     """Appends the step's tokens, one per row, to plain requests; `now` is the time of each token.
 

@@ -121,8 +121,8 @@ class Speculation:
         self.proposer.takes_trees = target.engine_config.draft_trees
         if self.proposer.takes_trees and target.model_config.is_recurrent:
             raise ValueError(
-                "draft_trees=True needs layers that can see any path of a tree, and this model has recurrent layers; leave"
-                " out EngineConfig.draft_trees"
+                "draft_trees=True needs layers that can see any path of a tree, and this model has recurrent layers;"
+                " leave out EngineConfig.draft_trees"
             )
         window, num_tokens = target.model_config.smallest_window, 1 + target.engine_config.max_drafts
         if self.proposer.takes_trees and window is not None and window < num_tokens:

@@ -40,6 +40,7 @@ CALLS = {
     "chat": lambda llm: llm.chat([{"role": "user", "content": "a"}], GREEDY, show_progress=False),
     "default_sampling_params": lambda llm: llm.default_sampling_params,
     "beam_search": lambda llm: llm.beam_search([5], num_beams=2, max_tokens=2),
+    "embed": lambda llm: llm.embed([5], show_progress=False),
     "update_params": lambda llm: llm.update_params(None),
     "warm_up": lambda llm: llm.warm_up(),
     "timeline": lambda llm: llm.timeline(),

@@ -19,6 +19,7 @@ from tests.engine.engines import (
     content_of,
     generate,
     num_owned_pages,
+    quick_engine,
     save_small_checkpoint,
     small_engine,
 )
@@ -116,3 +117,14 @@ def test_a_draft_model_with_bad_logits_drafts_nothing(llm, checkpoint, poisoned_
     completions = generate(drafting, PROMPTS, SEEDED)
 
     assert list(map(content_of, completions)) == list(map(content_of, generate(llm, PROMPTS, SEEDED)))
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_a_prompt_with_bad_logits_has_no_embedding_and_leaves_nothing(poisoned_checkpoint, pooling):
+    with quick_engine(poisoned_checkpoint) as llm:
+        with pytest.raises(RuntimeError, match="prompt 1 has no embedding: the logits after 3 tokens have NaN"):
+            llm.embed(PROMPTS, pooling=pooling, show_progress=False)
+
+        assert num_owned_pages(llm) == 0
+        assert not llm.has_unfinished
+        assert np.isfinite(llm.embed(PROMPTS[0], pooling=pooling, show_progress=False)).all()
