@@ -27,7 +27,7 @@ ALLOWED = {
     "quantization": "kernels_pallas",
     "model": "config kernels_pallas quantization validation",
     "sampling": "config kernels_pallas model sampling_params validation",
-    "steps": "kernels_pallas model sampling validation",
+    "steps": "config kernels_pallas model sampling validation",
     "text": "sampling_params validation",
     "checkpoint": "config device model quantization validation",
     "plan": "kernels_pallas",

@@ -40,12 +40,40 @@ def forward(
     `paged_attention`. `implementation` names a paged-attention kernel, None takes the best. `mesh`: the mesh that
     parameters and cache are split over, if any.
     """
+    options = {"q_len": q_len, "tree_mask": tree_mask, "implementation": implementation, "mesh": mesh}
+    hidden, _, cache = forward_with_states(params, cache, batch, config=config, **options)
+    return hidden, cache
+
+
+def forward_with_states(
+    params: Params,
+    cache: KVCache,
+    batch: Batch,
+    *,
+    config: ModelConfig,
+    kept_layers: tuple[int, ...] = (),
+    q_len: int | None = None,
+    tree_mask: jax.Array | None = None,
+    implementation: str | None = None,
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, jax.Array, KVCache]:
+    """Returns the hidden states [T, D] of `forward`, the states [T, S] for drafters, and the cache.
+
+    The states for drafters are those after each of the numbers of layers in `kept_layers`, side by side, without a
+    norm: S = len(kept_layers) * D. They are the hidden states if `kept_layers` is (). Raises ValueError at trace time
+    if no group of layers ends after one of these numbers.
+    """
+    if not {*kept_layers} <= {*config.ends_of_groups}:
+        raise ValueError(
+            f"kept_layers={kept_layers} are not all in {config.ends_of_groups}, after which groups of layers end; load"
+            " the checkpoint with layer_cuts=kept_layers"
+        )
     x = embed(params, batch.tokens, config=config)
     ropes = {layer.mixer.rope for layer, _ in config.stacks if layer.mixer.rope is not None}
     angles: dict[Rope | None, Angles] = {rope: rotary_angles(batch.positions, rope) for rope in ropes}
     statics = {"q_len": q_len, "implementation": implementation, "mesh": mesh}
-    pools, first = [], 0
-    for group in config.groups:
+    pools, first, kept = [], 0, {0: x}
+    for group, end in zip(config.groups, config.ends_of_groups[1:], strict=True):
         places = slice(first, first + len(group.layers))
         x, new = _run_group(
             params.layers[places],
@@ -59,8 +87,11 @@ def forward(
             **statics,
         )
         pools, first = [*pools, *new], places.stop
+        kept[end] = x
     cache = KVCache(pools=tuple(pools), tokens=write_tokens(cache, batch))
-    return rms_norm(x, params.final_norm, config.norm), cache
+    hidden = rms_norm(x, params.final_norm, config.norm)
+    states = jnp.concatenate([kept[i] for i in kept_layers], axis=-1) if kept_layers else hidden
+    return hidden, states, cache
 
 
 def embed(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:
@@ -113,7 +144,26 @@ def run_layer(
     layer: Layer,
 ) -> tuple[jax.Array, Pool]:
     """Returns the states [T, D] after one layer for x [T, D], and the layer's pages."""
-    h = _normed(x, params.mixer_norm, layer.norm)
+    x, pages = mix(params, pages, x, x, inputs, angles, page_offset, layer=layer)
+    return feed_forward(params, x, inputs.num_tokens, layer=layer), pages
+
+
+def mix(
+    params: LayerParams,
+    pages: Pool,
+    x: jax.Array,
+    h: jax.Array,
+    inputs: AttentionInputs,
+    angles: Angles | None,
+    page_offset: jax.Array | int,
+    *,
+    layer: Layer,
+) -> tuple[jax.Array, Pool]:
+    """Returns the states x [T, D] after the first half of a layer, whose input is h, and the layer's pages.
+
+    In all layers of a decoder h is x.
+    """
+    h = _normed(h, params.mixer_norm, layer.norm)
     if isinstance(layer.mixer, LatentAttention):
         assert isinstance(params.mixer, LatentAttentionParams)
         assert isinstance(pages, LatentPages)
@@ -122,8 +172,7 @@ def run_layer(
         assert isinstance(params.mixer, AttentionParams)
         assert isinstance(pages, Pages)
         h, pages = attend(params.mixer, pages, h, inputs, angles, page_offset, config=layer.mixer, norm=layer.norm)
-    x = _add(x, h, params.mixer_post_norm, layer)
-    return feed_forward(params, x, inputs.num_tokens, layer=layer), pages
+    return _add(x, h, params.mixer_post_norm, layer), pages
 
 
 def feed_forward(params: LayerParams, x: jax.Array, num_tokens: jax.Array, *, layer: Layer) -> jax.Array:
