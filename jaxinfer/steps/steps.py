@@ -60,9 +60,9 @@ def prefill_step(
     """Computes any mix of chunks and samples one token per row, after its last position.
 
     A decoding request in the mix is a chunk of one token. The sampled token of a row whose prompt is not finished has
-    no meaning. With a `prompt`, the output has the log-probabilities of the prompt tokens in it. `kept_layers` names the
-    states for drafters, see `forward_with_states`. Raises ValueError at trace time if max_log_probs exceeds the
-    vocabulary.
+    no meaning. With a `prompt`, the output has the log-probabilities of the prompt tokens in it. `kept_layers`
+    names the states for drafters, see `forward_with_states`. Raises ValueError at trace time if max_log_probs exceeds
+    the vocabulary.
     """
     _check(params, cache, batch, sampling, config, max_log_probs, custom, mesh)
     statics = {"config": config, "kept_layers": kept_layers, "implementation": implementation, "mesh": mesh}

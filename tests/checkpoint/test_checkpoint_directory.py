@@ -112,8 +112,10 @@ def test_unreadable_config_is_refused(tmp_path, content, complaint):
 
 @pytest.mark.parametrize(
     ("scans", "cuts", "groups"),
-    [(True, (), (3,)), (True, (2,), (2, 1)), (True, (1, 2, 3), (1, 1, 1)), (True, (3, 0), (3,))]
-    + [(False, (), (1, 1, 1)), (False, (2,), (1, 1, 1))],
+    [
+        *((True, (), (3,)), (True, (2,), (2, 1)), (True, (1, 2, 3), (1, 1, 1)), (True, (3, 0), (3,))),
+        *((False, (), (1, 1, 1)), (False, (2,), (1, 1, 1))),
+    ],
 )
 def test_layers_are_loaded_in_the_groups_that_suit_the_device(tmp_path, monkeypatch, scans, cuts, groups):
     monkeypatch.setattr(jaxinfer.checkpoint, "scans_layers", lambda: scans)

@@ -13,6 +13,7 @@ import pytest
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.drafters.draft_heads import HeadDrafter
 from jaxinfer.engine.drafters.early_exit import ExitDrafter
+from jaxinfer.engine.llm import BUNDLED_MODEL
 from jaxinfer.engine.scheduling.drafts import DraftTree, first_of, parents_of, rest_of, some_of
 from jaxinfer.engine.speculation.draft_choice import choose_drafts
 from jaxinfer.engine.speculation.load import plan_speculation
@@ -244,11 +245,11 @@ CHAINS: dict[str, Any] = {"ngram": "ngram", "exit": ExitDrafter(1, jnp.ones(8), 
 @pytest.mark.parametrize("name", CHAINS)
 def test_trees_are_refused_of_who_makes_none(name):
     with pytest.raises(ValueError, match=r"draft_trees=True"):
-        plan_speculation(CHAINS[name], EngineConfig(draft_trees=True), "float32")
+        plan_speculation(CHAINS[name], EngineConfig(draft_trees=True), "float32", target=BUNDLED_MODEL)
 
 
 def speculation_of(drafter):
-    speculation = plan_speculation(drafter, EngineConfig(draft_trees=True), "float32")
+    speculation = plan_speculation(drafter, EngineConfig(draft_trees=True), "float32", target=BUNDLED_MODEL)
     assert speculation is not None
     return speculation
 
