@@ -18,6 +18,7 @@ from jaxinfer.model.mlp import MLPParams, mlp
 from jaxinfer.model.moe import MoE, MoEParams, moe
 from jaxinfer.model.params import LayerParams, Params
 from jaxinfer.model.rope import Rope, rotary_angles
+from jaxinfer.validation import as_ints
 from kernels_pallas.latent_attention import LatentPages
 from kernels_pallas.paged_attention import Pages
 from kernels_pallas.row_products import rounded
@@ -63,7 +64,7 @@ def forward_with_states(
     norm: S = len(kept_layers) * D. They are the hidden states if `kept_layers` is (). Raises ValueError at trace time
     if no group of layers ends after one of these numbers.
     """
-    if not {*kept_layers} <= {*config.ends_of_groups}:
+    if not {*as_ints("kept_layers", kept_layers)} <= {*config.ends_of_groups}:
         raise ValueError(
             f"kept_layers={kept_layers} are not all in {config.ends_of_groups}, after which groups of layers end; load"
             " the checkpoint with layer_cuts=kept_layers"

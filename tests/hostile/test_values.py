@@ -304,6 +304,7 @@ def test_steps(step):
         "implementation": None,
         "mesh": None,
         "custom": (),
+        "kept_layers": (),
     }
 
     @cases(0.02)
