@@ -81,8 +81,9 @@ class Family:
 
     def draft_prefixes(self, hf: Mapping[str, Any]) -> tuple[str, ...]:
         """Returns the beginnings of the names of the tensors of these layers."""
-        count, first = self.num_draft_layers(hf), read_num_layers(hf)
-        prefix = "" if self.draft_layer is None else self.draft_layer.prefix
+        if self.draft_layer is None or (count := self.num_draft_layers(hf)) == 0:
+            return ()
+        first, prefix = read_num_layers(hf), self.draft_layer.prefix
         return tuple(prefix.replace("{layer}", str(layer)) for layer in range(first, first + min(count, MAX_LAYERS)))
 
     def weights_among(self, stored: Collection[str]) -> WeightTable:
