@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from jaxinfer.device import packs_integers, resolve_dtype, scans_layers
 from jaxinfer.model.config import ModelConfig, scan_sizes
 from jaxinfer.model.params import Params, abstract_params
 from jaxinfer.quantization import quantize_weight
-from jaxinfer.validation import require_bool, require_int
+from jaxinfer.validation import as_ints, require_bool
 
 __all__ = [
     "abstract_checkpoint",
@@ -40,23 +41,22 @@ def load_checkpoint(
     path_or_id: str | Path,
     dtype: str | None = None,
     *,
-    first_layers: int | None = None,
+    layer_cuts: Collection[int] = (),
     quantization: str | None = None,
     show_progress: bool = False,
 ) -> tuple[Params, ModelConfig]:
     """Loads a Hugging Face checkpoint from a folder or the Hub, in the format and groups that suit the device.
 
-    Where `first_layers` are wanted by themselves, a group ends after them. `quantization` is "int8" or "int4", see
+    A group of layers ends after each of the numbers of layers in `layer_cuts`. `quantization` is "int8" or "int4", see
     `jaxinfer.quantization.quantize_weight`; None leaves weights as they are. Raises ValueError for a checkpoint that
     cannot be used, with everything that is wrong with it.
     """
     dtype = resolve_dtype(dtype)
-    if first_layers is not None:
-        require_int("first_layers", first_layers, 1)
+    layer_cuts = as_ints("layer_cuts", layer_cuts, 0)
     require_quantization(quantization)
     require_bool("show_progress", show_progress)
     path = resolve_checkpoint(path_or_id)
-    config = _grouped_config(path, first_layers)
+    config = _grouped_config(path, layer_cuts)
     return load_params(path, config, dtype, quantization=quantization, show_progress=show_progress), config
 
 
@@ -75,6 +75,6 @@ def abstract_checkpoint(
     return tree_map_with_path(loaded, abstract_params(config, dtype)), config
 
 
-def _grouped_config(path: Path, first_layers: int | None = None) -> ModelConfig:
+def _grouped_config(path: Path, layer_cuts: Collection[int] = ()) -> ModelConfig:
     config = read_config(path)
-    return config.regrouped(scan_sizes(config.layers, first_layers) if scans_layers() else (1,) * config.num_layers)
+    return config.regrouped(scan_sizes(config.layers, layer_cuts) if scans_layers() else (1,) * config.num_layers)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import GetAttrKey
 
 from jaxinfer.checkpoint.assembly import Assembly, assemble, plan_assembly
 from jaxinfer.checkpoint.families import family_of
@@ -72,7 +73,7 @@ def resolve_checkpoint(path_or_id: str | Path, patterns: Sequence[str] = DOWNLOA
 def read_config(path: str | Path) -> ModelConfig:
     """Returns the model that config.json describes; what cannot be honoured in it is a ValueError."""
     file = Path(path) / "config.json"
-    hf = _read_json(file)
+    hf = read_json(file)
     try:
         return family_of(hf).config_from_hf(hf)
     except ValueError as error:
@@ -86,7 +87,7 @@ def read_eos_token_ids(path: str | Path) -> tuple[int, ...]:
     """
     for name in ("generation_config.json", "config.json"):
         file = Path(path) / name
-        stated = _read_json(file) if file.is_file() else {}
+        stated = read_json(file) if file.is_file() else {}
         text_model = stated.get("text_config")
         places = (stated, text_model) if isinstance(text_model, dict) else (stated,)
         value = next((place["eos_token_id"] for place in places if place.get("eos_token_id") is not None), None)
@@ -102,7 +103,7 @@ def read_eos_token_ids(path: str | Path) -> tuple[int, ...]:
 def read_sampling_defaults(path: str | Path) -> SamplingParams:
     """Returns the sampling that generation_config.json recommends; what it does not state keeps its default."""
     file = Path(path) / "generation_config.json"
-    stated = _read_json(file) if file.is_file() else {}
+    stated = read_json(file) if file.is_file() else {}
     fields = {ours: stated[name] for name, ours in SAMPLING_FIELDS.items() if stated.get(name) is not None}
     if stated.get("do_sample") is False:
         fields["temperature"] = 0
@@ -134,27 +135,43 @@ def load_params(
         raise ValueError(f"quantization={quantization!r} with a placement is not supported; leave out one")
     path = Path(path)
     plan, stored = require_fitting_tensors(path, config)
-    skipped = [name for name in stored if name.startswith(family_of(_read_json(path / "config.json")).skipped)]
+    hf = read_json(path / "config.json")
+    skipped = [name for name in stored if name.startswith(family_of(hf).skipped)]
+    drafting = [name for name in stored if name.startswith(family_of(hf).draft_prefixes(hf))]
     if config.has_tied_embeddings:
-        for name in stored.keys() - skipped:
+        for name in stored.keys() - {*skipped, *drafting}:
             if name.endswith(UNEMBEDDING):
                 _require_same(plan.embedding.names[0], name, stored)
     if skipped:
         towers = ", ".join(sorted({name.removeprefix("model.").partition(".")[0] for name in skipped}))
         logger.warning("%s: loads the text model alone, without %d tensors of %s", path, len(skipped), towers)
-    places, structure = jax.tree_util.tree_flatten_with_path(plan, is_leaf=_is_assembly)
-    if placement is not None and jax.tree.structure(placement) != structure:
+    if placement is not None and jax.tree.structure(placement) != jax.tree.structure(plan, is_leaf=_is_assembly):
         raise ValueError(
             f"placement does not have the tensors of a model with layer_groups={config.layer_groups};"
             " build it from the config that is given here"
         )
+    options = {"placement": placement, "quantization": quantization, "show_progress": show_progress}
+    return read_tensors(plan, stored, dtype, **options)
+
+
+def read_tensors(
+    plan: Any,
+    stored: Mapping[str, StoredTensor],
+    dtype: Any,
+    *,
+    placement: Any = None,
+    quantization: str | None = None,
+    show_progress: bool = False,
+) -> Any:
+    """Returns a tree with a tensor in the place of each `Assembly` of the plan; options are those of `load_params`."""
+    places, structure = jax.tree_util.tree_flatten_with_path(plan, is_leaf=_is_assembly)
     shardings = [None] * len(places) if placement is None else jax.tree.leaves(placement)
     dtype = jnp.dtype(dtype)
     with _progress_bar(sum(len(a.names) for _, a in places), show_progress) as bar:
         leaves = []
         for (where, assembly), sharding in zip(places, shardings, strict=True):
             tensor = assemble(assembly, stored, dtype, sharding)
-            if quantization is not None:
+            if quantization is not None and isinstance(where[-1], GetAttrKey):
                 tensor = quantize_weight(where[-1].name, tensor, quantization, is_packed=packs_integers())
             leaves.append(tensor)
             bar.update(len(assembly.names))
@@ -166,11 +183,13 @@ def require_fitting_tensors(path: Path, config: ModelConfig) -> tuple[Params, di
 
     Raises one ValueError that lists every missing, unexpected or mis-shaped tensor of the checkpoint directory.
     """
-    family = family_of(_read_json(path / "config.json"))
-    stored = _read_headers(path)
+    hf = read_json(path / "config.json")
+    family = family_of(hf)
+    stored = read_headers(path)
     plan = plan_assembly(config, family.weights_among(stored))
-    own = {name: tensor for name, tensor in stored.items() if not name.startswith(family.skipped)}
-    _refuse_misfits(path, plan, own, config)
+    skipped = (*family.skipped, *family.draft_prefixes(hf))
+    own = {name: tensor for name, tensor in stored.items() if not name.startswith(skipped)}
+    refuse_misfits(path, plan, own, has_tied_embeddings=config.has_tied_embeddings)
     return plan, stored
 
 
@@ -184,7 +203,7 @@ def _progress_bar(total: int, show_progress: bool) -> Any:
     return tqdm(total=total, desc="loading", unit="tensor", disable=not show_progress)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{file.parent} has no {file.name}; give the directory of a complete Hugging Face checkpoint")
     if file.stat().st_size > MAX_JSON_BYTES:
@@ -198,7 +217,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _read_headers(path: Path) -> dict[str, StoredTensor]:
+def read_headers(path: Path) -> dict[str, StoredTensor]:
     """Returns every tensor of the checkpoint's file or files by name."""
     if (path / SINGLE_FILE).is_file():
         return read_header(path / SINGLE_FILE)
@@ -209,7 +228,7 @@ def _read_headers(path: Path) -> dict[str, StoredTensor]:
             + (f", only {', '.join(others)}" if others else "")
             + "; use a checkpoint in safetensors, or convert this one with transformers' save_pretrained"
         )
-    weight_map = _read_json(path / INDEX_FILE).get("weight_map")
+    weight_map = read_json(path / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"{path / INDEX_FILE} has no weight_map of file names but {weight_map!r}; download it again")
     for name, shard in weight_map.items():
@@ -227,7 +246,13 @@ def _read_headers(path: Path) -> dict[str, StoredTensor]:
     return found | {name: headers[shard][name] for name, shard in weight_map.items() if name in headers[shard]}
 
 
-def _refuse_misfits(path: Path, plan: Params, stored: Mapping[str, StoredTensor], config: ModelConfig) -> None:
+def refuse_misfits(
+    path: Path, plan: Any, stored: Mapping[str, StoredTensor], *, has_tied_embeddings: bool = False
+) -> None:
+    """Raises one ValueError that lists every missing, unexpected or mis-shaped tensor; `plan` is a tree of `Assembly`.
+
+    With tied embeddings an unembedding may be there too.
+    """
     expected: dict[str, tuple[int, ...]] = {}
     for assembly in jax.tree.leaves(plan, is_leaf=_is_assembly):
         expected |= dict.fromkeys(assembly.names, assembly.stored_shape)
@@ -235,9 +260,7 @@ def _refuse_misfits(path: Path, plan: Params, stored: Mapping[str, StoredTensor]
     for name, tensor in stored.items():
         if name not in expected:
             # The frequencies follow from the config; a tied unembedding is compared with the embedding later.
-            is_known = name.endswith("rotary_emb.inv_freq") or (
-                config.has_tied_embeddings and name.endswith(UNEMBEDDING)
-            )
+            is_known = name.endswith("rotary_emb.inv_freq") or (has_tied_embeddings and name.endswith(UNEMBEDDING))
             problems += [] if is_known else [f"unexpected: {name} {tensor.shape}"]
         elif tensor.shape != expected[name]:
             problems.append(f"mis-shaped: {name} expected {expected[name]}, found {tensor.shape}")
@@ -252,11 +275,19 @@ def _refuse_misfits(path: Path, plan: Params, stored: Mapping[str, StoredTensor]
 
 def _require_same(embedding: str, unembedding: str, stored: Mapping[str, StoredTensor]) -> None:
     """Refuses a tied checkpoint with an unembedding of its own: dropping that would change every logit."""
-    ours, theirs = stored[embedding].map(), stored[unembedding].map()
-    starts = range(0, len(ours), ROWS_COMPARED_AT_ONCE)
-    pieces = [slice(start, start + ROWS_COMPARED_AT_ONCE) for start in starts]
-    if ours.shape != theirs.shape or any((ours[piece] != theirs[piece]).any() for piece in pieces):
+    ours, theirs = stored[embedding], stored[unembedding]
+    if not have_equal_values(ours, theirs):
         raise ValueError(
-            f"tie_word_embeddings=true but {unembedding} {theirs.shape} in {stored[unembedding].path} differs from"
+            f"tie_word_embeddings=true but {unembedding} {theirs.shape} in {theirs.path} differs from"
             f" {embedding} {ours.shape}; set tie_word_embeddings to false in config.json to use both"
         )
+
+
+def have_equal_values(one: StoredTensor, other: StoredTensor) -> bool:
+    """True if two stored tensors [rows, columns] are equal; reads a few rows at a time."""
+    if one.shape != other.shape:
+        return False
+    ours, theirs = one.map(), other.map()
+    starts = range(0, len(ours), ROWS_COMPARED_AT_ONCE)
+    pieces = [slice(start, start + ROWS_COMPARED_AT_ONCE) for start in starts]
+    return not any((ours[piece] != theirs[piece]).any() for piece in pieces)

@@ -152,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
         groups = {"model": model}
         if command in (generate, talk, batch):
             groups["speculation"] = command.add_argument_group("speculation")
-            drafter = "ngram, suffix, or the folder or id of what drafts"
+            drafter = "ngram, suffix, mtp, or the folder or id of what drafts"
             groups["speculation"].add_argument("--speculation", metavar="DRAFTER", help=drafter)
         add_fields(command, EngineConfig, omit=omit, groups=groups)
     return parser

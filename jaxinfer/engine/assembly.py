@@ -68,7 +68,7 @@ def build_engine(
     If a step fails on the device, the runner calls `on_failure` with the exception. Raises ValueError for an unusable
     checkpoint or unusable limits.
     """
-    planned = plan_speculation(speculation, config, dtype)
+    planned = plan_speculation(speculation, config, dtype, target=path)
     if planned is None:
         params, model_config, warm_up = load_and_compile(path, config, dtype, custom, show_progress=show_progress)
     else:  # a drafter may compute with the parameters while it is prepared

@@ -71,7 +71,9 @@ class LLM:
       speed, never a token.
         * "ngram" drafts the tokens that followed the last tokens earlier in the same request.
         * "suffix" also searches the outputs of other requests.
-        * A folder or Hub id has a small model of the same vocabulary, or draft heads trained on this model's states.
+        * "mtp" uses the layer for multi-token prediction in the checkpoint itself.
+        * A folder or Hub id has a small model of the same vocabulary, or an EAGLE-3 head or draft heads trained on this
+          model's states.
         * A `Drafter` object drafts in your own way.
 
     The constructor loads the weights and compiles a step that can compute any request, so no request waits for either.

@@ -94,7 +94,7 @@ class StepOutput:
     log_probs: Any  # f32[B]  of the chosen token, before temperature and filters
     top_tokens: Any  # i32[B, A]  most probable first; zeros unless some row wants them
     top_log_probs: Any  # f32[B, A]
-    hidden: Any = None  # [T, D]  after the final norm, of all tokens of the step, for drafters
+    hidden: Any = None  # [T, S]  of all tokens of the step, for drafters, see `forward_with_states`
     ends: Any = None  # [B, D]  of each row's last token, from which `draw_step` samples
     prompt: Any = None  # PromptOutput  of a prefill step that was given a `PromptBatch`
 
@@ -108,7 +108,7 @@ class VerifyOutput:
     top_tokens: Any  # i32[B, Q, A]
     top_log_probs: Any  # f32[B, Q, A]
     num_emitted: Any  # i32[B]  1 + accepted drafts, or the steps until the row stopped; 0 on padding
-    hidden: Any = None  # [T, D]  as in `StepOutput`; a decode loop has none
+    hidden: Any = None  # [T, S]  as in `StepOutput`; a decode loop has none
 
 
 def pending_token(row: Any) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from jaxinfer.model.attention import Attention
@@ -150,6 +151,11 @@ class ModelConfig:
         return tuple(group.repeats * len(group.layers) for group in self.groups)
 
     @cached_property
+    def ends_of_groups(self) -> tuple[int, ...]:
+        """The number of layers before the first group, which is 0, and up to the end of each group."""
+        return tuple(accumulate(self.layer_groups, initial=0))
+
+    @cached_property
     def layers_of_stacks(self) -> tuple[tuple[int, ...], ...]:
         """The indices of each stack's layers: patterns a b, twice, then a -> 0 2, 1 3, 4."""
         indices, first = [], 0
@@ -222,17 +228,16 @@ def _as_group(layers: Sequence[Layer]) -> LayerGroup:
     return LayerGroup(tuple(layers[:length]), n // length)
 
 
-def scan_sizes(layers: Sequence[Layer], cut: int | None = None) -> tuple[int, ...]:
+def scan_sizes(layers: Sequence[Layer], cuts: Collection[int] = ()) -> tuple[int, ...]:
     """Returns sizes of few groups: the longest runs of layers that repeat a pattern.
 
-    If `cut` is given, a group ends after that many layers.
+    A group ends after each of the numbers of layers in `cuts`.
     """
-    if cut is not None and 0 < cut < len(layers):
-        return scan_sizes(layers[:cut]) + scan_sizes(layers[cut:])
     sizes, first = [], 0
-    while first < len(layers):
-        sizes.append(_longest_run(layers[first:]))
-        first += sizes[-1]
+    for end in sorted({*cuts, len(layers)}):
+        while first < min(end, len(layers)):
+            sizes.append(_longest_run(layers[first:end]))
+            first += sizes[-1]
     return tuple(sizes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jaxinfer.model.params import LayerParams, Params
 from jaxinfer.model.rope import Rope, rotary_angles
 from jaxinfer.model.state_space import StateSpace, StateSpaceParams, state_space
 from jaxinfer.model.states import States, StateSlots, state_slots
+from jaxinfer.validation import as_ints
 from kernels_pallas.latent_attention import LatentPages
 from kernels_pallas.paged_attention import Pages
 from kernels_pallas.row_products import rounded
@@ -35,7 +37,7 @@ def forward(
     config: ModelConfig,
     q_len: int | None = None,
     tree_mask: jax.Array | None = None,
-    states: StateSlots | None = None,
+    slots: StateSlots | None = None,
     implementation: str | None = None,
     mesh: Mesh | None = None,
     num_whole_rows: int | None = None,
@@ -43,11 +45,42 @@ def forward(
     """Runs the batch's tokens through all layers, appending them with their keys and values to the cache.
 
     Returns the hidden states [T, D] after the final norm, and the cache. `q_len` and `tree_mask` are as for
-    `paged_attention`. `states` are the slots that recurrent layers read and write, None those of the batch's pages.
+    `paged_attention`. `slots` are those of the states of recurrent layers, None those of the batch's pages.
     `implementation` names a paged-attention kernel, None takes the best. `mesh`: the mesh that parameters and cache are
     split over, if any. Results can be differentiated if `num_whole_rows` is given, the number of rows of equally many
     tokens, of which none is in the cache yet.
     """
+    options: dict[str, Any] = {"q_len": q_len, "tree_mask": tree_mask, "slots": slots, "implementation": implementation}
+    options |= {"mesh": mesh, "num_whole_rows": num_whole_rows}
+    hidden, _, cache = forward_with_states(params, cache, batch, config=config, **options)
+    return hidden, cache
+
+
+def forward_with_states(
+    params: Params,
+    cache: KVCache,
+    batch: Batch,
+    *,
+    config: ModelConfig,
+    kept_layers: tuple[int, ...] = (),
+    q_len: int | None = None,
+    tree_mask: jax.Array | None = None,
+    slots: StateSlots | None = None,
+    implementation: str | None = None,
+    mesh: Mesh | None = None,
+    num_whole_rows: int | None = None,
+) -> tuple[jax.Array, jax.Array, KVCache]:
+    """Returns the hidden states [T, D] of `forward`, the states [T, S] for drafters, and the cache.
+
+    The states for drafters are those after each of the numbers of layers in `kept_layers`, side by side, without a
+    norm: S = len(kept_layers) * D. They are the hidden states if `kept_layers` is (). Raises ValueError at trace time
+    if no group of layers ends after one of these numbers.
+    """
+    if not {*as_ints("kept_layers", kept_layers)} <= {*config.ends_of_groups}:
+        raise ValueError(
+            f"kept_layers={kept_layers} are not all in {config.ends_of_groups}, after which groups of layers end; load"
+            " the checkpoint with layer_cuts=kept_layers"
+        )
     x = embed(params, batch.tokens, config=config)
     ropes = {layer.rope for layer, _ in config.stacks if layer.rope is not None}
     angles: dict[Rope | None, Angles] = {rope: rotary_angles(batch.positions, rope) for rope in ropes}
@@ -55,10 +88,10 @@ def forward(
         raise NotImplementedError("a tree of drafts needs a state per branch; verify chains of drafts instead")
     statics = {"q_len": q_len, "implementation": implementation, "mesh": mesh, "num_whole_rows": num_whole_rows}
     batches = [replace(batch, block_tables=batch.tables_of(kind)) for kind in range(len(config.page_kinds))]
-    if config.is_recurrent and states is None:
-        states = state_slots(batches[config.state_kind], cache.tokens.shape[1])
-    pools, first = [], 0
-    for group in config.groups:
+    if config.is_recurrent and slots is None:
+        slots = state_slots(batches[config.state_kind], cache.tokens.shape[1])
+    pools, first, kept = [], 0, {0: x}
+    for group, end in zip(config.groups, config.ends_of_groups[1:], strict=True):
         places = slice(first, first + len(group.layers))
         x, new = _run_group(
             params.layers[places],
@@ -67,14 +100,17 @@ def forward(
             x,
             tuple(angles.get(layer.rope) for layer in group.layers),
             tree_mask,
-            states,
+            slots,
             layers=group.layers,
             repeats=group.repeats,
             **statics,
         )
         pools, first = [*pools, *new], places.stop
+        kept[end] = x
     cache = KVCache(pools=tuple(pools), tokens=write_tokens(cache, batch))
-    return rms_norm(x, params.final_norm, config.norm), cache
+    hidden = rms_norm(x, params.final_norm, config.norm)
+    states = jnp.concatenate([kept[i] for i in kept_layers], axis=-1) if kept_layers else hidden
+    return hidden, states, cache
 
 
 def embed(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:
@@ -95,7 +131,7 @@ def _run_group(
     x: jax.Array,
     angles: tuple[Angles | None, ...],
     tree_mask: jax.Array | None,
-    states: StateSlots | None,
+    slots: StateSlots | None,
     *,
     layers: tuple[Layer, ...],
     repeats: int,
@@ -105,7 +141,7 @@ def _run_group(
     num_whole_rows: int | None,
 ) -> tuple[jax.Array, tuple[Pool, ...]]:
     num_tokens = num_real_tokens(batches[0])
-    settings = (num_tokens, q_len, tree_mask, implementation, mesh, states, num_whole_rows)
+    settings = (num_tokens, q_len, tree_mask, implementation, mesh, slots, num_whole_rows)
     inputs = [AttentionInputs(batch, *settings) for batch in batches]
 
     def run_pattern(carry, scanned):
@@ -135,9 +171,28 @@ def run_layer(
     layer: Layer,
 ) -> tuple[jax.Array, Pool]:
     """Returns the states [T, D] after one layer for x [T, D], and the layer's pages."""
-    if layer.mixer is None:
-        return feed_forward(params, x, inputs.num_tokens, layer=layer), pages
-    h = _normed(x, params.mixer_norm, layer.norm)
+    if layer.mixer is not None:
+        x, pages = mix(params, pages, x, x, inputs, angles, page_offset, layer=layer)
+    return feed_forward(params, x, inputs.num_tokens, layer=layer), pages
+
+
+def mix(
+    params: LayerParams,
+    pages: Pool,
+    x: jax.Array,
+    h: jax.Array,
+    inputs: AttentionInputs,
+    angles: Angles | None,
+    page_offset: jax.Array | int,
+    *,
+    layer: Layer,
+) -> tuple[jax.Array, Pool]:
+    """Returns the states x [T, D] after the first half of a layer, whose input is h, and the layer's pages.
+
+    In all layers of a decoder h is x.
+    """
+    assert layer.mixer is not None
+    h = _normed(h, params.mixer_norm, layer.norm)
     if isinstance(layer.mixer, StateSpace):
         assert isinstance(params.mixer, StateSpaceParams)
         assert isinstance(pages, States)
@@ -154,8 +209,7 @@ def run_layer(
         assert isinstance(params.mixer, AttentionParams)
         assert isinstance(pages, Pages)
         h, pages = attend(params.mixer, pages, h, inputs, angles, page_offset, config=layer.mixer, norm=layer.norm)
-    x = _add(x, h, params.mixer_post_norm, layer)
-    return feed_forward(params, x, inputs.num_tokens, layer=layer), pages
+    return _add(x, h, params.mixer_post_norm, layer), pages
 
 
 def feed_forward(params: LayerParams, x: jax.Array, num_tokens: jax.Array, *, layer: Layer) -> jax.Array:

@@ -28,7 +28,7 @@ MixerParams = AttentionParams | LatentAttentionParams | StateSpaceParams | Gated
 class LayerParams:
     """A stack of n equal layers, each tensor stacked on its first axis."""
 
-    mixer: MixerParams | None
+    mixer: Any  # MixerParams; None in a layer without a mixer
     feed_forward: MLPParams | MoEParams | None
     mixer_norm: Any = None  # [n, D]  before the mixer
     mixer_post_norm: Any = None  # [n, D]  after the mixer

@@ -66,6 +66,8 @@ class MedusaHeads:
     """Weights of K heads: head k unembeds h + silu(W_k [h; embedding of the token]) for the last state h."""
 
     weights: Any  # [K, D, 2 D]
+    kept_layers = ()
+    reduction = None
 
     @property
     def window(self) -> int:
@@ -86,9 +88,15 @@ class MedusaHeads:
         return min(self.weights.shape[0], most)
 
     def draft(
-        self, params: Params, states: States, sampling: SamplingBatch, positions: jax.Array, paths: Paths
+        self,
+        params: Params,
+        states: States,
+        sampling: SamplingBatch,
+        positions: jax.Array,
+        paths: Paths,
+        implementation: str | None = None,
     ) -> jax.Array:
-        """Returns the tokens i32[B, K] of K paths that the heads sample from `positions` i32[B] on."""
+        """Returns the tokens i32[B, K] of K paths that the heads sample from `positions` i32[B] on; no attention."""
         num_drafts = max(map(len, paths))
         hidden, embedded = states.hidden[:, -1], params.embedding[states.tokens[:, -1]]
         B, D = hidden.shape
@@ -101,7 +109,7 @@ class MedusaHeads:
         return at_paths(best.reshape(B, num_drafts, -1), paths)
 
 
-@functools.partial(jax.jit, static_argnames="paths")
+@functools.partial(jax.jit, static_argnames=("paths", "implementation"))
 def draft_from_states(
     params: Params,
     heads: Any,
@@ -113,11 +121,12 @@ def draft_from_states(
     positions: jax.Array,
     *,
     paths: Paths,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Returns the drafts of the heads, i32[B, K] for K paths, from the windows [R, W, D] of `rows` i32[B].
 
     They sample with the target's noise at their positions; `positions` i32[B] are those of the first drafts. Logits
-    processors, which act before the temperature, have no effect.
+    processors, which act before the temperature, have no effect. `implementation` is as for `forward`.
     """
     states = States(hidden=windows[rows], tokens=tokens, num_known=num_known)
-    return heads.draft(params, states, replace(sampling, processors=None), positions, paths)
+    return heads.draft(params, states, replace(sampling, processors=None), positions, paths, implementation)

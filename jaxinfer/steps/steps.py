@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput, last_places, next_batch, num_evicted_tokens
 from jaxinfer.model.cache import KVCache, read_tokens
 from jaxinfer.model.config import ModelConfig
-from jaxinfer.model.decoder import forward, unembed
+from jaxinfer.model.decoder import forward, forward_with_states, unembed
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.processors import Context, LogitsProcessor, process_logits
@@ -40,11 +40,15 @@ from jaxinfer.validation import require, require_int
 Output = TypeVar("Output", StepOutput, VerifyOutput)
 
 _STATICS = ("config", "implementation", "mesh", "custom")
-_jit_step = functools.partial(jax.jit, static_argnames=("max_log_probs", *_STATICS), donate_argnames="cache")
+_jit_step = functools.partial(
+    jax.jit, static_argnames=("max_log_probs", "kept_layers", *_STATICS), donate_argnames="cache"
+)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("max_log_probs", "max_prompt_log_probs", *_STATICS), donate_argnames="cache"
+    jax.jit,
+    static_argnames=("max_log_probs", "max_prompt_log_probs", "kept_layers", *_STATICS),
+    donate_argnames="cache",
 )
 def prefill_step(
     params: Params,
@@ -59,20 +63,23 @@ def prefill_step(
     implementation: str | None = None,
     mesh: Mesh | None = None,
     custom: tuple[LogitsProcessor, ...] = (),
+    kept_layers: tuple[int, ...] = (),
 ) -> tuple[StepOutput, KVCache]:
     """Computes any mix of chunks and samples one token per row, after its last position.
 
     A decoding request in the mix is a chunk of one token. The sampled token of a row whose prompt is not finished has
-    no meaning. With a `prompt`, the output has the log-probabilities of the prompt tokens in it. Raises ValueError at
-    trace time if max_log_probs exceeds the vocabulary.
+    no meaning. With a `prompt`, the output has the log-probabilities of the prompt tokens in it. `kept_layers`
+    names the states for drafters, see `forward_with_states`. Raises ValueError at trace time if max_log_probs exceeds
+    the vocabulary.
     """
     _check(params, cache, batch, sampling, config, max_log_probs, custom, mesh)
-    hidden, cache = forward(params, cache, batch, config=config, implementation=implementation, mesh=mesh)
+    statics = {"config": config, "kept_layers": kept_layers, "implementation": implementation, "mesh": mesh}
+    hidden, states, cache = forward_with_states(params, cache, batch, **statics)
     ends = hidden[last_places(batch)]
     draw = functools.partial(_finish, params, cache, ends, batch, sampling, max_log_probs, custom)
     output = _unless_awaiting(sampling, draw)
     described = None if prompt is None else describe_prompt(params, hidden, prompt, max_prompt_log_probs)
-    return replace(output, hidden=hidden, ends=ends, prompt=described), cache
+    return replace(output, hidden=states, ends=ends, prompt=described), cache
 
 
 @_jit_step
@@ -87,12 +94,14 @@ def decode_step(
     implementation: str | None = None,
     mesh: Mesh | None = None,
     custom: tuple[LogitsProcessor, ...] = (),
+    kept_layers: tuple[int, ...] = (),
 ) -> tuple[StepOutput, KVCache]:
     """Computes one token per row (T = B, `cu_q_lens` = 0, 1, … B) and samples the next token of each."""
     _check(params, cache, batch, sampling, config, max_log_probs, custom, mesh)
-    hidden, cache = forward(params, cache, batch, config=config, q_len=1, implementation=implementation, mesh=mesh)
+    statics = {"config": config, "kept_layers": kept_layers, "implementation": implementation, "mesh": mesh}
+    hidden, states, cache = forward_with_states(params, cache, batch, q_len=1, **statics)
     draw = functools.partial(_finish, params, cache, hidden, batch, sampling, max_log_probs, custom)
-    return replace(_unless_awaiting(sampling, draw), hidden=hidden, ends=hidden), cache
+    return replace(_unless_awaiting(sampling, draw), hidden=states, ends=hidden), cache
 
 
 @functools.partial(jax.jit, static_argnames=("max_log_probs", "custom"))
@@ -114,7 +123,9 @@ def draw_step(
     return _finish(params, cache, ends, batch, sampling, max_log_probs, custom)
 
 
-@functools.partial(jax.jit, static_argnames=("q_len", "max_log_probs", *_STATICS), donate_argnames="cache")
+@functools.partial(
+    jax.jit, static_argnames=("q_len", "max_log_probs", "kept_layers", *_STATICS), donate_argnames="cache"
+)
 def verify_step(
     params: Params,
     cache: KVCache,
@@ -129,6 +140,7 @@ def verify_step(
     implementation: str | None = None,
     mesh: Mesh | None = None,
     custom: tuple[LogitsProcessor, ...] = (),
+    kept_layers: tuple[int, ...] = (),
 ) -> tuple[VerifyOutput, KVCache]:
     """Computes each row's last token and its drafts, up to `q_len` tokens a row, and emits the accepted tokens.
 
@@ -146,23 +158,24 @@ def verify_step(
     trees = None if parents is None else make_trees(batch, parents, q_len)
     batch = batch if trees is None else stand_in_trees(batch, trees)
     mask = None if trees is None else tree_mask(trees)
-    statics = {"config": config, "implementation": implementation, "mesh": mesh}
+    statics = {"config": config, "kept_layers": kept_layers, "implementation": implementation, "mesh": mesh}
     row_len = q_len if num_drafts is None else None  # rows that prefill may be longer
     if num_drafts is None:
         ends = ends_of_tokens(batch)
     else:
         ends = ends_of_drafts(batch, num_drafts, sampling.processors.allowed_bits.shape[0])
-    states = draft_state_slots(cache, batch, ends, config=config) if config.is_recurrent else None
-    hidden, cache = forward(params, cache, batch, tree_mask=mask, q_len=row_len, states=states, **statics)
+    slots = draft_state_slots(cache, batch, ends, config=config) if config.is_recurrent else None
+    options: dict[str, Any] = {"tree_mask": mask, "q_len": row_len, "slots": slots}
+    hidden, states, cache = forward_with_states(params, cache, batch, **options, **statics)
     rows = batch_of_ends(batch, ends), sampling_of_ends(sampling, ends)
     draw = functools.partial(_finish, params, cache, hidden[ends.places], *rows, max_log_probs, custom)
     if trees is not None:
         drawn = draw(lambda context: along_paths(context, batch, trees))
-        return keep_paths(drawn, cache, batch, trees, hidden, config=config)
+        return keep_paths(drawn, cache, batch, trees, states, config=config)
     output = _unless_awaiting(sampling, lambda: emit(draw(), batch, ends, q_len))
     if config.is_recurrent:
         cache = keep_states(cache, batch, ends, output.num_emitted, config=config)
-    return replace(output, hidden=hidden), cache
+    return replace(output, hidden=states), cache
 
 
 @functools.partial(jax.jit, static_argnames=("num_steps", "max_log_probs", *_STATICS), donate_argnames="cache")

@@ -97,13 +97,13 @@ def accepted_paths(drawn: jax.Array, batch: Batch, trees: Trees) -> tuple[jax.Ar
 
 
 def keep_paths(
-    drawn: StepOutput, cache: KVCache, batch: Batch, trees: Trees, hidden: jax.Array, *, config: ModelConfig
+    drawn: StepOutput, cache: KVCache, batch: Batch, trees: Trees, states: jax.Array, *, config: ModelConfig
 ) -> tuple[VerifyOutput, KVCache]:
     """Returns the tokens that each row emits, and the cache with the tokens of its path in the slots after its context.
 
-    The states [T, D] have the same order: everything is as if only the path had been drafted.
+    The states [T, S] have the same order: everything is as if only the path had been drafted.
     """
-    T = hidden.shape[0]
+    T = states.shape[0]
     paths, num_kept = accepted_paths(drawn.tokens, batch, trees)
     is_moved = jnp.arange(paths.shape[1])[None] < num_kept[:, None]
     sources = jnp.arange(T).at[jnp.where(is_moved, trees.places, T)].set(paths, mode="drop")
@@ -113,6 +113,6 @@ def keep_paths(
         top_tokens=drawn.top_tokens[paths],
         top_log_probs=drawn.top_log_probs[paths],
         num_emitted=num_kept,
-        hidden=hidden[sources],
+        hidden=states[sources],
     )
     return output, move_tokens(cache, batch, sources, sources != jnp.arange(T), config=config)

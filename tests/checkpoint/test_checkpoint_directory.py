@@ -111,14 +111,17 @@ def test_unreadable_config_is_refused(tmp_path, content, complaint):
 
 
 @pytest.mark.parametrize(
-    ("scans", "first_layers", "groups"),
-    [(True, None, (3,)), (True, 2, (2, 1)), (True, 3, (3,)), (False, None, (1, 1, 1)), (False, 2, (1, 1, 1))],
+    ("scans", "cuts", "groups"),
+    [
+        *((True, (), (3,)), (True, (2,), (2, 1)), (True, (1, 2, 3), (1, 1, 1)), (True, (3, 0), (3,))),
+        *((False, (), (1, 1, 1)), (False, (2,), (1, 1, 1))),
+    ],
 )
-def test_layers_are_loaded_in_the_groups_that_suit_the_device(tmp_path, monkeypatch, scans, first_layers, groups):
+def test_layers_are_loaded_in_the_groups_that_suit_the_device(tmp_path, monkeypatch, scans, cuts, groups):
     monkeypatch.setattr(jaxinfer.checkpoint, "scans_layers", lambda: scans)
     path = save_random_checkpoint(tmp_path, "llama")
 
-    params, config = load_checkpoint(path, first_layers=first_layers)
+    params, config = load_checkpoint(path, layer_cuts=cuts)
 
     assert config.layer_groups == groups
     assert tuple(layers.mixer.q.shape[0] for layers in params.layers) == groups

@@ -82,7 +82,7 @@ def small_engine(path: Path, *, speculation: Any = None, **overrides: Any) -> LL
     return llm
 
 
-def crowded_engine(path: Path, *, max_drafts: int = 3, speculation: Drafter | None = None, **more: Any) -> LLM:
+def crowded_engine(path: Path, *, max_drafts: int = 3, speculation: str | Drafter | None = None, **more: Any) -> LLM:
     """Chunks of 5 tokens, fewer pages than its requests want, all poisoned, and drafts where a test has some."""
     limits = {"max_num_seqs": 3, "max_num_batched_tokens": 5, "num_pages": 6, "max_prompt_log_probs": 3}
     drafting = {"max_drafts": max_drafts, "adaptive_drafts": False, "speculation": speculation or ScriptedDrafter(0)}

@@ -256,7 +256,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "make_batch": BATCH,
     "make_sampling": SAMPLING,
     "init_cache": {"config": uniform_decoder(**MODEL), "cache_config": CACHE, "layout": None},
-    "load_checkpoint": {"dtype": None, "first_layers": None, "quantization": None, "show_progress": False},
+    "load_checkpoint": {"dtype": None, "layer_cuts": (), "quantization": None, "show_progress": False},
 }
 
 
@@ -307,6 +307,7 @@ def test_steps(step):
         "implementation": None,
         "mesh": None,
         "custom": (),
+        "kept_layers": (),
     }
 
     @cases(0.02)

@@ -115,18 +115,19 @@ def test_few_scans_run_all_layers(kinds, sizes):
 
 
 @pytest.mark.parametrize(
-    ("kinds", "cut", "sizes"),
+    ("kinds", "cuts", "sizes"),
     [
-        ("aaaaaa", 2, (2, 4)),
-        ("aaaaaa", None, (6,)),
-        ("aaaaaa", 6, (6,)),
-        ("aaaaaa", 9, (6,)),
-        ("ababab", 2, (1, 1, 4)),
-        ("ababab", 4, (4, 1, 1)),
+        ("aaaaaa", (2,), (2, 4)),
+        ("aaaaaa", (), (6,)),
+        ("aaaaaa", (6,), (6,)),
+        ("aaaaaa", (9, 0), (6,)),
+        ("ababab", (2,), (1, 1, 4)),
+        ("ababab", (4,), (4, 1, 1)),
+        ("aaaaaa", (3, 2, 5, 3), (2, 1, 2, 1)),
     ],
 )
-def test_a_group_ends_after_the_layers_that_are_wanted_by_themselves(kinds, cut, sizes):
-    assert scan_sizes(layers_of(kinds), cut) == sizes
+def test_a_group_ends_after_the_layers_that_are_wanted_by_themselves(kinds, cuts, sizes):
+    assert scan_sizes(layers_of(kinds), cuts) == sizes
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -87,7 +88,8 @@ def test_pages_take_their_states_along_in_every_layer():
 def test_moved_tokens_leave_states_where_they_are():
     cache = filled_cache(4)
 
-    moved = move_tokens(cache, jnp.asarray([5]), jnp.asarray([40]), config=MODEL)
+    batch: Any = SimpleNamespace(slot_mapping=jnp.asarray([5, 40]), bounded_tables=())
+    moved = move_tokens(cache, batch, jnp.asarray([0, 0]), jnp.asarray([False, True]), config=MODEL)
 
     for place in (0, 2):
         jax.tree.map(np.testing.assert_array_equal, moved.pools[place], cache.pools[place])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.checkpoint.config_json.fields import is_enabled, require_number, require_size
+from jaxinfer.checkpoint.config_json.fields import is_enabled, require_count, require_number, require_size
 from jaxinfer.checkpoint.config_json.rope import translate_rope
 from jaxinfer.model.config import Layer, LayerGroup, ModelConfig, scan_sizes
 from jaxinfer.model.layers import Norm
@@ -36,6 +36,37 @@ class Either:
 WeightTable = Mapping[str, Target | Fused | Either]
 
 
+@dataclass(frozen=True, kw_only=True)
+class DraftLayer:
+    """The names of a stored layer for multi-token prediction; `{layer}` is its number, counted on from the model's.
+
+    The layer's other tensors have the names of any layer, which begin with `LAYER`, with `prefix` in its place.
+    """
+
+    count: str  # key in config.json of the number of these layers
+    prefix: str
+    input: str
+    embedding_norm: str
+    hidden_norm: str
+    final_norm: str
+    embedding: str  # a copy of the model's, or absent
+    unembedding: str  # the same
+
+
+LAYER = "model.layers.{layer}."
+# As DeepSeek-V3 stores it.
+NEXTN = DraftLayer(
+    count="num_nextn_predict_layers",
+    prefix=LAYER,
+    input=f"{LAYER}eh_proj.weight",
+    embedding_norm=f"{LAYER}enorm.weight",
+    hidden_norm=f"{LAYER}hnorm.weight",
+    final_norm=f"{LAYER}shared_head.norm.weight",
+    embedding=f"{LAYER}embed_tokens.weight",
+    unembedding=f"{LAYER}shared_head.head.weight",
+)
+
+
 @dataclass(frozen=True)
 class Family:
     """How checkpoints of one `model_type` are read.
@@ -48,6 +79,19 @@ class Family:
     # Prefixes that the names of `weights` have in a checkpoint instead of their own, one mapping per way to store it.
     spellings: tuple[Mapping[str, str], ...] = ({},)
     skipped: tuple[str, ...] = ()  # prefixes of the tensors of other models in the checkpoint
+    draft_layer: DraftLayer | None = None
+
+    def num_draft_layers(self, hf: Mapping[str, Any]) -> int:
+        """Returns the number of layers for multi-token prediction that config.json states; 0 if it states none."""
+        key = None if self.draft_layer is None else self.draft_layer.count
+        return 0 if key is None or hf.get(key) is None else require_count(hf, key, 0)
+
+    def draft_prefixes(self, hf: Mapping[str, Any]) -> tuple[str, ...]:
+        """Returns the beginnings of the names of the tensors of these layers."""
+        if self.draft_layer is None or (count := self.num_draft_layers(hf)) == 0:
+            return ()
+        first, prefix = read_num_layers(hf), self.draft_layer.prefix
+        return tuple(prefix.replace("{layer}", str(layer)) for layer in range(first, first + min(count, MAX_LAYERS)))
 
     def weights_among(self, stored: Collection[str]) -> WeightTable:
         """Returns `weights` under the names of the spelling in which most of the stored names begin."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxinfer.checkpoint.config_json.family import (
+    NEXTN,
     Family,
     Fused,
     WeightTable,
@@ -82,7 +83,7 @@ def config_from_hf_v2(hf: Mapping[str, Any]) -> ModelConfig:
 def config_from_hf_v3(hf: Mapping[str, Any]) -> ModelConfig:
     """Translates config.json; what is absent gets the default of transformers' DeepseekV3Config.
 
-    The layers past the last, which predict several tokens, are not loaded.
+    The layers past the last, for multi-token prediction, are loaded as a drafter only.
     """
     _require(hf, "topk_method", "noaux_tc", ("noaux_tc",))
     _require(hf, "scoring_func", "sigmoid", ("sigmoid",))
@@ -166,4 +167,4 @@ def _require(hf: Mapping[str, Any], key: str, default: Any, honoured: tuple[Any,
 
 
 FAMILY_2 = Family(config_from_hf=config_from_hf_v2, weights=WEIGHTS)
-FAMILY_3 = Family(config_from_hf=config_from_hf_v3, weights=WEIGHTS)
+FAMILY_3 = Family(config_from_hf=config_from_hf_v3, weights=WEIGHTS, draft_layer=NEXTN)

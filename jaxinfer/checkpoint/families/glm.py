@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxinfer.checkpoint.config_json.family import (
+    NEXTN,
     Family,
     WeightTable,
     decoder_of,
@@ -75,7 +76,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 def config_from_hf_moe(hf: Mapping[str, Any]) -> ModelConfig:
     """Translates config.json; what is absent gets the default of transformers' Glm4MoeConfig.
 
-    The layers past the last, which predict several tokens, are not loaded.
+    The layers past the last, for multi-token prediction, are loaded as a drafter only.
     """
     refuse_unsupported(hf, "Glm4MoeForCausalLM", ("partial_rotary_factor",))
     head_dim = divided_head_dim(hf)
@@ -120,4 +121,4 @@ def config_from_hf_moe(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 FAMILY = Family(config_from_hf=config_from_hf, weights=WEIGHTS)
-MOE_FAMILY = Family(config_from_hf=config_from_hf_moe, weights=MOE_WEIGHTS)
+MOE_FAMILY = Family(config_from_hf=config_from_hf_moe, weights=MOE_WEIGHTS, draft_layer=NEXTN)

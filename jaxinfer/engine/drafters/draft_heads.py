@@ -1,4 +1,7 @@
-"""Drafts by trained heads (Medusa, EAGLE) on the target's last hidden states, the drafter's only state."""
+"""Drafts by trained heads on the target's last hidden states, the drafter's only state.
+
+The heads are Medusa's, EAGLE's, EAGLE-3's or layers for multi-token prediction.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,14 @@ class HeadDrafter(DeviceDrafter):
         self._heads, self._tree = heads, tree
 
     @property
+    def kept_layers(self) -> tuple[int, ...]:
+        return self._heads.kept_layers
+
+    @property
+    def layer_cuts(self) -> tuple[int, ...]:
+        return self._heads.kept_layers
+
+    @property
     def resident_bytes(self) -> int:
         return num_bytes(self._heads)
 
@@ -65,7 +76,8 @@ class HeadDrafter(DeviceDrafter):
         self._parents = parents_of_paths(self._paths)
         sizes, dtype = decode_sizes(config), target.params.final_norm.dtype
         steps = [bucket.num_tokens for bucket in plan_buckets(config, config.max_drafts)]
-        self._windows = StateWindows(config.max_num_seqs, self._heads.window, width, dtype, steps)
+        state_size, reduction = width * max(len(self.kept_layers), 1), self._heads.reduction
+        self._windows = StateWindows(config.max_num_seqs, self._heads.window, state_size, dtype, steps, reduction)
         windows = self._windows.enter()
         inputs = [(windows, *self._lay_out([], [], size)) for size in sizes]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler releases the interpreter lock
@@ -122,5 +134,5 @@ class HeadDrafter(DeviceDrafter):
         return rows, tokens, num_known, replace(sampling, processors=None), positions
 
     def _compile(self, inputs: tuple[Any, ...]) -> jax.stages.Compiled:
-        statics = {"paths": self._paths}
+        statics = {"paths": self._paths, "implementation": self._target.engine_config.attention}
         return compile_or_load(draft_from_states, self._target.params, self._heads, *inputs, **statics)

@@ -179,6 +179,6 @@ def make_drafter(speculation: str | Drafter) -> Drafter:
     elif isinstance(speculation, Drafter) and not isinstance(speculation, type):
         return speculation
     raise ValueError(
-        f"speculation={shown(speculation)} is not allowed: give one of {', '.join(map(repr, DRAFTERS))}, a folder that"
-        " exists, the Hub id of a draft model, an object with the methods of jaxinfer.Drafter or None"
+        f"speculation={shown(speculation)} is not allowed: give one of {', '.join(map(repr, DRAFTERS))}, 'mtp', a"
+        " folder that exists, the Hub id of a draft model, an object with the methods of jaxinfer.Drafter or None"
     )

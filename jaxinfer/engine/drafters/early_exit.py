@@ -29,8 +29,8 @@ class ExitDrafter(StepDrafter):
         self._num_layers, self._norm, self._lens = num_layers, norm, lens
 
     @property
-    def first_layers(self) -> int:
-        return self._num_layers
+    def layer_cuts(self) -> tuple[int, ...]:
+        return (self._num_layers,)
 
     @property
     def resident_bytes(self) -> int:

@@ -15,6 +15,7 @@ from jaxinfer.engine.execution.executable_cache import compile_or_load
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.scheduling.step_results import SampledToken
+from jaxinfer.model.layers import linear
 from jaxinfer.plan.memory import num_bytes
 
 
@@ -29,7 +30,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Piece:
-    """The location of a request's states among those of a step, [T, D]."""
+    """The location of a request's states among those of a step, [T, S]."""
 
     place: int  # index of the first state
     count: int
@@ -40,29 +41,44 @@ class StateWindows:
     """A buffer of the hidden states of the last W tokens of up to R requests, [R, W, D], newest last.
 
     `note` only keeps a reference to a step's states, and `enter` copies them when a drafter needs the buffer. So steps
-    without drafts cost nothing. If a request's new states do not continue its window, the window starts again.
+    without drafts cost nothing, except large prefills, which `note` enters before their states take too much memory. If
+    a request's new states do not continue its window, the window starts again.
+
+    The states of a step are [T, S]. With a `reduction` [D, S] the buffer has their products with it, else D = S.
     """
 
-    def __init__(self, num_rows: int, width: int, hidden_size: int, dtype: Any, step_sizes: Iterable[int]) -> None:
-        self._width = width
+    def __init__(
+        self,
+        num_rows: int,
+        width: int,
+        state_size: int,
+        dtype: Any,
+        step_sizes: Iterable[int],
+        reduction: jax.Array | None = None,
+    ) -> None:
+        hidden_size = state_size if reduction is None else reduction.shape[0]
+        self._width, self._reduction = width, reduction
         self._windows = jnp.zeros((num_rows, width, hidden_size), dtype)
         self._requests: dict[int, Window] = {}  # by request id, least recently updated first
         self._free = list(range(num_rows))
         self._noted: deque[tuple[Any, dict[int, Piece]]] = deque(maxlen=width)
         self._sources = np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width)
         self._compiled: dict[int, jax.stages.Compiled] = {}
-        self.num_bytes = 0  # of the buffer before and after an update, and of the noted states
-        for size in sorted(set(step_sizes)):
-            arguments = (self._windows, jax.ShapeDtypeStruct((size, hidden_size), dtype), self._sources)
+        sizes = sorted(set(step_sizes))
+        self._most_noted = num_rows * width + sizes[-1]  # tokens; W decode steps have no more
+        for size in sizes:
+            arguments = (self._windows, jax.ShapeDtypeStruct((size, state_size), dtype), self._sources, reduction)
             self._compiled[size] = compile_or_load(enter_states, *arguments)
-            self.num_bytes = 2 * num_bytes(self._windows) + width * num_bytes(arguments[1])
+        # The buffer before and after an update, and the noted states.
+        most = jax.ShapeDtypeStruct((self._most_noted + sizes[-1], state_size), dtype)
+        self.num_bytes = 2 * num_bytes(self._windows) + num_bytes(most)
 
     @property
     def num_executables(self) -> int:
         return len(self._compiled)
 
     def note(self, step: Step, emitted: Sequence[Sequence[SampledToken]], hidden: Any) -> None:
-        """Notes the states [T, D] of a step, leaving out those of rejected drafts."""
+        """Notes the states [T, S] of a step, leaving out those of rejected drafts."""
         pieces, place = {}, 0
         num_right = [max(len(tokens) - 1, 0) for tokens in emitted] if step.is_verify else [0] * len(step.chunks)
         for chunk, count_right in zip(step.chunks, num_right, strict=True):
@@ -71,6 +87,8 @@ class StateWindows:
                 pieces[chunk.request.request_id] = Piece(place, count, chunk.start)
             place += chunk.num_tokens + len(chunk.drafts)
         self._noted.append((hidden, pieces))
+        if sum(states.shape[0] for states, _ in self._noted) > self._most_noted:
+            self.enter()
 
     def forget(self, request: Request) -> None:
         """Drops the states of a request that has ended."""
@@ -93,7 +111,8 @@ class StateWindows:
             sources = self._sources.copy()
             for request_id, piece in pieces.items():
                 self._enter(request_id, piece, sources)
-            self._windows = self._compiled[hidden.shape[0]](self._windows, hidden, sources)
+            enter = self._compiled[hidden.shape[0]]
+            self._windows = enter(self._windows, hidden, sources, self._reduction)
         return self._windows
 
     def find(self, request: Request) -> Window | None:
@@ -124,6 +143,12 @@ class StateWindows:
 
 
 @jax.jit
-def enter_states(windows: jax.Array, hidden: jax.Array, sources: jax.Array) -> jax.Array:
-    """Returns new windows [R, W, D]; `sources` i32[R, W] index the old ones, flattened, and then states [T, D]."""
-    return jnp.concatenate([windows.reshape(-1, windows.shape[-1]), hidden])[sources]
+def enter_states(
+    windows: jax.Array, hidden: jax.Array, sources: jax.Array, reduction: jax.Array | None = None
+) -> jax.Array:
+    """Returns new windows [R, W, D]; `sources` i32[R, W] index the old ones, flattened, and then the states of a step.
+
+    These are hidden [T, S], times the reduction [D, S] if there is one.
+    """
+    states = hidden if reduction is None else linear(hidden, reduction)
+    return jnp.concatenate([windows.reshape(-1, windows.shape[-1]), states])[sources]

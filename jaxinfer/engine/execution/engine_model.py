@@ -56,9 +56,14 @@ class DeviceDrafter(Protocol):
     """A `Drafter` with steps of its own on the device."""
 
     @property
-    def first_layers(self) -> int | None:
-        """Returns the number of target layers after which a layer group must end; None if the drafter needs no cut."""
-        return None
+    def layer_cuts(self) -> tuple[int, ...]:
+        """Returns the numbers of target layers after which a layer group must end."""
+        return ()
+
+    @property
+    def kept_layers(self) -> tuple[int, ...]:
+        """Returns the numbers of target layers after which `observe` receives states; () if after the final norm."""
+        return ()
 
     def page_bytes(self, cache_config: CacheConfig) -> int:
         """Returns the bytes that the drafter stores per page of the target's cache."""
@@ -91,7 +96,10 @@ class DeviceDrafter(Protocol):
         """Receives the target's new parameters; drops all states that the old ones have computed."""
 
     def observe(self, step: Step, emitted: Sequence[Sequence[SampledToken]], hidden: Any) -> None:
-        """Receives each step, its emitted tokens, and its tokens' hidden states [T, D], on the device."""
+        """Receives each step, its emitted tokens, and its tokens' hidden states [T, S], on the device.
+
+        S is the target's hidden size, or that of each of `kept_layers`, in their order.
+        """
 
     def num_unseen(self, request: Request) -> int:
         """Returns the number of the request's tokens, the last one included, that the drafter has not cached."""

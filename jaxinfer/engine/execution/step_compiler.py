@@ -38,6 +38,7 @@ from jaxinfer.steps.steps import decode_loop, decode_step, draw_step, prefill_st
         "custom",
         "num_steps",
         "q_len",
+        "kept_layers",
     ),
     donate_argnames="cache",
 )
@@ -84,9 +85,12 @@ def _enter(drawn: jax.Array, output: Any) -> jax.Array:
 
 
 class StepCompiler:
-    """Plans the shapes that an engine's limits allow, and compiles a step for each."""
+    """Plans the shapes that an engine's limits allow, and compiles a step for each.
 
-    def __init__(self, target: EngineModel, max_drafts: int) -> None:
+    The steps return the states after each of the numbers of layers in `kept_layers`, see `forward_with_states`.
+    """
+
+    def __init__(self, target: EngineModel, max_drafts: int, kept_layers: tuple[int, ...] = ()) -> None:
         config = target.engine_config
         self.buckets = plan_buckets(config, max_drafts)
         if config.decode_loop_steps == 1 and find_spec("llguidance") is not None:  # steps are launched ahead of masks
@@ -99,6 +103,8 @@ class StepCompiler:
         self._custom = dict(target.custom)
         self._loop_steps = config.decode_loop_steps
         self._attention = config.attention
+        # A decode loop returns no states.
+        self._kept = {"kept_layers": kept_layers} if kept_layers else {}
         self._empty = self._empty_steps(BatchBuilder.of(target))
         self.seconds: dict[Bucket, float] = {}  # duration of each shape's last compilation or load
 
@@ -149,7 +155,7 @@ class StepCompiler:
         )
         statics = {"max_log_probs": self._max_log_probs, "custom": tuple(self._custom.values())}
         if not bucket.is_draw:
-            statics |= {"config": self.model_config, "implementation": self._attention}
+            statics |= {"config": self.model_config, "implementation": self._attention, **self._kept}
             return step_with_feedback, arguments, statics | self._step_of(bucket)
         return sample_with_feedback, arguments, statics | {"step": draw_step}
 

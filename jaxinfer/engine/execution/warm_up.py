@@ -82,8 +82,10 @@ class WarmUp:
         self._show_progress = show_progress
         self.model, self._speculation = target, speculation
         max_drafts = 0 if speculation is None else target.engine_config.max_drafts
-        self.compiler = compiler = StepCompiler(replace(target, params=abstract(target.params)), max_drafts)
         self._drafter = drafter = None if speculation is None else speculation.device_drafter
+        kept_layers = () if drafter is None else drafter.kept_layers
+        compiled = replace(target, params=abstract(target.params))
+        self.compiler = compiler = StepCompiler(compiled, max_drafts, kept_layers)
         resident = num_bytes(target.params) + (0 if drafter is None else drafter.resident_bytes)
         guess = MemoryPlan(
             resident_bytes=resident,

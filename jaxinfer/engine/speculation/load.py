@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from jaxinfer.checkpoint import load_checkpoint
+from jaxinfer.checkpoint import load_checkpoint, resolve_checkpoint
 from jaxinfer.checkpoint.draft_heads import DraftHeads, has_draft_heads, load_draft_heads
+from jaxinfer.checkpoint.draft_layers import MTP, is_eagle3, load_eagle3, load_mtp
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.drafters.draft_heads import HeadDrafter
 from jaxinfer.engine.drafters.draft_model import DraftModel
@@ -26,8 +28,13 @@ from jaxinfer.validation import shown
 CHAIN_DRAFTERS = (NgramDrafter, DraftModel, ExitDrafter)
 
 
-def plan_speculation(speculation: str | Path | Drafter | None, config: EngineConfig, dtype: str) -> Speculation | None:
-    """Returns the speculation of an engine, None without a drafter; ValueError for a drafter that does not exist."""
+def plan_speculation(
+    speculation: str | Path | Drafter | None, config: EngineConfig, dtype: str, *, target: Path
+) -> Speculation | None:
+    """Returns the speculation of an engine for the checkpoint `target`, None without a drafter.
+
+    Raises ValueError for a drafter that does not exist or was made for another target.
+    """
     if speculation is None:
         if config.draft_trees:
             raise ValueError("draft_trees=True has no drafter to make them: give LLM a speculation, or leave it out")
@@ -38,7 +45,9 @@ def plan_speculation(speculation: str | Path | Drafter | None, config: EngineCon
             " chooses drafts after every step; set EngineConfig.decode_loop_steps to 1 or leave out speculation"
         )
     if isinstance(speculation, Path) or (isinstance(speculation, str) and _is_place(speculation)):
-        drafter = _load_drafter(speculation, dtype)
+        drafter = _load_drafter(speculation, dtype, target)
+    elif isinstance(speculation, str) and speculation == MTP:
+        drafter = HeadDrafter(load_mtp(target, dtype, config.quantization))
     else:
         drafter = make_drafter(speculation)
     if config.draft_trees and isinstance(drafter, CHAIN_DRAFTERS):
@@ -59,20 +68,23 @@ def load_target(
     path: Path, config: EngineConfig, dtype: str, planned: Speculation | None, *, show_progress: bool
 ) -> tuple[Params, ModelConfig]:
     """Loads the target model, its layers in groups that suit the drafter, if any."""
-    first_layers = None if planned is None else planned.first_layers
+    layer_cuts = () if planned is None else planned.layer_cuts
     loading = {"quantization": config.quantization, "show_progress": show_progress}
-    return load_checkpoint(path, dtype, first_layers=first_layers, **loading)
+    return load_checkpoint(path, dtype, layer_cuts=layer_cuts, **loading)
 
 
 def _is_place(speculation: str) -> bool:
     """True for a folder or Hub id, False for the name of a drafter."""
-    return speculation not in DRAFTERS and ("/" in speculation or Path(speculation).is_dir())
+    return speculation not in (*DRAFTERS, MTP) and ("/" in speculation or Path(speculation).is_dir())
 
 
-def _load_drafter(path: str | Path, dtype: str) -> Drafter:
+def _load_drafter(path: str | Path, dtype: str, target: Path) -> Drafter:
     if has_draft_heads(path):
         return drafter_of(load_draft_heads(path, dtype))
-    return DraftModel(*load_checkpoint(path, dtype))
+    folder = resolve_checkpoint(path)
+    if is_eagle3(folder):
+        return HeadDrafter(load_eagle3(folder, dtype, target))
+    return DraftModel(*load_checkpoint(folder, dtype))
 
 
 def drafter_of(heads: DraftHeads, tree: Paths = ()) -> Drafter:
@@ -84,7 +96,7 @@ def drafter_of(heads: DraftHeads, tree: Paths = ()) -> Drafter:
 
 def _eagle_head(heads: DraftHeads) -> EagleHead:
     numbers, layer = dict(heads.numbers), dict(heads.tensors)
-    own = {name: layer.pop(name) for name in ("embedding_norm", "hidden_norm", "input", "final_norm")}
+    own: dict[str, Any] = {name: layer.pop(name) for name in ("embedding_norm", "hidden_norm", "input", "final_norm")}
     window = int(numbers.pop("window"))
     config = uniform_decoder(num_layers=1, max_position=2 * window, **numbers)
     attention = AttentionParams(**{name: layer[name] for name in "qkvo"})

@@ -139,9 +139,9 @@ class Speculation:
         return self.proposer.device_drafter
 
     @property
-    def first_layers(self) -> int | None:
-        """Returns the number of target layers after which a layer group must end; None if no cut is needed."""
-        return None if self.device_drafter is None else self.device_drafter.first_layers
+    def layer_cuts(self) -> tuple[int, ...]:
+        """Returns the numbers of target layers after which a layer group must end."""
+        return () if self.device_drafter is None else self.device_drafter.layer_cuts
 
     def attach(self, lend_cache: LendCache) -> None:
         """Gives a drafter on the device access to the target's cache, before the first draft."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.engine.llm import BUNDLED_MODEL
 from jaxinfer.engine.speculation.load import plan_speculation
 from tests.engine.engines import GREEDY, recorded_steps
 from tests.engine.fake_device import Engine, expected_tokens
@@ -91,4 +92,4 @@ def test_a_loop_saves_dispatches(looping_llm):
 
 def test_a_loop_beside_speculation_is_refused():
     with pytest.raises(ValueError, match="decode_loop_steps=4 leaves no place for speculation='ngram'"):
-        plan_speculation("ngram", EngineConfig(decode_loop_steps=4), "float32")
+        plan_speculation("ngram", EngineConfig(decode_loop_steps=4), "float32", target=BUNDLED_MODEL)

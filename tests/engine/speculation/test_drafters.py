@@ -10,6 +10,7 @@ import pytest
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.drafters.draft_model import DraftModel
 from jaxinfer.engine.drafters.drafters import NGRAM_SIZES, NgramDrafter, SuffixDrafter, make_drafter
+from jaxinfer.engine.llm import BUNDLED_MODEL
 from jaxinfer.engine.speculation.load import plan_speculation
 from tests.engine.fake_device import make_request
 from tests.oracles import save_random_checkpoint
@@ -111,7 +112,7 @@ def test_a_draft_model_may_lie_in_a_folder_whose_name_has_no_slash(tmp_path, mon
     save_random_checkpoint(tmp_path / "mydraft", "llama", num_hidden_layers=1)
     monkeypatch.chdir(tmp_path)
 
-    planned = plan_speculation("mydraft", EngineConfig(), "float32")
+    planned = plan_speculation("mydraft", EngineConfig(), "float32", target=BUNDLED_MODEL)
 
     assert planned is not None
     assert isinstance(planned.proposer.drafter, DraftModel)
@@ -119,5 +120,5 @@ def test_a_draft_model_may_lie_in_a_folder_whose_name_has_no_slash(tmp_path, mon
 
 @pytest.mark.parametrize("speculation", ["eagle", 3, object()], ids=["name", "number", "object"])
 def test_a_drafter_that_does_not_exist_is_refused(speculation: Any):
-    with pytest.raises(ValueError, match=r"speculation=.* is not allowed: give one of 'ngram', 'suffix', a folder"):
+    with pytest.raises(ValueError, match=r"speculation=.* is not allowed: give one of 'ngram', 'suffix', 'mtp'"):
         make_drafter(speculation)

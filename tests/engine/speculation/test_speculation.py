@@ -245,12 +245,12 @@ class Recall:
     """Drafts the most probable token of each of the states that it begins with; the end token where there is none."""
 
     hidden_size: int = struct.field(pytree_node=False)
-    window = 3
+    window, kept_layers, reduction = 3, (), None
 
     def most_drafts(self, most):
         return self.window
 
-    def draft(self, params, states, sampling, positions, paths):
+    def draft(self, params, states, sampling, positions, paths, implementation):
         B, W, D = states.hidden.shape
         tokens = unembed(params, states.hidden.reshape(-1, D)).argmax(-1).astype(jnp.int32).reshape(B, W)
         return jnp.where(jnp.arange(W)[None] >= W - states.num_known[:, None], tokens, EOS)

@@ -13,6 +13,7 @@ import pytest
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.drafters.draft_heads import HeadDrafter
 from jaxinfer.engine.drafters.early_exit import ExitDrafter
+from jaxinfer.engine.llm import BUNDLED_MODEL
 from jaxinfer.engine.scheduling.drafts import DraftTree, first_of, parents_of, rest_of, some_of
 from jaxinfer.engine.speculation.draft_choice import choose_drafts
 from jaxinfer.engine.speculation.load import plan_speculation
@@ -244,18 +245,22 @@ CHAINS: dict[str, Any] = {"ngram": "ngram", "exit": ExitDrafter(1, jnp.ones(8), 
 @pytest.mark.parametrize("name", CHAINS)
 def test_trees_are_refused_of_who_makes_none(name):
     with pytest.raises(ValueError, match=r"draft_trees=True"):
-        plan_speculation(CHAINS[name], EngineConfig(draft_trees=True), "float32")
+        plan_speculation(CHAINS[name], EngineConfig(draft_trees=True), "float32", target=BUNDLED_MODEL)
 
 
 def speculation_of(drafter):
-    speculation = plan_speculation(drafter, EngineConfig(draft_trees=True), "float32")
+    speculation = plan_speculation(drafter, EngineConfig(draft_trees=True), "float32", target=BUNDLED_MODEL)
     assert speculation is not None
     return speculation
 
 
 def test_a_window_narrower_than_a_tree_is_refused(branching_llm):
     target = target_of(branching_llm)
-    layers = tuple(replace(layer, mixer=replace(layer.mixer, window=4)) for layer in target.model_config.layers)
+    mixers: list[Any] = [layer.mixer for layer in target.model_config.layers]
+    layers = tuple(
+        replace(layer, mixer=replace(mixer, window=4))
+        for layer, mixer in zip(target.model_config.layers, mixers, strict=True)
+    )
     narrow = replace(target, model_config=replace(target.model_config, groups=(LayerGroup(layers),)))
 
     with pytest.raises(ValueError, match=r"sliding_window=4 is less than max_drafts=4 and a token"):
