@@ -111,7 +111,7 @@ def plan_cache(
 
 
 def plan_further_kinds(model_config: ModelConfig, config: EngineConfig, max_model_len: int) -> tuple[BoundedKind, ...]:
-    """Returns the further kinds of the model's pages, with as many pages as all rows can use at a time."""
+    """Returns the further kinds of the model's pages, each with pages for `max_num_seqs` running requests."""
     page_size = config.page_size
     num_ahead = max(config.decode_loop_steps, 1 + config.max_drafts)  # tokens of a decoding request in one step
     most = -(-max_model_len // page_size)

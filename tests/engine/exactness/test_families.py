@@ -28,8 +28,11 @@ FAMILIES = {
     "glm4_moe": "sigmoid router with biases and groups, a shared expert, a dense first layer, half of a head rotated",
     "gpt_oss": "sinks, windows in every other layer, experts with biases",
     "granitemoeshared": "multipliers, fused experts, a shared expert",
+    "mamba2": "state spaces alone: a state in place of keys and values",
+    "nemotron_h": "a state space, attention, an MLP and experts, each a layer of its own",
     "olmo3": "norms after only, norms over all heads, windows in three of four layers",
     "phi3": "fused weights",
+    "qwen3_next": "gated delta nets and gated attention, experts and a gated shared one",
 }
 OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
@@ -112,6 +115,28 @@ def test_a_rewound_and_a_forked_request_yield_what_they_would_have(crowded, alon
     assert forgotten >= 0
     assert list(done[request_id].token_ids) == alone[1][index]
     assert fork_id in done
+
+
+def test_a_saved_request_goes_on_as_if_it_had_never_stopped(crowded, alone, tmp_path):
+    index, path = 14, tmp_path / "request"
+    forget_prefixes(crowded)
+    request_id = crowded.add(PROMPTS[index], PARAMS[index])
+    for _ in range(11):  # its prompt takes eight steps
+        crowded.step()
+    crowded.save(request_id, path)
+    crowded.abort(request_id)
+    while crowded.has_unfinished:
+        crowded.step()
+    forget_prefixes(crowded)
+
+    request_id = crowded.restore(path)
+    deltas = []
+    while crowded.has_unfinished:
+        deltas += crowded.step()
+
+    (completion,) = [delta.completion for delta in deltas if delta.completion is not None]
+    assert content_of(completion) == alone[0][index]
+    assert crowded.metrics().num_found_tokens > 0
 
 
 def test_a_loop_of_decode_steps_yields_the_same(checkpoint, alone):
