@@ -9,8 +9,10 @@ import pytest
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.llm import LLM
+from jaxinfer.engine.request.completion import Completion
 from tests.engine.engines import (
     EOS,
+    ScriptedDrafter,
     content_of,
     crowded_engine,
     forget_prefixes,
@@ -63,11 +65,16 @@ def checkpoint(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def alone(checkpoint) -> tuple[list[dict], list[list[int]]]:
-    """The content of each request computed by itself, without any cached page."""
+def completions_alone(checkpoint) -> list[Completion]:
+    """Each request computed by itself, without any cached page."""
     with small_engine(checkpoint, prefix_cache=False) as llm:
-        completions = [generate(llm, [prompt], params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
-    return [content_of(completion) for completion in completions], [list(c.token_ids) for c in completions]
+        return [generate(llm, [prompt], params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def alone(completions_alone) -> tuple[list[dict], list[list[int]]]:
+    """The content and the tokens of each request computed by itself."""
+    return [content_of(completion) for completion in completions_alone], [list(c.token_ids) for c in completions_alone]
 
 
 def test_a_request_alone_takes_the_best_tokens_of_transformers(checkpoint, alone):
@@ -81,9 +88,10 @@ def test_a_request_alone_takes_the_best_tokens_of_transformers(checkpoint, alone
 
 
 @pytest.fixture(scope="module")
-def crowded(checkpoint) -> LLM:
-    """Chunks of 5 tokens, too few pages, a host tier to swap to, and up to 3 drafts a row."""
-    return crowded_engine(checkpoint, host_cache_bytes=2**20)
+def crowded(checkpoint, completions_alone) -> LLM:
+    """Chunks of 5 tokens, too few pages, a host tier to swap to, and up to 3 drafts a row, of which most are right."""
+    drafter = ScriptedDrafter(0.7, completions_alone)
+    return crowded_engine(checkpoint, host_cache_bytes=2**20, speculation=drafter)
 
 
 def test_no_chunk_neighbour_preemption_swap_prefix_hit_or_draft_changes_a_bit(crowded, alone):
@@ -91,7 +99,9 @@ def test_no_chunk_neighbour_preemption_swap_prefix_hit_or_draft_changes_a_bit(cr
 
     completions = run_with_arrivals(crowded, PROMPTS, PARAMS, mean_arrivals=1.5)
 
+    metrics = crowded.metrics()
     assert num_preemptions(crowded) > before
+    assert 0 < metrics.num_accepted_tokens < metrics.num_drafted_tokens
     assert max(completion.num_cached_tokens for completion in completions) > 0
     assert [content_of(completion) for completion in completions] == alone[0]
 
@@ -121,8 +131,8 @@ def test_a_saved_request_goes_on_as_if_it_had_never_stopped(crowded, alone, tmp_
     index, path = 14, tmp_path / "request"
     forget_prefixes(crowded)
     request_id = crowded.add(PROMPTS[index], PARAMS[index])
-    for _ in range(11):  # its prompt takes eight steps
-        crowded.step()
+    while not any(len(delta.token_ids) for delta in crowded.step()):
+        pass
     crowded.save(request_id, path)
     crowded.abort(request_id)
     while crowded.has_unfinished:
