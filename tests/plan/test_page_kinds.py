@@ -1,0 +1,70 @@
+"""The bytes of windows and states, by hand, for the shapes of published models."""
+
+from __future__ import annotations
+
+import transformers
+
+from jaxinfer.checkpoint.families import family_of
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.execution.memory_plan import bytes_of_bounded, bytes_of_page, plan_cache, plan_further_kinds
+from jaxinfer.model.config import PageKind
+
+TOKENS, S = 32_000, 128
+LIMITS = EngineConfig(max_num_seqs=1, max_model_len=TOKENS, max_num_batched_tokens=512, page_size=S, cache_bytes=2**40)
+GEMMA3_27B = {
+    "hidden_size": 5376,
+    "num_hidden_layers": 62,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "intermediate_size": 21504,
+    "sliding_window": 1024,
+    "max_position_embeddings": 131_072,
+}
+# Every fourth layer attends, the others are delta nets.
+QWEN3_NEXT_80B = {
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_value_heads": 32,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+
+
+def config_of(family: str, fields: dict):
+    """Returns the description of the shape that a published config.json of these fields has."""
+    config_class = transformers.AutoConfig.for_model(family, **fields)
+    return family_of({"model_type": family}).config_from_hf(config_class.to_dict())
+
+
+def test_a_request_of_gemma_3_at_32000_tokens_keeps_a_fifth_of_the_bytes():
+    config = config_of("gemma3_text", GEMMA3_27B)
+
+    cache_config = plan_cache(config, LIMITS, "bfloat16", TOKENS)
+    (windows,) = plan_further_kinds(config, LIMITS, TOKENS)
+    per_layer = 16 * 128 * 2 * 2  # bytes of a token: keys and values of 16 heads of 128
+    kept = cache_config.num_pages * bytes_of_page(config, cache_config, None) + bytes_of_bounded(config, cache_config)
+
+    assert config.page_kinds == (PageKind(), PageKind(window=1024))
+    assert cache_config.num_pages == TOKENS // S
+    assert windows.num_kept == 1023 // S + 1  # a token attends to 1,023 before it
+    # The page of the last token, one for the tokens ahead, one to spare, and those of a step's chunk.
+    assert windows.num_pages == windows.num_kept + 3 + 512 // S
+    assert kept == per_layer * S * (10 * 250 + 52 * windows.num_pages) + 4 * TOKENS
+    assert 0.20 < kept / (per_layer * S * 62 * 250) < 0.22
+
+
+def test_states_of_qwen3_next_take_the_same_bytes_at_any_length():
+    config = config_of("qwen3_next", QWEN3_NEXT_80B)
+
+    pools = {
+        tokens: bytes_of_bounded(config, plan_cache(config, LIMITS, "bfloat16", tokens)) for tokens in (8_000, TOKENS)
+    }
+    state = 4 * (32 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128))  # float32: the matrices, and three inputs of a window
+
+    assert config.page_kinds == (PageKind(), PageKind(is_state=True))
+    assert pools[8_000] == pools[TOKENS] == 36 * state * (3 + 512 // S)
