@@ -9,7 +9,7 @@ from jaxinfer.sampling_params import MAX_SEED as MAX_SEED
 from jaxinfer.sampling_params import SamplingParams as SamplingParams
 from jaxinfer.validation import (
     MAX_INT,
-    as_tuple,
+    as_ints,
     is_int,
     require,
     require_bool,
@@ -47,8 +47,7 @@ class CacheConfig:
             "16, 32, 64 or 128",
         )
         require_name("dtype", self.dtype, CACHE_DTYPES)
-        for num_pages in as_tuple("num_bounded_pages", self.num_bounded_pages, "several numbers of pages"):
-            require_int("num_bounded_pages", num_pages, 1)
+        object.__setattr__(self, "num_bounded_pages", as_ints("num_bounded_pages", self.num_bounded_pages, 1))
         require_int("num_draft_states", self.num_draft_states, 0)
 
 

@@ -62,6 +62,10 @@ class MoE:
 
     def __post_init__(self) -> None:
         require_int("num_experts", self.num_experts, 1)
+        require(isinstance(self.expert, MLP), "expert", self.expert, "an MLP")
+        require(isinstance(self.router, Router), "router", self.router, "a Router")
+        is_shared = self.shared is None or isinstance(self.shared, MLP)
+        require(is_shared, "shared", self.shared, "an MLP or None")
         is_divided = self.num_experts % self.router.num_groups == 0
         require(is_divided, "num_experts", self.num_experts, f"a multiple of num_groups={self.router.num_groups}")
         num_choices = self.num_experts * self.router.num_chosen_groups // self.router.num_groups

@@ -20,7 +20,7 @@ from jaxinfer.model.states import (
     slots_of_layer,
     sum_keys,
 )
-from jaxinfer.validation import require, require_bool, require_int
+from jaxinfer.validation import as_float, as_tuple, is_real, require, require_bool, require_int
 from kernels_pallas.row_products import rounded
 from kernels_pallas.row_sum import row_sum
 
@@ -50,8 +50,11 @@ class StateSpace:
         require(self.num_heads % self.num_groups == 0, "num_heads", self.num_heads, is_multiple)
         for name in ("has_conv_bias", "has_bias"):
             require_bool(name, getattr(self, name))
-        low, high = self.time_step_limits
-        require(0 <= low <= high, "time_step_limits", self.time_step_limits, "two numbers in order, of at least 0")
+        are_limits = "two numbers in order, of at least 0"
+        limits = as_tuple("time_step_limits", self.time_step_limits, are_limits)
+        is_right = len(limits) == 2 and all(map(is_real, limits)) and 0 <= limits[0] <= limits[1]
+        require(is_right, "time_step_limits", limits, are_limits)
+        object.__setattr__(self, "time_step_limits", tuple(map(as_float, limits)))
 
     @property
     def rope(self) -> None:

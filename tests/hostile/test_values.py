@@ -26,11 +26,14 @@ from jaxinfer.model.attention import Attention
 from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.model.cache import init_cache
 from jaxinfer.model.config import Layer, LayerGroup, ModelConfig, uniform_decoder
+from jaxinfer.model.gated_delta_net import GatedDeltaNet
+from jaxinfer.model.latent_attention import LatentAttention
 from jaxinfer.model.layers import Norm
 from jaxinfer.model.mlp import MLP
-from jaxinfer.model.moe import Router
+from jaxinfer.model.moe import MoE, Router
 from jaxinfer.model.params import abstract_params
 from jaxinfer.model.rope import Rope, RopeScaling
+from jaxinfer.model.state_space import StateSpace
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps.log_probs import log_probs
 from jaxinfer.steps.steps import decode_step, prefill_step
@@ -63,6 +66,15 @@ COMPONENTS: dict[Any, dict[str, Any]] = {
     Attention: ATTENTION,
     MLP: {"intermediate_size": 8},
     Router: {"num_chosen": 2},
+    MoE: {"num_experts": 4, "expert": MLP(intermediate_size=8), "router": Router(num_chosen=2)},
+    LatentAttention: {
+        **{"num_heads": 2, "q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4},
+        **{"v_head_dim": 4, "rope": Rope(dim=4, max_position=64)},
+    },
+    StateSpace: {"num_heads": 2, "head_dim": 4, "num_groups": 1, "state_size": 4, "conv_size": 4},
+    GatedDeltaNet: {
+        **{"num_key_heads": 1, "num_value_heads": 2, "key_head_dim": 4, "value_head_dim": 4, "conv_size": 4},
+    },
     Norm: {},
     Rope: {"dim": 4, "max_position": 64},
     RopeScaling: {"kind": "yarn", "factor": 2.0, "original_max_position": 64},
