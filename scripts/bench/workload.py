@@ -29,6 +29,17 @@ LOWER, HIGHER = "lower", "higher"
 RANDOM_SHAPES: dict[str, dict[str, Any]] = {
     "125m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 32_000}
     | {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048},
+    # About 100 M parameters each, half of them in the two tables of a vocabulary of 32,000.
+    "experts": {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    | {"hidden_size": 512, "intermediate_size": 640, "num_hidden_layers": 8, "vocab_size": 32_000}
+    | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048},
+    "hybrid": {"model_type": "granitemoehybrid", "layer_types": [*["mamba"] * 5, "attention"] * 2}
+    | {"hidden_size": 768, "shared_intermediate_size": 1536, "num_hidden_layers": 12, "vocab_size": 32_000}
+    | {"num_attention_heads": 12, "num_key_value_heads": 4, "max_position_embeddings": 2048, "num_local_experts": 0}
+    | {"mamba_n_heads": 24, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_expand": 2},
+    "gemma3": {"model_type": "gemma3_text", "sliding_window": 512, "query_pre_attn_scalar": 64}
+    | {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 32_000}
+    | {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048},
 }
 
 
@@ -119,11 +130,12 @@ def write_random_checkpoint(folder: Path, shape: str) -> None:
     """Saves a Llama with random float32 weights and a tokenizer that can spell every token id."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     torch.manual_seed(0)
-    config = LlamaConfig(**RANDOM_SHAPES[shape], tie_word_embeddings=False, bos_token_id=None, eos_token_id=0)
-    model = LlamaForCausalLM(config).float()
+    fields = {"model_type": "llama", "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 0}
+    config = AutoConfig.for_model(**{**fields, **RANDOM_SHAPES[shape]})
+    model = AutoModelForCausalLM.from_config(config).float()
     model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
     model.save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -26,6 +26,9 @@ class BlockTables:
 
     The runner makes the queued `copies` before the next step. Evicted pages go to the `tiers`, if there are any. A
     running request's pages behind the `window` are freed, unless its parameters read its whole context.
+
+    This is about the first kind of pages, for which requests wait and are preempted. Those of the `further` kinds
+    follow it: a request goes on from a token only if it has what that token needs of every kind.
     """
 
     def __init__(
