@@ -222,9 +222,7 @@ class Admission:
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ValueError(
-                    "this checkpoint has no tokenizer.json or tokenizer.model; give token ids"
-                )
+                raise ValueError("this checkpoint has no tokenizer.json or tokenizer.model; give token ids")
             self._check_characters(prompt, self.tokenizer)
             try:
                 token_ids = self.tokenizer.encode(prompt)

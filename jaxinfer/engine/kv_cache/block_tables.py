@@ -182,8 +182,9 @@ class BlockTables:
         """Frees the pages past a request's tokens after a rewind removed some of them.
 
         If other requests may read the last page, the request gets a copy to write. Returns False, and the caller must
-        preempt, if no page is available for the copy, if no page remains, if the window's pages are already freed, or
-        if further kinds would have to go back: a state cannot, but one at a page's end is found again.
+        preempt, if no page is available for the copy, if no page remains, or if pages of the window are freed already.
+
+        A request with pages of further kinds is always preempted, because a state cannot go back.
         """
         if not request.pages:
             return True
