@@ -112,10 +112,9 @@ def measure_tpot(model: Any, workload: Workload, task: Task, purpose: str) -> fl
 
 @torch.inference_mode()
 def measure_decode(model: Any, workload: Workload, task: Task, purpose: str) -> float:
-    """One row is prefilled and copied: what the rows hold makes no difference to the time of a dense step."""
-    tokens, cache = forward(model, torch.tensor(workload.prompts(1, task.context, purpose)))
-    cache.batch_repeat_interleave(task.batch)
-    tokens = tokens.repeat(task.batch, 1)
+    """All rows are prefilled with one prompt: what they hold makes no difference to the time of a dense step."""
+    prompts = torch.tensor(workload.prompts(1, task.context, purpose)).repeat(task.batch, 1)
+    tokens, cache = forward(model, prompts)
     times = []
     for _ in range(WARM_STEPS + workload.steps):
         began = time.perf_counter()
