@@ -299,7 +299,7 @@ def test_a_request_that_just_fits_the_pool_is_honoured(mute_llm, num_prompt_toke
 
 
 def test_text_is_refused_without_a_tokenizer(mute_llm):
-    with pytest.raises(ValueError, match=r"no tokenizer\.json; give the prompt as token ids"):
+    with pytest.raises(ValueError, match=r"no tokenizer\.json or tokenizer\.model; give token ids"):
         mute_llm.add("text")
 
 
