@@ -52,6 +52,7 @@ class KVCache:
 
     pools: tuple[Pool, ...]
     tokens: Any  # i32[P, S]
+    num_draft_states: int = struct.field(pytree_node=False, default=0)  # at the end of each layer's states
 
 
 # The content of some pages outside a pool: a cache of these pages only, to be stored and inserted later.
@@ -97,12 +98,13 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
         return abstract_pages(num_pages, page_size, mixer.num_kv_heads, mixer.head_dim, dtype, layout)
 
     tokens = jax.ShapeDtypeStruct((cache_config.num_pages, cache_config.page_size), jnp.int32)
-    return KVCache(pools=tuple(map(pool, config.stacks, config.kinds_of_stacks)), tokens=tokens)
+    pools = tuple(map(pool, config.stacks, config.kinds_of_stacks))
+    return KVCache(pools=pools, tokens=tokens, num_draft_states=cache_config.num_draft_states)
 
 
 def cache_shardings(cache: KVCache, mesh: Mesh) -> KVCache:
     """Returns a `NamedSharding` per array: KV heads over the mesh's HEADS_AXIS, the others on every device."""
-    specs = KVCache(pools=tuple(map(_pool_specs, cache.pools)), tokens=PartitionSpec())
+    specs = replace(cache, pools=tuple(map(_pool_specs, cache.pools)), tokens=PartitionSpec())
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
@@ -185,7 +187,7 @@ def move_tokens(
     old, new = jnp.where(is_moved, slots[0][sources], 0), jnp.where(is_moved, slots[0], PADDING_SLOT)
     tokens = cache.tokens[old // page_size, old % page_size]
     tokens = cache.tokens.at[new // page_size, new % page_size].set(tokens, mode="drop")
-    return KVCache(pools=pools, tokens=tokens)
+    return replace(cache, pools=pools, tokens=tokens)
 
 
 def slots_of_kind(batch: Batch, kind: int, page_size: int) -> jax.Array:
@@ -229,7 +231,7 @@ def insert_pages(
 
     pools = tuple(map(put, cache.pools, config.stacks, config.kinds_of_stacks))
     tokens = cache.tokens if bundle.tokens is None else cache.tokens.at[page_ids].set(bundle.tokens, mode="drop")
-    return KVCache(pools=pools, tokens=tokens)
+    return replace(cache, pools=pools, tokens=tokens)
 
 
 def _stacks_of(config: ModelConfig, kind: int | None) -> list[LayerStack]:

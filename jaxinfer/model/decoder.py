@@ -107,7 +107,7 @@ def forward_with_states(
         )
         pools, first = [*pools, *new], places.stop
         kept[end] = x
-    cache = KVCache(pools=tuple(pools), tokens=write_tokens(cache, batch))
+    cache = replace(cache, pools=tuple(pools), tokens=write_tokens(cache, batch))
     hidden = rms_norm(x, params.final_norm, config.norm)
     states = jnp.concatenate([kept[i] for i in kept_layers], axis=-1) if kept_layers else hidden
     return hidden, states, cache

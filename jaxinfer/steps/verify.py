@@ -116,6 +116,11 @@ def _draft_slots(cache: KVCache, ends: Ends, config: ModelConfig) -> jax.Array:
         (p, s.num_layers) for p, s in zip(cache.pools, config.stacks, strict=True) if isinstance(p, States)
     )
     num_ends, per_layer = ends.places.shape[0], pool.num_pages // num_layers
+    if cache.num_draft_states < num_ends:
+        raise ValueError(
+            f"num_draft_states={cache.num_draft_states} are too few for a step that verifies {num_ends} tokens; raise"
+            " CacheConfig.num_draft_states"
+        )
     return per_layer - num_ends + jnp.arange(num_ends, dtype=jnp.int32)
 
 
