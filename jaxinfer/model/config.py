@@ -50,13 +50,13 @@ class Layer:
 
     @property
     def rope(self) -> Rope | None:
-        """The rotary embedding of the mixer, if it has one."""
-        return None if self.mixer is None else self.mixer.rope
+        """The rotary embedding of the mixer; None for a mixer that knows no positions, only their order."""
+        return self.mixer.rope if isinstance(self.mixer, Attention | LatentAttention) else None
 
     @property
     def window(self) -> int | None:
         """The most tokens that the mixer's output depends on; None if on all."""
-        return None if self.mixer is None else self.mixer.window
+        return self.mixer.window if isinstance(self.mixer, Attention | LatentAttention) else None
 
     @property
     def is_recurrent(self) -> bool:

@@ -49,16 +49,6 @@ class GatedDeltaNet:
         require(self.num_value_heads % self.num_key_heads == 0, "num_value_heads", self.num_value_heads, is_multiple)
 
     @property
-    def rope(self) -> None:
-        """The layer knows no positions, only their order."""
-        return None
-
-    @property
-    def window(self) -> None:
-        """The state depends on all tokens before it."""
-        return None
-
-    @property
     def values_per_key(self) -> int:
         """The value heads that share a key head, R."""
         return self.num_value_heads // self.num_key_heads

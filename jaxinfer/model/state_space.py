@@ -57,16 +57,6 @@ class StateSpace:
         object.__setattr__(self, "time_step_limits", tuple(map(as_float, limits)))
 
     @property
-    def rope(self) -> None:
-        """The layer knows no positions, only their order."""
-        return None
-
-    @property
-    def window(self) -> None:
-        """The state depends on all tokens before it."""
-        return None
-
-    @property
     def inner_size(self) -> int:
         """The numbers of all heads, I."""
         return self.num_heads * self.head_dim

@@ -290,13 +290,8 @@ class BlockTables:
             bounded.put(request, ids)
         request.skip(end)
         if request.keys is not None:
-            for index in [index for index in sorted(pages[0]) if (index + 1) * self.page_size <= end]:
+            for index in range(min(pages[0]), end // self.page_size):  # earlier pages were known before
                 self._make_known(request, request.keys, index)
-        # Windows wider than what the first kind lacked.
-        for bounded in self.further:
-            for index in [i for i in bounded.owned(request) if (i + 1) * self.page_size <= end and i not in pages[0]]:
-                if request.keys is not None:
-                    bounded.register(request, request.keys, index)
 
     def _copy(self, found: Found, content: Content, page: int, kind: int) -> None:
         """Queues the copy of what was found onto a page, if it is not that page itself."""
