@@ -59,12 +59,24 @@ def pytest_sessionstart(session):
         reporter.write_line(f"CPU: {describe_cpu()}; jax {version('jax')}, jaxlib {version('jaxlib')}")
 
 
-@pytest.fixture(autouse=True)
-def executables_of_exhaustive_tests(request):
-    yield
-    if request.node.get_closest_marker("exhaustive") is not None:
-        # Each keeps memory maps, of which Linux gives a process 65,530: some fifty of these tests use them up.
+# Linux gives a process 65,530 memory maps. Each compiled function keeps some of them, and without any left jax crashes.
+MAX_MEMORY_MAPS = 30_000
+
+
+def pytest_runtest_teardown(item, nextitem):
+    is_last_of_file = nextitem is not None and nextitem.path != item.path
+    if (is_last_of_file or item.get_closest_marker("exhaustive")) and number_of_memory_maps() > MAX_MEMORY_MAPS:
         jax.clear_caches()
+        gc.collect()
+
+
+def number_of_memory_maps() -> int:
+    """Zero where the operating system does not tell."""
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            return sum(1 for _ in maps)
+    except OSError:
+        return 0
 
 
 def pytest_addoption(parser):

@@ -231,9 +231,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             raise KeyboardInterrupt
 
         self.interruption = interrupt
-        with contextlib.suppress(KeyboardInterrupt):
-            self.pipeline.advance()
-        self.interruption = None
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                self.pipeline.advance()
+        finally:  # or what is checked at the end would be interrupted as well
+            self.interruption = None
 
     @precondition(lambda self: self.requests)
     @rule(number=st.integers(0, 100))
