@@ -94,7 +94,7 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
         if isinstance(mixer, GatedDeltaNet):
             return abstract_gated_delta_net(mixer, num_pages)
         if isinstance(mixer, LatentAttention):
-            return abstract_latents(num_pages, page_size, mixer.kv_lora_rank, mixer.qk_rope_head_dim, dtype)
+            return abstract_latents(num_pages, page_size, mixer.kv_lora_rank, mixer.qk_rope_head_dim, dtype, layout)
         return abstract_pages(num_pages, page_size, mixer.num_kv_heads, mixer.head_dim, dtype, layout)
 
     tokens = jax.ShapeDtypeStruct((cache_config.num_pages, cache_config.page_size), jnp.int32)

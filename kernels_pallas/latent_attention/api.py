@@ -1,16 +1,28 @@
-"""The one signature of latent attention (MLA, DeepSeek-V2), which plain JAX computes on every platform."""
+"""The one signature of latent attention (MLA, DeepSeek-V2), and the choice among its implementations."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
+from kernels_pallas.latent_attention.gpu import latent_attention_gpu
 from kernels_pallas.latent_attention.layout import LatentPages
 from kernels_pallas.latent_attention.reference import latent_attention_reference
-from kernels_pallas.paged_attention.api import HEADS_AXIS, IMPLEMENTATIONS
+from kernels_pallas.latent_attention.tpu import latent_attention_tpu, latent_attention_tpu_interpreted
+from kernels_pallas.paged_attention.api import HEADS_AXIS, implementation_of, splits_heads
+
+# By the names of paged attention's.
+IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, LatentPages]]] = {
+    "tpu": latent_attention_tpu,
+    "gpu": latent_attention_gpu,
+    "reference": latent_attention_reference,
+    "tpu_interpret": latent_attention_tpu_interpreted,
+    "gpu_interpret": functools.partial(latent_attention_gpu, interpret=True),
+}
 
 
 def latent_attention(
@@ -34,14 +46,12 @@ def latent_attention(
     [latent, rotated key] and the value latent. Queries are absorbed: multiplied by the matrix that would make keys
     of latents. The result, multiplied by the matrix that makes values, is that of the heads.
 
-    There are no kernels for latents yet: GPUs and TPUs run the plain JAX that a CPU runs.
-
     Args:
       q: [T, N, R + r] absorbed queries of the R numbers of a latent, then rotated queries of the r of a key.
       latents: [T, R + r] latents of the same tokens, then their rotated keys.
       pages: the pool. Donate it at the outermost `jit`, and it is updated in place.
       mesh: splits query heads over the devices of its axis HEADS_AXIS, if it has one; each device holds all latents.
-      implementation: "reference" or None.
+      implementation: a name from `IMPLEMENTATIONS`, or None for the device's own, as in `paged_attention`.
 
     Returns:
       [T, N, R] in q's dtype, and the pool. Values at padding positions mean nothing; they are finite if no q_len above
@@ -49,18 +59,9 @@ def latent_attention(
 
     Raises:
       ValueError: for an unknown implementation or arrays that do not fit together.
-      NotImplementedError: for the name of a kernel of paged attention.
+      NotImplementedError: when the implementation cannot do this call, with the reason.
     """
     _check_call(q, latents, pages, block_tables, kv_lens, cu_q_lens, tree_mask)
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation={implementation!r:.80} is unknown; choose from {sorted(IMPLEMENTATIONS)} or None"
-        )
-    if implementation not in (None, "reference"):
-        raise NotImplementedError(
-            f"implementation={implementation!r} has no kernel for latent attention, which plain JAX computes on every"
-            ' platform; use implementation="reference" or None'
-        )
     arrays = {
         "q": q,
         "latents": latents,
@@ -71,11 +72,10 @@ def latent_attention(
         "page_offset": page_offset,
         "tree_mask": tree_mask,
     }
-    call = functools.partial(latent_attention_reference, scale=scale, q_len=q_len)
-    if mesh is None or HEADS_AXIS not in mesh.axis_names:
+    attend = implementation_of(IMPLEMENTATIONS, implementation, "latent attention")
+    call = functools.partial(attend, scale=scale, q_len=q_len)
+    if not splits_heads(mesh):
         return call(**arrays)
-    if any(kind != AxisType.Auto for kind in mesh.axis_types):
-        raise ValueError(f"mesh has axes of types {mesh.axis_types}; use automatic ones: Mesh(devices, axis_names)")
     if q.shape[1] % mesh.shape[HEADS_AXIS]:
         raise ValueError(
             f"{q.shape[1]} query heads cannot be split over the {mesh.shape[HEADS_AXIS]} devices of mesh axis"

@@ -23,10 +23,10 @@ def latent_attention_reference(
     block_tables: jax.Array,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
-    page_offset: jax.Array | int,
-    tree_mask: jax.Array | None,
     scale: float,
-    q_len: int | None,
+    page_offset: jax.Array | int = 0,
+    q_len: int | None = None,
+    tree_mask: jax.Array | None = None,
 ) -> tuple[jax.Array, LatentPages]:
     """The contract is that of `latent_attention`."""
     slots = token_slots(q.shape[0], pages, block_tables, kv_lens, cu_q_lens, page_offset)

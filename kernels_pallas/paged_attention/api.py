@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
@@ -19,6 +20,7 @@ from kernels_pallas.triton import MIN_CAPABILITY
 # The mesh axis that heads are split over.
 HEADS_AXIS = "model"
 Implementation = Callable[..., tuple[jax.Array, Pages]]
+F = TypeVar("F", bound=Callable[..., Any])
 
 # The first two are named after the platform whose default they are; the interpreted ones are for tests.
 IMPLEMENTATIONS: dict[str, Implementation] = {
@@ -100,10 +102,6 @@ def paged_attention(
     check_call(q, k, v, pages, block_tables, kv_lens, cu_q_lens, sinks, k_scale, v_scale, tree_mask)
     if window is not None and window < 1:
         raise ValueError(f"window={window} is not allowed: a query sees at least itself; use None for no window")
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation={implementation!r:.80} is unknown; choose from {sorted(IMPLEMENTATIONS)} or None"
-        )
     arrays = {
         "q": q,
         "k": k,
@@ -118,11 +116,10 @@ def paged_attention(
         "v_scale": v_scale,
         "tree_mask": tree_mask,
     }
-    call = functools.partial(_attend, implementation, scale=scale, q_len=q_len, window=window, softcap=softcap)
-    if mesh is None or HEADS_AXIS not in mesh.axis_names:
+    attend = implementation_of(IMPLEMENTATIONS, implementation, "paged attention")
+    call = functools.partial(attend, scale=scale, q_len=q_len, window=window, softcap=softcap)
+    if not splits_heads(mesh):
         return call(**arrays)
-    if any(kind != AxisType.Auto for kind in mesh.axis_types):
-        raise ValueError(f"mesh has axes of types {mesh.axis_types}; use automatic ones: Mesh(devices, axis_names)")
     if pages.num_kv_heads % mesh.shape[HEADS_AXIS]:
         raise ValueError(
             f"{pages.num_kv_heads} KV heads cannot be split over the {mesh.shape[HEADS_AXIS]} devices of mesh axis"
@@ -142,17 +139,41 @@ def paged_attention(
     )(arrays)
 
 
-def _attend(implementation: str | None, **arguments) -> tuple[jax.Array, Pages]:
-    if implementation is not None:
-        return IMPLEMENTATIONS[implementation](**arguments)
-    name = default_implementation()
-    try:
-        return IMPLEMENTATIONS[name](**arguments)
-    except NotImplementedError as error:
-        raise NotImplementedError(
-            f"the {name} kernels of paged attention cannot do this call: {error}; or ask for plain JAX, which is many"
-            ' times slower, by implementation="reference" (of an engine EngineConfig.attention)'
-        ) from error
+def splits_heads(mesh: Mesh | None) -> TypeGuard[Mesh]:
+    """Returns whether a mesh splits heads.
+
+    Raises:
+      ValueError: if it does and has axes that are not automatic.
+    """
+    if mesh is None or HEADS_AXIS not in mesh.axis_names:
+        return False
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        raise ValueError(f"mesh has axes of types {mesh.axis_types}; use automatic ones: Mesh(devices, axis_names)")
+    return True
+
+
+def implementation_of(implementations: Mapping[str, F], name: str | None, operation: str) -> F:
+    """Returns the implementation of that name, or the device's own, which says the way out of what it cannot do.
+
+    Raises:
+      ValueError: for an unknown name.
+    """
+    if name is not None and name not in implementations:
+        raise ValueError(f"implementation={name!r:.80} is unknown; choose from {sorted(implementations)} or None")
+    if name is not None:
+        return implementations[name]
+    own = default_implementation()
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return implementations[own](*args, **kwargs)
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                f"the {own} kernels of {operation} cannot do this call: {error}; or ask for plain JAX, which is many"
+                ' times slower, by implementation="reference" (of an engine EngineConfig.attention)'
+            ) from error
+
+    return attend  # pyright: ignore[reportReturnType]
 
 
 def default_implementation() -> str:

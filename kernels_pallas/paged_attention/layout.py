@@ -95,9 +95,7 @@ def abstract_pages(
     elif layout == "gpu":
         shapes = [(P, S, K, head_dim)] * 2
     elif layout == "tpu":
-        tile = min(TPU_TILE_BYTES // dtype.itemsize, S)
-        if S % tile:
-            raise ValueError(f"page_size={S} is not a multiple of {tile}, the rows of a TPU tile of {dtype.name}")
+        tile = tpu_tile(S, dtype)
         width = _round_up(head_dim * (3 - _planes(head_dim)), TPU_LANES)
         if dtype == jnp.float8_e4m3fn:
             dtype = jnp.dtype(jnp.float8_e4m3b11fnuz)
@@ -105,6 +103,18 @@ def abstract_pages(
     else:
         raise ValueError(f"layout={layout!r:.80} is unknown; choose from {LAYOUTS} or None for the platform's own")
     return Pages(tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), layout, head_dim)
+
+
+def tpu_tile(page_size: int, dtype: Any) -> int:
+    """Returns how many slots of a page a TPU tile holds.
+
+    Raises:
+      ValueError: if a page is not made of whole tiles.
+    """
+    tile = min(TPU_TILE_BYTES // dtype.itemsize, page_size)
+    if page_size % tile:
+        raise ValueError(f"page_size={page_size} is not a multiple of {tile}, the rows of a TPU tile of {dtype.name}")
+    return tile
 
 
 def init_pages(*args: Any, **kwargs: Any) -> Pages:

@@ -76,6 +76,31 @@ def attention(
     return Case(jax.jit(attend, donate_argnames="pages"), arguments, arguments["pages"], KERNELS)
 
 
+def latents(
+    mesh: Any, *, q_len: int | None, num_tokens: int, num_rows: int, num_heads: int = 128, **options: Any
+) -> Case:
+    """One call of latent attention with the sizes of DeepSeek-V3, over a pool with room for 64 Ki tokens."""
+    import jax
+    import jax.numpy as jnp
+
+    from kernels_pallas.latent_attention import abstract_latents
+    from kernels_pallas.latent_attention.gpu import latent_attention_gpu
+
+    shape = jax.ShapeDtypeStruct
+    arguments = {
+        "q": shape((num_tokens, num_heads, 576), jnp.bfloat16),
+        "latents": shape((num_tokens, 576), jnp.bfloat16),
+        "pages": abstract_latents(1024, 64, 512, 64, jnp.bfloat16, "gpu"),
+        "block_tables": shape((num_rows, 128), jnp.int32),
+        "kv_lens": shape((num_rows,), jnp.int32),
+        "cu_q_lens": shape((num_rows + 1,), jnp.int32),
+        "page_offset": shape((), jnp.int32),
+    }
+    attend = functools.partial(latent_attention_gpu, scale=0.1, q_len=q_len, **options)
+    arguments = on_mesh(arguments, mesh)
+    return Case(jax.jit(attend, donate_argnames="pages"), arguments, arguments["pages"], KERNELS)
+
+
 def product(
     mesh: Any, *, rows: int, bits: int = 4, group_size: int = 128, has_zeros: bool = False, is_plain: bool = False
 ) -> Case:
@@ -107,6 +132,7 @@ step = functools.partial(
 decode = functools.partial(attention, q_len=1, num_tokens=DECODE_ROWS, num_rows=DECODE_ROWS)
 verify = functools.partial(attention, q_len=8, num_tokens=128, num_rows=16)
 prefill = functools.partial(attention, q_len=None, num_tokens=4096, num_rows=16)
+decode_latents = functools.partial(latents, q_len=1, num_tokens=DECODE_ROWS, num_rows=DECODE_ROWS)
 
 CASES: dict[str, Callable[[Any], Case]] = {
     **{f"decode H={H}": functools.partial(decode, head_dim=H) for H in (64, 80, 96, 128, 256)},
@@ -124,6 +150,8 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "prefill fp8 KV": functools.partial(prefill, page_dtype="float8_e4m3fn", page_size=64),
     "prefill window cap sinks": functools.partial(prefill, window=1024, softcap=30.0, has_sinks=True),
     "prefill tree": functools.partial(prefill, has_tree=True),
+    **{f"latents decode N={N}": functools.partial(decode_latents, num_heads=N) for N in (16, 128)},
+    "latents prefill": functools.partial(latents, q_len=None, num_tokens=4096, num_rows=16),
     **{f"product int4 x {rows}": functools.partial(product, rows=rows) for rows in (1, 16, 512)},
     "product int4 x 16 groups of 32 zeros": functools.partial(product, rows=16, group_size=32, has_zeros=True),
     "product int8 x 16": functools.partial(product, rows=16, bits=8),

@@ -98,6 +98,32 @@ def _attention_case(
     return Case(jax.jit(attend, donate_argnames="pages"), on_mesh(arguments, mesh), pages, (kernel,))
 
 
+def latents_case(
+    mesh: Any,
+    *,
+    num_tokens: int = 32,
+    num_rows: int = 32,
+    kernel: str = "paged_decode",
+    num_heads: int = 16,
+    q_len: int | None = 1,
+    **options: Any,
+) -> Case:
+    """Latent attention with the sizes of DeepSeek-V3 over 2,048 pages of 128; a decode step unless said otherwise."""
+    import jax
+    import jax.numpy as jnp
+
+    from kernels_pallas.latent_attention import abstract_latents
+    from kernels_pallas.latent_attention.tpu import latent_attention_tpu
+
+    pages = abstract_latents(2048, 128, 512, 64, jnp.bfloat16, "tpu")
+    shapes = {"q": (num_tokens, num_heads, 576), "latents": (num_tokens, 576)}
+    arguments: dict[str, Any] = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    tables = {"block_tables": (num_rows, 16), "kv_lens": (num_rows,), "cu_q_lens": (num_rows + 1,)}
+    arguments |= {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in tables.items()} | {"pages": pages}
+    attend = functools.partial(latent_attention_tpu, scale=0.1, q_len=q_len, **options)
+    return Case(jax.jit(attend, donate_argnames="pages"), on_mesh(arguments, mesh), pages, (kernel,))
+
+
 # 32 rows with contexts up to 8,192; prefill computes 512 tokens. The pages fill the memory beside the weights: 512
 # of 128 tokens on a chip of 32 GB, 256 beside 8-bit weights on one of 16 GB.
 tpu_step = functools.partial(step_case, layout="tpu", num_rows=32, page_size=128)
@@ -127,6 +153,12 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "prefill head_dim 256": functools.partial(prefill_case, head_dim=256, num_heads=16, num_kv_heads=4, softcap=50.0),
     "verify": verify_case,
     "verify a tree": functools.partial(verify_case, tree_words=1),
+    "latents decode": latents_case,
+    "latents decode 128 heads": functools.partial(latents_case, num_heads=128),
+    "latents prefill": functools.partial(latents_case, num_tokens=512, num_rows=8, kernel="paged_ragged", q_len=None),
+    "latents prefill 128 heads": functools.partial(
+        latents_case, num_tokens=512, num_rows=8, kernel="paged_ragged", q_len=None, num_heads=128
+    ),
     "decode int8 pages of 32": functools.partial(decode_case, page_size=32, page_dtype="int8"),
     "step decode": decode_step,
     "step prefill": prefill_step,

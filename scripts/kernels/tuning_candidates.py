@@ -90,7 +90,7 @@ def _gpu_case(shape: dict[str, Any], choice: dict[str, int], sizes: dict[str, An
 
     case = functools.partial(compile_gpu.decode, mesh, **sizes, page_size=PAGE_SIZE, max_context=max(CONTEXTS))
     by_rule = gpu_block_sizes(
-        num_rows=compile_gpu.DECODE_ROWS * shape["num_kv_heads"],
+        num_rows=compile_gpu.DECODE_ROWS,
         queries=1,
         group=shape["num_groups"],
         num_kv_heads=shape["num_kv_heads"],

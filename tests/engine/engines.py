@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.scheduling.drafts import DraftTree
 from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.speculation.speculation import Speculation
+from kernels_pallas.latent_attention import api as latent_api
+from kernels_pallas.latent_attention import layout as latent_layout
 from kernels_pallas.paged_attention import api, layout
 from kernels_pallas.paged_attention.tpu.block_sizes import Blocks
 from tests.oracles import save_random_checkpoint
@@ -103,14 +106,17 @@ def interpret_tpu_kernels(patch: pytest.MonkeyPatch) -> None:
     `pytest tests/engine --tpu-kernels` runs the tests of the engine so, for hours.
     """
 
-    def kernels(*args: Any, tree_mask: jax.Array | None = None, **options: Any) -> Any:
+    def kernels(attend: Any, *args: Any, tree_mask: jax.Array | None = None, **options: Any) -> Any:
         # Tiles of 8 rows in both kernels, so that a token's sums have the same order in both; a tree is not split.
         blocks = Blocks(pages=2, buffers=2, queries=4 if tree_mask is None else 8)
-        return api.paged_attention_tpu_interpreted(*args, tree_mask=tree_mask, blocks=blocks, **options)
+        return attend(*args, tree_mask=tree_mask, blocks=blocks, **options)
 
-    patch.setattr(layout, "default_layout", lambda: "tpu")
+    for module in (layout, latent_layout):
+        patch.setattr(module, "default_layout", lambda: "tpu")
     patch.setattr(api, "default_implementation", lambda: "tpu")
-    patch.setitem(api.IMPLEMENTATIONS, "tpu", kernels)
+    patch.setitem(api.IMPLEMENTATIONS, "tpu", functools.partial(kernels, api.paged_attention_tpu_interpreted))
+    of_latents = latent_api.IMPLEMENTATIONS
+    patch.setitem(of_latents, "tpu", functools.partial(kernels, of_latents["tpu_interpret"]))
 
 
 def are_tpu_kernels_interpreted() -> bool:

@@ -16,7 +16,8 @@ pytestmark = [
 
 # What an L4 takes is what an A100 takes, but for 8-bit floating point.
 ON_L4 = ("decode H=128", "prefill H=128", "decode fp8", "prefill fp8", "product int4 x 16")
-KERNELS = {device: ON_L4 if device == "L4" else ("decode", "verify", "prefill", "product") for device in DEVICES}
+ALL = ("decode", "verify", "prefill", "product", "latents")
+KERNELS = {device: ON_L4 if device == "L4" else ALL for device in DEVICES}
 CASES = [(device, name) for device in DEVICES for name in cases_for(device, KERNELS[device])]
 
 

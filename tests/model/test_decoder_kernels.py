@@ -7,26 +7,45 @@ import functools
 import numpy as np
 import pytest
 
-from jaxinfer.model.config import uniform_decoder
+from jaxinfer.model.config import Layer, LayerGroup, ModelConfig, uniform_decoder
+from jaxinfer.model.latent_attention import LatentAttention
+from jaxinfer.model.mlp import MLP
+from jaxinfer.model.rope import Rope
 from tests.replay import SMALL_SIZES, lively_params, replay
 
-CONFIG = uniform_decoder(**SMALL_SIZES | {"vocab_size": 64, "num_layers": 2, "layer_groups": (2,)})
+LATENTS = LatentAttention(
+    num_heads=4,
+    q_lora_rank=None,
+    kv_lora_rank=28,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    rope=Rope(dim=8, max_position=256),
+)
+LAYER = Layer(mixer=LATENTS, feed_forward=MLP(intermediate_size=44))
+CONFIGS = {
+    "attention": uniform_decoder(**SMALL_SIZES | {"vocab_size": 64, "num_layers": 2, "layer_groups": (2,)}),
+    "latents": ModelConfig(vocab_size=64, hidden_size=32, max_position=256, groups=(LayerGroup((LAYER,), 2),)),
+}
 # Steps of (sequence, number of tokens), their shape, and the tokens per row where that is fixed.
 RUNS = {
     "chunks, then single tokens beside a chunk": ([[(0, 20), (1, 7)], [(0, 1), (2, 18), (1, 1)]], (32, 3), None),
     "decoding": ([[(0, 1), (1, 1)]] * 3, (3, 3), 1),
 }
+CASES = [("attention", "tpu", name) for name in RUNS] + [
+    ("latents", device, name) for device in ("gpu", "tpu") for name in RUNS
+]
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_the_tpu_kernels_give_the_logits_of_the_reference(name):
-    steps, shape, q_len = RUNS[name]
-    sequences = list(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (3, 24), dtype=np.int32))
-    shapes = {"config": CONFIG, "shape": shape, "q_len": q_len}
-    run = functools.partial(replay, lively_params(CONFIG), sequences, steps, **shapes, is_exact=False)
+@pytest.mark.parametrize(("model", "device", "name"), CASES)
+def test_the_kernels_give_the_logits_of_the_reference(model, device, name):
+    (steps, shape, q_len), config = RUNS[name], CONFIGS[model]
+    sequences = list(np.random.default_rng(0).integers(0, config.vocab_size, (3, 24), dtype=np.int32))
+    shapes = {"config": config, "shape": shape, "q_len": q_len}
+    run = functools.partial(replay, lively_params(config), sequences, steps, **shapes, is_exact=False)
 
     expected = run(implementation="reference")
-    actual = run(implementation="tpu_interpret", layout="tpu")
+    actual = run(implementation=f"{device}_interpret", layout=device)
 
     for logits, reference in zip(actual, expected, strict=True):
         # float32 through two layers, summed in another order.

@@ -340,14 +340,6 @@ def test_a_setting_that_would_change_the_result_is_refused_by_name(overrides, me
         family_of(hf).config_from_hf(hf)
 
 
-def test_a_kernel_by_name_is_refused():
-    batch = make_batch([], page_size=S, num_tokens=2, num_rows=2, table_width=1)
-    arrays = abstract_params(MODEL, jnp.float32), abstract_cache(MODEL, CacheConfig(num_pages=1, page_size=S)), batch
-
-    with pytest.raises(NotImplementedError, match="implementation='gpu' has no kernel for latent attention"):
-        jax.eval_shape(functools.partial(forward, config=MODEL, implementation="gpu"), *arrays)
-
-
 # The whole engine: 20 requests, some with a common prefix, half of them drawn at random.
 
 SHARED = list(range(20, 54))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import jax
@@ -11,27 +12,28 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas import triton
 from kernels_pallas.paged_attention.gpu.chunks import find_chunk, find_slots, num_chunks
-from kernels_pallas.paged_attention.layout import Pages
 
 # Tokens that one program appends.
 APPEND_TILE = 16
+# Numbers per token and head from which on a program needs more threads to keep them in registers.
+WIDE = 256
 
 
-def append(k, v, pages: Pages, kv_lens, cu_q_lens, *, block_tables, page_offset, q_len, interpret) -> tuple:
-    """Returns the pools with keys and values [T, K, H], as they are stored, written in place."""
-    T, K, _ = k.shape
+def append(new: Sequence, pools: Sequence, kv_lens, cu_q_lens, *, block_tables, page_offset, q_len, interpret) -> tuple:
+    """Returns the pools [P, S, K, H] with what is new in each, [T, K, H] as it is stored, written in place."""
+    T, K, _ = new[0].shape
     block_q = APPEND_TILE if q_len is None else min(pl.next_power_of_2(q_len), APPEND_TILE)
-    arrays = {"k": k, "v": v, "kv_lens": kv_lens, "cu_q_lens": cu_q_lens}
-    arrays |= {"block_tables": block_tables, "page_offset": page_offset}
+    arrays = {"kv_lens": kv_lens, "cu_q_lens": cu_q_lens, "block_tables": block_tables, "page_offset": page_offset}
     return tuple(
         triton.launch(
-            functools.partial(_append_kernel, names=tuple(arrays), block_q=block_q, q_len=q_len),
+            functools.partial(_append_kernel, names=tuple(arrays), num_pools=len(pools), block_q=block_q, q_len=q_len),
             *arrays.values(),
-            *pages.arrays,
+            *new,
+            *pools,
             grid=(num_chunks(T, kv_lens.shape[0], block_q, q_len), K),
-            out=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pages.arrays],
-            aliases={len(arrays): 0, len(arrays) + 1: 1},
-            num_warps=1 if block_q < APPEND_TILE else 4,
+            out=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],
+            aliases={len(arrays) + len(new) + i: i for i in range(len(pools))},
+            num_warps=1 if block_q < APPEND_TILE else 4 if new[0].shape[2] <= WIDE else 8,
             num_stages=1,
             name="append_kv",
             interpret=interpret,
@@ -39,10 +41,11 @@ def append(k, v, pages: Pages, kv_lens, cu_q_lens, *, block_tables, page_offset,
     )
 
 
-def _append_kernel(*refs, names, block_q: int, q_len: int | None) -> None:
+def _append_kernel(*refs, names, num_pools: int, block_q: int, q_len: int | None) -> None:
     """One program: tile `program_id(0)` of tokens, KV head `program_id(1)`."""
     arrays = SimpleNamespace(**dict(zip(names, refs, strict=False)))
-    pools, head, (T, _, H) = refs[-2:], pl.program_id(1), arrays.k.shape
+    all_new, pools = refs[len(names) : len(names) + num_pools], refs[-num_pools:]
+    head, (T, _, H) = pl.program_id(1), all_new[0].shape
     S = pools[0].shape[1]
     chunk = find_chunk(arrays, T, block_q, q_len)
     queries = chunk.offset + jnp.arange(block_q, dtype=jnp.int32)
@@ -51,6 +54,6 @@ def _append_kernel(*refs, names, block_q: int, q_len: int | None) -> None:
     page_ids, slots = find_slots(arrays, chunk.row, positions, S, is_real)
     columns = jnp.arange(pl.next_power_of_2(H), dtype=jnp.int32)
     mask = is_real[:, None] & (columns < H)[None]
-    for new, pool in zip((arrays.k, arrays.v), pools, strict=True):
+    for new, pool in zip(all_new, pools, strict=True):
         value = triton.load(new, (tokens[:, None], head, columns[None]), mask)
         triton.store(pool, (page_ids[:, None], slots[:, None], head, columns[None]), value, mask)

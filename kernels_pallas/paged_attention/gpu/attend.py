@@ -21,29 +21,31 @@ from kernels_pallas.paged_attention.gpu.block_sizes import GpuBlockSizes
 from kernels_pallas.paged_attention.gpu.chunks import find_chunk, find_slots, num_chunks
 from kernels_pallas.paged_attention.reference import LOG2_E, MASKED
 
-OPTIONAL = ("sinks", "k_scale", "v_scale", "tree_mask")
+OPTIONAL = ("v_pages", "sinks", "k_scale", "v_scale", "tree_mask")
 
 
 def attend(
     q: jax.Array, kv_lens: jax.Array, cu_q_lens: jax.Array, *, block_sizes: GpuBlockSizes, interpret: bool, **rest
 ) -> jax.Array:
-    """Launches the kernel and combines the splits; rows of kv_lens = 0 and tokens past the last row give zeros."""
-    T, N, H = q.shape
-    K, splits = rest["k_pages"].shape[2], block_sizes.num_splits
+    """Launches the kernel and combines the splits; rows of kv_lens = 0 and tokens past the last row give zeros.
+
+    `value_size` V says that a value is the first V numbers of its key, and there is no `v_pages`.
+    """
+    (T, N, H), splits = q.shape, block_sizes.num_splits
     statics = {name: rest.pop(name) for name in ("q_len", "scale", "window", "softcap")}
+    V = rest.pop("value_size", None) or H
     arrays = {"q": q, "kv_lens": kv_lens, "cu_q_lens": cu_q_lens, **rest}
     arrays = {name: array for name, array in arrays.items() if array is not None}
-    block_q = block_sizes.block_m // (N // K)
-    if block_q == 0:
-        raise ValueError(f"block_m={block_sizes.block_m} is less than the {N // K} query heads of a KV head; raise it")
+    G = heads_of_tile(N // rest["k_pages"].shape[2], block_sizes.block_m)
+    block_q = block_sizes.block_m // G
     if splits == 1:
-        out = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
+        out = [jax.ShapeDtypeStruct((T, N, V), q.dtype)]
     else:
-        out = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((splits, T, N, H), *[(splits, T, N)] * 2)]
+        out = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((splits, T, N, V), *[(splits, T, N)] * 2)]
     outputs = triton.launch(
-        functools.partial(_kernel, names=tuple(arrays), block_sizes=block_sizes, **statics),
+        functools.partial(_kernel, names=tuple(arrays), block_sizes=block_sizes, value_size=V, **statics),
         *arrays.values(),
-        grid=(num_chunks(T, kv_lens.shape[0], block_q, statics["q_len"]), K, splits),
+        grid=(num_chunks(T, kv_lens.shape[0], block_q, statics["q_len"]), N // G, splits),
         out=out,
         num_warps=block_sizes.num_warps,
         num_stages=block_sizes.num_stages,
@@ -51,6 +53,11 @@ def attend(
         interpret=interpret,
     )
     return outputs[0] if splits == 1 else _combine(*outputs).astype(q.dtype)
+
+
+def heads_of_tile(group: int, block_m: int) -> int:
+    """Returns how many of the query heads of a KV head share a tile: all of them if they fit."""
+    return max(n for n in range(1, min(group, block_m) + 1) if group % n == 0)
 
 
 def _combine(out: jax.Array, maximum: jax.Array, total: jax.Array) -> jax.Array:
@@ -61,8 +68,16 @@ def _combine(out: jax.Array, maximum: jax.Array, total: jax.Array) -> jax.Array:
     return out / jnp.where(total > 0, total, 1.0)[..., None]
 
 
+class _Part(NamedTuple):
+    """Some columns of keys, queries or values."""
+
+    columns: jax.Array  # i32[n]  n is their number rounded up to a power of two
+    end: int  # those from here on are not read
+    is_padded: bool
+
+
 class _Tile(NamedTuple):
-    """Where a program's queries are and what they see. W = block_m rows, H rounded up to a power of two."""
+    """Where a program's queries are and what they see. W = block_m rows."""
 
     row: jax.Array  # i32[]
     kv_head: jax.Array  # i32[]
@@ -70,18 +85,18 @@ class _Tile(NamedTuple):
     heads: jax.Array  # i32[W]  query heads
     positions: jax.Array  # i32[W]  in the row's context
     is_query: jax.Array  # bool[W]
-    columns: jax.Array  # i32[H]
+    parts: tuple[_Part, ...]  # the columns of a value, then those that only a key has
     context: jax.Array  # i32[]  tokens of the row before this step
     start: jax.Array  # i32[]  the first token of the context that some query sees
     whole: jax.Array  # i32[]  tokens from the first that every query sees
     end: jax.Array  # i32[]  one past the last token that some query sees
 
 
-def _kernel(*refs, names, block_sizes: GpuBlockSizes, q_len, scale, window, softcap) -> None:
-    """One program: tile `program_id(0)` of KV head `program_id(1)` over part `program_id(2)` of its context."""
+def _kernel(*refs, names, block_sizes: GpuBlockSizes, value_size: int, q_len, scale, window, softcap) -> None:
+    """One program: tile `program_id(0)` of heads `program_id(1)` over part `program_id(2)` of its context."""
     arrays = SimpleNamespace(**(dict.fromkeys(OPTIONAL) | dict(zip(names, refs, strict=False))))
-    tile = _find_tile(arrays, block_sizes.block_m, q_len, window)
-    q = triton.load(arrays.q, *_queries(arrays, tile))
+    tile = _find_tile(arrays, block_sizes.block_m, value_size, q_len, window)
+    q = [triton.load(arrays.q, *_queries(tile, part)) for part in tile.parts]
     attend_block = functools.partial(
         _attend_block, arrays, tile, q, block_k=block_sizes.block_k, scale=scale, window=window, softcap=softcap
     )
@@ -91,13 +106,13 @@ def _kernel(*refs, names, block_sizes: GpuBlockSizes, q_len, scale, window, soft
     lo = lo + pl.program_id(2) * share
     hi = jnp.minimum(lo + share, hi)
     whole = jnp.clip(tile.whole // block_sizes.block_k, lo, jnp.maximum(lo, hi))
-    carry = _start(arrays, tile, q.shape)
+    carry = _start(arrays, tile, q[0].shape)
     carry = jax.lax.fori_loop(lo, whole, functools.partial(attend_block, is_whole=True), carry)
     maximum, total, out = jax.lax.fori_loop(whole, hi, functools.partial(attend_block, is_whole=False), carry)
 
     if arrays.v_scale is not None:
         out = out * triton.load(arrays.v_scale, (tile.kv_head,))
-    index, mask = _queries(arrays, tile)
+    index, mask = _queries(tile, tile.parts[0])
     outputs = refs[len(names) :]
     if block_sizes.num_splits == 1:
         triton.store(outputs[0], index, out / jnp.where(total > 0, total, 1.0)[:, None], mask)
@@ -108,9 +123,10 @@ def _kernel(*refs, names, block_sizes: GpuBlockSizes, q_len, scale, window, soft
         triton.store(target, (split, tile.tokens, tile.heads), value, tile.is_query)
 
 
-def _find_tile(arrays, block_m: int, q_len: int | None, window: int | None) -> _Tile:
+def _find_tile(arrays, block_m: int, value_size: int, q_len: int | None, window: int | None) -> _Tile:
     T, N, H = arrays.q.shape
-    G = N // arrays.k_pages.shape[2]
+    group = N // arrays.k_pages.shape[2]
+    G = heads_of_tile(group, block_m)
     block_q = block_m // G
     chunk = find_chunk(arrays, T, block_q, q_len)
     rows = jnp.arange(block_m, dtype=jnp.int32)
@@ -131,17 +147,22 @@ def _find_tile(arrays, block_m: int, q_len: int | None, window: int | None) -> _
     end = jnp.where(chunk.offset < chunk.num_queries, jnp.maximum(end, 0), 0)
     return _Tile(
         row=chunk.row,
-        kv_head=pl.program_id(1),
+        kv_head=pl.program_id(1) // (group // G),
         tokens=tokens,
         heads=pl.program_id(1) * G + rows % G,
         positions=positions,
         is_query=is_query,
-        columns=jnp.arange(max(pl.next_power_of_2(H), triton.MIN_DOT), dtype=jnp.int32),
+        parts=tuple(_part(first, end) for first, end in ((0, value_size), (value_size, H)) if end > first),
         context=chunk.context,
         start=jnp.clip(start, 0, end),
         whole=whole,
         end=end,
     )
+
+
+def _part(first: int, end: int) -> _Part:
+    n = max(pl.next_power_of_2(end - first), triton.MIN_DOT)
+    return _Part(first + jnp.arange(n, dtype=jnp.int32), end, is_padded=n > end - first)
 
 
 def _num_ancestors(tree_mask, tokens: jax.Array, is_query: jax.Array) -> jax.Array:
@@ -152,10 +173,10 @@ def _num_ancestors(tree_mask, tokens: jax.Array, is_query: jax.Array) -> jax.Arr
     return num_set
 
 
-def _queries(arrays, tile: _Tile) -> tuple[tuple, jax.Array]:
-    """Returns the index of the tile in [T, N, H] and which of its elements exist, [W, H]."""
-    index = (tile.tokens[:, None], tile.heads[:, None], tile.columns[None])
-    return index, tile.is_query[:, None] & (tile.columns < arrays.q.shape[2])[None]
+def _queries(tile: _Tile, part: _Part) -> tuple[tuple, jax.Array]:
+    """Returns the index of some of the tile's columns in [T, N, H] and which of its elements exist, [W, n]."""
+    index = (tile.tokens[:, None], tile.heads[:, None], part.columns[None])
+    return index, tile.is_query[:, None] & (part.columns < part.end)[None]
 
 
 def _start(arrays, tile: _Tile, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -175,8 +196,9 @@ def _attend_block(arrays, tile: _Tile, q, i, carry, *, is_whole: bool, block_k: 
     slots = i * block_k + jnp.arange(block_k, dtype=jnp.int32)
     # What no query sees is not read: a page may be freed, a slot may hold NaN, and 0 * NaN is NaN.
     is_seen = None if is_whole else (slots >= tile.start) & (slots < tile.end)
-    k = _load_slots(arrays, arrays.k_pages, tile, slots, is_seen).astype(q.dtype)
-    scores = triton.dot(q, k, transpose_b=True)
+    load = functools.partial(_load_slots, arrays, tile, slots, is_seen)
+    keys = [load(arrays.k_pages, part).astype(q[0].dtype) for part in tile.parts]
+    scores = sum(triton.dot(own, k, transpose_b=True) for own, k in zip(q, keys, strict=True))
     if arrays.k_scale is not None:
         scores = scores * triton.load(arrays.k_scale, (tile.kv_head,))
     if softcap is not None:
@@ -190,23 +212,22 @@ def _attend_block(arrays, tile: _Tile, q, i, carry, *, is_whole: bool, block_k: 
     if is_visible is not None:
         weights = jnp.where(is_visible, weights, 0.0)
     rescale = jnp.exp2(maximum - new_maximum)
-    v = _load_slots(arrays, arrays.v_pages, tile, slots, is_seen).astype(q.dtype)
-    update = triton.dot(weights.astype(q.dtype), v)
+    v = keys[0] if arrays.v_pages is None else load(arrays.v_pages, tile.parts[0]).astype(q[0].dtype)
+    update = triton.dot(weights.astype(v.dtype), v)
     return new_maximum, total * rescale + weights.sum(-1), out * rescale[:, None] + update
 
 
-def _load_slots(arrays, pool, tile: _Tile, slots: jax.Array, is_seen: jax.Array | None) -> jax.Array:
-    """Returns keys or values [slots, H] of the tile's KV head; zeros where they are not seen."""
-    S, _, H = pool.shape[1:]
-    page_ids, places = find_slots(arrays, tile.row, slots, S, is_seen)
-    mask = (tile.columns < H)[None]
+def _load_slots(arrays, tile: _Tile, slots: jax.Array, is_seen: jax.Array | None, pool, part: _Part) -> jax.Array:
+    """Returns columns of the keys or values of the tile's KV head, [slots, n]; zeros where they are not seen."""
+    page_ids, places = find_slots(arrays, tile.row, slots, pool.shape[1], is_seen)
+    mask = (part.columns < part.end)[None]
     if is_seen is not None:
         mask = is_seen[:, None] & mask
-    elif tile.columns.size > H:
-        mask = jnp.broadcast_to(mask, (slots.size, tile.columns.size))
+    elif part.is_padded:
+        mask = jnp.broadcast_to(mask, (slots.size, part.columns.size))
     else:
         mask = None  # nothing to hide: the loads of whole blocks stay plain
-    index = (page_ids[:, None], places[:, None], tile.kv_head, tile.columns[None])
+    index = (page_ids[:, None], places[:, None], tile.kv_head, part.columns[None])
     return triton.load(pool, index, mask)
 
 

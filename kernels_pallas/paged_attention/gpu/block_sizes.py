@@ -51,7 +51,7 @@ def gpu_block_sizes(
     has_tree: bool,
     target: Target,
 ) -> GpuBlockSizes:
-    """Returns block sizes for `num_rows` rows, those of each KV head counted apart, of up to `queries` queries.
+    """Returns block sizes for `num_rows` rows of up to `queries` queries.
 
     The compile tests show that each choice by these rules stays in registers, for heads of up to 256. What is tuned for
     the device are the blocks of single queries, and how they are fetched.
@@ -64,7 +64,7 @@ def gpu_block_sizes(
         block_m *= 2
     # Before Hopper the operands of tensor cores pass through registers.
     is_crowded = block_m > 16 and (is_wide or (head_dim > 64 and not is_hopper))
-    num_tiles = num_rows * -(-queries // (block_m // group))
+    num_tiles = num_rows * num_kv_heads * -(-queries // (block_m // group))
     splits = -(-PROGRAMS_PER_CORE * target.num_cores // num_tiles)
     sizes = GpuBlockSizes(
         block_m=block_m,

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ from kernels_pallas.paged_attention.gpu.block_sizes import GpuBlockSizes, gpu_bl
 from kernels_pallas.paged_attention.layout import Pages, to_stored
 
 MAX_HEAD_DIM = 256
+FP8 = "float8_e4m3fn"
 PAGE_SIZES = (16, 32, 64, 128, 256)
 # Queries that a tile of a ragged batch may hold, before heads and registers limit them.
 WIDE_TILE = 128
@@ -47,10 +50,9 @@ def paged_attention_gpu(
     interpret: bool = False,
 ) -> tuple[jax.Array, Pages]:
     """The contract is that of `paged_attention`; `block_sizes` None takes those that suit the device."""
-    target = _check(q, pages, interpret)
-    T, N, H = q.shape
-    B, M = block_tables.shape
-    K = pages.num_kv_heads
+    further = (("pages.layout", pages.layout, ("gpu",)), ("head_dim", q.shape[-1], range(1, MAX_HEAD_DIM + 1)))
+    target = check_support(q, pages, interpret=interpret, page_dtypes=("int8", FP8), further=further)
+    (_, N, H), K, M = q.shape, pages.num_kv_heads, block_tables.shape[1]
     place = {
         "block_tables": block_tables,
         "page_offset": jnp.asarray(page_offset, jnp.int32).reshape(1),
@@ -59,11 +61,11 @@ def paged_attention_gpu(
     }
     if k is not None and v is not None:
         k, v = to_stored(k, k_scale, pages.dtype), to_stored(v, v_scale, pages.dtype)
-        pages = dataclasses.replace(pages, arrays=append(k, v, pages, kv_lens, cu_q_lens, **place))
+        pages = dataclasses.replace(pages, arrays=append((k, v), pages.arrays, kv_lens, cu_q_lens, **place))
     place |= {"k_pages": pages.arrays[0], "v_pages": pages.arrays[1], "sinks": sinks}
     place |= {"k_scale": k_scale, "v_scale": v_scale, "scale": scale, "window": window, "softcap": softcap}
     max_context = M * pages.page_size if window is None else min(M * pages.page_size, window)
-    sizes = functools.partial(
+    chosen = functools.partial(
         gpu_block_sizes,
         group=N // K,
         num_kv_heads=K,
@@ -73,43 +75,65 @@ def paged_attention_gpu(
         has_tree=tree_mask is not None,
         target=target,
     )
+    sizes = chosen if block_sizes is None else lambda **_: block_sizes
+    return attend_rows(q, kv_lens, cu_q_lens, sizes=sizes, tree_mask=tree_mask, **place), pages
+
+
+def attend_rows(
+    q: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    *,
+    sizes: Callable[..., GpuBlockSizes],
+    q_len: int | None,
+    tree_mask: jax.Array | None,
+    **place: Any,
+) -> jax.Array:
+    """Returns the attention [T, N, V] of queries [T, N, H]; `place` are further arguments of `attend`.
+
+    sizes(num_rows=, queries=) gives the block sizes for rows of up to that many queries.
+    """
+    T, B = q.shape[0], kv_lens.shape[0]
     if q_len is not None:
-        chosen = block_sizes or sizes(num_rows=B * K, queries=q_len)
-        return attend(q, kv_lens, cu_q_lens, **place, tree_mask=tree_mask, block_sizes=chosen), pages
+        chosen = sizes(num_rows=B, queries=q_len)
+        return attend(q, kv_lens, cu_q_lens, **place, q_len=q_len, tree_mask=tree_mask, block_sizes=chosen)
     # Rows of one token would waste a wide tile, and being few tiles want their context split.
     starts, is_single = cu_q_lens[:-1], cu_q_lens[1:] - cu_q_lens[:-1] == 1
-    chosen = block_sizes or sizes(num_rows=(T // WIDE_TILE + 1) * K, queries=min(T, WIDE_TILE))
     # Partial results of every token would outweigh what splitting gains.
-    chosen = dataclasses.replace(chosen, num_splits=1)
+    chosen = dataclasses.replace(sizes(num_rows=T // WIDE_TILE + 1, queries=min(T, WIDE_TILE)), num_splits=1)
     long_lens = jnp.where(is_single, 0, kv_lens)
-    out = attend(q, long_lens, cu_q_lens, **place, tree_mask=tree_mask, block_sizes=chosen)
-    chosen = block_sizes or sizes(num_rows=B * K, queries=1)
+    out = attend(q, long_lens, cu_q_lens, **place, q_len=None, tree_mask=tree_mask, block_sizes=chosen)
     single_lens, ones = jnp.where(is_single, kv_lens, 0), jnp.arange(B + 1, dtype=jnp.int32)
-    place |= {"q_len": 1, "tree_mask": None}
-    singles = attend(q.at[starts].get(mode="clip"), single_lens, ones, **place, block_sizes=chosen)
-    return out.at[jnp.where(is_single, starts, T)].set(singles, mode="drop"), pages
+    chosen = sizes(num_rows=B, queries=1)
+    first = q.at[starts].get(mode="clip")
+    singles = attend(first, single_lens, ones, **place, q_len=1, tree_mask=None, block_sizes=chosen)
+    return out.at[jnp.where(is_single, starts, T)].set(singles, mode="drop")
 
 
-def _check(q: jax.Array, pages: Pages, interpret: bool) -> triton.Target:
-    """Refuses what the kernel cannot do; returns the GPU."""
-    name, head_dim, S = q.dtype.name, q.shape[-1], pages.page_size
+def check_support(
+    q: jax.Array, pages: Any, *, interpret: bool, page_dtypes: Sequence[str], further: Sequence[tuple[str, Any, Any]]
+) -> triton.Target:
+    """Refuses what the kernel cannot do; returns the GPU.
+
+    Pages may be of q's dtype or of `page_dtypes`; `further` are a name, its value and what is supported.
+    """
+    name = q.dtype.name
     # In float32 the tensor cores are of no use and registers spill by the kilobyte; the interpreter does not mind.
     dtypes = ("bfloat16", "float16", "float32") if interpret else ("bfloat16", "float16")
     for what, value, supported in (
-        ("pages.layout", pages.layout, ("gpu",)),
         ("q.dtype", name, dtypes),
-        ("pages.dtype", pages.dtype.name, (name, "int8", "float8_e4m3fn")),
-        ("head_dim", head_dim, range(1, MAX_HEAD_DIM + 1)),
-        ("page_size", S, PAGE_SIZES),
+        ("pages.dtype", pages.dtype.name, (name, *page_dtypes)),
+        ("page_size", pages.page_size, PAGE_SIZES),
+        *further,
     ):
         if value not in supported:
             raise NotImplementedError(f"{what}={value} is not supported by the GPU kernel; supported: {supported}")
     if interpret:
         return triton.INTERPRETED
     target = triton.target()
-    if pages.dtype.name == "float8_e4m3fn" and target.capability < triton.FP8_CAPABILITY:
+    if pages.dtype.name == FP8 and target.capability < triton.FP8_CAPABILITY:
         raise NotImplementedError(
-            f"pages.dtype=float8_e4m3fn is not supported on compute capability {target.capability}; it needs"
-            f" {triton.FP8_CAPABILITY}; use int8 or {name}"
+            f"pages.dtype={FP8} is not supported on compute capability {target.capability}; it needs"
+            f" {triton.FP8_CAPABILITY}; use {' or '.join(n for n in (*page_dtypes, name) if n != FP8)}"
         )
     return target

@@ -49,7 +49,7 @@ def attention_of_block(
     the sum of weights, spread over lanes; `acc` the weighted sum of values.
     """
     NB, _, block_tiles, tile, W = s.kv.shape
-    K, R, _ = s.acc.shape
+    K, R, V = s.acc.shape
     planes, block = s.kv.shape[1] // K, block_tiles * tile
     has_tree, has_offsets = hasattr(s, "tree_hbm"), hasattr(s, "offsets")
 
@@ -71,15 +71,15 @@ def attention_of_block(
         seen = position <= own
         return seen if window is None else seen & (position > own - window)
 
-    def stored(slot, head, plane, first, width):
+    def stored(slot, head, plane, first, width, lanes):
         """Keys (plane 0) or values (the last plane) first to first + width of a KV head in the block at `slot`."""
-        tiles = s.kv[slot, head * planes + plane, pl.ds(first // tile, width // tile)]
-        return _as_operand(tiles.reshape(width, W), s.q.dtype)
+        tiles = s.kv[slot, head * planes + plane, pl.ds(first // tile, width // tile), :, :lanes]
+        return _as_operand(tiles.reshape(width, lanes), s.q.dtype)
 
     def score(i, slot, piece):
         """Returns the scores f32[size, width], in base 2, of all keys."""
         head, r, size, first, width = piece
-        scores = _product(s.q[lax.rem(i, NB), head, pl.ds(r, size)], stored(slot, head, 0, first, width), 1)
+        scores = _product(s.q[lax.rem(i, NB), head, pl.ds(r, size)], stored(slot, head, 0, first, width, W), 1)
         scores = scores * s.factors[0, head]
         return scores if softcap is None else jnp.tanh(scores) * (softcap * LOG2_E)
 
@@ -104,8 +104,8 @@ def attention_of_block(
 
     def add_values(slot, piece, weights, rescale):
         head, r, size, first, width = piece
-        update = _product(weights, stored(slot, head, planes - 1, first, width), 0)
-        s.acc[head, pl.ds(r, size)] = _across(rescale, W) * s.acc[head, pl.ds(r, size)] + update
+        update = _product(weights, stored(slot, head, planes - 1, first, width, V), 0)
+        s.acc[head, pl.ds(r, size)] = _across(rescale, V) * s.acc[head, pl.ds(r, size)] + update
 
     def attend_few_rows(i, b, slot):
         """Pieces of all rows, many heads' code side by side, for one alone would wait for every single result."""

@@ -52,26 +52,27 @@ def decode_blocks(pages: Pages, table_width: int, num_groups: int) -> Blocks:
     call = ("decode", pages.dtype.name, pages.num_kv_heads, pages.head_dim, num_groups)
     tuned = None if chip is None else tuned_table(f"tpu_{chip}").get(call)
     if tuned is not None:
-        return Blocks(_pages_of(tuned["block_tokens"], pages, table_width), tuned["buffers"])
-    return _blocks(pages, table_width)
+        return Blocks(_pages_of(tuned["block_tokens"], pages.page_size, table_width), tuned["buffers"])
+    return untuned_blocks(pages.arrays[0], table_width)
 
 
 def ragged_blocks(
-    pages: Pages,
+    pool: jax.Array,
     table_width: int,
     num_tokens: int,
     num_rows: int,
+    num_kv_heads: int,
     num_groups: int,
     q_len: int | None,
     tree_mask: jax.Array | None,
 ) -> Blocks:
     """Returns block sizes for any number of tokens a row; those of a tree stay together."""
-    tile_size = pages.num_kv_heads * num_groups * pages.arrays[0].shape[-1]
+    tile_size = num_kv_heads * num_groups * pool.shape[-1]
     queries = TILE_QUERIES if TILE_QUERIES * num_rows <= MAX_PADDING * num_tokens else TILE_QUERIES // 2
     queries = min(max(8, min(queries, MAX_TILE_SIZE // tile_size)), q_len or num_tokens)
     if tree_mask is not None:
         queries = q_len or min(32 * tree_mask.shape[1], num_tokens)
-    blocks = replace(_blocks(pages, table_width), queries=queries, rows=matrix_unit())
+    blocks = replace(untuned_blocks(pool, table_width), queries=queries, rows=matrix_unit())
     # More rows take longer to compute with than the memory to answer.
     return blocks if queries * num_groups <= MAX_ROWS_IN_REGISTERS else replace(blocks, buffers=MIN_BUFFERS)
 
@@ -99,10 +100,11 @@ def matrix_unit() -> int:
         return Blocks.rows
 
 
-def _blocks(pages: Pages, table_width: int) -> Blocks:
-    _, planes, tiles, rows, width = pages.arrays[0].shape
-    page_bytes = planes * tiles * rows * width * pages.dtype.itemsize
-    num_pages = _pages_of(min(BLOCK_TOKENS, BLOCK_BYTES * pages.page_size // page_bytes), pages, table_width)
+def untuned_blocks(pool: jax.Array, table_width: int) -> Blocks:
+    """Returns block sizes by rules, for a pool [P, C, S / t, t, W]."""
+    _, planes, tiles, rows, width = pool.shape
+    page_size, page_bytes = tiles * rows, planes * tiles * rows * width * pool.dtype.itemsize
+    num_pages = _pages_of(min(BLOCK_TOKENS, BLOCK_BYTES * page_size // page_bytes), page_size, table_width)
     try:
         info: Any = pltpu.get_tpu_info()
     except ValueError:  # interpreted, where nothing has to be waited for
@@ -110,5 +112,5 @@ def _blocks(pages: Pages, table_width: int) -> Blocks:
     return Blocks(num_pages, buffers_for(num_pages * page_bytes, info.mem_bw_bytes_per_second * info.num_cores))
 
 
-def _pages_of(tokens: int, pages: Pages, table_width: int) -> int:
-    return max(1, min(tokens // pages.page_size, table_width))
+def _pages_of(tokens: int, page_size: int, table_width: int) -> int:
+    return max(1, min(tokens // page_size, table_width))

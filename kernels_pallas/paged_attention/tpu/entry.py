@@ -13,7 +13,9 @@ need no mask, and the blocks between no work for it; scores are masked by positi
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,54 +60,89 @@ def paged_attention_tpu(
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, Pages]:
     """The contract is that of `paged_attention`; `blocks` overrides the block sizes."""
-    _check_support(q, pages, window, tree_mask)
-    if block_tables.size * 4 > MAX_TABLE_BYTES:
-        raise NotImplementedError(
-            f"block_tables {block_tables.shape} of rows and pages take {block_tables.size * 4} bytes of a TPU's scalar"
-            f" memory, of which there are {MAX_TABLE_BYTES}; lower the rows (max_num_seqs) or their longest context"
-            " (max_model_len), or raise page_size"
-        )
+    check_support(q, pages, PAGE_DTYPES)
+    if pages.layout != "tpu":
+        raise NotImplementedError(f"the TPU kernels read pages of layout 'tpu', not {pages.layout!r}")
+    if pages.head_dim > MAX_HEAD_DIM:
+        raise NotImplementedError(f"head_dim={pages.head_dim} has no TPU kernel; at most {MAX_HEAD_DIM}")
+    if window is not None and tree_mask is not None:
+        raise NotImplementedError(f"window={window} together with tree_mask has no TPU kernel; leave out one")
     T, N, H = q.shape
     K, (pool,) = pages.num_kv_heads, pages.arrays
-    M, W, G = block_tables.shape[1], pool.shape[-1], N // K
+    W, G = pool.shape[-1], N // K
     queries = pad_heads(q.reshape(T, K, G, H), W)
     new = None
     if k is not None and v is not None:
         new = pack_planes(pages, to_stored(k, k_scale, pages.dtype), to_stored(v, v_scale, pages.dtype))
-    block_tables = block_tables.astype(jnp.int32) + page_offset
-    kv_lens, cu_q_lens = kv_lens.astype(jnp.int32), cu_q_lens.astype(jnp.int32)
     factor = FNUZ_FACTOR if pages.is_fnuz and not reads_as_fn(pool.dtype) else 1.0
-    run = functools.partial(
-        run_kernel,
-        block_tables=block_tables,
+    out, pool = attend_rows(
+        queries,
+        new,
+        pool,
+        block_tables=block_tables + page_offset,
+        kv_lens=kv_lens,
+        cu_q_lens=cu_q_lens,
+        q_len=q_len,
+        tree_mask=tree_mask,
+        decoding=blocks or decode_blocks(pages, block_tables.shape[1], G),
+        tiling=blocks,
         factors=head_factors(K, factor, scale, softcap, k_scale, v_scale),
         sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(K, G) * LOG2_E,
         window=window,
         softcap=softcap,
         interpret=interpret,
     )
-    decoding = blocks or decode_blocks(pages, M, G)
-    if q_len == 1:
-        out, pool = _decode(run, queries, new, pool, kv_lens, decoding)
-    else:
-        # Rows of one token among longer ones would waste most of a tile of queries.
-        q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
-        may_decode = q_len is None and tree_mask is None
-        long = jnp.where(q_lens > 1, kv_lens, 0) if may_decode else kv_lens
-        tiling = blocks or ragged_blocks(pages, M, T, kv_lens.shape[0], G, q_len, tree_mask)
-        _check_tree(tree_mask, tiling, q_len or T)
-        out, pool = _ragged(run, queries, new, pool, block_tables, long, cu_q_lens, tree_mask, tiling)
-        if may_decode:
-            single, last = jnp.where(q_lens == 1, kv_lens, 0), jnp.clip(cu_q_lens[:-1], 0, T - 1)
-            new = None if new is None else new[last]
-            decoded, pool = _decode(run, queries[last], new, pool, single, decoding)
-            # Taken by every token from its row: a scatter to the rows' tokens takes a TPU's compiler half a minute.
-            row = token_rows(cu_q_lens, T)
-            is_single = (single[row] > 0) & (jnp.arange(T) == last[row])
-            out = jnp.where(is_single[:, None, None, None], decoded[row], out)
     # Packed heads keep their values, and so their result, in the right half of the lanes.
     first = 0 if pages.head_dim * 2 > LANES else W // 2
     return out[..., first : first + H].reshape(T, N, H), replace(pages, arrays=(pool,))
+
+
+def attend_rows(
+    queries: jax.Array,
+    new: jax.Array | None,
+    pool: jax.Array,
+    *,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    q_len: int | None,
+    tree_mask: jax.Array | None,
+    decoding: Blocks,
+    tiling: Blocks | None,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the attention [T, K, G, V] of queries [T, K, G, W], and the pool with `new` [T, C, W] appended.
+
+    `decoding` are the block sizes of rows with one token, `tiling` those of others, by rules if None; `options` are
+    those of `run_kernel`.
+    """
+    if block_tables.size * 4 > MAX_TABLE_BYTES:
+        raise NotImplementedError(
+            f"block_tables {block_tables.shape} of rows and pages take {block_tables.size * 4} bytes of a TPU's scalar"
+            f" memory, of which there are {MAX_TABLE_BYTES}; lower the rows (max_num_seqs) or their longest context"
+            " (max_model_len), or raise page_size"
+        )
+    (T, K, G, _), (B, M) = queries.shape, block_tables.shape
+    block_tables, kv_lens, cu_q_lens = (a.astype(jnp.int32) for a in (block_tables, kv_lens, cu_q_lens))
+    run = functools.partial(run_kernel, block_tables=block_tables, **options)
+    if q_len == 1:
+        return _decode(run, queries, new, pool, kv_lens, decoding)
+    # Rows of one token among longer ones would waste most of a tile of queries.
+    q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
+    may_decode = q_len is None and tree_mask is None
+    long = jnp.where(q_lens > 1, kv_lens, 0) if may_decode else kv_lens
+    tiling = tiling or ragged_blocks(pool, M, T, B, K, G, q_len, tree_mask)
+    _check_tree(tree_mask, tiling, q_len or T)
+    out, pool = _ragged(run, queries, new, pool, block_tables, long, cu_q_lens, tree_mask, tiling)
+    if not may_decode:
+        return out, pool
+    single, last = jnp.where(q_lens == 1, kv_lens, 0), jnp.clip(cu_q_lens[:-1], 0, T - 1)
+    new = None if new is None else new[last]
+    decoded, pool = _decode(run, queries[last], new, pool, single, decoding)
+    # Taken by every token from its row: a scatter to the rows' tokens takes a TPU's compiler half a minute.
+    row = token_rows(cu_q_lens, T)
+    is_single = (single[row] > 0) & (jnp.arange(T) == last[row])
+    return jnp.where(is_single[:, None, None, None], decoded[row], out), pool
 
 
 def paged_attention_tpu_interpreted(*args, **kwargs) -> tuple[jax.Array, Pages]:
@@ -113,20 +150,15 @@ def paged_attention_tpu_interpreted(*args, **kwargs) -> tuple[jax.Array, Pages]:
     return paged_attention_tpu(*args, **kwargs, interpret=pltpu.InterpretParams())
 
 
-def _check_support(q: jax.Array, pages: Pages, window: int | None, tree_mask: jax.Array | None) -> None:
+def check_support(q: jax.Array, pages: Any, page_dtypes: Sequence[str]) -> None:
+    """Refuses chips and dtypes that have no kernel."""
     chip = chip_at_hand()
     if chip in SMALL_CHIPS:
         raise NotImplementedError(f"TPU {chip} has too little vector memory for the TPU kernels; use a v5e or later")
-    if pages.layout != "tpu":
-        raise NotImplementedError(f"the TPU kernels read pages of layout 'tpu', not {pages.layout!r}")
     if q.dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(f"q of {q.dtype} has no TPU kernel; use bfloat16 or float32")
-    if pages.dtype not in PAGE_DTYPES:
-        raise NotImplementedError(f"pages of {pages.dtype} have no TPU kernel; use one of {[*PAGE_DTYPES]}")
-    if pages.head_dim > MAX_HEAD_DIM:
-        raise NotImplementedError(f"head_dim={pages.head_dim} has no TPU kernel; at most {MAX_HEAD_DIM}")
-    if window is not None and tree_mask is not None:
-        raise NotImplementedError(f"window={window} together with tree_mask has no TPU kernel; leave out one")
+    if pages.dtype not in page_dtypes:
+        raise NotImplementedError(f"pages of {pages.dtype} have no TPU kernel; use one of {[*page_dtypes]}")
 
 
 def _check_tree(tree_mask: jax.Array | None, blocks: Blocks, most: int) -> None:
@@ -171,7 +203,7 @@ def _ragged(run, queries, new, pool, block_tables, kv_lens, cu_q_lens, tree_mask
     out, pool = run(items, tiled, pool, tiles=tiles, tree=tree, blocks=blocks, num_groups=G)
     row = token_rows(cu_q_lens, T)
     place = jnp.arange(T) - starts[row]
-    out = out[:, :, : Q * G].reshape(num_items, K, Q, G, W)
+    out = out[:, :, : Q * G].reshape(num_items, K, Q, G, -1)
     first_item = jnp.cumsum(pl.cdiv(q_lens, Q)) - pl.cdiv(q_lens, Q)
     out = out[first_item[row] + place // Q, :, place % Q]
     is_real = place < q_lens[row]

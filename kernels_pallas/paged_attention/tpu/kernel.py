@@ -23,7 +23,7 @@ SUBLANES = 8
 VMEM_BYTES = 2**25
 
 
-@functools.partial(jax.jit, static_argnames=("window", "softcap", "blocks", "num_groups", "interpret"))
+@functools.partial(jax.jit, static_argnames=("window", "softcap", "value_width", "blocks", "num_groups", "interpret"))
 def run_kernel(
     items,
     queries,
@@ -40,12 +40,14 @@ def run_kernel(
     tiles=None,
     tree=None,
     num_groups=None,
+    value_width=None,
 ):
-    """queries [items, K, R, W] -> the same shape, and the pool. `new` or `tiles` are appended.
+    """queries [items, K, R, W] -> [items, K, R, V], and the pool. `new` or `tiles` are appended.
 
-    `tree` is i32[items, words, R, LANES].
+    `tree` is i32[items, words, R, LANES]. V is `value_width`, whole rows of lanes; None is W.
     """
-    _, K, R, W = queries.shape
+    num_items, K, R, W = queries.shape
+    V = value_width or W
     C, page_tiles, tile = pool.shape[1:4]
     NB, block_tiles = blocks.buffers, blocks.pages * page_tiles
     in_hbm, in_vmem = pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.VMEM)
@@ -54,10 +56,10 @@ def run_kernel(
     scratch = {
         "kv": pltpu.VMEM((NB, C, block_tiles, tile, W), pool.dtype),
         "q": pltpu.VMEM((NB, K, R, W), queries.dtype),
-        "out": pltpu.VMEM((2, K, R, W), queries.dtype),
+        "out": pltpu.VMEM((2, K, R, V), queries.dtype),
         "maximum": pltpu.VMEM((K, R, LANES), jnp.float32),
         "total": pltpu.VMEM((K, R, LANES), jnp.float32),
-        "acc": pltpu.VMEM((K, R, W), jnp.float32),
+        "acc": pltpu.VMEM((K, R, V), jnp.float32),
         "kv_arrived": pltpu.SemaphoreType.DMA((NB,)),
         "q_arrived": pltpu.SemaphoreType.DMA((NB,)),
         "out_left": pltpu.SemaphoreType.DMA((2,)),
@@ -102,7 +104,7 @@ def run_kernel(
             scratch_shapes=list(scratch.values()),
         ),
         out_shape=[
-            jax.ShapeDtypeStruct(queries.shape, queries.dtype),
+            jax.ShapeDtypeStruct((num_items, K, R, V), queries.dtype),
             jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         ],
         input_output_aliases={len(scalars) + 1: 1},

@@ -77,16 +77,16 @@ def test_what_is_not_tabled_goes_by_the_rules(changes, num_groups):
     [(8, 4, 8, 128), (1, 8, 32, 128), (1, 8, 64, 64), (8, 8, 8, 64), (16, 32, 8, 8), (1, 1024, 8, 8)],
 )
 def test_a_tile_has_128_queries_unless_heads_or_rows_are_many(num_kv_heads, num_groups, num_rows, queries):
-    pages = pages_of(num_kv_heads=num_kv_heads)
+    (pool,) = pages_of(num_kv_heads=num_kv_heads).arrays
 
-    blocks = ragged_blocks(pages, 64, 512, num_rows, num_groups, None, None)
+    blocks = ragged_blocks(pool, 64, 512, num_rows, num_kv_heads, num_groups, None, None)
 
     assert blocks.queries == queries
 
 
 @pytest.mark.usefixtures("chip")
 def test_rows_of_few_tokens_wait_for_memory_and_keep_more_of_it_busy():
-    blocks = ragged_blocks(pages_of(), 64, 160, 32, 4, 5, None)
+    blocks = ragged_blocks(pages_of().arrays[0], 64, 160, 32, 8, 4, 5, None)
 
     assert blocks == Blocks(4, 12, 5, 256)
 

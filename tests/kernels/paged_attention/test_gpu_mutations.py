@@ -30,7 +30,7 @@ MUTATIONS = {
         "whole, end = chunk.kv_len, jnp.minimum(",
     ),
     "slots that are read though nobody sees them": ("is_seen = None if is_whole else ", "is_seen = None and "),
-    "keys for values": ("_load_slots(arrays, arrays.v_pages,", "_load_slots(arrays, arrays.k_pages,"),
+    "keys for values": ("load(arrays.v_pages,", "load(arrays.k_pages,"),
     "sums that are not rescaled": ("rescale = jnp.exp2(maximum - new_maximum)", "rescale = jnp.ones_like(maximum)"),
     "parts that are not combined": ("out = (out * weights[..., None]).sum(0)", "out = out[0]"),
     "parts that are not weighed": ("total = (total * weights).sum(0)", "total = total.sum(0)"),

@@ -34,7 +34,7 @@ MIN_RATES = {("v5e", "prefill"): (0.5, 0.5), ("v6e", "prefill"): (0.25, 0.24)}
 KERNELS = {
     "v5e": (*(name for name in KERNEL_CASES if name.startswith("decode")), "prefill", "prefill head_dim 64", "verify"),
     "v5p": ("decode", "decode int8", "decode fp8", "prefill"),
-    "v6e": ("decode", "decode int8", "decode fp8", "prefill", "verify a tree"),
+    "v6e": ("decode", "decode int8", "decode fp8", "prefill", "verify a tree", "latents decode", "latents prefill"),
     "tpu7x": ("decode", "decode int8", "decode fp8", "prefill"),
 }
 STEPS = {
@@ -86,6 +86,17 @@ def test_a_whole_step_of_llama_8b_compiles_from_shapes_alone(device, name):
 @pytest.mark.parametrize(("device", "name"), MAX_BUNDLES)
 def test_a_decode_block_is_computed_in_the_time_it_takes_to_read(device, name):
     assert compiled(device)[name]["bundles"] <= MAX_BUNDLES[device, name]
+
+
+def test_latents_are_computed_with_in_the_time_it_takes_to_read_them_and_prefilled_at_half_the_peak():
+    rows, flops_per_cycle = PIECE["v6e"]
+    decode, prefill = compiled("v6e")["latents decode"], compiled("v6e")["latents prefill"]
+
+    # A block of 512 latents of 640 numbers, of which 512 are a value.
+    assert decode["bundles"] <= 512 * 640 * 2 / 1640e9 * 1.75e9
+    assert decode["spills"] == 0
+    least = 2 * rows * 512 * (640 + 512) / flops_per_cycle
+    assert all(least / bundles >= 0.5 for bundles in prefill["inner_bundles"])
 
 
 @pytest.mark.parametrize(("device", "name"), MIN_RATES)

@@ -1,0 +1,83 @@
+"""Latent attention for NVIDIA GPUs: the kernels of paged attention, with values inside their keys.
+
+A latent is read once, for its score and as a value. Query heads go in several tiles where one has too many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from kernels_pallas.latent_attention.layout import LatentPages
+from kernels_pallas.paged_attention.gpu.append import append
+from kernels_pallas.paged_attention.gpu.attend import heads_of_tile
+from kernels_pallas.paged_attention.gpu.block_sizes import HOPPER, MAX_SPLITS, MIN_SPLIT, GpuBlockSizes
+from kernels_pallas.paged_attention.gpu.entry import FP8, attend_rows, check_support
+from kernels_pallas.paged_attention.layout import to_stored
+from kernels_pallas.triton import Target
+
+MAX_LATENT_SIZE = 512
+MAX_ROTARY_SIZE = 128
+
+
+def latent_attention_gpu(
+    q: jax.Array,
+    latents: jax.Array,
+    pages: LatentPages,
+    *,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    scale: float,
+    page_offset: jax.Array | int = 0,
+    q_len: int | None = None,
+    tree_mask: jax.Array | None = None,
+    block_sizes: GpuBlockSizes | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, LatentPages]:
+    """The contract is that of `latent_attention`; `block_sizes` None takes those that suit the device."""
+    R, (N, width) = pages.latent_size, q.shape[1:]
+    sizes_allowed = (("latent_size", R, MAX_LATENT_SIZE), ("rotary_size", width - R, MAX_ROTARY_SIZE))
+    further = [(name, value, range(1, most + 1)) for name, value, most in sizes_allowed]
+    target = check_support(q, pages, interpret=interpret, page_dtypes=(FP8,), further=further)
+    place = {
+        "block_tables": block_tables,
+        "page_offset": jnp.asarray(page_offset, jnp.int32).reshape(1),
+        "q_len": q_len,
+        "interpret": interpret,
+    }
+    new, pool = to_stored(latents, None, pages.dtype)[:, None], pages.array[:, :, None]
+    (pool,) = append((new,), (pool,), kv_lens, cu_q_lens, **place)
+    max_context = block_tables.shape[1] * pages.page_size
+
+    def sizes(num_rows: int, queries: int) -> GpuBlockSizes:
+        return block_sizes or latent_block_sizes(
+            num_rows=num_rows, queries=queries, num_heads=N, max_context=max_context, target=target
+        )
+
+    options = {"scale": scale, "window": None, "softcap": None, "value_size": R}
+    out = attend_rows(q, kv_lens, cu_q_lens, sizes=sizes, tree_mask=tree_mask, k_pages=pool, **place, **options)
+    return out, replace(pages, array=pool[:, :, 0])
+
+
+def latent_block_sizes(
+    *, num_rows: int, queries: int, num_heads: int, max_context: int, target: Target
+) -> GpuBlockSizes:
+    """Returns block sizes for `num_rows` rows of up to `queries` queries.
+
+    By the compiler these stay in registers, and a core has room for one program of many rows.
+    """
+    most = 64 if target.capability >= HOPPER else 32
+    block_m = min(most, max(16, pl.next_power_of_2(queries * num_heads)))
+    heads = heads_of_tile(num_heads, block_m)
+    num_tiles = num_rows * (num_heads // heads) * -(-queries // (block_m // heads))
+    return GpuBlockSizes(
+        block_m=block_m,
+        block_k=32,
+        num_splits=max(1, min(target.num_cores // num_tiles, MAX_SPLITS, max_context // MIN_SPLIT)),
+        num_warps=8 if block_m > 16 else 4,
+        num_stages=2,
+    )

@@ -1,0 +1,65 @@
+"""Latent attention for TPU: the kernel of paged attention with one plane, whose left lanes are the values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas.latent_attention.layout import LatentPages
+from kernels_pallas.paged_attention.layout import TPU_LANES, pad_heads, to_stored, tpu_tile
+from kernels_pallas.paged_attention.tpu.block_sizes import Blocks, untuned_blocks
+from kernels_pallas.paged_attention.tpu.entry import attend_rows, check_support
+from kernels_pallas.paged_attention.tpu.items import head_factors
+
+PAGE_DTYPES = ("bfloat16", "float32")
+
+
+def latent_attention_tpu(
+    q: jax.Array,
+    latents: jax.Array,
+    pages: LatentPages,
+    *,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    scale: float,
+    page_offset: jax.Array | int = 0,
+    q_len: int | None = None,
+    tree_mask: jax.Array | None = None,
+    blocks: Blocks | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> tuple[jax.Array, LatentPages]:
+    """The contract is that of `latent_attention`; `blocks` overrides the block sizes."""
+    check_support(q, pages, PAGE_DTYPES)
+    P, S, W = pages.array.shape
+    if W % TPU_LANES:
+        raise NotImplementedError(f"the TPU kernels read pages of layout 'tpu', not of {W} numbers per token")
+    tile = tpu_tile(S, pages.dtype)
+    # The same bytes: a TPU's memory has these tiles in both.
+    pool = pages.array.reshape(P, 1, S // tile, tile, W)
+    out, pool = attend_rows(
+        pad_heads(q, W)[:, None],
+        pad_heads(to_stored(latents, None, pages.dtype), W)[:, None],
+        pool,
+        block_tables=block_tables + page_offset,
+        kv_lens=kv_lens,
+        cu_q_lens=cu_q_lens,
+        q_len=q_len,
+        tree_mask=tree_mask,
+        decoding=blocks or untuned_blocks(pool, block_tables.shape[1]),
+        tiling=blocks,
+        factors=head_factors(1, 1.0, scale, None, None, None),
+        sinks=None,
+        window=None,
+        softcap=None,
+        value_width=-(-pages.latent_size // TPU_LANES) * TPU_LANES,
+        interpret=interpret,
+    )
+    return out[:, 0, :, : pages.latent_size], replace(pages, array=pool.reshape(P, S, W))
+
+
+def latent_attention_tpu_interpreted(*args, **kwargs) -> tuple[jax.Array, LatentPages]:
+    """Runs the TPU kernel on any device in Pallas' interpreter: the same code, much slower, for tests."""
+    return latent_attention_tpu(*args, **kwargs, interpret=pltpu.InterpretParams())
