@@ -97,12 +97,24 @@ class AttentionInputs:
         pages: Any,
         page_offset: jax.Array | int,
     ) -> tuple[jax.Array, Any]:
-        """Returns `call(*tokens, sinks, pages, arrays)`, with the arrays of this step by name.
+        """Returns `call(*tokens, sinks, pages, arrays)`, with the arrays of this step by name; see `run_with`."""
+        arrays = {name: getattr(self.batch, name) for name in ("block_tables", "kv_lens", "cu_q_lens")}
+        arrays |= {"tree_mask": self.tree_mask, "page_offset": page_offset}
+        return self.run_with(arrays, call, plain, tokens, sinks, pages)
+
+    def run_with(
+        self,
+        arrays: Any,
+        call: PagedCall,
+        plain: PlainCall,
+        tokens: tuple[jax.Array, ...],
+        sinks: jax.Array | None,
+        pages: Any,
+    ) -> tuple[jax.Array, Any]:
+        """Returns `call(*tokens, sinks, pages, arrays)`.
 
         In a step of whole rows the results have the derivative of `plain`, see `attend_whole_rows`.
         """
-        arrays = {name: getattr(self.batch, name) for name in ("block_tables", "kv_lens", "cu_q_lens")}
-        arrays |= {"tree_mask": self.tree_mask, "page_offset": page_offset}
         if self.num_whole_rows is None:
             return call(*tokens, sinks, pages, arrays)
         results: Any = attend_whole_rows(call, plain, self.num_whole_rows, tokens, sinks, pages, arrays)

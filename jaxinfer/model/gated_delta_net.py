@@ -11,14 +11,8 @@ from flax import struct
 
 from jaxinfer.model.attention import AttentionInputs
 from jaxinfer.model.layers import MakeSpec, Norm, TensorSpec, linear
-from jaxinfer.model.states import (
-    States,
-    abstract_states,
-    advance,
-    convolve,
-    slots_of_layer,
-    sum_keys,
-)
+from jaxinfer.model.recurrence import Tokens, advance
+from jaxinfer.model.states import States, abstract_states, convolve, slots_of_layer, sum_keys
 from jaxinfer.validation import require, require_int
 from kernels_pallas.row_products import rounded
 from kernels_pallas.row_sum import row_sum
@@ -127,15 +121,14 @@ def gated_delta_net(
     rates = linear(x, params.ba, None, inputs.num_tokens).astype(jnp.float32)
     dt = rates[..., R:].reshape(T, H) + jnp.broadcast_to(params.dt_bias.astype(jnp.float32), (T, H))
     decay_rates = jnp.broadcast_to(jnp.exp(params.a_log.astype(jnp.float32)), (T, H))
-    tokens = {
-        "decay": jnp.exp(-rounded(jax.nn.softplus(dt) * decay_rates)),
-        "beta": jax.nn.sigmoid(rates[..., :R].reshape(T, H)),
-        "queries": rounded(_unit(channels[:, : G * K].reshape(T, G, K)) * K**-0.5),
-        "keys": _unit(channels[:, G * K : 2 * G * K].reshape(T, G, K)),
-        "values": channels[:, 2 * G * K :].reshape(T, H, V),
-    }
-    step = {"batch": inputs.batch, "num_tokens": inputs.num_tokens, "q_len": inputs.q_len}
-    y, recurrent = advance(_advance, tokens, states.recurrent, slots, **step)
+    tokens = Tokens(
+        log_decay=-rounded(jax.nn.softplus(dt) * decay_rates),
+        rates=jax.nn.sigmoid(rates[..., :R].reshape(T, H)),
+        keys=_unit(channels[:, G * K : 2 * G * K].reshape(T, G, K)),
+        queries=rounded(_unit(channels[:, : G * K].reshape(T, G, K)) * K**-0.5),
+        values=channels[:, 2 * G * K :].reshape(T, H, V),
+    )
+    y, recurrent = advance(_advance, tokens, states.recurrent, slots, inputs, corrects=True)
     y = y * jax.lax.rsqrt(row_sum(rounded(y * y)) / V + norm.epsilon)[..., None]
     y = y * jnp.broadcast_to(params.norm.astype(jnp.float32), y.shape)
     y = (y * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype).reshape(T, H * V)
@@ -147,18 +140,18 @@ def _unit(x: jax.Array) -> jax.Array:
     return rounded(x * jax.lax.rsqrt(row_sum(rounded(x * x)) + UNIT_EPSILON)[..., None])
 
 
-def _advance(state: jax.Array, token: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _advance(state: jax.Array, decay: jax.Array, token: Tokens) -> tuple[jax.Array, jax.Array]:
     """Returns the states f32[b, H, K, V] after a token of each of b rows, and the outputs f32[b, H, V]."""
-    (b, H, K, V), G = state.shape, token["keys"].shape[1]
+    (b, H, K, V), G = state.shape, token.keys.shape[1]
 
     def by_heads(x: jax.Array) -> jax.Array:
         """Returns vectors f32[b, G, K] of key heads for all their value heads, f32[b, H, K, V]."""
         return jnp.broadcast_to(x[:, :, None, :, None], (b, G, H // G, K, V)).reshape(b, H, K, V)
 
     # Products are rounded before something is added: one compiled step may fuse what another does not.
-    keys = by_heads(token["keys"])
-    state = rounded(state * jnp.broadcast_to(token["decay"][..., None, None], state.shape))
-    errors = token["values"] - sum_keys(rounded(state * keys))
-    corrections = rounded(errors * jnp.broadcast_to(token["beta"][..., None], errors.shape))
+    keys = by_heads(token.keys)
+    state = rounded(state * jnp.broadcast_to(decay[..., None, None], state.shape))
+    errors = token.values - sum_keys(rounded(state * keys))
+    corrections = rounded(errors * jnp.broadcast_to(token.rates[..., None], errors.shape))
     state = state + rounded(keys * jnp.broadcast_to(corrections[:, :, None], state.shape))
-    return state, sum_keys(rounded(state * by_heads(token["queries"])))
+    return state, sum_keys(rounded(state * by_heads(token.queries)))

@@ -12,14 +12,8 @@ from flax import struct
 
 from jaxinfer.model.attention import AttentionInputs
 from jaxinfer.model.layers import MakeSpec, Norm, TensorSpec, linear
-from jaxinfer.model.states import (
-    States,
-    abstract_states,
-    advance,
-    convolve,
-    slots_of_layer,
-    sum_keys,
-)
+from jaxinfer.model.recurrence import Tokens, advance
+from jaxinfer.model.states import States, abstract_states, convolve, slots_of_layer, sum_keys
 from jaxinfer.validation import as_float, as_tuple, is_real, require, require_bool, require_int
 from kernels_pallas.row_products import rounded
 from kernels_pallas.row_sum import row_sum
@@ -136,15 +130,14 @@ def state_space(
     dt = dt.astype(jnp.float32) + jnp.broadcast_to(params.dt_bias.astype(jnp.float32), (T, H))
     dt = jnp.clip(jax.nn.softplus(dt), *config.time_step_limits)
     rates = jnp.broadcast_to(jnp.exp(params.a_log.astype(jnp.float32)), (T, H))
-    tokens = {
-        "decay": jnp.exp(-rounded(dt * rates)),
-        "steps": dt,
-        "values": values,
-        "keys": channels[:, I : I + G * N].reshape(T, G, N),
-        "queries": channels[:, I + G * N :].reshape(T, G, N),
-    }
-    step = {"batch": inputs.batch, "num_tokens": inputs.num_tokens, "q_len": inputs.q_len}
-    y, recurrent = advance(_advance, tokens, states.recurrent, slots, **step)
+    tokens = Tokens(
+        log_decay=-rounded(dt * rates),
+        rates=dt,
+        keys=channels[:, I : I + G * N].reshape(T, G, N),
+        queries=channels[:, I + G * N :].reshape(T, G, N),
+        values=values,
+    )
+    y, recurrent = advance(_advance, tokens, states.recurrent, slots, inputs, corrects=False)
     y = y + rounded(values * jnp.broadcast_to(params.d.astype(jnp.float32)[:, None], values.shape))
     y = y.reshape(T, G, I // G) * jax.nn.silu(gate.astype(jnp.float32)).reshape(T, G, I // G)
     mean_square = row_sum(rounded(y * y)) / (I // G)
@@ -153,16 +146,16 @@ def state_space(
     return linear(y, params.out_proj, params.out_bias, inputs.num_tokens), States(conv=conv, recurrent=recurrent)
 
 
-def _advance(state: jax.Array, token: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _advance(state: jax.Array, decay: jax.Array, token: Tokens) -> tuple[jax.Array, jax.Array]:
     """Returns the states f32[b, H, N, P] after a token of each of b rows, and the outputs f32[b, H, P]."""
-    (b, H, N, P), G = state.shape, token["keys"].shape[1]
+    (b, H, N, P), G = state.shape, token.keys.shape[1]
 
     def by_groups(x: jax.Array) -> jax.Array:
         """Returns numbers f32[b, G, N] of groups for all their heads, f32[b, H, N, P]."""
         return jnp.broadcast_to(x[:, :, None, :, None], (b, G, H // G, N, P)).reshape(b, H, N, P)
 
-    values = rounded(token["values"] * jnp.broadcast_to(token["steps"][..., None], token["values"].shape))
-    added = by_groups(token["keys"]) * jnp.broadcast_to(values[:, :, None], state.shape)
+    values = rounded(token.values * jnp.broadcast_to(token.rates[..., None], token.values.shape))
+    added = by_groups(token.keys) * jnp.broadcast_to(values[:, :, None], state.shape)
     # Rounded before they are added: one compiled step may fuse what another does not.
-    state = rounded(state * jnp.broadcast_to(token["decay"][..., None, None], state.shape)) + rounded(added)
-    return state, sum_keys(rounded(state * by_groups(token["queries"])))
+    state = rounded(state * jnp.broadcast_to(decay[..., None, None], state.shape)) + rounded(added)
+    return state, sum_keys(rounded(state * by_groups(token.queries)))

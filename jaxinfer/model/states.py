@@ -9,7 +9,6 @@ full, the slot is the snapshot at the page's end, and any request with the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,9 +18,6 @@ from flax import struct
 from jaxinfer.model.batch import PADDING_SLOT, Batch
 from kernels_pallas.paged_attention.shapes import token_rows
 from kernels_pallas.row_products import rounded
-
-# (state f32[b, H, K, V], numbers of a token of each of b rows) -> (the state after it, its output f32[b, H, V])
-TokenStep = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
 
 
 @struct.dataclass
@@ -75,7 +71,7 @@ def move_states(states: States, sources: jax.Array, targets: jax.Array, num_laye
 
     def in_layer(layer: jax.Array, states: States) -> States:
         slots = slots_of_layer(StateSlots(sources, targets), layer * per_layer)
-        return jax.tree.map(lambda pool: _write(pool, slots.writes, _read(pool, slots.reads)), states)
+        return jax.tree.map(lambda pool: write_states(pool, slots.writes, read_states(pool, slots.reads)), states)
 
     return jax.lax.fori_loop(0, num_layers, in_layer, states)
 
@@ -96,7 +92,7 @@ def convolve(
     x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     rows = token_rows(batch.cu_q_lens, T)
     index = jnp.arange(T) - batch.cu_q_lens[rows]  # of each token in its row
-    before = _read(pool, slots.reads)
+    before = read_states(pool, slots.reads)
 
     def earlier(distance: int) -> jax.Array:
         """Returns the inputs f32[T, C] of the tokens that stand this far before each token."""
@@ -109,86 +105,22 @@ def convolve(
     y = jnp.zeros_like(x) if bias is None else jnp.broadcast_to(bias.astype(jnp.float32), x.shape)
     for place, taken in enumerate(inputs):
         y = y + rounded(taken * jnp.broadcast_to(weight[:, place], x.shape))
-    return y, _write(pool, slots.writes, jnp.stack(inputs[1:], axis=1))
+    return y, write_states(pool, slots.writes, jnp.stack(inputs[1:], axis=1))
 
 
-def advance(
-    step: TokenStep,
-    tokens: Any,
-    pool: jax.Array,
-    slots: StateSlots,
-    batch: Batch,
-    num_tokens: jax.Array,
-    *,
-    q_len: int | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the outputs f32[T, H, V] of a step's tokens, and the pool f32[N, H, K, V] of states.
-
-    `tokens` holds the numbers of each token, [T, ...].
-    """
-    if q_len == 1:
-        return _advance_rows(step, tokens, pool, slots, num_tokens)
-    return _advance_tokens(step, tokens, pool, slots, batch, num_tokens)
-
-
-def _advance_rows(
-    step: TokenStep, tokens: Any, pool: jax.Array, slots: StateSlots, num_tokens: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the outputs f32[B, H, V] of one token of each row, and the pool of states."""
-
-    def advance_all(_: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        pool, _ = carry
-        after, y = step(_read(pool, slots.reads), tokens)
-        return _write(pool, slots.writes, after), y
-
-    # A loop of one turn, which the compiler cannot know. Without it, the compiler fuses the exponentials of tokens with
-    # the states, and rounds them otherwise than in the loop over tokens.
-    y = jnp.zeros((slots.reads.shape[0], pool.shape[1], pool.shape[3]), jnp.float32)
-    pool, y = jax.lax.fori_loop(0, jnp.minimum(num_tokens, 1), advance_all, (pool, y))
-    return y, pool
-
-
-def _advance_tokens(
-    step: TokenStep, tokens: Any, pool: jax.Array, slots: StateSlots, batch: Batch, num_tokens: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the outputs f32[T, H, V] of rows of any lengths, one token after another, and the pool of states."""
-    T = batch.tokens.shape[0]
-    rows = token_rows(batch.cu_q_lens, T)
-    is_first = jnp.arange(T) == batch.cu_q_lens[rows]
-
-    def advance_one(
-        t: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        pool, state, y = carry
-        state = jax.lax.cond(
-            is_first[t],
-            lambda: pool.at[slots.reads[rows[t]]].get(mode="fill", fill_value=0)[None],
-            lambda: state,
-        )
-        token = jax.tree.map(lambda numbers: jax.lax.dynamic_slice_in_dim(numbers, t, 1), tokens)
-        state, own = step(state, token)
-        pool = _write_one(pool, slots.writes[t], state)
-        return pool, state, jax.lax.dynamic_update_slice_in_dim(y, own, t, axis=0)
-
-    state = jnp.zeros((1, *pool.shape[1:]), jnp.float32)
-    y = jnp.zeros((T, pool.shape[1], pool.shape[3]), jnp.float32)
-    pool, _, y = jax.lax.fori_loop(0, num_tokens, advance_one, (pool, state, y))
-    return y, pool
-
-
-def _read(pool: jax.Array, slots: jax.Array) -> jax.Array:
+def read_states(pool: jax.Array, slots: jax.Array) -> jax.Array:
     """Returns the content of slots i32[B], [B, ...]; zeros for padding."""
     return pool.at[slots].get(mode="fill", fill_value=0)
 
 
-def _write(pool: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
+def write_states(pool: jax.Array, slots: jax.Array, new: jax.Array) -> jax.Array:
     """Returns the pool with [n, ...] in slots i32[n]; padding is dropped."""
     if slots.shape[0] == 1:
-        return _write_one(pool, slots[0], new)
+        return write_state(pool, slots[0], new)
     return pool.at[slots].set(new, mode="drop")
 
 
-def _write_one(pool: jax.Array, slot: jax.Array, new: jax.Array) -> jax.Array:
+def write_state(pool: jax.Array, slot: jax.Array, new: jax.Array) -> jax.Array:
     """Returns the pool with [1, ...] in a slot i32[], or as it is for padding."""
     # A loop of one turn or none: the compiler of a CPU copies the pool for a branch, and for a scatter of one slot.
     return jax.lax.fori_loop(

@@ -20,8 +20,9 @@ from tests.oracles import load_reference, save_random_checkpoint
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="bits are promised on CPU")
 
 LIMITS = EngineConfig(max_num_seqs=3, max_num_batched_tokens=16, max_model_len=96, page_size=16)
-# Tied weights and plain layers, softcaps and windows, two ropes, experts, sinks, latents with a shared expert.
-FAMILIES = ("llama", "gemma2", "gemma3_text", "mixtral", "gpt_oss", "deepseek_v3")
+# Tied weights and plain layers, softcaps and windows, two ropes, experts, sinks, latents with a shared expert, state
+# spaces, gated delta nets.
+FAMILIES = ("llama", "gemma2", "gemma3_text", "mixtral", "gpt_oss", "deepseek_v3", "mamba2", "qwen3_next")
 OVERRIDES = {
     "llama": {"tie_word_embeddings": True},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
