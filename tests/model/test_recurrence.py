@@ -32,13 +32,13 @@ def random_tokens(num_tokens: int, seed: int = 0) -> Tokens:
     keys = generator.standard_normal((num_tokens, G, K))
     keys[10:30] = keys[10:11]
     keys /= np.sqrt((keys**2).sum(-1, keepdims=True))
-    numbers: dict[str, Any] = dict(
-        log_decay=-generator.exponential(0.1, (num_tokens, G * R)),
-        rates=generator.uniform(0, 1, (num_tokens, G * R)),
-        keys=keys,
-        queries=generator.standard_normal((num_tokens, G, K)),
-        values=generator.standard_normal((num_tokens, G * R, V)),
-    )
+    numbers: dict[str, Any] = {
+        "log_decay": -generator.exponential(0.1, (num_tokens, G * R)),
+        "rates": generator.uniform(0, 1, (num_tokens, G * R)),
+        "keys": keys,
+        "queries": generator.standard_normal((num_tokens, G, K)),
+        "values": generator.standard_normal((num_tokens, G * R, V)),
+    }
     return Tokens(**{name: jnp.asarray(x, jnp.float32) for name, x in numbers.items()})
 
 
