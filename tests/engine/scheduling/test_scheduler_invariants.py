@@ -261,8 +261,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         for pages in [self.scheduler._tables.pages, *(b.pages for b in self.scheduler._tables.further)]:
             pages.evict(count)
 
-    # In earnest it happens in schedule() alone, where all steps on their way are entered.
-    @precondition(lambda self: self.scheduler._running and not self.pipeline._launched)
+    # In earnest it happens in schedule() alone: launched steps are entered by then, and an interrupted one is given up.
+    @precondition(
+        lambda self: self.scheduler._running and not self.pipeline._launched and not self.pipeline._interrupted
+    )
     @rule(number=st.integers(0, 100))
     def preempt(self, number):
         self.scheduler._running.preempt(self.scheduler._running[number % len(self.scheduler._running)])
