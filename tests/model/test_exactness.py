@@ -5,6 +5,7 @@ See `kernels_pallas.row_products` for the rules that make it so.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 
 from jaxinfer.model.config import uniform_decoder
+from jaxinfer.model.mlp import MLP
+from jaxinfer.model.moe import MoE, Router
 from tests.kernels.paged_attention.heads_and_pages import ALL_HEADS_AND_PAGES, SOME_HEADS_AND_PAGES
 from tests.replay import lively_params, replay
 
@@ -21,6 +24,7 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="bit-equa
 LENGTH = 128
 SIZES = ("num_heads", "num_kv_heads", "head_dim", "hidden_size", "intermediate_size", "vocab_size")
 MAIN = (8, 2, 16, 64, 96, 128)
+EXPERTS = "two of four large experts"
 # Sizes, page size, and switches: heads in odd groups, head dims and widths that fill no vector, norms, biases, window.
 LAYOUTS = {
     "G=4": (MAIN, 16, {}),
@@ -28,6 +32,7 @@ LAYOUTS = {
     "G=3 H=24 S=64": ((6, 2, 24, 96, 150, 97), 64, {"has_qkv_bias": True, "has_mlp_bias": True}),
     # Weights that are large enough for trials of other numbers of rows.
     "G=2, large weights": ((4, 2, 64, 264, 512, 520), 32, {}),
+    EXPERTS: ((4, 2, 64, 264, 512, 520), 32, {}),
     "G=7 H=64 S=128": ((7, 1, 64, 100, 77, 130), 128, {"has_qk_norm": True}),
 }
 
@@ -37,6 +42,10 @@ def model(layout):
     """A random model with 16 sequences, and the logits of the first computed alone, all at once."""
     sizes, page_size, switches = LAYOUTS[layout]
     config = uniform_decoder(**dict(zip(SIZES, sizes, strict=True)), num_layers=2, max_position=LENGTH, **switches)
+    if layout == EXPERTS:
+        experts = MoE(num_experts=4, expert=MLP(intermediate_size=sizes[4]), router=Router(num_chosen=2))
+        layers = tuple(dataclasses.replace(layer, feed_forward=experts) for layer in config.groups[0].layers)
+        config = dataclasses.replace(config, groups=(dataclasses.replace(config.groups[0], layers=layers),))
     sequences = np.random.default_rng(1).integers(0, config.vocab_size, (16, LENGTH), dtype=np.int32)
     run = functools.partial(replay, lively_params(config), list(sequences), config=config, page_size=page_size)
     expected = run([[(0, LENGTH)]], shape=(LENGTH, 2))[0]
