@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import MAX_SEED, CacheConfig, EngineConfig, SamplingParams
-from jaxinfer.model.attention import Attention
+from jaxinfer.model.components.attention import Attention
+from jaxinfer.model.components.layers import Norm
+from jaxinfer.model.components.mlp import MLP
+from jaxinfer.model.components.moe import MoE, Router
+from jaxinfer.model.components.rope import Rope, RopeScaling
 from jaxinfer.model.config import Layer, LayerGroup, ModelConfig, uniform_decoder
-from jaxinfer.model.layers import Norm
-from jaxinfer.model.mlp import MLP
-from jaxinfer.model.moe import MoE, Router
-from jaxinfer.model.rope import Rope, RopeScaling
 
 
 def case_id(value):

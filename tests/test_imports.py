@@ -150,7 +150,7 @@ def test_only_attention_the_cache_and_the_decoder_use_paged_attention():
     users = {name for name in MODULES if "kernels_pallas.paged_attention" in imports_of(name)}
 
     assert {name for name in users if package_of(name) != "kernels_pallas"} == {
-        "jaxinfer.model.attention",
+        "jaxinfer.model.components.attention",
         "jaxinfer.model.cache",
         "jaxinfer.model.decoder",
     }
@@ -186,5 +186,6 @@ def test_no_module_imports_itself_through_others(module):
 @pytest.mark.parametrize(
     "folder", sorted({path.parent for path in FILES}), ids=lambda path: str(path.relative_to(ROOT))
 )
-def test_a_folder_has_at_most_sixteen_modules(folder):
-    assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= 16
+def test_a_folder_has_at_most_twelve_modules_unless_each_is_a_family(folder):
+    limit = 20 if folder.name == "families" else 12
+    assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= limit

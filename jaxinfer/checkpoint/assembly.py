@@ -16,8 +16,8 @@ from jax.tree_util import GetAttrKey, SequenceKey
 
 from jaxinfer.checkpoint.config_json.family import Either, Fused, WeightTable
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
+from jaxinfer.model.components.layers import TensorSpec
 from jaxinfer.model.config import ModelConfig
-from jaxinfer.model.layers import TensorSpec
 from jaxinfer.model.params import Params, declare
 
 ALIGNMENT = 64

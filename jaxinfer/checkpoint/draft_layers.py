@@ -27,7 +27,7 @@ from jaxinfer.checkpoint.huggingface import (
     require_fitting_tensors,
 )
 from jaxinfer.checkpoint.safetensors_file import INTEGERS, StoredTensor
-from jaxinfer.model.attention import AttentionParams
+from jaxinfer.model.components.attention import AttentionParams
 from jaxinfer.model.config import LayerGroup, ModelConfig
 from jaxinfer.model.params import Params
 from jaxinfer.steps.eagle import EagleHead

@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
-from jaxinfer.model.attention import Attention
+from jaxinfer.model.components.attention import Attention
+from jaxinfer.model.components.latent_attention import LatentAttention
+from jaxinfer.model.components.layers import Norm
+from jaxinfer.model.components.mlp import MLP
+from jaxinfer.model.components.moe import MoE, Router
+from jaxinfer.model.components.rope import Rope, RopeScaling
 from jaxinfer.model.config import Layer, LayerGroup, ModelConfig
-from jaxinfer.model.latent_attention import LatentAttention
-from jaxinfer.model.layers import Norm
-from jaxinfer.model.mlp import MLP
-from jaxinfer.model.moe import MoE, Router
 from jaxinfer.model.params import Params, abstract_params
-from jaxinfer.model.rope import Rope, RopeScaling
 
 PARAMS_FOLDER = "params"
 DESCRIPTION_FILE = "jaxinfer.json"

@@ -12,12 +12,12 @@ from typing import Any
 
 from jaxinfer.checkpoint.config_json.family import ArchitectureError, Family
 from jaxinfer.checkpoint.families import FAMILIES
-from jaxinfer.model.attention import Attention
+from jaxinfer.model.components.attention import Attention
+from jaxinfer.model.components.gated_delta_net import GatedDeltaNet
+from jaxinfer.model.components.latent_attention import LatentAttention
+from jaxinfer.model.components.moe import MoE
+from jaxinfer.model.components.state_space import StateSpace
 from jaxinfer.model.config import Layer, ModelConfig
-from jaxinfer.model.gated_delta_net import GatedDeltaNet
-from jaxinfer.model.latent_attention import LatentAttention
-from jaxinfer.model.moe import MoE
-from jaxinfer.model.state_space import StateSpace
 
 NUM_LAYERS, HEAD_DIM = 8, 16
 SIZES: Mapping[str, Any] = {

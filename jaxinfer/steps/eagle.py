@@ -20,14 +20,14 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxinfer.config import CacheConfig
-from jaxinfer.model.attention import AttentionInputs
 from jaxinfer.model.batch import PADDING_SLOT, Batch, last_places, num_real_tokens
 from jaxinfer.model.cache import Pool, init_cache
+from jaxinfer.model.components.attention import AttentionInputs
+from jaxinfer.model.components.layers import linear, product, rms_norm
+from jaxinfer.model.components.rope import rotary_angles
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.decoder import embed, feed_forward, mix, unembed
-from jaxinfer.model.layers import linear, product, rms_norm
 from jaxinfer.model.params import LayerParams, Params
-from jaxinfer.model.rope import rotary_angles
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.sample import best_tokens
 from jaxinfer.steps.medusa import Paths, States, at_paths, num_ranks

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxinfer.model.components.layers import linear
 from jaxinfer.model.decoder import unembed
-from jaxinfer.model.layers import linear
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.sample import best_tokens

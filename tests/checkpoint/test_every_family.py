@@ -14,8 +14,8 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxinfer.checkpoint import load_params, read_config
 from jaxinfer.checkpoint.families import FAMILIES, family_of
+from jaxinfer.model.components.moe import MoE
 from jaxinfer.model.config import ModelConfig
-from jaxinfer.model.moe import MoE
 from jaxinfer.quantization import QuantizedArray
 from tests.oracles import CONFIGS, FAMILY_SIZES, NO_IDS, SIZES, load_reference, random_config, save_random_checkpoint
 

@@ -8,11 +8,11 @@ import pytest
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from jaxinfer.checkpoint.families import family_of
-from jaxinfer.model.attention import Attention
+from jaxinfer.model.components.attention import Attention
+from jaxinfer.model.components.layers import Norm
+from jaxinfer.model.components.mlp import MLP
+from jaxinfer.model.components.rope import Rope, RopeScaling
 from jaxinfer.model.config import ModelConfig
-from jaxinfer.model.layers import Norm
-from jaxinfer.model.mlp import MLP
-from jaxinfer.model.rope import Rope, RopeScaling
 from tests.oracles import CONFIGS, FAMILY_SIZES, SIZES, random_config
 
 LLAMA3 = {

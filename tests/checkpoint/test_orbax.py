@@ -16,9 +16,9 @@ import pytest
 
 from jaxinfer.checkpoint.huggingface import load_params, read_config
 from jaxinfer.checkpoint.orbax import read_saved_config, restore_params, save_params
+from jaxinfer.model.components.rope import RopeScaling
 from jaxinfer.model.config import uniform_decoder
 from jaxinfer.model.params import abstract_params, shardings
-from jaxinfer.model.rope import RopeScaling
 from tests.oracles import save_random_checkpoint
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from jaxinfer.checkpoint import load_params, read_config, read_eos_token_ids
-from jaxinfer.model.attention import Attention
+from jaxinfer.model.components.attention import Attention
 from tests.oracles import NO_IDS, SIZES, reference_logits
 from tests.replay import replay
 

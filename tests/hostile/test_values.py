@@ -22,18 +22,18 @@ from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.engine.scheduling.drafts import DraftTree
-from jaxinfer.model.attention import Attention
 from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.model.cache import init_cache
+from jaxinfer.model.components.attention import Attention
+from jaxinfer.model.components.gated_delta_net import GatedDeltaNet
+from jaxinfer.model.components.latent_attention import LatentAttention
+from jaxinfer.model.components.layers import Norm
+from jaxinfer.model.components.mlp import MLP
+from jaxinfer.model.components.moe import MoE, Router
+from jaxinfer.model.components.rope import Rope, RopeScaling
+from jaxinfer.model.components.state_space import StateSpace
 from jaxinfer.model.config import Layer, LayerGroup, ModelConfig, uniform_decoder
-from jaxinfer.model.gated_delta_net import GatedDeltaNet
-from jaxinfer.model.latent_attention import LatentAttention
-from jaxinfer.model.layers import Norm
-from jaxinfer.model.mlp import MLP
-from jaxinfer.model.moe import MoE, Router
 from jaxinfer.model.params import abstract_params
-from jaxinfer.model.rope import Rope, RopeScaling
-from jaxinfer.model.state_space import StateSpace
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps.log_probs import log_probs
 from jaxinfer.steps.steps import decode_step, prefill_step

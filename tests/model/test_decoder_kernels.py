@@ -7,10 +7,10 @@ import functools
 import numpy as np
 import pytest
 
+from jaxinfer.model.components.latent_attention import LatentAttention
+from jaxinfer.model.components.mlp import MLP
+from jaxinfer.model.components.rope import Rope
 from jaxinfer.model.config import Layer, LayerGroup, ModelConfig, uniform_decoder
-from jaxinfer.model.latent_attention import LatentAttention
-from jaxinfer.model.mlp import MLP
-from jaxinfer.model.rope import Rope
 from tests.replay import SMALL_SIZES, lively_params, replay
 
 LATENTS = LatentAttention(

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxinfer.model.components.mlp import MLP
+from jaxinfer.model.components.moe import MoE, Router
 from jaxinfer.model.config import uniform_decoder
-from jaxinfer.model.mlp import MLP
-from jaxinfer.model.moe import MoE, Router
 from tests.kernels.paged_attention.heads_and_pages import ALL_HEADS_AND_PAGES, SOME_HEADS_AND_PAGES
 from tests.replay import lively_params, replay
 

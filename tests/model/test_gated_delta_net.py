@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxinfer.model.components.gated_delta_net import GatedDeltaNet, gated_delta_net
 from jaxinfer.model.config import RMS_NORM
-from jaxinfer.model.gated_delta_net import GatedDeltaNet, gated_delta_net
 from tests.model.recurrent import (
     Replay,
     S,

@@ -15,15 +15,15 @@ import pytest
 from jaxinfer.checkpoint import load_params, read_config
 from jaxinfer.checkpoint.families import family_of
 from jaxinfer.config import CacheConfig, SamplingParams
-from jaxinfer.model.attention import AttentionInputs
 from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.model.cache import abstract_cache, init_cache, move_tokens, page_bytes, turn_pages
+from jaxinfer.model.components.attention import AttentionInputs
+from jaxinfer.model.components.latent_attention import LatentAttention, attend_to_latents
+from jaxinfer.model.components.mlp import MLP
+from jaxinfer.model.components.rope import Rope, rotary_angles
 from jaxinfer.model.config import Layer, LayerGroup, ModelConfig
 from jaxinfer.model.decoder import forward
-from jaxinfer.model.latent_attention import LatentAttention, attend_to_latents
-from jaxinfer.model.mlp import MLP
 from jaxinfer.model.params import abstract_params
-from jaxinfer.model.rope import Rope, rotary_angles
 from jaxinfer.plan.products import other_float_sums, product_shapes
 from kernels_pallas import row_products
 from kernels_pallas.latent_attention import abstract_latents, latent_attention

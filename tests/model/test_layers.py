@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.model.layers import Norm, linear, product, rms_norm, swiglu
+from jaxinfer.model.components.layers import Norm, linear, product, rms_norm, swiglu
 from kernels_pallas.row_sum import row_sum
 
 jit_linear = jax.jit(linear)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from jaxinfer.model.attention import Attention
+from jaxinfer.model.components.attention import Attention
+from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.config import Layer, LayerGroup, ModelConfig, scan_sizes
-from jaxinfer.model.mlp import MLP
 
 
 def layer_of(window: int | None) -> Layer:

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from jaxinfer.model.attention import AttentionParams
+from jaxinfer.model.components.attention import AttentionParams
 from jaxinfer.model.config import uniform_decoder
 from jaxinfer.model.params import TensorSpec, abstract_params, declare, init_params, shardings
 from tests.unoptimised import UNOPTIMISED

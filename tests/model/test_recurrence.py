@@ -10,10 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.model import gated_delta_net, state_space
 from jaxinfer.model.batch import Row, make_batch
-from jaxinfer.model.recurrence import CHUNK, Places, Tokens, _advance_in_chunks, _advance_in_turn, outputs_of_row
-from jaxinfer.model.states import state_slots
+from jaxinfer.model.components import gated_delta_net, state_space
+from jaxinfer.model.components.recurrence import (
+    CHUNK,
+    Places,
+    Tokens,
+    _advance_in_chunks,
+    _advance_in_turn,
+    outputs_of_row,
+)
+from jaxinfer.model.components.states import state_slots
 
 G, R, K, V = 2, 3, 13, 10
 STEPS = {"state space": (state_space._advance, False), "delta net": (gated_delta_net._advance, True)}

@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from jaxinfer.model.rope import (
+from jaxinfer.model.components.rope import (
     Rope,
     RopeScaling,
     rotary_angles,

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxinfer.model.components.state_space import StateSpace, state_space
 from jaxinfer.model.config import RMS_NORM, Layer
-from jaxinfer.model.state_space import StateSpace, state_space
 from tests.model.recurrent import (
     Replay,
     S,

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from jaxinfer.model.components.layers import linear
 from jaxinfer.model.config import uniform_decoder
-from jaxinfer.model.layers import linear
 from jaxinfer.model.params import shardings
 from jaxinfer.model.quantized_params import quantize_params, quantized_shardings
 from jaxinfer.quantization import QuantizedArray, quantize, quantize_weight

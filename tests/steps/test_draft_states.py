@@ -8,7 +8,7 @@ import pytest
 from jaxinfer.config import CacheConfig
 from jaxinfer.model.batch import PADDING_SLOT, Row, make_batch
 from jaxinfer.model.cache import init_cache
-from jaxinfer.model.state_space import StateSpace
+from jaxinfer.model.components.state_space import StateSpace
 from jaxinfer.steps.verify import draft_state_slots, ends_of_tokens
 from tests.model.recurrent import model_of
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import SamplingParams
-from jaxinfer.model.attention import AttentionParams
+from jaxinfer.model.components.attention import AttentionParams
+from jaxinfer.model.components.mlp import MLPParams
 from jaxinfer.model.config import ModelConfig, uniform_decoder
-from jaxinfer.model.mlp import MLPParams
 from jaxinfer.model.params import LayerParams
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps.eagle import EagleHead

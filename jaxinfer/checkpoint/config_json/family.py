@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxinfer.checkpoint.config_json.fields import is_enabled, require_count, require_number, require_size
 from jaxinfer.checkpoint.config_json.rope import translate_rope
+from jaxinfer.model.components.layers import Norm
 from jaxinfer.model.config import Layer, LayerGroup, ModelConfig, scan_sizes
-from jaxinfer.model.layers import Norm
 
 # (path in `Params`, einops pattern from the stored axes to ours)
 Target = tuple[str, str]

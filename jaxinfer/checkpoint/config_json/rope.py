@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxinfer.checkpoint.config_json.fields import is_enabled, number_or_default, require_number, require_size
-from jaxinfer.model.rope import Rope, RopeScaling
+from jaxinfer.model.components.rope import Rope, RopeScaling
 
 DEFAULT_THETA = 10_000.0
 FULL = "full_attention"

@@ -27,11 +27,11 @@ from jaxinfer.checkpoint.config_json.fields import (
 )
 from jaxinfer.checkpoint.config_json.rope import read_rope
 from jaxinfer.checkpoint.families import llama
+from jaxinfer.model.components.latent_attention import LatentAttention
+from jaxinfer.model.components.mlp import MLP
+from jaxinfer.model.components.moe import MoE, Router
+from jaxinfer.model.components.rope import Rope
 from jaxinfer.model.config import Layer, ModelConfig
-from jaxinfer.model.latent_attention import LatentAttention
-from jaxinfer.model.mlp import MLP
-from jaxinfer.model.moe import MoE, Router
-from jaxinfer.model.rope import Rope
 
 _LAYER = "model.layers.{layer}"
 _ATTENTION, _MIXER = f"{_LAYER}.self_attn", "layers.mixer"

@@ -27,9 +27,9 @@ from jaxinfer.checkpoint.config_json.rope import read_rope
 from jaxinfer.checkpoint.config_json.text_model import text_model_family
 from jaxinfer.checkpoint.config_json.window import FULL, SLIDING, layer_types
 from jaxinfer.checkpoint.families import llama
-from jaxinfer.model.attention import Attention
+from jaxinfer.model.components.attention import Attention
+from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.config import Layer, ModelConfig
-from jaxinfer.model.mlp import MLP
 
 _LAYER = "model.layers.{layer}"
 _HONOURS = ("hidden_act", "hidden_activation", "is_causal")

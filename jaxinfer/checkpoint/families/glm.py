@@ -27,10 +27,10 @@ from jaxinfer.checkpoint.config_json.fields import (
 )
 from jaxinfer.checkpoint.config_json.rope import read_rope
 from jaxinfer.checkpoint.families import llama, phi3
-from jaxinfer.model.attention import Attention
+from jaxinfer.model.components.attention import Attention
+from jaxinfer.model.components.mlp import MLP
+from jaxinfer.model.components.moe import MoE, Router
 from jaxinfer.model.config import Layer, ModelConfig
-from jaxinfer.model.mlp import MLP
-from jaxinfer.model.moe import MoE, Router
 
 _LAYER = "model.layers.{layer}"
 MAX_POSITION = 131_072

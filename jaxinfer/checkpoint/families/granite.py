@@ -27,12 +27,12 @@ from jaxinfer.checkpoint.config_json.fields import (
 from jaxinfer.checkpoint.config_json.rope import read_rope
 from jaxinfer.checkpoint.config_json.window import FULL, LINEAR, hybrid_layer_types
 from jaxinfer.checkpoint.families import llama, mamba
-from jaxinfer.model.attention import Attention
+from jaxinfer.model.components.attention import Attention
+from jaxinfer.model.components.mlp import MLP
+from jaxinfer.model.components.moe import MoE, Router
+from jaxinfer.model.components.rope import Rope
+from jaxinfer.model.components.state_space import StateSpace
 from jaxinfer.model.config import Layer, Mixer, ModelConfig
-from jaxinfer.model.mlp import MLP
-from jaxinfer.model.moe import MoE, Router
-from jaxinfer.model.rope import Rope
-from jaxinfer.model.state_space import StateSpace
 
 _LAYER = "model.layers.{layer}"
 MAX_POSITION = 2048

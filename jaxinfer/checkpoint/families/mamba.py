@@ -14,9 +14,9 @@ from jaxinfer.checkpoint.config_json.family import (
     refuse_unsupported,
 )
 from jaxinfer.checkpoint.config_json.fields import is_enabled, require_number, require_size
+from jaxinfer.model.components.layers import Norm
+from jaxinfer.model.components.state_space import StateSpace
 from jaxinfer.model.config import Layer, ModelConfig
-from jaxinfer.model.layers import Norm
-from jaxinfer.model.state_space import StateSpace
 from jaxinfer.validation import MAX_FLOAT
 
 # Nothing in the model depends on a position: this bounds the tables of the engine alone.

@@ -26,10 +26,10 @@ from jaxinfer.checkpoint.config_json.rope import read_rope
 from jaxinfer.checkpoint.config_json.text_model import text_model_family
 from jaxinfer.checkpoint.config_json.window import stated_window
 from jaxinfer.checkpoint.families import llama
-from jaxinfer.model.attention import Attention
+from jaxinfer.model.components.attention import Attention
+from jaxinfer.model.components.mlp import MLP
+from jaxinfer.model.components.moe import MoE, Router
 from jaxinfer.model.config import Layer, ModelConfig, uniform_decoder
-from jaxinfer.model.mlp import MLP
-from jaxinfer.model.moe import MoE, Router
 
 MAX_POSITION = 131_072
 MIXTRAL_THETA = 1_000_000.0

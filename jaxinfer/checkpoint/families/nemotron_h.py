@@ -22,12 +22,12 @@ from jaxinfer.checkpoint.config_json.fields import (
     stated_head_dim,
 )
 from jaxinfer.checkpoint.families import mamba
-from jaxinfer.model.attention import Attention
+from jaxinfer.model.components.attention import Attention
+from jaxinfer.model.components.layers import Norm
+from jaxinfer.model.components.mlp import MLP
+from jaxinfer.model.components.moe import MoE, Router
+from jaxinfer.model.components.state_space import StateSpace
 from jaxinfer.model.config import Layer, ModelConfig
-from jaxinfer.model.layers import Norm
-from jaxinfer.model.mlp import MLP
-from jaxinfer.model.moe import MoE, Router
-from jaxinfer.model.state_space import StateSpace
 
 _MIXER = "backbone.layers.{layer}.mixer"
 _MLP = "layers.feed_forward"

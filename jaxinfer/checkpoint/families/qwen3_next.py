@@ -28,11 +28,11 @@ from jaxinfer.checkpoint.config_json.window import FULL, LINEAR, hybrid_layer_ty
 from jaxinfer.checkpoint.families import llama
 from jaxinfer.checkpoint.families.mamba import read_conv_size
 from jaxinfer.checkpoint.families.qwen_moe import read_dense_layers
-from jaxinfer.model.attention import Attention
+from jaxinfer.model.components.attention import Attention
+from jaxinfer.model.components.gated_delta_net import GatedDeltaNet
+from jaxinfer.model.components.mlp import MLP
+from jaxinfer.model.components.moe import MoE, Router
 from jaxinfer.model.config import Layer, ModelConfig
-from jaxinfer.model.gated_delta_net import GatedDeltaNet
-from jaxinfer.model.mlp import MLP
-from jaxinfer.model.moe import MoE, Router
 
 _LAYER = "model.layers.{layer}"
 _DELTA = f"{_LAYER}.linear_attn"

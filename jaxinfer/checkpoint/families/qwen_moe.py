@@ -26,10 +26,10 @@ from jaxinfer.checkpoint.config_json.fields import (
 from jaxinfer.checkpoint.config_json.rope import read_rope
 from jaxinfer.checkpoint.config_json.window import FULL, SLIDING, layer_types
 from jaxinfer.checkpoint.families import qwen
-from jaxinfer.model.attention import Attention
+from jaxinfer.model.components.attention import Attention
+from jaxinfer.model.components.mlp import MLP
+from jaxinfer.model.components.moe import MoE, Router
 from jaxinfer.model.config import Layer, ModelConfig
-from jaxinfer.model.mlp import MLP
-from jaxinfer.model.moe import MoE, Router
 from jaxinfer.validation import is_int
 
 _MLP = "model.layers.{layer}.mlp"

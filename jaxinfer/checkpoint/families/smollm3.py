@@ -11,9 +11,9 @@ from jaxinfer.checkpoint.config_json.fields import divided_head_dim, is_enabled,
 from jaxinfer.checkpoint.config_json.rope import read_rope
 from jaxinfer.checkpoint.config_json.window import FULL, SLIDING, layer_types
 from jaxinfer.checkpoint.families import llama
-from jaxinfer.model.attention import Attention
+from jaxinfer.model.components.attention import Attention
+from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.config import Layer, ModelConfig
-from jaxinfer.model.mlp import MLP
 
 MAX_POSITION = 32_768
 DEFAULT_THETA = 2_000_000.0

@@ -16,9 +16,9 @@ from jaxinfer.engine.drafters.early_exit import ExitDrafter
 from jaxinfer.engine.execution.step_shapes import max_verified_tokens, plan_buckets
 from jaxinfer.engine.speculation.speculation import Speculation
 from jaxinfer.engine.speculation.step_times import StepTimeTable
-from jaxinfer.model.attention import AttentionParams
+from jaxinfer.model.components.attention import AttentionParams
+from jaxinfer.model.components.mlp import MLPParams
 from jaxinfer.model.config import ModelConfig, uniform_decoder
-from jaxinfer.model.mlp import MLPParams
 from jaxinfer.model.params import LayerParams, Params
 from jaxinfer.steps.eagle import EagleHead
 from jaxinfer.steps.medusa import MedusaHeads, Paths

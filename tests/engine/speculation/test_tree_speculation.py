@@ -19,8 +19,8 @@ from jaxinfer.engine.speculation.draft_choice import choose_drafts
 from jaxinfer.engine.speculation.load import plan_speculation
 from jaxinfer.engine.speculation.proposer import DraftProposer
 from jaxinfer.engine.speculation.speculation import Speculation
+from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.config import LayerGroup
-from jaxinfer.model.mlp import MLP
 from jaxinfer.steps.medusa import MedusaHeads, parents_of_paths
 from tests.engine.engines import (
     ScriptedTrees,

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.model.attention import AttentionInputs
 from jaxinfer.model.batch import PADDING_SLOT
-from jaxinfer.model.states import StateSlots, read_states, write_state, write_states
+from jaxinfer.model.components.attention import AttentionInputs
+from jaxinfer.model.components.states import StateSlots, read_states, write_state, write_states
 from kernels_pallas.paged_attention.shapes import token_rows
 
 # Tokens of a chunk. More make its products larger and its triangular system, which is solved row by row, longer.

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxinfer.model.attention import Angles, AttentionInputs
-from jaxinfer.model.layers import MakeSpec, Norm, TensorSpec, linear, rms_norm
-from jaxinfer.model.rope import Rope, rotary_embedding
+from jaxinfer.model.components.attention import Angles, AttentionInputs
+from jaxinfer.model.components.layers import MakeSpec, Norm, TensorSpec, linear, rms_norm
+from jaxinfer.model.components.rope import Rope, rotary_embedding
 from jaxinfer.validation import require, require_bool, require_int, require_positive
 from kernels_pallas.latent_attention import LatentPages, latent_attention
 from kernels_pallas.row_products import rows_by_matrices

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import struct
 
-from jaxinfer.model.layers import ACTIVATIONS, UNGATED_ACTIVATIONS, MakeSpec, TensorSpec, linear
+from jaxinfer.model.components.layers import ACTIVATIONS, UNGATED_ACTIVATIONS, MakeSpec, TensorSpec, linear
 from jaxinfer.validation import require_bool, require_int, require_name
 
 

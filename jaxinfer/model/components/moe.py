@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxinfer.model.layers import MakeSpec, TensorSpec, product
-from jaxinfer.model.mlp import MLP, MLPParams, activate, declare_mlp, mlp
+from jaxinfer.model.components.layers import MakeSpec, TensorSpec, product
+from jaxinfer.model.components.mlp import MLP, MLPParams, activate, declare_mlp, mlp
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.validation import require, require_bool, require_int, require_name, require_positive
 from kernels_pallas.quantized_matmul import dequantize
