@@ -58,11 +58,14 @@ def load_mtp(target: Path, dtype: Any, quantization: str | None = None) -> Eagle
     n = config.num_layers
     own = {name: tensor for name, tensor in stored.items() if name.startswith(family.draft_prefixes(hf)[0])}
     if not own:
-        raise ValueError(
-            f"{wanted}, and {target} has no tensors {family.draft_prefixes(hf)[0]}*, though its config.json says"
-            f" {names.count}={hf[names.count]}; download the checkpoint again"
+        stated = hf.get(names.count)
+        why = (
+            "leave out speculation"
+            if stated is None
+            else f"its config.json says {names.count}={stated}, so download it again"
         )
-    (*_, layer) = family.config_from_hf({**hf, "num_hidden_layers": n + 1}).layers
+        raise ValueError(f"{wanted}, and {target} has no tensors {family.draft_prefixes(hf)[0]}*; {why}")
+    (*_, layer) = family.config_from_hf({**hf, **names.as_last(n)}).layers
     config = replace(config, groups=(LayerGroup((layer,)),), has_tied_embeddings=False)
 
     def own_name(name: str) -> str:

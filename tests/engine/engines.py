@@ -198,7 +198,7 @@ def counted_overlaps(llm: LLM) -> Iterator[list[int]]:
 
 def poison_cache(llm: LLM) -> None:
     """Poisons every slot of the cache: whatever reads a slot that was not written shows it. No prefix is left."""
-    llm._scheduler._tables.pages.evict(llm.metrics().num_cached_pages)
+    forget_prefixes(llm)
     runner = llm._runner
     runner._cache = jax.tree.map(poisoned, runner._cache)
 
@@ -214,7 +214,9 @@ def num_owned_pages(llm: LLM) -> int:
 
 def forget_prefixes(llm: LLM) -> None:
     """Evicts all cached pages, so that the next request computes everything."""
-    llm._scheduler._tables.pages.evict(llm._scheduler._tables.pages.num_cached)
+    tables = llm._scheduler._tables
+    for pages in (tables.pages, *(bounded.pages for bounded in tables.further)):
+        pages.evict(pages.num_cached)
 
 
 def drain(llm: LLM) -> list[Delta]:

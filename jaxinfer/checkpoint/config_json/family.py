@@ -44,7 +44,11 @@ class DraftLayer:
     """
 
     count: str  # key in config.json of the number of these layers
+    default_count: int = 0  # where config.json does not state it
+    beginning: str  # of the names of all its tensors
     prefix: str
+    # number of the model's layers -> settings of config.json for a model whose last layer this is
+    as_last: Callable[[int], Mapping[str, Any]]
     input: str
     embedding_norm: str
     hidden_norm: str
@@ -57,7 +61,9 @@ LAYER = "model.layers.{layer}."
 # As DeepSeek-V3 stores it.
 NEXTN = DraftLayer(
     count="num_nextn_predict_layers",
+    beginning=LAYER,
     prefix=LAYER,
+    as_last=lambda num_layers: {"num_hidden_layers": num_layers + 1},
     input=f"{LAYER}eh_proj.weight",
     embedding_norm=f"{LAYER}enorm.weight",
     hidden_norm=f"{LAYER}hnorm.weight",
@@ -82,16 +88,18 @@ class Family:
     draft_layer: DraftLayer | None = None
 
     def num_draft_layers(self, hf: Mapping[str, Any]) -> int:
-        """Returns the number of layers for multi-token prediction that config.json states; 0 if it states none."""
-        key = None if self.draft_layer is None else self.draft_layer.count
-        return 0 if key is None or hf.get(key) is None else require_count(hf, key, 0)
+        """Returns the number of layers for multi-token prediction that config.json states or implies."""
+        if self.draft_layer is None:
+            return 0
+        key, default = self.draft_layer.count, self.draft_layer.default_count
+        return default if hf.get(key) is None else require_count(hf, key, default)
 
     def draft_prefixes(self, hf: Mapping[str, Any]) -> tuple[str, ...]:
         """Returns the beginnings of the names of the tensors of these layers."""
         if self.draft_layer is None or (count := self.num_draft_layers(hf)) == 0:
             return ()
-        first, prefix = read_num_layers(hf), self.draft_layer.prefix
-        return tuple(prefix.replace("{layer}", str(layer)) for layer in range(first, first + min(count, MAX_LAYERS)))
+        first, name = read_num_layers(hf), self.draft_layer.beginning
+        return tuple(name.replace("{layer}", str(layer)) for layer in range(first, first + min(count, MAX_LAYERS)))
 
     def weights_among(self, stored: Collection[str]) -> WeightTable:
         """Returns `weights` under the names of the spelling in which most of the stored names begin."""

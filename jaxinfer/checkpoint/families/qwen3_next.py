@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxinfer.checkpoint.config_json.family import (
+    DraftLayer,
     Family,
     Fused,
     WeightTable,
@@ -67,10 +68,7 @@ WEIGHTS: WeightTable = {
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translates config.json; what is absent gets the default of transformers' Qwen3NextConfig.
-
-    The layers that predict several tokens (`mtp`) are not loaded.
-    """
+    """Translates config.json; what is absent gets the default of transformers' Qwen3NextConfig."""
     refuse_unsupported(hf, "Qwen3NextForCausalLM", ("partial_rotary_factor",))
     head_dim, has_bias = stated_head_dim(hf, 256), is_enabled(hf, "attention_bias")
     num_layers = read_num_layers(hf)
@@ -135,4 +133,18 @@ def _experts(hf: Mapping[str, Any]) -> MoE:
     )
 
 
-FAMILY = Family(config_from_hf=config_from_hf, weights=WEIGHTS, skipped=("mtp.",))
+# A layer of full attention, which config.json does not mention; with experts if the first of all layers may have them.
+MTP = DraftLayer(
+    count="num_nextn_predict_layers",
+    default_count=1,
+    beginning="mtp.",
+    prefix="mtp.layers.0.",
+    as_last=lambda _: {"num_hidden_layers": 1, "layer_types": [FULL]},
+    input="mtp.fc.weight",
+    embedding_norm="mtp.pre_fc_norm_embedding.weight",
+    hidden_norm="mtp.pre_fc_norm_hidden.weight",
+    final_norm="mtp.norm.weight",
+    embedding="mtp.embed_tokens.weight",
+    unembedding="mtp.shared_head.head.weight",
+)
+FAMILY = Family(config_from_hf=config_from_hf, weights=WEIGHTS, draft_layer=MTP)

@@ -170,6 +170,32 @@ def save_mtp(path: Path, family: str, *, num_layers: int = 3, seed: int = 1, cop
     return path
 
 
+# Qwen3-Next's names of the same tensors, after `mtp.`.
+QWEN_NAMES = {
+    "eh_proj": "fc",
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "shared_head.norm": "norm",
+}
+
+
+def save_qwen_mtp(path: Path, *, num_layers: int = 3) -> Path:
+    """Saves a checkpoint of Qwen3-Next with a layer for multi-token prediction, which config.json does not mention."""
+    kinds = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+    save_random_checkpoint(path, "qwen3_next", num_hidden_layers=num_layers + 1, layer_types=kinds)
+    config = json.loads((path / "config.json").read_text())
+    config |= {"num_hidden_layers": num_layers, "layer_types": kinds[:num_layers]}
+    (path / "config.json").write_text(json.dumps(config))
+    random, prefix = np.random.default_rng(1), mtp_prefix(num_layers)
+    stored = load_file(path / "model.safetensors")
+    tensors = {name.replace(prefix, "mtp.layers.0."): tensor for name, tensor in stored.items()}
+    tensors["mtp.fc.weight"] = (random.standard_normal((D, 2 * D)) / (2 * D) ** 0.5).astype(np.float32)
+    for name in list(QWEN_NAMES.values())[1:]:
+        tensors[f"mtp.{name}.weight"] = (0.3 * random.standard_normal(D)).astype(np.float32)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
 def mtp_prefix(num_layers: int) -> str:
     return f"model.layers.{num_layers}."
 
@@ -179,12 +205,20 @@ class MTPReference:
 
     def __init__(self, path: Path, scratch: Path, num_layers: int = 3) -> None:
         shutil.copytree(path, scratch)
-        config = json.loads((scratch / "config.json").read_text())
-        (scratch / "config.json").write_text(json.dumps({**config, "num_hidden_layers": num_layers + 1}))
+        config, prefix = json.loads((scratch / "config.json").read_text()), mtp_prefix(num_layers)
+        config["num_hidden_layers"] = num_layers + 1
+        stored = load_file(path / "model.safetensors")
+        self.is_qwen = config["model_type"] == "qwen3_next"
+        if self.is_qwen:
+            config["layer_types"].append("full_attention")
+            own = {f"mtp.{theirs}.": f"{prefix}{name}." for name, theirs in QWEN_NAMES.items()}
+            for theirs, name in ({"mtp.layers.0.": prefix} | own).items():
+                stored = {key.replace(theirs, name): tensor for key, tensor in stored.items()}
+            save_file(stored, scratch / "model.safetensors", {"format": "pt"})
+        (scratch / "config.json").write_text(json.dumps(config))
         self.model: Any = load_reference(scratch)
         self.layer = self.model.model.layers[num_layers]
-        self.num_layers, prefix = num_layers, mtp_prefix(num_layers)
-        stored = load_file(path / "model.safetensors")
+        self.num_layers = num_layers
         self.own = {
             name.removeprefix(prefix).removesuffix(".weight"): torch.tensor(tensor)
             for name, tensor in stored.items()
@@ -193,8 +227,8 @@ class MTPReference:
         self.head = self.own.get("shared_head.head", self.model.lm_head.weight)
 
     def norm(self, x, name):
-        epsilon = self.model.config.rms_norm_eps
-        return x * torch.rsqrt((x**2).mean(-1, keepdim=True) + epsilon) * self.own[name]
+        epsilon, weight = self.model.config.rms_norm_eps, self.own[name] + self.is_qwen  # Qwen3-Next stores it less 1
+        return x * torch.rsqrt((x**2).mean(-1, keepdim=True) + epsilon) * weight
 
     def drafts(self, tokens, count):
         model = self.model.model
@@ -328,10 +362,13 @@ class Unnormed:
         return output
 
 
-@pytest.mark.parametrize("copies", [False, True], ids=["shared tables", "tables of its own"])
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize(
+    ("family", "copies"),
+    [("deepseek_v3", False), ("deepseek_v3", True), ("glm4_moe", False), ("glm4_moe", True), ("qwen3_next", False)],
+)
 def test_a_layer_for_multi_token_prediction_drafts_by_its_definition_and_changes_no_bit(tmp_path, family, copies):
-    path = save_mtp(tmp_path / "model", family, copies=copies)
+    path = tmp_path / "model"
+    path = save_qwen_mtp(path) if family == "qwen3_next" else save_mtp(path, family, copies=copies)
     reference = MTPReference(path, tmp_path / "reference").drafts
     if copies:
         with closed(quick_engine(path, speculation="mtp", **LIMITS)) as llm:
@@ -454,7 +491,7 @@ def test_an_eagle3_head_of_another_hidden_size_needs_its_own_embedding(tmp_path)
 UNFIT_LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "none stated": ({"num_nextn_predict_layers": 0}, {}, r"config.json says num_nextn_predict_layers=0; leave out"),
     "not stated": ({"num_nextn_predict_layers": None}, {}, r"config.json says num_nextn_predict_layers=None"),
-    "not stored": ({"num_hidden_layers": 4}, {}, r"has no tensors model.layers.4.\*, though .*layers=1; download"),
+    "not stored": ({"num_hidden_layers": 4}, {}, r"has no tensors model.layers.4.\*; .*layers=1, so download"),
     "missing": ({}, {"eh_proj": None}, r"missing: model.layers.3.eh_proj.weight \(32, 64\)"),
     "shape": ({}, {"eh_proj": zeros(D, D)}, r"model.layers.3.eh_proj.weight expected \(32, 64\), found \(32, 32\)"),
     "norm": ({}, {"shared_head__norm": zeros(9)}, r"model.layers.3.shared_head.norm.weight expected \(32,\)"),
@@ -479,7 +516,7 @@ def test_a_layer_for_multi_token_prediction_that_does_not_fit_is_refused(tmp_pat
 
 
 def test_a_target_of_a_family_without_multi_token_prediction_is_refused(target):
-    with pytest.raises(ValueError, match=r"is of model_type='llama'; these may have one: deepseek_v3, glm4_moe"):
+    with pytest.raises(ValueError, match=r"is of model_type='llama'; these may have one: deepseek_v3, glm4_moe, qwen3"):
         plan_speculation("mtp", EngineConfig(), "float32", target=target)
 
 
