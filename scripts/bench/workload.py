@@ -155,7 +155,7 @@ def checkpoint(folder: Path, random_shape: str | None) -> Iterator[Path]:
     if random_shape is None:
         yield folder
         return
-    with tempfile.TemporaryDirectory(prefix="random-llama-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="random-model-") as scratch:
         # In a child, because the peak memory of a process counts from that of the one that started it.
         writer = multiprocessing.get_context("spawn").Process(
             target=write_random_checkpoint, args=(Path(scratch), random_shape)

@@ -121,7 +121,8 @@ def plan_further_kinds(model_config: ModelConfig, config: EngineConfig, max_mode
         # The page of the last token, the tokens ahead, and one more, for tokens begin anywhere in a page.
         per_row = min(num_kept + 2 + -(-num_ahead // page_size), most)
         chunks = -(-max_batched_tokens(config) // page_size)
-        return BoundedKind(num_kept, min(config.max_num_seqs * per_row + chunks, config.max_num_seqs * most))
+        num_pages = min(config.max_num_seqs * per_row + chunks, config.max_num_seqs * most)
+        return BoundedKind(num_kept, num_pages, kind.is_state)
 
     return tuple(map(plan, model_config.page_kinds[1:]))
 

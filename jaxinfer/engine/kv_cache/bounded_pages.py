@@ -27,8 +27,9 @@ from jaxinfer.engine.request.request import Request
 class BoundedKind:
     """A kind of pages of which a request keeps the page of its last token and `num_kept` pages before it."""
 
-    num_kept: int  # 0 for states
+    num_kept: int
     num_pages: int  # in the pool
+    is_state: bool = False  # a page holds the state after its last computed token
 
 
 class BoundedPages:
@@ -39,7 +40,7 @@ class BoundedPages:
     ) -> None:
         self.kind = kind
         self._num_kept = plan.num_kept
-        self.is_state = plan.num_kept == 0
+        self.is_state = plan.is_state
         self._page_size = page_size
         self._copies = copies
         self._tiers = tiers

@@ -102,7 +102,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """As many pages as the rows can use, by the rule of `plan_further_kinds`."""
         num_kept = -(-max(window - 1, 0) // self.page_size)
         per_row = num_kept + 2 + -(-5 // self.page_size)  # a token and four drafts
-        return BoundedKind(num_kept, self.max_num_seqs * per_row + -(-self.budget // self.page_size))
+        num_pages = self.max_num_seqs * per_row + -(-self.budget // self.page_size)
+        return BoundedKind(num_kept, num_pages, is_state=window == 0)
 
     # Few prompts, so that most share a beginning; each goes on where the one before it in the alphabet ends.
     @rule(
