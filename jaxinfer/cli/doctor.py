@@ -71,6 +71,7 @@ def examine(model: str | Path, config: EngineConfig, dtype: str) -> Iterator[Fin
 def engine_products(model: str | Path, config: EngineConfig, dtype: str) -> frozenset[ProductShape]:
     """Returns the products of all steps of an engine, including steps that verify drafts."""
     params, model_config = abstract_checkpoint(model, dtype, quantization=config.quantization)
+    model_config = model_config.for_length(config.max_model_len)
     target = plan_target(params, model_config, config, dtype, {}, None)
     compiler = StepCompiler(target, 0 if config.decode_loop_steps > 1 else config.max_drafts)
     return frozenset().union(

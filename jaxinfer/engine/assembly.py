@@ -101,6 +101,7 @@ def load_and_compile(
 ) -> tuple[Params, ModelConfig, WarmUp]:
     """Loads the weights while the largest step compiles, which depends on their shapes alone."""
     abstract, model_config = abstract_checkpoint(path, dtype, quantization=config.quantization)
+    model_config = model_config.for_length(config.max_model_len)
     require_fitting_tensors(path, model_config)  # else an error would come after seconds of compilation
     model = plan_target(abstract, model_config, config, dtype, custom, None)
     pool = ThreadPoolExecutor(1, thread_name_prefix=COMPILING)

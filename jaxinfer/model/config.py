@@ -14,7 +14,7 @@ from jaxinfer.model.components.latent_attention import LatentAttention
 from jaxinfer.model.components.layers import Norm
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE
-from jaxinfer.model.components.rope import Rope, RopeScaling, require_pairs
+from jaxinfer.model.components.rope import Rope, RopeScaling, lengthened, require_pairs
 from jaxinfer.model.components.state_space import StateSpace
 from jaxinfer.validation import as_tuple, is_int, require, require_bool, require_int, require_positive
 
@@ -140,6 +140,34 @@ class ModelConfig:
     def is_recurrent(self) -> bool:
         """True if some layer keeps a state instead of keys and values."""
         return any(layer.is_recurrent for layer in self.layers)
+
+    def for_length(self, num_tokens: int | None) -> ModelConfig:
+        """Returns the model for requests of up to `num_tokens`, None being `max_position`.
+
+        With LongRoPE, a model of more tokens than `max_position` has other frequencies, for all its requests.
+        """
+        is_long = num_tokens is not None and num_tokens > self.max_position
+        return self._lengthened if is_long else self
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a request that `for_length` allows."""
+        return self._lengthened.max_position
+
+    @cached_property
+    def _lengthened(self) -> ModelConfig:
+        ropes = {layer.rope: lengthened(layer.rope) for layer in self.layers if layer.rope is not None}
+        longer = [new.max_position for old, new in ropes.items() if new != old]
+        if not longer:
+            return self
+
+        def change(layer: Layer) -> Layer:
+            if not isinstance(layer.mixer, Attention | LatentAttention) or layer.mixer.rope is None:
+                return layer
+            return replace(layer, mixer=replace(layer.mixer, rope=ropes[layer.mixer.rope]))
+
+        groups = tuple(replace(group, layers=tuple(map(change, group.layers))) for group in self.groups)
+        return replace(self, groups=groups, max_position=max(longer))
 
     @property
     def num_layers(self) -> int:

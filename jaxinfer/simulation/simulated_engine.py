@@ -107,5 +107,6 @@ def load_simulated_engine(
     dtype = resolve_dtype(dtype)
     path = resolve_checkpoint(BUNDLED_MODEL if model is None else model)
     clock = VirtualClock()
-    admission, scheduler = plan_host(path, read_config(path), engine_config, dtype, tokenizer=None, clock=clock)
+    model_config = read_config(path).for_length(engine_config.max_model_len)
+    admission, scheduler = plan_host(path, model_config, engine_config, dtype, tokenizer=None, clock=clock)
     return SimulatedEngine(admission, scheduler, clock, step_times)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxinfer.checkpoint.config_json.fields import is_enabled, require_count, require_number, require_size
-from jaxinfer.checkpoint.config_json.rope import translate_rope
+from jaxinfer.checkpoint.config_json.rope import read_max_position, translate_rope
 from jaxinfer.model.components.layers import Norm
 from jaxinfer.model.config import Layer, LayerGroup, ModelConfig, scan_sizes
 
@@ -147,16 +147,17 @@ def translate_common(hf: Mapping[str, Any], *, architecture: str, max_position: 
     ValueError.
     """
     refuse_unsupported(hf, architecture)
+    rope = translate_rope(hf, max_position)
     return {
         "vocab_size": require_size(hf, "vocab_size"),
         "hidden_size": require_size(hf, "hidden_size"),
         "intermediate_size": require_size(hf, "intermediate_size"),
         "num_layers": read_num_layers(hf),
         "num_heads": require_size(hf, "num_attention_heads"),
-        "max_position": require_size(hf, "max_position_embeddings", max_position),
+        "max_position": read_max_position(hf, max_position, [rope["rope_scaling"]]),
         "norm_epsilon": require_number(hf, "rms_norm_eps", 1e-6),
         "has_tied_embeddings": is_enabled(hf, "tie_word_embeddings"),
-        **translate_rope(hf, max_position),
+        **rope,
     }
 
 
@@ -168,7 +169,7 @@ def decoder_of(hf: Mapping[str, Any], layers: Sequence[Layer], *, max_position: 
     config = ModelConfig(
         vocab_size=require_size(hf, "vocab_size"),
         hidden_size=require_size(hf, "hidden_size"),
-        max_position=require_size(hf, "max_position_embeddings", max_position),
+        max_position=read_max_position(hf, max_position, [layer.rope and layer.rope.scaling for layer in layers]),
         groups=(LayerGroup(tuple(layers)),),
         norm=layers[0].norm,
         **options,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxinfer.checkpoint.config_json.fields import is_enabled, number_or_default, require_number, require_size
@@ -168,23 +168,32 @@ def _original_max_position(parameters: Mapping[str, Any], hf: Mapping[str, Any],
 
 
 def _longrope(parameters: Mapping[str, Any], hf: Mapping[str, Any], max_position: int) -> RopeScaling:
-    """Returns the scaling of requests up to the original length; for longer ones the model has other factors."""
     original = _original_max_position(parameters, hf, max_position)
-    stretched = require_size(hf, "max_position_embeddings", max_position) / original
-    factor = max(number_or_default(parameters, "factor", stretched), 1.0)
-    factors = parameters.get("short_factor")
-    if not isinstance(factors, list):
-        raise ValueError(
-            f"short_factor={factors!r} is not a list of numbers; download the checkpoint's config.json again"
-        )
+    longest = require_size(hf, "max_position_embeddings", max_position)
+    factor = max(number_or_default(parameters, "factor", longest / original), 1.0)
+
+    def factors(name: str) -> tuple[float, ...]:
+        stated = parameters.get(name)
+        if not isinstance(stated, list):
+            raise ValueError(f"{name}={stated!r} is not a list of numbers; download the checkpoint's config.json again")
+        return tuple(require_number({name: item}, name, least=1e-9) for item in stated)
+
     attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return RopeScaling(
         kind="longrope",
         factor=factor,
         original_max_position=original,
         attention_factor=number_or_default(parameters, "attention_factor", attention_factor),
-        factors=tuple(require_number({"short_factor": item}, "short_factor", least=1e-9) for item in factors),
+        factors=factors("short_factor"),
+        long_factors=factors("long_factor") if longest > original else (),
+        long_max_position=longest,
     )
+
+
+def read_max_position(hf: Mapping[str, Any], default: int, scalings: Iterable[RopeScaling | None]) -> int:
+    """Returns the tokens of a model, with LongRoPE those of its short factors."""
+    ends = (scaling.original_max_position for scaling in scalings if scaling is not None and scaling.kind == "longrope")
+    return min((require_size(hf, "max_position_embeddings", default), *ends))
 
 
 _SCALINGS: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any], int], RopeScaling]] = {

@@ -40,21 +40,14 @@ WEIGHTS: WeightTable = {
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translates config.json; what is absent gets the default of transformers' Phi3Config.
-
-    LongRoPE has other frequencies for requests beyond `original_max_position_embeddings`. A request keeps its
-    frequencies, so the model's length ends there.
-    """
+    """Translates config.json; what is absent gets the default of transformers' Phi3Config."""
     refuse_unsupported(hf, "Phi3ForCausalLM", ("partial_rotary_factor",))
     head_dim = divided_head_dim(hf)
-    rope = read_rope(hf, head_dim, MAX_POSITION)
-    if rope.scaling is not None and rope.scaling.kind == "longrope":
-        hf = {**hf, "max_position_embeddings": rope.scaling.original_max_position}
     attention = Attention(
         num_heads=require_size(hf, "num_attention_heads"),
         num_kv_heads=num_kv_heads(hf, default=require_size(hf, "num_attention_heads")),
         head_dim=head_dim,
-        rope=rope,
+        rope=read_rope(hf, head_dim, MAX_POSITION),
         window=None if hf.get("sliding_window") is None else require_size(hf, "sliding_window"),
     )
     mlp = MLP(intermediate_size=require_size(hf, "intermediate_size"))

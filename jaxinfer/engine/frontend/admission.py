@@ -267,7 +267,7 @@ class Admission:
         raise ValueError(
             f"prompt has {len(text):,} characters, and fewer than max_model_len={self.max_model_len} tokens of at most"
             f" {tokenizer.max_token_len} characters cannot spell it; shorten it or raise EngineConfig.max_model_len up"
-            f" to the model's {self.model_config.max_position}"
+            f" to the model's {self.model_config.longest}"
         )
 
     def _check_prompt_len(self, num_prompt_tokens: int) -> None:
@@ -275,7 +275,7 @@ class Admission:
             raise ValueError(
                 f"prompt has {num_prompt_tokens} tokens but max_model_len is {self.max_model_len}, of which at least"
                 " one must be left for the output; shorten it or raise EngineConfig.max_model_len up to the model's"
-                f" {self.model_config.max_position}"
+                f" {self.model_config.longest}"
             )
 
     def _check_lengths(self, num_prompt_tokens: int, sampling: SamplingParams) -> None:
@@ -284,7 +284,7 @@ class Admission:
             raise ValueError(
                 f"min_tokens={sampling.min_tokens} after a prompt of {num_prompt_tokens} tokens is more than"
                 f" max_model_len={self.max_model_len} leaves; lower it, shorten the prompt, or raise"
-                f" EngineConfig.max_model_len up to the model's {self.model_config.max_position}"
+                f" EngineConfig.max_model_len up to the model's {self.model_config.longest}"
             )
         num_tokens = min(num_prompt_tokens + sampling.max_tokens, self._max_len)
         # The last token is sampled but never computed, so it needs no slot.

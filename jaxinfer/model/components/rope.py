@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -31,7 +31,8 @@ class RopeScaling:
     * `linear` divides positions by `factor` (Chen et al. 2023).
     * `llama3` divides only long wavelengths, and blends between `low_freq_factor` and `high_freq_factor` (Llama 3.1).
     * `longrope` divides each frequency by its own one of `factors` and scales queries and keys by `attention_factor`
-      (Ding et al. 2024).
+      (Ding et al. 2024). A model of more tokens than `original_max_position` has `long_factors`, see
+      `ModelConfig.for_length`.
     * `yarn` blends by the number of rotations, between `beta_slow` and `beta_fast`. It scales queries and keys by
       `attention_factor` (Peng et al. 2023).
     """
@@ -46,6 +47,8 @@ class RopeScaling:
     attention_factor: float = 1.0
     truncate: bool = True
     factors: tuple[float, ...] = ()  # one per pair
+    long_factors: tuple[float, ...] = ()
+    long_max_position: int = 0  # tokens of the model with long_factors
 
     def __post_init__(self) -> None:
         require_name("RopeScaling.kind", self.kind, ("linear", "llama3", "longrope", "yarn"))
@@ -59,10 +62,12 @@ class RopeScaling:
             bound = f"more than {low}={getattr(self, low)}"
             require(getattr(self, high) > getattr(self, low), f"RopeScaling.{high}", getattr(self, high), bound)
         require_bool("RopeScaling.truncate", self.truncate)
-        factors = as_tuple("RopeScaling.factors", self.factors, "several numbers greater than 0")
-        object.__setattr__(self, "factors", factors)
-        for factor in factors:
-            require_positive("RopeScaling.factors", factor)
+        for name in ("factors", "long_factors"):
+            factors = as_tuple(f"RopeScaling.{name}", getattr(self, name), "several numbers greater than 0")
+            object.__setattr__(self, name, factors)
+            for factor in factors:
+                require_positive(f"RopeScaling.{name}", factor)
+        require_int("RopeScaling.long_max_position", self.long_max_position, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +87,20 @@ class Rope:
         is_scaling = self.scaling is None or isinstance(self.scaling, RopeScaling)
         require(is_scaling, "rope_scaling", self.scaling, "a RopeScaling or None")
         if self.scaling is not None and self.scaling.kind == "longrope":
-            are_all = len(self.scaling.factors) == self.dim // 2
-            require(are_all, "RopeScaling.factors", self.scaling.factors, f"{self.dim // 2} numbers, one per pair")
+            for name in ("factors", "long_factors") if self.scaling.long_factors else ("factors",):
+                factors = getattr(self.scaling, name)
+                are_all = len(factors) == self.dim // 2
+                require(are_all, f"RopeScaling.{name}", factors, f"{self.dim // 2} numbers, one per pair")
         require_bool("is_interleaved", self.is_interleaved)
+
+
+def lengthened(rope: Rope) -> Rope:
+    """Returns the rope of a model with `long_factors`; the rope itself if it has none."""
+    scaling = rope.scaling
+    if scaling is None or not scaling.long_factors:
+        return rope
+    longer = replace(scaling, factors=scaling.long_factors, long_factors=())
+    return replace(rope, max_position=scaling.long_max_position, scaling=longer)
 
 
 def require_pairs(name: str, value: Any) -> None:
