@@ -1,4 +1,4 @@
-"""Recurrent layers in chunks, as accelerators compute them, against one token after another."""
+"""Recurrent layers: the same bits for any split of the work on CPU; in chunks, as accelerators compute them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,48 @@ from jaxinfer.model.components.recurrence import (
     outputs_of_row,
 )
 from jaxinfer.model.components.states import state_slots
+from tests.model import test_gated_delta_net, test_state_space
+from tests.model.recurrent import Replay, S, T, model_of, splits
+
+on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="bit-equality is promised on CPU")
+CASES = {
+    **{f"state space, {name}": case for name, case in test_state_space.CASES.items()},
+    **{f"gated delta net, {name}": case for name, case in test_gated_delta_net.CASES.items()},
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def replay(request):
+    """A random model, and its hidden states and stored states after one step."""
+    replay = Replay(model_of(*CASES[request.param]))
+    return replay, replay.run([[(0, T)]], (T, 2))
+
+
+@on_cpu
+@pytest.mark.parametrize("split", splits())
+def test_hidden_and_stored_states_are_the_same_bits_for_any_split(replay, split):
+    run, (expected, expected_states) = replay
+
+    hidden, states = run.run(*splits()[split])
+
+    np.testing.assert_array_equal(hidden, expected[: len(hidden)])
+    last = None if len(hidden) == T else len(hidden) // S  # only the whole sequence has the last page's state
+    for ours, whole in zip(states, expected_states, strict=True):
+        np.testing.assert_array_equal(ours[:, :last], whole[:, :last])
+
+
+@on_cpu
+@pytest.mark.parametrize("end", [16, 48])
+def test_the_snapshot_at_a_pages_end_is_the_state_of_a_run_that_ends_there(replay, end):
+    run, (_, expected) = replay
+
+    _, states = run.run([[(0, end)]], (T, 2))
+
+    for ours, whole in zip(states, expected, strict=True):
+        np.testing.assert_array_equal(ours[:, end // S - 1], whole[:, end // S - 1])
+
+
+# ---- in chunks
 
 G, R, K, V = 2, 3, 13, 10
 STEPS = {"state space": (state_space._advance, False), "delta net": (gated_delta_net._advance, True)}
