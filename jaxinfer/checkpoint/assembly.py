@@ -89,11 +89,19 @@ class _Source:
 
 
 def plan_assembly(config: ModelConfig, weights: WeightTable) -> Params:
-    """Returns `Params` with an `Assembly` in the place of every tensor that `config` declares."""
+    """Returns `Params` with an `Assembly` in the place of every tensor that `config` declares.
+
+    Raises RuntimeError if the table of `weights` has no name for some of them.
+    """
     sources = _sources(weights)
     declared = declare(config)
     leaves, structure = jax.tree_util.tree_flatten_with_path(declared, is_leaf=lambda x: isinstance(x, TensorSpec))
     shapes = {(_field(path), _stack(path)): spec.shape for path, spec in leaves}
+    if nameless := {_field(path) for path, _ in leaves} - sources.keys():
+        raise RuntimeError(
+            f"the model has the tensors {', '.join(sorted(nameless))}, which the family's table does not name; add"
+            " their stored names to `Family.weights`, or declare no such tensors"
+        )
 
     def plan(path: tuple[Any, ...], spec: TensorSpec) -> Assembly:
         field, stack = _field(path), _stack(path)

@@ -14,6 +14,8 @@ import safetensors.numpy
 import torch
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from jaxinfer.checkpoint.assembly import plan_assembly
+from jaxinfer.checkpoint.families.llama import WEIGHTS
 from jaxinfer.checkpoint.huggingface import load_params, read_config
 from jaxinfer.model.params import shardings
 from tests.oracles import load_reference, save_random_checkpoint
@@ -138,6 +140,13 @@ def test_every_misfit_is_listed_in_one_error(copied):
         "mis-shaped: model.layers.1.self_attn.k_proj.weight expected (16, 32), found (16, 31)",
         "unsupported dtype: model.layers.0.self_attn.q_proj.weight is I8, not one of F64, F32, F16, BF16",
     }
+
+
+def test_a_table_without_some_tensors_of_the_model_is_refused_with_their_fields(llama):
+    weights = {name: target for name, target in WEIGHTS.items() if "q_proj" not in name and "up_proj" not in name}
+
+    with pytest.raises(RuntimeError, match=r"tensors layers\.feed_forward\.up, layers\.mixer\.q, which"):
+        plan_assembly(read_config(llama), weights)
 
 
 def test_stored_rotary_frequencies_are_ignored(copied, llama):
