@@ -36,7 +36,7 @@ RAGGED = {
 EDGE_LENS = [1, 15, 16, 17, 32, 33, 64]
 
 
-# Every implementation, and the layout of pages that it is tested on.
+# An implementation, and the layout of pages that it is tested on. test_gpu.py runs some of these tests on its kernel.
 TARGETS = {"reference": ("reference", "cpu")}
 
 
