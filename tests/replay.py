@@ -33,6 +33,15 @@ SMALL_SIZES: dict[str, Any] = {
 SMALL_MODEL = uniform_decoder(**SMALL_SIZES)
 # The part of each sequence that one step computes: (sequence, number of tokens), in row order.
 Chunks = Sequence[tuple[int, int]]
+# Three sequences, the tokens and rows of a step that has room for them, and ways to compute them.
+LENGTHS = (40, 23, 5)
+SHAPE = (72, 4)
+SPLITS: dict[str, list[Chunks]] = {
+    "whole prompts": [[(0, 40), (1, 23), (2, 5)]],
+    "chunks": [[(0, 17), (1, 16)], [(1, 7), (0, 16)], [(2, 5), (0, 7)]],
+    "token by token": [[(2, 1), (0, 1), (1, 1)]] * 5 + [[(0, 1), (1, 1)]] * 18 + [[(0, 1)]] * 17,
+    "decoding beside prefill": [[(0, 30), (2, 4)], [(0, 1), (1, 20), (2, 1)], [(1, 1), (0, 9)], [(1, 2)]],
+}
 
 
 def _all_logits(params, cache, batch, *, config, q_len=None, implementation=None):

@@ -1,0 +1,367 @@
+"""Each family's logits against `transformers`, by small random checkpoints with the peculiarities of the family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxinfer.checkpoint import load_params, read_config
+from tests.oracles import CONFIGS, load_reference, reference_logits, save_random_checkpoint
+from tests.replay import LENGTHS, SHAPE, SPLITS, replay
+
+THETA = {"rope_theta": 1e4}
+LINEAR = {"rope_type": "linear", "factor": 2.5, **THETA}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **THETA}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, **THETA}
+ONE_KV_HEAD = {"num_key_value_heads": 1}
+TIED = {"tie_word_embeddings": True}
+FULL, SLIDING, LINEAR_ATTENTION = "full_attention", "sliding_attention", "linear_attention"
+MIXED = {"layer_types": [FULL, SLIDING, FULL]}
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "deepseek_v2": {
+        "groups of experts": {},
+        "greedy, queries without latents, no dense layer, tied": {
+            "topk_method": "greedy",
+            "q_lora_rank": None,
+            "first_k_dense_replace": 0,
+            **TIED,
+        },
+        "yarn with equal mscales, biases, another epsilon": {
+            "attention_bias": True,
+            "rms_norm_eps": 1e-2,
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    },
+    "deepseek_v3": {
+        "groups of experts": {},
+        "halves rotated, queries without latents, weights as they are": {
+            "rope_interleave": False,
+            "q_lora_rank": None,
+            "norm_topk_prob": False,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 2,
+        },
+        "yarn with two mscales, biases, another epsilon": {
+            "attention_bias": True,
+            "rms_norm_eps": 1e-2,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
+        },
+    },
+    "gemma": {
+        "heads of another size": {},
+        "one KV head, biases": {**ONE_KV_HEAD, "attention_bias": True},
+        "wide heads, linear rope, untied, another epsilon": {
+            "head_dim": 20,
+            "rope_parameters": LINEAR,
+            "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-2,
+        },
+    },
+    "gemma2": {
+        "windows in every other layer, caps": {},
+        "narrow caps, other windows, another scale": {
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 1.5,
+            "query_pre_attn_scalar": 7,
+            "sliding_window": 17,
+            **MIXED,
+        },
+        "no caps, one KV head, biases": {
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+            **ONE_KV_HEAD,
+        },
+    },
+    "gemma3_text": {
+        "windows only": {},
+        "a layer without window, its rope linear": {
+            "layer_types": [SLIDING, FULL, SLIDING],
+            "rope_parameters": {SLIDING: {"rope_type": "default", **THETA}, FULL: {**LINEAR, "rope_theta": 1e6}},
+        },
+        "a cap of logits, one KV head, biases, untied": {
+            "final_logit_softcapping": 1.5,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "layer_types": [FULL, SLIDING, FULL],
+            **ONE_KV_HEAD,
+        },
+    },
+    "glm4": {
+        "half of each head rotated": {},
+        "biases, a quarter rotated": {
+            "attention_bias": True,
+            "rope_parameters": {"partial_rotary_factor": 0.25, **THETA},
+        },
+        "one KV head, tied, another epsilon": {**ONE_KV_HEAD, **TIED, "rms_norm_eps": 1e-2},
+    },
+    "glm4_moe": {
+        "a dense layer, then experts": {},
+        "groups of experts, weights as they are": {
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 2.5,
+        },
+        "norms of queries and keys, biases, two shared experts": {
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+        },
+    },
+    "gpt_oss": {
+        "sinks, windows in every other layer, yarn": {},
+        "one expert, windows in other layers": {"num_experts_per_tok": 1, "sliding_window": 5, **MIXED},
+        "plain rope, one KV head, tied": {
+            "rope_parameters": {"rope_type": "default", **THETA},
+            **ONE_KV_HEAD,
+            **TIED,
+        },
+    },
+    "granite": {
+        "multipliers": {},
+        "biases, other multipliers": {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "attention_multiplier": 0.4,
+            "logits_scaling": 0.5,
+        },
+        "one KV head, tied, llama3 rope": {
+            **ONE_KV_HEAD,
+            **TIED,
+            "rope_parameters": {**LLAMA3, "original_max_position_embeddings": 16},
+        },
+    },
+    "granitemoe": {
+        "three of six experts": {},
+        "one expert, biases": {"num_experts_per_tok": 1, "attention_bias": True, "logits_scaling": 2.0},
+        "one KV head, tied, other multipliers": {
+            **ONE_KV_HEAD,
+            **TIED,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.3,
+        },
+    },
+    "granitemoehybrid": {
+        "experts and a shared one, no positions": {},
+        "the shared MLP alone, rotated, groups, tied": {
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "mamba_n_groups": 2,
+            **TIED,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.5,
+        },
+        "state spaces alone, biases, other heads": {
+            "layer_types": None,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "mamba_expand": 3,
+            "mamba_n_heads": 6,
+            "mamba_d_head": 16,
+            "mamba_d_conv": 3,
+        },
+    },
+    "granitemoeshared": {
+        "two experts and a shared one": {},
+        "no shared expert": {"shared_intermediate_size": 0, "attention_bias": True},
+        "all experts, a wide shared one, tied": {
+            "num_experts_per_tok": 4,
+            "shared_intermediate_size": 52,
+            "embedding_multiplier": 2.0,
+            **TIED,
+        },
+    },
+    "llama": {
+        "G=4, llama3 rope": {
+            "num_attention_heads": 8,
+            "head_dim": 8,
+            "rope_parameters": {**LLAMA3, "original_max_position_embeddings": 16},
+        },
+        "G=1, H=64, tied, linear rope": {"num_attention_heads": 2, "head_dim": 64, "rope_parameters": LINEAR, **TIED},
+        "G=2, H=80, biases": {"head_dim": 80, "attention_bias": True, "mlp_bias": True},
+    },
+    "mamba2": {
+        "groups": {},
+        "one group, biases, tied": {"n_groups": 1, "use_bias": True, "layer_norm_epsilon": 1e-2, **TIED},
+        "a group per head, no bias of a wide convolution, bounded time steps": {
+            "n_groups": 6,
+            "use_conv_bias": False,
+            "conv_kernel": 7,
+            "time_step_limit": (0.3, 0.8),
+        },
+    },
+    "mistral": {
+        "no window": {"sliding_window": None},
+        "window of 11": {"sliding_window": 11},
+        "heads of another size, one KV head, yarn, tied": {
+            "head_dim": 24,
+            "rope_parameters": YARN,
+            **ONE_KV_HEAD,
+            **TIED,
+        },
+    },
+    "mixtral": {
+        "two of five experts": {},
+        "window of 9, one expert": {"sliding_window": 9, "num_experts_per_tok": 1},
+        "heads of another size, all experts, tied": {"head_dim": 12, "num_experts_per_tok": 5, **TIED},
+    },
+    "nemotron_h": {
+        "every kind of layer": {},
+        "MLPs with biases, a group": {
+            "layers_block_type": ["mlp", LINEAR_ATTENTION, FULL, "mlp"],
+            "mlp_bias": True,
+            "n_groups": 1,
+            "use_bias": True,
+            "layer_norm_epsilon": 1e-2,
+        },
+        "groups of experts, weights as they are, no attention": {
+            "layers_block_type": [LINEAR_ATTENTION, "moe"] * 2,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+            "use_conv_bias": False,
+        },
+    },
+    "olmo2": {
+        "norms after, norms of all heads": {},
+        "one KV head, biases": {**ONE_KV_HEAD, "attention_bias": True},
+        "yarn, tied, another epsilon": {"rope_parameters": YARN, "rms_norm_eps": 1e-2, **TIED},
+    },
+    "olmo3": {
+        "windows only": {},
+        "a layer without window": {"layer_types": [SLIDING, FULL, SLIDING], "sliding_window": 5},
+        "one KV head, biases, yarn": {**ONE_KV_HEAD, **MIXED, "attention_bias": True, "rope_parameters": YARN},
+    },
+    "phi3": {
+        "fused weights": {},
+        "window of 7, half of each head rotated": {
+            "sliding_window": 7,
+            "rope_parameters": {"partial_rotary_factor": 0.5, **THETA},
+        },
+        "one KV head, tied": {**ONE_KV_HEAD, **TIED},
+    },
+    "qwen2": {
+        "G=7, tied, window of 17": {
+            "num_attention_heads": 7,
+            "hidden_size": 56,
+            **ONE_KV_HEAD,
+            **TIED,
+            "use_sliding_window": True,
+            "sliding_window": 17,
+            "max_window_layers": 0,
+        },
+        "a window in the last layer": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
+        "yarn": {"rope_parameters": YARN},
+    },
+    "qwen2_moe": {
+        "a gated shared expert": {},
+        "a dense layer among them, weights that add up": {"mlp_only_layers": [1], "norm_topk_prob": True},
+        "every other layer dense, a window": {
+            "decoder_sparse_step": 2,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "max_window_layers": 1,
+        },
+    },
+    "qwen3": {
+        "G=4, H=128, yarn": {"head_dim": 128, "rope_parameters": {**YARN, "rope_theta": 1e6}, **ONE_KV_HEAD},
+        "biases, tied": {"attention_bias": True, **TIED},
+        "a window in the last layer": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
+    },
+    "qwen3_moe": {
+        "two of six experts": {},
+        "a dense layer among them, weights that add up, biases": {
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+            "attention_bias": True,
+        },
+        "every other layer dense, one expert, a window": {
+            "decoder_sparse_step": 2,
+            "num_experts_per_tok": 1,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+        },
+    },
+    "qwen3_next": {
+        "delta nets, then attention, of experts": {},
+        "dense layers among them, biases, other heads, tied": {
+            "mlp_only_layers": [1],
+            "decoder_sparse_step": 2,
+            "attention_bias": True,
+            **TIED,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_value_head_dim": 14,
+            "norm_topk_prob": False,
+        },
+        "layers in another order, no experts, a narrow convolution, half of each head rotated": {
+            "layer_types": [FULL, LINEAR_ATTENTION, LINEAR_ATTENTION],
+            "num_hidden_layers": 3,
+            "num_experts": 0,
+            "linear_conv_kernel_dim": 2,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-2,
+        },
+    },
+    "smollm3": {
+        "rope in three of four layers": {"num_hidden_layers": 4},
+        "rope in the second layer alone, biases": {
+            "no_rope_layers": [0, 1, 0],
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+        "a window, one KV head, untied": {
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "tie_word_embeddings": False,
+            **ONE_KV_HEAD,
+        },
+    },
+}
+NUM_GENERATED = 8
+
+
+def test_each_family_has_three_cases():
+    assert {family: len(cases) >= 3 for family, cases in CASES.items()} == dict.fromkeys(CONFIGS, True)
+
+
+@pytest.fixture(scope="module", params=[(family, name) for family in CASES for name in CASES[family]], ids=", ".join)
+def case(request, tmp_path_factory):
+    """A random checkpoint: its parameters and configuration, three sequences, and their logits in `transformers`.
+
+    The sequences end with the tokens that `transformers` generates greedily.
+    """
+    family, name = request.param
+    path = save_random_checkpoint(tmp_path_factory.mktemp(family), family, **CASES[family][name])
+    config = read_config(path)
+    generator = np.random.default_rng(0)
+    reference = load_reference(path)
+    sequences = []
+    for length in LENGTHS:
+        tokens = generator.integers(0, config.vocab_size, max(length - NUM_GENERATED, 3)).tolist()
+        while len(tokens) < length:
+            tokens.append(int(reference_logits(reference, tokens)[-1].argmax()))
+        sequences.append(np.asarray(tokens))
+    return load_params(path, config, "float32"), config, sequences, [reference_logits(reference, s) for s in sequences]
+
+
+@pytest.mark.shows("logits and greedy tokens of transformers")
+@pytest.mark.parametrize("split", SPLITS)
+def test_logits_and_greedy_tokens_are_those_of_transformers_for_any_split(case, split):
+    params, config, sequences, expected = case
+
+    logits = replay(params, sequences, SPLITS[split], config=config, shape=SHAPE, is_exact=False)
+
+    for ours, theirs, sequence in zip(logits, expected, sequences, strict=True):
+        # Logits of order 1 after some thousand float32 operations, added in another order.
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+        first = max(len(sequence) - NUM_GENERATED, 3)
+        np.testing.assert_array_equal(ours[first - 1 : -1].argmax(-1), sequence[first:])
