@@ -45,6 +45,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.path in quick and not any("llm" in fixture for fixture in item.fixturenames):
             item.add_marker("quick")
+        for marker in item.iter_markers("shows"):
+            item.user_properties.append(("shows", marker.args))
 
 
 def pytest_collection_finish():

@@ -11,6 +11,8 @@ import pytest
 
 from jaxinfer.checkpoint import families
 from jaxinfer.cli import main as cli
+from scripts.measure.family_table import PASSED, REFUSED
+from tests.oracles import CONFIGS
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -113,3 +115,12 @@ def test_every_page_is_linked_from_the_readme_and_from_the_index():
     assert pages - {"api.md"} <= {
         link.partition("#")[0].removeprefix("docs/") for link in LINK.findall(PAGES["README.md"])
     }
+
+
+def test_the_table_of_families_is_of_all_families_and_none_failed():
+    page = PAGES["docs/families.md"]
+
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert [family for family in CONFIGS if f"| `{family}` |" not in page] == []
+    assert len(rows) == len(CONFIGS)
+    assert {cell.strip() for row in rows for cell in row.split("|")[2:-1]} == {PASSED, REFUSED}

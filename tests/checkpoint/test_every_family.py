@@ -20,7 +20,7 @@ from jaxinfer.quantization import QuantizedArray
 from tests.oracles import CONFIGS, FAMILY_SIZES, NO_IDS, SIZES, load_reference, random_config, save_random_checkpoint
 
 WITH_IMAGES = ("gemma3", "mistral3")  # tests/checkpoint/test_text_models.py tests their own part
-RECURRENT = ("granitemoehybrid", "mamba2", "nemotron_h", "qwen3_next")  # test_recurrent_families.py has their tensors
+RECURRENT = ("granitemoehybrid", "mamba2", "nemotron_h", "qwen3_next")  # test_logits.py judges their tensors
 # Of layers with `Attention`.
 NAMES = [name for name in CONFIGS if not name.startswith("deepseek") and name not in RECURRENT]
 WRONG = [

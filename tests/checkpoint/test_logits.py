@@ -353,7 +353,7 @@ def case(request, tmp_path_factory):
     return load_params(path, config, "float32"), config, sequences, [reference_logits(reference, s) for s in sequences]
 
 
-@pytest.mark.shows("logits and greedy tokens of transformers")
+@pytest.mark.shows("logits")
 @pytest.mark.parametrize("split", SPLITS)
 def test_logits_and_greedy_tokens_are_those_of_transformers_for_any_split(case, split):
     params, config, sequences, expected = case

@@ -1,11 +1,11 @@
-"""The sliding window of config.json: all layers have the same one or none has any, and anything else is refused."""
+"""The sliding window of config.json, and which layers have it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxinfer.checkpoint.config_json.fields import require_size
+from jaxinfer.checkpoint.config_json.fields import is_enabled, require_count, require_size
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _FORMER_NAMES = {"attention": FULL, "mamba": LINEAR}
@@ -31,29 +31,18 @@ def stated_window(hf: Mapping[str, Any]) -> int | None:
     return window
 
 
-def switched_window(hf: Mapping[str, Any]) -> int | None:
-    """Returns `sliding_window` where `use_sliding_window` switches it on, as in Qwen2 and Qwen3.
+def switched_windows(hf: Mapping[str, Any], num_layers: int) -> list[int | None]:
+    """Returns the window of each layer, None for one without, where `use_sliding_window` switches it on, as in Qwen2.
 
     The layers from `max_window_layers` on have it then, or those that `layer_types` names.
     """
-    switch, num_full = hf.get("use_sliding_window"), hf.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS)
-    if switch not in (None, False, True):
-        raise ValueError(f"use_sliding_window={switch!r} is neither true nor false; write the one that is meant")
-    window = _sliding_window(hf) if switch else None
-    layer_types = _layer_types(hf)
-    if window is None or set(layer_types) == {FULL}:
+    window = _sliding_window(hf) if is_enabled(hf, "use_sliding_window") else None
+    if window is None:
         _check_layers(hf, FULL)
-        return None
-    if not layer_types:
-        num_layers = require_size(hf, "num_hidden_layers")
-        if not isinstance(num_full, int) or 0 < num_full < num_layers:
-            raise ValueError(
-                f"max_window_layers={num_full!r} of {num_layers} layers is not supported; use a"
-                " checkpoint whose layers all have the window, or none"
-            )
-        return window if num_full <= 0 else None
-    _check_layers(hf, SLIDING)
-    return window
+        return [None] * num_layers
+    num_full = require_count(hf, "max_window_layers", DEFAULT_MAX_WINDOW_LAYERS)
+    kinds = layer_types(hf, [FULL if i < num_full else SLIDING for i in range(num_layers)])
+    return [window if kind == SLIDING else None for kind in kinds]
 
 
 def layer_types(hf: Mapping[str, Any], default: Sequence[str]) -> list[str]:

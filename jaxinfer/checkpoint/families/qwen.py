@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxinfer.checkpoint.config_json.family import Family, WeightTable, translate_common
 from jaxinfer.checkpoint.config_json.fields import divided_head_dim, is_enabled, num_kv_heads, stated_head_dim
-from jaxinfer.checkpoint.config_json.window import switched_window
+from jaxinfer.checkpoint.config_json.window import switched_windows
 from jaxinfer.checkpoint.families import llama
-from jaxinfer.model.config import ModelConfig, uniform_decoder
+from jaxinfer.model.config import LayerGroup, ModelConfig, scan_sizes, uniform_decoder
 
 WEIGHTS_3: WeightTable = {
     **llama.WEIGHTS,
@@ -20,28 +21,36 @@ WEIGHTS_3: WeightTable = {
 
 def config_from_hf_2(hf: Mapping[str, Any]) -> ModelConfig:
     """Translates config.json; what is absent gets the default of transformers' Qwen2Config."""
-    return uniform_decoder(
+    config = uniform_decoder(
         **translate_common(hf, architecture="Qwen2ForCausalLM", max_position=32768),
         num_kv_heads=num_kv_heads(hf, default=32),
         head_dim=divided_head_dim(hf),
-        sliding_window=switched_window(hf),
         has_qkv_bias=True,
     )
+    return _with_windows(config, switched_windows(hf, config.num_layers))
 
 
 def config_from_hf_3(hf: Mapping[str, Any]) -> ModelConfig:
     """Translates config.json; what is absent gets the default of transformers' Qwen3Config."""
     has_attention_bias = is_enabled(hf, "attention_bias")
-    return uniform_decoder(
+    config = uniform_decoder(
         **translate_common(hf, architecture="Qwen3ForCausalLM", max_position=32768),
         num_kv_heads=num_kv_heads(hf, default=32),
         # Not the hidden size shared out among the heads: Qwen3-4B has 2560 / 32 = 80 but heads of 128.
         head_dim=stated_head_dim(hf, 128),
-        sliding_window=switched_window(hf),
         has_qkv_bias=has_attention_bias,
         has_output_bias=has_attention_bias,
         has_qk_norm=True,
     )
+    return _with_windows(config, switched_windows(hf, config.num_layers))
+
+
+def _with_windows(config: ModelConfig, windows: Sequence[int | None]) -> ModelConfig:
+    layers = [
+        replace(layer, mixer=replace(layer.mixer, window=window))
+        for layer, window in zip(config.layers, windows, strict=True)
+    ]
+    return replace(config, groups=(LayerGroup(tuple(layers)),)).regrouped(scan_sizes(layers))
 
 
 FAMILY_2 = Family(config_from_hf=config_from_hf_2, weights=llama.WEIGHTS)

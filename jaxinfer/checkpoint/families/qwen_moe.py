@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxinfer.checkpoint.config_json.family import (
@@ -19,12 +19,11 @@ from jaxinfer.checkpoint.config_json.fields import (
     expert_counts,
     is_enabled,
     num_kv_heads,
-    require_count,
     require_size,
     stated_head_dim,
 )
 from jaxinfer.checkpoint.config_json.rope import read_rope
-from jaxinfer.checkpoint.config_json.window import FULL, SLIDING, layer_types
+from jaxinfer.checkpoint.config_json.window import switched_windows
 from jaxinfer.checkpoint.families import qwen
 from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.mlp import MLP
@@ -54,7 +53,7 @@ def config_from_hf_2(hf: Mapping[str, Any]) -> ModelConfig:
         shared=MLP(intermediate_size=require_size(hf, "shared_expert_intermediate_size", 5632)),
         has_shared_gate=True,
     )
-    return _translate(hf, attention, experts, default_kv_heads=16)
+    return _translate(hf, attention, experts, switched_windows(hf, read_num_layers(hf)), default_kv_heads=16)
 
 
 def config_from_hf_3(hf: Mapping[str, Any]) -> ModelConfig:
@@ -70,7 +69,9 @@ def config_from_hf_3(hf: Mapping[str, Any]) -> ModelConfig:
         expert=MLP(intermediate_size=require_size(hf, "moe_intermediate_size", 768)),
         router=Router(num_chosen=num_chosen, normalizes=is_enabled(hf, "norm_topk_prob")),
     )
-    return _translate(hf, attention, experts, default_kv_heads=4)
+    # A window that is switched on is that of all layers, whatever `max_window_layers` says.
+    windows = switched_windows({**hf, "max_window_layers": 0}, read_num_layers(hf))
+    return _translate(hf, attention, experts, windows, default_kv_heads=4)
 
 
 def read_dense_layers(hf: Mapping[str, Any]) -> list[int]:
@@ -82,24 +83,24 @@ def read_dense_layers(hf: Mapping[str, Any]) -> list[int]:
     return dense_layers
 
 
-def _translate(hf: Mapping[str, Any], attention: dict[str, Any], experts: MoE, default_kv_heads: int) -> ModelConfig:
-    num_layers, sparse_step = read_num_layers(hf), require_size(hf, "decoder_sparse_step", 1)
-    dense_layers = read_dense_layers(hf)
-    window = None
-    if is_enabled(hf, "use_sliding_window") and hf.get("sliding_window", 4096) is not None:
-        window = require_size(hf, "sliding_window", 4096)
-    first = 0 if window is None else require_count(hf, "max_window_layers", 28)
-    default = [SLIDING if window is not None and i >= first else FULL for i in range(num_layers)]
-    kinds = default if window is None else layer_types(hf, default)
+def _translate(
+    hf: Mapping[str, Any],
+    attention: dict[str, Any],
+    experts: MoE,
+    windows: Sequence[int | None],
+    *,
+    default_kv_heads: int,
+) -> ModelConfig:
+    sparse_step, dense_layers = require_size(hf, "decoder_sparse_step", 1), read_dense_layers(hf)
     dense = MLP(intermediate_size=require_size(hf, "intermediate_size"))
     rope, norm = read_rope(hf, attention["head_dim"], MAX_POSITION), read_norm(hf)
 
-    def layer(i: int) -> Layer:
+    def layer(i: int, window: int | None) -> Layer:
         mixer = Attention(
             num_heads=require_size(hf, "num_attention_heads"),
             num_kv_heads=num_kv_heads(hf, default_kv_heads),
             rope=rope,
-            window=window if kinds[i] == SLIDING else None,
+            window=window,
             **attention,
         )
         is_sparse = i not in dense_layers and (i + 1) % sparse_step == 0
@@ -107,7 +108,7 @@ def _translate(hf: Mapping[str, Any], attention: dict[str, Any], experts: MoE, d
 
     return decoder_of(
         hf,
-        [layer(i) for i in range(num_layers)],
+        [layer(i, window) for i, window in enumerate(windows)],
         max_position=MAX_POSITION,
         has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
     )
