@@ -3,13 +3,12 @@
 import pytest
 
 from jaxinfer.engine.execution.compiled_steps import CompileCounter
-from jaxinfer.engine.frontend.outputs import OutputQueues
 from tests.engine.endless_engines import ENDLESS
 from tests.engine.engines import (
     crowded_engine,
-    num_owned_pages,
     poison_cache,
     quick_engine,
+    require_idle,
     save_small_checkpoint,
     small_engine,
 )
@@ -62,8 +61,4 @@ def mute_llm(checkpoint, tmp_path_factory):
 def llm(shared_llm):
     """The shared engine, before and after which no request is left and no page is taken."""
     yield shared_llm
-    leftover = (shared_llm.has_unfinished, num_owned_pages(shared_llm), shared_llm._loop.queues.is_idle)
-    for request_id in list(shared_llm._scheduler._requests):
-        shared_llm.abort(request_id)  # or one failure would make those after it fail
-    shared_llm._loop.queues = OutputQueues()
-    assert leftover == (False, 0, True)
+    require_idle(shared_llm)

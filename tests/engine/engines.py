@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.drafters.drafters import Drafter
+from jaxinfer.engine.frontend.outputs import OutputQueues
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.scheduling.drafts import DraftTree
@@ -28,6 +29,7 @@ from kernels_pallas.latent_attention import api as latent_api
 from kernels_pallas.latent_attention import layout as latent_layout
 from kernels_pallas.paged_attention import api, layout
 from kernels_pallas.paged_attention.tpu.block_sizes import Blocks
+from tests.on_demand import steps_on_demand
 from tests.oracles import save_random_checkpoint
 from tests.replay import poisoned
 from tests.unoptimised import unoptimised_steps
@@ -78,11 +80,22 @@ def favour_turns(logits: jax.Array, tokens: jax.Array, length: jax.Array, bonus:
     return jnp.where(distance % 2 == 1, logits + bonus, logits)
 
 
-def small_engine(path: Path, *, speculation: Any = None, **overrides: Any) -> LLM:
-    config = EngineConfig(**{**SMALL, **overrides})
-    llm = LLM(path, config=config, logits_processors={"turns": favour_turns}, speculation=speculation)
+def small_engine(path: Path, **overrides: Any) -> LLM:
+    """Compiles steps of a shape when the first such step comes."""
+    with steps_on_demand():
+        return _engine(path, **overrides)
+
+
+def ready_engine(path: Path, **overrides: Any) -> LLM:
+    """A small engine that has compiled all its steps, like one of a user after `warm_up`."""
+    llm = _engine(path, **overrides)
     llm.warm_up()
     return llm
+
+
+def _engine(path: Path, *, speculation: Any = None, **overrides: Any) -> LLM:
+    config = EngineConfig(**{**SMALL, **overrides})
+    return LLM(path, config=config, logits_processors={"turns": favour_turns}, speculation=speculation)
 
 
 def crowded_engine(path: Path, *, max_drafts: int = 3, speculation: str | Drafter | None = None, **more: Any) -> LLM:
@@ -210,6 +223,15 @@ def num_preemptions(llm: LLM) -> int:
 def num_owned_pages(llm: LLM) -> int:
     """Pages that some request uses; those that are only cached are not among them."""
     return llm.metrics().num_owned_pages
+
+
+def require_idle(llm: LLM) -> None:
+    """Asserts that no request is left and no page is taken."""
+    leftover = (llm.has_unfinished, num_owned_pages(llm), llm._loop.queues.is_idle)
+    for request_id in list(llm._scheduler._requests):
+        llm.abort(request_id)  # or one failure would make those after it fail
+    llm._loop.queues = OutputQueues()
+    assert leftover == (False, 0, True)
 
 
 def forget_prefixes(llm: LLM) -> None:

@@ -289,6 +289,7 @@ def test_the_compiler_neither_merges_nor_splits_a_product(engine, request):
     if are_tpu_kernels_interpreted():
         pytest.skip("the products of TPU kernels are not those of the reference")
     llm = request.getfixturevalue(engine)
+    llm.warm_up()
 
     for bucket, compiled in llm._runner.compiled_steps.compiled.items():
         traced = product_shapes(llm._warm_up.compiler.trace(llm._warm_up.cache_config, bucket))

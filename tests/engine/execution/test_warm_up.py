@@ -9,7 +9,8 @@ import pytest
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.execution.compiled_steps import CompileCounter
 from jaxinfer.plan.memory import num_bytes
-from tests.engine.engines import GREEDY, are_tpu_kernels_interpreted, quick_engine, random_prompts
+from tests.engine.engines import GREEDY, are_tpu_kernels_interpreted, quick_engine, random_prompts, ready_engine
+from tests.unoptimised import unoptimised_steps
 
 LIMIT = 1_500_000 if are_tpu_kernels_interpreted() else 2_700_000  # where the model has one layer, and two
 
@@ -17,7 +18,8 @@ LIMIT = 1_500_000 if are_tpu_kernels_interpreted() else 2_700_000  # where the m
 @pytest.fixture(scope="module")
 def small(checkpoint):
     """Its memory is the only limit on its pages, of which its rows could use more."""
-    return quick_engine(checkpoint, max_model_len=256, memory_bytes=LIMIT)
+    with unoptimised_steps():
+        return ready_engine(checkpoint, max_model_len=256, memory_bytes=LIMIT)
 
 
 def test_pages_fill_the_memory_that_is_given(small):

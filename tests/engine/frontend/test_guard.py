@@ -20,8 +20,10 @@ from tests.engine.engines import (
     generate,
     num_owned_pages,
     quick_engine,
+    ready_engine,
     token_ids_of,
 )
+from tests.unoptimised import unoptimised_steps
 
 CALLS = {
     "has_unfinished": lambda llm: llm.has_unfinished,
@@ -145,7 +147,8 @@ def test_engines_that_are_dropped_give_back_what_was_compiled_for_them(checkpoin
     try:
         counts = []
         for max_num_seqs in (2, 3, 5):
-            llm = quick_engine(checkpoint, max_num_seqs=max_num_seqs)
+            with unoptimised_steps():
+                llm = ready_engine(checkpoint, max_num_seqs=max_num_seqs)
             generate(llm, [[5]])
             compiled = num_maps()
             del llm

@@ -1,0 +1,85 @@
+"""Engines that compile a step of a shape when the first step of that shape comes: a test needs few of the shapes.
+
+Compiling takes most of the suite's time. `tests/engine/execution` tests engines that compile everything beforehand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import pytest
+
+from jaxinfer.engine.execution import warm_up
+from jaxinfer.engine.execution.compiled_steps import CompiledSteps
+from jaxinfer.engine.execution.step_shapes import Bucket, choose_bucket
+from jaxinfer.engine.scheduling.step import Step
+
+
+class StepsOnDemand(CompiledSteps):
+    """Takes the smallest bucket for every step, and no other one in its place: bits and speed do not depend on luck."""
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        compile_bucket: Callable[[Bucket], jax.stages.Compiled],
+        known: Mapping[Bucket, jax.stages.Compiled],
+    ) -> None:
+        super().__init__(tuple(known), compile_bucket, known)
+        self._planned = tuple(buckets)
+        self._compile_bucket = compile_bucket
+        self._compile_lowered = jax.stages.Lowered.compile  # `unoptimised_steps` has another one
+        self._draws = _Draws(self._planned, self._step)
+
+    def choose(self, step: Step) -> tuple[Bucket, jax.stages.Compiled]:
+        bucket = choose_bucket(self._planned, step)
+        return bucket, self._step(bucket)
+
+    def wait(self, **_: Any) -> None:
+        for bucket in self._planned:
+            self._step(bucket)
+
+    def _step(self, bucket: Bucket) -> jax.stages.Compiled:
+        if bucket not in self._compiled:
+            # In another thread, as in every engine: `CompileCounter` counts the compilations of the engine's own.
+            with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+                patch.setattr(jax.stages.Lowered, "compile", self._compile_lowered)
+                self._compiled[bucket] = pool.submit(self._compile_bucket, bucket).result()
+        return self._compiled[bucket]
+
+
+class _Draws(Mapping[Bucket, jax.stages.Compiled]):
+    """The steps of deferred sampling, as if all of them were compiled."""
+
+    def __init__(self, buckets: Sequence[Bucket], step: Callable[[Bucket], jax.stages.Compiled]) -> None:
+        self._buckets = [bucket for bucket in buckets if bucket.is_draw]
+        self._step = step
+
+    def __getitem__(self, bucket: Bucket) -> jax.stages.Compiled:
+        if bucket not in self._buckets:
+            raise KeyError(bucket)
+        return self._step(bucket)
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(self._buckets)
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+
+@contextlib.contextmanager
+def steps_on_demand() -> Iterator[None]:
+    """Engines that are made meanwhile compile their steps on demand, or when `LLM.warm_up` asks for all of them."""
+
+    def make(buckets: Sequence[Bucket], compile_bucket: Any, known: Any = None) -> CompiledSteps:
+        if known is None:  # the engine measures the memory of these steps before it plans its pages
+            return CompiledSteps(buckets, compile_bucket)
+        return StepsOnDemand(buckets, compile_bucket, known)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warm_up, "CompiledSteps", make)
+        patch.setattr(StepsOnDemand, "wait", lambda *_, **__: None)  # an engine with a drafter waits for all its steps
+        yield
