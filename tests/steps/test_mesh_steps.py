@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.on_devices import run_on_devices
 from tests.oracles import CONFIGS, load_reference, reference_logits, save_random_checkpoint
 
-ROOT = Path(__file__).parents[2]
 LENGTHS = (27, 9, 16)
 # Latents and a shared expert, experts with biases and sinks, gated delta nets. The others differ in other parts.
 FAMILIES = ("deepseek_v3", "gpt_oss", "qwen3_next")
@@ -33,17 +29,10 @@ def test_steps_over_a_mesh_give_the_logits_of_transformers(family, tmp_path):
     sequences = [generator.integers(0, reference.config.vocab_size, n).tolist() for n in LENGTHS]
     (tmp_path / "sequences.json").write_text(json.dumps(sequences))
 
-    run_program(checkpoint, tmp_path / "sequences.json", tmp_path / "results.npy")
+    files = [str(tmp_path / name) for name in ("checkpoint", "sequences.json", "results.npy")]
+    run_on_devices(4, "-m", "tests.steps.mesh_program", *files)
 
     logits = [reference_logits(reference, sequence)[-3:] for sequence in sequences]
     expected = torch.log_softmax(torch.tensor(np.stack(logits, axis=1)), -1).numpy()
     # float32 sums in another order, over devices too.
     np.testing.assert_allclose(np.load(tmp_path / "results.npy"), expected, rtol=0, atol=1e-4)
-
-
-def run_program(*arguments: Path) -> None:
-    """Runs `mesh_program` in a process with 4 devices."""
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "tests.steps.mesh_program", *map(str, arguments)]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
