@@ -1,4 +1,4 @@
-"""Whole steps of large models under the real compilers: they fit the devices that they need, with the cache in place."""
+"""Whole steps of large models under the real compilers: they fit the devices they need, with the cache in place."""
 
 from __future__ import annotations
 

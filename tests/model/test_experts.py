@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.model.experts_program import CASES, MESHES
+from tests.model.experts_program import CASES
 from tests.on_devices import run_on_devices
 
 
@@ -16,8 +16,7 @@ def found() -> Any:
     return json.loads(run_on_devices(4, "-m", "tests.model.experts_program"))
 
 
-@pytest.mark.parametrize("mesh", ["{}x{}".format(*sizes) for sizes in MESHES])
 @pytest.mark.parametrize("case", CASES)
-def test_experts_over_a_mesh_give_the_sum_that_the_formula_gives(case, mesh, found):
+def test_experts_over_a_mesh_give_the_sum_of_the_formula(case, found):
     # float32 sums of 32 products in another order.
-    assert found[case][mesh] < 1e-5
+    assert found[case] < 1e-5
