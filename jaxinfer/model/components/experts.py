@@ -1,0 +1,196 @@
+"""The weighted sum of each token's experts, in a form for CPUs and one for accelerators and meshes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxinfer.model.components.mlp import MLP, MLPParams, activate, declare_mlp, mlp
+from jaxinfer.quantization import QuantizedArray
+from kernels_pallas.paged_attention import HEADS_AXIS
+from kernels_pallas.quantized_matmul import dequantize
+from kernels_pallas.row_products import ROW_BLOCK, rounded
+from kernels_pallas.row_sum import row_sum
+
+# The mesh axis that whole experts are split over. The axis of heads splits each of them, as it does any MLP.
+EXPERTS_AXIS = "experts"
+_MESH_AXES = {"experts": EXPERTS_AXIS, "mlp": HEADS_AXIS}
+
+
+def sum_of_experts(
+    params: MLPParams,
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    num_tokens: jax.Array,
+    *,
+    config: MLP,
+    mesh: Mesh | None = None,
+) -> jax.Array:
+    """Returns the sum [T, D] of each token's experts i32[T, X] times their weights f32[T, X], for x [T, D].
+
+    `params` has the tensors [E, ...] of all experts. Tokens after the first `num_tokens` are padding. Each device of a
+    `mesh` computes its own experts and its own part of them, and the devices' sums are added in float32.
+    """
+    axes = _split_axes(mesh, params.up.shape[0], config.intermediate_size)
+    if mesh is not None and axes:
+        return _sum_over_mesh(params, x, experts, weights, num_tokens, config, mesh, axes)
+    results: Any = _of_experts(params, x, experts, num_tokens, config)
+    return _weighted_sum(results, weights).astype(x.dtype)
+
+
+def _weighted_sum(results: jax.Array, weights: jax.Array) -> jax.Array:
+    # Rounded before they are added, and added in a fixed order: so a token's sum has the same bits in any step.
+    weighted = rounded(results * weights[..., None])
+    return row_sum(weighted.swapaxes(1, 2))
+
+
+def _split_axes(mesh: Mesh | None, num_experts: int, intermediate_size: int) -> tuple[str, ...]:
+    """Returns the axes of a mesh that split experts. An axis that does not divide them leaves them whole."""
+    sizes = {EXPERTS_AXIS: num_experts, HEADS_AXIS: intermediate_size}
+    counts = {} if mesh is None else {axis: n for axis, n in mesh.shape.items() if n > 1}
+    return tuple(axis for axis, size in sizes.items() if axis in counts and size % counts[axis] == 0)
+
+
+def _sum_over_mesh(
+    params: MLPParams,
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    num_tokens: jax.Array,
+    config: MLP,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+) -> jax.Array:
+    E = params.up.shape[0]
+
+    def sum_of_own(
+        params: MLPParams, x: jax.Array, experts: jax.Array, weights: jax.Array, num_tokens: jax.Array
+    ) -> jax.Array:
+        if EXPERTS_AXIS in axes:  # the first E / n are those of this device
+            experts = (experts - jax.lax.axis_index(EXPERTS_AXIS) * params.up.shape[0]) % E
+        if HEADS_AXIS in axes and params.down_bias is not None:  # one device adds it
+            is_first = jax.lax.axis_index(HEADS_AXIS) == 0
+            params = replace(params, down_bias=jnp.where(is_first, params.down_bias, 0))
+        results = _in_groups(params, x, experts, num_tokens, config=config)
+        return jax.lax.psum(_weighted_sum(results, weights), axes)
+
+    def spec(_: tuple[int, ...], names: tuple[str, ...], __: float | None = None) -> Any:
+        found = (_MESH_AXES.get(name) for name in ("experts", *names))
+        return PartitionSpec(*(axis if axis in axes else None for axis in found))
+
+    whole, specs = PartitionSpec(), declare_mlp(config, x.shape[1], spec)
+    # Kernels are opaque to the replication check.
+    split = jax.shard_map(sum_of_own, mesh=mesh, in_specs=(specs, *(whole,) * 4), out_specs=whole, check_vma=False)
+    return split(_all_dequantized(params, x, config), x, experts, weights, num_tokens).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _of_experts(params: MLPParams, x: jax.Array, experts: jax.Array, num_tokens: jax.Array, config: MLP) -> jax.Array:
+    in_blocks, in_groups = functools.partial(_in_blocks, config=config), functools.partial(_in_groups, config=config)
+    return jax.lax.platform_dependent(params, x, experts, num_tokens, cpu=in_blocks, default=in_groups)
+
+
+def _of_experts_derivative(config: MLP, operands: tuple[Any, ...], change: jax.Array) -> tuple[Any, ...]:
+    """Returns the derivative of `_in_groups`, for that of `_in_blocks` has a loop whose length is known late."""
+    params, x, experts, num_tokens = operands
+    _, derivative = jax.vjp(lambda params, x: _in_groups(params, x, experts, num_tokens, config=config), params, x)
+    return *derivative(change), None, None
+
+
+_of_experts.defvjp(lambda *operands: (_of_experts(*operands), operands[:4]), _of_experts_derivative)
+
+
+def _sorted_pairs(experts: jax.Array, num_tokens: jax.Array, E: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the pairs i32[T X] of a token and its expert, expert after expert, and the number of each i32[E].
+
+    Pairs of padding, and of experts outside [0, E), come last and are not counted.
+    """
+    T, X = experts.shape
+    by_pair = jnp.where(jnp.arange(T * X) // X < num_tokens, experts.reshape(-1), E)  # padding belongs to no expert
+    order = jnp.argsort(by_pair, stable=True)
+    return order, jnp.zeros((E,), jnp.int32).at[by_pair].add(1, mode="drop")
+
+
+def _in_blocks(params: MLPParams, x: jax.Array, experts: jax.Array, num_tokens: jax.Array, *, config: MLP) -> jax.Array:
+    """Returns the results f32[T, X, D] of each token's experts, by products of ROW_BLOCK tokens, expert after expert.
+
+    experts of 5 tokens, blocks of 2:   a b a a b  ->  a: 0 2, 3 -   b: 1 4
+    """
+    (T, D), X, E = x.shape, experts.shape[1], params.up.shape[0]
+    order, counts = _sorted_pairs(experts, num_tokens, E)
+    ends, (used,) = jnp.cumsum(counts), jnp.nonzero(counts, size=E, fill_value=0)
+
+    def compute_expert(i: jax.Array, out: jax.Array) -> jax.Array:
+        expert = used[i]
+        # Taken once for all of its blocks, for this copies them.
+        own = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, expert, keepdims=False), params)
+
+        def compute_block(j: jax.Array, out: jax.Array) -> jax.Array:
+            places = ends[expert] - counts[expert] + j * ROW_BLOCK + jnp.arange(ROW_BLOCK)
+            pairs = jnp.where(places < ends[expert], order.at[places].get(mode="clip"), T * X)
+            rows = x.at[pairs // X].get(mode="fill", fill_value=0)
+            y = mlp(own, rows, jnp.asarray(ROW_BLOCK), config=config)
+            return out.at[pairs].set(y.astype(jnp.float32), mode="drop")
+
+        return jax.lax.fori_loop(0, -(-counts[expert] // ROW_BLOCK), compute_block, out)
+
+    out = jax.lax.fori_loop(0, (counts > 0).sum(), compute_expert, jnp.zeros((T * X, D), jnp.float32))
+    return out.reshape(T, X, D)
+
+
+def _in_groups(params: MLPParams, x: jax.Array, experts: jax.Array, num_tokens: jax.Array, *, config: MLP) -> jax.Array:
+    """Returns the results f32[T, X, D] of each token's experts, by grouped products of all experts.
+
+    The results of padding, and of experts past the last of `params`, are zeros.
+    """
+    (T, X), E = experts.shape, params.up.shape[0]
+    order, counts = _sorted_pairs(experts, num_tokens, E)
+    expert_of = experts.reshape(-1)[order]
+    num_pairs = counts.sum()
+    pairs = jnp.where(jnp.arange(T * X) < num_pairs, order, T * X)
+
+    def linear(rows: jax.Array, w: Any, bias: Any) -> jax.Array:
+        w = _dequantized(w, rows.shape[1], rows.dtype)
+        y = _grouped_product(rows, w, counts).astype(rows.dtype)
+        return y if bias is None else y + bias.at[expert_of].get(mode="fill", fill_value=0)
+
+    rows = x.at[pairs // X].get(mode="fill", fill_value=0)
+    gate = linear(rows, params.gate, params.gate_bias) if config.is_gated else None
+    up = linear(rows, params.up, params.up_bias)
+    y = linear(activate(gate, up, config=config), params.down, params.down_bias)
+    places = jnp.argsort(order)  # of each pair's row
+    results = y.at[jnp.where(places < num_pairs, places, T * X)].get(mode="fill", fill_value=0)
+    return results.astype(jnp.float32).reshape(T, X, -1)
+
+
+def _all_dequantized(params: MLPParams, x: jax.Array, config: MLP) -> MLPParams:
+    """Returns the experts with weights in the dtype of x [T, D]."""
+    sizes = {"gate": x.shape[1], "up": x.shape[1], "down": config.intermediate_size}
+    return replace(params, **{name: _dequantized(getattr(params, name), n, x.dtype) for name, n in sizes.items()})
+
+
+def _dequantized(w: Any, num_inputs: int, dtype: Any) -> Any:
+    """Returns weights [E, out, in], quantized or not, as they are multiplied with rows of `dtype`."""
+    if not isinstance(w, QuantizedArray):
+        return w
+    E, F = w.values.shape[:2]
+    values, scales = w.values.reshape(E * F, -1), w.scales.reshape(E * F, -1)
+    return dequantize(values, scales, None, num_inputs).astype(dtype).reshape(E, F, -1)
+
+
+def _grouped_product(rows: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
+    """Returns rows [R, in] times the transposed weights [E, out, in] of their expert, f32[R, out].
+
+    The first counts[0] rows are of the first expert, and so on. Rows after the last expert's are of none, and their
+    results may be anything.
+    """
+    axes = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+    )
+    return jax.lax.ragged_dot_general(rows, w, counts, axes, preferred_element_type=jnp.float32)
