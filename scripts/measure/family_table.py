@@ -17,7 +17,7 @@ from textwrap import fill
 
 import pytest
 
-from tests.oracles import CONFIGS
+from jaxinfer.checkpoint.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "families.md"
@@ -57,7 +57,7 @@ class Cells:
         if not columns or (report.when != "call" and report.passed):
             return
         self.num_tests += 1
-        (family,) = {word for word in re.findall(r"\w+", report.nodeid.partition("[")[2]) if word in CONFIGS}
+        (family,) = {word for word in re.findall(r"\w+", report.nodeid.partition("[")[2]) if word in FAMILIES}
         refusal = dict(report.user_properties).get("refusal")
         for column in columns:
             self.outcomes[family, column].add(FAILED if report.failed else REFUSED if refusal else PASSED)
@@ -72,7 +72,11 @@ class Cells:
 def page_of(cells: Cells) -> str:
     lines = [f"* **{name}**: {text};" for name, text in COLUMNS.items()]
     lines[-1] = lines[-1][:-1] + "."
-    rows = [[f"`{family}`", *(cells.cell(family, column) for column in COLUMNS)] for family in CONFIGS]
+    rows = [
+        [f"`{family}`", *(cells.cell(family, column) for column in COLUMNS)]
+        for family in FAMILIES
+        if (family, "logits") in cells.outcomes
+    ]
     table = [["family", *COLUMNS], ["---", *[":-:"] * len(COLUMNS)], *rows]
     reasons = [
         f"`{column}` is refused for families with recurrent layers: {text}." for column, text in cells.refusals.items()
@@ -80,7 +84,8 @@ def page_of(cells: Cells) -> str:
     text = (
         f"`python scripts/measure/family_table.py` ran {cells.num_tests} tests on CPU in float32 and wrote this page on"
         f" {date.today()}. Each family has small random checkpoints. Columns from chunks to loop compare all tokens and"
-        " log-probabilities with those of each request computed alone, to the bit. The columns:"
+        " log-probabilities with those of each request computed alone, to the bit. `gemma3` and `mistral3` are the text models"
+        " `gemma3_text` and `mistral`. The columns:"
     )
     parts = [
         "# What works for each family",

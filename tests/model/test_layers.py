@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.model.components.layers import Norm, linear, product, rms_norm, swiglu
+from jaxinfer.model.components.layers import (
+    ACTIVATIONS,
+    UNGATED_ACTIVATIONS,
+    Norm,
+    linear,
+    product,
+    rms_norm,
+    swiglu,
+)
 from kernels_pallas.row_sum import row_sum
 
 jit_linear = jax.jit(linear)
@@ -74,6 +82,28 @@ def test_row_sum_adds_every_element_once(size):
     x = GENERATOR.integers(-1000, 1000, (3, size)).astype(np.float32)
 
     np.testing.assert_array_equal(jax.jit(row_sum)(jnp.asarray(x)), x.astype(float).sum(-1))
+
+
+@pytest.mark.parametrize(
+    ("name", "formula"),
+    [
+        ("gelu_tanh", lambda g, u: 0.5 * g * (1 + np.tanh((2 / np.pi) ** 0.5 * (g + 0.044715 * g**3))) * u),
+        (
+            "clamped_silu",
+            lambda g, u: np.minimum(g, 7) / (1 + np.exp(-1.702 * np.minimum(g, 7))) * (np.clip(u, -7, 7) + 1),
+        ),
+    ],
+)
+def test_a_gated_activation_has_its_formula(name, formula):
+    gate, up = normal(4, 9) * 5, normal(4, 9) * 5
+
+    assert_close(jax.jit(ACTIVATIONS[name])(gate, up), formula(gate.astype(float), up.astype(float)), atol=1e-5)
+
+
+def test_squared_relu_is_the_square_of_what_is_positive():
+    up = normal(4, 9) * 5
+
+    assert_close(jax.jit(UNGATED_ACTIVATIONS["relu2"])(up), np.maximum(up.astype(float), 0) ** 2)
 
 
 def test_swiglu_gates_with_x_times_sigmoid():
