@@ -15,8 +15,11 @@ pytestmark = [
 ]
 
 # What an L4 takes is what an A100 takes, but for 8-bit floating point.
-ON_L4 = ("decode H=128", "prefill H=128", "decode fp8", "prefill fp8", "product int4 x 16")
-ALL = ("decode", "verify", "prefill", "product", "latents")
+ON_L4 = (
+    *("decode H=128", "prefill H=128", "decode fp8", "prefill fp8", "product int4 x 16"),
+    *("experts decode", "experts int4 decode", "experts int4 prefill", "experts long prefill"),
+)
+ALL = ("decode", "verify", "prefill", "product", "latents", "experts")
 KERNELS = {device: ON_L4 if device == "L4" else ALL for device in DEVICES}
 CASES = [(device, name) for device in DEVICES for name in cases_for(device, KERNELS[device])]
 

@@ -20,7 +20,7 @@ from kernels_pallas.grouped_matmul.gpu import (
     grouped_matmul_gpu,
     tiles_of,
 )
-from kernels_pallas.quantized_matmul import pack_int4
+from tests.kernels.grouped_matmul.oracle import make_call
 from tests.unoptimised import UNOPTIMISED
 
 multiply = jax.jit(grouped_matmul, static_argnames="implementation", compiler_options=UNOPTIMISED)
@@ -34,35 +34,6 @@ COUNTS = {
     "one row": ([0, 1, 0, 0, 0], 1),
     "whole tiles": ([16, 32, 0, 64, 16], 128),
 }
-
-
-def product_by_expert(rows, weights, counts):
-    """The definition, in float64."""
-    out, first = np.zeros((rows.shape[0], weights.shape[1])), 0
-    for w, count in zip(weights.astype(np.float64), counts, strict=True):
-        out[first : first + count] = rows[first : first + count].astype(np.float64) @ w.T
-        first += count
-    return out
-
-
-def make_call(counts, num_rows, D=96, F=70, *, dtype="float32", bits=None, group_size=None, seed=0):
-    """Returns the arguments of a call and its result in float64; integers have `bits` bits."""
-    generator = np.random.default_rng(seed)
-    E = len(counts)
-    rows = jnp.asarray(generator.standard_normal((num_rows, D)), dtype)
-    call = {"rows": rows, "counts": jnp.asarray(counts, jnp.int32)}
-    if bits is None:
-        weights = jnp.asarray(generator.standard_normal((E, F, D)) / D**0.5, dtype)
-        call["weights"] = weights
-        wide = np.asarray(weights.astype(jnp.float32))
-    else:
-        size, high = group_size or D, 2 ** (bits - 1) - 1
-        integers = generator.integers(-high - 1, high, (E, F, D), np.int8, endpoint=True)
-        scales = generator.uniform(0.5, 2.0, (E, F, D // size)).astype(np.float32) / (high * D**0.5)
-        packed = pack_int4(jnp.asarray(integers.reshape(E * F, D)), size).reshape(E, F, -1) if bits == 4 else integers
-        call |= {"weights": jnp.asarray(packed), "scales": jnp.asarray(scales)}
-        wide = integers * np.repeat(scales.astype(np.float64), size, axis=2)
-    return call, product_by_expert(np.asarray(rows.astype(jnp.float32)), wide, counts)
 
 
 @BOTH
