@@ -1,8 +1,7 @@
-"""Mixture of experts: its description, tensors, router and function. No token is dropped."""
+"""Mixture of experts: its description, tensors, router and function. No token is dropped; see `experts.py`."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +9,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxinfer.model.components.experts import of_experts
 from jaxinfer.model.components.layers import MakeSpec, TensorSpec, product
-from jaxinfer.model.components.mlp import MLP, MLPParams, activate, declare_mlp, mlp
-from jaxinfer.quantization import QuantizedArray
+from jaxinfer.model.components.mlp import MLP, MLPParams, declare_mlp, mlp
 from jaxinfer.validation import require, require_bool, require_int, require_name, require_positive
-from kernels_pallas.quantized_matmul import dequantize
-from kernels_pallas.row_products import ROW_BLOCK, rounded
+from kernels_pallas.row_products import rounded
 from kernels_pallas.row_sum import row_sum
 
 SCORINGS = ("softmax", "sigmoid")
@@ -113,7 +111,7 @@ def declare_moe(config: MoE, hidden_size: int, spec: MakeSpec) -> MoEParams:
 def moe(params: MoEParams, x: jax.Array, num_tokens: jax.Array, *, config: MoE) -> jax.Array:
     """Returns the weighted sum of each token's experts, and of the shared one, [T, D] for x [T, D]."""
     experts, weights = route(params, x, num_tokens, config=config)
-    results: Any = _of_experts(params.experts, x, experts, num_tokens, config)
+    results = of_experts(params.experts, x, experts, num_tokens, config=config.expert)
     # Rounded before they are added, and added in a fixed order: so a token's sum has the same bits in any step.
     weighted = rounded(results * weights[..., None])
     out = row_sum(weighted.swapaxes(1, 2)).astype(x.dtype)
@@ -124,23 +122,6 @@ def moe(params: MoEParams, x: jax.Array, num_tokens: jax.Array, *, config: MoE) 
         gate = jax.nn.sigmoid(product(x, params.shared_gate, num_tokens))
         shared = rounded(shared * jnp.broadcast_to(gate, shared.shape).astype(x.dtype))
     return out + shared
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _of_experts(params: MLPParams, x: jax.Array, experts: jax.Array, num_tokens: jax.Array, config: MoE) -> jax.Array:
-    """Returns the results f32[T, X, D] of each token's experts i32[T, X], for x [T, D]."""
-    in_blocks, in_groups = functools.partial(_in_blocks, config=config), functools.partial(_in_groups, config=config)
-    return jax.lax.platform_dependent(params, x, experts, num_tokens, cpu=in_blocks, default=in_groups)
-
-
-def _of_experts_derivative(config: MoE, operands: tuple[Any, ...], change: jax.Array) -> tuple[Any, ...]:
-    """Returns the derivative of `_in_groups`, for that of `_in_blocks` has a loop whose length is known late."""
-    params, x, experts, num_tokens = operands
-    _, derivative = jax.vjp(lambda params, x: _in_groups(params, x, experts, num_tokens, config=config), params, x)
-    return *derivative(change), None, None
-
-
-_of_experts.defvjp(lambda *operands: (_of_experts(*operands), operands[:4]), _of_experts_derivative)
 
 
 def route(params: MoEParams, x: jax.Array, num_tokens: jax.Array, *, config: MoE) -> tuple[jax.Array, jax.Array]:
@@ -174,69 +155,3 @@ def _of_best_groups(merits: jax.Array, router: Router) -> jax.Array:
     _, chosen = jax.lax.top_k(row_sum(best), router.num_chosen_groups)
     is_chosen = (chosen[:, :, None] == jnp.arange(router.num_groups)[None, None]).any(1)
     return jnp.where(is_chosen[:, :, None], groups, -jnp.inf).reshape(T, E)
-
-
-def _in_blocks(params: MLPParams, x: jax.Array, experts: jax.Array, num_tokens: jax.Array, *, config: MoE) -> jax.Array:
-    """Returns the results f32[T, X, D] of each token's experts, by products of ROW_BLOCK tokens, expert after expert.
-
-    experts of 5 tokens, blocks of 2:   a b a a b  ->  a: 0 2, 3 -   b: 1 4
-    """
-    (T, D), X, E = x.shape, experts.shape[1], config.num_experts
-    by_pair = jnp.where(jnp.arange(T * X) // X < num_tokens, experts.reshape(-1), E)  # padding belongs to no expert
-    order = jnp.argsort(by_pair, stable=True)
-    counts = jnp.zeros((E,), jnp.int32).at[by_pair].add(1, mode="drop")
-    ends, (used,) = jnp.cumsum(counts), jnp.nonzero(counts, size=E, fill_value=0)
-
-    def compute_expert(i: jax.Array, out: jax.Array) -> jax.Array:
-        expert = used[i]
-        # Taken once for all of its blocks, for this copies them.
-        own = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, expert, keepdims=False), params)
-
-        def compute_block(j: jax.Array, out: jax.Array) -> jax.Array:
-            places = ends[expert] - counts[expert] + j * ROW_BLOCK + jnp.arange(ROW_BLOCK)
-            pairs = jnp.where(places < ends[expert], order.at[places].get(mode="clip"), T * X)
-            rows = x.at[pairs // X].get(mode="fill", fill_value=0)
-            y = mlp(own, rows, jnp.asarray(ROW_BLOCK), config=config.expert)
-            return out.at[pairs].set(y.astype(jnp.float32), mode="drop")
-
-        return jax.lax.fori_loop(0, -(-counts[expert] // ROW_BLOCK), compute_block, out)
-
-    out = jax.lax.fori_loop(0, (counts > 0).sum(), compute_expert, jnp.zeros((T * X, D), jnp.float32))
-    return out.reshape(T, X, D)
-
-
-def _in_groups(params: MLPParams, x: jax.Array, experts: jax.Array, num_tokens: jax.Array, *, config: MoE) -> jax.Array:
-    """Returns the results f32[T, X, D] of each token's experts, by grouped products of all experts."""
-    T, X = experts.shape
-    order = jnp.argsort(experts.reshape(-1), stable=True)
-    expert_of = experts.reshape(-1)[order]
-    counts = jnp.zeros((config.num_experts,), jnp.int32).at[expert_of].add(1)
-
-    def linear(rows: jax.Array, w: Any, bias: Any) -> jax.Array:
-        w = _dequantized(w, rows) if isinstance(w, QuantizedArray) else w
-        y = _grouped_product(rows, w, counts).astype(rows.dtype)
-        return y if bias is None else y + bias[expert_of]
-
-    rows = x[order // X]
-    gate = linear(rows, params.gate, params.gate_bias) if config.expert.is_gated else None
-    up = linear(rows, params.up, params.up_bias)
-    y = linear(activate(gate, up, config=config.expert), params.down, params.down_bias)
-    return jnp.zeros(y.shape, jnp.float32).at[order].set(y.astype(jnp.float32)).reshape(T, X, -1)
-
-
-def _dequantized(w: QuantizedArray, rows: jax.Array) -> jax.Array:
-    """Returns the weights [E, out, in] that rows [R, in] are multiplied by, in their dtype."""
-    E, F = w.values.shape[:2]
-    values, scales = w.values.reshape(E * F, -1), w.scales.reshape(E * F, -1)
-    return dequantize(values, scales, None, rows.shape[1]).astype(rows.dtype).reshape(E, F, -1)
-
-
-def _grouped_product(rows: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
-    """Returns rows [R, in] times the transposed weights [E, out, in] of their expert, f32[R, out].
-
-    The first counts[0] rows are of the first expert, and so on.
-    """
-    axes = jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-    )
-    return jax.lax.ragged_dot_general(rows, w, counts, axes, preferred_element_type=jnp.float32)
