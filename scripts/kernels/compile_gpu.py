@@ -151,6 +151,9 @@ def experts(mesh: Any, *, rows: int, bits: int | None = None, group_size: int = 
 step = functools.partial(
     step_case, layout="gpu", num_pages=16384, page_size=16, layer_groups=(1,) * 32, kernels=KERNELS
 )
+sparse_step = functools.partial(
+    step, model="Qwen3-30B-A3B", layer_groups=(1,) * 48, kernels=(*KERNELS, "grouped_matmul")
+)
 decode = functools.partial(attention, q_len=1, num_tokens=DECODE_ROWS, num_rows=DECODE_ROWS)
 verify = functools.partial(attention, q_len=8, num_tokens=128, num_rows=16)
 prefill = functools.partial(attention, q_len=None, num_tokens=4096, num_rows=16)
@@ -198,6 +201,11 @@ CASES: dict[str, Callable[[Any], Case]] = {
         step, step="verify_step", num_tokens=2048, num_rows=16, mixed_q_len=4
     ),
     "step prefill": functools.partial(step, step="prefill_step", num_tokens=2048, num_rows=16),
+    "sparse step decode": functools.partial(sparse_step, step="decode_step", num_tokens=64, num_rows=64),
+    "sparse step decode int4 weights": functools.partial(
+        sparse_step, step="decode_step", num_tokens=64, num_rows=64, quantization="int4"
+    ),
+    "sparse step prefill": functools.partial(sparse_step, step="prefill_step", num_tokens=2048, num_rows=16),
 }
 # Refused there, with a reason; see kernels_pallas/triton.py.
 NO_FP8 = ("A100",)

@@ -32,11 +32,56 @@ class Case(NamedTuple):
     kernels: tuple[str, ...] = ()
 
 
+def llama_3_8b() -> Any:
+    """Returns the description of Llama 3 8B, in one group of layers."""
+    from jaxinfer.model.config import uniform_decoder
+
+    return uniform_decoder(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_position=8192,
+        rope_theta=500000.0,
+    )
+
+
+def qwen3_30b_a3b() -> Any:
+    """Returns the description of Qwen3-30B-A3B, in one group of layers."""
+    from jaxinfer.checkpoint.families.qwen_moe import config_from_hf_3
+
+    return config_from_hf_3(
+        {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "max_position_embeddings": 40960,
+            "rope_theta": 1000000.0,
+            "rms_norm_eps": 1e-6,
+        }
+    )
+
+
+MODELS: Mapping[str, Callable[[], Any]] = {"Llama 3 8B": llama_3_8b, "Qwen3-30B-A3B": qwen3_30b_a3b}
+
+
 def step_case(
     mesh: Any,
     *,
     step: str,
     layout: str,
+    model: str = "Llama 3 8B",
     num_tokens: int,
     num_rows: int,
     num_pages: int,
@@ -48,7 +93,7 @@ def step_case(
     tree_q_len: int = 0,
     mixed_q_len: int = 0,
 ) -> Case:
-    """A whole step of Llama 3 8B, `step` being its name in `jaxinfer.steps.steps`, split over all devices of a mesh.
+    """A whole step of a model of `MODELS`, `step` being its name in `jaxinfer.steps.steps`, split over a whole mesh.
 
     With a `tree_q_len` it verifies trees of that many tokens; with a `mixed_q_len`, drafts beside rows that prefill.
     Everything is bfloat16, except weights that a `quantization` quantizes.
@@ -58,25 +103,14 @@ def step_case(
     from jaxinfer.config import CacheConfig
     from jaxinfer.model.batch import make_batch
     from jaxinfer.model.cache import abstract_cache, cache_shardings
-    from jaxinfer.model.config import uniform_decoder
     from jaxinfer.model.params import abstract_params, shardings
     from jaxinfer.model.quantized_params import quantized_shardings
     from jaxinfer.quantization import quantize_weight
     from jaxinfer.sampling.batch import make_sampling
     from jaxinfer.steps import steps
 
-    config = uniform_decoder(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position=8192,
-        rope_theta=500000.0,
-        layer_groups=layer_groups,
-    )
+    config = MODELS[model]()
+    config = config.regrouped(layer_groups) if layer_groups else config
     params, placement = abstract_params(config, "bfloat16"), shardings(config, mesh)
     if quantization is not None:
         quantized = functools.partial(quantize_weight, quantization=quantization, is_packed=layout != "tpu")

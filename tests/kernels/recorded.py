@@ -31,7 +31,7 @@ def figures_of(
     device: str, cases: Sequence[str], compile_for: Callable[[str, Sequence[str]], dict[str, dict[str, Any]]]
 ) -> dict[str, dict[str, Any]]:
     """Returns the figures of these cases, from the file if its digest is that of today's sources and compilers."""
-    has_steps = any(name.startswith("step") for name in cases)
+    has_steps = any("step" in name.split() for name in cases)
     digest = digest_of(STEP_SOURCES if has_steps else KERNEL_SOURCES, cases)
     path = FOLDER / f"{device}-{cases[0].split()[0]}.json"
     if path.exists() and (known := json.loads(path.read_text()))["digest"] == digest:

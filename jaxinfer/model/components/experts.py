@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxinfer.model.components.mlp import MLP, MLPParams, activate, mlp
 from jaxinfer.quantization import QuantizedArray
-from kernels_pallas.quantized_matmul import dequantize
+from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.row_products import ROW_BLOCK
 
 
@@ -76,8 +76,8 @@ def _in_groups(params: MLPParams, x: jax.Array, experts: jax.Array, num_tokens: 
     counts = jnp.zeros((params.up.shape[0],), jnp.int32).at[expert_of].add(1)
 
     def linear(rows: jax.Array, w: Any, bias: Any) -> jax.Array:
-        w = _dequantized(w, rows) if isinstance(w, QuantizedArray) else w
-        y = _grouped_product(rows, w, counts).astype(rows.dtype)
+        values, scales = (w.values, w.scales) if isinstance(w, QuantizedArray) else (w, None)
+        y = grouped_matmul(rows, values, counts, scales)
         return y if bias is None else y + bias[expert_of]
 
     rows = x[order // X]
@@ -85,21 +85,3 @@ def _in_groups(params: MLPParams, x: jax.Array, experts: jax.Array, num_tokens: 
     up = linear(rows, params.up, params.up_bias)
     y = linear(activate(gate, up, config=config), params.down, params.down_bias)
     return jnp.zeros(y.shape, jnp.float32).at[order].set(y.astype(jnp.float32)).reshape(T, X, -1)
-
-
-def _dequantized(w: QuantizedArray, rows: jax.Array) -> jax.Array:
-    """Returns the weights [E, out, in] that rows [R, in] are multiplied by, in their dtype."""
-    E, F = w.values.shape[:2]
-    values, scales = w.values.reshape(E * F, -1), w.scales.reshape(E * F, -1)
-    return dequantize(values, scales, None, rows.shape[1]).astype(rows.dtype).reshape(E, F, -1)
-
-
-def _grouped_product(rows: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
-    """Returns rows [R, in] times the transposed weights [E, out, in] of their expert, f32[R, out].
-
-    The first counts[0] rows are of the first expert, and so on.
-    """
-    axes = jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-    )
-    return jax.lax.ragged_dot_general(rows, w, counts, axes, preferred_element_type=jnp.float32)
