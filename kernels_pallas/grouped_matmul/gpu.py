@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +74,8 @@ def grouped_matmul_gpu(
 
 
 def _check(rows: jax.Array, weights: jax.Array, interpret: bool) -> None:
+    if rows.shape[0] == 0:
+        raise NotImplementedError("no rows at all are not supported by the GPU kernel; use implementation='reference'")
     dtypes = ("bfloat16", "float16", "float32") if interpret else ("bfloat16", "float16")
     if rows.dtype not in dtypes:
         raise NotImplementedError(f"rows.dtype={rows.dtype} is not supported by the GPU kernel; supported: {dtypes}")
@@ -156,6 +158,27 @@ def tiles_of(counts: jax.Array, *, num_rows: int, block_m: int) -> jax.Array:
     return jnp.stack([expert, first, ends[expert]])
 
 
+class _Tile(NamedTuple):
+    """The rows and channels of a program."""
+
+    expert: jax.Array  # i32[]
+    rows: jax.Array  # i32[block_m]
+    channels: jax.Array  # i32[block_n]
+    is_row: jax.Array  # bool[block_m]  of the expert
+    is_channel: jax.Array  # bool[block_n]
+
+
+class _Block(NamedTuple):
+    """The stored columns that a turn of the loop reads."""
+
+    groups: int  # of inputs that share a scale; 1 without scales
+    group_size: int  # inputs of a group
+    is_packed: bool
+    width: int  # columns of a block
+    span: int  # columns of a group
+    per_group: int  # blocks of a group
+
+
 def _kernel(*refs, names: tuple[str, ...], block_sizes: GroupedBlockSizes) -> None:
     """One program: channels `program_id(0)` of tile `program_id(1)`."""
     arrays = SimpleNamespace(**({"scales": None} | dict(zip(names, refs, strict=False))))
@@ -163,67 +186,39 @@ def _kernel(*refs, names: tuple[str, ...], block_sizes: GroupedBlockSizes) -> No
     expert, first, end = (triton.load(arrays.tiles, (i, pl.program_id(1))) for i in range(3))
     rows = first + jnp.arange(block_sizes.block_m, dtype=jnp.int32)
     channels = pl.program_id(0) * block_sizes.block_n + jnp.arange(block_sizes.block_n, dtype=jnp.int32)
-    is_row, is_channel = rows < end, channels < F
-    groups = 1 if arrays.scales is None else arrays.scales.shape[2]
-    block = _block_of(arrays, groups, block_sizes)
-    multiply = functools.partial(_multiply_block, arrays, expert, rows, channels, is_row, is_channel, block=block)
-    num_blocks = jnp.where(expert < E, groups * block.per_group, 0)
+    tile, block = _Tile(expert, rows, channels, rows < end, channels < F), _block_of(arrays, block_sizes)
     out = jnp.zeros((block_sizes.block_m, block_sizes.block_n), jnp.float32)
-    out = jax.lax.fori_loop(0, num_blocks, multiply, out)
-    if arrays.scales is not None and groups == 1:
-        scales = triton.load(arrays.scales, (expert, channels, 0), is_channel & (expert < E))
+    num_blocks = jnp.where(expert < E, block.groups * block.per_group, 0)
+    out = jax.lax.fori_loop(0, num_blocks, functools.partial(_multiply_block, arrays, tile, block), out)
+    if arrays.scales is not None and block.groups == 1:
+        scales = triton.load(arrays.scales, (expert, channels, 0), tile.is_channel & (expert < E))
         out = out * scales.astype(jnp.float32)[None]
-    triton.store(out_ref, (rows[:, None], channels[None]), out, is_row[:, None] & is_channel[None])
+    triton.store(out_ref, (rows[:, None], channels[None]), out, tile.is_row[:, None] & tile.is_channel[None])
 
 
-@dataclass(frozen=True)
-class _Block:
-    """The stored columns that a turn of the loop reads."""
-
-    group_size: int  # inputs that share a scale
-    is_packed: bool
-    width: int  # columns of a block
-    span: int  # columns of a group
-    per_group: int  # blocks of a group
-
-
-def _block_of(arrays: SimpleNamespace, groups: int, block_sizes: GroupedBlockSizes) -> _Block:
+def _block_of(arrays: SimpleNamespace, block_sizes: GroupedBlockSizes) -> _Block:
     D, columns = arrays.rows.shape[1], arrays.weights.shape[2]
+    groups = 1 if arrays.scales is None else arrays.scales.shape[2]
     span, is_packed = columns // groups, columns < D
     width = block_sizes.block_k // 2 if is_packed else block_sizes.block_k
     width = max(triton.MIN_DOT, min(width, pl.next_power_of_2(span)))
-    return _Block(D // groups, is_packed, width, span, pl.cdiv(span, width))
+    return _Block(groups, D // groups, is_packed, width, span, pl.cdiv(span, width))
 
 
-def _multiply_block(
-    arrays: SimpleNamespace,
-    expert: jax.Array,
-    rows: jax.Array,
-    channels: jax.Array,
-    is_row: jax.Array,
-    is_channel: jax.Array,
-    i: jax.Array,
-    out: jax.Array,
-    *,
-    block: _Block,
-) -> jax.Array:
-    """Adds the product of block i of the inputs to out f32[rows, channels]."""
-    group, part = i // block.per_group, i % block.per_group
+def _multiply_block(arrays: SimpleNamespace, tile: _Tile, block: _Block, i: jax.Array, out: jax.Array) -> jax.Array:
+    """Adds the product of block i of the inputs to out f32[block_m, block_n]."""
+    group, part = (0, i) if block.groups == 1 else (i // block.per_group, i % block.per_group)
     columns = part * block.width + jnp.arange(block.width, dtype=jnp.int32)
-    row_mask, channel_mask = (jnp.broadcast_to(m[:, None], (m.size, block.width)) for m in (is_row, is_channel))
-    if block.span % block.width:
-        is_column = (columns < block.span)[None]
-        row_mask, channel_mask = row_mask & is_column, channel_mask & is_column
-    index = (expert, channels[:, None], (group * block.span + columns)[None])
-    weights = triton.load(arrays.weights, index, channel_mask)
-    has_group_scales = arrays.scales is not None and arrays.scales.shape[2] > 1
-    product = jnp.zeros(out.shape, jnp.float32) if has_group_scales else out
+    is_column = jnp.broadcast_to(True, columns.shape) if block.span % block.width == 0 else columns < block.span
+    index = (tile.expert, tile.channels[:, None], (group * block.span + columns)[None])
+    weights = triton.load(arrays.weights, index, tile.is_channel[:, None] & is_column[None])
+    product = out if block.groups == 1 else jnp.zeros(out.shape, jnp.float32)
     for j, half in enumerate(split_int4(weights) if block.is_packed else (weights,)):
         inputs = group * block.group_size + j * block.span + columns
-        x = triton.load(arrays.rows, (rows[:, None], inputs[None]), row_mask)
+        x = triton.load(arrays.rows, (tile.rows[:, None], inputs[None]), tile.is_row[:, None] & is_column[None])
         wide = half if half.dtype == x.dtype else half.astype(jnp.float32).astype(x.dtype)
         product = product + triton.dot(x, wide, transpose_b=True)
-    if not has_group_scales:
+    if block.groups == 1:
         return product
-    scales = triton.load(arrays.scales, (expert, channels, group), is_channel).astype(jnp.float32)
-    return out + product * scales[None]
+    scales = triton.load(arrays.scales, (tile.expert, tile.channels, group), tile.is_channel)
+    return out + product * scales.astype(jnp.float32)[None]

@@ -232,6 +232,14 @@ def test_what_the_kernel_cannot_do_the_reference_does():
     np.testing.assert_allclose(grouped_matmul(**call), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_no_rows_have_no_results():
+    call, _ = make_call([0, 0], 0)
+
+    assert grouped_matmul(**call).shape == (0, 70)
+    with pytest.raises(NotImplementedError, match="no rows at all"):
+        grouped_matmul(**call, implementation="gpu_interpret")
+
+
 def test_a_tensor_that_offsets_of_32_bits_do_not_reach_is_refused():
     kernel = functools.partial(grouped_matmul_gpu, interpret=True)
     E, F, D = 256, 2048, 7168
