@@ -43,8 +43,8 @@ class GroupedBlockSizes:
 
 # Decoding: reading the weights takes the time, so blocks are long and several programs fit on a multiprocessor.
 FEW_ROWS = GroupedBlockSizes(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=3)
-SOME_ROWS = GroupedBlockSizes(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4)
-MANY_ROWS = GroupedBlockSizes(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=4)
+SOME_ROWS = GroupedBlockSizes(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=3)
+MANY_ROWS = GroupedBlockSizes(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3)
 
 
 def grouped_block_sizes(*, rows: int, num_experts: int) -> GroupedBlockSizes:
@@ -143,7 +143,7 @@ def tiles_of(counts: jax.Array, *, num_rows: int, block_m: int) -> jax.Array:
     The rows of each expert begin a new tile. Rows without an expert have tiles of an expert E, and so have tiles that
     are left over, whose first row is past all rows.
 
-        counts 3 0 5, 9 rows, block_m 4  ->  expert  0 2 2 3    first row  0 3 7 8    end  3 8 8 9
+        counts 3 0 5, 9 rows, block_m 4  ->  expert 0 2 2 3 3   first row 0 3 7 8 12   end 3 8 8 9 9
     """
     E = counts.shape[0]
     counts = jnp.concatenate([counts, num_rows - counts.sum(keepdims=True)])
@@ -188,8 +188,8 @@ def _kernel(*refs, names: tuple[str, ...], block_sizes: GroupedBlockSizes) -> No
     channels = pl.program_id(0) * block_sizes.block_n + jnp.arange(block_sizes.block_n, dtype=jnp.int32)
     tile, block = _Tile(expert, rows, channels, rows < end, channels < F), _block_of(arrays, block_sizes)
     out = jnp.zeros((block_sizes.block_m, block_sizes.block_n), jnp.float32)
-    num_blocks = jnp.where(expert < E, block.groups * block.per_group, 0)
-    out = jax.lax.fori_loop(0, num_blocks, functools.partial(_multiply_block, arrays, tile, block), out)
+    num_blocks = jnp.where(expert < E, jnp.int32(block.groups * block.per_group), jnp.int32(0))
+    out = jax.lax.fori_loop(jnp.int32(0), num_blocks, functools.partial(_multiply_block, arrays, tile, block), out)
     if arrays.scales is not None and block.groups == 1:
         scales = triton.load(arrays.scales, (expert, channels, 0), tile.is_channel & (expert < E))
         out = out * scales.astype(jnp.float32)[None]
@@ -207,7 +207,8 @@ def _block_of(arrays: SimpleNamespace, block_sizes: GroupedBlockSizes) -> _Block
 
 def _multiply_block(arrays: SimpleNamespace, tile: _Tile, block: _Block, i: jax.Array, out: jax.Array) -> jax.Array:
     """Adds the product of block i of the inputs to out f32[block_m, block_n]."""
-    group, part = (0, i) if block.groups == 1 else (i // block.per_group, i % block.per_group)
+    n = jnp.int32(block.per_group)
+    group, part = (jnp.int32(0), i) if block.groups == 1 else (jax.lax.div(i, n), jax.lax.rem(i, n))
     columns = part * block.width + jnp.arange(block.width, dtype=jnp.int32)
     is_column = jnp.broadcast_to(True, columns.shape) if block.span % block.width == 0 else columns < block.span
     index = (tile.expert, tile.channels[:, None], (group * block.span + columns)[None])

@@ -115,17 +115,18 @@ def test_every_size_of_blocks_gives_the_same(block_sizes, bits, group_size):
 def test_the_rows_of_each_expert_begin_a_tile():
     tiles = tiles_of(jnp.array([3, 0, 5], jnp.int32), num_rows=9, block_m=4)
 
-    np.testing.assert_array_equal(tiles, [[0, 2, 2, 3], [0, 3, 7, 8], [3, 8, 8, 9]])
+    np.testing.assert_array_equal(tiles, [[0, 2, 2, 3, 3], [0, 3, 7, 8, 12], [3, 8, 8, 9, 9]])
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(12))
 def test_tiles_hold_every_row_once_and_are_enough(seed):
     generator = np.random.default_rng(seed)
     E, block_m = generator.integers(1, 9), 2 ** generator.integers(0, 5)
     counts = generator.integers(0, 30, E) * generator.integers(0, 2, E)
     num_rows = int(counts.sum() + generator.integers(0, 2) * generator.integers(1, 20)) or 1
 
-    tiles = np.asarray(tiles_of(jnp.asarray(counts, jnp.int32), num_rows=num_rows, block_m=int(block_m)))
+    lay_out = functools.partial(tiles_of, num_rows=num_rows, block_m=int(block_m))
+    tiles = np.asarray(jax.jit(lay_out, compiler_options=UNOPTIMISED)(counts.astype(np.int32)))
 
     owner = np.repeat(np.arange(E + 1), [*counts, num_rows - counts.sum()])
     found = [(row, e) for e, first, end in tiles.T for row in range(first, min(first + block_m, end))]
@@ -148,13 +149,15 @@ def test_the_derivative_is_that_of_the_product_by_its_definition(bits, group_siz
     def product(values: dict[str, Any]) -> jax.Array:
         return grouped_matmul(**call | values, implementation="gpu_interpret")
 
-    _, derivative = jax.vjp(product, {name: call[name] for name in names})
-    (actual,) = derivative(jnp.asarray(change))
+    def derivative_of(values: dict[str, Any]) -> dict[str, jax.Array]:
+        return jax.vjp(product, values)[1](jnp.asarray(change))[0]
+
+    actual = jax.jit(derivative_of, compiler_options=UNOPTIMISED)({name: call[name] for name in names})
 
     # A product is linear in each operand: its derivative along a direction is the product of the direction.
     for name in names:
         direction = jnp.asarray(np.random.default_rng(2).standard_normal(call[name].shape), jnp.float32)
-        along = np.sum(np.asarray(product({name: direction}), np.float64) * change)
+        along = np.sum(np.asarray(jax.jit(product)({name: direction}), np.float64) * change)
         np.testing.assert_allclose(np.sum(actual[name] * direction), along, rtol=1e-4)
 
 
