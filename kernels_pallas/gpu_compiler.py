@@ -97,12 +97,15 @@ def _files_of(package: str, path: str) -> list[Path]:
     return [Path(folder) / path for folder in folders if (Path(folder) / path).exists()]
 
 
-def mesh_of(name: str, num_devices: int = 1) -> Mesh:
-    """Returns a mesh of GPUs of `GPUS`, which need not be here, with one axis "model"."""
+def mesh_of(name: str, axes: Mapping[str, int]) -> Mesh:
+    """Returns a mesh of GPUs of `GPUS`, which need not be here, with axes of these names and sizes."""
     topology = topologies.get_topology_desc(
-        platform="cuda", topology_name=name, target_config=_target_config(GPUS[name]), topology=f"1x1x{num_devices}"
+        platform="cuda",
+        topology_name=name,
+        target_config=_target_config(GPUS[name]),
+        topology=f"1x1x{math.prod(axes.values())}",
     )
-    return Mesh(np.array(topology.devices), ("model",))
+    return Mesh(np.array(topology.devices).reshape(*axes.values()), tuple(axes))
 
 
 def compile_for(name: str, mesh: Mesh, function: Any, **arguments: Any) -> Compiled:

@@ -173,7 +173,7 @@ def run_layer(
     """Returns the states [T, D] after one layer for x [T, D], and the layer's pages."""
     if layer.mixer is not None:
         x, pages = mix(params, pages, x, x, inputs, angles, page_offset, layer=layer)
-    return feed_forward(params, x, inputs.num_tokens, layer=layer), pages
+    return feed_forward(params, x, inputs.num_tokens, layer=layer, mesh=inputs.mesh), pages
 
 
 def mix(
@@ -212,14 +212,19 @@ def mix(
     return _add(x, h, params.mixer_post_norm, layer), pages
 
 
-def feed_forward(params: LayerParams, x: jax.Array, num_tokens: jax.Array, *, layer: Layer) -> jax.Array:
-    """Returns the states [T, D] after the second half of a layer for x [T, D]; x itself if there is none."""
+def feed_forward(
+    params: LayerParams, x: jax.Array, num_tokens: jax.Array, *, layer: Layer, mesh: Mesh | None = None
+) -> jax.Array:
+    """Returns the states [T, D] after the second half of a layer for x [T, D]; x itself if there is none.
+
+    `mesh`: the mesh that the parameters are split over, if any.
+    """
     if layer.feed_forward is None:
         return x
     h = _normed(x, params.feed_forward_norm, layer.norm)
     if isinstance(layer.feed_forward, MoE):
         assert isinstance(params.feed_forward, MoEParams)
-        h = moe(params.feed_forward, h, num_tokens, config=layer.feed_forward)
+        h = moe(params.feed_forward, h, num_tokens, config=layer.feed_forward, mesh=mesh)
     else:
         assert isinstance(params.feed_forward, MLPParams)
         h = mlp(params.feed_forward, h, num_tokens, config=layer.feed_forward)

@@ -65,6 +65,7 @@ TENSOR_PARALLEL_RULES: Mapping[str, str] = {
     "heads": "model",
     "kv_heads": "model",
     "mlp": "model",
+    "experts": "experts",
 }
 
 

@@ -22,7 +22,15 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from scripts.kernels.compilers import Case, compile_in_process, memory_figures, on_mesh, print_figures, step_case
+from scripts.kernels.compilers import (
+    Case,
+    axes_of,
+    compile_in_process,
+    memory_figures,
+    on_mesh,
+    print_figures,
+    step_case,
+)
 
 DEVICES = ("A100", "L4", "H200")
 # Several devices are written with their number; they compile steps alone.
@@ -147,13 +155,16 @@ def experts(mesh: Any, *, rows: int, bits: int | None = None, group_size: int = 
     return Case(jax.jit(multiply), on_mesh(arguments, mesh), kernels=() if is_plain else ("grouped_matmul",))
 
 
-# Over a pool of 256 Ki tokens, 34 GB; the layers in groups of one, as `load_checkpoint` makes them on GPU.
-step = functools.partial(
-    step_case, layout="gpu", num_pages=16384, page_size=16, layer_groups=(1,) * 32, kernels=KERNELS
-)
-sparse_step = functools.partial(
-    step, model="Qwen3-30B-A3B", layer_groups=(1,) * 48, kernels=(*KERNELS, "grouped_matmul")
-)
+def sparse_step(mesh: Any, **options: Any) -> Case:
+    """A whole step of Qwen3-30B-A3B."""
+    from scripts.kernels.large_models import config_of
+
+    kernels = (*KERNELS, "grouped_matmul")
+    return step(mesh, make_config=lambda: config_of("Qwen3-30B-A3B"), **options | {"kernels": kernels})
+
+
+# Over a pool of 256 Ki tokens, 34 GB.
+step = functools.partial(step_case, layout="gpu", num_pages=16384, page_size=16, kernels=KERNELS)
 decode = functools.partial(attention, q_len=1, num_tokens=DECODE_ROWS, num_rows=DECODE_ROWS)
 verify = functools.partial(attention, q_len=8, num_tokens=128, num_rows=16)
 prefill = functools.partial(attention, q_len=None, num_tokens=4096, num_rows=16)
@@ -201,23 +212,22 @@ CASES: dict[str, Callable[[Any], Case]] = {
         step, step="verify_step", num_tokens=2048, num_rows=16, mixed_q_len=4
     ),
     "step prefill": functools.partial(step, step="prefill_step", num_tokens=2048, num_rows=16),
-    "sparse step decode": functools.partial(sparse_step, step="decode_step", num_tokens=64, num_rows=64),
+    # Beside the steps of `large_models`, which are bfloat16.
     "sparse step decode int4 weights": functools.partial(
         sparse_step, step="decode_step", num_tokens=64, num_rows=64, quantization="int4"
     ),
-    "sparse step prefill": functools.partial(sparse_step, step="prefill_step", num_tokens=2048, num_rows=16),
 }
 # Refused there, with a reason; see kernels_pallas/triton.py.
 NO_FP8 = ("A100",)
 
 
-def compile_case(device: str, name: str) -> dict[str, Any]:
+def compile_case(device: str, make_case: Callable[[Any], Case]) -> dict[str, Any]:
     """Returns what a case needs, its Pallas kernels under "kernels"."""
     from kernels_pallas import gpu_compiler
 
-    device, _, num_devices = device.partition("-")
-    mesh = gpu_compiler.mesh_of(device, int(num_devices or 1))
-    case = CASES[name](mesh)
+    device, axes = axes_of(device)
+    mesh = gpu_compiler.mesh_of(device, axes)
+    case = make_case(mesh)
     compiled = gpu_compiler.compile_for(device, mesh, case.function, **case.arguments)
     gpu = gpu_compiler.GPUS[device]
     return {
@@ -259,7 +269,7 @@ def main() -> None:
     parser.add_argument("--worker", choices=MESHES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        return print_figures(arguments.cases, functools.partial(compile_case, arguments.worker))
+        return print_figures(arguments.cases, lambda name: compile_case(arguments.worker, CASES[name]))
     if not can_compile():
         sys.exit('the CUDA compiler is not installed: pip install "jaxinfer[aot]"')
     program = ("temporary_bytes", "in_place", "num_launches", "seconds", "processor_seconds")

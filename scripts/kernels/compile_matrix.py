@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import os
 import sys
 import tempfile
@@ -27,10 +28,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from kernels_pallas.paged_attention.tpu.block_sizes import Blocks
-from scripts.kernels.compilers import Case, compile_in_process, memory_figures, on_mesh, print_figures, step_case
+from scripts.kernels.compilers import (
+    Case,
+    axes_of,
+    compile_in_process,
+    memory_figures,
+    on_mesh,
+    print_figures,
+    step_case,
+)
 from scripts.kernels.tpu_schedule import schedule_figures
 
-# The name of a topology and the arguments that pick one chip of it.
+# The name of a topology with enough chips, and the arguments that pick one chip of it.
 ONE_CHIP = {"chips_per_host_bounds": [1, 1, 1]}
 TOPOLOGIES = {
     "v5e": ("v5e:1x1", ONE_CHIP),
@@ -39,6 +48,12 @@ TOPOLOGIES = {
     "tpu7x": ("tpu7x:2x2x1", {}),
     "v5e-8": ("v5e:2x4", {}),
     "v6e-8": ("v6e:2x4", {}),
+    "v5p-2": ("v5p:2x2x1", {}),
+    "v5p-4": ("v5p:2x2x1", {}),
+    "v6e-4": ("v6e:2x2", {}),
+    "v5p-4x4": ("v5p:2x2x4", {}),
+    "v6e-8x2": ("v6e:4x4", {}),
+    "v6e-8x8": ("v6e:8x8", {}),
 }
 KERNEL_DEVICES = ("v5e", "v5p", "v6e", "tpu7x")
 
@@ -191,7 +206,7 @@ def compile_for(device: str, cases: Iterable[str], script: str = __file__) -> di
             "TPU_WORKER_HOSTNAMES": "localhost",
             "TPU_ACCELERATOR_TYPE": "v5litepod-4",
         }
-        if not all(name.startswith("step") for name in cases):  # a whole step would spend its time writing
+        if not all("step" in name.split() for name in cases):  # a whole step would spend its time writing
             environment["LIBTPU_INIT_ARGS"] = (
                 f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"
             )
@@ -199,14 +214,15 @@ def compile_for(device: str, cases: Iterable[str], script: str = __file__) -> di
 
 
 def mesh_of(device: str) -> Any:
-    """Returns a mesh of the chips of a device, which need not be here."""
+    """Returns a mesh of the chips of a device, which need not be here; `axes_of` has its axes."""
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh
 
     topology, arguments = TOPOLOGIES[device]
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **arguments).devices
-    return Mesh(np.array(devices if device.endswith("-8") else devices[:1]), ("model",))
+    _, axes = axes_of(device)
+    return Mesh(np.array(devices[: math.prod(axes.values())]).reshape(*axes.values()), tuple(axes))
 
 
 def compile_case(mesh: Any, dump: Path, make_case: Callable[[Any], Case]) -> dict[str, Any]:

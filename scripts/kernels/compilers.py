@@ -10,7 +10,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:  # the scripts themselves start without jax
+    from jaxinfer.model.config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 # What jax would do for the machine at hand is not wanted: it would look for a driver, and what comes from a cache of
@@ -32,8 +35,17 @@ class Case(NamedTuple):
     kernels: tuple[str, ...] = ()
 
 
-def llama_3_8b() -> Any:
-    """Returns the description of Llama 3 8B, in one group of layers."""
+def axes_of(device: str) -> tuple[str, dict[str, int]]:
+    """Returns the name of the device and the sizes of the axes of a mesh: "v6e", "v6e-8" or "v6e-4x8".
+
+    A single number is of the axis "model", two are of "experts" and "model".
+    """
+    name, _, numbers = device.partition("-")
+    sizes = [int(number) for number in numbers.split("x")] if numbers else [1]
+    return name, dict(zip(("experts", "model")[-len(sizes) :], sizes, strict=True))
+
+
+def llama_3_8b() -> ModelConfig:
     from jaxinfer.model.config import uniform_decoder
 
     return uniform_decoder(
@@ -49,51 +61,24 @@ def llama_3_8b() -> Any:
     )
 
 
-def qwen3_30b_a3b() -> Any:
-    """Returns the description of Qwen3-30B-A3B, in one group of layers."""
-    from jaxinfer.checkpoint.families.qwen_moe import config_from_hf_3
-
-    return config_from_hf_3(
-        {
-            "vocab_size": 151936,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": True,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "max_position_embeddings": 40960,
-            "rope_theta": 1000000.0,
-            "rms_norm_eps": 1e-6,
-        }
-    )
-
-
-MODELS: Mapping[str, Callable[[], Any]] = {"Llama 3 8B": llama_3_8b, "Qwen3-30B-A3B": qwen3_30b_a3b}
-
-
 def step_case(
     mesh: Any,
     *,
+    make_config: Callable[[], ModelConfig] = llama_3_8b,
     step: str,
     layout: str,
-    model: str = "Llama 3 8B",
     num_tokens: int,
     num_rows: int,
     num_pages: int,
     page_size: int,
     max_context: int = 8192,
     quantization: str | None = None,
-    layer_groups: tuple[int, ...] = (),
+    num_bounded_pages: tuple[int, ...] = (),
     kernels: tuple[str, ...] = (),
     tree_q_len: int = 0,
     mixed_q_len: int = 0,
 ) -> Case:
-    """A whole step of a model of `MODELS`, `step` being its name in `jaxinfer.steps.steps`, split over a whole mesh.
+    """A whole step of a model, `step` being its name in `jaxinfer.steps.steps`, split over all devices of a mesh.
 
     With a `tree_q_len` it verifies trees of that many tokens; with a `mixed_q_len`, drafts beside rows that prefill.
     Everything is bfloat16, except weights that a `quantization` quantizes.
@@ -101,7 +86,7 @@ def step_case(
     import jax
 
     from jaxinfer.config import CacheConfig
-    from jaxinfer.model.batch import make_batch
+    from jaxinfer.model.batch import lay_out_batch
     from jaxinfer.model.cache import abstract_cache, cache_shardings
     from jaxinfer.model.params import abstract_params, shardings
     from jaxinfer.model.quantized_params import quantized_shardings
@@ -109,20 +94,22 @@ def step_case(
     from jaxinfer.sampling.batch import make_sampling
     from jaxinfer.steps import steps
 
-    config = MODELS[model]()
-    config = config.regrouped(layer_groups) if layer_groups else config
+    config = make_config()
+    if layout == "gpu":  # as `load_checkpoint` groups layers there
+        config = config.regrouped((1,) * config.num_layers)
     params, placement = abstract_params(config, "bfloat16"), shardings(config, mesh)
     if quantization is not None:
         quantized = functools.partial(quantize_weight, quantization=quantization, is_packed=layout != "tpu")
         by_name = functools.partial(jax.tree_util.tree_map_with_path, lambda path, w: quantized(path[-1].name, w))
         params = jax.eval_shape(by_name, params)
         placement = quantized_shardings(placement)
-    cache = abstract_cache(config, CacheConfig(num_pages=num_pages, page_size=page_size, dtype="bfloat16"), layout)
+    pages = {"num_pages": num_pages, "num_bounded_pages": num_bounded_pages, "page_size": page_size}
+    cache = abstract_cache(config, CacheConfig(**pages, dtype="bfloat16"), layout)
     cache = placed(cache, cache_shardings(cache, mesh))
     sizes = {"num_tokens": num_tokens, "num_rows": num_rows, "table_width": max_context // page_size}
     num_masks = num_tokens if tree_q_len else num_rows * mixed_q_len or None
     host = {
-        "batch": make_batch([], page_size=page_size, **sizes),
+        "batch": lay_out_batch([], page_size=page_size, num_further_kinds=len(config.page_kinds) - 1, **sizes),
         "sampling": make_sampling([], num_rows=num_rows, vocab_size=config.vocab_size, num_masks=num_masks),
     }
     statics = {}
@@ -152,7 +139,7 @@ def on_mesh(tree: Any, mesh: Any) -> Any:
 
 
 def memory_figures(compiled: Any, cache: Any) -> dict[str, Any]:
-    """Returns the bytes that a program takes beside arguments and results, and whether it updates the cache in place.
+    """Returns the bytes of a program's arguments, those beside arguments and results, and if the cache stays in place.
 
     All per device.
     """
@@ -164,7 +151,11 @@ def memory_figures(compiled: Any, cache: Any) -> dict[str, Any]:
 
     memory = compiled.memory_analysis()
     in_place = memory.alias_size_in_bytes >= sum(map(size, jax.tree.leaves(cache)))
-    return {"temporary_bytes": memory.temp_size_in_bytes, "in_place": in_place}
+    return {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "in_place": in_place,
+    }
 
 
 def compile_in_process(

@@ -22,7 +22,8 @@ KERNEL_SOURCES = ("kernels_pallas", "scripts/kernels")
 STEP_SOURCES = (
     *KERNEL_SOURCES,
     *(f"jaxinfer/{name}" for name in ("model", "sampling", "steps", "quantization")),
-    *("jaxinfer/config.py", "jaxinfer/sampling_params.py"),
+    *(f"jaxinfer/checkpoint/{name}" for name in ("config_json", "families")),
+    *("jaxinfer/config.py", "jaxinfer/sampling_params.py", "jaxinfer/engine/execution/memory_plan.py"),
 )
 COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12")
 

@@ -1,26 +1,116 @@
-"""The results of each token's experts, in a form for CPUs and one for accelerators."""
+"""The weighted sum of each token's experts, in a form for CPUs and one for accelerators and meshes."""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
-from jaxinfer.model.components.mlp import MLP, MLPParams, activate, mlp
+from jaxinfer.model.components.mlp import MLP, MLPParams, activate, declare_mlp, mlp
 from jaxinfer.quantization import QuantizedArray
-from kernels_pallas.grouped_matmul import grouped_matmul
-from kernels_pallas.row_products import ROW_BLOCK
+from kernels_pallas.grouped_matmul import dequantize_experts, grouped_matmul
+from kernels_pallas.paged_attention import HEADS_AXIS
+from kernels_pallas.row_products import ROW_BLOCK, rounded
+from kernels_pallas.row_sum import row_sum
+
+# The mesh axis that whole experts are split over. The axis of heads splits each of them, as it does any MLP.
+EXPERTS_AXIS = "experts"
+_MESH_AXES = {"experts": EXPERTS_AXIS, "mlp": HEADS_AXIS}
 
 
-def of_experts(params: MLPParams, x: jax.Array, experts: jax.Array, num_tokens: jax.Array, *, config: MLP) -> jax.Array:
-    """Returns the results f32[T, X, D] of each token's experts i32[T, X], for x [T, D].
+def sum_of_experts(
+    params: MLPParams,
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    num_tokens: jax.Array,
+    *,
+    config: MLP,
+    mesh: Mesh | None = None,
+) -> jax.Array:
+    """Returns the sum [T, D] of each token's experts i32[T, X] times their weights f32[T, X], for x [T, D].
 
-    `params` are tensors [E, ...] of E experts. Later tokens than the first `num_tokens` are padding.
+    `params` has the tensors [E, ...] of all experts. Tokens after the first `num_tokens` are padding. Each device of a
+    `mesh` computes its own experts and its own part of them, and the devices' sums are added in float32.
     """
+    axes = _split_axes(mesh, params.up.shape[0], config.intermediate_size)
+    if mesh is not None and axes:
+        return _sum_over_mesh(params, x, experts, weights, num_tokens, config, mesh, axes)
     results: Any = _of_experts(params, x, experts, num_tokens, config)
-    return results
+    return _weighted_sum(results, weights).astype(x.dtype)
+
+
+def _weighted_sum(results: jax.Array, weights: jax.Array) -> jax.Array:
+    # Rounded before they are added, and added in a fixed order: so a token's sum has the same bits in any step.
+    weighted = rounded(results * weights[..., None])
+    return row_sum(weighted.swapaxes(1, 2))
+
+
+def _split_axes(mesh: Mesh | None, num_experts: int, intermediate_size: int) -> tuple[str, ...]:
+    """Returns the axes of a mesh that split experts. An axis that does not divide them leaves them whole."""
+    sizes = {EXPERTS_AXIS: num_experts, HEADS_AXIS: intermediate_size}
+    counts = {} if mesh is None else {axis: n for axis, n in mesh.shape.items() if n > 1}
+    return tuple(axis for axis, size in sizes.items() if axis in counts and size % counts[axis] == 0)
+
+
+def _sum_over_mesh(
+    params: MLPParams,
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    num_tokens: jax.Array,
+    config: MLP,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+) -> jax.Array:
+    E = params.up.shape[0]
+
+    def sum_of_own(
+        params: MLPParams, x: jax.Array, experts: jax.Array, weights: jax.Array, num_tokens: jax.Array
+    ) -> jax.Array:
+        if EXPERTS_AXIS in axes:  # the first E / n are those of this device
+            experts = (experts - jax.lax.axis_index(EXPERTS_AXIS) * params.up.shape[0]) % E
+        if HEADS_AXIS in axes and params.down_bias is not None:  # one device adds it
+            is_first = jax.lax.axis_index(HEADS_AXIS) == 0
+            params = replace(params, down_bias=jnp.where(is_first, params.down_bias, 0))
+        results = _in_groups(params, x, experts, num_tokens, config=config)
+        return jax.lax.psum(_weighted_sum(results, weights), axes)
+
+    def spec(_: tuple[int, ...], names: tuple[str, ...], __: float | None = None) -> Any:
+        found = (_MESH_AXES.get(name) for name in ("experts", *names))
+        return PartitionSpec(*(axis if axis in axes else None for axis in found))
+
+    whole, specs = PartitionSpec(), declare_mlp(config, x.shape[1], spec)
+    params, specs = _split_groups(params, specs, mesh, x, config)
+    # Kernels are opaque to the replication check.
+    split = jax.shard_map(sum_of_own, mesh=mesh, in_specs=(specs, *(whole,) * 4), out_specs=whole, check_vma=False)
+    return split(params, x, experts, weights, num_tokens).astype(x.dtype)
+
+
+def _split_groups(params: MLPParams, specs: Any, mesh: Mesh, x: jax.Array, config: MLP) -> tuple[MLPParams, Any]:
+    """Returns experts and specs that split quantized weights and their scales alike.
+
+    Weights with a group of inputs on two devices become floating point, in the dtype of x [T, D].
+    """
+    inputs = {"gate": x.shape[1], "up": x.shape[1], "down": config.intermediate_size}
+    for name, num_inputs in inputs.items():
+        w, spec = getattr(params, name), getattr(specs, name)
+        if not isinstance(w, QuantizedArray):
+            continue
+        n = 1 if spec[-1] is None else mesh.shape[spec[-1]]
+        if w.scales.shape[-1] % n == 0:
+            specs = replace(specs, **{name: QuantizedArray(values=spec, scales=spec)})
+        elif w.scales.shape[-1] == 1 and w.values.shape[-1] == num_inputs:  # not packed: any part has its scale
+            of_scales = PartitionSpec(*spec[:-1], None)
+            specs = replace(specs, **{name: QuantizedArray(values=spec, scales=of_scales)})
+        else:
+            wide = dequantize_experts(w.values, w.scales, num_inputs, x.dtype)
+            params = replace(params, **{name: wide})
+    return params, specs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -39,15 +129,24 @@ def _of_experts_derivative(config: MLP, operands: tuple[Any, ...], change: jax.A
 _of_experts.defvjp(lambda *operands: (_of_experts(*operands), operands[:4]), _of_experts_derivative)
 
 
+def _sorted_pairs(experts: jax.Array, num_tokens: jax.Array, E: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the pairs i32[T X] of a token and its expert, expert after expert, and the number of each i32[E].
+
+    Pairs of padding, and of experts outside [0, E), come last and are not counted.
+    """
+    T, X = experts.shape
+    by_pair = jnp.where(jnp.arange(T * X) // X < num_tokens, experts.reshape(-1), E)  # padding belongs to no expert
+    order = jnp.argsort(by_pair, stable=True)
+    return order, jnp.zeros((E,), jnp.int32).at[by_pair].add(1, mode="drop")
+
+
 def _in_blocks(params: MLPParams, x: jax.Array, experts: jax.Array, num_tokens: jax.Array, *, config: MLP) -> jax.Array:
     """Returns the results f32[T, X, D] of each token's experts, by products of ROW_BLOCK tokens, expert after expert.
 
     experts of 5 tokens, blocks of 2:   a b a a b  ->  a: 0 2, 3 -   b: 1 4
     """
     (T, D), X, E = x.shape, experts.shape[1], params.up.shape[0]
-    by_pair = jnp.where(jnp.arange(T * X) // X < num_tokens, experts.reshape(-1), E)  # padding belongs to no expert
-    order = jnp.argsort(by_pair, stable=True)
-    counts = jnp.zeros((E,), jnp.int32).at[by_pair].add(1, mode="drop")
+    order, counts = _sorted_pairs(experts, num_tokens, E)
     ends, (used,) = jnp.cumsum(counts), jnp.nonzero(counts, size=E, fill_value=0)
 
     def compute_expert(i: jax.Array, out: jax.Array) -> jax.Array:
@@ -69,19 +168,25 @@ def _in_blocks(params: MLPParams, x: jax.Array, experts: jax.Array, num_tokens: 
 
 
 def _in_groups(params: MLPParams, x: jax.Array, experts: jax.Array, num_tokens: jax.Array, *, config: MLP) -> jax.Array:
-    """Returns the results f32[T, X, D] of each token's experts, by grouped products of all experts."""
-    T, X = experts.shape
-    order = jnp.argsort(experts.reshape(-1), stable=True)
+    """Returns the results f32[T, X, D] of each token's experts, by grouped products of all experts.
+
+    The results of padding, and of experts past the last of `params`, are zeros.
+    """
+    (T, X), E = experts.shape, params.up.shape[0]
+    order, counts = _sorted_pairs(experts, num_tokens, E)
     expert_of = experts.reshape(-1)[order]
-    counts = jnp.zeros((params.up.shape[0],), jnp.int32).at[expert_of].add(1)
+    num_pairs = counts.sum()
+    pairs = jnp.where(jnp.arange(T * X) < num_pairs, order, T * X)
 
     def linear(rows: jax.Array, w: Any, bias: Any) -> jax.Array:
         values, scales = (w.values, w.scales) if isinstance(w, QuantizedArray) else (w, None)
         y = grouped_matmul(rows, values, counts, scales)
-        return y if bias is None else y + bias[expert_of]
+        return y if bias is None else y + bias.at[expert_of].get(mode="fill", fill_value=0)
 
-    rows = x[order // X]
+    rows = x.at[pairs // X].get(mode="fill", fill_value=0)
     gate = linear(rows, params.gate, params.gate_bias) if config.is_gated else None
     up = linear(rows, params.up, params.up_bias)
     y = linear(activate(gate, up, config=config), params.down, params.down_bias)
-    return jnp.zeros(y.shape, jnp.float32).at[order].set(y.astype(jnp.float32)).reshape(T, X, -1)
+    places = jnp.argsort(order)  # of each pair's row
+    results = y.at[jnp.where(places < num_pairs, places, T * X)].get(mode="fill", fill_value=0)
+    return results.astype(jnp.float32).reshape(T, X, -1)

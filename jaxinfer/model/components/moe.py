@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 
-from jaxinfer.model.components.experts import of_experts
+from jaxinfer.model.components.experts import sum_of_experts
 from jaxinfer.model.components.layers import MakeSpec, TensorSpec, product
 from jaxinfer.model.components.mlp import MLP, MLPParams, declare_mlp, mlp
 from jaxinfer.validation import require, require_bool, require_int, require_name, require_positive
@@ -83,6 +84,7 @@ class MoE:
 class MoEParams:
     """Tensors of n stacked layers."""
 
+    # Every device chooses among all experts, so the router's tensors are not split.
     router: Any  # [n, E, D]
     experts: MLPParams  # [n, E, ...]
     router_bias: Any = None  # [n, E]
@@ -99,22 +101,22 @@ def declare_moe(config: MoE, hidden_size: int, spec: MakeSpec) -> MoEParams:
         return spec((E, *sizes), ("experts", *axes), scale)
 
     return MoEParams(
-        router=spec((E, D), ("experts", "embed")),
+        router=spec((E, D), ("choices", "embed")),
         experts=declare_mlp(config.expert, D, of_experts),
-        router_bias=spec((E,), ("experts",)) if config.router.has_bias else None,
-        choice_bias=spec((E,), ("experts",)) if config.router.has_choice_bias else None,
+        router_bias=spec((E,), ("choices",)) if config.router.has_bias else None,
+        choice_bias=spec((E,), ("choices",)) if config.router.has_choice_bias else None,
         shared=None if config.shared is None else declare_mlp(config.shared, D, spec),
         shared_gate=spec((1, D), ("one", "embed")) if config.has_shared_gate else None,
     )
 
 
-def moe(params: MoEParams, x: jax.Array, num_tokens: jax.Array, *, config: MoE) -> jax.Array:
-    """Returns the weighted sum of each token's experts, and of the shared one, [T, D] for x [T, D]."""
+def moe(params: MoEParams, x: jax.Array, num_tokens: jax.Array, *, config: MoE, mesh: Mesh | None = None) -> jax.Array:
+    """Returns the weighted sum of each token's experts, and of the shared one, [T, D] for x [T, D].
+
+    `mesh`: the mesh that the experts are split over, if any.
+    """
     experts, weights = route(params, x, num_tokens, config=config)
-    results = of_experts(params.experts, x, experts, num_tokens, config=config.expert)
-    # Rounded before they are added, and added in a fixed order: so a token's sum has the same bits in any step.
-    weighted = rounded(results * weights[..., None])
-    out = row_sum(weighted.swapaxes(1, 2)).astype(x.dtype)
+    out = sum_of_experts(params.experts, x, experts, weights, num_tokens, config=config.expert, mesh=mesh)
     if params.shared is None or config.shared is None:
         return out
     shared = mlp(params.shared, x, num_tokens, config=config.shared)

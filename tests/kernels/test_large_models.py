@@ -1,0 +1,30 @@
+"""Whole steps of large models under the real compilers: they fit the devices they need, with the cache in place."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.kernels import compile_gpu, compile_matrix
+from scripts.kernels.compilers import axes_of
+from scripts.kernels.large_models import MEMORY, MESHES, cases_of, compile_for, is_gpu
+from tests.kernels.recorded import figures_of
+
+pytestmark = pytest.mark.aot
+
+CASES = [(model, device, name) for model, meshes in MESHES.items() for device in meshes for name in cases_of(model)]
+
+
+@pytest.mark.parametrize(("model", "device", "name"), CASES)
+def test_a_step_of_a_large_model_fits_its_devices(model, device, name):
+    compiler = compile_gpu if is_gpu(device) else compile_matrix
+    if not compiler.can_compile():
+        pytest.skip('no compiler for this device; pip install "jaxinfer[aot]"')
+
+    figures = figures_of(device, cases_of(model), compile_for)[name]
+
+    assert "error" not in figures, figures["error"]
+    assert figures["in_place"]
+    assert figures["argument_bytes"] + figures["temporary_bytes"] < MEMORY[axes_of(device)[0]]
+    # Of all threads, for other work on the machine lengthens the time by the clock.
+    assert figures["processor_seconds"] < 180
+    assert [kernel["name"] for kernel in figures.get("kernels", ()) if kernel["spill_bytes"]] == []

@@ -1,0 +1,22 @@
+"""Programs with several CPU devices, which JAX makes at its start only: in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_on_devices(num_devices: int, *arguments: str) -> str:
+    """Runs python with these arguments and that many CPU devices, and returns its standard output."""
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={num_devices}",
+        "JAX_PLATFORMS": "cpu",
+    }
+    command = [sys.executable, *arguments]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout
