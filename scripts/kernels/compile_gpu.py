@@ -155,12 +155,10 @@ def experts(mesh: Any, *, rows: int, bits: int | None = None, group_size: int = 
     return Case(jax.jit(multiply), on_mesh(arguments, mesh), kernels=() if is_plain else ("grouped_matmul",))
 
 
-def sparse_step(mesh: Any, **options: Any) -> Case:
-    """A whole step of Qwen3-30B-A3B."""
-    from scripts.kernels.large_models import config_of
+def qwen3_30b_a3b() -> Any:
+    from scripts.kernels.large_models import config_of  # which imports this module
 
-    kernels = (*KERNELS, "grouped_matmul")
-    return step(mesh, make_config=lambda: config_of("Qwen3-30B-A3B"), **options | {"kernels": kernels})
+    return config_of("Qwen3-30B-A3B")
 
 
 # Over a pool of 256 Ki tokens, 34 GB.
@@ -212,9 +210,15 @@ CASES: dict[str, Callable[[Any], Case]] = {
         step, step="verify_step", num_tokens=2048, num_rows=16, mixed_q_len=4
     ),
     "step prefill": functools.partial(step, step="prefill_step", num_tokens=2048, num_rows=16),
-    # Beside the steps of `large_models`, which are bfloat16.
+    # `large_models` has the steps in bfloat16.
     "sparse step decode int4 weights": functools.partial(
-        sparse_step, step="decode_step", num_tokens=64, num_rows=64, quantization="int4"
+        step,
+        make_config=qwen3_30b_a3b,
+        step="decode_step",
+        num_tokens=64,
+        num_rows=64,
+        quantization="int4",
+        kernels=(*KERNELS, "grouped_matmul"),
     ),
 }
 # Refused there, with a reason; see kernels_pallas/triton.py.
