@@ -200,7 +200,7 @@ def make_case(name: str, layout: str, mesh: Any) -> Case:
         num_bounded_pages=tuple(kind.num_pages for kind in plan_further_kinds(config, limits, MAX_CONTEXT)),
         page_size=PAGE_SIZE,
         max_context=MAX_CONTEXT,
-        kernels=compile_gpu.KERNELS if layout == "gpu" else (),
+        kernels=(*compile_gpu.KERNELS, "grouped_matmul") if layout == "gpu" else (),
     )
 
 
