@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 
+from kernels_pallas.dispatch import call_best
 from kernels_pallas.quantized_matmul.gpu import quantized_matmul_gpu
 from kernels_pallas.quantized_matmul.reference import quantized_matmul_reference
 
@@ -45,18 +46,7 @@ def quantized_matmul(
       NotImplementedError: when the named implementation cannot do this call, with the reason.
     """
     _check_shapes(x, weights, scales, zeros)
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation={implementation!r:.80} is unknown; choose from {sorted(IMPLEMENTATIONS)} or None"
-        )
-    names = list(IMPLEMENTATIONS) if implementation is None else [implementation]
-    for name in names:
-        try:
-            return IMPLEMENTATIONS[name](x, weights, scales, zeros)
-        except NotImplementedError:
-            if name == names[-1]:
-                raise
-    raise RuntimeError("no implementation of the quantized product is registered")
+    return call_best(IMPLEMENTATIONS, implementation, (x, weights, scales, zeros))
 
 
 def _check_shapes(x, weights, scales, zeros) -> None:

@@ -133,12 +133,36 @@ def product(
     return Case(jax.jit(plain if is_plain else quantized_matmul), arguments, kernels=kernels)
 
 
+def experts(mesh: Any, *, rows: int, bits: int | None = None, group_size: int = 128, is_plain: bool = False) -> Case:
+    """A grouped product with the sizes of Qwen3-30B-A3B, its 128 experts of 2,048 inputs and 768 channels.
+
+    A token has 8 rows. Weights are bfloat16, or integers of `bits` bits; `is_plain` takes jax's own product.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from kernels_pallas.grouped_matmul import grouped_matmul
+
+    E, F, D = 128, 768, 2048
+    shape = jax.ShapeDtypeStruct
+    arguments = {
+        "rows": shape((rows, D), jnp.bfloat16),
+        "weights": shape((E, F, D), jnp.bfloat16) if bits is None else shape((E, F, D * bits // 8), jnp.int8),
+        "counts": shape((E,), jnp.int32),
+        "scales": None if bits is None else shape((E, F, D // group_size), jnp.float32),
+    }
+    multiply = functools.partial(grouped_matmul, implementation="reference") if is_plain else grouped_matmul
+    return Case(jax.jit(multiply), on_mesh(arguments, mesh), kernels=() if is_plain else ("grouped_matmul",))
+
+
 # Over a pool of 256 Ki tokens, 34 GB.
 step = functools.partial(step_case, layout="gpu", num_pages=16384, page_size=16, kernels=KERNELS)
+sparse_step = functools.partial(step, model="Qwen3-30B-A3B", kernels=(*KERNELS, "grouped_matmul"))
 decode = functools.partial(attention, q_len=1, num_tokens=DECODE_ROWS, num_rows=DECODE_ROWS)
 verify = functools.partial(attention, q_len=8, num_tokens=128, num_rows=16)
 prefill = functools.partial(attention, q_len=None, num_tokens=4096, num_rows=16)
 decode_latents = functools.partial(latents, q_len=1, num_tokens=DECODE_ROWS, num_rows=DECODE_ROWS)
+WEIGHTS_OF_EXPERTS = {"": {}, "int8 ": {"bits": 8, "group_size": 2048}, "int4 ": {"bits": 4}}
 
 CASES: dict[str, Callable[[Any], Case]] = {
     **{f"decode H={H}": functools.partial(decode, head_dim=H) for H in (64, 80, 96, 128, 256)},
@@ -165,6 +189,13 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "plain product int4 x 16": functools.partial(product, rows=16, is_plain=True),
     "plain product int8 x 16": functools.partial(product, rows=16, bits=8, is_plain=True),
     "product int8 x 16 per channel": functools.partial(product, rows=16, bits=8, group_size=4096),
+    **{
+        f"experts {name}{step}": functools.partial(experts, rows=8 * num_tokens, **weights)
+        for name, weights in WEIGHTS_OF_EXPERTS.items()
+        for step, num_tokens in (("decode", DECODE_ROWS), ("prefill", 2048), ("long prefill", 8192))
+    },
+    "plain experts decode": functools.partial(experts, rows=8 * DECODE_ROWS, is_plain=True),
+    "plain experts prefill": functools.partial(experts, rows=8 * 2048, is_plain=True),
     "step decode": functools.partial(step, step="decode_step", num_tokens=64, num_rows=64),
     "step decode int4 weights": functools.partial(
         step, step="decode_step", num_tokens=64, num_rows=64, quantization="int4"
@@ -174,6 +205,11 @@ CASES: dict[str, Callable[[Any], Case]] = {
         step, step="verify_step", num_tokens=2048, num_rows=16, mixed_q_len=4
     ),
     "step prefill": functools.partial(step, step="prefill_step", num_tokens=2048, num_rows=16),
+    "sparse step decode": functools.partial(sparse_step, step="decode_step", num_tokens=64, num_rows=64),
+    "sparse step decode int4 weights": functools.partial(
+        sparse_step, step="decode_step", num_tokens=64, num_rows=64, quantization="int4"
+    ),
+    "sparse step prefill": functools.partial(sparse_step, step="prefill_step", num_tokens=2048, num_rows=16),
 }
 # Refused there, with a reason; see kernels_pallas/triton.py.
 NO_FP8 = ("A100",)

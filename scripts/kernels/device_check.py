@@ -30,8 +30,12 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
+from kernels_pallas.grouped_matmul import grouped_matmul  # noqa: E402
+from kernels_pallas.latent_attention import latent_attention  # noqa: E402
 from kernels_pallas.paged_attention import abstract_pages, paged_attention  # noqa: E402
 from kernels_pallas.quantized_matmul import dequantize, pack_int4, quantized_matmul  # noqa: E402
+from tests.kernels.grouped_matmul import oracle as grouped_oracle  # noqa: E402
+from tests.kernels.latent_attention.oracle import as_keys, make_latent_call  # noqa: E402
 from tests.kernels.paged_attention.oracle import (  # noqa: E402
     check_pages,
     expected_output,
@@ -57,7 +61,7 @@ Record = dict[str, Any]
 
 
 def kernel_of_platform() -> str:
-    """Returns the name of the implementation that is made for the device."""
+    """Returns the name of the implementation of attention that is made for the device."""
     platform = jax.default_backend()
     return platform if platform in ("gpu", "tpu") else "reference"
 
@@ -125,19 +129,68 @@ CHECKS = {
 PAGES_OF_32 = 96  # of each row: 3,072 tokens
 
 
+# DeepSeek-V3 has 128 heads, and 16 on each of eight devices.
+LATENT_CHECKS = {
+    "latents, decode, 16 heads": Check([(1, n) for n in (2999, 1, 700, 0, 513)], 1, {"num_heads": 16}),
+    "latents, decode, 128 heads": Check([(1, n) for n in (700, 1, 0, 513)], 1, {"num_heads": 128}),
+    "latents, mixed, 16 heads": Check([(1, 1500), (9, 600), (0, 0), (40, 40)], sizes={"num_heads": 16}),
+    "latents, mixed, 128 heads": Check([(1, 65), (0, 0), (33, 33), (5, 80)], sizes={"num_heads": 128}),
+}
+# Rows of each expert, for each of the kernel's block sizes; the last rows belong to no expert.
+ROWS_OF_EXPERTS = {"few rows": (3, 0, 18, 1), "some rows": (0, 150, 70, 1), "many rows": (700, 0, 31, 400)}
+WEIGHTS_OF_EXPERTS: dict[str, Record] = {
+    "bfloat16": {},
+    "int8": {"bits": 8},
+    "int4": {"bits": 4, "group_size": 128},
+}
+
+
 def check_kernels(kernel: str | None = None) -> Iterator[Record]:
-    """Compares attention of ragged batches, in bfloat16 over poisoned pages, with NumPy in float64."""
+    """Compares kernels in bfloat16 with NumPy in float64: attention over poisoned pages, and grouped products."""
     kernel = kernel or kernel_of_platform()
-    for name, check in CHECKS.items():
+    errors: dict[str, Callable[[], float]] = {
+        **{name: functools.partial(error_of, check, kernel) for name, check in CHECKS.items()},
+        **{name: functools.partial(error_of_latents, check, kernel) for name, check in LATENT_CHECKS.items()},
+        **{
+            f"experts, {weights}, {rows}": functools.partial(error_of_experts, counts, options, kernel)
+            for weights, options in WEIGHTS_OF_EXPERTS.items()
+            for rows, counts in ROWS_OF_EXPERTS.items()
+        },
+    }
+    for name, error_of_case in errors.items():
         record: Record = {"section": "check", "case": name, "implementation": kernel}
         try:
-            error = error_of(check, kernel)
+            error = error_of_case()
             record |= {"error": error, "passes": error < TOLERANCE}
         except NotImplementedError as error:  # such as 8-bit floats on an A100
             record |= {"note": f"refused: {error}"}
         except Exception as error:  # a table with one line of trouble is worth more than a traceback
             record |= {"passes": False, "note": f"{type(error).__name__}: {str(error)[:200]}"}
         yield record
+
+
+def error_of_latents(check: Check, kernel: str) -> float:
+    """Returns how far off latent attention is at most; raises AssertionError where its pages are wrong."""
+    sizes = {"latent_size": 512, "rotary_size": 64, "dtype": jnp.bfloat16, "page_size": 64, "table_width": 48}
+    call = make_latent_call(check.lens, layout_of(kernel), **sizes, **check.sizes)
+    attend = functools.partial(latent_attention, scale=0.06, q_len=check.q_len, implementation=kernel)
+    out, pages = jax.jit(attend)(**call.arguments)
+    expected = expected_output(call, 0.06)[..., : pages.latent_size]
+    check_pages(call, as_keys(call.arguments["pages"]), as_keys(pages))
+    return largest_error(out[: call.num_tokens], expected)
+
+
+def error_of_experts(counts: tuple[int, ...], options: Record, kernel: str) -> float:
+    """Returns how far off the grouped product is at most."""
+    call, expected = grouped_oracle.make_call(counts, sum(counts) + 9, 512, 200, dtype=jnp.bfloat16, **options)
+    name = "reference" if kernel.startswith("tpu") else kernel  # TPUs have no kernel of their own
+    return largest_error(jax.jit(functools.partial(grouped_matmul, implementation=name))(**call), expected)
+
+
+def largest_error(out: jax.Array, expected: np.ndarray) -> float:
+    """Returns the largest difference; where NaN is expected, anything goes."""
+    is_real = ~np.isnan(expected)
+    return float(np.abs(np.asarray(out.astype(jnp.float32)) - expected)[is_real].max())
 
 
 def error_of(check: Check, kernel: str) -> float:
@@ -167,9 +220,8 @@ def error_of(check: Check, kernel: str) -> float:
     attend = functools.partial(paged_attention, scale=0.125, q_len=check.q_len, implementation=kernel, **check.options)
     out, pages = jax.jit(attend)(**call.arguments)
     expected = expected_output(call, 0.125, trees=trees, **check.options)
-    is_real = ~np.isnan(expected)
     check_pages(call, call.arguments["pages"], pages)
-    return float(np.abs(np.asarray(out[: call.num_tokens].astype(jnp.float32)) - expected)[is_real].max())
+    return largest_error(out[: call.num_tokens], expected)
 
 
 def seconds_of(function: Callable, *arguments: Any, repeats: int) -> float:
@@ -339,6 +391,37 @@ def measure_products(is_small: bool) -> list[Record]:
     return records
 
 
+def measure_experts(is_small: bool) -> list[Record]:
+    """Grouped products with the sizes of Qwen3-30B-A3B, against `jax.lax.ragged_dot`.
+
+    Decode by the bytes of the weights of experts that have rows, prefill by operations.
+    """
+    E, F, D = (8, 128, 256) if is_small else (128, 768, 2048)
+    dtype = native_dtype()
+    rng = np.random.default_rng(0)
+    integers = jnp.asarray(rng.integers(-8, 8, (E * F, D), np.int8))
+    packed, scales = pack_int4(integers, 128).reshape(E, F, -1), jnp.full((E, F, D // 128), 0.01, jnp.float32)
+    wide = integers.astype(dtype).reshape(E, F, D)
+    transposed = wide.swapaxes(1, 2)  # as ragged_dot takes them
+    records = []
+    for section, num_tokens in (("decode", 64), ("prefill", 64 if is_small else 2048)):
+        R = 8 * num_tokens
+        counts = rng.multinomial(R, [1 / E] * E).astype(np.int32)
+        rows, on_device = jnp.ones((R, D), dtype), jnp.asarray(counts)
+        calls: dict[str, tuple[Callable, tuple[jax.Array, ...]]] = {
+            "grouped": (grouped_matmul, (rows, wide, on_device)),
+            "grouped int4": (grouped_matmul, (rows, packed, on_device, scales)),
+            "jax ragged_dot": (jax.lax.ragged_dot, (rows, transposed, on_device)),
+        }
+        for name, (function, arguments) in calls.items():
+            record: Record = {"section": "experts", "case": f"{section}, {R} x {D} x {F}", "implementation": name}
+            size, unit = float(arguments[1].nbytes * (counts > 0).mean()), "bytes_per_s"
+            if section == "prefill":
+                size, unit = 2.0 * R * D * F, "flops_per_s"
+            records.append(timed(record, jax.jit(function), *arguments, repeats=8, size=size, unit=unit))
+    return records
+
+
 def add_fractions(records: list[Record]) -> None:
     """Adds to each rate its fraction of the plain copy or product of the run, and of the data sheet."""
     kind = jax.devices()[0].device_kind
@@ -366,7 +449,13 @@ def main(arguments: list[str] | None = None) -> int:
         "date": datetime.now(UTC).date().isoformat(),
     }
     print(" · ".join(str(value).splitlines()[0] for value in about.values() if value))
-    records = [*check_kernels(), *measure_device(is_small), *measure_attention(is_small), *measure_products(is_small)]
+    records = [
+        *check_kernels(),
+        *measure_device(is_small),
+        *measure_attention(is_small),
+        *measure_products(is_small),
+        *measure_experts(is_small),
+    ]
     add_fractions(records)
     columns = "".join(f"{name:>10}" for name in ("µs", "GB/s", "TFLOP/s", "of plain", "of sheet"))
     print(f"{'section':9}{'case':28}{'implementation':22}{columns}")

@@ -23,7 +23,7 @@ def test_everything_is_checked_measured_and_written_down(tmp_path, capsys, monke
     assert written["platform"] == "cpu"
     assert all(written[name] for name in ("device", "jax", "jaxlib", "date"))
     records = written["records"]
-    assert {r["section"] for r in records} == {"check", "copy", "product", "decode", "prefill", "int4"}
+    assert {r["section"] for r in records} == {"check", "copy", "product", "decode", "prefill", "int4", "experts"}
     assert all(r["passes"] for r in records if r["section"] == "check")
     assert all(r["microseconds"] > 0 and r["of_plain"] > 0 for r in records if r["section"] != "check")
     printed = capsys.readouterr().out

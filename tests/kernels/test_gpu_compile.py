@@ -15,8 +15,11 @@ pytestmark = [
 ]
 
 # What an L4 takes is what an A100 takes, but for 8-bit floating point.
-ON_L4 = ("decode H=128", "prefill H=128", "decode fp8", "prefill fp8", "product int4 x 16")
-ALL = ("decode", "verify", "prefill", "product", "latents")
+ON_L4 = (
+    *("decode H=128", "prefill H=128", "decode fp8", "prefill fp8", "product int4 x 16"),
+    *("experts decode", "experts int4 decode", "experts int4 prefill", "experts long prefill"),
+)
+ALL = ("decode", "verify", "prefill", "product", "latents", "experts")
 KERNELS = {device: ON_L4 if device == "L4" else ALL for device in DEVICES}
 CASES = [(device, name) for device in DEVICES for name in cases_for(device, KERNELS[device])]
 
@@ -60,6 +63,14 @@ def test_the_kernel_never_writes_the_weights_that_plain_xla_writes(bits):
     assert kernel["temporary_bytes"] < weight_bytes / 50
 
 
+@pytest.mark.parametrize("step", ["decode", "prefill"])
+def test_the_kernel_writes_nothing_but_the_result_of_a_grouped_product(step):
+    plain = compiled_beginning_with("plain")[f"plain experts {step}"]
+
+    assert plain["temporary_bytes"] > 100e6
+    assert compiled("H200")[f"experts {step}"]["temporary_bytes"] < 1e5
+
+
 def test_a_scale_per_channel_needs_no_kernel():
     assert compiled("H200")["product int8 x 16 per channel"]["temporary_bytes"] < 4e6
 
@@ -82,3 +93,16 @@ def test_a_whole_step_of_llama_8b_compiles_from_shapes_alone(device, name):
     assert figures["processor_seconds"] < 60
     # Two launches per layer, and one more in a ragged batch.
     assert len(figures["kernels"]) == 32 * (2 if "decode" in name else 3)
+
+
+@pytest.mark.parametrize("name", ["sparse step decode", "sparse step decode int4 weights", "sparse step prefill"])
+def test_a_whole_step_of_qwen3_30b_takes_little_memory_beside_its_experts(name):
+    figures = compiled_beginning_with("sparse")[name]
+
+    assert "error" not in figures, figures["error"]
+    assert figures["in_place"]
+    # jax's own grouped products would take 15 GB in prefill.
+    assert figures["temporary_bytes"] < 250e6
+    assert figures["processor_seconds"] < 120
+    # Gate, up and down of each layer.
+    assert len([kernel for kernel in figures["kernels"] if kernel["name"].startswith("grouped_matmul")]) == 48 * 3

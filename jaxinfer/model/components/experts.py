@@ -12,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxinfer.model.components.mlp import MLP, MLPParams, activate, declare_mlp, mlp
 from jaxinfer.quantization import QuantizedArray
+from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.paged_attention import HEADS_AXIS
 from kernels_pallas.quantized_matmul import dequantize
 from kernels_pallas.row_products import ROW_BLOCK, rounded
@@ -84,10 +85,27 @@ def _sum_over_mesh(
         found = (_MESH_AXES.get(name) for name in ("experts", *names))
         return PartitionSpec(*(axis if axis in axes else None for axis in found))
 
+    # Integers of 4 bits that lie two to a byte cannot be split everywhere.
+    params = _all_dequantized(params, x, config)
     whole, specs = PartitionSpec(), declare_mlp(config, x.shape[1], spec)
     # Kernels are opaque to the replication check.
     split = jax.shard_map(sum_of_own, mesh=mesh, in_specs=(specs, *(whole,) * 4), out_specs=whole, check_vma=False)
-    return split(_all_dequantized(params, x, config), x, experts, weights, num_tokens).astype(x.dtype)
+    return split(params, x, experts, weights, num_tokens).astype(x.dtype)
+
+
+def _all_dequantized(params: MLPParams, x: jax.Array, config: MLP) -> MLPParams:
+    """Returns experts with weights in the dtype of x [T, D]."""
+
+    def dequantized(name: str, num_inputs: int) -> Any:
+        w = getattr(params, name)
+        if not isinstance(w, QuantizedArray):
+            return w
+        E, F = w.values.shape[:2]
+        values, scales = w.values.reshape(E * F, -1), w.scales.reshape(E * F, -1)
+        return dequantize(values, scales, None, num_inputs).astype(x.dtype).reshape(E, F, -1)
+
+    sizes = {"gate": x.shape[1], "up": x.shape[1], "down": config.intermediate_size}
+    return replace(params, **{name: dequantized(name, size) for name, size in sizes.items()})
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -156,8 +174,8 @@ def _in_groups(params: MLPParams, x: jax.Array, experts: jax.Array, num_tokens: 
     pairs = jnp.where(jnp.arange(T * X) < num_pairs, order, T * X)
 
     def linear(rows: jax.Array, w: Any, bias: Any) -> jax.Array:
-        w = _dequantized(w, rows.shape[1], rows.dtype)
-        y = _grouped_product(rows, w, counts).astype(rows.dtype)
+        values, scales = (w.values, w.scales) if isinstance(w, QuantizedArray) else (w, None)
+        y = grouped_matmul(rows, values, counts, scales)
         return y if bias is None else y + bias.at[expert_of].get(mode="fill", fill_value=0)
 
     rows = x.at[pairs // X].get(mode="fill", fill_value=0)
@@ -167,30 +185,3 @@ def _in_groups(params: MLPParams, x: jax.Array, experts: jax.Array, num_tokens: 
     places = jnp.argsort(order)  # of each pair's row
     results = y.at[jnp.where(places < num_pairs, places, T * X)].get(mode="fill", fill_value=0)
     return results.astype(jnp.float32).reshape(T, X, -1)
-
-
-def _all_dequantized(params: MLPParams, x: jax.Array, config: MLP) -> MLPParams:
-    """Returns the experts with weights in the dtype of x [T, D]."""
-    sizes = {"gate": x.shape[1], "up": x.shape[1], "down": config.intermediate_size}
-    return replace(params, **{name: _dequantized(getattr(params, name), n, x.dtype) for name, n in sizes.items()})
-
-
-def _dequantized(w: Any, num_inputs: int, dtype: Any) -> Any:
-    """Returns weights [E, out, in], quantized or not, as they are multiplied with rows of `dtype`."""
-    if not isinstance(w, QuantizedArray):
-        return w
-    E, F = w.values.shape[:2]
-    values, scales = w.values.reshape(E * F, -1), w.scales.reshape(E * F, -1)
-    return dequantize(values, scales, None, num_inputs).astype(dtype).reshape(E, F, -1)
-
-
-def _grouped_product(rows: jax.Array, w: jax.Array, counts: jax.Array) -> jax.Array:
-    """Returns rows [R, in] times the transposed weights [E, out, in] of their expert, f32[R, out].
-
-    The first counts[0] rows are of the first expert, and so on. Rows after the last expert's are of none, and their
-    results may be anything.
-    """
-    axes = jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-    )
-    return jax.lax.ragged_dot_general(rows, w, counts, axes, preferred_element_type=jnp.float32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -13,15 +12,15 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from kernels_pallas.latent_attention import LatentPages, abstract_latents, api, latent_attention
+from kernels_pallas.latent_attention import abstract_latents, api, latent_attention
 from kernels_pallas.latent_attention.api import IMPLEMENTATIONS
 from kernels_pallas.latent_attention.gpu import latent_attention_gpu, latent_block_sizes
 from kernels_pallas.latent_attention.tpu import latent_attention_tpu
-from kernels_pallas.paged_attention import Pages
 from kernels_pallas.paged_attention.gpu.block_sizes import GpuBlockSizes
 from kernels_pallas.paged_attention.tpu.block_sizes import Blocks
 from kernels_pallas.triton import Target
-from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call, tree_of, tree_words
+from tests.kernels.latent_attention.oracle import as_keys, make_latent_call
+from tests.kernels.paged_attention.oracle import check_pages, expected_output, tree_of, tree_words
 from tests.unoptimised import UNOPTIMISED
 
 LAYOUTS = {"reference": "cpu", "gpu_interpret": "gpu", "tpu_interpret": "tpu"}
@@ -29,17 +28,6 @@ RAGGED = [(7, 23), (0, 0), (1, 17), (37, 64), (1, 1), (5, 5), (1, 0)]
 DECODE = [(1, 1), (1, 15), (1, 16), (1, 17), (1, 0), (1, 64)]
 # A page of 16 slots; the latent of the second fills whole rows of lanes, as DeepSeek's does.
 SIZES = {"4 heads, 28 + 6": (4, 28, 6), "18 heads, 128 + 16": (18, 128, 16)}
-
-
-def make_latent_call(lens, layout, *, num_heads=4, latent_size=28, rotary_size=6, **options) -> Any:
-    """A call of paged attention to one head whose values are the latents in its keys."""
-    width = latent_size + rotary_size
-    call = make_call(lens, num_heads=num_heads, num_kv_heads=1, head_dim=width, layout="gpu", **options)
-    keys = call.arguments.pop("pages").arrays[0][:, :, 0]
-    call.arguments.pop("v")
-    array = jnp.pad(keys, ((0, 0), (0, 0), (0, -width % 128 if layout == "tpu" else 0)))
-    call.arguments |= {"latents": call.arguments.pop("k")[:, 0], "pages": LatentPages(array, latent_size, rotary_size)}
-    return dataclasses.replace(call, rows=[(q, k, k) for q, k, _ in call.rows])
 
 
 def check(call, attend, *, trees=None, tolerance=2e-5, **options):
@@ -53,11 +41,6 @@ def check(call, attend, *, trees=None, tolerance=2e-5, **options):
     actual = np.asarray(out)[: call.num_tokens].astype(np.float32)
     np.testing.assert_allclose(actual[is_real], expected[is_real], rtol=tolerance, atol=tolerance)
     check_pages(call, as_keys(pages), as_keys(new))
-
-
-def as_keys(pages: LatentPages) -> Pages:
-    keys = pages.array[:, :, None, : pages.width]
-    return Pages((keys, keys), "gpu", pages.width)
 
 
 @pytest.mark.parametrize("sizes", SIZES)

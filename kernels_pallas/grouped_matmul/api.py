@@ -1,0 +1,80 @@
+"""The one signature of the grouped product, and the choice among its implementations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.dispatch import call_best
+from kernels_pallas.grouped_matmul.gpu import grouped_matmul_gpu
+from kernels_pallas.grouped_matmul.reference import grouped_matmul_reference
+
+# In order of preference. The reference supports every call, so a search ends there; what follows must be named.
+IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
+    "gpu": grouped_matmul_gpu,
+    "reference": grouped_matmul_reference,
+    "gpu_interpret": functools.partial(grouped_matmul_gpu, interpret=True),
+}
+
+
+def grouped_matmul(
+    rows: jax.Array,
+    weights: jax.Array,
+    counts: jax.Array,
+    scales: jax.Array | None = None,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Returns each row times the transposed weights of its expert, [R, F].
+
+    Rows lie in the order of their experts. Rows past the last expert's have a result of zeros:
+
+        counts 2 0 3, 6 rows  ->  expert of each row: 0 0 2 2 2 -
+
+    Integers stand for weights[e, f, d] * scales[e, f, d // g], where groups of g = D // groups inputs share a scale;
+    one group is a scale per output channel. The product can be differentiated; its derivative is the reference's.
+
+    Args:
+      rows: [R, D] activations, floating point.
+      weights: [E, F, D] in rows' dtype; or with scales i8[E, F, D], i4[E, F, D], or i8[E, F, D / 2] as `pack_int4`
+        lays out the 4-bit integers of each expert.
+      counts: i32[E] rows of each expert, R in all or fewer.
+      scales: f[E, F, groups] of integers, in any floating type; None for weights in floating point.
+      implementation: a name from `IMPLEMENTATIONS`, or None for the best that supports the call.
+
+    Returns:
+      [R, F] in rows' dtype, accumulated in float32.
+
+    Raises:
+      ValueError: for an unknown implementation or arrays that do not fit together.
+      NotImplementedError: if the named implementation cannot do this call, with the reason.
+    """
+    _check_arrays(rows, weights, counts, scales)
+    return call_best(IMPLEMENTATIONS, implementation, (rows, weights, counts, scales))
+
+
+def _check_arrays(rows, weights, counts, scales) -> None:
+    D = rows.shape[-1]
+    fits = (rows.ndim, weights.ndim) == (2, 3) and counts.shape == weights.shape[:1] and counts.dtype == "int32"
+    fits = fits and jnp.issubdtype(rows.dtype, jnp.floating)
+    if scales is None:
+        fits = fits and weights.dtype == rows.dtype and weights.shape[2] == D
+    else:
+        groups = scales.shape[-1]
+        fits = (
+            fits
+            and weights.dtype in ("int8", "int4")
+            and weights.shape[2] in ((D, D // 2) if weights.dtype == "int8" else (D,))
+            and jnp.issubdtype(scales.dtype, jnp.floating)
+            and scales.shape == (*weights.shape[:2], groups)
+            and groups > 0
+            and D % groups == 0
+            and (weights.shape[2] == D or (D // groups) % 2 == 0)
+        )
+    if not fits:
+        parts = {"rows": rows, "weights": weights, "counts": counts, "scales": scales}
+        listed = ", ".join(f"{n} {a.shape} of {a.dtype}" for n, a in parts.items() if a is not None)
+        raise ValueError(f"arrays do not fit together: {listed}; see grouped_matmul")

@@ -1,0 +1,26 @@
+"""The grouped product in plain JAX: the oracle of the kernel, and what runs on TPU and CPU."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.quantized_matmul.reference import dequantize
+
+
+def grouped_matmul_reference(
+    rows: jax.Array, weights: jax.Array, counts: jax.Array, scales: jax.Array | None
+) -> jax.Array:
+    """The contract is that of `grouped_matmul`. Integers are written out as weights in rows' dtype."""
+    R, D = rows.shape
+    if scales is not None:
+        E, F, groups = scales.shape
+        wide = dequantize(weights.reshape(E * F, -1), scales.reshape(E * F, groups), None, D)
+        weights = wide.astype(rows.dtype).reshape(E, F, D)
+    axes = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+    )
+    out = jax.lax.ragged_dot_general(rows, weights, counts, axes, preferred_element_type=jnp.float32)
+    # jax does not say what the rows without an expert are.
+    has_expert = jnp.arange(R) < counts.sum()
+    return jnp.where(has_expert[:, None], out, 0.0).astype(rows.dtype)

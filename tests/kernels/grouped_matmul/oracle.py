@@ -1,0 +1,51 @@
+"""Grouped products from their definition, in NumPy float64, and calls of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas.quantized_matmul import pack_int4
+
+
+def product_by_expert(rows: np.ndarray, weights: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    """Returns the rows [R, D] times the transposed weights [E, F, D] of their expert; zeros after the last expert."""
+    out, first = np.zeros((rows.shape[0], weights.shape[1])), 0
+    for w, count in zip(weights.astype(np.float64), counts, strict=True):
+        out[first : first + count] = rows[first : first + count].astype(np.float64) @ w.T
+        first += count
+    return out
+
+
+def make_call(
+    counts: Sequence[int],
+    num_rows: int,
+    num_inputs: int = 96,
+    num_channels: int = 70,
+    *,
+    dtype: Any = jnp.float32,
+    bits: int | None = None,
+    group_size: int | None = None,
+) -> tuple[dict[str, Any], np.ndarray]:
+    """Returns the arguments of a call, and its result in float64.
+
+    The weights are in `dtype`, or integers of `bits` bits with a scale per channel or per `group_size` inputs.
+    """
+    generator, E, F, D = np.random.default_rng(0), len(counts), num_channels, num_inputs
+    rows = jnp.asarray(generator.standard_normal((num_rows, D)), dtype)
+    call: dict[str, Any] = {"rows": rows, "counts": jnp.asarray(counts, jnp.int32)}
+    if bits is None:
+        weights = jnp.asarray(generator.standard_normal((E, F, D)) / D**0.5, dtype)
+        call["weights"] = weights
+        wide = np.asarray(weights.astype(jnp.float32))
+    else:
+        size, high = group_size or D, 2 ** (bits - 1) - 1
+        integers = generator.integers(-high - 1, high, (E, F, D), np.int8, endpoint=True)
+        scales = generator.uniform(0.5, 2.0, (E, F, D // size)).astype(np.float32) / (high * D**0.5)
+        packed = pack_int4(jnp.asarray(integers.reshape(E * F, D)), size).reshape(E, F, -1) if bits == 4 else integers
+        call |= {"weights": jnp.asarray(packed), "scales": jnp.asarray(scales)}
+        wide = integers * np.repeat(scales.astype(np.float64), size, axis=2)
+    return call, product_by_expert(np.asarray(rows.astype(jnp.float32)), wide, counts)
