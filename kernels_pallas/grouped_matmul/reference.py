@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -14,9 +16,7 @@ def grouped_matmul_reference(
     """The contract is that of `grouped_matmul`. Integers are written out as weights in rows' dtype."""
     R, D = rows.shape
     if scales is not None:
-        E, F, groups = scales.shape
-        wide = dequantize(weights.reshape(E * F, -1), scales.reshape(E * F, groups), None, D)
-        weights = wide.astype(rows.dtype).reshape(E, F, D)
+        weights = dequantize_experts(weights, scales, D, rows.dtype)
     axes = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
     )
@@ -24,3 +24,10 @@ def grouped_matmul_reference(
     # jax does not say what the rows without an expert are.
     has_expert = jnp.arange(R) < counts.sum()
     return jnp.where(has_expert[:, None], out, 0.0).astype(rows.dtype)
+
+
+def dequantize_experts(weights: jax.Array, scales: jax.Array, num_inputs: int, dtype: Any) -> jax.Array:
+    """Returns the weights [E, F, D] of D inputs in `dtype`; integers and scales are as in `grouped_matmul`."""
+    E, F, groups = scales.shape
+    wide = dequantize(weights.reshape(E * F, -1), scales.reshape(E * F, groups), None, num_inputs)
+    return wide.astype(dtype).reshape(E, F, num_inputs)

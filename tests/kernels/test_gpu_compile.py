@@ -95,14 +95,12 @@ def test_a_whole_step_of_llama_8b_compiles_from_shapes_alone(device, name):
     assert len(figures["kernels"]) == 32 * (2 if "decode" in name else 3)
 
 
-@pytest.mark.parametrize("name", ["sparse step decode", "sparse step decode int4 weights", "sparse step prefill"])
-def test_a_whole_step_of_qwen3_30b_takes_little_memory_beside_its_experts(name):
-    figures = compiled_beginning_with("sparse")[name]
+def test_a_decode_step_of_int4_experts_never_writes_them_in_floating_point():
+    figures = compiled_beginning_with("sparse")["sparse step decode int4 weights"]
 
     assert "error" not in figures, figures["error"]
     assert figures["in_place"]
-    # jax's own grouped products would take 15 GB in prefill.
+    # The experts of a layer are 1.2 GB in bfloat16.
     assert figures["temporary_bytes"] < 250e6
-    assert figures["processor_seconds"] < 120
-    # Gate, up and down of each layer.
-    assert len([kernel for kernel in figures["kernels"] if kernel["name"].startswith("grouped_matmul")]) == 48 * 3
+    # Gate, up and down of each layer, beside its attention.
+    assert len(figures["kernels"]) == 48 * (3 + 2)

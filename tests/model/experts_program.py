@@ -37,6 +37,8 @@ CASES = {
     "experts that the mesh does not divide": Case((2, 2), num_experts=5, has_bias=True),
     "8 bits": Case((2, 2), quantization={"bits": 8}),
     "4 bits": Case((2, 2), quantization={"bits": 4, "group_size": 8}),
+    "4 bits in groups that the mesh does not divide": Case((1, 4), quantization={"bits": 4, "group_size": 16}),
+    "4 bits packed with a scale per channel": Case((2, 2), quantization={"bits": 4}),
 }
 
 

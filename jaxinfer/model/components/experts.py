@@ -12,9 +12,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxinfer.model.components.mlp import MLP, MLPParams, activate, declare_mlp, mlp
 from jaxinfer.quantization import QuantizedArray
-from kernels_pallas.grouped_matmul import grouped_matmul
+from kernels_pallas.grouped_matmul import dequantize_experts, grouped_matmul
 from kernels_pallas.paged_attention import HEADS_AXIS
-from kernels_pallas.quantized_matmul import dequantize
 from kernels_pallas.row_products import ROW_BLOCK, rounded
 from kernels_pallas.row_sum import row_sum
 
@@ -85,27 +84,33 @@ def _sum_over_mesh(
         found = (_MESH_AXES.get(name) for name in ("experts", *names))
         return PartitionSpec(*(axis if axis in axes else None for axis in found))
 
-    # Integers of 4 bits that lie two to a byte cannot be split everywhere.
-    params = _all_dequantized(params, x, config)
     whole, specs = PartitionSpec(), declare_mlp(config, x.shape[1], spec)
+    params, specs = _split_groups(params, specs, mesh, x, config)
     # Kernels are opaque to the replication check.
     split = jax.shard_map(sum_of_own, mesh=mesh, in_specs=(specs, *(whole,) * 4), out_specs=whole, check_vma=False)
     return split(params, x, experts, weights, num_tokens).astype(x.dtype)
 
 
-def _all_dequantized(params: MLPParams, x: jax.Array, config: MLP) -> MLPParams:
-    """Returns experts with weights in the dtype of x [T, D]."""
+def _split_groups(params: MLPParams, specs: Any, mesh: Mesh, x: jax.Array, config: MLP) -> tuple[MLPParams, Any]:
+    """Returns experts and specs that split quantized weights and their scales alike.
 
-    def dequantized(name: str, num_inputs: int) -> Any:
-        w = getattr(params, name)
+    Weights with a group of inputs on two devices become floating point, in the dtype of x [T, D].
+    """
+    inputs = {"gate": x.shape[1], "up": x.shape[1], "down": config.intermediate_size}
+    for name, num_inputs in inputs.items():
+        w, spec = getattr(params, name), getattr(specs, name)
         if not isinstance(w, QuantizedArray):
-            return w
-        E, F = w.values.shape[:2]
-        values, scales = w.values.reshape(E * F, -1), w.scales.reshape(E * F, -1)
-        return dequantize(values, scales, None, num_inputs).astype(x.dtype).reshape(E, F, -1)
-
-    sizes = {"gate": x.shape[1], "up": x.shape[1], "down": config.intermediate_size}
-    return replace(params, **{name: dequantized(name, size) for name, size in sizes.items()})
+            continue
+        n = 1 if spec[-1] is None else mesh.shape[spec[-1]]
+        if w.scales.shape[-1] % n == 0:
+            specs = replace(specs, **{name: QuantizedArray(values=spec, scales=spec)})
+        elif w.scales.shape[-1] == 1 and w.values.shape[-1] == num_inputs:  # not packed: any part has its scale
+            of_scales = PartitionSpec(*spec[:-1], None)
+            specs = replace(specs, **{name: QuantizedArray(values=spec, scales=of_scales)})
+        else:
+            wide = dequantize_experts(w.values, w.scales, num_inputs, x.dtype)
+            params = replace(params, **{name: wide})
+    return params, specs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
