@@ -155,12 +155,6 @@ def experts(mesh: Any, *, rows: int, bits: int | None = None, group_size: int = 
     return Case(jax.jit(multiply), on_mesh(arguments, mesh), kernels=() if is_plain else ("grouped_matmul",))
 
 
-def qwen3_30b_a3b() -> Any:
-    from scripts.kernels.large_models import config_of  # which imports this module
-
-    return config_of("Qwen3-30B-A3B")
-
-
 # Over a pool of 256 Ki tokens, 34 GB.
 step = functools.partial(step_case, layout="gpu", num_pages=16384, page_size=16, kernels=KERNELS)
 decode = functools.partial(attention, q_len=1, num_tokens=DECODE_ROWS, num_rows=DECODE_ROWS)
@@ -213,8 +207,8 @@ CASES: dict[str, Callable[[Any], Case]] = {
     # `large_models` has the steps in bfloat16.
     "sparse step decode int4 weights": functools.partial(
         step,
-        make_config=qwen3_30b_a3b,
         step="decode_step",
+        model="Qwen3-30B-A3B",
         num_tokens=64,
         num_rows=64,
         quantization="int4",

@@ -10,10 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:  # the scripts themselves start without jax
-    from jaxinfer.model.config import ModelConfig
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 # What jax would do for the machine at hand is not wanted: it would look for a driver, and what comes from a cache of
@@ -45,28 +42,12 @@ def axes_of(device: str) -> tuple[str, dict[str, int]]:
     return name, dict(zip(("experts", "model")[-len(sizes) :], sizes, strict=True))
 
 
-def llama_3_8b() -> ModelConfig:
-    from jaxinfer.model.config import uniform_decoder
-
-    return uniform_decoder(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position=8192,
-        rope_theta=500000.0,
-    )
-
-
 def step_case(
     mesh: Any,
     *,
-    make_config: Callable[[], ModelConfig] = llama_3_8b,
     step: str,
     layout: str,
+    model: str = "Llama 3 8B",
     num_tokens: int,
     num_rows: int,
     num_pages: int,
@@ -78,7 +59,7 @@ def step_case(
     tree_q_len: int = 0,
     mixed_q_len: int = 0,
 ) -> Case:
-    """A whole step of a model, `step` being its name in `jaxinfer.steps.steps`, split over all devices of a mesh.
+    """A whole step of a model of `MODELS`, `step` being its name in `jaxinfer.steps.steps`, split over a whole mesh.
 
     With a `tree_q_len` it verifies trees of that many tokens; with a `mixed_q_len`, drafts beside rows that prefill.
     Everything is bfloat16, except weights that a `quantization` quantizes.
@@ -93,8 +74,9 @@ def step_case(
     from jaxinfer.quantization import quantize_weight
     from jaxinfer.sampling.batch import make_sampling
     from jaxinfer.steps import steps
+    from scripts.kernels.models import config_of
 
-    config = make_config()
+    config = config_of(model)
     if layout == "gpu":  # as `load_checkpoint` groups layers there
         config = config.regrouped((1,) * config.num_layers)
     params, placement = abstract_params(config, "bfloat16"), shardings(config, mesh)

@@ -18,133 +18,12 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.kernels import compile_gpu, compile_matrix
 from scripts.kernels.compilers import Case, axes_of, compile_in_process, print_figures, step_case
 
-if TYPE_CHECKING:
-    from jaxinfer.model.config import ModelConfig
-
-YARN = {"rope_type": "yarn", "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
-# By name, the config.json of the published model.
-MODELS: dict[str, dict[str, Any]] = {
-    "Qwen3-30B-A3B": {
-        "model_type": "qwen3_moe",
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "max_position_embeddings": 40960,
-        "rope_theta": 1e6,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-    },
-    "Gemma-3-27B": {
-        "model_type": "gemma3_text",
-        "vocab_size": 262208,
-        "hidden_size": 5376,
-        "intermediate_size": 21504,
-        "num_hidden_layers": 62,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 16,
-        "head_dim": 128,
-        "query_pre_attn_scalar": 168,
-        "sliding_window": 1024,
-        "sliding_window_pattern": 6,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-        "rms_norm_eps": 1e-6,
-    },
-    "GPT-OSS-120B": {
-        "model_type": "gpt_oss",
-        "vocab_size": 201088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 4,
-        "sliding_window": 128,
-        "layer_types": ["sliding_attention", "full_attention"] * 18,
-        "max_position_embeddings": 131072,
-        "rope_theta": 150000.0,
-        "rope_scaling": {**YARN, "factor": 32.0, "truncate": False},
-        "attention_bias": True,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-    },
-    "Qwen3-Next-80B-A3B": {
-        "model_type": "qwen3_next",
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 5120,
-        "num_hidden_layers": 48,
-        "full_attention_interval": 4,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "partial_rotary_factor": 0.25,
-        "max_position_embeddings": 262144,
-        "rope_theta": 1e7,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-    },
-    "DeepSeek-V3": {
-        "model_type": "deepseek_v3",
-        "vocab_size": 129280,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 2048,
-        "first_k_dense_replace": 3,
-        "n_group": 8,
-        "topk_group": 4,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "max_position_embeddings": 163840,
-        "rope_theta": 10000.0,
-        "rope_scaling": {**YARN, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0},
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-    },
-}
 # By model, the devices of a kind that hold it.
 MESHES = {
     "Qwen3-30B-A3B": ("v6e-4", "v5p", "H200"),
@@ -174,30 +53,24 @@ def cases_of(model: str) -> list[str]:
     return [f"{model} {step} step" for step in STEPS]
 
 
-def config_of(model: str) -> ModelConfig:
-    """Returns the description of one of MODELS."""
-    from jaxinfer.checkpoint.families import family_of
-
-    return family_of(MODELS[model]).config_from_hf(MODELS[model])
-
-
 def make_case(name: str, layout: str, mesh: Any) -> Case:
     """Returns the case of a name, over pages as the engine plans them."""
     from jaxinfer.config import EngineConfig
     from jaxinfer.engine.execution.memory_plan import plan_further_kinds
+    from scripts.kernels.models import config_of
 
     model, step, _ = name.split()
-    config, (num_rows, num_tokens) = config_of(model), SIZES[layout]
+    num_rows, num_tokens = SIZES[layout]
     limits = EngineConfig(max_num_seqs=num_rows, max_num_batched_tokens=num_tokens, page_size=PAGE_SIZE)
     return step_case(
         mesh,
-        make_config=lambda: config,
+        model=model,
         step=f"{step}_step",
         layout=layout,
         num_tokens=num_rows if step == "decode" else num_tokens,
         num_rows=num_rows,
         num_pages=NUM_PAGES,
-        num_bounded_pages=tuple(kind.num_pages for kind in plan_further_kinds(config, limits, MAX_CONTEXT)),
+        num_bounded_pages=tuple(kind.num_pages for kind in plan_further_kinds(config_of(model), limits, MAX_CONTEXT)),
         page_size=PAGE_SIZE,
         max_context=MAX_CONTEXT,
         kernels=(*compile_gpu.KERNELS, "grouped_matmul") if layout == "gpu" else (),
@@ -243,7 +116,7 @@ def cells(figures: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     devices = sorted({device for meshes in MESHES.values() for device in meshes})
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MESHES, default=list(MESHES))
     parser.add_argument("--devices", nargs="+", choices=devices, default=devices)
     parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)

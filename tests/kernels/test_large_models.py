@@ -28,3 +28,16 @@ def test_a_step_of_a_large_model_fits_its_devices(model, device, name):
     # Of all threads, for other work on the machine lengthens the time by the clock.
     assert figures["processor_seconds"] < 180
     assert [kernel["name"] for kernel in figures.get("kernels", ()) if kernel["spill_bytes"]] == []
+
+
+def test_grouped_products_on_a_gpu_take_little_memory_beside_the_weights():
+    if not compile_gpu.can_compile():
+        pytest.skip('no CUDA compiler; pip install "jaxinfer[aot]"')
+
+    steps = figures_of("H200", cases_of("Qwen3-30B-A3B"), compile_for).values()
+
+    # A grouped product of jax alone takes 9 GB in prefill.
+    assert max(figures["temporary_bytes"] for figures in steps) < 250e6
+    # Gate, up and down of each layer.
+    names = [[kernel["name"] for kernel in figures["kernels"]] for figures in steps]
+    assert [sum(name.startswith("grouped_matmul") for name in own) for own in names] == [48 * 3] * 2
