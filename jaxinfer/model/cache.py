@@ -103,15 +103,17 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
 
 
 def cache_shardings(cache: KVCache, mesh: Mesh) -> KVCache:
-    """Returns a `NamedSharding` per array: KV heads over the mesh's HEADS_AXIS, the others on every device."""
-    specs = replace(cache, pools=tuple(map(_pool_specs, cache.pools)), tokens=PartitionSpec())
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    """Returns a `NamedSharding` per array: KV heads over HEADS_AXIS, if the mesh has it, the others on every device."""
+    has_axis = HEADS_AXIS in mesh.axis_names
 
-
-def _pool_specs(pool: Pool) -> Pool:
-    if not isinstance(pool, Pages):  # every query head reads all latents, and recurrent layers are not split
+    def specs(pool: Pool) -> Pool:
+        if isinstance(pool, Pages) and has_axis:
+            return head_specs(pool, HEADS_AXIS)
+        # Every query head reads all latents, and recurrent layers are not split.
         return jax.tree.map(lambda _: PartitionSpec(), pool)
-    return head_specs(pool, HEADS_AXIS)
+
+    placement = replace(cache, pools=tuple(map(specs, cache.pools)), tokens=PartitionSpec())
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), placement)
 
 
 def page_bytes(

@@ -157,7 +157,6 @@ def experts(mesh: Any, *, rows: int, bits: int | None = None, group_size: int = 
 
 # Over a pool of 256 Ki tokens, 34 GB.
 step = functools.partial(step_case, layout="gpu", num_pages=16384, page_size=16, kernels=KERNELS)
-sparse_step = functools.partial(step, model="Qwen3-30B-A3B", kernels=(*KERNELS, "grouped_matmul"))
 decode = functools.partial(attention, q_len=1, num_tokens=DECODE_ROWS, num_rows=DECODE_ROWS)
 verify = functools.partial(attention, q_len=8, num_tokens=128, num_rows=16)
 prefill = functools.partial(attention, q_len=None, num_tokens=4096, num_rows=16)
@@ -205,11 +204,16 @@ CASES: dict[str, Callable[[Any], Case]] = {
         step, step="verify_step", num_tokens=2048, num_rows=16, mixed_q_len=4
     ),
     "step prefill": functools.partial(step, step="prefill_step", num_tokens=2048, num_rows=16),
-    "sparse step decode": functools.partial(sparse_step, step="decode_step", num_tokens=64, num_rows=64),
+    # `large_models` has the steps in bfloat16.
     "sparse step decode int4 weights": functools.partial(
-        sparse_step, step="decode_step", num_tokens=64, num_rows=64, quantization="int4"
+        step,
+        step="decode_step",
+        model="Qwen3-30B-A3B",
+        num_tokens=64,
+        num_rows=64,
+        quantization="int4",
+        kernels=(*KERNELS, "grouped_matmul"),
     ),
-    "sparse step prefill": functools.partial(sparse_step, step="prefill_step", num_tokens=2048, num_rows=16),
 }
 # Refused there, with a reason; see kernels_pallas/triton.py.
 NO_FP8 = ("A100",)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -15,6 +12,7 @@ from tokenizers import Tokenizer
 
 from jaxinfer import EngineConfig, SamplingParams, load_checkpoint, log_probs
 from jaxinfer.engine.llm import BUNDLED_MODEL, LLM
+from tests.on_devices import run_on_devices
 from tests.oracles import load_reference, save_random_checkpoint
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="bits are promised on CPU")
@@ -147,29 +145,27 @@ import json, sys
 import jax, jax.numpy as jnp, numpy as np
 from jaxinfer import load_checkpoint, log_probs
 from jaxinfer.model.params import shardings
+from tests.unoptimised import UNOPTIMISED
 params, config = load_checkpoint(sys.argv[1], "float32")
-mesh = jax.sharding.Mesh(np.array(jax.devices()), ("model",))
+mesh = jax.sharding.Mesh(np.array(jax.devices()), (sys.argv[2],))
 tokens = np.arange(1, 41, dtype=np.int32).reshape(2, 20)
 def loss(params, mesh):
     values = log_probs(params, tokens, config=config, page_size=16, mesh=mesh)
     return values.mean(), values
-grad = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
+grad = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1, compiler_options=UNOPTIMISED)
 one, split = grad(params, None), grad(jax.device_put(params, shardings(config, mesh)), mesh)
 def error(a, b):
     a, b = np.asarray(a), np.asarray(b)
     return float(np.abs(a - b).max() / np.abs(a).max())
 errors = jax.tree.map(error, one, split)
-q = split[1].layers[0].mixer.q
-print(json.dumps({"error": max(jax.tree.leaves(errors)), "devices": len(q.sharding.device_set)}))
+up = split[1].layers[0].feed_forward.experts.up
+print(json.dumps({"error": max(jax.tree.leaves(errors)), "shape": up.sharding.shard_shape(up.shape)}))
 """
 
 
-def test_parameters_may_be_split_over_a_mesh(checkpoints):
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    command = [sys.executable, "-c", PROGRAM, str(checkpoints["gpt_oss"])]
-    run = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    seen = json.loads(run.stdout.splitlines()[-1])
+@pytest.mark.parametrize(("axis", "experts", "size"), [("model", 6, 24), ("experts", 3, 48)])
+def test_parameters_may_be_split_over_a_mesh(axis, experts, size, checkpoints):
+    seen = json.loads(run_on_devices(2, "-c", PROGRAM, str(checkpoints["gpt_oss"]), axis).splitlines()[-1])
 
-    assert seen["devices"] == 2
+    assert seen["shape"] == [1, experts, size, 32]
     assert seen["error"] < 1e-4
