@@ -36,6 +36,7 @@ from tests.engine.engines import (
     crowded_engine,
     drafts_from,
     generate,
+    quick_engine,
     random_prompts,
     run_with_arrivals,
     small_engine,
@@ -404,7 +405,7 @@ def test_a_request_alone_takes_the_best_tokens_of_transformers(checkpoint, alone
 
 
 def test_a_model_with_int8_weights_runs(checkpoint):
-    with small_engine(checkpoint, quantization="int8") as llm:
+    with quick_engine(checkpoint, quantization="int8") as llm:
         completions = generate(llm, PROMPTS[:2], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
 
     assert [len(completion.token_ids) for completion in completions] == [4, 4]
