@@ -68,6 +68,9 @@ MAX_MEMORY_MAPS = 30_000
 def pytest_runtest_teardown(item, nextitem):
     is_last_of_file = nextitem is not None and nextitem.path != item.path
     if (is_last_of_file or item.get_closest_marker("exhaustive")) and number_of_memory_maps() > MAX_MEMORY_MAPS:
+        from tests.on_demand import clear_compiled
+
+        clear_compiled()
         jax.clear_caches()
         gc.collect()
 

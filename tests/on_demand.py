@@ -1,6 +1,7 @@
 """Engines that compile a step of a shape when the first step of that shape comes: a test needs few of the shapes.
 
-Compiling takes most of the suite's time. `tests/engine/execution` tests engines that compile everything beforehand.
+Compiling takes most of the suite's time, so engines that compute the same steps share them.
+`tests/engine/execution` tests engines that compile everything of their own beforehand.
 """
 
 from __future__ import annotations
@@ -13,10 +14,36 @@ from typing import Any
 import jax
 import pytest
 
-from jaxinfer.engine.execution import warm_up
+from jaxinfer.engine.drafters import draft_heads, draft_model, hidden_states
+from jaxinfer.engine.execution import executable_cache, step_compiler, warm_up
 from jaxinfer.engine.execution.compiled_steps import CompiledSteps
 from jaxinfer.engine.execution.step_shapes import Bucket, choose_bucket
 from jaxinfer.engine.scheduling.step import Step
+
+# What this process has compiled, by its inputs, its logits processors and the compiler's options.
+_compiled: dict[Any, jax.stages.Compiled] = {}
+
+
+def clear_compiled() -> None:
+    """Drops the compiled steps that no engine uses."""
+    _compiled.clear()
+
+
+@contextlib.contextmanager
+def compiled_once() -> Iterator[None]:
+    """Steps that are compiled meanwhile are those that an earlier engine of this process has compiled, if any has."""
+
+    def compile_once(function: Any, *args: Any, **statics: Any) -> jax.stages.Compiled:
+        inputs = executable_cache._key(function, args, statics)
+        key = inputs, statics.get("custom"), jax.stages.Lowered.compile  # `unoptimised_steps` has another one
+        if key not in _compiled:
+            _compiled[key] = executable_cache.compile_or_load(function, *args, **statics)
+        return _compiled[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (step_compiler, draft_heads, draft_model, hidden_states):
+            patch.setattr(module, "compile_or_load", compile_once)
+        yield
 
 
 class StepsOnDemand(CompiledSteps):
@@ -31,7 +58,7 @@ class StepsOnDemand(CompiledSteps):
         super().__init__(tuple(known), compile_bucket, known)
         self._planned = tuple(buckets)
         self._compile_bucket = compile_bucket
-        self._compile_lowered = jax.stages.Lowered.compile  # `unoptimised_steps` has another one
+        self._compile_lowered = jax.stages.Lowered.compile
         self._draws = _Draws(self._planned, self._step)
 
     def choose(self, step: Step) -> tuple[Bucket, jax.stages.Compiled]:
@@ -45,7 +72,7 @@ class StepsOnDemand(CompiledSteps):
     def _step(self, bucket: Bucket) -> jax.stages.Compiled:
         if bucket not in self._compiled:
             # In another thread, as in every engine: `CompileCounter` counts the compilations of the engine's own.
-            with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+            with compiled_once(), pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
                 patch.setattr(jax.stages.Lowered, "compile", self._compile_lowered)
                 self._compiled[bucket] = pool.submit(self._compile_bucket, bucket).result()
         return self._compiled[bucket]
@@ -79,7 +106,7 @@ def steps_on_demand() -> Iterator[None]:
             return CompiledSteps(buckets, compile_bucket)
         return StepsOnDemand(buckets, compile_bucket, known)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with compiled_once(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(warm_up, "CompiledSteps", make)
         patch.setattr(StepsOnDemand, "wait", lambda *_, **__: None)  # an engine with a drafter waits for all its steps
         yield

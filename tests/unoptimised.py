@@ -40,16 +40,18 @@ UNOPTIMISED: dict[str, Any] = {
 }
 
 
+_compile_with: Any = jax.stages.Lowered.compile
+
+
+def _compile_unoptimised(lowered: Any, compiler_options: dict[str, Any] | None = None) -> Any:
+    return _compile_with(lowered, {**(compiler_options or {}), **UNOPTIMISED})
+
+
 @contextlib.contextmanager
 def unoptimised_steps() -> Iterator[None]:
     """Engines that are made meanwhile compile their steps so."""
-    compile_with: Any = jax.stages.Lowered.compile
-
-    def compile_unoptimised(lowered: Any, compiler_options: dict[str, Any] | None = None) -> Any:
-        return compile_with(lowered, {**(compiler_options or {}), **UNOPTIMISED})
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax.stages.Lowered, "compile", compile_unoptimised)
+        patch.setattr(jax.stages.Lowered, "compile", _compile_unoptimised)
         yield
         for thread in threading.enumerate():
             if thread.name.startswith(COMPILING):

@@ -8,6 +8,7 @@ import pytest
 from jaxinfer import EngineConfig, SamplingParams
 from jaxinfer.checkpoint import load_params, read_config
 from jaxinfer.engine.llm import LLM
+from tests.engine.engines import quick_engine
 from tests.oracles import SIZES, load_reference, reference_logits, save_random_checkpoint
 from tests.replay import replay
 
@@ -55,7 +56,7 @@ def test_an_engine_of_more_tokens_than_the_original_length_has_the_long_frequenc
     prompt = np.random.default_rng(2).integers(0, SIZES["vocab_size"], 40).tolist()
     greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
-    with LLM(path, dtype="float32", config=EngineConfig(max_num_seqs=2, max_model_len=96)) as llm:
+    with quick_engine(path, max_num_seqs=2, max_model_len=96) as llm:
         (completion,) = llm.generate([prompt], greedy, show_progress=False)
 
     tokens = list(completion.token_ids)
@@ -68,7 +69,7 @@ def test_the_length_is_the_original_one_unless_more_is_asked_for(checkpoint):
     prompt = [1] * (ORIGINAL + 1)
 
     too_long = pytest.raises(ValueError, match=f"max_model_len is {ORIGINAL}.*up to the model's {LONGEST}")
-    with LLM(path, dtype="float32", config=EngineConfig(max_num_seqs=1)) as llm, too_long:
+    with quick_engine(path, max_num_seqs=1, max_model_len=None) as llm, too_long:
         llm.generate([prompt], show_progress=False)
     with pytest.raises(ValueError, match=f"max_model_len={LONGEST + 1} is more than the model's {LONGEST} positions"):
         LLM(path, dtype="float32", config=EngineConfig(max_model_len=LONGEST + 1))

@@ -33,6 +33,12 @@ def shared_llm(checkpoint):
 
 
 @pytest.fixture(scope="session")
+def quick_llm(checkpoint):
+    """The sound engine beside engines that are compiled as quickly; every test has to leave it idle."""
+    return quick_engine(checkpoint, max_prompt_log_probs=3)
+
+
+@pytest.fixture(scope="session")
 def crowded_llm(checkpoint):
     return crowded_engine(checkpoint)
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from jaxinfer import EngineConfig, SamplingParams, load_checkpoint, log_probs
 from jaxinfer.engine.llm import BUNDLED_MODEL, LLM
+from tests.on_demand import steps_on_demand
 from tests.on_devices import run_on_devices
 from tests.oracles import load_reference, save_random_checkpoint
 
@@ -43,7 +44,7 @@ def test_bits_are_those_that_the_engine_reports(family, checkpoints):
     params, config = load_checkpoint(path, "float32")
     prompts = [[5, 6, 7], [*range(1, 40)], [9]]
     sampling = [SamplingParams(temperature=t, seed=3, max_tokens=24, ignore_eos=True) for t in (0, 1, 0.7)]
-    with LLM(path, dtype="float32", config=LIMITS) as llm:
+    with steps_on_demand(), LLM(path, dtype="float32", config=LIMITS) as llm:
         completions = llm.generate(prompts, sampling, show_progress=False)
     texts = [[*prompt, *c.token_ids] for prompt, c in zip(prompts, completions, strict=True)]
     width = max(map(len, texts))

@@ -140,6 +140,8 @@ def test_no_fault_of_the_disk_changes_a_bit_or_stops_anybody(llm, alone, tmp_pat
 
 
 def test_nothing_is_compiled_when_pages_are_copied(llm):
+    llm.warm_up()
+
     with recorded_compilations() as names:
         run_in_turn(llm)
         run_in_turn(llm)

@@ -44,6 +44,7 @@ from tests.engine.engines import (
     small_engine,
 )
 from tests.engine.fake_device import make_request
+from tests.on_demand import compiled_once
 from tests.unoptimised import unoptimised_steps
 
 KINDS = [{"temperature": 0}, {"temperature": 0.8, "log_probs": 2}, {"temperature": 1.2, "top_k": 9, "top_p": 0.9}]
@@ -92,7 +93,7 @@ def test_every_drafter_leaves_every_bit_as_it_is(crowded_llm, answers, name):
 
 def draft_model_for(llm, params, config):
     model = DraftModel(params, config)
-    with unoptimised_steps():  # a draft may be wrong
+    with compiled_once(), unoptimised_steps():  # a draft may be wrong
         model.prepare(target_of(llm))
     model.attach(lambda compute: compute(llm._runner._cache))
     return model

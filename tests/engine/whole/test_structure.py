@@ -16,6 +16,7 @@ from jaxinfer.text.grammar import GrammarCompiler
 from jaxinfer.text.schema_check import schema_checker
 from tests.engine.engines import GREEDY, are_tpu_kernels_interpreted, drafts_from, run_with_arrivals
 from tests.engine.schemas import SCHEMAS
+from tests.on_demand import steps_on_demand
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -36,7 +37,8 @@ def is_balanced(text):
 def bundled_llm(request):
     if are_tpu_kernels_interpreted():  # six layers of it would take a day
         return request.getfixturevalue("shared_llm")
-    return LLM()  # as other tests start it, so that its steps are compiled once
+    with steps_on_demand():
+        return LLM()  # as other tests start it, so that its steps are compiled once
 
 
 def of_schemas(schemas):

@@ -27,7 +27,6 @@ from tests.engine.engines import (
     quick_engine,
     random_prompts,
     save_small_checkpoint,
-    small_engine,
     token_ids_of,
 )
 
@@ -49,7 +48,7 @@ def params(trained):
 
 @pytest.fixture(scope="module")
 def trained_llm(trained):
-    return small_engine(trained)
+    return quick_engine(trained)
 
 
 def continued(llm, prompt, output, sampling):
@@ -61,7 +60,7 @@ def continued(llm, prompt, output, sampling):
 
 @pytest.mark.parametrize("more", [{}, {"decode_loop_steps": 4}, {"speculation": "ngram", "max_drafts": 3}])
 def test_running_requests_go_on_under_the_new_weights(checkpoint, params, trained_llm, more):
-    llm = small_engine(checkpoint, **CROWDED, **more)
+    llm = quick_engine(checkpoint, **CROWDED, **more)
     tiers = llm._runner._tiers
     assert tiers is not None
     tiers.seconds_per_copy = 0.0
@@ -97,7 +96,7 @@ def test_running_requests_go_on_under_the_new_weights(checkpoint, params, traine
 def tiered_llm(checkpoint, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("d"))
     limits = {"host_cache_bytes": 10**7, "disk_cache_bytes": 10**7, "disk_cache_path": folder}
-    llm = small_engine(checkpoint, num_pages=8, **limits)
+    llm = quick_engine(checkpoint, num_pages=8, **limits)
     tiers = llm._runner._tiers
     assert tiers is not None
     tiers.seconds_per_copy = 0.0
@@ -145,7 +144,7 @@ def head_drafter(width):
 @pytest.mark.parametrize("make_drafter", [exit_drafter, head_drafter])
 def test_drafters_that_use_the_model_get_the_new_weights(checkpoint, trained, trained_llm, make_drafter):
     drafter: Any = make_drafter(144)
-    llm = small_engine(checkpoint, max_num_seqs=2, speculation=drafter, max_drafts=2, adaptive_drafts=False)
+    llm = quick_engine(checkpoint, max_num_seqs=2, speculation=drafter, max_drafts=2, adaptive_drafts=False)
     kept = weakref.ref(llm._runner.params.layers[0].mixer.q)
     new = load_params(trained, llm.model_config, "float32")
     request_id = llm.add(PREFIX, GREEDY)
@@ -161,7 +160,7 @@ def test_drafters_that_use_the_model_get_the_new_weights(checkpoint, trained, tr
 
 
 def test_log_probs_of_a_prompt_are_never_of_two_models(checkpoint, params, trained):
-    llm = small_engine(checkpoint, max_num_batched_tokens=8, max_prompt_log_probs=2)
+    llm = quick_engine(checkpoint, max_num_batched_tokens=8, max_prompt_log_probs=2)
     wanted = replace(GREEDY, prompt_log_probs=1)
     llm.add([*range(1, 60)], wanted)
     for _ in range(3):  # of eight steps
@@ -170,7 +169,7 @@ def test_log_probs_of_a_prompt_are_never_of_two_models(checkpoint, params, train
     llm.update_params(params)
     (completion,) = completions_of(drain(llm)).values()
 
-    fresh = small_engine(trained, max_num_batched_tokens=8, max_prompt_log_probs=2)
+    fresh = quick_engine(trained, max_num_batched_tokens=8, max_prompt_log_probs=2)
     (expected,) = generate(fresh, [[*range(1, 60)]], wanted)
     assert completion.prompt_log_probs == expected.prompt_log_probs
     assert completion.prompt_top_log_probs == expected.prompt_top_log_probs
