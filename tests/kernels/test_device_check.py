@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from kernels_pallas.grouped_matmul import api as grouped_api
+from kernels_pallas.latent_attention import api as latent_api
 from kernels_pallas.paged_attention.api import IMPLEMENTATIONS
 from scripts.kernels import device_check
 from tests.unoptimised import UNOPTIMISED
@@ -56,6 +58,32 @@ def test_the_results_that_are_timed_are_right(offset, passes, monkeypatch):
     records = [r for r in device_check.measure_attention(is_small=True) if r["implementation"] == "gpu_interpret"]
 
     assert [(r["section"], r["passes"]) for r in records] == [("decode", passes), ("prefill", passes)]
+
+
+@pytest.mark.parametrize(
+    ("table", "error_of"),
+    [
+        (grouped_api.IMPLEMENTATIONS, functools.partial(device_check.error_of_experts, (3, 0, 2), {})),
+        (
+            latent_api.IMPLEMENTATIONS,
+            functools.partial(device_check.error_of_latents, device_check.Check([(1, 70)], 1, {"num_heads": 16})),
+        ),
+    ],
+    ids=["experts", "latents"],
+)
+def test_results_of_other_kernels_that_are_wrong_are_told(table, error_of, monkeypatch):
+    right = table["reference"]
+
+    def wrong(*args, **kwargs):
+        result = right(*args, **kwargs)  # of attention with the pages
+        out = result[0] if isinstance(result, tuple) else result
+        moved = out + jnp.asarray(0.1, out.dtype)
+        return (moved, *result[1:]) if isinstance(result, tuple) else moved
+
+    assert error_of("reference") < device_check.TOLERANCE
+    monkeypatch.setitem(table, "reference", wrong)
+
+    assert error_of("reference") > device_check.TOLERANCE
 
 
 def test_a_kernel_that_refuses_a_check_is_not_wrong_but_says_why(monkeypatch):
