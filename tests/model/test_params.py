@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,7 +13,9 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxinfer.model.components.attention import AttentionParams
-from jaxinfer.model.config import uniform_decoder
+from jaxinfer.model.components.mlp import MLP
+from jaxinfer.model.components.moe import MoE, Router
+from jaxinfer.model.config import LayerGroup, uniform_decoder
 from jaxinfer.model.params import TensorSpec, abstract_params, declare, init_params, shardings
 from tests.unoptimised import UNOPTIMISED
 
@@ -134,6 +137,19 @@ def test_heads_mlp_and_vocabulary_are_split_over_the_model_axis():
     assert layers.mixer.o.spec == PartitionSpec(None, None, "model", None)
     assert layers.feed_forward.down.spec == PartitionSpec(None, None, "model")
     assert layers.mixer_norm.spec == PartitionSpec(None, None)
+
+
+def test_experts_are_split_over_an_axis_of_their_own_and_routers_are_whole():
+    (layer,) = CONFIG.groups[0].layers
+    sparse = MoE(num_experts=8, expert=MLP(intermediate_size=40), router=Router(num_chosen=2))
+    config = replace(CONFIG, groups=(LayerGroup((replace(layer, feed_forward=sparse),), 3),))
+    mesh: Any = AbstractMesh((4, 2), ("experts", "model"))
+
+    params: Any = shardings(config, mesh).layers[0].feed_forward
+
+    assert params.experts.up.spec == PartitionSpec(None, "experts", "model", None)
+    assert params.experts.down.spec == PartitionSpec(None, "experts", None, "model")
+    assert params.router.is_fully_replicated
 
 
 def test_the_abstract_tree_carries_the_placement():
