@@ -13,13 +13,12 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxinfer.model.components.mlp import MLP, MLPParams, activate, declare_mlp, mlp
 from jaxinfer.quantization import QuantizedArray
 from kernels_pallas.grouped_matmul import dequantize_experts, grouped_matmul
-from kernels_pallas.paged_attention import HEADS_AXIS
 from kernels_pallas.row_products import ROW_BLOCK, rounded
 from kernels_pallas.row_sum import row_sum
 
-# The mesh axis that whole experts are split over. The axis of heads splits each of them, as it does any MLP.
-EXPERTS_AXIS = "experts"
-_MESH_AXES = {"experts": EXPERTS_AXIS, "mlp": HEADS_AXIS}
+# The mesh axis that whole experts are split over, and the one that splits each of them, as it does any MLP.
+EXPERTS_AXIS, MLP_AXIS = "experts", "model"
+_MESH_AXES = {"experts": EXPERTS_AXIS, "mlp": MLP_AXIS}
 
 
 def sum_of_experts(
@@ -52,7 +51,7 @@ def _weighted_sum(results: jax.Array, weights: jax.Array) -> jax.Array:
 
 def _split_axes(mesh: Mesh | None, num_experts: int, intermediate_size: int) -> tuple[str, ...]:
     """Returns the axes of a mesh that split experts. An axis that does not divide them leaves them whole."""
-    sizes = {EXPERTS_AXIS: num_experts, HEADS_AXIS: intermediate_size}
+    sizes = {EXPERTS_AXIS: num_experts, MLP_AXIS: intermediate_size}
     counts = {} if mesh is None else {axis: n for axis, n in mesh.shape.items() if n > 1}
     return tuple(axis for axis, size in sizes.items() if axis in counts and size % counts[axis] == 0)
 
@@ -74,8 +73,8 @@ def _sum_over_mesh(
     ) -> jax.Array:
         if EXPERTS_AXIS in axes:  # the first E / n are those of this device
             experts = (experts - jax.lax.axis_index(EXPERTS_AXIS) * params.up.shape[0]) % E
-        if HEADS_AXIS in axes and params.down_bias is not None:  # one device adds it
-            is_first = jax.lax.axis_index(HEADS_AXIS) == 0
+        if MLP_AXIS in axes and params.down_bias is not None:  # one device adds it
+            is_first = jax.lax.axis_index(MLP_AXIS) == 0
             params = replace(params, down_bias=jnp.where(is_first, params.down_bias, 0))
         results = _in_groups(params, x, experts, num_tokens, config=config)
         return jax.lax.psum(_weighted_sum(results, weights), axes)
