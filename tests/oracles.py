@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,8 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
 
 def random_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
     """Returns the configuration of a small model of one of the families."""
-    return CONFIGS[family](**{**SIZES, **FAMILY_SIZES.get(family, {}), **overrides})
+    # Copied, for some of these classes write to the dictionaries that they are given.
+    return CONFIGS[family](**copy.deepcopy({**SIZES, **FAMILY_SIZES.get(family, {}), **overrides}))
 
 
 def save_random_checkpoint(
