@@ -17,6 +17,7 @@ import jax
 import pytest
 
 from jaxinfer.device import describe_cpu
+from tests.memory_maps import are_memory_maps_short
 
 # Compiled steps are not loaded from a folder that others can write to, which the umask may have it be.
 os.makedirs(os.environ["JAX_COMPILATION_CACHE_DIR"], mode=0o700, exist_ok=True)
@@ -61,27 +62,13 @@ def pytest_sessionstart(session):
         reporter.write_line(f"CPU: {describe_cpu()}; jax {version('jax')}, jaxlib {version('jaxlib')}")
 
 
-# Linux gives a process 65,530 memory maps. Each compiled function keeps some of them, and without any left jax crashes.
-MAX_MEMORY_MAPS = 30_000
-
-
 def pytest_runtest_teardown(item, nextitem):
     is_last_of_file = nextitem is not None and nextitem.path != item.path
-    if (is_last_of_file or item.get_closest_marker("exhaustive")) and number_of_memory_maps() > MAX_MEMORY_MAPS:
+    if (is_last_of_file or item.get_closest_marker("exhaustive")) and are_memory_maps_short():
         from tests.on_demand import clear_compiled
 
-        clear_compiled()
         jax.clear_caches()
-        gc.collect()
-
-
-def number_of_memory_maps() -> int:
-    """Zero where the operating system does not tell."""
-    try:
-        with open("/proc/self/maps", "rb") as maps:
-            return sum(1 for _ in maps)
-    except OSError:
-        return 0
+        clear_compiled()
 
 
 def pytest_addoption(parser):

@@ -7,6 +7,7 @@ Compiling takes most of the suite's time, so engines that compute the same steps
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,6 +20,7 @@ from jaxinfer.engine.execution import executable_cache, step_compiler, warm_up
 from jaxinfer.engine.execution.compiled_steps import CompiledSteps
 from jaxinfer.engine.execution.step_shapes import Bucket, choose_bucket
 from jaxinfer.engine.scheduling.step import Step
+from tests.memory_maps import are_memory_maps_short
 
 # What this process has compiled, by its inputs, its logits processors and the compiler's options.
 _compiled: dict[Any, jax.stages.Compiled] = {}
@@ -27,6 +29,7 @@ _compiled: dict[Any, jax.stages.Compiled] = {}
 def clear_compiled() -> None:
     """Drops the compiled steps that no engine uses."""
     _compiled.clear()
+    gc.collect()
 
 
 @contextlib.contextmanager
@@ -37,6 +40,8 @@ def compiled_once() -> Iterator[None]:
         inputs = executable_cache._key(function, args, statics)
         key = inputs, statics.get("custom"), jax.stages.Lowered.compile  # `unoptimised_steps` has another one
         if key not in _compiled:
+            if are_memory_maps_short():
+                clear_compiled()
             _compiled[key] = executable_cache.compile_or_load(function, *args, **statics)
         return _compiled[key]
 
