@@ -1,4 +1,4 @@
-"""The memory maps of this process. Linux gives it 65,530. Each compiled function keeps some; without any jax crashes."""
+"""The memory maps of this process. Linux gives it 65,530, of which each compiled function keeps some."""
 
 from __future__ import annotations
 
