@@ -36,7 +36,7 @@ Chunks = Sequence[tuple[int, int]]
 # Three sequences, the tokens and rows of a step that has room for them, and ways to compute them.
 LENGTHS = (40, 23, 5)
 SHAPE = (72, 4)
-SPLITS: dict[str, list[Chunks]] = {
+SPLITS: dict[str, Sequence[Chunks]] = {
     "whole prompts": [[(0, 40), (1, 23), (2, 5)]],
     "chunks": [[(0, 17), (1, 16)], [(1, 7), (0, 16)], [(2, 5), (0, 7)]],
     "token by token": [[(2, 1), (0, 1), (1, 1)]] * 5 + [[(0, 1), (1, 1)]] * 18 + [[(0, 1)]] * 17,

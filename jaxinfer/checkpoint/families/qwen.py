@@ -10,6 +10,7 @@ from jaxinfer.checkpoint.config_json.family import Family, WeightTable, translat
 from jaxinfer.checkpoint.config_json.fields import divided_head_dim, is_enabled, num_kv_heads, stated_head_dim
 from jaxinfer.checkpoint.config_json.window import switched_windows
 from jaxinfer.checkpoint.families import llama
+from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.config import LayerGroup, ModelConfig, scan_sizes, uniform_decoder
 
 WEIGHTS_3: WeightTable = {
@@ -46,10 +47,9 @@ def config_from_hf_3(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def _with_windows(config: ModelConfig, windows: Sequence[int | None]) -> ModelConfig:
-    layers = [
-        replace(layer, mixer=replace(layer.mixer, window=window))
-        for layer, window in zip(config.layers, windows, strict=True)
-    ]
+    layer = config.layers[0]
+    assert isinstance(layer.mixer, Attention)
+    layers = [replace(layer, mixer=replace(layer.mixer, window=window)) for window in windows]
     return replace(config, groups=(LayerGroup(tuple(layers)),)).regrouped(scan_sizes(layers))
 
 
