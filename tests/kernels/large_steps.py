@@ -28,5 +28,5 @@ def check_step(model: str, device: str, case: str) -> None:
     assert "error" not in figures, figures["error"]
     assert figures["in_place"]
     assert figures["argument_bytes"] + figures["temporary_bytes"] < MEMORY[axes_of(device)[0]]
-    # Of all threads, for other work on the machine lengthens the time by the clock. The longest took 134 s on busy cores.
+    # Of all threads, for other work on the machine lengthens the time by the clock; 134 s are the most seen.
     assert figures["processor_seconds"] < 300
