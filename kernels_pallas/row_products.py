@@ -115,8 +115,8 @@ def _by_weights_in_blocks(x: jax.Array, w: jax.Array, num_rows: jax.Array, *, bl
     (T, D), F = x.shape, w.shape[0]
     if block >= T:
         # Without the barrier, rows that fill the block may reach the product transposed, whose sums have another order:
-        # seen in the queries of latent attention, on a CPU with AVX2.
-        rows = jax.lax.optimization_barrier(jnp.pad(x, ((0, block - T), (0, 0))))
+        # seen in the queries of latent attention, on a CPU with AVX2. Padding keeps its rows as they are.
+        rows = jnp.pad(x, ((0, block - T), (0, 0))) if block > T else jax.lax.optimization_barrier(x)
         return _by_weights(rows, w)[:T]
     # Products of few rows go two at a time: while one starts, the other runs.
     num_parts = 2 if block == ROW_BLOCK else 1
