@@ -53,6 +53,17 @@ def target() -> Target:
     return Target(device.kind, device.num_cores, device.capability)
 
 
+def require_block_sizes(sizes: Any, *, blocks: Sequence[str], counts: Sequence[str]) -> None:
+    """Raises ValueError unless the fields `blocks` are sizes that `dot` takes, and `counts` are positive."""
+    for name in blocks:
+        value = getattr(sizes, name)
+        if value < MIN_DOT or value & (value - 1):
+            raise ValueError(f"{name}={value} must be a power of two of at least {MIN_DOT}")
+    for name in counts:
+        if getattr(sizes, name) < 1:
+            raise ValueError(f"{name}={getattr(sizes, name)} must be at least 1")
+
+
 def launch(
     kernel: Callable[..., None],
     *arrays: jax.Array,

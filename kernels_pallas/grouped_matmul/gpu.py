@@ -32,13 +32,7 @@ class GroupedBlockSizes:
     num_stages: int
 
     def __post_init__(self) -> None:
-        for name in ("block_m", "block_n", "block_k"):
-            value = getattr(self, name)
-            if value < triton.MIN_DOT or value & (value - 1):
-                raise ValueError(f"{name}={value} must be a power of two of at least {triton.MIN_DOT}")
-        for name in ("num_warps", "num_stages"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        triton.require_block_sizes(self, blocks=("block_m", "block_n", "block_k"), counts=("num_warps", "num_stages"))
 
 
 # Decoding: reading the weights takes the time, so blocks are long and several programs fit on a multiprocessor.

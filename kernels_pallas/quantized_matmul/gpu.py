@@ -37,13 +37,9 @@ class MatmulBlockSizes:
     num_stages: int
 
     def __post_init__(self) -> None:
-        for name in ("block_m", "block_n"):
-            value = getattr(self, name)
-            if value < triton.MIN_DOT or value & (value - 1):
-                raise ValueError(f"{name}={value} must be a power of two of at least {triton.MIN_DOT}")
-        for name in ("num_splits", "num_warps", "num_stages"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        triton.require_block_sizes(
+            self, blocks=("block_m", "block_n"), counts=("num_splits", "num_warps", "num_stages")
+        )
 
 
 def matmul_block_sizes(*, rows: int, channels: int, groups: int, target: triton.Target) -> MatmulBlockSizes:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from kernels_pallas.paged_attention.tuned_tables import tuned_table
-from kernels_pallas.triton import Target
+from kernels_pallas.triton import Target, require_block_sizes
 
 # By Little's law 4.8 TB/s for 1 µs need 36 KB in flight on each of 132 multiprocessors. A program of the decode kernel
 # has a block of 64 keys and values of 256 bytes under way, 32 KB, though only while it does not compute.
@@ -30,13 +30,7 @@ class GpuBlockSizes:
     num_stages: int  # of Triton's pipeline, which spends two of them on finding a block before it reads it
 
     def __post_init__(self) -> None:
-        for name in ("block_m", "block_k"):
-            value = getattr(self, name)
-            if value < 16 or value & (value - 1):
-                raise ValueError(f"{name}={value} must be a power of two of at least 16")
-        for name in ("num_splits", "num_warps", "num_stages"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        require_block_sizes(self, blocks=("block_m", "block_k"), counts=("num_splits", "num_warps", "num_stages"))
 
 
 def gpu_block_sizes(
