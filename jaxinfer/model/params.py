@@ -13,6 +13,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.model.components.attention import AttentionParams, declare_attention
+from jaxinfer.model.components.experts import MESH_AXES
 from jaxinfer.model.components.gated_delta_net import GatedDeltaNet, GatedDeltaNetParams, declare_gated_delta_net
 from jaxinfer.model.components.latent_attention import LatentAttention, LatentAttentionParams, declare_latent_attention
 from jaxinfer.model.components.layers import MakeSpec, TensorSpec
@@ -64,8 +65,7 @@ TENSOR_PARALLEL_RULES: Mapping[str, str] = {
     "vocab": "model",
     "heads": "model",
     "kv_heads": "model",
-    "mlp": "model",
-    "experts": "experts",
+    **MESH_AXES,
 }
 
 

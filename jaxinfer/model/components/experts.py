@@ -18,7 +18,7 @@ from kernels_pallas.row_sum import row_sum
 
 # The mesh axis that whole experts are split over, and the one that splits each of them, as it does any MLP.
 EXPERTS_AXIS, MLP_AXIS = "experts", "model"
-_MESH_AXES = {"experts": EXPERTS_AXIS, "mlp": MLP_AXIS}
+MESH_AXES = {"experts": EXPERTS_AXIS, "mlp": MLP_AXIS}  # by the logical axis that each splits
 
 
 def sum_of_experts(
@@ -80,7 +80,7 @@ def _sum_over_mesh(
         return jax.lax.psum(_weighted_sum(results, weights), axes)
 
     def spec(_: tuple[int, ...], names: tuple[str, ...], __: float | None = None) -> Any:
-        found = (_MESH_AXES.get(name) for name in ("experts", *names))
+        found = (MESH_AXES.get(name) for name in ("experts", *names))
         return PartitionSpec(*(axis if axis in axes else None for axis in found))
 
     whole, specs = PartitionSpec(), declare_mlp(config, x.shape[1], spec)
