@@ -288,6 +288,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
             "num_experts_per_tok": 1,
             "use_sliding_window": True,
             "sliding_window": 9,
+            "layer_types": [FULL] * 3,  # which the family does not read
         },
     },
     "qwen3_next": {

@@ -69,8 +69,8 @@ def config_from_hf_3(hf: Mapping[str, Any]) -> ModelConfig:
         expert=MLP(intermediate_size=require_size(hf, "moe_intermediate_size", 768)),
         router=Router(num_chosen=num_chosen, normalizes=is_enabled(hf, "norm_topk_prob")),
     )
-    # A window that is switched on is that of all layers, whatever `max_window_layers` says.
-    windows = switched_windows({**hf, "max_window_layers": 0}, read_num_layers(hf))
+    # A window that is switched on is that of all layers, whatever the keys of Qwen2 say.
+    windows = switched_windows({**hf, "max_window_layers": 0, "layer_types": None}, read_num_layers(hf))
     return _translate(hf, attention, experts, windows, default_kv_heads=4)
 
 
