@@ -65,7 +65,7 @@ PARAMS = [
 ]
 
 
-def test_every_component_is_in_every_run_by_some_family():
+def test_the_families_of_every_run_are_known():
     assert IN_EVERY_RUN.keys() <= CONFIGS.keys()
 
 

@@ -33,7 +33,6 @@ from tests.engine.engines import (
     small_engine,
 )
 from tests.oracles import load_reference, save_random_checkpoint
-from tests.unoptimised import unoptimised_steps
 
 V, D, N, K, H, F, DRAFTED = 96, 32, 4, 2, 10, 40, 41
 EPSILON, THETA = 1e-5, 5_000.0
@@ -376,10 +375,7 @@ def test_a_layer_for_multi_token_prediction_drafts_by_its_definition_and_changes
             check_drafts(llm, reference)
         return
 
-    # Other tests judge the bits of these families' steps as users have them.
-    with unoptimised_steps():
-        llm = crowded_engine(path, speculation="mtp")
-    with closed(llm):
+    with closed(crowded_engine(path, speculation="mtp")) as llm:
         with drafts_from(llm, ScriptedDrafter(0)):
             plain = one_by_one(llm)
         assert contents(check_drafts(llm, reference)) == contents(plain)
