@@ -31,26 +31,23 @@ from tests.engine.engines import (
 )
 from tests.oracles import CONFIGS, load_reference, reference_logits, save_random_checkpoint
 
-# One family for each component; the others are made of the same components and run with `-m exhaustive`.
+# Families that differ most in what an engine keeps for a request. The others run with `-m exhaustive`;
+# `tests/checkpoint/test_logits.py` judges all of them in chunks, beside neighbours and decoding.
 IN_EVERY_RUN = {
-    "deepseek_v2": "latent attention, groups of experts",
     "deepseek_v3": "latent attention, a sigmoid router with groups and biases, a shared expert",
     "gemma3_text": "windows in some layers, two ropes, norms before and after, norms of queries and keys",
-    "glm4_moe": "sigmoid router with biases and groups, a shared expert, a dense first layer, half of a head rotated",
     "gpt_oss": "sinks, windows in every other layer, experts with biases",
-    "granitemoeshared": "multipliers, fused experts, a shared expert",
-    "mamba2": "state spaces alone: a state in place of keys and values",
     "nemotron_h": "a state space, attention, an MLP and experts, each a layer of its own",
-    "olmo3": "norms after only, norms over all heads, windows in some layers",
-    "phi3": "fused weights",
     "qwen3_next": "gated delta nets and gated attention, experts and a gated shared one",
 }
 RECURRENT = ("granitemoehybrid", "mamba2", "nemotron_h", "qwen3_next")
 MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"num_hidden_layers": 2},
     "gemma3_text": MIXED,
     "glm4_moe": {"n_group": 4, "topk_group": 2},
+    "gpt_oss": {"num_hidden_layers": 2},
     "mistral": {"sliding_window": 11},
     "olmo3": MIXED,
     "qwen2": WINDOW,
