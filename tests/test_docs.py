@@ -12,6 +12,7 @@ import pytest
 from jaxinfer.checkpoint import families
 from jaxinfer.cli import main as cli
 from scripts.measure.family_table import PASSED, REFUSED
+from tests.on_demand import steps_on_demand
 from tests.oracles import CONFIGS
 
 ROOT = Path(__file__).parents[1]
@@ -79,7 +80,8 @@ def test_the_examples_of_a_page_run_one_after_another(page, monkeypatch, capsys,
     (tmp_path / "jaxinfer").symlink_to(ROOT / "jaxinfer")  # and name a folder of the repository
     monkeypatch.setattr(families, "FAMILIES", dict(families.FAMILIES))  # and add a family
 
-    exec(compile(source, page, "exec"), {"__name__": page})
+    with steps_on_demand():
+        exec(compile(source, page, "exec"), {"__name__": page})
 
     assert capsys.readouterr().out.strip() or "print(" not in source
 

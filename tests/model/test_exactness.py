@@ -140,7 +140,7 @@ def check_model(head_dim, group, page_size, num_drafts):
         check([[(1, count), (0, count + 1)]] * (MANY_PAGES // (count + 1)), (2 * count + 2, 2), count + 1)
 
 
-@pytest.mark.parametrize(("head_dim", "group", "page_size"), SOME_HEADS_AND_PAGES[1::4])
+@pytest.mark.parametrize(("head_dim", "group", "page_size"), SOME_HEADS_AND_PAGES[1::6])
 def test_logits_are_the_same_bits_for_heads_and_pages_of_many_sizes(head_dim, group, page_size):
     check_model(head_dim, group, page_size, num_drafts=(4,))
 

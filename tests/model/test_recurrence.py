@@ -31,7 +31,10 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if "odd sizes" in name else pytest.mark.exhaustive) for name in CASES],
+)
 def replay(request):
     """A random model, and its hidden states and stored states after one step."""
     replay = Replay(model_of(*CASES[request.param]))
