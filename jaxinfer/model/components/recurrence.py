@@ -83,7 +83,10 @@ def _advance_rows(step: TokenStep, tokens: Tokens, pool: jax.Array, places: Plac
 
     def advance_all(_: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         pool, _ = carry
-        after, y = step(read_states(pool, slots.reads), decays, tokens)
+        # Together with the states, or the compiler multiplies keys by values before the loop: it writes as much as the
+        # states hold, and computes the activation of each value again for each key.
+        operands = jax.lax.optimization_barrier((read_states(pool, slots.reads), decays, tokens))
+        after, y = step(*operands)
         return write_states(pool, slots.writes, after), y
 
     # A loop of one turn, which the compiler cannot know. Without it, the compiler fuses the exponentials of tokens with
