@@ -136,9 +136,10 @@ def test_no_chunk_neighbour_or_draft_changes_a_bit(case, options):
 
 @pytest.mark.parametrize("case", [(80, 7, 16), pytest.param((16, 3, 32), marks=pytest.mark.exhaustive)])
 def test_no_bit_changes_where_only_blocks_of_rows_are_multiplied(case, monkeypatch):
+    head_dim, group, page_size = case
     monkeypatch.setattr(row_products, "equal_row_counts", lambda *_: frozenset())
 
-    check_bits(*case, {}, num_drafts=(1, 4))
+    check_bits(head_dim, group, page_size, {}, num_drafts=(1, 4))
 
 
 @pytest.mark.exhaustive
