@@ -105,7 +105,8 @@ def convolve(
     y = jnp.zeros_like(x) if bias is None else jnp.broadcast_to(bias.astype(jnp.float32), x.shape)
     for place, taken in enumerate(inputs):
         y = y + rounded(taken * jnp.broadcast_to(weight[:, place], x.shape))
-    return y, write_states(pool, slots.writes, jnp.stack(inputs[1:], axis=1))
+    # Together, or the compiler for GPUs writes the windows of several layers at once and keeps them all until then.
+    return jax.lax.optimization_barrier((y, write_states(pool, slots.writes, jnp.stack(inputs[1:], axis=1))))
 
 
 def read_states(pool: jax.Array, slots: jax.Array) -> jax.Array:
