@@ -28,7 +28,10 @@ gc.set_threshold(50_000, 50, 50)
 # Tests without a compiled engine, by folder or by file: together they take less than a minute.
 QUICK = (
     *("test_atomic_file.py", "test_config.py", "test_device.py", "test_imports.py", "test_prose.py"),
-    *("batch_job/test_job.py", "batch_job/test_records.py", "checkpoint", "text"),
+    *("batch_job/test_job.py", "batch_job/test_records.py", "text"),
+    *(f"checkpoint/test_{name}.py" for name in ("checkpoint_directory", "every_family", "family_configs")),
+    *(f"checkpoint/test_{name}.py" for name in ("fingerprint", "load_params", "orbax", "recurrent_families")),
+    *(f"checkpoint/test_{name}.py" for name in ("text_models", "wrong_values")),
     *("engine/request", "engine/kv_cache", "engine/scheduling"),
     *("engine/execution/test_batch_builder.py", "engine/execution/test_pipeline.py"),
     *("engine/whole/test_assembly.py", "engine/whole/test_timeline.py"),
