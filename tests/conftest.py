@@ -28,10 +28,7 @@ gc.set_threshold(50_000, 50, 50)
 # Tests without a compiled engine, by folder or by file: together they take less than a minute.
 QUICK = (
     *("test_atomic_file.py", "test_config.py", "test_device.py", "test_imports.py", "test_prose.py"),
-    *("batch_job/test_job.py", "batch_job/test_records.py", "text"),
-    *(f"checkpoint/test_{name}.py" for name in ("checkpoint_directory", "every_family", "family_configs")),
-    *(f"checkpoint/test_{name}.py" for name in ("fingerprint", "load_params", "orbax", "recurrent_families")),
-    *(f"checkpoint/test_{name}.py" for name in ("text_models", "wrong_values")),
+    *("batch_job/test_job.py", "batch_job/test_records.py", "checkpoint", "text"),
     *("engine/request", "engine/kv_cache", "engine/scheduling"),
     *("engine/execution/test_batch_builder.py", "engine/execution/test_pipeline.py"),
     *("engine/whole/test_assembly.py", "engine/whole/test_timeline.py"),
@@ -40,12 +37,15 @@ QUICK = (
     *("plan/test_memory.py", "sampling/test_sampling_batch.py"),
     *("simulation/test_step_times.py", "simulation/test_trace.py"),
 )
+# Files in these folders that compile whole models.
+NOT_QUICK = ("checkpoint/test_logits.py", "checkpoint/test_long_rope.py")
 
 
 def pytest_collection_modifyitems(config, items):
     root = os.path.dirname(__file__)
     names = {path: os.path.relpath(path, root) for path in {item.path for item in items}}
     quick = {path for path, name in names.items() if name in QUICK or any(name.startswith(f"{q}/") for q in QUICK)}
+    quick -= {path for path, name in names.items() if name in NOT_QUICK}
     for item in items:
         if item.path in quick and not any("llm" in fixture for fixture in item.fixturenames):
             item.add_marker("quick")

@@ -21,6 +21,7 @@ from jaxinfer.model.components.recurrence import (
     outputs_of_row,
 )
 from jaxinfer.model.components.states import state_slots
+from tests.exhaustive import exhaustive_but
 from tests.model import test_gated_delta_net, test_state_space
 from tests.model.recurrent import Replay, S, T, model_of, splits
 
@@ -31,10 +32,7 @@ CASES = {
 }
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=[] if "odd sizes" in name else pytest.mark.exhaustive) for name in CASES],
-)
+@pytest.fixture(scope="module", params=exhaustive_but(CASES, (name for name in CASES if "odd sizes" in name)))
 def replay(request):
     """A random model, and its hidden states and stored states after one step."""
     replay = Replay(model_of(*CASES[request.param]))

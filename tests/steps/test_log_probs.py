@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from jaxinfer import EngineConfig, SamplingParams, load_checkpoint, log_probs
 from jaxinfer.engine.llm import BUNDLED_MODEL, LLM
+from tests.exhaustive import exhaustive_but
 from tests.on_demand import steps_on_demand
 from tests.on_devices import run_on_devices
 from tests.oracles import load_reference, save_random_checkpoint
@@ -23,7 +24,7 @@ LIMITS = EngineConfig(max_num_seqs=3, max_num_batched_tokens=16, max_model_len=9
 # Tied weights and plain layers, softcaps and windows, two ropes, experts, sinks, latents with a shared expert, state
 # spaces, gated delta nets.
 FAMILIES = ("llama", "gemma2", "gemma3_text", "mixtral", "gpt_oss", "deepseek_v3", "mamba2", "qwen3_next")
-# Of these the bits; `-m exhaustive` has all.
+# The bits of these are compared in every run, those of the others with `-m exhaustive`.
 IN_EVERY_RUN = ("gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_next")
 OVERRIDES = {
     "llama": {"tie_word_embeddings": True},
@@ -41,16 +42,7 @@ def checkpoints(tmp_path_factory):
     }
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "bundled",
-        *(
-            family if family in IN_EVERY_RUN else pytest.param(family, marks=pytest.mark.exhaustive)
-            for family in FAMILIES[1:]
-        ),
-    ],
-)
+@pytest.mark.parametrize("family", ["bundled", *exhaustive_but(FAMILIES[1:], IN_EVERY_RUN)])
 def test_bits_are_those_that_the_engine_reports(family, checkpoints):
     path = BUNDLED_MODEL if family == "bundled" else checkpoints[family]
     params, config = load_checkpoint(path, "float32")

@@ -29,6 +29,7 @@ from tests.engine.engines import (
     run_with_arrivals,
     small_engine,
 )
+from tests.exhaustive import exhaustive_but
 from tests.oracles import CONFIGS, load_reference, reference_logits, save_random_checkpoint
 
 # Families that differ most in what an engine keeps for a request. The others run with `-m exhaustive`;
@@ -66,10 +67,7 @@ def test_the_families_of_every_run_are_known():
     assert IN_EVERY_RUN.keys() <= CONFIGS.keys()
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.exhaustive) for name in CONFIGS],
-)
+@pytest.fixture(scope="module", params=exhaustive_but(CONFIGS, IN_EVERY_RUN))
 def family(request) -> str:
     return request.param
 
