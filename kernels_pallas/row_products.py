@@ -25,7 +25,7 @@ with jax 0.12.0 at 24 and 32 rows, but not at 2, 4, 16, 48 or 64.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -36,9 +36,11 @@ import numpy as np
 BY_WEIGHTS, BY_MATRICES = "rows_by_weights", "rows_by_matrices"
 # Rows of a product. With fewer, prefill is slower; with more, decoding of a few requests is.
 ROW_BLOCK = 8
-# Numbers of rows that are tried for weights. On an AMD EPYC with AVX-512, with the layers of a model of 125M
-# parameters: 4 rows took 0.88 of the time of 8, 16 rows 0.84 of twice 8, and 32 rows 0.71 of four times 8.
-WEIGHT_ROWS = (4, 16, 32)
+# Numbers of rows that are tried for weights. With jax 0.10.2 an Intel Xeon with AMX has the bits of 8 rows at up to 24
+# rows, and where the remainder by 32 is from 8 to 16; CPUs of AMD have them at 32 as well.
+WEIGHT_ROWS = (4, 16, 24, 32, 48, 136, 176)
+# Rows that take as long as reading the weights of a product: 10 to 20 on that Xeon, 5 on an AMD EPYC with AVX-512.
+ROWS_PER_READ = 15
 # Elements of the smallest weights for which they are tried: below, the trial takes longer than it can save.
 MIN_TRIED_WEIGHTS = 2**17
 # Elements of the largest operand that is tried (256 MB in float32).
@@ -71,8 +73,7 @@ def rows_by_weights(
     counts = {ROW_BLOCK}
     if F * D >= MIN_TRIED_WEIGHTS and not is_computed:
         counts |= equal_row_counts(BY_WEIGHTS, WEIGHT_ROWS, D, F, x.dtype)
-    # The smallest count that holds all T rows, or the largest if none does.
-    block = min((count for count in counts if count >= T), default=max(counts))
+    block = min(sorted(counts), key=lambda count: -(-T // count) * (count + ROWS_PER_READ))
     return _rows_by_weights(x, w, jnp.asarray(T) if num_rows is None else num_rows, block)
 
 
@@ -112,25 +113,24 @@ _rows_by_matrices.defvjp(
 
 
 def _by_weights_in_blocks(x: jax.Array, w: jax.Array, num_rows: jax.Array, *, block: int) -> jax.Array:
-    (T, D), F = x.shape, w.shape[0]
+    T, F = x.shape[0], w.shape[0]
+    # Without a barrier, rows that fill a block may reach the product transposed, whose sums have another order: seen in
+    # the queries of latent attention, on a CPU with AVX2. Padding keeps its rows as they are.
     if block >= T:
-        # Without the barrier, rows that fill the block may reach the product transposed, whose sums have another order:
-        # seen in the queries of latent attention, on a CPU with AVX2. Padding keeps its rows as they are.
         rows = jnp.pad(x, ((0, block - T), (0, 0))) if block > T else jax.lax.optimization_barrier(x)
         return _by_weights(rows, w)[:T]
     # Products of few rows go two at a time: while one starts, the other runs.
-    num_parts = 2 if block == ROW_BLOCK else 1
+    num_parts = 2 if block == ROW_BLOCK and T >= 2 * ROW_BLOCK else 1
     per_turn = num_parts * block
-    turns = jnp.pad(x, ((0, -T % per_turn), (0, 0))).reshape(-1, num_parts, block, D)
 
     def multiply(i: jax.Array, y: jax.Array) -> jax.Array:
-        parts = jax.lax.dynamic_index_in_dim(turns, i, keepdims=False)
-        products = jnp.stack([_weights_by_rows(w, parts[j]) for j in range(num_parts)])
-        return jax.lax.dynamic_update_index_in_dim(y, products, i, axis=0)
+        # The last turn ends at the last row, and so computes some rows again.
+        start = jnp.minimum(i * per_turn, T - per_turn)
+        rows = jax.lax.optimization_barrier(jax.lax.dynamic_slice_in_dim(x, start, per_turn))
+        parts = [_by_weights(rows[j : j + block], w) for j in range(0, per_turn, block)]
+        return jax.lax.dynamic_update_slice_in_dim(y, jnp.concatenate(parts), start, axis=0)
 
-    y = jnp.zeros((turns.shape[0], num_parts, F, block), jnp.float32)
-    y = jax.lax.fori_loop(0, (num_rows + per_turn - 1) // per_turn, multiply, y)
-    return y.transpose(0, 1, 3, 2).reshape(-1, F)[:T]
+    return jax.lax.fori_loop(0, (num_rows + per_turn - 1) // per_turn, multiply, jnp.zeros((T, F), jnp.float32))
 
 
 def _by_matrices_in_blocks(rows: jax.Array, matrices: jax.Array, *, block: int) -> jax.Array:
@@ -188,15 +188,17 @@ def equal_row_counts(form: str, counts: tuple[int, ...], A: int, B: int, dtype: 
         starts, operand = range(0, rows.shape[-2], ROW_BLOCK), jnp.asarray(operand)
         blocks = [np.asarray(multiply(rows[..., i : i + ROW_BLOCK, :], operand, form=form)) for i in starts]
         expected = np.concatenate(blocks, axis=-2)
+        tried = [rows[..., :n, :] for n in counts]
+        products = multiply_each(tried, operand, form=form)
 
-        def is_equal(n: int) -> bool:
-            tried, wanted = rows[..., :n, :], expected[..., :n, :]
-            if not np.array_equal(multiply(tried, operand, form=form), wanted):
-                return False
+        def is_equal(rows: np.ndarray, product: Any) -> bool:
+            wanted = expected[..., : rows.shape[-2], :]
             # Weights meet other numbers of rows in one product at a time.
-            return form == BY_WEIGHTS or is_equal_together(tried, operand, wanted, NUM_TRIED_TOGETHER, form=form)
+            return np.array_equal(product, wanted) and (
+                form == BY_WEIGHTS or is_equal_together(rows, operand, wanted, NUM_TRIED_TOGETHER, form=form)
+            )
 
-        return frozenset(filter(is_equal, counts))
+        return frozenset(n for n, part, y in zip(counts, tried, products, strict=True) if is_equal(part, y))
 
 
 def is_equal_together(rows: np.ndarray, operand: jax.Array, expected: np.ndarray, count: int, *, form: str) -> bool:
@@ -209,6 +211,12 @@ def is_equal_together(rows: np.ndarray, operand: jax.Array, expected: np.ndarray
 def multiply(rows: jax.Array, operand: jax.Array, *, form: str) -> jax.Array:
     """Returns rows times an operand in one product, compiled by itself."""
     return PRODUCTS[form](rows, operand)
+
+
+@functools.partial(jax.jit, static_argnames="form")
+def multiply_each(parts: Sequence[Any], operand: jax.Array, *, form: str) -> list[jax.Array]:
+    """Returns each of several numbers of rows times one operand, all compiled together to save time."""
+    return [PRODUCTS[form](rows, operand) for rows in parts]
 
 
 @functools.partial(jax.jit, static_argnames="form")

@@ -102,13 +102,14 @@ def test_the_command_fails_and_names_what_is_wrong(checkpoint, capsys, monkeypat
     # A machine on which trials say yes to all, and on which three rows have other bits than eight.
     monkeypatch.setattr(row_products, "equal_row_counts", lambda form, counts, *_: frozenset(counts))
     monkeypatch.setattr(doctor, "equal_row_counts", doctor.equal_row_counts.__wrapped__)  # tries anew
-    exact = row_products.multiply
+    exact = row_products.multiply_each
 
-    def differs(rows, operand, *, form):
-        y = exact(rows, operand, form=form)
-        return np.nextafter(y, np.inf) if form == BY_MATRICES and rows.shape[-2] == 3 else y
+    def differs(parts, operand, *, form):
+        is_other = [form == BY_MATRICES and rows.shape[-2] == 3 for rows in parts]
+        products = exact(parts, operand, form=form)
+        return [np.nextafter(y, np.inf) if other else y for y, other in zip(products, is_other, strict=True)]
 
-    monkeypatch.setattr(row_products, "multiply", differs)
+    monkeypatch.setattr(row_products, "multiply_each", differs)
     argv = ["doctor", "--model", str(checkpoint), "--max-num-seqs", "5", "--page-size", "16", "--num-pages", "9"]
     assert main([*argv, "--quiet"]) == 1
     _, *faulty, verdict = capsys.readouterr().out.splitlines()

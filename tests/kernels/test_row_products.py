@@ -16,6 +16,7 @@ from kernels_pallas.row_products import (
     BY_WEIGHTS,
     MAX_TRIED,
     ROW_BLOCK,
+    WEIGHT_ROWS,
     equal_row_counts,
     multiply,
     rows_by_matrices,
@@ -47,7 +48,7 @@ def jitted(product, machine):
     return jax.jit(lambda *args: product(*args))
 
 
-@pytest.mark.parametrize("num_rows", [1, 4, 5, 8, 9, 16, 17, 40, 130])
+@pytest.mark.parametrize("num_rows", [1, 4, 5, 8, 9, 16, 17, 40, 130, 180, 400])
 @pytest.mark.parametrize("size", WEIGHTS)
 def test_rows_by_weights_are_the_same_bits_alone_and_together(size, num_rows, machine):
     (F, D), x = WEIGHTS[size], normal(num_rows, WEIGHTS[size][1])
@@ -61,16 +62,16 @@ def test_rows_by_weights_are_the_same_bits_alone_and_together(size, num_rows, ma
         np.testing.assert_array_equal(together[row], product(x[row : row + 1], w)[0])
 
 
-@pytest.mark.parametrize("num_real", [0, 1, 16, 17, 40])
+@pytest.mark.parametrize("num_real", [0, 1, 16, 17, 136, 137, 400])
 def test_blocks_of_nothing_but_padding_are_not_multiplied(num_real, machine):
-    x, w = normal(40, 768), normal(200, 768)
+    x, w = normal(400, 768), normal(200, 768)
     x[num_real:] = np.nan
 
     y = jitted(rows_by_weights, machine)(x, w, num_real)
 
     np.testing.assert_allclose(y[:num_real], x[:num_real].astype(float) @ w.T.astype(float), **TOLERANCE)
-    # A turn computes at most 32 rows.
-    assert not np.any(y[-(-num_real // 32) * 32 :])
+    # A turn computes at most so many rows.
+    assert not np.any(y[num_real + max(WEIGHT_ROWS) :])
 
 
 def test_weights_that_are_computed_meet_no_other_number_of_rows(monkeypatch):

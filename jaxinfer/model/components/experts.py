@@ -19,6 +19,8 @@ from kernels_pallas.row_sum import row_sum
 # The mesh axis that whole experts are split over, and the one that splits each of them, as it does any MLP.
 EXPERTS_AXIS, MLP_AXIS = "experts", "model"
 MESH_AXES = {"experts": EXPERTS_AXIS, "mlp": MLP_AXIS}  # by the logical axis that each splits
+# Tokens that an expert computes at once on CPU, at most: one of `row_products.WEIGHT_ROWS`.
+MAX_BLOCK = 136
 
 
 def sum_of_experts(
@@ -140,11 +142,13 @@ def _sorted_pairs(experts: jax.Array, num_tokens: jax.Array, E: int) -> tuple[ja
 
 
 def _in_blocks(params: MLPParams, x: jax.Array, experts: jax.Array, num_tokens: jax.Array, *, config: MLP) -> jax.Array:
-    """Returns the results f32[T, X, D] of each token's experts, by products of ROW_BLOCK tokens, expert after expert.
+    """Returns the results f32[T, X, D] of each token's experts, by products of a block of tokens, expert after expert.
 
     experts of 5 tokens, blocks of 2:   a b a a b  ->  a: 0 2, 3 -   b: 1 4
     """
     (T, D), X, E = x.shape, experts.shape[1], params.up.shape[0]
+    # Most experts have at most a quarter more tokens than the mean, and so one block.
+    block = min(-(-5 * T * X // (4 * E * ROW_BLOCK)) * ROW_BLOCK, MAX_BLOCK)
     order, counts = _sorted_pairs(experts, num_tokens, E)
     ends, (used,) = jnp.cumsum(counts), jnp.nonzero(counts, size=E, fill_value=0)
 
@@ -154,13 +158,13 @@ def _in_blocks(params: MLPParams, x: jax.Array, experts: jax.Array, num_tokens: 
         own = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, expert, keepdims=False), params)
 
         def compute_block(j: jax.Array, out: jax.Array) -> jax.Array:
-            places = ends[expert] - counts[expert] + j * ROW_BLOCK + jnp.arange(ROW_BLOCK)
+            places = ends[expert] - counts[expert] + j * block + jnp.arange(block)
             pairs = jnp.where(places < ends[expert], order.at[places].get(mode="clip"), T * X)
             rows = x.at[pairs // X].get(mode="fill", fill_value=0)
-            y = mlp(own, rows, jnp.asarray(ROW_BLOCK), config=config)
+            y = mlp(own, rows, jnp.minimum(counts[expert] - j * block, block), config=config)
             return out.at[pairs].set(y.astype(jnp.float32), mode="drop")
 
-        return jax.lax.fori_loop(0, -(-counts[expert] // ROW_BLOCK), compute_block, out)
+        return jax.lax.fori_loop(0, -(-counts[expert] // block), compute_block, out)
 
     out = jax.lax.fori_loop(0, (counts > 0).sum(), compute_expert, jnp.zeros((T * X, D), jnp.float32))
     return out.reshape(T, X, D)
