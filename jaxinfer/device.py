@@ -91,8 +91,8 @@ def packs_integers() -> bool:
 def default_batched_tokens() -> int:
     """Returns the default token limit of a step; beyond it the time per token no longer falls.
 
-    A CPU is busy with so many rows while it reads the weights; an accelerator needs several hundred. Experts alone gain
-    from more on CPU, since each has a part of the rows.
+    With 128 rows a CPU multiplies for longer than it reads the weights. An accelerator needs several hundred. Experts
+    gain from more on CPU too, because each has only some of the rows.
     """
     return 128 if jax.default_backend() == "cpu" else 512
 

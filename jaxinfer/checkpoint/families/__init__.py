@@ -19,9 +19,6 @@ from jaxinfer.checkpoint.families import (
     olmo,
     phi3,
     qwen,
-    qwen3_next,
-    qwen_moe,
-    smollm3,
 )
 
 FAMILIES: Mapping[str, Family] = {
@@ -48,11 +45,11 @@ FAMILIES: Mapping[str, Family] = {
     "olmo3": olmo.FAMILY_3,
     "phi3": phi3.FAMILY,
     "qwen2": qwen.FAMILY_2,
-    "qwen2_moe": qwen_moe.FAMILY_2,
+    "qwen2_moe": qwen.MOE_FAMILY_2,
     "qwen3": qwen.FAMILY_3,
-    "qwen3_moe": qwen_moe.FAMILY_3,
-    "qwen3_next": qwen3_next.FAMILY,
-    "smollm3": smollm3.FAMILY,
+    "qwen3_moe": qwen.MOE_FAMILY_3,
+    "qwen3_next": qwen.NEXT_FAMILY,
+    "smollm3": llama.SMOLLM3_FAMILY,
 }
 
 

@@ -1,15 +1,32 @@
-"""Llama 1 to 3.x, and what is published in its form (TinyLlama, SmolLM2, Yi, ...)."""
+"""Llama 1 to 3.x and what is published in its form (TinyLlama, SmolLM2, Yi, ...), and SmolLM3.
+
+SmolLM3 is Llama without rotary embedding in every fourth layer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from jaxinfer.checkpoint.config_json.family import Family, WeightTable, translate_common
+from jaxinfer.checkpoint.config_json.family import (
+    Family,
+    WeightTable,
+    decoder_of,
+    read_norm,
+    read_num_layers,
+    refuse_unsupported,
+    translate_common,
+)
 from jaxinfer.checkpoint.config_json.fields import divided_head_dim, is_enabled, num_kv_heads, require_size
-from jaxinfer.checkpoint.config_json.window import no_window
-from jaxinfer.model.config import ModelConfig, uniform_decoder
+from jaxinfer.checkpoint.config_json.rope import read_rope
+from jaxinfer.checkpoint.config_json.window import FULL, SLIDING, layer_types, no_window
+from jaxinfer.model.components.attention import Attention
+from jaxinfer.model.components.mlp import MLP
+from jaxinfer.model.config import Layer, ModelConfig, uniform_decoder
 
+SMOLLM3_MAX_POSITION = 32_768
+SMOLLM3_THETA = 2_000_000.0
 _LAYER = "model.layers.{layer}"
 
 WEIGHTS: WeightTable = {
@@ -49,4 +66,45 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def smollm3_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translates config.json; what is absent gets the default of transformers' SmolLM3Config."""
+    refuse_unsupported(hf, "SmolLM3ForCausalLM")
+    num_layers, head_dim = read_num_layers(hf), divided_head_dim(hf)
+    interval = require_size(hf, "no_rope_layer_interval", 4)
+    has_rope = hf.get("no_rope_layers")
+    if has_rope is None:
+        has_rope = [int((i + 1) % interval != 0) for i in range(num_layers)]
+    if not isinstance(has_rope, list) or len(has_rope) != num_layers or not all(i in (0, 1) for i in has_rope):
+        raise ValueError(
+            f"no_rope_layers={has_rope!r} is not a list of num_hidden_layers={num_layers} numbers 0 and 1;"
+            " download the checkpoint's config.json again"
+        )
+    window = None
+    if is_enabled(hf, "use_sliding_window") and hf.get("sliding_window") is not None:
+        window = require_size(hf, "sliding_window")
+    kinds = layer_types(hf, [FULL if window is None or rotates else SLIDING for rotates in has_rope])
+    attention = Attention(
+        num_heads=require_size(hf, "num_attention_heads"),
+        num_kv_heads=num_kv_heads(hf, default=4),
+        head_dim=head_dim,
+        has_qkv_bias=is_enabled(hf, "attention_bias"),
+        has_output_bias=is_enabled(hf, "attention_bias"),
+    )
+    rope = read_rope(hf, head_dim, SMOLLM3_MAX_POSITION, default_theta=SMOLLM3_THETA)
+    mlp = MLP(intermediate_size=require_size(hf, "intermediate_size"), has_bias=is_enabled(hf, "mlp_bias"))
+    norm = read_norm(hf)
+
+    def layer(rotates: int, kind: str) -> Layer:
+        mixer = replace(attention, rope=rope if rotates else None, window=window if kind == SLIDING else None)
+        return Layer(mixer=mixer, feed_forward=mlp, norm=norm)
+
+    return decoder_of(
+        hf,
+        [layer(*pair) for pair in zip(has_rope, kinds, strict=True)],
+        max_position=SMOLLM3_MAX_POSITION,
+        has_tied_embeddings=is_enabled(hf, "tie_word_embeddings", default=True),
+    )
+
+
 FAMILY = Family(config_from_hf=config_from_hf, weights=WEIGHTS)
+SMOLLM3_FAMILY = Family(config_from_hf=smollm3_from_hf, weights=WEIGHTS)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.model.experts_program import CASES
+from tests.model.components.experts_program import CASES
 from tests.on_devices import run_on_devices
 
 
 @pytest.fixture(scope="module")
 def found() -> Any:
-    return json.loads(run_on_devices(4, "-m", "tests.model.experts_program"))
+    return json.loads(run_on_devices(4, "-m", "tests.model.components.experts_program"))
 
 
 @pytest.mark.parametrize("case", CASES)
