@@ -186,6 +186,5 @@ def test_no_module_imports_itself_through_others(module):
 @pytest.mark.parametrize(
     "folder", sorted({path.parent for path in FILES}), ids=lambda path: str(path.relative_to(ROOT))
 )
-def test_a_folder_has_at_most_twelve_modules_unless_each_is_a_family(folder):
-    limit = 20 if folder.name == "families" else 12
-    assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= limit
+def test_a_folder_has_at_most_twelve_modules(folder):
+    assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= 12
