@@ -36,9 +36,8 @@ from tests.oracles import CONFIGS, load_reference, reference_logits, save_random
 # `tests/checkpoint/test_logits.py` judges all of them in chunks, beside neighbours and decoding.
 IN_EVERY_RUN = {
     "deepseek_v3": "latent attention, a sigmoid router with groups and biases, a shared expert",
-    "gemma3_text": "windows in some layers, two ropes, norms before and after, norms of queries and keys",
     "gpt_oss": "sinks, windows in every other layer, experts with biases",
-    "nemotron_h": "a state space, attention, an MLP and experts, each a layer of its own",
+    "mamba2": "state spaces alone, and no pages",
     "qwen3_next": "gated delta nets and gated attention, experts and a gated shared one",
 }
 RECURRENT = ("granitemoehybrid", "mamba2", "nemotron_h", "qwen3_next")

@@ -377,7 +377,7 @@ class Unnormed:
         ("deepseek_v3", True),
         pytest.param("glm4_moe", False, marks=pytest.mark.exhaustive),
         ("glm4_moe", True),
-        ("qwen3_next", False),
+        pytest.param("qwen3_next", False, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_layer_for_multi_token_prediction_drafts_by_its_definition_and_changes_no_bit(tmp_path, family, copies):
@@ -422,6 +422,7 @@ def test_the_drafts_of_a_layer_that_copies_the_target_are_accepted(tmp_path):
     assert metrics.num_accepted_tokens == metrics.num_drafted_tokens
 
 
+@pytest.mark.exhaustive
 def test_draft_trees_of_an_eagle3_head_change_no_token(target, tmp_path):
     head = save_eagle3(tmp_path / "head")
     with closed(quick_engine(target, max_num_seqs=1)) as llm:
