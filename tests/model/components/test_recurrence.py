@@ -22,7 +22,7 @@ from jaxinfer.model.components.recurrence import (
 )
 from jaxinfer.model.components.states import state_slots
 from tests.exhaustive import exhaustive_but
-from tests.model import test_gated_delta_net, test_state_space
+from tests.model.components import test_gated_delta_net, test_state_space
 from tests.model.components.recurrent import Replay, S, T, model_of, splits
 
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="bit-equality is promised on CPU")
