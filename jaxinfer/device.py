@@ -89,7 +89,7 @@ def packs_integers() -> bool:
 
 
 def default_batched_tokens() -> int:
-    """Returns the default token limit of a step; beyond it the time per token no longer falls.
+    """Returns the default token limit of a step; beyond it the time per token hardly falls.
 
     With 128 rows a CPU multiplies for longer than it reads the weights. An accelerator needs several hundred. Experts
     gain from more on CPU too, because each has only some of the rows.

@@ -37,7 +37,7 @@ from tests.oracles import CONFIGS, load_reference, reference_logits, save_random
 IN_EVERY_RUN = {
     "deepseek_v3": "latent attention, a sigmoid router with groups and biases, a shared expert",
     "gpt_oss": "sinks, windows in every other layer, experts with biases",
-    "mamba2": "state spaces alone, and no pages",
+    "mamba2": "state spaces alone, without attention",
     "qwen3_next": "gated delta nets and gated attention, experts and a gated shared one",
 }
 RECURRENT = ("granitemoehybrid", "mamba2", "nemotron_h", "qwen3_next")
