@@ -58,14 +58,13 @@ class EngineConfig:
     Requests and steps:
 
     * `max_num_seqs`: requests in one step.
-    * `max_num_batched_tokens`: tokens in one step. None takes 128 on CPU and 512 elsewhere, and at least max_num_seqs
-      and max_mixed_tokens.
+    * `max_num_batched_tokens`: tokens in one step. None takes 512, and at least max_num_seqs and max_mixed_tokens.
     * `max_model_len`: prompt and output tokens of a request. None takes the model's own limit, with LongRoPE the
       original one.
     * `num_sink_tokens`: allows longer requests with attention sinks (StreamingLLM, Xiao et al. 2023). They attend to at
       most max_model_len tokens: this number of first tokens, and the last ones. A multiple of page_size; None is off.
-    * `max_mixed_tokens`: tokens in a step with a decoding request; None takes max_num_batched_tokens. A lower limit
-      slows prompts down and makes the time between tokens more even.
+    * `max_mixed_tokens`: tokens in a step with a decoding request. None takes 128 on CPU, and elsewhere
+      max_num_batched_tokens. A lower limit slows prompts down and makes the time between tokens more even.
     * `decode_loop_steps`: decode steps per dispatch while all requests decode. More steps save time, but tokens come in
       bursts, and aborts and deadlines act between dispatches. Excludes speculation.
     * `max_waiting`: waiting requests beyond the running ones. None sets no limit.

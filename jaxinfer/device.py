@@ -88,13 +88,12 @@ def packs_integers() -> bool:
     return jax.default_backend() != "tpu"
 
 
-def default_batched_tokens() -> int:
-    """Returns the default token limit of a step; beyond it the time per token hardly falls.
+def default_mixed_tokens() -> int | None:
+    """Returns the default token limit of a step with decoding requests, None if it is that of all steps.
 
-    With 128 rows a CPU multiplies for longer than it reads the weights. An accelerator needs several hundred. Experts
-    gain from more on CPU too, because each has only some of the rows.
+    A CPU multiplies 128 rows for longer than it reads the weights, so more would delay those requests for little.
     """
-    return 128 if jax.default_backend() == "cpu" else 512
+    return 128 if jax.default_backend() == "cpu" else None
 
 
 def free_bytes() -> int | None:

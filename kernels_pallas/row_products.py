@@ -60,6 +60,15 @@ def rounded(x: jax.Array) -> jax.Array:
     return jnp.maximum(x, jnp.finfo(x.dtype).min)
 
 
+def zero_after(x: jax.Array) -> jax.Array:
+    """Returns 0 in the dtype of x, computed from x [T, D]: what is computed from it waits for x.
+
+    On CPU a step computes whatever it can as early as it can. What needs no tokens, such as zeros to begin a loop with,
+    would take memory for all layers at once.
+    """
+    return jnp.where(x[0, 0] < -jnp.inf, x[0, 0], 0)
+
+
 def rows_by_weights(
     x: jax.Array, w: jax.Array, num_rows: jax.Array | None = None, *, is_computed: bool = False
 ) -> jax.Array:
@@ -130,7 +139,8 @@ def _by_weights_in_blocks(x: jax.Array, w: jax.Array, num_rows: jax.Array, *, bl
         parts = [_by_weights(rows[j : j + block], w) for j in range(0, per_turn, block)]
         return jax.lax.dynamic_update_slice_in_dim(y, jnp.concatenate(parts), start, axis=0)
 
-    return jax.lax.fori_loop(0, (num_rows + per_turn - 1) // per_turn, multiply, jnp.zeros((T, F), jnp.float32))
+    zeros = jnp.full((T, F), zero_after(x), jnp.float32)
+    return jax.lax.fori_loop(0, (num_rows + per_turn - 1) // per_turn, multiply, zeros)
 
 
 def _by_matrices_in_blocks(rows: jax.Array, matrices: jax.Array, *, block: int) -> jax.Array:

@@ -22,7 +22,7 @@ from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.execution.compiled_steps import COMPILING
 from jaxinfer.engine.execution.memory_plan import plan_cache, plan_further_kinds, plan_window, resolve_max_model_len
 from jaxinfer.engine.execution.runner import Runner
-from jaxinfer.engine.execution.step_shapes import max_batched_tokens
+from jaxinfer.engine.execution.step_shapes import max_batched_tokens, max_mixed_tokens
 from jaxinfer.engine.execution.warm_up import WarmUp, plan_target
 from jaxinfer.engine.frontend.admission import Admission
 from jaxinfer.engine.frontend.page_identity import page_identity
@@ -157,7 +157,7 @@ def plan_host(
         max_num_batched_tokens=max_batched_tokens(config),
         num_pages=cache_config.num_pages,
         page_size=cache_config.page_size,
-        max_mixed_tokens=config.max_mixed_tokens,
+        max_mixed_tokens=max_mixed_tokens(config),
         max_waiting=config.max_waiting,
         decode_loop_steps=config.decode_loop_steps,
         tiers=tiers,

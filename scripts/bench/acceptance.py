@@ -18,7 +18,8 @@ from pathlib import Path
 from statistics import median
 
 from jaxinfer.checkpoint import read_config
-from jaxinfer.device import default_batched_tokens
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.execution.step_shapes import max_mixed_tokens
 from jaxinfer.engine.request.completion import Completion
 from jaxinfer.engine.request.request import Request
 from jaxinfer.text.tokenizer import Tokenizer
@@ -65,7 +66,8 @@ class Measured:
         tokenizer = Tokenizer.from_path(model)
         assert tokenizer is not None
         self._prompts = Texts(tokenizer.encode, read_config(model).vocab_size).prompts(batch)
-        self.max_drafts = default_batched_tokens() // batch - 1  # of each row, as a step holds no more tokens
+        # Of each row, as a verify step holds no more tokens.
+        self.max_drafts = max_mixed_tokens(EngineConfig(max_num_seqs=batch)) // batch - 1
         self.drafter = ScriptedDrafter()
         self._engine = DraftingEngine(model, batch, self.drafter)
         self.drafter.learn(self._engine.run_plain(self._prompts, salt=None).completions)

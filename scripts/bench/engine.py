@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from jaxinfer import LLM, EngineConfig, SamplingParams
-from jaxinfer.engine.execution.step_shapes import max_batched_tokens
+from jaxinfer.engine.execution.step_shapes import max_batched_tokens, max_mixed_tokens
 from scripts.bench.workload import (
     JOB_OUTPUT_RANGE,
     JOB_PROMPT_RANGE,
@@ -33,13 +33,14 @@ from scripts.bench.workload import (
 
 MAX_NUM_SEQS = 32
 MAX_NUM_BATCHED_TOKENS = max_batched_tokens(EngineConfig(max_num_seqs=MAX_NUM_SEQS))
+MAX_MIXED_TOKENS = max_mixed_tokens(EngineConfig(max_num_seqs=MAX_NUM_SEQS))
 # A bound only: the engine takes what its rows can use. Preemption would be measured as slow decoding.
 CACHE_BYTES = 8 << 30
 
 
 def lead_steps(batch: int, context: int) -> int:
     """Bounds the steps until `batch` prompts are prefilled; rows that already decode use budget as well."""
-    return math.ceil(batch * context / (MAX_NUM_BATCHED_TOKENS - batch)) + batch
+    return math.ceil(batch * context / (MAX_MIXED_TOKENS - batch)) + batch
 
 
 def output_len(batch: int, context: int, workload: Workload) -> int:

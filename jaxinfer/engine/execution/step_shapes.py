@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.device import default_batched_tokens
+from jaxinfer.device import default_mixed_tokens
 from jaxinfer.engine.scheduling.step import Step
 
 # Few shapes, because each costs time to compile and padding costs little. On CPU, padding is not multiplied;
@@ -15,6 +15,9 @@ from jaxinfer.engine.scheduling.step import Step
 DECODE_ROWS = (1, 8)
 PREFILL_TOKENS = (128,)
 GROWTH = 8
+# Tokens of a step unless the configuration says otherwise: beyond it the time per token hardly falls. An accelerator
+# needs several hundred to multiply for longer than it reads the weights, and so does a CPU with experts.
+BATCHED_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,11 @@ def plan_buckets(config: EngineConfig, max_drafts: int = 0) -> tuple[Bucket, ...
     """
     max_rows, max_tokens = config.max_num_seqs, max_batched_tokens(config)
     decode = [Bucket(True, rows, rows) for rows in decode_sizes(config)]
-    sizes = {*_sizes(PREFILL_TOKENS, max_tokens), max_verified_tokens(config)}
+    sizes = {*_sizes(PREFILL_TOKENS, max_tokens), max_mixed_tokens(config)}
     prefill = [Bucket(False, n, min(n, max_rows)) for n in sorted(sizes)]
-    verify = _verify_buckets(decode_sizes(config), max_drafts, max_verified_tokens(config))
+    verify = _verify_buckets(decode_sizes(config), max_drafts, max_mixed_tokens(config))
     if max_drafts and not config.draft_trees:
-        most = max_verified_tokens(config)
+        most = max_mixed_tokens(config)
         verify.append(Bucket(False, most, min(most, max_rows), 1 + max_drafts, is_mixed=True))
     return (*decode, *verify, *prefill)
 
@@ -88,14 +91,15 @@ def decode_sizes(config: EngineConfig) -> list[int]:
 
 
 def max_batched_tokens(config: EngineConfig) -> int:
-    """Returns the most tokens of a step: as configured, else the device's default, enough for all rows to advance."""
+    """Returns the most tokens of a step: as configured, else BATCHED_TOKENS, enough for all rows to advance."""
     least = max(config.max_num_seqs, config.max_mixed_tokens or 0)
-    return config.max_num_batched_tokens or max(default_batched_tokens(), least)
+    return config.max_num_batched_tokens or max(BATCHED_TOKENS, least)
 
 
-def max_verified_tokens(config: EngineConfig) -> int:
-    """Returns the most tokens of a verify step: the limit for steps with decoding requests."""
-    return config.max_mixed_tokens or max_batched_tokens(config)
+def max_mixed_tokens(config: EngineConfig) -> int:
+    """Returns the most tokens of a step with a decoding request: as configured, else the device's default."""
+    most = max_batched_tokens(config)
+    return config.max_mixed_tokens or min(max(default_mixed_tokens() or most, config.max_num_seqs), most)
 
 
 def _verify_buckets(sizes: list[int], max_drafts: int, max_tokens: int) -> list[Bucket]:

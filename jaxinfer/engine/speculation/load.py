@@ -13,7 +13,7 @@ from jaxinfer.engine.drafters.draft_heads import HeadDrafter
 from jaxinfer.engine.drafters.draft_model import DraftModel
 from jaxinfer.engine.drafters.drafters import DRAFTERS, Drafter, NgramDrafter, make_drafter
 from jaxinfer.engine.drafters.early_exit import ExitDrafter
-from jaxinfer.engine.execution.step_shapes import max_verified_tokens, plan_buckets
+from jaxinfer.engine.execution.step_shapes import max_mixed_tokens, plan_buckets
 from jaxinfer.engine.speculation.speculation import Speculation
 from jaxinfer.engine.speculation.step_times import StepTimeTable
 from jaxinfer.model.components.attention import AttentionParams
@@ -59,7 +59,7 @@ def plan_speculation(
     return Speculation(
         drafter,
         max_drafts=config.max_drafts,
-        max_tokens=max_verified_tokens(config),
+        max_tokens=max_mixed_tokens(config),
         times=StepTimeTable(buckets) if config.adaptive_drafts else None,
     )
 

@@ -17,7 +17,7 @@ from flax import struct
 
 from jaxinfer.model.batch import PADDING_SLOT, Batch
 from kernels_pallas.paged_attention.shapes import token_rows
-from kernels_pallas.row_products import rounded
+from kernels_pallas.row_products import rounded, zero_after
 
 
 @struct.dataclass
@@ -90,7 +90,7 @@ def convolve(
     """
     (T, C), W = x.shape, weight.shape[1]
     x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
-    rows = token_rows(batch.cu_q_lens, T)
+    rows = token_rows(batch.cu_q_lens, T) + zero_after(x).astype(jnp.int32)
     index = jnp.arange(T) - batch.cu_q_lens[rows]  # of each token in its row
     before = read_states(pool, slots.reads)
 

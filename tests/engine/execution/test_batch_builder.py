@@ -18,7 +18,7 @@ from jaxinfer.engine.execution.step_shapes import (
     find_bucket,
     fitting_size,
     max_batched_tokens,
-    max_verified_tokens,
+    max_mixed_tokens,
     plan_buckets,
 )
 from jaxinfer.engine.request.request import Request
@@ -151,17 +151,20 @@ def test_a_prefill_beside_decoding_rows_has_a_bucket_of_its_own():
 @pytest.mark.parametrize(
     ("platform", "limits", "num_tokens"),
     [
-        ("cpu", {}, 128),
-        ("tpu", {}, 512),
-        ("cpu", {"max_num_seqs": 200}, 200),
-        ("cpu", {"max_mixed_tokens": 300}, 300),
-        ("tpu", {"max_num_batched_tokens": 40}, 40),
+        ("cpu", {}, (512, 128)),
+        ("tpu", {}, (512, 512)),
+        ("cpu", {"max_num_seqs": 200}, (512, 200)),
+        ("tpu", {"max_num_seqs": 600}, (600, 600)),
+        ("cpu", {"max_mixed_tokens": 700}, (700, 700)),
+        ("cpu", {"max_num_batched_tokens": 40}, (40, 40)),
+        ("tpu", {"max_num_batched_tokens": 40}, (40, 40)),
     ],
 )
 def test_a_step_has_as_many_tokens_as_the_device_likes_and_every_row_needs(monkeypatch, platform, limits, num_tokens):
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    config = EngineConfig(**limits)
 
-    assert max_batched_tokens(EngineConfig(**limits)) == num_tokens
+    assert (max_batched_tokens(config), max_mixed_tokens(config)) == num_tokens
 
 
 def test_a_decode_bucket_has_one_token_per_row():
@@ -174,7 +177,7 @@ def test_a_decode_bucket_has_one_token_per_row():
 @settings(deadline=None)
 def test_rows_that_have_room_for_drafts_have_a_bucket_to_verify_them(config, max_drafts, data):
     num_rows = data.draw(st.integers(1, config.max_num_seqs))
-    most = min(max_verified_tokens(config) - num_rows, num_rows * max_drafts)
+    most = min(max_mixed_tokens(config) - num_rows, num_rows * max_drafts)
     chunks = [make_chunk(3, 1) for _ in range(num_rows)]
     for i in range(data.draw(st.integers(0, most))):
         chunks[i % num_rows].drafts = [*chunks[i % num_rows].drafts, 0]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import EngineConfig
-from jaxinfer.engine.execution.step_shapes import choose_bucket, max_verified_tokens, plan_buckets
+from jaxinfer.engine.execution.step_shapes import choose_bucket, max_mixed_tokens, plan_buckets
 from jaxinfer.engine.scheduling.step import Chunk, Chunks, Step
 from jaxinfer.engine.speculation.step_times import StepTimeTable
 from tests.engine.fake_device import make_request
@@ -135,7 +135,7 @@ def test_a_step_that_hardly_has_room_for_drafts_has_times_for_them(limits, num_r
 
     table.rehearse(device, 200, 128, clock=partial(next, itertools.count(1.0)))
 
-    assert np.isfinite(table.seconds(num_rows, max_verified_tokens(config) - num_rows)).all()
+    assert np.isfinite(table.seconds(num_rows, max_mixed_tokens(config) - num_rows)).all()
 
 
 def prefill_step(num_tokens, num_decoding=1, num_drafts=0):
