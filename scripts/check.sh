@@ -5,5 +5,5 @@ cd "$(dirname "$0")/.."
 ruff check .
 ruff format --check .
 pyright
-# Compiling takes most of the time, and the tests of a file share what is compiled.
-pytest -n 2 --dist loadfile "$@"
+# With the slow tests. Compiling takes most of the time, and the tests of a file share what is compiled.
+pytest -n 2 --dist loadfile -m "not aot and not exhaustive" "$@"

@@ -39,14 +39,35 @@ QUICK = (
 )
 # Files in these folders that compile whole models.
 NOT_QUICK = ("checkpoint/test_logits.py", "checkpoint/test_long_rope.py")
+# The files that compile most, each for 15 to 200 seconds: more than half of the suite's time.
+SLOW = (
+    *("batch_job/test_kill.py", "hostile/test_errors.py", "test_docs.py"),
+    *("engine/exactness/test_families.py", "engine/exactness/test_parameters.py"),
+    *("engine/exactness/test_slice_on_tpu_kernels.py", "engine/speculation/test_draft_layers.py"),
+    *("engine/speculation/test_tree_speculation.py", "engine/whole/test_update_params.py"),
+    *("engine/whole/test_embeddings.py", "kernels/latent_attention", "kernels/paged_attention/test_exact_bits.py"),
+    *("kernels/paged_attention/test_gpu.py", "kernels/paged_attention/test_paged_attention.py"),
+    *("kernels/paged_attention/test_tpu_interpret.py", "kernels/test_device_check.py"),
+    *("model/components/test_latent_attention.py", "model/components/test_recurrence.py", "model/test_exactness.py"),
+    *("plan/test_products.py", "steps/test_draft_distributions.py", "steps/test_log_probs.py"),
+    "steps/test_mesh_steps.py",
+)
+
+
+def is_listed(path, listed):
+    """True if a file of these tests, or a folder that it lies in, is in the list."""
+    name = os.path.relpath(path, os.path.dirname(__file__))
+    return name in listed or any(name.startswith(f"{folder}/") for folder in listed)
 
 
 def pytest_collection_modifyitems(config, items):
-    root = os.path.dirname(__file__)
-    names = {path: os.path.relpath(path, root) for path in {item.path for item in items}}
-    quick = {path for path, name in names.items() if name in QUICK or any(name.startswith(f"{q}/") for q in QUICK)}
-    quick -= {path for path, name in names.items() if name in NOT_QUICK}
+    paths = {item.path for item in items}
+    quick = {path for path in paths if is_listed(path, QUICK) and not is_listed(path, NOT_QUICK)}
+    # Who asks for a single file wants all of it.
+    slow = {path for path in paths if is_listed(path, SLOW) and len(paths) > 1}
     for item in items:
+        if item.path in slow:
+            item.add_marker("slow")
         if item.path in quick and not any("llm" in fixture for fixture in item.fixturenames):
             item.add_marker("quick")
         for marker in item.iter_markers("shows"):

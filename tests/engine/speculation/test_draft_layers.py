@@ -376,7 +376,7 @@ class Unnormed:
         ("deepseek_v3", False),
         ("deepseek_v3", True),
         pytest.param("glm4_moe", False, marks=pytest.mark.exhaustive),
-        ("glm4_moe", True),
+        pytest.param("glm4_moe", True, marks=pytest.mark.exhaustive),
         pytest.param("qwen3_next", False, marks=pytest.mark.exhaustive),
     ],
 )

@@ -15,18 +15,13 @@ import pytest
 from jaxinfer.checkpoint.families import family_of
 from jaxinfer.config import CacheConfig
 from jaxinfer.model.batch import Row, make_batch
-from jaxinfer.model.cache import abstract_cache, init_cache, move_tokens, page_bytes, turn_pages
+from jaxinfer.model.cache import init_cache, move_tokens, page_bytes, turn_pages
 from jaxinfer.model.components.attention import AttentionInputs
 from jaxinfer.model.components.latent_attention import LatentAttention, attend_to_latents
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.rope import Rope, rotary_angles
 from jaxinfer.model.config import Layer, LayerGroup, ModelConfig
-from jaxinfer.model.decoder import forward
-from jaxinfer.model.params import abstract_params
-from jaxinfer.plan.products import other_float_sums, product_shapes
-from kernels_pallas import row_products
 from kernels_pallas.latent_attention import abstract_latents, latent_attention
-from kernels_pallas.row_products import ROW_BLOCK
 from tests.oracles import LATENT, MOE, SIZES
 from tests.replay import lively_params, nan_cache, poisoned, replay
 
@@ -166,37 +161,6 @@ def test_a_draft_in_a_tree_attends_as_it_does_at_the_end_of_its_own_path():
             alone, own = attend(own, jnp.asarray([context + i]), jnp.asarray(context + length + 1), 1)
         assert alone is not None
         np.testing.assert_array_equal(together[token], alone[0])
-
-
-# tokens, rows, tokens in a row at most, trees
-STEPS = [(1, 1, 1, False), (64, 4, None, False), (40, 40, 1, False), (10, 2, 5, True)]
-
-
-@pytest.mark.parametrize("q_lora_rank", [None, 22])
-def test_every_product_of_a_token_has_one_shape_in_every_step(monkeypatch, q_lora_rank):
-    monkeypatch.setattr(row_products, "equal_row_counts", lambda *_: frozenset())
-    sizes = {"q_lora_rank": q_lora_rank, "kv_lora_rank": 30, "qk_nope_head_dim": 18, "v_head_dim": 26}
-    config = model_of(LatentAttention(num_heads=5, qk_rope_head_dim=6, rope=ATTENTION.rope, **sizes), 38)
-    cache = abstract_cache(config, CacheConfig(num_pages=8, page_size=S))
-    found = set()
-    for num_tokens, num_rows, q_len, is_tree in (
-        (1, 1, 1, False),
-        (64, 4, None, False),
-        (40, 40, 1, False),
-        (10, 2, 5, True),
-    ):
-        batch = make_batch([], page_size=S, num_tokens=num_tokens, num_rows=num_rows, table_width=3)
-        mask = jax.ShapeDtypeStruct((num_tokens, 1), np.uint32) if is_tree else None
-        run = functools.partial(forward, config=config, q_len=q_len)
-        trace = jax.make_jaxpr(lambda *args, run=run: run(*args[:3], tree_mask=args[3]))(
-            abstract_params(config, jnp.float32), cache, batch, mask
-        )
-        shapes = product_shapes(trace)
-        assert {shape.num_rows for shape in shapes} == {ROW_BLOCK}
-        assert "" not in {shape.form for shape in shapes}
-        assert other_float_sums(trace) == frozenset()
-        found.add(shapes)
-    assert len(found) == 1
 
 
 @pytest.mark.parametrize(("dtype", "num_bytes"), [("float32", 4), ("bfloat16", 2)])

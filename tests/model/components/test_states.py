@@ -22,9 +22,6 @@ from jaxinfer.model.components.states import slots_of_layer, state_slots
 from jaxinfer.model.config import Layer, LayerGroup, ModelConfig
 from jaxinfer.model.decoder import forward
 from jaxinfer.model.params import abstract_params
-from jaxinfer.plan.products import other_float_sums, product_shapes
-from kernels_pallas import row_products
-from kernels_pallas.row_products import ROW_BLOCK
 
 S = 16
 STATE_SPACE = StateSpace(num_heads=6, head_dim=10, num_groups=2, state_size=13, conv_size=4)
@@ -100,26 +97,6 @@ def test_a_page_has_a_float32_state_for_each_recurrent_layer():
 
     states = (3 * STATE_SPACE.num_channels + 6 * 13 * 10 + 3 * DELTA_NET.num_channels + 6 * 13 * 10) * 4
     assert page_bytes(MODEL, cache_config) == 2 * (states + S * 2 * 16 * 2) + S * 4  # keys and values, and tokens
-
-
-# tokens, rows, tokens in a row at most
-STEPS = [(1, 1, 1), (64, 4, None), (40, 40, 1), (10, 2, 5)]
-
-
-def test_every_product_of_a_token_has_one_shape_in_every_step(monkeypatch):
-    monkeypatch.setattr(row_products, "equal_row_counts", lambda *_: frozenset())
-    config = ModelConfig(vocab_size=61, hidden_size=36, max_position=256, groups=(LayerGroup(LAYERS[::2], 2),))
-    cache, found = abstract_cache(config, CacheConfig(num_pages=8, page_size=S)), set()
-    for num_tokens, num_rows, q_len in STEPS:
-        batch = make_batch([], page_size=S, num_tokens=num_tokens, num_rows=num_rows, table_width=3)
-        run = functools.partial(forward, config=config, q_len=q_len)
-        trace = jax.make_jaxpr(run)(abstract_params(config, jnp.float32), cache, batch)
-        shapes = product_shapes(trace)
-        assert {shape.num_rows for shape in shapes} == {ROW_BLOCK}
-        assert "" not in {shape.form for shape in shapes}
-        assert other_float_sums(trace) == frozenset()
-        found.add(shapes)
-    assert len(found) == 1
 
 
 def test_a_tree_of_drafts_is_refused():
