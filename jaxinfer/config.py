@@ -63,8 +63,9 @@ class EngineConfig:
       original one.
     * `num_sink_tokens`: allows longer requests with attention sinks (StreamingLLM, Xiao et al. 2023). They attend to at
       most max_model_len tokens: this number of first tokens, and the last ones. A multiple of page_size; None is off.
-    * `max_mixed_tokens`: tokens in a step with a decoding request. None takes 128 on CPU, and elsewhere
-      max_num_batched_tokens. A lower limit slows prompts down and makes the time between tokens more even.
+    * `max_mixed_tokens`: tokens in a step with a decoding request. None takes 128 on CPU, or twice max_num_seqs if that
+      is more, but no more than max_num_batched_tokens, which it takes elsewhere. A lower limit slows prompts down and
+      makes the time between tokens more even.
     * `decode_loop_steps`: decode steps per dispatch while all requests decode. More steps save time, but tokens come in
       bursts, and aborts and deadlines act between dispatches. Excludes speculation.
     * `max_waiting`: waiting requests beyond the running ones. None sets no limit.

@@ -91,7 +91,8 @@ def packs_integers() -> bool:
 def default_mixed_tokens() -> int | None:
     """Returns the default token limit of a step with decoding requests, None if it is that of all steps.
 
-    A CPU multiplies 128 rows for longer than it reads the weights, so more would delay those requests for little.
+    On CPU a step takes longer the more tokens it has, and the decoding requests wait: with 512 a job had 0.92 of the
+    output tokens/s.
     """
     return 128 if jax.default_backend() == "cpu" else None
 

@@ -41,6 +41,8 @@ ROW_BLOCK = 8
 WEIGHT_ROWS = (4, 16, 24, 32, 48, 136, 176)
 # Rows that take as long as reading the weights of a product: 10 to 20 on that Xeon, 5 on an AMD EPYC with AVX-512.
 ROWS_PER_READ = 15
+# Rows of the blocks that multiply what is left of a step after its larger ones, at most.
+MAX_SMALL_BLOCK = 24
 # Elements of the smallest weights for which they are tried: below, the trial takes longer than it can save.
 MIN_TRIED_WEIGHTS = 2**17
 # Elements of the largest operand that is tried (256 MB in float32).
@@ -61,10 +63,10 @@ def rounded(x: jax.Array) -> jax.Array:
 
 
 def zero_after(x: jax.Array) -> jax.Array:
-    """Returns 0 in the dtype of x, computed from x [T, D]: what is computed from it waits for x.
+    """Returns a zero [] of the dtype of x that the compiler can compute only after x [T, D].
 
-    On CPU a step computes whatever it can as early as it can. What needs no tokens, such as zeros to begin a loop with,
-    would take memory for all layers at once.
+    Without it a step on CPU computes what needs no tokens, such as zeros to begin a loop with, for all layers at once
+    and keeps it until its layer comes.
     """
     return jnp.where(x[0, 0] < -jnp.inf, x[0, 0], 0)
 
@@ -83,23 +85,27 @@ def rows_by_weights(
     if F * D >= MIN_TRIED_WEIGHTS and not is_computed:
         counts |= equal_row_counts(BY_WEIGHTS, WEIGHT_ROWS, D, F, x.dtype)
     block = min(sorted(counts), key=lambda count: -(-T // count) * (count + ROWS_PER_READ))
-    return _rows_by_weights(x, w, jnp.asarray(T) if num_rows is None else num_rows, block)
+    small = max(count for count in counts if count <= MAX_SMALL_BLOCK)
+    blocks = (block, small) if block > 2 * small else (block, block)
+    return _rows_by_weights(x, w, jnp.asarray(T) if num_rows is None else num_rows, blocks)
 
 
 # Loops whose length is known late have no derivative, so those of both products are stated.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _rows_by_weights(x: jax.Array, w: jax.Array, num_rows: jax.Array, block: int) -> jax.Array:
-    in_blocks = functools.partial(_by_weights_in_blocks, block=block)
+def _rows_by_weights(x: jax.Array, w: jax.Array, num_rows: jax.Array, blocks: tuple[int, int]) -> jax.Array:
+    in_blocks = functools.partial(_by_weights_in_blocks, blocks=blocks)
     return jax.lax.platform_dependent(x, w, num_rows, cpu=in_blocks, default=lambda x, w, _: _transposed_product(x, w))
 
 
-def _by_weights_derivative(block: int, operands: tuple[jax.Array, jax.Array], change: jax.Array) -> tuple[Any, ...]:
-    _, derivative = jax.vjp(_transposed_product, *operands)
+def _by_weights_derivative(
+    _: tuple[int, int], operands: tuple[jax.Array, jax.Array], change: jax.Array
+) -> tuple[Any, ...]:
+    derivative = jax.vjp(_transposed_product, *operands)[1]
     return *derivative(change), None
 
 
 _rows_by_weights.defvjp(
-    lambda x, w, num_rows, block: (_rows_by_weights(x, w, num_rows, block), (x, w)), _by_weights_derivative
+    lambda x, w, num_rows, blocks: (_rows_by_weights(x, w, num_rows, blocks), (x, w)), _by_weights_derivative
 )
 
 
@@ -121,26 +127,48 @@ _rows_by_matrices.defvjp(
 )
 
 
-def _by_weights_in_blocks(x: jax.Array, w: jax.Array, num_rows: jax.Array, *, block: int) -> jax.Array:
+def _by_weights_in_blocks(x: jax.Array, w: jax.Array, num_rows: jax.Array, *, blocks: tuple[int, int]) -> jax.Array:
+    """Multiplies the first num_rows of x in blocks of the first size, and what they leave in blocks of the second.
+
+    blocks of 136 and 24:  10 rows -> 24;  150 rows -> 136 24;  250 rows -> 136 136, as four times 24 take longer
+    """
     T, F = x.shape[0], w.shape[0]
-    # Without a barrier, rows that fill a block may reach the product transposed, whose sums have another order: seen in
-    # the queries of latent attention, on a CPU with AVX2. Padding keeps its rows as they are.
-    if block >= T:
+    block, small = blocks
+
+    def in_one(x: jax.Array) -> jax.Array:
+        # Without a barrier, rows that fill a block may reach the product transposed, whose sums have another order:
+        # seen in the queries of latent attention, on a CPU with AVX2. Rows of a padded block stay as they are.
         rows = jnp.pad(x, ((0, block - T), (0, 0))) if block > T else jax.lax.optimization_barrier(x)
         return _by_weights(rows, w)[:T]
-    # Products of few rows go two at a time: while one starts, the other runs.
-    num_parts = 2 if block == ROW_BLOCK and T >= 2 * ROW_BLOCK else 1
-    per_turn = num_parts * block
 
-    def multiply(i: jax.Array, y: jax.Array) -> jax.Array:
-        # The last turn ends at the last row, and so computes some rows again.
-        start = jnp.minimum(i * per_turn, T - per_turn)
-        rows = jax.lax.optimization_barrier(jax.lax.dynamic_slice_in_dim(x, start, per_turn))
-        parts = [_by_weights(rows[j : j + block], w) for j in range(0, per_turn, block)]
-        return jax.lax.dynamic_update_slice_in_dim(y, jnp.concatenate(parts), start, axis=0)
+    def add(y: jax.Array, block: int, first: jax.Array | int, num_blocks: jax.Array) -> jax.Array:
+        # Products of few rows go two at a time: while one starts, the other runs.
+        num_parts = 2 if block == ROW_BLOCK and T >= 2 * ROW_BLOCK else 1
+        per_turn = num_parts * block
 
+        def multiply(i: jax.Array, y: jax.Array) -> jax.Array:
+            # A turn that would pass row T begins earlier, and computes some rows again.
+            start = jnp.minimum(first + i * per_turn, T - per_turn)
+            rows = jax.lax.optimization_barrier(jax.lax.dynamic_slice_in_dim(x, start, per_turn))
+            parts = [_by_weights(rows[j : j + block], w) for j in range(0, per_turn, block)]
+            return jax.lax.dynamic_update_slice_in_dim(y, jnp.concatenate(parts), start, axis=0)
+
+        return jax.lax.fori_loop(0, -(-num_blocks // num_parts), multiply, y)
+
+    if block >= T and block == small:
+        return in_one(x)
     zeros = jnp.full((T, F), zero_after(x), jnp.float32)
-    return jax.lax.fori_loop(0, (num_rows + per_turn - 1) // per_turn, multiply, zeros)
+    if block == small:
+        return add(zeros, block, 0, -(-num_rows // block))
+    left = num_rows % block
+    takes_longer = -(-left // small) * (small + ROWS_PER_READ) > block + ROWS_PER_READ
+    if block >= T:
+        few = functools.partial(add, zeros, small, 0, -(-num_rows // small))
+        return jax.lax.cond((num_rows == block) | takes_longer, in_one, lambda _: few(), x)
+    num_blocks = num_rows // block + takes_longer.astype(jnp.int32)
+    first = num_blocks * block
+    y = add(zeros, block, 0, num_blocks)
+    return add(y, small, first, -(-jnp.maximum(num_rows - first, 0) // small))
 
 
 def _by_matrices_in_blocks(rows: jax.Array, matrices: jax.Array, *, block: int) -> jax.Array:

@@ -39,7 +39,7 @@ QUICK = (
 )
 # Files in these folders that compile whole models.
 NOT_QUICK = ("checkpoint/test_logits.py", "checkpoint/test_long_rope.py")
-# The files that compile most, each for 10 to 200 seconds: two thirds of the suite's time.
+# Files and folders that take 10 to 200 seconds each, most of it to compile: two thirds of the suite's time.
 SLOW = (
     *("batch_job/test_kill.py", "checkpoint/test_long_rope.py", "hostile/test_errors.py", "test_docs.py"),
     *("engine/exactness/test_families.py", "engine/exactness/test_parameters.py"),
@@ -66,8 +66,9 @@ def is_listed(path, listed):
 def pytest_collection_modifyitems(config, items):
     paths = {item.path for item in items}
     quick = {path for path in paths if is_listed(path, QUICK) and not is_listed(path, NOT_QUICK)}
-    # Who asks for a single file wants all of it.
-    slow = {path for path in paths if is_listed(path, SLOW) and len(paths) > 1}
+    # Only a run of the whole suite leaves them out: a folder or a file that is named runs with its slow tests.
+    is_whole = [os.path.realpath(arg) for arg in config.args] == [os.path.dirname(os.path.realpath(__file__))]
+    slow = {path for path in paths if is_whole and is_listed(path, SLOW)}
     for item in items:
         if item.path in slow:
             item.add_marker("slow")

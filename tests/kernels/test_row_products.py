@@ -74,6 +74,24 @@ def test_blocks_of_nothing_but_padding_are_not_multiplied(num_real, machine):
     assert not np.any(y[num_real + max(WEIGHT_ROWS) :])
 
 
+@pytest.mark.parametrize("num_tokens", [100, 136, 300])
+def test_what_large_blocks_leave_is_multiplied_in_small_ones(num_tokens, monkeypatch):
+    monkeypatch.setattr(row_products, "equal_row_counts", lambda *_: frozenset({24, 136}))
+    x, w = normal(num_tokens, 768), normal(200, 768)
+    expected = x.astype(float) @ w.T.astype(float)
+    product = jax.jit(lambda *args: rows_by_weights(*args))
+
+    for num_real in {0, 1, 24, 25, 72, 73, 96, 97, 135, 136, 137, 160, 232, 233, 272, 273, 300} & {
+        *range(num_tokens + 1)
+    }:
+        y = np.asarray(product(np.where(np.arange(num_tokens)[:, None] < num_real, x, np.nan), w, num_real))
+
+        np.testing.assert_allclose(y[:num_real], expected[:num_real], **TOLERANCE)
+        # Up to three small blocks take less time than a large one.
+        if num_real % 136 <= 72:
+            assert not np.any(y[num_real + 23 :])
+
+
 def test_weights_that_are_computed_meet_no_other_number_of_rows(monkeypatch):
     monkeypatch.setattr(row_products, "equal_row_counts", None)  # would raise
 

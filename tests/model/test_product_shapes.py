@@ -27,7 +27,7 @@ from kernels_pallas.row_products import ROW_BLOCK
 S = 16
 ROPE = Rope(dim=6, max_position=256, is_interleaved=True)
 LATENT_SIZES = {"kv_lora_rank": 30, "qk_nope_head_dim": 18, "qk_rope_head_dim": 6, "v_head_dim": 26, "rope": ROPE}
-# No size is a multiple of the vectors of a CPU. `tests/plan/test_products.py` has attention, in the steps of engines.
+# Most sizes are no multiples of the vectors of a CPU. `tests/plan/test_products.py` has attention, in engines' steps.
 MIXERS: dict[str, Mixer] = {
     "latent attention": LatentAttention(num_heads=5, q_lora_rank=None, **LATENT_SIZES),
     "latent attention, queries of a rank": LatentAttention(num_heads=5, q_lora_rank=22, **LATENT_SIZES),

@@ -10,13 +10,13 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.device import default_mixed_tokens
 from jaxinfer.engine.scheduling.step import Step
 
-# Few shapes, because each costs time to compile and padding costs little. On CPU, padding is not multiplied;
+# Few shapes, because each costs time to compile and padding costs little. On CPU, blocks of padding are not multiplied;
 # accelerators stream the same weights for few rows as for many.
 DECODE_ROWS = (1, 8)
 PREFILL_TOKENS = (128,)
 GROWTH = 8
-# Tokens of a step unless the configuration says otherwise: beyond it the time per token hardly falls. An accelerator
-# needs several hundred to multiply for longer than it reads the weights, and so does a CPU with experts.
+# Tokens of a step by default. Beyond it the time per token hardly falls: an accelerator, or a CPU with experts, needs
+# several hundred tokens before multiplying takes longer than reading the weights.
 BATCHED_TOKENS = 512
 
 
@@ -99,7 +99,8 @@ def max_batched_tokens(config: EngineConfig) -> int:
 def max_mixed_tokens(config: EngineConfig) -> int:
     """Returns the most tokens of a step with a decoding request: as configured, else the device's default."""
     most = max_batched_tokens(config)
-    return config.max_mixed_tokens or min(max(default_mixed_tokens() or most, config.max_num_seqs), most)
+    # Twice the rows, so that prompts advance where all rows but one decode.
+    return config.max_mixed_tokens or min(max(default_mixed_tokens() or most, 2 * config.max_num_seqs), most)
 
 
 def _verify_buckets(sizes: list[int], max_drafts: int, max_tokens: int) -> list[Bucket]:

@@ -90,6 +90,7 @@ def convolve(
     """
     (T, C), W = x.shape, weight.shape[1]
     x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+    # After x, or a CPU reads the states of all layers when the step starts.
     rows = token_rows(batch.cu_q_lens, T) + zero_after(x).astype(jnp.int32)
     index = jnp.arange(T) - batch.cu_q_lens[rows]  # of each token in its row
     before = read_states(pool, slots.reads)

@@ -34,8 +34,8 @@ from tests.engine.engines import (
 from tests.exhaustive import exhaustive_but
 from tests.oracles import CONFIGS, load_reference, reference_logits, save_random_checkpoint
 
-# Families that differ most in what an engine keeps for a request. The others run with `-m exhaustive`;
-# `tests/checkpoint/test_logits.py` judges all of them in chunks, beside neighbours and decoding.
+# Families that differ most in what an engine keeps for a request. `scripts/check.sh` runs them, `-m exhaustive` the
+# others. `tests/checkpoint/test_logits.py` compares the logits of all, in chunks too, with transformers.
 IN_EVERY_RUN = {
     "deepseek_v3": "latent attention, a sigmoid router with groups and biases, a shared expert",
     "gpt_oss": "sinks, windows in every other layer, experts with biases",

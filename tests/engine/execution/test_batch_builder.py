@@ -153,7 +153,7 @@ def test_a_prefill_beside_decoding_rows_has_a_bucket_of_its_own():
     [
         ("cpu", {}, (512, 128)),
         ("tpu", {}, (512, 512)),
-        ("cpu", {"max_num_seqs": 200}, (512, 200)),
+        ("cpu", {"max_num_seqs": 200}, (512, 400)),
         ("tpu", {"max_num_seqs": 600}, (600, 600)),
         ("cpu", {"max_mixed_tokens": 700}, (700, 700)),
         ("cpu", {"max_num_batched_tokens": 40}, (40, 40)),
