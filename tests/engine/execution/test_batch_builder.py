@@ -130,7 +130,7 @@ def test_buckets_are_few_and_distinct(config):
         (1, 1, [1], [1]),
         (3, 40, [1, 3], [40]),
         (12, 100, [1, 8, 12], [100]),
-        (100, 1600, [1, 8, 64, 100], [128, 1024, 1600]),
+        (100, 1600, [1, 8, 64, 100], [128, 200, 1024, 1600]),
     ],
 )
 def test_the_buckets_of_a_configuration_are_these(max_num_seqs, max_num_batched_tokens, decode, prefill):
