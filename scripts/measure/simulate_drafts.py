@@ -23,7 +23,7 @@ from typing import Any
 from jaxinfer import EngineConfig, SamplingParams
 from jaxinfer.config import CacheConfig
 from jaxinfer.engine.execution.engine_model import DeviceDrafter, EngineModel
-from jaxinfer.engine.execution.step_shapes import plan_buckets
+from jaxinfer.engine.execution.step_shapes import max_mixed_tokens, plan_buckets
 from jaxinfer.engine.kv_cache.block_tables import BlockTables
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.step import Chunk, Chunks, Step
@@ -140,7 +140,7 @@ class SimulatedEngine:
         self._speculation = Speculation(
             self._drafter,
             max_drafts=MAX_DRAFTS,
-            max_tokens=config.max_num_batched_tokens or 128,
+            max_tokens=max_mixed_tokens(config),
             times=StepTimeTable(plan_buckets(config, MAX_DRAFTS)),
             clock=self._machine.clock,
         )
