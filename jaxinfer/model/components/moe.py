@@ -15,7 +15,7 @@ from jaxinfer.model.components.layers import MakeSpec, TensorSpec, product
 from jaxinfer.model.components.mlp import MLP, MLPParams, declare_mlp, mlp
 from jaxinfer.validation import require, require_bool, require_int, require_name, require_positive
 from kernels_pallas.row_products import rounded
-from kernels_pallas.row_sum import row_sum
+from kernels_pallas.row_sum import row_max, row_sum
 
 SCORINGS = ("softmax", "sigmoid")
 
@@ -135,7 +135,7 @@ def route(params: MoEParams, x: jax.Array, num_tokens: jax.Array, *, config: MoE
     if router.scoring == "sigmoid":
         scores = jax.nn.sigmoid(logits)
     else:
-        scores = jnp.exp(logits - logits.max(-1, keepdims=True))
+        scores = jnp.exp(logits - row_max(logits)[..., None])
         scores = scores / row_sum(scores)[..., None]
     merits = scores
     if params.choice_bias is not None:

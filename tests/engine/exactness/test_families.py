@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxinfer import load_checkpoint, log_probs
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request.completion import Completion
@@ -104,6 +105,18 @@ def test_a_request_alone_takes_the_best_tokens_of_transformers(checkpoint, alone
             logits = reference_logits(reference, [*prompt, *token_ids])[len(prompt) - 1 : -1]
             # No other token is better by more than rounding in float32.
             assert (logits.max(-1) - logits[range(len(token_ids)), token_ids]).max() < 1e-4
+
+
+def test_the_log_probabilities_of_a_text_are_those_that_were_reported(checkpoint, alone):
+    params, config = load_checkpoint(checkpoint, "float32")
+    texts = [[*prompt, *completion.token_ids] for prompt, completion in zip(PROMPTS, alone, strict=True)]
+    width = max(map(len, texts))
+    tokens = np.array([[*text, *[1] * (width - len(text))] for text in texts], np.int32)
+
+    computed = np.asarray(log_probs(params, tokens, config=config, page_size=16))
+
+    for row, prompt, text, completion in zip(computed, PROMPTS, texts, alone, strict=True):
+        assert row[len(prompt) - 1 : len(text) - 1].tolist() == np.array(completion.log_probs, np.float32).tolist()
 
 
 @pytest.mark.parametrize(
