@@ -9,8 +9,8 @@ products          The library that multiplies matrices chooses its routine, and 
                   ROW_BLOCK only if `equal_row_counts` found the same bits with it on this machine.
                   All products of tokens go through the two functions here, `rows_by_weights` and `rows_by_matrices`.
 sums along a row  `row_sum` adds in a fixed tree.
-exp               `row_max` keeps the compiler from computing a maximum and the `exp` after it in one loop or library call,
-                  whose `exp` may have other bits with other numbers of rows.
+exp               `row_max` keeps the compiler from computing a maximum and the `exp` after it in one loop or call of a
+                  library, whose `exp` may have other bits with other numbers of rows.
 softmax           Pages are added one by one from the first, and rescaled by powers of two, which is exact.
                   (`paged_attention.reference`)
 product + number  A product of two numbers is rounded before something is added to it, unless all steps have both in one

@@ -3,9 +3,10 @@
 With `--against FOLDER` the jaxinfer of another checkout takes the place of transformers.
 
 Each side lives in a child process of its own, so that memory peaks and thread pools do not mix; the parent
-asks one child at a time for one figure at a time. Everything computes in float32 on the CPU. All children are
-bound to `--threads` cores: XLA sizes its thread pool by the cores it may run on, and torch gets the number as
-an argument. Run it on a quiet machine; `--rounds` alternates the sides and quotes medians.
+asks one child at a time for one figure at a time. Everything computes in float32 on the CPU, or with
+`--device gpu` in bfloat16 on a GPU, for which torch needs CUDA. All children are bound to `--threads` cores:
+XLA sizes its thread pool by the cores it may run on, and torch gets the number as an argument. Run it on a
+quiet machine; `--rounds` alternates the sides and quotes medians.
 """
 
 from __future__ import annotations
@@ -27,7 +28,17 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
 
-from scripts.bench.workload import HIGHER, LOWER, RANDOM_SHAPES, SECTIONS, Task, Workload, checkpoint, table_rows
+from scripts.bench.workload import (
+    DTYPES,
+    HIGHER,
+    LOWER,
+    RANDOM_SHAPES,
+    SECTIONS,
+    Task,
+    Workload,
+    checkpoint,
+    table_rows,
+)
 
 BUNDLED_MODEL = Path(__file__).resolve().parents[2] / "jaxinfer" / "assets" / "tiny"
 OURS, THEIRS, CONTINUOUS = "jaxinfer", "transformers", "continuous"
@@ -138,14 +149,18 @@ def print_table(table: list[dict[str, Any]], peer: str) -> None:
             print(f"{row['figure']}: best of {peer}, which reached: {'; '.join(medians)}")
 
 
-def conditions(arguments: argparse.Namespace) -> dict[str, str]:
+def conditions(arguments: argparse.Namespace, device: str = "cpu") -> dict[str, str]:
     """Returns what a figure must be quoted with."""
-    from jaxinfer.device import describe_cpu  # imports jax, after `confine`
+    import jax  # after `confine`
 
+    from jaxinfer.device import describe_cpu
+
+    on_gpu = device == "gpu"
+    spins = f"{'' if arguments.spin else 'no '}spinning in OpenMP"
+    kind = jax.devices()[0].device_kind if on_gpu else f"CPU, {describe_cpu()}, {arguments.threads} threads"
     return {
         "measured with": shlex.join(["python", "scripts/bench/against_transformers.py", *sys.argv[1:]]),
-        "device": f"CPU, {describe_cpu()}, {arguments.threads} threads, float32, "
-        f"{'' if arguments.spin else 'no '}spinning in OpenMP",
+        "device": f"{kind}, {DTYPES[device]}{'' if on_gpu else f', {spins}'}",
         "versions": ", ".join(f"{name} {version(name)}" for name in ("jax", "transformers", "torch")),
         "date": datetime.now(UTC).date().isoformat(),
     }
@@ -163,7 +178,7 @@ def print_figures(figures: dict[str, list[float]], arguments: argparse.Namespace
     print("\n".join(f"{key}: {value}" for key, value in quoted.items()))
 
 
-def confine(arguments: argparse.Namespace) -> None:
+def confine(arguments: argparse.Namespace, device: str = "cpu") -> None:
     """Sets what the children inherit: their cores, their thread counts and their platform."""
     cores = sorted(os.sched_getaffinity(0))
     if arguments.threads > len(cores):
@@ -171,7 +186,8 @@ def confine(arguments: argparse.Namespace) -> None:
     os.sched_setaffinity(0, cores[: arguments.threads])
     os.environ |= {
         "OMP_NUM_THREADS": str(arguments.threads),
-        "JAX_PLATFORMS": "cpu",
+        "JAX_PLATFORMS": "cuda" if device == "gpu" else "cpu",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # torch needs some of a GPU as well
         "TOKENIZERS_PARALLELISM": "false",
     }
     # Spinning threads suit an idle machine; beside other processes they cost torch most of its speed.
@@ -197,6 +213,7 @@ def parse_arguments() -> argparse.Namespace:
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", type=Path, default=BUNDLED_MODEL, help="checkpoint folder")
     model.add_argument("--random-shape", choices=RANDOM_SHAPES, help="size of a random checkpoint")
+    parser.add_argument("--device", choices=DTYPES, default="cpu", help="of every side")
     parser.add_argument("--threads", type=int, default=2, help="cores for every side")
     parser.add_argument("--batches", type=integers, default=(1, 8, 16, 32), help="rows of a decode step")
     parser.add_argument("--contexts", type=integers, default=(128, 1000), help="tokens before a decode step")
@@ -226,7 +243,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    confine(arguments)
+    confine(arguments, arguments.device)
     with checkpoint(arguments.model, arguments.random_shape) as folder:
         workload = Workload(
             vocab_size=json.loads((folder / "config.json").read_text())["vocab_size"],
@@ -236,6 +253,7 @@ def main() -> None:
             steps=arguments.steps,
             repeats=arguments.repeats,
             threads=arguments.threads,
+            device=arguments.device,
         )
         names = [name for name in arguments.sides if name != CONTINUOUS or "job" in workload.sections]
         sides = {name: Side(name, arguments.against if name == THEIRS else None, folder, workload) for name in names}
@@ -251,7 +269,7 @@ def main() -> None:
     if CONTINUOUS in peaks:
         table.append(summarize("peak memory, continuous, MiB", LOWER, [{OURS: {}, THEIRS: peaks[CONTINUOUS]}]))
     print_table(table, THEIRS if arguments.against is None else "other")
-    quoted = conditions(arguments)
+    quoted = conditions(arguments, arguments.device)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(quoted | {"table": table}, indent=2) + "\n")
     print("\n".join(f"{key}: {value}" for key, value in quoted.items()))

@@ -63,7 +63,7 @@ def load(model: Path, workload: Workload) -> LLM:
         max_model_len=max(length for section in workload.sections for length in lengths[section]),
         cache_bytes=CACHE_BYTES,
     )
-    llm = LLM(model, config=config, dtype="float32")
+    llm = LLM(model, config=config, dtype=workload.dtype)
     llm.warm_up()
     return llm
 

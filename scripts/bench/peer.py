@@ -37,13 +37,14 @@ PAGE_SIZE = 256  # the default of transformers
 
 
 def load(folder: Path, workload: Workload) -> Any:
-    """Returns the model in float32 with scaled-dot-product attention, its end tokens off."""
+    """Returns the model with scaled-dot-product attention, its end tokens off."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(workload.threads)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="sdpa"
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, workload.dtype), attn_implementation="sdpa"
     ).eval()
+    model.to("cuda" if workload.device == "gpu" else "cpu")
     # An unset end token in a call falls back to these two.
     model.config.eos_token_id = model.generation_config.eos_token_id = None
     generate(model, workload.prompts(2, 16, "warm-up"), 4)
@@ -51,9 +52,9 @@ def load(folder: Path, workload: Workload) -> Any:
 
 
 def forward(model: Any, tokens: torch.Tensor, cache: Any = None) -> tuple[torch.Tensor, Any]:
-    """Returns the next tokens i64[B, 1] and the cache after `tokens` i64[B, T]."""
-    output = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return output.logits[:, -1].argmax(-1, keepdim=True), output.past_key_values
+    """Returns the next tokens i64[B, 1] and the cache after `tokens` i64[B, T]; waits for the tokens."""
+    output = model(input_ids=tokens.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return output.logits[:, -1].argmax(-1, keepdim=True).cpu(), output.past_key_values
 
 
 def generate(model: Any, prompts: list[list[int]], max_tokens: int, streamer: Any = None) -> None:
@@ -63,8 +64,8 @@ def generate(model: Any, prompts: list[list[int]], max_tokens: int, streamer: An
     tokens = [[PAD_TOKEN] * n + prompt for n, prompt in zip(padding, prompts, strict=True)]
     mask = [[0] * n + [1] * len(prompt) for n, prompt in zip(padding, prompts, strict=True)]
     output = model.generate(
-        input_ids=torch.tensor(tokens),
-        attention_mask=torch.tensor(mask),
+        input_ids=torch.tensor(tokens, device=model.device),
+        attention_mask=torch.tensor(mask, device=model.device),
         max_new_tokens=max_tokens,
         do_sample=False,
         pad_token_id=PAD_TOKEN,

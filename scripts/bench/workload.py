@@ -40,7 +40,13 @@ RANDOM_SHAPES: dict[str, dict[str, Any]] = {
     "gemma3": {"model_type": "gemma3_text", "sliding_window": 512, "query_pre_attn_scalar": 64}
     | {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 32_000}
     | {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048},
+    # The sizes of Qwen3-0.6B, for a GPU.
+    "qwen3-0.6b": {"model_type": "qwen3", "tie_word_embeddings": True, "vocab_size": 151_936}
+    | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "max_position_embeddings": 4096}
+    | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
 }
+# What both sides compute in, by device.
+DTYPES = {"cpu": "float32", "gpu": "bfloat16"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +71,12 @@ class Workload:
     steps: int  # timed decode steps
     repeats: int
     threads: int
+    device: str = "cpu"
     seed: int = 0
+
+    @property
+    def dtype(self) -> str:
+        return DTYPES[self.device]
 
     def prompts(self, count: int, length: int, purpose: str) -> list[list[int]]:
         """Draws token ids; a new purpose gives new prompts, so no prefix cache answers the second time."""

@@ -1,6 +1,6 @@
 """Checks the kernels on the device at hand, then measures them against what the device can do and against others'.
 
-    python scripts/kernels/device_check.py [--json FILE] [--small]
+    python scripts/kernels/device_check.py [--json FILE] [--only check ...] [--small]
 
 Run it in a clone on a machine with a GPU or TPU. It ends with 1 if a kernel is wrong. Rates are fractions of what a
 plain copy and a plain product reach in the same run, and of the data sheet where the device is known. "jax" and "cudnn"
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import statistics
 import sys
@@ -54,6 +55,7 @@ DATA_SHEETS = {
     "TPU v6 lite": (1.64e12, 918e12),
     "TPU v5": (2.77e12, 459e12),
 }
+SECTIONS = ("check", "attention", "products", "experts")
 TOLERANCE = 0.03  # weights and results are rounded to 8 bits of mantissa
 HEADS = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 SMALL_HEADS = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
@@ -276,7 +278,7 @@ def attention_arguments(layout: str, lens: list[tuple[int, int]], *, page_size: 
     }
 
 
-def measure_attention(is_small: bool) -> list[Record]:
+def measure_attention(is_small: bool) -> Iterator[Record]:
     """Decode by bytes of context read, prefill by operations under the causal mask; each against the others."""
     kernel = kernel_of_platform()
     heads, dtype = SMALL_HEADS if is_small else HEADS, native_dtype()
@@ -290,7 +292,6 @@ def measure_attention(is_small: bool) -> list[Record]:
     for length in prefills:
         size = 2.0 * N * H * length * (length + 1)
         cases.append(("prefill", str(length), [(length, length)], None, size, "flops_per_s"))
-    records = []
     for section, case, lens, q_len, size, unit in cases:
         arguments = attention_arguments(layout_of(kernel), lens, page_size=64, dtype=dtype, heads=heads)
         right = None
@@ -299,20 +300,17 @@ def measure_attention(is_small: bool) -> list[Record]:
             call = functools.partial(paged_attention, scale=H**-0.5, q_len=q_len, implementation=name)
             attend = jax.jit(lambda arguments, call=call: call(**arguments)[0])
             record = timed(record, attend, arguments, repeats=8, size=size, unit=unit)
-            records.append(record)
-            if "note" in record:
-                continue
-            if name == "reference":
+            if "note" not in record and name == "reference":
                 right = attend(arguments).astype(jnp.float32)
-            elif right is not None:
+            elif "note" not in record and right is not None:
                 error = float(jnp.abs(attend(arguments).astype(jnp.float32) - right).max())
                 record |= {"error": error, "passes": error < TOLERANCE}
+            yield record
         for name, vendor in VENDORS[section].items():
             if jax.default_backend() == name.split()[0]:
                 record = {"section": section, "case": case, "implementation": name}
                 make = functools.partial(vendor, lens, N, K, H, dtype)
-                records.append(vendor_record(record, make, size, unit))
-    return records
+                yield vendor_record(record, make, size, unit)
 
 
 def vendor_record(record: Record, make: Callable, size: float, unit: str) -> Record:
@@ -370,28 +368,24 @@ VENDORS: dict[str, dict[str, Callable]] = {
 }
 
 
-def measure_products(is_small: bool) -> list[Record]:
+def measure_products(is_small: bool) -> Iterator[Record]:
     """Group-wise int4 weights against the same product in floating point, by the bytes of the weights read."""
     D, F, g = (256, 128, 64) if is_small else (4096, 14336, 128)
     dtype = native_dtype()
     integers = jax.random.randint(jax.random.key(0), (F, D), -8, 8, jnp.int8)
     packed, scales = pack_int4(integers, g), jnp.full((F, D // g), 0.01, dtype)
     wide = dequantize(packed, scales, None, D).astype(dtype)
-    records = []
     for rows in (1, 16, 256):
         x = jnp.ones((rows, D), dtype)
         record: Record = {"section": "int4", "case": f"{rows} x {D} x {F}"}
         ours = jax.jit(functools.partial(quantized_matmul, zeros=None))
         plain = jax.jit(lambda x, w: jnp.einsum("td,fd->tf", x, w, preferred_element_type=jnp.float32).astype(x.dtype))
         measure = functools.partial(timed, repeats=8, unit="bytes_per_s")
-        records += [
-            measure({**record, "implementation": "quantized"}, ours, x, packed, scales, size=float(packed.nbytes)),
-            measure({**record, "implementation": "floating point"}, plain, x, wide, size=float(wide.nbytes)),
-        ]
-    return records
+        yield measure({**record, "implementation": "quantized"}, ours, x, packed, scales, size=float(packed.nbytes))
+        yield measure({**record, "implementation": "floating point"}, plain, x, wide, size=float(wide.nbytes))
 
 
-def measure_experts(is_small: bool) -> list[Record]:
+def measure_experts(is_small: bool) -> Iterator[Record]:
     """Grouped products with the sizes of Qwen3-30B-A3B, against `jax.lax.ragged_dot`.
 
     Decode by the bytes of the weights of experts that have rows, prefill by operations.
@@ -403,7 +397,6 @@ def measure_experts(is_small: bool) -> list[Record]:
     packed, scales = pack_int4(integers, 128).reshape(E, F, -1), jnp.full((E, F, D // 128), 0.01, jnp.float32)
     wide = integers.astype(dtype).reshape(E, F, D)
     transposed = wide.swapaxes(1, 2)  # as ragged_dot takes them
-    records = []
     for section, num_tokens in (("decode", 64), ("prefill", 64 if is_small else 2048)):
         R = 8 * num_tokens
         counts = rng.multinomial(R, [1 / E] * E).astype(np.int32)
@@ -418,24 +411,34 @@ def measure_experts(is_small: bool) -> list[Record]:
             size, unit = float(arguments[1].nbytes * (counts > 0).mean()), "bytes_per_s"
             if section == "prefill":
                 size, unit = 2.0 * R * D * F, "flops_per_s"
-            records.append(timed(record, jax.jit(function), *arguments, repeats=8, size=size, unit=unit))
-    return records
+            yield timed(record, jax.jit(function), *arguments, repeats=8, size=size, unit=unit)
 
 
-def add_fractions(records: list[Record]) -> None:
-    """Adds to each rate its fraction of the plain copy or product of the run, and of the data sheet."""
+def add_fractions(record: Record, plain: list[Record]) -> None:
+    """Adds to a rate its fraction of the plain copy or product of the run, and of the data sheet."""
     kind = jax.devices()[0].device_kind
     sheet = next((rates for name, rates in DATA_SHEETS.items() if kind.startswith(name)), (None, None))
     for unit, section, nominal in (("bytes_per_s", "copy", sheet[0]), ("flops_per_s", "product", sheet[1])):
-        plain = next((r[unit] for r in records if r["section"] == section and unit in r), None)
-        for record in (r for r in records if unit in r):
-            record["of_plain"] = round(record[unit] / plain, 3) if plain else None
+        if unit in record:
+            own = next((r[unit] for r in plain if r["section"] == section and unit in r), None)
+            record["of_plain"] = round(record[unit] / own, 3) if own else None
             record["of_data_sheet"] = round(record[unit] / nominal, 3) if nominal else None
+
+
+def print_record(record: Record) -> None:
+    rates = [record.get("bytes_per_s", 0) / 1e9, record.get("flops_per_s", 0) / 1e12]
+    cells = [f"{record.get('microseconds', '')!s:>10}", *(f"{rate:>10.1f}" if rate else " " * 10 for rate in rates)]
+    cells += [f"{record.get(name) or ''!s:>10}" for name in ("of_plain", "of_data_sheet")]
+    verdict = {True: "  ok", False: "  WRONG", None: ""}[record.get("passes")]
+    note = f"  {record['note']}" if "note" in record else ""
+    title = f"{record['section']:9}{record['case']:30}{record['implementation']:22}"
+    print(f"{title}{''.join(cells)}{verdict}{note}", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="also write everything to this file")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, help="sections; all unless given")
     parser.add_argument("--small", action="store_true", help="sizes for a test; the rule on CPU")
     options = parser.parse_args(arguments)
     is_small = options.small or jax.default_backend() == "cpu"
@@ -449,23 +452,17 @@ def main(arguments: list[str] | None = None) -> int:
         "date": datetime.now(UTC).date().isoformat(),
     }
     print(" · ".join(str(value).splitlines()[0] for value in about.values() if value))
-    records = [
-        *check_kernels(),
-        *measure_device(is_small),
-        *measure_attention(is_small),
-        *measure_products(is_small),
-        *measure_experts(is_small),
-    ]
-    add_fractions(records)
     columns = "".join(f"{name:>10}" for name in ("µs", "GB/s", "TFLOP/s", "of plain", "of sheet"))
-    print(f"{'section':9}{'case':28}{'implementation':22}{columns}")
-    for record in records:
-        rates = [record.get("bytes_per_s", 0) / 1e9, record.get("flops_per_s", 0) / 1e12]
-        cells = [f"{record.get('microseconds', '')!s:>10}", *(f"{rate:>10.1f}" if rate else " " * 10 for rate in rates)]
-        cells += [f"{record.get(name) or ''!s:>10}" for name in ("of_plain", "of_data_sheet")]
-        verdict = {True: "  ok", False: "  WRONG", None: ""}[record.get("passes")]
-        note = f"  {record['note']}" if "note" in record else ""
-        print(f"{record['section']:9}{record['case']:28}{record['implementation']:22}{''.join(cells)}{verdict}{note}")
+    print(f"{'section':9}{'case':30}{'implementation':22}{columns}")
+    plain = measure_device(is_small)
+    measures = (lambda _: check_kernels(), measure_attention, measure_products, measure_experts)
+    sections = dict(zip(SECTIONS, measures, strict=True))
+    chosen = (record for name in options.only or SECTIONS for record in sections[name](is_small))
+    records = []
+    for record in itertools.chain(plain, chosen):
+        add_fractions(record, plain)
+        print_record(record)
+        records.append(record)
     if options.json:
         options.json.write_text(json.dumps({**about, "records": records}, indent=1) + "\n")
     return 0 if all(record.get("passes", True) for record in records) else 1

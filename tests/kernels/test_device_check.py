@@ -117,7 +117,8 @@ def test_rates_are_fractions_of_the_plain_ones(monkeypatch):
         {"section": "decode", "note": "not available"},
     ]
 
-    device_check.add_fractions(records)
+    for record in records:
+        device_check.add_fractions(record, records)
 
     fractions = [(r.get("of_plain"), r.get("of_data_sheet")) for r in records]
     assert fractions == [(1.0, 0.5), (1.0, 0.5), (0.75, pytest.approx(0.375)), (0.8, 0.4), (None, None)]

@@ -20,7 +20,9 @@ D = 32
 @pytest.mark.parametrize("num_experts", [6, 8, 128])
 @pytest.mark.parametrize("scoring", SCORINGS)
 def test_no_number_of_tokens_changes_a_bit_of_the_weights(scoring, num_experts):
-    config = MoE(num_experts=num_experts, expert=MLP(intermediate_size=48), router=Router(num_chosen=2, scoring=scoring))
+    config = MoE(
+        num_experts=num_experts, expert=MLP(intermediate_size=48), router=Router(num_chosen=2, scoring=scoring)
+    )
     rng = np.random.default_rng(0)
     params = declare_moe(config, D, lambda sizes, *_: rng.standard_normal(sizes, np.float32))
     x = rng.standard_normal((1024, D), np.float32)
