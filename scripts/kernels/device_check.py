@@ -324,37 +324,39 @@ def vendor_record(record: Record, make: Callable, size: float, unit: str) -> Rec
 def _vendor_pages(lens, K, H, dtype, page_size: int = 64):
     B, width = len(lens), -(-lens[0][1] // page_size)
     tables = jnp.asarray(np.random.default_rng(0).permutation(B * width).reshape(B, width), jnp.int32)
-    return jnp.ones((K, B * width, page_size, H), dtype), tables, jnp.asarray([n for _, n in lens], jnp.int32)
+    # Two arrays: a cache would answer half of the reads of one.
+    k, v = (jnp.full((K, B * width, page_size, H), x, dtype) for x in (1, 2))
+    return k, v, tables, jnp.asarray([n for _, n in lens], jnp.int32)
 
 
 def jax_gpu_decode(lens, N, K, H, dtype):
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention as attend
 
-    pages, tables, kv_lens = _vendor_pages(lens, K, H, dtype)
+    k, v, tables, kv_lens = _vendor_pages(lens, K, H, dtype)
     splits = next(n for n in (16, 8, 4, 2, 1) if tables.shape[1] % n == 0)
     # More than 256 keys do not fit the shared memory of an H200.
-    blocks = min(256 // pages.shape[2], tables.shape[1] // splits)
+    blocks = min(256 // k.shape[2], tables.shape[1] // splits)
     attend = functools.partial(attend, k_splits=splits, pages_per_compute_block=blocks)
-    return attend, (jnp.ones((len(lens), N, H), dtype), pages, pages, tables, kv_lens)
+    return attend, (jnp.ones((len(lens), N, H), dtype), k, v, tables, kv_lens)
 
 
 def jax_tpu_decode(lens, N, K, H, dtype):
     from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention as attend
 
-    pages, tables, kv_lens = _vendor_pages(lens, K, H, dtype)
+    k, v, tables, kv_lens = _vendor_pages(lens, K, H, dtype)
     attend = functools.partial(attend, pages_per_compute_block=min(8, tables.shape[1]))
-    return attend, (jnp.ones((len(lens), N, H), dtype), pages, pages, kv_lens, tables)
+    return attend, (jnp.ones((len(lens), N, H), dtype), k, v, kv_lens, tables)
 
 
 def cudnn_decode(lens, N, K, H, dtype):
     # There is no public name for it.
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    pages, tables, kv_lens = _vendor_pages(lens, K, H, dtype)
-    pages, table = pages.transpose(1, 2, 0, 3), tables[:, None, :, None]
+    *pages, tables, kv_lens = _vendor_pages(lens, K, H, dtype)
+    (k, v), table = (a.transpose(1, 2, 0, 3) for a in pages), tables[:, None, :, None]
     attend = functools.partial(cudnn.paged_attention, scale=H**-0.5, mask_type=cudnn.MaskType.PADDING)
     q_lens = jnp.ones(len(lens), jnp.int32)
-    return attend, (jnp.ones((len(lens), 1, N, H), dtype), pages, pages, q_lens, kv_lens, table, table)
+    return attend, (jnp.ones((len(lens), 1, N, H), dtype), k, v, q_lens, kv_lens, table, table)
 
 
 def cudnn_prefill(lens, N, K, H, dtype):
