@@ -15,8 +15,8 @@ PROGRAMS_PER_CORE = 2
 MIN_SPLIT = 256
 MAX_SPLITS = 32
 HOPPER = 9.0
-# The accumulator, float32 [block_m, head_dim], lives in registers. On an H200, heads of 128, tiles of 64 took 0.95 of the
-# time of 128 for a prompt of 4,096 tokens, and 0.88 for four of 1,024 (jax 0.11.2, 2026-11-26).
+# The accumulator, float32 [block_m, head_dim], lives in registers. On an H200, for heads of 128, tiles of 64 took 0.95
+# of the time of 128 for a prompt of 4,096 tokens, and 0.88 for four of 1,024 (jax 0.11.2, 2026-11-26).
 MAX_BLOCK_M = 64
 # The fields that a table has.
 TUNED = ("block_k", "num_warps", "num_stages")
@@ -45,7 +45,6 @@ def gpu_block_sizes(
     head_dim: int,
     page_dtype: str,
     max_context: int,
-    has_tree: bool,
     target: Target,
 ) -> GpuBlockSizes:
     """Returns block sizes for `num_rows` rows of up to `queries` queries.
