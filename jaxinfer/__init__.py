@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer._version import __version__
+from jaxinfer.cpu_flags import forbid_fused_products
 
 if TYPE_CHECKING:
     from jaxinfer.checkpoint import load_checkpoint
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from jaxinfer.sampling.batch import make_sampling
     from jaxinfer.steps.log_probs import log_probs
     from jaxinfer.steps.steps import decode_step, prefill_step
+
+forbid_fused_products()
 
 # Loaded when first used, so that `jaxinfer --help` does not wait a second for jax.
 _MODULES = {

@@ -13,8 +13,10 @@ exp               `row_max` keeps the compiler from computing a maximum and the 
                   library, whose `exp` may have other bits with other numbers of rows.
 softmax           Pages are added one by one from the first, and rescaled by powers of two, which is exact.
                   (`paged_attention.reference`)
-product + number  A product of two numbers is rounded before something is added to it, unless all steps have both in one
-                  loop: the compiler may fuse them, and keeps more bits then. (`rounded`)
+product + number  A product of two numbers is rounded before something is added to it. The compiler may fuse them in
+                  some loops, and keeps more bits then, also within its `exp` or `log`. `jaxinfer.cpu_flags` forbids it
+                  on x86, and `fuses_products` says if it happens all the same: in a process that started JAX before it
+                  imported jaxinfer. `rounded` prevents it there too, in places where it was seen.
 all else          is computed element by element.
 
 The first rule rests on two properties of products of one shape: a row has the same bits in each place among the
@@ -62,6 +64,14 @@ def rounded(x: jax.Array) -> jax.Array:
     operations that change no number.
     """
     return jnp.maximum(x, jnp.finfo(x.dtype).min)
+
+
+@functools.cache
+def fuses_products() -> bool:
+    """Returns whether the compiler for this CPU adds to a product before it is rounded."""
+    x, y, z = np.random.default_rng(0).standard_normal((3, 1024), np.float32)
+    with jax.ensure_compile_time_eval():
+        return not np.array_equal(jax.jit(lambda x, y, z: x * y + z)(x, y, z), x * y + z)
 
 
 def zero_after(x: jax.Array) -> jax.Array:

@@ -315,9 +315,10 @@ def _models(arguments: argparse.Namespace) -> None:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     config = from_arguments(EngineConfig, arguments)
-    from jaxinfer.cli.doctor import examine
+    from jaxinfer.cli.doctor import FUSED, examine
     from jaxinfer.device import describe_cpu, require_device, resolve_dtype
     from jaxinfer.engine.llm import BUNDLED_MODEL
+    from kernels_pallas.row_products import fuses_products
 
     require_device()
     dtype = resolve_dtype(arguments.dtype)
@@ -329,6 +330,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
         findings.append(finding)
         if finding.faults or not arguments.quiet:
             show(finding)
+    if fuses_products():
+        show(FUSED)
+        return EXIT_FAULTS
     num_faulty = sum(bool(finding.faults) for finding in findings)
     if num_faulty:
         show(f"{num_faulty} of {len(findings)} products depend on the batch: so do the bits of a request on this CPU")

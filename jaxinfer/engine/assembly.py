@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -9,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+import jax
 
 from jaxinfer.checkpoint import (
     abstract_checkpoint,
@@ -38,6 +41,9 @@ from jaxinfer.model.params import Params
 from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.text.grammar import GrammarCompiler
 from jaxinfer.text.tokenizer import Tokenizer
+from kernels_pallas.row_products import fuses_products
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,11 @@ def build_engine(
     If a step fails on the device, the runner calls `on_failure` with the exception. Raises ValueError for an unusable
     checkpoint or unusable limits.
     """
+    if jax.default_backend() == "cpu" and dtype == "float32" and fuses_products():
+        logger.warning(
+            "XLA adds to products before they are rounded, so on this CPU last bits of results may depend on the batch;"
+            " on x86, import jaxinfer before JAX starts its devices: this sets XLA_FLAGS"
+        )
     planned = plan_speculation(speculation, config, dtype, target=path)
     if planned is None:
         params, model_config, warm_up = load_and_compile(path, config, dtype, custom, show_progress=show_progress)
