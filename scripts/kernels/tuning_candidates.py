@@ -97,6 +97,7 @@ def _gpu_case(shape: dict[str, Any], choice: dict[str, int], sizes: dict[str, An
         head_dim=shape["head_dim"],
         page_dtype=shape["page_dtype"],
         max_context=max(CONTEXTS),
+        has_tree=False,
         target=target(),
     )
     return case(block_sizes=replace(by_rule, **choice))

@@ -15,9 +15,6 @@ PROGRAMS_PER_CORE = 2
 MIN_SPLIT = 256
 MAX_SPLITS = 32
 HOPPER = 9.0
-# The accumulator, float32 [block_m, head_dim], lives in registers. On an H200, for heads of 128, tiles of 64 took 0.95
-# of the time of 128 for a prompt of 4,096 tokens, and 0.88 for four of 1,024 (jax 0.11.2, 2026-11-26).
-MAX_BLOCK_M = 64
 # The fields that a table has.
 TUNED = ("block_k", "num_warps", "num_stages")
 
@@ -45,6 +42,7 @@ def gpu_block_sizes(
     head_dim: int,
     page_dtype: str,
     max_context: int,
+    has_tree: bool,
     target: Target,
 ) -> GpuBlockSizes:
     """Returns block sizes for `num_rows` rows of up to `queries` queries.
@@ -53,8 +51,12 @@ def gpu_block_sizes(
     the device are the blocks of single queries, and how they are fetched.
     """
     is_wide, is_hopper = head_dim > 128, target.capability >= HOPPER
+    # The accumulator, float32 [block_m, head_dim], lives in registers; the bits of a tree want some as well. On an H200
+    # tiles of 64 took 0.95 of the time of 128 for a prompt of 4,096 tokens, and 0.88 for four of 1,024 (heads of 128,
+    # jax 0.11.2). For an A100 and an L4 the compiler spills registers with 64.
+    limit = 64 if is_hopper or is_wide or has_tree else 128
     block_m = 16
-    while block_m < group or block_m < min(queries * group, MAX_BLOCK_M):
+    while block_m < group or block_m < min(queries * group, limit):
         block_m *= 2
     # Before Hopper the operands of tensor cores pass through registers.
     is_crowded = block_m > 16 and (is_wide or (head_dim > 64 and not is_hopper))

@@ -72,6 +72,7 @@ def paged_attention_gpu(
         head_dim=H,
         page_dtype=pages.dtype.name,
         max_context=max_context,
+        has_tree=tree_mask is not None,
         target=target,
     )
     sizes = chosen if block_sizes is None else lambda **_: block_sizes

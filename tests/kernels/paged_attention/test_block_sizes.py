@@ -97,7 +97,7 @@ def test_without_a_tpu_no_table_is_read():
 
 GPU = Target("NVIDIA H200", num_cores=132, capability=9.0)
 GPU_CHOICE = {"block_k": 32, "num_warps": 8, "num_stages": 4}
-GPU_CALL = {"num_kv_heads": 1, "head_dim": 128, "group": 4, "max_context": 4096, "num_rows": 64}
+GPU_CALL = {"num_kv_heads": 1, "head_dim": 128, "group": 4, "max_context": 4096, "has_tree": False, "num_rows": 64}
 
 
 @pytest.fixture

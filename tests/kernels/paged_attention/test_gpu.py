@@ -31,6 +31,7 @@ LLAMA_DECODE = {
     "num_kv_heads": 8,
     "head_dim": 128,
     "page_dtype": "bfloat16",
+    "has_tree": False,
 }
 
 TARGET = ("gpu_interpret", functools.partial(make_call, layout="gpu"))
