@@ -330,12 +330,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
         findings.append(finding)
         if finding.faults or not arguments.quiet:
             show(finding)
-    if fuses_products():
-        show(FUSED)
-        return EXIT_FAULTS
     num_faulty = sum(bool(finding.faults) for finding in findings)
     if num_faulty:
         show(f"{num_faulty} of {len(findings)} products depend on the batch: so do the bits of a request on this CPU")
+    if is_fused := fuses_products():
+        show(FUSED)
+    if num_faulty or is_fused:
         return EXIT_FAULTS
     show(f"{len(findings)} products: on this CPU no bit of them depends on the batch")
     return 0
