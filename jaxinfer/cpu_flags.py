@@ -13,9 +13,9 @@ NEWEST_JAXLIB = (0, 12)
 def forbid_fused_products() -> None:
     """Keeps XLA for x86 CPUs from adding to products before they are rounded, in this process and those it starts.
 
-    XLA fuses a product with a sum in some loops and not in others, by their length, so results would depend on the
-    batch. AVX is the newest set of instructions without fused products. Products of matrices still use all that the CPU
-    has, for they are computed by a library. An XLA_FLAGS of the user that names a set of instructions stays as it is.
+    XLA fuses a product with a sum in some loops and not in others, so results would depend on the batch. AVX is the
+    newest set of instructions without fused products. Products of matrices still use all that the CPU has, because a
+    library computes them. If the user's XLA_FLAGS has `xla_cpu_max_isa`, it stays.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     jaxlib = tuple(map(int, version("jaxlib").split(".")[:2]))

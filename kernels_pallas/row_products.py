@@ -9,14 +9,14 @@ products          The library that multiplies matrices chooses its routine, and 
                   ROW_BLOCK only if `equal_row_counts` found the same bits with it on this machine.
                   All products of tokens go through the two functions here, `rows_by_weights` and `rows_by_matrices`.
 sums along a row  `row_sum` adds in a fixed tree.
-exp               `row_max` keeps the compiler from computing a maximum and the `exp` after it in one loop or call of a
-                  library, whose `exp` may have other bits with other numbers of rows.
+exp               The compiler may give a maximum and the `exp` after it to a library, whose `exp` has other bits, if
+                  the rows are many. `row_max` prevents it. Where the maximum has other uses the compiler does not.
 softmax           Pages are added one by one from the first, and rescaled by powers of two, which is exact.
                   (`paged_attention.reference`)
 product + number  A product of two numbers is rounded before something is added to it. The compiler may fuse them in
                   some loops, and keeps more bits then, also within its `exp` or `log`. `jaxinfer.cpu_flags` forbids it
-                  on x86, and `fuses_products` says if it happens all the same: in a process that started JAX before it
-                  imported jaxinfer. `rounded` prevents it there too, in places where it was seen.
+                  on x86, and `fuses_products` says if it happens all the same. `rounded` prevents it in places where it
+                  was seen, in any process.
 all else          is computed element by element.
 
 The first rule rests on two properties of products of one shape: a row has the same bits in each place among the

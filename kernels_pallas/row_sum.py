@@ -1,4 +1,4 @@
-"""Sums and maxima over the last axis that, on CPU, never depend on the other axes."""
+"""Sums over the last axis that, on CPU, do not depend on the other axes, and maxima for an `exp` that does not."""
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,11 @@ def row_sum(x: jax.Array) -> jax.Array:
 
 
 def row_max(x: jax.Array) -> jax.Array:
-    """Returns `x.max(-1)`, on CPU by a sort, which the compiler computes apart from what follows.
+    """Returns `x.max(-1)`, on CPU by `top_k`, which XLA does not fuse with later operations.
 
-    A maximum is exact in any order. But the compiler gives a reduction of 4,096 numbers or more to a library, with an
-    `exp` that follows, and the `exp` of that library has other bits. Beside comparisons of a row's parts, which it
-    fuses with the `exp`, jax 0.12.0 vectorises that differently with the number of rows.
+    The maximum is exact in any order; an `exp` after it is not. XLA gives a maximum over 4,096 numbers or more, and an
+    `exp` after it, to a library with another `exp`, unless the maximum has other uses as well. jax 0.12.0 also
+    vectorises an `exp` by the number of rows, if it fuses comparisons with it.
     """
     return jax.lax.platform_dependent(x, cpu=lambda x: jax.lax.top_k(x, 1)[0][..., 0], default=lambda x: x.max(-1))
 

@@ -333,7 +333,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     num_faulty = sum(bool(finding.faults) for finding in findings)
     if num_faulty:
         show(f"{num_faulty} of {len(findings)} products depend on the batch: so do the bits of a request on this CPU")
-    if is_fused := fuses_products():
+    if is_fused := dtype == "float32" and fuses_products():
         show(FUSED)
     if num_faulty or is_fused:
         return EXIT_FAULTS

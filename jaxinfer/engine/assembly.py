@@ -21,6 +21,7 @@ from jaxinfer.checkpoint import (
     require_fitting_tensors,
 )
 from jaxinfer.config import CacheConfig, EngineConfig
+from jaxinfer.cpu_flags import NEWEST_JAXLIB
 from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.execution.compiled_steps import COMPILING
 from jaxinfer.engine.execution.memory_plan import plan_cache, plan_further_kinds, plan_window, resolve_max_model_len
@@ -77,7 +78,9 @@ def build_engine(
     if jax.default_backend() == "cpu" and dtype == "float32" and fuses_products():
         logger.warning(
             "XLA adds to products before they are rounded, so on this CPU last bits of results may depend on the batch;"
-            " on x86, import jaxinfer before JAX starts its devices: this sets XLA_FLAGS"
+            " on x86, --xla_cpu_max_isa=AVX in XLA_FLAGS prevents it, which `import jaxinfer` sets with jaxlib up to"
+            " %d.%d unless JAX has started its devices",
+            *NEWEST_JAXLIB,
         )
     planned = plan_speculation(speculation, config, dtype, target=path)
     if planned is None:

@@ -2,10 +2,10 @@
 
     python scripts/kernels/device_check.py [--json FILE] [--only check ...] [--small]
 
-Run it in a clone on a machine with a GPU or TPU. It ends with 1 if a kernel is wrong. Rates are fractions of what a
-plain copy and a plain product reach in the same run, and of the data sheet where the device is known. "jax" and "cudnn"
-are the paged attention of jax's Pallas folder and of NVIDIA; what is not there says why. On a CPU the reference is all
-there is, and sizes are small.
+Run it in a clone on a machine with a GPU or TPU. It ends with 1 if a kernel is wrong or cannot run. Rates are fractions
+of what a plain copy and a plain product reach in the same run, and of the data sheet where the device is known. "jax"
+and "cudnn" are the paged attention of jax's Pallas folder and of NVIDIA; what is not there says why. On a CPU the
+reference is all there is, and sizes are small.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from tests.kernels.paged_attention.oracle import (  # noqa: E402
     tree_words,
 )
 
-# Bytes and floating-point operations per second of data sheets, by how the device kind begins.
+# Bytes and floating-point operations per second of data sheets, by the device kind or its first words.
 DATA_SHEETS = {
     "NVIDIA H200": (4.8e12, 989e12),
-    "NVIDIA H100": (3.35e12, 989e12),
+    "NVIDIA H100 80GB HBM3": (3.35e12, 989e12),
     "NVIDIA A100-SXM4-80GB": (2.04e12, 312e12),
     "NVIDIA L4": (3.0e11, 121e12),
     "TPU v5 lite": (8.19e11, 197e12),
@@ -147,6 +147,10 @@ WEIGHTS_OF_EXPERTS: dict[str, Record] = {
 }
 
 
+# Rows of a product by quantized weights.
+ROWS_OF_PRODUCTS = (1, 16, 200)
+
+
 def check_kernels(kernel: str | None = None) -> Iterator[Record]:
     """Compares kernels in bfloat16 with NumPy in float64: attention over poisoned pages, and grouped products."""
     kernel = kernel or kernel_of_platform()
@@ -157,6 +161,11 @@ def check_kernels(kernel: str | None = None) -> Iterator[Record]:
             f"experts, {weights}, {rows}": functools.partial(error_of_experts, counts, options, kernel)
             for weights, options in WEIGHTS_OF_EXPERTS.items()
             for rows, counts in ROWS_OF_EXPERTS.items()
+        },
+        **{
+            f"int{bits} x {rows} rows": functools.partial(error_of_product, bits, rows, kernel)
+            for bits in (8, 4)
+            for rows in ROWS_OF_PRODUCTS
         },
     }
     for name, error_of_case in errors.items():
@@ -187,6 +196,21 @@ def error_of_experts(counts: tuple[int, ...], options: Record, kernel: str) -> f
     call, expected = grouped_oracle.make_call(counts, sum(counts) + 9, 512, 200, dtype=jnp.bfloat16, **options)
     name = "reference" if kernel.startswith("tpu") else kernel  # TPUs have no kernel of their own
     return largest_error(jax.jit(functools.partial(grouped_matmul, implementation=name))(**call), expected)
+
+
+def error_of_product(bits: int, rows: int, kernel: str) -> float:
+    """Returns how far off the product by quantized weights is at most."""
+    D, F, group_size = 512, 384, 128
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((rows, D)), jnp.bfloat16)
+    limit = 2 ** (bits - 1)
+    integers = rng.integers(-limit, limit, (F, D), np.int8)
+    scales = rng.uniform(0.5, 1.5, (F, D // group_size)).astype(np.float32) / (limit * D**0.5)
+    weights = pack_int4(jnp.asarray(integers), group_size) if bits == 4 else jnp.asarray(integers)
+    multiply = functools.partial(quantized_matmul, implementation="reference" if kernel.startswith("tpu") else kernel)
+    wide = integers.astype(np.float64) * np.repeat(scales.astype(np.float64), group_size, axis=1)
+    expected = np.asarray(x.astype(jnp.float32)).astype(np.float64) @ wide.T
+    return largest_error(jax.jit(multiply)(x, weights, jnp.asarray(scales)), expected)
 
 
 def largest_error(out: jax.Array, expected: np.ndarray) -> float:
@@ -238,12 +262,15 @@ def seconds_of(function: Callable, *arguments: Any, repeats: int) -> float:
     return statistics.median(times)
 
 
-def timed(record: Record, function: Callable, *arguments: Any, repeats: int, size: float, unit: str) -> Record:
-    """Adds seconds and the rate at which `size` is worked off, or the reason why not."""
+def timed(
+    record: Record, function: Callable, *arguments: Any, repeats: int, size: float, unit: str, is_ours: bool = False
+) -> Record:
+    """Adds seconds and the rate at which `size` is worked off, or the reason why not, which for ours is a fault."""
     try:
         seconds = seconds_of(function, *arguments, repeats=repeats)
     except Exception as error:
-        return {**record, "note": f"not available: {type(error).__name__}: {str(error)[:160]}"}
+        fault = {"passes": False} if is_ours else {}
+        return {**record, "note": f"not available: {type(error).__name__}: {str(error)[:160]}", **fault}
     return {**record, "microseconds": round(seconds * 1e6, 1), unit: size / seconds}
 
 
@@ -299,7 +326,7 @@ def measure_attention(is_small: bool) -> Iterator[Record]:
             record = {"section": section, "case": case, "implementation": name}
             call = functools.partial(paged_attention, scale=H**-0.5, q_len=q_len, implementation=name)
             attend = jax.jit(lambda arguments, call=call: call(**arguments)[0])
-            record = timed(record, attend, arguments, repeats=8, size=size, unit=unit)
+            record = timed(record, attend, arguments, repeats=8, size=size, unit=unit, is_ours=True)
             if "note" not in record and name == "reference":
                 right = attend(arguments).astype(jnp.float32)
             elif "note" not in record and right is not None:
@@ -383,7 +410,8 @@ def measure_products(is_small: bool) -> Iterator[Record]:
         ours = jax.jit(functools.partial(quantized_matmul, zeros=None))
         plain = jax.jit(lambda x, w: jnp.einsum("td,fd->tf", x, w, preferred_element_type=jnp.float32).astype(x.dtype))
         measure = functools.partial(timed, repeats=8, unit="bytes_per_s")
-        yield measure({**record, "implementation": "quantized"}, ours, x, packed, scales, size=float(packed.nbytes))
+        quantized = {**record, "implementation": "quantized"}
+        yield measure(quantized, ours, x, packed, scales, size=float(packed.nbytes), is_ours=True)
         yield measure({**record, "implementation": "floating point"}, plain, x, wide, size=float(wide.nbytes))
 
 
@@ -413,28 +441,38 @@ def measure_experts(is_small: bool) -> Iterator[Record]:
             size, unit = float(arguments[1].nbytes * (counts > 0).mean()), "bytes_per_s"
             if section == "prefill":
                 size, unit = 2.0 * R * D * F, "flops_per_s"
-            yield timed(record, jax.jit(function), *arguments, repeats=8, size=size, unit=unit)
+            is_ours = name.startswith("grouped")
+            yield timed(record, jax.jit(function), *arguments, repeats=8, size=size, unit=unit, is_ours=is_ours)
 
 
-def add_fractions(record: Record, plain: list[Record]) -> None:
-    """Adds to a rate its fraction of the plain copy or product of the run, and of the data sheet."""
+def rates_of(plain: list[Record]) -> dict[str, tuple[float | None, float | None]]:
+    """Returns by unit the rate of the plain copy or product, and that of the data sheet."""
     kind = jax.devices()[0].device_kind
-    sheet = next((rates for name, rates in DATA_SHEETS.items() if kind.startswith(name)), (None, None))
-    for unit, section, nominal in (("bytes_per_s", "copy", sheet[0]), ("flops_per_s", "product", sheet[1])):
+    sheet = next((rates for name, rates in DATA_SHEETS.items() if f"{kind} ".startswith(f"{name} ")), (None, None))
+    return {
+        unit: (next((r[unit] for r in plain if r["section"] == section and unit in r), None), nominal)
+        for unit, section, nominal in (("bytes_per_s", "copy", sheet[0]), ("flops_per_s", "product", sheet[1]))
+    }
+
+
+def add_fractions(record: Record, rates: dict[str, tuple[float | None, float | None]]) -> None:
+    """Adds to a rate its fraction of the plain one of the run, and of the data sheet."""
+    for unit, (plain, nominal) in rates.items():
         if unit in record:
-            own = next((r[unit] for r in plain if r["section"] == section and unit in r), None)
-            record["of_plain"] = round(record[unit] / own, 3) if own else None
+            record["of_plain"] = round(record[unit] / plain, 3) if plain else None
             record["of_data_sheet"] = round(record[unit] / nominal, 3) if nominal else None
 
 
 def print_record(record: Record) -> None:
     rates = [record.get("bytes_per_s", 0) / 1e9, record.get("flops_per_s", 0) / 1e12]
     cells = [f"{record.get('microseconds', '')!s:>10}", *(f"{rate:>10.1f}" if rate else " " * 10 for rate in rates)]
-    cells += [f"{record.get(name) or ''!s:>10}" for name in ("of_plain", "of_data_sheet")]
+    fractions = [record.get(name) for name in ("of_plain", "of_data_sheet")]
+    cells += [f"{'' if fraction is None else fraction!s:>10}" for fraction in fractions]
     verdict = {True: "  ok", False: "  WRONG", None: ""}[record.get("passes")]
+    error = f"  off by {record['error']:.4f}" if "error" in record else ""
     note = f"  {record['note']}" if "note" in record else ""
     title = f"{record['section']:9}{record['case']:30}{record['implementation']:22}"
-    print(f"{title}{''.join(cells)}{verdict}{note}", flush=True)
+    print(f"{title}{''.join(cells)}{verdict}{error}{note}", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -460,9 +498,9 @@ def main(arguments: list[str] | None = None) -> int:
     measures = (lambda _: check_kernels(), measure_attention, measure_products, measure_experts)
     sections = dict(zip(SECTIONS, measures, strict=True))
     chosen = (record for name in options.only or SECTIONS for record in sections[name](is_small))
-    records = []
+    rates, records = rates_of(plain), []
     for record in itertools.chain(plain, chosen):
-        add_fractions(record, plain)
+        add_fractions(record, rates)
         print_record(record)
         records.append(record)
     if options.json:

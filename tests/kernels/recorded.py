@@ -18,7 +18,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "recorded"
-KERNEL_SOURCES = ("kernels_pallas", "scripts/kernels")
+COMPILING = ("compile_gpu", "compile_matrix", "compilers", "large_models", "models", "tpu_schedule")
+KERNEL_SOURCES = ("kernels_pallas", *(f"scripts/kernels/{name}.py" for name in COMPILING))
 STEP_SOURCES = (
     *KERNEL_SOURCES,
     *(f"jaxinfer/{name}" for name in ("model", "sampling", "steps", "quantization")),

@@ -98,6 +98,17 @@ def test_a_kernel_that_refuses_a_check_is_not_wrong_but_says_why(monkeypatch):
     assert record["note"] == "refused: 8-bit floats need another GPU"
 
 
+@pytest.mark.parametrize(("is_ours", "passes"), [(True, False), (False, None)])
+def test_a_kernel_of_ours_that_cannot_be_timed_is_a_fault(is_ours, passes):
+    def fail():
+        raise RuntimeError("out of shared memory")
+
+    record = device_check.timed({}, fail, repeats=1, size=1.0, unit="bytes_per_s", is_ours=is_ours)
+
+    assert record.get("passes") is passes
+    assert record["note"] == "not available: RuntimeError: out of shared memory"
+
+
 def test_what_a_device_does_not_have_says_why():
     def unavailable():
         raise ImportError("no cuDNN here")
@@ -117,8 +128,9 @@ def test_rates_are_fractions_of_the_plain_ones(monkeypatch):
         {"section": "decode", "note": "not available"},
     ]
 
+    rates = device_check.rates_of(records)
     for record in records:
-        device_check.add_fractions(record, records)
+        device_check.add_fractions(record, rates)
 
     fractions = [(r.get("of_plain"), r.get("of_data_sheet")) for r in records]
     assert fractions == [(1.0, 0.5), (1.0, 0.5), (0.75, pytest.approx(0.375)), (0.8, 0.4), (None, None)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxinfer.config import EngineConfig
@@ -114,6 +115,8 @@ class BatchBuilder:
         block_tables, *bounded_tables = [tables.array for tables in self._tables]
         if self._sampling is None:
             self._sampling = self._make_sampling(step, bucket)
+        elif isinstance(self._sampling.temperature, np.ndarray):
+            self._sampling = jax.device_put(self._sampling)  # from the second step on it is not copied there again
         if step.is_ahead and rows is before:  # each row computes its own last sample
             token_ids = pending_token(np.arange(len(requests), dtype=np.int32))
         else:

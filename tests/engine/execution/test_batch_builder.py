@@ -261,3 +261,15 @@ def test_steps_whose_rows_use_no_processors_share_theirs_on_the_device():
 
     assert first is second
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(first))
+
+
+def test_decode_steps_of_the_same_rows_copy_their_sampling_parameters_to_the_device_once():
+    builder = BatchBuilder(page_size=PAGE_SIZE, table_width=TABLE_WIDTH)
+    chunks = Chunks.of([make_chunk(3, 1, sampling=SamplingParams(temperature=0.5)), make_chunk(5, 1, 4)])
+
+    sampling = [builder.build(Step(chunks), Bucket(True, 2, 2))[1] for _ in range(4)]
+
+    assert isinstance(sampling[0].temperature, np.ndarray)  # rows that change with each step are not worth the call
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(sampling[2]))
+    assert sampling[3] is sampling[2]
+    assert sampling[2].temperature.tolist() == sampling[0].temperature.tolist() == [0.5, 1]
