@@ -8,6 +8,12 @@ from importlib.metadata import version
 
 # The last jaxlib that is known to take the option. XLA ends the process at an option that it does not know.
 NEWEST_JAXLIB = (0, 12)
+# For users of a process in which the option has no effect.
+FUSED_PRODUCTS = (
+    "XLA adds to products before they are rounded, so on this CPU last bits of results may depend on the batch; on x86,"
+    " --xla_cpu_max_isa=AVX in XLA_FLAGS prevents it, which `import jaxinfer` sets with jaxlib up to"
+    f" {'.'.join(map(str, NEWEST_JAXLIB))} unless JAX has started its devices"
+)
 
 
 def forbid_fused_products() -> None:

@@ -1,4 +1,4 @@
-"""Sums over the last axis that, on CPU, do not depend on the other axes, and maxima for an `exp` that does not."""
+"""Sums and maxima of rows: on CPU a row's sum, and an `exp` after its maximum, do not depend on the other rows."""
 
 import jax
 import jax.numpy as jnp

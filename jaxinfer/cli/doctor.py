@@ -30,10 +30,6 @@ from kernels_pallas.row_products import (
     trial_operands,
 )
 
-FUSED = (
-    "XLA adds to products before they are rounded, so bits of a request may depend on the batch on this CPU; on x86,"
-    " --xla_cpu_max_isa=AVX in XLA_FLAGS prevents it"
-)
 # Products that a step runs side by side: two row blocks times weights; pages of several rows and KV heads.
 WEIGHTS_TOGETHER, MATRICES_TOGETHER = (2,), (2, 8, 64)
 

@@ -315,7 +315,8 @@ def _models(arguments: argparse.Namespace) -> None:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     config = from_arguments(EngineConfig, arguments)
-    from jaxinfer.cli.doctor import FUSED, examine
+    from jaxinfer.cli.doctor import examine
+    from jaxinfer.cpu_flags import FUSED_PRODUCTS
     from jaxinfer.device import describe_cpu, require_device, resolve_dtype
     from jaxinfer.engine.llm import BUNDLED_MODEL
     from kernels_pallas.row_products import fuses_products
@@ -334,7 +335,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if num_faulty:
         show(f"{num_faulty} of {len(findings)} products depend on the batch: so do the bits of a request on this CPU")
     if is_fused := dtype == "float32" and fuses_products():
-        show(FUSED)
+        show(FUSED_PRODUCTS)
     if num_faulty or is_fused:
         return EXIT_FAULTS
     show(f"{len(findings)} products: on this CPU no bit of them depends on the batch")

@@ -21,7 +21,7 @@ from jaxinfer.checkpoint import (
     require_fitting_tensors,
 )
 from jaxinfer.config import CacheConfig, EngineConfig
-from jaxinfer.cpu_flags import NEWEST_JAXLIB
+from jaxinfer.cpu_flags import FUSED_PRODUCTS
 from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.execution.compiled_steps import COMPILING
 from jaxinfer.engine.execution.memory_plan import plan_cache, plan_further_kinds, plan_window, resolve_max_model_len
@@ -76,12 +76,7 @@ def build_engine(
     checkpoint or unusable limits.
     """
     if jax.default_backend() == "cpu" and dtype == "float32" and fuses_products():
-        logger.warning(
-            "XLA adds to products before they are rounded, so on this CPU last bits of results may depend on the batch;"
-            " on x86, --xla_cpu_max_isa=AVX in XLA_FLAGS prevents it, which `import jaxinfer` sets with jaxlib up to"
-            " %d.%d unless JAX has started its devices",
-            *NEWEST_JAXLIB,
-        )
+        logger.warning(FUSED_PRODUCTS)
     planned = plan_speculation(speculation, config, dtype, target=path)
     if planned is None:
         params, model_config, warm_up = load_and_compile(path, config, dtype, custom, show_progress=show_progress)

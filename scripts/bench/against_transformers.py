@@ -155,12 +155,14 @@ def conditions(arguments: argparse.Namespace, device: str = "cpu") -> dict[str, 
 
     from jaxinfer.device import describe_cpu
 
-    on_gpu = device == "gpu"
-    spins = f"{'' if arguments.spin else 'no '}spinning in OpenMP"
-    kind = jax.devices()[0].device_kind if on_gpu else f"CPU, {describe_cpu()}, {arguments.threads} threads"
+    if device == "gpu":
+        described = f"{jax.devices()[0].device_kind}, {DTYPES[device]}"
+    else:
+        spins = f"{'' if arguments.spin else 'no '}spinning in OpenMP"
+        described = f"CPU, {describe_cpu()}, {arguments.threads} threads, {DTYPES[device]}, {spins}"
     return {
         "measured with": shlex.join(["python", "scripts/bench/against_transformers.py", *sys.argv[1:]]),
-        "device": f"{kind}, {DTYPES[device]}{'' if on_gpu else f', {spins}'}",
+        "device": described,
         "versions": ", ".join(f"{name} {version(name)}" for name in ("jax", "transformers", "torch")),
         "date": datetime.now(UTC).date().isoformat(),
     }

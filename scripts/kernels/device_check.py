@@ -54,6 +54,7 @@ DATA_SHEETS = {
     "TPU v5 lite": (8.19e11, 197e12),
     "TPU v6 lite": (1.64e12, 918e12),
     "TPU v5": (2.77e12, 459e12),
+    "TPU v5p": (2.77e12, 459e12),
 }
 SECTIONS = ("check", "attention", "products", "experts")
 TOLERANCE = 0.03  # weights and results are rounded to 8 bits of mantissa
@@ -66,6 +67,11 @@ def kernel_of_platform() -> str:
     """Returns the name of the implementation of attention that is made for the device."""
     platform = jax.default_backend()
     return platform if platform in ("gpu", "tpu") else "reference"
+
+
+def product_kernel(kernel: str) -> str:
+    """Returns the implementation of quantized and grouped products beside that of attention: TPUs have no kernel."""
+    return "reference" if kernel.startswith("tpu") else kernel
 
 
 def layout_of(kernel: str) -> str:
@@ -145,14 +151,12 @@ WEIGHTS_OF_EXPERTS: dict[str, Record] = {
     "int8": {"bits": 8},
     "int4": {"bits": 4, "group_size": 128},
 }
-
-
 # Rows of a product by quantized weights.
 ROWS_OF_PRODUCTS = (1, 16, 200)
 
 
 def check_kernels(kernel: str | None = None) -> Iterator[Record]:
-    """Compares kernels in bfloat16 with NumPy in float64: attention over poisoned pages, and grouped products."""
+    """Compares kernels in bfloat16 with NumPy in float64: attention over poisoned pages, and products."""
     kernel = kernel or kernel_of_platform()
     errors: dict[str, Callable[[], float]] = {
         **{name: functools.partial(error_of, check, kernel) for name, check in CHECKS.items()},
@@ -194,8 +198,8 @@ def error_of_latents(check: Check, kernel: str) -> float:
 def error_of_experts(counts: tuple[int, ...], options: Record, kernel: str) -> float:
     """Returns how far off the grouped product is at most."""
     call, expected = grouped_oracle.make_call(counts, sum(counts) + 9, 512, 200, dtype=jnp.bfloat16, **options)
-    name = "reference" if kernel.startswith("tpu") else kernel  # TPUs have no kernel of their own
-    return largest_error(jax.jit(functools.partial(grouped_matmul, implementation=name))(**call), expected)
+    multiply = functools.partial(grouped_matmul, implementation=product_kernel(kernel))
+    return largest_error(jax.jit(multiply)(**call), expected)
 
 
 def error_of_product(bits: int, rows: int, kernel: str) -> float:
@@ -207,7 +211,7 @@ def error_of_product(bits: int, rows: int, kernel: str) -> float:
     integers = rng.integers(-limit, limit, (F, D), np.int8)
     scales = rng.uniform(0.5, 1.5, (F, D // group_size)).astype(np.float32) / (limit * D**0.5)
     weights = pack_int4(jnp.asarray(integers), group_size) if bits == 4 else jnp.asarray(integers)
-    multiply = functools.partial(quantized_matmul, implementation="reference" if kernel.startswith("tpu") else kernel)
+    multiply = functools.partial(quantized_matmul, implementation=product_kernel(kernel))
     wide = integers.astype(np.float64) * np.repeat(scales.astype(np.float64), group_size, axis=1)
     expected = np.asarray(x.astype(jnp.float32)).astype(np.float64) @ wide.T
     return largest_error(jax.jit(multiply)(x, weights, jnp.asarray(scales)), expected)
@@ -475,15 +479,10 @@ def print_record(record: Record) -> None:
     print(f"{title}{''.join(cells)}{verdict}{error}{note}", flush=True)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="also write everything to this file")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, help="sections; all unless given")
-    parser.add_argument("--small", action="store_true", help="sizes for a test; the rule on CPU")
-    options = parser.parse_args(arguments)
-    is_small = options.small or jax.default_backend() == "cpu"
+def describe_device() -> Record:
+    """Returns what figures of the device must be quoted with."""
     device = jax.devices()[0]
-    about = {
+    return {
         "device": device.device_kind,
         "platform": device.platform,
         "platform_version": getattr(device.client, "platform_version", ""),
@@ -491,7 +490,21 @@ def main(arguments: list[str] | None = None) -> int:
         "jaxlib": version("jaxlib"),
         "date": datetime.now(UTC).date().isoformat(),
     }
-    print(" · ".join(str(value).splitlines()[0] for value in about.values() if value))
+
+
+def print_device(about: Record) -> None:
+    print(" · ".join(str(value).splitlines()[0] for value in about.values() if value), flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write everything to this file")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, help="sections; all unless given")
+    parser.add_argument("--small", action="store_true", help="sizes for a test; the rule on CPU")
+    options = parser.parse_args(arguments)
+    is_small = options.small or jax.default_backend() == "cpu"
+    about = describe_device()
+    print_device(about)
     columns = "".join(f"{name:>10}" for name in ("µs", "GB/s", "TFLOP/s", "of plain", "of sheet"))
     print(f"{'section':9}{'case':30}{'implementation':22}{columns}")
     plain = measure_device(is_small)

@@ -16,17 +16,16 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 from jaxinfer import LLM, EngineConfig, SamplingParams  # noqa: E402
+from scripts.kernels.device_check import describe_device, print_device  # noqa: E402
 from tests.engine.engines import (  # noqa: E402
     ScriptedDrafter,
     drafts_from,
@@ -57,13 +56,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**HEADS, **MOE, "num_experts": 16},
     "deepseek_v3": {
         **MOE,
-        **{"num_key_value_heads": 8, "q_lora_rank": 64, "kv_lora_rank": 128},
-        **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32},
+        "num_key_value_heads": 8,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 32,
     },
     "qwen3_next": {
         **HEADS,
         **MOE,
-        **{"shared_expert_intermediate_size": 128, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+        "shared_expert_intermediate_size": 128,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
     },
     "granitemoehybrid": {"shared_intermediate_size": 128, "mamba_n_heads": 8, "mamba_d_state": 64},
 }
@@ -135,12 +140,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="all unless given")
     parser.add_argument("--json", type=Path, help="also write everything to this file")
     options = parser.parse_args(arguments)
-    about = {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "date": datetime.now(UTC).date().isoformat(),
-    }
-    print(" · ".join(about.values()), flush=True)
+    about = describe_device()
+    print_device(about)
     records = []
     for family in options.families:
         try:

@@ -113,10 +113,13 @@ class BatchBuilder:
         for tables, of_kind in zip(self._tables, [pages, *further], strict=True):
             tables.update(of_kind, bucket.num_rows, is_new=is_new)
         block_tables, *bounded_tables = [tables.array for tables in self._tables]
-        if self._sampling is None:
-            self._sampling = self._make_sampling(step, bucket)
-        elif isinstance(self._sampling.temperature, np.ndarray):
-            self._sampling = jax.device_put(self._sampling)  # from the second step on it is not copied there again
+        sampling = self._sampling
+        if sampling is None:
+            sampling = self._make_sampling(step, bucket)
+        elif isinstance(sampling.temperature, np.ndarray):
+            # The same rows come again, so they may stay: one copy to the device serves all further steps.
+            sampling = jax.device_put(sampling)
+        self._sampling = sampling
         if step.is_ahead and rows is before:  # each row computes its own last sample
             token_ids = pending_token(np.arange(len(requests), dtype=np.int32))
         else:
@@ -125,7 +128,7 @@ class BatchBuilder:
         hidden = np.array([request.num_evicted_tokens for request in requests], np.int32) if may_hide else 0
         positions = np.array(step.chunks.starts, np.int32)
         batch = make_decode_batch(token_ids, positions, block_tables, self._page_size, hidden, tuple(bounded_tables))
-        return batch, self._sampling
+        return batch, sampling
 
     def _make_sampling(self, step: Step, bucket: Bucket) -> SamplingBatch:
         return sampling_of_requests(
