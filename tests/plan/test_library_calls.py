@@ -63,6 +63,7 @@ def test_libraries_compute_products_and_maxima_alone(step, num_tokens):
     cache = abstract_cache(config, CacheConfig(num_pages=64, page_size=PAGE_SIZE))
     program = run.lower(abstract_params(config, jnp.float32), cache, batch, sampling).compile().as_text()
 
+    assert program is not None
     calls = library_calls(program)
     assert any("dot" in call for call in calls)
     assert any("reduce" in call for call in calls)
