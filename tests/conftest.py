@@ -41,14 +41,16 @@ QUICK = (
 NOT_QUICK = ("checkpoint/test_logits.py", "checkpoint/test_long_rope.py")
 # Files and folders that take 10 to 200 seconds each, most of it to compile: two thirds of the suite's time.
 SLOW = (
-    *("batch_job/test_kill.py", "checkpoint/test_long_rope.py", "hostile/test_errors.py", "test_docs.py"),
+    *("batch_job/test_kill.py", "checkpoint/test_logits.py", "checkpoint/test_long_rope.py"),
+    *("hostile/test_errors.py", "test_docs.py"),
     *("engine/exactness/test_families.py", "engine/exactness/test_parameters.py"),
     *("engine/exactness/test_slice_on_tpu_kernels.py", "engine/exactness/test_sliding_window.py"),
     *("engine/execution/test_start_up.py", "engine/execution/test_warm_up.py", "engine/frontend/test_guard.py"),
-    *("engine/speculation/test_draft_layers.py", "engine/speculation/test_tree_speculation.py"),
-    *("engine/whole/test_bad_logits.py", "engine/whole/test_embeddings.py"),
-    *("engine/whole/test_parameters_in_structures.py", "engine/whole/test_structure.py"),
-    *("engine/whole/test_update_params.py", "kernels/latent_attention", "kernels/test_device_check.py"),
+    *("engine/speculation/test_draft_layers.py", "engine/speculation/test_speculation.py"),
+    *("engine/speculation/test_tree_speculation.py", "engine/whole/test_bad_logits.py"),
+    *("engine/whole/test_embeddings.py", "engine/whole/test_parameters_in_structures.py"),
+    *("engine/whole/test_structure.py", "engine/whole/test_update_params.py"),
+    *("kernels/latent_attention", "kernels/test_device_check.py"),
     *("kernels/paged_attention/test_exact_bits.py", "kernels/paged_attention/test_gpu.py"),
     *("kernels/paged_attention/test_paged_attention.py", "kernels/paged_attention/test_tpu_interpret.py"),
     *("model/components/test_latent_attention.py", "model/components/test_recurrence.py"),

@@ -1,4 +1,4 @@
-"""The side of jaxinfer in `benchmark.py`, to be run in a process of its own.
+"""The side of jaxinfer in `against_transformers.py`, to be run in a process of its own.
 
 A measurement is a function (llm, workload, task, purpose) -> figure in the unit of the task's label, and
 times whole engine steps with their host work.

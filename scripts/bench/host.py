@@ -56,8 +56,14 @@ class NoDevice(Device):
 def measure(batch: int, *, is_changing: bool) -> list[float]:
     """Returns the seconds of each step with the same rows or with new ones, text and deltas included."""
     model_config = read_config(BUNDLED_MODEL)
+    most = max(512, batch)
+    # With fewer tokens in mixed steps, requests would start at different steps, and some need a page in every step.
     config = EngineConfig(
-        max_num_seqs=batch, max_num_batched_tokens=max(512, batch), max_model_len=MAX_MODEL_LEN, cache_bytes=2**40
+        max_num_seqs=batch,
+        max_num_batched_tokens=most,
+        max_mixed_tokens=most,
+        max_model_len=MAX_MODEL_LEN,
+        cache_bytes=2**40,
     )
     admission, scheduler = plan_host(BUNDLED_MODEL, model_config, config, "float32", Tokenizer.from_path(BUNDLED_MODEL))
     pipeline, queues = Pipeline(scheduler, NoDevice(config, model_config.vocab_size)), OutputQueues()

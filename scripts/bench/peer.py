@@ -1,4 +1,4 @@
-"""The side of transformers in `benchmark.py`, to be run in a process of its own.
+"""The side of transformers in `against_transformers.py`, to be run in a process of its own.
 
 A measurement is a function (model, workload, task, purpose) -> figure in the unit of the task's label.
 Prefill, TTFT and decode steps are the bare forward with argmax, without the host work of `generate`; TPOT and

@@ -1,4 +1,4 @@
-"""What `benchmark.py` asks both sides to compute, and the random checkpoints it can ask it of."""
+"""What `against_transformers.py` asks both sides to compute, and the random checkpoints it can ask it of."""
 
 from __future__ import annotations
 
