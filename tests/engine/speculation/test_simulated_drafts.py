@@ -6,7 +6,16 @@ from statistics import harmonic_mean
 
 import pytest
 
-from scripts.measure.simulate_drafts import DraftModel, HostDrafter, SimulatedEngine, bound, costs_of
+from scripts.measure.simulate_drafts import (
+    OUTPUT_LEN,
+    PLAIN,
+    PROMPT_LEN,
+    DraftModel,
+    HostDrafter,
+    SimulatedEngine,
+    bound,
+    costs_of,
+)
 
 
 def outputs(drafter_type, rates):
@@ -15,13 +24,23 @@ def outputs(drafter_type, rates):
     return [[engine.run(rate) for rate in rates] for engine in engines]
 
 
-@pytest.mark.parametrize("drafter_type", [HostDrafter, DraftModel])
-@pytest.mark.parametrize("rate", [0.0, 0.3])
-def test_drafts_that_do_not_pay_cost_little(drafter_type, rate):
-    rows = outputs(drafter_type, [rate] * 5)
+class SlowReader(DraftModel):
+    """A draft model that takes the time of eleven plain steps to read a prompt."""
 
-    assert harmonic_mean([x for row in rows for x in row]) > 0.97
-    assert harmonic_mean([row[0] for row in rows]) > 0.94
+    seconds_per_token = 11 * PLAIN / PROMPT_LEN
+
+
+@pytest.mark.parametrize(
+    # The first output pays for the first trials.
+    ("drafter_type", "share", "share_of_first"),
+    [(HostDrafter, 0.97, 0.94), (DraftModel, 0.95, 0.84), (SlowReader, 0.95, 0.8)],
+)
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_drafts_that_do_not_pay_cost_little(drafter_type, share, share_of_first, rate):
+    rows = outputs(drafter_type, [rate] * 8)
+
+    assert harmonic_mean([x for row in rows for x in row]) > share
+    assert harmonic_mean([row[0] for row in rows]) > share_of_first
 
 
 @pytest.mark.parametrize(("drafter_type", "share"), [(HostDrafter, 0.9), (DraftModel, 0.8)])
@@ -30,6 +49,32 @@ def test_drafts_that_pay_bring_nearly_what_the_best_fixed_number_brings(drafter_
     rows = [row[1:] for row in outputs(drafter_type, [rate] * 8)]  # the first begins without drafts
 
     assert harmonic_mean([x for row in rows for x in row]) > share * bound(rate, costs_of(drafter_type))
+
+
+def test_a_draft_model_that_reads_prompts_slowly_is_found_to_pay():
+    rows = [row[1:] for row in outputs(SlowReader, [0.96] * 4)]
+
+    plain_steps = OUTPUT_LEN / bound(0.96, costs_of(SlowReader)) + 11
+    assert harmonic_mean([x for row in rows for x in row]) > 0.8 * OUTPUT_LEN / plain_steps
+
+
+def test_a_trial_that_costs_more_than_the_budget_waits_until_its_time_has_earned_it():
+    class SlowerReader(SlowReader):
+        seconds_per_token = 25 * PLAIN / PROMPT_LEN
+
+    (plain, *_, found), *_ = outputs(SlowerReader, [0.96] * 20)
+
+    assert plain == pytest.approx(1.0, abs=0.02)
+    assert found > 1.2
+
+
+def test_no_trial_is_made_that_could_not_pay():
+    class SlowestReader(SlowReader):
+        seconds_per_token = OUTPUT_LEN * PLAIN / PROMPT_LEN
+
+    rows = outputs(SlowestReader, [1.0] * 100)
+
+    assert min(x for row in rows for x in row) > 0.98
 
 
 @pytest.mark.parametrize(("drafter_type", "good_share"), [(HostDrafter, 0.9), (DraftModel, 0.8)])

@@ -611,8 +611,8 @@ def test_a_drafter_that_is_never_right_is_left_alone_but_for_trials():
 
     bench.run(600)
 
-    # A trial of 0.9 s per 45 s: 2 %.
-    assert 6 <= len(drafter.counts) <= 40
+    # Both budgets of 16 s and 1 % of the time, for trials that lose 0.9 s.
+    assert 6 <= len(drafter.counts) <= 42
 
 
 class ReadingDrafter(FixedDrafter):
