@@ -27,6 +27,7 @@ from scripts.bench.workload import RANDOM_SHAPES, checkpoint
 
 FILES = sorted(BUNDLED_MODEL.parents[1].rglob("*.py"))
 SCRIPT_BIAS = 1e4
+TEXTS = ("continue", "edit")
 
 
 class Texts:
@@ -127,7 +128,8 @@ def measure(model: Path, batch: int, arguments: argparse.Namespace) -> dict[str,
 
     for index in range(arguments.rounds):
         for name, engine in engines.items():
-            for text, params in (("continue", {}), ("edit", {"logits_processors": ("script",)})):
+            for text in arguments.texts:
+                params = {"logits_processors": ("script",)} if text == "edit" else {}
                 options: dict[str, Any] = {"salt": f"{index} {text}", **params}
                 run, plain = engine.run_beside_plain(prompts, **options)
                 note(f"batch {batch}, {text}: plain before and after {name}, tokens/s", plain)
@@ -138,8 +140,8 @@ def measure(model: Path, batch: int, arguments: argparse.Namespace) -> dict[str,
         peer = Peer(model, arguments.draft_model, arguments.threads)
         for _ in range(arguments.rounds):
             for kind, options in peer.kinds(batch).items():
-                for text, imposed in (("continue", None), ("edit", scripts)):
-                    rate = peer.run(prompts, imposed, **options)
+                for text in arguments.texts:
+                    rate = peer.run(prompts, scripts if text == "edit" else None, **options)
                     note(f"batch {batch}, {text}: transformers {kind}, tokens/s", rate)
     return figures
 
@@ -151,6 +153,7 @@ def parse_arguments() -> argparse.Namespace:
     model.add_argument("--random-shape", choices=RANDOM_SHAPES, help="size of a random checkpoint")
     parser.add_argument("--draft-model", type=Path, help="checkpoint folder of a draft model of the same vocabulary")
     parser.add_argument("--drafters", type=some_of("ngram", "suffix"), default=("ngram", "suffix"), help="by comma")
+    parser.add_argument("--texts", type=some_of(*TEXTS), default=TEXTS, help="in turn, by comma")
     parser.add_argument("--batches", type=integers, default=(1, 32), help="requests at a time")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2, help="cores")
