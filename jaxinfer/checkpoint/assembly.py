@@ -97,10 +97,13 @@ def plan_assembly(config: ModelConfig, weights: WeightTable) -> Params:
     declared = declare(config)
     leaves, structure = jax.tree_util.tree_flatten_with_path(declared, is_leaf=lambda x: isinstance(x, TensorSpec))
     shapes = {(_field(path), _stack(path)): spec.shape for path, spec in leaves}
-    if nameless := {_field(path) for path, _ in leaves} - sources.keys():
+    fields = {_field(path) for path, _ in leaves}
+    if nameless := fields - sources.keys():
+        others = sorted(sources.keys() - fields)
         raise RuntimeError(
             f"the model has the tensors {', '.join(sorted(nameless))}, which the family's table does not name; add"
             " their stored names to `Family.weights`, or declare no such tensors"
+            + (f". The table also names {', '.join(others)}, which this model does not have" if others else "")
         )
 
     def plan(path: tuple[Any, ...], spec: TensorSpec) -> Assembly:
@@ -111,7 +114,12 @@ def plan_assembly(config: ModelConfig, weights: WeightTable) -> Params:
         else:
             layers = config.layers_of_stacks[stack]
             experts = range(spec.shape[1]) if "{expert}" in source.name else (0,)
-            names = tuple(source.name.format(layer=layer, expert=expert) for layer in layers for expert in experts)
+            try:
+                names = tuple(source.name.format(layer=layer, expert=expert) for layer in layers for expert in experts)
+            except (KeyError, IndexError, ValueError):
+                raise RuntimeError(
+                    f"the family's table names {source.name!r}; braces hold {{layer}} or {{expert}} alone"
+                ) from None
             assembly = Assembly(spec.shape, names, source.pattern, 2 if "{expert}" in source.name else 1)
         if source.fused is None:
             return assembly
@@ -141,9 +149,14 @@ def _sources(weights: WeightTable) -> dict[str, _Source]:
         if isinstance(targets, Fused):
             for place, (field, pattern) in enumerate(targets.targets):
                 sources[field] = _Source(name, pattern, targets, place)
-        else:
+        elif isinstance(targets, tuple) and len(targets) == 2:
             field, pattern = targets
             sources[field] = _Source(name, pattern)
+        else:
+            raise RuntimeError(
+                f"the family's table has {targets!r} for {name!r}; give a field of Params and a pattern, such as"
+                ' ("layers.mixer.q", "(N H) D -> N H D")'
+            )
     return sources
 
 

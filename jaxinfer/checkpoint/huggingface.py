@@ -269,7 +269,8 @@ def refuse_misfits(
     if problems:
         raise ValueError(
             f"{len(problems)} tensors in {path} do not fit its config.json; use the config.json and the"
-            " safetensors of one and the same checkpoint:\n  " + "\n  ".join(problems)
+            " safetensors of one and the same checkpoint, or correct the table of a family that you are adding:\n  "
+            + "\n  ".join(problems)
         )
 
 

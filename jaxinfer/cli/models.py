@@ -107,7 +107,12 @@ def list_families() -> str:
 
 def facts_of(model_type: str, family: Family) -> Facts:
     """Returns what a family honours."""
-    _read(family, {})  # raises with the key of a size that SIZES lacks
+    try:
+        _read(family, {})
+    except (KeyError, ValueError) as error:
+        raise RuntimeError(
+            f"{model_type} cannot be described ({error}); add its sizes to SIZES of {__name__}"
+        ) from error
     features = (feature for keys in SWITCHES if (config := _translated(family, keys)) for feature in _features(config))
     return Facts(
         model_type=model_type,

@@ -149,6 +149,30 @@ def test_a_table_without_some_tensors_of_the_model_is_refused_with_their_fields(
         plan_assembly(read_config(llama), weights)
 
 
+Q_PROJ = "model.layers.{layer}.self_attn.q_proj.weight"
+WRONG_LINES = {
+    "another field": (Q_PROJ, ("layers.mixer.qq", "(N H) D -> N H D"), r"layers\.mixer\.q, which.*names .*mixer\.qq"),
+    "no pattern": (
+        Q_PROJ,
+        ("layers.mixer.q",),
+        r"has \('layers\.mixer\.q',\) for 'model.*a field of Params and a pattern",
+    ),
+    "another brace": (
+        "model.layers.{i}.q",
+        ("layers.mixer.q", "(N H) D -> N H D"),
+        r"names 'model\.layers\.\{i\}\.q'; ",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "target", "message"), WRONG_LINES.values(), ids=WRONG_LINES)
+def test_a_wrong_line_of_a_table_is_named(llama, name, target, message):
+    weights = {name: target for name, target in WEIGHTS.items() if "q_proj" not in name}
+
+    with pytest.raises(RuntimeError, match=message):
+        plan_assembly(read_config(llama), {**weights, name: target})
+
+
 def test_stored_rotary_frequencies_are_ignored(copied, llama):
     path, tensors, write = copied
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)

@@ -7,8 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.engine.execution.compiled_steps import CompiledSteps
@@ -28,6 +31,7 @@ from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
 from jaxinfer.plan.memory import MemoryPlan, fit_pages, num_bytes
 from jaxinfer.sampling.processors import LogitsProcessor
+from jaxinfer.validation import shown
 
 # Pages per copy, without tiers and with them: one page if it is evicted while others decode, or many pages.
 COPY_WIDTHS = ((1,), (1, 8))
@@ -53,8 +57,12 @@ def plan_target(
     custom: Mapping[str, LogitsProcessor],
     speculation: PreparesDrafts | None,
 ) -> EngineModel:
-    """Returns the model and its engine's limits, with the largest useful number of pages."""
+    """Returns the model and its engine's limits, with the largest useful number of pages.
+
+    Raises ValueError if a logits processor of `custom` cannot be a part of a step.
+    """
     max_model_len = resolve_max_model_len(model_config, config)
+    _require_traceable(custom, model_config.vocab_size, max_model_len)
     drafter = None if speculation is None else speculation.device_drafter
     cache_config = plan_cache(model_config, config, dtype, max_model_len, drafter)
     if model_config.is_recurrent and speculation is not None:
@@ -68,6 +76,27 @@ def plan_target(
         table_width=-(-max_model_len // config.page_size),
         custom=custom,
     )
+
+
+def _require_traceable(custom: Mapping[str, LogitsProcessor], vocab_size: int, num_tokens: int) -> None:
+    """Raises ValueError, naming the processor, if one cannot be traced or does not return f32[V]."""
+    shapes = {"logits": (vocab_size,), "tokens": (num_tokens,), "length": (), "argument": ()}
+    dtypes = {"tokens": np.int32, "length": np.int32}
+    arguments = [jax.ShapeDtypeStruct(shape, dtypes.get(name, np.float32)) for name, shape in shapes.items()]
+    for name, processor in custom.items():
+        try:
+            result: Any = jax.eval_shape(processor, *arguments)
+        except Exception as error:
+            raise ValueError(
+                f"logits_processors[{shown(name)}] raised {type(error).__name__} when JAX traced it with"
+                f" logits f32[{vocab_size}], tokens i32[{num_tokens}], length i32[] and argument f32[]; length and"
+                " argument have no values then, so use jnp.where instead of slices and branches"
+            ) from error
+        shape, dtype = getattr(result, "shape", None), getattr(result, "dtype", np.bool_)
+        if shape != (vocab_size,) or not jnp.issubdtype(dtype, np.floating):
+            raise ValueError(
+                f"logits_processors[{shown(name)}] returned {shown(result)}; return the logits, f32[{vocab_size}]"
+            )
 
 
 class WarmUp:

@@ -107,6 +107,22 @@ def test_the_llm_refuses_arguments_of_wrong_types_by_name(arguments, message):
         LLM(**arguments)
 
 
+WRONG_PROCESSORS = {
+    "nothing": (lambda logits, tokens, length, argument: None, r"logits_processors\['p'\] returned None; return"),
+    "one number": (lambda logits, *_: logits.max(), r"logits_processors\['p'\] returned .*return the logits, f32\["),
+    "truth values": (lambda logits, *_: logits > 0, r"logits_processors\['p'\] returned .*return the logits, f32\["),
+    "three arguments": (lambda logits, tokens, length: logits, r"logits_processors\['p'\] raised TypeError"),
+    "a slice": (lambda logits, tokens, length, _: logits + tokens[:length].sum(), r"\['p'\] raised .*use jnp.where"),
+    "a branch": (lambda logits, *others: logits if others[-1] > 0 else -logits, r"\['p'\] raised .*use jnp.where"),
+}
+
+
+@pytest.mark.parametrize(("processor", "message"), WRONG_PROCESSORS.values(), ids=WRONG_PROCESSORS)
+def test_a_logits_processor_that_cannot_be_a_part_of_a_step_is_refused_by_name(checkpoint, processor, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(checkpoint, config=EngineConfig(**SMALL), logits_processors={"p": processor})
+
+
 def test_generate_refuses_what_is_no_truth_value(llm):
     with pytest.raises(ValueError, match="show_progress='no' is not allowed"):
         llm.generate([5], GREEDY, show_progress="no")
