@@ -39,7 +39,7 @@ QUICK = (
 )
 # Files in these folders that compile whole models.
 NOT_QUICK = ("checkpoint/test_logits.py", "checkpoint/test_long_rope.py")
-# Files and folders that take 10 to 200 seconds each, most of it to compile: two thirds of the suite's time.
+# Files and folders that take 10 to 200 seconds each, most of it to compile: three quarters of the suite's time.
 SLOW = (
     *("batch_job/test_kill.py", "checkpoint/test_logits.py", "checkpoint/test_long_rope.py"),
     *("hostile/test_errors.py", "test_docs.py"),
