@@ -24,6 +24,12 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 SCRIPT = re.compile(r"[\w/]+\.(?:py|sh)\b")
+SCRIPTS = [
+    f"/{path.relative_to(ROOT).as_posix()}"
+    for folder in ("jaxinfer", "kernels_pallas", "scripts", "tests")
+    for path in (ROOT / folder).rglob("*.*")
+    if path.suffix in (".py", ".sh")
+]
 STRUCTURES = re.compile(r"json_schema=|regex=|choices=|grammar=")
 
 
@@ -95,12 +101,9 @@ def test_the_commands_of_a_page_parse(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_scripts_and_modules_of_a_page_exist(page):
-    folders = ("jaxinfer", "kernels_pallas", "scripts", "tests")
-    known = [f"/{path.relative_to(ROOT).as_posix()}" for folder in folders for path in (ROOT / folder).rglob("*.*")]
-
     # A page about a folder may leave the folder out.
-    missing = [name for name in SCRIPT.findall(PAGES[page]) if not any(path.endswith(f"/{name}") for path in known)]
-    assert missing == []
+    names = SCRIPT.findall(PAGES[page])
+    assert [name for name in names if not any(path.endswith(f"/{name}") for path in SCRIPTS)] == []
 
 
 @pytest.mark.parametrize("page", PAGES)

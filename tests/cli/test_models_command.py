@@ -93,6 +93,14 @@ def test_the_list_follows_the_code(monkeypatch, capsys):
     assert "rotary scaling default, dynamic, llama3, longrope, yarn: all" in out
 
 
+def test_a_family_whose_sizes_have_other_keys_is_named(monkeypatch):
+    acme = dataclasses.replace(FAMILIES["llama"], config_from_hf=lambda hf: hf["n_layers"])
+    monkeypatch.setitem(FAMILIES, "acme", acme)
+
+    with pytest.raises(RuntimeError, match=r"acme cannot be described \('n_layers'\); add its sizes to SIZES"):
+        models.list_families()
+
+
 def test_the_readme_names_every_family():
     readme = (ROOT / "README.md").read_text()
     assert [model_type for model_type in FAMILIES if f"`{model_type}`" not in readme] == []

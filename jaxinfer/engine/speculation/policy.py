@@ -21,10 +21,10 @@ from jaxinfer.engine.speculation.draft_choice import choose_count, choose_drafts
 from jaxinfer.engine.speculation.proposer import DraftProposer
 from jaxinfer.engine.speculation.step_times import MAX_RATIO, StepTimeTable
 
-# Budgets in plain steps. Drafts that promise to pay may lose what drafts have gained: drafts that pay have bad luck as
-# well. Trials, which promise nothing and show whether drafts have begun to pay, have a budget of their own. Both begin
-# full, with BUDGET, and earn LOSS_PART of all time. A budget of 4 found a draft model out much later, one that reads
-# long prompts first never, and saved 1 % of ten outputs of 128 tokens where nothing pays.
+# Budgets in plain steps. Drafts that promise to pay may lose what drafts have gained, up to BUDGET: drafts that pay
+# have bad luck as well. Trials, which promise nothing and show whether drafts have begun to pay, have their own budget.
+# Both begin with BUDGET and earn LOSS_PART of all time. With 4 instead of 16 the engine learned much later that a draft
+# model pays, and ten outputs of 128 tokens took 1 % less time if it did not pay (`simulate_drafts.py`).
 LOSS_PART = 0.01
 BUDGET = 16.0
 TRIAL = 4  # drafts per request
@@ -181,6 +181,8 @@ class DraftPolicy:
 
     def _affordable(self, requests: Sequence[Request], limit: int, seconds: np.ndarray) -> tuple[int, bool]:
         """Returns how many drafts to make for each request before any is seen, and whether that is a trial.
+
+        Enters the expected loss of a trial that it considers.
 
         seconds: of a step with 0, 1, … drafts in all. Reading new text is spread over the tokens to come.
         """
