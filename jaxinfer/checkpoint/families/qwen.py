@@ -70,8 +70,22 @@ WEIGHTS_OF_NEXT: WeightTable = {
         axis=1,
         unfold="(N H) -> N H",
     ),
-    f"{_DELTA}.in_proj_qkvz.weight": ("layers.mixer.qkvz", "(G C) D -> G C D"),
-    f"{_DELTA}.in_proj_ba.weight": ("layers.mixer.ba", "(G C) D -> G C D"),
+    # Of each key head: its query and key, then the values and gates of its value heads.
+    f"{_DELTA}.in_proj_qkvz.weight": Fused(
+        (
+            ("layers.mixer.query", "G K D -> G K D"),
+            ("layers.mixer.key", "G K D -> G K D"),
+            ("layers.mixer.value", "G (R V) D -> G R V D"),
+            ("layers.mixer.z", "G (R V) D -> G R V D"),
+        ),
+        axis=1,
+        unfold="(G C) D -> G C D",
+    ),
+    f"{_DELTA}.in_proj_ba.weight": Fused(
+        (("layers.mixer.beta", "G R D -> G R D"), ("layers.mixer.dt", "G R D -> G R D")),
+        axis=1,
+        unfold="(G C) D -> G C D",
+    ),
     f"{_DELTA}.conv1d.weight": ("layers.mixer.conv", "C 1 W -> C W"),
     f"{_DELTA}.dt_bias": ("layers.mixer.dt_bias", "H -> H"),
     f"{_DELTA}.A_log": ("layers.mixer.a_log", "H -> H"),

@@ -49,7 +49,7 @@ class GatedDeltaNet:
 
     @property
     def width(self) -> int:
-        """The numbers per token of the first product."""
+        """The numbers per token of the first products."""
         return self.num_channels + self.num_value_heads * self.value_head_dim
 
     @property
@@ -62,8 +62,13 @@ class GatedDeltaNet:
 class GatedDeltaNetParams:
     """Tensors of n stacked layers; G key heads of K numbers, R value heads of V numbers for each, C channels."""
 
-    qkvz: Any  # [n, G, 2 K + 2 R V, D]  of each key head: query, key, values and gates
-    ba: Any  # [n, G, 2 R, D]  of each key head: betas, then time steps
+    # Names that no attention has: a family with both tells them apart by these.
+    query: Any  # [n, G, K, D]
+    key: Any  # [n, G, K, D]
+    value: Any  # [n, G, R, V, D]
+    z: Any  # [n, G, R, V, D]  gates
+    beta: Any  # [n, G, R, D]
+    dt: Any  # [n, G, R, D]  time steps
     conv: Any  # [n, C, W]  all queries, then all keys, then all values
     dt_bias: Any  # [n, G R]
     a_log: Any  # [n, G R]
@@ -74,10 +79,14 @@ class GatedDeltaNetParams:
 def declare_gated_delta_net(config: GatedDeltaNet, hidden_size: int, spec: MakeSpec) -> GatedDeltaNetParams:
     """Returns a `TensorSpec` per tensor; `spec(sizes, axes, scale)` makes one of n layers."""
     D, G, R, K, V = _sizes(hidden_size, config)
-    heads = ("key_heads", "channels", "embed")
+    heads, values = ("key_heads", "channels", "embed"), ("key_heads", "state_heads", "channels", "embed")
     tensors: dict[str, TensorSpec] = {
-        "qkvz": spec((G, 2 * K + 2 * R * V, D), heads),
-        "ba": spec((G, 2 * R, D), heads),
+        "query": spec((G, K, D), heads),
+        "key": spec((G, K, D), heads),
+        "value": spec((G, R, V, D), values),
+        "z": spec((G, R, V, D), values),
+        "beta": spec((G, R, D), ("key_heads", "state_heads", "embed")),
+        "dt": spec((G, R, D), ("key_heads", "state_heads", "embed")),
         "conv": spec((config.num_channels, config.conv_size), ("channels", "conv")),
         "dt_bias": spec((G * R,), ("state_heads",)),
         "a_log": spec((G * R,), ("state_heads",)),
@@ -112,18 +121,18 @@ def gated_delta_net(
     (T, D), slots = x.shape, slots_of_layer(inputs.states, slot_offset)
     _, G, R, K, V = _sizes(D, config)
     H = G * R
-    mixed = linear(x, params.qkvz, None, inputs.num_tokens)
-    gate = mixed[..., 2 * K + R * V :].reshape(T, H, V)
-    parts = (mixed[..., :K], mixed[..., K : 2 * K], mixed[..., 2 * K : 2 * K + R * V])
-    channels = jnp.concatenate([part.reshape(T, -1) for part in parts], axis=-1)
+
+    def project(w: Any, *sizes: int) -> jax.Array:
+        return linear(x, w, None, inputs.num_tokens).reshape(T, *sizes)
+
+    channels = jnp.concatenate([project(w, -1) for w in (params.query, params.key, params.value)], axis=-1)
     channels, conv = convolve(channels, states.conv, params.conv, None, slots, inputs.batch)
     channels = jax.nn.silu(channels)
-    rates = linear(x, params.ba, None, inputs.num_tokens).astype(jnp.float32)
-    dt = rates[..., R:].reshape(T, H) + jnp.broadcast_to(params.dt_bias.astype(jnp.float32), (T, H))
+    dt = project(params.dt, H).astype(jnp.float32) + jnp.broadcast_to(params.dt_bias.astype(jnp.float32), (T, H))
     decay_rates = jnp.broadcast_to(jnp.exp(params.a_log.astype(jnp.float32)), (T, H))
     tokens = Tokens(
         log_decay=-rounded(jax.nn.softplus(dt) * decay_rates),
-        rates=jax.nn.sigmoid(rates[..., :R].reshape(T, H)),
+        rates=jax.nn.sigmoid(project(params.beta, H).astype(jnp.float32)),
         keys=_unit(channels[:, G * K : 2 * G * K].reshape(T, G, K)),
         queries=rounded(_unit(channels[:, : G * K].reshape(T, G, K)) * K**-0.5),
         values=channels[:, 2 * G * K :].reshape(T, H, V),
@@ -131,7 +140,8 @@ def gated_delta_net(
     y, recurrent = advance(_advance, tokens, states.recurrent, slots, inputs, corrects=True)
     y = y * jax.lax.rsqrt(row_sum(rounded(y * y)) / V + norm.epsilon)[..., None]
     y = y * jnp.broadcast_to(params.norm.astype(jnp.float32), y.shape)
-    y = (y * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype).reshape(T, H * V)
+    gate = jax.nn.silu(project(params.z, H, V).astype(jnp.float32))
+    y = (y * gate).astype(x.dtype).reshape(T, H * V)
     return linear(y, params.out_proj, None, inputs.num_tokens), States(conv=conv, recurrent=recurrent)
 
 

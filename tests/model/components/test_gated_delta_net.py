@@ -27,12 +27,11 @@ def naive_gated_delta_net(params, x, config, norm):
     """The output of the layer for x [T, D] by definition, one token and head at a time."""
     p, G, R = wide_params(params), config.num_key_heads, config.values_per_key
     K, V, H, num_tokens = config.key_head_dim, config.value_head_dim, G * R, len(x)
-    mixed = np.einsum("gcd,td->tgc", p["qkvz"], x)
-    q, k, v, gate = np.split(mixed, [K, 2 * K, 2 * K + R * V], axis=2)
-    channels = np.concatenate([part.reshape(num_tokens, -1) for part in (q, k, v)], axis=1)
+    names = ("query", "key", "value", "z", "beta", "dt")
+    q, k, v, gate, beta, dt = (x @ p[name].reshape(-1, x.shape[1]).T for name in names)
+    channels = np.concatenate([q, k, v], axis=1)
     q, k, v = np.split(naive_conv(channels, p["conv"], 0.0), [G * K, 2 * G * K], axis=1)
-    beta, dt = np.split(np.einsum("gcd,td->tgc", p["ba"], x), 2, axis=2)
-    beta, dt = sigmoid(beta).reshape(-1, H), softplus(dt.reshape(-1, H) + p["dt_bias"])
+    beta, dt = sigmoid(beta), softplus(dt + p["dt_bias"])
     out = np.zeros((num_tokens, H, V))
     for h in range(H):
         state, head = np.zeros((V, K)), slice(h // R * K, (h // R + 1) * K)
