@@ -38,6 +38,8 @@ CONFIGS = {
     "qwen2": transformers.Qwen2Config,
     "qwen2_moe": transformers.Qwen2MoeConfig,
     "qwen3": transformers.Qwen3Config,
+    "qwen3_5_moe_text": transformers.Qwen3_5MoeTextConfig,
+    "qwen3_5_text": transformers.Qwen3_5TextConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "qwen3_next": transformers.Qwen3NextConfig,
     "smollm3": transformers.SmolLM3Config,
@@ -68,6 +70,16 @@ LATENT: dict[str, Any] = {
     "n_group": 4,
     "topk_group": 2,
 }
+DELTA_NETS: dict[str, Any] = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+# Norms of delta nets magnify rounding where outputs are small, up to 1e-4 of logits. A larger epsilon bounds that.
+DELTA_NETS_3_5 = {**DELTA_NETS, "rms_norm_eps": 1e-3}
 STATE_SPACE: dict[str, Any] = {
     "num_heads": 6,
     "head_dim": 10,
@@ -127,18 +139,9 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_experts": 6, "shared_expert_intermediate_size": 28, **MOE, **NO_IDS},
     "qwen3": {"head_dim": 12},
     "qwen3_moe": {"head_dim": 12, "num_local_experts": 6, **MOE, **NO_IDS},
-    "qwen3_next": {
-        "head_dim": 16,
-        "num_hidden_layers": 4,
-        "linear_key_head_dim": 10,
-        "linear_value_head_dim": 6,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "num_experts": 6,
-        "shared_expert_intermediate_size": 28,
-        **MOE,
-        **NO_IDS,
-    },
+    "qwen3_5_moe_text": {"num_experts": 6, "shared_expert_intermediate_size": 28, **DELTA_NETS_3_5, **MOE, **NO_IDS},
+    "qwen3_5_text": {**DELTA_NETS_3_5, **NO_IDS},
+    "qwen3_next": {"num_experts": 6, "shared_expert_intermediate_size": 28, **DELTA_NETS, **MOE, **NO_IDS},
     "smollm3": NO_IDS,
 }
 
@@ -166,12 +169,19 @@ def save_random_checkpoint(
     model = transformers.AutoModelForCausalLM.from_config(
         random_config(family, **config_overrides), dtype=torch.float32
     )
+    randomize(model)
+    model.save_pretrained(path, max_shard_size="5GB" if shard_size is None else shard_size)
+    return Path(path)
+
+
+def randomize(model: transformers.PreTrainedModel) -> None:
+    """Gives a model random tensors, so that each of them changes the logits."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape)
             if name.endswith(("norm.weight", "norm_f.weight")):
-                # Qwen3-Next's are offsets from 1, but that of its delta nets.
-                is_offset = family == "qwen3_next" and "linear_attn" not in name
+                # Those of models with gated delta nets are offsets from 1, but not those of the nets themselves.
+                is_offset = model.config.model_type.startswith(("qwen3_next", "qwen3_5")) and "linear_attn" not in name
                 parameter.copy_((0 if is_offset else 1) + 0.3 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.3 * noise)
@@ -181,8 +191,23 @@ def save_random_checkpoint(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape))
-    model.save_pretrained(path, max_shard_size="5GB" if shard_size is None else shard_size)
-    return Path(path)
+
+
+def stack_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns a checkpoint's tensors with the experts of a layer in one tensor, as Qwen publishes those of Qwen3.5.
+
+    experts.0.gate_proj.weight, …  ->  experts.gate_up_proj [E, 2 F, D], experts.down_proj [E, D, F]
+    """
+    own = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for prefix in {name.partition("experts.")[0] for name in tensors.keys() - own.keys()}:
+        num_experts = sum(name.startswith(f"{prefix}experts.") and name.endswith("up_proj.weight") for name in tensors)
+        gate, up, down = (
+            np.stack([tensors[f"{prefix}experts.{i}.{part}_proj.weight"] for i in range(num_experts)])
+            for part in ("gate", "up", "down")
+        )
+        own[f"{prefix}experts.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        own[f"{prefix}experts.down_proj"] = down
+    return own
 
 
 def load_reference(path: str | Path) -> transformers.PreTrainedModel:

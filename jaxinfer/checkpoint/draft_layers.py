@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxinfer.checkpoint.assembly import Assembly, plan_assembly
-from jaxinfer.checkpoint.config_json.family import LAYER
+from jaxinfer.checkpoint.config_json.family import LAYER, as_stored
 from jaxinfer.checkpoint.config_json.fields import is_enabled, require_size
 from jaxinfer.checkpoint.families import FAMILIES, family_of, llama
 from jaxinfer.checkpoint.huggingface import (
@@ -48,24 +48,23 @@ def load_mtp(target: Path, dtype: Any, quantization: str | None = None) -> Eagle
     """
     hf, config, stored = read_json(target / "config.json"), read_config(target), read_headers(target)
     family, wanted = family_of(hf), f"speculation={MTP!r} needs a checkpoint with a layer for multi-token prediction"
+    text = family.text_settings(hf)
     if (names := family.draft_layer) is None:
         known = ", ".join(name for name, family in FAMILIES.items() if family.draft_layer is not None)
         raise ValueError(f"{wanted}, and {target} is of model_type={hf['model_type']!r}; these may have one: {known}")
+    stated = text.get(names.count)
     if family.num_draft_layers(hf) == 0:
-        raise ValueError(
-            f"{wanted}, and {target / 'config.json'} says {names.count}={hf.get(names.count)!r}; leave out speculation"
-        )
+        raise ValueError(f"{wanted}, and {target / 'config.json'} says {names.count}={stated!r}; leave out speculation")
     n = config.num_layers
     own = {name: tensor for name, tensor in stored.items() if name.startswith(family.draft_prefixes(hf)[0])}
     if not own:
-        stated = hf.get(names.count)
         why = (
             "leave out speculation"
             if stated is None
             else f"its config.json says {names.count}={stated}, so download it again"
         )
         raise ValueError(f"{wanted}, and {target} has no tensors {family.draft_prefixes(hf)[0]}*; {why}")
-    (*_, layer) = family.config_from_hf({**hf, **names.as_last(n)}).layers
+    (*_, layer) = family.config_from_hf(family.with_text_settings(hf, names.as_last(n))).layers
     config = replace(config, groups=(LayerGroup((layer,)),), has_tied_embeddings=False)
 
     def own_name(name: str) -> str:
@@ -79,13 +78,14 @@ def load_mtp(target: Path, dtype: Any, quantization: str | None = None) -> Eagle
     }
     D = config.hidden_size
     plan: dict[str, Any] = {
-        "params": plan_assembly(config, weights),
+        "params": plan_assembly(config, as_stored(weights, own)),
         "input": Assembly((D, 2 * D), (own_name(names.input),), "D J -> D J"),
         "embedding_norm": Assembly((D,), (own_name(names.embedding_norm),), "D -> D"),
         "hidden_norm": Assembly((D,), (own_name(names.hidden_norm),), "D -> D"),
     }
+    has_own_embedding = names.own_embedding is not None and is_enabled(text, names.own_embedding)
     for field, name in tables.items():
-        if name not in own:
+        if name not in own and not (field == "embedding" and has_own_embedding):
             plan["params"] = replace(plan["params"], **{field: None})
     refuse_misfits(target, plan, own)
     plan["params"] = _without_copies(plan["params"], own, target)

@@ -16,11 +16,14 @@ from jaxinfer.checkpoint import load_params, read_config
 from jaxinfer.checkpoint.families import FAMILIES, family_of
 from jaxinfer.model.components.moe import MoE
 from jaxinfer.model.config import ModelConfig
+from jaxinfer.model.params import Params
 from jaxinfer.quantization import QuantizedArray
 from tests.oracles import CONFIGS, FAMILY_SIZES, NO_IDS, SIZES, load_reference, random_config, save_random_checkpoint
 
-WITH_IMAGES = ("gemma3", "mistral3")  # tests/checkpoint/test_text_models.py tests their own part
-RECURRENT = ("granitemoehybrid", "mamba2", "nemotron_h", "qwen3_next")  # test_logits.py judges their tensors
+# tests/checkpoint/test_text_models.py and test_qwen3_5.py test their own part.
+WITH_IMAGES = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe")
+# test_logits.py judges their tensors.
+RECURRENT = ("granitemoehybrid", "mamba2", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 # Of layers with `Attention`.
 NAMES = [name for name in CONFIGS if not name.startswith("deepseek") and name not in RECURRENT]
 WRONG = [
@@ -33,6 +36,7 @@ FURTHER_KEYS = {
     *("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor", "attention_bias", "mlp_bias"),
     *("original_max_position_embeddings", "sliding_window_pattern", "mlp_only_layers", "no_rope_layers"),
     *("quantization_config", "is_causal", "architectures", "use_bidirectional_attention", "swiglu_limit"),
+    *("attn_output_gate", "output_gate_type", "norm_topk_prob", "decoder_sparse_step"),
 }
 ROPE_KEYS = (
     *("rope_type", "factor", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "truncate"),
@@ -259,6 +263,14 @@ def test_int8_rounds_each_weight_of_a_product_by_half_a_step_at_most(checkpoint)
 
     loaded = load_params(path, config, "float32", quantization="int8")
 
+    weights_per_stack = [
+        10 if isinstance(s.layer.feed_forward, MoE) and s.layer.feed_forward.shared else 7 for s in config.stacks
+    ]
+    assert num_rounded(loaded, params) == sum(weights_per_stack) + (params.unembedding is not None)
+
+
+def num_rounded(loaded: Params, params: Params) -> int:
+    """Returns the number of tensors of `params` that are of 8 bits in `loaded`, each rounded by half a step at most."""
     pairs = zip(
         jax.tree.leaves(loaded, is_leaf=lambda leaf: isinstance(leaf, QuantizedArray)),
         jax.tree.leaves(params),
@@ -274,7 +286,4 @@ def test_int8_rounds_each_weight_of_a_product_by_half_a_step_at_most(checkpoint)
         steps = steps.reshape(*steps.shape[:-1], *[1] * (exact.ndim - steps.ndim + 1))
         error = np.abs(np.asarray(quantized.values, np.float32) * steps - np.asarray(exact))
         assert (error <= 0.5001 * steps).all()  # rounding of the product in float32
-    weights_per_stack = [
-        10 if isinstance(s.layer.feed_forward, MoE) and s.layer.feed_forward.shared else 7 for s in config.stacks
-    ]
-    assert num_quantized == sum(weights_per_stack) + (params.unembedding is not None)
+    return num_quantized

@@ -19,6 +19,9 @@ ONE_KV_HEAD = {"num_key_value_heads": 1}
 TIED = {"tie_word_embeddings": True}
 FULL, SLIDING, LINEAR_ATTENTION = "full_attention", "sliding_attention", "linear_attention"
 MIXED = {"layer_types": [FULL, SLIDING, FULL]}
+# Of gated delta nets, and of a rotary embedding for images too, of whose 4 pairs each position turns some.
+THREE_HEADS = {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_value_head_dim": 14}
+THREE_POSITIONS = {"mrope_interleaved": True, "mrope_section": [2, 1, 1], "rope_theta": 1e7}
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "deepseek_v2": {
         "groups of experts": {},
@@ -276,6 +279,32 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "biases, tied": {"attention_bias": True, **TIED},
         "a window in the last layer": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
     },
+    "qwen3_5_moe_text": {
+        "delta nets, then attention, two of six experts": {},
+        "biases, other heads, all experts, tied": {
+            "attention_bias": True,
+            "num_experts_per_tok": 6,
+            **TIED,
+            **THREE_HEADS,
+        },
+        "a rope for longer contexts, delta nets alone but one, one expert": {
+            "full_attention_interval": 2,
+            "num_hidden_layers": 3,
+            "num_experts_per_tok": 1,
+            "rope_parameters": {**YARN, **THREE_POSITIONS},
+        },
+    },
+    "qwen3_5_text": {
+        "delta nets, then attention": {},
+        "biases, other heads, tied": {"attention_bias": True, **TIED, **ONE_KV_HEAD, **THREE_HEADS},
+        "layers in another order, a narrow convolution, half of each head rotated, by three positions": {
+            "layer_types": [FULL, LINEAR_ATTENTION, LINEAR_ATTENTION],
+            "num_hidden_layers": 3,
+            "linear_conv_kernel_dim": 2,
+            "rms_norm_eps": 1e-2,
+            "rope_parameters": {"rope_type": "default", **THREE_POSITIONS, "partial_rotary_factor": 0.5},
+        },
+    },
     "qwen3_moe": {
         "two of six experts": {},
         "a dense layer among them, weights that add up, biases": {
@@ -298,9 +327,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
             "decoder_sparse_step": 2,
             "attention_bias": True,
             **TIED,
-            "linear_num_key_heads": 3,
-            "linear_num_value_heads": 3,
-            "linear_value_head_dim": 14,
+            **THREE_HEADS,
             "norm_topk_prob": False,
         },
         "layers in another order, no experts, a narrow convolution, half of each head rotated": {

@@ -16,7 +16,8 @@ from jaxinfer.cli import models
 from jaxinfer.cli.main import main
 
 ROOT = Path(__file__).parents[2]
-ARCHITECTURES = {**MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+# Of families that read images the one of the whole model, which published checkpoints name.
+ARCHITECTURES = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,7 @@ class DraftLayer:
 
     count: str  # key in config.json of the number of these layers
     default_count: int = 0  # where config.json does not state it
+    own_embedding: str | None = None  # key of the switch that gives them an embedding other than the model's
     beginning: str  # of the names of all its tensors
     prefix: str
     # number of the model's layers -> settings of config.json for a model whose last layer this is
@@ -77,7 +79,8 @@ NEXTN = DraftLayer(
 class Family:
     """How checkpoints of one `model_type` are read.
 
-    `weights` may name more tensors than a model has: those that `ModelConfig` does not declare are skipped.
+    `weights` may name more tensors than a model has: those that `ModelConfig` does not declare are skipped. It may
+    name a tensor twice, for two ways to store it.
     """
 
     config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
@@ -86,29 +89,65 @@ class Family:
     spellings: tuple[Mapping[str, str], ...] = ({},)
     skipped: tuple[str, ...] = ()  # prefixes of the tensors of other models in the checkpoint
     draft_layer: DraftLayer | None = None
+    text_key: str | None = None  # key in config.json of the text model's settings; None: they are all of config.json
+
+    def text_settings(self, hf: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the text model's settings in a config.json that the family has read."""
+        return hf if self.text_key is None else hf[self.text_key]
+
+    def with_text_settings(self, hf: Mapping[str, Any], changes: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns config.json with other settings of the text model."""
+        changed = {**self.text_settings(hf), **changes}
+        return changed if self.text_key is None else {**hf, self.text_key: changed}
 
     def num_draft_layers(self, hf: Mapping[str, Any]) -> int:
         """Returns the number of layers for multi-token prediction that config.json states or implies."""
         if self.draft_layer is None:
             return 0
-        key, default = self.draft_layer.count, self.draft_layer.default_count
-        return default if hf.get(key) is None else require_count(hf, key, default)
+        key, default, text = self.draft_layer.count, self.draft_layer.default_count, self.text_settings(hf)
+        return default if text.get(key) is None else require_count(text, key, default)
 
     def draft_prefixes(self, hf: Mapping[str, Any]) -> tuple[str, ...]:
         """Returns the beginnings of the names of the tensors of these layers."""
         if self.draft_layer is None or (count := self.num_draft_layers(hf)) == 0:
             return ()
-        first, name = read_num_layers(hf), self.draft_layer.beginning
+        first, name = read_num_layers(self.text_settings(hf)), self.draft_layer.beginning
         return tuple(name.replace("{layer}", str(layer)) for layer in range(first, first + min(count, MAX_LAYERS)))
 
     def weights_among(self, stored: Collection[str]) -> WeightTable:
-        """Returns `weights` under the names of the spelling in which most of the stored names begin."""
+        """Returns `weights` under the names of the spelling in which most of the stored names begin.
+
+        Of names for one and the same tensor those that are not stored are left out.
+        """
 
         def count(spelling: Mapping[str, str]) -> int:
             return sum(name.startswith(tuple(spelling.values())) for name in stored)
 
         spelling = max(self.spellings, key=count)
-        return {_spelled(name, spelling): targets for name, targets in self.weights.items()}
+        return as_stored({_spelled(name, spelling): targets for name, targets in self.weights.items()}, stored)
+
+
+def as_stored(weights: WeightTable, stored: Collection[str]) -> WeightTable:
+    """Returns the table without names that are not stored, of tensors that it also names as they are stored."""
+
+    def numberless(name: str) -> str:
+        return re.sub(r"\d+|{\w+}", "0", name)
+
+    names = {numberless(name) for name in stored}
+    present = {name for name in weights if numberless(name) in names}
+    found = {field for name in present for field in _fields(weights[name])}
+    return {name: targets for name, targets in weights.items() if name in present or found.isdisjoint(_fields(targets))}
+
+
+def _fields(targets: Target | Fused | Either) -> Iterator[str]:
+    """Yields the paths in `Params` that a line of a table leads to."""
+    if isinstance(targets, Either):
+        for alternative in targets.alternatives:
+            yield from _fields(alternative)
+    elif isinstance(targets, Fused):
+        yield from (field for field, _ in targets.targets)
+    else:
+        yield targets[0]
 
 
 def _spelled(name: str, spelling: Mapping[str, str]) -> str:
@@ -129,7 +168,8 @@ class ArchitectureError(ValueError):
 # Every layer is a few entries in tables, which a damaged number would fill the memory with.
 MAX_LAYERS = 10_000
 # Key -> (values that change nothing, what to do about any other). An absent key is as good as the first.
-_HONOURED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+Harmless = Mapping[str, tuple[tuple[Any, ...], str]]
+_HONOURED: Harmless = {
     "hidden_act": (("silu", "swish"), "use a checkpoint whose MLP is gated by silu"),
     "partial_rotary_factor": ((1.0, None), "use a checkpoint that rotates whole heads"),
     "rope_interleaved": ((False, None), "use a checkpoint that rotates the two halves of a head"),
@@ -190,9 +230,7 @@ def refuse_unsupported(hf: Mapping[str, Any], architecture: str, honours: Collec
 
     `architecture` is the one task head that is run.
     """
-    for key, (harmless, way_out) in _HONOURED.items():
-        if key not in honours and key in hf and hf[key] not in harmless:
-            raise ValueError(f"{key}={hf[key]!r} is not supported; {way_out}")
+    require_harmless(hf, {key: values for key, values in _HONOURED.items() if key not in honours})
     architectures = hf.get("architectures")
     if architectures and architectures != [architecture]:
         raise ArchitectureError(
@@ -200,6 +238,13 @@ def refuse_unsupported(hf: Mapping[str, Any], architecture: str, honours: Collec
             " use a checkpoint of the language model itself",
             architecture,
         )
+
+
+def require_harmless(hf: Mapping[str, Any], settings: Harmless) -> None:
+    """Raises ValueError for a setting that has another value than those that change nothing."""
+    for key, (harmless, way_out) in settings.items():
+        if key in hf and hf[key] not in harmless:
+            raise ValueError(f"{key}={hf[key]!r} is not supported; {way_out}")
 
 
 def expert_weights(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxinfer.checkpoint.config_json.family import Family, refuse_unsupported
@@ -13,21 +14,26 @@ SPELLINGS: tuple[Mapping[str, str], ...] = (
     {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
     {"model.": "model.language_model."},
 )
-SKIPPED = tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector"))
+TEXT = "text_config"
 
 
 def text_model_family(
-    family: Family, *, architecture: str, model_type: str, sizes: Mapping[str, int] | None = None
+    family: Family,
+    *,
+    architecture: str,
+    model_type: str,
+    sizes: Mapping[str, int] | None = None,
+    parts: tuple[str, ...] = ("vision_tower", "multi_modal_projector"),
 ) -> Family:
     """Returns the family of checkpoints whose text model is of `family`, and is all of them that is loaded.
 
     `architecture` is the whole model's, `model_type` the text model's. `sizes` are those that config.json may leave
-    out.
+    out. `parts` are the names of the other models.
     """
 
     def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         refuse_unsupported(hf, architecture)
-        text = hf.get("text_config")
+        text = hf.get(TEXT)
         if not isinstance(text, Mapping):
             raise ValueError(f"text_config={text!r} is not an object; download the checkpoint's config.json again")
         if text.get("model_type", model_type) != model_type:
@@ -42,4 +48,5 @@ def text_model_family(
         except ValueError as error:
             raise ValueError(f"text_config: {error}") from None
 
-    return Family(config_from_hf, family.weights, SPELLINGS, SKIPPED)
+    skipped = tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in parts)
+    return replace(family, config_from_hf=config_from_hf, spellings=SPELLINGS, skipped=skipped, text_key=TEXT)

@@ -9,9 +9,11 @@ from jaxinfer.checkpoint.config_json.family import (
     MAX_LAYERS,
     Either,
     Family,
+    Harmless,
     WeightTable,
     decoder_of,
     refuse_unsupported,
+    require_harmless,
 )
 from jaxinfer.checkpoint.config_json.fields import (
     expert_counts,
@@ -39,7 +41,7 @@ KINDS = {
     **{"mlp": "mlp", "-": "mlp", "moe": "moe", "E": "moe"},
 }
 # Key -> (values that change nothing, what to do about any other).
-_HONOURED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+_HONOURED: Harmless = {
     "mlp_hidden_act": (("relu2",), "use a checkpoint whose MLP has a squared ReLU"),
     "mamba_hidden_act": (("silu", "swish"), "use a checkpoint whose convolutions end in silu"),
     "attention_bias": ((False, None), "use a checkpoint without biases of attention"),
@@ -87,9 +89,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     The layers that predict several tokens (`mtp`) are not loaded.
     """
     refuse_unsupported(hf, "NemotronHForCausalLM")
-    for key, (harmless, way_out) in _HONOURED.items():
-        if key in hf and hf[key] not in harmless:
-            raise ValueError(f"{key}={hf[key]!r} is not supported; {way_out}")
+    require_harmless(hf, _HONOURED)
     kinds, norm = _read_kinds(hf), Norm(epsilon=require_number(hf, "layer_norm_epsilon", 1e-5))
     halves: dict[str, Any] = {}
     if "mamba" in kinds:

@@ -1,7 +1,7 @@
-"""Qwen2, Qwen2.5, Qwen3 and Qwen3-Next, dense and as mixtures of experts.
+"""Qwen2, Qwen2.5, Qwen3, Qwen3-Next and Qwen3.5, dense and as mixtures of experts.
 
-Dense ones are Llama with biases on queries, keys and values, or with norms on their heads. Qwen3-Next has three gated
-delta nets, then gated attention.
+Dense ones are Llama with biases on queries, keys and values, or with norms on their heads. Qwen3-Next and Qwen3.5 have
+three gated delta nets, then gated attention. They store the same tensors, fused in different ways.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from jaxinfer.checkpoint.config_json.family import (
     DraftLayer,
     Family,
     Fused,
+    Harmless,
     WeightTable,
     decoder_of,
     expert_weights,
     read_norm,
     read_num_layers,
     refuse_unsupported,
+    require_harmless,
     translate_common,
 )
 from jaxinfer.checkpoint.config_json.fields import (
@@ -32,6 +34,7 @@ from jaxinfer.checkpoint.config_json.fields import (
     stated_head_dim,
 )
 from jaxinfer.checkpoint.config_json.rope import read_rope
+from jaxinfer.checkpoint.config_json.text_model import text_model_family
 from jaxinfer.checkpoint.config_json.window import FULL, LINEAR, hybrid_layer_types, switched_windows
 from jaxinfer.checkpoint.families import llama
 from jaxinfer.checkpoint.families.mamba import read_conv_size
@@ -43,7 +46,7 @@ from jaxinfer.model.config import Layer, ModelConfig, uniform_decoder
 from jaxinfer.validation import is_int
 
 MAX_POSITION = 32_768
-PARTIAL_OF_NEXT = 0.25
+DEFAULT_PARTIAL = 0.25
 _LAYER = "model.layers.{layer}"
 _DELTA = f"{_LAYER}.linear_attn"
 
@@ -57,7 +60,7 @@ WEIGHTS_OF_MOE: WeightTable = {
     **expert_weights(f"{_LAYER}.mlp", shared="shared_expert"),
     f"{_LAYER}.mlp.shared_expert_gate.weight": ("layers.feed_forward.shared_gate", "one D -> one D"),
 }
-WEIGHTS_OF_NEXT: WeightTable = {
+_WITH_DELTA_NETS: WeightTable = {
     **WEIGHTS_OF_MOE,
     # Each head's query lies before its gate.
     f"{_LAYER}.self_attn.q_proj.weight": Fused(
@@ -70,6 +73,14 @@ WEIGHTS_OF_NEXT: WeightTable = {
         axis=1,
         unfold="(N H) -> N H",
     ),
+    f"{_DELTA}.conv1d.weight": ("layers.mixer.conv", "C 1 W -> C W"),
+    f"{_DELTA}.dt_bias": ("layers.mixer.dt_bias", "H -> H"),
+    f"{_DELTA}.A_log": ("layers.mixer.a_log", "H -> H"),
+    f"{_DELTA}.norm.weight": ("layers.mixer.norm", "V -> V"),
+    f"{_DELTA}.out_proj.weight": ("layers.mixer.out_proj", "D I -> D I"),
+}
+WEIGHTS_OF_NEXT: WeightTable = {
+    **_WITH_DELTA_NETS,
     # Of each key head: its query and key, then the values and gates of its value heads.
     f"{_DELTA}.in_proj_qkvz.weight": Fused(
         (
@@ -86,11 +97,36 @@ WEIGHTS_OF_NEXT: WeightTable = {
         axis=1,
         unfold="(G C) D -> G C D",
     ),
-    f"{_DELTA}.conv1d.weight": ("layers.mixer.conv", "C 1 W -> C W"),
-    f"{_DELTA}.dt_bias": ("layers.mixer.dt_bias", "H -> H"),
-    f"{_DELTA}.A_log": ("layers.mixer.a_log", "H -> H"),
-    f"{_DELTA}.norm.weight": ("layers.mixer.norm", "V -> V"),
-    f"{_DELTA}.out_proj.weight": ("layers.mixer.out_proj", "D I -> D I"),
+}
+_EXPERTS = "layers.feed_forward.experts"
+WEIGHTS_OF_3_5: WeightTable = {
+    **_WITH_DELTA_NETS,
+    f"{_DELTA}.in_proj_qkv.weight": Fused(
+        (
+            ("layers.mixer.query", "(G K) D -> G K D"),
+            ("layers.mixer.key", "(G K) D -> G K D"),
+            ("layers.mixer.value", "(G R V) D -> G R V D"),
+        )
+    ),
+    f"{_DELTA}.in_proj_z.weight": ("layers.mixer.z", "(G R V) D -> G R V D"),
+    f"{_DELTA}.in_proj_b.weight": ("layers.mixer.beta", "(G R) D -> G R D"),
+    f"{_DELTA}.in_proj_a.weight": ("layers.mixer.dt", "(G R) D -> G R D"),
+    # Published checkpoints stack experts, transformers saves them one by one.
+    f"{_LAYER}.mlp.experts.gate_up_proj": Fused(
+        ((f"{_EXPERTS}.gate", "E F D -> E F D"), (f"{_EXPERTS}.up", "E F D -> E F D")), axis=1
+    ),
+    f"{_LAYER}.mlp.experts.down_proj": (f"{_EXPERTS}.down", "E D F -> E D F"),
+}
+# Settings that transformers does not read. Key -> (values of what it computes, what to do about any other).
+_FIXED_IN_3_5: Harmless = {
+    "attn_output_gate": ((True, None), "use a checkpoint whose attention has gates"),
+    "output_gate_type": (("silu", "swish", None), "use a checkpoint whose delta nets have silu gates"),
+}
+_FIXED_IN_MOE_3_5: Harmless = {
+    **_FIXED_IN_3_5,
+    "norm_topk_prob": ((True, None), "use a checkpoint whose weights of experts add up to 1"),
+    "decoder_sparse_step": ((1, None), "use a checkpoint with experts in every layer"),
+    "mlp_only_layers": (([], None), "use a checkpoint with experts in every layer"),
 }
 
 
@@ -204,28 +240,53 @@ def _with_experts(
 def next_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translates config.json; what is absent gets the default of transformers' Qwen3NextConfig."""
     refuse_unsupported(hf, "Qwen3NextForCausalLM", ("partial_rotary_factor",))
+    is_sparse = _sparse_layers(hf, read_num_layers(hf))
+    dense = MLP(intermediate_size=require_size(hf, "intermediate_size", 5632))
+    normalizes = is_enabled(hf, "norm_topk_prob", default=True)
+    experts = _gated_experts(hf, 512, 10, normalizes=normalizes) if any(is_sparse) else dense
+    return _with_delta_nets(hf, [experts if sparse else dense for sparse in is_sparse], default_kv_heads=2)
+
+
+def dense_from_hf_3_5(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translates config.json; what is absent gets the default of transformers' Qwen3_5TextConfig.
+
+    Its rotary embedding has three positions of a token, for images. Those of text are equal.
+    """
+    refuse_unsupported(hf, "Qwen3_5ForCausalLM", ("partial_rotary_factor",))
+    require_harmless(hf, _FIXED_IN_3_5)
+    dense = MLP(intermediate_size=require_size(hf, "intermediate_size", 12288))
+    return _with_delta_nets(hf, [dense] * read_num_layers(hf), default_kv_heads=4)
+
+
+def moe_from_hf_3_5(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translates config.json; what is absent gets the default of transformers' Qwen3_5MoeTextConfig."""
+    refuse_unsupported(hf, "Qwen3_5MoeForCausalLM", ("partial_rotary_factor",))
+    require_harmless(hf, _FIXED_IN_MOE_3_5)
+    return _with_delta_nets(hf, [_gated_experts(hf, 256, 8)] * read_num_layers(hf), default_kv_heads=2)
+
+
+def _with_delta_nets(
+    hf: Mapping[str, Any], feed_forwards: Sequence[MLP | MoE], *, default_kv_heads: int
+) -> ModelConfig:
+    """Returns the model with these feed-forward networks, whose mixers are gated delta nets and gated attention."""
     head_dim, has_bias = stated_head_dim(hf, 256), is_enabled(hf, "attention_bias")
-    num_layers = read_num_layers(hf)
     interval = require_size(hf, "full_attention_interval", 4)
-    default = [LINEAR if (i + 1) % interval else FULL for i in range(num_layers)]
+    default = [LINEAR if (i + 1) % interval else FULL for i in range(len(feed_forwards))]
     attention = Attention(
         num_heads=require_size(hf, "num_attention_heads"),
-        num_kv_heads=num_kv_heads(hf, default=2),
+        num_kv_heads=num_kv_heads(hf, default_kv_heads),
         head_dim=head_dim,
-        rope=read_rope(hf, head_dim, MAX_POSITION, default_partial=PARTIAL_OF_NEXT),
+        rope=read_rope(hf, head_dim, MAX_POSITION, default_partial=DEFAULT_PARTIAL),
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
         qk_norm="head",
         has_gate=True,
     )
     mixers = {FULL: attention, LINEAR: _gated_delta_net(hf)}
-    norm, is_sparse = read_norm(hf, adds_one=True), _sparse_layers(hf, num_layers)
-    dense, experts = MLP(intermediate_size=require_size(hf, "intermediate_size", 5632)), None
-    if any(is_sparse):
-        experts = _experts_of_next(hf)
+    norm, kinds = read_norm(hf, adds_one=True), hybrid_layer_types(hf, default)
     layers = [
-        Layer(mixer=mixers[kind], feed_forward=experts if experts is not None and is_sparse[i] else dense, norm=norm)
-        for i, kind in enumerate(hybrid_layer_types(hf, default))
+        Layer(mixer=mixers[kind], feed_forward=feed_forward, norm=norm)
+        for kind, feed_forward in zip(kinds, feed_forwards, strict=True)
     ]
     return decoder_of(hf, layers, max_position=MAX_POSITION, has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"))
 
@@ -256,12 +317,13 @@ def _sparse_layers(hf: Mapping[str, Any], num_layers: int) -> Sequence[bool]:
     return [has_experts and i not in dense_layers and (i + 1) % step == 0 for i in range(num_layers)]
 
 
-def _experts_of_next(hf: Mapping[str, Any]) -> MoE:
-    num_experts, num_chosen = expert_counts(hf, "num_experts", 512, 10)
+def _gated_experts(hf: Mapping[str, Any], default: int, default_chosen: int, *, normalizes: bool = True) -> MoE:
+    """Returns experts and a gated shared one; `default` is the number of experts, of which a token chooses some."""
+    num_experts, num_chosen = expert_counts(hf, "num_experts", default, default_chosen)
     return MoE(
         num_experts=num_experts,
         expert=MLP(intermediate_size=require_size(hf, "moe_intermediate_size", 512)),
-        router=Router(num_chosen=num_chosen, normalizes=is_enabled(hf, "norm_topk_prob", default=True)),
+        router=Router(num_chosen=num_chosen, normalizes=normalizes),
         shared=MLP(intermediate_size=require_size(hf, "shared_expert_intermediate_size", 512)),
         has_shared_gate=True,
     )
@@ -281,8 +343,27 @@ MTP_OF_NEXT = DraftLayer(
     embedding="mtp.embed_tokens.weight",
     unembedding="mtp.shared_head.head.weight",
 )
+MTP_OF_3_5 = replace(MTP_OF_NEXT, count="mtp_num_hidden_layers", own_embedding="mtp_use_dedicated_embeddings")
 FAMILY_2 = Family(config_from_hf=config_from_hf_2, weights=llama.WEIGHTS)
 FAMILY_3 = Family(config_from_hf=config_from_hf_3, weights=WEIGHTS_3)
 MOE_FAMILY_2 = Family(config_from_hf=moe_from_hf_2, weights=WEIGHTS_OF_MOE)
 MOE_FAMILY_3 = Family(config_from_hf=moe_from_hf_3, weights=WEIGHTS_OF_MOE)
 NEXT_FAMILY = Family(config_from_hf=next_from_hf, weights=WEIGHTS_OF_NEXT, draft_layer=MTP_OF_NEXT)
+# A text model keeps the names that it has beside one for images.
+_TEXT_3_5: dict[str, Any] = {
+    "weights": WEIGHTS_OF_3_5,
+    "draft_layer": MTP_OF_3_5,
+    "spellings": ({}, {"model.": "model.language_model."}),
+    "skipped": ("model.visual.",),
+}
+TEXT_FAMILY_3_5 = Family(config_from_hf=dense_from_hf_3_5, **_TEXT_3_5)
+MOE_TEXT_FAMILY_3_5 = Family(config_from_hf=moe_from_hf_3_5, **_TEXT_3_5)
+FAMILY_3_5 = text_model_family(
+    TEXT_FAMILY_3_5, architecture="Qwen3_5ForConditionalGeneration", model_type="qwen3_5_text", parts=("visual",)
+)
+MOE_FAMILY_3_5 = text_model_family(
+    MOE_TEXT_FAMILY_3_5,
+    architecture="Qwen3_5MoeForConditionalGeneration",
+    model_type="qwen3_5_moe_text",
+    parts=("visual",),
+)

@@ -40,7 +40,7 @@ IN_EVERY_RUN = {
     "gpt_oss": "sinks, windows in every other layer, experts with biases",
     "qwen3_next": "gated delta nets and gated attention, experts and a gated shared one",
 }
-RECURRENT = ("granitemoehybrid", "mamba2", "nemotron_h", "qwen3_next")
+RECURRENT = ("granitemoehybrid", "mamba2", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}
 OVERRIDES: dict[str, dict[str, Any]] = {

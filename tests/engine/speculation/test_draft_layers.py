@@ -10,12 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
 from jaxinfer.checkpoint import load_checkpoint
+from jaxinfer.checkpoint.draft_layers import load_mtp
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request.completion import Completion
@@ -32,7 +34,8 @@ from tests.engine.engines import (
     run_with_arrivals,
     small_engine,
 )
-from tests.oracles import load_reference, save_random_checkpoint
+from tests.exhaustive import exhaustive_but
+from tests.oracles import load_reference, save_random_checkpoint, stack_experts
 
 V, D, N, K, H, F, DRAFTED = 96, 32, 4, 2, 10, 40, 41
 EPSILON, THETA = 1e-5, 5_000.0
@@ -155,15 +158,20 @@ def eagle3_drafts(reference, tensors, tokens, count, *, layers, adds_normed=Fals
 
 
 def save_mtp(path: Path, family: str, *, seed: int = 1, copies: bool = False) -> Path:
-    """Saves a random checkpoint and a layer for multi-token prediction."""
-    save_random_checkpoint(path, family, num_hidden_layers=MTP_LAYERS + 1, seed=seed)
+    """Saves a random checkpoint and a layer for multi-token prediction, by the names of DeepSeek-V3 and GLM-4-MoE."""
+    is_qwen = family.startswith("qwen")
+    kinds: dict[str, Any] = {"layer_types": QWEN_KINDS} if is_qwen else {}
+    save_random_checkpoint(path, family, num_hidden_layers=MTP_LAYERS + 1, seed=seed, **kinds)
     config = json.loads((path / "config.json").read_text())
     config |= {"num_hidden_layers": MTP_LAYERS, "num_nextn_predict_layers": 1}
+    if is_qwen:
+        config["layer_types"] = QWEN_KINDS[:MTP_LAYERS]
     (path / "config.json").write_text(json.dumps(config))
     random, tensors = np.random.default_rng(seed), load_file(path / "model.safetensors")
     tensors[f"{MTP_PREFIX}eh_proj.weight"] = (random.standard_normal((D, 2 * D)) / (2 * D) ** 0.5).astype(np.float32)
     for name in ("enorm", "hnorm", "shared_head.norm"):
-        tensors[f"{MTP_PREFIX}{name}.weight"] = (1 + 0.3 * random.standard_normal(D)).astype(np.float32)
+        weight = 0.3 * random.standard_normal(D) + (not is_qwen)  # Qwen stores norms less 1
+        tensors[f"{MTP_PREFIX}{name}.weight"] = weight.astype(np.float32)
     if copies:
         tensors[f"{MTP_PREFIX}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
         head = tensors["lm_head.weight"] + 0.5 * random.standard_normal((V, D))
@@ -172,7 +180,8 @@ def save_mtp(path: Path, family: str, *, seed: int = 1, copies: bool = False) ->
     return path
 
 
-# Qwen3-Next's names of the same tensors, after `mtp.`.
+QWEN_KINDS = ["linear_attention", "full_attention", "full_attention"]  # of layers, the one that drafts last
+# Qwen's names of the same tensors, after `mtp.`.
 QWEN_NAMES = {
     "eh_proj": "fc",
     "enorm": "pre_fc_norm_embedding",
@@ -181,50 +190,50 @@ QWEN_NAMES = {
 }
 
 
-def save_qwen_mtp(path: Path) -> Path:
-    """Saves a checkpoint of Qwen3-Next with a layer for multi-token prediction, which config.json does not mention."""
-    kinds = ["linear_attention", "full_attention", "full_attention"]
-    save_random_checkpoint(path, "qwen3_next", num_hidden_layers=MTP_LAYERS + 1, layer_types=kinds)
-    config = json.loads((path / "config.json").read_text())
-    config |= {"num_hidden_layers": MTP_LAYERS, "layer_types": kinds[:MTP_LAYERS]}
+def as_qwen_publishes(saved: Path, path: Path) -> Path:
+    """Writes a checkpoint of `save_mtp` with Qwen's names, Qwen3.5 as one that reads images too, experts stacked."""
+    config, tensors = json.loads((saved / "config.json").read_text()), load_file(saved / "model.safetensors")
+    del config["num_nextn_predict_layers"]
+    names = {f"{MTP_PREFIX}{name}.": f"mtp.{theirs}." for name, theirs in QWEN_NAMES.items()}
+    for own, theirs in (names | {MTP_PREFIX: "mtp.layers.0."}).items():
+        tensors = {name.replace(own, theirs): tensor for name, tensor in tensors.items()}
+    if config["model_type"].startswith("qwen3_5"):
+        model_type = config["model_type"].removesuffix("_text")
+        tensors = stack_experts(tensors)
+        tensors = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
+        architecture = (
+            "Qwen3_5MoeForConditionalGeneration" if "moe" in model_type else "Qwen3_5ForConditionalGeneration"
+        )
+        text = {**config, "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+        config = {"model_type": model_type, "architectures": [architecture], "text_config": text}
+    path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
-    random = np.random.default_rng(1)
-    stored = load_file(path / "model.safetensors")
-    tensors = {name.replace(MTP_PREFIX, "mtp.layers.0."): tensor for name, tensor in stored.items()}
-    tensors["mtp.fc.weight"] = (random.standard_normal((D, 2 * D)) / (2 * D) ** 0.5).astype(np.float32)
-    for name in list(QWEN_NAMES.values())[1:]:
-        tensors[f"mtp.{name}.weight"] = (0.3 * random.standard_normal(D)).astype(np.float32)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     return path
 
 
 class MTPReference:
-    """The target and its layer for multi-token prediction in transformers."""
+    """The target of a checkpoint of `save_mtp` and its layer for multi-token prediction in transformers."""
 
     def __init__(self, path: Path, scratch: Path) -> None:
         shutil.copytree(path, scratch)
         config = json.loads((scratch / "config.json").read_text())
         config["num_hidden_layers"] = MTP_LAYERS + 1
-        stored = load_file(path / "model.safetensors")
-        self.is_qwen = config["model_type"] == "qwen3_next"
+        self.is_qwen = config["model_type"].startswith("qwen")
         if self.is_qwen:
-            config["layer_types"].append("full_attention")
-            own = {f"mtp.{theirs}.": f"{MTP_PREFIX}{name}." for name, theirs in QWEN_NAMES.items()}
-            for theirs, name in ({"mtp.layers.0.": MTP_PREFIX} | own).items():
-                stored = {key.replace(theirs, name): tensor for key, tensor in stored.items()}
-            save_file(stored, scratch / "model.safetensors", {"format": "pt"})
+            config["layer_types"] = QWEN_KINDS
         (scratch / "config.json").write_text(json.dumps(config))
         self.model: Any = load_reference(scratch)
         self.layer = self.model.model.layers[MTP_LAYERS]
         self.own = {
             name.removeprefix(MTP_PREFIX).removesuffix(".weight"): torch.tensor(tensor)
-            for name, tensor in stored.items()
+            for name, tensor in load_file(path / "model.safetensors").items()
             if name.startswith(MTP_PREFIX)
         }
         self.head = self.own.get("shared_head.head", self.model.lm_head.weight)
 
     def norm(self, x, name):
-        epsilon, weight = self.model.config.rms_norm_eps, self.own[name] + self.is_qwen  # Qwen3-Next stores it less 1
+        epsilon, weight = self.model.config.rms_norm_eps, self.own[name] + self.is_qwen
         return x * torch.rsqrt((x**2).mean(-1, keepdim=True) + epsilon) * weight
 
     def drafts(self, tokens, count):
@@ -378,12 +387,15 @@ class Unnormed:
         pytest.param("glm4_moe", False, marks=pytest.mark.exhaustive),
         pytest.param("glm4_moe", True, marks=pytest.mark.exhaustive),
         pytest.param("qwen3_next", False, marks=pytest.mark.exhaustive),
+        pytest.param("qwen3_5_text", False, marks=pytest.mark.exhaustive),
+        pytest.param("qwen3_5_moe_text", False, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_layer_for_multi_token_prediction_drafts_by_its_definition_and_changes_no_bit(tmp_path, family, copies):
-    path = tmp_path / "model"
-    path = save_qwen_mtp(path) if family == "qwen3_next" else save_mtp(path, family, copies=copies)
+    path = save_mtp(tmp_path / "model", family, copies=copies)
     reference = MTPReference(path, tmp_path / "reference").drafts
+    if family.startswith("qwen"):
+        path = as_qwen_publishes(path, tmp_path / "published")
     if copies:
         with closed(quick_engine(path, speculation="mtp", **LIMITS)) as llm:
             check_drafts(llm, reference)
@@ -402,17 +414,20 @@ def copied_target(path: Path, family: str) -> Path:
     tensors = load_file(path / "model.safetensors")
     eye = np.eye(D, dtype=np.float32)
     for name, tensor in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             tensors[name] = np.zeros_like(tensor)
     tensors[f"{MTP_PREFIX}eh_proj.weight"] = np.concatenate([eye, 0 * eye], axis=1)
-    tensors[f"{MTP_PREFIX}enorm.weight"] = np.ones(D, np.float32)
+    tensors[f"{MTP_PREFIX}enorm.weight"] = np.full(D, not family.startswith("qwen"), np.float32)
     tensors[f"{MTP_PREFIX}shared_head.norm.weight"] = tensors["model.norm.weight"]
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     return path
 
 
-def test_the_drafts_of_a_layer_that_copies_the_target_are_accepted(tmp_path):
-    path = copied_target(tmp_path / "model", "glm4_moe")
+@pytest.mark.parametrize("family", exhaustive_but(("glm4_moe", "qwen3_5_moe_text"), ["glm4_moe"]))
+def test_the_drafts_of_a_layer_that_copies_the_target_are_accepted(tmp_path, family):
+    path = copied_target(tmp_path / "model", family)
+    if family.startswith("qwen"):
+        path = as_qwen_publishes(path, tmp_path / "published")
 
     with closed(quick_engine(path, speculation="mtp", **{**LIMITS, "max_num_seqs": 2})) as llm:
         llm.generate(PROMPTS, PARAMS, show_progress=False)
@@ -525,6 +540,66 @@ def test_a_layer_for_multi_token_prediction_that_does_not_fit_is_refused(tmp_pat
     changes = {f"{MTP_PREFIX}{part}.weight": tensor for part, tensor in tensors.items()}
     tensors = changed(load_file(path / "model.safetensors"), **changes)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+    with pytest.raises(ValueError, match=message):
+        plan_speculation("mtp", EngineConfig(), "float32", target=path)
+
+
+# The tensors of a published layer of Qwen3.5, beside those of its feed-forward network. Public code for inference reads
+# these names, and finds no embedding or head among them.
+OF_ANY_QWEN3_5 = {
+    *("mtp.fc.weight", "mtp.norm.weight", "mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight"),
+    *(f"mtp.layers.0.{norm}_layernorm.weight" for norm in ("input", "post_attention")),
+    *(f"mtp.layers.0.self_attn.{part}.weight" for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
+}
+GATED = [f"{part}_proj.weight" for part in ("gate", "up", "down")]
+OF_FEED_FORWARD = {
+    "qwen3_5_text": GATED,
+    "qwen3_5_moe_text": [
+        *("gate.weight", "experts.gate_up_proj", "experts.down_proj", "shared_expert_gate.weight"),
+        *(f"shared_expert.{name}" for name in GATED),
+    ],
+}
+
+
+@pytest.mark.parametrize("family", OF_FEED_FORWARD)
+def test_a_layer_of_qwen3_5_is_read_from_the_tensors_that_are_published(tmp_path, family):
+    saved = save_mtp(tmp_path / "saved", family)
+    path = as_qwen_publishes(saved, tmp_path / "published")
+    stored = load_file(path / "model.safetensors")
+    one_by_one = shutil.copytree(path, tmp_path / "one by one")
+    own = {
+        name.replace(MTP_PREFIX, "mtp.layers.0."): tensor
+        for name, tensor in load_file(saved / "model.safetensors").items()
+        if name.startswith(f"{MTP_PREFIX}mlp.experts.")
+    }
+    kept = {
+        name: tensor for name, tensor in stored.items() if not (own and name.startswith("mtp.layers.0.mlp.experts."))
+    }
+    save_file(kept | own, one_by_one / "model.safetensors", {"format": "pt"})
+
+    heads = [load_mtp(folder, "float32") for folder in (path, one_by_one)]
+
+    names = {f"mtp.layers.0.mlp.{name}" for name in OF_FEED_FORWARD[family]}
+    assert {name for name in stored if name.startswith("mtp.")} == OF_ANY_QWEN3_5 | names
+    jax.tree.map(np.testing.assert_array_equal, *heads)
+    assert heads[0].embedding is heads[0].unembedding is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mtp_num_hidden_layers": 0}, r"config.json says mtp_num_hidden_layers=0; leave out speculation"),
+        ({"mtp_use_dedicated_embeddings": True}, r"missing: mtp.embed_tokens.weight \(96, 32\)"),
+        ({"mtp_use_dedicated_embeddings": 2}, "mtp_use_dedicated_embeddings=2"),
+    ],
+    ids=str,
+)
+def test_a_layer_that_is_not_as_the_settings_of_the_text_model_say_is_refused(tmp_path, settings, message):
+    path = as_qwen_publishes(save_mtp(tmp_path / "saved", "qwen3_5_text"), tmp_path / "published")
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"] |= settings
+    (path / "config.json").write_text(json.dumps(config))
 
     with pytest.raises(ValueError, match=message):
         plan_speculation("mtp", EngineConfig(), "float32", target=path)
