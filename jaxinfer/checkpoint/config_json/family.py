@@ -117,7 +117,7 @@ class Family:
     def weights_among(self, stored: Collection[str]) -> WeightTable:
         """Returns `weights` under the names of the spelling in which most of the stored names begin.
 
-        Of names for one and the same tensor those that are not stored are left out.
+        Of two names of a tensor it keeps the one that is stored.
         """
 
         def count(spelling: Mapping[str, str]) -> int:
@@ -128,7 +128,7 @@ class Family:
 
 
 def as_stored(weights: WeightTable, stored: Collection[str]) -> WeightTable:
-    """Returns the table without names that are not stored, of tensors that it also names as they are stored."""
+    """Returns the table with one name of each tensor that it names twice: the one that is stored, if any is."""
 
     def numberless(name: str) -> str:
         return re.sub(r"\d+|{\w+}", "0", name)
