@@ -53,7 +53,7 @@ SLOW = (
     *("kernels/latent_attention", "kernels/test_device_check.py"),
     *("kernels/paged_attention/test_exact_bits.py", "kernels/paged_attention/test_gpu.py"),
     *("kernels/paged_attention/test_paged_attention.py", "kernels/paged_attention/test_tpu_interpret.py"),
-    *("model/components/test_latent_attention.py", "model/components/test_recurrence.py"),
+    *("model/components/test_latent_attention.py", "model/components/recurrent/test_recurrence.py"),
     *("model/test_decoder_kernels.py", "model/test_exactness.py"),
     *("plan/test_library_calls.py", "plan/test_products.py"),
     *("steps/test_draft_distributions.py", "steps/test_log_probs.py", "steps/test_mesh_steps.py"),

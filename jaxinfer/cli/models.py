@@ -13,10 +13,10 @@ from typing import Any
 from jaxinfer.checkpoint.config_json.family import ArchitectureError, Family
 from jaxinfer.checkpoint.families import FAMILIES
 from jaxinfer.model.components.attention import Attention
-from jaxinfer.model.components.gated_delta_net import GatedDeltaNet
 from jaxinfer.model.components.latent_attention import LatentAttention
 from jaxinfer.model.components.moe import MoE
-from jaxinfer.model.components.state_space import StateSpace
+from jaxinfer.model.components.recurrent.gated_delta_net import GatedDeltaNet
+from jaxinfer.model.components.recurrent.state_space import StateSpace
 from jaxinfer.model.config import Layer, ModelConfig
 
 NUM_LAYERS, HEAD_DIM = 8, 16

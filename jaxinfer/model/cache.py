@@ -13,11 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.config import CacheConfig
 from jaxinfer.model.batch import PADDING_SLOT, PADDING_TOKEN, Batch
-from jaxinfer.model.components.gated_delta_net import GatedDeltaNet, abstract_gated_delta_net
 from jaxinfer.model.components.latent_attention import LatentAttention
+from jaxinfer.model.components.recurrent.gated_delta_net import GatedDeltaNet, abstract_gated_delta_net
+from jaxinfer.model.components.recurrent.state_space import StateSpace, abstract_state_space
+from jaxinfer.model.components.recurrent.states import States
 from jaxinfer.model.components.rope import Rope, rotary_embedding, turning_angles
-from jaxinfer.model.components.state_space import StateSpace, abstract_state_space
-from jaxinfer.model.components.states import States
 from jaxinfer.model.config import LayerStack, ModelConfig
 from jaxinfer.validation import require, require_name
 from kernels_pallas.latent_attention import LatentPages, abstract_latents, map_rotary_keys, move_latents

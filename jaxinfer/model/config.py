@@ -9,13 +9,13 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from jaxinfer.model.components.attention import Attention
-from jaxinfer.model.components.gated_delta_net import GatedDeltaNet
 from jaxinfer.model.components.latent_attention import LatentAttention
 from jaxinfer.model.components.layers import Norm
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE
+from jaxinfer.model.components.recurrent.gated_delta_net import GatedDeltaNet
+from jaxinfer.model.components.recurrent.state_space import StateSpace
 from jaxinfer.model.components.rope import Rope, RopeScaling, lengthened, require_pairs
-from jaxinfer.model.components.state_space import StateSpace
 from jaxinfer.validation import as_tuple, is_int, require, require_bool, require_int, require_positive
 
 RMS_NORM = Norm()

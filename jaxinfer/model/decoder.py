@@ -13,14 +13,14 @@ from jax.sharding import Mesh
 from jaxinfer.model.batch import Batch, num_real_tokens
 from jaxinfer.model.cache import KVCache, Pool, layer_offset, write_tokens
 from jaxinfer.model.components.attention import Angles, AttentionInputs, AttentionParams, attend
-from jaxinfer.model.components.gated_delta_net import GatedDeltaNet, GatedDeltaNetParams, gated_delta_net
 from jaxinfer.model.components.latent_attention import LatentAttention, LatentAttentionParams, attend_to_latents
 from jaxinfer.model.components.layers import Norm, linear, product, rms_norm
 from jaxinfer.model.components.mlp import MLPParams, mlp
 from jaxinfer.model.components.moe import MoE, MoEParams, moe
+from jaxinfer.model.components.recurrent.gated_delta_net import GatedDeltaNet, GatedDeltaNetParams, gated_delta_net
+from jaxinfer.model.components.recurrent.state_space import StateSpace, StateSpaceParams, state_space
+from jaxinfer.model.components.recurrent.states import States, StateSlots, state_slots
 from jaxinfer.model.components.rope import Rope, rotary_angles
-from jaxinfer.model.components.state_space import StateSpace, StateSpaceParams, state_space
-from jaxinfer.model.components.states import States, StateSlots, state_slots
 from jaxinfer.model.config import Layer, ModelConfig
 from jaxinfer.model.params import LayerParams, Params
 from jaxinfer.validation import as_ints

@@ -14,12 +14,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.model.components.attention import AttentionParams, declare_attention
 from jaxinfer.model.components.experts import MESH_AXES
-from jaxinfer.model.components.gated_delta_net import GatedDeltaNet, GatedDeltaNetParams, declare_gated_delta_net
 from jaxinfer.model.components.latent_attention import LatentAttention, LatentAttentionParams, declare_latent_attention
 from jaxinfer.model.components.layers import MakeSpec, TensorSpec
 from jaxinfer.model.components.mlp import MLP, MLPParams, declare_mlp
 from jaxinfer.model.components.moe import MoE, MoEParams, declare_moe
-from jaxinfer.model.components.state_space import StateSpace, StateSpaceParams, declare_state_space
+from jaxinfer.model.components.recurrent.gated_delta_net import (
+    GatedDeltaNet,
+    GatedDeltaNetParams,
+    declare_gated_delta_net,
+)
+from jaxinfer.model.components.recurrent.state_space import StateSpace, StateSpaceParams, declare_state_space
 from jaxinfer.model.config import LayerStack, Mixer, ModelConfig
 
 MixerParams = AttentionParams | LatentAttentionParams | StateSpaceParams | GatedDeltaNetParams

@@ -23,7 +23,7 @@ from flax import struct
 
 from jaxinfer.model.batch import PADDING_SLOT, Batch, StepOutput, VerifyOutput, num_evicted_tokens
 from jaxinfer.model.cache import KVCache
-from jaxinfer.model.components.states import States, StateSlots, move_states, state_slots
+from jaxinfer.model.components.recurrent.states import States, StateSlots, move_states, state_slots
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.sampling.batch import SamplingBatch
 from kernels_pallas.paged_attention.shapes import token_rows

@@ -25,13 +25,13 @@ from jaxinfer.engine.scheduling.drafts import DraftTree
 from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.model.cache import init_cache
 from jaxinfer.model.components.attention import Attention
-from jaxinfer.model.components.gated_delta_net import GatedDeltaNet
 from jaxinfer.model.components.latent_attention import LatentAttention
 from jaxinfer.model.components.layers import Norm
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE, Router
+from jaxinfer.model.components.recurrent.gated_delta_net import GatedDeltaNet
+from jaxinfer.model.components.recurrent.state_space import StateSpace
 from jaxinfer.model.components.rope import Rope, RopeScaling
-from jaxinfer.model.components.state_space import StateSpace
 from jaxinfer.model.config import Layer, LayerGroup, ModelConfig, uniform_decoder
 from jaxinfer.model.params import abstract_params
 from jaxinfer.sampling.batch import make_sampling

@@ -16,12 +16,12 @@ from jaxinfer.config import CacheConfig
 from jaxinfer.model.batch import make_batch
 from jaxinfer.model.cache import abstract_cache
 from jaxinfer.model.components.attention import Attention
-from jaxinfer.model.components.gated_delta_net import GatedDeltaNet
 from jaxinfer.model.components.latent_attention import LatentAttention
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE, Router
+from jaxinfer.model.components.recurrent.gated_delta_net import GatedDeltaNet
+from jaxinfer.model.components.recurrent.state_space import StateSpace
 from jaxinfer.model.components.rope import Rope
-from jaxinfer.model.components.state_space import StateSpace
 from jaxinfer.model.config import Layer, LayerGroup, Mixer, ModelConfig
 from jaxinfer.model.params import abstract_params
 from jaxinfer.sampling.batch import make_sampling

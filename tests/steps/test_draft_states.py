@@ -8,9 +8,9 @@ import pytest
 from jaxinfer.config import CacheConfig
 from jaxinfer.model.batch import PADDING_SLOT, Row, make_batch
 from jaxinfer.model.cache import init_cache
-from jaxinfer.model.components.state_space import StateSpace
+from jaxinfer.model.components.recurrent.state_space import StateSpace
 from jaxinfer.steps.verify import draft_state_slots, ends_of_tokens
-from tests.model.components.recurrent import model_of
+from tests.model.components.recurrent.layers import model_of
 
 CONFIG = model_of(StateSpace(num_heads=2, head_dim=4, num_groups=1, state_size=4, conv_size=4), 8)
 BATCH = make_batch([Row([5, 6, 7], 2, [1])], page_size=16, num_tokens=4, num_rows=1, table_width=1)

@@ -30,8 +30,8 @@ from jaxinfer.checkpoint.families import llama, mamba
 from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE, Router
+from jaxinfer.model.components.recurrent.state_space import StateSpace
 from jaxinfer.model.components.rope import Rope
-from jaxinfer.model.components.state_space import StateSpace
 from jaxinfer.model.config import Layer, Mixer, ModelConfig
 
 _LAYER = "model.layers.{layer}"

@@ -15,7 +15,7 @@ from jaxinfer.checkpoint.config_json.family import (
 )
 from jaxinfer.checkpoint.config_json.fields import is_enabled, require_number, require_size
 from jaxinfer.model.components.layers import Norm
-from jaxinfer.model.components.state_space import StateSpace
+from jaxinfer.model.components.recurrent.state_space import StateSpace
 from jaxinfer.model.config import Layer, ModelConfig
 from jaxinfer.validation import MAX_FLOAT
 

@@ -28,7 +28,7 @@ from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.layers import Norm
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE, Router
-from jaxinfer.model.components.state_space import StateSpace
+from jaxinfer.model.components.recurrent.state_space import StateSpace
 from jaxinfer.model.config import Layer, ModelConfig
 
 _MIXER = "backbone.layers.{layer}.mixer"

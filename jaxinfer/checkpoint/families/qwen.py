@@ -39,9 +39,9 @@ from jaxinfer.checkpoint.config_json.window import FULL, LINEAR, hybrid_layer_ty
 from jaxinfer.checkpoint.families import llama
 from jaxinfer.checkpoint.families.mamba import read_conv_size
 from jaxinfer.model.components.attention import Attention
-from jaxinfer.model.components.gated_delta_net import GatedDeltaNet
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE, Router
+from jaxinfer.model.components.recurrent.gated_delta_net import GatedDeltaNet
 from jaxinfer.model.config import Layer, ModelConfig, uniform_decoder
 from jaxinfer.validation import is_int
 

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 
 from jaxinfer.model.batch import Batch
 from jaxinfer.model.components.layers import MakeSpec, Norm, TensorSpec, linear, rms_norm
+from jaxinfer.model.components.recurrent.states import StateSlots
 from jaxinfer.model.components.rope import Rope, require_pairs, rotary_embedding
-from jaxinfer.model.components.states import StateSlots
 from jaxinfer.validation import require, require_bool, require_int, require_positive
 from kernels_pallas.paged_attention import Pages, paged_attention
 from kernels_pallas.whole_rows import PagedCall, PlainCall, attend_whole_rows, plain_attention

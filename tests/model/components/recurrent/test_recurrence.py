@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxinfer.model.batch import Row, make_batch
-from jaxinfer.model.components import gated_delta_net, state_space
-from jaxinfer.model.components.recurrence import (
+from jaxinfer.model.components.recurrent import gated_delta_net, state_space
+from jaxinfer.model.components.recurrent.recurrence import (
     CHUNK,
     Places,
     Tokens,
@@ -20,10 +20,10 @@ from jaxinfer.model.components.recurrence import (
     _advance_in_turn,
     outputs_of_row,
 )
-from jaxinfer.model.components.states import state_slots
+from jaxinfer.model.components.recurrent.states import state_slots
 from tests.exhaustive import exhaustive_but
-from tests.model.components import test_gated_delta_net, test_state_space
-from tests.model.components.recurrent import Replay, S, T, model_of, splits
+from tests.model.components.recurrent import test_gated_delta_net, test_state_space
+from tests.model.components.recurrent.layers import Replay, S, T, model_of, splits
 
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="bit-equality is promised on CPU")
 CASES = {

@@ -7,9 +7,16 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxinfer.model.components.state_space import StateSpace, state_space
+from jaxinfer.model.components.recurrent.state_space import StateSpace, state_space
 from jaxinfer.model.config import RMS_NORM, Layer
-from tests.model.components.recurrent import model_of, naive_conv, run_layer_alone, sigmoid, softplus, wide_params
+from tests.model.components.recurrent.layers import (
+    model_of,
+    naive_conv,
+    run_layer_alone,
+    sigmoid,
+    softplus,
+    wide_params,
+)
 from tests.replay import lively_params
 
 # No size is a multiple of the vectors of a CPU.

@@ -15,10 +15,10 @@ from jaxinfer.config import CacheConfig
 from jaxinfer.model.batch import PADDING_SLOT, Row, make_batch
 from jaxinfer.model.cache import abstract_cache, extract_pages, init_cache, insert_pages, move_tokens, page_bytes
 from jaxinfer.model.components.attention import Attention
-from jaxinfer.model.components.gated_delta_net import GatedDeltaNet
 from jaxinfer.model.components.mlp import MLP
-from jaxinfer.model.components.state_space import StateSpace
-from jaxinfer.model.components.states import slots_of_layer, state_slots
+from jaxinfer.model.components.recurrent.gated_delta_net import GatedDeltaNet
+from jaxinfer.model.components.recurrent.state_space import StateSpace
+from jaxinfer.model.components.recurrent.states import slots_of_layer, state_slots
 from jaxinfer.model.config import Layer, LayerGroup, ModelConfig
 from jaxinfer.model.decoder import forward
 from jaxinfer.model.params import abstract_params

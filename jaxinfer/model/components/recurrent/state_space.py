@@ -12,8 +12,8 @@ from flax import struct
 
 from jaxinfer.model.components.attention import AttentionInputs
 from jaxinfer.model.components.layers import MakeSpec, Norm, TensorSpec, linear
-from jaxinfer.model.components.recurrence import Tokens, advance
-from jaxinfer.model.components.states import States, abstract_states, convolve, slots_of_layer, sum_keys
+from jaxinfer.model.components.recurrent.recurrence import Tokens, advance
+from jaxinfer.model.components.recurrent.states import States, abstract_states, convolve, slots_of_layer, sum_keys
 from jaxinfer.validation import as_float, as_tuple, is_real, require, require_bool, require_int
 from kernels_pallas.row_products import rounded
 from kernels_pallas.row_sum import row_sum

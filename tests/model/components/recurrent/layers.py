@@ -13,7 +13,7 @@ import numpy as np
 from jaxinfer.config import CacheConfig
 from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.model.components.mlp import MLP
-from jaxinfer.model.components.states import States
+from jaxinfer.model.components.recurrent.states import States
 from jaxinfer.model.config import Layer, LayerGroup, ModelConfig, RecurrentMixer
 from jaxinfer.model.decoder import forward
 from tests.replay import deal_pages, lively_params, nan_cache
@@ -128,7 +128,7 @@ def wide_params(params: Any) -> Any:
 def run_layer_alone(function: Any, params: Any, mixer: RecurrentMixer, x: np.ndarray, norm: Any) -> np.ndarray:
     """Returns the output of a mixer's function for one row x [T, D] from the beginning."""
     from jaxinfer.model.components.attention import AttentionInputs
-    from jaxinfer.model.components.states import state_slots
+    from jaxinfer.model.components.recurrent.states import state_slots
 
     config = model_of(mixer, x.shape[1])
     batch = make_batch([Row([0] * len(x), 0, [2, 0, 3])], page_size=16, num_tokens=len(x), num_rows=1, table_width=3)

@@ -7,9 +7,16 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxinfer.model.components.gated_delta_net import GatedDeltaNet, gated_delta_net
+from jaxinfer.model.components.recurrent.gated_delta_net import GatedDeltaNet, gated_delta_net
 from jaxinfer.model.config import RMS_NORM
-from tests.model.components.recurrent import model_of, naive_conv, run_layer_alone, sigmoid, softplus, wide_params
+from tests.model.components.recurrent.layers import (
+    model_of,
+    naive_conv,
+    run_layer_alone,
+    sigmoid,
+    softplus,
+    wide_params,
+)
 from tests.replay import lively_params
 
 # No size is a multiple of the vectors of a CPU.

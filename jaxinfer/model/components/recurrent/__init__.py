@@ -1,0 +1,1 @@
+"""The mixers that keep a state of a request, and what they share."""
