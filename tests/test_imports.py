@@ -147,13 +147,13 @@ def test_kernels_import_jax_and_numpy_only(module):
     assert foreign(module) <= {"jax", "numpy"}
 
 
-def test_only_attention_the_cache_and_the_decoder_use_paged_attention():
+def test_only_attention_the_table_of_mixers_and_the_cache_use_paged_attention():
     users = {name for name in MODULES if "kernels_pallas.paged_attention" in imports_of(name)}
 
     assert {name for name in users if package_of(name) != "kernels_pallas"} == {
         "jaxinfer.model.components.attention",
         "jaxinfer.model.cache",
-        "jaxinfer.model.decoder",
+        "jaxinfer.model.mixers",
     }
 
 

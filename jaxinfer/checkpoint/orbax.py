@@ -16,13 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
-from jaxinfer.model.components.attention import Attention
-from jaxinfer.model.components.latent_attention import LatentAttention
 from jaxinfer.model.components.layers import Norm
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE, Router
 from jaxinfer.model.components.rope import Rope, RopeScaling
 from jaxinfer.model.config import Layer, LayerGroup, ModelConfig
+from jaxinfer.model.mixers import MIXERS
 from jaxinfer.model.params import Params, abstract_params
 
 PARAMS_FOLDER = "params"
@@ -117,8 +116,7 @@ def _read_description(path: Path) -> dict[str, Any]:
 
 # The dataclasses that describe a model, by their names in a description.
 _DESCRIBED = {
-    kind.__name__: kind
-    for kind in (ModelConfig, LayerGroup, Layer, Attention, LatentAttention, Rope, RopeScaling, MLP, MoE, Router, Norm)
+    kind.__name__: kind for kind in (ModelConfig, LayerGroup, Layer, *MIXERS, Rope, RopeScaling, MLP, MoE, Router, Norm)
 }
 
 

@@ -13,11 +13,9 @@ from typing import Any
 from jaxinfer.checkpoint.config_json.family import ArchitectureError, Family
 from jaxinfer.checkpoint.families import FAMILIES
 from jaxinfer.model.components.attention import Attention
-from jaxinfer.model.components.latent_attention import LatentAttention
 from jaxinfer.model.components.moe import MoE
-from jaxinfer.model.components.recurrent.gated_delta_net import GatedDeltaNet
-from jaxinfer.model.components.recurrent.state_space import StateSpace
 from jaxinfer.model.config import Layer, ModelConfig
+from jaxinfer.model.mixers import Mixer, functions_of
 
 NUM_LAYERS, HEAD_DIM = 8, 16
 SIZES: Mapping[str, Any] = {
@@ -71,7 +69,6 @@ SWITCHES: tuple[Mapping[str, Any], ...] = (
     {"attention_multiplier": 0.5},
     {"logits_scaling": 2.0},
 )
-MIXERS = {LatentAttention: "latent attention", StateSpace: "state spaces", GatedDeltaNet: "gated delta nets"}
 WIDTH = 118
 
 
@@ -148,7 +145,7 @@ def _windows(family: Family) -> str:
     found = set()
     for keys in WINDOWS:
         config = _translated(family, keys)
-        have_windows = {layer.window is not None for layer in config.layers} if config else {False}
+        have_windows = {mixer.window is not None for mixer in config.mixers} if config else {False}
         found |= {"some"} if len(have_windows) == 2 else {"all"} if have_windows == {True} else set()
     return " or ".join(sorted(found)) or "-"
 
@@ -167,7 +164,7 @@ def _honours_rope(family: Family, kind: str) -> bool:
 
 
 def _has_scaling(config: ModelConfig | None, kind: str) -> bool:
-    ropes = [] if config is None else [layer.rope for layer in config.layers if layer.rope is not None]
+    ropes = [] if config is None else [mixer.rope for mixer in config.mixers if mixer.rope is not None]
     if kind in ("default", "dynamic"):  # dynamic scaling changes nothing up to the model's length
         return bool(ropes)
     return any(rope.scaling is not None and rope.scaling.kind == kind for rope in ropes)
@@ -176,7 +173,8 @@ def _has_scaling(config: ModelConfig | None, kind: str) -> bool:
 def _features(config: ModelConfig) -> Iterator[str]:
     """Yields what a model has that a Llama without biases lacks."""
     for layer in config.layers:
-        yield from _of_mixer(layer)
+        for mixer in layer.mixers:
+            yield from _of_mixer(mixer)
         yield from _of_feed_forward(layer)
         if layer.has_post_norms:
             yield "norms before and after" if layer.has_pre_norms else "norms after"
@@ -185,7 +183,7 @@ def _features(config: ModelConfig) -> Iterator[str]:
     are_sparse = {isinstance(layer.feed_forward, MoE) for layer in config.layers if layer.feed_forward is not None}
     if len(are_sparse) == 2:
         yield "dense layers among them"
-    ropes = {layer.rope for layer in config.layers if isinstance(layer.mixer, Attention | LatentAttention)}
+    ropes = {mixer.rope for mixer in config.mixers if not functions_of(mixer).is_recurrent}
     if ropes == {None}:
         yield "attention without positions"
     if len(ropes) > 1:
@@ -200,10 +198,9 @@ def _features(config: ModelConfig) -> Iterator[str]:
     yield from (f"{name} multiplier" for name, value in multipliers.items() if value != 1.0)
 
 
-def _of_mixer(layer: Layer) -> Iterator[str]:
-    mixer = layer.mixer
+def _of_mixer(mixer: Mixer) -> Iterator[str]:
     if not isinstance(mixer, Attention):
-        yield from (name for kind, name in MIXERS.items() if isinstance(mixer, kind))
+        yield functions_of(mixer).name
         return
     if mixer.has_gate:
         yield "gated attention"

@@ -1,4 +1,4 @@
-"""The paged KV cache: one flat pool of pages per stack of layers, and its pure verbs."""
+"""The paged KV cache: one flat pool of pages per stack of mixers, and its pure verbs."""
 
 from __future__ import annotations
 
@@ -13,41 +13,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.config import CacheConfig
 from jaxinfer.model.batch import PADDING_SLOT, PADDING_TOKEN, Batch
-from jaxinfer.model.components.latent_attention import LatentAttention
-from jaxinfer.model.components.recurrent.gated_delta_net import GatedDeltaNet, abstract_gated_delta_net
-from jaxinfer.model.components.recurrent.state_space import StateSpace, abstract_state_space
-from jaxinfer.model.components.recurrent.states import States
-from jaxinfer.model.components.rope import Rope, rotary_embedding, turning_angles
-from jaxinfer.model.config import LayerStack, ModelConfig
+from jaxinfer.model.components.layers import PoolSize
+from jaxinfer.model.components.rope import rotary_embedding, turning_angles
+from jaxinfer.model.config import MixerStack, ModelConfig
+from jaxinfer.model.mixers import Mixer, Pool, functions_of
 from jaxinfer.validation import require, require_name
-from kernels_pallas.latent_attention import LatentPages, abstract_latents, map_rotary_keys, move_latents
-from kernels_pallas.paged_attention import (
-    HEADS_AXIS,
-    Pages,
-    abstract_pages,
-    head_specs,
-    map_keys,
-    move_slots,
-    put_pages,
-    take_pages,
-)
+from kernels_pallas.paged_attention import HEADS_AXIS, put_pages, take_pages
 from kernels_pallas.paged_attention.layout import LAYOUTS
 from kernels_pallas.paged_attention.shapes import token_rows
 
 # Slots of a pool are counted in int32, and padding is written just past the last.
 MAX_SLOTS = 2**31 - 1
 
-# The pages of a stack of layers: of keys and values, of latents, or of states, as its mixer needs; None without one.
-Pool = Pages | LatentPages | States | None
-
 
 @struct.dataclass
 class KVCache:
     """All pages of all layers. A step takes it donated and returns its successor.
 
-    One pool per stack of layers (`ModelConfig.stacks`): layer i of n keeps page p of a request at index i * P + p. A
-    page holds its tokens' ids beside their keys and values: penalties and n-grams need the tokens of a request so far,
-    and here these are right after any chunking, preemption or sharing of pages.
+    One pool per stack of mixers (`ModelConfig.mixer_stacks`): layer i of n keeps page p of a request at index
+    i * P + p. A page holds its tokens' ids beside their keys and values: penalties and n-grams need the tokens of a
+    request so far, and here these are right after any chunking, preemption or sharing of pages.
     """
 
     pools: tuple[Pool, ...]
@@ -76,43 +61,35 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
     is_right = f"{num_further} numbers of pages, for this model's further kinds of pages, or none"
     require(len(num_bounded) == num_further, "num_bounded_pages", cache_config.num_bounded_pages, is_right)
 
-    def pool(stack: LayerStack, kind: int) -> Pool:
-        num_layers, mixer = stack.num_layers, stack.layer.mixer
-        if mixer is None:
-            return None
+    def pool(stack: MixerStack) -> Pool:
+        mixer, num_layers, kind = stack
         per_layer = (cache_config.num_pages, *num_bounded)[kind]
-        per_layer += cache_config.num_draft_states if stack.layer.is_recurrent else 0
+        per_layer += cache_config.num_draft_states if config.page_kinds[kind].is_state else 0
         num_pages = num_layers * per_layer
         if num_pages * cache_config.page_size > MAX_SLOTS:
             raise ValueError(
                 f"{num_layers} layers of {per_layer} pages of {cache_config.page_size} slots are more"
                 f" slots than a group may have ({MAX_SLOTS}); use fewer pages or smaller layer_groups"
             )
-        page_size, dtype = cache_config.page_size, cache_config.dtype
-        if isinstance(mixer, StateSpace):
-            return abstract_state_space(mixer, num_pages)
-        if isinstance(mixer, GatedDeltaNet):
-            return abstract_gated_delta_net(mixer, num_pages)
-        if isinstance(mixer, LatentAttention):
-            return abstract_latents(num_pages, page_size, mixer.kv_lora_rank, mixer.qk_rope_head_dim, dtype, layout)
-        return abstract_pages(num_pages, page_size, mixer.num_kv_heads, mixer.head_dim, dtype, layout)
+        size = PoolSize(num_pages, cache_config.page_size, cache_config.dtype, layout)
+        return functions_of(mixer).abstract_pages(mixer, size)
 
     tokens = jax.ShapeDtypeStruct((cache_config.num_pages, cache_config.page_size), jnp.int32)
-    pools = tuple(map(pool, config.stacks, config.kinds_of_stacks))
+    pools = tuple(map(pool, config.mixer_stacks))
     return KVCache(pools=pools, tokens=tokens, num_draft_states=cache_config.num_draft_states)
 
 
-def cache_shardings(cache: KVCache, mesh: Mesh) -> KVCache:
+def cache_shardings(cache: KVCache, mesh: Mesh, *, config: ModelConfig) -> KVCache:
     """Returns a `NamedSharding` per array: KV heads over HEADS_AXIS, if the mesh has it, the others on every device."""
     has_axis = HEADS_AXIS in mesh.axis_names
 
-    def specs(pool: Pool) -> Pool:
-        if isinstance(pool, Pages) and has_axis:
-            return head_specs(pool, HEADS_AXIS)
-        # Every query head reads all latents, and recurrent layers are not split.
+    def specs(pool: Pool, stack: MixerStack) -> Pool:
+        split_heads = functions_of(stack.mixer).split_heads
+        if split_heads is not None and has_axis:
+            return split_heads(pool, HEADS_AXIS)
         return jax.tree.map(lambda _: PartitionSpec(), pool)
 
-    placement = replace(cache, pools=tuple(map(specs, cache.pools)), tokens=PartitionSpec())
+    placement = replace(cache, pools=tuple(map(specs, cache.pools, config.mixer_stacks)), tokens=PartitionSpec())
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), placement)
 
 
@@ -132,15 +109,14 @@ def page_bytes(
 
 def _part_of(cache: KVCache, config: ModelConfig, kind: int | None) -> KVCache:
     """Returns the cache with the pools of a kind only, and token ids with the first kind; None is all of it."""
-    pools = tuple(
-        pool for pool, other in zip(cache.pools, config.kinds_of_stacks, strict=True) if kind in (None, other)
-    )
+    pairs = zip(cache.pools, config.mixer_stacks, strict=True)
+    pools = tuple(pool for pool, stack in pairs if kind in (None, stack.kind))
     return KVCache(pools=pools, tokens=None if kind else cache.tokens)
 
 
 def layer_offset(pages: Pool, index: Any, num_layers: int) -> Any:
     """Returns the index of the first page of layer `index` in its group's pool."""
-    return 0 if pages is None else index * (pages.num_pages // num_layers)
+    return index * (pages.num_pages // num_layers)
 
 
 def write_tokens(cache: KVCache, batch: Batch) -> jax.Array:
@@ -168,24 +144,24 @@ def move_tokens(
     """
     page_size = cache.tokens.shape[1]
 
-    def moved(pool: Pool, num_layers: int, slots: jax.Array) -> Pool:
-        if pool is None or isinstance(pool, States):
+    slots = [slots_of_kind(batch, kind, page_size) for kind in range(len(config.page_kinds))]
+
+    def moved(pool: Pool, stack: MixerStack) -> Pool:
+        mixer, num_layers, kind = stack
+        move_slots = functions_of(mixer).move_slots
+        if move_slots is None:
             return pool
-        from_slots = jnp.where(is_moved, slots[sources], 0)
+        from_slots = jnp.where(is_moved, slots[kind][sources], 0)
         per_layer = pool.num_pages // num_layers * page_size
 
         def in_layer(layer: Any, pool: Any) -> Any:
             offset = layer * per_layer
-            targets = jnp.where(is_moved, slots + offset, PADDING_SLOT)
-            if isinstance(pool, LatentPages):
-                return move_latents(pool, from_slots + offset, targets)
+            targets = jnp.where(is_moved, slots[kind] + offset, PADDING_SLOT)
             return move_slots(pool, from_slots + offset, targets)
 
         return jax.lax.fori_loop(0, num_layers, in_layer, pool)
 
-    slots = [slots_of_kind(batch, kind, page_size) for kind in range(len(config.page_kinds))]
-    triples = zip(cache.pools, config.stacks, config.kinds_of_stacks, strict=True)
-    pools = tuple(moved(pool, stack.num_layers, slots[kind]) for pool, stack, kind in triples)
+    pools = tuple(map(moved, cache.pools, config.mixer_stacks))
     old, new = jnp.where(is_moved, slots[0][sources], 0), jnp.where(is_moved, slots[0], PADDING_SLOT)
     tokens = cache.tokens[old // page_size, old % page_size]
     tokens = cache.tokens.at[new // page_size, new % page_size].set(tokens, mode="drop")
@@ -209,7 +185,7 @@ def extract_pages(cache: KVCache, page_ids: Any, *, config: ModelConfig, kind: i
     An id past the pool gives a page of zeros.
     """
     page_ids = jnp.asarray(page_ids)
-    part, stacks = _part_of(cache, config, kind), _stacks_of(config, kind)
+    part, stacks = _part_of(cache, config, kind), [s for s in config.mixer_stacks if kind in (None, s.kind)]
     pairs = zip(part.pools, stacks, strict=True)
     pools = tuple(take_pages(pool, _in_layers(page_ids, pool, stack.num_layers)) for pool, stack in pairs)
     tokens = None if part.tokens is None else part.tokens.at[page_ids].get(mode="fill", fill_value=0)
@@ -226,44 +202,38 @@ def insert_pages(
     page_ids = jnp.asarray(page_ids)
     new = iter(bundle.pools)
 
-    def put(pool: Pool, stack: LayerStack, other: int) -> Pool:
-        if kind not in (None, other):
+    def put(pool: Pool, stack: MixerStack) -> Pool:
+        if kind not in (None, stack.kind):
             return pool
         return put_pages(pool, _in_layers(page_ids, pool, stack.num_layers), next(new))
 
-    pools = tuple(map(put, cache.pools, config.stacks, config.kinds_of_stacks))
+    pools = tuple(map(put, cache.pools, config.mixer_stacks))
     tokens = cache.tokens if bundle.tokens is None else cache.tokens.at[page_ids].set(bundle.tokens, mode="drop")
     return replace(cache, pools=pools, tokens=tokens)
-
-
-def _stacks_of(config: ModelConfig, kind: int | None) -> list[LayerStack]:
-    pairs = zip(config.stacks, config.kinds_of_stacks, strict=True)
-    return [stack for stack, other in pairs if kind in (None, other)]
 
 
 def turn_pages(cache: KVCache, sources: Any, targets: Any, num_positions: Any, *, config: ModelConfig) -> KVCache:
     """Returns the cache with pages i32[W] copied to others, their keys rotated to `num_positions` i32[] later."""
     bundle = extract_pages(cache, sources, config=config)
-    pairs = zip(bundle.pools, config.stacks, strict=True)
-    rotated = tuple(_turned(pages, stack.layer.rope, num_positions) for pages, stack in pairs)
+    pairs = zip(bundle.pools, config.mixer_stacks, strict=True)
+    rotated = tuple(_turned(pages, stack.mixer, num_positions) for pages, stack in pairs)
     return insert_pages(cache, targets, replace(bundle, pools=rotated), config=config)
 
 
-def _turned(pages: Pool, rope: Rope | None, num_positions: Any) -> Pool:
-    if rope is None or pages is None or isinstance(pages, States):
+def _turned(pages: Pool, mixer: Mixer, num_positions: Any) -> Pool:
+    rope, map_keys = mixer.rope, functions_of(mixer).map_keys
+    if rope is None or map_keys is None:
         return pages
     angles = turning_angles(jnp.asarray(num_positions)[None], rope)
 
     def turn(keys: jax.Array) -> jax.Array:
         return rotary_embedding(keys, *angles, is_interleaved=rope.is_interleaved)
 
-    return map_rotary_keys(pages, turn) if isinstance(pages, LatentPages) else map_keys(pages, turn)
+    return map_keys(pages, turn)
 
 
 def _in_layers(page_ids: Any, pool: Pool, num_layers: int) -> Any:
     """Returns the indices of pages i32[W] in a pool of n layers, i32[n * W]; ids past the pool stay past it."""
-    if pool is None:
-        return page_ids
     per_layer = pool.num_pages // num_layers
     offsets = jnp.arange(num_layers, dtype=jnp.int32)[:, None] * per_layer
     # Past the last page of its layer an id would be another layer's page.

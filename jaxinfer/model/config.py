@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxinfer.model.components.attention import Attention
-from jaxinfer.model.components.latent_attention import LatentAttention
 from jaxinfer.model.components.layers import Norm
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE
-from jaxinfer.model.components.recurrent.gated_delta_net import GatedDeltaNet
-from jaxinfer.model.components.recurrent.state_space import StateSpace
 from jaxinfer.model.components.rope import Rope, RopeScaling, lengthened, require_pairs
+from jaxinfer.model.mixers import MIXERS, Mixer, functions_of
 from jaxinfer.validation import as_tuple, is_int, require, require_bool, require_int, require_positive
 
 RMS_NORM = Norm()
-RecurrentMixer = StateSpace | GatedDeltaNet
-Mixer = Attention | LatentAttention | RecurrentMixer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +34,7 @@ class Layer:
     residual_scale: float = 1.0  # multiplies their outputs
 
     def __post_init__(self) -> None:
-        is_mixer = self.mixer is None or isinstance(self.mixer, Mixer)
+        is_mixer = self.mixer is None or type(self.mixer) in MIXERS
         require(is_mixer, "mixer", self.mixer, "an attention, a recurrent layer or None")
         is_feed_forward = isinstance(self.feed_forward, MLP | MoE)
         is_right = is_feed_forward or (self.feed_forward is None and self.mixer is not None)
@@ -49,24 +45,19 @@ class Layer:
         require_positive("residual_scale", self.residual_scale)
 
     @property
-    def rope(self) -> Rope | None:
-        """The rotary embedding of the mixer; None for a mixer that knows no positions, only their order."""
-        return self.mixer.rope if isinstance(self.mixer, Attention | LatentAttention) else None
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The mixers of the layer, each of which has its own pages; () if it has none."""
+        return () if self.mixer is None else (self.mixer,)
 
-    @property
-    def window(self) -> int | None:
-        """The most tokens that the mixer's output depends on; None if on all."""
-        return self.mixer.window if isinstance(self.mixer, Attention | LatentAttention) else None
-
-    @property
-    def is_recurrent(self) -> bool:
-        return isinstance(self.mixer, RecurrentMixer)
+    def map_mixers(self, change: Callable[[Mixer], Mixer]) -> Layer:
+        """Returns the layer with `change(mixer)` in the place of each mixer."""
+        return self if self.mixer is None else replace(self, mixer=change(self.mixer))
 
     @property
     def width(self) -> int:
-        """The most numbers per token between two products, keys and values aside."""
-        inner = 0 if self.feed_forward is None else self.feed_forward.width
-        return max(inner, self.mixer.width) if isinstance(self.mixer, RecurrentMixer) else inner
+        """The most numbers per token between two products; queries, keys and values aside."""
+        parts = (*self.mixers, self.feed_forward)
+        return max(part.width for part in parts if part is not None)
 
 
 @dataclass(frozen=True)
@@ -75,6 +66,11 @@ class LayerGroup:
 
     layers: tuple[Layer, ...]
     repeats: int = 1
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The mixers of the pattern, in order."""
+        return tuple(mixer for layer in self.layers for mixer in layer.mixers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +82,18 @@ class PageKind:
 
 
 class LayerStack(NamedTuple):
-    """The layers at one place of a group's pattern. They are equal, so their tensors and pages are stacked."""
+    """The layers at one place of a group's pattern. They are equal, so their tensors are stacked."""
 
     layer: Layer
     num_layers: int
+
+
+class MixerStack(NamedTuple):
+    """The equal mixers of a stack of layers, which share a pool of pages."""
+
+    mixer: Mixer
+    num_layers: int
+    kind: int  # the index of its kind of pages in `ModelConfig.page_kinds`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +132,7 @@ class ModelConfig:
 
     @cached_property
     def stacks(self) -> tuple[LayerStack, ...]:
-        """The stacks of layers, group by group. Each has its own tensors and its own pool of pages."""
+        """The stacks of layers, group by group. Each has its own tensors."""
         return tuple(LayerStack(layer, group.repeats) for group in self.groups for layer in group.layers)
 
     @cached_property
@@ -137,9 +141,14 @@ class ModelConfig:
         return tuple(layer for group in self.groups for _ in range(group.repeats) for layer in group.layers)
 
     @cached_property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The mixers of all layers."""
+        return tuple(mixer for layer in self.layers for mixer in layer.mixers)
+
+    @cached_property
     def is_recurrent(self) -> bool:
-        """True if some layer keeps a state instead of keys and values."""
-        return any(layer.is_recurrent for layer in self.layers)
+        """True if some mixer keeps a state instead of keys and values."""
+        return any(functions_of(mixer).is_recurrent for mixer in self.mixers)
 
     def for_length(self, num_tokens: int | None) -> ModelConfig:
         """Returns the model for requests of up to `num_tokens`, None being `max_position`.
@@ -156,17 +165,17 @@ class ModelConfig:
 
     @cached_property
     def _lengthened(self) -> ModelConfig:
-        ropes = {layer.rope: lengthened(layer.rope) for layer in self.layers if layer.rope is not None}
+        ropes = {mixer.rope: lengthened(mixer.rope) for mixer in self.mixers if mixer.rope is not None}
         longer = [new.max_position for old, new in ropes.items() if new != old]
         if not longer:
             return self
 
-        def change(layer: Layer) -> Layer:
-            if not isinstance(layer.mixer, Attention | LatentAttention) or layer.mixer.rope is None:
-                return layer
-            return replace(layer, mixer=replace(layer.mixer, rope=ropes[layer.mixer.rope]))
+        def change(mixer: Any) -> Mixer:
+            return mixer if mixer.rope is None else replace(mixer, rope=ropes[mixer.rope])
 
-        groups = tuple(replace(group, layers=tuple(map(change, group.layers))) for group in self.groups)
+        groups = tuple(
+            replace(group, layers=tuple(layer.map_mixers(change) for layer in group.layers)) for group in self.groups
+        )
         return replace(self, groups=groups, max_position=max(longer))
 
     @property
@@ -195,17 +204,20 @@ class ModelConfig:
 
     @cached_property
     def page_kinds(self) -> tuple[PageKind, ...]:
-        """The kinds of pages of the stacks. If there are several, the first keeps all tokens, the others fewer."""
-        kinds = {_page_kind(layer) for layer, _ in self.stacks if layer.mixer is not None}
+        """The kinds of pages of the mixers. If there are several, the first keeps all tokens, the others fewer."""
+        kinds = set(map(_page_kind, self.mixers))
         if len(kinds) == 1 and not self.is_recurrent:
             return tuple(kinds)
         return PageKind(), *sorted(kinds - {PageKind()}, key=lambda kind: (kind.is_state, kind.window))
 
     @cached_property
-    def kinds_of_stacks(self) -> tuple[int, ...]:
-        """The index in `page_kinds` of each stack's kind; 0 for layers without a mixer, which keep nothing."""
-        kinds = self.page_kinds
-        return tuple(0 if layer.mixer is None else kinds.index(_page_kind(layer)) for layer, _ in self.stacks)
+    def mixer_stacks(self) -> tuple[MixerStack, ...]:
+        """The stacks of mixers in the order of `stacks`. Each has its own pool of pages."""
+        return tuple(
+            MixerStack(mixer, num_layers, self.page_kinds.index(_page_kind(mixer)))
+            for layer, num_layers in self.stacks
+            for mixer in layer.mixers
+        )
 
     @cached_property
     def state_kind(self) -> int:
@@ -215,13 +227,13 @@ class ModelConfig:
     @cached_property
     def sliding_window(self) -> int | None:
         """The most tokens that a token attends to in any layer, itself included; None if some layer sees all."""
-        windows = [layer.window for layer in self.layers]
+        windows = {mixer.window for mixer in self.mixers} or {None}
         return None if None in windows else max(window for window in windows if window is not None)
 
     @cached_property
     def smallest_window(self) -> int | None:
         """The fewest tokens that a token attends to in any layer, itself included; None if every layer sees all."""
-        return min((layer.window for layer in self.layers if layer.window is not None), default=None)
+        return min((mixer.window for mixer in self.mixers if mixer.window is not None), default=None)
 
     def regrouped(self, layer_groups: Sequence[int]) -> ModelConfig:
         """Returns the same model with groups of these numbers of layers.
@@ -239,8 +251,8 @@ class ModelConfig:
         return replace(self, groups=tuple(groups))
 
 
-def _page_kind(layer: Layer) -> PageKind:
-    return PageKind(is_state=True) if layer.is_recurrent else PageKind(window=layer.window)
+def _page_kind(mixer: Mixer) -> PageKind:
+    return PageKind(is_state=True) if functions_of(mixer).is_recurrent else PageKind(window=mixer.window)
 
 
 def _are_layers(layers: tuple[Layer, ...]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,21 +12,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxinfer.model.batch import Batch, num_real_tokens
-from jaxinfer.model.cache import KVCache, Pool, layer_offset, write_tokens
-from jaxinfer.model.components.attention import Angles, AttentionInputs, AttentionParams, attend
-from jaxinfer.model.components.latent_attention import LatentAttention, LatentAttentionParams, attend_to_latents
+from jaxinfer.model.cache import KVCache, layer_offset, write_tokens
+from jaxinfer.model.components.attention import Angles, AttentionInputs
 from jaxinfer.model.components.layers import Norm, linear, product, rms_norm
 from jaxinfer.model.components.mlp import MLPParams, mlp
 from jaxinfer.model.components.moe import MoE, MoEParams, moe
-from jaxinfer.model.components.recurrent.gated_delta_net import GatedDeltaNet, GatedDeltaNetParams, gated_delta_net
-from jaxinfer.model.components.recurrent.state_space import StateSpace, StateSpaceParams, state_space
-from jaxinfer.model.components.recurrent.states import States, StateSlots, state_slots
+from jaxinfer.model.components.recurrent.states import StateSlots, state_slots
 from jaxinfer.model.components.rope import Rope, rotary_angles
 from jaxinfer.model.config import Layer, ModelConfig
+from jaxinfer.model.mixers import Mixer, Pool, functions_of
 from jaxinfer.model.params import LayerParams, Params
 from jaxinfer.validation import as_ints
-from kernels_pallas.latent_attention import LatentPages
-from kernels_pallas.paged_attention import Pages
 from kernels_pallas.row_products import rounded
 
 
@@ -82,32 +79,32 @@ def forward_with_states(
             " the checkpoint with layer_cuts=kept_layers"
         )
     x = embed(params, batch.tokens, config=config)
-    ropes = {layer.rope for layer, _ in config.stacks if layer.rope is not None}
-    angles: dict[Rope | None, Angles] = {rope: rotary_angles(batch.positions, rope) for rope in ropes}
+    angles = angles_of(config.mixers, batch.positions)
     if config.is_recurrent and tree_mask is not None:
         raise NotImplementedError("a tree of drafts needs a state per branch; verify chains of drafts instead")
     statics = {"q_len": q_len, "implementation": implementation, "mesh": mesh, "num_whole_rows": num_whole_rows}
     batches = [replace(batch, block_tables=batch.tables_of(kind)) for kind in range(len(config.page_kinds))]
     if config.is_recurrent and slots is None:
         slots = state_slots(batches[config.state_kind], cache.tokens.shape[1])
-    pools, first, kept = [], 0, {0: x}
+    pools, first, kept = (), 0, {0: x}
     for group, end in zip(config.groups, config.ends_of_groups[1:], strict=True):
-        places = slice(first, first + len(group.layers))
+        own = slice(len(pools), len(pools) + len(group.mixers))
         x, new = _run_group(
-            params.layers[places],
-            cache.pools[places],
-            tuple(batches[kind] for kind in config.kinds_of_stacks[places]),
+            params.layers[first : first + len(group.layers)],
+            cache.pools[own],
+            tuple(batches),
             x,
-            tuple(angles.get(layer.rope) for layer in group.layers),
+            tuple(angles[rope] for rope in ropes_of(group.mixers)),
             tree_mask,
             slots,
             layers=group.layers,
+            kinds=tuple(stack.kind for stack in config.mixer_stacks[own]),
             repeats=group.repeats,
             **statics,
         )
-        pools, first = [*pools, *new], places.stop
+        pools, first = (*pools, *new), first + len(group.layers)
         kept[end] = x
-    cache = replace(cache, pools=tuple(pools), tokens=write_tokens(cache, batch))
+    cache = replace(cache, pools=pools, tokens=write_tokens(cache, batch))
     hidden = rms_norm(x, params.final_norm, config.norm)
     states = jnp.concatenate([kept[i] for i in kept_layers], axis=-1) if kept_layers else hidden
     return hidden, states, cache
@@ -119,97 +116,86 @@ def embed(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Arra
     return x if config.embedding_scale == 1.0 else rounded(x * jnp.asarray(config.embedding_scale, x.dtype))
 
 
+def ropes_of(mixers: Iterable[Mixer]) -> tuple[Rope, ...]:
+    """Returns each rotary embedding of some mixers once."""
+    return tuple(dict.fromkeys(mixer.rope for mixer in mixers if mixer.rope is not None))
+
+
+def angles_of(mixers: Iterable[Mixer], positions: jax.Array) -> dict[Rope, Angles]:
+    """Returns the angles of tokens at positions i32[T] for each rotary embedding of some mixers."""
+    return {rope: rotary_angles(positions, rope) for rope in ropes_of(mixers)}
+
+
 _STATICS = ("q_len", "implementation", "mesh", "num_whole_rows")
 
 
 # Jitted separately, so that groups of equal shape are traced once.
-@functools.partial(jax.jit, static_argnames=("layers", "repeats", *_STATICS))
+@functools.partial(jax.jit, static_argnames=("layers", "kinds", "repeats", *_STATICS))
 def _run_group(
     params: tuple[LayerParams, ...],
     pools: tuple[Pool, ...],
     batches: tuple[Batch, ...],
     x: jax.Array,
-    angles: tuple[Angles | None, ...],
+    angles: tuple[Angles, ...],
     tree_mask: jax.Array | None,
     slots: StateSlots | None,
     *,
     layers: tuple[Layer, ...],
+    kinds: tuple[int, ...],
     repeats: int,
     q_len: int | None,
     implementation: str | None,
     mesh: Mesh | None,
     num_whole_rows: int | None,
 ) -> tuple[jax.Array, tuple[Pool, ...]]:
-    num_tokens = num_real_tokens(batches[0])
+    """Returns the states [T, D] after a group of layers for x [T, D], and the pools of its mixers.
+
+    `batches` are for the kinds of pages, `kinds` those of the mixers, and `angles` for `ropes_of` them.
+    """
+    num_tokens, ropes = num_real_tokens(batches[0]), ropes_of(mixer for layer in layers for mixer in layer.mixers)
     settings = (num_tokens, q_len, tree_mask, implementation, mesh, slots, num_whole_rows)
-    inputs = [AttentionInputs(batch, *settings) for batch in batches]
+    of_kinds = [AttentionInputs(batch, *settings, dict(zip(ropes, angles, strict=True))) for batch in batches]
 
     def run_pattern(carry, scanned):
         x, pools = carry
         pattern, index = scanned
-        new_pools = []
-        places = zip(layers, pattern, pools, inputs, angles, strict=True)
-        for layer, layer_params, pages, layer_inputs, layer_angles in places:
-            offset = layer_offset(pages, index, repeats)
-            x, pages = run_layer(layer_params, pages, x, layer_inputs, layer_angles, offset, layer=layer)
-            new_pools.append(pages)
-        return (x, tuple(new_pools)), None
+        new_pools = ()
+        for layer, layer_params in zip(layers, pattern, strict=True):
+            own = slice(len(new_pools), len(new_pools) + len(layer.mixers))
+            inputs = [
+                replace(of_kinds[kind], page_offset=layer_offset(pages, index, repeats))
+                for kind, pages in zip(kinds[own], pools[own], strict=True)
+            ]
+            x, new = mix(layer_params, pools[own], x, x, inputs, layer=layer)
+            x = feed_forward(layer_params, x, num_tokens, layer=layer, mesh=mesh)
+            new_pools = (*new_pools, *new)
+        return (x, new_pools), None
 
     # The cache is a carry: as scanned input and output it would be copied whole in every step.
     (x, pools), _ = jax.lax.scan(run_pattern, (x, pools), (params, jnp.arange(repeats)))
     return x, pools
 
 
-def run_layer(
-    params: LayerParams,
-    pages: Pool,
-    x: jax.Array,
-    inputs: AttentionInputs,
-    angles: Angles | None,
-    page_offset: jax.Array | int,
-    *,
-    layer: Layer,
-) -> tuple[jax.Array, Pool]:
-    """Returns the states [T, D] after one layer for x [T, D], and the layer's pages."""
-    if layer.mixer is not None:
-        x, pages = mix(params, pages, x, x, inputs, angles, page_offset, layer=layer)
-    return feed_forward(params, x, inputs.num_tokens, layer=layer, mesh=inputs.mesh), pages
-
-
 def mix(
     params: LayerParams,
-    pages: Pool,
+    pools: tuple[Pool, ...],
     x: jax.Array,
     h: jax.Array,
-    inputs: AttentionInputs,
-    angles: Angles | None,
-    page_offset: jax.Array | int,
+    inputs: Sequence[AttentionInputs],
     *,
     layer: Layer,
-) -> tuple[jax.Array, Pool]:
-    """Returns the states x [T, D] after the first half of a layer, whose input is h, and the layer's pages.
+) -> tuple[jax.Array, tuple[Pool, ...]]:
+    """Returns the states x [T, D] after the first half of a layer, whose input is h, and the pools of its mixers.
 
-    In all layers of a decoder h is x.
+    x itself if the layer has no mixer. `pools` and `inputs` are for each of `layer.mixers`. In all layers of a decoder
+    h is x.
     """
-    assert layer.mixer is not None
+    if layer.mixer is None:
+        return x, ()
     h = _normed(h, params.mixer_norm, layer.norm)
-    if isinstance(layer.mixer, StateSpace):
-        assert isinstance(params.mixer, StateSpaceParams)
-        assert isinstance(pages, States)
-        h, pages = state_space(params.mixer, pages, h, inputs, page_offset, config=layer.mixer, norm=layer.norm)
-    elif isinstance(layer.mixer, GatedDeltaNet):
-        assert isinstance(params.mixer, GatedDeltaNetParams)
-        assert isinstance(pages, States)
-        h, pages = gated_delta_net(params.mixer, pages, h, inputs, page_offset, config=layer.mixer, norm=layer.norm)
-    elif isinstance(layer.mixer, LatentAttention):
-        assert isinstance(params.mixer, LatentAttentionParams)
-        assert isinstance(pages, LatentPages)
-        h, pages = attend_to_latents(params.mixer, pages, h, inputs, angles, page_offset, config=layer.mixer)
-    else:
-        assert isinstance(params.mixer, AttentionParams)
-        assert isinstance(pages, Pages)
-        h, pages = attend(params.mixer, pages, h, inputs, angles, page_offset, config=layer.mixer, norm=layer.norm)
-    return _add(x, h, params.mixer_post_norm, layer), pages
+    functions, options = functions_of(layer.mixer), {"config": layer.mixer, "norm": layer.norm}
+    h, pages = functions.mix(params.mixer, pools[0], h, inputs[0], **options)
+    return _add(x, h, params.mixer_post_norm, layer), (pages,)
 
 
 def feed_forward(

@@ -12,28 +12,19 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.model.components.attention import AttentionParams, declare_attention
 from jaxinfer.model.components.experts import MESH_AXES
-from jaxinfer.model.components.latent_attention import LatentAttention, LatentAttentionParams, declare_latent_attention
 from jaxinfer.model.components.layers import MakeSpec, TensorSpec
 from jaxinfer.model.components.mlp import MLP, MLPParams, declare_mlp
 from jaxinfer.model.components.moe import MoE, MoEParams, declare_moe
-from jaxinfer.model.components.recurrent.gated_delta_net import (
-    GatedDeltaNet,
-    GatedDeltaNetParams,
-    declare_gated_delta_net,
-)
-from jaxinfer.model.components.recurrent.state_space import StateSpace, StateSpaceParams, declare_state_space
-from jaxinfer.model.config import LayerStack, Mixer, ModelConfig
-
-MixerParams = AttentionParams | LatentAttentionParams | StateSpaceParams | GatedDeltaNetParams
+from jaxinfer.model.config import LayerStack, ModelConfig
+from jaxinfer.model.mixers import functions_of
 
 
 @struct.dataclass
 class LayerParams:
     """A stack of n equal layers, each tensor stacked on its first axis."""
 
-    mixer: Any  # MixerParams; None in a layer without a mixer
+    mixer: Any  # the tensors that its component declares; None in a layer without a mixer
     feed_forward: MLPParams | MoEParams | None
     mixer_norm: Any = None  # [n, D]  before the mixer
     mixer_post_norm: Any = None  # [n, D]  after the mixer
@@ -95,7 +86,7 @@ def _declare_stack(stack: LayerStack, hidden_size: int) -> LayerParams:
     pre, post = norm if layer.has_pre_norms else None, norm if layer.has_post_norms else None
     has_mixer, has_feed_forward = layer.mixer is not None, layer.feed_forward is not None
     return LayerParams(
-        mixer=_declare_mixer(layer.mixer, hidden_size, spec) if layer.mixer is not None else None,
+        mixer=functions_of(layer.mixer).declare(layer.mixer, hidden_size, spec) if layer.mixer is not None else None,
         feed_forward=_declare_feed_forward(layer.feed_forward, hidden_size, spec)
         if layer.feed_forward is not None
         else None,
@@ -104,16 +95,6 @@ def _declare_stack(stack: LayerStack, hidden_size: int) -> LayerParams:
         feed_forward_norm=pre if has_feed_forward else None,
         feed_forward_post_norm=post if has_feed_forward else None,
     )
-
-
-def _declare_mixer(config: Mixer, hidden_size: int, spec: MakeSpec) -> MixerParams:
-    if isinstance(config, LatentAttention):
-        return declare_latent_attention(config, hidden_size, spec)
-    if isinstance(config, StateSpace):
-        return declare_state_space(config, hidden_size, spec)
-    if isinstance(config, GatedDeltaNet):
-        return declare_gated_delta_net(config, hidden_size, spec)
-    return declare_attention(config, hidden_size, spec)
 
 
 def _declare_feed_forward(config: MLP | MoE, hidden_size: int, spec: MakeSpec) -> MLPParams | MoEParams:

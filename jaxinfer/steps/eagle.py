@@ -21,12 +21,12 @@ from flax import struct
 
 from jaxinfer.config import CacheConfig
 from jaxinfer.model.batch import PADDING_SLOT, Batch, last_places, num_real_tokens
-from jaxinfer.model.cache import Pool, init_cache
+from jaxinfer.model.cache import init_cache
 from jaxinfer.model.components.attention import AttentionInputs
 from jaxinfer.model.components.layers import linear, product, rms_norm
-from jaxinfer.model.components.rope import rotary_angles
 from jaxinfer.model.config import ModelConfig
-from jaxinfer.model.decoder import embed, feed_forward, mix, unembed
+from jaxinfer.model.decoder import angles_of, embed, feed_forward, mix, unembed
+from jaxinfer.model.mixers import Pool
 from jaxinfer.model.params import LayerParams, Params
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.sample import best_tokens
@@ -130,11 +130,10 @@ class EagleHead:
         hidden [T, D]: the states from which the batch's tokens were sampled.
         """
         layer, norm = self.config.layers[0], self.config.norm
-        inputs = AttentionInputs(batch, num_real_tokens(batch), q_len, implementation=implementation)
-        rope = layer.rope
-        angles = None if rope is None else rotary_angles(batch.positions, rope)
+        angles = angles_of(layer.mixers, batch.positions)
+        inputs = AttentionInputs(batch, num_real_tokens(batch), q_len, implementation=implementation, angles=angles)
         x, h = self._inputs(params, hidden, batch.tokens, inputs.num_tokens)
-        x, pages = mix(self.layer, pages, x, h, inputs, angles, 0, layer=layer)
+        x, (pages,) = mix(self.layer, (pages,), x, h, [inputs], layer=layer)
         # Of the tokens before the last only keys and values are needed.
         x = feed_forward(self.layer, x[last_places(batch)], (batch.kv_lens > 0).sum(), layer=layer)
         normed = rms_norm(x, self.final_norm, norm)

@@ -51,7 +51,7 @@ def log_probs(
     cache_config = CacheConfig(num_pages=num_pages, page_size=page_size, dtype=str(params.final_norm.dtype))
     cache = init_cache(config, cache_config)
     if mesh is not None:
-        cache = jax.lax.with_sharding_constraint(cache, cache_shardings(cache, mesh))
+        cache = jax.lax.with_sharding_constraint(cache, cache_shardings(cache, mesh, config=config))
     statics = {"config": config, "implementation": implementation, "mesh": mesh}
     hidden, _ = forward(params, cache, batch, num_whole_rows=B, **statics)
     states = hidden.reshape(B, T, -1)[:, :-1].reshape(B * (T - 1), -1)

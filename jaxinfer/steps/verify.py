@@ -23,8 +23,8 @@ from flax import struct
 
 from jaxinfer.model.batch import PADDING_SLOT, Batch, StepOutput, VerifyOutput, num_evicted_tokens
 from jaxinfer.model.cache import KVCache
-from jaxinfer.model.components.recurrent.states import States, StateSlots, move_states, state_slots
-from jaxinfer.model.config import ModelConfig
+from jaxinfer.model.components.recurrent.states import StateSlots, move_states, state_slots
+from jaxinfer.model.config import MixerStack, ModelConfig
 from jaxinfer.sampling.batch import SamplingBatch
 from kernels_pallas.paged_attention.shapes import token_rows
 
@@ -103,18 +103,17 @@ def keep_states(cache: KVCache, batch: Batch, ends: Ends, num_emitted: jax.Array
     is_kept = ends.is_real & ((index == last) | ((index < last) & (positions % S == S - 1)))
     pages = batch.tables_of(config.state_kind)[ends.rows, positions // S]
     sources, targets = _draft_slots(cache, ends, config), jnp.where(is_kept, pages, PADDING_SLOT)
-    pools = tuple(
-        move_states(pool, sources, targets, stack.num_layers) if isinstance(pool, States) else pool
-        for pool, stack in zip(cache.pools, config.stacks, strict=True)
-    )
-    return replace(cache, pools=pools)
+
+    def kept(pool: Any, stack: MixerStack) -> Any:
+        return move_states(pool, sources, targets, stack.num_layers) if stack.kind == config.state_kind else pool
+
+    return replace(cache, pools=tuple(map(kept, cache.pools, config.mixer_stacks)))
 
 
 def _draft_slots(cache: KVCache, ends: Ends, config: ModelConfig) -> jax.Array:
     """Returns the slot of the state after each end, i32[N]: the last of each layer."""
-    pool, num_layers = next(
-        (p, s.num_layers) for p, s in zip(cache.pools, config.stacks, strict=True) if isinstance(p, States)
-    )
+    pairs = zip(cache.pools, config.mixer_stacks, strict=True)
+    pool, num_layers = next((pool, stack.num_layers) for pool, stack in pairs if stack.kind == config.state_kind)
     num_ends, per_layer = ends.places.shape[0], pool.num_pages // num_layers
     if cache.num_draft_states < num_ends:
         raise ValueError(

@@ -87,7 +87,7 @@ def step_case(
         placement = quantized_shardings(placement)
     pages = {"num_pages": num_pages, "num_bounded_pages": num_bounded_pages, "page_size": page_size}
     cache = abstract_cache(config, CacheConfig(**pages, dtype="bfloat16"), layout)
-    cache = placed(cache, cache_shardings(cache, mesh))
+    cache = placed(cache, cache_shardings(cache, mesh, config=config))
     sizes = {"num_tokens": num_tokens, "num_rows": num_rows, "table_width": max_context // page_size}
     num_masks = num_tokens if tree_q_len else num_rows * mixed_q_len or None
     host = {

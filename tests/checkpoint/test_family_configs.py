@@ -60,7 +60,7 @@ def translated_scaling(hf: dict) -> RopeScaling:
 
 
 def rope_of(config: ModelConfig) -> Rope:
-    rope = config.layers[0].rope
+    rope = config.mixers[0].rope
     assert rope is not None
     return rope
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,12 @@ from jaxinfer.checkpoint.huggingface import load_params, read_config
 from jaxinfer.checkpoint.orbax import read_saved_config, restore_params, save_params
 from jaxinfer.model.components.rope import RopeScaling
 from jaxinfer.model.config import uniform_decoder
+from jaxinfer.model.mixers import MIXERS
 from jaxinfer.model.params import abstract_params, shardings
+from tests.model.components.recurrent.test_states import MODEL
+from tests.model.components.test_latent_attention import MODEL as LATENT_MODEL
 from tests.oracles import save_random_checkpoint
+from tests.replay import lively_params
 
 ROOT = Path(__file__).parents[2]
 SIZES: dict[str, Any] = {
@@ -78,6 +83,18 @@ def test_restored_parameters_and_config_equal_the_saved(saved):
     path, params = saved
     restored, config = restore_params(path)
     assert config == read_saved_config(path) == CONFIG
+    assert_same(restored, params)
+
+
+def test_parameters_and_config_of_every_mixer_are_restored(tmp_path):
+    config = replace(MODEL, groups=(*MODEL.groups, *LATENT_MODEL.groups))
+    assert {type(mixer) for mixer in config.mixers} == set(MIXERS)
+    params = lively_params(config)
+    save_params(tmp_path / "checkpoint", params, config)
+
+    restored, found = restore_params(tmp_path / "checkpoint")
+
+    assert found == config
     assert_same(restored, params)
 
 

@@ -152,7 +152,7 @@ def test_an_initial_cache_has_the_abstract_shapes_and_no_nan():
 
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), cache)
     assert shapes == abstract_cache(CONFIG, CACHE)
-    assert [pool.num_pages for pool in cache.pools if pool is not None] == [1 * P, 4 * P]
+    assert [pool.num_pages for pool in cache.pools] == [1 * P, 4 * P]
     assert all(np.isfinite(pool).all() for pool in jax.tree.leaves(cache))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.mlp import MLP
-from jaxinfer.model.config import Layer, LayerGroup, ModelConfig, scan_sizes
+from jaxinfer.model.config import Layer, LayerGroup, ModelConfig, PageKind, scan_sizes
 
 
 def layer_of(window: int | None) -> Layer:
@@ -138,6 +138,16 @@ def test_the_window_of_a_model_is_that_of_its_layers(kinds, widest, narrowest):
     config = model_of((kinds, 2))
 
     assert (config.sliding_window, config.smallest_window) == (widest, narrowest)
+
+
+def test_a_layer_without_a_mixer_keeps_nothing_and_sees_no_token():
+    config = model_of(("aca", 2))  # windows of 8 and of 3
+    half = replace(KINDS["a"], mixer=None)
+
+    beside = replace(config, groups=(*config.groups, LayerGroup((half,), 3)))
+
+    assert beside.mixer_stacks == config.mixer_stacks
+    assert (beside.sliding_window, beside.page_kinds) == (8, (PageKind(), PageKind(window=3), PageKind(window=8)))
 
 
 @pytest.mark.parametrize("repeats", [0, -1, 1.0, True, None])

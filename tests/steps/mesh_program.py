@@ -36,7 +36,7 @@ def main(checkpoint: str, sequences_file: str, results_file: str) -> None:
     params = load_params(checkpoint, config, "float32", placement=shardings(config, mesh))
     pages = deal_pages(B, TABLE_WIDTH)
     cache = nan_cache(config, CacheConfig(num_pages=pages.size, page_size=PAGE_SIZE))
-    cache = jax.device_put(cache, cache_shardings(cache, mesh))
+    cache = jax.device_put(cache, cache_shardings(cache, mesh, config=config))
     sampling = make_sampling([SamplingParams(temperature=0, log_probs=V)] * B, num_rows=B, vocab_size=V)
 
     def run(step, starts, ends, num_tokens):

@@ -206,10 +206,11 @@ def decoder_of(hf: Mapping[str, Any], layers: Sequence[Layer], *, max_position: 
 
     `max_position` is the family's default.
     """
+    ropes = [mixer.rope for layer in layers for mixer in layer.mixers if mixer.rope is not None]
     config = ModelConfig(
         vocab_size=require_size(hf, "vocab_size"),
         hidden_size=require_size(hf, "hidden_size"),
-        max_position=read_max_position(hf, max_position, [layer.rope and layer.rope.scaling for layer in layers]),
+        max_position=read_max_position(hf, max_position, [rope.scaling for rope in ropes]),
         groups=(LayerGroup(tuple(layers)),),
         norm=layers[0].norm,
         **options,

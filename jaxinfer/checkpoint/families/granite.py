@@ -32,7 +32,8 @@ from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE, Router
 from jaxinfer.model.components.recurrent.state_space import StateSpace
 from jaxinfer.model.components.rope import Rope
-from jaxinfer.model.config import Layer, Mixer, ModelConfig
+from jaxinfer.model.config import Layer, ModelConfig
+from jaxinfer.model.mixers import Mixer
 
 _LAYER = "model.layers.{layer}"
 MAX_POSITION = 2048

@@ -61,7 +61,7 @@ class ExitDrafter(StepDrafter):
                 f"the early exit is after layer {self._num_layers}, before which the target has not every kind of"
                 " attention window; an exit is after layers of every kind"
             )
-        self._num_stacks = len(first.stacks)
+        self._num_stacks, self._num_pools = len(first.stacks), len(first.mixer_stacks)
         params = self._first_layers(target.params)
         self._steps = DraftSteps(params, first, target, [(rows, rows) for rows in decode_sizes(target.engine_config)])
         return target.engine_config.max_drafts
@@ -82,9 +82,9 @@ class ExitDrafter(StepDrafter):
         num_rows = fitting_size((rows for rows, _ in self._steps.shapes), len(chosen))
 
         def compute(cache: KVCache) -> tuple[list[list[int]], KVCache]:
-            first = replace(cache, pools=cache.pools[: self._num_stacks])
+            first = replace(cache, pools=cache.pools[: self._num_pools])
             tokens, first = self._steps.run((num_rows, num_rows), first, rows, chosen, [counts[i] for i in order])
-            return tokens, replace(first, pools=first.pools + cache.pools[self._num_stacks :])
+            return tokens, replace(first, pools=first.pools + cache.pools[self._num_pools :])
 
         for i, tokens in zip(order, self._lend_cache(compute), strict=True):
             drafts[i] = tokens

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -11,11 +12,11 @@ from flax import struct
 from jax.sharding import Mesh
 
 from jaxinfer.model.batch import Batch
-from jaxinfer.model.components.layers import MakeSpec, Norm, TensorSpec, linear, rms_norm
+from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear, rms_norm
 from jaxinfer.model.components.recurrent.states import StateSlots
 from jaxinfer.model.components.rope import Rope, require_pairs, rotary_embedding
 from jaxinfer.validation import require, require_bool, require_int, require_positive
-from kernels_pallas.paged_attention import Pages, paged_attention
+from kernels_pallas.paged_attention import Pages, abstract_pages, paged_attention
 from kernels_pallas.whole_rows import PagedCall, PlainCall, attend_whole_rows, plain_attention
 
 Angles = tuple[jax.Array, jax.Array]  # cosine and sine f32[T, 1, R/2]
@@ -55,6 +56,11 @@ class Attention:
         is_name = isinstance(self.qk_norm, str) and self.qk_norm in ("head", "all")
         require(self.qk_norm is None or is_name, "qk_norm", self.qk_norm, "'head', 'all' or None")
 
+    @property
+    def width(self) -> int:
+        """Queries, keys and values aside, no numbers stand between two products."""
+        return 0
+
 
 @struct.dataclass
 class AttentionParams:
@@ -77,7 +83,7 @@ class AttentionParams:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What a mixer needs of a step beside hidden states; the same in all layers."""
+    """What a mixer needs of a step beside hidden states and its pages."""
 
     batch: Batch
     num_tokens: jax.Array  # i32[]  tokens that are not padding
@@ -87,6 +93,8 @@ class AttentionInputs:
     mesh: Mesh | None = None
     states: StateSlots | None = None  # if the model has a recurrent mixer
     num_whole_rows: int | None = None  # of a step that may be differentiated, see `forward`
+    angles: Mapping[Rope, Angles] = field(default_factory=dict)  # of the tokens, for each rotary embedding
+    page_offset: jax.Array | int = 0  # the index of the layer's first page in its pool
 
     def run(
         self,
@@ -95,11 +103,10 @@ class AttentionInputs:
         tokens: tuple[jax.Array, ...],
         sinks: jax.Array | None,
         pages: Any,
-        page_offset: jax.Array | int,
     ) -> tuple[jax.Array, Any]:
         """Returns `call(*tokens, sinks, pages, arrays)`, with the arrays of this step by name; see `run_with`."""
         arrays = {name: getattr(self.batch, name) for name in ("block_tables", "kv_lens", "cu_q_lens")}
-        arrays |= {"tree_mask": self.tree_mask, "page_offset": page_offset}
+        arrays |= {"tree_mask": self.tree_mask, "page_offset": self.page_offset}
         return self.run_with(arrays, call, plain, tokens, sinks, pages)
 
     def run_with(
@@ -148,19 +155,23 @@ def declare_attention(config: Attention, hidden_size: int, spec: MakeSpec) -> At
     return AttentionParams(**tensors)
 
 
+def abstract_keys_and_values(config: Attention, size: PoolSize) -> Pages:
+    """Returns the pool of keys and values as `jax.ShapeDtypeStruct`s."""
+    heads = config.num_kv_heads, config.head_dim
+    return abstract_pages(size.num_pages, size.page_size, *heads, size.dtype, size.layout)
+
+
 def attend(
     params: AttentionParams,
     pages: Pages,
     x: jax.Array,
     inputs: AttentionInputs,
-    angles: Angles | None,
-    page_offset: jax.Array | int,
     *,
     config: Attention,
     norm: Norm,
 ) -> tuple[jax.Array, Pages]:
     """Returns the layer's output [T, D] for x [T, D], and the pages with the tokens' keys and values appended."""
-    q, k, v = project_qkv(params, x, angles, inputs.num_tokens, config=config, norm=norm)
+    q, k, v = project_qkv(params, x, inputs, config=config, norm=norm)
     scale = config.head_dim**-0.5 if config.scale is None else config.scale
     options = {"scale": scale, "window": config.window, "softcap": config.softcap}
     statics = {"q_len": inputs.q_len, "implementation": inputs.implementation, "mesh": inputs.mesh}
@@ -169,7 +180,7 @@ def attend(
         return paged_attention(q, k, v, pages, sinks=sinks, **arrays, **options, **statics)
 
     plain = functools.partial(plain_attention, **options)
-    attended, pages = inputs.run(call, plain, (q, k, v), params.sinks, pages, page_offset)
+    attended, pages = inputs.run(call, plain, (q, k, v), params.sinks, pages)
     if params.gate is not None:
         attended = attended * jax.nn.sigmoid(linear(x, params.gate, params.gate_bias, inputs.num_tokens))
     return linear(attended, params.o, params.o_bias, inputs.num_tokens), pages
@@ -178,23 +189,22 @@ def attend(
 def project_qkv(
     params: AttentionParams,
     x: jax.Array,
-    angles: Angles | None,
-    num_tokens: jax.Array,
+    inputs: AttentionInputs,
     *,
     config: Attention,
     norm: Norm,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns queries [T, N, H], keys and values [T, K, H] of x [T, D], normalised and rotated as `config` says."""
-    q = linear(x, params.q, params.q_bias, num_tokens)
-    k = linear(x, params.k, params.k_bias, num_tokens)
-    v = linear(x, params.v, params.v_bias, num_tokens)
+    q = linear(x, params.q, params.q_bias, inputs.num_tokens)
+    k = linear(x, params.k, params.k_bias, inputs.num_tokens)
+    v = linear(x, params.v, params.v_bias, inputs.num_tokens)
     if config.qk_norm == "head":
         q, k = rms_norm(q, params.q_norm, norm), rms_norm(k, params.k_norm, norm)
     elif config.qk_norm == "all":
         q, k = _norm_all_heads(q, params.q_norm, norm), _norm_all_heads(k, params.k_norm, norm)
-    if config.rope is None or angles is None:
+    if config.rope is None:
         return q, k, v
-    is_interleaved = config.rope.is_interleaved
+    angles, is_interleaved = inputs.angles[config.rope], config.rope.is_interleaved
     return (
         rotary_embedding(q, *angles, is_interleaved=is_interleaved),
         rotary_embedding(k, *angles, is_interleaved=is_interleaved),

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jaxinfer.model.components.attention import Angles, AttentionInputs
-from jaxinfer.model.components.layers import MakeSpec, Norm, TensorSpec, linear, rms_norm
+from jaxinfer.model.components.attention import AttentionInputs
+from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear, rms_norm
 from jaxinfer.model.components.rope import Rope, rotary_embedding
 from jaxinfer.validation import require, require_bool, require_int, require_positive
-from kernels_pallas.latent_attention import LatentPages, latent_attention
+from kernels_pallas.latent_attention import LatentPages, abstract_latents, latent_attention
 from kernels_pallas.row_products import rows_by_matrices
 from kernels_pallas.whole_rows import plain_attention
 
@@ -53,6 +53,11 @@ class LatentAttention:
     def window(self) -> None:
         """A token attends to all tokens before it."""
         return None
+
+    @property
+    def width(self) -> int:
+        """Queries, keys and values aside, no numbers stand between two products."""
+        return 0
 
     @property
     def qk_head_dim(self) -> int:
@@ -104,23 +109,29 @@ def declare_latent_attention(config: LatentAttention, hidden_size: int, spec: Ma
     return LatentAttentionParams(**tensors)
 
 
+def abstract_latents_of(config: LatentAttention, size: PoolSize) -> LatentPages:
+    """Returns the pool of latents as `jax.ShapeDtypeStruct`s."""
+    numbers = config.kv_lora_rank, config.qk_rope_head_dim
+    return abstract_latents(size.num_pages, size.page_size, *numbers, size.dtype, size.layout)
+
+
 def attend_to_latents(
     params: LatentAttentionParams,
     pages: LatentPages,
     x: jax.Array,
     inputs: AttentionInputs,
-    angles: Angles | None,
-    page_offset: jax.Array | int,
     *,
     config: LatentAttention,
+    norm: Norm,
 ) -> tuple[jax.Array, LatentPages]:
     """Returns the layer's output [T, D] for x [T, D], and the pages with the tokens' latents appended.
+
+    `norm` is that of the layer; latents have one of their own.
 
     Queries meet latents, not keys, in every step: q · (K c) = (Kᵀ q) · c for the query q
     and matrix K of a head and a latent c. So a token's sums have the same order in prefill, decoding and verification.
     """
-    assert angles is not None
-    R, is_interleaved = config.kv_lora_rank, config.rope.is_interleaved
+    R, angles, is_interleaved = config.kv_lora_rank, inputs.angles[config.rope], config.rope.is_interleaved
     q = _queries(params, x, inputs.num_tokens, config=config)
     q_rotated = rotary_embedding(q[..., config.qk_nope_head_dim :], *angles, is_interleaved=is_interleaved)
     q = jnp.concatenate([_by_heads(q[..., : config.qk_nope_head_dim], params.k_up), q_rotated], axis=-1)
@@ -137,7 +148,7 @@ def attend_to_latents(
     def plain(q: jax.Array, latents: jax.Array, _: None) -> jax.Array:
         return plain_attention(q, latents[:, None], latents[:, None, :R], None, scale=scale)
 
-    attended, pages = inputs.run(call, plain, (q, latents), None, pages, page_offset)
+    attended, pages = inputs.run(call, plain, (q, latents), None, pages)
     values = _by_heads(attended, params.v_up)
     return linear(values, params.o, params.o_bias, inputs.num_tokens), pages
 

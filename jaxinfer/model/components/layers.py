@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +128,15 @@ class TensorSpec:
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     scale: float | None
+
+
+class PoolSize(NamedTuple):
+    """The size of a pool of pages, for all layers of a stack together."""
+
+    num_pages: int
+    page_size: int  # tokens
+    dtype: str  # of keys and values
+    layout: str | None  # of pages of keys and values; None: this platform's
 
 
 # (sizes, axes, scale = 0.02) -> the declaration of a tensor of stacked layers, given one layer's sizes and axes

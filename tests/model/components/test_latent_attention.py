@@ -20,7 +20,7 @@ from jaxinfer.model.components.attention import AttentionInputs
 from jaxinfer.model.components.latent_attention import LatentAttention, attend_to_latents
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.rope import Rope, rotary_angles
-from jaxinfer.model.config import Layer, LayerGroup, ModelConfig
+from jaxinfer.model.config import RMS_NORM, Layer, LayerGroup, ModelConfig
 from kernels_pallas.latent_attention import abstract_latents, latent_attention
 from tests.oracles import LATENT, MOE, SIZES
 from tests.replay import lively_params, nan_cache, poisoned, replay
@@ -90,10 +90,10 @@ def test_absorbed_queries_attend_as_queries_do_to_the_keys_and_values_of_each_he
 
     @jax.jit
     def run(params, pages, x, batch):
-        inputs = AttentionInputs(batch, jnp.asarray(T))
+        angles = {ATTENTION.rope: rotary_angles(batch.positions, ATTENTION.rope)}
+        inputs = AttentionInputs(batch, jnp.asarray(T), angles=angles)
         own = jax.tree.map(lambda w: w[0], params)
-        angles = rotary_angles(batch.positions, ATTENTION.rope)
-        return attend_to_latents(own, pages, x, inputs, angles, 0, config=ATTENTION)[0]
+        return attend_to_latents(own, pages, x, inputs, config=ATTENTION, norm=RMS_NORM)[0]
 
     # Outputs of order 1, in float32 against float64.
     np.testing.assert_allclose(run(params, pages, x, batch), naive_attention(params, x, ATTENTION), rtol=0, atol=1e-5)

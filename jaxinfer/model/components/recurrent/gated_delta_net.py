@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxinfer.model.components.attention import AttentionInputs
-from jaxinfer.model.components.layers import MakeSpec, Norm, TensorSpec, linear
+from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear
 from jaxinfer.model.components.recurrent.recurrence import Tokens, advance
 from jaxinfer.model.components.recurrent.states import States, abstract_states, convolve, slots_of_layer, sum_keys
 from jaxinfer.validation import require, require_int
@@ -46,6 +46,16 @@ class GatedDeltaNet:
     def values_per_key(self) -> int:
         """The value heads that share a key head, R."""
         return self.num_value_heads // self.num_key_heads
+
+    @property
+    def rope(self) -> None:
+        """The layer knows no positions, only their order."""
+        return None
+
+    @property
+    def window(self) -> None:
+        """A state depends on all tokens before it."""
+        return None
 
     @property
     def width(self) -> int:
@@ -100,10 +110,10 @@ def _sizes(hidden_size: int, config: GatedDeltaNet) -> tuple[int, int, int, int,
     return hidden_size, config.num_key_heads, config.values_per_key, config.key_head_dim, config.value_head_dim
 
 
-def abstract_gated_delta_net(config: GatedDeltaNet, num_slots: int) -> States:
+def abstract_gated_delta_net(config: GatedDeltaNet, size: PoolSize) -> States:
     """Returns the pool of states as `jax.ShapeDtypeStruct`s."""
     state = (config.num_value_heads, config.key_head_dim, config.value_head_dim)
-    return abstract_states(num_slots, (config.conv_size - 1, config.num_channels), state)
+    return abstract_states(size, (config.conv_size - 1, config.num_channels), state)
 
 
 def gated_delta_net(
@@ -111,14 +121,13 @@ def gated_delta_net(
     states: States,
     x: jax.Array,
     inputs: AttentionInputs,
-    slot_offset: jax.Array | int,
     *,
     config: GatedDeltaNet,
     norm: Norm,
 ) -> tuple[jax.Array, States]:
     """Returns the layer's output [T, D] for x [T, D], and the states with those that the step stores."""
     assert inputs.states is not None
-    (T, D), slots = x.shape, slots_of_layer(inputs.states, slot_offset)
+    (T, D), slots = x.shape, slots_of_layer(inputs.states, inputs.page_offset)
     _, G, R, K, V = _sizes(D, config)
     H = G * R
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxinfer.model.components.attention import AttentionInputs
-from jaxinfer.model.components.layers import MakeSpec, Norm, TensorSpec, linear
+from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear
 from jaxinfer.model.components.recurrent.recurrence import Tokens, advance
 from jaxinfer.model.components.recurrent.states import States, abstract_states, convolve, slots_of_layer, sum_keys
 from jaxinfer.validation import as_float, as_tuple, is_real, require, require_bool, require_int
@@ -54,6 +54,16 @@ class StateSpace:
     def inner_size(self) -> int:
         """The numbers of all heads, I."""
         return self.num_heads * self.head_dim
+
+    @property
+    def rope(self) -> None:
+        """The layer knows no positions, only their order."""
+        return None
+
+    @property
+    def window(self) -> None:
+        """A state depends on all tokens before it."""
+        return None
 
     @property
     def width(self) -> int:
@@ -101,10 +111,10 @@ def declare_state_space(config: StateSpace, hidden_size: int, spec: MakeSpec) ->
     return StateSpaceParams(**tensors)
 
 
-def abstract_state_space(config: StateSpace, num_slots: int) -> States:
+def abstract_state_space(config: StateSpace, size: PoolSize) -> States:
     """Returns the pool of states as `jax.ShapeDtypeStruct`s."""
     state = (config.num_heads, config.state_size, config.head_dim)
-    return abstract_states(num_slots, (config.conv_size - 1, config.num_channels), state)
+    return abstract_states(size, (config.conv_size - 1, config.num_channels), state)
 
 
 def state_space(
@@ -112,7 +122,6 @@ def state_space(
     states: States,
     x: jax.Array,
     inputs: AttentionInputs,
-    slot_offset: jax.Array | int,
     *,
     config: StateSpace,
     norm: Norm,
@@ -121,7 +130,7 @@ def state_space(
     assert inputs.states is not None
     T, H, P, G, N = x.shape[0], config.num_heads, config.head_dim, config.num_groups, config.state_size
     I, C = config.inner_size, config.num_channels
-    slots = slots_of_layer(inputs.states, slot_offset)
+    slots = slots_of_layer(inputs.states, inputs.page_offset)
     projected = linear(x, params.in_proj, params.in_bias, inputs.num_tokens)
     gate, channels, dt = projected[:, :I], projected[:, I : I + C], projected[:, I + C :]
     channels, conv = convolve(channels, states.conv, params.conv, params.conv_bias, slots, inputs.batch)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxinfer.model.batch import PADDING_SLOT, Batch
+from jaxinfer.model.components.layers import PoolSize
 from kernels_pallas.paged_attention.shapes import token_rows
 from kernels_pallas.row_products import rounded, zero_after
 
@@ -40,11 +41,11 @@ class StateSlots:
     writes: Any  # i32[T]  takes the state after the token; PADDING_SLOT: the state is not stored
 
 
-def abstract_states(num_slots: int, conv: tuple[int, int], recurrent: tuple[int, int, int]) -> States:
+def abstract_states(size: PoolSize, conv: tuple[int, int], recurrent: tuple[int, int, int]) -> States:
     """Returns a pool as `jax.ShapeDtypeStruct`s; `conv` is (W - 1, C) and `recurrent` (H, K, V)."""
     return States(
-        conv=jax.ShapeDtypeStruct((num_slots, *conv), jnp.float32),
-        recurrent=jax.ShapeDtypeStruct((num_slots, *recurrent), jnp.float32),
+        conv=jax.ShapeDtypeStruct((size.num_pages, *conv), jnp.float32),
+        recurrent=jax.ShapeDtypeStruct((size.num_pages, *recurrent), jnp.float32),
     )
 
 

@@ -14,15 +14,16 @@ from jaxinfer.config import CacheConfig
 from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.recurrent.states import States
-from jaxinfer.model.config import Layer, LayerGroup, ModelConfig, RecurrentMixer
+from jaxinfer.model.config import Layer, LayerGroup, ModelConfig
 from jaxinfer.model.decoder import forward
+from jaxinfer.model.mixers import Mixer
 from tests.replay import deal_pages, lively_params, nan_cache
 
 S, T = 16, 55  # tokens of a page, and of the longest sequence
 NUM_SEQUENCES = 5
 
 
-def model_of(mixer: RecurrentMixer, hidden_size: int) -> ModelConfig:
+def model_of(mixer: Mixer, hidden_size: int) -> ModelConfig:
     """Returns a model whose recurrent layers have a stack of one and a stack of two."""
     alone, beside = Layer(mixer=mixer, feed_forward=None), Layer(mixer=mixer, feed_forward=MLP(intermediate_size=44))
     groups = (LayerGroup((alone,), 1), LayerGroup((beside,), 2))
@@ -70,7 +71,7 @@ class Replay:
         """Returns the leaves [layers, pages, ...] of each pool, for the pages of the first sequence."""
         own = self.pages[0, :num_pages]
         leaves = []
-        for pool, stack in zip(cache.pools, self.config.stacks, strict=True):
+        for pool, stack in zip(cache.pools, self.config.mixer_stacks, strict=True):
             assert isinstance(pool, States)
             leaves += [
                 np.asarray(leaf).reshape(stack.num_layers, -1, *leaf.shape[1:])[:, own]
@@ -125,7 +126,7 @@ def wide_params(params: Any) -> Any:
     return {name: np.asarray(tensor[0], np.float64) for name, tensor in vars(params).items() if tensor is not None}
 
 
-def run_layer_alone(function: Any, params: Any, mixer: RecurrentMixer, x: np.ndarray, norm: Any) -> np.ndarray:
+def run_layer_alone(function: Any, params: Any, mixer: Mixer, x: np.ndarray, norm: Any) -> np.ndarray:
     """Returns the output of a mixer's function for one row x [T, D] from the beginning."""
     from jaxinfer.model.components.attention import AttentionInputs
     from jaxinfer.model.components.recurrent.states import state_slots
@@ -137,6 +138,6 @@ def run_layer_alone(function: Any, params: Any, mixer: RecurrentMixer, x: np.nda
     @jax.jit
     def run(params, pool, x, batch):
         inputs = AttentionInputs(batch, jnp.asarray(len(x)), states=state_slots(batch, 16))
-        return function(jax.tree.map(lambda w: w[0], params), pool, x, inputs, 0, config=mixer, norm=norm)[0]
+        return function(jax.tree.map(lambda w: w[0], params), pool, x, inputs, config=mixer, norm=norm)[0]
 
     return np.asarray(run(params, pool, jnp.asarray(x, jnp.float32), batch))

@@ -1,0 +1,114 @@
+"""The table of mixers: by the type of its description, what the parameters, the decoder and the cache do with each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jaxinfer.model.components.attention import Attention, abstract_keys_and_values, attend, declare_attention
+from jaxinfer.model.components.latent_attention import (
+    LatentAttention,
+    abstract_latents_of,
+    attend_to_latents,
+    declare_latent_attention,
+)
+from jaxinfer.model.components.recurrent.gated_delta_net import (
+    GatedDeltaNet,
+    abstract_gated_delta_net,
+    declare_gated_delta_net,
+    gated_delta_net,
+)
+from jaxinfer.model.components.recurrent.state_space import (
+    StateSpace,
+    abstract_state_space,
+    declare_state_space,
+    state_space,
+)
+from jaxinfer.model.components.recurrent.states import States
+from jaxinfer.model.components.rope import Rope
+from kernels_pallas.latent_attention import LatentPages, map_rotary_keys, move_latents
+from kernels_pallas.paged_attention import Pages, head_specs, map_keys, move_slots
+
+# The pages of a stack of mixers: of keys and values, of latents, or of states.
+Pool = Pages | LatentPages | States
+
+
+class Mixer(Protocol):
+    """The description of a mixer: a frozen dataclass, whose type is a key of MIXERS."""
+
+    @property
+    def rope(self) -> Rope | None:
+        """The rotary embedding; None for a mixer that knows no positions, only their order."""
+        ...
+
+    @property
+    def window(self) -> int | None:
+        """The most tokens that the output depends on; None if on all."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """The most numbers per token between two products; queries, keys and values aside."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixerFunctions:
+    """The functions of a mixer, all of its component's file or of its pool's."""
+
+    name: str  # of several such layers, in plain words
+    # (config, hidden_size, spec) -> its tensors, a `TensorSpec` in the place of each
+    declare: Callable[..., Any]
+    # (params, pages, x, inputs, *, config, norm) -> (output [T, D] for x [T, D], the pages with the step's tokens)
+    mix: Callable[..., tuple[Any, Any]]
+    # (config, `PoolSize`) -> its pool, as `jax.ShapeDtypeStruct`s
+    abstract_pages: Callable[..., Any]
+    # True if a page has one state for all its tokens, so that the two verbs of tokens below are not for it.
+    is_recurrent: bool = False
+    # (pages, sources, targets) -> the pages with the content of slots copied to other slots
+    move_slots: Callable[..., Any] | None = None
+    # (pages, change) -> the pages with change(keys) in the place of the keys that are rotated
+    map_keys: Callable[..., Any] | None = None
+    # (pages, axis) -> the partition of each array over a mesh axis of heads; None: each device has all of them
+    split_heads: Callable[..., Any] | None = None
+
+
+MIXERS: Mapping[type, MixerFunctions] = {
+    Attention: MixerFunctions(
+        name="attention",
+        declare=declare_attention,
+        mix=attend,
+        abstract_pages=abstract_keys_and_values,
+        move_slots=move_slots,
+        map_keys=map_keys,
+        split_heads=head_specs,
+    ),
+    LatentAttention: MixerFunctions(
+        name="latent attention",
+        declare=declare_latent_attention,
+        mix=attend_to_latents,
+        abstract_pages=abstract_latents_of,
+        move_slots=move_latents,
+        map_keys=map_rotary_keys,
+    ),
+    StateSpace: MixerFunctions(
+        name="state spaces",
+        declare=declare_state_space,
+        mix=state_space,
+        abstract_pages=abstract_state_space,
+        is_recurrent=True,
+    ),
+    GatedDeltaNet: MixerFunctions(
+        name="gated delta nets",
+        declare=declare_gated_delta_net,
+        mix=gated_delta_net,
+        abstract_pages=abstract_gated_delta_net,
+        is_recurrent=True,
+    ),
+}
+
+
+def functions_of(mixer: Mixer) -> MixerFunctions:
+    """Returns the functions of a mixer."""
+    return MIXERS[type(mixer)]
