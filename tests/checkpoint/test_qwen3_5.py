@@ -17,9 +17,9 @@ from safetensors.numpy import load_file, save_file
 from jaxinfer.checkpoint import load_checkpoint, load_params, read_config
 from jaxinfer.checkpoint.families import family_of
 from jaxinfer.model.components.attention import Attention
-from jaxinfer.model.components.gated_delta_net import GatedDeltaNet
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE
+from jaxinfer.model.components.recurrent.gated_delta_net import GatedDeltaNet
 from jaxinfer.model.config import ModelConfig
 from tests.checkpoint.test_every_family import num_rounded
 from tests.checkpoint.test_logits import CASES
@@ -151,7 +151,9 @@ def test_a_published_config_is_the_model_that_transformers_makes_of_it(name):
 
     assert config == read(json.loads(complete.to_json_string(use_diff=False)))
     assert config == read(PUBLISHED[name])
-    assert [layer.is_recurrent for layer in config.layers] == [True, True, True, False] * (config.num_layers // 4)
+    assert [isinstance(layer.mixer, GatedDeltaNet) for layer in config.layers] == [True, True, True, False] * (
+        config.num_layers // 4
+    )
     delta_net, attention = config.layers[0].mixer, config.layers[3].mixer
     assert isinstance(delta_net, GatedDeltaNet)
     assert isinstance(attention, Attention)
@@ -329,5 +331,5 @@ def test_the_weights_of_all_products_are_quantized(published):
     loaded, _ = load_checkpoint(published["qwen3_5_moe"], "float32", quantization="int8")
 
     # Of a delta net 7 products, of gated attention 5; of experts, the shared one included, 6.
-    products = [(7 if stack.layer.is_recurrent else 5) + 6 for stack in config.stacks]
+    products = [(7 if isinstance(stack.layer.mixer, GatedDeltaNet) else 5) + 6 for stack in config.stacks]
     assert num_rounded(loaded, params) == sum(products) + 1
