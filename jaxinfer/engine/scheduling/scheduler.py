@@ -11,6 +11,7 @@ If pages run out, the scheduler preempts the request admitted last, batch work f
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -34,7 +35,7 @@ from jaxinfer.engine.scheduling.step_results import (
     pool_states,
     record_prompt_log_probs,
 )
-from jaxinfer.engine.scheduling.waiting import Deadlines, WaitingQueue
+from jaxinfer.engine.scheduling.waiting import RequestHeap, WaitingQueue
 
 
 class Speculator(Protocol):
@@ -119,7 +120,8 @@ class Scheduler:
         self.copies = self._tables.copies  # page transfers that the runner makes before the next step
         self._orders = itertools.count()
         self._requests: dict[int, Request] = {}  # all that are unfinished
-        self._waiting, self._deadlines = WaitingQueue(), Deadlines()
+        self._waiting = WaitingQueue()
+        self._deadlines = RequestHeap()  # the unfinished requests that have a deadline
         self._tally = Tally()
         self.observers: list[Observer] = []
         self._running = RunningQueue(
@@ -173,7 +175,8 @@ class Scheduler:
         request.arrival, request.order = self.clock(), next(self._orders)
         self._requests[request.request_id] = request
         self._waiting.enter(request)
-        self._deadlines.enter(request)
+        if request.deadline < math.inf:
+            self._deadlines.push(request.deadline, request)
         for observer in self.observers:
             observer.arrived(request)
 
@@ -216,8 +219,10 @@ class Scheduler:
 
     def expire(self) -> list[Delta]:
         """Ends all waiting and running requests whose deadline has passed."""
-        requests = map(self.find, self._deadlines.passed(self.clock()))
-        return [self._end(request, "deadline") for request in requests if request is not None]
+        now, deltas = self.clock(), []
+        while (request := self._deadlines.first) is not None and request.deadline <= now:
+            deltas.append(self._end(request, "deadline"))
+        return deltas
 
     def schedule(self, after: Step | None = None) -> Step | None:
         """Returns the next step, or None if there is nothing to do. Preempts requests if pages run out.
@@ -318,6 +323,7 @@ class Scheduler:
         if request in self._leaving:
             self._leaving.remove(request)
         self._waiting.leave(request)
+        self._deadlines.remove(request)
         if self._speculation is not None:
             self._speculation.forget(request)
         self._tally.num_finished += 1

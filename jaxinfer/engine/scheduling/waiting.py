@@ -1,10 +1,10 @@
-"""The waiting queue, with one lane per tenant and priority, the tokens served to each tenant, and deadlines."""
+"""The waiting queue, with one lane per tenant and priority, and the tokens served to each tenant."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.policy import due, rank
@@ -12,11 +12,41 @@ from jaxinfer.engine.scheduling.policy import due, rank
 Lane = tuple[str, str]  # tenant, priority
 
 
+class RequestHeap:
+    """A priority queue of requests that gives up any of them: the least number first, then the order of arrival.
+
+    A removed request leaves an entry in the heap. The heap is built anew when most of its entries are such, so that it
+    never has more than twice the requests' number, and a removal takes O(log n) on average.
+    """
+
+    def __init__(self) -> None:
+        self._requests: dict[int, Request] = {}  # by order of arrival
+        self._entries: list[tuple[float, int]] = []  # a heap, whose first entry is never that of a removed request
+
+    @property
+    def first(self) -> Request | None:
+        return self._requests[self._entries[0][1]] if self._entries else None
+
+    def push(self, number: float, request: Request) -> None:
+        self._requests[request.order] = request
+        heapq.heappush(self._entries, (number, request.order))
+
+    def remove(self, request: Request) -> None:
+        """Removes a request if it is there."""
+        if self._requests.pop(request.order, None) is None:
+            return
+        if len(self._entries) > 2 * len(self._requests):
+            self._entries = [entry for entry in self._entries if entry[1] in self._requests]
+            heapq.heapify(self._entries)
+        while self._entries and self._entries[0][1] not in self._requests:
+            heapq.heappop(self._entries)
+
+
 class WaitingQueue:
     """Finds the waiting request that is first by the policy, in time linear in the lanes, not in the requests."""
 
     def __init__(self) -> None:
-        self._lanes: dict[Lane, list[tuple[float, int, Request]]] = {}  # heaps by due time, then order of arrival
+        self._lanes: defaultdict[Lane, RequestHeap] = defaultdict(RequestHeap)  # by due time
         self._last_turns: dict[Lane, float] = {}
         self._served: dict[str, float] = {}  # tokens computed per tenant; only tenants with unfinished requests
         self._num_unfinished: Counter[str] = Counter()
@@ -32,11 +62,12 @@ class WaitingQueue:
     def wait(self, request: Request) -> None:
         """Queues a request; a preempted one returns to its old place, since its due time is unchanged."""
         lane = (request.tenant, request.priority)
-        heapq.heappush(self._lanes.setdefault(lane, []), (due(request), request.order, request))
+        self._lanes[lane].push(due(request), request)
 
     def leave(self, request: Request) -> None:
         """Forgets a request that ended, waiting or running; the count of a tenant without requests is dropped."""
         tenant = request.tenant
+        self._lanes[tenant, request.priority].remove(request)
         self._num_unfinished[tenant] -= 1
         if self._num_unfinished[tenant] == 0:
             del self._num_unfinished[tenant], self._served[tenant]
@@ -51,15 +82,12 @@ class WaitingQueue:
         """Returns the first request by the policy, or None, and sets its `is_preemptible`."""
         best: tuple[tuple[bool, float, float], int, Request] | None = None
         for lane, heap in self._lanes.items():
-            while heap and heap[0][2].finish_reason is not None:  # ended while it waited
-                heapq.heappop(heap)
-            if not heap:
+            if (request := heap.first) is None:
                 continue
-            _, order, request = heap[0]
             last_turn = self._last_turns.get(lane, -math.inf)
             place = rank(request, now=now, last_turn=last_turn, served=self._served[lane[0]])
-            if best is None or (place, order) < best[:2]:
-                best = (place, order, request)
+            if best is None or (place, request.order) < best[:2]:
+                best = (place, request.order, request)
         if best is None:
             return None
         best[2].is_preemptible = best[0][0]
@@ -68,23 +96,5 @@ class WaitingQueue:
     def take(self, request: Request, now: float) -> None:
         """Removes the request that `first` has returned."""
         lane = (request.tenant, request.priority)
-        heapq.heappop(self._lanes[lane])
+        self._lanes[lane].remove(request)
         self._last_turns[lane] = now
-
-
-class Deadlines:
-    """Finds requests whose deadline has passed. Holds ids only, so that ended requests can be freed."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int]] = []
-
-    def enter(self, request: Request) -> None:
-        if request.deadline < math.inf:
-            heapq.heappush(self._heap, (request.deadline, request.request_id))
-
-    def passed(self, now: float) -> list[int]:
-        """Returns the ids of the requests, ended or not, whose deadline has passed since the last call."""
-        ids = []
-        while self._heap and self._heap[0][0] <= now:
-            ids.append(heapq.heappop(self._heap)[1])
-        return ids
