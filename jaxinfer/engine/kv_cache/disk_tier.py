@@ -105,7 +105,6 @@ class DiskTier:
         self._settle()
 
     def metrics(self) -> TierMetrics:
-        self._settle()
         return TierMetrics(
             name="disk",
             num_pages=len(self._sizes),

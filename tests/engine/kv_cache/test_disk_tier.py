@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 import threading
 import weakref
 
@@ -158,6 +159,52 @@ def test_what_a_slow_disk_has_no_time_for_is_not_kept(busy_disk, monkeypatch):
     go.set()
     disk.flush()
     assert has(put(disk, C), C)
+
+
+@pytest.fixture
+def short_turns():
+    """Threads take turns every few instructions."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_metrics_change_nothing(busy_disk):
+    disk, go = busy_disk
+    disk.put(A, content_of(A))
+    go.set()
+    disk._worker.submit(lambda: None).result()  # the write is done, and the tier has not noticed yet
+
+    disk.metrics()
+
+    assert (disk._pending.keys(), disk._pending_bytes) == ({A}, SIZE)
+
+
+def test_other_threads_ask_for_metrics_while_pages_are_written(tmp_path, monkeypatch, short_turns):
+    monkeypatch.setattr(disk_tier, "_write", lambda *_: None)  # the tier's books are tested, not the files
+    disk, is_over, failures = make_disk(tmp_path, num_pages=10**6), threading.Event(), []
+
+    def ask():
+        while not is_over.is_set():
+            try:
+                disk.metrics()
+            except Exception as failure:
+                failures.append(failure)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    content = content_of(A)
+    for i in range(10_000):
+        disk.put(i.to_bytes(32, "big"), content)
+    disk.flush()
+    is_over.set()
+    for thread in threads:
+        thread.join()
+
+    assert failures == []
+    assert (disk.metrics().num_stored, disk._pending, disk._pending_bytes) == (10_000, {}, 0)
 
 
 def test_files_of_others_are_left_alone(tmp_path):
