@@ -90,6 +90,18 @@ class BlockTables:
             num_wanted = max(num_wanted, self._num_wanted(request, 0, 0))
         return num_wanted + num_reserved <= self.pages.num_available + sum(map(is_idle, list(given_up)))
 
+    def begin(self, request: Request) -> int:
+        """Gives an admitted request the pages for all of its tokens, and skips the tokens that some cache holds.
+
+        Returns the number of tokens skipped. The request that it was forked from and its saved contents serve here
+        alone: afterwards its own pages hold all that it could take from them.
+        """
+        num_skipped = self.share_prefix(request)
+        self.extend(request, self.num_wanted(request))
+        num_skipped += self.share_prefix(request)  # now it has pages to copy contents to
+        request.forget_sources()
+        return num_skipped
+
     def share_prefix(self, request: Request) -> int:
         """Skips the tokens that some cache holds already, starting in the middle of a page if necessary.
 
@@ -101,7 +113,7 @@ class BlockTables:
             self._share_context(request)
             return request.num_computed - start
         if window is not None and not request.pages:
-            self._begin(request, window)
+            self._share_window(request, window)
         while request.num_uncomputed > 1 and (self._share_page(request) or self._fill_page(request)):
             self.windowed.free_behind(request, request.num_computed - 1)
         return request.num_computed - start
@@ -207,7 +219,7 @@ class BlockTables:
         self.pages.release([last])
         return True
 
-    def _begin(self, request: Request, window: AttentionWindow) -> None:
+    def _share_window(self, request: Request, window: AttentionWindow) -> None:
         """Starts a windowed request without pages after the last window of pages found in the pool or elsewhere."""
         found = self._finder.reusable_pages(request, window)
         copied = {i: self._finder.copy_source(request, i) for i, page in found.items() if page is None}
@@ -265,7 +277,6 @@ class BlockTables:
         if request.num_computed and self._finder.cached_page(request, request.num_computed // self.page_size) is None:
             return  # the usual case of a request that computes its prompt, and cheap
         found = self._find_context(request)
-        request.forget_sources()
         if found is None:
             return
         end, pages, contents = found

@@ -18,7 +18,7 @@ Source = int | Content
 
 
 class PrefixLookup:
-    """Finds reusable pages without acquiring them. Clears a request's `origin` and `saved` once they are useless."""
+    """Finds reusable pages without acquiring them."""
 
     def __init__(self, pages: PageAllocator, page_size: int, tiers: PageTiers | None) -> None:
         self._pages = pages
@@ -103,21 +103,15 @@ class PrefixLookup:
     def _in_file(self, request: Request, index: int, start: int, limit: int) -> tuple[int, Content] | None:
         """Returns page `index` from the request's file, and the end of its tokens."""
         end = min(limit, request.num_saved)
-        if end > start:
-            return (end, request.saved[index]) if index in request.saved else None
-        if end <= request.num_computed:
-            request.saved, request.num_saved = {}, 0
-        return None
+        return (end, request.saved[index]) if end > start and index in request.saved else None
 
     def _in_origin(self, request: Request, index: int, start: int, limit: int) -> tuple[int, int] | None:
         """Returns the origin's page `index` and the end of the tokens that the request has in common with it."""
-        origin = request.origin
-        end = 0 if origin is None else min(limit, origin.num_computed)
-        if origin is not None and end > start and origin.token_ids[:end] == request.token_ids[:end]:
-            return (end, origin.pages[index]) if index not in origin.evicted else None
-        if end <= request.num_computed or end > start:
-            request.origin = None
-        return None
+        if (origin := request.origin) is None or index in origin.evicted:
+            return None
+        end = min(limit, origin.num_computed)
+        is_common = end > start and origin.token_ids[:end] == request.token_ids[:end]
+        return (end, origin.pages[index]) if is_common else None
 
     def _in_tiers(self, request: Request, index: int, start: int, limit: int) -> tuple[int, Content] | None:
         """Returns page `index` from the tiers, whole or as swapped out at preemption, and the end of its tokens."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+from weakref import ReferenceType, ref
 
 import numpy as np
 
@@ -97,7 +98,8 @@ class Request:
         *("priority", "tenant", "time_limit", "arrival", "order", "is_preemptible", "first_step", "token_times"),
         *("num_computed", "num_pending", "epoch", "num_cached_tokens", "pages", "keys", "cache_salt", "shared_prompt"),
         *(
-            "origin",
+            "__weakref__",
+            "_origin",
             "saved",
             "num_saved",
             "bounded",
@@ -166,7 +168,7 @@ class Request:
         self.keys = keys
         self.cache_salt = cache_salt
         self.shared_prompt = shared_prompt or SharedPrompt(sample_index + 1)
-        self.origin: Request | None = None  # the request it was forked from, whose pages it may copy
+        self._origin: ReferenceType[Request] | None = None
         self.saved: Mapping[int, Any] = {}  # page contents from a saved request's file, by page index
         self.num_saved = 0  # tokens that `saved` covers
         self.bounded_saved: Sequence[Mapping[int, Any]] = ()  # as `saved`, per further kind of pages
@@ -188,6 +190,15 @@ class Request:
     @property
     def deadline(self) -> float:
         return self.arrival + self.time_limit
+
+    @property
+    def origin(self) -> Request | None:
+        """The request that it was forked from, whose pages it may copy; None once that one is gone."""
+        return None if self._origin is None else self._origin()
+
+    @origin.setter
+    def origin(self, origin: Request | None) -> None:
+        self._origin = None if origin is None else ref(origin)  # else a branch would keep all of its ancestors
 
     @property
     def table(self) -> tuple[int, ...]:
@@ -257,7 +268,7 @@ class Request:
             self.pooling.begin_again()
 
     def forget_sources(self) -> None:
-        """Drops the request that it was forked from and the contents of its file."""
+        """Drops the reference to its origin and the contents of its file."""
         self.origin, self.saved, self.bounded_saved, self.num_saved = None, {}, (), 0
 
     def give_up(self, num_computed: int) -> None:

@@ -67,8 +67,7 @@ class RunningQueue(Sequence[Request]):
             self._waiting.take(request, now)
             self._decode_rows = None
             self._requests.append(request)
-            self._tally.num_found_tokens += self._tables.share_prefix(request)
-            self._tables.extend(request, self._tables.num_wanted(request))
+            self._tally.num_found_tokens += self._tables.begin(request)
 
     def hand_out(self, budget: int, now: float, num_reserved: int = 0) -> Chunks:
         """Splits the token budget of a step and allocates the pages for it; preempts requests if pages run out.

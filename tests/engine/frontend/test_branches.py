@@ -7,10 +7,13 @@ the sample index, the position and the tokens before.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 
 import pytest
 
+from jaxinfer.config import SamplingParams
 from jaxinfer.engine.kv_cache.page_transfers import CopyPage
+from tests.allocations import memory_stays
 from tests.engine.branching import BY_KIND, GREEDY, PROMPT, SEEDED, alone, begin, continuation, run_for
 from tests.engine.engines import (
     completions_of,
@@ -18,6 +21,8 @@ from tests.engine.engines import (
     drain,
     poison_cache,
 )
+
+HAS_LLGUIDANCE = importlib.util.find_spec("llguidance") is not None
 
 
 @pytest.fixture
@@ -141,6 +146,41 @@ def test_a_branch_of_a_request_that_ends_before_it_can_run_is_complete(llm):
     llm.abort(request_id)
 
     assert completions_of(drain(llm))[branch_id].token_ids == expected.token_ids
+
+
+TEXTS = {
+    "tokens": SEEDED,
+    "text": SamplingParams(stop=["never met", "zz"], ignore_eos=True, max_tokens=40, log_probs=2),
+    "grammar": SamplingParams(regex="([a-c]{3}-){20}", max_tokens=40),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in TEXTS if HAS_LLGUIDANCE or name != "grammar"])
+def test_forks_and_aborts_of_the_parents_leave_memory_where_it_was(llm, name):
+    request_id = begin(llm, TEXTS[name], 10)
+
+    def replace_running(request_id):
+        branch_id = llm.fork(request_id)
+        run_for(llm, branch_id, 11)  # with a copy of its parent's last page
+        llm.abort(request_id)
+        llm.rewind(branch_id, 1)
+        return branch_id
+
+    def replace_waiting(request_id):
+        branch_id = llm.fork(request_id)
+        llm.abort(request_id)
+        return branch_id
+
+    for _ in range(20):
+        request_id = replace_running(request_id)
+    with memory_stays(max_blocks=2_000):  # JAX's own vary by some hundreds; a request with 30 tokens has 60 or more
+        for _ in range(4_750):
+            request_id = replace_waiting(request_id)
+        for _ in range(250):
+            request_id = replace_running(request_id)
+
+    llm.abort(request_id)
+    drain(llm)
 
 
 # ---- what cannot be done is refused for that request alone

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import weakref
 
 import pytest
 
@@ -65,6 +66,25 @@ def test_another_engine_goes_on_with_the_request_from_a_file(llm, crowded_llm, p
     assert content_of(completions[restored]) == content_of(expected)
     assert completions[branch].token_ids[:17] == expected.token_ids[:17]
     assert crowded_llm.metrics().num_owned_pages == 0
+
+
+def test_a_restored_request_and_its_branches_free_the_contents_of_the_file(llm, tmp_path):
+    request_id = begin(llm, SEEDED, 20)
+    llm.save(request_id, tmp_path / "request")
+    llm.abort(request_id)
+    poison_cache(llm)
+    restored_id = llm.restore(tmp_path / "request")
+    branch_id = llm.fork(restored_id)
+    contents = [weakref.ref(content) for content in llm._scheduler.find(restored_id).saved.values()]
+
+    for i in (restored_id, branch_id):
+        run_for(llm, i, 21)
+
+    assert len(contents) == 3
+    assert not any(content() is not None for content in contents)
+    for i in (restored_id, branch_id):
+        llm.abort(i)
+    drain(llm)
 
 
 def test_a_request_that_was_not_computed_yet_is_saved_as_well(llm, tmp_path):
