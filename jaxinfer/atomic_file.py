@@ -49,6 +49,20 @@ def remove_orphans(folder: Path, name: str) -> None:
                 os.unlink(entry)
 
 
+def files_by_use(folder: Path, name: str) -> list[tuple[int, str, int]]:
+    """Returns (time of last use in ns, name, bytes) of each file with such a name, the one used longest ago first.
+
+    `name` is a regular expression. A file's time of modification counts as that of its last use.
+    """
+    files = []
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):  # another process has just removed it
+            if re.fullmatch(name, entry.name):
+                status = entry.stat()
+                files.append((status.st_mtime_ns, entry.name, status.st_size))
+    return sorted(files)
+
+
 def read_checked(path: Path) -> memoryview:
     """Returns the joined buffers of `write_checked`. DamagedFileError if they changed, OSError if it is absent."""
     content = memoryview(path.read_bytes())

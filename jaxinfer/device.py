@@ -109,8 +109,9 @@ def enable_compilation_cache() -> None:
     """Keeps compiled steps on disk between runs, in `~/.cache/jaxinfer/compilation`.
 
     If the user gave JAX a folder (JAX_COMPILATION_CACHE_DIR, or jax_compilation_cache_dir in its configuration), that
-    folder is used. JAX_ENABLE_COMPILATION_CACHE=false switches the cache off. The setting is JAX's own, so JAX also
-    keeps the user's functions there if they compile later in this process.
+    folder is used. JAX_ENABLE_COMPILATION_CACHE=false switches the cache off, and JAX_COMPILATION_CACHE_MAX_SIZE sets
+    its limit in bytes. The setting is JAX's own, so JAX also keeps the user's functions there if they compile later in
+    this process.
     """
     settings = jax.config.values
     if settings["jax_compilation_cache_dir"] is None and settings["jax_enable_compilation_cache"]:

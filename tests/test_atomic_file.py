@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from jaxinfer.atomic_file import read_checked, write_checked
+from jaxinfer.atomic_file import files_by_use, read_checked, write_checked
 
 
 def test_a_file_may_be_written_while_the_same_process_writes_it(tmp_path):
@@ -34,3 +36,15 @@ def test_a_write_that_breaks_off_leaves_what_was_there_and_nothing_else(tmp_path
 
     assert bytes(read_checked(path)) == b"first"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_files_are_listed_by_use_and_others_are_left_out(tmp_path):
+    for name, used in [("page-1", 30), ("page-22", 10), ("page-x", 20), ("a-page-1", 20), ("page-3", 20)]:
+        (tmp_path / name).write_bytes(bytes(used))
+        os.utime(tmp_path / name, (used, used))
+
+    assert files_by_use(tmp_path, "page-[0-9]+") == [
+        (10 * 10**9, "page-22", 10),
+        (20 * 10**9, "page-3", 20),
+        (30 * 10**9, "page-1", 30),
+    ]

@@ -2,13 +2,15 @@
 
 JAX's own compilation cache needs the traced and lowered function for its key: half of a small model's start. Our key
 hashes the inputs of tracing (source, versions, options, shapes), so a hit skips tracing too. The files lie in JAX's
-cache folder; disabling that cache disables this one.
+cache folder, within its limit or MAX_BYTES; disabling that cache disables this one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import math
 import os
 import pickle
 import platform
@@ -21,12 +23,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src import config as jax_config
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.extend.backend import get_backend
 
-from jaxinfer.atomic_file import read_checked, remove_orphans, write_checked
+from jaxinfer.atomic_file import SEAL_BYTES, files_by_use, read_checked, remove_orphans, write_checked
+from jaxinfer.device import COMPILATION_CACHE
 
 logger = logging.getLogger(__name__)
+
+# Limit of the files if the user sets none for JAX's cache. The ten steps of the bundled model take 15 MB on a CPU.
+MAX_BYTES = 2**32
+NAME = "jaxinfer-[0-9a-f]+"
+JAXS_NAME = ".+-cache"
 
 # Exceptions of the device, the disk or JAX when an executable cannot be written or read.
 _FAILURES = (OSError, ValueError, TypeError, NotImplementedError, pickle.PickleError, jax.errors.JaxRuntimeError)
@@ -47,18 +56,65 @@ def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Com
     try:
         if not _is_private(path):  # unpickling could run code of another user
             raise PermissionError("another user can write to it")
+        with contextlib.suppress(OSError):  # root's file may be read here, but not touched
+            os.utime(path)  # tells all processes when it was last used
         return deserialize_and_load(*pickle.loads(read_checked(path)), execution_devices=devices)
     except FileNotFoundError:
         pass
     except _FAILURES as error:
         logger.warning("%s cannot be loaded and is made anew: %s", path, error)
-    compiled = _compile(function, args, statics, _miss_in_jax_cache())
+    with _no_jax_entry():
+        compiled = _compile(function, args, statics, _miss_in_jax_cache())
     try:
-        write_checked(path, [pickle.dumps(serialize(compiled))])
-        path.chmod(0o600)  # else `_is_private` refuses it if the umask lets a group write
+        _keep(path, pickle.dumps(serialize(compiled)))
     except _FAILURES as error:
         logger.warning("%s cannot be kept for the next start: %s", path, error)
     return compiled
+
+
+def _keep(path: Path, content: bytes) -> None:
+    """Writes a file to the folder, unless it is larger than all files together may be."""
+    if SEAL_BYTES + len(content) > _max_bytes():
+        return
+    write_checked(path, [content])
+    with contextlib.suppress(FileNotFoundError):  # another process has just removed it
+        path.chmod(0o600)  # else `_is_private` refuses it if the umask lets a group write
+    _make_room(path.parent)
+
+
+def _make_room(folder: Path) -> None:
+    """Removes the files that were used longest ago, if all together exceed the limit."""
+    # In the package's own folder JAX's entries count too, among them those that no process can read any more: earlier
+    # versions let JAX write one beside each of ours. JAX bounds its entries only if the user sets a limit.
+    is_own = folder == COMPILATION_CACHE and _jaxs_limit() < 0
+    files = files_by_use(folder, f"{NAME}|{JAXS_NAME}" if is_own else NAME)
+    excess = sum(size for *_, size in files) - _max_bytes()
+    for _, name, size in files:
+        if excess <= 0:
+            break
+        excess -= size
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
+
+
+def _max_bytes() -> int:
+    limit = _jaxs_limit()
+    return MAX_BYTES if limit < 0 else limit
+
+
+def _jaxs_limit() -> int:
+    """Returns the limit of JAX's cache in bytes, below 0 if the user has set none; 0 disables the cache."""
+    return jax.config.values["jax_compilation_cache_max_size"]
+
+
+def _no_jax_entry() -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which this thread's compilations leave no entry in JAX's own cache.
+
+    Such an entry would never be read: `_miss_in_jax_cache` gives each a key of its own.
+    """
+    # Options have a value per thread, but JAX exports no context manager for this one.
+    min_seconds = getattr(jax_config, "persistent_cache_min_compile_time_secs", None)
+    return contextlib.nullcontext() if min_seconds is None else min_seconds(math.inf)
 
 
 def _miss_in_jax_cache() -> dict[str, str]:
@@ -84,13 +140,13 @@ def _folder() -> Path | None:
     settings = jax.config.values
     folder = settings["jax_compilation_cache_dir"]
     # JAX also accepts URLs of cloud storage; this cache does not.
-    is_used = folder and settings["jax_enable_compilation_cache"] and "://" not in folder
+    is_used = folder and settings["jax_enable_compilation_cache"] and _jaxs_limit() and "://" not in folder
     return Path(folder) if is_used and _is_usable(Path(folder)) else None
 
 
 @functools.cache  # checks once, and so warns once
 def _is_usable(folder: Path) -> bool:
-    """True if the folder can be used; creates it if necessary and removes orphaned files.
+    """True if the folder can be used; creates it if necessary, and removes orphaned files and those above the limit.
 
     False, with a warning, if another user can write to it.
     """
@@ -105,7 +161,8 @@ def _is_usable(folder: Path) -> bool:
                 folder,
             )
             return False
-        remove_orphans(folder, "jaxinfer-[0-9a-f]+")
+        remove_orphans(folder, NAME)
+        _make_room(folder)
     except OSError as error:
         logger.warning("%s cannot be used, so compiled steps cannot be kept for the next start: %s", folder, error)
         return False

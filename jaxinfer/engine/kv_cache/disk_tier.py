@@ -6,23 +6,21 @@ import contextlib
 import logging
 import math
 import os
-import re
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from jaxinfer.atomic_file import SEAL_BYTES, DamagedFileError, read_checked, remove_orphans, write_checked
+from jaxinfer.atomic_file import SEAL_BYTES, DamagedFileError, files_by_use, read_checked, remove_orphans, write_checked
 from jaxinfer.engine.kv_cache.page_transfers import Content
 from jaxinfer.engine.kv_cache.tiers import TierMetrics
 from jaxinfer.engine.request.page_keys import DIGEST_BYTES
 
 # Limit of contents that wait to be written; if the disk is too slow, further pages are dropped.
 MAX_PENDING_BYTES = 2**28
-PAGE_NAME = re.compile(f"[0-9a-f]{{{2 * DIGEST_BYTES}}}")
+PAGE_NAME = f"[0-9a-f]{{{2 * DIGEST_BYTES}}}"
 logger = logging.getLogger(__name__)
 
 
@@ -46,8 +44,8 @@ class DiskTier:
         self._pending_bytes = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            remove_orphans(folder, PAGE_NAME.pattern)
-            files = sorted(_pages(folder))
+            remove_orphans(folder, PAGE_NAME)
+            files = files_by_use(folder, PAGE_NAME)
         except OSError as error:
             raise ValueError(f"disk_cache_path={str(folder)!r} cannot be used: {error}; give another folder") from error
         self._sizes = OrderedDict((bytes.fromhex(name), size) for _, name, size in files)
@@ -162,11 +160,3 @@ def _remove(path: Path) -> None:
     # A file that cannot be removed is never read again: the tier has dropped its key and size.
     with contextlib.suppress(OSError):
         path.unlink()
-
-
-def _pages(folder: Path) -> Iterator[tuple[int, str, int]]:
-    """Yields (time of last use in ns, file name, size in bytes) of each page."""
-    for entry in os.scandir(folder):
-        with contextlib.suppress(FileNotFoundError):  # another process has just removed it
-            if PAGE_NAME.fullmatch(entry.name):
-                yield entry.stat().st_mtime_ns, entry.name, entry.stat().st_size

@@ -7,6 +7,8 @@ import logging
 import os
 import subprocess
 import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import jax
@@ -83,17 +85,22 @@ def advance(x):
 
 
 x = jnp.ones((64, 64))
+advance(x)  # from now on JAX's cache has it
 print(compile_or_load(advance, x)(x))
 """
 
 
+def alone(program, *arguments):
+    """Returns the output of a program in a process of its own, which warns of nothing."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert result.stderr == ""
+    return result.stdout
+
+
 def test_what_jaxs_own_cache_has_is_compiled_again_so_that_the_next_start_can_load_it(tmp_path):
     def run():
-        result = subprocess.run(
-            [sys.executable, "-c", ALONE, str(tmp_path)], capture_output=True, text=True, check=True
-        )
-        assert result.stderr == ""
-        return result.stdout, kept(tmp_path)[0].stat().st_mtime_ns
+        return alone(ALONE, tmp_path), kept(tmp_path)[0].stat().st_ino
 
     first, _ = run()
     for file in kept(tmp_path):  # as after a change of the source, which changes our key and not always that of JAX
@@ -103,6 +110,186 @@ def test_what_jaxs_own_cache_has_is_compiled_again_so_that_the_next_start_can_lo
 
     assert first == again == loaded
     assert written == untouched
+
+
+IN_THREADS = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.engine.execution.executable_cache import compile_or_load
+
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+x = np.ones((64, 64), np.float32)
+
+
+@partial(jax.jit, static_argnames="power")
+def of_package(x, power):
+    return jnp.tanh(x) * power
+
+
+@partial(jax.jit, static_argnames="power")
+def of_user(x, power):
+    return jnp.sin(x) * power
+
+
+with ThreadPoolExecutor(4) as pool:
+    for power in range(8):
+        pool.submit(compile_or_load, of_package, x, power=power)
+        pool.submit(of_user, x, power=power)
+"""
+
+
+def test_each_step_leaves_one_file_and_functions_of_the_user_that_compile_meanwhile_are_kept(tmp_path):
+    alone(IN_THREADS, tmp_path)
+
+    names = Counter(path.name.partition("-")[0] for path in tmp_path.iterdir())
+    assert {name: names[name] for name in ("jaxinfer", "jit_of_package", "jit_of_user")} == {
+        "jaxinfer": 8,
+        "jit_of_package": 0,
+        "jit_of_user": 8,
+    }
+
+
+@pytest.fixture
+def limit(folder, monkeypatch):
+    """Sets the limit that the user gives JAX's cache, for the steps alone: JAX reads it once in a process."""
+    return lambda num_bytes: monkeypatch.setattr(executable_cache, "_jaxs_limit", lambda: num_bytes)
+
+
+def size_of_all(folder):
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_the_files_stay_within_the_limit_and_the_one_used_longest_ago_goes_first(folder, limit, num_traces):
+    num_traces(jnp.zeros(6), X, power=1)
+    size = size_of_all(folder)
+    limit(3 * size + size // 2)
+    for power in (2, 3):
+        num_traces(jnp.zeros(6), X, power=power)
+    for age, path in enumerate(kept(folder)):  # all long ago
+        os.utime(path, (1_000 + age, 1_000 + age))
+    assert num_traces(jnp.zeros(6), X, power=2) == 0
+
+    assert num_traces(jnp.zeros(6), X, power=4) == 1
+
+    assert size_of_all(folder) <= 3 * size + size // 2
+    assert len(kept(folder)) == 3
+    assert [num_traces(jnp.zeros(6), X, power=power) for power in (2, 4)] == [0, 0]
+
+
+def test_a_step_larger_than_the_limit_is_not_kept_and_the_others_stay(folder, limit, num_traces):
+    num_traces(jnp.zeros(6), X)
+    limit(size_of_all(folder) - 100)
+    before = kept(folder)
+
+    assert num_traces(jnp.zeros(6), X, power=12) == 1
+    assert kept(folder) == before
+
+
+def test_a_limit_of_zero_keeps_nothing(folder, limit, num_traces):
+    limit(0)
+
+    assert [num_traces(jnp.zeros(6), X) for _ in range(2)] == [1, 1]
+    assert kept(folder) == []
+
+
+def test_without_a_limit_of_the_user_there_is_one_of_the_package(folder, num_traces, monkeypatch):
+    num_traces(jnp.zeros(6), X)
+    monkeypatch.setattr(executable_cache, "MAX_BYTES", size_of_all(folder) * 3 // 2)
+
+    for power in range(2, 5):
+        num_traces(jnp.zeros(6), X, power=power)
+
+    assert len(kept(folder)) == 1
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["the package's folder", "a folder of the user"])
+def test_entries_of_jax_count_in_the_packages_own_folder_alone(folder, num_traces, monkeypatch, is_own):
+    entry, notes = folder / f"jit_decode_step-{'0' * 64}-cache", folder / "notes"
+    for path in (entry, notes):
+        path.write_bytes(bytes(10**6))
+        os.utime(path, (0, 0))
+    monkeypatch.setattr(executable_cache, "MAX_BYTES", 10**6)
+    if is_own:
+        monkeypatch.setattr(executable_cache, "COMPILATION_CACHE", folder)
+
+    num_traces(jnp.zeros(6), X)
+
+    assert len(kept(folder)) == 1
+    assert (entry.exists(), notes.exists()) == (not is_own, True)
+
+
+def test_a_start_that_compiles_nothing_also_brings_the_folder_within_the_limit(folder, limit, num_traces):
+    num_traces(jnp.zeros(6), X, power=2)
+    num_traces(jnp.zeros(6), X)
+    limit(size_of_all(folder) * 3 // 4)
+    executable_cache._is_usable.cache_clear()
+
+    assert num_traces(jnp.zeros(6), X) == 0
+    assert len(kept(folder)) == 1
+
+
+def test_a_file_that_another_process_removes_is_a_miss_and_no_error(folder, num_traces, caplog, monkeypatch):
+    num_traces(jnp.zeros(6), X)
+    is_private = executable_cache._is_private
+
+    def look_and_lose(path):
+        found = is_private(path)
+        path.unlink()
+        return found
+
+    monkeypatch.setattr(executable_cache, "_is_private", look_and_lose)
+    with caplog.at_level(logging.WARNING):
+        assert num_traces(jnp.zeros(6), X) == 1
+        monkeypatch.setattr(executable_cache, "write_checked", lambda *_: None)  # as if removed at once
+        assert num_traces(jnp.zeros(6), X, power=2) == 1
+
+    assert caplog.text == ""
+
+
+BESIDE = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.engine.execution.executable_cache import compile_or_load
+
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_compilation_cache_max_size", int(sys.argv[2]))
+x = np.ones((64, 64), np.float32)
+
+
+@partial(jax.jit, static_argnames="power")
+def scale(x, power):
+    return jnp.tanh(x) * power
+
+
+with ThreadPoolExecutor(2) as pool:
+    powers = [power % 12 for power in range(36)]
+    for power, compiled in zip(powers, pool.map(lambda power: compile_or_load(scale, x, power=power), powers)):
+        assert np.allclose(compiled(x), np.tanh(x) * power)
+"""
+
+
+def test_two_processes_keep_the_limit_of_a_folder_together(tmp_path):
+    limit = 60_000  # bytes; a step of these has 10,000 to 15,000
+
+    with ThreadPoolExecutor(2) as pool:
+        for process in [pool.submit(alone, BESIDE, tmp_path, limit) for _ in range(2)]:
+            process.result()
+
+    assert 3 <= len(kept(tmp_path)) <= 6
+    assert size_of_all(tmp_path) <= limit
 
 
 def test_what_is_loaded_takes_donations(folder):
