@@ -80,6 +80,11 @@ class SamplingParams:
     * `stop`: strings; the text ends before the first of them.
     * `stop_token_ids`: the output ends at one of these tokens, in addition to the model's end tokens.
     * `ignore_eos`: go on after the model's end tokens. A structure then ends only when nothing else may follow.
+
+    Text:
+
+    * `skip_special_tokens`: leave special tokens out of the text. False shows them all, such as the marks of channels
+      and tool calls and the end token, and stop strings are looked for in them too.
     """
 
     n: int = 1
@@ -109,6 +114,7 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         require_int("n", self.n, 1)
@@ -140,6 +146,7 @@ class SamplingParams:
         if self.prompt_log_probs is not None:
             require_int("prompt_log_probs", self.prompt_log_probs, 0)
         require_bool("ignore_eos", self.ignore_eos)
+        require_bool("skip_special_tokens", self.skip_special_tokens)
         # Callers may give lists; tuples keep the object hashable.
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "logits_processors", _arguments(self.logits_processors))

@@ -150,7 +150,7 @@ REFUSED = [
     *((SamplingParams, "seed", value) for value in (-1, MAX_SEED + 1, 1.0, True, "8")),
     *((SamplingParams, "log_probs", value) for value in (-1, 1.0, True, "8", None)),
     *((SamplingParams, "prompt_log_probs", value) for value in (-1, 1.0, True, "8")),
-    *((SamplingParams, "ignore_eos", value) for value in NOT_BOOLS),
+    *((SamplingParams, name, value) for name in ("ignore_eos", "skip_special_tokens") for value in NOT_BOOLS),
     *((SamplingParams, "stop", value) for value in ("", ("",), ("a", ""), (1,), 1, None, b"a")),
     *((SamplingParams, "stop_token_ids", value) for value in ((-1,), (1.0,), (True,), ("1",), 1, None, "12")),
 ]

@@ -21,8 +21,8 @@ COMMANDS = (
     " /clear all of them, /save FILE and /load FILE write and read the messages as JSON, /help lists these, /quit or"
     " Ctrl-D ends. Ctrl-C ends an answer early."
 )
-# SamplingParams fields that a single stream of text does not show.
-OMITTED = ("n", "best_of", "log_probs", "prompt_log_probs")
+# SamplingParams fields that a single stream of text does not show, and one that would put marks into the messages.
+OMITTED = ("n", "best_of", "log_probs", "prompt_log_probs", "skip_special_tokens")
 MAX_FILE_BYTES = 2**26
 MAX_LINE = 2**24  # characters
 

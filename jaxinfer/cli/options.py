@@ -18,6 +18,7 @@ HELP = {
         "stop": "end the text before this string",
         "stop_token_ids": "end the text at this token",
         "ignore_eos": "go on after the model's end tokens",
+        "skip_special_tokens": "leave special tokens, such as end marks, out of the text (default on)",
     },
     "how tokens are drawn": {
         "temperature": "0 takes the most probable token",

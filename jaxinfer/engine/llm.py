@@ -400,6 +400,7 @@ class LLM:
         max_tokens: int = SamplingParams.max_tokens,
         length_penalty: float = 1.0,
         ignore_eos: bool = False,
+        skip_special_tokens: bool = True,
         **options: Unpack[RequestOptions],
     ) -> list[Completion]:
         """Returns the `num_beams` best continuations by beam search, best first, like `transformers`.
@@ -413,7 +414,9 @@ class LLM:
         require_int("num_beams", num_beams, 1)
         self._admission.check_samples("num_beams", num_beams)
         require_real("length_penalty", length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, temperature=0)
+        sampling = SamplingParams(
+            max_tokens=max_tokens, ignore_eos=ignore_eos, skip_special_tokens=skip_special_tokens, temperature=0
+        )
         (request,) = self._admit(prompt, sampling, **options).requests
         end = time.monotonic() + request.time_limit
 

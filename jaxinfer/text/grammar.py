@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +30,16 @@ Check = Callable[[str], str | None]  # from a text that is complete to what is w
 class Grammar:
     """Where one request stands in its structure.
 
-    `early` i32[ceil(V / 32)] has a bit for each token; those whose bit is 0 may come only where no other may.
+    `early` i32[ceil(V / 32)] has a bit for each token; those whose bit is 0 may come only where no other may. `ends`
+    are the end tokens, each with its text in the output.
     """
 
-    def __init__(self, matcher: LLMatcher, early: np.ndarray, check: Check | None = None) -> None:
+    def __init__(self, matcher: LLMatcher, early: np.ndarray, check: Check | None, ends: Mapping[int, str]) -> None:
         self._matcher = matcher
         self._early = early
         self._check = check
+        self._ends = ends
+        self._end = ""  # the text of the last token if that is an end token
 
     @property
     def is_complete(self) -> bool:
@@ -53,11 +56,12 @@ class Grammar:
 
     def fault(self, text: str) -> str | None:
         """Returns what is wrong with a text that is complete, None if nothing is."""
-        return None if self._check is None else self._check(text)
+        return None if self._check is None else self._check(text.removesuffix(self._end))
 
     def accept(self, token_id: int) -> None:
         """Goes on by a token that the mask allowed."""
         self._matcher.consume_token(token_id)
+        self._end = self._ends.get(token_id, "")
 
     def mask(self) -> np.ndarray:
         """Returns the tokens that may come next, one bit each, i32[ceil(V / 32)]; none after `llguidance` gave up."""
@@ -71,7 +75,7 @@ class Grammar:
 
     def after(self, token_id: int) -> Grammar:
         """Returns a copy that has gone on by a token that the mask allowed, if anything can follow."""
-        ahead = Grammar(self._matcher.deep_copy(), self._early, self._check)
+        ahead = Grammar(self._matcher.deep_copy(), self._early, self._check, self._ends)
         if not self._matcher.is_stopped():
             ahead.accept(token_id)
         return ahead
@@ -129,9 +133,13 @@ class GrammarCompiler:
         self._known.move_to_end(known)
         matcher, check = self._known[known]
         early = np.ones(-(-self._vocab_size // 32) * 32, np.bool_)
+        end_ids = self._eos_token_ids or [self._tokens().eos_token]
         if sampling.ignore_eos:
-            early[self._eos_token_ids or [self._tokens().eos_token]] = False
-        return Grammar(matcher.deep_copy(), np.packbits(early, bitorder="little").view(np.int32), check)
+            early[end_ids] = False
+        assert self._tokenizer is not None
+        options = {"skip_special_tokens": sampling.skip_special_tokens}
+        ends = {token_id: self._tokenizer.decode([token_id], **options) for token_id in end_ids}
+        return Grammar(matcher.deep_copy(), np.packbits(early, bitorder="little").view(np.int32), check, ends)
 
     def _compiled(self, kind: str, value: Any, is_free: bool) -> tuple[LLMatcher, Check | None]:
         """Compiles a structure, and what holds a complete text against it, if that is to be done."""

@@ -50,9 +50,10 @@ class Tokenizer:
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._token_bytes: dict[int, bytes] = {}
-        # Of those tokens the ones that are ASCII alone, and so the same text wherever they stand.
-        self.ascii_texts: dict[int, str] = {}
+        # By skip_special_tokens: the bytes of tokens, and the texts of those that are ASCII, which are the same
+        # wherever the token stands.
+        self._token_bytes: dict[bool, dict[int, bytes]] = {True: {}, False: {}}
+        self.ascii_texts: dict[bool, dict[int, str]] = {True: {}, False: {}}
 
     @classmethod
     def from_path(cls, checkpoint_dir: str | Path) -> Tokenizer | None:
@@ -153,17 +154,17 @@ class Tokenizer:
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Decodes without special tokens and unknown ids; bytes that are not UTF-8 become U+FFFD."""
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Decodes without unknown ids, by default without special tokens; bytes that are not UTF-8 become U+FFFD."""
         ids = as_tuple("token_ids", token_ids, "several token ids")
         require(all(map(is_int, ids)), "token_ids", token_ids, "several integers")
-        return self._backend.decode([i for i in ids if 0 <= i <= MAX_INT], skip_special_tokens=True)
+        require_bool("skip_special_tokens", skip_special_tokens)
+        return self._backend.decode([i for i in ids if 0 <= i <= MAX_INT], skip_special_tokens=skip_special_tokens)
 
     def text_of(self, token_id: int) -> str:
         """Returns how a token reads alone: the name of a special one, nothing for an unknown one."""
-        if self.has_text(token_id):
-            return self.decode([token_id])
-        return self.id_to_token(token_id) or ""
+        require(is_int(token_id), "token_id", token_id, "an integer")
+        return self.decode([token_id], skip_special_tokens=False)
 
     def token_to_id(self, token: str) -> int | None:
         """Returns the id of a token as it is spelled in tokenizer.json; None for one that is not there."""
@@ -178,19 +179,23 @@ class Tokenizer:
         require(is_int(token_id), "token_id", token_id, "an integer")
         return self._backend.id_to_token(token_id) if 0 <= token_id <= MAX_INT else None
 
-    def has_text(self, token_id: int) -> bool:
-        """Whether `decode` looks at the token at all: it is known and not special."""
-        return self.id_to_token(token_id) is not None and token_id not in self._special_ids
+    def has_text(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
+        """Whether `decode` looks at the token at all: it is known, and not special if those are skipped."""
+        require_bool("skip_special_tokens", skip_special_tokens)
+        is_known = self.id_to_token(token_id) is not None
+        return is_known and not (skip_special_tokens and token_id in self._special_ids)
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token of a byte-level tokenizer stands for, none for special and unknown ones."""
+    def token_bytes(self, token_id: int, *, skip_special_tokens: bool = True) -> bytes:
+        """The bytes that a token of a byte-level tokenizer stands for, none for one without text."""
         require(is_int(token_id), "token_id", token_id, "an integer")
-        known = self._token_bytes.get(token_id)
+        require_bool("skip_special_tokens", skip_special_tokens)
+        known = self._token_bytes[skip_special_tokens].get(token_id)
         if known is None:
-            token = self.id_to_token(token_id) if self.has_text(token_id) else ""
-            known = self._token_bytes[token_id] = _unspell(token or "")
+            has_text = self.has_text(token_id, skip_special_tokens=skip_special_tokens)
+            token = self.id_to_token(token_id) if has_text else ""
+            known = self._token_bytes[skip_special_tokens][token_id] = _unspell(token or "")
             if known.isascii():
-                self.ascii_texts[token_id] = known.decode()
+                self.ascii_texts[skip_special_tokens][token_id] = known.decode()
         return known
 
 
@@ -204,14 +209,15 @@ def _unspell(token: str) -> bytes:
 class _ByteText:
     """Text of a byte-level tokenizer: the bytes of its tokens, as far as their characters are complete."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.texts = tokenizer.ascii_texts  # of tokens that need not be pushed: most, unless one ends in a character
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        self._token_bytes = functools.partial(tokenizer.token_bytes, skip_special_tokens=skip_special_tokens)
+        self._ascii_texts = tokenizer.ascii_texts[skip_special_tokens]
+        self.texts = self._ascii_texts  # of tokens that need not be pushed: most, unless one ends in a character
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        text = self._decoder.decode(self._tokenizer.token_bytes(token_id))
-        self.texts = {} if self._decoder.getstate()[0] else self._tokenizer.ascii_texts
+        text = self._decoder.decode(self._token_bytes(token_id))
+        self.texts = {} if self._decoder.getstate()[0] else self._ascii_texts
         return text
 
     def flush(self) -> str:
@@ -228,8 +234,9 @@ class _WindowText:
         pending               └─┘
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        self._has_text = functools.partial(tokenizer.has_text, skip_special_tokens=skip_special_tokens)
+        self._decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self.texts: dict[int, str] = {}
         self._context: list[int] = []
         self._context_len = 0  # characters
@@ -239,7 +246,7 @@ class _WindowText:
 
     def push(self, token_id: int) -> str:
         # Tokens without text must not become the context: the text after them would then look like the first.
-        if not self._tokenizer.has_text(token_id):
+        if not self._has_text(token_id):
             return ""
         self._pending.append(token_id)
         text = self._pending_text()
@@ -252,7 +259,7 @@ class _WindowText:
             return ""
         self._context, self._pending = self._pending, []
         self._num_incomplete = self._incomplete_len = 0
-        self._context_len = len(self._tokenizer.decode(self._context))
+        self._context_len = len(self._decode(self._context))
         return text
 
     def flush(self) -> str:
@@ -260,7 +267,7 @@ class _WindowText:
         return text
 
     def _pending_text(self) -> str:
-        return self._tokenizer.decode(self._context + self._pending)[self._context_len :]
+        return self._decode(self._context + self._pending)[self._context_len :]
 
 
 class Detokenizer:
@@ -268,13 +275,17 @@ class Detokenizer:
 
     Stop strings are not looked for in the text of the first `min_tokens` tokens.
 
-    Without `stop`, the pushed texts and the flushed one joined are `tokenizer.decode` of all tokens: for
-    byte-level tokenizers always, for those that fall back to byte tokens when every run of those is UTF-8, as
-    in all encoded text. In other runs `decode` discards the good characters too; here those shown stay.
+    Without `stop`, the pushed texts and the flushed one joined are `tokenizer.decode` of all tokens with the same
+    `skip_special_tokens`: for byte-level tokenizers always, for those that fall back to byte tokens when every run of
+    those is UTF-8, as in all encoded text. In other runs `decode` discards the good characters too; here those shown
+    stay.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, min_tokens: int = 0) -> None:
-        self._text = _ByteText(tokenizer) if tokenizer.is_byte_level else _WindowText(tokenizer)
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, min_tokens: int = 0, skip_special_tokens: bool = True
+    ) -> None:
+        new_text = _ByteText if tokenizer.is_byte_level else _WindowText
+        self._text = new_text(tokenizer, skip_special_tokens=skip_special_tokens)
         self._stop = tuple(stop)
         self.texts = {} if stop else self._text.texts  # of tokens that need not be pushed if they come next
         self._min_tokens = min_tokens

@@ -78,6 +78,7 @@ PARAMETERS = {
     "stop": ["x"],
     "stop_token_ids": [6],
     "ignore_eos": True,
+    "skip_special_tokens": False,
 }
 
 

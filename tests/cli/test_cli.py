@@ -158,6 +158,7 @@ SAMPLING = {
     "stop": ("x", "y z"),
     "stop_token_ids": (6, 7),
     "ignore_eos": True,
+    "skip_special_tokens": False,
 }
 ENGINE = {
     "max_num_seqs": 3,

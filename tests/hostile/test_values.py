@@ -152,7 +152,10 @@ METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "stream": (stream, PROMPT),
     "generate": (LLM.generate, {"prompts": [[5], "a"], "sampling_params": GREEDY, "show_progress": False, **TERMS}),
     "chat": (LLM.chat, {**CHAT, **TERMS}),
-    "beam_search": (LLM.beam_search, {"prompt": [5], "num_beams": 2, "max_tokens": 3, "length_penalty": 1.0}),
+    "beam_search": (
+        LLM.beam_search,
+        {"prompt": [5], "num_beams": 2, "max_tokens": 3, "length_penalty": 1.0, "skip_special_tokens": False},
+    ),
     "abort": (LLM.abort, {"request_id": 0}),
     "fork": (LLM.fork, {"request_id": 0, "seed": 5}),
     "rewind": (LLM.rewind, {"request_id": 0, "num_tokens": 1, "seed": 5}),
@@ -353,12 +356,12 @@ def test_log_probs():
 TOKENIZER: dict[str, dict[str, Any]] = {
     "from_path": {"checkpoint_dir": "nowhere"},
     "encode": {"text": "a"},
-    "decode": {"token_ids": [5]},
+    "decode": {"token_ids": [5], "skip_special_tokens": False},
     "text_of": {"token_id": 5},
     "token_to_id": {"token": "a"},
     "id_to_token": {"token_id": 5},
-    "has_text": {"token_id": 5},
-    "token_bytes": {"token_id": 5},
+    "has_text": {"token_id": 5, "skip_special_tokens": False},
+    "token_bytes": {"token_id": 5, "skip_special_tokens": False},
 }
 
 
@@ -367,6 +370,6 @@ def test_methods_of_a_tokenizer(llm, name):
     @cases(0.01)
     @given(changes_of(TOKENIZER[name]))
     def test(changes):
-        refused_or_returned(lambda: getattr(llm.tokenizer, name)(**changes), changes)
+        refused_or_returned(lambda: getattr(llm.tokenizer, name)(**{**TOKENIZER[name], **changes}), changes)
 
     test()

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -68,8 +69,8 @@ def byte_token(byte: int) -> int:
     return next(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == bytes([byte]))
 
 
-def shown(tokenizer: Tokenizer, chunks: list[list[int]]) -> str:
-    detokenizer = Detokenizer(tokenizer)
+def shown(tokenizer: Tokenizer, chunks: list[list[int]], **options: Any) -> str:
+    detokenizer = Detokenizer(tokenizer, **options)
     return "".join([*map(detokenizer.push, flat(chunks)), detokenizer.flush()])
 
 
@@ -93,9 +94,13 @@ def test_a_token_alone_reads_as_its_text_or_as_its_name():
     assert "".join(map(tokenizer.text_of, ids)) == "<s> the"
 
 
+SKIPPING = [pytest.param({"skip_special_tokens": skips}, id=f"skip={skips}") for skips in (True, False)]
+
+
+@pytest.mark.parametrize("options", SKIPPING)
 @given(chunks=chunks_of(st.integers(0, 420) | st.just(900)))
-def test_byte_level_text_in_pieces_is_the_text_of_all_tokens(chunks):
-    assert shown(byte_level(), chunks) == byte_level().decode(flat(chunks))
+def test_byte_level_text_in_pieces_is_the_text_of_all_tokens(options, chunks):
+    assert shown(byte_level(), chunks, **options) == byte_level().decode(flat(chunks), **options)
 
 
 @given(content=st.lists(st.integers(0, 255), max_size=24))
@@ -104,9 +109,10 @@ def test_byte_level_text_in_pieces_is_right_for_any_bytes(content):
     assert shown(byte_level(), [[token_id] for token_id in ids]) == byte_level().decode(ids)
 
 
+@pytest.mark.parametrize("options", SKIPPING)
 @given(chunks=chunks_of(st.integers(0, 420)))
-def test_a_token_that_need_not_be_pushed_has_the_text_that_a_push_gives(chunks):
-    pushed, looked_up = Detokenizer(byte_level()), Detokenizer(byte_level())
+def test_a_token_that_need_not_be_pushed_has_the_text_that_a_push_gives(options, chunks):
+    pushed, looked_up = Detokenizer(byte_level(), **options), Detokenizer(byte_level(), **options)
     for token_id in flat(chunks):
         expected = pushed.push(token_id)
         text = looked_up.texts.get(token_id)
@@ -116,14 +122,17 @@ def test_a_token_that_need_not_be_pushed_has_the_text_that_a_push_gives(chunks):
 def test_each_token_of_a_byte_level_tokenizer_has_the_bytes_of_its_text():
     tokenizer = byte_level()
     for token_id in range(tokenizer.vocab_size + 1):
-        assert tokenizer.token_bytes(token_id).decode(errors="replace") == tokenizer.decode([token_id])
+        for skips in (True, False):
+            spelled = tokenizer.token_bytes(token_id, skip_special_tokens=skips)
+            assert spelled.decode(errors="replace") == tokenizer.decode([token_id], skip_special_tokens=skips)
 
 
+@pytest.mark.parametrize("options", SKIPPING)
 @pytest.mark.parametrize("decoder", [decoders.Metaspace(), decoders.WordPiece(), decoders.BPEDecoder(), None])
 @given(chunks=chunks_of(st.integers(0, 12)))
-def test_text_in_pieces_without_byte_tokens_is_the_text_of_all_tokens(decoder, chunks):
+def test_text_in_pieces_without_byte_tokens_is_the_text_of_all_tokens(decoder, options, chunks):
     tokenizer = without_byte_tokens(decoder)
-    assert shown(tokenizer, chunks) == tokenizer.decode(flat(chunks))
+    assert shown(tokenizer, chunks, **options) == tokenizer.decode(flat(chunks), **options)
 
 
 def ids_with_whole_characters() -> st.SearchStrategy[list[int]]:
@@ -134,12 +143,13 @@ def ids_with_whole_characters() -> st.SearchStrategy[list[int]]:
     return st.tuples(st.lists(characters | others, max_size=30).map(flat), broken).map(flat)
 
 
+@pytest.mark.parametrize("options", SKIPPING)
 @given(ids=ids_with_whole_characters(), size=st.integers(1, 5))
 @example(ids=[2 + byte for byte in "\ufffd\x80".encode()], size=1)
 @example(ids=[2 + byte for byte in "a\ufffd\ufffd\ufffdé".encode()], size=1)
-def test_byte_fallback_text_in_pieces_is_the_text_of_all_tokens_when_the_bytes_are_utf8(ids, size):
+def test_byte_fallback_text_in_pieces_is_the_text_of_all_tokens_when_the_bytes_are_utf8(options, ids, size):
     chunks = [ids[start : start + size] for start in range(0, len(ids), size)]
-    assert shown(byte_fallback(), chunks) == byte_fallback().decode(ids)
+    assert shown(byte_fallback(), chunks, **options) == byte_fallback().decode(ids, **options)
 
 
 @given(ids=st.lists(st.integers(130, byte_fallback().vocab_size - 1), max_size=40))
@@ -180,7 +190,12 @@ def test_an_incomplete_character_shows_as_replacement_at_the_end():
 def test_cost_per_token_does_not_grow_with_the_text(monkeypatch):
     tokenizer, decoded = byte_fallback(), []
     original = Tokenizer.decode
-    monkeypatch.setattr(Tokenizer, "decode", lambda _, ids: decoded.append(len(ids)) or original(tokenizer, ids))
+
+    def counted_decode(_, ids, **options):
+        decoded.append(len(ids))
+        return original(tokenizer, ids, **options)
+
+    monkeypatch.setattr(Tokenizer, "decode", counted_decode)
     shown(tokenizer, [[token_id] for token_id in [2 + 0xFF] * 500 + tokenizer.encode(TEXT * 20)])
     assert max(decoded) <= 8
 
@@ -226,10 +241,26 @@ def test_nothing_is_shown_after_a_stop_string():
     assert pushed_text(detokenizer, "hat") + detokenizer.flush() == ""
 
 
-def test_encode_adds_the_special_tokens_and_decode_skips_them():
+def test_encode_adds_the_special_tokens_and_decode_skips_or_shows_them():
     ids = byte_level().encode("the café")
     assert ids[0] == 0
     assert byte_level().decode(ids) == "the café"
+    assert byte_level().decode(ids, skip_special_tokens=False) == "<s>the café"
+
+
+def test_requests_that_skip_and_that_show_special_tokens_share_no_text():
+    skipping, showing, again = (Detokenizer(byte_level(), skip_special_tokens=skips) for skips in (True, False, True))
+    texts = [detokenizer.push(0) for detokenizer in (skipping, showing, again)]
+    assert texts == [detokenizer.texts[0] for detokenizer in (skipping, showing, again)] == ["", "<s>", ""]
+
+
+def test_a_stop_string_is_found_in_special_tokens_that_are_shown():
+    ids = byte_level().encode("the") + byte_level().encode("cat")
+    ends = []
+    for skips in (True, False):
+        detokenizer = Detokenizer(byte_level(), ("e<s>",), skip_special_tokens=skips)
+        ends.append("".join([*map(detokenizer.push, ids), detokenizer.flush()]))
+    assert ends == ["thecat", "<s>th"]
 
 
 def test_a_token_has_the_id_and_an_id_the_token_of_the_file():

@@ -154,7 +154,8 @@ class Admission:
     def detokenizer(self, sampling: SamplingParams) -> Detokenizer | None:
         if self.tokenizer is None:
             return None
-        return Detokenizer(self.tokenizer, stop=sampling.stop, min_tokens=sampling.min_tokens)
+        options = {"min_tokens": sampling.min_tokens, "skip_special_tokens": sampling.skip_special_tokens}
+        return Detokenizer(self.tokenizer, sampling.stop, **options)
 
     def check_samples(self, name: str, count: int) -> None:
         """Raises ValueError if `count`, the value of parameter `name`, exceeds `EngineConfig.max_samples`."""

@@ -131,11 +131,12 @@ def as_completions(
             return {"finish_reason": "length"}
         return {"finish_reason": cut.finish_reason, "error": cut.error}
 
+    skips = request.sampling.skip_special_tokens
     return [
         Completion(
             request_id=request.request_id,
             prompt_token_ids=tuple(request.token_ids),
-            text="" if tokenizer is None else tokenizer.decode(beam.token_ids),
+            text="" if tokenizer is None else tokenizer.decode(beam.token_ids, skip_special_tokens=skips),
             token_ids=beam.token_ids,
             log_probs=beam.log_probs,
             top_log_probs=(),

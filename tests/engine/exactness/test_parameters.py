@@ -68,6 +68,10 @@ PARAMETERS: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
     "stop": (BASE, {"stop": ["a", "b", "c", "1", "2", "3", "<", "P", "Q", "R", "S"]}),
     "stop_token_ids": (BASE, {"stop_token_ids": range(1, 40)}),
     "ignore_eos": (dataclasses.replace(BASE, ignore_eos=False, logit_bias={EOS: 5.0}), {"ignore_eos": True}),
+    "skip_special_tokens": (
+        dataclasses.replace(BASE, ignore_eos=False, logit_bias={EOS: 3.0}),
+        {"skip_special_tokens": False},
+    ),
 }
 
 

@@ -67,6 +67,19 @@ def test_the_beams_are_those_of_transformers(llm, checkpoint, length_penalty, eo
             np.testing.assert_allclose(sum(beam.log_probs) / length**length_penalty, score, atol=1e-4, rtol=1e-5)
 
 
+def test_special_tokens_are_shown_in_beams_that_do_not_skip_them(llm):
+    texts = []
+    for skips in (True, False):
+        beams = llm.beam_search([9], num_beams=2, max_tokens=40, length_penalty=-9.0, skip_special_tokens=skips)
+        assert [beam.text for beam in beams] == [
+            llm.tokenizer.decode(beam.token_ids, skip_special_tokens=skips) for beam in beams
+        ]
+        texts.append([beam.text for beam in beams if EOS in beam.token_ids])
+
+    skipped, whole = texts
+    assert whole == [f"{text}<end>" for text in skipped] != []
+
+
 def likely(table):
     """Gives the next tokens' log-probabilities from those of whole prefixes."""
     return lambda beams: [table[beam.token_ids] for beam in beams]

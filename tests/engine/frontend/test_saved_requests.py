@@ -117,11 +117,13 @@ def test_a_restored_request_is_saved_forked_and_set_back_before_it_runs(llm, tmp
 
 TEXTS = {
     "stop": {"stop": ["never met", "zz"], "max_tokens": 30},
+    "special": {"skip_special_tokens": False, "logit_bias": {0: 3.0}, "ignore_eos": True, "max_tokens": 30},
     "regex": {"regex": "([a-c]{3}-){4}[0-9]", "max_tokens": 30},
     "json_schema": {"json_schema": {"type": "array", "items": {"type": "integer"}, "minItems": 9}, "max_tokens": 30},
 }
 HAS_LLGUIDANCE = importlib.util.find_spec("llguidance") is not None
-TESTED = [name for name in TEXTS if HAS_LLGUIDANCE or name == "stop"]
+PLAIN = ("stop", "special")
+TESTED = [name for name in TEXTS if HAS_LLGUIDANCE or name in PLAIN]
 
 
 @pytest.mark.parametrize("name", TESTED)
@@ -138,8 +140,8 @@ def test_text_and_structure_go_on_from_where_they_were(llm, tmp_path, name):
 
     assert content_of(completions[request_id]) == content_of(completions[restored_id]) == content_of(expected)
     branch = completions[branch_id]
-    assert branch.text == llm.tokenizer.decode(branch.token_ids)
-    assert name == "stop" or re.match(r"([a-c]{3}-)+|\[\s*-?\d", branch.text)
+    assert branch.text == llm.tokenizer.decode(branch.token_ids, skip_special_tokens=params.skip_special_tokens)
+    assert name in PLAIN or re.match(r"([a-c]{3}-)+|\[\s*-?\d", branch.text)
 
 
 def test_terms_and_parameters_survive_a_file(llm, tmp_path):

@@ -14,7 +14,7 @@ from jaxinfer.engine.llm import LLM
 from jaxinfer.text import structure_trial
 from jaxinfer.text.grammar import GrammarCompiler
 from jaxinfer.text.schema_check import schema_checker
-from tests.engine.engines import GREEDY, are_tpu_kernels_interpreted, drafts_from, run_with_arrivals
+from tests.engine.engines import EOS, GREEDY, are_tpu_kernels_interpreted, drafts_from, run_with_arrivals
 from tests.engine.schemas import SCHEMAS
 from tests.on_demand import steps_on_demand
 
@@ -146,6 +146,19 @@ def test_what_breaks_its_schema_does_not_count_as_complete(llm, schema, is_right
     assert completion.finish_reason == ("stop" if is_right else "error"), completion.text
     assert (completion.error is None) == is_right
     assert is_right or "the output breaks json_schema at $" in completion.error
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_the_end_token_is_no_part_of_the_document_that_is_checked(llm, skips):
+    schema = {"type": "integer", "minimum": 100}  # which the end token ends, for a digit could follow
+    params = SamplingParams(json_schema=schema, max_tokens=90, logit_bias={EOS: 9.0}, skip_special_tokens=skips)
+
+    completion = llm.generate("a", params, show_progress=False)[0]
+
+    assert (completion.finish_reason, completion.error) == ("stop", None)
+    assert completion.token_ids[-1] == EOS
+    assert completion.text.endswith("<end>") != skips
+    jsonschema.validate(json.loads(completion.text.removesuffix("<end>")), schema)
 
 
 @pytest.mark.parametrize(
