@@ -13,16 +13,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from jaxinfer.text.files import read_object, read_text
 from jaxinfer.text.limited_process import LimitedProcess, LimitError
 from jaxinfer.validation import cut, require, require_bool, shown
 
 MAX_SECONDS = 1
 MAX_CHARACTERS = 2**24  # of what goes to a template
 MAX_DEPTH = 100  # of what goes to a template
-MAX_FILE_BYTES = 2**26
 OWN_VARIABLES = ("messages", "tools", "documents")
 MAX_MESSAGE = 300  # characters of a template's own error
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which a message has its reasoning
 CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # marks where the final message ends
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
@@ -37,22 +36,20 @@ class ChatTemplates:
         self._process = LimitedProcess("jaxinfer.text.chat_template")
 
     @classmethod
-    def from_path(cls, path: Path) -> ChatTemplates:
+    def from_path(cls, path: Path, special_tokens: Mapping[str, str]) -> ChatTemplates:
         """Reads the templates in a checkpoint's folder, if there are any.
 
         A template lies in chat_template.jinja, in additional_chat_templates, or in tokenizer_config.json.
         """
-        config = _read_json(path / "tokenizer_config.json")
-        old = _read_json(path / "special_tokens_map.json")
-        tokens = {name: _content(config.get(name) or old.get(name)) for name in SPECIAL_TOKENS}
         files = {file.stem: file for file in sorted((path / "additional_chat_templates").glob("*.jinja"))}
         if (path / "chat_template.jinja").is_file():
             files[DEFAULT] = path / "chat_template.jinja"
-        templates = {name: _read_text(file) for name, file in files.items()}
+        templates = {name: read_text(file) for name, file in files.items()}
         if not templates:
-            stated = config.get("chat_template")
-            templates = _by_name(stated, path / "tokenizer_config.json") if stated is not None else {}
-        return cls(templates, {name: token for name, token in tokens.items() if token is not None})
+            config = path / "tokenizer_config.json"
+            stated = read_object(config).get("chat_template")
+            templates = _by_name(stated, config) if stated is not None else {}
+        return cls(templates, special_tokens)
 
     def __bool__(self) -> bool:
         return bool(self._templates)
@@ -121,34 +118,6 @@ class ChatTemplates:
         if error is not None:
             raise ValueError(f"the chat template cannot render these messages: {error}")
         return text
-
-
-def _read_text(file: Path) -> str:
-    if file.stat().st_size > MAX_FILE_BYTES:
-        raise ValueError(f"{file} has more than {MAX_FILE_BYTES:,} bytes; give the checkpoint's own")
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not text in UTF-8 ({error}); download it again") from None
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """Returns the object in a file, an empty one without the file."""
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(_read_text(file))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON ({error}); download it again") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} holds a {type(content).__name__}, not an object; download it again")
-    return content
-
-
-def _content(token: Any) -> str | None:
-    """Returns a special token of tokenizer_config.json, which is text or an object with a text."""
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
 
 
 def _by_name(stated: Any, file: Path) -> dict[str, str]:

@@ -173,7 +173,8 @@ class GrammarCompiler:
         assert self._tokenizer is not None
         if self._llg_tokenizer is None:
             eos = self._eos_token_ids or None
-            self._llg_tokenizer = LLTokenizer(self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=eos)
+            tokenizer = self._tokenizer.to_json(self._vocab_size)
+            self._llg_tokenizer = LLTokenizer(tokenizer, n_vocab=self._vocab_size, eos_token=eos)
         return self._llg_tokenizer
 
 

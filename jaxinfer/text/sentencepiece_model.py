@@ -6,13 +6,15 @@ The `sentencepiece` library (Kudo & Richardson 2018) reads the file; the extra `
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from jaxinfer.text.added_tokens import StatedTokens, read_stated_tokens
+from jaxinfer.text.files import read_object
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in pieces
 # Kinds of pieces, and of models, in sentencepiece_model.proto.
@@ -22,8 +24,8 @@ UNIGRAM, BPE = 1, 2
 NO_TEXT = -1000.0
 
 
-def load_sentencepiece(path: Path) -> tokenizers.Tokenizer:
-    """Returns the tokenizer of a tokenizer.model, with the special tokens of tokenizer_config.json beside it.
+def load_sentencepiece(path: Path) -> tuple[tokenizers.Tokenizer, StatedTokens]:
+    """Returns the tokenizer of a tokenizer.model, with the tokens that the files beside it state, and these tokens.
 
     It begins a text with the token for that, and does not end it, unless tokenizer_config.json says otherwise. Raises
     ValueError without the library, for a damaged file, and for a model that is neither Unigram nor BPE.
@@ -56,10 +58,16 @@ def load_sentencepiece(path: Path) -> tokenizers.Tokenizer:
     tokenizer.decoder = decoders.Sequence(parts)
     special = [piece.piece for piece in proto.pieces if piece.type in (UNKNOWN, CONTROL)]
     tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special])
-    settings = _read_object(path.parent / "tokenizer_config.json")
-    _add_tokens(tokenizer, path.parent, settings)
-    _add_ends(tokenizer, proto, settings)
-    return tokenizer
+    stated = read_stated_tokens(path.parent, tokenizer.get_added_tokens_decoder())
+    # The normalizer would put a space before the token's own text.
+    tokenizer.add_tokens([AddedToken(**{**token.__getstate__(), "normalized": False}) for token in stated.tokens])
+    if misplaced := stated.misplaced(tokenizer.token_to_id):
+        raise ValueError(
+            f"added tokens in {path.parent} cannot have the ids that its files state ({misplaced}); use a checkpoint"
+            " with tokenizer.json"
+        )
+    _add_ends(tokenizer, proto, read_object(path.parent / "tokenizer_config.json"))
+    return tokenizer, stated
 
 
 def _unigram(proto: Any) -> models.Unigram:
@@ -112,23 +120,6 @@ def _escaped(text: str) -> str:
     return "".join(f"\\x{{{ord(character):x}}}" for character in text)
 
 
-def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: Path, settings: Mapping[str, Any]) -> None:
-    """Adds the tokens beyond tokenizer.model that added_tokens.json and tokenizer_config.json state."""
-    added = {str(token_id): {"content": name} for name, token_id in _read_object(folder / "added_tokens.json").items()}
-    stated = settings.get("added_tokens_decoder") or {}
-    for token_id, token in sorted({**added, **stated}.items(), key=lambda item: (len(item[0]), item[0])):
-        name = token.get("content") if isinstance(token, Mapping) else None
-        if not isinstance(name, str):
-            raise ValueError(f"added token {token_id}={token!r} in {folder} has no content; download it again")
-        is_special = bool(token.get("special", True))
-        tokenizer.add_tokens([AddedToken(name, normalized=False, special=is_special)])
-        if str(tokenizer.token_to_id(name)) != token_id:
-            raise ValueError(
-                f"added token {name!r} in {folder} has id {token_id} but follows as {tokenizer.token_to_id(name)};"
-                " use a checkpoint with tokenizer.json"
-            )
-
-
 def _add_ends(tokenizer: tokenizers.Tokenizer, proto: Any, settings: Mapping[str, Any]) -> None:
     ends = {}
     for key, token_id, default in (
@@ -141,15 +132,3 @@ def _add_ends(tokenizer: tokenizers.Tokenizer, proto: Any, settings: Mapping[str
     single = [*([first[0]] if first else []), "$A", *([last[0]] if last else [])]
     if ends:
         tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=[*ends.values()])
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON ({error}); download it again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} is not an object; download it again")
-    return content

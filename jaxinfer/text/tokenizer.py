@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import codecs
 import functools
+import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,17 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders
 
+from jaxinfer.text.added_tokens import read_stated_tokens
 from jaxinfer.text.chat_template import ChatTemplates
+from jaxinfer.text.files import check_size
 from jaxinfer.text.sentencepiece_model import load_sentencepiece
 from jaxinfer.validation import MAX_INT, as_tuple, is_int, require, require_bool, shown
 
+logger = logging.getLogger(__name__)
+
 # A character has at most 4 bytes: after 4 tokens that all end inside one, the bytes are not UTF-8.
 MAX_CHARACTER_BYTES = 4
+MAX_TOKENIZER_BYTES = 2**27  # of tokenizer.json and tokenizer.model; the largest published ones have 33 MB
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Arguments of `apply_chat_template` in transformers that ask for something else than ids or text.
 NOT_HONOURED = (
@@ -47,7 +54,7 @@ class Tokenizer:
         self.chat_templates = ChatTemplates({}, {}) if chat_templates is None else chat_templates
         backend.no_truncation()
         backend.no_padding()
-        self._backend = backend
+        self._backend = backend = _with_special_tokens_as_spelled(backend)
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         # By skip_special_tokens: the bytes of tokens, and the texts of those that are ASCII, which are the same
@@ -57,33 +64,42 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, checkpoint_dir: str | Path) -> Tokenizer | None:
-        """Reads tokenizer.json in `checkpoint_dir`, or else tokenizer.model of SentencePiece.
+        """Reads tokenizer.json in `checkpoint_dir`, or else tokenizer.model of SentencePiece, and the files beside it.
 
-        None without either, ValueError for a damaged one.
+        None without either, ValueError for a damaged file.
         """
         require(isinstance(checkpoint_dir, str | Path), "checkpoint_dir", checkpoint_dir, "text or a Path")
-        path = Path(checkpoint_dir) / "tokenizer.json"
+        folder = Path(checkpoint_dir)
+        path = folder / "tokenizer.json"
         if not path.exists():
-            path = Path(checkpoint_dir) / "tokenizer.model"
+            path = folder / "tokenizer.model"
             if not path.exists():
                 return None
-            return cls(load_sentencepiece(path), ChatTemplates.from_path(Path(checkpoint_dir)))
-        try:
-            tokenizer = cls(tokenizers.Tokenizer.from_file(str(path)))
-            tokenizer.encode("")  # a post-processor with unknown tokens fails only here
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # The library raises nothing more specific, and its panics are no Exception.
-            raise ValueError(
-                f"{path} is not a tokenizer that tokenizers {tokenizers.__version__} can read ({error}); "
-                "download it again or upgrade tokenizers"
-            ) from error
-        tokenizer.chat_templates = ChatTemplates.from_path(Path(checkpoint_dir))
-        return tokenizer
+        check_size(path, MAX_TOKENIZER_BYTES)
+        if path.suffix == ".json":
+            backend = _load_json(path)
+            stated = read_stated_tokens(folder, backend.get_added_tokens_decoder())
+            backend.add_tokens(list(stated.tokens))
+            if misplaced := stated.misplaced(backend.token_to_id):
+                logger.warning(
+                    "%s: the id of an added token is not the one that its files state: %s. transformers has the same"
+                    " ids; if the model was trained with other ones, correct tokenizer.json",
+                    folder,
+                    misplaced,
+                )
+        else:
+            backend, stated = load_sentencepiece(path)
+        backend.encode_special_tokens = stated.splits_special_tokens
+        return cls(backend, ChatTemplates.from_path(folder, stated.names))
 
-    def to_json(self) -> str:
-        """Returns what stands in tokenizer.json."""
-        return self._backend.to_str()
+    def to_json(self, vocab_size: int) -> str:
+        """Returns the tokenizer as tokenizer.json has it, without added tokens from id `vocab_size` on."""
+        text = self._backend.to_str()
+        if self.vocab_size <= vocab_size:
+            return text
+        content = json.loads(text)
+        content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < vocab_size]
+        return json.dumps(content)
 
     @property
     def vocab_size(self) -> int:
@@ -197,6 +213,36 @@ class Tokenizer:
             if known.isascii():
                 self.ascii_texts[skip_special_tokens][token_id] = known.decode()
         return known
+
+
+def _load_json(path: Path) -> tokenizers.Tokenizer:
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend.encode("")  # a post-processor with unknown tokens fails only here
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # The library raises nothing more specific, and its panics are no Exception.
+        raise ValueError(
+            f"{path} is not a tokenizer that tokenizers {tokenizers.__version__} can read ({error}); "
+            "download it again or upgrade tokenizers"
+        ) from error
+    return backend
+
+
+def _with_special_tokens_as_spelled(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Returns a tokenizer in which the normalizer changes no special token, or else its `decode` would not skip it.
+
+    In files of the first Llama models the normalizer puts a space before "</s>".
+    """
+    special = {token_id: token for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
+    if all(backend.id_to_token(token_id) == token.content for token_id, token in special.items()):
+        return backend
+    content = json.loads(backend.to_str())
+    for token in content["added_tokens"]:
+        token["normalized"] &= not token["special"]
+    changed = tokenizers.Tokenizer.from_str(json.dumps(content))
+    changed.encode_special_tokens = backend.encode_special_tokens
+    return changed
 
 
 def _unspell(token: str) -> bytes:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DIGEST_LEN = 16  # hexadecimal digits
 # Files beside the weights and config.json that a text depends on.
 TEXT_FILES = (
-    *("tokenizer.json", "tokenizer.model", "added_tokens.json", "tokenizer_config.json"),
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("generation_config.json", "chat_template.jinja"),
 )
 
@@ -68,8 +68,9 @@ def text_identity(path: Path, admission: Admission) -> dict[str, str]:
     config, version = admission.engine_config, admission.params_version
     # A request with sinks evicts whole pages, so the page size determines its text.
     sinks = None if config.num_sink_tokens is None else f"{config.num_sink_tokens}, by pages of {config.page_size}"
+    templates = [f"{file.parent.name}/{file.name}" for file in path.glob("additional_chat_templates/*.jinja")]
     return {
-        "model": fingerprint(path, TEXT_FILES)[:DIGEST_LEN] + version,
+        "model": fingerprint(path, (*TEXT_FILES, *templates))[:DIGEST_LEN] + version,
         "dtype": admission.cache_config.dtype,
         "quantization": str(config.quantization),
         "max_model_len": str(admission.max_model_len),

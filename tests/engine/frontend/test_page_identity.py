@@ -59,10 +59,22 @@ def test_a_text_follows_from(aspect):
     assert {name for name in before if before[name] != after[name]} == {aspect}
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"])
+FILES = (
+    *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+    *(
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
+    ),
+)
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_a_text_follows_from_every_file_of_the_model(tmp_path, name):
     shutil.copytree(BUNDLED_MODEL, tmp_path / "model")
     before = text_identity(tmp_path / "model")
+    (tmp_path / "model" / name).parent.mkdir(exist_ok=True)
     with (tmp_path / "model" / name).open("ab") as file:
         file.write(b" ")
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.drafters.drafters import NgramDrafter
-from jaxinfer.engine.llm import LLM
+from jaxinfer.engine.llm import BUNDLED_MODEL, LLM
 from jaxinfer.text import structure_trial
 from jaxinfer.text.grammar import GrammarCompiler
 from jaxinfer.text.schema_check import schema_checker
+from jaxinfer.text.tokenizer import Tokenizer
 from tests.engine.engines import EOS, GREEDY, are_tpu_kernels_interpreted, drafts_from, run_with_arrivals
 from tests.engine.schemas import SCHEMAS
 from tests.on_demand import steps_on_demand
@@ -159,6 +162,19 @@ def test_the_end_token_is_no_part_of_the_document_that_is_checked(llm, skips):
     assert completion.token_ids[-1] == EOS
     assert completion.text.endswith("<end>") != skips
     jsonschema.validate(json.loads(completion.text.removesuffix("<end>")), schema)
+
+
+def test_tokens_that_the_model_lacks_leave_structures_possible(tmp_path):
+    shutil.copy(BUNDLED_MODEL / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"extra_special_tokens": {"image_token": "<img>"}}')
+    tokenizer = Tokenizer.from_path(tmp_path)
+    assert tokenizer is not None
+    grammar = GrammarCompiler(tokenizer, tokenizer.vocab_size - 1, (0,)).compile(SamplingParams(choices=["y", "no"]))
+    assert grammar is not None
+
+    allowed = np.unpackbits(grammar.mask().view(np.uint8), bitorder="little").nonzero()[0]
+
+    assert {tokenizer.text_of(int(token_id)) for token_id in allowed} == {"y", "n", "no"}
 
 
 @pytest.mark.parametrize(
