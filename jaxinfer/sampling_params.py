@@ -12,13 +12,16 @@ from jaxinfer.validation import (
     MAX_FLOAT,
     MAX_INT,
     as_float,
+    as_items,
     as_tuple,
     is_int,
     is_real,
     require,
     require_bool,
+    require_characters,
     require_int,
     require_real,
+    shown,
 )
 
 MAX_SEED = 2**64 - 1
@@ -52,9 +55,9 @@ class SamplingParams:
     * `min_tokens`: before this number of tokens, stop tokens are ruled out and stop strings are ignored.
     * `allowed_token_ids`: all other tokens are ruled out; None allows all.
     * `logits_processors`: names of functions given to the LLM, each with its float argument for this request.
-    * `json_schema` (JSON text or a mapping), `regex`, `choices` (strings, of which the output is one) or `grammar`
-      (Lark's notation): at most one structure. It rules out every token after which the output could no longer match.
-      The request ends when nothing can follow.
+    * `json_schema` (JSON text or a mapping), `regex` (Rust's notation, for the whole output), `choices` (strings, of
+      which the output is one) or `grammar` (Lark's notation): at most one structure. It rules out every token after
+      which the output could no longer match. The request ends when nothing can follow.
 
     If the parameters rule out every token, the request ends with finish reason "exhausted".
 
@@ -189,18 +192,35 @@ class SamplingParams:
 
     def _check_structure(self) -> None:
         if isinstance(self.json_schema, Mapping):
-            object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
+            object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
         for name in ("json_schema", "regex", "grammar"):
             value = getattr(self, name)
             require(value is None or (isinstance(value, str) and bool(value)), name, value, "text that is not empty")
+            require_characters(name, value or "")
         if self.choices is not None:
             choices = as_tuple("choices", self.choices, "several strings")
             are_texts = all(isinstance(choice, str) and choice for choice in choices)
             require(bool(choices) and are_texts, "choices", choices, "one string or more, none of them empty")
+            require_characters("choices", "".join(choices))
             object.__setattr__(self, "choices", choices)
         given = [name for name in STRUCTURES if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are both given; an output can have one structure")
+
+
+def _schema_text(schema: Mapping[str, Any]) -> str:
+    def as_json(value: Any) -> Any:
+        plain = dict(value) if isinstance(value, Mapping) else as_items("json_schema", value)
+        if plain is value:
+            raise TypeError(f"JSON has no {type(value).__name__}")
+        return plain
+
+    try:
+        return json.dumps(schema, default=as_json, allow_nan=False, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"json_schema={shown(schema)} is not allowed: {error}; give JSON text, or a mapping of what JSON has"
+        ) from None
 
 
 def _stop_strings(values: Any) -> tuple[str, ...]:

@@ -77,6 +77,17 @@ def require_name(name: str, value: Any, allowed: Collection[str]) -> None:
     require(isinstance(value, str) and value in allowed, name, value, f"{', '.join(others)} or {last}")
 
 
+def require_characters(name: str, text: str) -> None:
+    """Raises ValueError for a text with half of a surrogate pair, which is no character and has no bytes in UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name}={shown(text)} is not allowed: {shown(text[error.start])} is half of a surrogate pair; give the"
+            " whole character, or leave it out"
+        ) from None
+
+
 def as_path(name: str, value: Any) -> Path:
     """Returns the path of a file that may or may not exist."""
     require(isinstance(value, str | os.PathLike), name, value, "text or a Path")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -295,6 +296,42 @@ def test_a_schema_keeps_the_order_of_its_properties():
     schema = {"properties": {"b": {}, "a": {}}}
 
     assert SamplingParams(json_schema=schema).structure == ("json_schema", '{"properties": {"b": {}, "a": {}}}')
+
+
+def test_a_schema_may_have_the_numbers_of_numpy_and_any_mapping():
+    given = MappingProxyType({"const": MappingProxyType({"é": np.int64(2)}), "enum": np.array([1, 2]), "x": np.True_})
+
+    assert SamplingParams(json_schema=given).json_schema == '{"const": {"é": 2}, "enum": [1, 2], "x": true}'
+
+
+def deep_schema():
+    schema = {}
+    for _ in range(100_000):
+        schema = {"items": schema}
+    return schema
+
+
+def endless_schema():
+    schema = {}
+    schema["items"] = schema
+    return schema
+
+
+BAD_STRUCTURES = [
+    *(("regex", "a\ud800"), ("choices", ["a", "\udfff"]), ("grammar", 'start: "\ud800"'), ("json_schema", '"\ud800"')),
+    *(
+        ("json_schema", {"const": value})
+        for value in ("\ud800", float("nan"), np.float32("inf"), {1, 2}, b"a", object())
+    ),
+    *(("json_schema", value) for value in ({("a",): 1}, deep_schema(), endless_schema())),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_STRUCTURES, ids=range(len(BAD_STRUCTURES)))
+def test_a_structure_that_is_no_text_or_no_json_is_refused_by_its_name(name, value):
+    with pytest.raises(ValueError, match=f"^{name}=.* is not allowed: .*") as refusal:
+        SamplingParams(**{name: value})
+    assert len(str(refusal.value)) < 700
 
 
 def test_layer_groups_may_come_in_a_list_and_stay_hashable():

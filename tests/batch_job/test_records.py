@@ -123,6 +123,10 @@ INVALID = {
     b'{"custom_id": "a", "prompt": "p", "stop": {"x": 1}}': "stop is an object",
     b'{"custom_id": "a", "prompt": "p", "temperature": 1' + b"0" * 400 + b"}": "temperature=10+ … 0+ .401 characters",
     b'{"custom_id": "a", "prompt": "p", "seed": 1' + b"0" * 5000 + b"}": "digits",
+    b'{"custom_id": "a", "prompt": "p", "regex": "\\ud800"}': r"regex='\\ud800' is not allowed: .* half of a surrogate",
+    b'{"custom_id": "a", "prompt": "p", "choices": ["\\ud800"]}': "choices=.* is not allowed: .* half of a surrogate",
+    b'{"custom_id": "a", "prompt": "p", "json_schema": {"const": NaN}}': "json_schema=.*nan.* is not allowed: .*JSON",
+    b'{"custom_id": "a", "prompt": "p", "json_schema": {"const": 1e999}}': "json_schema=.*inf.* is not allowed: .*JSON",
 }
 
 
