@@ -1,39 +1,32 @@
 """Holds a finished document against its JSON schema by `jsonschema`, which had no part in writing it; free of jax.
 
-`llguidance` keeps less of some schemas than they say: it takes every year for a leap year, lets a key be repeated until
-there are `minProperties`, and rounds numbers to floats. What it wrote is checked before it is handed out as valid.
+`llguidance` keeps less of some schemas than they say: it takes every year for a leap year, lets `"\\u0061"` be another
+key than `"a"`, and rounds numbers to floats. What it wrote is checked before it is handed out as valid.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from datetime import date
 from decimal import Context, Decimal, localcontext
-from functools import cache
 from typing import Any
 
+from jaxinfer.text.ecmascript_regex import to_rust
+from jaxinfer.text.json_schema import Schema, is_matched, load_json, matcher_of, patterns_of
 from jaxinfer.validation import cut
 
 MAX_STEPS = 200_000  # of the keywords in one document, and of their values: a second or two
 MAX_HOST_NAME, MAX_LABEL, MAX_LOCAL_PART = 253, 63, 64  # characters, by RFC 1035 and RFC 5321
-MAX_INT_DIGITS = 4_000  # Python takes hardly more for an int
 ARITHMETIC = Context(prec=10_000)
 
 
-def load_json(text: str) -> Any:
-    """Parses JSON without rounding a number. Raises ValueError, and RecursionError for what is nested deeply."""
-    return json.loads(text, parse_float=Decimal, parse_int=_number)
-
-
-def schema_error(schema: str) -> str | None:
-    """Returns what of a text is no JSON schema, None if it is one. It takes seconds for a large one."""
+def schema_error(schema: Schema) -> str | None:
+    """Returns what is wrong with a JSON schema, None if it is one. It takes seconds for a large one."""
     from jsonschema import SchemaError
 
-    loaded = load_json(schema)
-    draft = _draft(loaded)
+    draft = _draft(schema)
     try:
-        draft.check_schema(loaded, format_checker=None)  # patterns are in another notation than Python's
+        draft.check_schema(schema, format_checker=None)  # patterns are in another notation than Python's
     except SchemaError as error:
         place, uri = cut(error.json_path), draft.META_SCHEMA["$schema"]
         return f'{place}: {cut(error.message)}, by {uri}; if it is of an older draft, name that by "$schema"'
@@ -45,8 +38,8 @@ def schema_error(schema: str) -> str | None:
 def schema_checker(schema: str) -> Callable[[str], str | None]:
     """Returns a function that says where a document breaks a schema, None if it does not.
 
-    `pattern` counts as kept: to follow a regular expression is what `llguidance` is built for, and Python's `re` takes
-    exponential time for some. So `llguidance` also says which keys `patternProperties` mean.
+    `llguidance` says what matches a pattern, in time that grows as the text does; Python's `re` takes exponential time
+    for some, and has another notation.
     """
     from jsonschema import ValidationError, validators
     from jsonschema.exceptions import best_match
@@ -66,25 +59,37 @@ def schema_checker(schema: str) -> Callable[[str], str | None]:
 
         return run
 
-    find = cache(_key_pattern)
+    matchers = {pattern: matcher_of(to_rust(pattern)) for pattern in patterns_of(loaded)}
+
+    def matches(pattern: str, text: str) -> bool:
+        return is_matched(matchers[pattern], text)
+
+    def of_pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[Any]:
+        if isinstance(instance, str) and not matches(pattern, instance):
+            yield ValidationError(f"{instance!r} does not match {pattern!r}")
 
     def of_patterns(validator: Any, patterns: Any, instance: Any, schema: Any) -> Iterator[Any]:
         for pattern, part in patterns.items():
             for key, value in instance.items() if isinstance(instance, dict) else ():
-                if find(pattern)(key):
+                if matches(pattern, key):
                     yield from validator.descend(value, part, path=key, schema_path=pattern)
 
     def of_others(validator: Any, part: Any, instance: Any, schema: Any) -> Iterator[Any]:
         patterns = schema.get("patternProperties", ())
         for key, value in instance.items() if isinstance(instance, dict) else ():
-            if key in schema.get("properties", ()) or any(find(pattern)(key) for pattern in patterns):
+            if key in schema.get("properties", ()) or any(matches(pattern, key) for pattern in patterns):
                 continue
             if part is False:
                 yield ValidationError(f"{key!r} is not a property that it has")
             else:
                 yield from validator.descend(value, part, path=key)
 
-    own = {"pattern": _kept, "patternProperties": of_patterns, "additionalProperties": of_others, "format": _format}
+    own = {
+        "pattern": of_pattern,
+        "patternProperties": of_patterns,
+        "additionalProperties": of_others,
+        "format": _format,
+    }
     keywords = {name: counted(keyword) for name, keyword in {**draft.VALIDATORS, **own}.items()}
     types = draft.TYPE_CHECKER.redefine("integer", lambda _, value: _is_integer(value))
     # Without a registry of its own `jsonschema` would fetch what a schema refers to.
@@ -115,24 +120,6 @@ def _draft(schema: Any) -> Any:
     from jsonschema import Draft202012Validator, validators
 
     return validators.validator_for(schema, default=Draft202012Validator)
-
-
-def _key_pattern(pattern: str) -> Callable[[str], bool]:
-    """Returns a function that says whether a pattern matches a key, in time that grows as the key does."""
-    from llguidance import LLMatcher, LLTokenizer
-
-    schema = json.dumps({"type": "string", "pattern": pattern})
-    matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_json_schema(schema), log_level=0)
-
-    def matches(key: str) -> bool:
-        at, spelled = matcher.deep_copy(), list(json.dumps(key, ensure_ascii=False).encode())
-        return at.try_consume_tokens(spelled) == len(spelled) and at.is_accepting()
-
-    return matches
-
-
-def _kept(*_: Any) -> None:
-    """Stands for a keyword that is not looked at."""
 
 
 def _format(validator: Any, name: str, instance: Any, schema: Any) -> Iterator[Any]:
@@ -176,7 +163,3 @@ FORMATS: dict[str, Callable[[str], bool]] = {
 def _is_integer(value: Any) -> bool:
     is_int = isinstance(value, int) and not isinstance(value, bool)
     return is_int or (isinstance(value, Decimal) and value == value.to_integral_value())
-
-
-def _number(text: str) -> int | Decimal:
-    return int(text) if len(text) <= MAX_INT_DIGITS else Decimal(text)

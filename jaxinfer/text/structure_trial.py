@@ -1,51 +1,126 @@
-"""Compiles structures for trial in a process of their own.
+"""Compiles structures for trial in processes of their own.
 
 Some take `llguidance` minutes or gigabytes, and its own limits stop not all of them.
 """
 
 from __future__ import annotations
 
-import contextlib
+import json
 from collections.abc import Callable
+from queue import LifoQueue
+from typing import Any, NamedTuple
 
+from jaxinfer.text.json_schema import (
+    Schema,
+    byte_tokenizer,
+    can_repeat_keys,
+    can_run_out_of_keys,
+    dump_json,
+    list_keys,
+    load_schema,
+    translate_patterns,
+)
 from jaxinfer.text.limited_process import LimitedProcess, LimitError
-from jaxinfer.text.schema_check import schema_error
+from jaxinfer.text.schema_check import schema_checker, schema_error
+from jaxinfer.validation import shown
 
-MAX_SECONDS = 5
+MAX_SECONDS = 2.5  # the engine then compiles the same again, in the same time
+MAX_PROCESSES = 4
 
 
-class Trial:
-    """Compiles structures one after the other, in a process that is begun with the first."""
+class Compilable(NamedTuple):
+    """A structure that compiles within the limits, unless `llguidance` refuses it."""
+
+    grammar: str  # in Lark's notation
+    can_repeat_keys: bool = False  # of a JSON schema: `llguidance` may give an object a key twice
+    can_run_out_of_keys: bool = False  # and may begin a key that is there already and can only end
+
+
+class Trials:
+    """Compiles structures from any number of threads, in a bounded number of processes that begin when needed."""
 
     def __init__(self) -> None:
-        self._process = LimitedProcess("jaxinfer.text.structure_trial")
+        self._idle: LifoQueue[LimitedProcess] = LifoQueue()
+        for _ in range(MAX_PROCESSES):
+            self._idle.put(LimitedProcess("jaxinfer.text.structure_trial"))
 
-    def run(self, kind: str, grammar: str, schema: str | None) -> None:
-        """Returns when a structure, in Lark's notation, was compiled; `schema` is its JSON schema, if it has one.
+    def run(self, kind: str, value: Any) -> Compilable:
+        """Returns a structure as `llguidance` takes it, after it was compiled within the limits.
 
-        Raises ValueError if that takes too much time or memory, or if the schema is none. What else is wrong with a
-        structure shows where it is compiled for use.
+        Raises ValueError if that takes too much time or memory, or if a text is no JSON schema. Other faults show where
+        the structure is compiled for use.
         """
+        process = self._idle.get()
         try:
-            error = self._process.ask([grammar, schema], MAX_SECONDS)
+            answer = process.ask([kind, value], MAX_SECONDS)
         except LimitError as limit:
             raise ValueError(f"{kind} takes more than {limit} to compile; make it smaller or simpler") from None
-        if error:
-            raise ValueError(f"{kind} is not a JSON schema: {error}")
+        finally:
+            self._idle.put(process)
+        if isinstance(answer, str):
+            raise ValueError(answer)
+        return Compilable(*answer)
 
 
-def answers() -> Callable[[tuple[str, str | None]], str | None]:
-    """Returns the function of the process, from a structure and its schema to the schema's error."""
-    from llguidance import LLMatcher, LLTokenizer
+def answers() -> Callable[[tuple[str, Any]], Compilable | str]:
+    """Returns the function of the process, from a kind of structure and its value to the structure or its refusal."""
 
-    tokenizer = LLTokenizer("byte")
+    def answer(structure: tuple[str, Any]) -> Compilable | str:
+        kind, value = structure
+        try:
+            if kind == "json_schema":
+                return _compiled_schema(value)
+            compilable = Compilable(_in_lark(kind, value))
+            _compiles(compilable)
+            return compilable
+        except RecursionError:
+            return f"{kind}={shown(value)} is nested too deeply"
+        except ValueError as error:
+            return str(error)
 
-    def compile_structure(structure: tuple[str, str | None]) -> str | None:
-        grammar, schema = structure
-        error = None if schema is None else schema_error(schema)
-        if error is None:
-            with contextlib.suppress(ValueError):
-                LLMatcher(tokenizer, grammar, log_level=0).compute_bitmask()
-        return error
+    return answer
 
-    return compile_structure
+
+def _compiled_schema(text: str) -> Compilable:
+    schema = load_schema(text)
+    error = schema_error(schema)
+    if error is not None:
+        raise ValueError(f"json_schema is not a JSON schema: {error}")
+    translate_patterns(schema)
+    schema_checker(text)  # it compiles the patterns once more
+    plain = _in_percent_json(schema)
+    # `llguidance` bounds the number of keys only if they come from patterns, or all have to come.
+    if list_keys(schema) and _compiles(listed := _in_percent_json(schema)):
+        return listed
+    _compiles(plain)
+    return plain
+
+
+def _in_percent_json(schema: Schema) -> Compilable:
+    return Compilable(f"start: %json {dump_json(schema)}", can_repeat_keys(schema), can_run_out_of_keys(schema))
+
+
+def _in_lark(kind: str, value: Any) -> str:
+    """Writes a structure other than a JSON schema in Lark's notation."""
+    from llguidance import LLMatcher
+
+    if kind == "choices":
+        return "start: " + " | ".join(map(json.dumps, value))
+    if kind == "regex":
+        if (len(value) - len(value.rstrip("\\"))) % 2 == 1:
+            raise ValueError(
+                f"regex={shown(value)} ends in a backslash with nothing after it; double it or leave it out"
+            )
+        return json.loads(LLMatcher.grammar_from_regex(value))["grammars"][0]["lark_grammar"]
+    return value
+
+
+def _compiles(structure: Compilable) -> bool:
+    """Compiles a structure for a vocabulary of bytes; false if `llguidance` refuses it."""
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(byte_tokenizer(), structure.grammar, log_level=0)
+    if matcher.is_error():
+        return False
+    matcher.compute_bitmask()
+    return True

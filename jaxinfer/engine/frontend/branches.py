@@ -131,7 +131,7 @@ def fork(request: Request, request_id: int, admission: Admission, *, time_limit:
         priority=request.priority,
         tenant=request.tenant,
         time_limit=time_limit,
-        grammar=admission.grammars.compile(request.sampling),
+        grammar=None if request.grammar is None else request.grammar.begin_again(),
         cache_salt=request.cache_salt,
         shared_prompt=request.shared_prompt,
     )
@@ -145,7 +145,8 @@ def fork(request: Request, request_id: int, admission: Admission, *, time_limit:
 
 def rewind(request: Request, num_tokens: int, admission: Admission) -> None:
     """Drops the last `num_tokens` tokens of a request. The caller then calls `Scheduler.rewind`."""
-    request.rewind(num_tokens, admission.detokenizer(request.sampling), admission.grammars.compile(request.sampling))
+    grammar = None if request.grammar is None else request.grammar.begin_again()
+    request.rewind(num_tokens, admission.detokenizer(request.sampling), grammar)
 
 
 def _checked_seed(seed: int) -> int:

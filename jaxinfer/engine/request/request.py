@@ -54,6 +54,8 @@ class GrammarState(Protocol):
 
     def fault(self, text: str) -> str | None: ...
 
+    def begin_again(self) -> GrammarState: ...
+
     def accept(self, token_id: int) -> None: ...
 
     def mask(self) -> np.ndarray: ...
@@ -342,14 +344,15 @@ class Request:
     ) -> Delta:
         """Ends the request and returns its last delta, with any text that was held back.
 
-        If the grammar is complete but the text violates it, the finish reason is "error".
+        If the grammar is complete but the whole text violates it, the finish reason is "error".
         """
         self.epoch += 1
         self.num_pending = 0
         self._catch_up(len(self.token_ids) - len(token_ids))
         text += self.detokenizer.flush() if self.detokenizer else ""
         self._texts.append(text)
-        if reason == "stop" and self.grammar is not None and self.grammar.is_complete:
+        is_cut = self.detokenizer is not None and self.detokenizer.is_stopped  # by a stop string, before its end
+        if reason == "stop" and not is_cut and self.grammar is not None and self.grammar.is_complete:
             error = self.grammar.fault("".join(self._texts))
             reason = "stop" if error is None else "error"
         self.finish_reason = reason

@@ -58,7 +58,7 @@ PARAMETERS: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
     "bad_words": (GREEDY, {"bad_words": [[i] for i in range(2, 40)] + [[i, j] for i in (60, 61) for j in (62, 63)]}),
     "allowed_token_ids": (BASE, {"allowed_token_ids": range(20, 40)}),
     "logits_processors": (BASE, {"logits_processors": {"turns": 30.0}}),
-    "json_schema": (BASE, {"json_schema": {"type": "array", "items": {"type": "boolean"}}}),
+    "json_schema": (BASE, {"json_schema": {"type": "object", "additionalProperties": {"type": "boolean"}}}),
     "regex": (BASE, {"regex": "[a-c]{5,20}"}),
     "choices": (BASE, {"choices": ["yes, it is", "no, it is not"]}),
     "grammar": (BASE, {"grammar": 'start: "(" start ")" | "[x]"'}),
