@@ -66,6 +66,10 @@ class StepsOnDemand(CompiledSteps):
         self._compile_lowered = jax.stages.Lowered.compile
         self._draws = _Draws(self._planned, self._step)
 
+    @property
+    def compiled(self) -> Mapping[Bucket, jax.stages.Compiled]:
+        return self._compiled
+
     def choose(self, step: Step) -> tuple[Bucket, jax.stages.Compiled]:
         bucket = choose_bucket(self._planned, step)
         return bucket, self._step(bucket)

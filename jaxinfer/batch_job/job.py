@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ from jaxinfer.validation import as_path
 
 if TYPE_CHECKING:
     from jaxinfer.engine.frontend.admission import Prompt
-    from jaxinfer.engine.llm import LLM, Completion
+    from jaxinfer.engine.llm import LLM
+    from jaxinfer.engine.request.completion import Completion, Delta
 
 MAX_IN_FLIGHT = 128
 
@@ -145,6 +147,7 @@ class _Job:
         self._output = output
         self._bar = bar
         self._in_flight: dict[int, Request] = {}
+        self._deltas: deque[Delta] = deque()  # of these requests; other requests of the engine have their own sinks
         self._held_back: Request | None = None  # waits until the engine has room
         self._completions: dict[int, list[Completion]] = {}  # of requests with unfinished samples
         self._started_at = time.monotonic()
@@ -157,9 +160,9 @@ class _Job:
 
     def __exit__(self, *_: object) -> None:
         # After an interrupt or an error the caller may use the engine for other work, unless it has failed.
-        with suppress(RuntimeError):
+        with suppress(RuntimeError), self._llm.engine() as engine:
             for request_id in self._in_flight:
-                self._llm.abort(request_id)
+                engine.drop(request_id)
 
     @property
     def seconds(self) -> float:
@@ -177,16 +180,17 @@ class _Job:
                 self._record_error(entry, entry.message)
                 continue
             try:
-                request_id = self._llm.add(self._prompt(entry), entry.sampling_params, priority="batch")
+                with self._llm.engine() as engine:
+                    samples = engine.admit(self._prompt(entry), entry.sampling_params, priority="batch")
+                    engine.submit(samples, self._deltas.append)
+                    self._in_flight[samples.request_id] = entry
             except QueueFullError as error:
-                if self._llm.has_unfinished:  # these make room when they end
+                if self._in_flight or self._llm.has_unfinished:  # these make room when they end
                     self._held_back = entry
                     return True
                 self._record_error(entry, str(error))
             except ValueError as error:
                 self._record_error(entry, str(error))
-            else:
-                self._in_flight[request_id] = entry
         return bool(self._in_flight)
 
     def _prompt(self, entry: Request) -> Prompt:
@@ -199,14 +203,19 @@ class _Job:
         return self._llm.tokenizer.apply_chat_template(**entry.chat)
 
     def _step(self) -> None:
-        if not self._llm.has_unfinished:
-            raise RuntimeError(f"the engine is idle but has not finished {len(self._in_flight)} requests of the job")
-        for delta in self._llm.step():
-            if delta.request_id not in self._in_flight:
-                continue
+        with self._llm.engine() as engine:
+            if engine.advance() is None and not self._deltas:
+                raise RuntimeError(
+                    f"the engine is idle but has not finished {len(self._in_flight)} requests of the job"
+                )
+            error = engine.take_error()
+        while self._deltas:
+            delta = self._deltas.popleft()
             self.num_tokens += len(delta.token_ids)
             if delta.completion is not None:
                 self._take(delta.request_id, delta.completion)
+        if error is not None:
+            raise error
 
     def _take(self, request_id: int, completion: Completion) -> None:
         request = self._in_flight[request_id]

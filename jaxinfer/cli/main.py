@@ -318,7 +318,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from jaxinfer.cli.doctor import examine
     from jaxinfer.cpu_flags import FUSED_PRODUCTS
     from jaxinfer.device import describe_cpu, require_device, resolve_dtype
-    from jaxinfer.engine.llm import BUNDLED_MODEL
+    from jaxinfer.engine.engine import BUNDLED_MODEL
     from kernels_pallas.row_products import fuses_products
 
     require_device()

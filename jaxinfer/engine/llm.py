@@ -1,25 +1,23 @@
-"""`LLM`: text in, text out, with continuous batching over a paged KV cache."""
+"""`LLM`: an engine in the hands of people, in scripts and notebooks: text in, text out."""
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import math
-import secrets
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, Unpack
 
 import numpy as np
+from tqdm import tqdm
 
-from jaxinfer.checkpoint import resolve_checkpoint
 from jaxinfer.config import EngineConfig, SamplingParams
-from jaxinfer.device import enable_compilation_cache, resolve_dtype
-from jaxinfer.engine.assembly import build_engine
 from jaxinfer.engine.drafters.drafters import Drafter
-from jaxinfer.engine.execution.params_update import placed_like
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.execution.compiled_steps import DESCRIPTION
 from jaxinfer.engine.execution.warm_up import Ready
 from jaxinfer.engine.frontend.admission import (
     Conversation,
@@ -29,33 +27,21 @@ from jaxinfer.engine.frontend.admission import (
     as_params,
     as_prompts,
     check_names,
+    render,
 )
 from jaxinfer.engine.frontend.beam_search import MAX_LENGTH_PENALTY, complete
-from jaxinfer.engine.frontend.branches import Branches
 from jaxinfer.engine.frontend.embeddings import ONE_TOKEN, begin_pooling, embeddings_of
-from jaxinfer.engine.frontend.engine_loop import EngineLoop
-from jaxinfer.engine.frontend.guard import Guard, deferred_interrupts, require_own_process
-from jaxinfer.engine.frontend.page_identity import text_identity
-from jaxinfer.engine.frontend.sample_group import SampleGroup
+from jaxinfer.engine.frontend.guard import Guard, deferred_interrupts
+from jaxinfer.engine.frontend.outputs import DeltaBuffer
+from jaxinfer.engine.frontend.sample_group import SampleGroup, in_order
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.request.state_pooling import POOLINGS
 from jaxinfer.engine.scheduling.metrics import Metrics
 from jaxinfer.engine.scheduling.step import Step
-from jaxinfer.engine.timeline import MAX_STEPS, Timeline, recorded_timeline
+from jaxinfer.engine.timeline import MAX_STEPS, Timeline
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.processors import LogitsProcessor
-from jaxinfer.validation import (
-    as_path,
-    is_int,
-    require,
-    require_bool,
-    require_int,
-    require_name,
-    require_real,
-    shown,
-)
-
-BUNDLED_MODEL = Path(__file__).parent.parent / "assets" / "tiny"
+from jaxinfer.validation import as_path, is_int, require, require_bool, require_int, require_name, require_real
 
 
 class LLM:
@@ -81,7 +67,8 @@ class LLM:
 
     `add` queues requests, and each `step` advances them together; `generate` and `stream` do both for you. One thread
     at a time may call an LLM; a call from a second thread raises RuntimeError. `close`, the end of a `with` block, or
-    the end of the last reference frees its memory. After a device error every call raises RuntimeError.
+    the end of the last reference frees its memory. After a device error every call raises RuntimeError. A program with
+    several threads takes `EngineThread` instead.
 
     Raises ValueError for an unusable checkpoint, with a list of everything that is wrong with it.
     """
@@ -96,29 +83,18 @@ class LLM:
         speculation: str | Path | Drafter | None = None,
         show_progress: bool = False,
     ):
-        config = EngineConfig() if config is None else config
-        _check_types(model, config, logits_processors)
-        require_own_process()
-        enable_compilation_cache()
-        self.engine_config = config
-        self._dtype = resolve_dtype(dtype)
-        self._path = resolve_checkpoint(BUNDLED_MODEL if model is None else model)
-        self._guard = Guard()
-        parts = build_engine(
-            self._path,
-            config,
-            self._dtype,
-            custom=dict(logits_processors or {}),
+        self._engine = Engine(
+            model,
+            config=config,
+            dtype=dtype,
+            logits_processors=logits_processors,
             speculation=speculation,
-            on_failure=self._guard.fail,
             show_progress=show_progress,
         )
-        self.model_config, self.tokenizer = parts.model_config, parts.tokenizer
-        self._admission, self._scheduler = parts.admission, parts.scheduler
-        self._warm_up, self._runner, self._speculation = parts.warm_up, parts.runner, parts.speculation
-        self._ids = itertools.count()
-        self._loop = EngineLoop(parts.scheduler, parts.runner, self._guard)
-        self._branches = self._make_branches()
+        self.engine_config, self.model_config = self._engine.engine_config, self._engine.model_config
+        self.tokenizer = self._engine.tokenizer
+        self._guard = Guard()
+        self._outputs = DeltaBuffer()  # of the requests of `add`, for `step`
 
     def __enter__(self) -> Self:
         return self
@@ -127,70 +103,65 @@ class LLM:
         self.close()
 
     def __repr__(self) -> str:
-        model, config = self.model_config, self.engine_config
-        state = "closed" if self._guard.is_closed else f"{self._scheduler.num_unfinished} unfinished requests"
-        return (
-            f"<LLM {self._path}: {model.num_layers} layers of hidden_size={model.hidden_size}, {self._dtype},"
-            f" max_num_seqs={config.max_num_seqs}, {state}>"
-        )
+        return f"<LLM {self._engine.description}>"
 
     def close(self) -> None:
         """Frees the memory of parameters, cache and compiled steps. Unfinished requests are lost.
 
         Every later call raises RuntimeError, except `close` itself.
         """
-        if self._guard.is_closed:
-            return
-        self._guard.close()
-        self._runner.compiled_steps.cancel()
-        del self._warm_up, self._admission, self._scheduler, self._runner, self._speculation
-        del self._loop, self._branches
+        with deferred_interrupts(), self._guard:
+            self._engine.close()
+
+    @contextlib.contextmanager
+    def engine(self) -> Iterator[Engine]:
+        """Gives this thread the engine itself for the length of a `with`: `with llm.engine() as engine: ...`.
+
+        Other threads are refused meanwhile, and Ctrl-C takes effect at the end.
+        """
+        self._engine.check()
+        with deferred_interrupts(), self._guard:
+            yield self._engine
 
     @property
     def on_step(self) -> Callable[[Step, float], None] | None:
-        """The function that the engine calls after each step with the step and its seconds, or None."""
-        self._guard.check()
-        return self._loop.on_step
+        """The function that is called after each step with the step and its seconds, or None."""
+        self._engine.check()
+        return self._engine.on_step
 
     @on_step.setter
     def on_step(self, function: Callable[[Step, float], None] | None) -> None:
-        self._guard.check()
-        self._loop.on_step = function
+        self._engine.check()
+        self._engine.on_step = function
 
     @property
     def has_unfinished(self) -> bool:
         """True if a request is unfinished, or if `step` has outputs to return."""
-        self._guard.check()
-        return self._scheduler.num_unfinished > 0 or self._loop.queues.has_outputs
+        return self._engine.num_unfinished > 0 or len(self._outputs) > 0
 
     @property
     def default_sampling_params(self) -> SamplingParams:
         """The parameters of requests that give none: those that the checkpoint's generation_config.json states."""
-        self._guard.check()
-        return self._admission.default_sampling_params
+        return self._engine.default_sampling_params
 
-    def warm_up(self, *, show_progress: bool = False, description: str = "compiling steps") -> Ready:
+    def warm_up(self, *, show_progress: bool = False, description: str = DESCRIPTION) -> Ready:
         """Waits until all steps are compiled, and returns their number, compile seconds and memory plan.
 
         Call it before you measure: until then larger steps stand in for smaller ones, and the compiler shares the
-        host. `description` labels the progress bar. Raises the compiler's exception if a step fails to compile.
+        host. Any thread may call it, beside others that generate. `description` labels the progress bar. Raises the
+        compiler's exception if a step fails to compile.
         """
         require_bool("show_progress", show_progress)
         require(isinstance(description, str), "description", description, "text")
-        with deferred_interrupts(), self._guard:
-            steps, warm_up = self._runner.compiled_steps, self._warm_up
-        steps.wait(show_progress=show_progress, description=description)
-        return warm_up.ready()
+        return self._engine.warm_up(show_progress=show_progress, description=description)
 
     def identity(self) -> dict[str, str]:
         """Returns the properties of this LLM that determine the text of a request: see `text_identity`."""
-        self._guard.check()
-        return text_identity(self._path, self._admission)
+        return self._engine.identity()
 
     def metrics(self) -> Metrics:
         """Returns the present numbers of requests and pages, and the engine's counters since the start."""
-        self._guard.check()
-        return replace(self._scheduler.metrics(), num_late_compiles=self._loop.num_late_compiles)
+        return self._engine.metrics()
 
     def timeline(self, *, max_steps: int = MAX_STEPS) -> AbstractContextManager[Timeline]:
         """Records steps, load and the phases of requests inside a `with`: `with llm.timeline() as timeline: ...`.
@@ -200,7 +171,8 @@ class LLM:
         """
         require_int("max_steps", max_steps, 1)
         self.warm_up()
-        return recorded_timeline(self._scheduler, self._runner.buckets, max_steps)
+        with self.engine() as engine:
+            return engine.timeline(max_steps)
 
     def add(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
@@ -210,13 +182,8 @@ class LLM:
         `options` are priority, tenant, deadline and cache_salt: see `RequestOptions`. Raises ValueError if the engine
         cannot honour the request exactly, and QueueFullError if too many requests wait. Neither changes anything.
         """
-
-        def queue() -> int:
-            samples = self._admit(prompt, sampling_params, **options)
-            self._loop.submit(samples)
-            return samples.request_id
-
-        return self._begin(queue)
+        samples = self._engine.admit(prompt, sampling_params, **options)
+        return self._begin(lambda engine: engine.submit(samples, self._outputs.append))
 
     def abort(self, request_id: int) -> None:
         """Ends a request early; its completion comes out as usual, with finish reason "abort".
@@ -224,28 +191,32 @@ class LLM:
         Does nothing if the request has already finished.
         """
         require(is_int(request_id), "request_id", request_id, "an id that `add` has returned")
-        with deferred_interrupts(), self._guard:
-            self._loop.abort(request_id)
+        with self.engine() as engine:
+            engine.abort(request_id)
 
     def fork(self, request_id: int, *, seed: int | None = None) -> int:
-        """Branches an unfinished request and returns the id of the branch: see `Branches.fork`."""
-        return self._begin(lambda: self._branches.fork(request_id, seed))
+        """Branches an unfinished request and returns the id of the branch: see `Branches.fork`.
+
+        Raises QueueFullError if too many requests wait.
+        """
+        return self._begin(lambda engine: engine.fork(request_id, self._outputs.append, seed=seed))
 
     def rewind(self, request_id: int, num_tokens: int, *, seed: int | None = None) -> None:
         """Drops the last `num_tokens` tokens of an unfinished request's output: see `Branches.rewind`."""
-        with deferred_interrupts(), self._guard:
-            self._branches.rewind(request_id, num_tokens, seed)
+        with self.engine() as engine:
+            engine.rewind(request_id, num_tokens, seed=seed)
 
     def save(self, request_id: int, path: str | Path) -> None:
         """Writes an unfinished request with its pages to a file, for `restore`: see `Branches.save`."""
-        with deferred_interrupts(), self._guard:
-            if self._scheduler.has_states:
-                self._loop.settle()
-            self._branches.save(request_id, as_path("path", path))
+        with self.engine() as engine:
+            engine.save(request_id, as_path("path", path))
 
     def restore(self, path: str | Path) -> int:
-        """Queues the request that `save` wrote to a file, and returns its id in this LLM: see `Branches.restore`."""
-        return self._begin(lambda: self._branches.restore(as_path("path", path)))
+        """Queues the request that `save` wrote to a file, and returns its id in this LLM: see `Branches.restore`.
+
+        Raises QueueFullError if too many requests wait.
+        """
+        return self._begin(lambda engine: engine.restore(as_path("path", path), self._outputs.append))
 
     def update_params(self, params: Params) -> None:
         """Replaces the model's parameters while requests run, as the training of a model does between its steps.
@@ -255,36 +226,47 @@ class LLM:
         computed again. Nothing that is cached is found afterwards, and no file that `save` wrote before is restored.
         Drafters keep their own weights, which change no token.
 
-        Copies no array that is on the device already: never donate these arrays to another function afterwards. Raises
+        Copies no array that is on the device already: never donate these arrays to another function afterwards. Frees
+        each old tensor before it copies a new one, so the device needs room for one set of parameters. Raises
         ValueError that names the first difference from the engine's parameters, and then changes nothing.
         """
-        with deferred_interrupts(), self._guard:
-            params = placed_like(params, self._runner.params)
-            # Processes share a disk cache, and none of them has these parameters: the version must be unique.
-            version = f", updated to {secrets.token_hex(16)}"
-            self._admission = admission = replace(self._admission, params_version=version)
-            self._branches = self._make_branches()
-            self._scheduler.recompute(lambda request: request.keys and admission.page_keys(request.cache_salt))
-            self._runner.update_params(params)
-            if self._speculation is not None:
-                self._speculation.update_target(params)
+        with self.engine() as engine:
+            engine.update_params(params)
 
     def step(self) -> list[Delta]:
         """Computes one step and returns its new tokens for the requests of `add`; empty if nothing is left to do."""
-        with deferred_interrupts(), self._guard:
-            self._loop.advance()
-        return self._loop.queues.take()  # if an interrupt leaves deltas there, the next step returns them
+        with self.engine() as engine:
+            self._advance(engine)
+        return self._outputs.take()  # if an interrupt leaves deltas there, the next step returns them
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> Iterator[Delta]:
         """Yields a prompt's output piece by piece; the last piece of a sample carries its completion.
 
-        Closing the iterator aborts the request. The call itself raises ValueError if the engine cannot honour the
-        request. The first `next` queues the request, or raises QueueFullError. `options` are as for `add`.
+        Closing the iterator aborts the request; any thread may close it at any time. The call itself raises ValueError
+        if the engine cannot honour the request. The first `next` queues the request, or raises QueueFullError.
+        `options` are as for `add`.
         """
-        with deferred_interrupts(), self._guard:
-            return self._loop.stream(self._admit(prompt, sampling_params, **options))
+        return self._stream(self._engine.admit(prompt, sampling_params, **options))
+
+    def _stream(self, samples: SampleGroup) -> Iterator[Delta]:
+        deltas: deque[Delta] = deque()
+        num_to_come = samples.num_completions
+        try:
+            with self.engine() as engine:
+                engine.submit(samples, deltas.append)
+            while num_to_come:
+                while not deltas:
+                    with self.engine() as engine:
+                        self._advance(engine)
+                delta = deltas.popleft()
+                num_to_come -= delta.completion is not None
+                yield delta
+        finally:
+            # The reader may be another thread, or the collector in the middle of a step.
+            with deferred_interrupts():
+                self._guard.defer(lambda: self._engine.drop(samples.request_id))
 
     def generate(
         self,
@@ -303,11 +285,9 @@ class LLM:
         """
         require_bool("show_progress", show_progress)
         check_names(options)
-        with deferred_interrupts() as take_effect, self._guard:
-            prompts = as_prompts(prompts)
-            params = as_params(sampling_params, len(prompts))
-            groups = [self._numbered(i, *pair, **options) for i, pair in enumerate(zip(prompts, params, strict=True))]
-            return self._loop.collect(groups, show_progress, take_effect)
+        prompts = as_prompts(prompts)
+        params = as_params(sampling_params, len(prompts))
+        return self._collect(self._admit_all(prompts, params, options), show_progress)
 
     def chat(
         self,
@@ -330,38 +310,21 @@ class LLM:
         of `generate`. With continue_final_message=True give add_generation_prompt=False. Raises ValueError if a
         conversation cannot be rendered, or as `generate` does.
         """
-        with deferred_interrupts(), self._guard:
-            prompts: list[Prompt] = [
-                self._rendered(
-                    conversation,
-                    tools=tools,
-                    documents=documents,
-                    chat_template=chat_template,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    variables=chat_template_kwargs,
-                )
-                for conversation in as_conversations(messages)
-            ]
-        return self.generate(prompts, sampling_params, show_progress=show_progress, **options)
-
-    def _rendered(
-        self, conversation: Conversation, *, variables: Mapping[str, Any] | None, **arguments: Any
-    ) -> list[int]:
-        if self.tokenizer is None:
-            raise ValueError(
-                "messages need a tokenizer, which this checkpoint does not have; give token ids to generate"
+        self._engine.check()
+        prompts: list[Prompt] = [
+            render(
+                self.tokenizer,
+                conversation,
+                tools=tools,
+                documents=documents,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=chat_template_kwargs,
             )
-        is_mapping = variables is None or (
-            isinstance(variables, Mapping) and all(isinstance(n, str) for n in variables)
-        )
-        require(is_mapping, "chat_template_kwargs", variables, "a mapping from the names of variables to values")
-        variables = dict(variables or {})
-        if taken := sorted(variables.keys() & {*arguments, "conversation", "tokenize"}):
-            raise ValueError(f"chat_template_kwargs has {shown(taken[0])}; give it as an argument of its own")
-        token_ids = self.tokenizer.apply_chat_template(conversation, tokenize=True, **arguments, **variables)
-        assert isinstance(token_ids, list)
-        return token_ids
+            for conversation in as_conversations(messages)
+        ]
+        return self.generate(prompts, sampling_params, show_progress=show_progress, **options)
 
     def embed(
         self,
@@ -386,11 +349,11 @@ class LLM:
         require_bool("normalize", normalize)
         require_bool("show_progress", show_progress)
         check_names(options)
-        with deferred_interrupts() as take_effect, self._guard:
-            groups = [self._numbered(i, prompt, ONE_TOKEN, **options) for i, prompt in enumerate(as_prompts(prompts))]
-            poolings = [begin_pooling(samples, pooling) for samples in groups]
-            completions = self._loop.collect(groups, show_progress, take_effect)
-            return embeddings_of(completions, poolings, self.model_config.hidden_size, normalize=normalize)
+        prompts = as_prompts(prompts)
+        groups = self._admit_all(prompts, [ONE_TOKEN] * len(prompts), options)
+        poolings = [begin_pooling(samples, pooling) for samples in groups]
+        completions = self._collect(groups, show_progress)
+        return embeddings_of(completions, poolings, self.model_config.hidden_size, normalize=normalize)
 
     def beam_search(
         self,
@@ -410,14 +373,13 @@ class LLM:
         the deadline passes or a step yields bad logits, the unfinished beams are ranked too, with that finish reason.
         Raises ValueError if the engine cannot honour the request, or if EngineConfig.max_log_probs is too small.
         """
-        self._guard.check()
         require_int("num_beams", num_beams, 1)
-        self._admission.check_samples("num_beams", num_beams)
+        self._engine.check_samples("num_beams", num_beams)
         require_real("length_penalty", length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         sampling = SamplingParams(
             max_tokens=max_tokens, ignore_eos=ignore_eos, skip_special_tokens=skip_special_tokens, temperature=0
         )
-        (request,) = self._admit(prompt, sampling, **options).requests
+        (request,) = self._engine.admit(prompt, sampling, **options).requests
         end = time.monotonic() + request.time_limit
 
         def generate(prompts: list[list[int]], params: SamplingParams) -> list[Completion]:
@@ -435,41 +397,76 @@ class LLM:
             tokenizer=self.tokenizer,
         )
 
-    def _make_branches(self) -> Branches:
-        return Branches(self._ids, self._admission, self._scheduler, self._runner, self._path)
+    def _advance(self, engine: Engine) -> None:
+        """Computes a step; then raises a drafter's exception."""
+        self._guard.run_deferred()
+        engine.advance()
+        if (error := engine.take_error()) is not None:
+            raise error
 
-    def _begin(self, queue: Callable[[], int]) -> int:
-        """Returns the request id from `queue`. After Ctrl-C drops the request, because the caller never got its id."""
+    def _begin(self, submit: Callable[[Engine], int]) -> int:
+        """Returns the request id from `submit`. After Ctrl-C drops the request, because the caller never got its id."""
         request_id = None
         try:
-            with deferred_interrupts(), self._guard:
-                request_id = queue()
+            with self.engine() as engine:
+                request_id = submit(engine)
             return request_id
         except BaseException:
             if request_id is not None:
-                with deferred_interrupts(), self._guard:
-                    self._loop.forget([request_id])
+                with self.engine() as engine:
+                    engine.drop(request_id)
             raise
 
-    def _admit(self, prompt: Prompt, sampling: SamplingParams | None, **options: Unpack[RequestOptions]) -> SampleGroup:
-        check_names(options)
-        return SampleGroup(self._admission.admit(self._ids, prompt, sampling, **options))
+    def _admit_all(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], options: RequestOptions
+    ) -> list[SampleGroup]:
+        groups: list[SampleGroup] = []
+        for i, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                groups.append(self._engine.admit(prompt, sampling, **options))
+            except ValueError as error:
+                raise ValueError(f"prompt {i}: {error}") from None
+        return groups
 
-    def _numbered(
-        self, index: int, prompt: Prompt, sampling: SamplingParams | None, **options: Unpack[RequestOptions]
-    ) -> SampleGroup:
-        try:
-            return self._admit(prompt, sampling, **options)
-        except ValueError as error:
-            raise ValueError(f"prompt {index}: {error}") from None
+    def _collect(self, groups: Sequence[SampleGroup], show_progress: bool) -> list[Completion]:
+        """Submits all prompts or none, and returns their completions in the prompts' order."""
+        deltas: deque[Delta] = deque()
+        self._engine.check()
+        with deferred_interrupts() as take_effect, self._guard:
+            engine = self._engine
+            engine.require_room(sum(len(samples.requests) for samples in groups))
+            try:
+                for samples in groups:
+                    engine.submit(samples, deltas.append)
+                count = sum(samples.num_completions for samples in groups)
+                completions = self._wait(engine, deltas, count, show_progress, take_effect)
+            finally:
+                for samples in groups:
+                    engine.drop(samples.request_id)
+        return [c for samples in groups for c in in_order(completions[samples.request_id], samples.sampling)]
 
-
-def _check_types(model: Any, config: Any, processors: Any) -> None:
-    is_path = model is None or (isinstance(model, str | Path) and model != "")
-    require(is_path, "model", model, "a folder or Hub id as text or Path, or None for the bundled model")
-    require(isinstance(config, EngineConfig), "config", config, "an EngineConfig, or None for the default")
-    are_named = processors is None or isinstance(processors, Mapping)
-    require(are_named, "logits_processors", processors, "a mapping from names to functions")
-    for name, function in dict(processors or {}).items():
-        require(isinstance(name, str) and bool(name), "logits_processors", name, "named by text that is not empty")
-        require(callable(function), f"logits_processors[{shown(name)}]", function, "a function")
+    def _wait(
+        self,
+        engine: Engine,
+        deltas: deque[Delta],
+        count: int,
+        show_progress: bool,
+        between_steps: Callable[[], None],
+    ) -> dict[int, list[Completion]]:
+        """Advances until `deltas` has had `count` completions, and returns these by request id."""
+        completions: defaultdict[int, list[Completion]] = defaultdict(list)
+        num_completions = num_tokens = 0
+        with tqdm(total=count, unit="request", disable=not show_progress, smoothing=0) as progress:
+            while num_completions < count:
+                self._advance(engine)
+                between_steps()
+                while deltas:
+                    delta = deltas.popleft()
+                    num_tokens += len(delta.token_ids)
+                    if delta.completion is not None:
+                        completions[delta.request_id].append(delta.completion)
+                        num_completions += 1
+                        progress.update()
+                elapsed = max(progress.format_dict["elapsed"], 1e-9)
+                progress.set_postfix_str(f"{num_tokens / elapsed:.1f} tokens/s", refresh=False)
+        return completions

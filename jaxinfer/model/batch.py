@@ -62,6 +62,7 @@ def last_tokens(batch: Batch) -> Batch:
         cu_q_lens=np.arange(len(last) + 1, dtype=np.int32),
         kv_lens=batch.kv_lens,
         block_tables=batch.block_tables,
+        bounded_tables=batch.bounded_tables,
     )
 
 

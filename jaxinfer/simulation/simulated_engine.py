@@ -14,10 +14,10 @@ from jaxinfer.checkpoint import read_config, resolve_checkpoint
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.device import resolve_dtype
 from jaxinfer.engine.assembly import plan_host
+from jaxinfer.engine.engine import BUNDLED_MODEL
 from jaxinfer.engine.execution.pipeline import Device, Pipeline
 from jaxinfer.engine.execution.step_shapes import choose_bucket, plan_buckets
 from jaxinfer.engine.frontend.admission import Admission
-from jaxinfer.engine.llm import BUNDLED_MODEL
 from jaxinfer.engine.request.completion import Delta
 from jaxinfer.engine.scheduling.scheduler import Scheduler
 from jaxinfer.engine.scheduling.step import Step

@@ -46,7 +46,7 @@ class DraftingEngine:
         self.llm.warm_up()
         self.llm.on_step = self._enter
         self._batch = batch
-        self._scheduler: Any = self.llm._scheduler
+        self._scheduler: Any = self.llm._engine._scheduler
         self._num_accepted = self._num_steps = self._num_tokens = 0
         self._seconds = 0.0
         self._plain_seconds: list[float] = []  # of steps that were launched ahead, so without drafts

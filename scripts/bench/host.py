@@ -20,11 +20,12 @@ import numpy as np
 from jaxinfer.checkpoint import read_config
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.assembly import plan_host
+from jaxinfer.engine.engine import BUNDLED_MODEL
 from jaxinfer.engine.execution.batch_builder import BatchBuilder
 from jaxinfer.engine.execution.pipeline import Device, Pipeline
 from jaxinfer.engine.execution.step_shapes import choose_bucket, plan_buckets
-from jaxinfer.engine.frontend.outputs import OutputQueues
-from jaxinfer.engine.llm import BUNDLED_MODEL
+from jaxinfer.engine.frontend.outputs import DeltaBuffer, OutputRoutes
+from jaxinfer.engine.frontend.sample_group import SampleGroup
 from jaxinfer.engine.scheduling.step import NO_ROWS, Step
 from jaxinfer.text.tokenizer import Tokenizer
 from scripts.bench.against_transformers import integers
@@ -66,7 +67,8 @@ def measure(batch: int, *, is_changing: bool) -> list[float]:
         cache_bytes=2**40,
     )
     admission, scheduler = plan_host(BUNDLED_MODEL, model_config, config, "float32", Tokenizer.from_path(BUNDLED_MODEL))
-    pipeline, queues = Pipeline(scheduler, NoDevice(config, model_config.vocab_size)), OutputQueues()
+    buffer = DeltaBuffer()
+    pipeline, routes = Pipeline(scheduler, NoDevice(config, model_config.vocab_size)), OutputRoutes()
     draw, ids, seconds = random.Random(0), itertools.count(), []
     num_left, rows = batch + NUM_COMING * is_changing, NO_ROWS
     while num_left or scheduler.num_unfinished:
@@ -75,13 +77,15 @@ def measure(batch: int, *, is_changing: bool) -> list[float]:
             length = draw.randint(1, OUTPUT_LEN) if is_changing else OUTPUT_LEN
             params = SamplingParams(max_tokens=length, ignore_eos=True, seed=num_left)
             prompt = draw.choices(range(1, model_config.vocab_size), k=PROMPT_LEN)
-            scheduler.add(admission.admit(ids, prompt, params)[0])
+            (request,) = admission.admit(ids, prompt, params)
+            routes.open(SampleGroup([request]), buffer.append)
+            scheduler.add(request)
         began = time.perf_counter()
         scheduler.expire()
         advance = pipeline.advance()
         assert advance is not None
-        queues.route(advance.deltas)
-        queues.take()
+        routes.deliver(advance.deltas)
+        buffer.take()
         if len(advance.step.chunks) == batch and (advance.step.chunks.rows is rows) != is_changing:
             seconds.append(time.perf_counter() - began)
         rows = advance.step.chunks.rows

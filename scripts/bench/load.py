@@ -93,8 +93,8 @@ def run_load(llm: LLM, seconds: float, rate: float, draw: random.Random) -> Load
                 load.num_batch_tokens += len(delta.token_ids)
             if delta.completion is not None:
                 ids.discard(delta.request_id)
-    for request_id in list(llm._scheduler._requests):
-        llm.abort(request_id)
+    with llm.engine() as engine:
+        engine.abort_all()
     llm.step()
     return load
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.request.completion import Completion, Delta
@@ -30,10 +32,16 @@ class FakeTokenizer:
         return conversation[-1]["content"]
 
 
+class FakeSamples(NamedTuple):
+    request_id: int
+    prompt: Any
+    params: SamplingParams
+
+
 class FakeLLM:
     """Draws tokens from the seed and the prompt alone; raises `killed_by` after `steps_left` steps.
 
-    `room` is how many requests it takes at a time.
+    `room` is how many requests it takes at a time. It is its own engine.
     """
 
     def __init__(
@@ -43,7 +51,7 @@ class FakeLLM:
         self.tokenizer = FakeTokenizer()
         self._steps_left = steps_left
         self._killed_by = killed_by
-        self._waiting: list[tuple[int, Any, SamplingParams]] = []
+        self._waiting: list[tuple[FakeSamples, Callable[[Delta], Any]]] = []
         self._tokens: dict[int, list[int]] = {}
         self._default_queue: list[Delta] = []
         self.num_added = 0
@@ -54,41 +62,68 @@ class FakeLLM:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._waiting)
+        return bool(self._waiting or self._default_queue)
 
     def identity(self) -> dict[str, str]:
         return {"model": "fake", "dtype": "float32"}
 
-    def add(
+    @contextlib.contextmanager
+    def engine(self) -> Iterator[FakeLLM]:
+        yield self
+
+    def admit(
         self, prompt: str | tuple[int, ...], sampling_params: SamplingParams, *, priority: str = "interactive"
-    ) -> int:
+    ) -> FakeSamples:
         if len(prompt) > MAX_PROMPT_TOKENS:
             raise ValueError(f"prompt has {len(prompt)} tokens")
-        if len(self._waiting) + sampling_params.n > self._room:
-            raise QueueFullError(f"{sampling_params.n} more are too many")
         self.priorities.add(priority)
+        return FakeSamples(self.num_added + 1, prompt, sampling_params)
+
+    def submit(self, samples: FakeSamples, sink: Callable[[Delta], Any]) -> int:
+        if len(self._waiting) + samples.params.n > self._room:
+            raise QueueFullError(f"{samples.params.n} more are too many")
         self.num_added += 1
-        self._waiting.append((self.num_added, prompt, sampling_params))
+        self._waiting.append((samples, sink))
         self.max_unfinished = max(self.max_unfinished, len(self._waiting))
-        return self.num_added
+        return samples.request_id
 
-    def abort(self, request_id: int) -> None:
-        for entry in [entry for entry in self._waiting if entry[0] == request_id]:
-            self._waiting.remove(entry)
-            self._default_queue.append(self._delta(*entry, token_ids=(), finish_reason="abort"))
+    def drop(self, request_id: int) -> None:
+        self._end(request_id)
 
-    def step(self) -> list[Delta]:
+    def _end(self, request_id: int) -> None:
+        self._waiting = [entry for entry in self._waiting if entry[0].request_id != request_id]
+
+    def advance(self) -> list[int] | None:
+        """Returns the requests of the step."""
         if self._killed_by is not None and self._steps_left is not None:
             self._steps_left -= 1
             if self._steps_left < 0:
                 raise self._killed_by
-        for request_id, prompt, params in self._waiting[:MAX_RUNNING]:
-            tokens = self._tokens.setdefault(request_id, [])
-            tokens.append(random.Random(f"{params.seed} {prompt} {len(tokens)}").randrange(100))
-            reason = "length" if len(tokens) == params.max_tokens else None
-            self._default_queue.append(self._delta(request_id, prompt, params, (tokens[-1],), reason))
-        self._waiting = [e for e in self._waiting if len(self._tokens.get(e[0], ())) < e[2].max_tokens]
-        deltas, self._default_queue = self._default_queue, []
+        running = self._waiting[:MAX_RUNNING]
+        for samples, sink in running:
+            tokens = self._tokens.setdefault(samples.request_id, [])
+            tokens.append(random.Random(f"{samples.params.seed} {samples.prompt} {len(tokens)}").randrange(100))
+            reason = "length" if len(tokens) == samples.params.max_tokens else None
+            sink(self._delta(*samples, (tokens[-1],), reason))
+            if reason is not None:
+                self._end(samples.request_id)
+        return [samples.request_id for samples, _ in running] or None
+
+    def take_error(self) -> None:
+        """Has no drafter."""
+
+    def add(self, prompt: str | tuple[int, ...], sampling_params: SamplingParams, **options: Any) -> int:
+        return self.submit(self.admit(prompt, sampling_params, **options), self._default_queue.append)
+
+    def abort(self, request_id: int) -> None:
+        for samples, sink in [entry for entry in self._waiting if entry[0].request_id == request_id]:
+            self._end(request_id)
+            sink(self._delta(*samples, token_ids=(), finish_reason="abort"))
+
+    def step(self) -> list[Delta]:
+        self.advance()
+        deltas = self._default_queue[:]
+        self._default_queue.clear()
         return deltas
 
     def _delta(self, request_id: int, prompt: Any, params: SamplingParams, token_ids: Any, finish_reason: Any) -> Delta:

@@ -145,8 +145,8 @@ def test_a_request_for_which_an_idle_engine_has_no_room_gets_an_error(folder):
 class FailingLLM(FakeLLM):
     """Ends requests of three tokens in an error."""
 
-    def step(self) -> list[Delta]:
-        return [self._fail(delta) for delta in super().step()]
+    def submit(self, samples: Any, sink: Any) -> int:
+        return super().submit(samples, lambda delta: sink(self._fail(delta)))
 
     def _fail(self, delta: Delta) -> Delta:
         if delta.completion is None or len(delta.completion.token_ids) != 3:
@@ -170,7 +170,7 @@ def test_requests_of_a_job_give_way_to_interactive_ones(folder):
 class BrokenLLM(FakeLLM):
     """Fails in its third step, and is of no use afterwards."""
 
-    def abort(self, request_id: int) -> None:
+    def drop(self, request_id: int) -> None:
         raise RuntimeError("this LLM has failed")
 
 
@@ -183,6 +183,17 @@ def test_an_engine_with_aborted_requests_of_another_job_can_be_used(folder, undi
     llm = FakeLLM()
     llm.abort(llm.add("p", SamplingParams()))
     run(folder, llm)
+    assert sorted((folder / "out.jsonl").read_bytes().splitlines()) == sorted(undisturbed.splitlines())
+
+
+def test_a_job_leaves_the_deltas_of_other_requests_to_their_callers(folder, undisturbed):
+    llm = FakeLLM()
+    ids = [llm.add("p", SamplingParams(max_tokens=count)) for count in (1, 3)]
+
+    run(folder, llm)
+
+    deltas = llm.step()
+    assert [delta.request_id for delta in deltas] == [ids[0], *[ids[1]] * 3]
     assert sorted((folder / "out.jsonl").read_bytes().splitlines()) == sorted(undisturbed.splitlines())
 
 

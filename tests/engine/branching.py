@@ -8,6 +8,7 @@ import pytest
 
 from jaxinfer.config import SamplingParams
 from tests.engine.engines import forget_prefixes
+from tests.engine.probe import scheduler_of
 
 PROMPT = [7, 30, 31, 45, 9, 60, 61, 62, 63, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59]  # 19 tokens, pages of 16
 SEEDED = SamplingParams(max_tokens=40, seed=11, temperature=0.9, log_probs=2, ignore_eos=True)
@@ -18,7 +19,7 @@ BY_KIND = pytest.mark.parametrize("params", KINDS.values(), ids=KINDS)
 
 def run_for(llm, request_id: int, num_tokens: int) -> None:
     """Steps until the request has so many tokens of output."""
-    while llm._scheduler.find(request_id).num_output_tokens < num_tokens:
+    while scheduler_of(llm).find(request_id).num_output_tokens < num_tokens:
         llm.step()
 
 

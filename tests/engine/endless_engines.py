@@ -15,6 +15,7 @@ from jaxinfer.engine.kv_cache.attention_window import WindowedPages
 from jaxinfer.engine.llm import LLM
 from jaxinfer.model.cache import abstract_cache
 from tests.engine.engines import forget_prefixes
+from tests.engine.probe import admission_of, runner_of, scheduler_of, set_admission
 from tests.engine.sights import Endless
 
 # Requests may be longer than 5 pages, of which they see the first and the last four.
@@ -25,12 +26,12 @@ SIGHT = Endless(num_sinks=16, num_seen=80, page_size=16)
 @contextlib.contextmanager
 def endless(llm: LLM) -> Iterator[LLM]:
     """Lets the requests of an engine be endless for a while: its steps are the same, and nothing else is compiled."""
-    config, tables, copier = llm.engine_config, llm._scheduler._tables, llm._runner._copiers[0]
-    kept = (llm._admission, tables.windowed, copier._turn)
+    config, tables, copier = llm.engine_config, scheduler_of(llm)._tables, runner_of(llm)._copiers[0]
+    kept = (admission_of(llm), tables.windowed, copier._turn)
     config = dataclasses.replace(config, **ENDLESS)
     window = plan_window(llm.model_config, config, None)
     admission = dataclasses.replace(
-        llm._admission, engine_config=config, max_model_len=config.max_model_len, window=window
+        admission_of(llm), engine_config=config, max_model_len=config.max_model_len, window=window
     )
     windowed = WindowedPages(window, tables.pages, tables.copies, tables.page_size)
     _become(llm, admission, windowed, _turn_of(llm))
@@ -42,12 +43,11 @@ def endless(llm: LLM) -> Iterator[LLM]:
 
 @functools.cache
 def _turn_of(llm: LLM) -> Any:
-    cache = abstract_cache(llm.model_config, llm._admission.cache_config)
+    cache = abstract_cache(llm.model_config, admission_of(llm).cache_config)
     return PageCopier(cache, llm.model_config, (), num_sinks=1)._turn
 
 
 def _become(llm: LLM, admission: Admission, windowed: WindowedPages, turn: Any) -> None:
     forget_prefixes(llm)  # a page holds something else where a token does not see all before it
-    llm._admission = llm._branches._admission = admission
-    vars(llm._branches).pop("_identity", None)
-    llm._scheduler._tables.windowed, llm._runner._copiers[0]._turn = windowed, turn
+    set_admission(llm, admission)
+    scheduler_of(llm)._tables.windowed, runner_of(llm)._copiers[0]._turn = windowed, turn

@@ -19,7 +19,6 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.drafters.drafters import Drafter
-from jaxinfer.engine.frontend.outputs import OutputQueues
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.scheduling.drafts import DraftTree
@@ -29,6 +28,7 @@ from kernels_pallas.latent_attention import api as latent_api
 from kernels_pallas.latent_attention import layout as latent_layout
 from kernels_pallas.paged_attention import api, layout
 from kernels_pallas.paged_attention.tpu.block_sizes import Blocks
+from tests.engine.probe import clear_outputs, is_idle, runner_of, scheduler_of
 from tests.on_demand import steps_on_demand
 from tests.oracles import save_random_checkpoint
 from tests.replay import poisoned
@@ -179,7 +179,7 @@ class ScriptedTrees(ScriptedDrafter):
 @contextlib.contextmanager
 def drafts_from(llm: LLM, drafter: Drafter) -> Iterator[None]:
     """Gives an engine that speculates another drafter for a while."""
-    speculation = llm._scheduler._speculation
+    speculation = scheduler_of(llm)._speculation
     assert isinstance(speculation, Speculation)
     speculation.proposer.drafter, kept = drafter, speculation.proposer.drafter
     yield
@@ -189,7 +189,7 @@ def drafts_from(llm: LLM, drafter: Drafter) -> Iterator[None]:
 @contextlib.contextmanager
 def plain_steps(llm: LLM, *, overlap: bool) -> Iterator[None]:
     """Takes steps without drafts for a while, each launched before the last is read, or none so."""
-    scheduler = llm._scheduler
+    scheduler = scheduler_of(llm)
     kept, scheduler._speculation, scheduler._overlap = scheduler._speculation, None, overlap
     yield
     scheduler._speculation, scheduler._overlap = kept, kept is None
@@ -198,21 +198,21 @@ def plain_steps(llm: LLM, *, overlap: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def counted_overlaps(llm: LLM) -> Iterator[list[int]]:
     """For each step that is launched meanwhile, of how many requests a token was still to be drawn."""
-    launch, counts = llm._runner.launch, []
+    launch, counts = runner_of(llm).launch, []
 
     def counting_launch(step: Step) -> Any:
         counts.append(sum(chunk.start + chunk.num_tokens > len(chunk.request.token_ids) for chunk in step.chunks))
         return launch(step)
 
-    llm._runner.launch = counting_launch
+    runner_of(llm).launch = counting_launch
     yield counts
-    llm._runner.launch = launch
+    runner_of(llm).launch = launch
 
 
 def poison_cache(llm: LLM) -> None:
     """Poisons every slot of the cache: whatever reads a slot that was not written shows it. No prefix is left."""
     forget_prefixes(llm)
-    runner = llm._runner
+    runner = runner_of(llm)
     runner._cache = jax.tree.map(poisoned, runner._cache)
 
 
@@ -227,16 +227,16 @@ def num_owned_pages(llm: LLM) -> int:
 
 def require_idle(llm: LLM) -> None:
     """Asserts that no request is left and no page is taken."""
-    leftover = (llm.has_unfinished, num_owned_pages(llm), llm._loop.queues.is_idle)
-    for request_id in list(llm._scheduler._requests):
+    leftover = (llm.has_unfinished, num_owned_pages(llm), is_idle(llm))
+    for request_id in list(scheduler_of(llm)._requests):
         llm.abort(request_id)  # or one failure would make those after it fail
-    llm._loop.queues = OutputQueues()
+    clear_outputs(llm)
     assert leftover == (False, 0, True)
 
 
 def forget_prefixes(llm: LLM) -> None:
     """Evicts all cached pages, so that the next request computes everything."""
-    tables = llm._scheduler._tables
+    tables = scheduler_of(llm)._tables
     for pages in (tables.pages, *(bounded.pages for bounded in tables.further)):
         pages.evict(pages.num_cached)
 

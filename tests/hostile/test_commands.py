@@ -21,7 +21,7 @@ from jaxinfer.cli import doctor
 from jaxinfer.cli import main as cli
 from jaxinfer.simulation.step_times import FEATURES
 from jaxinfer.simulation.trace import MAX_LEN
-from tests.batch_job.fake_llm import FakeLLM
+from tests.batch_job.fake_llm import FakeLLM, FakeSamples
 from tests.hostile.cases import cases, limits
 
 MAX_SAMPLES = 1  # the engine without a model draws no more
@@ -87,11 +87,11 @@ class AnyLLM(FakeLLM):
     def warm_up(self, **_: Any) -> None:
         """Has nothing to compile."""
 
-    def add(self, prompt: Any, sampling_params: Any, **terms: Any) -> int:
+    def admit(self, prompt: Any, sampling_params: Any, **terms: Any) -> FakeSamples:
         if sampling_params.n > MAX_SAMPLES or (sampling_params.best_of or 1) > MAX_SAMPLES:
             raise ValueError(f"n={sampling_params.n} is more than max_samples={MAX_SAMPLES}")
         short = dataclasses.replace(sampling_params, max_tokens=min(sampling_params.max_tokens, 4), min_tokens=0)
-        return super().add(prompt, short, **terms)
+        return super().admit(prompt, short, **terms)
 
     def stream(self, prompt: str, sampling_params: Any) -> Any:
         self.add(prompt[:8], dataclasses.replace(sampling_params, n=1, best_of=None))

@@ -17,6 +17,7 @@ from jaxinfer.config import SamplingParams
 from jaxinfer.engine.kv_cache import disk_tier
 from jaxinfer.engine.llm import LLM
 from tests.engine.engines import GREEDY, drain, generate, num_owned_pages, quick_engine
+from tests.engine.probe import is_idle
 from tests.hostile.cases import cases, limits
 
 SEEDED = SamplingParams(max_tokens=24, seed=11, temperature=0.9, ignore_eos=True)
@@ -148,7 +149,7 @@ class ErrorMachine(RuleBasedStateMachine):
             self.take(drain(self.llm))
         assert self.waiting == {}
         assert num_owned_pages(self.llm) == 0
-        assert self.llm._loop.queues.is_idle
+        assert is_idle(self.llm)
 
 
 @pytest.mark.parametrize("speculates", [False, True], ids=["plain", "speculating"])

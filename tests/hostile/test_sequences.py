@@ -19,6 +19,7 @@ from jaxinfer.config import SamplingParams
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request.completion import Delta
 from tests.engine.engines import num_owned_pages
+from tests.engine.probe import buffer_of, scheduler_of
 from tests.hostile.cases import cases, limits
 
 PROMPTS = [[5, 6, 7], [8] * 20, [5, 6, 7, 8], [9] * 40]
@@ -100,13 +101,13 @@ class EngineMachine(RuleBasedStateMachine):
     def interrupted(self, lines: int, call: Callable[[], Any]) -> Any:
         """Returns the result, or None where the interrupt came first; `step` may have handed deltas out by then."""
         taken: list[Delta] = []
-        take = self.llm._loop.queues.take
+        take = buffer_of(self.llm).take
 
         def noted() -> list[Delta]:
             taken.extend(take())
             return taken
 
-        self.llm._loop.queues.take = noted
+        buffer_of(self.llm).take = noted
         try:
             with interrupt_after(lines):
                 return call()
@@ -114,7 +115,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.take(taken)
             return None
         finally:
-            del self.llm._loop.queues.take
+            del buffer_of(self.llm).take
 
     @rule(pair=pairs)
     def add(self, pair):
@@ -131,9 +132,9 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(pair=pairs, lines=num_lines)
     def add_interrupted(self, pair, lines):
-        before = set(self.llm._scheduler._requests)
+        before = set(scheduler_of(self.llm)._requests)
         request_id = self.interrupted(lines, lambda: self.llm.add(PROMPTS[pair[0]], PARAMS[pair[1]]))
-        added = sorted(set(self.llm._scheduler._requests) - before)
+        added = sorted(set(scheduler_of(self.llm)._requests) - before)
         assert len(added) in (0, PARAMS[pair[1]].n), "some samples of a prompt are missing"
         if added:
             self.pairs[added[0] if request_id is None else request_id] = pair

@@ -38,6 +38,7 @@ from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps.log_probs import log_probs
 from jaxinfer.steps.steps import decode_step, prefill_step
 from tests.engine.engines import GREEDY, drain, num_owned_pages
+from tests.engine.probe import is_idle, scheduler_of
 from tests.hostile.cases import cases
 from tests.hostile.oracle import REFUSED, refused_or_returned
 from tests.hostile.values import leaves, values
@@ -205,11 +206,11 @@ def test_methods_of_an_llm(llm, name, tmp_path, monkeypatch):
             if has_run:
                 llm.step()
         refused_or_returned(lambda: method(llm, **{**own, **changes}), names_of(changes))
-        for request_id in list(llm._scheduler._requests):
+        for request_id in list(scheduler_of(llm)._requests):
             llm.abort(request_id)
         drain(llm)
         assert num_owned_pages(llm) == 0
-        assert llm._loop.queues.is_idle
+        assert is_idle(llm)
 
     test()
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.model.batch import PADDING_SLOT, Row, make_batch, next_batch, num_evicted_tokens
+from jaxinfer.model.batch import PADDING_SLOT, Row, last_tokens, make_batch, next_batch, num_evicted_tokens
 
 S = 16
 SHAPE = {"page_size": S, "num_tokens": 8, "num_rows": 4, "table_width": 3}
@@ -79,6 +79,16 @@ def test_what_a_row_does_not_see_follows_from_its_batch_and_stays_so_in_the_next
     end = 40 + len(rows[0].token_ids)
     assert following.positions[:2].tolist() == [end, 4]
     assert following.slot_mapping[:2].tolist() == [9 * S + end - 32, 4 * S + 4]
+
+
+def test_the_last_tokens_of_rows_keep_the_tables_of_every_kind_of_pages():
+    rows = [Row([5, 6], 15, [2, 9], bounded_ids=((1, 3),)), Row([8], 0, [4], bounded_ids=((5,),))]
+    batch = make_batch(rows, **SHAPE)
+
+    last = last_tokens(batch)
+
+    assert np.asarray(last.tokens)[:2].tolist() == [6, 8]
+    assert [table.tolist() for table in last.bounded_tables] == [table.tolist() for table in batch.bounded_tables]
 
 
 def test_chunks_in_a_batch_with_as_many_rows_as_tokens_keep_their_lengths():

@@ -10,7 +10,7 @@ import pytest
 
 from jaxinfer.cli.bench import SAMPLE_TRACE
 from jaxinfer.cli.main import main
-from jaxinfer.engine.llm import BUNDLED_MODEL
+from jaxinfer.engine.engine import BUNDLED_MODEL
 from jaxinfer.simulation.step_times import FEATURES
 from tests.engine.engines import save_small_checkpoint
 from tests.unoptimised import unoptimised_steps

@@ -11,7 +11,8 @@ import torch
 from tokenizers import Tokenizer
 
 from jaxinfer import EngineConfig, SamplingParams, load_checkpoint, log_probs
-from jaxinfer.engine.llm import BUNDLED_MODEL, LLM
+from jaxinfer.engine.engine import BUNDLED_MODEL
+from jaxinfer.engine.llm import LLM
 from tests.exhaustive import exhaustive_but
 from tests.on_demand import steps_on_demand
 from tests.on_devices import run_on_devices

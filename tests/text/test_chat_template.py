@@ -9,7 +9,7 @@ import time
 import pytest
 import transformers
 
-from jaxinfer.engine.llm import BUNDLED_MODEL
+from jaxinfer.engine.engine import BUNDLED_MODEL
 from jaxinfer.text.tokenizer import Tokenizer
 from tests.text.chat_templates import TEMPLATES
 

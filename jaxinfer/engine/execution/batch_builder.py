@@ -108,7 +108,7 @@ class BatchBuilder:
         pages = [request.table for request in requests] if may_hide else [request.pages for request in requests]
         is_new = (bucket, rows) != self._last
         if is_new:
-            self._last, self._sampling = (bucket, rows), None
+            self._last, self._sampling = None, None  # until this step is laid out: an exception may come before that
         further = [[r.bounded[kind].pages for r in requests] for kind in range(len(self._tables) - 1)]
         for tables, of_kind in zip(self._tables, [pages, *further], strict=True):
             tables.update(of_kind, bucket.num_rows, is_new=is_new)
@@ -119,7 +119,7 @@ class BatchBuilder:
         elif isinstance(sampling.temperature, np.ndarray):
             # The same rows come again, so they may stay: one copy to the device serves all further steps.
             sampling = jax.device_put(sampling)
-        self._sampling = sampling
+        self._last, self._sampling = (bucket, rows), sampling
         if step.is_ahead and rows is before:  # each row computes its own last sample
             token_ids = pending_token(np.arange(len(requests), dtype=np.int32))
         else:

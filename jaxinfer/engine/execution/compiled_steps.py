@@ -51,60 +51,61 @@ class CompiledSteps:
     ) -> None:
         """Starts to compile all buckets that are not in `known`, the steps compiled already."""
         self._buckets = tuple(buckets)
-        self._compiled = dict(known)
-        self._enter_ready()
-        self._failed: set[Bucket] = set()
+        self._known = dict(known)
         # The compiler releases the interpreter lock and has threads of its own; half of the cores stay for requests.
         # It finishes at the end of the process, so that the next process finds the steps on disk.
         pool = ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1), thread_name_prefix=COMPILING)
         order = sorted(self._buckets, key=lambda bucket: (bucket != self._buckets[-1], bucket.is_draw))
         order = [bucket for bucket in order if bucket not in known]
-        # In the order of compilation.
-        self._to_come: dict[Bucket, Future[jax.stages.Compiled]] = {b: pool.submit(compile_bucket, b) for b in order}
+        # In the order of compilation. Never changed, so any thread may wait for them.
+        self._futures: dict[Bucket, Future[jax.stages.Compiled]] = {b: pool.submit(compile_bucket, b) for b in order}
         pool.shutdown(wait=False)
+        # The rest belongs to the thread that chooses.
+        self._compiled = dict(known)
+        self._to_come = order
+        self._enter_ready()
 
     def wait_for_last(self, *, show_progress: bool = False) -> None:
         """Waits for the last bucket, or for all buckets if compiling while serving is impossible."""
         # Processes that compute together must choose the same buckets. A compiler that `compiles_on_device` measures
         # candidates there, in memory that the cache would take.
         is_enough = jax.process_count() == 1 and not compiles_on_device()
-        buckets = self._buckets[-1:] if is_enough else self._buckets
-        self._wait_for([bucket for bucket in buckets if bucket in self._to_come], show_progress=show_progress)
+        self._wait_for(self._buckets[-1:] if is_enough else self._buckets, show_progress, DESCRIPTION)
+        self._collect()
 
     def wait(self, *, show_progress: bool = False, description: str = DESCRIPTION) -> None:
-        """Waits until every bucket has its step; raises the compiler's exceptions."""
-        self._wait_for(list(self._to_come), show_progress=show_progress, description=description)
+        """Waits until every bucket has its step; raises the compiler's exceptions. Any thread may call it."""
+        self._wait_for(self._buckets, show_progress, description)
 
     def cancel(self) -> None:
         """Cancels the compilations that have not begun."""
-        for step in self._to_come.values():
+        for step in self._futures.values():
             step.cancel()
 
     @property
     def compiled(self) -> Mapping[Bucket, jax.stages.Compiled]:
-        """Returns the steps compiled so far, by bucket."""
-        return self._compiled
+        """Returns the steps compiled so far, by bucket. Any thread may read it."""
+        done = [(bucket, future) for bucket, future in self._futures.items() if future.done()]
+        succeeded = {b: f.result() for b, f in done if not f.cancelled() and f.exception() is None}
+        return self._known | succeeded
 
     @property
     def draws(self) -> Mapping[Bucket, jax.stages.Compiled]:
         """Returns the steps of deferred sampling, by `Bucket.draw`; empty until all of them are compiled."""
+        self._collect()
         return self._draws
 
     def choose(self, step: Step) -> tuple[Bucket, jax.stages.Compiled]:
         """Returns the smallest compiled bucket that holds the step, and its executable."""
-        if self._to_come:
-            self._collect()
+        self._collect()
         bucket = choose_bucket(self._ready, step)
         return bucket, self._compiled[bucket]
 
-    def _wait_for(
-        self, buckets: Sequence[Bucket], *, show_progress: bool = False, description: str = DESCRIPTION
-    ) -> None:
-        is_done = all(self._to_come[bucket].done() for bucket in buckets)
-        for bucket in tqdm(buckets, desc=description, unit="step", disable=is_done or not show_progress):
-            self._compiled[bucket] = self._to_come[bucket].result()
-            del self._to_come[bucket]
-        self._enter_ready()
+    def _wait_for(self, buckets: Sequence[Bucket], show_progress: bool, description: str) -> None:
+        futures = [future for bucket, future in self._futures.items() if bucket in buckets]
+        is_done = all(future.done() for future in futures)
+        for future in tqdm(futures, desc=description, unit="step", disable=is_done or not show_progress):
+            future.result()
 
     def _enter_ready(self) -> None:
         self._ready = tuple(bucket for bucket in self._buckets if bucket in self._compiled)
@@ -113,12 +114,17 @@ class CompiledSteps:
         self._draws = draws if is_all else {}
 
     def _collect(self) -> None:
-        for bucket in [bucket for bucket, future in self._to_come.items() if future.done()]:
-            if (error := self._to_come[bucket].exception()) is None:
-                self._wait_for([bucket])
-            elif bucket not in self._failed:
-                self._failed.add(bucket)
+        """Makes the steps that were compiled since the last call available to `choose`."""
+        if not self._to_come or not any(self._futures[bucket].done() for bucket in self._to_come):
+            return
+        done = [bucket for bucket in self._to_come if self._futures[bucket].done()]
+        self._to_come = [bucket for bucket in self._to_come if bucket not in done]
+        for bucket in done:
+            if (error := self._futures[bucket].exception()) is None:
+                self._compiled[bucket] = self._futures[bucket].result()
+            else:
                 logger.error("%s cannot be compiled, slower steps stand in for it: %r", bucket.name, error)
+        self._enter_ready()
 
 
 COMPILED = "/jax/core/compile/backend_compile_duration"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -88,10 +88,14 @@ class PageCopier:
                 contents.append(np.concatenate([array[:, i].reshape(-1).view(np.uint8) for array in arrays]))
         return contents
 
-    def write(self, cache: KVCache, pages: Sequence[int], contents: Sequence[Content]) -> KVCache:
-        """Returns the cache with one content per page, at most `max_width`; donates the given cache."""
+    def insertion(self, pages: Sequence[int], contents: Sequence[Content]) -> Callable[[KVCache], KVCache]:
+        """Lays out one content per page, at most `max_width`, and returns the function that writes them to a cache.
+
+        That function donates the cache that it is given.
+        """
         ((some, width),) = self._split(pages)
-        return self._insert[width](cache, self._ids(some, width), self._bundle(contents, width))
+        ids, bundle = self._ids(some, width), self._bundle(contents, width)
+        return lambda cache: self._insert[width](cache, ids, bundle)
 
     def _bundle(self, contents: Sequence[Content], width: int) -> PageBundle:
         leaves, structure = jax.tree.flatten(self._bundles[width])

@@ -1,4 +1,4 @@
-"""Checks parameters that are to replace those of a running engine, and puts them on its devices."""
+"""Checks parameters that are to replace those of a running engine, and replaces them tensor by tensor."""
 
 from __future__ import annotations
 
@@ -16,11 +16,8 @@ from jaxinfer.validation import require
 WAY_OUT = "give parameters like those that load_checkpoint returns for this engine's checkpoint, dtype and quantization"
 
 
-def placed_like(params: Params, old: Params) -> Params:
-    """Returns `params` on the devices of `old`; ValueError that names the first difference in structure or a tensor.
-
-    Arrays that are there already are not copied.
-    """
+def require_alike(params: Params, old: Params) -> None:
+    """Raises ValueError that names the first difference in structure or a tensor between `params` and `old`."""
     require(isinstance(params, Params), "params", params, "the Params of `load_checkpoint`")
     _check_quantization(params, old)
     expected = tree_leaves_with_path(old)
@@ -34,7 +31,6 @@ def placed_like(params: Params, old: Params) -> Params:
         raise ValueError(f"params has a tensor {unknown[0]}, which the engine's parameters do not have; {WAY_OUT}")
     if tree_structure(params) != tree_structure(old):
         raise ValueError(f"params has logits={params.logits}, the engine's parameters have {old.logits}; {WAY_OUT}")
-    return jax.tree.map(_placed, params, old)
 
 
 def _check_quantization(params: Params, old: Params) -> None:
@@ -64,6 +60,18 @@ def _check_tensor(name: str, new: Any, old: jax.Array) -> None:
             raise ValueError(f"params{name} has {aspect} {theirs}, but the engine's has {ours}; {WAY_OUT}")
 
 
-def _placed(new: Any, old: jax.Array) -> jax.Array:
-    # An array of numpy may change later, so it is copied even if the device could read it in place.
-    return jax.device_put(new, old.sharding, may_alias=isinstance(new, jax.Array))
+def replaced(old: list[jax.Array | None], params: Params) -> Params:
+    """Returns `params` on the devices of `old`, the leaves of the parameters that they replace.
+
+    Empties `old`: frees each tensor, unless other code refers to it, before it copies the next. So the device needs
+    room for one set of parameters. Arrays that are on their device already are not copied.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    for i, new in enumerate(leaves):
+        tensor, old[i] = old[i], None
+        assert tensor is not None
+        sharding = tensor.sharding
+        del tensor
+        # An array of numpy may change later, so it is copied even if the device could read it in place.
+        leaves[i] = jax.device_put(new, sharding, may_alias=isinstance(new, jax.Array))
+    return jax.tree.unflatten(structure, leaves)

@@ -54,6 +54,7 @@ class Launched(NamedTuple):
     step: Step
     began: float
     output: Any
+    is_drawn: bool  # False while its sampling is deferred
 
 
 class Advance(NamedTuple):
@@ -84,24 +85,31 @@ class Pipeline:
         self._launched: deque[Launched] = deque()  # two at most, in the order of launch
         self._ended = 0.0  # time of the last commit
         self._interrupted: Step | None = None  # the step whose launch has not returned
+        self._error: Exception | None = None  # raised after the last commit, whose deltas it must not hold up
 
     def advance(self) -> Advance | None:
         """Launches the next step if possible, then commits and returns the oldest; None if there is nothing to do."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
         self._abandon_interrupted()
         if self._launched and all(chunk.is_stale for chunk in self._launched[0].step.chunks):
             self._launched.popleft()  # all its requests have ended or were rewound
         came = self._clock() if self._launched else 0.0
         if not self._launched and not self._launch():
             return None
-        step, began, output = self._launched[0]
+        self._draw()
+        step, began, output, _ = self._launched[0]
         if came > 0 and self._device.is_done(output):
             step.idle_seconds = came - max(began, self._ended)  # while the caller did something else
         if len(self._launched) == 1 and (not step.chunks.rows.has_structures or self._device.defers_sampling):
             self._launch(after=step)
         deltas = self._scheduler.commit(step, self._device.read(output))
         self._launched.popleft()
-        if self._launched:
+        try:
             self._draw()
+        except Exception as error:
+            self._error = error
         began, self._ended = max(began, self._ended) + step.idle_seconds, self._clock()
         return Advance(step, self._ended - began, deltas)
 
@@ -110,12 +118,11 @@ class Pipeline:
         self._abandon_interrupted()
         deltas: list[Delta] = []
         while self._launched:
-            step, _, output = self._launched[0]
+            self._draw()
+            step, _, output, _ = self._launched[0]
             if not all(chunk.is_stale for chunk in step.chunks):
                 deltas += self._scheduler.commit(step, self._device.read(output))
             self._launched.popleft()
-            if self._launched:
-                self._draw()
         self._ended = self._clock()
         return deltas
 
@@ -131,14 +138,12 @@ class Pipeline:
         if step is None:
             return False
         self._interrupted = step
-        self._launched.append(Launched(step, began, self._device.launch(step)))
+        self._launched.append(Launched(step, began, self._device.launch(step), not step.needs_masks))
         self._interrupted = None
-        if after is None:
-            self._draw()
         return True
 
     def _draw(self) -> None:
-        """Launches the deferred sampling of the oldest step, if it needs masks; all earlier tokens are known now."""
-        launched = self._launched[0]
-        if launched.step.needs_masks:
-            self._launched[0] = launched._replace(output=self._device.draw(launched.step, launched.output))
+        """Launches the deferred sampling of the oldest step, if it is not yet; all earlier tokens are known now."""
+        if self._launched and not self._launched[0].is_drawn:
+            oldest = self._launched[0]
+            self._launched[0] = oldest._replace(output=self._device.draw(oldest.step, oldest.output), is_drawn=True)

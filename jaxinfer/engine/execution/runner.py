@@ -6,12 +6,14 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxinfer.engine.execution.batch_builder import BatchBuilder, add_masks
+from jaxinfer.engine.execution.params_update import replaced
 from jaxinfer.engine.execution.warm_up import WarmUp
 from jaxinfer.engine.kv_cache.page_transfers import Content, Copy, CopyPage, PageTransfers, RotatePages, SwapIn, SwapOut
 from jaxinfer.engine.kv_cache.tiers import PageTiers
@@ -27,7 +29,8 @@ T = TypeVar("T")
 class Runner:
     """Runs scheduled steps. The largest shape, which fits any step, is compiled before the first step runs.
 
-    `fail` receives each exception raised during a step or copy: the cache is donated to it and lost if it fails.
+    A step and a copy donate the cache, which is lost if they fail: `fail` receives each such exception. An exception of
+    the host before that, for lack of memory for example, changes nothing: the caller may make the same call again.
     """
 
     def __init__(self, params: Params, warm_up: WarmUp, tiers: PageTiers | None, fail: Callable[[BaseException], None]):
@@ -53,8 +56,17 @@ class Runner:
         return self._params
 
     def update_params(self, params: Params) -> None:
-        """Replaces the parameters; their arrays have the shapes, dtypes and devices of the old ones."""
-        self._params = params
+        """Replaces the parameters by others of their shapes and dtypes, with room for one set on the device."""
+        with self._reported_failures():
+            jax.block_until_ready(self._cache)  # launched steps refer to the old parameters until they end
+            old = jax.tree.leaves(self._params)
+            del self._params
+            self._params = replaced(old, params)
+
+    def close(self) -> None:
+        """Frees the memory of parameters, cache and compiled steps."""
+        self.compiled_steps.cancel()
+        del self._params, self._cache, self._drawn, self._undrawn, self.compiled_steps, self._copiers, self._tiers
 
     def launch(self, step: Step) -> StepOutput | VerifyOutput:
         """Launches the step behind all earlier ones; returns its output, one row per chunk, then padding rows.
@@ -62,20 +74,21 @@ class Runner:
         Defers sampling to `draw` if the step needs grammar masks, verifies no drafts, and the sampling executables are
         compiled.
         """
+        # An exception of the host leaves the cache as it is, until the step is dispatched.
+        bucket, compiled = self.compiled_steps.choose(step)
+        is_deferred = step.needs_masks and not step.is_verify
+        draw = self.compiled_steps.draws.get(bucket.draw) if is_deferred else None
+        arguments = self._builder.build(step, bucket, self._before, defers_sampling=draw is not None)
+        self._make_copies(step.copies)
         with self._reported_failures():
-            self._make_copies(step.copies)
-            bucket, compiled = self.compiled_steps.choose(step)
-            is_deferred = step.needs_masks and not step.is_verify
-            draw = self.compiled_steps.draws.get(bucket.draw) if is_deferred else None
-            arguments = self._builder.build(step, bucket, self._before, defers_sampling=draw is not None)
             output, self._drawn, self._cache = compiled(self._params, self._cache, self._drawn, *arguments)
             self._before = step.chunks.rows
             self._undrawn = None if draw is None else (draw, *arguments[:2])
-            if isinstance(output, VerifyOutput):
-                return output
-            # Drop unused outputs, so that they are not copied to the host.
-            prompt, ends = output.prompt if step.prompt_log_prob_chunks else None, None if draw is None else output.ends
-            return replace(output, prompt=prompt, ends=ends)
+        if isinstance(output, VerifyOutput):
+            return output
+        # Drop unused outputs, so that they are not copied to the host.
+        prompt, ends = output.prompt if step.prompt_log_prob_chunks else None, None if draw is None else output.ends
+        return replace(output, prompt=prompt, ends=ends)
 
     @property
     def defers_sampling(self) -> bool:
@@ -86,12 +99,13 @@ class Runner:
         """Launches the deferred sampling of the last launched step, if any; returns its output with the tokens."""
         if self._undrawn is None:
             return output
+        draw, batch, sampling = self._undrawn
+        state, sampling = (self._params, self._cache, self._drawn), add_masks(step, sampling)
+        assert isinstance(output, StepOutput)
         with self._reported_failures():
-            (draw, batch, sampling), self._undrawn = self._undrawn, None
-            state, sampling = (self._params, self._cache, self._drawn), add_masks(step, sampling)
-            assert isinstance(output, StepOutput)
             drawn, self._drawn = draw(*state, last_tokens(batch), sampling, output.ends)
-            return replace(drawn, hidden=output.hidden, prompt=output.prompt)
+            self._undrawn = None
+        return replace(drawn, hidden=output.hidden, prompt=output.prompt)
 
     def is_done(self, output: StepOutput | VerifyOutput) -> bool:
         """True if a launched step has ended."""
@@ -110,14 +124,13 @@ class Runner:
 
     def read_pages(self, copies: PageTransfers, pages: Sequence[int], kind: int = 0) -> list[Content]:
         """Makes the pending copies, then returns the contents of pages of a kind."""
-        with self._reported_failures():
-            self._make_copies(copies)
-            return self._copiers[kind].read(self._cache, pages)
+        self._make_copies(copies)
+        return self._copiers[kind].read(self._cache, pages)
 
     def lend_cache(self, copies: PageTransfers, compute: Callable[[KVCache], tuple[T, KVCache]]) -> T:
         """Makes the pending copies, then calls `compute` with the cache, which it may replace; returns its result."""
+        self._make_copies(copies)
         with self._reported_failures():
-            self._make_copies(copies)
             result, self._cache = compute(self._cache)
             return result
 
@@ -139,20 +152,22 @@ class Runner:
         first = copies[0]
         copier = self._copiers[0 if isinstance(first, RotatePages) else first.kind]
         match copies:
-            case [CopyPage(source, page)]:
-                self._cache = copier.duplicate(self._cache, source, page)
-            case [RotatePages(sources, pages, num_positions)]:
-                self._cache = copier.turn(self._cache, sources, pages, num_positions)
-            case [SwapIn(), *_]:
-                written = [copy for copy in copies if isinstance(copy, SwapIn)]
-                contents = [copy.content for copy in written]
-                self._cache = copier.write(self._cache, [copy.page for copy in written], contents)
             case [SwapOut(), *_]:
                 assert self._tiers is not None
                 read = [copy for copy in copies if isinstance(copy, SwapOut)]
                 contents = copier.read(self._cache, [copy.page for copy in read])
                 for copy, content in zip(read, contents, strict=True):
                     self._tiers.put(copy.key, content)
+                return
+            case [CopyPage(source, page)]:
+                change = partial(copier.duplicate, source=source, target=page)
+            case [RotatePages(sources, pages, num_positions)]:
+                change = partial(copier.turn, sources=sources, targets=pages, num_positions=num_positions)
+            case _:
+                written = [copy for copy in copies if isinstance(copy, SwapIn)]
+                change = copier.insertion([copy.page for copy in written], [copy.content for copy in written])
+        with self._reported_failures():
+            self._cache = change(self._cache)
 
     def _measure_copies(self) -> float:
         """Returns the seconds per page to copy out of the cache and back in, the best of three runs."""
@@ -162,6 +177,6 @@ class Runner:
         for _ in range(3):
             began = time.perf_counter()
             contents = copier.read(self._cache, pages)
-            self._cache = jax.block_until_ready(copier.write(self._cache, pages, contents))
+            self._cache = jax.block_until_ready(copier.insertion(pages, contents)(self._cache))
             seconds.append((time.perf_counter() - began) / len(pages))
         return min(seconds)

@@ -327,6 +327,25 @@ def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Co
     return [messages] if all(isinstance(message, Mapping) for message in messages) else list(messages)  # pyright: ignore
 
 
+def render(
+    tokenizer: Tokenizer | None, conversation: Conversation, *, variables: Mapping[str, Any] | None, **arguments: Any
+) -> list[int]:
+    """Returns the token ids of a conversation by the chat template, which reads `variables`.
+
+    The other arguments are those of `Tokenizer.apply_chat_template`. Raises ValueError if they cannot be rendered.
+    """
+    if tokenizer is None:
+        raise ValueError("messages need a tokenizer, which this checkpoint does not have; give token ids to generate")
+    is_mapping = variables is None or (isinstance(variables, Mapping) and all(isinstance(n, str) for n in variables))
+    require(is_mapping, "chat_template_kwargs", variables, "a mapping from the names of variables to values")
+    variables = dict(variables or {})
+    if taken := sorted(variables.keys() & {*arguments, "conversation", "tokenize"}):
+        raise ValueError(f"chat_template_kwargs has {shown(taken[0])}; give it as an argument of its own")
+    token_ids = tokenizer.apply_chat_template(conversation, tokenize=True, **arguments, **variables)
+    assert isinstance(token_ids, list)
+    return token_ids
+
+
 def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams | None]:
     """Returns one SamplingParams (or None) per prompt, from one for all prompts or one per prompt."""
     if params is None or isinstance(params, SamplingParams):

@@ -7,7 +7,7 @@ pages are shared or copied, or computed again if they are gone.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -25,29 +25,24 @@ from jaxinfer.validation import is_int, require, require_int, shown
 class Branches:
     """Operations on one unfinished request. ValueError if it has finished or has several samples."""
 
-    def __init__(
-        self, ids: Iterator[int], admission: Admission, scheduler: Scheduler, runner: Runner, path: Path
-    ) -> None:
-        self._ids = ids
+    def __init__(self, admission: Admission, scheduler: Scheduler, runner: Runner, path: Path) -> None:
         self._admission = admission
         self._scheduler = scheduler
         self._runner = runner
         self._path = path
 
-    def fork(self, request_id: int, seed: int | None = None) -> int:
-        """Branches a request; returns the id of the branch, which has the same tokens, parameters and options.
+    def fork(self, request_id: int, branch_id: int, seed: int | None = None) -> Request:
+        """Returns a branch of a request, with the same tokens, parameters and options, to be queued.
 
         The branch shares the request's full pages and copies the last one. It samples with `seed`, by default the
         request's, as the next sample of the prompt (`sample_index`): above temperature 0 it diverges. Its first delta
-        has its first new token; its completion has all tokens. Raises QueueFullError if too many requests wait.
+        has its first new token; its completion has all tokens.
         """
         request = self._find(request_id)
-        self._scheduler.check_room(1)
         seed = request.seed if seed is None else _checked_seed(seed)
-        branch = fork(request, next(self._ids), self._admission, time_limit=self._scheduler.time_left(request))
+        branch = fork(request, branch_id, self._admission, time_limit=self._scheduler.time_left(request))
         branch.seed = seed
-        self._scheduler.add(branch)
-        return branch.request_id
+        return branch
 
     def rewind(self, request_id: int, num_tokens: int, seed: int | None = None) -> None:
         """Drops the last `num_tokens` tokens of a request's output; it continues from the token before them.
@@ -80,17 +75,14 @@ class Branches:
             pages, num_saved = list(map(self._read, [kept, *further], itertools.count())), request.num_computed
         write_request(path, request, self._scheduler.time_left(request), pages, num_saved, self._identity)
 
-    def restore(self, path: Path) -> int:
-        """Queues the request in a file and returns its id here; it yields the same tokens as where it was saved.
+    def restore(self, path: Path, request_id: int) -> Request:
+        """Returns the request in a file, to be queued; it yields the same tokens as where it was saved.
 
         Its first delta has its first new token. Its timings and the rest of its deadline count from now. The file is
         trusted: requests with the same prefix and cache_salt share its pages. Raises ValueError if the file is damaged
-        or comes from another model, page size or version; also QueueFullError and OSError.
+        or comes from another model, page size or version; OSError if it cannot be read.
         """
-        self._scheduler.check_room(1)
-        request = read_request(path, next(self._ids), self._admission, self._identity)
-        self._scheduler.add(request)
-        return request.request_id
+        return read_request(path, request_id, self._admission, self._identity)
 
     def _read(self, pages: Mapping[int, int], kind: int) -> dict[int, Content]:
         """Returns the contents of pages of a kind, given and returned by index."""

@@ -1,11 +1,11 @@
-"""Guards an LLM: one thread at a time, in one process, and only until it is closed or fails."""
+"""Guards an LLM in the hands of people: one thread at a time, and Ctrl-C between two steps."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Self
 
@@ -43,72 +43,53 @@ def deferred_interrupts() -> Iterator[Callable[[], None]]:
             handler(*interrupts[0])
 
 
-class _Process:
-    """The id of the process in which JAX computes, None before the first engine."""
-
-    pid: int | None = None
-
-
-def require_own_process() -> None:
-    """Records that JAX computes in this process; RuntimeError if it was forked from a process that runs JAX."""
-    pid = os.getpid()
-    if _Process.pid is None:
-        _Process.pid = pid
-    if pid != _Process.pid:
-        raise RuntimeError(
-            f"process {pid} was forked from process {_Process.pid}, in which JAX runs; JAX would wait for ever here."
-            " Start processes with multiprocessing.get_context('spawn'), or fork before the first LLM is made"
-        )
-
-
-CLOSED = "is closed"
-
-
 class Guard:
-    """Entered for each use of an LLM. Allows one thread at a time, in the process that made the LLM.
+    """Entered for each use of an engine. Allows one thread at a time, which may enter it again.
 
     A second thread gets RuntimeError and does not wait, because its turn would change state that the first thread
-    still works with.
+    still works with. Work that must not be refused is deferred until the engine is free.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._reason: str | None = None  # why the LLM is unusable, None while it is usable
-        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+        self._owner: int | None = None  # the thread inside
+        self._depth = 0  # how often it is inside
+        self._deferred: deque[Callable[[], None]] = deque()
 
     def __enter__(self) -> Self:
-        self.check()
-        self._take()
+        if self._owner != threading.get_ident():
+            if not self._lock.acquire(blocking=False):
+                raise RuntimeError(
+                    "another thread is using this LLM, and one at a time may; hold a threading.Lock of your own around"
+                    " each call, or give the requests of all threads to a jaxinfer.engine.engine_thread.EngineThread"
+                )
+            self._owner = threading.get_ident()
+        self._depth += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        self._depth -= 1
+        if self._depth == 0:
+            self._owner = None
+            self._lock.release()
+            self._run_if_free()
 
-    @property
-    def is_closed(self) -> bool:
-        return self._reason == CLOSED
+    def defer(self, work: Callable[[], None]) -> None:
+        """Does the work now if no thread is inside, else when the thread inside leaves or calls `run_deferred`.
 
-    def check(self) -> None:
-        """Raises RuntimeError if the LLM is closed, has failed, or belongs to another process."""
-        if self._reason is not None:
-            raise RuntimeError(f"this LLM {self._reason}; make a new one") from self._failure
-        require_own_process()
+        The collector may call this in the middle of any statement of the thread inside.
+        """
+        self._deferred.append(work)
+        self._run_if_free()
 
-    def fail(self, error: BaseException) -> None:
-        """Marks the LLM as failed by `error`, which lost its cache."""
-        self._failure = error
-        self._reason = f"has failed ({type(error).__name__}: {error})"
-        error.add_note("the LLM has failed with this and lost its unfinished requests; make a new one")
+    def run_deferred(self) -> None:
+        """Does the deferred work; the thread inside calls it where the engine is in order."""
+        while self._deferred:
+            self._deferred.popleft()()
 
-    def close(self) -> None:
-        """Marks the LLM as closed."""
-        self._take()
-        self._reason = CLOSED
-        self._lock.release()
-
-    def _take(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "another thread is using this LLM, and one at a time may; let one thread own it and hand it requests"
-                " through a queue.Queue, or hold a threading.Lock of your own around each call"
-            )
+    def _run_if_free(self) -> None:
+        while self._deferred and self._lock.acquire(blocking=False):
+            try:
+                self.run_deferred()
+            finally:
+                self._lock.release()

@@ -1,79 +1,101 @@
-"""Output queues between the engine loop and the calls that wait for deltas."""
+"""The way of deltas out of the engine: each request has one sink."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from jaxinfer.engine.frontend.sample_group import SampleGroup
 from jaxinfer.engine.request.completion import Delta
 
+# Receives the deltas of one request, between two steps and on the engine's thread. The last of them carries the
+# completion of the last sample. If a sink raises, its request ends and it receives nothing more. A sink returns at once
+# and may not call the engine.
+Sink = Callable[[Delta], object]
 
-class OutputQueues:
-    """Queues deltas for `step`, or for the `generate` or `stream` that waits for the request.
 
-    All samples of one prompt have the request id of the first.
-    """
+class _Route:
+    """The sink of a request's samples, of which `num_left` are unfinished."""
+
+    __slots__ = ("deliver", "num_left", "samples", "sink")
+
+    def __init__(self, samples: SampleGroup, sink: Sink) -> None:
+        self.samples = samples
+        self.sink = sink
+        self.num_left = len(samples.requests)
+        self.deliver: Sink = sink if self.num_left == 1 else partial(_hand_out, samples, sink)
+
+
+def _hand_out(samples: SampleGroup, sink: Sink, delta: Delta) -> None:
+    for one in samples.hand_out(delta):
+        sink(one)
+
+
+def _drop(_: Delta) -> None:
+    """The sink of a request whose own sink has raised."""
+
+
+class OutputRoutes:
+    """Gives each delta to the sink of its request. All samples of a prompt have the request id of the first."""
 
     def __init__(self) -> None:
-        self._default_queue: list[Delta] = []  # for `step`
-        self._queues: dict[int, deque[Delta]] = {}  # for `generate` and `stream`, by request id
-        self._samples: dict[int, SampleGroup] = {}  # groups of several samples, by the id of each sample
+        self._routes: dict[int, _Route] = {}  # of unfinished requests, by the id of each sample
 
     @property
-    def has_outputs(self) -> bool:
-        """True if `take` would return anything."""
-        return bool(self._default_queue)
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no delta is queued and no call waits for one."""
-        return not (self._default_queue or self._queues or self._samples)
-
-    def expect(self, samples: SampleGroup) -> None:
-        """Routes later deltas of these samples under their common request id."""
-        if len(samples.requests) > 1:
-            self._samples.update(dict.fromkeys((request.request_id for request in samples.requests), samples))
-
-    def open_queue(self, request_ids: Iterable[int]) -> deque[Delta]:
-        """Returns a queue for the later deltas of these requests."""
-        queue: deque[Delta] = deque()
-        self._queues.update(dict.fromkeys(request_ids, queue))
-        return queue
-
-    def route(self, deltas: Iterable[Delta]) -> None:
-        """Puts each delta into the queue of its request."""
-        if not (self._samples or self._queues):  # `step` returns all of them
-            self._default_queue += deltas
-            return
-        for delta in deltas:
-            samples = self._samples.get(delta.request_id)
-            if samples is None:
-                self._deliver(delta)
-                continue
-            for one in samples.hand_out(delta):
-                self._deliver(one)
-            if samples.is_finished:
-                self._forget_samples(samples.request_id)
-
-    def _deliver(self, delta: Delta) -> None:
-        self._queues.get(delta.request_id, self._default_queue).append(delta)
-
-    def take(self) -> list[Delta]:
-        """Returns the queued deltas of requests without a queue of their own, and drops them."""
-        deltas, self._default_queue = self._default_queue, []
-        return deltas
+    def sinks(self) -> dict[int, Sink]:
+        """Returns the sinks of unfinished requests, by request id."""
+        return {route.samples.request_id: route.sink for route in self._routes.values()}
 
     def sample_ids(self, request_id: int) -> list[int]:
-        """Returns the ids of all samples in the group of this request, itself included."""
-        samples = self._samples.get(request_id)
-        return [request_id] if samples is None else [request.request_id for request in samples.requests]
+        """Returns the ids of all samples of an unfinished request; none for an unknown id."""
+        route = self._routes.get(request_id)
+        return [] if route is None else [request.request_id for request in route.samples.requests]
 
-    def forget(self, request_id: int) -> None:
-        """Closes the queue of a request and drops its group of samples."""
-        self._forget_samples(request_id)
-        self._queues.pop(request_id, None)
+    def open(self, samples: SampleGroup, sink: Sink) -> None:
+        """Gives the deltas of these samples to `sink` from now on."""
+        route = _Route(samples, sink)
+        self._routes.update((request.request_id, route) for request in samples.requests)
 
-    def _forget_samples(self, request_id: int) -> None:
+    def close(self, request_id: int) -> None:
+        """Gives the sink of a request nothing more."""
         for sample_id in self.sample_ids(request_id):
-            self._samples.pop(sample_id, None)
+            del self._routes[sample_id]
+
+    def deliver(self, deltas: Iterable[Delta]) -> dict[int, Exception]:
+        """Gives each delta to its sink, if it has one. Returns the exceptions of sinks by request id.
+
+        The caller ends the requests of these.
+        """
+        failures: dict[int, Exception] = {}
+        routes = self._routes
+        for delta in deltas:
+            route = routes.get(delta.request_id)
+            if route is None:
+                continue
+            try:
+                route.deliver(delta)
+            except Exception as error:
+                failures[route.samples.request_id] = error
+                route.deliver = route.sink = _drop
+            if delta.completion is not None:
+                route.num_left -= 1
+                if route.num_left == 0:
+                    self.close(delta.request_id)
+        return failures
+
+
+class DeltaBuffer:
+    """A sink that keeps deltas until they are taken."""
+
+    def __init__(self) -> None:
+        self._deltas: list[Delta] = []
+        self.append = self._deltas.append
+
+    def __len__(self) -> int:
+        return len(self._deltas)
+
+    def take(self) -> list[Delta]:
+        """Returns the deltas since the last call."""
+        deltas = self._deltas[:]
+        self._deltas.clear()
+        return deltas

@@ -14,21 +14,19 @@ class SampleGroup:
     """The requests of one prompt. Their deltas go out under the id of the first request.
 
     With `best_of` the group holds all deltas back until every sample has ended. It then yields the `n` most probable
-    samples as one whole delta each, best first.
+    samples as one whole delta each, best first. `params_version`: the engine's parameters that their page keys name.
     """
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, requests: Sequence[Request], params_version: str = "") -> None:
         sampling = requests[0].sampling
         self.requests = tuple(requests)
+        self.params_version = params_version
+        self.is_submitted = False
         self.request_id = requests[0].request_id
         self.num_completions = sampling.n  # completions that the user gets
         self.sampling = sampling
         self._is_best_of = sampling.best_of is not None
         self._completions: list[Completion] = []
-
-    @property
-    def is_finished(self) -> bool:
-        return len(self._completions) == len(self.requests)
 
     def hand_out(self, delta: Delta) -> list[Delta]:
         """Takes one sample's delta of a step and returns the deltas for the user."""
@@ -37,7 +35,8 @@ class SampleGroup:
             self._completions.append(completion)
         if not self._is_best_of:
             return [delta._replace(request_id=self.request_id, completion=completion)]
-        return [_whole(completion) for completion in self._best()] if self.is_finished else []
+        is_finished = len(self._completions) == len(self.requests)
+        return [_whole(completion) for completion in self._best()] if is_finished else []
 
     def _best(self) -> list[Completion]:
         # Samples with an error rank last. The sample index breaks ties, so the order of ending does not matter.

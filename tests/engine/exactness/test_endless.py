@@ -27,6 +27,7 @@ from tests.engine.engines import (
     run_with_arrivals,
 )
 from tests.engine.fake_device import Engine, expected_tokens
+from tests.engine.probe import runner_of, scheduler_of
 from tests.engine.sights import seen_before
 from tests.oracles import load_reference
 
@@ -113,7 +114,7 @@ def test_no_draft_changes_a_bit(crowded, alone):
 
 def test_no_decode_loop_changes_a_bit_and_pages_are_bounded_all_the_time(looping_llm, alone):
     owned = []
-    looping_llm.on_step = lambda *_: owned.append(max(map(num_pages_of, looping_llm._scheduler._running), default=0))
+    looping_llm.on_step = lambda *_: owned.append(max(map(num_pages_of, scheduler_of(looping_llm)._running), default=0))
 
     completions = run_with_arrivals(looping_llm, PROMPTS, PARAMS, mean_arrivals=0.2)
 
@@ -137,7 +138,7 @@ def turn_what_was_turned(copy):
 
 @pytest.mark.parametrize("fault", [None, turn_nothing, turn_what_was_turned])
 def test_one_wrong_turn_shows(llm, alone, monkeypatch, fault):
-    copy, turns = llm._runner._copy, []
+    copy, turns = runner_of(llm)._copy, []
 
     def copy_with_fault(copies):
         if isinstance(copies[0], RotatePages):
@@ -147,7 +148,7 @@ def test_one_wrong_turn_shows(llm, alone, monkeypatch, fault):
         if copies:
             copy(copies)
 
-    monkeypatch.setattr(llm._runner, "_copy", copy_with_fault)
+    monkeypatch.setattr(runner_of(llm), "_copy", copy_with_fault)
     completion = llm.generate(LONGEST, PARAMS[0], show_progress=False)[0]
 
     assert len(turns) == 7

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from tests.engine.engines import (
     run_with_arrivals,
     small_engine,
 )
+from tests.engine.probe import admission_of, runner_of, scheduler_of, warm_up_of
 
 # Engines of other buckets, chunks and batches than those of the shared one (4 requests, 32 tokens, all pages).
 # The page size is the same: it is a constant of an engine, and may change the order in which attention adds up.
@@ -192,7 +194,7 @@ def write_to_a_page_of_another(requests):
 
 @pytest.mark.parametrize("fault", [None, read_pages_in_the_wrong_order, write_to_a_page_of_another])
 def test_one_wrong_page_id_in_one_step_shows(llm, alone, monkeypatch, fault):
-    launch, calls = llm._runner.launch, itertools.count()
+    launch, calls = runner_of(llm).launch, itertools.count()
 
     def launch_with_fault(step):
         requests = [chunk.request for chunk in step.chunks]
@@ -207,7 +209,7 @@ def test_one_wrong_page_id_in_one_step_shows(llm, alone, monkeypatch, fault):
 
     forget_prefixes(llm)
     with monkeypatch.context() as patch:
-        patch.setattr(llm._runner, "launch", launch_with_fault)
+        patch.setattr(runner_of(llm), "launch", launch_with_fault)
         completions = llm.generate([PROMPTS[8], PROMPTS[15]], [PARAMS[8], PARAMS[15]], show_progress=False)
     forget_prefixes(llm)  # what a fault wrote is found by nobody
 
@@ -224,17 +226,17 @@ def keep_the_tokens_of_the_step_before_last(runner):
 
 @pytest.mark.parametrize("fault", [None, swap_rows, keep_the_tokens_of_the_step_before_last])
 def test_one_wrong_token_from_the_step_before_shows(llm, alone, monkeypatch, fault):
-    launch, calls = llm._runner.launch, itertools.count()
+    launch, calls = runner_of(llm).launch, itertools.count()
 
     def launch_with_fault(step):
         if next(calls) == 5 and fault is not None:
-            fault(llm._runner)
-        llm._runner.drawn_before = llm._runner._drawn
+            fault(runner_of(llm))
+        runner_of(llm).drawn_before = runner_of(llm)._drawn
         return launch(step)
 
     forget_prefixes(llm)
     with monkeypatch.context() as patch:
-        patch.setattr(llm._runner, "launch", launch_with_fault)
+        patch.setattr(runner_of(llm), "launch", launch_with_fault)
         completions = llm.generate([PROMPTS[8], PROMPTS[15]], [PARAMS[8], PARAMS[15]], show_progress=False)
     forget_prefixes(llm)  # what a fault wrote is found by nobody
 
@@ -242,7 +244,7 @@ def test_one_wrong_token_from_the_step_before_shows(llm, alone, monkeypatch, fau
 
 
 def test_one_wrong_page_found_in_the_cache_shows(llm, alone, monkeypatch):
-    pages = llm._scheduler._tables.pages
+    pages = scheduler_of(llm)._tables.pages
     for i in (3, 8):
         llm.generate(PROMPTS[i], PARAMS[i], show_progress=False)
     other = pages.find(llm_keys(llm, PROMPTS[8]).key(0, PROMPTS[8]))
@@ -258,8 +260,8 @@ def test_one_wrong_page_found_in_the_cache_shows(llm, alone, monkeypatch):
     assert content_of(completion) != alone[3]
 
 
-def llm_keys(llm, prompt):
-    return llm._admission.admit(iter([0]), prompt, None)[0].keys
+def llm_keys(llm, prompt) -> Any:
+    return admission_of(llm).admit(iter([0]), prompt, None)[0].keys
 
 
 def compiled_products(text):
@@ -291,7 +293,7 @@ def test_the_compiler_neither_merges_nor_splits_a_product(engine, request):
     llm = request.getfixturevalue(engine)
     llm.warm_up()
 
-    for bucket, compiled in llm._runner.compiled_steps.compiled.items():
-        traced = product_shapes(llm._warm_up.compiler.trace(llm._warm_up.cache_config, bucket))
+    for bucket, compiled in runner_of(llm).compiled_steps.compiled.items():
+        traced = product_shapes(warm_up_of(llm).compiler.trace(warm_up_of(llm).cache_config, bucket))
         shapes = {(shape.num_inputs, *sorted((shape.num_rows, shape.num_outputs))) for shape in traced}
         assert compiled_products(compiled.as_text()) == shapes, bucket.name

@@ -30,6 +30,7 @@ from tests.engine.engines import (
     run_with_arrivals,
     small_engine,
 )
+from tests.engine.probe import runner_of
 from tests.exhaustive import exhaustive_but
 from tests.oracles import CONFIGS, load_reference, reference_logits, save_random_checkpoint
 
@@ -127,7 +128,7 @@ def test_the_log_probabilities_of_a_text_are_those_that_were_reported(checkpoint
     ],
 )
 def test_no_chunk_neighbour_prefix_hit_or_preemption_changes_a_bit(crowded, alone, preemption):
-    crowded._runner._tiers.seconds_per_copy = {"swap": 0.0, "recompute": 1e9}[preemption]
+    runner_of(crowded)._tiers.seconds_per_copy = {"swap": 0.0, "recompute": 1e9}[preemption]
     forget_prefixes(crowded)
     before = crowded.metrics()
 
@@ -188,7 +189,7 @@ def test_a_rewound_and_a_forked_request_yield_what_they_would_have(crowded, alon
 @pytest.mark.shows("save")
 def test_a_saved_request_goes_on_as_if_it_had_never_stopped(crowded, alone, tmp_path):
     index, path = 14, tmp_path / "request"
-    crowded._runner._tiers.seconds_per_copy = 0.0
+    runner_of(crowded)._tiers.seconds_per_copy = 0.0
     forget_prefixes(crowded)
     request_id = crowded.add(PROMPTS[index], PARAMS[index])
     while not any(len(delta.token_ids) for delta in crowded.step()):

@@ -8,6 +8,7 @@ import pytest
 from jaxinfer.config import SamplingParams
 from kernels_pallas.paged_attention import api
 from tests.engine.engines import forget_prefixes, interpret_tpu_kernels, poison_cache, quick_engine, random_prompts
+from tests.engine.probe import runner_of
 
 PROMPTS = random_prompts(3, max_len=40, seed=1)
 PARAMS = [SamplingParams(temperature=t, seed=7, max_tokens=3, ignore_eos=True, log_probs=2) for t in (0, 1, 0)]
@@ -37,7 +38,7 @@ def tpu_llm(checkpoint, expected):
 def test_chunks_and_single_tokens_in_one_step_yield_what_the_reference_does(tpu_llm, expected):
     assert max(map(len, PROMPTS)) > 16
 
-    assert tpu_llm._runner._cache.pools[0].layout == "tpu"
+    assert runner_of(tpu_llm)._cache.pools[0].layout == "tpu"
     check_same(tpu_llm.generate(PROMPTS, PARAMS), expected)
 
 

@@ -30,6 +30,7 @@ from tests.engine.engines import (
 )
 from tests.engine.exactness.test_tier_exactness import evict_all, set_tiers
 from tests.engine.fake_device import Engine, expected_tokens
+from tests.engine.probe import runner_of, scheduler_of
 from tests.engine.scheduling.test_scheduler_invariants import ADMISSION
 from tests.replay import SMALL_SIZES
 
@@ -120,7 +121,7 @@ def test_no_chunk_no_neighbour_and_no_preemption_changes_a_bit(llm, alone, overl
 
 
 def test_no_preemption_by_recomputation_changes_a_bit(llm, alone):
-    llm._runner._tiers.seconds_per_copy = 1e9
+    runner_of(llm)._tiers.seconds_per_copy = 1e9
     before = llm.metrics()
 
     completions = run_with_arrivals(llm, PROMPTS, PARAMS, mean_arrivals=2.0)
@@ -179,7 +180,7 @@ def test_a_prefix_is_found_by_its_last_pages(roomy_llm):
     first = roomy_llm.generate(LONGEST, GREEDY, show_progress=False)[0]
     num_full = (len(LONGEST) - 1) // S
     num_later = (len(LONGEST) + 24) // S - num_full
-    pages = roomy_llm._scheduler._tables.pages
+    pages = scheduler_of(roomy_llm)._tables.pages
     pages.evict(pages.num_cached - num_later - 2)  # all but two before the last of the prompt
 
     found = roomy_llm.generate(LONGEST, GREEDY, show_progress=False)[0]
@@ -191,7 +192,7 @@ def test_a_prefix_is_found_by_its_last_pages(roomy_llm):
 def begin(llm, num_tokens: int) -> int:
     """A request that has so many tokens of output."""
     request_id = llm.add(LONGEST, GREEDY)
-    while llm._scheduler.find(request_id).num_output_tokens < num_tokens:
+    while scheduler_of(llm).find(request_id).num_output_tokens < num_tokens:
         llm.step()
     return request_id
 
@@ -228,7 +229,7 @@ def test_a_saved_request_takes_only_the_pages_of_its_window_along(llm, roomy_llm
     before = roomy_llm.metrics().num_prefill_tokens
 
     request_id = roomy_llm.restore(tmp_path / "request")
-    restored = roomy_llm._scheduler.find(request_id)
+    restored = scheduler_of(roomy_llm).find(request_id)
     num_saved = len(restored.saved)
 
     assert content_of(completions_of(drain(roomy_llm))[request_id]) == expected

@@ -27,6 +27,7 @@ from tests.engine.engines import (
 from tests.engine.exactness.test_endless import LONGEST
 from tests.engine.exactness.test_engine_exactness import PARAMS, PROMPTS, generate_alone
 from tests.engine.execution.test_runner import recorded_compilations
+from tests.engine.probe import runner_of, scheduler_of
 
 FEW_PAGES = {"max_num_seqs": 3, "max_num_batched_tokens": 5, "num_pages": 6, "max_prompt_log_probs": 3}
 LIMITS = {**FEW_PAGES, "host_cache_bytes": 10**7, "disk_cache_bytes": 10**7}
@@ -53,19 +54,19 @@ def llm(tiered_llm, tmp_path):
 
 
 def set_tiers(llm, *, host_pages: int, folder) -> None:
-    tiers = llm._runner._tiers
+    tiers = runner_of(llm)._tiers
     tiers._tiers = (HostTier(host_pages, size_of=lambda _: 1), DiskTier(folder, 10**7))
     tiers.seconds_per_copy = 0.0
 
 
 def flush_disk(llm) -> None:
-    llm._runner._tiers._tiers[1].flush()
+    runner_of(llm)._tiers._tiers[1].flush()
 
 
 def copy_pages(llm) -> None:
     """Makes the copies that are due, as the next step would."""
-    for copies in llm._scheduler._tables.copies.batches(8):
-        llm._runner._copy(copies)
+    for copies in scheduler_of(llm)._tables.copies.batches(8):
+        runner_of(llm)._copy(copies)
 
 
 def evict_all(llm) -> None:
@@ -154,7 +155,7 @@ def test_an_endless_request_that_gave_way_goes_on_where_it_was(llm):
     with endless(llm):
         alone = llm.generate(LONGEST, params, cache_salt="alone", show_progress=False)[0]
         request_id = llm.add(LONGEST, params, priority="batch")
-        while llm._scheduler.find(request_id).num_output_tokens < 40:
+        while scheduler_of(llm).find(request_id).num_output_tokens < 40:
             llm.step()
         before = num_preemptions(llm), llm.metrics().num_prefill_tokens, sum(hits(llm))
 
@@ -189,7 +190,7 @@ def copy_the_wrong_bytes(copy):
 def test_one_wrong_copy_shows(llm, alone, monkeypatch, fault):
     run_in_turn(llm)
     faulty = {3, 8}  # requests of several pages
-    copy = llm._runner._copy
+    copy = runner_of(llm)._copy
 
     def copy_with_fault(copies):
         if fault is not None and isinstance(copies[0], SwapIn):
@@ -199,7 +200,7 @@ def test_one_wrong_copy_shows(llm, alone, monkeypatch, fault):
 
     contents = {}
     with monkeypatch.context() as patch:
-        patch.setattr(llm._runner, "_copy", copy_with_fault)
+        patch.setattr(runner_of(llm), "_copy", copy_with_fault)
         for i in faulty:
             contents[i] = content_of(llm.generate(PROMPTS[i], PARAMS[i], show_progress=False)[0])
             forget_prefixes(llm)

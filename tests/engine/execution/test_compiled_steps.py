@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -14,6 +15,7 @@ from jaxinfer.engine.execution.compiled_steps import CompiledSteps
 from jaxinfer.engine.execution.step_shapes import plan_buckets, plan_draws
 from tests.engine.engines import content_of, forget_prefixes, random_prompts, recorded_steps
 from tests.engine.execution.test_batch_builder import make_step
+from tests.engine.probe import runner_of
 
 BUCKETS = plan_buckets(EngineConfig(max_num_seqs=8, max_num_batched_tokens=64))
 LAST = BUCKETS[-1]
@@ -101,7 +103,39 @@ def test_all_steps_are_waited_for_where_they_cannot_come_later(monkeypatch, reas
     steps = CompiledSteps(BUCKETS, compile_bucket)
     steps.wait_for_last()
 
-    assert set(steps._compiled) == set(BUCKETS)
+    assert set(steps.compiled) == set(BUCKETS)
+
+
+def test_threads_may_wait_for_the_steps_that_another_chooses_from():
+    buckets = plan_buckets(EngineConfig(max_num_seqs=64, max_num_batched_tokens=512))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def compile_bucket(bucket):
+        time.sleep(1e-4)
+        return bucket.name
+
+    try:
+        for _ in range(30):
+            steps, errors = CompiledSteps(buckets, compile_bucket), []
+            steps.wait_for_last()
+
+            def wait(steps=steps, errors=errors):
+                try:
+                    steps.wait()
+                    assert len(steps.compiled) == len(buckets)
+                except BaseException as error:
+                    errors.append(error)
+
+            threads = [threading.Thread(target=wait) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            while any(thread.is_alive() for thread in threads):
+                steps.choose(DECODE)
+            assert errors == []
+            assert steps.choose(make_step([(5, 1)]))[1] == "decode 1"
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_the_progress_of_a_wait_has_its_reason_and_none_is_shown_where_all_is_done(gate, capsys):
@@ -160,7 +194,7 @@ def test_a_failure_at_the_last_is_raised():
 
 
 def test_a_larger_step_yields_every_bit_of_those_it_stands_in_for(llm, monkeypatch):
-    expected, steps = contents(llm), llm._runner.compiled_steps
+    expected, steps = contents(llm), runner_of(llm).compiled_steps
     monkeypatch.setattr(steps, "_ready", steps._ready[-1:])
 
     with recorded_steps(llm) as computed:

@@ -51,7 +51,7 @@ def test_contents_go_onto_their_pages_and_nowhere_else(layout, dtype, targets):
     cache, copier = make(layout, dtype)
     before, sources = pages_of(cache), [1, 2, 11][: len(targets)]
 
-    after = pages_of(copier.write(cache, targets, copier.read(cache, sources)))
+    after = pages_of(copier.insertion(targets, copier.read(cache, sources))(cache))
 
     moved = dict(zip(targets, sources, strict=True))
     assert after == [before[moved.get(page, page)] for page in range(P)]

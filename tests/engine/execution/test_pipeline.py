@@ -14,6 +14,7 @@ from jaxinfer.engine.execution.pipeline import Device, Pipeline
 from jaxinfer.engine.frontend.guard import deferred_interrupts
 from tests.engine.engines import GREEDY, completions_of, content_of, counted_overlaps, drain, forget_prefixes
 from tests.engine.fake_device import Engine, expected_tokens
+from tests.engine.probe import runner_of
 
 
 class RecordingDevice(Device):
@@ -145,8 +146,8 @@ STRUCTURED = SamplingParams(regex="[a-c]{6}", seed=0, presence_penalty=0.5, log_
 def test_a_step_runs_while_it_is_worked_out_what_its_structures_allow(llm, monkeypatch):
     events = []
     for name in ("launch", "draw", "read"):
-        method = getattr(llm._runner, name)
-        monkeypatch.setattr(llm._runner, name, lambda *args, n=name, m=method: (events.append(n), m(*args))[1])
+        method = getattr(runner_of(llm), name)
+        monkeypatch.setattr(runner_of(llm), name, lambda *args, n=name, m=method: (events.append(n), m(*args))[1])
 
     llm.generate([5], STRUCTURED, show_progress=False)
 
@@ -162,7 +163,7 @@ def test_structures_yield_the_same_when_they_are_not_launched_ahead(llm, monkeyp
     with counted_overlaps(llm) as counts:
         expected = llm.generate(prompts, params, show_progress=False)
     assert max(counts) == 3
-    monkeypatch.setattr(llm._runner.compiled_steps, "_draws", {})  # as long as they are not compiled
+    monkeypatch.setattr(runner_of(llm).compiled_steps, "_draws", {})  # as long as they are not compiled
 
     with counted_overlaps(llm) as counts:
         forget_prefixes(llm)

@@ -12,6 +12,7 @@ from jaxinfer.config import SamplingParams
 from jaxinfer.engine.execution.step_shapes import plan_buckets, plan_draws
 from jaxinfer.engine.kv_cache.page_transfers import CopyPage, PageTransfers
 from tests.engine.engines import GREEDY, forget_prefixes, poison_cache, random_prompts, run_with_arrivals
+from tests.engine.probe import runner_of
 
 MIXED = [
     GREEDY,
@@ -54,9 +55,9 @@ def test_nothing_is_compiled_after_construction(llm):
 
 
 def test_every_executable_aliases_the_whole_cache(llm):
-    cache_bytes = sum(pool.nbytes for pool in jax.tree.leaves(llm._runner._cache))
+    cache_bytes = sum(pool.nbytes for pool in jax.tree.leaves(runner_of(llm)._cache))
 
-    steps = llm._runner.compiled_steps.compiled
+    steps = runner_of(llm).compiled_steps.compiled
 
     aliased = {bucket: step.memory_analysis().alias_size_in_bytes for bucket, step in steps.items()}
 
@@ -68,7 +69,7 @@ def test_every_executable_aliases_the_whole_cache(llm):
 
 def test_the_cache_stays_where_it_is_in_memory(llm):
     def addresses():
-        return [pool.unsafe_buffer_pointer() for pool in jax.tree.leaves(llm._runner._cache)]
+        return [pool.unsafe_buffer_pointer() for pool in jax.tree.leaves(runner_of(llm)._cache)]
 
     before = addresses()
 
@@ -78,7 +79,7 @@ def test_the_cache_stays_where_it_is_in_memory(llm):
 
 
 def test_the_cache_a_step_was_given_is_given_up(llm):
-    pools = jax.tree.leaves(llm._runner._cache)
+    pools = jax.tree.leaves(runner_of(llm)._cache)
 
     llm.generate([5, 6, 7], GREEDY, show_progress=False)
 
@@ -98,13 +99,13 @@ def test_slots_that_were_not_written_are_not_read(llm, num_prompt_tokens):
 
 def test_who_borrows_the_cache_finds_every_copy_made(llm):
     llm.generate(list(range(5, 45)), GREEDY, show_progress=False)
-    tokens = np.asarray(llm._runner._cache.tokens)
+    tokens = np.asarray(runner_of(llm)._cache.tokens)
     source = int(np.flatnonzero((tokens != tokens[0]).any(axis=1))[0])  # a page unlike the first
     forget_prefixes(llm)  # nobody needs what is on either
     copies = PageTransfers()
     copies.append(CopyPage(source, 0))
 
-    borrowed = llm._runner.lend_cache(copies, lambda cache: (np.array(cache.tokens), cache))
+    borrowed = runner_of(llm).lend_cache(copies, lambda cache: (np.array(cache.tokens), cache))
 
     np.testing.assert_array_equal(borrowed[0], tokens[source])
     assert len(copies) == 0

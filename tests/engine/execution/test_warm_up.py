@@ -10,6 +10,7 @@ from jaxinfer.config import SamplingParams
 from jaxinfer.engine.execution.compiled_steps import CompileCounter
 from jaxinfer.plan.memory import num_bytes
 from tests.engine.engines import GREEDY, are_tpu_kernels_interpreted, quick_engine, random_prompts, ready_engine
+from tests.engine.probe import runner_of
 from tests.unoptimised import unoptimised_steps
 
 LIMIT = 1_500_000 if are_tpu_kernels_interpreted() else 2_700_000  # where the model has one layer, and two
@@ -30,7 +31,7 @@ def test_pages_fill_the_memory_that_is_given(small):
 
 
 def test_the_plan_is_what_arrays_and_compiled_steps_take(small):
-    memory, runner = small.warm_up().memory, small._runner
+    memory, runner = small.warm_up().memory, runner_of(small)
 
     assert memory.resident_bytes == num_bytes(runner._params)
     assert memory.pool_bytes == num_bytes(runner._cache)
@@ -52,7 +53,7 @@ def test_it_serves_more_than_it_has_pages_for(small):
 def test_what_was_compiled_is_counted(small):
     ready = small.warm_up()
 
-    assert ready.num_executables == len(small._runner.buckets) + 2  # pages out and in
+    assert ready.num_executables == len(runner_of(small).buckets) + 2  # pages out and in
     assert ready.seconds > 0
     assert str(ready).startswith(f"{ready.num_executables} executables ready in ")
 
@@ -64,8 +65,10 @@ def test_too_little_memory_is_refused(checkpoint, limits):
 
 
 def test_a_compilation_in_a_step_is_counted(llm, monkeypatch):
-    before, total, launch = llm.metrics().num_late_compiles, CompileCounter.total, llm._runner.launch
-    monkeypatch.setattr(llm._runner, "launch", lambda step: (jnp.arange(before + 7) * 3).sum() * 0 + 1 and launch(step))
+    before, total, launch = llm.metrics().num_late_compiles, CompileCounter.total, runner_of(llm).launch
+    monkeypatch.setattr(
+        runner_of(llm), "launch", lambda step: (jnp.arange(before + 7) * 3).sum() * 0 + 1 and launch(step)
+    )
 
     llm.generate([[5, 6]], GREEDY, show_progress=False)
 

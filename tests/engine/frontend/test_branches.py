@@ -21,6 +21,7 @@ from tests.engine.engines import (
     drain,
     poison_cache,
 )
+from tests.engine.probe import runner_of, scheduler_of
 
 HAS_LLGUIDANCE = importlib.util.find_spec("llguidance") is not None
 
@@ -41,7 +42,7 @@ def test_a_request_that_is_set_back_draws_the_same_again(llm, params, num_tokens
 
     llm.rewind(request_id, num_back)
 
-    assert llm._scheduler.find(request_id).token_ids == [*PROMPT, *expected.token_ids[: num_tokens - num_back]]
+    assert scheduler_of(llm).find(request_id).token_ids == [*PROMPT, *expected.token_ids[: num_tokens - num_back]]
     assert content_of(completions_of(drain(llm))[request_id]) == content_of(expected)
 
 
@@ -97,7 +98,7 @@ def test_a_branch_shares_full_pages_and_copies_the_last(llm):
     for _ in range(2):  # the first was on its way
         llm.step()
 
-    origin, branch = (llm._scheduler.find(i) for i in (request_id, branch_id))
+    origin, branch = (scheduler_of(llm).find(i) for i in (request_id, branch_id))
     assert origin.pages[:2] == branch.pages[:2]
     assert origin.pages[2] != branch.pages[2]
     assert (branch.num_output_tokens, llm.metrics().num_prefill_tokens) == (21, before)
@@ -124,7 +125,7 @@ def test_a_branch_that_waits_is_not_led_astray_by_its_origin(llm):
     request_id = begin(llm, dataclasses.replace(SEEDED, max_tokens=60), 20)
     fillers = [llm.add([40 + i], dataclasses.replace(GREEDY, max_tokens=60)) for i in range(3)]
     llm.step()
-    tokens = llm._scheduler.find(request_id).token_ids[len(PROMPT) :]
+    tokens = scheduler_of(llm).find(request_id).token_ids[len(PROMPT) :]
 
     branch_id = llm.fork(request_id)
     llm.rewind(request_id, 5, seed=77)
@@ -224,7 +225,7 @@ def test_several_samples_are_not_taken_apart(llm, tmp_path, do):
 @pytest.mark.parametrize("fault", [None, "no copy", "another page"])
 def test_one_wrong_copy_shows(llm, tmp_path, monkeypatch, fault):
     expected = alone(llm, SEEDED)
-    copy = llm._runner._copy
+    copy = runner_of(llm)._copy
 
     def copy_with_fault(copies):
         if fault == "another page":
@@ -236,7 +237,7 @@ def test_one_wrong_copy_shows(llm, tmp_path, monkeypatch, fault):
 
     request_id = begin(llm, SEEDED, 20)
     with monkeypatch.context() as patch:
-        patch.setattr(llm._runner, "_copy", copy_with_fault)
+        patch.setattr(runner_of(llm), "_copy", copy_with_fault)
         llm.rewind(request_id, 8)
         completion = completions_of(drain(llm))[request_id]
     poison_cache(llm)

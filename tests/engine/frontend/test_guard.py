@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -23,6 +24,7 @@ from tests.engine.engines import (
     ready_engine,
     token_ids_of,
 )
+from tests.engine.probe import runner_of, scheduler_of
 from tests.unoptimised import unoptimised_steps
 
 CALLS = {
@@ -39,16 +41,17 @@ CALLS = {
     "step": lambda llm: llm.step(),
     "stream": lambda llm: list(llm.stream([5], GREEDY)),
     "generate": lambda llm: generate(llm, [5]),
-    "chat": lambda llm: llm.chat([{"role": "user", "content": "a"}], GREEDY, show_progress=False),
+    "chat": lambda llm: llm.chat([{"content": "a"}], GREEDY, chat_template="b", show_progress=False),
     "default_sampling_params": lambda llm: llm.default_sampling_params,
     "beam_search": lambda llm: llm.beam_search([5], num_beams=2, max_tokens=2),
     "embed": lambda llm: llm.embed([5], show_progress=False),
     "update_params": lambda llm: llm.update_params(None),
     "warm_up": lambda llm: llm.warm_up(),
+    "engine": lambda llm: contextlib.ExitStack().enter_context(llm.engine()),
     "timeline": lambda llm: llm.timeline(),
 }
-# Another thread may ask for these at any time.
-LOOKS = {"has_unfinished", "metrics", "identity", "on_step", "default_sampling_params"}
+# Another thread may call these at any time.
+LOOKS = {"has_unfinished", "metrics", "identity", "on_step", "default_sampling_params", "warm_up"}
 
 
 def test_no_call_is_left_out():
@@ -123,7 +126,7 @@ def test_the_end_of_a_with_block_closes_and_frees_without_waiting_for_the_collec
     try:
         with quick_engine(checkpoint, max_num_seqs=2) as llm:
             generate(llm, [[5]])
-            cache, open_repr = weakref.ref(jax.tree.leaves(llm._runner._cache)[0]), repr(llm)
+            cache, open_repr = weakref.ref(jax.tree.leaves(runner_of(llm)._cache)[0]), repr(llm)
     finally:
         gc.enable()
 
@@ -132,6 +135,22 @@ def test_the_end_of_a_with_block_closes_and_frees_without_waiting_for_the_collec
     assert num_bytes() - before < 10_000
     assert "2 layers of hidden_size=144, float32, max_num_seqs=2, 0 unfinished requests>" in open_repr
     assert "closed>" in repr(llm)
+
+
+def test_an_open_stream_keeps_no_memory_of_a_closed_llm(checkpoint):
+    gc.collect()
+    before = num_bytes()
+    llm = quick_engine(checkpoint, max_num_seqs=2)
+    stream = llm.stream([5], GREEDY)
+    next(stream)
+    cache = weakref.ref(jax.tree.leaves(runner_of(llm)._cache)[0])
+
+    llm.close()
+
+    assert cache() is None
+    assert num_bytes() - before < 10_000
+    with pytest.raises(RuntimeError, match="this LLM is closed; make a new one"):
+        next(stream)
 
 
 def num_bytes():
@@ -186,8 +205,8 @@ def test_an_llm_whose_device_has_failed_says_so(checkpoint, monkeypatch):
 
         return choose(step)[0], compiled
 
-    choose = llm._runner.compiled_steps.choose
-    monkeypatch.setattr(llm._runner.compiled_steps, "choose", out_of_memory)
+    choose = runner_of(llm).compiled_steps.choose
+    monkeypatch.setattr(runner_of(llm).compiled_steps, "choose", out_of_memory)
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="EXHAUSTED") as failure:
         generate(llm, [[5]])
@@ -239,7 +258,7 @@ def test_no_token_is_lost_by_what_a_drafter_raises(checkpoint, llm, where):
 
 def test_an_engine_that_cannot_go_on_does_not_wait_for_ever(llm, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(llm._scheduler, "schedule", lambda after=None: None)
+        patch.setattr(scheduler_of(llm), "schedule", lambda after=None: None)
         with pytest.raises(RuntimeError, match="requests are unfinished and no step can be computed: Metrics"):
             generate(llm, [[5]])
 

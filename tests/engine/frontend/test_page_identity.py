@@ -10,8 +10,8 @@ import pytest
 from jaxinfer.checkpoint import load_checkpoint, read_config
 from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.engine.assembly import plan_host
+from jaxinfer.engine.engine import BUNDLED_MODEL
 from jaxinfer.engine.frontend import page_identity
-from jaxinfer.engine.llm import BUNDLED_MODEL
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="other devices are named by their kind")
 

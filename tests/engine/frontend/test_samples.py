@@ -8,6 +8,7 @@ import pytest
 
 from jaxinfer.config import SamplingParams
 from tests.engine.engines import content_of, drain
+from tests.engine.probe import is_idle
 
 PROMPT = [7, 8, 9]
 PARAMS = SamplingParams(n=4, seed=3, max_tokens=12, temperature=1.5, ignore_eos=True)
@@ -86,7 +87,7 @@ def test_abort_ends_all_samples(llm, fields):
 
     completions = [delta.completion for delta in drain(llm)]
     assert [c.finish_reason for c in completions if c] == ["abort"] * params.n
-    assert llm._loop.queues.is_idle
+    assert is_idle(llm)
 
 
 def test_a_stream_that_is_closed_leaves_nothing_behind(llm):
@@ -96,4 +97,4 @@ def test_a_stream_that_is_closed_leaves_nothing_behind(llm):
     stream.close()
 
     assert not llm.has_unfinished
-    assert llm._loop.queues.is_idle
+    assert is_idle(llm)

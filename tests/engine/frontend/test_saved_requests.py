@@ -21,6 +21,7 @@ from tests.engine.engines import (
     drain,
     poison_cache,
 )
+from tests.engine.probe import branches_of, scheduler_of
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_a_restored_request_and_its_branches_free_the_contents_of_the_file(llm, 
     poison_cache(llm)
     restored_id = llm.restore(tmp_path / "request")
     branch_id = llm.fork(restored_id)
-    contents = [weakref.ref(content) for content in llm._scheduler.find(restored_id).saved.values()]
+    contents = [weakref.ref(content) for content in scheduler_of(llm).find(restored_id).saved.values()]
 
     for i in (restored_id, branch_id):
         run_for(llm, i, 21)
@@ -157,9 +158,9 @@ def test_terms_and_parameters_survive_a_file(llm, tmp_path):
     request_id = llm.add(PROMPT, params, priority="batch", tenant="t", deadline=1000.0, cache_salt="s")
     llm.save(request_id, tmp_path / "request")
 
-    restored = llm._scheduler.find(llm.restore(tmp_path / "request"))
+    restored = scheduler_of(llm).find(llm.restore(tmp_path / "request"))
 
-    request = llm._scheduler.find(request_id)
+    request = scheduler_of(llm).find(request_id)
     assert restored.sampling == params
     for name in ("seed", "sample_index", "max_tokens", "stop_token_ids", "priority", "tenant", "cache_salt"):
         assert getattr(restored, name) == getattr(request, name)
@@ -247,7 +248,7 @@ def test_a_request_of_another_engine_is_refused_by_what_is_different(llm, tmp_pa
     llm.save(request_id, tmp_path / "request")
     llm.abort(request_id)
     llm.step()
-    monkeypatch.setitem(llm._branches._identity, aspect, "other")
+    monkeypatch.setitem(branches_of(llm)._identity, aspect, "other")
 
     with pytest.raises(ValueError, match=f"was saved with {aspect}=.*here it is 'other'.*restore it with an LLM like"):
         llm.restore(tmp_path / "request")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import sys
+import threading
 
 import pytest
 
 from jaxinfer.config import SamplingParams
 from tests.engine.engines import GREEDY, completions_of, drain, generate, num_owned_pages, random_prompts, token_ids_of
+from tests.engine.probe import runner_of, scheduler_of
 
 PROMPTS = random_prompts(6, max_len=40, seed=3)
 DRAWN = SamplingParams(temperature=2.0, seed=5, max_tokens=9, ignore_eos=True)
@@ -19,7 +23,7 @@ DRAWN = SamplingParams(temperature=2.0, seed=5, max_tokens=9, ignore_eos=True)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupted_generate_leaves_the_llm_usable_and_all_pages_free(llm, monkeypatch, error):
     expected = token_ids_of(generate(llm, PROMPTS))
-    launch, calls = llm._runner.launch, itertools.count()
+    launch, calls = runner_of(llm).launch, itertools.count()
 
     def interrupted_launch(step):
         if next(calls) == 4:
@@ -27,7 +31,7 @@ def test_an_interrupted_generate_leaves_the_llm_usable_and_all_pages_free(llm, m
         return launch(step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm._runner, "launch", interrupted_launch)
+        patch.setattr(runner_of(llm), "launch", interrupted_launch)
         with pytest.raises(error):
             generate(llm, PROMPTS)
 
@@ -44,7 +48,7 @@ def test_an_interrupted_generate_leaves_the_requests_of_others_alone(llm, monkey
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm._runner, "launch", interrupted_launch)
+        patch.setattr(runner_of(llm), "launch", interrupted_launch)
         with pytest.raises(KeyboardInterrupt):
             generate(llm, PROMPTS[1])
 
@@ -94,6 +98,84 @@ def test_a_stream_that_nobody_keeps_does_not_run_on(llm):
     llm.stream(PROMPTS[0], GREEDY)
 
     assert not llm.has_unfinished
+
+
+def test_a_stream_that_another_thread_closes_during_a_step_ends_before_the_next(llm):
+    expected = token_ids_of(generate(llm, PROMPTS[1]))
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    request_id, unfinished = next(stream).request_id, []
+
+    def close_elsewhere(*_):
+        if not unfinished:
+            thread = threading.Thread(target=stream.close)
+            thread.start()
+            thread.join()
+        unfinished.append(scheduler_of(llm).find(request_id) is not None)
+
+    llm.on_step = close_elsewhere
+    completions = generate(llm, PROMPTS[1])
+    llm.on_step = None
+
+    assert unfinished[0]
+    assert len(unfinished) > 7
+    assert not any(unfinished[1:])
+    assert token_ids_of(completions) == expected
+    assert num_owned_pages(llm) == 0
+
+
+def test_a_stream_that_the_collector_closes_in_the_middle_of_scheduling_does_not_end_there(llm, monkeypatch):
+    expected = token_ids_of(generate(llm, PROMPTS[1]))
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    request_id, unfinished = next(stream).request_id, []
+    running, admit = scheduler_of(llm)._running, scheduler_of(llm)._running.admit
+
+    def admit_and_collect(*args):
+        stream.close()
+        unfinished.append(scheduler_of(llm).find(request_id) is not None)
+        admit(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "admit", admit_and_collect)
+        completions = generate(llm, PROMPTS[1])
+
+    assert unfinished[0]
+    assert not any(unfinished[2:])  # the next step may be scheduled in the same turn of the loop
+    assert token_ids_of(completions) == expected
+    assert num_owned_pages(llm) == 0
+
+
+def test_streams_that_other_threads_close_all_the_time_disturb_no_request(llm):
+    expected = token_ids_of(generate(llm, PROMPTS))
+    is_done, refusals = threading.Event(), []
+
+    def open_and_close():
+        while not is_done.is_set():
+            stream = llm.stream(PROMPTS[0], GREEDY)
+            try:
+                next(stream)
+            except RuntimeError as error:
+                refusals.append(str(error))
+            stream.close()
+
+    threads = [threading.Thread(target=open_and_close) for _ in range(3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        completions = []
+        while len(completions) < 5:
+            with contextlib.suppress(RuntimeError):  # refused, because another thread has its turn
+                completions.append(token_ids_of(generate(llm, PROMPTS)))
+    finally:
+        is_done.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
+
+    assert completions == [expected] * 5
+    assert all("another thread is using this LLM" in refusal for refusal in refusals)
+    assert (llm.has_unfinished, num_owned_pages(llm)) == (False, 0)
 
 
 def test_two_interleaved_streams_yield_what_each_yields_alone(llm):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxinfer.config import EngineConfig, SamplingParams
-from jaxinfer.engine.llm import BUNDLED_MODEL
+from jaxinfer.engine.engine import BUNDLED_MODEL
 from jaxinfer.engine.speculation.load import plan_speculation
 from tests.engine.engines import GREEDY, recorded_steps
 from tests.engine.fake_device import Engine, expected_tokens

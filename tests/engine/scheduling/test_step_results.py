@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.config import SamplingParams
-from jaxinfer.engine.llm import BUNDLED_MODEL
+from jaxinfer.engine.engine import BUNDLED_MODEL
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.step_results import append_plain
 from jaxinfer.sampling_params import NO_TOKEN

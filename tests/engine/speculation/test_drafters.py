@@ -10,7 +10,7 @@ import pytest
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.drafters.draft_model import DraftModel
 from jaxinfer.engine.drafters.drafters import NGRAM_SIZES, NgramDrafter, SuffixDrafter, make_drafter
-from jaxinfer.engine.llm import BUNDLED_MODEL
+from jaxinfer.engine.engine import BUNDLED_MODEL
 from jaxinfer.engine.speculation.load import plan_speculation
 from tests.engine.fake_device import make_request
 from tests.oracles import save_random_checkpoint

@@ -44,6 +44,7 @@ from tests.engine.engines import (
     small_engine,
 )
 from tests.engine.fake_device import make_request
+from tests.engine.probe import admission_of, runner_of, scheduler_of, warm_up_of
 from tests.on_demand import compiled_once
 from tests.unoptimised import unoptimised_steps
 
@@ -95,16 +96,16 @@ def draft_model_for(llm, params, config):
     model = DraftModel(params, config)
     with compiled_once(), unoptimised_steps():  # a draft may be wrong
         model.prepare(target_of(llm))
-    model.attach(lambda compute: compute(llm._runner._cache))
+    model.attach(lambda compute: compute(runner_of(llm)._cache))
     return model
 
 
 def target_of(llm):
     return EngineModel(
-        params=llm._runner._params,
+        params=runner_of(llm)._params,
         model_config=llm.model_config,
         engine_config=llm.engine_config,
-        cache_config=llm._admission.cache_config,
+        cache_config=admission_of(llm).cache_config,
         table_width=6,
         custom={"turns": favour_turns},
     )
@@ -115,7 +116,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(crowded_llm, shared_llm)
     base = SamplingParams(max_tokens=30, seed=9, ignore_eos=True)
     params = [replace(base, n=2), replace(base, temperature=1.3, **changes), replace(base, temperature=0)]
     plain = shared_llm.generate(PROMPTS[:3], params, show_progress=False)
-    model = draft_model_for(crowded_llm, crowded_llm._runner._params, crowded_llm.model_config)
+    model = draft_model_for(crowded_llm, runner_of(crowded_llm)._params, crowded_llm.model_config)
     forget_prefixes(crowded_llm)
     before = crowded_llm.metrics()
 
@@ -131,7 +132,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(crowded_llm, shared_llm)
 
 
 def test_a_draft_model_takes_no_memory_while_the_number_of_pages_is_planned(crowded_llm):
-    model, target = DraftModel(crowded_llm._runner._params, crowded_llm.model_config), target_of(crowded_llm)
+    model, target = DraftModel(runner_of(crowded_llm)._params, crowded_llm.model_config), target_of(crowded_llm)
     before = sum(array.nbytes for array in jax.live_arrays())
 
     with unoptimised_steps():
@@ -144,7 +145,7 @@ def test_a_draft_model_takes_no_memory_while_the_number_of_pages_is_planned(crow
 def own_model(crowded_llm):
     """A model that drafts for itself, so that drafts are wrong only where its cache holds what it does not believe."""
     forget_prefixes(crowded_llm)
-    return draft_model_for(crowded_llm, crowded_llm._runner._params, crowded_llm.model_config)
+    return draft_model_for(crowded_llm, runner_of(crowded_llm)._params, crowded_llm.model_config)
 
 
 def test_a_draft_model_computes_anew_what_a_rewound_request_draws_instead(crowded_llm, own_model):
@@ -210,11 +211,11 @@ def test_heads_leave_every_bit_as_it_is(crowded_llm, answers, heads):
 
 
 def test_a_rehearsal_measures_drafts_that_are_made(crowded_llm, heads, monkeypatch):
-    speculation = Speculation(heads, max_drafts=2, max_tokens=5, times=StepTimeTable(crowded_llm._runner.buckets))
+    speculation = Speculation(heads, max_drafts=2, max_tokens=5, times=StepTimeTable(runner_of(crowded_llm).buckets))
     draft, made = heads.draft, []
     monkeypatch.setattr(heads, "draft", lambda *args: (made.append((args[1], draft(*args))), made[-1][1])[1])
 
-    speculation.rehearse(crowded_llm._runner, crowded_llm._warm_up.cache_config)
+    speculation.rehearse(runner_of(crowded_llm), warm_up_of(crowded_llm).cache_config)
 
     forget_prefixes(crowded_llm)
     poison_cache(crowded_llm)
@@ -223,16 +224,16 @@ def test_a_rehearsal_measures_drafts_that_are_made(crowded_llm, heads, monkeypat
 
 
 def test_what_a_draft_model_reads_is_measured_apart_from_its_drafts(crowded_llm, monkeypatch):
-    model = draft_model_for(crowded_llm, crowded_llm._runner._params, crowded_llm.model_config)
+    model = draft_model_for(crowded_llm, runner_of(crowded_llm)._params, crowded_llm.model_config)
     speculation = Speculation(
-        model, max_drafts=2, max_tokens=5, times=StepTimeTable(crowded_llm._runner.buckets), clock=lambda: 0.0
+        model, max_drafts=2, max_tokens=5, times=StepTimeTable(runner_of(crowded_llm).buckets), clock=lambda: 0.0
     )
     entries, widest = [], max(num_tokens for _, num_tokens in model._steps.shapes)
     monkeypatch.setattr(
         DraftProposer, "_measure", lambda _, seconds, num_read, counts, made: entries.append((num_read, made))
     )
 
-    speculation.rehearse(crowded_llm._runner, crowded_llm._warm_up.cache_config)
+    speculation.rehearse(runner_of(crowded_llm), warm_up_of(crowded_llm).cache_config)
 
     forget_prefixes(crowded_llm)
     poison_cache(crowded_llm)
@@ -309,7 +310,7 @@ def early_exit(layered):
     config = replace(crowded_llm.model_config, groups=crowded_llm.model_config.groups[:1])
     with unoptimised_steps():
         drafter.prepare(target)
-    drafter.attach(partial(crowded_llm._runner.lend_cache, crowded_llm._scheduler.copies))
+    drafter.attach(partial(runner_of(crowded_llm).lend_cache, scheduler_of(crowded_llm).copies))
     return drafter, draft_model_for(crowded_llm, params, config)
 
 
@@ -460,7 +461,7 @@ def test_steps_without_drafts_are_launched_ahead_and_no_bit_changes(crowded_llm,
     monkeypatch.setattr(speculation._policy, "_budget", 1e9)
     monkeypatch.setattr(speculation._policy, "_num_plain", 0)
     monkeypatch.setattr(speculation, "can_overlap", lambda step: passed.append(ask(step)) or passed[-1])
-    monkeypatch.setattr(crowded_llm._scheduler, "_speculation", speculation)
+    monkeypatch.setattr(scheduler_of(crowded_llm), "_speculation", speculation)
     forget_prefixes(crowded_llm)
     before = crowded_llm.metrics().num_drafted_tokens
 

@@ -13,7 +13,7 @@ import pytest
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.drafters.draft_heads import HeadDrafter
 from jaxinfer.engine.drafters.early_exit import ExitDrafter
-from jaxinfer.engine.llm import BUNDLED_MODEL
+from jaxinfer.engine.engine import BUNDLED_MODEL
 from jaxinfer.engine.scheduling.drafts import DraftTree, first_of, parents_of, rest_of, some_of
 from jaxinfer.engine.speculation.draft_choice import choose_drafts
 from jaxinfer.engine.speculation.load import plan_speculation
@@ -32,6 +32,7 @@ from tests.engine.engines import (
     run_with_arrivals,
 )
 from tests.engine.fake_device import make_request
+from tests.engine.probe import scheduler_of
 from tests.engine.speculation.test_speculation import PARAMS, PROMPTS, FixedTimes, answers, contents, target_of
 from tests.steps.test_eagle import eagle_head
 from tests.unoptimised import unoptimised_steps
@@ -135,7 +136,7 @@ def test_trees_that_pay_are_waited_for_and_no_bit_changes(branching_llm, answers
     # However slow this machine is, and whatever was lost.
     monkeypatch.setattr(speculation._policy, "_budget", 1e9)
     monkeypatch.setattr(speculation._policy, "_num_plain", 0)
-    monkeypatch.setattr(branching_llm._scheduler, "_speculation", speculation)
+    monkeypatch.setattr(scheduler_of(branching_llm), "_speculation", speculation)
     forget_prefixes(branching_llm)
 
     with recorded_steps(branching_llm) as steps:

@@ -12,6 +12,7 @@ import pytest
 
 from jaxinfer.config import SamplingParams
 from tests.engine.engines import completions_of, content_of, drain, forget_prefixes, recorded_steps
+from tests.engine.probe import runner_of
 
 PROMPT = [*range(2, 82)]  # three chunks of the shared engine, five pages
 ASKING = SamplingParams(max_tokens=10, seed=3, prompt_log_probs=2, ignore_eos=True)
@@ -122,7 +123,7 @@ def test_a_request_that_ends_early_has_them_as_far_as_it_came(llm, alone):
 
 
 def test_one_that_is_attributed_to_the_token_beside_shows(llm, alone, monkeypatch):
-    launch = llm._runner.launch
+    launch = runner_of(llm).launch
 
     def launch_and_shift(step):
         output = launch(step)
@@ -130,7 +131,7 @@ def test_one_that_is_attributed_to_the_token_beside_shows(llm, alone, monkeypatc
             return output
         return output.replace(prompt=output.prompt.replace(log_probs=np.roll(output.prompt.log_probs, 1)))
 
-    monkeypatch.setattr(llm._runner, "launch", launch_and_shift)
+    monkeypatch.setattr(runner_of(llm), "launch", launch_and_shift)
     assert run(llm)[0].prompt_log_probs[:20] != alone.prompt_log_probs[:20]
     monkeypatch.undo()
     forget_prefixes(llm)

@@ -11,6 +11,7 @@ from jaxinfer.config import SamplingParams
 from tests.engine.endless_engines import endless
 from tests.engine.engines import completions_of, content_of, drain, forget_prefixes, poison_cache
 from tests.engine.exactness.test_endless import GREEDY, LONGEST, NUM_PAGES, S
+from tests.engine.probe import admission_of, scheduler_of
 
 READING: list[dict[str, Any]] = [
     {"repetition_penalty": 1.5},
@@ -43,7 +44,7 @@ def generate_anew(llm, prompt):
 def begin(llm, num_tokens: int) -> int:
     """A request that has so many tokens of output."""
     request_id = llm.add(LONGEST, GREEDY)
-    while llm._scheduler.find(request_id).num_output_tokens < num_tokens:
+    while scheduler_of(llm).find(request_id).num_output_tokens < num_tokens:
         llm.step()
     return request_id
 
@@ -87,7 +88,7 @@ def test_a_saved_request_takes_only_what_it_sees_along(llm, looping_llm, tmp_pat
     before = looping_llm.metrics().num_prefill_tokens
 
     request_id = looping_llm.restore(tmp_path / "request")
-    num_saved = len(looping_llm._scheduler.find(request_id).saved)
+    num_saved = len(scheduler_of(looping_llm).find(request_id).saved)
 
     assert content_of(completions_of(drain(looping_llm))[request_id]) == expected
     assert looping_llm.metrics().num_prefill_tokens == before
@@ -129,8 +130,8 @@ def test_what_reads_all_tokens_is_refused_for_a_request_that_may_not_see_them(ll
 
 
 def test_a_request_that_will_not_fit_the_pool_with_its_sinks_is_refused(llm):
-    too_few = dataclasses.replace(llm._admission.cache_config, num_pages=5)
-    admission = dataclasses.replace(llm._admission, cache_config=too_few)
+    too_few = dataclasses.replace(admission_of(llm).cache_config, num_pages=5)
+    admission = dataclasses.replace(admission_of(llm), cache_config=too_few)
 
     with pytest.raises(ValueError, match=r"max_tokens=70 may need 96 slots of the cache, which has 80"):
         admission.admit(iter([0]), [5] * 11, SamplingParams(max_tokens=70))
@@ -139,7 +140,7 @@ def test_a_request_that_will_not_fit_the_pool_with_its_sinks_is_refused(llm):
 
 
 def test_positions_are_counted_in_32_bits(llm):
-    request = llm._scheduler.find(llm.add([5, 6], SamplingParams(max_tokens=2**31 - 1)))
+    request = scheduler_of(llm).find(llm.add([5, 6], SamplingParams(max_tokens=2**31 - 1)))
 
     assert request.max_len == 2**31 - 1
     llm.abort(request.request_id)

@@ -9,6 +9,7 @@ import pytest
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.request.request import QueueFullError
 from tests.engine.engines import GREEDY, completions_of, drain, generate, quick_engine, random_prompts, token_ids_of
+from tests.engine.probe import is_idle, scheduler_of
 
 PROMPTS = random_prompts(6, max_len=40, seed=3)
 DRAWN = SamplingParams(temperature=2.0, seed=5, max_tokens=9, ignore_eos=True)
@@ -169,7 +170,7 @@ def test_without_the_prefix_cache_nothing_is_shared(checkpoint, llm):
 def test_a_deadline_ends_a_request_with_what_it_has(llm, monkeypatch, method):
     expected = generate(llm, PROMPTS[0])[0].token_ids
     now = itertools.count()  # one second per look at the clock
-    monkeypatch.setattr(llm._scheduler, "clock", lambda: float(next(now)))
+    monkeypatch.setattr(scheduler_of(llm), "clock", lambda: float(next(now)))
 
     if method == "generate":
         completion = llm.generate(PROMPTS[0], GREEDY, deadline=9.0, show_progress=False)[0]
@@ -192,13 +193,13 @@ def test_an_interactive_request_overtakes_batch_work(llm):
 
     generate(llm, PROMPTS[1])
 
-    assert llm._scheduler.num_unfinished >= 4
+    assert scheduler_of(llm).num_unfinished >= 4
     assert sorted(completions_of(deltas + drain(llm))) == batch
 
 
 @pytest.fixture
 def with_max_waiting_of_two(llm, monkeypatch):
-    monkeypatch.setattr(llm._scheduler, "_max_waiting", 2)  # beside the 4 that can run
+    monkeypatch.setattr(scheduler_of(llm), "_max_waiting", 2)  # beside the 4 that can run
     return llm
 
 
@@ -220,4 +221,4 @@ def test_a_full_queue_refuses_one_more_and_goes_on(with_max_waiting_of_two):
         next(llm.stream(PROMPTS[0], GREEDY))
 
     assert sorted(completions_of(drain(llm))) == ids
-    assert llm._loop.queues.is_idle
+    assert is_idle(llm)

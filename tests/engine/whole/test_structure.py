@@ -12,7 +12,8 @@ import pytest
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.drafters.drafters import NgramDrafter
-from jaxinfer.engine.llm import BUNDLED_MODEL, LLM
+from jaxinfer.engine.engine import BUNDLED_MODEL
+from jaxinfer.engine.llm import LLM
 from jaxinfer.text import structure_trial
 from jaxinfer.text.grammar import GrammarCompiler
 from jaxinfer.text.schema_check import schema_checker

@@ -29,6 +29,7 @@ from tests.engine.engines import (
     save_small_checkpoint,
     token_ids_of,
 )
+from tests.engine.probe import runner_of, scheduler_of
 
 # Requests that are preempted and swapped, and prefixes that are evicted, all the time.
 CROWDED: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 5, "num_pages": 6, "host_cache_bytes": 10**7}
@@ -61,7 +62,7 @@ def continued(llm, prompt, output, sampling):
 @pytest.mark.parametrize("more", [{}, {"decode_loop_steps": 4}, {"speculation": "ngram", "max_drafts": 3}])
 def test_running_requests_go_on_under_the_new_weights(checkpoint, params, trained_llm, more):
     llm = quick_engine(checkpoint, **CROWDED, **more)
-    tiers = llm._runner._tiers
+    tiers = runner_of(llm)._tiers
     assert tiers is not None
     tiers.seconds_per_copy = 0.0
     prompts = random_prompts(20, max_len=40, seed=3)
@@ -76,7 +77,7 @@ def test_running_requests_go_on_under_the_new_weights(checkpoint, params, traine
             deltas.append(delta)
             before[delta.request_id] += delta.token_ids
     assert llm.metrics().num_waiting > 0
-    assert any(request.num_swapped_tokens for request in llm._scheduler._requests.values())
+    assert any(request.num_swapped_tokens for request in scheduler_of(llm)._requests.values())
 
     llm.update_params(params)
     assert num_owned_pages(llm) == llm.metrics().num_cached_pages == 0
@@ -97,7 +98,7 @@ def tiered_llm(checkpoint, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("d"))
     limits = {"host_cache_bytes": 10**7, "disk_cache_bytes": 10**7, "disk_cache_path": folder}
     llm = quick_engine(checkpoint, num_pages=8, **limits)
-    tiers = llm._runner._tiers
+    tiers = runner_of(llm)._tiers
     assert tiers is not None
     tiers.seconds_per_copy = 0.0
     return llm
@@ -121,7 +122,7 @@ def test_a_cached_prompt_is_computed_again(tiered_llm, checkpoint, params, train
 def test_the_old_weights_are_freed_and_come_back(checkpoint, params, trained_llm):
     llm = quick_engine(checkpoint)
     old = generate(llm, [PREFIX])
-    kept = weakref.ref(llm._runner.params.layers[0].mixer.q)
+    kept = weakref.ref(runner_of(llm).params.layers[0].mixer.q)
 
     llm.update_params(params)
     gc.collect()
@@ -145,7 +146,7 @@ def head_drafter(width):
 def test_drafters_that_use_the_model_get_the_new_weights(checkpoint, trained, trained_llm, make_drafter):
     drafter: Any = make_drafter(144)
     llm = quick_engine(checkpoint, max_num_seqs=2, speculation=drafter, max_drafts=2, adaptive_drafts=False)
-    kept = weakref.ref(llm._runner.params.layers[0].mixer.q)
+    kept = weakref.ref(runner_of(llm).params.layers[0].mixer.q)
     new = load_params(trained, llm.model_config, "float32")
     request_id = llm.add(PREFIX, GREEDY)
     before = [token for _ in range(3) for delta in llm.step() for token in delta.token_ids]
@@ -181,7 +182,7 @@ def test_a_call_may_update_between_its_steps(checkpoint, params, trained_llm):
     expected = generate(llm, [PREFIX], replace(GREEDY, max_tokens=3))[0].token_ids
 
     def update(step, seconds):
-        (request,) = llm._scheduler._requests.values()
+        (request,) = scheduler_of(llm)._requests.values()
         if request.num_output_tokens == 3:
             llm.on_step = None
             llm.update_params(params)
@@ -276,3 +277,44 @@ def test_an_engine_of_quantized_weights_takes_weights_quantized_alike(checkpoint
     llm.update_params(load_checkpoint(trained, quantization="int8")[0])
 
     assert token_ids_of(generate(llm, [PREFIX])) == token_ids_of(generate(fresh, [PREFIX]))
+
+
+def test_new_parameters_from_the_host_need_room_for_one_set_on_the_device(checkpoint, trained, params, monkeypatch):
+    llm = quick_engine(checkpoint, speculation=ExitDrafter(1, jnp.ones(144), jnp.eye(144)), max_drafts=2)
+    expected = token_ids_of(generate(quick_engine(trained), [PREFIX]))
+    generate(llm, [PREFIX])
+    largest = max(tensor.nbytes for tensor in jax.tree.leaves(params))
+    host_params = jax.tree.map(np.asarray, params)
+    gc.collect()
+    before, peaks, put = num_bytes(), [], jax.device_put
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        placed = put(*args, **kwargs)
+        peaks.append(num_bytes())
+        return placed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "device_put", watched)
+        llm.update_params(host_params)
+
+    assert len(peaks) >= len(jax.tree.leaves(params))
+    assert max(peaks) <= before + largest
+    assert token_ids_of(generate(llm, [PREFIX])) == expected
+
+
+def num_bytes() -> int:
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def test_a_stream_that_was_made_before_the_update_shares_no_page_of_the_old_parameters(checkpoint, params, trained_llm):
+    llm = quick_engine(checkpoint, disk_cache_path=None)
+    generate(llm, [PREFIX])  # its pages are cached
+    stream = llm.stream(PREFIX, GREEDY)
+
+    llm.update_params(params)
+
+    *_, last = stream
+    assert last.completion is not None
+    assert last.completion.token_ids == generate(trained_llm, [PREFIX])[0].token_ids
+    other = generate(llm, [PREFIX])[0]  # the pages of the stream are those of the new parameters
+    assert (other.num_cached_tokens > 0, other.token_ids) == (True, last.completion.token_ids)

@@ -1,0 +1,301 @@
+"""`Engine`: the loop that advances requests step by step, and the verbs that change them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Unpack
+
+from jaxinfer.checkpoint import resolve_checkpoint
+from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.device import enable_compilation_cache, resolve_dtype
+from jaxinfer.engine.assembly import build_engine
+from jaxinfer.engine.drafters.drafters import Drafter
+from jaxinfer.engine.execution.compiled_steps import DESCRIPTION, CompileCounter
+from jaxinfer.engine.execution.engine_model import abstract
+from jaxinfer.engine.execution.params_update import require_alike
+from jaxinfer.engine.execution.pipeline import Advance, Pipeline
+from jaxinfer.engine.execution.warm_up import Ready
+from jaxinfer.engine.frontend.admission import Prompt, RequestOptions, check_names
+from jaxinfer.engine.frontend.branches import Branches
+from jaxinfer.engine.frontend.health import Health, require_own_process
+from jaxinfer.engine.frontend.outputs import OutputRoutes, Sink
+from jaxinfer.engine.frontend.page_identity import text_identity
+from jaxinfer.engine.frontend.sample_group import SampleGroup
+from jaxinfer.engine.request.completion import Delta
+from jaxinfer.engine.scheduling.metrics import Metrics
+from jaxinfer.engine.scheduling.step import Step
+from jaxinfer.engine.timeline import Timeline, recorded_timeline
+from jaxinfer.model.params import Params
+from jaxinfer.sampling.processors import LogitsProcessor
+from jaxinfer.validation import require, shown
+
+logger = logging.getLogger(__name__)
+
+BUNDLED_MODEL = Path(__file__).parent.parent / "assets" / "tiny"
+
+
+class Engine:
+    """A model, its requests and its device. One thread at a time uses it; `LLM` and `EngineThread` see to that.
+
+    The life of a request: `admit` checks a prompt, `submit` queues it with a sink, and each `advance` computes a step
+    and gives its deltas to the sinks. The arguments of the constructor are those of `LLM`.
+
+    Any thread may call the methods up to `warm_up` at any time. After `close` or a failure of the device every call
+    raises RuntimeError with the cause.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        config: EngineConfig | None = None,
+        dtype: str | None = None,
+        logits_processors: Mapping[str, LogitsProcessor] | None = None,
+        speculation: str | Path | Drafter | None = None,
+        show_progress: bool = False,
+    ) -> None:
+        config = EngineConfig() if config is None else config
+        _check_types(model, config, logits_processors)
+        require_own_process()
+        enable_compilation_cache()
+        self.engine_config = config
+        self._dtype = resolve_dtype(dtype)
+        self._path = resolve_checkpoint(BUNDLED_MODEL if model is None else model)
+        self._health = Health()
+        parts = build_engine(
+            self._path,
+            config,
+            self._dtype,
+            custom=dict(logits_processors or {}),
+            speculation=speculation,
+            on_failure=self._health.fail,
+            show_progress=show_progress,
+        )
+        self.model_config, self.tokenizer = parts.model_config, parts.tokenizer
+        self._admission, self._scheduler = parts.admission, parts.scheduler
+        self._warm_up, self._runner, self._speculation = parts.warm_up, parts.runner, parts.speculation
+        self._pipeline = Pipeline(parts.scheduler, parts.runner)
+        self._routes = OutputRoutes()
+        self._compile_counter = CompileCounter()
+        self._ids = itertools.count()
+        self.on_step: Callable[[Step, float], None] | None = None  # called with each step and its seconds
+        self._branches = self._make_branches()
+
+    def close(self) -> None:
+        """Frees the memory of parameters, cache and compiled steps. No sink receives anything more."""
+        if self._health.is_closed:
+            return
+        self._health.close()
+        self._runner.close()  # a drafter may still refer to it
+        del self._admission, self._scheduler, self._warm_up, self._runner, self._speculation
+        del self._pipeline, self._routes, self._branches
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.description}>"
+
+    @property
+    def description(self) -> str:
+        """The model, its limits and the engine's state in a line."""
+        model, state = self.model_config, "closed"
+        if not self._health.is_closed:
+            state = f"{self._scheduler.num_unfinished} unfinished requests" if self._health.is_good else "failed"
+        return (
+            f"{self._path}: {model.num_layers} layers of hidden_size={model.hidden_size}, {self._dtype},"
+            f" max_num_seqs={self.engine_config.max_num_seqs}, {state}"
+        )
+
+    def check(self) -> None:
+        """Raises RuntimeError if the engine is closed, has failed, or belongs to another process."""
+        self._health.check()
+
+    @property
+    def num_unfinished(self) -> int:
+        """The number of unfinished requests, samples counted one by one."""
+        self.check()
+        return self._scheduler.num_unfinished
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """The parameters of requests that give none: those that the checkpoint's generation_config.json states."""
+        self.check()
+        return self._admission.default_sampling_params
+
+    def admit(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> SampleGroup:
+        """Checks and tokenizes a prompt for `submit`; changes nothing in the engine.
+
+        Raises ValueError if the engine cannot honour the request exactly.
+        """
+        self.check()
+        check_names(options)
+        admission = self._admission
+        return SampleGroup(admission.admit(self._ids, prompt, sampling_params, **options), admission.params_version)
+
+    def check_samples(self, name: str, count: int) -> None:
+        """Raises ValueError if `count`, the value of parameter `name`, exceeds `EngineConfig.max_samples`."""
+        self.check()
+        self._admission.check_samples(name, count)
+
+    def metrics(self) -> Metrics:
+        """Returns the present numbers of requests and pages, and the engine's counters since the start."""
+        self.check()
+        return replace(self._scheduler.metrics(), num_late_compiles=self._compile_counter.count)
+
+    def identity(self) -> dict[str, str]:
+        """Returns the properties that determine the text of a request: see `text_identity`."""
+        self.check()
+        return text_identity(self._path, self._admission)
+
+    def warm_up(self, *, show_progress: bool = False, description: str = DESCRIPTION) -> Ready:
+        """Waits until all steps are compiled, and returns their number, compile seconds and memory plan."""
+        self.check()
+        warm_up = self._warm_up
+        warm_up.steps.wait(show_progress=show_progress, description=description)
+        return warm_up.ready()
+
+    # The loop: one thread at a time from here on.
+
+    def submit(self, samples: SampleGroup, sink: Sink) -> int:
+        """Queues all samples of a prompt, or none of them, and returns their request id.
+
+        Raises QueueFullError if too many requests would wait, ValueError if they were queued before.
+        """
+        self.require_room(len(samples.requests))
+        if samples.is_submitted:
+            raise ValueError(f"request {samples.request_id} was submitted before; admit its prompt again")
+        samples.is_submitted = True
+        if samples.params_version != self._admission.params_version:
+            for request in samples.requests:
+                request.keys = request.keys and self._admission.page_keys(request.cache_salt)
+        self._routes.open(samples, sink)
+        for request in samples.requests:
+            self._scheduler.add(request)
+        return samples.request_id
+
+    def require_room(self, num_samples: int) -> None:
+        """Raises QueueFullError if too many requests would wait with `num_samples` more."""
+        self.check()
+        self._scheduler.check_room(num_samples)
+
+    def advance(self) -> Advance | None:
+        """Computes a step, gives its deltas to their sinks, and calls `on_step`; None if there is nothing to compute.
+
+        First ends the requests whose deadline has passed. After an exception the next call computes the step again,
+        unless the device has failed.
+        """
+        self.check()
+        with self._compile_counter:
+            self._deliver(self._scheduler.expire())
+            advance = self._pipeline.advance()
+            if advance is not None:
+                self._deliver(advance.deltas)
+            elif self._scheduler.num_unfinished:
+                raise RuntimeError(f"requests are unfinished and no step can be computed: {self._scheduler.metrics()}")
+        if advance is not None and self.on_step is not None:
+            self.on_step(advance.step, advance.seconds)
+        return advance
+
+    def take_error(self) -> Exception | None:
+        """Returns the first exception of the drafter since the last call; no token was lost by it."""
+        self.check()
+        return self._scheduler.take_error()
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request early: its sink receives the completion, with finish reason "abort".
+
+        Does nothing if the request has ended.
+        """
+        self.check()
+        for sample_id in self._routes.sample_ids(request_id):
+            delta = self._scheduler.abort(sample_id)
+            self._deliver([] if delta is None else [delta])
+
+    @property
+    def sinks(self) -> dict[int, Sink]:
+        """Returns the sinks of unfinished requests, by request id; also of an engine that has failed."""
+        return self._routes.sinks
+
+    def abort_all(self) -> None:
+        """Ends all requests early."""
+        self.check()
+        for request_id in self._routes.sinks:
+            self.abort(request_id)
+
+    def drop(self, request_id: int) -> None:
+        """Ends a request, whose sink receives nothing more. Does nothing if the request or the engine has ended."""
+        if not self._health.is_good:
+            return
+        sample_ids = self._routes.sample_ids(request_id)
+        self._routes.close(request_id)
+        for sample_id in sample_ids:
+            self._scheduler.abort(sample_id)
+
+    def fork(self, request_id: int, sink: Sink, *, seed: int | None = None) -> int:
+        """Branches an unfinished request and returns the id of the branch: see `Branches.fork`."""
+        self.require_room(1)
+        branch = self._branches.fork(request_id, next(self._ids), seed)
+        return self.submit(SampleGroup([branch], self._admission.params_version), sink)
+
+    def rewind(self, request_id: int, num_tokens: int, *, seed: int | None = None) -> None:
+        """Drops the last `num_tokens` tokens of an unfinished request's output: see `Branches.rewind`."""
+        self.check()
+        self._branches.rewind(request_id, num_tokens, seed)
+
+    def save(self, request_id: int, path: Path) -> None:
+        """Writes an unfinished request with its pages to a file, for `restore`: see `Branches.save`."""
+        self.check()
+        if self._scheduler.has_states:  # a launched step has moved on the states; they are then those of its tokens
+            self._deliver(self._pipeline.settle())
+        self._branches.save(request_id, path)
+
+    def restore(self, path: Path, sink: Sink) -> int:
+        """Queues the request that `save` wrote to a file, and returns its id here: see `Branches.restore`."""
+        self.require_room(1)
+        request = self._branches.restore(path, next(self._ids))
+        return self.submit(SampleGroup([request], self._admission.params_version), sink)
+
+    def update_params(self, params: Params) -> None:
+        """Replaces the model's parameters while requests run: see `LLM.update_params`."""
+        self.check()
+        require_alike(params, self._runner.params)
+        # Processes share a disk cache, and none of them has these parameters: the version must be unique.
+        version = f", updated to {secrets.token_hex(16)}"
+        self._admission = admission = replace(self._admission, params_version=version)
+        self._branches = self._make_branches()
+        self._scheduler.recompute(lambda request: request.keys and admission.page_keys(request.cache_salt))
+        if self._speculation is not None:
+            self._speculation.update_target(abstract(params))  # its drafter refers to the old tensors too
+        self._runner.update_params(params)
+        if self._speculation is not None:
+            self._speculation.update_target(self._runner.params)
+
+    def timeline(self, max_steps: int) -> AbstractContextManager[Timeline]:
+        """Records the last `max_steps` steps inside a `with`: see `LLM.timeline`."""
+        self.check()
+        return recorded_timeline(self._scheduler, self._runner.buckets, max_steps)
+
+    def _deliver(self, deltas: Iterable[Delta]) -> None:
+        for request_id, error in self._routes.deliver(deltas).items():
+            logger.info("the sink of request %d raised %r, so the request ends", request_id, error)
+            self.drop(request_id)
+
+    def _make_branches(self) -> Branches:
+        return Branches(self._admission, self._scheduler, self._runner, self._path)
+
+
+def _check_types(model: Any, config: Any, processors: Any) -> None:
+    is_path = model is None or (isinstance(model, str | Path) and model != "")
+    require(is_path, "model", model, "a folder or Hub id as text or Path, or None for the bundled model")
+    require(isinstance(config, EngineConfig), "config", config, "an EngineConfig, or None for the default")
+    are_named = processors is None or isinstance(processors, Mapping)
+    require(are_named, "logits_processors", processors, "a mapping from names to functions")
+    for name, function in dict(processors or {}).items():
+        require(isinstance(name, str) and bool(name), "logits_processors", name, "named by text that is not empty")
+        require(callable(function), f"logits_processors[{shown(name)}]", function, "a function")
