@@ -13,6 +13,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
+import hypothesis
 import jax
 import pytest
 
@@ -23,6 +24,9 @@ from tests.memory_maps import are_memory_maps_short
 os.makedirs(os.environ["JAX_COMPILATION_CACHE_DIR"], mode=0o700, exist_ok=True)
 # Tracing leaves many objects and little garbage; looking for it takes a twentieth of the time.
 gc.set_threshold(50_000, 50, 50)
+# No example has a deadline: the first may compile, and other processes may take the cores.
+hypothesis.settings.register_profile("jaxinfer", deadline=None)
+hypothesis.settings.load_profile("jaxinfer")
 
 
 # Tests without a compiled engine, by folder or by file: together they take less than a minute.

@@ -30,7 +30,6 @@ def cases(share: float, **more: Any) -> settings:
         database=None,
         print_blob=False,
         report_multiple_bugs=True,
-        deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
         **more,
     )

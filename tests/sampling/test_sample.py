@@ -29,7 +29,7 @@ ROUNDING = 2e-6
 jit_filter = jax.jit(filter_logits)
 jit_sample = jax.jit(sample)
 jit_describe = jax.jit(describe, static_argnames="max_log_probs")
-few_examples = settings(max_examples=50, deadline=None, derandomize=True)
+few_examples = settings(max_examples=50, derandomize=True)
 
 
 def draw_logits(seed, shape=(B, V), scale=3.0):

@@ -48,7 +48,7 @@ def longest_path(tokens, parents, drawn):
     return max(paths, key=len)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(shapes, min_size=1, max_size=B), st.randoms(use_true_random=False))
 def test_the_path_goes_where_the_draws_go(trees, random):
     tokens = [[random.randrange(3) for _ in range(1 + len(parents))] for parents in trees]

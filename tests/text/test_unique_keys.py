@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jaxinfer.text.json_schema import byte_tokenizer
@@ -57,7 +57,6 @@ def has_key_twice(text):
     return any(found)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_a_document_has_a_key_twice_if_and_only_if_it_is_found(data):
     text = spelled(data.draw(VALUES), data.draw)
@@ -112,7 +111,6 @@ def following(written, tokens):
     return places, mask
 
 
-@settings(deadline=None)
 @given(st.sampled_from(STARTS), st.lists(st.integers(0, 10**6), max_size=6))
 @example(STARTS[0], [])
 @example(STARTS[0], [SPELLED.index(b'"')])

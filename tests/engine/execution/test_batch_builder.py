@@ -64,7 +64,6 @@ def configs_and_steps(draw):
 
 
 @given(configs_and_steps())
-@settings(deadline=None)
 def test_every_step_fits_a_planned_bucket(case):
     config, step = case
 
@@ -76,7 +75,6 @@ def test_every_step_fits_a_planned_bucket(case):
 
 
 @given(configs_and_steps())
-@settings(deadline=None)
 def test_no_smaller_bucket_would_hold_the_step(case):
     config, step = case
     buckets = plan_buckets(config)
@@ -93,7 +91,7 @@ def test_no_smaller_bucket_would_hold_the_step(case):
 
 
 @given(configs_and_steps())
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_the_batch_describes_the_chunks_of_the_step_and_nothing_else(case):
     config, step = case
     bucket = choose_bucket(plan_buckets(config), step)
@@ -174,7 +172,6 @@ def test_a_decode_bucket_has_one_token_per_row():
 
 
 @given(configs, st.integers(1, 15), st.data())
-@settings(deadline=None)
 def test_rows_that_have_room_for_drafts_have_a_bucket_to_verify_them(config, max_drafts, data):
     num_rows = data.draw(st.integers(1, config.max_num_seqs))
     most = min(max_mixed_tokens(config) - num_rows, num_rows * max_drafts)
