@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxinfer.checkpoint.config_json.fields import is_enabled, number_or_default, require_number, require_size
 from jaxinfer.model.components.rope import Rope, RopeScaling
+from jaxinfer.validation import MAX_INT
 
 DEFAULT_THETA = 10_000.0
 FULL = "full_attention"
@@ -49,7 +50,7 @@ def read_rope(
     rope = translate_rope({**own, _place(hf): parameters}, max_position, default_theta)
     return Rope(
         dim=dim,
-        max_position=require_size(hf, "max_position_embeddings", max_position),
+        max_position=_longest(hf, max_position),
         theta=rope["rope_theta"],
         scaling=rope["rope_scaling"],
         is_interleaved=is_interleaved,
@@ -98,7 +99,7 @@ def translate_rope(hf: Mapping[str, Any], max_position: int, default_theta: floa
             f"partial_rotary_factor={parameters['partial_rotary_factor']!r} is not supported;"
             " use a checkpoint that rotates whole heads"
         )
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = _kind(parameters)
     # Dynamic NTK changes nothing up to max_position_embeddings, and no request is longer.
     if kind not in ("default", "dynamic", *_SCALINGS):
         raise ValueError(
@@ -110,6 +111,10 @@ def translate_rope(hf: Mapping[str, Any], max_position: int, default_theta: floa
         "rope_theta": require_number(place, "rope_theta", default_theta, least=1.0),
         "rope_scaling": None if kind in ("default", "dynamic") else _SCALINGS[kind](parameters, hf, max_position),
     }
+
+
+def _kind(parameters: Mapping[str, Any]) -> Any:
+    return parameters.get("rope_type", parameters.get("type", "default"))
 
 
 def _linear(parameters: Mapping[str, Any], hf: Mapping[str, Any], max_position: int) -> RopeScaling:
@@ -133,9 +138,7 @@ def _llama3(parameters: Mapping[str, Any], hf: Mapping[str, Any], max_position: 
 
 
 def _yarn(parameters: Mapping[str, Any], hf: Mapping[str, Any], max_position: int) -> RopeScaling:
-    original = _original_max_position(parameters, hf, max_position)
-    stretched = require_size(hf, "max_position_embeddings", max_position) / original
-    factor = number_or_default(parameters, "factor", stretched)
+    original, factor = _yarn_stretch(parameters, hf, max_position)
     mscale, mscale_all_dim = (number_or_default(parameters, key, 0.0) for key in ("mscale", "mscale_all_dim"))
     default_attention_factor = _yarn_attention_factor(factor, mscale, mscale_all_dim)
     return RopeScaling(
@@ -148,6 +151,13 @@ def _yarn(parameters: Mapping[str, Any], hf: Mapping[str, Any], max_position: in
         attention_factor=number_or_default(parameters, "attention_factor", default_attention_factor),
         truncate=is_enabled(parameters, "truncate", default=True),
     )
+
+
+def _yarn_stretch(parameters: Mapping[str, Any], hf: Mapping[str, Any], max_position: int) -> tuple[int, float]:
+    """Returns the native length in tokens, and the factor on it."""
+    original = _original_max_position(parameters, hf, max_position)
+    stretched = require_size(hf, "max_position_embeddings", max_position) / original
+    return original, number_or_default(parameters, "factor", stretched)
 
 
 def _yarn_attention_factor(factor: float, mscale: float, mscale_all_dim: float) -> float:
@@ -193,7 +203,26 @@ def _longrope(parameters: Mapping[str, Any], hf: Mapping[str, Any], max_position
 def read_max_position(hf: Mapping[str, Any], default: int, scalings: Iterable[RopeScaling | None]) -> int:
     """Returns the tokens of a model, with LongRoPE those of its short factors."""
     ends = (scaling.original_max_position for scaling in scalings if scaling is not None and scaling.kind == "longrope")
-    return min((require_size(hf, "max_position_embeddings", default), *ends))
+    return min((_longest(hf, default), *ends))
+
+
+def _longest(hf: Mapping[str, Any], default: int) -> int:
+    """Returns `max_position_embeddings`, or the length that YaRN stretches some layers to if that is more.
+
+    Recipes for long texts add YaRN to config.json, and leave `max_position_embeddings` at the native length.
+    """
+    longest = require_size(hf, "max_position_embeddings", default)
+    stated = _parameters(hf)
+    for parameters in [value for value in stated.values() if isinstance(value, Mapping)] or [stated]:
+        if _kind(parameters) == "yarn":
+            original, factor = _yarn_stretch(parameters, hf, default)
+            if factor * original > MAX_INT:
+                raise ValueError(
+                    f"factor={factor!r} times original_max_position_embeddings={original} tokens is no length of a"
+                    " model; download the checkpoint's config.json again"
+                )
+            longest = max(longest, round(factor * original))
+    return longest
 
 
 _SCALINGS: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any], int], RopeScaling]] = {
