@@ -39,7 +39,7 @@ ALLOWED = {
     " quantization sampling steps validation",
     "engine.drafters": "config engine.execution engine.request engine.scheduling model plan steps validation",
     "engine.speculation": "checkpoint config engine.drafters engine.execution engine.kv_cache engine.request"
-    " engine.scheduling model steps validation",
+    " engine.scheduling model steps text validation",
     "engine.frontend": "_version atomic_file checkpoint config device engine.execution engine.kv_cache engine.request"
     " engine.scheduling model sampling_params text validation",
 }

@@ -161,6 +161,14 @@ def describe(logits: jax.Array, tokens: jax.Array, sampling: SamplingBatch, max_
     return StepOutput(tokens=tokens, log_probs=log_probs, top_tokens=top_tokens, top_log_probs=top_log_probs)
 
 
+def with_vocabulary(logits: jax.Array, vocab_size: int) -> jax.Array:
+    """Returns logits f32[B, V] of the first `vocab_size` tokens; those of tokens past V are -inf."""
+    missing = vocab_size - logits.shape[1]
+    if missing <= 0:
+        return logits[:, :vocab_size]
+    return jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+
+
 def chosen_logits(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the logits f32[B] of tokens i32[B], and log(sum(exp(logits))): the difference is a log-probability."""
     maximum = jax.lax.stop_gradient(logits.max(-1))

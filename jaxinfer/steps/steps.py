@@ -23,7 +23,7 @@ from jaxinfer.model.params import Params
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.processors import Context, LogitsProcessor, process_logits
 from jaxinfer.sampling.prompt_log_probs import PromptBatch, describe_prompt
-from jaxinfer.sampling.sample import describe, sample
+from jaxinfer.sampling.sample import describe, sample, with_vocabulary
 from jaxinfer.steps.multi_step import LoopBatch, run_loop
 from jaxinfer.steps.trees import along_paths, keep_paths, make_trees, stand_in_trees, tree_mask
 from jaxinfer.steps.verify import (
@@ -207,7 +207,7 @@ def decode_loop(
     return run_loop(decode, cache, batch, loop, num_steps)
 
 
-@functools.partial(jax.jit, static_argnames=("max_drafts", *_STATICS), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("max_drafts", "vocab_size", *_STATICS), donate_argnames="cache")
 def draft_step(
     params: Params,
     cache: KVCache,
@@ -217,6 +217,7 @@ def draft_step(
     *,
     max_drafts: int,
     config: ModelConfig,
+    vocab_size: int | None = None,
     implementation: str | None = None,
     mesh: Mesh | None = None,
     custom: tuple[LogitsProcessor, ...] = (),
@@ -224,21 +225,30 @@ def draft_step(
     """Computes any mix of chunks and samples several tokens for each row, one after another, i32[B, max_drafts].
 
     Row b has `counts[b]` tokens, and all but the last are in the cache as well. Rows with more tokens come first. The
-    tokens are those of `decode_step`.
+    tokens are those of `decode_step`. `vocab_size` is that of the sampling, if its vocabulary has more or less padding
+    than the model's. Only tokens of both are sampled.
     """
-    run = functools.partial(forward, config=config, implementation=implementation, mesh=mesh)
+    V = config.vocab_size if vocab_size is None else vocab_size
+
+    def run(cache: KVCache, batch: Batch, q_len: int | None) -> tuple[jax.Array, KVCache]:
+        if config.vocab_size < V:  # the model has no embedding of the last ids, so another one stands for it
+            batch = replace(batch, tokens=jnp.minimum(batch.tokens, config.vocab_size - 1))
+        return forward(params, cache, batch, q_len=q_len, config=config, implementation=implementation, mesh=mesh)
+
+    def sampled(hidden: jax.Array, batch: Batch, context: Callable[[], Context]) -> jax.Array:
+        logits = with_vocabulary(unembed(params, hidden, _num_rows(batch)), V)
+        return _sample(logits, batch, sampling, context, custom)
+
     # Every row has a token, so if there are no more tokens than rows, each row has one.
-    hidden, cache = run(params, cache, batch, q_len=1 if len(batch.tokens) == len(batch.kv_lens) else None)
-    context = functools.partial(_context, cache, batch)
-    _, tokens = _draw(params, hidden[last_places(batch)], batch, sampling, context, custom)
+    hidden, cache = run(cache, batch, q_len=1 if len(batch.tokens) == len(batch.kv_lens) else None)
+    tokens = sampled(hidden[last_places(batch)], batch, functools.partial(_context, cache, batch))
     drafts = jnp.zeros((tokens.shape[0], max_drafts), jnp.int32).at[:, 0].set(tokens)
 
     def draft(i: jax.Array, carry: tuple[jax.Array, jax.Array, KVCache]) -> tuple[jax.Array, jax.Array, KVCache]:
         drafts, tokens, cache = carry
         one = next_batch(batch, tokens, jnp.where(i < counts, batch.kv_lens + i, 0), cache.tokens.shape[1])
-        hidden, cache = run(params, cache, one, q_len=1)
-        context = functools.partial(_context, cache, one)
-        _, tokens = _draw(params, hidden, one, sampling, context, custom)
+        hidden, cache = run(cache, one, q_len=1)
+        tokens = sampled(hidden, one, functools.partial(_context, cache, one))
         return drafts.at[:, i].set(tokens), tokens, cache
 
     drafts, _, cache = jax.lax.fori_loop(1, counts.max(), draft, (drafts, tokens, cache))
@@ -278,24 +288,25 @@ def _finish(
     change: Callable[[Context], Context] = lambda context: context,
 ) -> StepOutput:
     """Samples after each row; `change` changes the context of the logits processors."""
-    logits, tokens = _draw(params, hidden, batch, sampling, lambda: change(_context(cache, batch)), custom)
+    logits = unembed(params, hidden, _num_rows(batch))
+    tokens = _sample(logits, batch, sampling, lambda: change(_context(cache, batch)), custom)
     return describe(logits, tokens, sampling, max_log_probs)
 
 
-def _draw(
-    params: Params,
-    hidden: jax.Array,
+def _sample(
+    logits: jax.Array,
     batch: Batch,
     sampling: SamplingBatch,
     make_context: Callable[[], Context],
     custom: tuple[LogitsProcessor, ...],
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the logits f32[B, V] of hidden states [B, D] and the sampled token of each row, i32[B]."""
-    logits = unembed(params, hidden, (batch.kv_lens > 0).sum())
-    # The position of the sampled token.
-    positions = batch.kv_lens + num_evicted_tokens(batch)
-    tokens = sample(process_logits(logits, sampling.processors, make_context, custom), sampling, positions)
-    return logits, tokens
+) -> jax.Array:
+    """Returns the sampled token of each row, i32[B], for logits f32[B, V]."""
+    positions = batch.kv_lens + num_evicted_tokens(batch)  # of the sampled tokens
+    return sample(process_logits(logits, sampling.processors, make_context, custom), sampling, positions)
+
+
+def _num_rows(batch: Batch) -> jax.Array:
+    return (batch.kv_lens > 0).sum()
 
 
 def _context(cache: KVCache, batch: Batch) -> Context:

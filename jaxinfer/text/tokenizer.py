@@ -107,6 +107,11 @@ class Tokenizer:
         return self._backend.get_vocab_size()
 
     @functools.cached_property
+    def ordinary_tokens(self) -> Mapping[str, int]:
+        """The ids of all tokens as they are spelled in tokenizer.json, but added ones."""
+        return self._backend.get_vocab(with_added_tokens=False)
+
+    @functools.cached_property
     def max_token_len(self) -> int:
         """Characters in the longest token as it is spelled, so no fewer than it stands for."""
         return max(map(len, self._backend.get_vocab()), default=1)

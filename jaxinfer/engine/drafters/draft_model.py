@@ -43,6 +43,7 @@ class DraftSteps:
         inputs = [self._lay_out(shape, [], [], []) for shape in self.shapes]
         statics = {
             "config": config,
+            "vocab_size": target.model_config.vocab_size,
             "max_drafts": target.engine_config.max_drafts,
             "custom": tuple(target.custom.values()),
             "implementation": target.engine_config.attention,
@@ -108,12 +109,16 @@ def most_drafts_first(counts: Sequence[int]) -> list[int]:
 Span = tuple[int, int, int]  # index of a request, first token to compute, end
 # Tokens per row that most steps have to compute: the last one, and an accepted draft that was never computed.
 CATCH_UP = 2
+# The most rows by which two vocabularies of the same tokens differ: training pads them to a multiple of 128 for each of
+# up to 8 devices. Qwen2.5 has 151,936 rows or 152,064.
+MAX_PADDING = 1_024
 
 
 class DraftModel(StepDrafter):
     """Drafts tokens that a model of the same vocabulary samples, with the Gumbel noise of the target's sampling.
 
     If both models agree on the likely tokens, the shared noise makes them sample the same one. One dispatch per step.
+    The padding of their vocabularies may differ: only ids that both have are drafted.
     """
 
     def __init__(self, params: Params, config: ModelConfig) -> None:
@@ -134,12 +139,12 @@ class DraftModel(StepDrafter):
         return page_bytes(self._config, cache_config)
 
     def prepare(self, target: EngineModel) -> int:
-        """Compiles the steps; ValueError if the vocabulary size is not the target's."""
+        """Compiles the steps; ValueError if the vocabulary is not the target's, or the layers keep states."""
         vocab_size, engine_config = target.model_config.vocab_size, target.engine_config
-        if self._config.vocab_size != vocab_size:
+        if abs(self._config.vocab_size - vocab_size) > MAX_PADDING:
             raise ValueError(
-                f"the draft model has a vocabulary of {self._config.vocab_size} tokens, the target one of {vocab_size};"
-                " speculation needs a draft model of the target's"
+                f"the draft model has a vocabulary of {self._config.vocab_size} tokens, the target one of {vocab_size},"
+                f" more than {MAX_PADDING} rows of padding apart; speculation needs a draft model of the target's"
             )
         if self._config.is_recurrent:
             raise ValueError(

@@ -22,6 +22,7 @@ from jaxinfer.model.config import ModelConfig, uniform_decoder
 from jaxinfer.model.params import LayerParams, Params
 from jaxinfer.steps.eagle import EagleHead
 from jaxinfer.steps.medusa import MedusaHeads, Paths
+from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.validation import shown
 
 # They never make a tree.
@@ -84,7 +85,22 @@ def _load_drafter(path: str | Path, dtype: str, target: Path) -> Drafter:
     folder = resolve_checkpoint(path)
     if is_eagle3(folder):
         return HeadDrafter(load_eagle3(folder, dtype, target))
+    _require_same_tokens(folder, target)
     return DraftModel(*load_checkpoint(folder, dtype))
+
+
+def _require_same_tokens(draft: Path, target: Path) -> None:
+    """Raises ValueError if two checkpoints have tokenizers with other ordinary tokens, or the same under other ids."""
+    ours, theirs = (Tokenizer.from_path(folder) for folder in (draft, target))
+    if ours is None or theirs is None or ours.ordinary_tokens == theirs.ordinary_tokens:
+        return
+    differing = dict(ours.ordinary_tokens.items() ^ theirs.ordinary_tokens.items())
+    token = min(differing, key=lambda token: (differing[token], token))
+    ids = [tokenizer.ordinary_tokens.get(token) for tokenizer in (ours, theirs)]
+    raise ValueError(
+        f"the draft model {draft} has another tokenizer than the target: the id of {token!r} is {ids[0]} there, and"
+        f" {ids[1]} in the target; speculation needs a draft model of the target's vocabulary"
+    )
 
 
 def drafter_of(heads: DraftHeads, tree: Paths = ()) -> Drafter:

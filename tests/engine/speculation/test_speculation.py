@@ -352,13 +352,6 @@ def test_an_exit_of_another_model_is_refused(layered, num_layers, width, message
         ExitDrafter(num_layers, jnp.ones(width), jnp.zeros((width, width))).prepare(target_of(layered[0]))
 
 
-def test_a_draft_model_of_another_vocabulary_is_refused(crowded_llm):
-    config = crowded_llm.model_config
-
-    with pytest.raises(ValueError, match="vocabulary of 97 tokens, the target one of 96"):
-        draft_model_for(crowded_llm, None, replace(config, vocab_size=97))
-
-
 def test_drafts_that_are_right_save_steps_and_are_counted(crowded_llm, answers):
     forget_prefixes(crowded_llm)
     before = crowded_llm.metrics()
