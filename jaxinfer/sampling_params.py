@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -35,6 +35,29 @@ MAX_STOP_CHARACTERS = 4_096
 
 
 STRUCTURES = ("json_schema", "regex", "choices", "grammar")
+
+
+class TotalLength(int):
+    """A number of tokens of prompt and output together, for `max_tokens` or `min_tokens`.
+
+    In `transformers` these are `max_length` and `min_length`.
+    """
+
+    def after(self, num_prompt_tokens: int) -> int:
+        """Returns the number of tokens that a prompt leaves for the output, at least 0."""
+        return max(int(self) - num_prompt_tokens, 0)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TotalLength) and int(self) == int(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((TotalLength, int(self)))
+
+    def __repr__(self) -> str:
+        return f"TotalLength({int(self)})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +102,8 @@ class SamplingParams:
 
     End of the request:
 
-    * `max_tokens`: the most tokens to generate.
+    * `max_tokens`: the most tokens to generate. This number and `min_tokens` may be a `TotalLength`, which counts the
+      prompt's tokens too.
     * `stop`: strings; the text ends before the first of them.
     * `stop_token_ids`: the output ends at one of these tokens, in addition to the model's end tokens.
     * `ignore_eos`: go on after the model's end tokens. A structure then ends only when nothing else may follow.
@@ -125,9 +149,9 @@ class SamplingParams:
             require_int("best_of", self.best_of, self.n)
         require_int("max_tokens", self.max_tokens, 1)
         require_int("min_tokens", self.min_tokens, 0)
-        require(
-            self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}"
-        )
+        are_alike = isinstance(self.min_tokens, TotalLength) == isinstance(self.max_tokens, TotalLength)
+        is_possible = not are_alike or int(self.min_tokens) <= int(self.max_tokens)
+        require(is_possible, "min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
         require_real("temperature", self.temperature, 0.0)
         several = "1 with temperature=0, for all samples would be the same"
         require(self.n == 1 or self.temperature != 0, "n", self.n, several)
@@ -161,6 +185,24 @@ class SamplingParams:
         self._check_structure()
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+
+    def after(self, num_prompt_tokens: int) -> SamplingParams:
+        """Returns the parameters for a prompt of this length, which count the tokens of the output alone.
+
+        As in `transformers`, the most tokens count more than the least. Raises ValueError if the prompt leaves none.
+        """
+        most, least = (
+            length.after(num_prompt_tokens) if isinstance(length, TotalLength) else length
+            for length in (self.max_tokens, self.min_tokens)
+        )
+        if (most, least) == (self.max_tokens, self.min_tokens):
+            return self
+        if most == 0:
+            raise ValueError(
+                f"prompt has {num_prompt_tokens} tokens, and max_tokens={self.max_tokens} counts them, so none is left"
+                " for the output; shorten it, or give another max_tokens"
+            )
+        return replace(self, max_tokens=most, min_tokens=min(least, most))
 
     @property
     def num_samples(self) -> int:

@@ -30,7 +30,7 @@ ALLOWED = {
     "sampling": "config kernels_pallas model sampling_params validation",
     "steps": "config kernels_pallas model sampling validation",
     "text": "sampling_params validation",
-    "checkpoint": "config device model quantization steps validation",
+    "checkpoint": "config device model quantization sampling_params steps validation",
     "plan": "kernels_pallas",
     "engine.request": "sampling_params",
     "engine.kv_cache": "atomic_file engine.request sampling_params",

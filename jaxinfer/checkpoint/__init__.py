@@ -10,11 +10,11 @@ from typing import Any
 import jax
 from jax.tree_util import tree_map_with_path
 
+from jaxinfer.checkpoint.generation_config import read_sampling_defaults
 from jaxinfer.checkpoint.huggingface import (
     load_params,
     read_config,
     read_eos_token_ids,
-    read_sampling_defaults,
     require_fitting_tensors,
     resolve_checkpoint,
 )

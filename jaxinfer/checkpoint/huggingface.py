@@ -15,7 +15,6 @@ from jax.tree_util import GetAttrKey
 from jaxinfer.checkpoint.assembly import Assembly, assemble, plan_assembly
 from jaxinfer.checkpoint.families import family_of
 from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor, read_header
-from jaxinfer.config import SamplingParams
 from jaxinfer.device import packs_integers
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
@@ -32,11 +31,6 @@ UNEMBEDDING = "lm_head.weight"  # the name, or its end
 DOWNLOADED = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.tiktoken", "*.txt", "*.jinja"]
 NOT_DOWNLOADED = ["[!a]*/*", "a[!d]*/*", "consolidated*"]  # all subfolders but additional_chat_templates
 ROWS_COMPARED_AT_ONCE = 4096
-# Fields of `SamplingParams` by their names in generation_config.json.
-SAMPLING_FIELDS = {
-    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")},
-    "max_new_tokens": "max_tokens",
-}
 MAX_JSON_BYTES = 2**26  # of a configuration or an index; the largest models' have some megabytes
 
 
@@ -98,19 +92,6 @@ def read_eos_token_ids(path: str | Path) -> tuple[int, ...]:
             raise ValueError(f"eos_token_id={value!r} in {file} is not a token id or a list of them; correct the file")
         return tuple(ids)
     return ()
-
-
-def read_sampling_defaults(path: str | Path) -> SamplingParams:
-    """Returns the sampling that generation_config.json recommends; what it does not state keeps its default."""
-    file = Path(path) / "generation_config.json"
-    stated = read_json(file) if file.is_file() else {}
-    fields = {ours: stated[name] for name, ours in SAMPLING_FIELDS.items() if stated.get(name) is not None}
-    if stated.get("do_sample") is False:
-        fields["temperature"] = 0
-    try:
-        return SamplingParams(**fields)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
 
 
 def load_params(

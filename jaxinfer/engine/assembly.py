@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from jaxinfer.checkpoint import (
     read_sampling_defaults,
     require_fitting_tensors,
 )
-from jaxinfer.config import CacheConfig, EngineConfig
+from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
 from jaxinfer.cpu_flags import FUSED_PRODUCTS
 from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.execution.compiled_steps import COMPILING
@@ -148,13 +148,16 @@ def plan_host(
     model = f"{path} {dtype} {model_config}"
     if config.disk_cache_path is not None:  # the disk cache outlasts this process; the files at `path` may change
         model = repr(page_identity(path, model_config, cache_config, config, window))
+    defaults = read_sampling_defaults(
+        path, vocab_size=model_config.vocab_size, max_listed_tokens=config.max_listed_tokens
+    )
     admission = Admission(
         model_config=model_config,
         engine_config=config,
         cache_config=cache_config,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
-        default_sampling_params=read_sampling_defaults(path),
+        default_sampling_params=defaults if tokenizer is None else _with_special_stops(defaults, tokenizer),
         max_model_len=max_model_len,
         window=window,
         model=model,
@@ -177,6 +180,13 @@ def plan_host(
         clock=clock,
     )
     return admission, scheduler
+
+
+def _with_special_stops(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """Returns parameters that end a request at special tokens among the stop strings too: no text shows these."""
+    token_ids = map(tokenizer.token_to_id, sampling.stop)
+    special = [token_id for token_id in token_ids if token_id is not None and not tokenizer.has_text(token_id)]
+    return replace(sampling, stop_token_ids=special) if special else sampling
 
 
 def plan_targets(config: EngineConfig) -> Targets:

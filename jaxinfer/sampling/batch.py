@@ -112,6 +112,8 @@ def make_sampling(
             raise ValueError(f"{name} is given for {len(rows)} of {len(params)} rows of params; give it for each")
     unknown = sorted({name for p in params for name, _ in p.logits_processors} - set(custom))
     require(not unknown, "custom", custom, f"the names of all processors in params, of which {unknown} are missing")
+    if prompt_lens is not None:
+        params = tuple(p.after(prompt_len) for p, prompt_len in zip(params, prompt_lens, strict=True))
     return lay_out_sampling(
         params,
         num_rows=num_rows,

@@ -12,6 +12,7 @@ import pytest
 from jaxinfer.config import SamplingParams
 from jaxinfer.model.batch import PADDING_TOKEN
 from jaxinfer.sampling.batch import make_sampling, with_masks
+from jaxinfer.sampling_params import TotalLength
 
 
 def as_lists(batch):
@@ -105,6 +106,16 @@ def test_sampling_batches_of_any_rows_have_the_same_types():
         "int32",
         "uint32",
     ]
+
+
+def test_a_total_length_is_laid_out_for_the_prompt_of_its_row():
+    params = SamplingParams(temperature=0, max_tokens=TotalLength(40), min_tokens=TotalLength(20), stop_token_ids=[5])
+
+    processors = make_sampling([params] * 3, num_rows=4, prompt_lens=[15, 20, 25]).processors
+
+    assert processors.min_tokens.tolist() == [5, 0, 0, 0]
+    with pytest.raises(ValueError, match="min_tokens need prompt_lens: pass them"):
+        make_sampling([params], num_rows=1)
 
 
 def test_seeds_given_beside_the_parameters_replace_theirs():

@@ -109,6 +109,7 @@ class Admission:
                 " default"
             )
         token_ids = self._encode(prompt)
+        sampling = sampling.after(len(token_ids))
         self._check_lengths(len(token_ids), sampling)
         self.check_samples("n" if sampling.best_of is None else "best_of", sampling.num_samples)
         self._check_alternatives("log_probs", sampling.log_probs, self.engine_config.max_log_probs)
