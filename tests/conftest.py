@@ -51,7 +51,7 @@ SLOW = (
     *("engine/exactness/test_slice_on_tpu_kernels.py", "engine/exactness/test_sliding_window.py"),
     *("engine/execution/test_start_up.py", "engine/execution/test_warm_up.py", "engine/frontend/test_guard.py"),
     *("engine/speculation/test_draft_layers.py", "engine/speculation/test_speculation.py"),
-    "engine/speculation/test_draft_vocabularies.py",
+    *("engine/speculation/test_draft_vocabularies.py", "engine/whole/test_embedding_models.py"),
     *("engine/speculation/test_tree_speculation.py", "engine/whole/test_bad_logits.py"),
     *("engine/whole/test_embeddings.py", "engine/whole/test_parameters_in_structures.py"),
     *("engine/whole/test_structure.py", "engine/whole/test_update_params.py"),

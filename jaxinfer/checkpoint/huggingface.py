@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax.tree_util import GetAttrKey
 
 from jaxinfer.checkpoint.assembly import Assembly, assemble, plan_assembly
+from jaxinfer.checkpoint.config_json.family import EMBEDDING, is_backbone
 from jaxinfer.checkpoint.families import family_of
 from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor, read_header
 from jaxinfer.device import packs_integers
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 UNEMBEDDING = "lm_head.weight"  # the name, or its end
+SENTENCE_MODULES = "modules.json"  # of embedding models, by sentence-transformers
 
 # Subfolders and Mistral's consolidated files hold the same weights once more, in other formats.
 DOWNLOADED = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.tiktoken", "*.txt", "*.jinja"]
@@ -65,13 +68,45 @@ def resolve_checkpoint(path_or_id: str | Path, patterns: Sequence[str] = DOWNLOA
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """Returns the model that config.json describes; what cannot be honoured in it is a ValueError."""
+    """Returns the model that config.json describes; what cannot be honoured in it is a ValueError.
+
+    If the tensors are there too, they decide if it has an unembedding of its own, that of the embedding, or none.
+    """
     file = Path(path) / "config.json"
     hf = read_json(file)
     try:
-        return family_of(hf).config_from_hf(hf)
+        config = family_of(hf).config_from_hf(hf)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
+    if is_backbone(hf):
+        return replace(config, has_logits=False)
+    try:
+        stored = read_headers(Path(path))
+    except ValueError:  # none are there, or `require_fitting_tensors` says what is wrong with them
+        return config
+    return _with_stored_unembedding(Path(path), config, hf, stored)
+
+
+def _with_stored_unembedding(
+    path: Path, config: ModelConfig, hf: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+) -> ModelConfig:
+    family = family_of(hf)
+    own = _without(stored, (*family.skipped, *family.draft_prefixes(hf)))
+    name = next(name for name, target in family.weights_among(own).items() if target == EMBEDDING)
+    embedding, unprefixed = own.get(name), own.get(name.removeprefix(family.prefix))
+    unembeddings = [tensor for name, tensor in own.items() if name.endswith(UNEMBEDDING)]
+    if config.has_tied_embeddings:
+        # transformers ties them only if they are equal.
+        stated = embedding or unprefixed
+        are_tied = stated is None or all(have_equal_values(stated, tensor) for tensor in unembeddings)
+        return config if are_tied else replace(config, has_tied_embeddings=False)
+    # Embedding models may state the architecture of the language model that they come from.
+    is_backbone_alone = (embedding is None and unprefixed is not None) or (path / SENTENCE_MODULES).is_file()
+    return replace(config, has_logits=bool(unembeddings) or not is_backbone_alone)
+
+
+def _without(stored: Mapping[str, StoredTensor], prefixes: tuple[str, ...]) -> dict[str, StoredTensor]:
+    return {name: tensor for name, tensor in stored.items() if not name.startswith(prefixes)}
 
 
 def read_eos_token_ids(path: str | Path) -> tuple[int, ...]:
@@ -118,11 +153,12 @@ def load_params(
     plan, stored = require_fitting_tensors(path, config)
     hf = read_json(path / "config.json")
     skipped = [name for name in stored if name.startswith(family_of(hf).skipped)]
-    drafting = [name for name in stored if name.startswith(family_of(hf).draft_prefixes(hf))]
-    if config.has_tied_embeddings:
-        for name in stored.keys() - {*skipped, *drafting}:
-            if name.endswith(UNEMBEDDING):
-                _require_same(plan.embedding.names[0], name, stored)
+    if config.has_logits and not config.has_tied_embeddings and family_of(hf).config_from_hf(hf).has_tied_embeddings:
+        logger.warning(
+            "%s: %s differs from %s, so both are used, as transformers does; set tie_word_embeddings to false in"
+            " config.json",
+            *(path, plan.unembedding.names[0], plan.embedding.names[0]),
+        )
     if skipped:
         towers = ", ".join(sorted({name.removeprefix("model.").partition(".")[0] for name in skipped}))
         logger.warning("%s: loads the text model alone, without %d tensors of %s", path, len(skipped), towers)
@@ -168,10 +204,25 @@ def require_fitting_tensors(path: Path, config: ModelConfig) -> tuple[Params, di
     family = family_of(hf)
     stored = read_headers(path)
     plan = plan_assembly(config, family.weights_among(stored))
-    skipped = (*family.skipped, *family.draft_prefixes(hf))
-    own = {name: tensor for name, tensor in stored.items() if not name.startswith(skipped)}
-    refuse_misfits(path, plan, own, has_tied_embeddings=config.has_tied_embeddings)
+    stored = _with_prefix(stored, _expected_shapes(plan), family.prefix)
+    own = _without(stored, (*family.skipped, *family.draft_prefixes(hf)))
+    if config.has_tied_embeddings and plan.embedding.names[0] not in own:
+        # The one tensor may have either name.
+        names = [name for name in own if name.endswith(UNEMBEDDING)] or plan.embedding.names
+        plan = replace(plan, embedding=replace(plan.embedding, names=tuple(names[:1])))
+    needs_unembedding = config.has_logits and not config.has_tied_embeddings
+    refuse_misfits(path, plan, own, needs_unembedding=needs_unembedding)
     return plan, stored
+
+
+def _with_prefix(stored: Mapping[str, StoredTensor], expected: Collection[str], prefix: str) -> dict[str, StoredTensor]:
+    """Returns the tensors under their expected names: each name may lack the prefix, as in transformers."""
+
+    def expected_name(name: str) -> str:
+        whole = prefix + name
+        return whole if name not in expected and whole in expected and whole not in stored else name
+
+    return {expected_name(name): tensor for name, tensor in stored.items()}
 
 
 def _is_assembly(node: Any) -> bool:
@@ -227,21 +278,27 @@ def read_headers(path: Path) -> dict[str, StoredTensor]:
     return found | {name: headers[shard][name] for name, shard in weight_map.items() if name in headers[shard]}
 
 
-def refuse_misfits(
-    path: Path, plan: Any, stored: Mapping[str, StoredTensor], *, has_tied_embeddings: bool = False
-) -> None:
-    """Raises one ValueError that lists every missing, unexpected or mis-shaped tensor; `plan` is a tree of `Assembly`.
-
-    With tied embeddings an unembedding may be there too.
-    """
+def _expected_shapes(plan: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each stored tensor that a tree of `Assembly` needs, by its name."""
     expected: dict[str, tuple[int, ...]] = {}
     for assembly in jax.tree.leaves(plan, is_leaf=_is_assembly):
         expected |= dict.fromkeys(assembly.names, assembly.stored_shape)
+    return expected
+
+
+def refuse_misfits(
+    path: Path, plan: Any, stored: Mapping[str, StoredTensor], *, needs_unembedding: bool = True
+) -> None:
+    """Raises one ValueError that lists every missing, unexpected or mis-shaped tensor; `plan` is a tree of `Assembly`.
+
+    A model that needs no unembedding may have one: one equal to the embedding, or that of a backbone.
+    """
+    expected = _expected_shapes(plan)
     problems = [f"missing: {name} {shape}" for name, shape in expected.items() if name not in stored]
     for name, tensor in stored.items():
         if name not in expected:
-            # The frequencies follow from the config; a tied unembedding is compared with the embedding later.
-            is_known = name.endswith("rotary_emb.inv_freq") or (has_tied_embeddings and name.endswith(UNEMBEDDING))
+            # The frequencies follow from the config.
+            is_known = name.endswith("rotary_emb.inv_freq") or (not needs_unembedding and name.endswith(UNEMBEDDING))
             problems += [] if is_known else [f"unexpected: {name} {tensor.shape}"]
         elif tensor.shape != expected[name]:
             problems.append(f"mis-shaped: {name} expected {expected[name]}, found {tensor.shape}")
@@ -255,19 +312,9 @@ def refuse_misfits(
         )
 
 
-def _require_same(embedding: str, unembedding: str, stored: Mapping[str, StoredTensor]) -> None:
-    """Refuses a tied checkpoint with an unembedding of its own: dropping that would change every logit."""
-    ours, theirs = stored[embedding], stored[unembedding]
-    if not have_equal_values(ours, theirs):
-        raise ValueError(
-            f"tie_word_embeddings=true but {unembedding} {theirs.shape} in {theirs.path} differs from"
-            f" {embedding} {ours.shape}; set tie_word_embeddings to false in config.json to use both"
-        )
-
-
 def have_equal_values(one: StoredTensor, other: StoredTensor) -> bool:
     """True if two stored tensors [rows, columns] are equal; reads a few rows at a time."""
-    if one.shape != other.shape:
+    if one.shape != other.shape or not {one.dtype, other.dtype} <= DTYPES.keys():
         return False
     ours, theirs = one.map(), other.map()
     starts = range(0, len(ours), ROWS_COMPARED_AT_ONCE)

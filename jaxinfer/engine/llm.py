@@ -20,6 +20,7 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution.compiled_steps import DESCRIPTION
 from jaxinfer.engine.execution.warm_up import Ready
 from jaxinfer.engine.frontend.admission import (
+    ONE_TOKEN,
     Conversation,
     Prompt,
     RequestOptions,
@@ -30,7 +31,7 @@ from jaxinfer.engine.frontend.admission import (
     render,
 )
 from jaxinfer.engine.frontend.beam_search import MAX_LENGTH_PENALTY, complete
-from jaxinfer.engine.frontend.embeddings import ONE_TOKEN, begin_pooling, embeddings_of
+from jaxinfer.engine.frontend.embeddings import begin_pooling, embeddings_of
 from jaxinfer.engine.frontend.guard import Guard, deferred_interrupts
 from jaxinfer.engine.frontend.outputs import DeltaBuffer
 from jaxinfer.engine.frontend.sample_group import SampleGroup, in_order

@@ -112,6 +112,7 @@ class ModelConfig:
     embedding_scale: float = 1.0  # multiplies embeddings
     logit_scale: float = 1.0  # multiplies logits
     logit_softcap: float | None = None  # bounds logits by softcap * tanh(logit / softcap)
+    has_logits: bool = True  # False: no unembedding, as in embedding models, which end with the states of tokens
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "max_position"):
@@ -124,7 +125,8 @@ class ModelConfig:
         )
         require(are_groups, "groups", groups, "several LayerGroups with layers")
         require(isinstance(self.norm, Norm), "norm", self.norm, "a Norm")
-        require_bool("has_tied_embeddings", self.has_tied_embeddings)
+        for name in ("has_tied_embeddings", "has_logits"):
+            require_bool(name, getattr(self, name))
         for name in ("embedding_scale", "logit_scale"):
             require_positive(name, getattr(self, name))
         if self.logit_softcap is not None:

@@ -231,7 +231,15 @@ def _add(x: jax.Array, h: jax.Array, post_norm: jax.Array | None, layer: Layer) 
 
 
 def unembed(params: Params, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
-    """Returns logits f32[rows, V] of hidden states [rows, D]; rows past num_rows, if given, are padding."""
+    """Returns logits f32[rows, V] of hidden states [rows, D]; rows past num_rows, if given, are padding.
+
+    Raises ValueError for the parameters of a model without logits.
+    """
+    if params.logits is None:
+        raise ValueError(
+            "params are those of an embedding model, which has no unembedding and so no logits; use the states of"
+            " `forward`, or the checkpoint of a language model"
+        )
     table = params.embedding if params.unembedding is None else params.unembedding
     if params.lens is not None:  # Belrose et al. 2023
         hidden = hidden + linear(hidden, params.lens, None, num_rows)

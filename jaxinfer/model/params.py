@@ -42,7 +42,7 @@ class LogitOptions:
 
 @struct.dataclass
 class Params:
-    """All tensors of a decoder. `unembedding` is None if the embedding is tied.
+    """All tensors of a decoder. `unembedding` is None if the embedding is tied, and if there are no logits.
 
     Parameters of the first layers only may have a `lens`, which maps the state after them to the model's last state.
     """
@@ -52,7 +52,8 @@ class Params:
     final_norm: Any  # [D]
     unembedding: Any = None  # [V, D]
     lens: Any = None  # [D, D]
-    logits: LogitOptions = struct.field(pytree_node=False, default=LogitOptions())
+    # None: the model has no logits.
+    logits: LogitOptions | None = struct.field(pytree_node=False, default=LogitOptions())
 
 
 # Logical axis -> mesh axis. Axes that are not named here are replicated.
@@ -71,8 +72,8 @@ def declare(config: ModelConfig) -> Params:
         embedding=vocab,
         layers=tuple(_declare_stack(stack, config.hidden_size) for stack in config.stacks),
         final_norm=TensorSpec((config.hidden_size,), ("embed",), None),
-        unembedding=None if config.has_tied_embeddings else vocab,
-        logits=LogitOptions(config.logit_scale, config.logit_softcap),
+        unembedding=vocab if config.has_logits and not config.has_tied_embeddings else None,
+        logits=LogitOptions(config.logit_scale, config.logit_softcap) if config.has_logits else None,
     )
 
 

@@ -169,6 +169,14 @@ def with_vocabulary(logits: jax.Array, vocab_size: int) -> jax.Array:
     return jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
 
 
+def sample_nothing(hidden: jax.Array, max_log_probs: int) -> StepOutput:
+    """Returns the output of a model without logits after states [B, D]: NO_TOKEN, or BAD_LOGITS for bad states."""
+    B = hidden.shape[0]
+    tokens = jnp.where(jnp.isfinite(hidden).all(-1), jnp.int32(NO_TOKEN), jnp.int32(BAD_LOGITS))
+    ids = jnp.zeros((B, max_log_probs), jnp.int32)
+    return StepOutput(tokens=tokens, log_probs=jnp.zeros(B), top_tokens=ids, top_log_probs=ids.astype(jnp.float32))
+
+
 def chosen_logits(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the logits f32[B] of tokens i32[B], and log(sum(exp(logits))): the difference is a log-probability."""
     maximum = jax.lax.stop_gradient(logits.max(-1))

@@ -23,7 +23,7 @@ from jaxinfer.model.params import Params
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.processors import Context, LogitsProcessor, process_logits
 from jaxinfer.sampling.prompt_log_probs import PromptBatch, describe_prompt
-from jaxinfer.sampling.sample import describe, sample, with_vocabulary
+from jaxinfer.sampling.sample import describe, sample, sample_nothing, with_vocabulary
 from jaxinfer.steps.multi_step import LoopBatch, run_loop
 from jaxinfer.steps.trees import along_paths, keep_paths, make_trees, stand_in_trees, tree_mask
 from jaxinfer.steps.verify import (
@@ -288,6 +288,8 @@ def _finish(
     change: Callable[[Context], Context] = lambda context: context,
 ) -> StepOutput:
     """Samples after each row; `change` changes the context of the logits processors."""
+    if params.logits is None:
+        return sample_nothing(hidden, max_log_probs)
     logits = unembed(params, hidden, _num_rows(batch))
     tokens = _sample(logits, batch, sampling, lambda: change(_context(cache, batch)), custom)
     return describe(logits, tokens, sampling, max_log_probs)

@@ -187,12 +187,6 @@ def test_tied_checkpoint_may_repeat_its_embedding(copied):
     assert load(path, has_tied_embeddings=True).unembedding is None
 
 
-def test_tied_checkpoint_with_an_unembedding_of_its_own_is_refused(copied):
-    path, *_ = copied
-    with pytest.raises(ValueError, match="tie_word_embeddings to false"):
-        load(path, has_tied_embeddings=True)
-
-
 @pytest.mark.parametrize("kept", [0.9999, 0.5, 0.0001, 0.0])
 def test_truncated_file_is_refused_with_its_name_and_size(copied, kept):
     path, *_ = copied

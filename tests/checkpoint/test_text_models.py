@@ -14,6 +14,7 @@ import transformers
 
 from jaxinfer.checkpoint import load_params, read_config, read_eos_token_ids
 from jaxinfer.model.components.attention import Attention
+from tests.checkpoint.renamed import rewrite
 from tests.oracles import NO_IDS, SIZES, reference_logits
 from tests.replay import replay
 
@@ -140,13 +141,30 @@ def test_every_other_misfit_is_reported_under_the_name_that_the_file_has(copied)
     }
 
 
-def test_a_tied_text_model_with_an_unembedding_of_its_own_is_refused(copied):
+def test_a_tied_text_model_with_an_unembedding_of_its_own_uses_it(saved, copied, caplog):
     path, *_ = copied
     content = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**content, "tie_word_embeddings": True}))
+    model, _ = saved["mistral3", 4]
+    tokens = np.random.default_rng(1).integers(11, SIZES["vocab_size"], 40)  # 10 stands for an image
 
-    with pytest.raises(ValueError, match=r"language_model\.lm_head\.weight .* set tie_word_embeddings to false"):
-        load_params(path, read_config(path), "float32")
+    config = read_config(path)
+    params = load_params(path, config, "float32")
+
+    assert "language_model.lm_head.weight differs from" in caplog.text
+    (logits,) = replay(params, [tokens], [[(0, 40)]], config=config, shape=(40, 1), is_exact=False)
+    np.testing.assert_allclose(logits, reference_logits(model, tokens), atol=1e-4)
+
+
+def test_the_unembedding_of_a_tied_text_model_alone_is_both(saved, tmp_path):
+    _, path = saved["gemma3", 4]
+    config, path = read_config(path), shutil.copytree(path, tmp_path / "copy")
+    expected = load_params(path, config, "float32")
+    names = {"language_model.model.embed_tokens.weight": "language_model.lm_head.weight"}
+    rewrite(path, lambda tensors: {names.get(name, name): tensor for name, tensor in tensors.items()})
+
+    assert config.has_tied_embeddings
+    np.testing.assert_array_equal(load_params(path, read_config(path), "float32").embedding, expected.embedding)
 
 
 def test_sizes_that_published_gemma_3_checkpoints_leave_out_are_those_of_transformers(saved, tmp_path):

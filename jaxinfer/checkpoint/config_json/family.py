@@ -33,6 +33,7 @@ class Either:
     alternatives: tuple[Target | Fused, ...]
 
 
+EMBEDDING: Target = ("embedding", "V D -> V D")
 # Stored name -> its targets. `{layer}` and `{expert}` in a name stand for their numbers.
 WeightTable = Mapping[str, Target | Fused | Either]
 
@@ -80,7 +81,8 @@ class Family:
     """How checkpoints of one `model_type` are read.
 
     `weights` may name more tensors than a model has: those that `ModelConfig` does not declare are skipped. It may
-    name a tensor twice, for two ways to store it.
+    name a tensor twice, for two ways to store it. Stored names may lack the prefix of the embedding's name, as in
+    checkpoints of the backbone alone.
     """
 
     config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
@@ -99,6 +101,12 @@ class Family:
         """Returns config.json with other settings of the text model."""
         changed = {**self.text_settings(hf), **changes}
         return changed if self.text_key is None else {**hf, self.text_key: changed}
+
+    @property
+    def prefix(self) -> str:
+        """The first part of the embedding's name, such as "model."."""
+        embedding = next(name for name, target in self.weights.items() if target == EMBEDDING)
+        return embedding.partition(".")[0] + "."
 
     def num_draft_layers(self, hf: Mapping[str, Any]) -> int:
         """Returns the number of layers for multi-token prediction that config.json states or implies."""
@@ -124,7 +132,8 @@ class Family:
             return sum(name.startswith(tuple(spelling.values())) for name in stored)
 
         spelling = max(self.spellings, key=count)
-        return as_stored({_spelled(name, spelling): targets for name, targets in self.weights.items()}, stored)
+        names = {*stored, *(self.prefix + name for name in stored)}
+        return as_stored({_spelled(name, spelling): targets for name, targets in self.weights.items()}, names)
 
 
 def as_stored(weights: WeightTable, stored: Collection[str]) -> WeightTable:
@@ -155,6 +164,18 @@ def _spelled(name: str, spelling: Mapping[str, str]) -> str:
         if name.startswith(own):
             return theirs + name.removeprefix(own)
     return name
+
+
+def backbones_of(architecture: str) -> tuple[str, ...]:
+    """Returns the names that the model without its task head may have in transformers."""
+    name = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
+    return f"{name}Model", f"{name}TextModel"
+
+
+def is_backbone(hf: Mapping[str, Any]) -> bool:
+    """True if config.json names a model without a task head, and so without logits."""
+    architectures = hf.get("architectures")
+    return isinstance(architectures, list) and len(architectures) == 1 and str(architectures[0]).endswith("Model")
 
 
 class ArchitectureError(ValueError):
@@ -233,10 +254,10 @@ def refuse_unsupported(hf: Mapping[str, Any], architecture: str, honours: Collec
     """
     require_harmless(hf, {key: values for key, values in _HONOURED.items() if key not in honours})
     architectures = hf.get("architectures")
-    if architectures and architectures != [architecture]:
+    if architectures and architectures not in [[name] for name in (architecture, *backbones_of(architecture))]:
         raise ArchitectureError(
-            f"architectures={architectures!r} is not supported: only {architecture} is;"
-            " use a checkpoint of the language model itself",
+            f"architectures={architectures!r} is not supported: only {architecture} and its backbone are; use a"
+            " checkpoint of the language model itself",
             architecture,
         )
 

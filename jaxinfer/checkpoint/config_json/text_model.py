@@ -9,10 +9,11 @@ from typing import Any
 from jaxinfer.checkpoint.config_json.family import Family, refuse_unsupported
 from jaxinfer.model.config import ModelConfig
 
-# The names of published checkpoints and transformers 4, and those of transformers 5.
+# The names of published checkpoints and transformers 4, those of transformers 5, and those of the backbone alone.
 SPELLINGS: tuple[Mapping[str, str], ...] = (
     {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
     {"model.": "model.language_model."},
+    {"model.": "language_model."},
 )
 TEXT = "text_config"
 

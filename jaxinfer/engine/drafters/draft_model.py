@@ -122,6 +122,11 @@ class DraftModel(StepDrafter):
     """
 
     def __init__(self, params: Params, config: ModelConfig) -> None:
+        if not config.has_logits:
+            raise ValueError(
+                "the draft model is an embedding model, which samples no tokens; give a language model of the target's"
+                " vocabulary, or another drafter"
+            )
         self._params = params
         self._config = config
         # By request id: the number of its tokens computed so far, and the drafts computed after them.

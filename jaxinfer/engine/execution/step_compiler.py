@@ -93,7 +93,8 @@ class StepCompiler:
     def __init__(self, target: EngineModel, max_drafts: int, kept_layers: tuple[int, ...] = ()) -> None:
         config = target.engine_config
         self.buckets = plan_buckets(config, max_drafts)
-        if config.decode_loop_steps == 1 and find_spec("llguidance") is not None:  # steps are launched ahead of masks
+        has_masks = target.model_config.has_logits and find_spec("llguidance") is not None
+        if config.decode_loop_steps == 1 and has_masks:  # steps are launched ahead of masks
             self.buckets = (*plan_draws(self.buckets), *self.buckets)
         self.max_num_rows = config.max_num_seqs
         self.model_config = target.model_config
@@ -124,7 +125,7 @@ class StepCompiler:
 
     def guess_bytes(self) -> int:
         """Returns an estimate of `step_bytes`: XLA for CPU's allocation of logits and activations in float32."""
-        D, V = self.model_config.hidden_size, self.model_config.vocab_size
+        D, V = self.model_config.hidden_size, self.model_config.vocab_size * self.model_config.has_logits
         F = max(layer.width for layer, _ in self.model_config.stacks)
         return max(4 * 9 * V * bucket.num_sampled + 4 * bucket.num_tokens * (3 * F + 16 * D) for bucket in self.buckets)
 

@@ -59,8 +59,11 @@ def plan_target(
 ) -> EngineModel:
     """Returns the model and its engine's limits, with the largest useful number of pages.
 
-    Raises ValueError if a logits processor of `custom` cannot be a part of a step.
+    Raises ValueError if a logits processor of `custom` cannot be a part of a step, or if it needs logits that the model
+    does not have.
     """
+    if not model_config.has_logits:
+        _refuse_logits(config, custom)
     max_model_len = resolve_max_model_len(model_config, config)
     _require_traceable(custom, model_config.vocab_size, max_model_len)
     drafter = None if speculation is None else speculation.device_drafter
@@ -76,6 +79,17 @@ def plan_target(
         table_width=-(-max_model_len // config.page_size),
         custom=custom,
     )
+
+
+def _refuse_logits(config: EngineConfig, custom: Mapping[str, LogitsProcessor]) -> None:
+    """Raises ValueError for what needs the logits that an embedding model does not have."""
+    given = {"logits_processors": list(custom), "EngineConfig.max_prompt_log_probs": config.max_prompt_log_probs}
+    for name, value in given.items():
+        if value not in ([], None):
+            raise ValueError(
+                f"{name}={shown(value)} needs logits, and this checkpoint is an embedding model without an unembedding"
+                " (lm_head); leave it out, or load the checkpoint of a language model"
+            )
 
 
 def _require_traceable(custom: Mapping[str, LogitsProcessor], vocab_size: int, num_tokens: int) -> None:

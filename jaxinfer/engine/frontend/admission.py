@@ -69,6 +69,9 @@ def checked_time_limit(deadline: Any) -> float:
     return float(deadline)
 
 
+# The parameters of a prompt to embed. A step that computes the end of a prompt samples a token after it; an embedding
+# ignores this token, and a model without logits samples none.
+ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1)
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]  # messages
 
@@ -107,6 +110,11 @@ class Admission:
             raise ValueError(
                 f"sampling_params={shown(sampling)} is not a SamplingParams; give SamplingParams(...) or None for the"
                 " default"
+            )
+        if not self.model_config.has_logits and sampling is not ONE_TOKEN:
+            raise ValueError(
+                "this checkpoint is an embedding model: it has no unembedding (lm_head), and so no logits to sample"
+                " tokens from; call LLM.embed, or load the checkpoint of a language model"
             )
         token_ids = self._encode(prompt)
         sampling = sampling.after(len(token_ids))

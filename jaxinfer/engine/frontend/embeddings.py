@@ -9,10 +9,6 @@ import numpy as np
 from jaxinfer.engine.frontend.sample_group import SampleGroup
 from jaxinfer.engine.request.completion import Completion
 from jaxinfer.engine.request.state_pooling import StatePooling
-from jaxinfer.sampling_params import SamplingParams
-
-# A step that computes the end of a prompt samples a token after it. An embedding ignores this token.
-ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1)
 
 
 def begin_pooling(samples: SampleGroup, pooling: str) -> StatePooling:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.checkpoint import load_checkpoint, resolve_checkpoint
+from jaxinfer.checkpoint import load_checkpoint, read_config, resolve_checkpoint
 from jaxinfer.checkpoint.draft_heads import DraftHeads, has_draft_heads, load_draft_heads
 from jaxinfer.checkpoint.draft_layers import MTP, is_eagle3, load_eagle3, load_mtp
 from jaxinfer.config import EngineConfig
@@ -44,6 +44,11 @@ def plan_speculation(
         raise ValueError(
             f"decode_loop_steps={config.decode_loop_steps} leaves no place for speculation={shown(speculation)}, which"
             " chooses drafts after every step; set EngineConfig.decode_loop_steps to 1 or leave out speculation"
+        )
+    if not read_config(target).has_logits:
+        raise ValueError(
+            f"speculation={shown(speculation)} drafts tokens, and the checkpoint {target} is an embedding model, which"
+            " samples none; leave out speculation"
         )
     if isinstance(speculation, Path) or (isinstance(speculation, str) and _is_place(speculation)):
         drafter = _load_drafter(speculation, dtype, target)
