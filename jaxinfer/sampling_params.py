@@ -186,13 +186,14 @@ class SamplingParams:
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
 
-    def after(self, num_prompt_tokens: int) -> SamplingParams:
+    def after(self, num_prompt_tokens: int, longest: int = MAX_INT) -> SamplingParams:
         """Returns the parameters for a prompt of this length, which count the tokens of the output alone.
 
-        As in `transformers`, the most tokens count more than the least. Raises ValueError if the prompt leaves none.
+        A total length is cut to `longest`. As in `transformers`, the most tokens count more than the least. Raises
+        ValueError if the prompt leaves none.
         """
         most, least = (
-            length.after(num_prompt_tokens) if isinstance(length, TotalLength) else length
+            min(length, TotalLength(longest)).after(num_prompt_tokens) if isinstance(length, TotalLength) else length
             for length in (self.max_tokens, self.min_tokens)
         )
         if (most, least) == (self.max_tokens, self.min_tokens):

@@ -117,7 +117,7 @@ class Admission:
                 " tokens from; call LLM.embed, or load the checkpoint of a language model"
             )
         token_ids = self._encode(prompt)
-        sampling = sampling.after(len(token_ids))
+        sampling = sampling.after(len(token_ids), self._longest(len(token_ids), sampling))
         self._check_lengths(len(token_ids), sampling)
         self.check_samples("n" if sampling.best_of is None else "best_of", sampling.num_samples)
         self._check_alternatives("log_probs", sampling.log_probs, self.engine_config.max_log_probs)
@@ -270,6 +270,16 @@ class Admission:
         """The most tokens of a request, evicted ones included."""
         return MAX_INT if self._is_endless else self.max_model_len
 
+    @property
+    def _num_slots(self) -> int:
+        return self.cache_config.num_pages * self.cache_config.page_size
+
+    def _longest(self, num_prompt_tokens: int, sampling: SamplingParams) -> int:
+        """Returns the most tokens that the pool can hold of a request, at least one more than its prompt."""
+        if window_for(self.window, sampling) is not None:
+            return MAX_INT
+        return max(self._num_slots, num_prompt_tokens) + 1  # the last token needs no slot
+
     def _check_characters(self, text: str, tokenizer: Tokenizer) -> None:
         """Raises ValueError for a text too long for the token limit; to encode it would take seconds and gigabytes."""
         if len(text) < self._max_len or len(text) < self._max_len * tokenizer.max_token_len:
@@ -309,11 +319,10 @@ class Admission:
         if window is not None:
             num_most = window.most * self.cache_config.page_size
             num_slots = num_most if num_tokens > self.max_model_len else min(num_slots, num_most)
-        capacity = self.cache_config.num_pages * self.cache_config.page_size
-        if num_slots > capacity:
+        if num_slots > self._num_slots:
             raise ValueError(
                 f"prompt of {num_prompt_tokens} tokens with max_tokens={sampling.max_tokens} may need {num_slots} slots"
-                f" of the cache, which has {capacity}; lower max_tokens, or raise EngineConfig.num_pages,"
+                f" of the cache, which has {self._num_slots}; lower max_tokens, or raise EngineConfig.num_pages,"
                 " cache_bytes or memory_bytes"
             )
 

@@ -19,6 +19,7 @@ from tests.checkpoint.renamed import edit_json
 from tests.engine.engines import quick_engine, random_prompts
 from tests.on_demand import steps_on_demand
 from tests.oracles import load_reference
+from tests.unoptimised import unoptimised_steps
 
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": 0}
 PROMPTS = [[7], *random_prompts(4, max_len=30, seed=2), [20, 21, 22] * 9]
@@ -125,6 +126,20 @@ def test_a_prompt_that_leaves_no_token_is_refused_as_by_transformers(bounded, bo
     assert len(other.token_ids) == 3
 
 
+def test_a_total_length_is_cut_to_the_pool(bounded, bounded_llm):
+    (whole,) = bounded_llm.generate([PROMPTS[0]], show_progress=False)
+
+    with quick_engine(bounded, num_pages=1, max_num_seqs=1) as llm:
+        (cut,) = llm.generate([PROMPTS[0]], show_progress=False)
+        too_long = pytest.raises(ValueError, match="may need 18 slots of the cache, which has 16; lower max_tokens")
+        with too_long:
+            llm.generate([[5] * 18], show_progress=False)
+
+    assert len(whole.token_ids) == 33
+    assert cut.token_ids == whole.token_ids[:16]  # the last token needs no slot
+    assert cut.finish_reason == "length"
+
+
 def test_a_line_of_a_job_replaces_the_parameters_that_it_gives(bounded_llm, tmp_path):
     prompt = PROMPTS[1]
     lines = [{"prompt": prompt}, {"prompt": prompt, "max_tokens": 40}, {"prompt": prompt, "bad_words": []}]
@@ -141,7 +156,7 @@ def test_a_line_of_a_job_replaces_the_parameters_that_it_gives(bounded_llm, tmp_
 def test_an_option_of_the_command_line_replaces_the_parameter_that_it_gives(bounded, capsys):
     options = ["--model", str(bounded), "--max-model-len", "96", "--max-num-seqs", "1", "--num-pages", "2"]
 
-    with steps_on_demand():
+    with steps_on_demand(), unoptimised_steps():
         assert main(["generate", "hello there", *options]) == 0
         default = capsys.readouterr().err
         assert main(["generate", "hello there", *options, "--max-tokens", "40"]) == 0
