@@ -26,7 +26,7 @@ from tests.oracles import CONFIGS, load_reference, save_random_checkpoint
 @pytest.fixture(scope="module", params=CONFIGS)
 def checkpoint(request, tmp_path_factory):
     """Returns a checkpoint of each family, untied, with its parameters."""
-    folder = tmp_path_factory.mktemp(request.param)
+    folder = tmp_path_factory.mktemp("checkpoint")
     path = save_random_checkpoint(folder, request.param, tie_word_embeddings=False)
     return path, load_params(path, read_config(path), "float32")
 

@@ -23,7 +23,7 @@ TYING = [family for family in CONFIGS if family != "nemotron_h"]
 @pytest.fixture(scope="module", params=TYING)
 def tied(request, tmp_path_factory):
     """Returns a tied checkpoint of each family, with its parameters."""
-    folder = tmp_path_factory.mktemp(request.param)
+    folder = tmp_path_factory.mktemp("checkpoint")
     path = save_random_checkpoint(folder, request.param, tie_word_embeddings=True)
     return path, load_params(path, read_config(path), "float32")
 

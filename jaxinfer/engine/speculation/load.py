@@ -96,15 +96,14 @@ def _load_drafter(path: str | Path, dtype: str, target: Path) -> Drafter:
 
 def _require_same_tokens(draft: Path, target: Path) -> None:
     """Raises ValueError if two checkpoints have tokenizers with other ordinary tokens, or the same under other ids."""
-    ours, theirs = (Tokenizer.from_path(folder) for folder in (draft, target))
-    if ours is None or theirs is None or ours.ordinary_tokens == theirs.ordinary_tokens:
+    tokenizers = [Tokenizer.from_path(folder) for folder in (draft, target)]
+    ours, theirs = ({} if tokenizer is None else tokenizer.ordinary_tokens for tokenizer in tokenizers)
+    if None in tokenizers or ours == theirs:
         return
-    differing = dict(ours.ordinary_tokens.items() ^ theirs.ordinary_tokens.items())
-    token = min(differing, key=lambda token: (differing[token], token))
-    ids = [tokenizer.ordinary_tokens.get(token) for tokenizer in (ours, theirs)]
+    _, token = min((id_, token) for token, id_ in ours.items() ^ theirs.items())
     raise ValueError(
-        f"the draft model {draft} has another tokenizer than the target: the id of {token!r} is {ids[0]} there, and"
-        f" {ids[1]} in the target; speculation needs a draft model of the target's vocabulary"
+        f"the draft model {draft} has another tokenizer than the target: the id of {shown(token)} is {ours.get(token)}"
+        f" there, and {theirs.get(token)} in the target; speculation needs a draft model of the target's vocabulary"
     )
 
 

@@ -129,7 +129,7 @@ def swapped(path):
     """Exchanges two tokens of the tokenizer."""
     content = json.loads((path / "tokenizer.json").read_text())
     vocab = content["model"]["vocab"]
-    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    vocab["b"], vocab["c"] = vocab["c"], vocab["b"]
     (path / "tokenizer.json").write_text(json.dumps(content))
 
 
@@ -137,7 +137,7 @@ def swapped(path):
 def test_a_draft_model_of_another_tokenizer_is_refused(checkpoint, tmp_path, save):
     swapped(draft := save(checkpoint, tmp_path / "draft"))
 
-    with pytest.raises(ValueError, match=f"{draft} has another tokenizer than the target: the id of 'a' is 67 there"):
+    with pytest.raises(ValueError, match=f"{draft} has another tokenizer than the target: the id of 'b' is 68 there"):
         plan_speculation(draft, EngineConfig(), "float32", target=checkpoint)
 
 
