@@ -73,14 +73,14 @@ def test_the_length_is_factor_times_the_native_one_and_never_less_than_stated(ke
     config = read("qwen3", **keys)
 
     assert config.max_position == length
-    assert {layer.rope.max_position for layer in config.layers if layer.rope is not None} == {length}
+    assert {mixer.rope.max_position for mixer in config.mixers if mixer.rope is not None} == {length}
 
 
 def test_every_rope_of_a_model_reaches_its_length():
     config = read("olmo3", **PARTLY)
 
     assert config.max_position == 96
-    assert {layer.rope.max_position for layer in config.layers if layer.rope is not None} == {96}
+    assert {mixer.rope.max_position for mixer in config.mixers if mixer.rope is not None} == {96}
 
 
 def test_a_length_beyond_the_integers_of_the_device_is_refused():

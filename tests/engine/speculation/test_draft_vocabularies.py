@@ -23,6 +23,7 @@ from tests.engine.engines import (
     save_small_checkpoint,
     small_engine,
 )
+from tests.engine.probe import runner_of
 from tests.engine.speculation.test_speculation import draft_model_for
 
 PROMPTS = random_prompts(3, max_len=30, seed=5)
@@ -66,7 +67,7 @@ def padded_llm(padded_path):
 
 def test_the_target_with_more_padding_drafts_for_itself_and_is_always_right(crowded_llm, shared_llm):
     plain = shared_llm.generate(PROMPTS, PARAMS, show_progress=False)
-    params, config = crowded_llm._runner.params, crowded_llm.model_config
+    params, config = runner_of(crowded_llm).params, crowded_llm.model_config
     noise = jax.random.normal(jax.random.key(0), (PADDING, config.hidden_size))
     larger = replace(
         params,
