@@ -19,6 +19,12 @@ from jaxinfer.model.components.recurrent.gated_delta_net import (
     declare_gated_delta_net,
     gated_delta_net,
 )
+from jaxinfer.model.components.recurrent.selective_scan import (
+    SelectiveScan,
+    abstract_selective_scan,
+    declare_selective_scan,
+    selective_scan,
+)
 from jaxinfer.model.components.recurrent.state_space import (
     StateSpace,
     abstract_state_space,
@@ -97,6 +103,13 @@ MIXERS: Mapping[type, MixerFunctions] = {
         declare=declare_state_space,
         mix=state_space,
         abstract_pages=abstract_state_space,
+        is_recurrent=True,
+    ),
+    SelectiveScan: MixerFunctions(
+        name="selective scans",
+        declare=declare_selective_scan,
+        mix=selective_scan,
+        abstract_pages=abstract_selective_scan,
         is_recurrent=True,
     ),
     GatedDeltaNet: MixerFunctions(

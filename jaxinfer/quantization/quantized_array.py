@@ -21,7 +21,7 @@ INT4_GROUP_SIZE = 128
 NUM_INPUT_AXES = {
     **{"q": 1, "k": 1, "v": 1, "o": 2},
     **{"q_down": 1, "q_up": 1, "kv_down": 1},  # of latent attention
-    **{"in_proj": 1, "out_proj": 1},  # of recurrent layers
+    **{"in_proj": 1, "x_proj": 1, "dt_proj": 1, "out_proj": 1},  # of recurrent layers
     **{"query": 1, "key": 1, "value": 1, "z": 1, "beta": 1, "dt": 1},  # of gated delta nets
     **{"gate": 1, "up": 1, "down": 1},
     "unembedding": 1,

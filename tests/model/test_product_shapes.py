@@ -15,10 +15,12 @@ from jaxinfer.model.cache import abstract_cache
 from jaxinfer.model.components.latent_attention import LatentAttention
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.recurrent.gated_delta_net import GatedDeltaNet
+from jaxinfer.model.components.recurrent.selective_scan import SelectiveScan
 from jaxinfer.model.components.recurrent.state_space import StateSpace
 from jaxinfer.model.components.rope import Rope
-from jaxinfer.model.config import Layer, LayerGroup, Mixer, ModelConfig
+from jaxinfer.model.config import Layer, LayerGroup, ModelConfig
 from jaxinfer.model.decoder import forward
+from jaxinfer.model.mixers import Mixer
 from jaxinfer.model.params import abstract_params
 from jaxinfer.plan.products import other_float_sums, product_shapes
 from kernels_pallas import row_products
@@ -32,6 +34,7 @@ MIXERS: dict[str, Mixer] = {
     "latent attention": LatentAttention(num_heads=5, q_lora_rank=None, **LATENT_SIZES),
     "latent attention, queries of a rank": LatentAttention(num_heads=5, q_lora_rank=22, **LATENT_SIZES),
     "state space": StateSpace(num_heads=6, head_dim=10, num_groups=2, state_size=13, conv_size=4),
+    "selective scan": SelectiveScan(inner_size=51, state_size=13, time_step_rank=3, conv_size=4, has_norms=True),
     "gated delta net": GatedDeltaNet(
         num_key_heads=3, num_value_heads=6, key_head_dim=13, value_head_dim=10, conv_size=4
     ),

@@ -20,9 +20,11 @@ from jaxinfer.model.components.latent_attention import LatentAttention
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE, Router
 from jaxinfer.model.components.recurrent.gated_delta_net import GatedDeltaNet
+from jaxinfer.model.components.recurrent.selective_scan import SelectiveScan
 from jaxinfer.model.components.recurrent.state_space import StateSpace
 from jaxinfer.model.components.rope import Rope
-from jaxinfer.model.config import Layer, LayerGroup, Mixer, ModelConfig
+from jaxinfer.model.config import Layer, LayerGroup, ModelConfig
+from jaxinfer.model.mixers import Mixer
 from jaxinfer.model.params import abstract_params
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps.steps import decode_step, prefill_step
@@ -39,6 +41,7 @@ MIXERS: tuple[Mixer, ...] = (
         num_heads=4, q_lora_rank=None, kv_lora_rank=32, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, rope=ROPE
     ),
     StateSpace(num_heads=4, head_dim=8, num_groups=2, state_size=16, conv_size=4),
+    SelectiveScan(inner_size=64, state_size=16, time_step_rank=8, conv_size=4),
     GatedDeltaNet(num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=8, conv_size=4),
 )
 EXPERTS = MoE(num_experts=16, expert=MLP(intermediate_size=32), router=Router(num_chosen=2))

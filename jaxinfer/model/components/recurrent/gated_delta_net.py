@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from flax import struct
 
 from jaxinfer.model.components.attention import AttentionInputs
 from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear
-from jaxinfer.model.components.recurrent.recurrence import Tokens, advance
+from jaxinfer.model.components.recurrent.recurrence import Rule, Tokens, advance, chunk_by_products
 from jaxinfer.model.components.recurrent.states import States, abstract_states, convolve, slots_of_layer, sum_keys
 from jaxinfer.validation import require, require_int
 from kernels_pallas.row_products import rounded
@@ -139,14 +140,16 @@ def gated_delta_net(
     channels = jax.nn.silu(channels)
     dt = project(params.dt, H).astype(jnp.float32) + jnp.broadcast_to(params.dt_bias.astype(jnp.float32), (T, H))
     decay_rates = jnp.broadcast_to(jnp.exp(params.a_log.astype(jnp.float32)), (T, H))
+    log_decay = -rounded(jax.nn.softplus(dt) * decay_rates)
     tokens = Tokens(
-        log_decay=-rounded(jax.nn.softplus(dt) * decay_rates),
+        decay=jnp.exp(log_decay),
+        log_decay=log_decay,
         rates=jax.nn.sigmoid(project(params.beta, H).astype(jnp.float32)),
         keys=_unit(channels[:, G * K : 2 * G * K].reshape(T, G, K)),
         queries=rounded(_unit(channels[:, : G * K].reshape(T, G, K)) * K**-0.5),
         values=channels[:, 2 * G * K :].reshape(T, H, V),
     )
-    y, recurrent = advance(_advance, tokens, states.recurrent, slots, inputs, corrects=True)
+    y, recurrent = advance(RULE, tokens, states.recurrent, slots, inputs)
     y = y * jax.lax.rsqrt(row_sum(rounded(y * y)) / V + norm.epsilon)[..., None]
     y = y * jnp.broadcast_to(params.norm.astype(jnp.float32), y.shape)
     gate = jax.nn.silu(project(params.z, H, V).astype(jnp.float32))
@@ -159,7 +162,7 @@ def _unit(x: jax.Array) -> jax.Array:
     return rounded(x * jax.lax.rsqrt(row_sum(rounded(x * x)) + UNIT_EPSILON)[..., None])
 
 
-def _advance(state: jax.Array, decay: jax.Array, token: Tokens) -> tuple[jax.Array, jax.Array]:
+def _advance(state: jax.Array, token: Tokens, shared: None) -> tuple[jax.Array, jax.Array]:
     """Returns the states f32[b, H, K, V] after a token of each of b rows, and the outputs f32[b, H, V]."""
     (b, H, K, V), G = state.shape, token.keys.shape[1]
 
@@ -169,8 +172,11 @@ def _advance(state: jax.Array, decay: jax.Array, token: Tokens) -> tuple[jax.Arr
 
     # Products are rounded before something is added: one compiled step may fuse what another does not.
     keys = by_heads(token.keys)
-    state = rounded(state * jnp.broadcast_to(decay[..., None, None], state.shape))
+    state = rounded(state * jnp.broadcast_to(token.decay[..., None, None], state.shape))
     errors = token.values - sum_keys(rounded(state * keys))
     corrections = rounded(errors * jnp.broadcast_to(token.rates[..., None], errors.shape))
     state = state + rounded(keys * jnp.broadcast_to(corrections[:, :, None], state.shape))
     return state, sum_keys(rounded(state * by_heads(token.queries)))
+
+
+RULE = Rule(_advance, functools.partial(chunk_by_products, corrects=True))

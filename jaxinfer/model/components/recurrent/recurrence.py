@@ -1,21 +1,23 @@
 """How a recurrent layer passes over the tokens of a step: one after another, or many at a time.
 
-A head has a matrix S of keys and values. Token t makes it fade, adds its key with a value to it, and asks for a query:
+On CPU tokens are computed one after another, so that their bits are the same in any step. Other devices compute chunks
+of up to CHUNK tokens. A `Rule` says how both is done.
+
+In most layers a head has a matrix S of keys and values. Token t makes it fade, adds its key with a value to it, and
+asks for a query:
 
     S_t = decay_t * S_(t-1) + k_t u_tᵀ        y_t = S_tᵀ q_t
 
 u_t is the token's value times its rate. A delta net subtracts from the value what the faded matrix has for the key:
-u_t = rate_t * (v_t - decay_t * S_(t-1)ᵀ k_t).
-
-On CPU tokens are computed one after another, so that their bits are the same in any step. Other devices compute chunks
-of up to CHUNK tokens by products of matrices (Yang et al. 2024; Dao & Gu 2024).
+u_t = rate_t * (v_t - decay_t * S_(t-1)ᵀ k_t). Chunks of such layers are products of matrices (Yang et al. 2024; Dao &
+Gu 2024).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +31,32 @@ from kernels_pallas.paged_attention.shapes import token_rows
 CHUNK = 64
 
 
-class Tokens(NamedTuple):
-    """What a layer's tokens do to its states; H heads share the keys and queries of G groups."""
+class AnyTokens(Protocol):
+    """What a layer's tokens do to its states: a NamedTuple of arrays f32[T, ...]."""
 
+    @property
+    def values(self) -> jax.Array:
+        """f32[T, H, V]"""
+        ...
+
+
+TokensT = TypeVar("TokensT", bound=AnyTokens)
+
+
+class Rule(NamedTuple):
+    """How the tokens of a kind of recurrent layer change its states; `shared` is an array that all tokens share."""
+
+    # (states f32[b, H, K, V], a token of each of b rows, shared) -> (the states after them, outputs f32[b, H, V])
+    step: Callable[..., tuple[jax.Array, jax.Array]]
+    # (state f32[H, K, V], n tokens, shared) -> (the state after them, outputs f32[n, H, V]); it has a derivative.
+    # Tokens that are all zeros leave the state as it is.
+    chunk: Callable[..., tuple[jax.Array, jax.Array]]
+
+
+class Tokens(NamedTuple):
+    """The tokens of heads with a matrix each; H heads share the keys and queries of G groups."""
+
+    decay: jax.Array  # f32[T, H]  exp(log_decay), which chunks do not read
     log_decay: jax.Array  # f32[T, H]
     rates: jax.Array  # f32[T, H]
     keys: jax.Array  # f32[T, G, K]
@@ -48,45 +73,44 @@ class Places(NamedTuple):
     num_tokens: jax.Array  # i32[]  that are not padding
 
 
-# (states f32[b, H, K, V], decays f32[b, H], Tokens of b rows) -> (the states after them, their outputs f32[b, H, V])
-TokenStep = Callable[[jax.Array, jax.Array, Tokens], tuple[jax.Array, jax.Array]]
-
-
 def advance(
-    step: TokenStep, tokens: Tokens, pool: jax.Array, slots: StateSlots, inputs: AttentionInputs, *, corrects: bool
+    rule: Rule,
+    tokens: Any,
+    pool: jax.Array,
+    slots: StateSlots,
+    inputs: AttentionInputs,
+    shared: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the outputs f32[T, H, V] of a step's tokens, and the pool f32[N, H, K, V] of states.
-
-    `step` computes one token of each row; `corrects` says that the layer is a delta net.
-    """
-
-    q_len = inputs.q_len
-    in_turn = functools.partial(_advance_in_turn, step)
-    in_chunks = functools.partial(_advance_in_chunks, step, corrects=corrects)
+    """Returns the outputs f32[T, H, V] of a step's tokens, and the pool f32[N, H, K, V] of states."""
+    q_len, make = inputs.q_len, type(tokens)
+    in_turn = functools.partial(_advance_in_turn, rule)
+    in_chunks = functools.partial(_advance_in_chunks, rule)
 
     def call(*operands: Any) -> tuple[jax.Array, jax.Array]:
-        *numbers, _, pool, places = operands
+        *numbers, shared, pool, places = operands
         if q_len == 1:
-            return _advance_rows(step, Tokens(*numbers), pool, places)
-        return jax.lax.platform_dependent(Tokens(*numbers), pool, places, cpu=in_turn, default=in_chunks)
+            return _advance_rows(rule, make(*numbers), shared, pool, places)
+        return jax.lax.platform_dependent(make(*numbers), shared, pool, places, cpu=in_turn, default=in_chunks)
 
     def plain(*operands: Any) -> jax.Array:
-        return outputs_of_row(Tokens(*operands[:-1]), corrects=corrects)
+        return outputs_of_row(rule, make(*operands[:-1]), operands[-1], pool.shape[2])
 
     places = Places(slots, inputs.batch.cu_q_lens, inputs.batch.positions, inputs.num_tokens)
-    return inputs.run_with(places, call, plain, tuple(tokens), None, pool)
+    return inputs.run_with(places, call, plain, tuple(tokens), shared, pool)
 
 
-def _advance_rows(step: TokenStep, tokens: Tokens, pool: jax.Array, places: Places) -> tuple[jax.Array, jax.Array]:
+def _advance_rows(
+    rule: Rule, tokens: AnyTokens, shared: jax.Array | None, pool: jax.Array, places: Places
+) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs f32[B, H, V] of one token of each row, and the pool of states."""
-    decays, slots = jnp.exp(tokens.log_decay), places.slots
+    slots = places.slots
 
     def advance_all(_: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         pool, _ = carry
         # Together with the states, or the compiler multiplies keys by values before the loop: it writes as much as the
         # states hold, and computes the activation of each value again for each key.
-        operands = jax.lax.optimization_barrier((read_states(pool, slots.reads), decays, tokens))
-        after, y = step(*operands)
+        operands = jax.lax.optimization_barrier((read_states(pool, slots.reads), tokens, shared))
+        after, y = rule.step(*operands)
         return write_states(pool, slots.writes, after), y
 
     # A loop of one turn, which the compiler cannot know. Without it, the compiler fuses the exponentials of tokens with
@@ -96,20 +120,21 @@ def _advance_rows(step: TokenStep, tokens: Tokens, pool: jax.Array, places: Plac
     return y, pool
 
 
-def _advance_in_turn(step: TokenStep, tokens: Tokens, pool: jax.Array, places: Places) -> tuple[jax.Array, jax.Array]:
+def _advance_in_turn(
+    rule: Rule, tokens: AnyTokens, shared: jax.Array | None, pool: jax.Array, places: Places
+) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs f32[T, H, V] of rows of any lengths, one token after another, and the pool of states."""
     T, (slots, cu_q_lens, _, num_tokens) = tokens.values.shape[0], places
     rows = token_rows(cu_q_lens, T)
     is_first = jnp.arange(T) == cu_q_lens[rows]
-    decays = jnp.exp(tokens.log_decay)
 
     def advance_one(
         t: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         pool, state, y = carry
         state = _state_before(is_first[t], pool, slots.reads[rows[t]], state)
-        decay, token = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, t, 1), (decays, tokens))
-        state, own = step(state, decay, token)
+        token = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, t, 1), tokens)
+        state, own = rule.step(state, token, shared)
         pool = write_state(pool, slots.writes[t], state)
         return pool, state, jax.lax.dynamic_update_slice_in_dim(y, own, t, axis=0)
 
@@ -124,12 +149,7 @@ def _state_before(is_first: jax.Array, pool: jax.Array, slot: jax.Array, state: 
 
 
 def _advance_in_chunks(
-    step: TokenStep,
-    tokens: Tokens,
-    pool: jax.Array,
-    places: Places,
-    *,
-    corrects: bool,
+    rule: Rule, tokens: AnyTokens, shared: jax.Array | None, pool: jax.Array, places: Places
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the outputs f32[T, H, V] of rows of any lengths, and the pool of states.
 
@@ -150,12 +170,11 @@ def _advance_in_chunks(
         own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, CHUNK), padded)
 
         def one() -> tuple[jax.Array, jax.Array]:
-            token = jax.tree.map(lambda x: x[:1], own)
-            after, y = step(state, jnp.exp(token.log_decay), token)
+            after, y = rule.step(state, jax.tree.map(lambda x: x[:1], own), shared)
             return after, jnp.pad(y, ((0, CHUNK - 1), (0, 0), (0, 0)))
 
         def many() -> tuple[jax.Array, jax.Array]:
-            after, y = _chunk(state[0], _first_tokens(own, end + 1 - start), corrects=corrects)
+            after, y = rule.chunk(state[0], _first_tokens(own, end + 1 - start), shared)
             return after[None], y
 
         state, outputs = jax.lax.cond(start == end, one, many)
@@ -169,17 +188,21 @@ def _advance_in_chunks(
     return y[:T], pool
 
 
-def outputs_of_row(tokens: Tokens, *, corrects: bool) -> jax.Array:
-    """Returns the outputs f32[T, H, V] of one row from its beginning, in chunks; it has a derivative."""
-    (T, H, V), K = tokens.values.shape, tokens.keys.shape[2]
+def outputs_of_row(rule: Rule, tokens: AnyTokens, shared: jax.Array | None, num_keys: int) -> jax.Array:
+    """Returns the outputs f32[T, H, V] of one row from its beginning, in chunks; it has a derivative.
+
+    `num_keys` is the K of the states.
+    """
+    T, H, V = tokens.values.shape
     padded = jax.tree.map(lambda x: jnp.pad(x, [(0, -T % CHUNK), *[(0, 0)] * (x.ndim - 1)]), tokens)
     chunks = jax.tree.map(lambda x: x.reshape(-1, CHUNK, *x.shape[1:]), padded)
-    state = jnp.zeros((H, K, V), jnp.float32)
-    _, y = jax.lax.scan(functools.partial(_chunk, corrects=corrects), state, chunks)
+    state = jnp.zeros((H, num_keys, V), jnp.float32)
+    # The derivative computes a chunk again, whose steps would else all be kept.
+    _, y = jax.lax.scan(jax.checkpoint(lambda state, chunk: rule.chunk(state, chunk, shared)), state, chunks)
     return y.reshape(-1, H, V)[:T]
 
 
-def _first_tokens(tokens: Tokens, count: jax.Array) -> Tokens:
+def _first_tokens(tokens: TokensT, count: jax.Array) -> TokensT:
     """Returns tokens of which all after the first `count` leave the state as it is."""
 
     def kept(x: jax.Array) -> jax.Array:
@@ -189,8 +212,8 @@ def _first_tokens(tokens: Tokens, count: jax.Array) -> Tokens:
     return jax.tree.map(kept, tokens)
 
 
-def _chunk(state: jax.Array, tokens: Tokens, *, corrects: bool) -> tuple[jax.Array, jax.Array]:
-    """Returns the state f32[H, K, V] after n tokens, and their outputs f32[n, H, V]."""
+def chunk_by_products(state: jax.Array, tokens: Tokens, shared: None, *, corrects: bool) -> tuple[jax.Array, jax.Array]:
+    """Returns the state f32[H, K, V] after n tokens, and their outputs f32[n, H, V]; `corrects`: of a delta net."""
     (H, K, V), (n, G, _) = state.shape, tokens.keys.shape
     product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
     heads = state.reshape(G, H // G, K, V)

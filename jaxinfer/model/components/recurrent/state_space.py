@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from flax import struct
 
 from jaxinfer.model.components.attention import AttentionInputs
 from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear
-from jaxinfer.model.components.recurrent.recurrence import Tokens, advance
+from jaxinfer.model.components.recurrent.recurrence import Rule, Tokens, advance, chunk_by_products
 from jaxinfer.model.components.recurrent.states import States, abstract_states, convolve, slots_of_layer, sum_keys
 from jaxinfer.validation import as_float, as_tuple, is_real, require, require_bool, require_int
 from kernels_pallas.row_products import rounded
@@ -139,14 +140,16 @@ def state_space(
     dt = dt.astype(jnp.float32) + jnp.broadcast_to(params.dt_bias.astype(jnp.float32), (T, H))
     dt = jnp.clip(jax.nn.softplus(dt), *config.time_step_limits)
     rates = jnp.broadcast_to(jnp.exp(params.a_log.astype(jnp.float32)), (T, H))
+    log_decay = -rounded(dt * rates)
     tokens = Tokens(
-        log_decay=-rounded(dt * rates),
+        decay=jnp.exp(log_decay),
+        log_decay=log_decay,
         rates=dt,
         keys=channels[:, I : I + G * N].reshape(T, G, N),
         queries=channels[:, I + G * N :].reshape(T, G, N),
         values=values,
     )
-    y, recurrent = advance(_advance, tokens, states.recurrent, slots, inputs, corrects=False)
+    y, recurrent = advance(RULE, tokens, states.recurrent, slots, inputs)
     y = y + rounded(values * jnp.broadcast_to(params.d.astype(jnp.float32)[:, None], values.shape))
     y = y.reshape(T, G, I // G) * jax.nn.silu(gate.astype(jnp.float32)).reshape(T, G, I // G)
     mean_square = row_sum(rounded(y * y)) / (I // G)
@@ -155,7 +158,7 @@ def state_space(
     return linear(y, params.out_proj, params.out_bias, inputs.num_tokens), States(conv=conv, recurrent=recurrent)
 
 
-def _advance(state: jax.Array, decay: jax.Array, token: Tokens) -> tuple[jax.Array, jax.Array]:
+def _advance(state: jax.Array, token: Tokens, shared: None) -> tuple[jax.Array, jax.Array]:
     """Returns the states f32[b, H, N, P] after a token of each of b rows, and the outputs f32[b, H, P]."""
     (b, H, N, P), G = state.shape, token.keys.shape[1]
 
@@ -166,5 +169,8 @@ def _advance(state: jax.Array, decay: jax.Array, token: Tokens) -> tuple[jax.Arr
     values = rounded(token.values * jnp.broadcast_to(token.rates[..., None], token.values.shape))
     added = by_groups(token.keys) * jnp.broadcast_to(values[:, :, None], state.shape)
     # Rounded before they are added: one compiled step may fuse what another does not.
-    state = rounded(state * jnp.broadcast_to(decay[..., None, None], state.shape)) + rounded(added)
+    state = rounded(state * jnp.broadcast_to(token.decay[..., None, None], state.shape)) + rounded(added)
     return state, sum_keys(rounded(state * by_groups(token.queries)))
+
+
+RULE = Rule(_advance, functools.partial(chunk_by_products, corrects=False))
