@@ -20,7 +20,7 @@ from jaxinfer.model.components.layers import Norm
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE, Router
 from jaxinfer.model.components.rope import Rope, RopeScaling
-from jaxinfer.model.config import Layer, LayerGroup, ModelConfig
+from jaxinfer.model.config import Branch, Layer, LayerGroup, ModelConfig
 from jaxinfer.model.mixers import MIXERS
 from jaxinfer.model.params import Params, abstract_params
 
@@ -116,7 +116,8 @@ def _read_description(path: Path) -> dict[str, Any]:
 
 # The dataclasses that describe a model, by their names in a description.
 _DESCRIBED = {
-    kind.__name__: kind for kind in (ModelConfig, LayerGroup, Layer, *MIXERS, Rope, RopeScaling, MLP, MoE, Router, Norm)
+    kind.__name__: kind
+    for kind in (ModelConfig, LayerGroup, Layer, Branch, *MIXERS, Rope, RopeScaling, MLP, MoE, Router, Norm)
 }
 
 

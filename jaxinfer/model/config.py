@@ -17,16 +17,32 @@ from jaxinfer.model.mixers import MIXERS, Mixer, functions_of
 from jaxinfer.validation import as_tuple, is_int, require, require_bool, require_int, require_positive
 
 RMS_NORM = Norm()
+ARE_MIXERS = "an attention or a recurrent layer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch:
+    """One of several mixers of a layer that stand side by side."""
+
+    mixer: Mixer
+    input_scale: float = 1.0  # multiplies its input
+    output_scale: float = 1.0  # multiplies its output
+
+    def __post_init__(self) -> None:
+        require(_is_mixer(self.mixer), "mixer", self.mixer, ARE_MIXERS)
+        for name in ("input_scale", "output_scale"):
+            require_positive(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
     """One layer: x + mixer(norm(x)), then x + feed_forward(norm(x)), with the norms that the family has.
 
-    One of the two halves may be None, and is left out.
+    Branches in the place of the mixer all get its input, and their outputs are added. One of the two halves may be
+    None, and is left out.
     """
 
-    mixer: Mixer | None
+    mixer: Mixer | tuple[Branch, ...] | None
     feed_forward: MLP | MoE | None
     norm: Norm = RMS_NORM
     has_pre_norms: bool = True  # of the inputs of mixer and feed_forward
@@ -34,8 +50,10 @@ class Layer:
     residual_scale: float = 1.0  # multiplies their outputs
 
     def __post_init__(self) -> None:
-        is_mixer = self.mixer is None or type(self.mixer) in MIXERS
-        require(is_mixer, "mixer", self.mixer, "an attention, a recurrent layer or None")
+        are_branches = isinstance(self.mixer, tuple) and len(self.mixer) > 1
+        are_branches = are_branches and all(isinstance(branch, Branch) for branch in self.branches)
+        is_mixer = self.mixer is None or _is_mixer(self.mixer) or are_branches
+        require(is_mixer, "mixer", self.mixer, f"{ARE_MIXERS}, a tuple of two Branches or more, or None")
         is_feed_forward = isinstance(self.feed_forward, MLP | MoE)
         is_right = is_feed_forward or (self.feed_forward is None and self.mixer is not None)
         require(is_right, "feed_forward", self.feed_forward, "an MLP or MoE, or None beside a mixer")
@@ -45,13 +63,24 @@ class Layer:
         require_positive("residual_scale", self.residual_scale)
 
     @property
+    def branches(self) -> tuple[Branch, ...]:
+        """The branches of the layer, of which a mixer by itself is one; () if it has none."""
+        if self.mixer is None:
+            return ()
+        return self.mixer if isinstance(self.mixer, tuple) else (Branch(mixer=self.mixer),)
+
+    @property
     def mixers(self) -> tuple[Mixer, ...]:
         """The mixers of the layer, each of which has its own pages; () if it has none."""
-        return () if self.mixer is None else (self.mixer,)
+        return tuple(branch.mixer for branch in self.branches)
 
     def map_mixers(self, change: Callable[[Mixer], Mixer]) -> Layer:
         """Returns the layer with `change(mixer)` in the place of each mixer."""
-        return self if self.mixer is None else replace(self, mixer=change(self.mixer))
+        if self.mixer is None:
+            return self
+        if not isinstance(self.mixer, tuple):
+            return replace(self, mixer=change(self.mixer))
+        return replace(self, mixer=tuple(replace(branch, mixer=change(branch.mixer)) for branch in self.mixer))
 
     @property
     def width(self) -> int:
@@ -251,6 +280,10 @@ class ModelConfig:
             groups.append(_as_group(self.layers[first : first + count]))
             first += count
         return replace(self, groups=tuple(groups))
+
+
+def _is_mixer(value: Any) -> bool:
+    return type(value) in MIXERS
 
 
 def _page_kind(mixer: Mixer) -> PageKind:

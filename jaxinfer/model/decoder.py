@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxinfer.model.batch import Batch, num_real_tokens
 from jaxinfer.model.cache import KVCache, layer_offset, write_tokens
 from jaxinfer.model.components.attention import Angles, AttentionInputs
-from jaxinfer.model.components.layers import Norm, linear, product, rms_norm
+from jaxinfer.model.components.layers import Norm, linear, product, rms_norm, scaled
 from jaxinfer.model.components.mlp import MLPParams, mlp
 from jaxinfer.model.components.moe import MoE, MoEParams, moe
 from jaxinfer.model.components.recurrent.states import StateSlots, state_slots
@@ -193,9 +193,13 @@ def mix(
     if layer.mixer is None:
         return x, ()
     h = _normed(h, params.mixer_norm, layer.norm)
-    functions, options = functions_of(layer.mixer), {"config": layer.mixer, "norm": layer.norm}
-    h, pages = functions.mix(params.mixer, pools[0], h, inputs[0], **options)
-    return _add(x, h, params.mixer_post_norm, layer), (pages,)
+    outputs, new = [], []
+    for branch, own, pages, step in zip(layer.branches, params.mixers, pools, inputs, strict=True):
+        options = {"config": branch.mixer, "norm": layer.norm}
+        y, pages = functions_of(branch.mixer).mix(own, pages, scaled(h, branch.input_scale), step, **options)
+        outputs.append(scaled(y, branch.output_scale))
+        new.append(pages)
+    return _add(x, functools.reduce(jnp.add, outputs), params.mixer_post_norm, layer), tuple(new)
 
 
 def feed_forward(
@@ -225,9 +229,7 @@ def _add(x: jax.Array, h: jax.Array, post_norm: jax.Array | None, layer: Layer) 
     """Returns x plus the output h of a mixer or feed-forward network, normalised and scaled as the layer says."""
     if post_norm is not None:
         h = rounded(rms_norm(h, post_norm, layer.norm))
-    if layer.residual_scale != 1.0:
-        h = rounded(h * jnp.asarray(layer.residual_scale, h.dtype))
-    return x + h
+    return x + scaled(h, layer.residual_scale)
 
 
 def unembed(params: Params, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:

@@ -24,12 +24,19 @@ from jaxinfer.model.mixers import functions_of
 class LayerParams:
     """A stack of n equal layers, each tensor stacked on its first axis."""
 
-    mixer: Any  # the tensors that its component declares; None in a layer without a mixer
+    mixer: Any  # the tensors that its component declares; a tuple of those of branches; None without a mixer
     feed_forward: MLPParams | MoEParams | None
     mixer_norm: Any = None  # [n, D]  before the mixer
     mixer_post_norm: Any = None  # [n, D]  after the mixer
     feed_forward_norm: Any = None  # [n, D]
     feed_forward_post_norm: Any = None  # [n, D]
+
+    @property
+    def mixers(self) -> tuple[Any, ...]:
+        """The tensors of each of `Layer.mixers`."""
+        if self.mixer is None:
+            return ()
+        return self.mixer if isinstance(self.mixer, tuple) else (self.mixer,)
 
 
 @dataclass(frozen=True)
@@ -86,8 +93,9 @@ def _declare_stack(stack: LayerStack, hidden_size: int) -> LayerParams:
     norm = spec((hidden_size,), ("embed",), None)
     pre, post = norm if layer.has_pre_norms else None, norm if layer.has_post_norms else None
     has_mixer, has_feed_forward = layer.mixer is not None, layer.feed_forward is not None
+    mixers = tuple(functions_of(mixer).declare(mixer, hidden_size, spec) for mixer in layer.mixers)
     return LayerParams(
-        mixer=functions_of(layer.mixer).declare(layer.mixer, hidden_size, spec) if layer.mixer is not None else None,
+        mixer=mixers if len(mixers) > 1 else next(iter(mixers), None),
         feed_forward=_declare_feed_forward(layer.feed_forward, hidden_size, spec)
         if layer.feed_forward is not None
         else None,

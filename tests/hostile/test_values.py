@@ -30,9 +30,10 @@ from jaxinfer.model.components.layers import Norm
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE, Router
 from jaxinfer.model.components.recurrent.gated_delta_net import GatedDeltaNet
+from jaxinfer.model.components.recurrent.selective_scan import SelectiveScan
 from jaxinfer.model.components.recurrent.state_space import StateSpace
 from jaxinfer.model.components.rope import Rope, RopeScaling
-from jaxinfer.model.config import Layer, LayerGroup, ModelConfig, uniform_decoder
+from jaxinfer.model.config import Branch, Layer, LayerGroup, ModelConfig, uniform_decoder
 from jaxinfer.model.params import abstract_params
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps.log_probs import log_probs
@@ -64,6 +65,7 @@ CONFIGS: dict[Any, dict[str, Any]] = {
 COMPONENTS: dict[Any, dict[str, Any]] = {
     uniform_decoder: MODEL,
     Layer: LAYER,
+    Branch: {"mixer": Attention(**ATTENTION)},
     Attention: ATTENTION,
     MLP: {"intermediate_size": 8},
     Router: {"num_chosen": 2},
@@ -73,6 +75,7 @@ COMPONENTS: dict[Any, dict[str, Any]] = {
         **{"v_head_dim": 4, "rope": Rope(dim=4, max_position=64)},
     },
     StateSpace: {"num_heads": 2, "head_dim": 4, "num_groups": 1, "state_size": 4, "conv_size": 4},
+    SelectiveScan: {"inner_size": 8, "state_size": 4, "time_step_rank": 2, "conv_size": 4},
     GatedDeltaNet: {
         **{"num_key_heads": 1, "num_value_heads": 2, "key_head_dim": 4, "value_head_dim": 4, "conv_size": 4},
     },

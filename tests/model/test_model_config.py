@@ -9,7 +9,8 @@ import pytest
 
 from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.mlp import MLP
-from jaxinfer.model.config import Layer, LayerGroup, ModelConfig, PageKind, scan_sizes
+from jaxinfer.model.components.recurrent.state_space import StateSpace
+from jaxinfer.model.config import Branch, Layer, LayerGroup, ModelConfig, PageKind, scan_sizes
 
 
 def layer_of(window: int | None) -> Layer:
@@ -18,6 +19,7 @@ def layer_of(window: int | None) -> Layer:
 
 
 # Of three kinds: a attends to a window, b to all, c to a narrower window.
+STATE_SPACE = StateSpace(num_heads=2, head_dim=4, num_groups=1, state_size=4, conv_size=4)
 KINDS = {"a": layer_of(8), "b": layer_of(None), "c": layer_of(3)}
 
 
@@ -138,6 +140,28 @@ def test_the_window_of_a_model_is_that_of_its_layers(kinds, widest, narrowest):
     config = model_of((kinds, 2))
 
     assert (config.sliding_window, config.smallest_window) == (widest, narrowest)
+
+
+def test_branches_of_a_layer_have_a_pool_of_their_kind_each():
+    attention = KINDS["c"].mixer
+    layer = Layer(mixer=(Branch(mixer=attention), Branch(mixer=STATE_SPACE, output_scale=0.5)), feed_forward=None)
+    config = replace(model_of(("a", 1)), groups=(LayerGroup((layer, KINDS["b"]), 2),))
+
+    assert layer.mixers == (attention, STATE_SPACE)
+    assert config.page_kinds == (PageKind(), PageKind(window=3), PageKind(is_state=True))
+    assert [(*stack,) for stack in config.mixer_stacks] == [
+        (attention, 2, 1),
+        (STATE_SPACE, 2, 2),
+        (KINDS["b"].mixer, 2, 0),
+    ]
+    assert config.is_recurrent
+    assert (config.sliding_window, config.smallest_window) == (None, 3)
+
+
+@pytest.mark.parametrize("mixer", [(), (Branch(mixer=STATE_SPACE),), (STATE_SPACE, STATE_SPACE), [STATE_SPACE], "x"])
+def test_what_is_no_mixer_and_no_two_branches_is_refused(mixer):
+    with pytest.raises(ValueError, match="mixer=.* is not allowed: .* a tuple of two Branches or more"):
+        Layer(mixer=mixer, feed_forward=None)
 
 
 def test_a_layer_without_a_mixer_keeps_nothing_and_sees_no_token():

@@ -118,7 +118,8 @@ def _state_space(hf: Mapping[str, Any]) -> StateSpace:
         state_size=require_size(hf, "mamba_d_state", 256),
         conv_size=mamba.read_conv_size(hf, "mamba_d_conv"),
         has_conv_bias=is_enabled(hf, "mamba_conv_bias", default=True),
-        has_bias=is_enabled(hf, "mamba_proj_bias"),
+        has_in_bias=is_enabled(hf, "mamba_proj_bias"),
+        has_out_bias=is_enabled(hf, "mamba_proj_bias"),
         time_step_limits=mamba.read_time_step_limits(hf),
     )
 

@@ -62,7 +62,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         state_size=require_size(hf, "state_size", 128),
         conv_size=read_conv_size(hf, "conv_kernel"),
         has_conv_bias=is_enabled(hf, "use_conv_bias", default=True),
-        has_bias=is_enabled(hf, "use_bias"),
+        has_in_bias=is_enabled(hf, "use_bias"),
+        has_out_bias=is_enabled(hf, "use_bias"),
         time_step_limits=read_time_step_limits(hf),
     )
     norm = Norm(epsilon=require_number(hf, "layer_norm_epsilon", 1e-5))

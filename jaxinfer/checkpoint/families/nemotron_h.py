@@ -129,7 +129,8 @@ def _state_space(hf: Mapping[str, Any]) -> StateSpace:
         state_size=require_size(hf, "ssm_state_size", 128),
         conv_size=mamba.read_conv_size(hf, named["conv_kernel"]),
         has_conv_bias=is_enabled(hf, named["use_conv_bias"], default=True),
-        has_bias=is_enabled(hf, "use_bias"),
+        has_in_bias=is_enabled(hf, "use_bias"),
+        has_out_bias=is_enabled(hf, "use_bias"),
         time_step_limits=mamba.read_time_step_limits(limits),
     )
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxinfer.model.components.layers import scaled
 from jaxinfer.model.components.mlp import MLP, MLPParams, activate, declare_mlp, mlp
 from jaxinfer.quantization import QuantizedArray
 from kernels_pallas.grouped_matmul import dequantize_experts, grouped_matmul
@@ -189,7 +190,7 @@ def _in_groups(params: MLPParams, x: jax.Array, experts: jax.Array, num_tokens: 
     rows = x.at[pairs // X].get(mode="fill", fill_value=0)
     gate = linear(rows, params.gate, params.gate_bias) if config.is_gated else None
     up = linear(rows, params.up, params.up_bias)
-    y = linear(activate(gate, up, config=config), params.down, params.down_bias)
+    y = scaled(linear(activate(gate, up, config=config), params.down, params.down_bias), config.output_scale)
     places = jnp.argsort(order)  # of each pair's row
     results = y.at[jnp.where(places < num_pairs, places, T * X)].get(mode="fill", fill_value=0)
     return results.astype(jnp.float32).reshape(T, X, -1)

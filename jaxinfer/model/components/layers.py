@@ -86,6 +86,11 @@ def rms_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
     return normed * jnp.broadcast_to(weight, normed.shape)
 
 
+def scaled(x: jax.Array, scale: float) -> jax.Array:
+    """Returns x times a number, in float32, as rounded to x's dtype."""
+    return x if scale == 1.0 else rounded((x.astype(jnp.float32) * scale).astype(x.dtype))
+
+
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """Returns silu(gate) * up (Shazeer 2020)."""
     return jax.nn.silu(gate) * up

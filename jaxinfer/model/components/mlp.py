@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from flax import struct
 
-from jaxinfer.model.components.layers import ACTIVATIONS, UNGATED_ACTIVATIONS, MakeSpec, TensorSpec, linear
-from jaxinfer.validation import require_bool, require_int, require_name
+from jaxinfer.model.components.layers import ACTIVATIONS, UNGATED_ACTIVATIONS, MakeSpec, TensorSpec, linear, scaled
+from jaxinfer.validation import require, require_bool, require_int, require_name, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +22,17 @@ class MLP:
     intermediate_size: int
     activation: str = "silu"
     has_bias: bool = False
+    gate_scale: float = 1.0  # multiplies gate(x)
+    output_scale: float = 1.0  # multiplies the output
 
     def __post_init__(self) -> None:
         require_int("intermediate_size", self.intermediate_size, 1)
         require_name("activation", self.activation, (*ACTIVATIONS, *UNGATED_ACTIVATIONS))
         require_bool("has_mlp_bias", self.has_bias)
+        for name in ("gate_scale", "output_scale"):
+            require_positive(name, getattr(self, name))
+        is_right = self.is_gated or self.gate_scale == 1.0
+        require(is_right, "gate_scale", self.gate_scale, f"1.0, for activation={self.activation!r} has no gate")
 
     @property
     def is_gated(self) -> bool:
@@ -69,11 +75,12 @@ def mlp(params: MLPParams, x: jax.Array, num_tokens: jax.Array, *, config: MLP) 
     """Returns down(activation(gate(x)) * up(x)) [T, D] for x [T, D]."""
     up = linear(x, params.up, params.up_bias, num_tokens)
     gate = linear(x, params.gate, params.gate_bias, num_tokens) if config.is_gated else None
-    return linear(activate(gate, up, config=config), params.down, params.down_bias, num_tokens)
+    y = linear(activate(gate, up, config=config), params.down, params.down_bias, num_tokens)
+    return scaled(y, config.output_scale)
 
 
 def activate(gate: jax.Array | None, up: jax.Array, *, config: MLP) -> jax.Array:
     """Returns the numbers [T, F] between up and down; `gate` is None if the network has none."""
     if gate is None:
         return UNGATED_ACTIVATIONS[config.activation](up)
-    return ACTIVATIONS[config.activation](gate, up)
+    return ACTIVATIONS[config.activation](scaled(gate, config.gate_scale), up)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jaxinfer.model.components.attention import AttentionInputs
@@ -25,7 +26,7 @@ class StateSpace:
     """H heads, each with a state that decays and takes up inputs as the token decides (Mamba-2, Dao & Gu 2024).
 
     state = exp(-exp(a_log) * dt) * state + dt * B xᵀ, and the output is Cᵀ state + d * x. B and C are shared by the
-    heads of a group. The output times silu(gate) is normalised within each group.
+    heads of a group. The output is multiplied by silu(gate), and normalised within each group.
     """
 
     num_heads: int
@@ -34,8 +35,11 @@ class StateSpace:
     state_size: int  # numbers of B and C
     conv_size: int  # inputs of the convolution before it, the token's own included
     has_conv_bias: bool = True
-    has_bias: bool = False  # of the products of inputs and outputs
+    has_in_bias: bool = False
+    has_out_bias: bool = False
     time_step_limits: tuple[float, float] = (0.0, math.inf)  # of dt
+    norm: str | None = "gated"  # of the output: "gated", after the gate, or "plain", before it
+    scales: tuple[float, ...] = (1.0,) * 5  # multiply the gate, x, B, C and dt as the first product gives them
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "head_dim", "num_groups", "state_size"):
@@ -43,8 +47,14 @@ class StateSpace:
         require_int("conv_size", self.conv_size, 2)
         is_multiple = f"a multiple of num_groups={self.num_groups}"
         require(self.num_heads % self.num_groups == 0, "num_heads", self.num_heads, is_multiple)
-        for name in ("has_conv_bias", "has_bias"):
+        for name in ("has_conv_bias", "has_in_bias", "has_out_bias"):
             require_bool(name, getattr(self, name))
+        is_name = isinstance(self.norm, str) and self.norm in ("gated", "plain")
+        require(self.norm is None or is_name, "norm", self.norm, "'gated', 'plain' or None")
+        are_scales = "five positive numbers"
+        scales = as_tuple("scales", self.scales, are_scales)
+        require(len(scales) == 5 and all(is_real(x) and x > 0 for x in scales), "scales", scales, are_scales)
+        object.__setattr__(self, "scales", tuple(map(as_float, scales)))
         are_limits = "two numbers in order, of at least 0"
         limits = as_tuple("time_step_limits", self.time_step_limits, are_limits)
         is_right = len(limits) == 2 and all(map(is_real, limits)) and 0 <= limits[0] <= limits[1]
@@ -86,7 +96,7 @@ class StateSpaceParams:
     dt_bias: Any  # [n, H]
     a_log: Any  # [n, H]
     d: Any  # [n, H]
-    norm: Any  # [n, I]
+    norm: Any  # [n, I]  None without a norm
     out_proj: Any  # [n, D, I]
     conv_bias: Any = None  # [n, C]
     in_bias: Any = None  # [n, I + C + H]
@@ -96,19 +106,21 @@ class StateSpaceParams:
 def declare_state_space(config: StateSpace, hidden_size: int, spec: MakeSpec) -> StateSpaceParams:
     """Returns a `TensorSpec` per tensor; `spec(sizes, axes, scale)` makes one of n layers."""
     D, H, I, C = hidden_size, config.num_heads, config.inner_size, config.num_channels
-    tensors: dict[str, TensorSpec] = {
+    tensors: dict[str, TensorSpec | None] = {
         "in_proj": spec((I + C + H, D), ("channels", "embed")),
         "conv": spec((C, config.conv_size), ("channels", "conv")),
         "dt_bias": spec((H,), ("state_heads",)),
         "a_log": spec((H,), ("state_heads",)),
         "d": spec((H,), ("state_heads",), None),
-        "norm": spec((I,), ("channels",), None),
+        "norm": None if config.norm is None else spec((I,), ("channels",), None),
         "out_proj": spec((D, I), ("embed", "channels")),
     }
     if config.has_conv_bias:
         tensors |= {"conv_bias": spec((C,), ("channels",))}
-    if config.has_bias:
-        tensors |= {"in_bias": spec((I + C + H,), ("channels",)), "out_bias": spec((D,), ("embed",))}
+    if config.has_in_bias:
+        tensors |= {"in_bias": spec((I + C + H,), ("channels",))}
+    if config.has_out_bias:
+        tensors |= {"out_bias": spec((D,), ("embed",))}
     return StateSpaceParams(**tensors)
 
 
@@ -132,7 +144,7 @@ def state_space(
     T, H, P, G, N = x.shape[0], config.num_heads, config.head_dim, config.num_groups, config.state_size
     I, C = config.inner_size, config.num_channels
     slots = slots_of_layer(inputs.states, inputs.page_offset)
-    projected = linear(x, params.in_proj, params.in_bias, inputs.num_tokens)
+    projected = _scaled_parts(linear(x, params.in_proj, params.in_bias, inputs.num_tokens), config)
     gate, channels, dt = projected[:, :I], projected[:, I : I + C], projected[:, I + C :]
     channels, conv = convolve(channels, states.conv, params.conv, params.conv_bias, slots, inputs.batch)
     channels = jax.nn.silu(channels)
@@ -151,11 +163,33 @@ def state_space(
     )
     y, recurrent = advance(RULE, tokens, states.recurrent, slots, inputs)
     y = y + rounded(values * jnp.broadcast_to(params.d.astype(jnp.float32)[:, None], values.shape))
-    y = y.reshape(T, G, I // G) * jax.nn.silu(gate.astype(jnp.float32)).reshape(T, G, I // G)
-    mean_square = row_sum(rounded(y * y)) / (I // G)
-    y = (y * jax.lax.rsqrt(mean_square + norm.epsilon)[..., None]).reshape(T, I).astype(x.dtype)
-    y = y * jnp.broadcast_to(params.norm, y.shape)
+    y, gate = y.reshape(T, I), jax.nn.silu(gate.astype(jnp.float32))
+    if config.norm == "gated":
+        y = _normed(y * gate, params.norm, G, norm, x.dtype)
+    elif config.norm == "plain":
+        y = _normed(y, params.norm, G, norm, jnp.float32) * gate
+    else:
+        y = y * gate
+    y = y.astype(x.dtype)
     return linear(y, params.out_proj, params.out_bias, inputs.num_tokens), States(conv=conv, recurrent=recurrent)
+
+
+def _scaled_parts(x: jax.Array, config: StateSpace) -> jax.Array:
+    """Returns the numbers [T, I + C + H] of the first product times `config.scales`, each of its part."""
+    if config.scales == (1.0,) * 5:
+        return x
+    BC = config.num_groups * config.state_size
+    sizes = (config.inner_size, config.inner_size, BC, BC, config.num_heads)
+    scales = np.repeat(np.array(config.scales, np.float32), sizes)
+    return rounded((x.astype(jnp.float32) * jnp.broadcast_to(scales, x.shape)).astype(x.dtype))
+
+
+def _normed(x: jax.Array, weight: jax.Array, num_groups: int, norm: Norm, dtype: Any) -> jax.Array:
+    """Returns x f32[T, I] divided by the length of each group, in a dtype, times the weight [I]."""
+    groups = x.reshape(x.shape[0], num_groups, -1)
+    mean_square = row_sum(rounded(groups * groups)) / groups.shape[-1]
+    normed = (groups * jax.lax.rsqrt(mean_square + norm.epsilon)[..., None]).reshape(x.shape).astype(dtype)
+    return normed * jnp.broadcast_to(weight.astype(dtype), x.shape)
 
 
 def _advance(state: jax.Array, token: Tokens, shared: None) -> tuple[jax.Array, jax.Array]:

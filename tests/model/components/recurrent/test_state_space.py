@@ -20,7 +20,9 @@ from tests.model.components.recurrent.layers import (
 from tests.replay import lively_params
 
 # No size is a multiple of the vectors of a CPU.
-ODD = StateSpace(num_heads=6, head_dim=10, num_groups=2, state_size=13, conv_size=4, has_bias=True)
+ODD = StateSpace(
+    num_heads=6, head_dim=10, num_groups=2, state_size=13, conv_size=4, has_in_bias=True, has_out_bias=True
+)
 CASES = {
     "odd sizes": (ODD, 36),
     "one group, bounded steps, a wide convolution": (
@@ -35,6 +37,11 @@ CASES = {
         ),
         64,
     ),
+    "a norm before the gate, scaled parts": (
+        dataclasses.replace(ODD, norm="plain", scales=(0.7, 1.3, 0.6, 1.5, 0.9)),
+        36,
+    ),
+    "no norm": (dataclasses.replace(ODD, norm=None), 36),
 }
 
 
@@ -42,7 +49,8 @@ def naive_state_space(params, x, config, norm):
     """The output of the layer for x [T, D] by definition, one token and head at a time."""
     p, (H, P, G, N) = wide_params(params), (config.num_heads, config.head_dim, config.num_groups, config.state_size)
     inner = H * P
-    projected = x @ p["in_proj"].T + p.get("in_bias", 0)
+    sizes = (inner, inner, G * N, G * N, H)
+    projected = (x @ p["in_proj"].T + p.get("in_bias", 0)) * np.repeat(config.scales, sizes)
     gate, channels, dt = np.split(projected, [inner, inner + config.num_channels], axis=1)
     channels = naive_conv(channels, p["conv"], p.get("conv_bias", 0))
     dt = np.clip(softplus(dt + p["dt_bias"]), *config.time_step_limits)
@@ -54,9 +62,16 @@ def naive_state_space(params, x, config, norm):
             b, c = (channels[t, inner + part * G * N + g * N :][:N] for part in (0, 1))
             state = np.exp(-np.exp(p["a_log"][h]) * dt[t, h]) * state + dt[t, h] * np.outer(value, b)
             out[t, h] = state @ c + p["d"][h] * value
-    out = (out.reshape(len(x), inner) * gate * sigmoid(gate)).reshape(len(x), G, -1)
-    out = out / np.sqrt((out**2).mean(-1, keepdims=True) + norm.epsilon)
-    return (out.reshape(len(x), inner) * p["norm"]) @ p["out_proj"].T + p.get("out_bias", 0)
+
+    def normed(y):
+        groups = y.reshape(len(y), G, -1)
+        return (groups / np.sqrt((groups**2).mean(-1, keepdims=True) + norm.epsilon)).reshape(y.shape) * p["norm"]
+
+    out, gate = out.reshape(len(x), inner), gate * sigmoid(gate)
+    out = {"gated": lambda: normed(out * gate), "plain": lambda: normed(out) * gate, None: lambda: out * gate}[
+        config.norm
+    ]()
+    return out @ p["out_proj"].T + p.get("out_bias", 0)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -78,6 +93,8 @@ def test_the_layer_computes_its_formula(name):
         ({"conv_size": 1}, "conv_size"),
         ({"state_size": 0}, "state_size"),
         ({"time_step_limits": (1.0, 0.5)}, "time_step_limits"),
+        ({"norm": "before"}, "norm"),
+        ({"scales": (1.0, 1.0, 1.0)}, "scales"),
     ],
     ids=str,
 )
