@@ -68,6 +68,10 @@ SWITCHES: tuple[Mapping[str, Any], ...] = (
     {"embedding_multiplier": 2.0},
     {"attention_multiplier": 0.5},
     {"logits_scaling": 2.0},
+    {"key_multiplier": 0.5},
+    {"ssm_out_multiplier": 0.5},
+    {"mlp_multipliers": [0.5, 0.5]},
+    {"lm_head_multiplier": 0.5},
 )
 WIDTH = 118
 
@@ -178,6 +182,10 @@ def _features(config: ModelConfig) -> Iterator[str]:
         yield from _of_feed_forward(layer)
         if layer.has_post_norms:
             yield "norms before and after" if layer.has_pre_norms else "norms after"
+        if len(layer.mixers) > 1:
+            yield " beside ".join(functions_of(mixer).name for mixer in layer.mixers)
+        if any((branch.input_scale, branch.output_scale) != (1.0, 1.0) for branch in layer.branches):
+            yield "mixer multipliers"
     if any(layer.mixer is None or layer.feed_forward is None for layer in config.layers):
         yield "layers of one half"
     are_sparse = {isinstance(layer.feed_forward, MoE) for layer in config.layers if layer.feed_forward is not None}
@@ -234,3 +242,5 @@ def _of_feed_forward(layer: Layer) -> Iterator[str]:
         yield part.activation
     elif part.has_bias:
         yield "MLP biases"
+    elif (part.gate_scale, part.output_scale) != (1.0, 1.0):
+        yield "MLP multipliers"

@@ -23,7 +23,10 @@ from tests.oracles import CONFIGS, FAMILY_SIZES, NO_IDS, SIZES, load_reference, 
 # tests/checkpoint/test_text_models.py and test_qwen3_5.py test their own part.
 WITH_IMAGES = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe")
 # test_logits.py judges their tensors.
-RECURRENT = ("granitemoehybrid", "mamba2", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+RECURRENT = (
+    *("falcon_h1", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+)
 # Of layers with `Attention`.
 NAMES = [name for name in CONFIGS if not name.startswith("deepseek") and name not in RECURRENT]
 WRONG = [

@@ -54,6 +54,30 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
         },
     },
+    "falcon_h1": {
+        "multipliers, no norm of the state space's output": {},
+        "a norm before the gate, biases, tied, no multipliers": {
+            "mamba_rms_norm": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "projectors_bias": True,
+            "mlp_multipliers": None,
+            "ssm_multipliers": None,
+            **TIED,
+        },
+        "a norm after the gate, expanded, bounded steps, linear rope, one KV head": {
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_d_ssm": None,
+            "mamba_n_heads": 4,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "time_step_limit": [0.2, 0.9],
+            "rope_parameters": LINEAR,
+            "rms_norm_eps": 1e-2,
+            **ONE_KV_HEAD,
+        },
+    },
     "gemma": {
         "heads of another size": {},
         "one KV head, biases": {**ONE_KV_HEAD, "attention_bias": True},
@@ -180,6 +204,26 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
             **TIED,
         },
     },
+    "jamba": {
+        "attention in the second layer, experts in two": {},
+        "no experts, biases, a wide convolution, tied": {
+            "num_experts": 1,
+            "mamba_proj_bias": True,
+            "mamba_d_conv": 6,
+            **TIED,
+        },
+        "attention first, experts in two layers of three, a derived rank, one KV head": {
+            "attn_layer_period": 4,
+            "attn_layer_offset": 0,
+            "expert_layer_period": 3,
+            "expert_layer_offset": 0,
+            "num_experts_per_tok": 1,
+            "mamba_dt_rank": "auto",
+            "mamba_conv_bias": False,
+            "rms_norm_eps": 1e-2,
+            **ONE_KV_HEAD,
+        },
+    },
     "llama": {
         "G=4, llama3 rope": {
             "num_attention_heads": 8,
@@ -188,6 +232,22 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         },
         "G=1, H=64, tied, linear rope": {"num_attention_heads": 2, "head_dim": 64, "rope_parameters": LINEAR, **TIED},
         "G=2, H=80, biases": {"head_dim": 80, "attention_bias": True, "mlp_bias": True},
+    },
+    "mamba": {
+        "tied": {},
+        "biases, a wide convolution without one, untied": {
+            "use_bias": True,
+            "use_conv_bias": False,
+            "conv_kernel": 6,
+            "tie_word_embeddings": False,
+        },
+        "a derived rank, many channels, a narrow convolution, another epsilon": {
+            "time_step_rank": "auto",
+            "intermediate_size": 90,
+            "state_size": 16,
+            "conv_kernel": 2,
+            "layer_norm_epsilon": 1e-2,
+        },
     },
     "mamba2": {
         "groups": {},

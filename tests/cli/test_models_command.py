@@ -66,6 +66,15 @@ def test_windows_are_those_that_the_family_gives_its_layers(facts, model_type, w
             {"qkv biases", "experts", "gated shared expert", "dense layers among them"},
         ),
         ("smollm3", {"layers without positions", "attention biases", "MLP biases"}),
+        (
+            "falcon_h1",
+            {
+                *("attention beside state spaces", "state spaces", "attention biases", "MLP biases"),
+                *("score multiplier", "mixer multipliers", "MLP multipliers"),
+                *("embedding multiplier", "logit multiplier"),
+            },
+        ),
+        ("mamba", {"selective scans", "layers of one half"}),
     ],
 )
 def test_features_are_those_of_the_layers(facts, model_type, features):

@@ -23,13 +23,13 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="bits are
 
 LIMITS = EngineConfig(max_num_seqs=3, max_num_batched_tokens=16, max_model_len=96, page_size=16)
 # Tied weights and plain layers, softcaps and windows, two ropes, experts, sinks, latents with a shared expert, state
-# spaces, gated delta nets, the same with gated attention.
+# spaces, some of them beside attention, selective scans, gated delta nets, the same with gated attention.
 FAMILIES = (
-    *("llama", "gemma2", "gemma3_text", "mixtral", "gpt_oss", "deepseek_v3", "mamba2", "qwen3_next"),
-    *("qwen3_5_text", "qwen3_5_moe_text"),
+    *("llama", "gemma2", "gemma3_text", "mixtral", "gpt_oss", "deepseek_v3"),
+    *("falcon_h1", "jamba", "mamba", "mamba2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
 )
 # Gradients of these are compared in every run, those of the others with `-m exhaustive`.
-IN_EVERY_RUN = ("gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_next")
+IN_EVERY_RUN = ("gemma3_text", "gpt_oss", "deepseek_v3", "jamba", "qwen3_next")
 OVERRIDES = {
     "llama": {"tie_word_embeddings": True},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},

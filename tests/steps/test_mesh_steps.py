@@ -13,10 +13,14 @@ from tests.on_devices import run_on_devices
 from tests.oracles import CONFIGS, load_reference, reference_logits, save_random_checkpoint
 
 LENGTHS = (27, 9, 16)
-# Latents and a shared expert, experts with biases and sinks, gated delta nets. The others differ in other parts.
-FAMILIES = ("deepseek_v3", "gpt_oss", "qwen3_next")
+# Latents and a shared expert, attention beside a state space, experts with biases and sinks, gated delta nets. The
+# others differ in other parts.
+FAMILIES = ("deepseek_v3", "falcon_h1", "gpt_oss", "qwen3_next")
 # Two devices share the experts: an odd number cannot be split.
-EVEN: dict[str, Any] = {"mixtral": {"num_local_experts": 6}, "granitemoehybrid": {"num_local_experts": 6}}
+EVEN: dict[str, Any] = {
+    **{"mixtral": {"num_local_experts": 6}, "granitemoehybrid": {"num_local_experts": 6}},
+    "jamba": {"num_experts": 6},
+}
 
 
 @pytest.mark.shows("mesh")

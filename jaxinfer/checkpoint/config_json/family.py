@@ -270,16 +270,21 @@ def require_harmless(hf: Mapping[str, Any], settings: Harmless) -> None:
 
 
 def expert_weights(
-    prefix: str, *, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), shared: str | None = None
+    prefix: str,
+    *,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    router: str = "gate",
+    shared: str | None = None,
 ) -> WeightTable:
     """Returns the table of a mixture whose experts are stored one by one under `prefix`.
 
-    `names` are those of gate, up and down. `shared` is the name of the shared expert, if there may be one.
+    `names` are those of gate, up and down, and `router` is that of the router. `shared` is the name of the shared
+    expert, if there may be one.
     """
     moe = "layers.feed_forward"
     gate, up, down = names
     weights: dict[str, Target] = {
-        f"{prefix}.gate.weight": (f"{moe}.router", "E D -> E D"),
+        f"{prefix}.{router}.weight": (f"{moe}.router", "E D -> E D"),
         f"{prefix}.experts.{{expert}}.{gate}.weight": (f"{moe}.experts.gate", "F D -> F D"),
         f"{prefix}.experts.{{expert}}.{up}.weight": (f"{moe}.experts.up", "F D -> F D"),
         f"{prefix}.experts.{{expert}}.{down}.weight": (f"{moe}.experts.down", "D F -> D F"),

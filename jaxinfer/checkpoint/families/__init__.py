@@ -13,17 +13,17 @@ from jaxinfer.checkpoint.families import (
     gpt_oss,
     granite,
     llama,
-    mamba,
     mistral,
-    nemotron_h,
     olmo,
     phi3,
     qwen,
 )
+from jaxinfer.checkpoint.families.recurrent import falcon_h1, jamba, mamba, nemotron_h
 
 FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": deepseek.FAMILY_2,
     "deepseek_v3": deepseek.FAMILY_3,
+    "falcon_h1": falcon_h1.FAMILY,
     "gemma": gemma.FAMILY_1,
     "gemma2": gemma.FAMILY_2,
     "gemma3": gemma.FAMILY_3_WITH_IMAGES,
@@ -35,7 +35,9 @@ FAMILIES: Mapping[str, Family] = {
     "granitemoe": granite.MOE_FAMILY,
     "granitemoehybrid": granite.HYBRID_FAMILY,
     "granitemoeshared": granite.SHARED_FAMILY,
+    "jamba": jamba.FAMILY,
     "llama": llama.FAMILY,
+    "mamba": mamba.FAMILY_1,
     "mamba2": mamba.FAMILY_2,
     "mistral": mistral.FAMILY,
     "mistral3": mistral.FAMILY_3_WITH_IMAGES,

@@ -26,7 +26,8 @@ from jaxinfer.checkpoint.config_json.fields import (
 )
 from jaxinfer.checkpoint.config_json.rope import read_rope
 from jaxinfer.checkpoint.config_json.window import FULL, LINEAR, hybrid_layer_types
-from jaxinfer.checkpoint.families import llama, mamba
+from jaxinfer.checkpoint.families import llama
+from jaxinfer.checkpoint.families.recurrent import mamba
 from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE, Router

@@ -52,6 +52,16 @@ WEIGHTS: WeightTable = {
 }
 
 
+def renamed_weights(parts: Mapping[str, str]) -> WeightTable:
+    """Returns WEIGHTS with other names for some parts of the stored names, such as {".mlp.": ".feed_forward."}."""
+    table = {}
+    for name, target in WEIGHTS.items():
+        for theirs, ours in parts.items():
+            name = name.replace(theirs, ours)
+        table[name] = target
+    return table
+
+
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translates config.json; what is absent gets the default of transformers' LlamaConfig."""
     no_window(hf)

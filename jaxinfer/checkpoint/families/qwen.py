@@ -37,7 +37,7 @@ from jaxinfer.checkpoint.config_json.rope import read_rope
 from jaxinfer.checkpoint.config_json.text_model import text_model_family
 from jaxinfer.checkpoint.config_json.window import FULL, LINEAR, hybrid_layer_types, switched_windows
 from jaxinfer.checkpoint.families import llama
-from jaxinfer.checkpoint.families.mamba import read_conv_size
+from jaxinfer.checkpoint.families.recurrent.mamba import read_conv_size
 from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE, Router

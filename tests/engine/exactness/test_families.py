@@ -38,10 +38,15 @@ from tests.oracles import CONFIGS, load_reference, reference_logits, save_random
 # others. `tests/checkpoint/test_logits.py` compares the logits of all, in chunks too, with transformers.
 IN_EVERY_RUN = {
     "deepseek_v3": "latent attention, a sigmoid router with groups and biases, a shared expert",
+    "falcon_h1": "attention and a state space side by side",
     "gpt_oss": "sinks, windows in every other layer, experts with biases",
+    "jamba": "selective scans, attention without positions, experts",
     "qwen3_next": "gated delta nets and gated attention, experts and a gated shared one",
 }
-RECURRENT = ("granitemoehybrid", "mamba2", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+RECURRENT = (
+    *("falcon_h1", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+)
 MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}
 OVERRIDES: dict[str, dict[str, Any]] = {

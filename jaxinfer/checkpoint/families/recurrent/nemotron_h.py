@@ -23,7 +23,7 @@ from jaxinfer.checkpoint.config_json.fields import (
     require_size,
     stated_head_dim,
 )
-from jaxinfer.checkpoint.families import mamba
+from jaxinfer.checkpoint.families.recurrent import mamba
 from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.layers import Norm
 from jaxinfer.model.components.mlp import MLP

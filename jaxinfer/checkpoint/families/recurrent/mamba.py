@@ -1,4 +1,7 @@
-"""Mamba-2: layers of a state space alone. Its mixer is that of Granite 4 and Nemotron-H too."""
+"""Mamba and Mamba-2: layers of a state space alone.
+
+The mixer of Mamba is that of Jamba too, that of Mamba-2 those of Granite 4, Nemotron-H and Falcon-H1.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,10 @@ from jaxinfer.checkpoint.config_json.family import (
 )
 from jaxinfer.checkpoint.config_json.fields import is_enabled, require_number, require_size
 from jaxinfer.model.components.layers import Norm
+from jaxinfer.model.components.recurrent.selective_scan import SelectiveScan
 from jaxinfer.model.components.recurrent.state_space import StateSpace
 from jaxinfer.model.config import Layer, ModelConfig
+from jaxinfer.model.mixers import Mixer
 from jaxinfer.validation import MAX_FLOAT
 
 # Nothing in the model depends on a position: this bounds the tables of the engine alone.
@@ -40,17 +45,50 @@ def mixer_weights(prefix: str) -> WeightTable:
     }
 
 
+def scan_weights(prefix: str) -> WeightTable:
+    """Returns the table of a selective scan that is stored under `prefix`."""
+    return {
+        f"{prefix}.in_proj.weight": ("layers.mixer.in_proj", "F D -> F D"),
+        f"{prefix}.in_proj.bias": ("layers.mixer.in_bias", "F -> F"),
+        f"{prefix}.conv1d.weight": ("layers.mixer.conv", "I 1 W -> I W"),
+        f"{prefix}.conv1d.bias": ("layers.mixer.conv_bias", "I -> I"),
+        f"{prefix}.x_proj.weight": ("layers.mixer.x_proj", "F I -> F I"),
+        f"{prefix}.dt_proj.weight": ("layers.mixer.dt_proj", "I R -> I R"),
+        f"{prefix}.dt_proj.bias": ("layers.mixer.dt_bias", "I -> I"),
+        f"{prefix}.A_log": ("layers.mixer.a_log", "I N -> N I"),
+        f"{prefix}.D": ("layers.mixer.d", "I -> I"),
+        f"{prefix}.out_proj.weight": ("layers.mixer.out_proj", "D I -> D I"),
+        f"{prefix}.out_proj.bias": ("layers.mixer.out_bias", "D -> D"),
+    }
+
+
 _LAYER = "backbone.layers.{layer}"
-WEIGHTS: WeightTable = {
+_OUTER: WeightTable = {
     "backbone.embeddings.weight": ("embedding", "V D -> V D"),
     "backbone.norm_f.weight": ("final_norm", "D -> D"),
     "lm_head.weight": ("unembedding", "V D -> V D"),
     f"{_LAYER}.norm.weight": ("layers.mixer_norm", "D -> D"),
-    **mixer_weights(f"{_LAYER}.mixer"),
 }
+WEIGHTS_1: WeightTable = {**_OUTER, **scan_weights(f"{_LAYER}.mixer")}
+WEIGHTS_2: WeightTable = {**_OUTER, **mixer_weights(f"{_LAYER}.mixer")}
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def config_from_hf_1(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translates config.json; what is absent gets the default of transformers' MambaConfig."""
+    refuse_unsupported(hf, "MambaForCausalLM")
+    inner_size = require_size(hf, "expand", 2) * require_size(hf, "hidden_size")
+    mixer = SelectiveScan(
+        inner_size=require_size(hf, "intermediate_size", inner_size),
+        state_size=require_size(hf, "state_size", 16),
+        time_step_rank=read_time_step_rank(hf, "time_step_rank"),
+        conv_size=read_conv_size(hf, "conv_kernel"),
+        has_conv_bias=is_enabled(hf, "use_conv_bias", default=True),
+        has_bias=is_enabled(hf, "use_bias"),
+    )
+    return _decoder(hf, mixer, has_tied_embeddings=is_enabled(hf, "tie_word_embeddings", default=True))
+
+
+def config_from_hf_2(hf: Mapping[str, Any]) -> ModelConfig:
     """Translates config.json; what is absent gets the default of transformers' Mamba2Config."""
     refuse_unsupported(hf, "Mamba2ForCausalLM")
     num_heads, head_dim = require_size(hf, "num_heads", 128), require_size(hf, "head_dim", 64)
@@ -66,9 +104,20 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         has_out_bias=is_enabled(hf, "use_bias"),
         time_step_limits=read_time_step_limits(hf),
     )
+    return _decoder(hf, mixer, has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"))
+
+
+def _decoder(hf: Mapping[str, Any], mixer: Mixer, *, has_tied_embeddings: bool) -> ModelConfig:
     norm = Norm(epsilon=require_number(hf, "layer_norm_epsilon", 1e-5))
     layers = [Layer(mixer=mixer, feed_forward=None, norm=norm)] * read_num_layers(hf)
-    return decoder_of(hf, layers, max_position=MAX_POSITION, has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"))
+    return decoder_of(hf, layers, max_position=MAX_POSITION, has_tied_embeddings=has_tied_embeddings)
+
+
+def read_time_step_rank(hf: Mapping[str, Any], key: str) -> int:
+    """Returns the number of numbers of which all time steps are made; "auto" is a sixteenth of the hidden size."""
+    if hf.get(key, "auto") == "auto":
+        return -(-require_size(hf, "hidden_size") // 16)
+    return require_size(hf, key)
 
 
 def require_inner_size(hf: Mapping[str, Any], key: str, size: int, *factors: tuple[str, int]) -> None:
@@ -120,4 +169,7 @@ def _is_real(value: Any) -> bool:
     return is_number and (value == math.inf or -MAX_FLOAT <= value <= MAX_FLOAT)
 
 
-FAMILY_2 = Family(config_from_hf=config_from_hf, weights=WEIGHTS)
+# Checkpoints of the time before transformers had the family call the embedding so.
+FORMER_SPELLING = {"backbone.embeddings.": "backbone.embedding."}
+FAMILY_1 = Family(config_from_hf=config_from_hf_1, weights=WEIGHTS_1, spellings=({}, FORMER_SPELLING))
+FAMILY_2 = Family(config_from_hf=config_from_hf_2, weights=WEIGHTS_2)
