@@ -70,6 +70,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
     },
+    "falcon_h1": {**HEADS, "mamba_d_ssm": 512, "mamba_n_heads": 8, "mamba_d_state": 64},
+    "jamba": {"num_experts": 8, "attn_layer_period": 3, "attn_layer_offset": 1},
     "granitemoehybrid": {"shared_intermediate_size": 128, "mamba_n_heads": 8, "mamba_d_state": 64},
 }
 LIMITS: dict[str, Any] = {

@@ -35,6 +35,21 @@ QWEN3_NEXT_80B = {
 }
 
 
+FALCON_H1_34B = {
+    "num_hidden_layers": 72,
+    "hidden_size": 5120,
+    "intermediate_size": 21504,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "mamba_d_ssm": 4096,
+    "mamba_n_heads": 32,
+    "mamba_d_head": 128,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 256,
+}
+
+
 def config_of(family: str, fields: dict):
     """Returns the description of the shape that a published config.json of these fields has."""
     config_class = transformers.AutoConfig.for_model(family, **fields)
@@ -68,3 +83,23 @@ def test_states_of_qwen3_next_take_the_same_bytes_at_any_length():
 
     assert config.page_kinds == (PageKind(), PageKind(is_state=True))
     assert pools[8_000] == pools[TOKENS] == 36 * state * (3 + 512 // S)
+
+
+def test_every_layer_of_falcon_h1_has_pages_of_keys_and_of_states():
+    config = config_of("falcon_h1", FALCON_H1_34B)
+
+    cache_config = plan_cache(config, LIMITS, "bfloat16", TOKENS)
+    state = 4 * (32 * 128 * 256 + 3 * (4096 + 2 * 2 * 256))
+
+    assert config.page_kinds == (PageKind(), PageKind(is_state=True))
+    assert bytes_of_page(config, cache_config, None) == 72 * S * (4 * 128 * 2 * 2) + 4 * S
+    assert bytes_of_bounded(config, cache_config) == 72 * state * (3 + 512 // S)
+
+
+def test_states_of_jamba_have_16_numbers_for_each_channel():
+    config = config_of("jamba", {})  # Jamba-v0.1: 4 layers of 32 attend
+
+    cache_config = plan_cache(config, LIMITS, "bfloat16", TOKENS)
+
+    assert bytes_of_page(config, cache_config, None) == 4 * S * (8 * 128 * 2 * 2) + 4 * S
+    assert bytes_of_bounded(config, cache_config) == 28 * 4 * 8192 * (16 + 3) * (3 + 512 // S)

@@ -74,6 +74,11 @@ def require_number(place: Mapping[str, Any], key: str, default: float | None = N
     return value
 
 
+def multiplier(hf: Mapping[str, Any], key: str) -> float:
+    """Returns a positive number, 1 if the key is absent."""
+    return require_number(hf, key, 1.0, least=1e-9)
+
+
 def number_or_default(place: Mapping[str, Any], key: str, default: float | None = None, least: float = 0.0) -> float:
     """Returns the same, and `default` for null as well."""
     return require_number({key: default if place.get(key) is None else place[key]}, key, least=least)

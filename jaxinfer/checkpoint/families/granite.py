@@ -19,9 +19,9 @@ from jaxinfer.checkpoint.config_json.fields import (
     divided_head_dim,
     expert_counts,
     is_enabled,
+    multiplier,
     num_kv_heads,
     require_count,
-    require_number,
     require_size,
 )
 from jaxinfer.checkpoint.config_json.rope import read_rope
@@ -38,7 +38,6 @@ from jaxinfer.model.mixers import Mixer
 
 _LAYER = "model.layers.{layer}"
 MAX_POSITION = 2048
-LEAST = 1e-9  # of a multiplier
 
 _SHARED_INPUT = Fused(
     (("layers.feed_forward.shared.gate", "F D -> F D"), ("layers.feed_forward.shared.up", "F D -> F D"))
@@ -141,31 +140,27 @@ def _translate(hf: Mapping[str, Any], architecture: str, feed_forward: MLP | MoE
     return _decoder(hf, [attention] * read_num_layers(hf), feed_forward)
 
 
-def _multiplier(hf: Mapping[str, Any], name: str) -> float:
-    return require_number(hf, name, 1.0, least=LEAST)
-
-
 def _attention(hf: Mapping[str, Any], rope: Rope | None) -> Attention:
     return Attention(
         num_heads=require_size(hf, "num_attention_heads"),
         num_kv_heads=num_kv_heads(hf, default=require_size(hf, "num_attention_heads")),
         head_dim=divided_head_dim(hf),
         rope=rope,
-        scale=_multiplier(hf, "attention_multiplier"),
+        scale=multiplier(hf, "attention_multiplier"),
         has_qkv_bias=is_enabled(hf, "attention_bias"),
         has_output_bias=is_enabled(hf, "attention_bias"),
     )
 
 
 def _decoder(hf: Mapping[str, Any], mixers: Sequence[Mixer], feed_forward: MLP | MoE) -> ModelConfig:
-    norm, scale = read_norm(hf), _multiplier(hf, "residual_multiplier")
+    norm, scale = read_norm(hf), multiplier(hf, "residual_multiplier")
     return decoder_of(
         hf,
         [Layer(mixer=mixer, feed_forward=feed_forward, norm=norm, residual_scale=scale) for mixer in mixers],
         max_position=MAX_POSITION,
         has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
-        embedding_scale=_multiplier(hf, "embedding_multiplier"),
-        logit_scale=1.0 / _multiplier(hf, "logits_scaling"),
+        embedding_scale=multiplier(hf, "embedding_multiplier"),
+        logit_scale=1.0 / multiplier(hf, "logits_scaling"),
     )
 
 

@@ -21,6 +21,7 @@ from tests.unoptimised import UNOPTIMISED
 
 T, X, D, F = 7, 2, 16, 32
 NUM_REAL = 5  # tokens that are not padding
+GATE_SCALE, OUTPUT_SCALE = 0.75, 1.5
 
 
 class Case(NamedTuple):
@@ -61,9 +62,10 @@ def expected_sums(tensors: dict[str, np.ndarray], x: Any, experts: Any, weights:
     for t in range(T):
         for expert, weight in zip(experts[t], weights[t], strict=True):
             own = {name: tensor[expert] for name, tensor in tensors.items()}
-            gate = own["gate"] @ x[t] + own.get("gate_bias", 0)
+            gate = GATE_SCALE * (own["gate"] @ x[t] + own.get("gate_bias", 0))
             up = own["up"] @ x[t] + own.get("up_bias", 0)
-            out[t] += weight * (own["down"] @ (gate / (1 + np.exp(-gate)) * up) + own.get("down_bias", 0))
+            down = own["down"] @ (gate / (1 + np.exp(-gate)) * up) + own.get("down_bias", 0)
+            out[t] += weight * OUTPUT_SCALE * down
     return out
 
 
@@ -79,7 +81,7 @@ def error(case: Case) -> float:
         params = params.replace(**{name: quantize(getattr(params, name), **case.quantization) for name in products})
     arrays = (np.asarray(x, np.float32), np.asarray(experts, np.int32), np.asarray(weights, np.float32))
     mesh = Mesh(np.array(jax.devices()).reshape(case.mesh), ("experts", "model"))
-    config = MLP(intermediate_size=F, has_bias=case.has_bias)
+    config = MLP(intermediate_size=F, has_bias=case.has_bias, gate_scale=GATE_SCALE, output_scale=OUTPUT_SCALE)
     compute = jax.jit(functools.partial(sum_of_experts, config=config, mesh=mesh), compiler_options=UNOPTIMISED)
 
     out = np.asarray(compute(params, *arrays, np.int32(NUM_REAL)))

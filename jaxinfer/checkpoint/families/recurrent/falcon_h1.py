@@ -16,8 +16,8 @@ from jaxinfer.checkpoint.config_json.family import (
 from jaxinfer.checkpoint.config_json.fields import (
     divided_head_dim,
     is_enabled,
+    multiplier,
     num_kv_heads,
-    require_number,
     require_size,
 )
 from jaxinfer.checkpoint.config_json.rope import read_rope
@@ -29,7 +29,6 @@ from jaxinfer.model.components.recurrent.state_space import StateSpace
 from jaxinfer.model.config import Branch, Layer, ModelConfig
 
 MAX_POSITION = 8192
-LEAST = 1e-9  # of a multiplier
 # The fields of the two mixers have different names, so their tensors are told apart by these alone.
 WEIGHTS: WeightTable = {**llama.renamed_weights(jamba.PARTS), **mamba.mixer_weights("model.layers.{layer}.mamba")}
 
@@ -47,13 +46,13 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     branches = (
         Branch(
             mixer=_attention(hf),
-            input_scale=_multiplier(hf, "attention_in_multiplier"),
-            output_scale=_multiplier(hf, "attention_out_multiplier"),
+            input_scale=multiplier(hf, "attention_in_multiplier"),
+            output_scale=multiplier(hf, "attention_out_multiplier"),
         ),
         Branch(
             mixer=_state_space(hf),
-            input_scale=_multiplier(hf, "ssm_in_multiplier"),
-            output_scale=_multiplier(hf, "ssm_out_multiplier"),
+            input_scale=multiplier(hf, "ssm_in_multiplier"),
+            output_scale=multiplier(hf, "ssm_out_multiplier"),
         ),
     )
     layer = Layer(mixer=branches, feed_forward=mlp, norm=read_norm({"rms_norm_eps": 1e-5, **hf}))
@@ -62,13 +61,13 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         [layer] * read_num_layers(hf),
         max_position=MAX_POSITION,
         has_tied_embeddings=is_enabled(hf, "tie_word_embeddings"),
-        embedding_scale=_multiplier(hf, "embedding_multiplier"),
-        logit_scale=_multiplier(hf, "lm_head_multiplier"),
+        embedding_scale=multiplier(hf, "embedding_multiplier"),
+        logit_scale=multiplier(hf, "lm_head_multiplier"),
     )
 
 
 def _attention(hf: Mapping[str, Any]) -> Attention:
-    head_dim, key_scale = divided_head_dim(hf), _multiplier(hf, "key_multiplier")
+    head_dim, key_scale = divided_head_dim(hf), multiplier(hf, "key_multiplier")
     return Attention(
         num_heads=require_size(hf, "num_attention_heads"),
         num_kv_heads=num_kv_heads(hf, default=8),
@@ -109,10 +108,6 @@ def _state_space(hf: Mapping[str, Any]) -> StateSpace:
     )
 
 
-def _multiplier(hf: Mapping[str, Any], key: str) -> float:
-    return require_number(hf, key, 1.0, least=LEAST)
-
-
 def _multipliers(hf: Mapping[str, Any], key: str, count: int) -> Any:
     """Returns `count` multipliers, which are 1 where config.json states none."""
     stated = hf.get(key)
@@ -122,7 +117,7 @@ def _multipliers(hf: Mapping[str, Any], key: str, count: int) -> Any:
         raise ValueError(
             f"{key}={stated!r} is not a list of {count} numbers; download the checkpoint's config.json again"
         )
-    return tuple(require_number({key: value}, key, least=LEAST) for value in stated)
+    return tuple(multiplier({key: value}, key) for value in stated)
 
 
 FAMILY = Family(config_from_hf=config_from_hf, weights=WEIGHTS)

@@ -17,9 +17,10 @@ from jaxinfer.model.cache import abstract_cache, extract_pages, init_cache, inse
 from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.recurrent.gated_delta_net import GatedDeltaNet
+from jaxinfer.model.components.recurrent.selective_scan import SelectiveScan
 from jaxinfer.model.components.recurrent.state_space import StateSpace
 from jaxinfer.model.components.recurrent.states import slots_of_layer, state_slots
-from jaxinfer.model.config import Layer, LayerGroup, ModelConfig
+from jaxinfer.model.config import Branch, Layer, LayerGroup, ModelConfig
 from jaxinfer.model.decoder import forward
 from jaxinfer.model.params import abstract_params
 
@@ -27,12 +28,14 @@ S = 16
 STATE_SPACE = StateSpace(num_heads=6, head_dim=10, num_groups=2, state_size=13, conv_size=4)
 DELTA_NET = GatedDeltaNet(num_key_heads=3, num_value_heads=6, key_head_dim=13, value_head_dim=10, conv_size=4)
 ATTENTION = Attention(num_heads=2, num_kv_heads=1, head_dim=16)
-# A model with a pool of each kind, and layers of one half.
+SCAN = SelectiveScan(inner_size=51, state_size=13, time_step_rank=3, conv_size=4)
+# A model with a pool of each kind, layers of one half, and one with two mixers.
 LAYERS = (
     Layer(mixer=STATE_SPACE, feed_forward=None),
     Layer(mixer=ATTENTION, feed_forward=None),
     Layer(mixer=DELTA_NET, feed_forward=MLP(intermediate_size=44)),
     Layer(mixer=None, feed_forward=MLP(intermediate_size=44, activation="relu2")),
+    Layer(mixer=(Branch(mixer=ATTENTION), Branch(mixer=SCAN, input_scale=0.5, output_scale=1.5)), feed_forward=None),
 )
 MODEL = ModelConfig(vocab_size=61, hidden_size=36, max_position=256, groups=(LayerGroup(LAYERS, 2),))
 
@@ -88,15 +91,18 @@ def test_moved_tokens_leave_states_where_they_are():
     batch: Any = SimpleNamespace(slot_mapping=jnp.asarray([5, 40]), bounded_tables=())
     moved = move_tokens(cache, batch, jnp.asarray([0, 0]), jnp.asarray([False, True]), config=MODEL)
 
-    for place in (0, 2):
-        jax.tree.map(np.testing.assert_array_equal, moved.pools[place], cache.pools[place])
+    for before, after, stack in zip(cache.pools, moved.pools, MODEL.mixer_stacks, strict=True):
+        pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+        assert all(np.array_equal(*pair) for pair in pairs) == (stack.kind == MODEL.state_kind)
 
 
 def test_a_page_has_a_float32_state_for_each_recurrent_layer():
     cache_config = CacheConfig(num_pages=7, page_size=S, dtype="bfloat16")
 
-    states = (3 * STATE_SPACE.num_channels + 6 * 13 * 10 + 3 * DELTA_NET.num_channels + 6 * 13 * 10) * 4
-    assert page_bytes(MODEL, cache_config) == 2 * (states + S * 2 * 16 * 2) + S * 4  # keys and values, and tokens
+    windows = 3 * (STATE_SPACE.num_channels + DELTA_NET.num_channels + 51)
+    states = (windows + 6 * 13 * 10 + 6 * 13 * 10 + 13 * 51) * 4
+    # Keys and values of two layers, and tokens.
+    assert page_bytes(MODEL, cache_config) == 2 * (states + 2 * S * 2 * 16 * 2) + S * 4
 
 
 def test_a_tree_of_drafts_is_refused():
