@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# (*tokens, sinks, pages, arrays) -> (attended, pages): the operands are those of `attend_whole_rows`
+# (*tokens, shared, pages, arrays) -> (attended, pages): the operands are those of `attend_whole_rows`
 PagedCall = Callable[..., tuple[jax.Array, Any]]
-# (*tokens of one row, sinks) -> attended
+# (*tokens of one row, shared) -> attended
 PlainCall = Callable[..., jax.Array]
 
 
@@ -25,36 +25,42 @@ def attend_whole_rows(
     plain: PlainCall,
     num_rows: int,
     tokens: tuple[jax.Array, ...],
-    sinks: jax.Array | None,
+    shared: jax.Array | None,
     pages: Any,
     arrays: Any,
 ) -> tuple[jax.Array, Any]:
-    """Returns `call(*tokens, sinks, pages, arrays)`, with the derivative of `plain(*tokens, sinks)` for each row.
+    """Returns `call(*tokens, shared, pages, arrays)`, with the derivative of `plain(*tokens, shared)` for each row.
 
-    `tokens` are arrays [T, ...] of `num_rows` rows one after another, such as queries, keys and values; sinks [N] are
-    the same for all rows. `arrays` are the integers of the step. The pages have no derivative.
+    `tokens` are arrays [T, ...] of `num_rows` rows one after another, such as queries, keys and values. `shared` is an
+    array that all rows share, such as sinks [N]. `arrays` are the integers of the step. The pages have no derivative.
     """
-    return call(*tokens, sinks, pages, arrays)
+    return call(*tokens, shared, pages, arrays)
 
 
 def _forward(
-    call: PagedCall, plain: PlainCall, num_rows: int, tokens: tuple[jax.Array, ...], sinks: Any, pages: Any, arrays: Any
+    call: PagedCall,
+    plain: PlainCall,
+    num_rows: int,
+    tokens: tuple[jax.Array, ...],
+    shared: Any,
+    pages: Any,
+    arrays: Any,
 ) -> tuple[Any, Any]:
-    return call(*tokens, sinks, pages, arrays), (tokens, sinks)
+    return call(*tokens, shared, pages, arrays), (tokens, shared)
 
 
 def _backward(call: PagedCall, plain: PlainCall, num_rows: int, operands: Any, change: tuple[jax.Array, Any]) -> Any:
-    tokens, sinks = operands
+    tokens, shared = operands
 
     def of_row(arrays: list[jax.Array]) -> tuple[Any, ...]:
         *own, change = arrays
-        return jax.vjp(plain, *own, sinks)[1](change)
+        return jax.vjp(plain, *own, shared)[1](change)
 
     # One row at a time: the scores of a row are T x T.
     by_row = [array.reshape(num_rows, -1, *array.shape[1:]) for array in (*tokens, change[0])]
-    *of_tokens, of_sinks = jax.lax.map(of_row, by_row)
+    *of_tokens, of_shared = jax.lax.map(of_row, by_row)
     joined = tuple(x.reshape(array.shape) for x, array in zip(of_tokens, tokens, strict=True))
-    return joined, None if of_sinks is None else of_sinks.sum(0), None, None
+    return joined, None if of_shared is None else of_shared.sum(0), None, None
 
 
 attend_whole_rows.defvjp(_forward, _backward)

@@ -84,7 +84,7 @@ class Layer:
 
     @property
     def width(self) -> int:
-        """The most numbers per token between two products; queries, keys and values aside."""
+        """The most numbers per token between two products, where queries, keys and values do not count."""
         parts = (*self.mixers, self.feed_forward)
         return max(part.width for part in parts if part is not None)
 

@@ -55,7 +55,7 @@ class Mixer(Protocol):
 
     @property
     def width(self) -> int:
-        """The most numbers per token between two products; queries, keys and values aside."""
+        """The most numbers per token between two products, where queries, keys and values do not count."""
         ...
 
 

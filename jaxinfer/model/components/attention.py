@@ -58,7 +58,7 @@ class Attention:
 
     @property
     def width(self) -> int:
-        """Queries, keys and values aside, no numbers stand between two products."""
+        """0, for queries, keys and values do not count."""
         return 0
 
 
@@ -101,13 +101,13 @@ class AttentionInputs:
         call: PagedCall,
         plain: PlainCall,
         tokens: tuple[jax.Array, ...],
-        sinks: jax.Array | None,
+        shared: jax.Array | None,
         pages: Any,
     ) -> tuple[jax.Array, Any]:
-        """Returns `call(*tokens, sinks, pages, arrays)`, with the arrays of this step by name; see `run_with`."""
+        """Returns `call(*tokens, shared, pages, arrays)`, with the arrays of this step by name; see `run_with`."""
         arrays = {name: getattr(self.batch, name) for name in ("block_tables", "kv_lens", "cu_q_lens")}
         arrays |= {"tree_mask": self.tree_mask, "page_offset": self.page_offset}
-        return self.run_with(arrays, call, plain, tokens, sinks, pages)
+        return self.run_with(arrays, call, plain, tokens, shared, pages)
 
     def run_with(
         self,
@@ -115,16 +115,16 @@ class AttentionInputs:
         call: PagedCall,
         plain: PlainCall,
         tokens: tuple[jax.Array, ...],
-        sinks: jax.Array | None,
+        shared: jax.Array | None,
         pages: Any,
     ) -> tuple[jax.Array, Any]:
-        """Returns `call(*tokens, sinks, pages, arrays)`.
+        """Returns `call(*tokens, shared, pages, arrays)`.
 
         In a step of whole rows the results have the derivative of `plain`, see `attend_whole_rows`.
         """
         if self.num_whole_rows is None:
-            return call(*tokens, sinks, pages, arrays)
-        results: Any = attend_whole_rows(call, plain, self.num_whole_rows, tokens, sinks, pages, arrays)
+            return call(*tokens, shared, pages, arrays)
+        results: Any = attend_whole_rows(call, plain, self.num_whole_rows, tokens, shared, pages, arrays)
         return results[0], jax.lax.stop_gradient(results[1])
 
 

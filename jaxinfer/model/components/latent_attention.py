@@ -56,7 +56,7 @@ class LatentAttention:
 
     @property
     def width(self) -> int:
-        """Queries, keys and values aside, no numbers stand between two products."""
+        """0, for queries, keys and values do not count."""
         return 0
 
     @property
