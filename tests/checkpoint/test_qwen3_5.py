@@ -151,9 +151,8 @@ def test_a_published_config_is_the_model_that_transformers_makes_of_it(name):
 
     assert config == read(json.loads(complete.to_json_string(use_diff=False)))
     assert config == read(PUBLISHED[name])
-    assert [isinstance(layer.mixer, GatedDeltaNet) for layer in config.layers] == [True, True, True, False] * (
-        config.num_layers // 4
-    )
+    are_recurrent = [isinstance(mixer, GatedDeltaNet) for mixer in config.mixers]
+    assert are_recurrent == [True, True, True, False] * (config.num_layers // 4)
     delta_net, attention = config.layers[0].mixer, config.layers[3].mixer
     assert isinstance(delta_net, GatedDeltaNet)
     assert isinstance(attention, Attention)

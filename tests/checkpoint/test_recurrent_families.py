@@ -16,7 +16,7 @@ from tests.oracles import FAMILY_SIZES, SIZES, save_random_checkpoint
 REFUSED = [
     ("falcon_h1", {"hidden_act": "relu"}, "hidden_act='relu'"),
     ("falcon_h1", {"mamba_d_head": 7}, "mamba_d_head=7 do not make the 60 numbers of mamba_d_ssm=60"),
-    ("falcon_h1", {"mamba_d_ssm": None, "mamba_n_heads": 6}, "do not make the 64 numbers of mamba_expand=None"),
+    ("falcon_h1", {"mamba_d_ssm": None, "mamba_n_heads": 6}, "the 64 numbers of mamba_d_ssm=None, mamba_expand=2"),
     ("falcon_h1", {"mamba_n_groups": 4}, "mamba_n_groups=4"),
     ("falcon_h1", {"mlp_multipliers": [1.0]}, r"mlp_multipliers=\[1.0\] is not a list of 2 numbers"),
     ("falcon_h1", {"ssm_multipliers": [1.0, 1.0, 0.0, 1.0, 1.0]}, "ssm_multipliers=0.0"),

@@ -143,7 +143,7 @@ def test_the_window_of_a_model_is_that_of_its_layers(kinds, widest, narrowest):
 
 
 def test_branches_of_a_layer_have_a_pool_of_their_kind_each():
-    attention = KINDS["c"].mixer
+    (attention,) = KINDS["c"].mixers
     layer = Layer(mixer=(Branch(mixer=attention), Branch(mixer=STATE_SPACE, output_scale=0.5)), feed_forward=None)
     config = replace(model_of(("a", 1)), groups=(LayerGroup((layer, KINDS["b"]), 2),))
 

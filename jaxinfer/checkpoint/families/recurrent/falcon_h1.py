@@ -80,17 +80,19 @@ def _attention(hf: Mapping[str, Any]) -> Attention:
 
 
 def _state_space(hf: Mapping[str, Any]) -> StateSpace:
-    num_heads = require_size(hf, "mamba_n_heads", 128)
-    if hf.get("mamba_d_ssm", 1024) is None:
-        key, inner = "mamba_expand", require_size(hf, "mamba_expand", 2) * require_size(hf, "hidden_size")
+    num_heads, stated = require_size(hf, "mamba_n_heads", 128), hf.get("mamba_d_ssm", 1024)
+    source = f"mamba_d_ssm={stated!r}"
+    if stated is None:
+        expand, hidden_size = require_size(hf, "mamba_expand", 2), require_size(hf, "hidden_size")
+        inner, source = expand * hidden_size, f"{source}, mamba_expand={expand} and hidden_size={hidden_size}"
     else:
-        key, inner = "mamba_d_ssm", require_size(hf, "mamba_d_ssm", 1024)
+        inner = require_size(hf, "mamba_d_ssm", 1024)
     is_derived = hf.get("mamba_d_head", "auto") == "auto"
     head_dim = max(inner // num_heads, 1) if is_derived else require_size(hf, "mamba_d_head")
     if num_heads * head_dim != inner:
         raise ValueError(
-            f"mamba_n_heads={num_heads} and mamba_d_head={head_dim} do not make the {inner} numbers of"
-            f" {key}={hf.get(key)!r}; download the checkpoint's config.json again"
+            f"mamba_n_heads={num_heads} and mamba_d_head={head_dim} do not make the {inner} numbers of {source};"
+            " download the checkpoint's config.json again"
         )
     norm = "plain" if is_enabled(hf, "mamba_norm_before_gate", default=True) else "gated"
     return StateSpace(

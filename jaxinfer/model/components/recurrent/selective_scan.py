@@ -21,8 +21,8 @@ from kernels_pallas.row_products import rounded
 class SelectiveScan:
     """I channels, each with N numbers that decay and take up inputs as the token decides (Mamba, Gu & Dao 2023).
 
-    state = exp(-exp(a_log) * dt) * state + dt * B x for the input x and the time step dt of a channel, and the output
-    is C · state + d * x, times silu(gate). All channels share B and C.
+    state = exp(-exp(a_log) * dt) * state + dt * B x, and the output is (C · state + d * x) * silu(gate). Each channel
+    has an input x and a time step dt, and all share B and C.
     """
 
     inner_size: int  # channels, I
