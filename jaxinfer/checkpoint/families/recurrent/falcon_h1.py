@@ -110,7 +110,7 @@ def _state_space(hf: Mapping[str, Any]) -> StateSpace:
     )
 
 
-def _multipliers(hf: Mapping[str, Any], key: str, count: int) -> Any:
+def _multipliers(hf: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
     """Returns `count` multipliers, which are 1 where config.json states none."""
     stated = hf.get(key)
     if stated is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxinfer.checkpoint.config_json.family import (
@@ -86,7 +86,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def _places(hf: Mapping[str, Any], name: str, default_period: int, default_offset: int) -> Any:
+def _places(hf: Mapping[str, Any], name: str, default_period: int, default_offset: int) -> Callable[[int], bool]:
     """Returns a function that is true for every period-th layer, from the offset on."""
     period = require_size(hf, f"{name}_period", default_period)
     offset = require_count(hf, f"{name}_offset", default_offset)
