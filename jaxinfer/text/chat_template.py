@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.text.files import read_object, read_text
-from jaxinfer.text.limited_process import LimitedProcess, LimitError
+from jaxinfer.text.limited_process import EndedError, LimitedProcess, LimitError
 from jaxinfer.validation import cut, require, require_bool, shown
 
 MAX_SECONDS = 1
@@ -115,6 +115,8 @@ class ChatTemplates:
             text, error = self._process.ask(question, MAX_SECONDS)
         except LimitError as limit:
             raise ValueError(f"the chat template takes more than {limit}; use another one") from None
+        except EndedError as end:
+            raise ValueError(f"the chat template ends the process that renders it ({end}); use another one") from None
         if error is not None:
             raise ValueError(f"the chat template cannot render these messages: {error}")
         return text

@@ -3,36 +3,65 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxinfer.validation import cut
+
 MAX_BYTES = 2**31
+MAX_ENDING_SECONDS = 10  # from the end of a process's output to its own end; a core dump takes time
+MAX_LAST_WORDS = 2**12  # bytes of standard error
+# Last words of code in C++ or Rust that gets no memory. Python's own MemoryError has the exit status ENOMEM.
+OUT_OF_MEMORY = ("std::bad_alloc", "memory allocation of ")
+# Loads the package from the parent's folder, whatever other copies are installed. The parent's search path comes last,
+# so that no file there stands for a module of the standard library.
+BOOTSTRAP = """
+import importlib.util, sys
+sys.path += [entry for entry in {path!r} if entry not in sys.path]
+spec = importlib.util.spec_from_file_location("jaxinfer", {package!r})
+sys.modules["jaxinfer"] = package = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(package)
+from {program} import answers
+from jaxinfer.text.limited_process import serve
+serve(answers)
+"""
 
 
 class LimitError(ValueError):
     """A question took too much time or memory; the message is the limit."""
 
 
+class EndedError(ValueError):
+    """A question ended the process in another way; the message is the exit status or signal, and its last words."""
+
+
 class LimitedProcess:
-    """Asks a program one question after the other. The process begins with the first, and anew after a limit.
+    """Asks a program one question after the other. The process begins with the first, and anew after it has ended.
 
     `program` is the name of a module with a function `answers`, which returns the function from a question to its
-    answer; both are JSON.
+    answer; both are JSON. The process imports nothing from the current folder.
     """
 
     def __init__(self, program: str) -> None:
         self._program = program
         self._process: subprocess.Popen[str] | None = None
+        self._last_words = _LastWords()
 
     def ask(self, question: Any, max_seconds: float) -> Any:
-        """Returns the answer to a question. Raises LimitError if it takes more seconds, or 2 GiB of memory."""
+        """Returns the answer to a question.
+
+        Raises LimitError if it takes more seconds, or 2 GiB of memory, and EndedError if the process ends for another
+        cause. Raises RuntimeError if the process cannot start.
+        """
         process = self._process
         if process is None or process.poll() is not None:
             process = self._process = self._start()
@@ -56,25 +85,84 @@ class LimitedProcess:
             raise
         finally:
             timer.cancel()
-        if late.is_set() or not answer.endswith("\n"):
-            process.kill()
+        if late.is_set():
             process.wait()
-            seconds = f"{max_seconds:g} second{'s' if max_seconds > 1 else ''}"
-            raise LimitError(seconds if late.is_set() else f"{MAX_BYTES >> 30} GiB of memory")
+            raise LimitError(f"{max_seconds:g} second{'s' if max_seconds > 1 else ''}")
+        if not answer.endswith("\n"):
+            raise self._death_of(process)
         return json.loads(answer)
 
     def _start(self) -> subprocess.Popen[str]:
-        root = str(Path(__file__).parents[2])
-        program = (
-            f"import sys; sys.path.insert(0, {root!r}); from {self._program} import answers;"
-            " from jaxinfer.text.limited_process import serve; serve(answers)"
-        )
-        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-        process = subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, stderr=nowhere, text=True)
+        package = str(Path(__file__).parents[1] / "__init__.py")
+        program = BOOTSTRAP.format(path=_search_path(), package=package, program=self._program)
+        self._last_words = _LastWords()
+        pipe = subprocess.PIPE
+        # -I: without the current folder, and without PYTHONPATH, which may name it too.
+        command = [sys.executable, "-I", "-c", program]
+        with self._last_words.pipe() as errors:
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True)
         weakref.finalize(self, _end, process)
         assert process.stdout is not None
-        process.stdout.readline()  # it is ready; its imports do not count against the first question
+        # It is ready; its imports do not count against the first question.
+        if process.stdout.readline() != "\n":
+            raise RuntimeError(f"the process of {self._program} ended before it was ready: {self._death_of(process)}")
         return process
+
+    def _death_of(self, process: subprocess.Popen[str]) -> LimitError | EndedError:
+        """Waits for the end of a process that has closed its output, and returns the error with its cause."""
+        try:
+            status = process.wait(MAX_ENDING_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            status = process.wait()
+        lines = self._last_words.lines()
+        if status == errno.ENOMEM or any(mark in line for mark in OUT_OF_MEMORY for line in lines):
+            return LimitError(f"{MAX_BYTES >> 30} GiB of memory")
+        cause = f"exit status {status}"
+        if status < 0:
+            cause = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+            if -status == signal.SIGKILL:
+                cause += ", which the system sends if its own memory runs out"
+        return EndedError(f"{cause}: {cut(lines[-1])}" if lines else cause)
+
+
+class _LastWords:
+    """The end of a process's standard error. A thread reads all of it, so that the process never waits."""
+
+    def __init__(self) -> None:
+        self._tail = b""
+        self._reader: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def pipe(self) -> Iterator[int]:
+        """Yields the descriptor to give to the process that begins inside the `with`."""
+        source, sink = os.pipe()
+        try:
+            self._reader = threading.Thread(target=self._read, args=[source], daemon=True)
+            self._reader.start()
+            yield sink
+        finally:
+            os.close(sink)
+
+    def lines(self) -> list[str]:
+        """Returns the last lines that are not blank, once the process has ended."""
+        if self._reader is not None:
+            self._reader.join(MAX_ENDING_SECONDS)
+        return [line.strip() for line in self._tail.decode(errors="replace").splitlines() if line.strip()]
+
+    def _read(self, source: int) -> None:
+        while chunk := os.read(source, MAX_LAST_WORDS):
+            self._tail = (self._tail + chunk)[-MAX_LAST_WORDS:]
+        os.close(source)
+
+
+def _search_path() -> list[str]:
+    """Returns the entries of this process's search path without the current folder."""
+    here = None
+    with contextlib.suppress(OSError):  # the folder has been removed
+        here = os.path.realpath(os.getcwd())
+    absolute = [entry for entry in sys.path if isinstance(entry, str) and os.path.isabs(entry)]
+    return [entry for entry in absolute if os.path.realpath(entry) != here]
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -90,7 +178,10 @@ def serve(answers: Callable[[], Callable[[Any], Any]]) -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
-    answer = answers()
-    print(flush=True)
-    for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), flush=True)
+    try:
+        answer = answers()
+        print(flush=True)
+        for line in sys.stdin:
+            print(json.dumps(answer(json.loads(line))), flush=True)
+    except MemoryError:
+        os._exit(errno.ENOMEM)  # there may be no memory to print a traceback

@@ -20,7 +20,7 @@ from jaxinfer.text.json_schema import (
     load_schema,
     translate_patterns,
 )
-from jaxinfer.text.limited_process import LimitedProcess, LimitError
+from jaxinfer.text.limited_process import EndedError, LimitedProcess, LimitError
 from jaxinfer.text.schema_check import schema_checker, schema_error
 from jaxinfer.validation import shown
 
@@ -47,14 +47,16 @@ class Trials:
     def run(self, kind: str, value: Any) -> Compilable:
         """Returns a structure as `llguidance` takes it, after it was compiled within the limits.
 
-        Raises ValueError if that takes too much time or memory, or if a text is no JSON schema. Other faults show where
-        the structure is compiled for use.
+        Raises ValueError if that takes too much time or memory or ends the process, or if a text is no JSON schema.
+        Other faults show where the structure is compiled for use.
         """
         process = self._idle.get()
         try:
             answer = process.ask([kind, value], MAX_SECONDS)
         except LimitError as limit:
             raise ValueError(f"{kind} takes more than {limit} to compile; make it smaller or simpler") from None
+        except EndedError as end:
+            raise ValueError(f"{kind} ends the process that compiles it ({end}); make it simpler") from None
         finally:
             self._idle.put(process)
         if isinstance(answer, str):

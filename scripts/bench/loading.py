@@ -59,13 +59,13 @@ def save_random_model(folder: Path) -> None:
         "model = Qwen3ForCausalLM(Qwen3Config(**json.loads(sys.argv[2]))).to(torch.bfloat16)\n"
         "model.save_pretrained(sys.argv[1])\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(folder), json.dumps(SHAPE)], check=True)
+    subprocess.run([sys.executable, "-P", "-c", code, str(folder), json.dumps(SHAPE)], check=True)
 
 
 def measure(code: str, folder: Path, cache: Path) -> dict[str, float]:
     """Runs the code in a process of its own and returns what it reports."""
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", code, str(folder)]
+    command = [sys.executable, "-P", "-c", code, str(folder)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return json.loads(result.stdout.splitlines()[-1])
 
