@@ -41,7 +41,9 @@ def parse_json(line: bytes) -> Any:
         return json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object, parse_int=_integer)
     except RecursionError:
         raise ValueError("the line is nested too deeply; give one flat JSON object") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the line is not JSON in UTF-8 ({error}); convert it, and give one JSON object") from None
+    except json.JSONDecodeError as error:
         raise ValueError(f"the line is not JSON ({error}); give one JSON object per line") from None
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO, Self
 
 from tqdm import tqdm
 
+from jaxinfer.batch_job.input import check_input, open_input
 from jaxinfer.batch_job.output import Done, OutputFile
 from jaxinfer.batch_job.records import (
     InvalidLine,
@@ -58,21 +59,23 @@ def run_batch(
 ) -> Summary:
     """Runs the requests of `input_path` without a record in `output_path`, and appends a record as each ends.
 
-    A line of the input is `{"custom_id": str, "prompt": str or token ids, ...fields of SamplingParams}`. Instead of
-    "prompt" it may have "messages" of a conversation, and with them "tools", "documents" and "chat_template_kwargs".
-    Any other line gets a record with `error`. The engine has at most `max_in_flight` of the requests at a time, with
-    priority "batch". Memory holds only the custom_ids and digests of lines.
+    The input is text in UTF-8, plain or compressed by gzip. A line of it is `{"custom_id": str, "prompt": str or token
+    ids, ...fields of SamplingParams}`. Instead of "prompt" it may have "messages" of a conversation, and with them
+    "tools", "documents" and "chat_template_kwargs". Any other line gets a record with `error`. The engine has at most
+    `max_in_flight` of the requests at a time, with priority "batch". Memory holds only the custom_ids and digests of
+    lines.
 
     After a kill, the next call completes the output to the records of an undisturbed run, perhaps in another order;
     each has its `line`. To repeat a request, delete its record from the output.
 
-    Raises ValueError, with the output unchanged, if another job uses it, or if a record's `made_by` differs from
-    `llm.identity()` and the input line's digest. Raises OSError if a record cannot be written; run the job again then.
+    Raises ValueError, with the output unchanged, if the input has another format or encoding, or if another job uses
+    the output or it cannot be locked. The same holds if a record's `made_by` differs from `llm.identity()` and the
+    input line's digest. Raises OSError if a record cannot be written; run the job again then.
     """
     input_path, output_path = as_path("input_path", input_path), as_path("output_path", output_path)
     check_job(input_path, output_path, max_in_flight=max_in_flight)
     identity = llm.identity()
-    with OutputFile(output_path) as output, input_path.open("rb") as lines:
+    with OutputFile(output_path) as output, open_input(input_path) as lines:
         done = output.read_done(identity)
         num_requests = _count_requests(lines, done, input_path, output_path)
         output.drop_incomplete()
@@ -99,7 +102,7 @@ def run_batch(
 def check_job(input_path: str | Path, output_path: str | Path, *, max_in_flight: int = MAX_IN_FLIGHT) -> None:
     """Checks the arguments of `run_batch` before a model is loaded; ValueError if it would refuse them.
 
-    Creates the output.
+    Reads the whole input, and creates the output.
     """
     if max_in_flight < 1:
         raise ValueError(f"max_in_flight is {max_in_flight}; give at least 1")
@@ -112,6 +115,7 @@ def check_job(input_path: str | Path, output_path: str | Path, *, max_in_flight:
         raise ValueError(f"{output_path} is the input itself; give another output")
     if not output_path.parent.is_dir():
         raise ValueError(f"{output_path.parent} is no folder; create it or give another output")
+    check_input(input_path)
     with OutputFile(output_path):
         pass
 

@@ -27,7 +27,7 @@ class OutputFile:
     """A file of records, locked while open. The lock ends with the process, even if it is killed."""
 
     def __init__(self, path: Path) -> None:
-        """Opens or creates the file; ValueError if it is in use, no regular file, or not writable."""
+        """Opens or creates the file; ValueError if it is in use, no regular file, not writable, or cannot be locked."""
         self._path = path
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
@@ -106,6 +106,11 @@ class OutputFile:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"another job is writing to {self._path}; wait for it or give another output") from None
+        except OSError as error:  # network file systems may have no locks
+            raise ValueError(
+                f"{self._path} cannot be locked ({error.strerror}), and without a lock two jobs could write to it; give"
+                " an output on a file system with locks, such as a local disk, and copy it afterwards"
+            ) from None
 
     def _parse(self, raw: bytes, number: int) -> Record:
         try:

@@ -130,7 +130,9 @@ def _parser() -> argparse.ArgumentParser:
     batch = commands.add_parser(
         "batch", help="run a file of requests; run it again to resume", epilog=BATCH_STATUSES, allow_abbrev=False
     )
-    batch.add_argument("input", metavar="IN.jsonl", help='lines of {"custom_id": "...", "prompt": "...", ...}')
+    batch.add_argument(
+        "input", metavar="IN.jsonl", help='lines of {"custom_id": "...", "prompt": "...", ...}, or gzip of them'
+    )
     batch.add_argument("output", metavar="OUT.jsonl", help="one line per request, appended as it finishes")
     batch.add_argument("--max-in-flight", type=int, metavar="N", help="requests given to the engine at a time")
     batch.set_defaults(run=_batch)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
+import os
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -330,6 +332,20 @@ def test_the_lock_vanishes_with_a_killed_process(folder):
     process.kill()
     process.join()
     assert run(folder).num_requests == 13
+
+
+@pytest.mark.parametrize("code", ["ENOSYS", "ENOLCK", "EOPNOTSUPP", "EINVAL", "EIO"])
+def test_an_output_on_a_file_system_without_locks_is_refused_with_the_way_out(folder, undisturbed, monkeypatch, code):
+    def no_lock(*_: Any) -> None:
+        number = getattr(errno, code)
+        raise OSError(number, os.strerror(number))
+
+    (folder / "out.jsonl").write_bytes(undisturbed)
+    monkeypatch.setattr("fcntl.flock", no_lock)
+    for start in (run, lambda folder: check_job(folder / "in.jsonl", folder / "out.jsonl")):
+        with pytest.raises(ValueError, match=r"out\.jsonl cannot be locked \(.+\), .* file system with locks"):
+            start(folder)
+    assert (folder / "out.jsonl").read_bytes() == undisturbed
 
 
 def test_a_long_input_is_read_as_the_engine_asks_for_it(tmp_path, monkeypatch):
