@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 from tqdm import tqdm
 
@@ -60,10 +60,10 @@ def run_batch(
     """Runs the requests of `input_path` without a record in `output_path`, and appends a record as each ends.
 
     The input is text in UTF-8, plain or compressed by gzip. A line of it is `{"custom_id": str, "prompt": str or token
-    ids, ...fields of SamplingParams}`. Instead of "prompt" it may have "messages" of a conversation, and with them
-    "tools", "documents" and "chat_template_kwargs". Any other line gets a record with `error`. The engine has at most
-    `max_in_flight` of the requests at a time, with priority "batch". Memory holds only the custom_ids and digests of
-    lines.
+    ids, ...fields of SamplingParams}`. Instead of "prompt" it may have "messages" of a conversation, and with them the
+    arguments of `LLM.chat` by their names. "priority" is "batch" unless the line gives it; "tenant", "deadline" and
+    "cache_salt" are as for `LLM.add`. Any other line gets a record with `error`. The engine has at most `max_in_flight`
+    of the requests at a time. Memory holds only the custom_ids and digests of lines.
 
     After a kill, the next call completes the output to the records of an undisturbed run, perhaps in another order;
     each has its `line`. To repeat a request, delete its record from the output.
@@ -184,8 +184,10 @@ class _Job:
                 self._record_error(entry, entry.message)
                 continue
             try:
+                prompt = self._prompt(entry)
+                options: Any = {"priority": "batch", **entry.options}
                 with self._llm.engine() as engine:
-                    samples = engine.admit(self._prompt(entry), entry.sampling_params, priority="batch")
+                    samples = engine.admit(prompt, entry.sampling_params, **options)
                     engine.submit(samples, self._deltas.append)
                     self._in_flight[samples.request_id] = entry
             except QueueFullError as error:

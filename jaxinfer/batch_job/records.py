@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -18,12 +18,15 @@ from jaxinfer.validation import shown
 if TYPE_CHECKING:
     from jaxinfer.engine.llm import Completion
 
-PARAMETERS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+PARAMETERS = tuple(parameter.name for parameter in dataclasses.fields(SamplingParams))
 DEFAULTS = SamplingParams()
 SEED_BYTES = 8  # SamplingParams.seed has 64 bits
 DIGEST_BYTES = 8  # of an input line
 
-CHAT = ("messages", "tools", "documents", "chat_template_kwargs")
+# Keys of a line with messages: arguments of `LLM.chat`, as `OPTIONS` are for any line.
+RENDERING = ("tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message")
+CHAT = ("messages", *RENDERING, "chat_template_kwargs")
+OPTIONS = ("priority", "tenant", "deadline", "cache_salt")
 
 # Each output line begins with this, which tells an incomplete record from a foreign file.
 RECORD_START = b'{"line": '
@@ -39,6 +42,7 @@ class Request:
     prompt: str | tuple[int, ...] | None
     chat: Mapping[str, Any] | None  # arguments of `Tokenizer.apply_chat_template`, where there is no prompt
     sampling_params: SamplingParams
+    options: Mapping[str, Any] = field(default_factory=dict)  # the `RequestOptions` that the line gives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +189,7 @@ def _request(fields: dict[str, Any], line: int, digest: str, defaults: SamplingP
     custom_id = _custom_id(fields)
     if custom_id is None:
         raise ValueError(f"custom_id is {_kind(fields.get('custom_id'))}; give each request a string of its own")
-    known = ("custom_id", "prompt", *CHAT, *PARAMETERS)
+    known = ("custom_id", "prompt", *CHAT, *OPTIONS, *PARAMETERS)
     unknown = sorted(fields.keys() - set(known))
     _require(not unknown, f"keys {shown(unknown)} are unknown; remove them or use {', '.join(known)}")
     parameters = {name: fields[name] for name in PARAMETERS if name in fields}
@@ -200,7 +204,9 @@ def _request(fields: dict[str, Any], line: int, digest: str, defaults: SamplingP
     params = dataclasses.replace(defaults, **parameters)
     chat = _chat(fields)
     prompt = _prompt(fields) if chat is None else None
-    return Request(line=line, custom_id=custom_id, digest=digest, prompt=prompt, chat=chat, sampling_params=params)
+    options = {name: fields[name] for name in OPTIONS if name in fields}
+    content = {"prompt": prompt, "chat": chat, "sampling_params": params, "options": options}
+    return Request(line=line, custom_id=custom_id, digest=digest, **content)
 
 
 def _chat(fields: dict[str, Any]) -> dict[str, Any] | None:
@@ -212,10 +218,14 @@ def _chat(fields: dict[str, Any]) -> dict[str, Any] | None:
     _require("prompt" not in fields, "the line has both prompt and messages; give one of them")
     variables = fields.get("chat_template_kwargs") or {}
     _require(isinstance(variables, dict), f"chat_template_kwargs is {_kind(variables)}; give an object")
-    arguments = {name: fields.get(name) for name in ("tools", "documents")}
-    taken = {"conversation", "add_generation_prompt", "tokenize", "chat_template", *arguments} & variables.keys()
-    _require(not taken, f"chat_template_kwargs has {shown(sorted(taken))}, which it cannot set; remove them")
-    return {**variables, **arguments, "conversation": fields["messages"], "add_generation_prompt": True}
+    taken = sorted({"conversation", "tokenize", *RENDERING} & variables.keys())
+    _require(
+        not taken, f"chat_template_kwargs has {shown(taken)}, no variables; give them beside messages or not at all"
+    )
+    given = {name: fields[name] for name in RENDERING if fields.get(name) is not None}
+    begins_answer = fields.get("continue_final_message") is not True
+    defaults = {"tools": None, "documents": None, "add_generation_prompt": begins_answer}
+    return {**variables, **defaults, **given, "conversation": fields["messages"]}
 
 
 def _biases(biases: dict[str, Any]) -> list[tuple[int, Any]]:

@@ -298,7 +298,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         show_progress: bool = True,
@@ -308,8 +308,9 @@ class LLM:
 
         A conversation is a list of messages, such as [{"role": "user", "content": "Hello"}]. The arguments from `tools`
         on are those of `Tokenizer.apply_chat_template`; `chat_template_kwargs` are its variables. All others are those
-        of `generate`. With continue_final_message=True give add_generation_prompt=False. Raises ValueError if a
-        conversation cannot be rendered, or as `generate` does.
+        of `generate`. The prompt ends with the beginning of an answer (add_generation_prompt=True), unless
+        continue_final_message=True leaves the last message open. Raises ValueError if a conversation cannot be
+        rendered, or as `generate` does.
         """
         self._engine.check()
         prompts: list[Prompt] = [

@@ -169,6 +169,16 @@ def test_requests_of_a_job_give_way_to_interactive_ones(folder):
     assert llm.priorities == {"batch"}
 
 
+def test_a_line_may_give_its_request_another_priority(tmp_path):
+    rows = [{"custom_id": "a", "prompt": "p"}, {"custom_id": "b", "prompt": "p", "priority": "interactive"}]
+    llm = FakeLLM()
+    for row in rows:
+        (tmp_path / "in.jsonl").write_text(json.dumps(row))
+        (tmp_path / "out.jsonl").unlink(missing_ok=True)
+        run(tmp_path, llm)
+    assert llm.priorities == {"batch", "interactive"}
+
+
 class BrokenLLM(FakeLLM):
     """Fails in its third step, and is of no use afterwards."""
 

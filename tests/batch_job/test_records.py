@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import io
 import json
 import re
@@ -25,6 +26,8 @@ from jaxinfer.batch_job.records import (
     read_requests,
 )
 from jaxinfer.config import SamplingParams
+from jaxinfer.engine.frontend.admission import RequestOptions
+from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request.completion import Completion
 
 COMPLETION = Completion(
@@ -99,7 +102,57 @@ def test_a_prompt_is_text_or_token_ids():
     assert (request(prompt="").prompt, request(prompt=[3, 1]).prompt) == ("", (3, 1))
 
 
+CHAT = {
+    "tools": [{"name": "f"}],
+    "documents": [{"title": "t", "text": "d"}],
+    "chat_template": "{{ messages }}",
+    "add_generation_prompt": False,
+    "continue_final_message": True,
+}
+MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+OPTIONS = {"priority": "interactive", "tenant": "a", "deadline": 2.5, "cache_salt": "b"}
+
+
+def chat(**fields: Any) -> Any:
+    entry = parse_request(json.dumps({"custom_id": "a", "messages": MESSAGES} | fields).encode(), 4)
+    assert isinstance(entry, Request), entry
+    return entry.chat
+
+
+@pytest.mark.parametrize("name", CHAT)
+def test_each_argument_of_a_conversation_reaches_its_rendering(name):
+    plain = {"conversation": MESSAGES, "tools": None, "documents": None, "add_generation_prompt": True}
+    changed = {
+        name: CHAT[name],
+        "add_generation_prompt": name not in ("add_generation_prompt", "continue_final_message"),
+    }
+    assert chat(**{name: CHAT[name]}) == plain | changed
+    assert chat(**{name: None}) == plain
+
+
+def test_all_arguments_of_a_conversation_and_variables_go_together():
+    given = CHAT | {"chat_template_kwargs": {"mood": "calm"}}
+    assert chat(**given) == {"conversation": MESSAGES, **CHAT, "mood": "calm"}
+    explicit = {"continue_final_message": True, "add_generation_prompt": True}
+    assert chat(**explicit) == chat() | explicit  # refused where it is rendered
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_each_option_of_a_line_reaches_the_request(name):
+    assert request(**{name: OPTIONS[name]}).options == {name: OPTIONS[name]}
+    assert request().options == {}
+
+
+def test_a_line_has_each_argument_of_chat():
+    of_chat = set(inspect.signature(LLM.chat).parameters) - {"self", "sampling_params", "show_progress", "options"}
+    assert of_chat == {"messages", *CHAT, "chat_template_kwargs"}
+    assert set(OPTIONS) == set(RequestOptions.__annotations__)
+
+
 INVALID = {
+    b'{"custom_id": "a", "prompt": "p", "continue_final_message": true}': "continue_final_message'. without messages",
+    b'{"custom_id": "a", "messages": [], "chat_template_kwargs": {"chat_template": "x"}}': "give them beside messages",
+    b'{"custom_id": "a", "prompt": "p", "show_progress": true}': r"\['show_progress'\] are unknown",
     b"{": "not JSON",
     b"\xff": "not JSON",
     b"[]": "is a list",

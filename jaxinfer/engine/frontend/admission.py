@@ -346,17 +346,26 @@ def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Co
 
 
 def render(
-    tokenizer: Tokenizer | None, conversation: Conversation, *, variables: Mapping[str, Any] | None, **arguments: Any
+    tokenizer: Tokenizer | None,
+    conversation: Conversation,
+    *,
+    variables: Mapping[str, Any] | None,
+    add_generation_prompt: bool | None,
+    **arguments: Any,
 ) -> list[int]:
     """Returns the token ids of a conversation by the chat template, which reads `variables`.
 
-    The other arguments are those of `Tokenizer.apply_chat_template`. Raises ValueError if they cannot be rendered.
+    With add_generation_prompt=None the template begins an answer, unless `continue_final_message` is given. The other
+    arguments are those of `Tokenizer.apply_chat_template`. Raises ValueError if they cannot be rendered.
     """
     if tokenizer is None:
         raise ValueError("messages need a tokenizer, which this checkpoint does not have; give token ids to generate")
     is_mapping = variables is None or (isinstance(variables, Mapping) and all(isinstance(n, str) for n in variables))
     require(is_mapping, "chat_template_kwargs", variables, "a mapping from the names of variables to values")
     variables = dict(variables or {})
+    if add_generation_prompt is None:
+        add_generation_prompt = arguments["continue_final_message"] is not True
+    arguments["add_generation_prompt"] = add_generation_prompt
     if taken := sorted(variables.keys() & {*arguments, "conversation", "tokenize"}):
         raise ValueError(f"chat_template_kwargs has {shown(taken[0])}; give it as an argument of its own")
     token_ids = tokenizer.apply_chat_template(conversation, tokenize=True, **arguments, **variables)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from typing import Any
 
 import pytest
 
 from jaxinfer import SamplingParams
+from jaxinfer.batch_job import run_batch
 from jaxinfer.checkpoint import read_sampling_defaults
-from tests.engine.engines import quick_engine
+from tests.engine.engines import quick_engine, spelled
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -44,6 +46,57 @@ def test_the_last_message_is_continued(llm):
     assert chat.prompt_token_ids == tuple(
         llm.tokenizer.encode("<user>Hello<assistant>Good day", add_special_tokens=False)
     )
+
+
+def test_the_last_message_is_continued_without_a_word_about_an_answer(llm):
+    messages = [*HELLO, {"role": "assistant", "content": "Good day"}]
+
+    (chat,) = llm.chat(messages, GREEDY, chat_template=TEMPLATE, show_progress=False, continue_final_message=True)
+
+    assert spelled(chat.prompt_token_ids) == "<user>Hello<assistant>Good day"
+    with pytest.raises(ValueError, match="continue_final_message=True with add_generation_prompt=True"):
+        llm.chat(messages, chat_template=TEMPLATE, add_generation_prompt=True, continue_final_message=True)
+
+
+ANSWERED = "<user>Hello<assistant>Good"
+# What a line says beside its messages, and the prompt.
+LINES = [
+    ({}, f"{ANSWERED}<a>0"),
+    ({"add_generation_prompt": False}, f"{ANSWERED}0"),
+    ({"continue_final_message": True}, ANSWERED),
+    ({"continue_final_message": True, "add_generation_prompt": False}, ANSWERED),
+    ({"chat_template_kwargs": {"mood": "!"}, "priority": "interactive", "tenant": "b"}, f"{ANSWERED}<a>!0"),
+    ({"tools": [{"name": "f"}], "documents": [{"text": "d"}], "deadline": 600}, f"{ANSWERED}<a>1d"),
+    ({"chat_template": "{{ messages[0].content }}", "cache_salt": "a"}, "Hello"),
+]
+
+
+def test_a_line_of_a_job_has_the_completion_of_chat(llm, tmp_path):
+    messages = [*HELLO, {"role": "assistant", "content": "Good"}]
+    template = TEMPLATE + "{{ mood }}{{ (tools or []) | length }}{{ (documents or [{}])[0].text }}"
+    arguments: list[dict[str, Any]] = [{"chat_template": template, **line} for line, _ in LINES]
+    sampling: dict[str, Any] = {"temperature": 0, "max_tokens": 3, "ignore_eos": True}
+    rows = [{"custom_id": str(i), "messages": messages, **line, **sampling} for i, line in enumerate(arguments)]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    run_batch(llm, tmp_path / "in.jsonl", tmp_path / "out.jsonl", show_progress=False)
+
+    records = sorted(map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines()), key=lambda r: r["line"])
+    for record, line, (_, prompt) in zip(records, arguments, LINES, strict=True):
+        (chat,) = llm.chat(messages, SamplingParams(**sampling), show_progress=False, **line)
+        assert spelled(chat.prompt_token_ids) == prompt
+        assert (record["num_prompt_tokens"], record["token_ids"]) == (len(prompt), list(chat.token_ids))
+
+
+def test_a_line_with_a_wrong_option_gets_an_error_by_its_name(llm, tmp_path):
+    wrong = {"priority": "first", "tenant": 5, "deadline": -1, "cache_salt": "", "add_generation_prompt": "no"}
+    rows = [{"custom_id": name, "messages": HELLO, "chat_template": "x", name: wrong[name]} for name in wrong]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    run_batch(llm, tmp_path / "in.jsonl", tmp_path / "out.jsonl", show_progress=False)
+
+    for record in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines()):
+        assert record["error"].startswith(f"{record['custom_id']}=")
 
 
 def test_variables_reach_the_template(llm):
