@@ -11,6 +11,7 @@ from jaxinfer.validation import (
     MAX_INT,
     as_ints,
     is_int,
+    make_scalars_plain,
     require,
     require_bool,
     require_int,
@@ -39,6 +40,7 @@ class CacheConfig:
     num_draft_states: int = 0
 
     def __post_init__(self) -> None:
+        make_scalars_plain(self)
         require_int("num_pages", self.num_pages, 1)
         require(
             is_int(self.page_size) and self.page_size in (16, 32, 64, 128),
@@ -138,6 +140,7 @@ class EngineConfig:
     attention: str | None = None
 
     def __post_init__(self) -> None:
+        make_scalars_plain(self)
         require_int("max_num_seqs", self.max_num_seqs, 1)
         if self.max_num_batched_tokens is not None:
             require(

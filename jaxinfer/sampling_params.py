@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from jaxinfer.plain_values import plain_mapping
 from jaxinfer.validation import (
     MAX_FLOAT,
     MAX_INT,
     as_float,
-    as_items,
+    as_plain,
     as_tuple,
     is_int,
     is_real,
+    make_scalars_plain,
     require,
     require_bool,
     require_characters,
@@ -144,6 +146,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        make_scalars_plain(self)
         require_int("n", self.n, 1)
         if self.best_of is not None:
             require_int("best_of", self.best_of, self.n)
@@ -234,8 +237,9 @@ class SamplingParams:
         return given[0] if given else None
 
     def _check_structure(self) -> None:
-        if isinstance(self.json_schema, Mapping):
-            object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
+        schema = as_plain("json_schema", self.json_schema, plain_mapping)
+        if isinstance(schema, Mapping):
+            object.__setattr__(self, "json_schema", _schema_text(schema))
         for name in ("json_schema", "regex", "grammar"):
             value = getattr(self, name)
             require(value is None or (isinstance(value, str) and bool(value)), name, value, "text that is not empty")
@@ -253,7 +257,7 @@ class SamplingParams:
 
 def _schema_text(schema: Mapping[str, Any]) -> str:
     def as_json(value: Any) -> Any:
-        plain = dict(value) if isinstance(value, Mapping) else as_items("json_schema", value)
+        plain = dict(value) if isinstance(value, Mapping) else as_plain("json_schema", value)
         if plain is value:
             raise TypeError(f"JSON has no {type(value).__name__}")
         return plain
@@ -286,11 +290,9 @@ def _token_ids(name: str, values: Any) -> tuple[int, ...]:
 
 def _biases(values: Any) -> tuple[tuple[int, float], ...]:
     requirement = f"from token ids to numbers from -{MAX_BIAS} to {MAX_BIAS}"
-    pairs = list(values.items()) if isinstance(values, Mapping) else as_tuple("logit_bias", values, requirement)
+    pairs = _pairs("logit_bias", values, requirement)
 
-    def is_bias(pair: Any) -> bool:
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            return False
+    def is_bias(pair: tuple[Any, Any]) -> bool:
         token_id, bias = pair
         is_token = is_int(token_id) and 0 <= token_id <= MAX_INT
         return is_token and is_real(bias) and -MAX_BIAS <= bias <= MAX_BIAS
@@ -303,15 +305,23 @@ def _biases(values: Any) -> tuple[tuple[int, float], ...]:
 
 def _arguments(values: Any) -> tuple[tuple[str, float], ...]:
     requirement = "from names of processors to finite numbers"
-    pairs = list(values.items()) if isinstance(values, Mapping) else as_tuple("logits_processors", values, requirement)
-    for pair in pairs:
-        is_named = isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)
-        require(is_named, "logits_processors", values, requirement)
-        is_finite = is_real(pair[1]) and -MAX_FLOAT <= as_float(pair[1]) <= MAX_FLOAT
+    pairs = _pairs("logits_processors", values, requirement)
+    for name, number in pairs:
+        require(isinstance(name, str), "logits_processors", values, requirement)
+        is_finite = is_real(number) and -MAX_FLOAT <= as_float(number) <= MAX_FLOAT
         require(is_finite, "logits_processors", values, requirement)
     arguments = {name: float(number) for name, number in pairs}
     require(len(arguments) == len(pairs), "logits_processors", values, "one argument per processor")
     return tuple(sorted(arguments.items()))
+
+
+def _pairs(name: str, values: Any, requirement: str) -> list[tuple[Any, Any]]:
+    """Returns the pairs of a mapping, or of a list of pairs."""
+    mapping = as_plain(name, values, plain_mapping)
+    pairs = list(mapping.items()) if isinstance(mapping, Mapping) else as_tuple(name, values, requirement)
+    for pair in pairs:
+        require(isinstance(pair, tuple | list) and len(pair) == 2, name, values, requirement)
+    return [(as_plain(name, key), as_plain(name, number)) for key, number in pairs]
 
 
 def _words(values: Any) -> tuple[tuple[int, ...], ...]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
+
+from jaxinfer.plain_values import PLAIN, plain
 
 # The largest values of the device's 32-bit types.
 MAX_INT, MAX_FLOAT = 2**31 - 1, 3.4e38
@@ -69,7 +71,7 @@ def require_positive(name: str, value: Any) -> None:
 
 
 def require_bool(name: str, value: Any) -> None:
-    require(isinstance(value, bool), name, value, "True or False")
+    as_bool(name, value)
 
 
 def require_name(name: str, value: Any, allowed: Collection[str]) -> None:
@@ -100,20 +102,40 @@ def as_path(name: str, value: Any) -> Path:
     return path
 
 
-def as_items(name: str, values: Any) -> Any:
-    """Converts an array of NumPy, JAX or another library to a list of numbers; returns other values unchanged."""
-    if isinstance(values, type) or not hasattr(values, "__array__"):
-        return values
+def as_plain(name: str, value: Any, convert: Callable[[Any], Any] = plain) -> Any:
+    """Returns a value of NumPy, JAX, PyArrow or pandas as one of Python, see `plain`; ValueError if that fails."""
     try:
-        return values.__array__().tolist()
+        return convert(value)
     except Exception as error:  # an array on another device, or of a type unknown to NumPy
-        message = f"{name}={shown(values)} is not allowed: NumPy cannot read it ({error}); give a list of numbers"
+        message = f"{name}={shown(value)} is not allowed: it cannot be read ({error}); give a value of Python"
         raise ValueError(message) from error
 
 
-def as_tuple(name: str, values: Any, requirement: str) -> tuple[Any, ...]:
-    """Returns the items of a list, an array or another iterable; ValueError for more than MAX_ITEMS items."""
-    values = as_items(name, values)
+def as_bool(name: str, value: Any) -> bool:
+    """Returns a truth value of Python or of another library as one of Python."""
+    value = as_plain(name, value)
+    require(isinstance(value, bool), name, value, "True or False")
+    return value
+
+
+def make_scalars_plain(config: Any) -> None:
+    """Replaces the scalars of other libraries in the fields of a frozen dataclass by those of Python.
+
+    Lists and arrays stay: the checks of their fields convert these with their items.
+    """
+    given = {name: value for name, value in vars(config).items() if type(value) not in PLAIN}
+    for name, value in given.items():
+        scalar = as_plain(name, value)
+        if scalar is not value and not isinstance(scalar, list):
+            object.__setattr__(config, name, scalar)
+
+
+def as_tuple(name: str, values: Any, requirement: str, convert: Callable[[Any], Any] = plain) -> tuple[Any, ...]:
+    """Returns the items of a list, an array, a column or another iterable, each as `as_plain` converts it.
+
+    ValueError for more than MAX_ITEMS items.
+    """
+    values = as_plain(name, values)
     is_iterable = isinstance(values, Iterable) and not isinstance(
         values, str | bytes | bytearray | memoryview | Mapping
     )
@@ -121,7 +143,8 @@ def as_tuple(name: str, values: Any, requirement: str) -> tuple[Any, ...]:
     items = tuple(islice(values, MAX_ITEMS + 1))
     if len(items) > MAX_ITEMS:
         raise ValueError(f"{name}={shown(values)} has more than {MAX_ITEMS:,} items; give fewer")
-    return items
+    are_plain = PLAIN.issuperset(map(type, items))  # nearly always, and faster than a look at each
+    return items if are_plain else tuple(as_plain(name, item, convert) for item in items)
 
 
 def as_ints(name: str, values: Any, minimum: int = 0, maximum: int = MAX_INT) -> tuple[int, ...]:

@@ -16,8 +16,9 @@ FILES = sorted(path for package in OURS for path in (ROOT / package).rglob("*.py
 
 # Bottom first: a package imports only packages above its own line here, and only those that it names.
 ALLOWED = {
-    "validation": "",
-    "sampling_params": "validation",
+    "plain_values": "",
+    "validation": "plain_values",
+    "sampling_params": "plain_values validation",
     "config": "sampling_params validation",
     "device": "validation",
     "json_lines": "validation",
@@ -29,7 +30,7 @@ ALLOWED = {
     "model": "config kernels_pallas quantization validation",
     "sampling": "config kernels_pallas model sampling_params validation",
     "steps": "config kernels_pallas model sampling validation",
-    "text": "sampling_params validation",
+    "text": "plain_values sampling_params validation",
     "checkpoint": "config device model quantization sampling_params steps validation",
     "plan": "kernels_pallas",
     "engine.request": "sampling_params",
@@ -41,7 +42,7 @@ ALLOWED = {
     "engine.speculation": "checkpoint config engine.drafters engine.execution engine.kv_cache engine.request"
     " engine.scheduling model steps text validation",
     "engine.frontend": "_version atomic_file checkpoint config device engine.execution engine.kv_cache engine.request"
-    " engine.scheduling model sampling_params text validation",
+    " engine.scheduling model plain_values sampling_params text validation",
 }
 # The command line, the simulation, batch jobs and the engine's own few modules may import all of these.
 NO_JAX = ("config", "text", "engine.request", "engine.kv_cache", "engine.scheduling")

@@ -26,7 +26,7 @@ from jaxinfer.batch_job.records import (
 from jaxinfer.engine.frontend.sample_group import in_order
 from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.json_lines import lines_of
-from jaxinfer.validation import as_path
+from jaxinfer.validation import as_bool, as_path
 
 if TYPE_CHECKING:
     from jaxinfer.engine.frontend.admission import Prompt
@@ -72,6 +72,7 @@ def run_batch(
     the output or it cannot be locked. The same holds if a record's `made_by` differs from `llm.identity()` and the
     input line's digest. Raises OSError if a record cannot be written; run the job again then.
     """
+    show_progress = as_bool("show_progress", show_progress)
     input_path, output_path = as_path("input_path", input_path), as_path("output_path", output_path)
     check_job(input_path, output_path, max_in_flight=max_in_flight)
     identity = llm.identity()

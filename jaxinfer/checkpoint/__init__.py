@@ -23,7 +23,7 @@ from jaxinfer.device import packs_integers, resolve_dtype, scans_layers
 from jaxinfer.model.config import ModelConfig, scan_sizes
 from jaxinfer.model.params import Params, abstract_params
 from jaxinfer.quantization import quantize_weight
-from jaxinfer.validation import as_ints, require_bool
+from jaxinfer.validation import as_bool, as_ints
 
 __all__ = [
     "abstract_checkpoint",
@@ -54,7 +54,7 @@ def load_checkpoint(
     dtype = resolve_dtype(dtype)
     layer_cuts = as_ints("layer_cuts", layer_cuts, 0)
     require_quantization(quantization)
-    require_bool("show_progress", show_progress)
+    show_progress = as_bool("show_progress", show_progress)
     path = resolve_checkpoint(path_or_id)
     config = _grouped_config(path, layer_cuts)
     return load_params(path, config, dtype, quantization=quantization, show_progress=show_progress), config

@@ -24,7 +24,6 @@ from jaxinfer.engine.frontend.admission import (
     Conversation,
     Prompt,
     RequestOptions,
-    as_conversations,
     as_params,
     as_prompts,
     check_names,
@@ -42,7 +41,7 @@ from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.timeline import MAX_STEPS, Timeline
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.processors import LogitsProcessor
-from jaxinfer.validation import as_path, is_int, require, require_bool, require_int, require_name, require_real
+from jaxinfer.validation import as_bool, as_path, is_int, require, require_int, require_name, require_real
 
 
 class LLM:
@@ -152,7 +151,7 @@ class LLM:
         host. Any thread may call it, beside others that generate. `description` labels the progress bar. Raises the
         compiler's exception if a step fails to compile.
         """
-        require_bool("show_progress", show_progress)
+        show_progress = as_bool("show_progress", show_progress)
         require(isinstance(description, str), "description", description, "text")
         return self._engine.warm_up(show_progress=show_progress, description=description)
 
@@ -284,7 +283,7 @@ class LLM:
         anything, raises ValueError if the engine cannot honour some prompt, and QueueFullError if there are too many.
         Ctrl-C aborts the requests and leaves the LLM usable.
         """
-        require_bool("show_progress", show_progress)
+        show_progress = as_bool("show_progress", show_progress)
         check_names(options)
         prompts = as_prompts(prompts)
         params = as_params(sampling_params, len(prompts))
@@ -313,19 +312,16 @@ class LLM:
         rendered, or as `generate` does.
         """
         self._engine.check()
-        prompts: list[Prompt] = [
-            render(
-                self.tokenizer,
-                conversation,
-                tools=tools,
-                documents=documents,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                variables=chat_template_kwargs,
-            )
-            for conversation in as_conversations(messages)
-        ]
+        prompts = render(
+            self.tokenizer,
+            messages,
+            tools=tools,
+            documents=documents,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=chat_template_kwargs,
+        )
         return self.generate(prompts, sampling_params, show_progress=show_progress, **options)
 
     def embed(
@@ -348,8 +344,8 @@ class LLM:
         there are too many. Raises RuntimeError if a prompt's logits are not finite or its deadline passes.
         """
         require_name("pooling", pooling, POOLINGS)
-        require_bool("normalize", normalize)
-        require_bool("show_progress", show_progress)
+        normalize = as_bool("normalize", normalize)
+        show_progress = as_bool("show_progress", show_progress)
         check_names(options)
         prompts = as_prompts(prompts)
         groups = self._admit_all(prompts, [ONE_TOKEN] * len(prompts), options)

@@ -13,14 +13,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from jaxinfer.plain_values import is_missing, plain_mapping
 from jaxinfer.text.files import read_object, read_text
 from jaxinfer.text.limited_process import EndedError, LimitedProcess, LimitError
-from jaxinfer.validation import cut, require, require_bool, shown
+from jaxinfer.validation import as_bool, as_plain, as_tuple, cut, require, shown
 
 MAX_SECONDS = 1
 MAX_CHARACTERS = 2**24  # of what goes to a template
 MAX_DEPTH = 100  # of what goes to a template
-OWN_VARIABLES = ("messages", "tools", "documents")
 MAX_MESSAGE = 300  # characters of a template's own error
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which a message has its reasoning
 CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # marks where the final message ends
@@ -81,14 +81,14 @@ class ChatTemplates:
         **variables: Any,
     ) -> str:
         """Returns the text of a conversation; the arguments are those of `Tokenizer.apply_chat_template`."""
-        require_bool("add_generation_prompt", add_generation_prompt)
-        require_bool("continue_final_message", continue_final_message)
+        add_generation_prompt = as_bool("add_generation_prompt", add_generation_prompt)
+        continue_final_message = as_bool("continue_final_message", continue_final_message)
         if continue_final_message and add_generation_prompt:
             raise ValueError(
                 "continue_final_message=True with add_generation_prompt=True: the first continues the last message, the"
                 " second begins another one; give one of them"
             )
-        template = self.choose(chat_template, tools is not None)
+        template = self.choose(as_plain("chat_template", chat_template), tools is not None)
         messages = [_message(message) for message in _objects("messages", conversation)]
         require(bool(messages), "messages", conversation, "at least one message")
         final = _mark_end(messages[-1], template) if continue_final_message else None
@@ -96,7 +96,7 @@ class ChatTemplates:
             "template": template,
             "variables": {
                 **self._special_tokens,
-                **variables,
+                **{name: _as_json(value, f"chat_template variable {name}") for name, value in variables.items()},
                 "messages": messages,
                 "tools": None if tools is None else _objects("tools", tools),
                 "documents": None if documents is None else _objects("documents", documents),
@@ -107,8 +107,6 @@ class ChatTemplates:
         return text if final is None else _cut_at_end(text, final)
 
     def _ask(self, question: dict[str, Any]) -> str:
-        for name, value in question["variables"].items():
-            _check_json(value, name if name in OWN_VARIABLES else f"chat_template variable {name}")
         if len(json.dumps(question)) > MAX_CHARACTERS:
             raise ValueError(f"template and messages have more than {MAX_CHARACTERS:,} characters; give fewer")
         try:
@@ -134,14 +132,14 @@ def _by_name(stated: Any, file: Path) -> dict[str, str]:
 
 
 def _objects(name: str, values: Any) -> list[dict[str, Any]]:
-    require(isinstance(values, list | tuple), name, values, "a list of mappings")
+    values = as_tuple(name, values, "a list of mappings", plain_mapping)
     for index, value in enumerate(values):
         if callable(value):
             raise ValueError(f"{name}[{index}]={shown(value)} is a function; give its JSON schema, as a mapping")
         require(
             isinstance(value, Mapping), f"{name}[{index}]", value, "a mapping, such as a message with role and content"
         )
-    return [dict(value) for value in values]
+    return [_as_json(dict(value), f"{name}[{index}]", depth=1) for index, value in enumerate(values)]
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
@@ -151,20 +149,22 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _check_json(value: Any, place: str, depth: int = 0) -> None:
-    """Raises ValueError for a value that is not JSON. A template gets nothing else, so it can call no method of it."""
+def _as_json(value: Any, place: str, depth: int = 0) -> Any:
+    """Returns a value as JSON has it; ValueError for any other. A template gets no object with methods of its own."""
     if depth > MAX_DEPTH:
         raise ValueError(f"{cut(place)} is nested more than {MAX_DEPTH} deep; give flatter values")
+    value = as_plain(place, value)
     if isinstance(value, Mapping):
-        for key, item in value.items():
+        for key in value:
             require(isinstance(key, str), f"a key of {place}", key, "text")
-            _check_json(item, f"{place}.{key}", depth + 1)
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            _check_json(item, f"{place}[{index}]", depth + 1)
-    else:
-        is_scalar = value is None or isinstance(value, str | bool | int | float)
-        require(is_scalar, place, value, "text, a number, a truth value, None, or a list or mapping of these")
+        return {key: _as_json(item, f"{place}.{key}", depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(item, f"{place}[{index}]", depth + 1) for index, item in enumerate(value)]
+    if value is not None and is_missing(value):
+        raise ValueError(f"{cut(place)} {shown(value)} is a missing value; fill it, or leave it out")
+    is_scalar = value is None or isinstance(value, str | bool | int | float)
+    require(is_scalar, place, value, "text, a number, a truth value, None, or a list or mapping of these")
+    return value
 
 
 def _mark_end(message: dict[str, Any], template: str) -> str:

@@ -17,7 +17,7 @@ from jaxinfer.text.added_tokens import read_stated_tokens
 from jaxinfer.text.chat_template import ChatTemplates
 from jaxinfer.text.files import check_size
 from jaxinfer.text.sentencepiece_model import load_sentencepiece
-from jaxinfer.validation import MAX_INT, as_tuple, is_int, require, require_bool, shown
+from jaxinfer.validation import MAX_INT, as_bool, as_plain, as_tuple, is_int, require, shown
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +123,9 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Encodes `text`, by default with the special tokens that the file's post-processor adds."""
+        text = as_plain("text", text)
         require(isinstance(text, str), "text", text, "text")
-        require_bool("add_special_tokens", add_special_tokens)
+        add_special_tokens = as_bool("add_special_tokens", add_special_tokens)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -159,7 +160,7 @@ class Tokenizer:
         Raises ValueError for messages that are not JSON, and for a template that is missing, fails or takes more than
         a second.
         """
-        require_bool("tokenize", tokenize)
+        tokenize = as_bool("tokenize", tokenize)
         for name in NOT_HONOURED:
             value = variables.pop(name, None)
             if value not in (None, False):
@@ -179,7 +180,7 @@ class Tokenizer:
         """Decodes without unknown ids, by default without special tokens; bytes that are not UTF-8 become U+FFFD."""
         ids = as_tuple("token_ids", token_ids, "several token ids")
         require(all(map(is_int, ids)), "token_ids", token_ids, "several integers")
-        require_bool("skip_special_tokens", skip_special_tokens)
+        skip_special_tokens = as_bool("skip_special_tokens", skip_special_tokens)
         return self._backend.decode([i for i in ids if 0 <= i <= MAX_INT], skip_special_tokens=skip_special_tokens)
 
     def text_of(self, token_id: int) -> str:
@@ -202,14 +203,14 @@ class Tokenizer:
 
     def has_text(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
         """Whether `decode` looks at the token at all: it is known, and not special if those are skipped."""
-        require_bool("skip_special_tokens", skip_special_tokens)
+        skip_special_tokens = as_bool("skip_special_tokens", skip_special_tokens)
         is_known = self.id_to_token(token_id) is not None
         return is_known and not (skip_special_tokens and token_id in self._special_ids)
 
     def token_bytes(self, token_id: int, *, skip_special_tokens: bool = True) -> bytes:
         """The bytes that a token of a byte-level tokenizer stands for, none for one without text."""
         require(is_int(token_id), "token_id", token_id, "an integer")
-        require_bool("skip_special_tokens", skip_special_tokens)
+        skip_special_tokens = as_bool("skip_special_tokens", skip_special_tokens)
         known = self._token_bytes[skip_special_tokens].get(token_id)
         if known is None:
             has_text = self.has_text(token_id, skip_special_tokens=skip_special_tokens)

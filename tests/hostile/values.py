@@ -12,6 +12,8 @@ from typing import Any
 import hypothesis.strategies as st
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
+import pyarrow as pa
 import torch
 
 from jaxinfer.config import EngineConfig, SamplingParams
@@ -90,6 +92,8 @@ SCALARS: dict[str, Callable[[], Any]] = {
         *(Text("a"), Number(5), Fraction(1, 3), Decimal("0.5"), Decimal("NaN"), Path("nowhere")),
         *(np.int8(5), np.uint64(2**64 - 1), np.float32(0.5), np.float64("nan"), np.bool_(True), np.str_("a")),
         *(np.datetime64(5, "s"), np.longdouble(5), np.complex64(1), np.float16("inf")),
+        *(pd.NA, pd.NaT, pd.Timestamp(5), pd.Timedelta(5, "s")),
+        *(pa.scalar(5), pa.scalar(0.5), pa.scalar(True), pa.scalar("a"), pa.scalar(b"a"), pa.scalar(None)),
     )
 } | {
     "10**5000": lambda: 10**5000,
@@ -151,6 +155,17 @@ MANY: dict[str, Callable[[], Any]] = {
     "torch with a gradient": lambda: torch.ones(2, requires_grad=True),
     "torch without data": lambda: torch.ones(2, device="meta"),
     "torch scalar": lambda: torch.tensor(5),
+    "pandas numbers": lambda: pd.Series([5, 6], index=["a", "b"]),
+    "pandas missing": lambda: pd.Series([5, None], dtype="Int64"),
+    "pandas texts": lambda: pd.Series(["a", None]),
+    "pandas table": lambda: pd.DataFrame({"role": ["user"], "content": ["a"]}),
+    "pandas row": lambda: pd.Series({"role": "user", "content": "a"}),
+    "pandas times": lambda: pd.date_range("2026", periods=2),
+    "arrow numbers": lambda: pa.array([5, None]),
+    "arrow texts": lambda: pa.chunked_array([["a"], ["b"]]),
+    "arrow lists": lambda: pa.array([[5], None]),
+    "arrow table": lambda: pa.table({"role": ["user"], "content": ["a"]}),
+    "arrow mapping": lambda: pa.scalar({"a": 5, "role": None}),
 }
 
 

@@ -16,9 +16,10 @@ from jaxinfer.engine.kv_cache.attention_window import AttentionWindow, window_fo
 from jaxinfer.engine.request.page_keys import PageKeys, root_key
 from jaxinfer.engine.request.request import Priority, Request, SharedPrompt
 from jaxinfer.model.config import ModelConfig
+from jaxinfer.plain_values import is_missing, plain, plain_mapping
 from jaxinfer.text.grammar import GrammarCompiler
 from jaxinfer.text.tokenizer import Detokenizer, Tokenizer
-from jaxinfer.validation import MAX_FLOAT, MAX_INT, as_float, as_items, as_tuple, is_real, require, shown
+from jaxinfer.validation import MAX_FLOAT, MAX_INT, as_bool, as_float, as_plain, as_tuple, is_real, require, shown
 
 
 class RequestOptions(TypedDict, total=False):
@@ -48,25 +49,38 @@ def check_names(options: Mapping[str, Any]) -> None:
 
 
 def checked_priority(priority: Any) -> Priority:
-    if not isinstance(priority, str) or priority not in get_args(Priority):
+    name = as_plain("priority", priority)
+    if not isinstance(name, str) or name not in get_args(Priority):
         raise ValueError(f"priority={shown(priority)} is not allowed: give one of {', '.join(get_args(Priority))}")
-    return cast(Priority, priority)
+    return cast(Priority, name)
 
 
 def checked_tenant(tenant: Any) -> str:
-    if not isinstance(tenant, str):
+    name = as_plain("tenant", tenant)
+    if not isinstance(name, str):
         raise ValueError(f"tenant={shown(tenant)} is not allowed: give a name as text, or leave it out")
-    return tenant
+    return name
 
 
 def checked_time_limit(deadline: Any) -> float:
-    if deadline is None:
+    seconds = as_plain("deadline", deadline)
+    if seconds is None:
         return math.inf
-    if not is_real(deadline) or not 0 < as_float(deadline) < MAX_FLOAT:
+    if not is_real(seconds) or not 0 < as_float(seconds) < MAX_FLOAT:
         raise ValueError(
             f"deadline={shown(deadline)} is not allowed: give seconds from now, above 0, or None for no end"
         )
-    return float(deadline)
+    return float(seconds)
+
+
+def _checked_salt(cache_salt: Any) -> str | None:
+    salt = as_plain("cache_salt", cache_salt)
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise ValueError(
+            f"cache_salt={shown(cache_salt)} is not allowed: give a string that only those know who may share"
+            " cached prefixes, or None to share with all who give none"
+        )
+    return salt
 
 
 # The parameters of a prompt to embed. A step that computes the end of a prompt samples a token after it; an embedding
@@ -135,7 +149,7 @@ class Admission:
                     f"logits_processors has {shown(name)}, which is none of the LLM's {list(self.custom)}; give the"
                     " function to LLM(logits_processors={name: function})"
                 )
-        self._check_salt(cache_salt)
+        cache_salt = _checked_salt(cache_salt)
         make_sample = partial(
             Request,
             prompt_token_ids=token_ids,
@@ -222,14 +236,9 @@ class Admission:
         versions = {"model": self.model, "params_version": self.params_version, "adapter": ""}
         return PageKeys(root_key(**versions, cache_salt=cache_salt or ""), self.cache_config.page_size)
 
-    def _check_salt(self, cache_salt: str | None) -> None:
-        if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-            raise ValueError(
-                f"cache_salt={shown(cache_salt)} is not allowed: give a string that only those know who may share"
-                " cached prefixes, or None to share with all who give none"
-            )
-
     def _encode(self, prompt: Prompt) -> list[int]:
+        prompt = as_plain("prompt", prompt)
+        _require_value("prompt", prompt)
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("this checkpoint has no tokenizer.json or tokenizer.model; give token ids")
@@ -239,11 +248,13 @@ class Admission:
             except ValueError as error:
                 raise ValueError(f"the prompt cannot be encoded: {error}") from error
         else:
-            token_ids = as_items("prompt", prompt)
-            if not isinstance(token_ids, Sequence) or isinstance(token_ids, bytes | bytearray | memoryview):
-                raise ValueError(f"prompt {shown(prompt)} is neither text nor a sequence of token ids")
-            self._check_prompt_len(len(token_ids))
-            token_ids = list(token_ids)
+            if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
+                way_out = "; give one column of a table" if isinstance(prompt, Mapping) else ""
+                raise ValueError(f"prompt {shown(prompt)} is neither text nor a sequence of token ids{way_out}")
+            self._check_prompt_len(len(prompt))
+            token_ids = list(prompt)
+            if set(map(type, token_ids)) != {int}:
+                token_ids = [as_plain("prompt", token_id) for token_id in token_ids]
         if not token_ids:
             raise ValueError(f"prompt {shown(prompt)} is empty; give at least one token to continue from")
         self._check_token_ids("prompt", token_ids)
@@ -329,9 +340,10 @@ class Admission:
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Returns one prompt or several as a list of prompts."""
-    if isinstance(prompts, str):
-        return [prompts]
-    items = as_items("prompts", prompts)
+    items = as_plain("prompts", prompts)
+    _require_value("prompts", items)
+    if isinstance(items, str):
+        return [items]
     if not isinstance(items, Iterable) or isinstance(items, Mapping | Set | bytes | bytearray | memoryview):
         raise ValueError(f"prompts {shown(prompts)} are neither text, nor token ids, nor several of these")
     items = list(as_tuple("prompts", items, "several"))
@@ -341,40 +353,54 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
     """Returns one conversation or several as a list of conversations."""
-    require(isinstance(messages, list | tuple), "messages", messages, "a list of messages, or several of these")
-    return [messages] if all(isinstance(message, Mapping) for message in messages) else list(messages)  # pyright: ignore
+
+    def plain_item(value: Any) -> Any:
+        """Returns a row of a table of messages as a message; another column may be a conversation."""
+        row = plain_mapping(value)
+        return row if isinstance(row, Mapping) and "role" in row else plain(value)
+
+    items: Any = as_tuple("messages", messages, "a list of messages, or several of these", plain_item)
+    return [items] if all(isinstance(item, Mapping) for item in items) else list(items)
 
 
 def render(
     tokenizer: Tokenizer | None,
-    conversation: Conversation,
+    messages: Conversation | Sequence[Conversation],
     *,
     variables: Mapping[str, Any] | None,
     add_generation_prompt: bool | None,
+    continue_final_message: bool,
     **arguments: Any,
-) -> list[int]:
-    """Returns the token ids of a conversation by the chat template, which reads `variables`.
+) -> list[Prompt]:
+    """Returns the token ids of each conversation by the chat template, which reads `variables`.
 
-    With add_generation_prompt=None the template begins an answer, unless `continue_final_message` is given. The other
-    arguments are those of `Tokenizer.apply_chat_template`. Raises ValueError if they cannot be rendered.
+    With add_generation_prompt=None the template begins an answer, unless it continues the final message. The other
+    arguments are those of `Tokenizer.apply_chat_template`. Raises ValueError if a conversation cannot be rendered.
     """
     if tokenizer is None:
         raise ValueError("messages need a tokenizer, which this checkpoint does not have; give token ids to generate")
+    variables = as_plain("chat_template_kwargs", variables, plain_mapping)
     is_mapping = variables is None or (isinstance(variables, Mapping) and all(isinstance(n, str) for n in variables))
     require(is_mapping, "chat_template_kwargs", variables, "a mapping from the names of variables to values")
     variables = dict(variables or {})
-    if add_generation_prompt is None:
-        add_generation_prompt = arguments["continue_final_message"] is not True
-    arguments["add_generation_prompt"] = add_generation_prompt
+    continues = as_bool("continue_final_message", continue_final_message)
+    begins = not continues if add_generation_prompt is None else add_generation_prompt
+    arguments |= {"continue_final_message": continues, "add_generation_prompt": begins}
     if taken := sorted(variables.keys() & {*arguments, "conversation", "tokenize"}):
         raise ValueError(f"chat_template_kwargs has {shown(taken[0])}; give it as an argument of its own")
-    token_ids = tokenizer.apply_chat_template(conversation, tokenize=True, **arguments, **variables)
-    assert isinstance(token_ids, list)
-    return token_ids
+    prompts: list[Prompt] = []
+    for i, conversation in enumerate(as_conversations(messages)):
+        try:
+            _require_value("messages", conversation)
+            prompts.append(cast(list[int], tokenizer.apply_chat_template(conversation, **arguments, **variables)))
+        except ValueError as error:
+            raise ValueError(f"conversation {i}: {error}") from None
+    return prompts
 
 
 def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams | None]:
     """Returns one SamplingParams (or None) per prompt, from one for all prompts or one per prompt."""
+    params = as_plain("sampling_params", params)
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, Sequence) or isinstance(params, str):
@@ -387,3 +413,8 @@ def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: i
             f"sampling_params has {len(params)} SamplingParams for {count} prompts; give one for all or one per prompt"
         )
     return params
+
+
+def _require_value(name: str, value: Any) -> None:
+    if is_missing(value):
+        raise ValueError(f"{name} {shown(value)} is a missing value; drop its row or fill it")

@@ -143,4 +143,4 @@ def rewind(request: Request, num_tokens: int, admission: Admission) -> None:
 
 def _checked_seed(seed: int) -> int:
     require_int("seed", seed, 0, MAX_SEED)
-    return seed
+    return int(seed)
