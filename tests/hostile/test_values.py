@@ -112,7 +112,7 @@ def test_no_public_name_is_left_out():
     not_called = {Completion, Delta, Drafter, QueueFullError, jaxinfer.__version__}
 
     assert {getattr(jaxinfer, name) for name in dir(jaxinfer)} == tested | not_called
-    assert {name for name in vars(LLM) if not name.startswith("_")} == {*METHODS, "step", "close"} | VIEWS
+    assert {name for name in vars(LLM) if not name.startswith("_")} == {*METHODS, "step", "close", "engine"} | VIEWS
 
 
 @pytest.mark.parametrize("config", CONFIGS | COMPONENTS, ids=lambda config: config.__name__)
