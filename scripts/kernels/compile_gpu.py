@@ -161,6 +161,7 @@ decode = functools.partial(attention, q_len=1, num_tokens=DECODE_ROWS, num_rows=
 verify = functools.partial(attention, q_len=8, num_tokens=128, num_rows=16)
 prefill = functools.partial(attention, q_len=None, num_tokens=4096, num_rows=16)
 decode_latents = functools.partial(latents, q_len=1, num_tokens=DECODE_ROWS, num_rows=DECODE_ROWS)
+LARGE_HEADS: dict[str, int] = {"head_dim": 512, "num_heads": 32, "num_kv_heads": 4}  # of Gemma 4
 WEIGHTS_OF_EXPERTS = {"": {}, "int8 ": {"bits": 8, "group_size": 2048}, "int4 ": {"bits": 4}}
 
 CASES: dict[str, Callable[[Any], Case]] = {
@@ -172,6 +173,9 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "decode split G=1 window cap sinks": functools.partial(
         decode, num_tokens=2, num_rows=2, num_heads=8, window=4096, softcap=30.0, has_sinks=True
     ),
+    "decode H=512": functools.partial(decode, **LARGE_HEADS),
+    "decode split H=512": functools.partial(decode, num_tokens=2, num_rows=2, **LARGE_HEADS),
+    "prefill H=512": functools.partial(prefill, **LARGE_HEADS),
     "verify": verify,
     "verify tree": functools.partial(verify, has_tree=True),
     **{f"prefill H={H}": functools.partial(prefill, head_dim=H) for H in (64, 80, 96, 128, 256)},

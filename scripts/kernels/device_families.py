@@ -52,6 +52,10 @@ ALTERNATING = {"layer_types": ["sliding_attention", "full_attention", "sliding_a
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": HEADS,
     "gemma3_text": {**HEADS, **ALTERNATING, "query_pre_attn_scalar": 64},
+    "gemma4_text": {
+        **{**HEADS, "global_head_dim": 128, "num_global_key_value_heads": 1, "sliding_window": 48},
+        **{"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 512, "moe_intermediate_size": 128},
+    },
     "gpt_oss": {**HEADS, **ALTERNATING, "num_local_experts": 8},
     "qwen3_moe": {**HEADS, **MOE, "num_experts": 16},
     "deepseek_v3": {

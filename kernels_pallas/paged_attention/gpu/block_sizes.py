@@ -47,14 +47,15 @@ def gpu_block_sizes(
 ) -> GpuBlockSizes:
     """Returns block sizes for `num_rows` rows of up to `queries` queries.
 
-    The compile tests show that each choice by these rules stays in registers, for heads of up to 256. What is tuned for
+    The compile tests show that each choice by these rules stays in registers, for heads of up to 512. What is tuned for
     the device are the blocks of single queries, and how they are fetched.
     """
-    is_wide, is_hopper = head_dim > 128, target.capability >= HOPPER
+    is_wide, is_widest, is_hopper = head_dim > 128, head_dim > 256, target.capability >= HOPPER
     # The accumulator, float32 [block_m, head_dim], lives in registers; the bits of a tree want some as well. On an H200
     # tiles of 64 took 0.95 of the time of 128 for a prompt of 4,096 tokens, and 0.88 for four of 1,024 (heads of 128,
-    # jax 0.11.2). For an A100 and an L4 the compiler spills registers with 64.
-    limit = 64 if is_hopper or is_wide or has_tree else 128
+    # jax 0.11.2). For an A100 and an L4 the compiler spills registers with 64. Heads above 256 have half the tiles and
+    # the keys: with more, registers spill on all three, and an L4 has too little shared memory.
+    limit = 32 if is_widest else 64 if is_hopper or is_wide or has_tree else 128
     block_m = 16
     while block_m < group or block_m < min(queries * group, limit):
         block_m *= 2
@@ -64,7 +65,7 @@ def gpu_block_sizes(
     splits = -(-PROGRAMS_PER_CORE * target.num_cores // num_tiles)
     sizes = GpuBlockSizes(
         block_m=block_m,
-        block_k=32 if is_crowded else 64,
+        block_k=(32 if is_crowded else 64) // (2 if is_widest else 1),
         num_splits=max(1, min(splits, MAX_SPLITS, max_context // MIN_SPLIT)),
         num_warps=4 if block_m < (128 if is_hopper and not is_wide else 64) else 8,
         num_stages=2 if is_wide else 3,

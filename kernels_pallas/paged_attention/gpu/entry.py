@@ -21,7 +21,7 @@ from kernels_pallas.paged_attention.gpu.attend import attend
 from kernels_pallas.paged_attention.gpu.block_sizes import GpuBlockSizes, gpu_block_sizes
 from kernels_pallas.paged_attention.layout import Pages, to_stored
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 FP8 = "float8_e4m3fn"
 PAGE_SIZES = (16, 32, 64, 128, 256)
 # Queries that a tile of a ragged batch may hold, before heads and registers limit them.

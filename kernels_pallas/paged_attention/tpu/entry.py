@@ -31,7 +31,7 @@ from kernels_pallas.paged_attention.tpu.items import LANES, decode_items, head_f
 from kernels_pallas.paged_attention.tpu.kernel import SUBLANES, run_kernel
 
 PAGE_DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 # Their vector memory has no room for the prefill kernel: 17.8 MiB of 16 on v4.
 SMALL_CHIPS = ("v2", "v3", "v4", "v4i")
 # The scalar memory holds 1 MiB; half of it is left to the compiler.

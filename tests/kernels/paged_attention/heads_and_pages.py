@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-HEAD_DIMS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
+HEAD_DIMS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256, 512)
 GROUPS = (1, 2, 3, 4, 5, 7, 8, 16)
 PAGE_SIZES = (16, 32, 64, 128)
 

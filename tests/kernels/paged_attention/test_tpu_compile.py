@@ -32,7 +32,10 @@ PIECE = {"v5e": (128, 197e12 / 1.5e9), "v6e": (256, 918e12 / 1.75e9)}
 MIN_RATES = {("v5e", "prefill"): (0.5, 0.5), ("v6e", "prefill"): (0.25, 0.24)}
 # What is compiled here; `scripts/kernels/compile_matrix.py` has every case for every device, which takes longer.
 KERNELS = {
-    "v5e": (*(name for name in KERNEL_CASES if name.startswith("decode")), "prefill", "prefill head_dim 64", "verify"),
+    "v5e": (
+        *(name for name in KERNEL_CASES if name.startswith("decode")),
+        *("prefill", "prefill head_dim 64", "prefill head_dim 512", "verify"),
+    ),
     "v5p": ("decode", "decode int8", "decode fp8", "prefill"),
     "v6e": ("decode", "decode int8", "decode fp8", "prefill", "verify a tree", "latents decode", "latents prefill"),
     "tpu7x": ("decode", "decode int8", "decode fp8", "prefill"),

@@ -62,7 +62,7 @@ def test_decoding_rows_of_any_length_is_exact_and_free_of_races(execution):
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"),
     # A piece has 128 rows of queries at most.
-    [(3, 3, 64), (8, 1, 80), (10, 10, 96), (18, 2, 128), (4, 4, 256), (136, 1, 16)],
+    [(3, 3, 64), (8, 1, 80), (10, 10, 96), (18, 2, 128), (4, 4, 256), (4, 2, 512), (136, 1, 16)],
     ids=str,
 )
 def test_decoding_is_exact_for_any_heads(num_heads, num_kv_heads, head_dim):
