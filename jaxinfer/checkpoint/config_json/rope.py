@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxinfer.checkpoint.config_json.fields import is_enabled, number_or_default, require_number, require_size
@@ -55,6 +56,35 @@ def read_rope(
         scaling=rope["rope_scaling"],
         is_interleaved=is_interleaved,
     )
+
+
+def read_proportional_rope(
+    hf: Mapping[str, Any], head_dim: int, max_position: int, *, layer_type: str, default_theta: float
+) -> Rope:
+    """Returns the same for a kind of layer whose parameters may have the type "proportional", as in Gemma 4.
+
+    Of this type a part of the pairs turns, with the frequencies that they have among all pairs of the head.
+    """
+    parameters = _of_layer_type(_parameters(hf), layer_type)
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    partial = number_or_default(parameters, "partial_rotary_factor", 1.0)
+    num_turned = int(partial * head_dim // 2)
+    if kind != "proportional" and partial != 1.0:
+        raise ValueError(
+            f"partial_rotary_factor={partial!r} with rope_type={kind!r} is not supported; use a checkpoint in which"
+            ' layers that rotate a part of a head have the type "proportional"'
+        )
+    if not 1 <= num_turned <= head_dim // 2:
+        raise ValueError(
+            f"partial_rotary_factor={partial!r} turns {num_turned} of the {head_dim // 2} pairs of a head; download the"
+            " checkpoint's config.json again"
+        )
+    own = {key: value for key, value in parameters.items() if key != "partial_rotary_factor"}
+    if kind == "proportional":
+        own |= {"rope_type": "default" if own.get("factor") is None else "linear"}
+    hf = {**hf, "rope_parameters": {layer_type: own}}
+    rope = read_rope(hf, head_dim, max_position, layer_type=layer_type, default_theta=default_theta)
+    return rope if num_turned == head_dim // 2 else replace(rope, num_turned=num_turned)
 
 
 def _of_layer_type(stated: Mapping[str, Any], layer_type: str) -> Mapping[str, Any]:

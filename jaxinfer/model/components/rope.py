@@ -75,6 +75,7 @@ class Rope:
     """The rotary embedding of a kind of layer."""
 
     dim: int  # of each head, from its first on; the others are not rotated
+    num_turned: int | None = None  # pairs that turn, the first of those of `dim`; None: all
     max_position: int  # the model's length in tokens
     theta: float = 10_000.0
     scaling: RopeScaling | None = None
@@ -82,6 +83,8 @@ class Rope:
 
     def __post_init__(self) -> None:
         require_pairs("rope dim", self.dim)
+        if self.num_turned is not None:
+            require_int("num_turned", self.num_turned, 1, self.dim // 2)
         require_int("max_position", self.max_position, 1)
         require_real("rope_theta", self.theta, 1.0)
         is_scaling = self.scaling is None or isinstance(self.scaling, RopeScaling)
@@ -115,6 +118,14 @@ def rotary_frequencies(rope: Rope) -> tuple[np.ndarray, float]:
     """
     H = rope.dim
     frequencies = np.float32(rope.theta) ** (-np.arange(0, H, 2, dtype=np.float32) / np.float32(H))
+    frequencies, factor = _scaled(frequencies, rope)
+    if rope.num_turned is not None:
+        frequencies[rope.num_turned :] = 0.0
+    return frequencies, factor
+
+
+def _scaled(frequencies: np.ndarray, rope: Rope) -> tuple[np.ndarray, float]:
+    """Returns the frequencies f32[R/2] as the rope's scaling changes them, and the factor on cosine and sine."""
     scaling = rope.scaling
     if scaling is None:
         return frequencies, 1.0

@@ -41,6 +41,17 @@ def test_rotary_embedding_rotates_the_pairs_of_half_the_head_apart():
     np.testing.assert_allclose(y, expected, rtol=0, atol=2e-5)
 
 
+def test_the_first_pairs_may_turn_alone_as_fast_as_among_all_of_them():
+    rope = Rope(dim=16, num_turned=3, max_position=MAX_POSITION, theta=100.0)
+
+    frequencies, factor = rotary_frequencies(rope)
+
+    np.testing.assert_allclose(frequencies, [100.0 ** (-2 * i / 16) if i < 3 else 0.0 for i in range(8)], rtol=1e-6)
+    assert factor == 1.0
+    with pytest.raises(ValueError, match="num_turned=9"):
+        Rope(dim=16, num_turned=9, max_position=MAX_POSITION)
+
+
 @pytest.mark.parametrize("first", [0, 131_000, 10**6 + 1, 2**31 - 5_000])
 def test_the_angle_between_two_tokens_depends_on_their_distance_however_far_they_are(first):
     distances = np.array([0, 1, 17, 1_000, 4_000])
