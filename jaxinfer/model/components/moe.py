@@ -11,7 +11,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from jaxinfer.model.components.experts import sum_of_experts
-from jaxinfer.model.components.layers import MakeSpec, TensorSpec, product
+from jaxinfer.model.components.layers import MakeSpec, Norm, TensorSpec, product, rms_norm
 from jaxinfer.model.components.mlp import MLP, MLPParams, declare_mlp, mlp
 from jaxinfer.validation import require, require_bool, require_int, require_name, require_positive
 from kernels_pallas.row_products import rounded
@@ -26,6 +26,7 @@ class Router:
 
     Scores are the softmax or the sigmoid of a product of the token's state. The experts with the largest scores win; if
     there are groups, only experts of the best groups. The weights are the scores of the winners, times `scale`.
+    A `norm` comes before the product, and its weight is divided by sqrt(D).
     """
 
     num_chosen: int
@@ -34,6 +35,8 @@ class Router:
     scale: float = 1.0
     has_bias: bool = False  # added to the product
     has_choice_bias: bool = False  # added to the scores for the choice, but not to the weights (DeepSeek-V3)
+    has_expert_scales: bool = False  # one for each expert multiplies its weight
+    norm: Norm | None = None  # of the state; None: there is none
     num_groups: int = 1
     num_chosen_groups: int = 1
     num_scores_of_group: int = 2  # the best scores that add up to that of a group: 2 in DeepSeek-V3, 1 in V2
@@ -42,8 +45,9 @@ class Router:
         require_int("num_chosen", self.num_chosen, 1)
         require_name("scoring", self.scoring, SCORINGS)
         require_positive("scale", self.scale)
-        for name in ("normalizes", "has_bias", "has_choice_bias"):
+        for name in ("normalizes", "has_bias", "has_choice_bias", "has_expert_scales"):
             require_bool(name, getattr(self, name))
+        require(self.norm is None or isinstance(self.norm, Norm), "norm", self.norm, "a Norm or None")
         require_int("num_groups", self.num_groups, 1)
         require_int("num_chosen_groups", self.num_chosen_groups, 1, self.num_groups)
         require_int("num_scores_of_group", self.num_scores_of_group, 1)
@@ -89,6 +93,8 @@ class MoEParams:
     experts: MLPParams  # [n, E, ...]
     router_bias: Any = None  # [n, E]
     choice_bias: Any = None  # [n, E]
+    router_norm: Any = None  # [n, D]
+    expert_scales: Any = None  # [n, E]
     shared: MLPParams | None = None
     shared_gate: Any = None  # [n, 1, D]
 
@@ -105,17 +111,27 @@ def declare_moe(config: MoE, hidden_size: int, spec: MakeSpec) -> MoEParams:
         experts=declare_mlp(config.expert, D, of_experts),
         router_bias=spec((E,), ("choices",)) if config.router.has_bias else None,
         choice_bias=spec((E,), ("choices",)) if config.router.has_choice_bias else None,
+        router_norm=None if config.router.norm is None else spec((D,), ("embed",), None),
+        expert_scales=spec((E,), ("choices",), None) if config.router.has_expert_scales else None,
         shared=None if config.shared is None else declare_mlp(config.shared, D, spec),
         shared_gate=spec((1, D), ("one", "embed")) if config.has_shared_gate else None,
     )
 
 
-def moe(params: MoEParams, x: jax.Array, num_tokens: jax.Array, *, config: MoE, mesh: Mesh | None = None) -> jax.Array:
+def moe(
+    params: MoEParams,
+    x: jax.Array,
+    num_tokens: jax.Array,
+    *,
+    config: MoE,
+    states: jax.Array | None = None,
+    mesh: Mesh | None = None,
+) -> jax.Array:
     """Returns the weighted sum of each token's experts, and of the shared one, [T, D] for x [T, D].
 
-    `mesh`: the mesh that the experts are split over, if any.
+    The router gets `states` [T, D], None being x. `mesh`: the mesh that the experts are split over, if any.
     """
-    experts, weights = route(params, x, num_tokens, config=config)
+    experts, weights = route(params, x if states is None else states, num_tokens, config=config)
     out = sum_of_experts(params.experts, x, experts, weights, num_tokens, config=config.expert, mesh=mesh)
     if params.shared is None or config.shared is None:
         return out
@@ -129,6 +145,8 @@ def moe(params: MoEParams, x: jax.Array, num_tokens: jax.Array, *, config: MoE, 
 def route(params: MoEParams, x: jax.Array, num_tokens: jax.Array, *, config: MoE) -> tuple[jax.Array, jax.Array]:
     """Returns the experts i32[T, X] of each token of x [T, D], the best first, and their weights f32[T, X]."""
     router = config.router
+    if router.norm is not None:
+        x = rms_norm(x, params.router_norm, router.norm) * jnp.asarray(x.shape[1] ** -0.5, x.dtype)
     logits = product(x, params.router, num_tokens)
     if params.router_bias is not None:
         logits = logits + jnp.broadcast_to(params.router_bias, logits.shape).astype(jnp.float32)
@@ -146,6 +164,8 @@ def route(params: MoEParams, x: jax.Array, num_tokens: jax.Array, *, config: MoE
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if router.normalizes:
         weights = weights / (row_sum(weights) + 1e-20)[..., None]
+    if params.expert_scales is not None:
+        weights = weights * params.expert_scales.astype(jnp.float32)[experts]
     return experts, weights * router.scale
 
 
