@@ -24,6 +24,7 @@ NUM_INPUT_AXES = {
     **{"in_proj": 1, "x_proj": 1, "dt_proj": 1, "out_proj": 1},  # of recurrent layers
     **{"query": 1, "key": 1, "value": 1, "z": 1, "beta": 1, "dt": 1},  # of gated delta nets
     **{"gate": 1, "up": 1, "down": 1},
+    "projection": 1,  # of embeddings for each layer
     "unembedding": 1,
 }
 
