@@ -125,3 +125,14 @@ MIXERS: Mapping[type, MixerFunctions] = {
 def functions_of(mixer: Mixer) -> MixerFunctions:
     """Returns the functions of a mixer."""
     return MIXERS[type(mixer)]
+
+
+def source_of(mixer: Mixer) -> int | None:
+    """Returns the number of the layer whose pages a mixer reads; None for a mixer with pages of its own."""
+    return mixer.source if isinstance(mixer, Attention) else None
+
+
+def can_read(reader: Mixer, other: Mixer) -> bool:
+    """Returns True if the other mixer has pages of its own, whose keys and values are as the reader's would be."""
+    kinds = [(a.num_kv_heads, a.head_dim, a.rope, a.window) for a in (reader, other) if isinstance(a, Attention)]
+    return len(kinds) == 2 and kinds[0] == kinds[1] and source_of(other) is None

@@ -16,7 +16,8 @@ from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpe
 from jaxinfer.model.components.recurrent.states import StateSlots
 from jaxinfer.model.components.rope import Rope, require_pairs, rotary_embedding
 from jaxinfer.validation import require, require_bool, require_int, require_positive
-from kernels_pallas.paged_attention import Pages, abstract_pages, paged_attention
+from kernels_pallas.paged_attention import Pages, abstract_pages, gather_tokens, paged_attention, write_kv
+from kernels_pallas.paged_attention.shapes import token_slots
 from kernels_pallas.whole_rows import PagedCall, PlainCall, attend_whole_rows, plain_attention
 
 Angles = tuple[jax.Array, jax.Array]  # cosine and sine f32[T, 1, R/2]
@@ -36,6 +37,9 @@ class Attention:
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     qk_norm: str | None = None  # of queries and keys before rotation: "head", over each head, or "all", over all heads
+    has_value_norm: bool = False  # of each head's value, without a weight
+    has_values: bool = True  # False: a value is the key before its norm and rotation
+    source: int | None = None  # the layer whose keys and values it reads; None: it has its own
     has_gate: bool = False  # multiplies each head's output by a sigmoid of the token's state
     has_sinks: bool = False  # a learned score per head that takes part in the softmax without a value
 
@@ -51,8 +55,13 @@ class Attention:
         for name in ("scale", "softcap"):
             if getattr(self, name) is not None:
                 require_positive(name, getattr(self, name))
-        for name in ("has_qkv_bias", "has_output_bias", "has_gate", "has_sinks"):
+        if self.source is not None:
+            require_int("source", self.source, 0)
+        for name in ("has_qkv_bias", "has_output_bias", "has_value_norm", "has_values", "has_gate", "has_sinks"):
             require_bool(name, getattr(self, name))
+        makes_values = self.has_value_norm or not self.has_values
+        are_own = "None in a layer with a norm of values or with keys as values"
+        require(self.source is None or not makes_values, "source", self.source, are_own)
         is_name = isinstance(self.qk_norm, str) and self.qk_norm in ("head", "all")
         require(self.qk_norm is None or is_name, "qk_norm", self.qk_norm, "'head', 'all' or None")
 
@@ -67,8 +76,8 @@ class AttentionParams:
     """Tensors of n stacked layers; weights are [out..., in] as checkpoints store them."""
 
     q: Any  # [n, N, H, D]
-    k: Any  # [n, K, H, D]
-    v: Any  # [n, K, H, D]
+    k: Any  # [n, K, H, D]  None in layers that read the keys and values of another
+    v: Any  # [n, K, H, D]  the same; None where values are keys too
     o: Any  # [n, D, N, H]
     q_bias: Any = None  # [n, N, H]
     k_bias: Any = None  # [n, K, H]
@@ -95,6 +104,7 @@ class AttentionInputs:
     num_whole_rows: int | None = None  # of a step that may be differentiated, see `forward`
     angles: Mapping[Rope, Angles] = field(default_factory=dict)  # of the tokens, for each rotary embedding
     page_offset: jax.Array | int = 0  # the index of the layer's first page in its pool
+    is_shared: bool = False  # other layers write or read the pages too
 
     def run(
         self,
@@ -132,7 +142,7 @@ def declare_attention(config: Attention, hidden_size: int, spec: MakeSpec) -> At
     """Returns a `TensorSpec` per tensor; `spec(sizes, axes, scale)` makes one of n layers."""
     D, N, K, H = hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     q, kv = ("heads", "head_dim"), ("kv_heads", "head_dim")
-    tensors: dict[str, TensorSpec] = {
+    tensors: dict[str, TensorSpec | None] = {
         "q": spec((N, H, D), (*q, "embed")),
         "k": spec((K, H, D), (*kv, "embed")),
         "v": spec((K, H, D), (*kv, "embed")),
@@ -152,6 +162,10 @@ def declare_attention(config: Attention, hidden_size: int, spec: MakeSpec) -> At
         tensors |= {"gate": spec((N, H, D), (*q, "embed"))}
     if config.has_gate and config.has_qkv_bias:
         tensors |= {"gate_bias": spec((N, H), q)}
+    if not config.has_values:
+        tensors |= dict.fromkeys(("v", "v_bias"))
+    if config.source is not None:
+        tensors |= dict.fromkeys(("k", "k_bias", "k_norm", "v", "v_bias"))
     return AttentionParams(**tensors)
 
 
@@ -170,7 +184,10 @@ def attend(
     config: Attention,
     norm: Norm,
 ) -> tuple[jax.Array, Pages]:
-    """Returns the layer's output [T, D] for x [T, D], and the pages with the tokens' keys and values appended."""
+    """Returns the layer's output [T, D] for x [T, D], and the pages with the tokens' keys and values appended.
+
+    A layer that reads those of another gets the other's pages, and returns them as they came.
+    """
     q, k, v = project_qkv(params, x, inputs, config=config, norm=norm)
     scale = config.head_dim**-0.5 if config.scale is None else config.scale
     options = {"scale": scale, "window": config.window, "softcap": config.softcap}
@@ -180,7 +197,10 @@ def attend(
         return paged_attention(q, k, v, pages, sinks=sinks, **arrays, **options, **statics)
 
     plain = functools.partial(plain_attention, **options)
-    attended, pages = inputs.run(call, plain, (q, k, v), params.sinks, pages)
+    if inputs.num_whole_rows is not None and inputs.is_shared:
+        attended, pages = _attend_through_pages(call, plain, q, k, v, params.sinks, pages, inputs)
+    else:
+        attended, pages = inputs.run(call, plain, (q, k, v), params.sinks, pages)
     if params.gate is not None:
         attended = attended * jax.nn.sigmoid(linear(x, params.gate, params.gate_bias, inputs.num_tokens))
     return linear(attended, params.o, params.o_bias, inputs.num_tokens), pages
@@ -193,24 +213,55 @@ def project_qkv(
     *,
     config: Attention,
     norm: Norm,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns queries [T, N, H], keys and values [T, K, H] of x [T, D], normalised and rotated as `config` says."""
-    q = linear(x, params.q, params.q_bias, inputs.num_tokens)
+) -> tuple[jax.Array, Any, Any]:
+    """Returns queries [T, N, H], keys and values [T, K, H] of x [T, D], normalised and rotated as `config` says.
+
+    Keys and values are None in a layer that reads those of another.
+    """
+
+    def placed(heads: jax.Array, weight: Any) -> jax.Array:
+        if config.qk_norm is not None:
+            heads = _normed(heads, weight, norm)
+        if config.rope is None:
+            return heads
+        return rotary_embedding(heads, *inputs.angles[config.rope], is_interleaved=config.rope.is_interleaved)
+
+    q = placed(linear(x, params.q, params.q_bias, inputs.num_tokens), params.q_norm)
+    if config.source is not None:
+        return q, None, None
     k = linear(x, params.k, params.k_bias, inputs.num_tokens)
-    v = linear(x, params.v, params.v_bias, inputs.num_tokens)
-    if config.qk_norm == "head":
-        q, k = rms_norm(q, params.q_norm, norm), rms_norm(k, params.k_norm, norm)
-    elif config.qk_norm == "all":
-        q, k = _norm_all_heads(q, params.q_norm, norm), _norm_all_heads(k, params.k_norm, norm)
-    if config.rope is None:
-        return q, k, v
-    angles, is_interleaved = inputs.angles[config.rope], config.rope.is_interleaved
-    return (
-        rotary_embedding(q, *angles, is_interleaved=is_interleaved),
-        rotary_embedding(k, *angles, is_interleaved=is_interleaved),
-        v,
-    )
+    v = linear(x, params.v, params.v_bias, inputs.num_tokens) if config.has_values else k
+    return q, placed(k, params.k_norm), rms_norm(v, None, norm) if config.has_value_norm else v
 
 
-def _norm_all_heads(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
-    return rms_norm(x.reshape(x.shape[0], -1), weight.reshape(-1), norm).reshape(x.shape)
+def _normed(heads: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
+    """Returns heads [T, N, H] normalised one by one for a weight [H], all together for a weight [N, H]."""
+    if weight.ndim == 1:
+        return rms_norm(heads, weight, norm)
+    return rms_norm(heads.reshape(heads.shape[0], -1), weight.reshape(-1), norm).reshape(heads.shape)
+
+
+def _attend_through_pages(
+    call: PagedCall,
+    plain: PlainCall,
+    q: jax.Array,
+    k: Any,
+    v: Any,
+    sinks: jax.Array | None,
+    pages: Pages,
+    inputs: AttentionInputs,
+) -> tuple[jax.Array, Pages]:
+    """Returns what `inputs.run` does, in a step of whole rows, for layers that share keys and values.
+
+    The pages have a derivative here, by which that of a reader reaches the layer that made the keys and values.
+    """
+    batch, place = inputs.batch, inputs.page_offset
+    slots = token_slots(q.shape[0], pages, batch.block_tables, batch.kv_lens, batch.cu_q_lens, place)
+    if k is not None:
+        pages = write_kv(pages, k, v, slots)
+
+    def read(q: Any, k: Any, v: Any, sinks: Any, pages: Pages, arrays: Any) -> tuple[jax.Array, Pages]:
+        return call(q, None, None, sinks, pages, arrays)
+
+    attended, _ = inputs.run(read, plain, (q, *gather_tokens(pages, slots)), sinks, pages)
+    return attended, pages

@@ -75,11 +75,13 @@ class Norm:
         require_bool("adds_one", self.adds_one)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
-    """Returns x / sqrt(mean(x²) + epsilon) * weight over the last axis, in float32."""
+def rms_norm(x: jax.Array, weight: jax.Array | None, norm: Norm) -> jax.Array:
+    """Returns x / sqrt(mean(x²) + epsilon) * weight over the last axis, in float32; a weight of None is 1."""
     wide = x.astype(jnp.float32)
     mean_square = row_sum(wide * wide) / x.shape[-1]
     normed = wide * jax.lax.rsqrt(mean_square + norm.epsilon)[..., None]
+    if weight is None:
+        return normed.astype(x.dtype)
     if norm.adds_one:  # a weight near 1 would lose its last bits in half precision
         return (normed * (1.0 + jnp.broadcast_to(weight, normed.shape).astype(jnp.float32))).astype(x.dtype)
     normed = normed.astype(x.dtype)
