@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
+from jaxinfer.model.components.dense_and_experts import DenseAndExperts
+from jaxinfer.model.components.layer_embedding import LayerEmbedding
 from jaxinfer.model.components.layers import Norm
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE, Router
@@ -115,10 +117,8 @@ def _read_description(path: Path) -> dict[str, Any]:
 
 
 # The dataclasses that describe a model, by their names in a description.
-_DESCRIBED = {
-    kind.__name__: kind
-    for kind in (ModelConfig, LayerGroup, Layer, Branch, *MIXERS, Rope, RopeScaling, MLP, MoE, Router, Norm)
-}
+_PARTS = (ModelConfig, LayerGroup, Layer, Branch, LayerEmbedding, MLP, MoE, Router, DenseAndExperts)
+_DESCRIBED = {kind.__name__: kind for kind in (*_PARTS, *MIXERS, Rope, RopeScaling, Norm)}
 
 
 def _describe(value: Any) -> Any:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from jaxinfer.model.components.attention import Attention
+from jaxinfer.model.components.dense_and_experts import DenseAndExperts
+from jaxinfer.model.components.layer_embedding import LayerEmbedding
 from jaxinfer.model.components.layers import Norm
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE
 from jaxinfer.model.components.rope import Rope, RopeScaling, lengthened, require_pairs
-from jaxinfer.model.mixers import MIXERS, Mixer, functions_of
+from jaxinfer.model.mixers import MIXERS, Mixer, can_read, functions_of, source_of
 from jaxinfer.validation import as_tuple, is_int, require, require_bool, require_int, require_positive
 
 RMS_NORM = Norm()
@@ -39,26 +41,30 @@ class Layer:
     """One layer: x + mixer(norm(x)), then x + feed_forward(norm(x)), with the norms that the family has.
 
     Branches in the place of the mixer all get its input, and their outputs are added. One of the two halves may be
-    None, and is left out.
+    None, and is left out. An `embedding` adds a third part after them.
     """
 
     mixer: Mixer | tuple[Branch, ...] | None
-    feed_forward: MLP | MoE | None
+    feed_forward: MLP | MoE | DenseAndExperts | None
+    embedding: LayerEmbedding | None = None  # the layer's own of each token; all layers of a model have one, or none
     norm: Norm = RMS_NORM
     has_pre_norms: bool = True  # of the inputs of mixer and feed_forward
     has_post_norms: bool = False  # of their outputs
     residual_scale: float = 1.0  # multiplies their outputs
+    has_scale: bool = False  # a number that multiplies the layer's result
 
     def __post_init__(self) -> None:
         are_branches = isinstance(self.mixer, tuple) and len(self.mixer) > 1
         are_branches = are_branches and all(isinstance(branch, Branch) for branch in self.branches)
         is_mixer = self.mixer is None or _is_mixer(self.mixer) or are_branches
         require(is_mixer, "mixer", self.mixer, f"{ARE_MIXERS}, a tuple of two Branches or more, or None")
-        is_feed_forward = isinstance(self.feed_forward, MLP | MoE)
+        is_feed_forward = isinstance(self.feed_forward, MLP | MoE | DenseAndExperts)
         is_right = is_feed_forward or (self.feed_forward is None and self.mixer is not None)
-        require(is_right, "feed_forward", self.feed_forward, "an MLP or MoE, or None beside a mixer")
+        require(is_right, "feed_forward", self.feed_forward, "an MLP, MoE or both, or None beside a mixer")
+        is_embedding = self.embedding is None or isinstance(self.embedding, LayerEmbedding)
+        require(is_embedding, "embedding", self.embedding, "a LayerEmbedding or None")
         require(isinstance(self.norm, Norm), "norm", self.norm, "a Norm")
-        for name in ("has_pre_norms", "has_post_norms"):
+        for name in ("has_pre_norms", "has_post_norms", "has_scale"):
             require_bool(name, getattr(self, name))
         require_positive("residual_scale", self.residual_scale)
 
@@ -85,7 +91,7 @@ class Layer:
     @property
     def width(self) -> int:
         """The most numbers per token between two products, where queries, keys and values do not count."""
-        parts = (*self.mixers, self.feed_forward)
+        parts = (*self.mixers, self.feed_forward, self.embedding)
         return max(part.width for part in parts if part is not None)
 
 
@@ -118,11 +124,19 @@ class LayerStack(NamedTuple):
 
 
 class MixerStack(NamedTuple):
-    """The equal mixers of a stack of layers, which share a pool of pages."""
+    """The equal mixers of a stack of layers with pages of their own, which share a pool of them."""
 
     mixer: Mixer
     num_layers: int
     kind: int  # the index of its kind of pages in `ModelConfig.page_kinds`
+
+
+class PagePlace(NamedTuple):
+    """The pages of the mixers of a stack: their own, or those of an earlier layer, which all of them read."""
+
+    pool: int  # the index in `ModelConfig.mixer_stacks`
+    layer: int | None = None  # of the earlier layer in that pool; None: each layer has its own
+    is_shared: bool = False  # layers of another stack use the pool too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +174,24 @@ class ModelConfig:
             require_positive(name, getattr(self, name))
         if self.logit_softcap is not None:
             require_positive("logit_softcap", self.logit_softcap)
+        embedding = self.layers[0].embedding
+        are_same = all(layer.embedding == embedding for layer in self.layers)
+        require(are_same, "embedding", [layer.embedding for layer in self.layers], "the same in all layers")
+        has_rows = embedding is None or embedding.vocab_size >= self.vocab_size
+        require(has_rows, "embedding", embedding, f"one of at least vocab_size={self.vocab_size} rows")
+        for index, layer in enumerate(self.layers):
+            for mixer in layer.mixers:
+                self._require_source(index, mixer)
+
+    def _require_source(self, index: int, mixer: Mixer) -> None:
+        source = source_of(mixer)
+        if source is not None:
+            earlier = self.layers[source].mixers if source < index else ()
+            fits = any(can_read(mixer, other) for other in earlier)
+            is_right = (
+                f"a layer before layer {index} with keys and values of its own, of the same heads, rope and window"
+            )
+            require(fits, "source", source, is_right)
 
     @cached_property
     def stacks(self) -> tuple[LayerStack, ...]:
@@ -243,12 +275,36 @@ class ModelConfig:
 
     @cached_property
     def mixer_stacks(self) -> tuple[MixerStack, ...]:
-        """The stacks of mixers in the order of `stacks`. Each has its own pool of pages."""
+        """The stacks of mixers with pages of their own, in the order of `stacks`. Each has a pool."""
         return tuple(
-            MixerStack(mixer, num_layers, self.page_kinds.index(_page_kind(mixer)))
-            for layer, num_layers in self.stacks
-            for mixer in layer.mixers
+            MixerStack(mixer, len(layers), self.page_kinds.index(_page_kind(mixer)))
+            for mixer, layers in self._stacks_of_mixers
+            if source_of(mixer) is None
         )
+
+    @cached_property
+    def page_places(self) -> tuple[PagePlace, ...]:
+        """The pages of all stacks of mixers, in the order of `stacks`."""
+        places: list[PagePlace] = []
+        pools: list[tuple[Mixer, tuple[int, ...]]] = []
+        for mixer, layers in self._stacks_of_mixers:
+            source = source_of(mixer)
+            if source is None:
+                places.append(PagePlace(len(pools)))
+                pools.append((mixer, layers))
+            else:
+                fits = (source in own and can_read(mixer, other) for other, own in pools)
+                pool = next(pool for pool, is_source in enumerate(fits) if is_source)
+                places.append(PagePlace(pool, pools[pool][1].index(source)))
+        shared = {place.pool for place in places if place.layer is not None}
+        return tuple(place._replace(is_shared=place.pool in shared) for place in places)
+
+    @property
+    def _stacks_of_mixers(self) -> Iterator[tuple[Mixer, tuple[int, ...]]]:
+        """Yields the mixers of each stack of layers, and the indices of these layers."""
+        for stack, layers in zip(self.stacks, self.layers_of_stacks, strict=True):
+            for mixer in stack.layer.mixers:
+                yield mixer, layers
 
     @cached_property
     def state_kind(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import islice, pairwise
 from typing import Any
 
 import jax
@@ -14,12 +15,14 @@ from jax.sharding import Mesh
 from jaxinfer.model.batch import Batch, num_real_tokens
 from jaxinfer.model.cache import KVCache, layer_offset, write_tokens
 from jaxinfer.model.components.attention import Angles, AttentionInputs
+from jaxinfer.model.components.dense_and_experts import DenseAndExperts, DenseAndExpertsParams, dense_and_experts
+from jaxinfer.model.components.layer_embedding import add_layer_embedding, embed_for_layers
 from jaxinfer.model.components.layers import Norm, linear, product, rms_norm, scaled
 from jaxinfer.model.components.mlp import MLPParams, mlp
 from jaxinfer.model.components.moe import MoE, MoEParams, moe
 from jaxinfer.model.components.recurrent.states import StateSlots, state_slots
 from jaxinfer.model.components.rope import Rope, rotary_angles
-from jaxinfer.model.config import Layer, ModelConfig
+from jaxinfer.model.config import Layer, MixerStack, ModelConfig, PagePlace
 from jaxinfer.model.mixers import Mixer, Pool, functions_of
 from jaxinfer.model.params import LayerParams, Params
 from jaxinfer.validation import as_ints
@@ -86,25 +89,32 @@ def forward_with_states(
     batches = [replace(batch, block_tables=batch.tables_of(kind)) for kind in range(len(config.page_kinds))]
     if config.is_recurrent and slots is None:
         slots = state_slots(batches[config.state_kind], cache.tokens.shape[1])
-    pools, first, kept = (), 0, {0: x}
-    for group, end in zip(config.groups, config.ends_of_groups[1:], strict=True):
-        own = slice(len(pools), len(pools) + len(group.mixers))
+    numbers = None
+    if params.layer_embedding is not None:
+        numbers = embed_for_layers(params.layer_embedding, batch.tokens, x, num_real_tokens(batch), config.norm)
+    pools, stacks, places, kept = list(cache.pools), iter(params.layers), iter(config.page_places), {0: x}
+    for group, (start, end) in zip(config.groups, pairwise(config.ends_of_groups), strict=True):
+        own = list(islice(places, len(group.mixers)))
+        touched = sorted({place.pool for place in own})
         x, new = _run_group(
-            params.layers[first : first + len(group.layers)],
-            cache.pools[own],
+            tuple(islice(stacks, len(group.layers))),
+            tuple(pools[pool] for pool in touched),
             tuple(batches),
             x,
             tuple(angles[rope] for rope in ropes_of(group.mixers)),
             tree_mask,
             slots,
+            None if numbers is None else numbers[start:end].reshape(group.repeats, -1, *numbers.shape[1:]),
             layers=group.layers,
-            kinds=tuple(stack.kind for stack in config.mixer_stacks[own]),
+            places=tuple(place._replace(pool=touched.index(place.pool)) for place in own),
+            stacks=tuple(config.mixer_stacks[pool] for pool in touched),
             repeats=group.repeats,
             **statics,
         )
-        pools, first = (*pools, *new), first + len(group.layers)
+        for pool, pages in zip(touched, new, strict=True):
+            pools[pool] = pages
         kept[end] = x
-    cache = replace(cache, pools=pools, tokens=write_tokens(cache, batch))
+    cache = replace(cache, pools=tuple(pools), tokens=write_tokens(cache, batch))
     hidden = rms_norm(x, params.final_norm, config.norm)
     states = jnp.concatenate([kept[i] for i in kept_layers], axis=-1) if kept_layers else hidden
     return hidden, states, cache
@@ -130,7 +140,7 @@ _STATICS = ("q_len", "implementation", "mesh", "num_whole_rows")
 
 
 # Jitted separately, so that groups of equal shape are traced once.
-@functools.partial(jax.jit, static_argnames=("layers", "kinds", "repeats", *_STATICS))
+@functools.partial(jax.jit, static_argnames=("layers", "places", "stacks", "repeats", *_STATICS))
 def _run_group(
     params: tuple[LayerParams, ...],
     pools: tuple[Pool, ...],
@@ -139,40 +149,48 @@ def _run_group(
     angles: tuple[Angles, ...],
     tree_mask: jax.Array | None,
     slots: StateSlots | None,
+    numbers: jax.Array | None,
     *,
     layers: tuple[Layer, ...],
-    kinds: tuple[int, ...],
+    places: tuple[PagePlace, ...],
+    stacks: tuple[MixerStack, ...],
     repeats: int,
     q_len: int | None,
     implementation: str | None,
     mesh: Mesh | None,
     num_whole_rows: int | None,
 ) -> tuple[jax.Array, tuple[Pool, ...]]:
-    """Returns the states [T, D] after a group of layers for x [T, D], and the pools of its mixers.
+    """Returns the states [T, D] after a group of layers for x [T, D], and the pools that its mixers read or write.
 
-    `batches` are for the kinds of pages, `kinds` those of the mixers, and `angles` for `ropes_of` them.
+    `batches` are for the kinds of pages, `angles` for `ropes_of` the mixers, `stacks` for the pools, and `places` for
+    the mixers. numbers [repeats, layers, T, d] are those that layers have of the tokens, if any.
     """
     num_tokens, ropes = num_real_tokens(batches[0]), ropes_of(mixer for layer in layers for mixer in layer.mixers)
     settings = (num_tokens, q_len, tree_mask, implementation, mesh, slots, num_whole_rows)
     of_kinds = [AttentionInputs(batch, *settings, dict(zip(ropes, angles, strict=True))) for batch in batches]
 
     def run_pattern(carry, scanned):
-        x, pools = carry
-        pattern, index = scanned
-        new_pools = ()
-        for layer, layer_params in zip(layers, pattern, strict=True):
-            own = slice(len(new_pools), len(new_pools) + len(layer.mixers))
-            inputs = [
-                replace(of_kinds[kind], page_offset=layer_offset(pages, index, repeats))
-                for kind, pages in zip(kinds[own], pools[own], strict=True)
-            ]
-            x, new = mix(layer_params, pools[own], x, x, inputs, layer=layer)
+        x, pools = carry[0], list(carry[1])
+        pattern, numbers, index = scanned
+
+        def inputs_at(place: PagePlace) -> AttentionInputs:
+            stack, layer = stacks[place.pool], index if place.layer is None else place.layer
+            offset = layer_offset(pools[place.pool], layer, stack.num_layers)
+            return replace(of_kinds[stack.kind], page_offset=offset, is_shared=place.is_shared)
+
+        left = iter(places)
+        for i, (layer, layer_params) in enumerate(zip(layers, pattern, strict=True)):
+            own = list(islice(left, len(layer.mixers)))
+            inputs = [inputs_at(place) for place in own]
+            x, new = mix(layer_params, tuple(pools[place.pool] for place in own), x, x, inputs, layer=layer)
+            for place, pages in zip(own, new, strict=True):
+                pools[place.pool] = pages
             x = feed_forward(layer_params, x, num_tokens, layer=layer, mesh=mesh)
-            new_pools = (*new_pools, *new)
-        return (x, new_pools), None
+            x = _finish(layer_params, x, None if numbers is None else numbers[i], num_tokens, layer=layer)
+        return (x, tuple(pools)), None
 
     # The cache is a carry: as scanned input and output it would be copied whole in every step.
-    (x, pools), _ = jax.lax.scan(run_pattern, (x, pools), (params, jnp.arange(repeats)))
+    (x, pools), _ = jax.lax.scan(run_pattern, (x, pools), (params, numbers, jnp.arange(repeats)))
     return x, pools
 
 
@@ -212,13 +230,29 @@ def feed_forward(
     if layer.feed_forward is None:
         return x
     h = _normed(x, params.feed_forward_norm, layer.norm)
-    if isinstance(layer.feed_forward, MoE):
+    if isinstance(layer.feed_forward, DenseAndExperts):
+        assert isinstance(params.feed_forward, DenseAndExpertsParams)
+        options: dict[str, Any] = {"config": layer.feed_forward, "norm": layer.norm, "mesh": mesh}
+        h = dense_and_experts(params.feed_forward, x, h, num_tokens, **options)
+    elif isinstance(layer.feed_forward, MoE):
         assert isinstance(params.feed_forward, MoEParams)
         h = moe(params.feed_forward, h, num_tokens, config=layer.feed_forward, mesh=mesh)
     else:
         assert isinstance(params.feed_forward, MLPParams)
         h = mlp(params.feed_forward, h, num_tokens, config=layer.feed_forward)
     return _add(x, h, params.feed_forward_post_norm, layer)
+
+
+def _finish(
+    params: LayerParams, x: jax.Array, numbers: jax.Array | None, num_tokens: jax.Array, *, layer: Layer
+) -> jax.Array:
+    """Returns the states [T, D] after a layer for x [T, D] after its halves; numbers [T, d] are the layer's, if any."""
+    if layer.embedding is not None:
+        assert params.embedding is not None
+        assert numbers is not None
+        options: dict[str, Any] = {"config": layer.embedding, "norm": layer.norm}
+        x = add_layer_embedding(params.embedding, x, numbers, num_tokens, **options)
+    return x if params.scale is None else rounded(x * jnp.broadcast_to(params.scale, x.shape))
 
 
 def _normed(x: jax.Array, weight: jax.Array | None, norm: Norm) -> jax.Array:

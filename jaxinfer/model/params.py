@@ -12,7 +12,18 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxinfer.model.components.dense_and_experts import (
+    DenseAndExperts,
+    DenseAndExpertsParams,
+    declare_dense_and_experts,
+)
 from jaxinfer.model.components.experts import MESH_AXES
+from jaxinfer.model.components.layer_embedding import (
+    EmbeddingTables,
+    LayerEmbeddingParams,
+    declare_embedding_tables,
+    declare_layer_embedding,
+)
 from jaxinfer.model.components.layers import MakeSpec, TensorSpec
 from jaxinfer.model.components.mlp import MLP, MLPParams, declare_mlp
 from jaxinfer.model.components.moe import MoE, MoEParams, declare_moe
@@ -25,11 +36,13 @@ class LayerParams:
     """A stack of n equal layers, each tensor stacked on its first axis."""
 
     mixer: Any  # the tensors that its component declares; a tuple of those of branches; None without a mixer
-    feed_forward: MLPParams | MoEParams | None
+    feed_forward: MLPParams | MoEParams | DenseAndExpertsParams | None
     mixer_norm: Any = None  # [n, D]  before the mixer
     mixer_post_norm: Any = None  # [n, D]  after the mixer
     feed_forward_norm: Any = None  # [n, D]
     feed_forward_post_norm: Any = None  # [n, D]
+    embedding: LayerEmbeddingParams | None = None
+    scale: Any = None  # [n, 1]
 
     @property
     def mixers(self) -> tuple[Any, ...]:
@@ -58,6 +71,7 @@ class Params:
     layers: tuple[LayerParams, ...]  # one per stack of `ModelConfig.stacks`
     final_norm: Any  # [D]
     unembedding: Any = None  # [V, D]
+    layer_embedding: EmbeddingTables | None = None
     lens: Any = None  # [D, D]
     # None: the model has no logits.
     logits: LogitOptions | None = struct.field(pytree_node=False, default=LogitOptions())
@@ -75,11 +89,15 @@ TENSOR_PARALLEL_RULES: Mapping[str, str] = {
 def declare(config: ModelConfig) -> Params:
     """Returns `Params` with a `TensorSpec` in the place of every array."""
     vocab = TensorSpec((config.vocab_size, config.hidden_size), ("vocab", "embed"), 0.02)
+    of_layers = config.layers[0].embedding
     return Params(
         embedding=vocab,
         layers=tuple(_declare_stack(stack, config.hidden_size) for stack in config.stacks),
         final_norm=TensorSpec((config.hidden_size,), ("embed",), None),
         unembedding=vocab if config.has_logits and not config.has_tied_embeddings else None,
+        layer_embedding=None
+        if of_layers is None
+        else declare_embedding_tables(of_layers, config.num_layers, config.hidden_size),
         logits=LogitOptions(config.logit_scale, config.logit_softcap) if config.has_logits else None,
     )
 
@@ -103,10 +121,16 @@ def _declare_stack(stack: LayerStack, hidden_size: int) -> LayerParams:
         mixer_post_norm=post if has_mixer else None,
         feed_forward_norm=pre if has_feed_forward else None,
         feed_forward_post_norm=post if has_feed_forward else None,
+        embedding=None if layer.embedding is None else declare_layer_embedding(layer.embedding, hidden_size, spec),
+        scale=spec((1,), ("one",), None) if layer.has_scale else None,
     )
 
 
-def _declare_feed_forward(config: MLP | MoE, hidden_size: int, spec: MakeSpec) -> MLPParams | MoEParams:
+def _declare_feed_forward(
+    config: MLP | MoE | DenseAndExperts, hidden_size: int, spec: MakeSpec
+) -> MLPParams | MoEParams | DenseAndExpertsParams:
+    if isinstance(config, DenseAndExperts):
+        return declare_dense_and_experts(config, hidden_size, spec)
     return declare_moe(config, hidden_size, spec) if isinstance(config, MoE) else declare_mlp(config, hidden_size, spec)
 
 

@@ -25,7 +25,9 @@ from jaxinfer.engine.scheduling.drafts import DraftTree
 from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.model.cache import init_cache
 from jaxinfer.model.components.attention import Attention
+from jaxinfer.model.components.dense_and_experts import DenseAndExperts
 from jaxinfer.model.components.latent_attention import LatentAttention
+from jaxinfer.model.components.layer_embedding import LayerEmbedding
 from jaxinfer.model.components.layers import Norm
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE, Router
@@ -70,6 +72,11 @@ COMPONENTS: dict[Any, dict[str, Any]] = {
     MLP: {"intermediate_size": 8},
     Router: {"num_chosen": 2},
     MoE: {"num_experts": 4, "expert": MLP(intermediate_size=8), "router": Router(num_chosen=2)},
+    DenseAndExperts: {
+        "dense": MLP(intermediate_size=8),
+        "experts": MoE(num_experts=4, expert=MLP(intermediate_size=8), router=Router(num_chosen=2)),
+    },
+    LayerEmbedding: {"vocab_size": 96, "size": 4},
     LatentAttention: {
         **{"num_heads": 2, "q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4},
         **{"v_head_dim": 4, "rope": Rope(dim=4, max_position=64)},

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.latent_attention import LatentAttention
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.rope import Rope
@@ -23,9 +25,20 @@ LATENTS = LatentAttention(
     rope=Rope(dim=8, max_position=256),
 )
 LAYER = Layer(mixer=LATENTS, feed_forward=MLP(intermediate_size=44))
+# As in Gemma 4: the last two layers read the keys and values of the first two, whose heads differ in size.
+OWN = (
+    Attention(num_heads=4, num_kv_heads=2, head_dim=16, rope=Rope(dim=16, max_position=256), window=9),
+    Attention(num_heads=4, num_kv_heads=1, head_dim=40, rope=Rope(dim=40, max_position=256), has_values=False),
+)
+READERS = [replace(mixer, has_values=True, source=source) for source, mixer in enumerate(OWN)]
+SHARING = [
+    LayerGroup(tuple(Layer(mixer=mixer, feed_forward=MLP(intermediate_size=44)) for mixer in mixers))
+    for mixers in (OWN, READERS)
+]
 CONFIGS = {
     "attention": uniform_decoder(**SMALL_SIZES | {"vocab_size": 64, "num_layers": 2, "layer_groups": (2,)}),
     "latents": ModelConfig(vocab_size=64, hidden_size=32, max_position=256, groups=(LayerGroup((LAYER,), 2),)),
+    "shared keys and values": ModelConfig(vocab_size=64, hidden_size=32, max_position=256, groups=tuple(SHARING)),
 }
 # Steps of (sequence, number of tokens), their shape, and the tokens per row where that is fixed.
 RUNS = {
@@ -33,7 +46,10 @@ RUNS = {
     "decoding": ([[(0, 1), (1, 1)]] * 3, (3, 3), 1),
 }
 CASES = [("attention", "tpu", name) for name in RUNS] + [
-    ("latents", device, name) for device in ("gpu", "tpu") for name in RUNS
+    (model, device, name)
+    for model in ("latents", "shared keys and values")
+    for device in ("gpu", "tpu")
+    for name in RUNS
 ]
 
 
@@ -48,5 +64,5 @@ def test_the_kernels_give_the_logits_of_the_reference(model, device, name):
     actual = run(implementation=f"{device}_interpret", layout=device)
 
     for logits, reference in zip(actual, expected, strict=True):
-        # float32 through two layers, summed in another order.
+        # float32 through a few layers, summed in another order.
         np.testing.assert_allclose(logits, reference, rtol=1e-4, atol=1e-4)

@@ -10,7 +10,7 @@ import pytest
 from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.recurrent.state_space import StateSpace
-from jaxinfer.model.config import Branch, Layer, LayerGroup, ModelConfig, PageKind, scan_sizes
+from jaxinfer.model.config import Branch, Layer, LayerGroup, ModelConfig, PageKind, PagePlace, scan_sizes
 
 
 def layer_of(window: int | None) -> Layer:
@@ -156,6 +156,24 @@ def test_branches_of_a_layer_have_a_pool_of_their_kind_each():
     ]
     assert config.is_recurrent
     assert (config.sliding_window, config.smallest_window) == (None, 3)
+
+
+def test_a_layer_that_reads_another_has_no_pages_of_its_own():
+    def reader(kind: str, source: int) -> Layer:
+        return replace(KINDS[kind], mixer=replace(KINDS[kind].mixer, source=source))  # type: ignore[type-var]
+
+    config = model_of(("ab", 2))
+    readers = LayerGroup((reader("b", 3), reader("a", 0)), 3)
+    config = replace(config, groups=(*config.groups, readers))
+
+    assert config.mixer_stacks == model_of(("ab", 2)).mixer_stacks
+    assert config.page_kinds == (PageKind(), PageKind(window=8))
+    places = (PagePlace(0), PagePlace(1), PagePlace(1, 1), PagePlace(0, 0))
+    assert config.page_places == tuple(place._replace(is_shared=True) for place in places)
+    assert model_of(("ab", 2), ("c", 1)).page_places == (PagePlace(0), PagePlace(1), PagePlace(2))
+    for kind, source in (("a", 3), ("b", 4), ("b", 9), ("c", 0)):
+        with pytest.raises(ValueError, match=f"source={source} is not allowed: source must be a layer before layer 4"):
+            replace(config, groups=(*config.groups[:1], LayerGroup((reader(kind, source),))))
 
 
 @pytest.mark.parametrize("mixer", [(), (Branch(mixer=STATE_SPACE),), (STATE_SPACE, STATE_SPACE), [STATE_SPACE], "x"])

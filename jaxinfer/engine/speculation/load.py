@@ -121,5 +121,5 @@ def _eagle_head(heads: DraftHeads) -> EagleHead:
     config = uniform_decoder(num_layers=1, max_position=2 * window, **numbers)
     attention = AttentionParams(**{name: layer[name] for name in "qkvo"})
     mlp = MLPParams(**{name: layer[name] for name in ("gate", "up", "down")})
-    norms = {"mixer_norm": layer["attention_norm"], "feed_forward_norm": layer["mlp_norm"]}
+    norms: dict[str, Any] = {"mixer_norm": layer["attention_norm"], "feed_forward_norm": layer["mlp_norm"]}
     return EagleHead(layer=LayerParams(attention, mlp, **norms), config=config, window=window, **own)
