@@ -21,6 +21,7 @@ CONFIGS = {
     "gemma": transformers.GemmaConfig,
     "gemma2": transformers.Gemma2Config,
     "gemma3_text": transformers.Gemma3TextConfig,
+    "gemma4_text": transformers.Gemma4TextConfig,
     "glm4": transformers.Glm4Config,
     "glm4_moe": transformers.Glm4MoeConfig,
     "gpt_oss": transformers.GptOssConfig,
@@ -115,6 +116,25 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 12, **NO_IDS},
     "gemma2": {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 9, **NO_IDS},
     "gemma3_text": {"head_dim": 12, "query_pre_attn_scalar": 20, "sliding_window": 9, **NO_IDS},
+    # All at once: embeddings for each layer, as in small models, and experts and K = V, as in large ones.
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "head_dim": 12,
+        "global_head_dim": 20,
+        "hidden_size_per_layer_input": 18,
+        "vocab_size_per_layer_input": 100,
+        "attention_k_eq_v": True,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 20,
+        "sliding_window": 9,
+        **NO_IDS,
+        "pad_token_id": 0,
+    },
     "glm4": {"head_dim": 16, **NO_IDS},
     "glm4_moe": {"head_dim": 16, "n_routed_experts": 8, "first_k_dense_replace": 1, **MOE, **NO_IDS},
     "gpt_oss": {
@@ -214,14 +234,22 @@ def randomize(model: transformers.PreTrainedModel) -> None:
                 # Those of models with gated delta nets are offsets from 1, but not those of the nets themselves.
                 is_offset = model.config.model_type.startswith(("qwen3_next", "qwen3_5")) and "linear_attn" not in name
                 parameter.copy_((0 if is_offset else 1) + 0.3 * noise)
+                if name.endswith("q_norm.weight") and model.config.model_type.startswith("gemma4"):
+                    parameter /= parameter.shape[-1] ** 0.5  # scores have no other scale
             elif name.endswith("bias"):
                 parameter.copy_(0.3 * noise)
+            elif name.endswith(("layernorm_1.weight", "layernorm_2.weight", "per_expert_scale")):
+                parameter.copy_(1 + 0.3 * noise)
+            elif name.endswith("router.scale"):  # transformers divides it by the root of its size
+                parameter.copy_(parameter.shape[-1] ** 0.5 * (1 + 0.3 * noise))
             else:
                 # Keeps activations of order 1, so that attention is neither uniform nor saturated.
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape))
+            elif name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.3 * torch.randn(buffer.shape))
 
 
 def stack_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax.tree_util import GetAttrKey
 
 from jaxinfer.checkpoint.assembly import Assembly, assemble, plan_assembly
-from jaxinfer.checkpoint.config_json.family import EMBEDDING, is_backbone
+from jaxinfer.checkpoint.config_json.family import EMBEDDING, WeightTable, fields_of, is_backbone
 from jaxinfer.checkpoint.families import family_of
 from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor, read_header
 from jaxinfer.device import packs_integers
 from jaxinfer.model.config import ModelConfig
+from jaxinfer.model.mixers import source_of
 from jaxinfer.model.params import Params
 from jaxinfer.quantization import quantize_weight
 from jaxinfer.validation import MAX_INT, is_int, require, shown
@@ -203,9 +204,10 @@ def require_fitting_tensors(path: Path, config: ModelConfig) -> tuple[Params, di
     hf = read_json(path / "config.json")
     family = family_of(hf)
     stored = read_headers(path)
-    plan = plan_assembly(config, family.weights_among(stored))
-    stored = _with_prefix(stored, _expected_shapes(plan), family.prefix)
-    own = _without(stored, (*family.skipped, *family.draft_prefixes(hf)))
+    weights = family.weights_among(stored)
+    plan, unread = plan_assembly(config, weights), _unread_keys_and_values(config, weights)
+    stored = _with_prefix(stored, {*_expected_shapes(plan), *unread}, family.prefix)
+    own = _without(stored, (*family.skipped, *family.draft_prefixes(hf), *unread))
     if config.has_tied_embeddings and plan.embedding.names[0] not in own:
         # The one tensor may have either name.
         names = [name for name in own if name.endswith(UNEMBEDDING)] or plan.embedding.names
@@ -213,6 +215,19 @@ def require_fitting_tensors(path: Path, config: ModelConfig) -> tuple[Params, di
     needs_unembedding = config.has_logits and not config.has_tied_embeddings
     refuse_misfits(path, plan, own, needs_unembedding=needs_unembedding)
     return plan, stored
+
+
+def _unread_keys_and_values(config: ModelConfig, weights: WeightTable) -> set[str]:
+    """Returns the names of keys and values of layers that read those of an earlier layer.
+
+    Published checkpoints have them, and `transformers` leaves them out.
+    """
+    readers = [
+        i for i, layer in enumerate(config.layers) if any(source_of(mixer) is not None for mixer in layer.mixers)
+    ]
+    fields = {f"layers.mixer.{name}" for name in ("k", "k_bias", "k_norm", "v", "v_bias")}
+    names = [name for name, targets in weights.items() if fields & {*fields_of(targets)}]
+    return {name.format(layer=layer) for name in names for layer in readers}
 
 
 def _with_prefix(stored: Mapping[str, StoredTensor], expected: Collection[str], prefix: str) -> dict[str, StoredTensor]:

@@ -13,6 +13,7 @@ from typing import Any
 from jaxinfer.checkpoint.config_json.family import ArchitectureError, Family
 from jaxinfer.checkpoint.families import FAMILIES
 from jaxinfer.model.components.attention import Attention
+from jaxinfer.model.components.dense_and_experts import DenseAndExperts
 from jaxinfer.model.components.moe import MoE
 from jaxinfer.model.config import Layer, ModelConfig
 from jaxinfer.model.mixers import Mixer, functions_of
@@ -28,6 +29,10 @@ SIZES: Mapping[str, Any] = {
     "head_dim": HEAD_DIM,
     "max_position_embeddings": 128,
     "num_experts_per_tok": 2,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+    "global_head_dim": 2 * HEAD_DIM,
     "num_heads": 8,  # of a state space
 }
 # The parameters of each kind of rotary scaling.
@@ -62,6 +67,9 @@ SWITCHES: tuple[Mapping[str, Any], ...] = (
     {"num_local_experts": 0},
     {"position_embedding_type": "rope"},
     {"mlp_bias": True, "use_bias": True},
+    {"attention_k_eq_v": True},
+    {"num_kv_shared_layers": 2, "layer_types": [SLIDING, FULL] * (NUM_LAYERS // 2)},
+    {"enable_moe_block": True},
     {"attn_logit_softcapping": 50.0},
     {"final_logit_softcapping": 30.0},
     {"residual_multiplier": 0.5},
@@ -163,7 +171,8 @@ def _honours_rope(family: Family, kind: str) -> bool:
     ]
     layers = {"layer_types": [FULL] * NUM_LAYERS}
     further = ({}, layers, {**layers, "position_embedding_type": "rope"})
-    tried = ({"rope_scaling": rope, **keys} for rope in shorter for keys in further)
+    tried = [{"rope_scaling": rope, **keys} for rope in shorter for keys in further]
+    tried += [{"rope_parameters": {FULL: rope, SLIDING: {}}} for rope in shorter]
     return any(_has_scaling(_translated(family, keys), kind) for keys in tried)
 
 
@@ -180,6 +189,10 @@ def _features(config: ModelConfig) -> Iterator[str]:
         for mixer in layer.mixers:
             yield from _of_mixer(mixer)
         yield from _of_feed_forward(layer)
+        if layer.embedding is not None:
+            yield "embeddings for each layer"
+        if layer.has_scale:
+            yield "layer scales"
         if layer.has_post_norms:
             yield "norms before and after" if layer.has_pre_norms else "norms after"
         if len(layer.mixers) > 1:
@@ -214,13 +227,19 @@ def _of_mixer(mixer: Mixer) -> Iterator[str]:
         yield "gated attention"
     if mixer.qk_norm is not None:
         yield "norms of queries and keys" + (" over all heads" if mixer.qk_norm == "all" else "")
+    if mixer.has_value_norm:
+        yield "norms of values"
+    if not mixer.has_values:
+        yield "keys as values"
+    if mixer.source is not None:
+        yield "keys and values of earlier layers"
     if mixer.has_sinks:
         yield "sinks"
     if mixer.softcap is not None:
         yield "bounded scores"
     if mixer.scale is not None:
         yield "score multiplier"
-    if mixer.rope is not None and mixer.rope.dim < mixer.head_dim:
+    if mixer.rope is not None and (mixer.rope.dim < mixer.head_dim or mixer.rope.num_turned is not None):
         yield "rotation of a part of heads"
     if mixer.rope is not None and mixer.rope.is_interleaved:
         yield "interleaved rotation"
@@ -230,7 +249,9 @@ def _of_mixer(mixer: Mixer) -> Iterator[str]:
 
 def _of_feed_forward(layer: Layer) -> Iterator[str]:
     part = layer.feed_forward
-    if isinstance(part, MoE):
+    if isinstance(part, DenseAndExperts):
+        yield "experts beside a dense network"
+    elif isinstance(part, MoE):
         yield "experts"
         if part.shared is not None:
             yield "gated shared expert" if part.has_shared_gate else "shared expert"

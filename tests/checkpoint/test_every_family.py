@@ -14,14 +14,16 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxinfer.checkpoint import load_params, read_config
 from jaxinfer.checkpoint.families import FAMILIES, family_of
+from jaxinfer.model.components.attention import Attention
+from jaxinfer.model.components.dense_and_experts import DenseAndExperts
 from jaxinfer.model.components.moe import MoE
-from jaxinfer.model.config import ModelConfig
+from jaxinfer.model.config import Layer, ModelConfig
 from jaxinfer.model.params import Params
 from jaxinfer.quantization import QuantizedArray
 from tests.oracles import CONFIGS, FAMILY_SIZES, NO_IDS, SIZES, load_reference, random_config, save_random_checkpoint
 
-# tests/checkpoint/test_text_models.py and test_qwen3_5.py test their own part.
-WITH_IMAGES = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe")
+# tests/checkpoint/test_text_models.py, test_gemma4.py and test_qwen3_5.py test their own part.
+WITH_IMAGES = ("gemma3", "gemma4", "mistral3", "qwen3_5", "qwen3_5_moe")
 # test_logits.py judges their tensors.
 RECURRENT = (
     *("falcon_h1", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h"),
@@ -125,15 +127,18 @@ def test_a_damaged_size_is_refused_with_the_file(tmp_path, family, key):
         assert WAYS_OUT.search(str(refusal.value))
 
 
+TWO_ROPES = ("gemma3_text", "gemma4_text", "olmo3")  # one for each kind of layer
 UNKNOWN_ROPE = {"rope_theta": 1e4, "rope_type": "ntk_by_parts"}
 REFUSED = [
     *((family, {"quantization_config": {"quant_method": "mxfp4"}}) for family in NAMES),
     *((family, {"architectures": ["AnyForSequenceClassification"]}) for family in NAMES),
     *((family, {"hidden_act": "relu"}) for family in NAMES if not family.startswith("gemma")),
-    *((family, {"rope_scaling": UNKNOWN_ROPE}) for family in NAMES if family not in ("gemma3_text", "olmo3")),
-    *((family, {"hidden_activation": "gelu"}) for family in ("gemma", "gemma2", "gemma3_text")),
+    *((family, {"rope_scaling": UNKNOWN_ROPE}) for family in NAMES if family not in TWO_ROPES),
+    *((family, {"hidden_activation": "gelu"}) for family in ("gemma", "gemma2", "gemma3_text", "gemma4_text")),
     *((family, {"is_causal": False}) for family in NAMES if not family.startswith("gemma")),
     ("gemma3_text", {"rope_parameters": {"sliding_attention": UNKNOWN_ROPE}}),
+    ("gemma4_text", {"rope_scaling": UNKNOWN_ROPE}),
+    ("gemma4_text", {"use_bidirectional_attention": "all"}),
     ("olmo3", {"rope_parameters": {"sliding_attention": UNKNOWN_ROPE}}),
     ("gemma3_text", {"use_bidirectional_attention": True}),
     ("gpt_oss", {"swiglu_limit": 5.0}),
@@ -169,6 +174,20 @@ def heads(tensor: np.ndarray, head_dim: int) -> np.ndarray:
     return tensor.reshape(-1, head_dim, *tensor.shape[1:])
 
 
+OF_GEMMA_4 = {
+    "layer_scalar": "scale",
+    "per_layer_input_gate.weight": "embedding.gate",
+    "per_layer_projection.weight": "embedding.up",
+    "post_per_layer_input_norm.weight": "embedding.norm",
+    "router.proj.weight": "feed_forward.experts.router",
+    "router.scale": "feed_forward.experts.router_norm",
+    "router.per_expert_scale": "feed_forward.experts.expert_scales",
+    "post_feedforward_layernorm_1.weight": "feed_forward.dense_post_norm",
+    "pre_feedforward_layernorm_2.weight": "feed_forward.experts_norm",
+    "post_feedforward_layernorm_2.weight": "feed_forward.experts_post_norm",
+}
+
+
 def placed(name: str, tensor: np.ndarray, head_dim: int, num_kv_heads: int, names: set[str]) -> dict[str, np.ndarray]:
     """Returns one tensor of a layer's state dict under our names and in our layout, written down by hand."""
     module, _, kind = name.rpartition(".")
@@ -183,6 +202,9 @@ def placed(name: str, tensor: np.ndarray, head_dim: int, num_kv_heads: int, name
         return {"mixer.o_bias": tensor} if bias else {"mixer.o": tensor.reshape(len(tensor), -1, head_dim)}
     if part in ("q_norm", "k_norm"):
         return {f"mixer.{part}": tensor if len(tensor) == head_dim else heads(tensor, head_dim)}
+    if name in OF_GEMMA_4:
+        return {OF_GEMMA_4[name]: tensor}
+    is_beside = "router.proj.weight" in names  # experts beside a dense network
     if kind == "sinks":
         return {"mixer.sinks": tensor}
     if part.endswith("layernorm"):
@@ -203,14 +225,16 @@ def placed(name: str, tensor: np.ndarray, head_dim: int, num_kv_heads: int, name
     if part == "shared_expert_gate":
         return {"feed_forward.shared_gate": tensor}
     if part == "experts":
-        where, is_transposed = "feed_forward.experts.", "self_attn.sinks" in names  # GPT-OSS
+        where = "feed_forward.experts.experts." if is_beside else "feed_forward.experts."
+        is_transposed = "self_attn.sinks" in names  # GPT-OSS
         bias = "_bias" if kind.endswith("_bias") else ""
         tensor = np.swapaxes(tensor, 1, 2) if is_transposed and not bias else tensor
         if kind.startswith("down"):
             return {f"{where}down{bias}": tensor}
         gate, up = (tensor[:, 0::2], tensor[:, 1::2]) if is_transposed else np.split(tensor, 2, axis=1)
         return {f"{where}gate{bias}": gate, f"{where}up{bias}": up}
-    where = "feed_forward.shared." if "shared" in module else "feed_forward."
+    where = "feed_forward.dense." if is_beside else "feed_forward."
+    where = "feed_forward.shared." if "shared" in module else where
     if part in ("gate_up_proj", "input_linear"):
         gate, up = np.split(tensor, 2)
         return {f"{where}gate": gate, f"{where}up": up}
@@ -266,10 +290,17 @@ def test_int8_rounds_each_weight_of_a_product_by_half_a_step_at_most(checkpoint)
 
     loaded = load_params(path, config, "float32", quantization="int8")
 
-    weights_per_stack = [
-        10 if isinstance(s.layer.feed_forward, MoE) and s.layer.feed_forward.shared else 7 for s in config.stacks
-    ]
-    assert num_rounded(loaded, params) == sum(weights_per_stack) + (params.unembedding is not None)
+    of_model = (params.unembedding is not None) + (params.layer_embedding is not None)
+    assert num_rounded(loaded, params) == sum(num_products(stack.layer) for stack in config.stacks) + of_model
+
+
+def num_products(layer: Layer) -> int:
+    """Returns the number of weights of products of a layer with attention."""
+    assert isinstance(layer.mixer, Attention)
+    mixer = (3 + layer.mixer.has_values) if layer.mixer.source is None else 2
+    has_shared = isinstance(layer.feed_forward, MoE) and layer.feed_forward.shared
+    feed_forward = 6 if has_shared or isinstance(layer.feed_forward, DenseAndExperts) else 3
+    return mixer + feed_forward + (0 if layer.embedding is None else 2)
 
 
 def num_rounded(loaded: Params, params: Params) -> int:

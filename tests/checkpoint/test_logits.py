@@ -22,6 +22,7 @@ MIXED = {"layer_types": [FULL, SLIDING, FULL]}
 # Of gated delta nets, and of a rotary embedding for images too, of whose 4 pairs each position turns some.
 THREE_HEADS = {"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_value_head_dim": 14}
 THREE_POSITIONS = {"mrope_interleaved": True, "mrope_section": [2, 1, 1], "rope_theta": 1e7}
+NO_LAYER_EMBEDDING = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "deepseek_v2": {
         "groups of experts": {},
@@ -116,6 +117,33 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
             "layer_types": [FULL, SLIDING, FULL],
             **ONE_KV_HEAD,
+        },
+    },
+    "gemma4_text": {
+        "embeddings for each layer, shared keys and values, K = V, experts": {},
+        "as E2B: no K = V, no experts": {"attention_k_eq_v": False, "enable_moe_block": False},
+        "as 31B: heads of another number, a cap of logits": {
+            **NO_LAYER_EMBEDDING,
+            "num_hidden_layers": 3,
+            "layer_types": [SLIDING, FULL, FULL],
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": False,
+            "final_logit_softcapping": 1.5,
+        },
+        "as 26B-A4B: no embeddings for each layer": NO_LAYER_EMBEDDING,
+        "one of each kind read by three, biases, untied, two other ropes": {
+            "num_hidden_layers": 5,
+            "layer_types": [FULL, SLIDING, SLIDING, SLIDING, FULL],
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": False,
+            "top_k_experts": 6,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                SLIDING: LINEAR,
+                FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 2.5, **THETA},
+            },
+            "rms_norm_eps": 1e-2,
         },
     },
     "glm4": {

@@ -74,6 +74,15 @@ def test_windows_are_those_that_the_family_gives_its_layers(facts, model_type, w
                 *("embedding multiplier", "logit multiplier"),
             },
         ),
+        (
+            "gemma4",
+            {
+                *("norms of queries and keys", "norms of values", "score multiplier", "rotation of a part of heads"),
+                *("keys as values", "keys and values of earlier layers", "two rotary embeddings", "attention biases"),
+                *("embeddings for each layer", "layer scales", "experts beside a dense network", "gelu_tanh"),
+                *("norms before and after", "embedding multiplier", "bounded logits"),
+            },
+        ),
         ("mamba", {"selective scans", "layers of one half"}),
     ],
 )

@@ -21,6 +21,16 @@ GEMMA3_27B = {
     "sliding_window": 1024,
     "max_position_embeddings": 131_072,
 }
+# Every fifth layer attends to all tokens, and the last 20 read the keys and values of two earlier ones.
+GEMMA4_E2B = {
+    "hidden_size": 1536,
+    "num_hidden_layers": 35,
+    "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+    "num_kv_shared_layers": 20,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "sliding_window": 512,
+}
 # Every fourth layer attends, the others are delta nets.
 QWEN3_NEXT_80B = {
     "num_hidden_layers": 48,
@@ -71,6 +81,17 @@ def test_a_request_of_gemma_3_at_32000_tokens_keeps_a_fifth_of_the_bytes():
     assert windows.num_pages == windows.num_kept + 3 + 512 // S
     assert kept == per_layer * S * (10 * 250 + 52 * windows.num_pages) + 4 * TOKENS
     assert 0.20 < kept / (per_layer * S * 62 * 250) < 0.22
+
+
+def test_layers_of_gemma_4_that_read_others_keep_nothing():
+    config = config_of("gemma4_text", GEMMA4_E2B)
+
+    cache_config = plan_cache(config, LIMITS, "bfloat16", TOKENS)
+    (windows,) = plan_further_kinds(config, LIMITS, TOKENS)
+
+    assert config.page_kinds == (PageKind(), PageKind(window=512))
+    assert bytes_of_page(config, cache_config, None) == 3 * S * (512 * 2 * 2) + 4 * S
+    assert bytes_of_bounded(config, cache_config) == 12 * S * (256 * 2 * 2) * windows.num_pages
 
 
 def test_states_of_qwen3_next_take_the_same_bytes_at_any_length():

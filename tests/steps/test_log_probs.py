@@ -22,17 +22,19 @@ from tests.unoptimised import UNOPTIMISED
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="bits are promised on CPU")
 
 LIMITS = EngineConfig(max_num_seqs=3, max_num_batched_tokens=16, max_model_len=96, page_size=16)
-# Tied weights and plain layers, softcaps and windows, two ropes, experts, sinks, latents with a shared expert, state
-# spaces, some of them beside attention, selective scans, gated delta nets, the same with gated attention.
+# Tied weights and plain layers, softcaps and windows, two ropes, shared keys and values with embeddings for each layer,
+# experts, sinks, latents with a shared expert, state spaces, some of them beside attention, selective scans, gated
+# delta nets, the same with gated attention.
 FAMILIES = (
-    *("llama", "gemma2", "gemma3_text", "mixtral", "gpt_oss", "deepseek_v3"),
+    *("llama", "gemma2", "gemma3_text", "gemma4_text", "mixtral", "gpt_oss", "deepseek_v3"),
     *("falcon_h1", "jamba", "mamba", "mamba2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
 )
 # Gradients of these are compared in every run, those of the others with `-m exhaustive`.
-IN_EVERY_RUN = ("gemma3_text", "gpt_oss", "deepseek_v3", "jamba", "qwen3_next")
+IN_EVERY_RUN = ("gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3", "jamba", "qwen3_next")
 OVERRIDES = {
     "llama": {"tie_word_embeddings": True},
     "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "gemma4_text": {"num_hidden_layers": 4},
     **{family: {"full_attention_interval": 2} for family in ("qwen3_5_text", "qwen3_5_moe_text")},
 }
 
@@ -41,7 +43,7 @@ OVERRIDES = {
 def checkpoints(tmp_path_factory):
     return {
         family: save_random_checkpoint(
-            tmp_path_factory.mktemp(family), family, num_hidden_layers=2, **OVERRIDES.get(family, {})
+            tmp_path_factory.mktemp(family), family, **{"num_hidden_layers": 2, **OVERRIDES.get(family, {})}
         )
         for family in FAMILIES
     }
@@ -73,6 +75,8 @@ def test_the_gradient_is_that_of_torch(family, checkpoints, tmp_path):
     params, config = load_checkpoint(checkpoints[family], "float32")
     tokens = np.random.default_rng(0).integers(1, 96, (2, 40)).astype(np.int32)
     model = load_reference(checkpoints[family])
+    for name, buffer in model.named_buffers():
+        buffer.requires_grad_(name.endswith("layer_scalar"))
     inputs = torch.tensor(tokens, dtype=torch.long)
     expected_log_probs = torch.log_softmax(model(inputs, use_cache=False).logits[:, :-1], -1)
     expected = expected_log_probs.gather(-1, inputs[:, 1:, None]).mean()
@@ -87,6 +91,8 @@ def test_the_gradient_is_that_of_torch(family, checkpoints, tmp_path):
         name = jax.tree_util.keystr(path)
         if name.endswith("choice_bias"):  # decides between experts only, and is no parameter in torch
             assert not ours.any()
+        elif name == f".layers[{config.num_layers - 1}].scale":  # the final norm undoes it
+            assert np.abs([ours, theirs]).max() < 1e-6
         else:
             assert np.abs(ours - theirs).max() < 1e-4 * np.abs(theirs).max(), name
 
@@ -94,7 +100,7 @@ def test_the_gradient_is_that_of_torch(family, checkpoints, tmp_path):
 def gradient_of(model, folder):
     """The gradient of torch as `Params`: written like a checkpoint and loaded like one."""
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (*model.parameters(), *(buffer for buffer in model.buffers() if buffer.requires_grad)):
             assert parameter.grad is not None
             parameter.copy_(parameter.grad)
     model.save_pretrained(folder)

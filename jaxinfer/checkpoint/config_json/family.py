@@ -144,15 +144,17 @@ def as_stored(weights: WeightTable, stored: Collection[str]) -> WeightTable:
 
     names = {numberless(name) for name in stored}
     present = {name for name in weights if numberless(name) in names}
-    found = {field for name in present for field in _fields(weights[name])}
-    return {name: targets for name, targets in weights.items() if name in present or found.isdisjoint(_fields(targets))}
+    found = {field for name in present for field in fields_of(weights[name])}
+    return {
+        name: targets for name, targets in weights.items() if name in present or found.isdisjoint(fields_of(targets))
+    }
 
 
-def _fields(targets: Target | Fused | Either) -> Iterator[str]:
+def fields_of(targets: Target | Fused | Either) -> Iterator[str]:
     """Yields the paths in `Params` that a line of a table leads to."""
     if isinstance(targets, Either):
         for alternative in targets.alternatives:
-            yield from _fields(alternative)
+            yield from fields_of(alternative)
     elif isinstance(targets, Fused):
         yield from (field for field, _ in targets.targets)
     else:

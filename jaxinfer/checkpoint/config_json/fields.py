@@ -39,26 +39,26 @@ def divided_head_dim(hf: Mapping[str, Any]) -> int:
     return head_dim
 
 
-def stated_head_dim(hf: Mapping[str, Any], default: int | None = None) -> int:
-    """Returns head_dim, which has to be even."""
-    head_dim = require_size(hf, "head_dim", default)
+def stated_head_dim(hf: Mapping[str, Any], default: int | None = None, key: str = "head_dim") -> int:
+    """Returns the size of heads, which has to be even."""
+    head_dim = require_size(hf, key, default)
     if head_dim % 2:
         raise ValueError(
-            f"head_dim={head_dim} is odd, and rotary embedding turns pairs; use a checkpoint with even head sizes"
+            f"{key}={head_dim} is odd, and rotary embedding turns pairs; use a checkpoint with even head sizes"
         )
     return head_dim
 
 
-def num_kv_heads(hf: Mapping[str, Any], default: int) -> int:
+def num_kv_heads(hf: Mapping[str, Any], default: int, key: str = "num_key_value_heads") -> int:
     """Returns the number of KV heads: `default` without the key, that of the heads where it is null."""
     num_heads = require_size(hf, "num_attention_heads")
-    if "num_key_value_heads" in hf and hf["num_key_value_heads"] is None:
+    if key in hf and hf[key] is None:
         return num_heads
-    count = require_size(hf, "num_key_value_heads", default)
+    count = require_size(hf, key, default)
     if num_heads % count:
         raise ValueError(
-            f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={count}; download the"
-            " checkpoint's config.json again"
+            f"num_attention_heads={num_heads} is not a multiple of {key}={count}; download the checkpoint's config.json"
+            " again"
         )
     return count
 

@@ -9,6 +9,7 @@ from jaxinfer.checkpoint.config_json.family import Family
 from jaxinfer.checkpoint.families import (
     deepseek,
     gemma,
+    gemma4,
     glm,
     gpt_oss,
     granite,
@@ -28,6 +29,8 @@ FAMILIES: Mapping[str, Family] = {
     "gemma2": gemma.FAMILY_2,
     "gemma3": gemma.FAMILY_3_WITH_IMAGES,
     "gemma3_text": gemma.FAMILY_3,
+    "gemma4": gemma4.FAMILY_WITH_IMAGES,
+    "gemma4_text": gemma4.FAMILY,
     "glm4": glm.FAMILY,
     "glm4_moe": glm.MOE_FAMILY,
     "gpt_oss": gpt_oss.FAMILY,

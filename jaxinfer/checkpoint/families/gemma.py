@@ -33,7 +33,7 @@ from jaxinfer.model.config import Layer, ModelConfig
 
 _LAYER = "model.layers.{layer}"
 _HONOURS = ("hidden_act", "hidden_activation", "is_causal")
-_GELU = "gelu_pytorch_tanh"
+GELU = "gelu_pytorch_tanh"
 NO_SOFTCAPS: Mapping[str, float | None] = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 SOFTCAPS_2: Mapping[str, float | None] = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 LOCAL_THETA, GLOBAL_THETA = 10_000.0, 1_000_000.0  # of Gemma 3
@@ -88,7 +88,7 @@ def _translate(
 ) -> ModelConfig:
     refuse_unsupported(hf, architecture, _HONOURS)
     # `hidden_act` of Gemma 1 is a leftover: transformers computes GELU by tanh whatever it says.
-    for key, value in (("hidden_activation", _GELU), ("use_bidirectional_attention", False)):
+    for key, value in (("hidden_activation", GELU), ("use_bidirectional_attention", False)):
         if hf.get(key) not in (None, value):
             raise ValueError(f"{key}={hf[key]!r} is not supported; use a checkpoint with {key}={value!r}")
     num_layers, head_dim = read_num_layers(hf), stated_head_dim(hf, 256)

@@ -39,6 +39,7 @@ from tests.oracles import CONFIGS, load_reference, reference_logits, save_random
 IN_EVERY_RUN = {
     "deepseek_v3": "latent attention, a sigmoid router with groups and biases, a shared expert",
     "falcon_h1": "attention and a state space side by side",
+    "gemma4_text": "layers that read the pages of earlier ones, embeddings of tokens for each layer",
     "gpt_oss": "sinks, windows in every other layer, experts with biases",
     "jamba": "selective scans, attention without positions, experts",
     "qwen3_next": "gated delta nets and gated attention, experts and a gated shared one",
