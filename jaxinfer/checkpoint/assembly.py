@@ -97,6 +97,11 @@ def plan_assembly(config: ModelConfig, weights: WeightTable) -> Params:
     declared = declare(config)
     leaves, structure = jax.tree_util.tree_flatten_with_path(declared, is_leaf=lambda x: isinstance(x, TensorSpec))
     shapes = {(_field(path), _stack(path)): spec.shape for path, spec in leaves}
+    if len(shapes) < len(leaves):
+        raise RuntimeError(
+            "a layer has two Branches whose mixers have tensors of the same names, so no table can tell their stored"
+            " names apart; give the mixers different fields"
+        )
     fields = {_field(path) for path, _ in leaves}
     if nameless := fields - sources.keys():
         others = sorted(sources.keys() - fields)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.tree_util import GetAttrKey
 
 from jaxinfer.checkpoint.assembly import Assembly, assemble, plan_assembly
-from jaxinfer.checkpoint.config_json.family import EMBEDDING, WeightTable, fields_of, is_backbone
+from jaxinfer.checkpoint.config_json.family import WeightTable, embedding_name, fields_of, is_backbone
 from jaxinfer.checkpoint.families import family_of
 from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor, read_header
 from jaxinfer.device import packs_integers
@@ -93,7 +93,7 @@ def _with_stored_unembedding(
 ) -> ModelConfig:
     family = family_of(hf)
     own = _without(stored, (*family.skipped, *family.draft_prefixes(hf)))
-    name = next(name for name, target in family.weights_among(own).items() if target == EMBEDDING)
+    name = embedding_name(family.weights_among(own))
     embedding, unprefixed = own.get(name), own.get(name.removeprefix(family.prefix))
     unembeddings = [tensor for name, tensor in own.items() if name.endswith(UNEMBEDDING)]
     if config.has_tied_embeddings:

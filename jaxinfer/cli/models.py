@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxinfer.checkpoint.config_json.family import ArchitectureError, Family
+from jaxinfer.checkpoint.config_json.window import FULL, LINEAR, SLIDING
 from jaxinfer.checkpoint.families import FAMILIES
 from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.dense_and_experts import DenseAndExperts
@@ -45,7 +46,6 @@ ROPES: Mapping[str, Mapping[str, Any]] = {
     "yarn": {"factor": 2.0, "original_max_position_embeddings": 64},
 }
 WINDOW = {"sliding_window": 8, "use_sliding_window": True}
-FULL, SLIDING = "full_attention", "sliding_attention"
 # Settings by which a family has windows in all layers, or in some.
 WINDOWS: tuple[Mapping[str, Any], ...] = (
     WINDOW,
@@ -63,7 +63,7 @@ SWITCHES: tuple[Mapping[str, Any], ...] = (
     {"partial_rotary_factor": 0.5},
     {"mlp_only_layers": [0]},
     {"shared_intermediate_size": 32},
-    {"layer_types": ["linear_attention", FULL] * (NUM_LAYERS // 2)},
+    {"layer_types": [LINEAR, FULL] * (NUM_LAYERS // 2)},
     {"num_local_experts": 0},
     {"position_embedding_type": "rope"},
     {"mlp_bias": True, "use_bias": True},

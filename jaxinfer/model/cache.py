@@ -69,7 +69,7 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
         if num_pages * cache_config.page_size > MAX_SLOTS:
             raise ValueError(
                 f"{num_layers} layers of {per_layer} pages of {cache_config.page_size} slots are more"
-                f" slots than a group may have ({MAX_SLOTS}); use fewer pages or smaller layer_groups"
+                f" slots than a pool may have ({MAX_SLOTS}); use fewer pages (num_pages)"
             )
         size = PoolSize(num_pages, cache_config.page_size, cache_config.dtype, layout)
         return functions_of(mixer).abstract_pages(mixer, size)
@@ -115,7 +115,7 @@ def _part_of(cache: KVCache, config: ModelConfig, kind: int | None) -> KVCache:
 
 
 def layer_offset(pages: Pool, index: Any, num_layers: int) -> Any:
-    """Returns the index of the first page of layer `index` in its group's pool."""
+    """Returns the index of the first page of layer `index` in its stack's pool."""
     return index * (pages.num_pages // num_layers)
 
 

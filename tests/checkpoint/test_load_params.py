@@ -15,8 +15,10 @@ import torch
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jaxinfer.checkpoint.assembly import plan_assembly
+from jaxinfer.checkpoint.config_json.family import EMBEDDING, embedding_name
 from jaxinfer.checkpoint.families.llama import WEIGHTS
 from jaxinfer.checkpoint.huggingface import load_params, read_config
+from jaxinfer.model.config import Branch, LayerGroup
 from jaxinfer.model.params import shardings
 from tests.oracles import load_reference, save_random_checkpoint
 
@@ -171,6 +173,22 @@ def test_a_wrong_line_of_a_table_is_named(llama, name, target, message):
 
     with pytest.raises(RuntimeError, match=message):
         plan_assembly(read_config(llama), {**weights, name: target})
+
+
+def test_branches_whose_tensors_have_the_same_names_are_refused(llama):
+    config = read_config(llama)
+    twins = tuple(Branch(mixer=mixer) for mixer in 2 * config.layers[0].mixers)
+    layer = dataclasses.replace(config.layers[0], mixer=twins)
+
+    with pytest.raises(RuntimeError, match="two Branches whose mixers have tensors of the same names"):
+        plan_assembly(dataclasses.replace(config, groups=(LayerGroup((layer,), config.num_layers),)), WEIGHTS)
+
+
+def test_a_table_without_an_embedding_is_refused():
+    weights = {name: target for name, target in WEIGHTS.items() if target != EMBEDDING}
+
+    with pytest.raises(RuntimeError, match="Family.weights.* has no name for .*embedding"):
+        embedding_name(weights)
 
 
 def test_stored_rotary_frequencies_are_ignored(copied, llama):

@@ -105,8 +105,7 @@ class Family:
     @property
     def prefix(self) -> str:
         """The first part of the embedding's name, such as "model."."""
-        embedding = next(name for name, target in self.weights.items() if target == EMBEDDING)
-        return embedding.partition(".")[0] + "."
+        return embedding_name(self.weights).partition(".")[0] + "."
 
     def num_draft_layers(self, hf: Mapping[str, Any]) -> int:
         """Returns the number of layers for multi-token prediction that config.json states or implies."""
@@ -134,6 +133,14 @@ class Family:
         spelling = max(self.spellings, key=count)
         names = {*stored, *(self.prefix + name for name in stored)}
         return as_stored({_spelled(name, spelling): targets for name, targets in self.weights.items()}, names)
+
+
+def embedding_name(weights: WeightTable) -> str:
+    """Returns the stored name of the embedding; RuntimeError if the table has none."""
+    name = next((name for name, target in weights.items() if target == EMBEDDING), None)
+    if name is None:
+        raise RuntimeError(f"`Family.weights` has no name for {EMBEDDING}, the embedding of every model; add one")
+    return name
 
 
 def as_stored(weights: WeightTable, stored: Collection[str]) -> WeightTable:

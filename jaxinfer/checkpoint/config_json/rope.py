@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from jaxinfer.checkpoint.config_json.fields import is_enabled, number_or_default, require_number, require_size
+from jaxinfer.checkpoint.config_json.window import FULL
 from jaxinfer.model.components.rope import Rope, RopeScaling
 from jaxinfer.validation import MAX_INT
 
 DEFAULT_THETA = 10_000.0
-FULL = "full_attention"
 
 
 def read_rope(

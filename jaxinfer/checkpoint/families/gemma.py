@@ -32,7 +32,7 @@ from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.config import Layer, ModelConfig
 
 _LAYER = "model.layers.{layer}"
-_HONOURS = ("hidden_act", "hidden_activation", "is_causal")
+_HONOURS = ("hidden_act",)
 GELU = "gelu_pytorch_tanh"
 NO_SOFTCAPS: Mapping[str, float | None] = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 SOFTCAPS_2: Mapping[str, float | None] = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}

@@ -86,7 +86,7 @@ WEIGHTS: WeightTable = {
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translates config.json; what is absent gets the default of transformers' Gemma4TextConfig."""
-    refuse_unsupported(hf, "Gemma4ForCausalLM", ("hidden_act", "hidden_activation"))
+    refuse_unsupported(hf, "Gemma4ForCausalLM", ("hidden_act",))
     require_harmless(hf, _HARMLESS)
     num_layers = read_num_layers(hf)
     kinds = layer_types(hf, [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(num_layers)])
@@ -165,7 +165,7 @@ def _sources(hf: Mapping[str, Any], kinds: Sequence[str]) -> list[int | None]:
 def _settings_of_layers(hf: Mapping[str, Any], kinds: Sequence[str]) -> list[Mapping[str, Any]]:
     """Returns num_key_value_heads and head_dim of each layer.
 
-    transformers states them layer by layer, published checkpoints under keys of their own for layers that see all.
+    transformers lists them by layer. Published checkpoints have keys of their own for the layers that see all tokens.
     """
     local = {"num_key_value_heads": num_kv_heads(hf, 4), "head_dim": stated_head_dim(hf, 256)}
     if "per_layer_config" not in hf:

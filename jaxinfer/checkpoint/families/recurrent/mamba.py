@@ -1,6 +1,6 @@
 """Mamba and Mamba-2: layers of a state space alone.
 
-The mixer of Mamba is that of Jamba too, that of Mamba-2 those of Granite 4, Nemotron-H and Falcon-H1.
+Jamba has Mamba's mixer. Granite 4, Nemotron-H and Falcon-H1 have Mamba-2's.
 """
 
 from __future__ import annotations

@@ -13,7 +13,14 @@ from flax import struct
 from jaxinfer.model.components.attention import AttentionInputs
 from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear
 from jaxinfer.model.components.recurrent.recurrence import Rule, Tokens, advance, chunk_by_products
-from jaxinfer.model.components.recurrent.states import States, abstract_states, convolve, slots_of_layer, sum_keys
+from jaxinfer.model.components.recurrent.states import (
+    States,
+    abstract_states,
+    convolve,
+    for_heads,
+    slots_of_layer,
+    sum_keys,
+)
 from jaxinfer.validation import require, require_int
 from kernels_pallas.row_products import rounded
 from kernels_pallas.row_sum import row_sum
@@ -164,19 +171,13 @@ def _unit(x: jax.Array) -> jax.Array:
 
 def _advance(state: jax.Array, token: Tokens, shared: None) -> tuple[jax.Array, jax.Array]:
     """Returns the states f32[b, H, K, V] after a token of each of b rows, and the outputs f32[b, H, V]."""
-    (b, H, K, V), G = state.shape, token.keys.shape[1]
-
-    def by_heads(x: jax.Array) -> jax.Array:
-        """Returns vectors f32[b, G, K] of key heads for all their value heads, f32[b, H, K, V]."""
-        return jnp.broadcast_to(x[:, :, None, :, None], (b, G, H // G, K, V)).reshape(b, H, K, V)
-
     # Products are rounded before something is added: one compiled step may fuse what another does not.
-    keys = by_heads(token.keys)
+    keys = for_heads(token.keys, state)
     state = rounded(state * jnp.broadcast_to(token.decay[..., None, None], state.shape))
     errors = token.values - sum_keys(rounded(state * keys))
     corrections = rounded(errors * jnp.broadcast_to(token.rates[..., None], errors.shape))
     state = state + rounded(keys * jnp.broadcast_to(corrections[:, :, None], state.shape))
-    return state, sum_keys(rounded(state * by_heads(token.queries)))
+    return state, sum_keys(rounded(state * for_heads(token.queries, state)))
 
 
 RULE = Rule(_advance, functools.partial(chunk_by_products, corrects=True))

@@ -15,7 +15,14 @@ from flax import struct
 from jaxinfer.model.components.attention import AttentionInputs
 from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear
 from jaxinfer.model.components.recurrent.recurrence import Rule, Tokens, advance, chunk_by_products
-from jaxinfer.model.components.recurrent.states import States, abstract_states, convolve, slots_of_layer, sum_keys
+from jaxinfer.model.components.recurrent.states import (
+    States,
+    abstract_states,
+    convolve,
+    for_heads,
+    slots_of_layer,
+    sum_keys,
+)
 from jaxinfer.validation import as_float, as_tuple, is_real, require, require_bool, require_int
 from kernels_pallas.row_products import rounded
 from kernels_pallas.row_sum import row_sum
@@ -194,17 +201,11 @@ def _normed(x: jax.Array, weight: jax.Array, num_groups: int, norm: Norm, dtype:
 
 def _advance(state: jax.Array, token: Tokens, shared: None) -> tuple[jax.Array, jax.Array]:
     """Returns the states f32[b, H, N, P] after a token of each of b rows, and the outputs f32[b, H, P]."""
-    (b, H, N, P), G = state.shape, token.keys.shape[1]
-
-    def by_groups(x: jax.Array) -> jax.Array:
-        """Returns numbers f32[b, G, N] of groups for all their heads, f32[b, H, N, P]."""
-        return jnp.broadcast_to(x[:, :, None, :, None], (b, G, H // G, N, P)).reshape(b, H, N, P)
-
     values = rounded(token.values * jnp.broadcast_to(token.rates[..., None], token.values.shape))
-    added = by_groups(token.keys) * jnp.broadcast_to(values[:, :, None], state.shape)
+    added = for_heads(token.keys, state) * jnp.broadcast_to(values[:, :, None], state.shape)
     # Rounded before they are added: one compiled step may fuse what another does not.
     state = rounded(state * jnp.broadcast_to(token.decay[..., None, None], state.shape)) + rounded(added)
-    return state, sum_keys(rounded(state * by_groups(token.queries)))
+    return state, sum_keys(rounded(state * for_heads(token.queries, state)))
 
 
 RULE = Rule(_advance, functools.partial(chunk_by_products, corrects=False))

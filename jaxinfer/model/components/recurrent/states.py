@@ -134,6 +134,12 @@ def write_state(pool: jax.Array, slot: jax.Array, new: jax.Array) -> jax.Array:
     )
 
 
+def for_heads(x: jax.Array, state: jax.Array) -> jax.Array:
+    """Returns vectors f32[b, G, K] of groups for all heads of a state f32[b, H, K, V], in its shape."""
+    (b, H, K, V), G = state.shape, x.shape[1]
+    return jnp.broadcast_to(x[:, :, None, :, None], (b, G, H // G, K, V)).reshape(b, H, K, V)
+
+
 def sum_keys(x: jax.Array) -> jax.Array:
     """Returns `x.sum(-2)` f32[..., V] of f32[..., K, V], on CPU added up in a fixed tree, as `row_sum` does."""
     return jax.lax.platform_dependent(x, cpu=_tree_sum, default=lambda x: x.sum(-2))
