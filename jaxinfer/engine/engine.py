@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +28,8 @@ from jaxinfer.engine.frontend.outputs import OutputRoutes, Sink
 from jaxinfer.engine.frontend.page_identity import text_identity
 from jaxinfer.engine.frontend.sample_group import SampleGroup
 from jaxinfer.engine.request.completion import Delta
+from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.metrics import Metrics
-from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.timeline import Timeline, recorded_timeline
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.processors import LogitsProcessor
@@ -80,21 +80,11 @@ class Engine:
         self.model_config, self.tokenizer = parts.model_config, parts.tokenizer
         self._admission, self._scheduler = parts.admission, parts.scheduler
         self._warm_up, self._runner, self._speculation = parts.warm_up, parts.runner, parts.speculation
-        self._pipeline = Pipeline(parts.scheduler, parts.runner)
+        self._pipeline = Pipeline(parts.scheduler, parts.runner, on_failure=self._health.fail)
         self._routes = OutputRoutes()
         self._compile_counter = CompileCounter()
         self._ids = itertools.count()
-        self.on_step: Callable[[Step, float], None] | None = None  # called with each step and its seconds
         self._branches = self._make_branches()
-
-    def close(self) -> None:
-        """Frees the memory of parameters, cache and compiled steps. No sink receives anything more."""
-        if self._health.is_closed:
-            return
-        self._health.close()
-        self._runner.close()  # a drafter may still refer to it
-        del self._admission, self._scheduler, self._warm_up, self._runner, self._speculation
-        del self._pipeline, self._routes, self._branches
 
     def __repr__(self) -> str:
         return f"<Engine {self.description}>"
@@ -113,6 +103,11 @@ class Engine:
     def check(self) -> None:
         """Raises RuntimeError if the engine is closed, has failed, or belongs to another process."""
         self._health.check()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception of the device that ended the engine, or None; None after `close`, which frees it."""
+        return self._health.failure
 
     @property
     def num_unfinished(self) -> int:
@@ -136,7 +131,8 @@ class Engine:
         self.check()
         check_names(options)
         admission = self._admission
-        return SampleGroup(admission.admit(self._ids, prompt, sampling_params, **options), admission.params_version)
+        requests = admission.admit(self._ids, prompt, sampling_params, **options)
+        return SampleGroup(requests, admission.params_version, self._ids)
 
     def check_samples(self, name: str, count: int) -> None:
         """Raises ValueError if `count`, the value of parameter `name`, exceeds `EngineConfig.max_samples`."""
@@ -160,14 +156,33 @@ class Engine:
         warm_up.steps.wait(show_progress=show_progress, description=description)
         return warm_up.ready()
 
+    def __getattr__(self, name: str) -> Any:
+        if "_health" in vars(self):
+            self.check()  # `close` has removed the attribute while another thread was in one of these methods
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     # The loop: one thread at a time from here on.
+
+    def close(self) -> None:
+        """Frees the memory of parameters, cache and compiled steps. No sink receives anything more."""
+        if self._health.is_closed:
+            return
+        self._health.close()
+        self._runner.close()  # a drafter may still refer to it
+        del self._admission, self._scheduler, self._warm_up, self._runner, self._speculation
+        del self._pipeline, self._branches
 
     def submit(self, samples: SampleGroup, sink: Sink) -> int:
         """Queues all samples of a prompt, or none of them, and returns their request id.
 
-        Raises QueueFullError if too many requests would wait, ValueError if they were queued before.
+        Raises QueueFullError if too many requests would wait, ValueError if they were queued before or are another
+        engine's.
         """
         self.require_room(len(samples.requests))
+        if samples.ids is not self._ids:
+            raise ValueError(
+                f"request {samples.request_id} was admitted by another engine; admit its prompt with this one"
+            )
         if samples.is_submitted:
             raise ValueError(f"request {samples.request_id} was submitted before; admit its prompt again")
         samples.is_submitted = True
@@ -185,7 +200,7 @@ class Engine:
         self._scheduler.check_room(num_samples)
 
     def advance(self) -> Advance | None:
-        """Computes a step, gives its deltas to their sinks, and calls `on_step`; None if there is nothing to compute.
+        """Computes a step and gives its deltas to their sinks; None if there is nothing to compute.
 
         First ends the requests whose deadline has passed. After an exception the next call computes the step again,
         unless the device has failed.
@@ -198,8 +213,6 @@ class Engine:
                 self._deliver(advance.deltas)
             elif self._scheduler.num_unfinished:
                 raise RuntimeError(f"requests are unfinished and no step can be computed: {self._scheduler.metrics()}")
-        if advance is not None and self.on_step is not None:
-            self.on_step(advance.step, advance.seconds)
         return advance
 
     def take_error(self) -> Exception | None:
@@ -241,7 +254,7 @@ class Engine:
         """Branches an unfinished request and returns the id of the branch: see `Branches.fork`."""
         self.require_room(1)
         branch = self._branches.fork(request_id, next(self._ids), seed)
-        return self.submit(SampleGroup([branch], self._admission.params_version), sink)
+        return self.submit(self._group(branch), sink)
 
     def rewind(self, request_id: int, num_tokens: int, *, seed: int | None = None) -> None:
         """Drops the last `num_tokens` tokens of an unfinished request's output: see `Branches.rewind`."""
@@ -252,14 +265,15 @@ class Engine:
         """Writes an unfinished request with its pages to a file, for `restore`: see `Branches.save`."""
         self.check()
         if self._scheduler.has_states:  # a launched step has moved on the states; they are then those of its tokens
-            self._deliver(self._pipeline.settle())
+            for deltas in self._pipeline.settle():
+                self._deliver(deltas)
         self._branches.save(request_id, path)
 
     def restore(self, path: Path, sink: Sink) -> int:
         """Queues the request that `save` wrote to a file, and returns its id here: see `Branches.restore`."""
         self.require_room(1)
         request = self._branches.restore(path, next(self._ids))
-        return self.submit(SampleGroup([request], self._admission.params_version), sink)
+        return self.submit(self._group(request), sink)
 
     def update_params(self, params: Params) -> None:
         """Replaces the model's parameters while requests run: see `LLM.update_params`."""
@@ -285,6 +299,9 @@ class Engine:
         for request_id, error in self._routes.deliver(deltas).items():
             logger.info("the sink of request %d raised %r, so the request ends", request_id, error)
             self.drop(request_id)
+
+    def _group(self, request: Request) -> SampleGroup:
+        return SampleGroup([request], self._admission.params_version, self._ids)
 
     def _make_branches(self) -> Branches:
         return Branches(self._admission, self._scheduler, self._runner, self._path)

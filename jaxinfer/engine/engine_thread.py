@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.frontend.sample_group import SampleGroup
 from jaxinfer.engine.request.completion import Delta
-from jaxinfer.validation import require_real
+from jaxinfer.validation import require, require_real
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,8 @@ class EngineThread:
 
     Any thread may call its methods. Every request that `submit` takes ends exactly once, by a completion or by an
     exception. Sinks and commands run on the engine's thread and hold up its steps. They may not wait for a result of
-    `call` or for `close`. The thread owns the engine from now on, and closes it.
+    `call` or for `close`. A sink receives a refusal on the thread that calls `submit`, if the engine takes no more
+    commands. The thread owns the engine from now on, and closes it.
 
     A request from an event loop, with a queue as the sink:
 
@@ -43,6 +44,7 @@ class EngineThread:
     """
 
     def __init__(self, engine: Engine) -> None:
+        require(isinstance(engine, Engine), "engine", engine, "an Engine")
         self.engine = engine  # other threads may call what its docstring allows
         self.failure: BaseException | None = None  # the exception that ended the engine
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -129,17 +131,19 @@ class EngineThread:
         try:
             self._serve()
         except BaseException as error:
-            self.failure = error.__cause__ or error
+            self.failure = self.engine.failure or error
             logger.critical("the engine has failed, and its unfinished requests with it", exc_info=error)
         with self._lock:  # after this no command comes
             if self.failure is not None:
                 self._end_reason = f"has failed ({type(self.failure).__name__}: {self.failure})"
-        self._obey()
-        if self.failure is None:
-            self.engine.abort_all()
-        for sink in self.engine.sinks.values():
-            _end(cast(Sink, sink), self._refusal())
-        self.engine.close()
+        try:
+            self._obey()
+            if self.failure is None:
+                self.engine.abort_all()
+        finally:
+            for sink in self.engine.sinks.values():
+                _end(cast(Sink, sink), self._refusal())
+            self.engine.close()
 
     def _serve(self) -> None:
         """Computes steps and obeys commands until the engine is to be closed; raises if the engine cannot go on."""

@@ -1,4 +1,4 @@
-"""`LLM`: an engine in the hands of people, in scripts and notebooks: text in, text out."""
+"""`LLM`: an engine for scripts and notebooks, text in, text out."""
 
 from __future__ import annotations
 
@@ -95,6 +95,7 @@ class LLM:
         self.tokenizer = self._engine.tokenizer
         self._guard = Guard()
         self._outputs = DeltaBuffer()  # of the requests of `add`, for `step`
+        self._on_step: Callable[[Step, float], None] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -127,12 +128,12 @@ class LLM:
     def on_step(self) -> Callable[[Step, float], None] | None:
         """The function that is called after each step with the step and its seconds, or None."""
         self._engine.check()
-        return self._engine.on_step
+        return self._on_step
 
     @on_step.setter
     def on_step(self, function: Callable[[Step, float], None] | None) -> None:
         self._engine.check()
-        self._engine.on_step = function
+        self._on_step = function
 
     @property
     def has_unfinished(self) -> bool:
@@ -396,9 +397,11 @@ class LLM:
         )
 
     def _advance(self, engine: Engine) -> None:
-        """Computes a step; then raises a drafter's exception."""
+        """Computes a step and calls `on_step`; then raises a drafter's exception."""
         self._guard.run_deferred()
-        engine.advance()
+        advance = engine.advance()
+        if advance is not None and self._on_step is not None:
+            self._on_step(advance.step, advance.seconds)
         if (error := engine.take_error()) is not None:
             raise error
 

@@ -246,6 +246,52 @@ def test_samples_are_not_queued_twice(thread):
         readers[1].wait()
 
 
+def test_samples_of_another_engine_are_refused(quick_llm, thread):
+    samples = engine_of(quick_llm).admit(PROMPTS[0], GREEDY)
+    reader = Reader(samples)
+    thread.submit(samples, reader)
+
+    with pytest.raises(ValueError, match=f"request {samples.request_id} was admitted by another engine"):
+        reader.wait()
+
+
+def test_only_an_engine_gets_a_thread(quick_llm):
+    with pytest.raises(ValueError, match="engine=<LLM .* is not allowed"):
+        EngineThread(quick_llm)
+
+
+def test_a_command_that_closes_the_engine_ends_every_request(new_llm):
+    with running(new_llm) as thread:
+        reader = submit(thread, PROMPTS[0], ENDLESS)
+        reader.wait_for_begin()
+        result_of(thread.call(lambda engine: engine.close()))
+
+        with pytest.raises(RuntimeError, match="is closed"):
+            reader.wait()
+        assert reader.num_ends == 1
+
+
+def test_an_exception_while_tokens_are_handed_out_reaches_every_request(new_llm, monkeypatch):
+    scheduler, commit, calls = scheduler_of(new_llm), scheduler_of(new_llm).commit, []
+
+    def commit_and_fail(step: Any, output: Any) -> Any:
+        commit(step, output)
+        calls.append(step)
+        raise MemoryError("host")
+
+    with running(new_llm) as thread:
+        readers = [submit(thread, prompt, ENDLESS) for prompt in PROMPTS[:2]]
+        readers[0].wait_for_begin()
+        result_of(thread.call(lambda _: monkeypatch.setattr(scheduler, "commit", commit_and_fail)))
+        for reader in readers:
+            with pytest.raises(RuntimeError, match=r"has failed \(MemoryError: host\)"):
+                reader.wait()
+
+    assert len(calls) == 1
+    with pytest.raises(RuntimeError, match=r"has failed \(MemoryError: host\)"):
+        thread.engine.admit(PROMPTS[0])
+
+
 def test_a_sink_that_raises_ends_its_request_alone_and_frees_its_pages(thread):
     calls = []
 

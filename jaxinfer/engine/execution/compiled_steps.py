@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from types import MappingProxyType
 
 import jax
@@ -63,7 +63,7 @@ class CompiledSteps:
         # The rest belongs to the thread that chooses.
         self._compiled = dict(known)
         self._to_come = order
-        self._enter_ready()
+        self._record_ready()
 
     def wait_for_last(self, *, show_progress: bool = False) -> None:
         """Waits for the last bucket, or for all buckets if compiling while serving is impossible."""
@@ -105,9 +105,12 @@ class CompiledSteps:
         futures = [future for bucket, future in self._futures.items() if bucket in buckets]
         is_done = all(future.done() for future in futures)
         for future in tqdm(futures, desc=description, unit="step", disable=is_done or not show_progress):
-            future.result()
+            try:
+                future.result()
+            except CancelledError:
+                raise RuntimeError("the engine was closed before its steps were compiled; make a new one") from None
 
-    def _enter_ready(self) -> None:
+    def _record_ready(self) -> None:
         self._ready = tuple(bucket for bucket in self._buckets if bucket in self._compiled)
         draws = {bucket: self._compiled[bucket] for bucket in self._ready if bucket.is_draw}
         is_all = len(draws) == sum(bucket.is_draw for bucket in self._buckets)
@@ -124,7 +127,7 @@ class CompiledSteps:
                 self._compiled[bucket] = self._futures[bucket].result()
             else:
                 logger.error("%s cannot be compiled, slower steps stand in for it: %r", bucket.name, error)
-        self._enter_ready()
+        self._record_ready()
 
 
 COMPILED = "/jax/core/compile/backend_compile_duration"

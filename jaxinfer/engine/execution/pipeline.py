@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from jaxinfer.engine.request.completion import Delta
@@ -78,10 +78,18 @@ class Pipeline:
     host                            |commit n · masks · launch draw n + 1 · launch n + 2 · wait ···|
     """
 
-    def __init__(self, scheduler: Planner, device: Device, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        scheduler: Planner,
+        device: Device,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        on_failure: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
         self._scheduler = scheduler
         self._device = device
         self._clock = clock
+        self._on_failure = on_failure  # called with an exception that loses tokens
         self._launched: deque[Launched] = deque()  # two at most, in the order of launch
         self._ended = 0.0  # time of the last commit
         self._interrupted: Step | None = None  # the step whose launch has not returned
@@ -104,7 +112,7 @@ class Pipeline:
             step.idle_seconds = came - max(began, self._ended)  # while the caller did something else
         if len(self._launched) == 1 and (not step.chunks.rows.has_structures or self._device.defers_sampling):
             self._launch(after=step)
-        deltas = self._scheduler.commit(step, self._device.read(output))
+        deltas = self._commit(step, output)
         self._launched.popleft()
         try:
             self._draw()
@@ -113,18 +121,25 @@ class Pipeline:
         began, self._ended = max(began, self._ended) + step.idle_seconds, self._clock()
         return Advance(step, self._ended - began, deltas)
 
-    def settle(self) -> list[Delta]:
-        """Commits the launched steps without launching others, and returns their additions to requests."""
+    def settle(self) -> Iterator[list[Delta]]:
+        """Commits the launched steps without launching others, and yields the additions of each to requests."""
         self._abandon_interrupted()
-        deltas: list[Delta] = []
         while self._launched:
             self._draw()
             step, _, output, _ = self._launched[0]
-            if not all(chunk.is_stale for chunk in step.chunks):
-                deltas += self._scheduler.commit(step, self._device.read(output))
+            is_stale = all(chunk.is_stale for chunk in step.chunks)
+            deltas = [] if is_stale else self._commit(step, output)
             self._launched.popleft()
+            yield deltas
         self._ended = self._clock()
-        return deltas
+
+    def _commit(self, step: Step, output: Any) -> list[Delta]:
+        read = self._device.read(output)
+        try:
+            return self._scheduler.commit(step, read)
+        except Exception as error:  # some requests have their tokens by now, and nobody their deltas
+            self._on_failure(error)
+            raise
 
     def _abandon_interrupted(self) -> None:
         if self._interrupted is not None:

@@ -66,7 +66,7 @@ class Runner:
     def close(self) -> None:
         """Frees the memory of parameters, cache and compiled steps."""
         self.compiled_steps.cancel()
-        del self._params, self._cache, self._drawn, self._undrawn, self.compiled_steps, self._copiers, self._tiers
+        vars(self).clear()  # after a failure some attributes are gone already
 
     def launch(self, step: Step) -> StepOutput | VerifyOutput:
         """Launches the step behind all earlier ones; returns its output, one row per chunk, then padding rows.

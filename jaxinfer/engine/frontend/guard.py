@@ -1,4 +1,4 @@
-"""Guards an LLM in the hands of people: one thread at a time, and Ctrl-C between two steps."""
+"""Guards an LLM: one thread at a time, and Ctrl-C between two steps."""
 
 from __future__ import annotations
 
@@ -54,15 +54,19 @@ class Guard:
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread inside
         self._depth = 0  # how often it is inside
+        self._worker: int | None = None  # the thread that does deferred work while none is inside
         self._deferred: deque[Callable[[], None]] = deque()
 
     def __enter__(self) -> Self:
         if self._owner != threading.get_ident():
-            if not self._lock.acquire(blocking=False):
-                raise RuntimeError(
-                    "another thread is using this LLM, and one at a time may; hold a threading.Lock of your own around"
-                    " each call, or give the requests of all threads to a jaxinfer.engine.engine_thread.EngineThread"
-                )
+            while not self._lock.acquire(timeout=0.01):
+                # Else the lock is held for deferred work of another thread, which ends soon.
+                if self._owner is not None or self._worker == threading.get_ident():
+                    raise RuntimeError(
+                        "another thread is using this LLM, and one at a time may; hold a threading.Lock of your own"
+                        " around each call, or give the requests of all threads to a"
+                        " jaxinfer.engine.engine_thread.EngineThread"
+                    )
             self._owner = threading.get_ident()
         self._depth += 1
         return self
@@ -89,7 +93,9 @@ class Guard:
 
     def _run_if_free(self) -> None:
         while self._deferred and self._lock.acquire(blocking=False):
+            self._worker = threading.get_ident()
             try:
                 self.run_deferred()
             finally:
+                self._worker = None
                 self._lock.release()

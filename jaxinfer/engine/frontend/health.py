@@ -1,4 +1,4 @@
-"""Whether an engine can be used: it is not closed, its device has not failed, and its process is its own."""
+"""The state of an engine that can be used: not closed, its device not failed, in a process of its own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Health:
 
     def __init__(self) -> None:
         self._reason: str | None = None
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None  # the exception of the device, until the engine is closed
         self.is_closed = False
 
     @property
@@ -39,15 +39,15 @@ class Health:
     def check(self) -> None:
         """Raises RuntimeError if the engine is closed, has failed, or belongs to another process."""
         if self._reason is not None:
-            raise RuntimeError(f"this LLM {self._reason}; make a new one") from self._failure
+            raise RuntimeError(f"this LLM {self._reason}; make a new one") from self.failure
         require_own_process()
 
     def fail(self, error: BaseException) -> None:
         """Marks the engine as failed by `error`, which lost its cache."""
-        self._failure = error
+        self.failure = error
         self._reason = f"has failed ({type(error).__name__}: {error})"
         error.add_note("the LLM has failed with this and lost its unfinished requests; make a new one")
 
     def close(self) -> None:
-        """Marks the engine as closed."""
-        self.is_closed, self._reason, self._failure = True, "is closed", None
+        """Marks the engine as closed, and frees the failure, whose traceback may refer to the device's memory."""
+        self.is_closed, self._reason, self.failure = True, self._reason or "is closed", None

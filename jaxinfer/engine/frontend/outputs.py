@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -88,14 +89,12 @@ class DeltaBuffer:
     """A sink that keeps deltas until they are taken."""
 
     def __init__(self) -> None:
-        self._deltas: list[Delta] = []
+        self._deltas: deque[Delta] = deque()
         self.append = self._deltas.append
 
     def __len__(self) -> int:
         return len(self._deltas)
 
     def take(self) -> list[Delta]:
-        """Returns the deltas since the last call."""
-        deltas = self._deltas[:]
-        self._deltas.clear()
-        return deltas
+        """Returns the deltas since the last call. Another thread may add some meanwhile."""
+        return [self._deltas.popleft() for _ in range(len(self._deltas))]

@@ -15,12 +15,14 @@ class SampleGroup:
 
     With `best_of` the group holds all deltas back until every sample has ended. It then yields the `n` most probable
     samples as one whole delta each, best first. `params_version`: the engine's parameters that their page keys name.
+    `ids`: the counter of the engine that has admitted the prompt, by which it knows its own.
     """
 
-    def __init__(self, requests: Sequence[Request], params_version: str = "") -> None:
+    def __init__(self, requests: Sequence[Request], params_version: str = "", ids: object = None) -> None:
         sampling = requests[0].sampling
         self.requests = tuple(requests)
         self.params_version = params_version
+        self.ids = ids
         self.is_submitted = False
         self.request_id = requests[0].request_id
         self.num_completions = sampling.n  # completions that the user gets

@@ -185,6 +185,24 @@ def test_a_failure_of_the_compiler_is_told_and_larger_steps_go_on(caplog):
         steps.wait()
 
 
+def test_who_waits_while_the_engine_is_closed_is_told(gate):
+    steps, errors = steps_behind(gate), []
+
+    def wait() -> None:
+        try:
+            steps.wait()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    steps.cancel()
+    gate.set()
+    thread.join(60)
+
+    assert errors == ["the engine was closed before its steps were compiled; make a new one"]
+
+
 def test_a_failure_at_the_last_is_raised():
     def compile_bucket(bucket):
         raise MemoryError("out of registers")

@@ -57,6 +57,31 @@ def test_each_step_is_launched_before_the_last_is_read():
     assert device.events == ["launch 0", "launch 1", "read 0", "launch 2", "read 1", "read 2"]
 
 
+def test_steps_are_settled_one_by_one_so_that_an_exception_holds_up_no_tokens(monkeypatch):
+    engine = Engine()
+    engine.add(0, prompt=5, max_tokens=4)
+    pipeline, device = pipeline_of(engine)
+    engine.enter(pipeline.advance().deltas)
+    pipeline._launch(after=pipeline._launched[0].step)
+    read = device.read
+
+    def read_once(output):
+        monkeypatch.setattr(device, "read", fail)
+        return read(output)
+
+    def fail(output):
+        raise MemoryError("host")
+
+    monkeypatch.setattr(device, "read", read_once)
+    settled = pipeline.settle()
+
+    assert [len(delta.token_ids) for delta in next(settled)] == [1]
+    with pytest.raises(MemoryError):
+        next(settled)
+    monkeypatch.setattr(device, "read", read)
+    assert [len(delta.token_ids) for deltas in pipeline.settle() for delta in deltas] == [1]
+
+
 class OneSecondDevice(RecordingDevice):
     """Takes a second for each step, by the engine's clock."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from jaxinfer.engine.frontend.guard import Guard
 from jaxinfer.engine.llm import LLM
 from tests.engine.engines import (
     GREEDY,
@@ -81,6 +82,36 @@ def test_another_thread_is_refused_and_changes_nothing(llm, name):
     assert token_ids_of(completions) == expected
     assert len(refusals) >= 8
     assert all("another thread is using this LLM" in refusal for refusal in refusals)
+
+
+def test_deferred_work_of_another_thread_is_waited_for():
+    guard, begun, go_on = Guard(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    worker = threading.Thread(target=guard.defer, args=[work])
+    worker.start()
+    assert begun.wait(60)
+    threading.Timer(0.1, go_on.set).start()
+
+    with guard:
+        assert go_on.is_set()
+    worker.join()
+
+
+def test_deferred_work_itself_is_refused_and_does_not_wait_for_its_own_end():
+    guard, refusals = Guard(), []
+
+    def work() -> None:
+        with pytest.raises(RuntimeError, match="one at a time may"):
+            guard.__enter__()
+        refusals.append(guard)
+
+    guard.defer(work)
+
+    assert refusals == [guard]
 
 
 def test_a_stream_begins_in_no_other_thread_while_a_step_is_computed(llm):

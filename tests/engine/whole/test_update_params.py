@@ -302,6 +302,27 @@ def test_new_parameters_from_the_host_need_room_for_one_set_on_the_device(checkp
     assert token_ids_of(generate(llm, [PREFIX])) == expected
 
 
+def test_an_engine_without_room_for_new_parameters_has_failed_and_frees_its_memory(checkpoint, params, monkeypatch):
+    llm = quick_engine(checkpoint)
+    cache = weakref.ref(jax.tree.leaves(runner_of(llm)._cache)[0])
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "device_put", fail)
+        with pytest.raises(jax.errors.JaxRuntimeError):
+            llm.update_params(jax.tree.map(np.asarray, params))
+    with pytest.raises(RuntimeError, match="has failed .*RESOURCE_EXHAUSTED"):
+        llm.add([5])
+    llm.close()
+    gc.collect()
+
+    assert cache() is None
+    with pytest.raises(RuntimeError, match="has failed .*RESOURCE_EXHAUSTED"):
+        llm.add([5])
+
+
 def num_bytes() -> int:
     return sum(array.nbytes for array in jax.live_arrays())
 
