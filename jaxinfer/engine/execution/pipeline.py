@@ -137,7 +137,7 @@ class Pipeline:
         read = self._device.read(output)
         try:
             return self._scheduler.commit(step, read)
-        except Exception as error:  # some requests have their tokens by now, and nobody their deltas
+        except Exception as error:  # requests may have tokens whose deltas are lost
             self._on_failure(error)
             raise
 

@@ -61,7 +61,9 @@ def test_steps_are_settled_one_by_one_so_that_an_exception_holds_up_no_tokens(mo
     engine = Engine()
     engine.add(0, prompt=5, max_tokens=4)
     pipeline, device = pipeline_of(engine)
-    engine.enter(pipeline.advance().deltas)
+    advance = pipeline.advance()
+    assert advance is not None
+    engine.enter(advance.deltas)
     pipeline._launch(after=pipeline._launched[0].step)
     read = device.read
 
