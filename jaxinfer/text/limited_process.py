@@ -18,6 +18,7 @@ from typing import Any
 from jaxinfer.validation import cut
 
 MAX_BYTES = 2**31
+MAX_START_SECONDS = 60  # imports from a slow disk
 MAX_ENDING_SECONDS = 10  # from the end of a process's output to its own end; a core dump takes time
 MAX_LAST_WORDS = 2**12  # bytes of standard error
 # Last words of code in C++ or Rust that gets no memory. Python's own MemoryError has the exit status ENOMEM.
@@ -48,49 +49,50 @@ class LimitedProcess:
     """Asks a program one question after the other. The process begins with the first, and anew after it has ended.
 
     `program` is the name of a module with a function `answers`, which returns the function from a question to its
-    answer; both are JSON. The process imports nothing from the current folder.
+    answer; both are JSON. The process imports nothing from the current folder. Any number of threads may ask; each
+    question waits for its turn.
     """
 
     def __init__(self, program: str) -> None:
         self._program = program
+        self._turn = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
+        self._end: Callable[[], object] = lambda: None  # ends the process, if there is one, and closes its pipes
         self._last_words = _LastWords()
 
     def ask(self, question: Any, max_seconds: float) -> Any:
         """Returns the answer to a question.
 
         Raises LimitError if it takes more seconds, or 2 GiB of memory, and EndedError if the process ends for another
-        cause. Raises RuntimeError if the process cannot start.
+        cause. The seconds begin with the question's turn. Raises RuntimeError if the process cannot start.
         """
-        process = self._process
-        if process is None or process.poll() is not None:
-            process = self._process = self._start()
+        line = json.dumps(question) + "\n"
+        with self._turn:
+            process = self._process
+            if process is None or process.poll() is not None:
+                self._end()
+                process = self._process = self._start()
+            try:
+                return json.loads(self._exchange(process, line, max_seconds))
+            except BaseException:
+                self._end()  # an unread answer would be taken for the next one
+                raise
+
+    def _exchange(self, process: subprocess.Popen[str], line: str, max_seconds: float) -> str:
         assert process.stdin is not None
         assert process.stdout is not None
-        late = threading.Event()
-
-        def end() -> None:
-            late.set()
-            process.kill()
-
-        timer = threading.Timer(max_seconds, end)
-        timer.start()
-        try:
+        with _killed_after(max_seconds, process) as is_late:
             with contextlib.suppress(BrokenPipeError):  # it has ended; then there is no answer
-                process.stdin.write(json.dumps(question) + "\n")
+                process.stdin.write(line)
                 process.stdin.flush()
             answer = process.stdout.readline()
-        except BaseException:
-            process.kill()  # an unread answer would be taken for the next one
-            raise
-        finally:
-            timer.cancel()
-        if late.is_set():
-            process.wait()
-            raise LimitError(f"{max_seconds:g} second{'s' if max_seconds > 1 else ''}")
         if not answer.endswith("\n"):
+            if is_late.is_set():
+                raise LimitError(f"{max_seconds:g} second{'s' if max_seconds > 1 else ''}")
             raise self._death_of(process)
-        return json.loads(answer)
+        if is_late.is_set():  # the answer came just before the end
+            self._end()
+        return answer
 
     def _start(self) -> subprocess.Popen[str]:
         package = str(Path(__file__).parents[1] / "__init__.py")
@@ -101,11 +103,23 @@ class LimitedProcess:
         command = [sys.executable, "-I", "-c", program]
         with self._last_words.pipe() as errors:
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True)
-        weakref.finalize(self, _end, process)
+        self._end = weakref.finalize(self, _end, process)
         assert process.stdout is not None
-        # It is ready; its imports do not count against the first question.
-        if process.stdout.readline() != "\n":
-            raise RuntimeError(f"the process of {self._program} ended before it was ready: {self._death_of(process)}")
+        try:
+            # It is ready; its imports do not count against the first question.
+            with _killed_after(MAX_START_SECONDS, process) as is_late:
+                is_ready = process.stdout.readline() == "\n"
+            if is_late.is_set():
+                raise RuntimeError(
+                    f"the process of {self._program} was not ready within {MAX_START_SECONDS:g} seconds; try again when"
+                    " the machine has less to do"
+                )
+            if not is_ready:
+                cause = self._death_of(process)
+                raise RuntimeError(f"the process of {self._program} ended before it was ready: {cause}")
+        except BaseException:
+            self._end()
+            raise
         return process
 
     def _death_of(self, process: subprocess.Popen[str]) -> LimitError | EndedError:
@@ -165,9 +179,32 @@ def _search_path() -> list[str]:
     return [entry for entry in absolute if os.path.realpath(entry) != here]
 
 
+@contextlib.contextmanager
+def _killed_after(seconds: float, process: subprocess.Popen[str]) -> Iterator[threading.Event]:
+    """Kills the process if the block takes more seconds. The event, final after the block, is set if it has done so."""
+    is_late = threading.Event()
+
+    def kill() -> None:
+        is_late.set()
+        process.kill()
+
+    timer = threading.Timer(seconds, kill)
+    timer.start()
+    try:
+        yield is_late
+    finally:
+        timer.cancel()
+        timer.join()  # it may have begun to kill
+
+
 def _end(process: subprocess.Popen[str]) -> None:
     process.kill()
-    process.communicate()
+    process.wait()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):  # of a question that was not sent whole
+        process.stdin.close()
+    process.stdout.close()
 
 
 def serve(answers: Callable[[], Callable[[Any], Any]]) -> None:

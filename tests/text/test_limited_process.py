@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -133,6 +134,58 @@ def test_a_file_on_the_python_path_stands_for_no_module_of_the_standard_library(
 
 def children() -> set[psutil.Process]:
     return set(psutil.Process().children())
+
+
+def test_each_thread_gets_the_answer_to_its_own_question_and_waits_its_turn_outside_the_limit(process):
+    questions = [f"threading.Event().wait(0.2) or {k}" for k in range(8)]
+    process.ask("1", 20)
+
+    with ThreadPoolExecutor(len(questions)) as threads:
+        answers = list(threads.map(lambda question: process.ask(question, 1), questions))
+
+    assert answers == list(range(8))
+
+
+def test_a_process_that_has_ended_leaves_no_open_files(process):
+    process.ask("1", 20)
+    num_open = psutil.Process().num_fds()
+
+    for _ in range(3):
+        with pytest.raises(EndedError):
+            process.ask("1 / 0", 20)
+        with pytest.raises(LimitError):
+            process.ask("threading.Event().wait()", 0.1)
+
+    process.ask("1", 20)
+    assert psutil.Process().num_fds() == num_open
+
+
+def test_a_limit_that_ends_the_process_as_the_answer_comes_does_not_end_the_next_question(process, monkeypatch):
+    class LateTimer(threading.Timer):
+        """Does its work although it is cancelled, a moment afterwards."""
+
+        def run(self):
+            self.finished.wait()
+            threading.Event().wait(0.1)
+            self.function()
+
+    process.ask("1", 20)
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Timer", LateTimer)
+        assert process.ask("2", 20) == 2
+
+    assert process.ask("threading.Event().wait(0.3) or 3", 20) == 3
+
+
+def test_a_program_that_never_becomes_ready_is_ended_and_named(tmp_path, monkeypatch):
+    (tmp_path / "sleeper.py").write_text("import threading\nthreading.Event().wait()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("jaxinfer.text.limited_process.MAX_START_SECONDS", 0.2, raising=False)
+    others = children()
+
+    with pytest.raises(RuntimeError, match=r"^the process of sleeper was not ready within 0.2 seconds; try again"):
+        LimitedProcess("sleeper").ask(1, 20)
+    assert children() == others
 
 
 def test_a_chat_template_whose_process_is_killed_is_not_blamed_for_its_memory():
