@@ -19,8 +19,8 @@ from jaxinfer.text.limited_process import EndedError, LimitedProcess, LimitError
 from jaxinfer.validation import as_bool, as_plain, as_tuple, cut, require, shown
 
 MAX_SECONDS = 1
-MAX_CHARACTERS = 2**24  # of what goes to a template
-MAX_DEPTH = 100  # of what goes to a template
+MAX_CHARACTERS = 2**24  # of a template and its variables, and of its text
+MAX_DEPTH = 100  # of a template's variables
 MAX_MESSAGE = 300  # characters of a template's own error
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which a message has its reasoning
 CONTINUED = "CONTINUE_FINAL_MESSAGE_TAG "  # marks where the final message ends
@@ -208,11 +208,15 @@ def answers() -> Callable[[dict[str, Any]], tuple[str | None, str | None]]:
             if source not in compiled:
                 compiled.clear()
                 compiled[source] = environment.from_string(source)
-            return compiled[source].render(**question["variables"]), None
+            text = compiled[source].render(**question["variables"])
         except MemoryError:
             raise  # ends the process, as the limit should
         except Exception as error:  # a template can raise any
             return None, f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
+        if len(text) > MAX_CHARACTERS:
+            size = f"{len(text):,} characters, more than {MAX_CHARACTERS:,}"
+            return None, f"the text has {size}; use another chat_template"
+        return text, None
 
     return render
 

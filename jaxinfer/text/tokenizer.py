@@ -118,7 +118,7 @@ class Tokenizer:
 
     @property
     def is_byte_level(self) -> bool:
-        """Whether every token is a fixed string of bytes, whatever stands beside it."""
+        """True if every token is a fixed string of bytes, whatever stands beside it."""
         return isinstance(self._backend.decoder, decoders.ByteLevel)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -157,8 +157,8 @@ class Tokenizer:
         * `continue_final_message` leaves the last message open, so that the model continues it.
         * `variables`: what else the template reads, such as enable_thinking=False.
 
-        Raises ValueError for messages that are not JSON, and for a template that is missing, fails or takes more than
-        a second.
+        Raises ValueError for messages that are not JSON, and for a template that is missing, fails, takes more than a
+        second or writes more than 2**24 characters.
         """
         tokenize = as_bool("tokenize", tokenize)
         for name in NOT_HONOURED:
@@ -202,7 +202,7 @@ class Tokenizer:
         return self._backend.id_to_token(token_id) if 0 <= token_id <= MAX_INT else None
 
     def has_text(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
-        """Whether `decode` looks at the token at all: it is known, and not special if those are skipped."""
+        """True if `decode` looks at the token at all: it is known, and not special if special ones are skipped."""
         skip_special_tokens = as_bool("skip_special_tokens", skip_special_tokens)
         is_known = self.id_to_token(token_id) is not None
         return is_known and not (skip_special_tokens and token_id in self._special_ids)

@@ -155,6 +155,7 @@ def test_a_template_is_chosen_by_its_name(make_checkpoint):
 HOSTILE = {
     "loops for ever": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "1 second"),
     "computes for ever": ("{{ 7 ** 99999999 }}", "1 second"),
+    "writes too much": ("{{ 'é' * (2**24 + 1) }}", "16,777,217 characters, more than 16,777,216"),
     "takes all memory": ("{{ 'a' * 10 ** 10 }}", "2 GiB"),
     "pads a text": ("{{ 'a' | center(10 ** 10) }}", "2 GiB"),
     "reads attributes": ("{{ messages.__class__ }}", "'__class__' of a list is unsafe"),
