@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import secrets
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from numbers import Integral
 from typing import Any, TypedDict, cast, get_args
 
@@ -19,7 +20,20 @@ from jaxinfer.model.config import ModelConfig
 from jaxinfer.plain_values import is_missing, plain, plain_mapping
 from jaxinfer.text.grammar import GrammarCompiler
 from jaxinfer.text.tokenizer import Detokenizer, Tokenizer
-from jaxinfer.validation import MAX_FLOAT, MAX_INT, as_bool, as_float, as_plain, as_tuple, is_real, require, shown
+from jaxinfer.validation import (
+    MAX_FLOAT,
+    MAX_INT,
+    MAX_ITEMS,
+    as_bool,
+    as_float,
+    as_plain,
+    as_tuple,
+    is_real,
+    require,
+    shown,
+)
+
+MAX_NAME_CHARACTERS = 4096  # of a tenant or a cache_salt
 
 
 class RequestOptions(TypedDict, total=False):
@@ -59,6 +73,7 @@ def checked_tenant(tenant: Any) -> str:
     name = as_plain("tenant", tenant)
     if not isinstance(name, str):
         raise ValueError(f"tenant={shown(tenant)} is not allowed: give a name as text, or leave it out")
+    _check_name_length("tenant", name)
     return name
 
 
@@ -80,7 +95,16 @@ def _checked_salt(cache_salt: Any) -> str | None:
             f"cache_salt={shown(cache_salt)} is not allowed: give a string that only those know who may share"
             " cached prefixes, or None to share with all who give none"
         )
+    _check_name_length("cache_salt", salt or "")
     return salt
+
+
+def _check_name_length(name: str, text: str) -> None:
+    if len(text) > MAX_NAME_CHARACTERS:
+        raise ValueError(
+            f"{name} has {len(text):,} characters, more than {MAX_NAME_CHARACTERS:,}; give a shorter one, such as a"
+            " digest of it"
+        )
 
 
 # The parameters of a prompt to embed. A step that computes the end of a prompt samples a token after it; an embedding
@@ -251,7 +275,11 @@ class Admission:
             if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
                 way_out = "; give one column of a table" if isinstance(prompt, Mapping) else ""
                 raise ValueError(f"prompt {shown(prompt)} is neither text nor a sequence of token ids{way_out}")
-            self._check_prompt_len(len(prompt))
+            try:
+                num_tokens = len(prompt)
+            except OverflowError:  # of a range
+                num_tokens = sys.maxsize
+            self._check_prompt_len(num_tokens)
             token_ids = list(prompt)
             if set(map(type, token_ids)) != {int}:
                 token_ids = [as_plain("prompt", token_id) for token_id in token_ids]
@@ -339,16 +367,22 @@ class Admission:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Returns one prompt or several as a list of prompts."""
+    """Returns one prompt or several as a list of prompts; ValueError for more than MAX_ITEMS of them."""
     items = as_plain("prompts", prompts)
     _require_value("prompts", items)
     if isinstance(items, str):
         return [items]
     if not isinstance(items, Iterable) or isinstance(items, Mapping | Set | bytes | bytearray | memoryview):
         raise ValueError(f"prompts {shown(prompts)} are neither text, nor token ids, nor several of these")
+    if isinstance(items, Sequence) and _are_token_ids(items):
+        return [items]  # of any length: the model's limit decides
     items = list(as_tuple("prompts", items, "several"))
-    is_one_prompt = bool(items) and all(isinstance(item, Integral) for item in items)
-    return [items] if is_one_prompt else items
+    return [items] if _are_token_ids(items) else items
+
+
+def _are_token_ids(items: Sequence[Any]) -> bool:
+    """True if the items are one prompt. Looks at no more than MAX_ITEMS: a range may have 2**60."""
+    return bool(items) and all(isinstance(item, Integral) for item in islice(items, MAX_ITEMS))
 
 
 def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:

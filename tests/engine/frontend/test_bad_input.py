@@ -35,6 +35,7 @@ BAD_PROMPTS = {
     "two dimensions": ([[5, 6], [7, 8]], r"prompt\[0\] is \[5, 6\].*integers"),
     "half a surrogate pair": ("a\ud800", "the prompt cannot be encoded: text has half a surrogate pair"),
 }
+LONG = {"list": [5] * (2**20 + 1), "array": np.full(2**20 + 1, 5), "range": range(2**40), "no len": range(2**70)}
 WRONG_TYPES = {"None": None, "int": 5, "float": 0.5, "dict": {5: 6}, "bytes": b"\x05\x06", "set": {5, 6}}
 
 
@@ -44,6 +45,13 @@ def test_add_refuses_a_prompt_it_cannot_honour(llm, prompt, message):
         llm.add(prompt, GREEDY)
 
     assert not llm.has_unfinished
+
+
+@pytest.mark.parametrize("prompt", LONG.values(), ids=LONG)
+@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "in a list"])
+def test_the_length_of_a_prompt_has_the_models_bound_alone_and_in_a_list(llm, prompt, wrapped):
+    with pytest.raises(ValueError, match=r"^prompt 0: prompt has \d{7,} tokens but max_model_len is 96"):
+        llm.generate([prompt] if wrapped else prompt, GREEDY, show_progress=False)
 
 
 @pytest.mark.parametrize("prompt", WRONG_TYPES.values(), ids=WRONG_TYPES)
@@ -79,6 +87,16 @@ BAD_TERMS = [
 def test_terms_that_cannot_be_honoured_are_refused(llm, method, name, value):
     with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} is not allowed: give ")):
         getattr(llm, method)([5, 6], GREEDY, **{name: value})
+
+    assert not llm.has_unfinished
+
+
+@pytest.mark.parametrize("name", ["tenant", "cache_salt"])
+def test_names_have_a_bound(llm, name):
+    llm.abort(llm.add([5, 6], GREEDY, **{name: "a" * 4096}))
+    llm.step()
+    with pytest.raises(ValueError, match=f"^{name} has 4,097 characters, more than 4,096; give a shorter one"):
+        llm.add([5, 6], GREEDY, **{name: "a" * 4097})
 
     assert not llm.has_unfinished
 
