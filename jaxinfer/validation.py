@@ -93,12 +93,12 @@ def require_characters(name: str, text: str) -> None:
 def as_path(name: str, value: Any) -> Path:
     """Returns the path of a file that may or may not exist."""
     require(isinstance(value, str | os.PathLike), name, value, "text or a Path")
-    path, is_writable = Path(value), True
+    path, is_valid = Path(value), True
     try:
-        is_writable = bool(path.name) and b"\0" not in os.fsencode(path)
+        is_valid = bool(path.name) and b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:
-        is_writable = False
-    require(is_writable, name, value, "a file's path, without null characters and halves of surrogate pairs")
+        is_valid = False
+    require(is_valid, name, value, "a file's path, without null characters and halves of surrogate pairs")
     return path
 
 

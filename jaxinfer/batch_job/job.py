@@ -16,7 +16,7 @@ from jaxinfer.batch_job.input import check_input, open_input
 from jaxinfer.batch_job.output import Done, OutputFile
 from jaxinfer.batch_job.records import (
     InvalidLine,
-    Request,
+    JobRequest,
     completion_line,
     digest_of,
     error_line,
@@ -151,9 +151,9 @@ class _Job:
         self._identity = identity
         self._output = output
         self._bar = bar
-        self._in_flight: dict[int, Request] = {}
+        self._in_flight: dict[int, JobRequest] = {}
         self._deltas: deque[Delta] = deque()  # of these requests; other requests of the engine have their own sinks
-        self._held_back: Request | None = None  # waits until the engine has room
+        self._held_back: JobRequest | None = None  # waits until the engine has room
         self._completions: dict[int, list[Completion]] = {}  # of requests with unfinished samples
         self._started_at = time.monotonic()
         self.num_completed = 0
@@ -173,11 +173,11 @@ class _Job:
     def seconds(self) -> float:
         return time.monotonic() - self._started_at
 
-    def run(self, entries: Iterator[Request | InvalidLine], max_in_flight: int) -> None:
+    def run(self, entries: Iterator[JobRequest | InvalidLine], max_in_flight: int) -> None:
         while self._submit(entries, max_in_flight):
             self._step()
 
-    def _submit(self, entries: Iterator[Request | InvalidLine], max_in_flight: int) -> bool:
+    def _submit(self, entries: Iterator[JobRequest | InvalidLine], max_in_flight: int) -> bool:
         """Adds requests up to `max_in_flight`; returns False if nothing is left to run."""
         while len(self._in_flight) < max_in_flight and (entry := self._held_back or next(entries, None)) is not None:
             self._held_back = None
@@ -200,7 +200,7 @@ class _Job:
                 self._record_error(entry, str(error))
         return bool(self._in_flight)
 
-    def _prompt(self, entry: Request) -> Prompt:
+    def _prompt(self, entry: JobRequest) -> Prompt:
         """Returns the prompt of a request; messages are rendered by the model's chat template."""
         if entry.prompt is not None:
             return entry.prompt
@@ -232,7 +232,7 @@ class _Job:
             del self._in_flight[request_id]
             self._record_completions(request, self._completions.pop(request_id))
 
-    def _record_completions(self, request: Request, completions: list[Completion]) -> None:
+    def _record_completions(self, request: JobRequest, completions: list[Completion]) -> None:
         # Another caller has aborted it, so it gets no record and the next run repeats it.
         if any(completion.finish_reason == "abort" for completion in completions):
             return
@@ -243,7 +243,7 @@ class _Job:
         self.num_completed += not has_error
         self._advance()
 
-    def _record_error(self, entry: Request | InvalidLine, message: str) -> None:
+    def _record_error(self, entry: JobRequest | InvalidLine, message: str) -> None:
         self._output.append(error_line(entry, message, self._identity))
         self.num_errors += 1
         self._advance()

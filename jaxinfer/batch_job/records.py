@@ -33,7 +33,7 @@ RECORD_START = b'{"line": '
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class JobRequest:
     """One line of the input; `line` counts from 1, blank lines included."""
 
     line: int
@@ -72,7 +72,7 @@ def digest_of(raw: bytes) -> str:
 
 def read_requests(
     lines: BinaryIO, done: Container[int], defaults: SamplingParams = DEFAULTS
-) -> Iterator[Request | InvalidLine]:
+) -> Iterator[JobRequest | InvalidLine]:
     """Yields the requests of all lines that are neither blank nor `done`, in order, reading one line at a time.
 
     `defaults` has the sampling parameters that a line leaves out.
@@ -90,7 +90,7 @@ def read_requests(
             yield repeated if is_repeated else entry
 
 
-def parse_request(raw: bytes, line: int, defaults: SamplingParams = DEFAULTS) -> Request | InvalidLine:
+def parse_request(raw: bytes, line: int, defaults: SamplingParams = DEFAULTS) -> JobRequest | InvalidLine:
     """Parses one request.
 
     A request without a seed gets one derived from its line number and custom_id. So a resumed job samples the same
@@ -114,7 +114,7 @@ def custom_id_of(raw: bytes) -> str | None:
         return None
 
 
-def completion_line(request: Request, completions: Sequence[Completion], identity: Mapping[str, str]) -> bytes:
+def completion_line(request: JobRequest, completions: Sequence[Completion], identity: Mapping[str, str]) -> bytes:
     """Formats the result of a request, line end included; infinite log probabilities become null.
 
     With `n` above 1 the key `samples` has all samples, by sample_index, or best first with `best_of`. If a sample
@@ -137,7 +137,7 @@ def error_of(completions: Iterable[Completion]) -> str | None:
     return next((completion.error for completion in completions if completion.finish_reason == "error"), None)
 
 
-def _sample(request: Request, completion: Completion) -> dict[str, Any]:
+def _sample(request: JobRequest, completion: Completion) -> dict[str, Any]:
     sample: dict[str, Any] = {
         "text": completion.text,
         "token_ids": completion.token_ids,
@@ -153,7 +153,7 @@ def _sample(request: Request, completion: Completion) -> dict[str, Any]:
     return sample
 
 
-def error_line(entry: Request | InvalidLine, message: str, identity: Mapping[str, str]) -> bytes:
+def error_line(entry: JobRequest | InvalidLine, message: str, identity: Mapping[str, str]) -> bytes:
     """Formats the record of a line that is invalid or that the engine refused, line end included."""
     record = {"line": entry.line, "custom_id": entry.custom_id, "error": message}
     return _format(record | {"made_by": {**identity, "line": entry.digest}})
@@ -185,7 +185,7 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _request(fields: dict[str, Any], line: int, digest: str, defaults: SamplingParams) -> Request:
+def _request(fields: dict[str, Any], line: int, digest: str, defaults: SamplingParams) -> JobRequest:
     custom_id = _custom_id(fields)
     if custom_id is None:
         raise ValueError(f"custom_id is {_kind(fields.get('custom_id'))}; give each request a string of its own")
@@ -206,7 +206,7 @@ def _request(fields: dict[str, Any], line: int, digest: str, defaults: SamplingP
     prompt = _prompt(fields) if chat is None else None
     options = {name: fields[name] for name in OPTIONS if name in fields}
     content = {"prompt": prompt, "chat": chat, "sampling_params": params, "options": options}
-    return Request(line=line, custom_id=custom_id, digest=digest, **content)
+    return JobRequest(line=line, custom_id=custom_id, digest=digest, **content)
 
 
 def _chat(fields: dict[str, Any]) -> dict[str, Any] | None:

@@ -31,7 +31,7 @@ HALF_PAIR = re.compile("[\ud800-\udfff]")  # of surrogates, which no token has
 
 @dataclass(frozen=True)
 class StatedTokens:
-    """What the files state beside a tokenizer."""
+    """The tokens, ids and names that the files beside a tokenizer state."""
 
     tokens: Sequence[AddedToken]  # to be added to it in this order: new ones, and its own with other flags
     ids: Mapping[str, int]  # from token to stated id

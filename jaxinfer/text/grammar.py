@@ -44,7 +44,7 @@ class Structure:
 
 
 class Grammar:
-    """Where one request stands in its structure.
+    """The state of one request in its structure.
 
     `early` i32[ceil(V / 32)] has a bit for each token; those whose bit is 0 may come only where no other may. `ends`
     are the end tokens, each with its text in the output.
@@ -64,7 +64,7 @@ class Grammar:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing can follow."""
+        """True if nothing can follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property

@@ -18,7 +18,7 @@ OUTSIDE, CONTENT = re.compile(rb'["{}\[\],]'), re.compile(rb'(?:[^"\\]|\\.)*', r
 
 
 class OpenKeys(NamedTuple):
-    """Where a JSON document stands: the keys of the objects that are open, and the string that is open."""
+    """The state of an unfinished JSON document: the keys of its open objects, and its open string."""
 
     objects: tuple[frozenset[str] | None, ...] = ()  # from the outermost on; None for an array
     wants_key: bool = False  # the next string, or the open one, is a key

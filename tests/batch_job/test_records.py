@@ -15,8 +15,8 @@ import pytest
 from jaxinfer import json_lines
 from jaxinfer.batch_job.records import (
     InvalidLine,
+    JobRequest,
     Record,
-    Request,
     completion_line,
     custom_id_of,
     digest_of,
@@ -47,9 +47,9 @@ COMPLETION = Completion(
 IDENTITY = {"model": "m", "dtype": "float32"}
 
 
-def request(line: int = 4, **fields: Any) -> Request:
+def request(line: int = 4, **fields: Any) -> JobRequest:
     entry = parse_request(json.dumps({"custom_id": "a", "prompt": "p"} | fields).encode(), line)
-    assert isinstance(entry, Request)
+    assert isinstance(entry, JobRequest)
     return entry
 
 
@@ -115,7 +115,7 @@ OPTIONS = {"priority": "interactive", "tenant": "a", "deadline": 2.5, "cache_sal
 
 def chat(**fields: Any) -> Any:
     entry = parse_request(json.dumps({"custom_id": "a", "messages": MESSAGES} | fields).encode(), 4)
-    assert isinstance(entry, Request), entry
+    assert isinstance(entry, JobRequest), entry
     return entry.chat
 
 
@@ -193,7 +193,7 @@ def test_a_line_that_is_no_request_says_why(raw):
 
 def test_a_byte_order_mark_and_line_ends_of_windows_are_no_matter():
     entry = parse_request(b'\xef\xbb\xbf{"custom_id": "a", "prompt": "p"}\r\n', 1)
-    assert isinstance(entry, Request)
+    assert isinstance(entry, JobRequest)
 
 
 def test_blank_lines_count_but_are_no_requests():
@@ -337,4 +337,4 @@ def test_a_line_of_just_so_many_bytes_is_read(monkeypatch):
 
     (entry,) = read_requests(io.BytesIO(right + b"\n"), {})
 
-    assert isinstance(entry, Request)
+    assert isinstance(entry, JobRequest)
