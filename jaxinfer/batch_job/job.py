@@ -26,7 +26,7 @@ from jaxinfer.batch_job.records import (
 from jaxinfer.engine.frontend.sample_group import in_order
 from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.json_lines import lines_of
-from jaxinfer.validation import as_bool, as_path
+from jaxinfer.validation import as_bool, as_path, require_int
 
 if TYPE_CHECKING:
     from jaxinfer.engine.frontend.admission import Prompt
@@ -105,13 +105,14 @@ def check_job(input_path: str | Path, output_path: str | Path, *, max_in_flight:
 
     Reads the whole input, and creates the output.
     """
-    if max_in_flight < 1:
-        raise ValueError(f"max_in_flight is {max_in_flight}; give at least 1")
+    require_int("max_in_flight", max_in_flight, 1)
     input_path, output_path = as_path("input_path", input_path), as_path("output_path", output_path)
     if not input_path.exists():
         raise ValueError(f"{input_path} does not exist; give a file of JSON lines")
     if not input_path.is_file():
-        raise ValueError(f"{input_path} is not a regular file; the input is read twice, so save it to a file first")
+        raise ValueError(
+            f"{input_path} is not a regular file; a job reads it several times, so save it to a file first"
+        )
     if output_path.exists() and output_path.samefile(input_path):
         raise ValueError(f"{output_path} is the input itself; give another output")
     if not output_path.parent.is_dir():

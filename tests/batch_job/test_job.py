@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import multiprocessing
 import os
+import re
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -314,9 +316,11 @@ def test_an_output_that_cannot_be_one_is_refused_with_its_paths(folder, output):
         check_job(folder / "in.jsonl", folder / output)
 
 
-def test_a_job_needs_room_for_a_request(folder):
-    with pytest.raises(ValueError, match="max_in_flight is 0"):
-        run(folder, max_in_flight=0)
+@pytest.mark.parametrize("max_in_flight", [0, math.nan, 1.5, True, "3", None], ids=repr)
+def test_a_job_needs_room_for_a_whole_number_of_requests(folder, max_in_flight):
+    message = re.escape(f"max_in_flight={max_in_flight!r} is not allowed: max_in_flight must be an integer from 1")
+    with pytest.raises(ValueError, match=message):
+        run(folder, max_in_flight=max_in_flight)
 
 
 def test_an_output_has_one_job_at_a_time(folder):
