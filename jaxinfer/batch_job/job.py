@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self
@@ -23,6 +22,7 @@ from jaxinfer.batch_job.records import (
     error_of,
     read_requests,
 )
+from jaxinfer.engine.frontend.guard import deferred_interrupts
 from jaxinfer.engine.frontend.sample_group import in_order
 from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.json_lines import lines_of
@@ -165,10 +165,10 @@ class _Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # After an interrupt or an error the caller may use the engine for other work, unless it has failed.
-        with suppress(RuntimeError), self._llm.engine() as engine:
+        # After an interrupt or an error the caller may use the engine for other work.
+        with deferred_interrupts():
             for request_id in self._in_flight:
-                engine.drop(request_id)
+                self._llm.drop(request_id)
 
     @property
     def seconds(self) -> float:

@@ -195,6 +195,17 @@ class LLM:
         with self.engine() as engine:
             engine.abort(request_id)
 
+    def drop(self, request_id: int) -> None:
+        """Ends a request early, without a completion; `step` returns no more of its tokens.
+
+        Any thread may call it at any time, beside a thread that uses the LLM: then the request ends before the next
+        step. Does nothing if the request or the LLM has ended.
+        """
+        require(is_int(request_id), "request_id", request_id, "an id that `add` has returned")
+        # The caller may also be the collector in the middle of a step.
+        with deferred_interrupts():
+            self._guard.defer(lambda: self._engine.drop(request_id))
+
     def fork(self, request_id: int, *, seed: int | None = None) -> int:
         """Branches an unfinished request and returns the id of the branch: see `Branches.fork`.
 
@@ -265,9 +276,7 @@ class LLM:
                 num_to_come -= delta.completion is not None
                 yield delta
         finally:
-            # The reader may be another thread, or the collector in the middle of a step.
-            with deferred_interrupts():
-                self._guard.defer(lambda: self._engine.drop(samples.request_id))
+            self.drop(samples.request_id)
 
     def generate(
         self,

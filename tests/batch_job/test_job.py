@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -9,6 +10,7 @@ import multiprocessing
 import os
 import re
 import resource
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,15 +184,25 @@ def test_a_line_may_give_its_request_another_priority(tmp_path):
 
 
 class BrokenLLM(FakeLLM):
-    """Fails in its third step, and is of no use afterwards."""
+    """Fails in its third step, and refuses every use afterwards, as an LLM does that another thread uses meanwhile."""
 
-    def drop(self, request_id: int) -> None:
-        raise RuntimeError("this LLM has failed")
+    @contextlib.contextmanager
+    def engine(self) -> Iterator[FakeLLM]:
+        if self._steps_left is not None and self._steps_left < 0:
+            raise RuntimeError("this LLM has failed")
+        yield self
 
 
 def test_what_made_an_engine_fail_is_what_is_raised(folder):
     with pytest.raises(MemoryError, match="9 GiB"):
         run(folder, BrokenLLM(2, MemoryError("9 GiB")))
+
+
+def test_a_job_that_is_refused_the_engine_leaves_no_request_there(folder):
+    llm = BrokenLLM(2, RuntimeError("another thread is using this LLM"))
+    with pytest.raises(RuntimeError, match="another thread"):
+        run(folder, llm)
+    assert not llm.has_unfinished
 
 
 def test_an_engine_with_aborted_requests_of_another_job_can_be_used(folder, undisturbed):

@@ -168,6 +168,7 @@ METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         {"prompt": [5], "num_beams": 2, "max_tokens": 3, "length_penalty": 1.0, "skip_special_tokens": False},
     ),
     "abort": (LLM.abort, {"request_id": 0}),
+    "drop": (LLM.drop, {"request_id": 0}),
     "fork": (LLM.fork, {"request_id": 0, "seed": 5}),
     "rewind": (LLM.rewind, {"request_id": 0, "num_tokens": 1, "seed": 5}),
     "save": (LLM.save, {"request_id": 0, "path": "request"}),

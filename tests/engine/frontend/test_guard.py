@@ -56,7 +56,7 @@ LOOKS = {"has_unfinished", "metrics", "identity", "on_step", "default_sampling_p
 
 
 def test_no_call_is_left_out():
-    assert {name for name in vars(LLM) if not name.startswith("_")} == CALLS.keys() | {"close"}
+    assert {name for name in vars(LLM) if not name.startswith("_")} == CALLS.keys() | {"close", "drop"}
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in LOOKS])

@@ -123,6 +123,26 @@ def test_a_stream_that_another_thread_closes_during_a_step_ends_before_the_next(
     assert num_owned_pages(llm) == 0
 
 
+def test_a_request_that_another_thread_drops_during_a_step_ends_before_the_next(llm):
+    request_id, unfinished = llm.add(PROMPTS[0], GREEDY), []
+
+    def drop_elsewhere(*_):
+        thread = threading.Thread(target=llm.drop, args=[request_id])
+        thread.start()
+        thread.join()
+        unfinished.append(scheduler_of(llm).find(request_id) is not None)
+
+    llm.on_step = drop_elsewhere
+    generate(llm, PROMPTS[1])
+    llm.on_step = None
+    deltas = drain(llm)
+
+    assert unfinished[0]
+    assert not any(unfinished[1:])
+    assert all(delta.completion is None for delta in deltas)
+    assert num_owned_pages(llm) == 0
+
+
 def test_a_stream_that_the_collector_closes_in_the_middle_of_scheduling_does_not_end_there(llm, monkeypatch):
     expected = token_ids_of(generate(llm, PROMPTS[1]))
     stream = llm.stream(PROMPTS[0], GREEDY)
