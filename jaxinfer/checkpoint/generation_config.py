@@ -52,10 +52,10 @@ FILTERS: Mapping[str, tuple[Any, ...]] = {"top_h": (1,), "epsilon_cutoff": (0, 1
 def read_sampling_defaults(
     path: str | Path, *, vocab_size: int = MAX_INT, max_listed_tokens: int = EngineConfig.max_listed_tokens
 ) -> SamplingParams:
-    """Returns the sampling that generation_config.json recommends; what it does not state keeps its default.
+    """Returns the sampling that generation_config.json recommends; a field that it leaves out has its default.
 
-    One warning names what would change tokens in transformers and cannot be honoured: other fields, and lists of more
-    than `max_listed_tokens` token ids. Ids beyond the vocabulary have no effect. Raises ValueError for a wrong value.
+    One warning names the stated fields that would change tokens in transformers and cannot be honoured, and lists of
+    more than `max_listed_tokens` token ids. Ids beyond the vocabulary have no effect. Raises ValueError for a wrong value.
     """
     file, end_tokens = Path(path) / FILE, read_eos_token_ids(path)
     stated = read_json(file) if file.is_file() else {}
