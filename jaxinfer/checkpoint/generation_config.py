@@ -55,7 +55,8 @@ def read_sampling_defaults(
     """Returns the sampling that generation_config.json recommends; a field that it leaves out has its default.
 
     One warning names the stated fields that would change tokens in transformers and cannot be honoured, and lists of
-    more than `max_listed_tokens` token ids. Ids beyond the vocabulary have no effect. Raises ValueError for a wrong value.
+    more than `max_listed_tokens` token ids. Ids beyond the vocabulary have no effect. Raises ValueError for a wrong
+    value.
     """
     file, end_tokens = Path(path) / FILE, read_eos_token_ids(path)
     stated = read_json(file) if file.is_file() else {}
