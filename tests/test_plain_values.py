@@ -228,7 +228,7 @@ def test_a_flag_takes_nothing_else(value):
         *(("stop", value) for value in (pd.Series(["a", None]), pa.array([None], pa.string()), np.array([1]))),
         *(("logit_bias", value) for value in (pd.Series({5: np.nan}), {5: pd.NA}, pd.Series([[5, None]]))),
     ],
-    ids=repr,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_a_missing_or_wrong_value_is_refused_by_its_field(name, value):
     with pytest.raises(ValueError, match=f"(?s)^{name}=.* is not allowed: {name} must be"):
