@@ -166,7 +166,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 100))
     def save_and_restore(self, number):
         if 0 in self.further:  # as `LLM.save` does
-            self.pipeline.settle()
+            list(self.pipeline.settle())
             if not self.scheduler.num_unfinished:
                 return
         request = self.unfinished(number)
