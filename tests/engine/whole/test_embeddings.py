@@ -168,7 +168,7 @@ def test_a_text_is_encoded_and_one_prompt_is_one_row(llm):
         ([[5], ""], {}, "prompt 1: prompt '' is empty"),
         ([[5] * 96], {}, "prompt 0: prompt has 96 tokens but max_model_len is 96.*shorten it or raise"),
         ([[5], [96]], {}, r"prompt 1: prompt\[0\] is 96; token ids of this model are integers from 0 to 95"),
-        ([[5], None], {}, "prompt 1: prompt None is neither text nor a sequence of token ids"),
+        ([[5], None], {}, "prompt 1: prompt None is a missing value"),
         ([[5, "a"]], {}, r"prompt 0: prompt\[1\] is 'a'; token ids"),
         (5, {}, "prompts 5 are neither text, nor token ids, nor several of these"),
         ([[5]], {"pooling": "max"}, "pooling='max' is not allowed: pooling must be last or mean"),
