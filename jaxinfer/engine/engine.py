@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from jaxinfer.engine.execution.engine_model import abstract
 from jaxinfer.engine.execution.params_update import require_alike
 from jaxinfer.engine.execution.pipeline import Advance, Pipeline
 from jaxinfer.engine.execution.warm_up import Ready
-from jaxinfer.engine.frontend.admission import Prompt, RequestOptions, check_names
+from jaxinfer.engine.frontend.admission import Admission, Prompt, RequestOptions, check_names
 from jaxinfer.engine.frontend.branches import Branches
 from jaxinfer.engine.frontend.health import Health, require_own_process
 from jaxinfer.engine.frontend.outputs import OutputRoutes, Sink
@@ -131,8 +131,7 @@ class Engine:
         self.check()
         check_names(options)
         admission = self._admission
-        requests = admission.admit(self._ids, prompt, sampling_params, **options)
-        return SampleGroup(requests, admission.params_version, self._ids)
+        return self._group(admission, admission.admit(self._ids, prompt, sampling_params, **options))
 
     def check_samples(self, name: str, count: int) -> None:
         """Raises ValueError if `count`, the value of parameter `name`, exceeds `EngineConfig.max_samples`."""
@@ -254,7 +253,7 @@ class Engine:
         """Branches an unfinished request and returns the id of the branch: see `Branches.fork`."""
         self.require_room(1)
         branch = self._branches.fork(request_id, next(self._ids), seed)
-        return self.submit(self._group(branch), sink)
+        return self.submit(self._group(self._admission, [branch]), sink)
 
     def rewind(self, request_id: int, num_tokens: int, *, seed: int | None = None) -> None:
         """Drops the last `num_tokens` tokens of an unfinished request's output: see `Branches.rewind`."""
@@ -273,7 +272,7 @@ class Engine:
         """Queues the request that `save` wrote to a file, and returns its id here: see `Branches.restore`."""
         self.require_room(1)
         request = self._branches.restore(path, next(self._ids))
-        return self.submit(self._group(request), sink)
+        return self.submit(self._group(self._admission, [request]), sink)
 
     def update_params(self, params: Params) -> None:
         """Replaces the model's parameters while requests run: see `LLM.update_params`."""
@@ -300,8 +299,8 @@ class Engine:
             logger.info("the sink of request %d raised %r, so the request ends", request_id, error)
             self.drop(request_id)
 
-    def _group(self, request: Request) -> SampleGroup:
-        return SampleGroup([request], self._admission.params_version, self._ids)
+    def _group(self, admission: Admission, requests: Sequence[Request]) -> SampleGroup:
+        return SampleGroup(requests, admission.params_version, self._ids)
 
     def _make_branches(self) -> Branches:
         return Branches(self._admission, self._scheduler, self._runner, self._path)
