@@ -78,7 +78,7 @@ NEXTN = DraftLayer(
 
 @dataclass(frozen=True)
 class Family:
-    """How checkpoints of one `model_type` are read.
+    """A reader of the checkpoints of one `model_type`.
 
     `weights` may name more tensors than a model has: those that `ModelConfig` does not declare are skipped. It may
     name a tensor twice, for two ways to store it. Stored names may lack the prefix of the embedding's name, as in

@@ -92,7 +92,7 @@ class AttentionParams:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What a mixer needs of a step beside hidden states and its pages."""
+    """The inputs of any mixer beside hidden states and its pages: the step, its angles and its slots."""
 
     batch: Batch
     num_tokens: jax.Array  # i32[]  tokens that are not padding

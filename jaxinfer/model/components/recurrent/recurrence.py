@@ -1,4 +1,4 @@
-"""How a recurrent layer passes over the tokens of a step: one after another, or many at a time.
+"""The pass of a recurrent layer over the tokens of a step: one after another, or many at a time.
 
 On CPU tokens are computed one after another, so that their bits are the same in any step. Other devices compute chunks
 of up to CHUNK tokens. A `Rule` says how both is done.
@@ -32,7 +32,7 @@ CHUNK = 64
 
 
 class AnyTokens(Protocol):
-    """What a layer's tokens do to its states: a NamedTuple of arrays f32[T, ...]."""
+    """The changes of a layer's states by its tokens: a NamedTuple of arrays f32[T, ...]."""
 
     @property
     def values(self) -> jax.Array:
@@ -44,7 +44,7 @@ TokensT = TypeVar("TokensT", bound=AnyTokens)
 
 
 class Rule(NamedTuple):
-    """How the tokens of a kind of recurrent layer change its states; `shared` is an array that all tokens share."""
+    """The functions of a kind of recurrent layer, from states to states; `shared` is an array that all tokens share."""
 
     # (states f32[b, H, K, V], a token of each of b rows, shared) -> (the states after them, outputs f32[b, H, V])
     step: Callable[..., tuple[jax.Array, jax.Array]]
@@ -65,7 +65,7 @@ class Tokens(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where a step's tokens stand."""
+    """The slots, rows and positions of a step's tokens."""
 
     slots: StateSlots
     cu_q_lens: jax.Array  # i32[B + 1]

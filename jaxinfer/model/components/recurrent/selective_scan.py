@@ -106,7 +106,7 @@ def abstract_selective_scan(config: SelectiveScan, size: PoolSize) -> States:
 
 
 class ChannelTokens(NamedTuple):
-    """What a layer's tokens do to its channels."""
+    """The inputs of a layer's channels, for each token."""
 
     rates: jax.Array  # f32[T, I]  time steps
     keys: jax.Array  # f32[T, N]  B
