@@ -220,6 +220,12 @@ class SamplingParams:
         return self.repetition_penalty != 1 or any(penalties) or bool(self.bad_words or self.logits_processors)
 
     @cached_property
+    def is_plain(self) -> bool:
+        """True if no parameter but the temperature has a part in the draw, and no alternatives are reported."""
+        has_filters = self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.typical_p < 1
+        return not (self.changes_logits or self.log_probs or (has_filters and self.temperature > 0))
+
+    @cached_property
     def changes_logits(self) -> bool:
         """True if some parameter changes the logits before the temperature."""
         listed = self.logit_bias or self.allowed_token_ids or self.structure

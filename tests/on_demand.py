@@ -17,7 +17,7 @@ import pytest
 
 from jaxinfer.engine.drafters import draft_heads, draft_model, hidden_states
 from jaxinfer.engine.execution import executable_cache, step_compiler, warm_up
-from jaxinfer.engine.execution.compiled_steps import CompiledSteps
+from jaxinfer.engine.execution.compiled_steps import Choice, CompiledSteps
 from jaxinfer.engine.execution.step_shapes import Bucket, choose_bucket
 from jaxinfer.engine.scheduling.step import Step
 from tests.memory_maps import are_memory_maps_short
@@ -64,15 +64,15 @@ class StepsOnDemand(CompiledSteps):
         self._planned = tuple(buckets)
         self._compile_bucket = compile_bucket
         self._compile_lowered = jax.stages.Lowered.compile
-        self._draws = _Draws(self._planned, self._step)
 
     @property
     def compiled(self) -> Mapping[Bucket, jax.stages.Compiled]:
         return self._compiled
 
-    def choose(self, step: Step) -> tuple[Bucket, jax.stages.Compiled]:
+    def choose(self, step: Step) -> Choice:
         bucket = choose_bucket(self._planned, step)
-        return bucket, self._step(bucket)
+        has_draw = step.draws_apart and bucket.draw in self._planned
+        return Choice(bucket, self._step(bucket), self._step(bucket.draw) if has_draw else None)
 
     def wait(self, **_: Any) -> None:
         for bucket in self._planned:
@@ -85,25 +85,6 @@ class StepsOnDemand(CompiledSteps):
                 patch.setattr(jax.stages.Lowered, "compile", self._compile_lowered)
                 self._compiled[bucket] = pool.submit(self._compile_bucket, bucket).result()
         return self._compiled[bucket]
-
-
-class _Draws(Mapping[Bucket, jax.stages.Compiled]):
-    """The steps of deferred sampling, as if all of them were compiled."""
-
-    def __init__(self, buckets: Sequence[Bucket], step: Callable[[Bucket], jax.stages.Compiled]) -> None:
-        self._buckets = [bucket for bucket in buckets if bucket.is_draw]
-        self._step = step
-
-    def __getitem__(self, bucket: Bucket) -> jax.stages.Compiled:
-        if bucket not in self._buckets:
-            raise KeyError(bucket)
-        return self._step(bucket)
-
-    def __iter__(self) -> Iterator[Bucket]:
-        return iter(self._buckets)
-
-    def __len__(self) -> int:
-        return len(self._buckets)
 
 
 @contextlib.contextmanager

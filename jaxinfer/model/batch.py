@@ -96,7 +96,7 @@ class StepOutput:
     top_tokens: Any  # i32[B, A]  most probable first; zeros unless some row wants them
     top_log_probs: Any  # f32[B, A]
     hidden: Any = None  # [T, S]  of all tokens of the step, for drafters, see `forward_with_states`
-    ends: Any = None  # [B, D]  of each row's last token, from which `draw_step` samples
+    logits: Any = None  # f32[B, V]  of a step that draws plainly; from them `draw_step` samples all else
     prompt: Any = None  # PromptOutput  of a prefill step that was given a `PromptBatch`
 
 
@@ -108,7 +108,7 @@ class VerifyOutput:
     log_probs: Any  # f32[B, Q]
     top_tokens: Any  # i32[B, Q, A]
     top_log_probs: Any  # f32[B, Q, A]
-    num_emitted: Any  # i32[B]  1 + accepted drafts, or the steps until the row stopped; 0 on padding
+    num_emitted: Any  # i32[B]  1 + accepted drafts, or the tokens of the row in a loop; 0 on padding
     hidden: Any = None  # [T, S]  as in `StepOutput`; a decode loop has none
 
 

@@ -59,7 +59,6 @@ class SamplingBatch:
     seeds: Any  # u32[B, 2]  high and low word of the seed
     sample_index: Any  # i32[B]  which of several samples of one prompt
     num_log_probs: Any  # i32[B]  alternatives wanted per token
-    needs_mask: Any  # bool[B]  a structure's, which `with_masks` brings; until then a step draws nothing
     processors: ProcessorBatch
 
 
@@ -174,7 +173,6 @@ def lay_out_sampling(
         seeds=words,
         sample_index=padded(np.array(sample_index, np.int32), num_rows, 0),
         num_log_probs=column("log_probs", np.int32, 0),
-        needs_mask=padded(np.array([p.structure is not None for p in params], np.bool_), num_rows, False),
         processors=processors,
     )
 
@@ -187,8 +185,7 @@ def with_masks(sampling: SamplingBatch, masks: Mapping[int, np.ndarray]) -> Samp
     bits = np.full(sampling.processors.allowed_bits.shape, -1, np.int32)
     for row, mask in masks.items():
         bits[row] = mask
-    nothing = np.zeros(sampling.needs_mask.shape, np.bool_)
-    return replace(sampling, needs_mask=nothing, processors=replace(sampling.processors, allowed_bits=bits))
+    return replace(sampling, processors=replace(sampling.processors, allowed_bits=bits))
 
 
 def make_no_processors(

@@ -26,31 +26,40 @@ class Purpose(IntEnum):
     TOKEN = 0
 
 
-def sample(logits: jax.Array, sampling: SamplingBatch, positions: jax.Array) -> jax.Array:
+def sample(logits: jax.Array, sampling: SamplingBatch, positions: jax.Array, *, is_plain: bool = False) -> jax.Array:
     """Draws a token i32[B] per row of logits f32[B, V].
 
     Temperature first, then top-k, top-p, min-p and typical-p on what is left, then one draw by the Gumbel-max rule. The
     draw is a function of the row's (seed, sample index, position) and its logits alone. `positions` i32[B] are those of
     the drawn tokens. Temperature 0 takes the most probable token, the lowest id among equals. Where all logits of a row
-    are -inf, its token is NO_TOKEN; where one is NaN or inf, BAD_LOGITS.
+    are -inf, its token is NO_TOKEN; where one is NaN or inf, BAD_LOGITS. `is_plain` leaves the filters out.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     greatest = jnp.take_along_axis(logits, greedy[:, None], axis=-1)[:, 0]
     greedy = jnp.where(jnp.isfinite(greatest), greedy, jnp.where(greatest == -jnp.inf, NO_TOKEN, BAD_LOGITS))
 
     def draw() -> jax.Array:
-        drawn = jnp.argmax(perturb(logits, sampling, positions), axis=-1).astype(jnp.int32)
+        drawn = jnp.argmax(perturb(logits, sampling, positions, is_plain=is_plain), axis=-1).astype(jnp.int32)
         return jnp.where((sampling.temperature > 0) & (greedy >= 0), drawn, greedy)
 
-    return jax.lax.cond(jnp.any(sampling.temperature > 0), draw, lambda: greedy)
+    def draw_if_used() -> jax.Array:
+        return jax.lax.cond(jnp.any(sampling.temperature > 0), draw, lambda: greedy)
+
+    if not is_plain:
+        return draw_if_used()
+    # The host of a GPU waits for each condition, and noise takes a GPU less than that; elsewhere noise takes longer.
+    return jax.lax.platform_dependent(cuda=draw, rocm=draw, default=draw_if_used)
 
 
-def perturb(logits: jax.Array, sampling: SamplingBatch, positions: jax.Array) -> jax.Array:
-    """Returns logits f32[B, V] by temperature, filters and noise; the greatest is what a temperature above 0 draws."""
+def perturb(logits: jax.Array, sampling: SamplingBatch, positions: jax.Array, *, is_plain: bool = False) -> jax.Array:
+    """Returns logits f32[B, V] by temperature, filters and noise; the greatest is what a temperature above 0 draws.
+
+    `is_plain` leaves the filters out.
+    """
     # Below the most probable by the maximum, so that no temperature can overflow; the smallest are all the same.
     temperature = jnp.where(sampling.temperature > 0, jnp.maximum(sampling.temperature, 1e-30), 1.0)
     scaled = (logits - logits.max(-1, keepdims=True)) / temperature[:, None]
-    kept = filter_logits(scaled, sampling)
+    kept = scaled if is_plain else filter_logits(scaled, sampling)
     return kept + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(draw_keys(sampling, positions))
 
 
@@ -200,4 +209,5 @@ def log_probs_of(
     def nothing() -> tuple[jax.Array, jax.Array]:
         return jnp.zeros((B, max_log_probs), jnp.int32), jnp.zeros((B, max_log_probs), jnp.float32)
 
-    return chosen - log_total, *jax.lax.cond(wants_top, top, nothing)
+    ids, values = jax.lax.cond(wants_top, top, nothing) if max_log_probs else nothing()
+    return chosen - log_total, ids, values

@@ -2,6 +2,11 @@
 
 The cache is donated: the caller loses it and takes its successor from the result. If parameters and cache are split
 over a mesh, pass that mesh to the step.
+
+A step draws its tokens in one of two forms. The full form honours every sampling parameter, with a condition around
+each, so that a batch pays only for what it uses. The host of a GPU waits for the device at every condition. The plain
+form (`is_plain`) has none: it knows the temperature alone, and returns the logits, from which `draw_step` draws in the
+full form.
 """
 
 from __future__ import annotations
@@ -9,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +29,7 @@ from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.processors import Context, LogitsProcessor, process_logits
 from jaxinfer.sampling.prompt_log_probs import PromptBatch, describe_prompt
 from jaxinfer.sampling.sample import describe, sample, sample_nothing, with_vocabulary
-from jaxinfer.steps.multi_step import LoopBatch, run_loop
+from jaxinfer.steps.multi_step import run_loop
 from jaxinfer.steps.trees import along_paths, keep_paths, make_trees, stand_in_trees, tree_mask
 from jaxinfer.steps.verify import (
     batch_of_ends,
@@ -35,19 +40,17 @@ from jaxinfer.steps.verify import (
     keep_states,
     sampling_of_ends,
 )
-from jaxinfer.validation import require, require_int
-
-Output = TypeVar("Output", StepOutput, VerifyOutput)
+from jaxinfer.validation import require, require_bool, require_int, shown
 
 _STATICS = ("config", "implementation", "mesh", "custom")
 _jit_step = functools.partial(
-    jax.jit, static_argnames=("max_log_probs", "kept_layers", *_STATICS), donate_argnames="cache"
+    jax.jit, static_argnames=("is_plain", "max_log_probs", "kept_layers", *_STATICS), donate_argnames="cache"
 )
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("max_log_probs", "max_prompt_log_probs", "kept_layers", *_STATICS),
+    static_argnames=("is_plain", "max_log_probs", "max_prompt_log_probs", "kept_layers", *_STATICS),
     donate_argnames="cache",
 )
 def prefill_step(
@@ -58,6 +61,7 @@ def prefill_step(
     prompt: PromptBatch | None = None,
     *,
     config: ModelConfig,
+    is_plain: bool = False,
     max_log_probs: int = 0,
     max_prompt_log_probs: int = 0,
     implementation: str | None = None,
@@ -69,17 +73,17 @@ def prefill_step(
 
     A decoding request in the mix is a chunk of one token. The sampled token of a row whose prompt is not finished has
     no meaning. With a `prompt`, the output has the log-probabilities of the prompt tokens in it. `kept_layers`
-    names the states for drafters, see `forward_with_states`. Raises ValueError at trace time if max_log_probs exceeds
-    the vocabulary.
+    names the states for drafters, see `forward_with_states`. A step that `is_plain` takes neither max_log_probs nor
+    custom, and knows no parameter but the temperature. Raises ValueError at trace time if max_log_probs exceeds the
+    vocabulary.
     """
-    _check(params, cache, batch, sampling, config, max_log_probs, custom, mesh)
+    _check(params, cache, batch, sampling, config, mesh)
+    finish = _make_finish(sampling, config, is_plain, max_log_probs, custom)
     statics = {"config": config, "kept_layers": kept_layers, "implementation": implementation, "mesh": mesh}
     hidden, states, cache = forward_with_states(params, cache, batch, **statics)
-    ends = hidden[last_places(batch)]
-    draw = functools.partial(_finish, params, cache, ends, batch, sampling, max_log_probs, custom)
-    output = _unless_awaiting(sampling, draw)
+    output = finish(params, cache, hidden[last_places(batch)], batch)
     described = None if prompt is None else describe_prompt(params, hidden, prompt, max_prompt_log_probs)
-    return replace(output, hidden=states, ends=ends, prompt=described), cache
+    return replace(output, hidden=states, prompt=described), cache
 
 
 @_jit_step
@@ -90,37 +94,40 @@ def decode_step(
     sampling: SamplingBatch,
     *,
     config: ModelConfig,
+    is_plain: bool = False,
     max_log_probs: int = 0,
     implementation: str | None = None,
     mesh: Mesh | None = None,
     custom: tuple[LogitsProcessor, ...] = (),
     kept_layers: tuple[int, ...] = (),
 ) -> tuple[StepOutput, KVCache]:
-    """Computes one token per row (T = B, `cu_q_lens` = 0, 1, … B) and samples the next token of each."""
-    _check(params, cache, batch, sampling, config, max_log_probs, custom, mesh)
+    """Computes one token per row (T = B, `cu_q_lens` = 0, 1, … B) and samples the next token of each.
+
+    `is_plain` is that of `prefill_step`.
+    """
+    _check(params, cache, batch, sampling, config, mesh)
+    finish = _make_finish(sampling, config, is_plain, max_log_probs, custom)
     statics = {"config": config, "kept_layers": kept_layers, "implementation": implementation, "mesh": mesh}
     hidden, states, cache = forward_with_states(params, cache, batch, q_len=1, **statics)
-    draw = functools.partial(_finish, params, cache, hidden, batch, sampling, max_log_probs, custom)
-    return replace(_unless_awaiting(sampling, draw), hidden=states, ends=hidden), cache
+    return replace(finish(params, cache, hidden, batch), hidden=states), cache
 
 
 @functools.partial(jax.jit, static_argnames=("max_log_probs", "custom"))
 def draw_step(
-    params: Params,
     cache: KVCache,
     batch: Batch,
     sampling: SamplingBatch,
-    ends: jax.Array,
+    logits: jax.Array,
     *,
     max_log_probs: int = 0,
     custom: tuple[LogitsProcessor, ...] = (),
 ) -> StepOutput:
-    """Samples the tokens that a prefill or decode step has deferred, from the `ends` [B, D] of its output.
+    """Samples in the full form, from the `logits` f32[B, V] in the output of a plain prefill or decode step.
 
-    `batch`: the step's `last_tokens`. `sampling`: the step's own, `with_masks`. Returns the tokens that the step would
-    have sampled with these masks.
+    `batch`: the step's `last_tokens`. `sampling`: the step's own, `with_masks` if rows have structures. Returns the
+    tokens that the step would have sampled in the full form.
     """
-    return _finish(params, cache, ends, batch, sampling, max_log_probs, custom)
+    return _draw(logits, cache, batch, sampling, max_log_probs, custom)
 
 
 @functools.partial(
@@ -160,6 +167,7 @@ def verify_step(
     mask = None if trees is None else tree_mask(trees)
     statics = {"config": config, "kept_layers": kept_layers, "implementation": implementation, "mesh": mesh}
     row_len = q_len if num_drafts is None else None  # rows that prefill may be longer
+    _check_sampling(sampling, config, max_log_probs, custom)
     if num_drafts is None:
         ends = ends_of_tokens(batch)
     else:
@@ -168,43 +176,50 @@ def verify_step(
     options: dict[str, Any] = {"tree_mask": mask, "q_len": row_len, "slots": slots}
     hidden, states, cache = forward_with_states(params, cache, batch, **options, **statics)
     rows = batch_of_ends(batch, ends), sampling_of_ends(sampling, ends)
-    draw = functools.partial(_finish, params, cache, hidden[ends.places], *rows, max_log_probs, custom)
+    logits = unembed(params, hidden[ends.places], _num_rows(rows[0]))
+    draw = functools.partial(_draw, logits, cache, *rows, max_log_probs, custom)
     if trees is not None:
         drawn = draw(lambda context: along_paths(context, batch, trees))
         return keep_paths(drawn, cache, batch, trees, states, config=config)
-    output = _unless_awaiting(sampling, lambda: emit(draw(), batch, ends, q_len))
+    output = emit(draw(), batch, ends, q_len)
     if config.is_recurrent:
         cache = keep_states(cache, batch, ends, output.num_emitted, config=config)
     return replace(output, hidden=states), cache
 
 
-@functools.partial(jax.jit, static_argnames=("num_steps", "max_log_probs", *_STATICS), donate_argnames="cache")
+@functools.partial(
+    jax.jit, static_argnames=("num_steps", "is_plain", "max_log_probs", *_STATICS), donate_argnames="cache"
+)
 def decode_loop(
     params: Params,
     cache: KVCache,
     batch: Batch,
     sampling: SamplingBatch,
-    loop: LoopBatch,
+    max_tokens: jax.Array,
     *,
     num_steps: int,
     config: ModelConfig,
+    is_plain: bool = False,
     max_log_probs: int = 0,
     implementation: str | None = None,
     mesh: Mesh | None = None,
     custom: tuple[LogitsProcessor, ...] = (),
 ) -> tuple[VerifyOutput, KVCache]:
-    """Runs `decode_step` up to `num_steps` times, each on the tokens that the last one sampled.
+    """Runs `decode_step` `num_steps` times, each on the tokens that the last one sampled.
 
-    A row stops at the limits in `loop`, and emits its tokens so far. `block_tables` must have pages for `max_tokens`.
-    The `allowed_bits` of a row hold for its next token only, so a row with a grammar may sample one token at most.
+    Row b emits `max_tokens` i32[B] tokens, from 1 to num_steps, for which `block_tables` must have pages; 0 on padding.
+    No token ends a row: drop those after its last. The `allowed_bits` of a row hold for its next token only, so a row
+    with a grammar may sample one token at most. `is_plain` is that of `prefill_step`; the output has no logits.
     """
+    _check(params, cache, batch, sampling, config, mesh)
+    finish = _make_finish(sampling, config, is_plain, max_log_probs, custom)
     statics = {"config": config, "implementation": implementation, "mesh": mesh}
 
     def decode(cache: KVCache, batch: Batch) -> tuple[StepOutput, KVCache]:
         hidden, cache = forward(params, cache, batch, q_len=1, **statics)
-        return _finish(params, cache, hidden, batch, sampling, max_log_probs, custom), cache
+        return finish(params, cache, hidden, batch), cache
 
-    return run_loop(decode, cache, batch, loop, num_steps)
+    return run_loop(decode, cache, batch, max_tokens, num_steps)
 
 
 @functools.partial(jax.jit, static_argnames=("max_drafts", "vocab_size", *_STATICS), donate_argnames="cache")
@@ -255,42 +270,63 @@ def draft_step(
     return drafts, cache
 
 
-def _check(
-    params: Any, cache: Any, batch: Any, sampling: Any, config: Any, max_log_probs: Any, custom: Any, mesh: Any
-) -> None:
+def _check(params: Any, cache: Any, batch: Any, sampling: Any, config: Any, mesh: Any) -> None:
     """Raises ValueError for an argument of another type. It runs when a step is traced, so it takes no time later."""
     require(isinstance(params, Params), "params", params, "the Params of `load_checkpoint`")
     require(isinstance(cache, KVCache), "cache", cache, "the KVCache of `init_cache` or of the step before")
     require(isinstance(batch, Batch), "batch", batch, "the Batch of `make_batch`")
     require(isinstance(sampling, SamplingBatch), "sampling", sampling, "the SamplingBatch of `make_sampling`")
     require(isinstance(config, ModelConfig), "config", config, "the ModelConfig of `load_checkpoint`")
+    require(mesh is None or isinstance(mesh, Mesh), "mesh", mesh, "a jax.sharding.Mesh or None")
+
+
+def _check_sampling(sampling: SamplingBatch, config: ModelConfig, max_log_probs: Any, custom: Any) -> None:
+    """Raises ValueError, when a step is traced, for options of the full form that do not fit the model or the batch."""
     require_int("max_log_probs", max_log_probs, 0, config.vocab_size)
     require(isinstance(custom, tuple) and all(map(callable, custom)), "custom", custom, "a tuple of functions")
     names = sampling.processors.uses_custom.shape[-1]
     require(len(custom) == names, "custom", custom, f"the functions of the {names} names that make_sampling was given")
-    require(mesh is None or isinstance(mesh, Mesh), "mesh", mesh, "a jax.sharding.Mesh or None")
 
 
-def _unless_awaiting(sampling: SamplingBatch, draw: Callable[[], Output]) -> Output:
-    """Returns `draw()`, or zeros if the mask of some row is not known yet."""
-    nothing = jax.eval_shape(draw)
-    return jax.lax.cond(sampling.needs_mask.any(), lambda: jax.tree.map(jnp.zeros_like, nothing), draw)
+# (parameters, cache, states [B, D] of each row's last token, batch) -> output of a step
+Finish = Callable[[Params, KVCache, jax.Array, Batch], StepOutput]
 
 
-def _finish(
-    params: Params,
+def _make_finish(
+    sampling: SamplingBatch, config: ModelConfig, is_plain: Any, max_log_probs: Any, custom: Any
+) -> Finish:
+    """Returns the end of a step, which samples a token after each row in the plain or the full form."""
+    require_bool("is_plain", is_plain)
+    if not is_plain:
+        _check_sampling(sampling, config, max_log_probs, custom)
+    elif max_log_probs or custom:
+        raise ValueError(
+            f"is_plain=True leaves no place for max_log_probs={max_log_probs} and custom={shown(custom)}; give them to"
+            " draw_step"
+        )
+
+    def finish(params: Params, cache: KVCache, hidden: jax.Array, batch: Batch) -> StepOutput:
+        if params.logits is None:
+            return sample_nothing(hidden, max_log_probs)
+        logits = unembed(params, hidden, _num_rows(batch))
+        if not is_plain:
+            return _draw(logits, cache, batch, sampling, max_log_probs, custom)
+        tokens = sample(logits, sampling, _positions(batch), is_plain=True)
+        return replace(describe(logits, tokens, sampling, 0), logits=logits)
+
+    return finish
+
+
+def _draw(
+    logits: jax.Array,
     cache: KVCache,
-    hidden: jax.Array,
     batch: Batch,
     sampling: SamplingBatch,
     max_log_probs: int,
     custom: tuple[LogitsProcessor, ...],
     change: Callable[[Context], Context] = lambda context: context,
 ) -> StepOutput:
-    """Samples after each row; `change` changes the context of the logits processors."""
-    if params.logits is None:
-        return sample_nothing(hidden, max_log_probs)
-    logits = unembed(params, hidden, _num_rows(batch))
+    """Samples after each row in the full form; `change` changes the context of the logits processors."""
     tokens = _sample(logits, batch, sampling, lambda: change(_context(cache, batch)), custom)
     return describe(logits, tokens, sampling, max_log_probs)
 
@@ -303,8 +339,12 @@ def _sample(
     custom: tuple[LogitsProcessor, ...],
 ) -> jax.Array:
     """Returns the sampled token of each row, i32[B], for logits f32[B, V]."""
-    positions = batch.kv_lens + num_evicted_tokens(batch)  # of the sampled tokens
-    return sample(process_logits(logits, sampling.processors, make_context, custom), sampling, positions)
+    return sample(process_logits(logits, sampling.processors, make_context, custom), sampling, _positions(batch))
+
+
+def _positions(batch: Batch) -> jax.Array:
+    """Returns the position of each row's sampled token, i32[B]."""
+    return batch.kv_lens + num_evicted_tokens(batch)
 
 
 def _num_rows(batch: Batch) -> jax.Array:

@@ -105,14 +105,14 @@ class FakeDevice:
         self.window = window
         self.slots: dict[int, int] = {}
         self.turns: dict[int, int] = {}  # of pages with turned tokens, by how much
-        self.drawn: dict[int, int] = {}  # by the last step, for each request
+        # By request: the position of the first token that the last step has drawn, and all that it has drawn.
+        self.drawn: dict[int, tuple[int, list[int]]] = {}
 
     def run(self, step: Step) -> SimpleNamespace:
         for batch in step.copies.batches(2):
             self.copy(batch)
         rows, counts = [], []
-        self.drawn_before = self.drawn
-        if any(chunk.max_new_tokens > 1 for chunk in step.chunks):
+        if step.is_loop:
             return self.loop(step)
         for chunk in step.chunks:
             drawn = self.compute(chunk) if chunk.request.finish_reason is None else [-1]
@@ -120,7 +120,7 @@ class FakeDevice:
             rows.append(drawn)
             counts.append([*is_right, False].index(False) + 1)
             self.advance_further(chunk, chunk.drafts[: counts[-1] - 1])
-        self.drawn = {chunk.request.request_id: row[0] for chunk, row in zip(step.chunks, rows, strict=True)}
+        self.keep_drawn(step, [row[:1] for row in rows])
         width = max(map(len, rows))
         tokens = np.array([row + [-1] * (width - len(row)) for row in rows])
         tokens = tokens if step.is_verify else tokens[:, 0]
@@ -133,24 +133,36 @@ class FakeDevice:
         most = max(chunk.max_new_tokens for chunk in step.chunks)
         tokens = np.full((len(step.chunks), most), -1)
         counts = np.array([chunk.max_new_tokens for chunk in step.chunks])
-        if step.stop_at_first_finish:
-            counts = np.minimum(counts, counts.min())
-        for row, chunk, count in zip(tokens, step.chunks, counts, strict=True):
+        rows = []
+        for row, chunk in zip(tokens, step.chunks, strict=True):
             ahead: list[int] = []
-            for i in range(chunk.max_new_tokens):
+            for i in range(chunk.max_new_tokens if chunk.request.finish_reason is None else 0):
                 row[i] = self.compute(replace(chunk, drafts=ahead))[-1]
                 ahead.append(int(row[i]))
-            self.advance_further(chunk, ahead[: count - 1])
+            self.advance_further(chunk, ahead[:-1])
+            rows.append(ahead)
+        self.keep_drawn(step, rows)
         return SimpleNamespace(tokens=tokens, log_probs=np.zeros(tokens.shape), num_emitted=counts, hidden=None)
+
+    def keep_drawn(self, step: Step, rows: Sequence[list[int]]) -> None:
+        self.drawn = {
+            chunk.request.request_id: (chunk.start + chunk.num_tokens, row)
+            for chunk, row in zip(step.chunks, rows, strict=True)
+        }
+
+    def tokens_of(self, request: Request, start: int, end: int) -> list[int]:
+        """The tokens of a request, those included that the last step has drawn and the host does not know."""
+        first, drawn = self.drawn.get(request.request_id, (0, []))
+        known = len(request.token_ids)
+        unknown = drawn[known - first :] if first <= known else []
+        return [*request.token_ids, *unknown][start:end]
 
     def compute(self, chunk: Chunk) -> list[int]:
         """Writes the chunk's tokens and drafts; returns the token after the last known one and after each draft."""
         end = chunk.start + chunk.num_tokens
         if not chunk.is_stale:
             self.check_context(chunk.request, chunk.start)
-        tokens = chunk.request.token_ids[chunk.start : end]
-        if len(tokens) < chunk.num_tokens:  # the last is what the step before has drawn
-            tokens = [*tokens, self.drawn[chunk.request.request_id]]
+        tokens = self.tokens_of(chunk.request, chunk.start, end)
         for position, token in enumerate([*tokens, *chunk.drafts], chunk.start):
             self.slots[self.slot_in_table(chunk.request, position)] = token
         return [self.draw(chunk.request, end + i) for i in range(1 + len(chunk.drafts))]
@@ -160,14 +172,11 @@ class FakeDevice:
         request, S = chunk.request, self.page_size
         if chunk.request.finish_reason is not None or chunk.is_stale:
             return
-        tokens = request.token_ids[chunk.start : chunk.start + chunk.num_tokens]
-        if len(tokens) < chunk.num_tokens:
-            tokens = [*tokens, self.drawn_before[request.request_id]]
-        tokens = [*tokens, *accepted]
+        tokens = [*self.tokens_of(request, chunk.start, chunk.start + chunk.num_tokens), *accepted]
         self.check_further(request, chunk.start)
         for kind, window in enumerate(self.further):
             pages = self.bounded[kind]
-            seen_before = request.token_ids[: chunk.start]
+            seen_before = self.tokens_of(request, 0, chunk.start)
             for position, token in enumerate(tokens, chunk.start):
                 page = self.bounded_page(request, kind, position // S)
                 seen_before = [*seen_before, token]
@@ -185,11 +194,11 @@ class FakeDevice:
         for kind, window in enumerate(self.further):
             for position in range(max(num_tokens + 1 - window, 0), num_tokens) if window else ():
                 page = self.bounded[kind][self.bounded_page(request, kind, position // S)]
-                assert page[position % S] == request.token_ids[position], "a window of another"
+                assert [page[position % S]] == self.tokens_of(request, position, position + 1), "a window of another"
             if window == 0 and num_tokens:
                 page = self.bounded[kind][self.bounded_page(request, kind, (num_tokens + num_ahead - 1) // S)]
                 assert len(page) == num_tokens + num_ahead, "a state of another length"
-                assert page[:num_tokens] == request.token_ids[:num_tokens], "the state of another"
+                assert page[:num_tokens] == self.tokens_of(request, 0, num_tokens), "the state of another"
 
     def bounded_page(self, request: Request, kind: int, index: int) -> int:
         table = request.bounded[kind]
@@ -252,7 +261,8 @@ class FakeDevice:
         """Asserts that what the token after the first `kv_len` sees of them is in its pages."""
         positions = seen(request, kv_len + 1, self.window)[:-1]
         context = [self.slots[self.slot(request, i)] for i in positions]
-        assert context == [request.token_ids[i] for i in positions], "the tokens of another"
+        tokens = self.tokens_of(request, 0, kv_len)
+        assert context == [tokens[i] for i in positions], "the tokens of another"
 
     def slot(self, request: Request, position: int) -> int:
         """Where a request has a token."""

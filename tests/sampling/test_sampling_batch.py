@@ -36,17 +36,14 @@ def test_sampling_parameters_are_laid_out_by_row_and_padding_is_greedy():
         "seeds": [[2, 5], [0, 3], [0, 0]],
         "sample_index": [0, 0, 0],
         "num_log_probs": [2, 0, 0],
-        "needs_mask": [False, False, False],
     }
 
 
-def test_rows_with_a_structure_await_their_masks():
+def test_masks_are_entered_by_row():
     sampling = make_sampling([SamplingParams(seed=1), SamplingParams(seed=1, regex="a")], num_rows=3, vocab_size=40)
 
     masked = with_masks(sampling, {1: np.array([5, 6], np.int32)})
 
-    assert sampling.needs_mask.tolist() == [False, True, False]
-    assert masked.needs_mask.tolist() == [False, False, False]
     assert sampling.processors.allowed_bits.tolist() == [[-1, -1]] * 3
     assert masked.processors.allowed_bits.tolist() == [[-1, -1], [5, 6], [-1, -1]]
 

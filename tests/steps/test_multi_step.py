@@ -1,4 +1,4 @@
-"""Many decode steps in one dispatch: what decoding step by step gives, bit for bit, and where each row stops."""
+"""Many decode steps in one dispatch: what decoding step by step gives, bit for bit, as many tokens as each row may."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.model.config import uniform_decoder
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps import steps
-from jaxinfer.steps.multi_step import make_loop
 from tests.replay import SMALL_SIZES, all_logits_unoptimised, lively_params, nan_cache
 from tests.unoptimised import unoptimised_copy
 
@@ -68,15 +67,10 @@ def step_by_step():
     return jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *columns), jax.device_get(cache)
 
 
-def run(max_tokens=(STEPS,) * 3, stop_token_ids=((),) * 3, *, stop_at_first_finish=False):
-    loop = make_loop(
-        max_tokens, stop_token_ids, num_rows=B, max_stop_tokens=4, stop_at_first_finish=stop_at_first_finish
-    )
-    return decode_loop(params(), prefilled(), decode_batch(PROMPTS), SAMPLING, loop, num_steps=STEPS, **STATICS)
-
-
-def num_emitted(*arguments, **options):
-    return run(*arguments, **options)[0].num_emitted.tolist()
+def run(max_tokens=(STEPS,) * 3, sampling=SAMPLING, **statics):
+    most = np.array([*max_tokens, 0], np.int32)
+    options = {"num_steps": STEPS, **(statics or STATICS)}
+    return decode_loop(params(), prefilled(), decode_batch(PROMPTS), sampling, most, **options)
 
 
 def test_a_loop_gives_every_bit_that_its_steps_give():
@@ -95,16 +89,28 @@ def test_the_cache_after_a_loop_is_that_after_its_steps():
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_a_row_stops_after_a_stop_token_and_the_others_go_on():
-    drawn = step_by_step()[0].tokens
-    stop = int(drawn[1, 2])
-    first = drawn[1].tolist().index(stop) + 1
+def test_a_loop_that_draws_plainly_gives_the_tokens_of_the_full_form():
+    sampling = make_sampling([SamplingParams(seed=i, temperature=float(i > 0)) for i in range(3)], num_rows=B)
 
-    assert num_emitted(stop_token_ids=[(), (60 - stop, stop), ()]) == [STEPS, first, STEPS, 0]
+    plain, _ = run(sampling=sampling, config=CONFIG, is_plain=True)
+
+    full, _ = run(sampling=sampling, config=CONFIG)
+    np.testing.assert_array_equal(plain.tokens[:3], full.tokens[:3])
+    np.testing.assert_array_equal(plain.log_probs[:3], full.log_probs[:3])
+
+
+def test_the_number_of_turns_is_known_to_the_compiler():
+    sampling, most = make_sampling([], num_rows=B), np.zeros(B, np.int32)
+    options = {"num_steps": STEPS, "config": CONFIG, "is_plain": True}
+
+    jaxpr = decode_loop.trace(params(), nan_cache(CONFIG, CACHE), layout([], B), sampling, most, **options).jaxpr
+
+    loops = [equation for equation in jaxpr.eqns if equation.primitive.name in ("while", "scan")]
+    assert [(loop.primitive.name, loop.params["length"]) for loop in loops] == [("scan", STEPS)]
 
 
 def test_a_row_emits_no_more_than_it_may():
-    assert num_emitted(max_tokens=[2, 5, 1]) == [2, 5, 1, 0]
+    assert run(max_tokens=[2, 5, 1])[0].num_emitted.tolist() == [2, 5, 1, 0]
 
 
 def test_what_a_stopped_row_has_said_does_not_change_and_neither_do_its_neighbours():
@@ -116,16 +122,12 @@ def test_what_a_stopped_row_has_said_does_not_change_and_neither_do_its_neighbou
     assert output.tokens[2, :3].tolist() == expected[2, :3].tolist()
 
 
-def test_a_loop_that_others_wait_for_ends_with_its_first_row():
-    assert num_emitted(max_tokens=[4, 2, STEPS], stop_at_first_finish=True) == [2, 2, 2, 0]
-
-
 def test_a_loop_without_rows_does_nothing():
     cache = prefilled()
     before = jax.device_get(cache)
-    loop = make_loop([], [], num_rows=B, max_stop_tokens=4, stop_at_first_finish=False)
+    nothing = np.zeros(B, np.int32)
 
-    output, after = decode_loop(params(), cache, layout([], B), SAMPLING, loop, num_steps=STEPS, **STATICS)
+    output, after = decode_loop(params(), cache, layout([], B), SAMPLING, nothing, num_steps=STEPS, **STATICS)
 
     assert output.num_emitted.tolist() == [0] * B
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
@@ -133,9 +135,9 @@ def test_a_loop_without_rows_does_nothing():
 
 
 def test_the_cache_of_a_loop_is_aliased_and_never_copied():
-    loop = make_loop([STEPS] * 3, [()] * 3, num_rows=B, max_stop_tokens=4, stop_at_first_finish=False)
+    most = np.full(B, STEPS, np.int32)
     cache = nan_cache(CONFIG, CACHE)
-    lowered = decode_loop.lower(params(), cache, decode_batch(PROMPTS), SAMPLING, loop, num_steps=STEPS, **STATICS)
+    lowered = decode_loop.lower(params(), cache, decode_batch(PROMPTS), SAMPLING, most, num_steps=STEPS, **STATICS)
 
     memory = lowered.compile().memory_analysis()
     assert memory is not None

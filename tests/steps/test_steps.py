@@ -47,11 +47,12 @@ NUM_LOG_PROBS = 3
 decode = functools.partial(decode_step, config=CONFIG, max_log_probs=NUM_LOG_PROBS)
 
 
-def prefill(prompts, sampling, cache=None, max_log_probs=NUM_LOG_PROBS):
+def prefill(prompts, sampling, cache=None, **options):
     """Computes whole prompts in a step of 40 tokens."""
     rows = [Row(prompt, 0, pages) for prompt, pages in zip(prompts, PAGES, strict=True)]
     cache = nan_cache(CONFIG, CACHE) if cache is None else cache
-    return prefill_step(params(), cache, layout(rows, 40), sampling, config=CONFIG, max_log_probs=max_log_probs)
+    options = {"config": CONFIG, "max_log_probs": NUM_LOG_PROBS, **options}
+    return prefill_step(params(), cache, layout(rows, 40), sampling, **options)
 
 
 def decode_rows():
@@ -136,33 +137,49 @@ def test_consecutive_draws_of_one_request_use_other_noise():
 def masked_sampling():
     """Three rows that read what they had so far, the last two with a structure; and its masks: every third token."""
     params = [
-        SamplingParams(seed=i, repetition_penalty=1.3, log_probs=2, regex="a" if i else None)
+        SamplingParams(seed=i, repetition_penalty=1.3, top_k=20, log_probs=2, regex="a" if i else None)
         for i in range(len(PROMPTS))
     ]
-    awaiting = make_sampling(params, num_rows=B, vocab_size=CONFIG.vocab_size)
     words = np.packbits(np.arange(64) % 3 == 0, bitorder="little").view(np.int32)
-    return awaiting, with_masks(awaiting, {1: words, 2: words})
+    return with_masks(make_sampling(params, num_rows=B, vocab_size=CONFIG.vocab_size), {1: words, 2: words})
+
+
+def run_step(kind, sampling, **options):
+    """Returns the batch of a step of the three prompts, its output and the cache."""
+    if kind == "prefill":
+        batch = layout([Row(p, 0, pages) for p, pages in zip(PROMPTS, PAGES, strict=True)], 40)
+        return batch, *prefill(PROMPTS, sampling, **options)
+    batch = layout(decode_rows(), B)
+    return batch, *decode(params(), prefilled_without_the_last_token(), batch, sampling, **options)
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
-def test_what_a_step_leaves_to_be_drawn_is_drawn_later_to_the_same_bits(kind):
-    awaiting, sampling = masked_sampling()
-    if kind == "prefill":
-        batch = layout([Row(p, 0, pages) for p, pages in zip(PROMPTS, PAGES, strict=True)], 40)
-        (expected, _), (left, cache) = prefill(PROMPTS, sampling), prefill(PROMPTS, awaiting)
-    else:
-        batch = layout(decode_rows(), B)
-        expected, _ = decode(params(), prefilled_without_the_last_token(), batch, sampling)
-        left, cache = decode(params(), prefilled_without_the_last_token(), batch, awaiting)
+def test_what_a_plain_step_leaves_to_be_drawn_is_drawn_later_to_the_same_bits(kind):
+    sampling = masked_sampling()
+    _, expected, _ = run_step(kind, sampling)
+    batch, plain, cache = run_step(kind, sampling, is_plain=True, max_log_probs=0)
 
-    drawn = STEPS.draw_step(params(), cache, last_tokens(batch), sampling, left.ends, max_log_probs=NUM_LOG_PROBS)
+    drawn = STEPS.draw_step(cache, last_tokens(batch), sampling, plain.logits, max_log_probs=NUM_LOG_PROBS)
 
     assert (np.asarray(expected.tokens[1:3]) % 3 == 0).all()
-    assert not any(array.any() for array in as_arrays((left.tokens, left.log_probs, left.top_tokens)))
-    for ours, theirs in zip(
-        as_arrays(drawn), as_arrays(dataclasses.replace(expected, hidden=None, ends=None)), strict=True
-    ):
+    for ours, theirs in zip(as_arrays(drawn), as_arrays(dataclasses.replace(expected, hidden=None)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_a_plain_step_knows_the_temperature(kind):
+    sampling = make_sampling([SamplingParams(seed=i, temperature=0.7 * i) for i in range(len(PROMPTS))], num_rows=B)
+
+    _, plain, _ = run_step(kind, sampling, is_plain=True, max_log_probs=0)
+
+    _, full, _ = run_step(kind, sampling)
+    np.testing.assert_array_equal(plain.tokens, full.tokens)
+    np.testing.assert_array_equal(plain.log_probs, full.log_probs)
+
+
+def test_a_plain_step_refuses_what_it_does_not_draw():
+    with pytest.raises(ValueError, match="is_plain=True leaves no place for max_log_probs=3.*draw_step"):
+        prefill(PROMPTS, sampling_for(), is_plain=True, max_log_probs=3)
 
 
 def test_alternatives_are_as_many_as_the_step_was_built_for():

@@ -14,10 +14,17 @@ from jaxinfer.engine.execution.step_shapes import Bucket
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.drafts import parents_of
 from jaxinfer.engine.scheduling.step import NO_ROWS, Chunk, Rows, Step
-from jaxinfer.model.batch import Batch, Row, lay_out_batch, make_block_tables, make_decode_batch, pending_token
+from jaxinfer.model.batch import (
+    Batch,
+    Row,
+    lay_out_batch,
+    make_block_tables,
+    make_decode_batch,
+    padded,
+    pending_token,
+)
 from jaxinfer.sampling.batch import SamplingBatch, lay_out_sampling, shared_no_processors, with_masks
 from jaxinfer.sampling.prompt_log_probs import PromptBatch, make_prompt, no_prompt
-from jaxinfer.steps.multi_step import LoopBatch, make_loop
 
 
 class BatchBuilder:
@@ -34,12 +41,10 @@ class BatchBuilder:
         max_listed_tokens: int = EngineConfig.max_listed_tokens,
         vocab_size: int = 0,
         custom: tuple[str, ...] = (),
-        decode_loop_steps: int = 1,
         draft_trees: bool = False,
         max_prompt_log_probs: int | None = None,
         num_further_kinds: int = 0,
     ) -> None:
-        self._decode_loop_steps = decode_loop_steps
         self._draft_trees = draft_trees
         self._max_prompt_log_probs = max_prompt_log_probs
         self._page_size = page_size
@@ -62,26 +67,21 @@ class BatchBuilder:
             max_listed_tokens=config.max_listed_tokens,
             vocab_size=model.model_config.vocab_size,
             custom=tuple(model.custom),
-            decode_loop_steps=config.decode_loop_steps,
             draft_trees=config.draft_trees,
             max_prompt_log_probs=config.max_prompt_log_probs,
             num_further_kinds=len(model.model_config.page_kinds) - 1,
         )
 
-    def build(
-        self, step: Step, bucket: Bucket, before: Rows = NO_ROWS, *, defers_sampling: bool = False
-    ) -> tuple[Any, ...]:
+    def build(self, step: Step, bucket: Bucket, before: Rows = NO_ROWS) -> tuple[Any, ...]:
         """Returns the batch, the sampling batch and the further arguments of a compiled step in the bucket's shape.
 
         `before`: the rows of the previous step. The batch has `pending_token` for each token that the previous step
-        samples. Grammar masks are left out if the step `defers_sampling`.
+        samples. The sampling batch of a verify step has the grammar masks; other steps draw plainly, or apart.
         """
         batch, sampling = (self._build_decode if bucket.is_decode else self._build_rows)(step, bucket, before)
-        arguments = batch, sampling if defers_sampling else add_masks(step, sampling)
-        if bucket.is_draw:
-            return arguments
-        if bucket.is_decode and self._decode_loop_steps > 1:
-            return *arguments, build_loop(step, bucket, self._max_listed_tokens)
+        arguments = batch, add_masks(step, sampling) if bucket.is_verify else sampling
+        if bucket.num_steps > 1:
+            return *arguments, padded(np.array(step.chunks.max_new_tokens, np.int32), bucket.num_rows, 0)
         if bucket.is_verify and self._draft_trees:
             return *arguments, build_parents(step, bucket)
         if bucket.is_mixed:
@@ -216,20 +216,6 @@ def build_prompt(step: Step, bucket: Bucket) -> PromptBatch:
         token_ids += chunk.request.token_ids[chunk.start + 1 :][:count]
     wants_top = any(chunk.request.sampling.prompt_log_probs for chunk, *_ in step.prompt_log_prob_chunks)
     return make_prompt(places, token_ids, bucket.num_tokens, wants_top) if places else no_prompt(bucket.num_tokens)
-
-
-def build_loop(step: Step, bucket: Bucket, max_stop_tokens: int) -> LoopBatch:
-    """Lays out the token limits and stop tokens of a multi-step decode.
-
-    The device gets at most `max_stop_tokens` per row. The host drops the tokens sampled after any other stop token.
-    """
-    return make_loop(
-        step.chunks.max_new_tokens,
-        [list(request.stop_token_ids)[:max_stop_tokens] for request in step.chunks.requests],
-        num_rows=bucket.num_rows,
-        max_stop_tokens=max_stop_tokens,
-        stop_at_first_finish=step.stop_at_first_finish,
-    )
 
 
 def add_masks(step: Step, sampling: SamplingBatch) -> SamplingBatch:

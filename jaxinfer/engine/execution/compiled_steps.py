@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from types import MappingProxyType
+from typing import NamedTuple
 
 import jax
 from tqdm import tqdm
@@ -36,8 +37,16 @@ def _end_interrupted() -> None:
 atexit.register(_end_interrupted)  # Python joins all threads first, so any that is left was interrupted
 
 
+class Choice(NamedTuple):
+    """The executables of a step."""
+
+    bucket: Bucket
+    compiled: jax.stages.Compiled
+    draw: jax.stages.Compiled | None  # of `Bucket.draw`, if the step draws apart
+
+
 class CompiledSteps:
-    """Compiles a step for each bucket, in parallel. Only the last bucket, which holds any step, is waited for.
+    """Compiles a step for each bucket, in parallel. Only the buckets that hold any step are waited for.
 
     The other buckets compile while the engine serves requests; the last bucket stands in for a missing one. The first
     token comes as early as possible, and no request waits for the compiler.
@@ -55,7 +64,8 @@ class CompiledSteps:
         # The compiler releases the interpreter lock and has threads of its own; half of the cores stay for requests.
         # It finishes at the end of the process, so that the next process finds the steps on disk.
         pool = ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1), thread_name_prefix=COMPILING)
-        order = sorted(self._buckets, key=lambda bucket: (bucket != self._buckets[-1], bucket.is_draw))
+        self._enough = enough_buckets(self._buckets)
+        order = sorted(self._buckets, key=lambda bucket: (bucket not in self._enough, bucket.is_draw))
         order = [bucket for bucket in order if bucket not in known]
         # In the order of compilation. Never changed, so any thread may wait for them.
         self._futures: dict[Bucket, Future[jax.stages.Compiled]] = {b: pool.submit(compile_bucket, b) for b in order}
@@ -65,12 +75,12 @@ class CompiledSteps:
         self._to_come = order
         self._record_ready()
 
-    def wait_for_last(self, *, show_progress: bool = False) -> None:
-        """Waits for the last bucket, or for all buckets if compiling while serving is impossible."""
+    def wait_for_enough(self, *, show_progress: bool = False) -> None:
+        """Waits for the buckets that hold any step, or for all if compiling while serving is impossible."""
         # Processes that compute together must choose the same buckets. A compiler that `compiles_on_device` measures
         # candidates there, in memory that the cache would take.
         is_enough = jax.process_count() == 1 and not compiles_on_device()
-        self._wait_for(self._buckets[-1:] if is_enough else self._buckets, show_progress, DESCRIPTION)
+        self._wait_for(self._enough if is_enough else self._buckets, show_progress, DESCRIPTION)
         self._collect()
 
     def wait(self, *, show_progress: bool = False, description: str = DESCRIPTION) -> None:
@@ -89,17 +99,12 @@ class CompiledSteps:
         succeeded = {b: f.result() for b, f in done if not f.cancelled() and f.exception() is None}
         return self._known | succeeded
 
-    @property
-    def draws(self) -> Mapping[Bucket, jax.stages.Compiled]:
-        """Returns the steps of deferred sampling, by `Bucket.draw`; empty until all of them are compiled."""
+    def choose(self, step: Step) -> Choice:
+        """Returns the smallest compiled bucket that holds the step, and its executables."""
         self._collect()
-        return self._draws
-
-    def choose(self, step: Step) -> tuple[Bucket, jax.stages.Compiled]:
-        """Returns the smallest compiled bucket that holds the step, and its executable."""
-        self._collect()
-        bucket = choose_bucket(self._ready, step)
-        return bucket, self._compiled[bucket]
+        bucket = choose_bucket(self._with_draw if step.draws_apart else self._ready, step)
+        draw = self._compiled.get(bucket.draw) if step.draws_apart else None
+        return Choice(bucket, self._compiled[bucket], draw)
 
     def _wait_for(self, buckets: Sequence[Bucket], show_progress: bool, description: str) -> None:
         futures = [future for bucket, future in self._futures.items() if bucket in buckets]
@@ -112,9 +117,8 @@ class CompiledSteps:
 
     def _record_ready(self) -> None:
         self._ready = tuple(bucket for bucket in self._buckets if bucket in self._compiled)
-        draws = {bucket: self._compiled[bucket] for bucket in self._ready if bucket.is_draw}
-        is_all = len(draws) == sum(bucket.is_draw for bucket in self._buckets)
-        self._draws = draws if is_all else {}
+        has_draws = any(bucket.is_draw for bucket in self._buckets)  # a model without logits draws nothing
+        self._with_draw = tuple(bucket for bucket in self._ready if not has_draws or bucket.draw in self._compiled)
 
     def _collect(self) -> None:
         """Makes the steps that were compiled since the last call available to `choose`."""
@@ -128,6 +132,13 @@ class CompiledSteps:
             else:
                 logger.error("%s cannot be compiled, slower steps stand in for it: %r", bucket.name, error)
         self._record_ready()
+
+
+def enough_buckets(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+    """Returns the last of `buckets`, which holds any step, its draw bucket, and the last loop."""
+    loops = [bucket for bucket in buckets if bucket.num_steps > 1]
+    enough = {*buckets[-1:], *(bucket.draw for bucket in buckets[-1:]), *loops[-1:]}
+    return tuple(bucket for bucket in buckets if bucket in enough)
 
 
 COMPILED = "/jax/core/compile/backend_compile_duration"

@@ -113,7 +113,8 @@ def plan_cache(
 def plan_further_kinds(model_config: ModelConfig, config: EngineConfig, max_model_len: int) -> tuple[BoundedKind, ...]:
     """Returns the further kinds of the model's pages, each with pages for `max_num_seqs` running requests."""
     page_size = config.page_size
-    num_ahead = max(config.decode_loop_steps, 1 + config.max_drafts)  # tokens of a decoding request in one step
+    # Tokens of a decoding request in the steps under way: two loops, or one step that verifies drafts.
+    num_ahead = max(2 * config.decode_loop_steps, 1 + config.max_drafts)
     most = -(-max_model_len // page_size)
 
     def plan(kind: PageKind) -> BoundedKind:

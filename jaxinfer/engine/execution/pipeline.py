@@ -30,13 +30,8 @@ class Device(Protocol):
         """Launches a step without waiting for it; returns its output on the device, the argument of `draw`."""
         ...
 
-    @property
-    def defers_sampling(self) -> bool:
-        """True if a step can be launched before its grammar masks are known, and its tokens sampled by `draw`."""
-        return False
-
     def draw(self, step: Step, output: Any) -> Any:
-        """Launches the sampling that `launch` deferred, once the masks are known; returns the argument of `read`."""
+        """Launches the draw that `launch` left out, once the masks are known; returns the argument of `read`."""
         return output
 
     def is_done(self, output: Any) -> bool:
@@ -54,7 +49,7 @@ class Launched(NamedTuple):
     step: Step
     began: float
     output: Any
-    is_drawn: bool  # False while its sampling is deferred
+    is_drawn: bool  # False while its draw waits for masks
 
 
 class Advance(NamedTuple):
@@ -71,8 +66,8 @@ class Pipeline:
     device  |------------- step n -------------|----------- step n + 1 -----------|
     host    commit n-1 · launch n+1 · wait ····|commit n · launch n+2 · wait ·····|
 
-    Host and device work at the same time, and no step waits for the host. A step with grammars samples its tokens in a
-    launch of its own, so that the host computes the masks while the step runs:
+    Host and device work at the same time, and no step waits for the host. A step with grammars draws its tokens when
+    the host knows the masks, which it computes while the step runs:
 
     device  |-- step n --|- draw n -|-- step n + 1 --|- draw n + 1 -|
     host                            |commit n · masks · launch draw n + 1 · launch n + 2 · wait ···|
@@ -110,7 +105,7 @@ class Pipeline:
         step, began, output, _ = self._launched[0]
         if came > 0 and self._device.is_done(output):
             step.idle_seconds = came - max(began, self._ended)  # while the caller did something else
-        if len(self._launched) == 1 and (not step.chunks.rows.has_structures or self._device.defers_sampling):
+        if len(self._launched) == 1:
             self._launch(after=step)
         deltas = self._commit(step, output)
         self._launched.popleft()
@@ -158,7 +153,7 @@ class Pipeline:
         return True
 
     def _draw(self) -> None:
-        """Launches the deferred sampling of the oldest step, if it is not yet; all earlier tokens are known now."""
+        """Launches the draw of the oldest step, if it is still to come; all earlier tokens are known now."""
         if self._launched and not self._launched[0].is_drawn:
             oldest = self._launched[0]
             self._launched[0] = oldest._replace(output=self._device.draw(oldest.step, oldest.output), is_drawn=True)

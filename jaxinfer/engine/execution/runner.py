@@ -43,7 +43,7 @@ class Runner:
         self._tiers = tiers
         self._drawn = jnp.zeros((compiler.max_num_rows,), jnp.int32)  # i32[R], sampled by each row of the last step
         self._before = NO_ROWS  # the rows of the last step
-        # The deferred sampling of the last step, if any: executable, batch, and sampling parameters without masks.
+        # The draw of the last step that draws apart: executable, batch, and sampling parameters without masks.
         self._undrawn: tuple[jax.stages.Compiled, Batch, SamplingBatch] | None = None
         self._num_pages = warm_up.cache_config.num_pages
         self._cache = init_cache(compiler.model_config, warm_up.cache_config)
@@ -71,14 +71,11 @@ class Runner:
     def launch(self, step: Step) -> StepOutput | VerifyOutput:
         """Launches the step behind all earlier ones; returns its output, one row per chunk, then padding rows.
 
-        Defers sampling to `draw` if the step needs grammar masks, verifies no drafts, and the sampling executables are
-        compiled.
+        If the step draws apart, launches its draw too, unless that needs grammar masks, for which it waits for `draw`.
         """
         # An exception of the host leaves the cache as it is, until the step is dispatched.
-        bucket, compiled = self.compiled_steps.choose(step)
-        is_deferred = step.needs_masks and not step.is_verify
-        draw = self.compiled_steps.draws.get(bucket.draw) if is_deferred else None
-        arguments = self._builder.build(step, bucket, self._before, defers_sampling=draw is not None)
+        bucket, compiled, draw = self.compiled_steps.choose(step)
+        arguments = self._builder.build(step, bucket, self._before)
         self._make_copies(step.copies)
         with self._reported_failures():
             output, self._drawn, self._cache = compiled(self._params, self._cache, self._drawn, *arguments)
@@ -87,23 +84,19 @@ class Runner:
         if isinstance(output, VerifyOutput):
             return output
         # Drop unused outputs, so that they are not copied to the host.
-        prompt, ends = output.prompt if step.prompt_log_prob_chunks else None, None if draw is None else output.ends
-        return replace(output, prompt=prompt, ends=ends)
-
-    @property
-    def defers_sampling(self) -> bool:
-        """True if a step can be launched before its grammar masks are known, and its tokens sampled by `draw`."""
-        return bool(self.compiled_steps.draws)
+        prompt, logits = output.prompt if step.prompt_log_prob_chunks else None, None if draw is None else output.logits
+        output = replace(output, prompt=prompt, logits=logits)
+        return output if step.needs_masks else self.draw(step, output)
 
     def draw(self, step: Step, output: StepOutput | VerifyOutput) -> StepOutput | VerifyOutput:
-        """Launches the deferred sampling of the last launched step, if any; returns its output with the tokens."""
+        """Launches the draw of the last launched step, if it is still to come; returns its output with the tokens."""
         if self._undrawn is None:
             return output
         draw, batch, sampling = self._undrawn
-        state, sampling = (self._params, self._cache, self._drawn), add_masks(step, sampling)
+        sampling = add_masks(step, sampling)
         assert isinstance(output, StepOutput)
         with self._reported_failures():
-            drawn, self._drawn = draw(*state, last_tokens(batch), sampling, output.ends)
+            drawn, self._drawn = draw(self._cache, self._drawn, last_tokens(batch), sampling, output.logits)
             self._undrawn = None
         return replace(drawn, hidden=output.hidden, prompt=output.prompt)
 

@@ -6,7 +6,6 @@ import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from jaxinfer.engine.execution.engine_model import EngineModel
 from jaxinfer.engine.execution.executable_cache import compile_or_load
 from jaxinfer.engine.execution.step_shapes import Bucket, plan_buckets, plan_draws
 from jaxinfer.engine.scheduling.step import Chunks, Step
-from jaxinfer.model.batch import Batch
+from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput
 from jaxinfer.model.cache import KVCache, abstract_cache
 from jaxinfer.model.params import Params
 from jaxinfer.plan.memory import step_bytes
@@ -33,6 +32,7 @@ from jaxinfer.steps.steps import decode_loop, decode_step, draw_step, prefill_st
         "step",
         "config",
         "implementation",
+        "is_plain",
         "max_log_probs",
         "max_prompt_log_probs",
         "custom",
@@ -63,25 +63,27 @@ def step_with_feedback(
 
 
 @functools.partial(jax.jit, static_argnames=("step", "max_log_probs", "custom"))
-def sample_with_feedback(
-    params: Params,
+def draw_with_feedback(
     cache: KVCache,
     drawn: jax.Array,
     batch: Batch,
     sampling: SamplingBatch,
-    states: jax.Array,
+    logits: jax.Array,
     *,
     step: Callable[..., Any],
     **statics: Any,
 ) -> tuple[Any, jax.Array]:
-    """Runs a `step` that samples the tokens deferred by `step_with_feedback`; returns (output, drawn) as that does."""
-    output = step(params, cache, batch, sampling, states, **statics)
+    """Runs a `step` that draws from the logits of `step_with_feedback`; returns (output, drawn) as that does."""
+    output = step(cache, batch, sampling, logits, **statics)
     return output, _enter(drawn, output)
 
 
-def _enter(drawn: jax.Array, output: Any) -> jax.Array:
-    # After a step with several tokens per row, the next step takes no pending tokens.
-    return drawn.at[: output.tokens.shape[0]].set(output.tokens) if output.tokens.ndim == 1 else drawn
+def _enter(drawn: jax.Array, output: StepOutput | VerifyOutput) -> jax.Array:
+    """Returns `drawn` with the last token that each row of a step has sampled."""
+    tokens = output.tokens
+    if isinstance(output, VerifyOutput):
+        tokens = jnp.take_along_axis(tokens, jnp.maximum(output.num_emitted - 1, 0)[:, None], axis=1)[:, 0]
+    return drawn.at[: tokens.shape[0]].set(tokens)
 
 
 class StepCompiler:
@@ -93,8 +95,7 @@ class StepCompiler:
     def __init__(self, target: EngineModel, max_drafts: int, kept_layers: tuple[int, ...] = ()) -> None:
         config = target.engine_config
         self.buckets = plan_buckets(config, max_drafts)
-        has_masks = target.model_config.has_logits and find_spec("llguidance") is not None
-        if config.decode_loop_steps == 1 and has_masks:  # steps are launched ahead of masks
+        if target.model_config.has_logits:
             self.buckets = (*plan_draws(self.buckets), *self.buckets)
         self.max_num_rows = config.max_num_seqs
         self.model_config = target.model_config
@@ -102,7 +103,6 @@ class StepCompiler:
         self._max_log_probs = min(config.max_log_probs, target.model_config.vocab_size)
         self._max_prompt_log_probs = config.max_prompt_log_probs
         self._custom = dict(target.custom)
-        self._loop_steps = config.decode_loop_steps
         self._attention = config.attention
         # A decode loop returns no states.
         self._kept = {"kept_layers": kept_layers} if kept_layers else {}
@@ -112,15 +112,18 @@ class StepCompiler:
     @property
     def largest(self) -> list[Bucket]:
         """Returns the largest shape of each kind, which needs the most memory; the last one holds any step."""
-        kinds = {(bucket.is_decode, bucket.q_len, bucket.is_draw, bucket.is_mixed): bucket for bucket in self.buckets}
+        kinds = {
+            (bucket.is_decode, bucket.q_len, bucket.is_draw, bucket.is_mixed, bucket.num_steps): bucket
+            for bucket in self.buckets
+        }
         return list(kinds.values())
 
     def _empty_steps(self, builder: BatchBuilder) -> dict[Bucket, tuple[Any, ...]]:
         """Returns the arguments of a step without requests, for each shape."""
         empty = {bucket: builder.build(Step(Chunks.of(())), bucket) for bucket in self.buckets}
-        for bucket in [bucket for bucket in self.buckets if bucket.is_draw]:  # they take hidden states too
-            shape, dtype = (bucket.num_tokens, self.model_config.hidden_size), self._params.final_norm.dtype
-            empty[bucket] += (jax.ShapeDtypeStruct(shape, dtype),)
+        for bucket in [bucket for bucket in self.buckets if bucket.is_draw]:  # they take logits too
+            shape = bucket.num_tokens, self.model_config.vocab_size
+            empty[bucket] += (jax.ShapeDtypeStruct(shape, jnp.float32),)
         return empty
 
     def guess_bytes(self) -> int:
@@ -148,17 +151,17 @@ class StepCompiler:
 
     def _call(self, cache_config: CacheConfig, bucket: Bucket) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """Returns the jitted function that computes a bucket's steps, its arguments and its static arguments."""
-        arguments = (
-            self._params,
+        state = (
             abstract_cache(self.model_config, cache_config),
             jax.ShapeDtypeStruct((self.max_num_rows,), jnp.int32),
             *self._empty[bucket],
         )
-        statics = {"max_log_probs": self._max_log_probs, "custom": tuple(self._custom.values())}
-        if not bucket.is_draw:
-            statics |= {"config": self.model_config, "implementation": self._attention, **self._kept}
-            return step_with_feedback, arguments, statics | self._step_of(bucket)
-        return sample_with_feedback, arguments, statics | {"step": draw_step}
+        full = {"max_log_probs": self._max_log_probs, "custom": tuple(self._custom.values())}
+        if bucket.is_draw:
+            return draw_with_feedback, state, {"step": draw_step, **full}
+        statics = {"config": self.model_config, "implementation": self._attention, **self._kept}
+        statics |= full if bucket.is_verify else {"is_plain": True}
+        return step_with_feedback, (self._params, *state), statics | self._step_of(bucket)
 
     def _step_of(self, bucket: Bucket) -> dict[str, Any]:
         """Returns the step function of a bucket and the static arguments that only this function takes."""
@@ -167,4 +170,5 @@ class StepCompiler:
         if bucket.is_prefill:
             num_log_probs = min(self._max_prompt_log_probs or 0, self.model_config.vocab_size)
             return {"step": prefill_step, "max_prompt_log_probs": num_log_probs}
-        return {"step": decode_loop, "num_steps": self._loop_steps} if self._loop_steps > 1 else {"step": decode_step}
+        is_loop = bucket.num_steps > 1
+        return {"step": decode_loop, "num_steps": bucket.num_steps} if is_loop else {"step": decode_step}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from jaxinfer.config import EngineConfig
@@ -24,8 +24,9 @@ BATCHED_TOKENS = 512
 class Bucket:
     """One compiled shape: T tokens in B rows.
 
-    A decode bucket has T = B, one token per row. A verify bucket has drafts in some rows; if it is mixed, other rows
-    prefill. A draw bucket samples the tokens that decode or prefill steps of B rows have deferred, with T = B.
+    A decode bucket has T = B, one token per row; in a loop each row gets up to `num_steps` tokens. A verify bucket has
+    drafts in some rows; if it is mixed, other rows prefill. A draw bucket samples, in the full form, the tokens that
+    decode or prefill steps of B rows do not draw plainly, with T = B.
     """
 
     is_decode: bool
@@ -34,6 +35,7 @@ class Bucket:
     q_len: int = 0  # the most drafts per row and 1 in a verify bucket; 0 in others
     is_draw: bool = False
     is_mixed: bool = False
+    num_steps: int = 1  # more than 1 in a decode loop
 
     @property
     def is_verify(self) -> bool:
@@ -47,11 +49,13 @@ class Bucket:
     def name(self) -> str:
         if self.is_verify:
             return f"{'mixed ' if self.is_mixed else ''}verify {self.num_tokens} of {self.num_rows}"
+        if self.num_steps > 1:
+            return f"loop of {self.num_steps} steps {self.num_tokens}"
         return f"{'draw' if self.is_draw else 'decode' if self.is_decode else 'prefill'} {self.num_tokens}"
 
     @property
     def draw(self) -> Bucket:
-        """Returns the bucket that samples the deferred tokens of this bucket's steps."""
+        """Returns the bucket that samples the tokens which this bucket's steps do not draw plainly."""
         return Bucket(False, self.num_rows, self.num_rows, is_draw=True)
 
     @property
@@ -64,12 +68,15 @@ def plan_buckets(config: EngineConfig, max_drafts: int = 0) -> tuple[Bucket, ...
     """Returns every shape that an engine of this configuration uses, by kind, the smallest first.
 
     decode:   1, 8, 64, … rows up to max_num_seqs
+    loops:    the same rows, if decode_loop_steps > 1
     verify:   one draft per decoding row, or `max_drafts` per row, within the limit of mixed tokens; if max_drafts > 0
     mixed:    the same limit, drafts beside rows that prefill; if max_drafts > 0, without draft trees
     prefill:  128, 1024, … tokens up to the step's limit, and the limit of mixed tokens; the most rows that can occur
     """
     max_rows, max_tokens = config.max_num_seqs, max_batched_tokens(config)
     decode = [Bucket(True, rows, rows) for rows in decode_sizes(config)]
+    if config.decode_loop_steps > 1:
+        decode += [replace(bucket, num_steps=config.decode_loop_steps) for bucket in decode]
     sizes = {*_sizes(PREFILL_TOKENS, max_tokens), max_mixed_tokens(config)}
     prefill = [Bucket(False, n, min(n, max_rows)) for n in sorted(sizes)]
     verify = _verify_buckets(decode_sizes(config), max_drafts, max_mixed_tokens(config))
@@ -80,8 +87,8 @@ def plan_buckets(config: EngineConfig, max_drafts: int = 0) -> tuple[Bucket, ...
 
 
 def plan_draws(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
-    """Returns the draw buckets of `buckets`; verify steps have none, for they are not launched ahead of masks."""
-    draws = {bucket.draw for bucket in buckets if not bucket.is_verify}
+    """Returns the draw buckets of `buckets`; verify steps draw in the full form, and loops plainly alone."""
+    draws = {bucket.draw for bucket in buckets if not bucket.is_verify and bucket.num_steps == 1}
     return tuple(sorted(draws, key=lambda bucket: bucket.num_tokens))
 
 
@@ -127,7 +134,7 @@ def _sizes(first: tuple[int, ...], last: int) -> list[int]:
 def choose_bucket(buckets: Sequence[Bucket], step: Step) -> Bucket:
     """Returns the smallest bucket of the step's kind that holds the step; see `find_bucket`."""
     kind = {"is_decode": step.is_decode, "is_verify": step.is_verify, "is_mixed": step.is_verify and step.is_mixed}
-    return find_bucket(buckets, step.num_tokens, len(step.chunks), **kind)
+    return find_bucket(buckets, step.num_tokens, len(step.chunks), **kind, is_loop=step.is_loop)
 
 
 def find_bucket(
@@ -138,6 +145,7 @@ def find_bucket(
     is_decode: bool = False,
     is_verify: bool = False,
     is_mixed: bool = False,
+    is_loop: bool = False,
 ) -> Bucket:
     """Returns the first bucket of a kind that holds `num_tokens` tokens in `num_rows` rows.
 
@@ -147,11 +155,14 @@ def find_bucket(
     for bucket in buckets:
         fits = bucket.num_tokens >= num_tokens and bucket.num_rows >= num_rows
         is_of_kind = (
-            bucket.is_verify == is_verify and bucket.is_mixed == is_mixed and (is_decode or not bucket.is_decode)
+            bucket.is_verify == is_verify
+            and bucket.is_mixed == is_mixed
+            and (bucket.num_steps > 1) == is_loop
+            and (is_decode or not bucket.is_decode)
         )
         if fits and is_of_kind and not bucket.is_draw:
             return bucket
-    kind = "verify" if is_verify else "decode" if is_decode else "prefill"
+    kind = "verify" if is_verify else "loop" if is_loop else "decode" if is_decode else "prefill"
     there = ", ".join(bucket.name for bucket in buckets)
     raise RuntimeError(f"no bucket for {kind} steps holds {num_tokens} tokens in {num_rows} rows; there are {there}")
 

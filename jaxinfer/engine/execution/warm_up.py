@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.config import CacheConfig, EngineConfig
-from jaxinfer.engine.execution.compiled_steps import CompiledSteps
+from jaxinfer.engine.execution.compiled_steps import CompiledSteps, enough_buckets
 from jaxinfer.engine.execution.engine_model import EngineModel, PreparesDrafts, abstract
 from jaxinfer.engine.execution.memory_plan import (
     bytes_of_bounded,
@@ -138,12 +138,12 @@ class WarmUp:
             bounded_bytes=bytes_of_bounded(target.model_config, target.cache_config),
             limit_bytes=plan_limit(target.engine_config, resident),
         )
-        self._waits_for = compiler.buckets[-1:] if guess.limit_bytes is None else compiler.largest
+        self._waits_for = enough_buckets(compiler.buckets) if guess.limit_bytes is None else compiler.largest
         is_fixed = target.engine_config.num_pages is not None
         (known, self.copiers), self._memory = fit_pages(self._compile_for, guess, is_fixed=is_fixed)
         self.cache_config = self._cache_config(self._memory.num_pages)
         self.steps = CompiledSteps(compiler.buckets, partial(compiler.compile, self.cache_config), known)
-        self.steps.wait_for_last(show_progress=show_progress)
+        self.steps.wait_for_enough(show_progress=show_progress)
         self.model = replace(target, params=abstract(target.params))  # the runner owns the parameters
 
     def ready(self) -> Ready:

@@ -136,9 +136,8 @@ class BlockTables:
         Returns the number of tokens after the next one that fit. It is less than the number of tokens the request may
         still sample, for the last one needs no slot. Speculative tokens never preempt another request.
         """
-        num_tokens = min(
-            num_tokens, request.max_tokens - request.num_output_tokens - 1, self.windowed.max_uniform_chunk(request) - 1
-        )
+        num_to_come = request.max_len - len(request.token_ids) - request.num_pending
+        num_tokens = min(num_tokens, num_to_come - 1, self.windowed.max_uniform_chunk(request) - 1)
         num_missing = self.num_missing(request, 1 + num_tokens)
         self.extend(request, min(num_missing, self.pages.num_available))
         room = len(request.pages) * self.page_size - request.num_computed - 1
@@ -146,21 +145,22 @@ class BlockTables:
         self.extend_further(request, 1 + num_tokens)
         return num_tokens
 
-    def advance(self, request: Request, num_computed: int) -> None:
-        """Records that a launched step puts the tokens up to `num_computed` into the cache.
+    def record(self, request: Request, start: int, end: int) -> None:
+        """Records that launched steps put the tokens from `start` to `end`, which are known, into the cache.
 
         Registers pages that are full now, and frees pages behind the window. Later steps may overwrite freed pages,
-        because the device runs steps in order: the launched step has read them by then.
+        because the device runs steps in order: the launched step has read them by then. A request that has lost its
+        pages since the launch has nothing to record.
         """
-        first = request.num_computed // self.page_size
-        request.num_computed = num_computed
-        last = request.num_computed // self.page_size
-        if first != last and request.keys is not None:
-            for index in range(first, last):
-                self._make_known(request, request.keys, index)
-        self.windowed.free_behind(request, num_computed - 1)
+        if not request.pages:
+            return
+        if (keys := request.keys) is not None:
+            for index in range(start // self.page_size, end // self.page_size):
+                if index not in request.evicted:
+                    self._make_known(request, keys, index)
+        self.windowed.free_behind(request, end - 1)
         for bounded in self.further:
-            bounded.free_behind(request, num_computed - 1)
+            bounded.free_behind(request, end - 1)
 
     def release(self, request: Request) -> None:
         for bounded in self.further if request.bounded else ():
@@ -172,13 +172,14 @@ class BlockTables:
 
     def swap_out(self, request: Request) -> None:
         """Takes the pages of a preempted request; prefix lookup and tiers can return their content when it resumes."""
-        request.num_swapped_tokens = request.num_computed
-        num_tokens = request.num_computed % self.page_size
+        num_known = min(request.num_computed, len(request.token_ids))  # the last tokens of a launched loop are unknown
+        request.num_swapped_tokens, num_tokens = num_known, num_known % self.page_size
+        is_state_known = num_known == request.num_computed
         if self._tiers is not None and request.keys is not None and num_tokens:
-            key = request.keys.partial_key(request.num_computed, request.token_ids)
+            key = request.keys.partial_key(num_known, request.token_ids)
             if self._tiers.wants(key, num_tokens):
-                self.copies.append(SwapOut(request.pages[request.num_computed // self.page_size], key))
-            for bounded in self.further:
+                self.copies.append(SwapOut(request.pages[num_known // self.page_size], key))
+            for bounded in self.further if is_state_known else ():
                 bounded.swap_out_last(request, key, num_tokens)
         self.release(request)
 

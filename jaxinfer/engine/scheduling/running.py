@@ -137,19 +137,21 @@ class RunningQueue(Sequence[Request]):
         """
         leaving: list[Request] = []
         rows, page_size = chunks.rows, self._tables.page_size
-        # `BlockTables.advance` is due when a page fills up. With a window it is also due at the first token of a page,
+        # `BlockTables.record` is due when a page fills up. With a window it is also due at the first token of a page,
         # which no longer sees a page behind the window.
         num_after = int(self._tables.frees_pages)
-        for request, epoch, start, count in zip(rows.requests, rows.epochs, chunks.starts, chunks.lens, strict=True):
+        columns = rows.requests, rows.epochs, chunks.starts, chunks.lens, chunks.max_new_tokens
+        for request, epoch, start, count, num_new in zip(*columns, strict=True):
             if request.epoch != epoch:  # the request has ended or was rewound
                 continue
             end = start + count
-            if end % page_size < count + num_after:
-                self._tables.advance(request, end)
             request.num_computed = end
+            if end % page_size < count + num_after:
+                self._tables.record(request, start, end)
             if end == len(request.token_ids):
-                request.num_pending = 1
-                if end + 1 >= request.max_len:
+                request.num_pending = num_new
+                request.num_computed = end + num_new - 1  # a loop feeds its tokens back, all but the last
+                if end + num_new >= request.max_len:
                     leaving.append(request)
         for request in leaving:
             self.leave(request)

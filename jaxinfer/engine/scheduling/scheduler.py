@@ -79,7 +79,7 @@ class Scheduler:
 
     max_mixed_tokens: bounds the tokens of a step with decoding requests; None for max_num_batched_tokens
     max_waiting: bounds the requests beyond `max_num_seqs`; None for no bound
-    decode_loop_steps: decode steps per launch if every request decodes and there is no speculation
+    decode_loop_steps: decode steps per launch if every request decodes and is drawn plainly; not with speculation
     tiers: store the pages that are evicted from the pool
     window: the pages of a request behind this window are released while the request runs
     further: the model's further kinds of pages
@@ -111,8 +111,6 @@ class Scheduler:
         self._max_waiting = max_waiting
         self._decode_loop_steps = decode_loop_steps
         self._speculation = speculation
-        # True if a step may be scheduled before the last step's tokens are known: it yields one token per request.
-        self._overlap = decode_loop_steps == 1
         self._targets = targets
         self.clock = clock
         self.tiers = tiers
@@ -227,9 +225,9 @@ class Scheduler:
     def schedule(self, after: Step | None = None) -> Step | None:
         """Returns the next step, or None if there is nothing to do. Preempts requests if pages run out.
 
-        `after` is a launched step that is not committed: the new step counts one unknown token more for its requests.
-        Returns None if the new step must know those tokens first, for drafts or multi-step decode. If such a token ends
-        its request, the new step's token for the request is discarded.
+        `after` is a launched step that is not committed: the new step counts its unknown tokens for its requests.
+        Returns None if the new step must know those tokens first, for drafts. If such a token ends its request, the new
+        step's tokens for the request are discarded.
         """
         if after is not None and not self._look_ahead(after):
             return None
@@ -242,10 +240,10 @@ class Scheduler:
         if self._speculation is not None and after is None:
             chunks = self._speculation.add_drafts(chunks, self._tables)
         elif self._decode_loop_steps > 1:
-            chunks = _extend_for_multi_step(chunks, self._tables, self._decode_loop_steps)
+            chunks = _extend_for_loop(chunks, self._tables, self._decode_loop_steps)
         for observer in self.observers:
             observer.scheduled(began, self.metrics())
-        return Step(chunks, self.copies, self._num_waiting > 0, began, after is not None) if chunks else None
+        return Step(chunks, self.copies, began, after is not None) if chunks else None
 
     def abandon(self, step: Step) -> None:
         """Learns that a step was interrupted at its launch: it may have run or not, and is scheduled again.
@@ -291,9 +289,12 @@ class Scheduler:
             if not request.num_pending:
                 continue
             deltas.append(append_tokens(request, tokens, now))
-            if len(tokens) > 1:
-                # All but the last are in the cache: accepted drafts, or tokens that a multi-step decode fed back.
-                self._tables.advance(request, request.num_computed + min(len(tokens) - 1, request.num_uncomputed))
+            if step.is_loop:  # `_enter` has counted the tokens that the loop fed back; now they are known
+                self._tables.record(request, chunk.start + 1, min(request.num_computed, len(request.token_ids)))
+            elif len(tokens) > 1:  # all but the last are in the cache: accepted drafts
+                start, num_accepted = request.num_computed, min(len(tokens) - 1, request.num_uncomputed)
+                request.num_computed += num_accepted
+                self._tables.record(request, start, request.num_computed)
             if chunk.drafts:
                 self._tally.num_drafted_tokens += len(chunk.drafts)
                 self._tally.num_accepted_tokens += len(tokens) - 1
@@ -301,8 +302,7 @@ class Scheduler:
 
     def _look_ahead(self, step: Step) -> bool:
         """True if the next step can be scheduled before the tokens of `step` are known; then records its launch."""
-        can_overlap = self._speculation is None or self._speculation.can_overlap(step)
-        if not can_overlap or not self._overlap:
+        if self._speculation is not None and not self._speculation.can_overlap(step):
             return False
         self._enter(step)
         return True
@@ -332,13 +332,13 @@ class Scheduler:
             observer.ended(request)
 
 
-def _extend_for_multi_step(chunks: Chunks, tables: BlockTables, max_steps: int) -> Chunks:
+def _extend_for_loop(chunks: Chunks, tables: BlockTables, max_steps: int) -> Chunks:
     """Returns the chunks with `max_new_tokens` set: at most `max_steps`, the request's remaining tokens and free pages.
 
-    Leaves 1 unless every request decodes. Leaves 1 if any has a grammar, for the host computes each token's mask, or
-    pools states, which a multi-step decode does not return.
+    Leaves 1 unless every request decodes, is drawn plainly and pools no states, which a loop does not return.
     """
-    if not chunks.are_last_tokens or any(request.grammar or request.pooling for request in chunks.requests):
+    rows = chunks.rows
+    if not (rows.are_drawn_plainly and chunks.are_last_tokens) or rows.pool_states:
         return chunks
     max_new_tokens = [1 + tables.extend_ahead(request, max_steps - 1) for request in chunks.requests]
     return replace(chunks, max_new_tokens=max_new_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -22,7 +22,7 @@ class Chunk:
     num_tokens: int  # without the drafts; none of them is in the cache yet
     epoch: int = 0  # the request's epoch when the step was scheduled
     drafts: Sequence[int] = ()
-    max_new_tokens: int = 1  # the most tokens that a multi-step decode may sample; the request has pages for them
+    max_new_tokens: int = 1  # tokens that a decode loop samples; the request has pages for them
 
     @property
     def is_last(self) -> bool:
@@ -55,9 +55,19 @@ class Rows:
         return all(request.is_plain for request in self.requests)
 
     @cached_property
+    def are_drawn_plainly(self) -> bool:
+        """True if a step in the plain form draws the next token of every request, see `steps`."""
+        return all(request.sampling.is_plain for request in self.requests)
+
+    @cached_property
     def has_structures(self) -> bool:
         """True if any request has a grammar, which constrains its next token by all tokens before it."""
         return any(request.grammar is not None for request in self.requests)
+
+    @cached_property
+    def pool_states(self) -> bool:
+        """True if any request pools its hidden states."""
+        return any(request.pooling is not None for request in self.requests)
 
     @cached_property
     def max_len(self) -> int:
@@ -120,10 +130,10 @@ class Chunks(Sequence[Chunk]):
 
     @property
     def are_last_tokens(self) -> bool:
-        """True if every chunk is the last token of its request, so that the step samples one token per row."""
+        """True if every chunk is the last token of its request, known or pending, so that every request decodes."""
         if sum(self.lens) != len(self):
             return False
-        return list(self.starts) == [len(request.token_ids) - 1 for request in self.requests]
+        return list(self.starts) == [len(request.token_ids) + request.num_pending - 1 for request in self.requests]
 
 
 @dataclass(eq=False)
@@ -132,7 +142,6 @@ class Step:
 
     chunks: Chunks  # decoding requests first
     copies: PageTransfers = field(default_factory=PageTransfers)
-    stop_at_first_finish: bool = False  # a multi-step decode ends with its first request: another waits for the row
     began: float = 0.0  # time of scheduling
     is_ahead: bool = False  # scheduled before the tokens of the previous step were known
     # The device may have idled this long after the step, because the host read the result late. The step ended at an
@@ -142,21 +151,30 @@ class Step:
     is_verify: bool = field(init=False)  # some row has drafts
     is_mixed: bool = field(init=False)  # some row has more tokens than one and its drafts
     is_plain: bool = field(init=False)  # no row has a grammar or wants more log-probabilities than its tokens'
+    is_loop: bool = field(init=False)  # some row gets several tokens, in a decode loop
     is_decode: bool = field(init=False)  # one token per row, no drafts, no prompt log-probabilities, no pooled states
     needs_masks: bool = field(init=False)  # some row's next token needs a mask of its grammar
+    draws_apart: bool = field(init=False)  # its tokens are drawn in the full form, in a launch of its own
 
     def __post_init__(self) -> None:
         chunks = self.chunks
         num_drafts = sum(map(len, chunks.drafts)) if any(chunks.drafts) else 0
         self.num_tokens = sum(chunks.lens) + num_drafts
         self.is_verify = num_drafts > 0
+        self.is_loop = max(chunks.max_new_tokens, default=1) > 1
         self.is_mixed = self.num_tokens > len(chunks) + num_drafts
         self.is_plain = chunks.rows.is_plain
         has_one_token_rows = not self.is_verify and self.num_tokens == len(chunks)
         self.is_decode = has_one_token_rows and not self.prompt_log_prob_chunks and not self.pooled_chunks
-        self.needs_masks = chunks.rows.has_structures and any(
-            request.grammar is not None and start + count == len(request.token_ids) + request.num_pending
-            for request, start, count in zip(chunks.requests, chunks.starts, chunks.lens, strict=True)
+        self.needs_masks = chunks.rows.has_structures and self._ends_any(lambda request: request.grammar is not None)
+        is_drawn_here = self.is_verify or chunks.rows.are_drawn_plainly
+        self.draws_apart = not is_drawn_here and self._ends_any(lambda request: not request.sampling.is_plain)
+
+    def _ends_any(self, is_meant: Callable[[Request], bool]) -> bool:
+        """True if the step samples the next token of any of these requests."""
+        return any(
+            start + count == len(request.token_ids) + request.num_pending and is_meant(request)
+            for request, start, count in zip(self.chunks.requests, self.chunks.starts, self.chunks.lens, strict=True)
         )
 
     @property

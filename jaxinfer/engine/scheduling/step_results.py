@@ -57,7 +57,7 @@ def _emitted_tokens(step: Step, output: Any) -> list[list[SampledToken]]:
 
 def _alternatives(output: Any, row: int | slice, count: int) -> list[dict[int, float]]:
     tokens, log_probs = (
-        np.asarray(array[row]).reshape(-1, array.shape[-1])[:, :count].tolist()
+        np.atleast_2d(array[row])[:, :count].tolist()  # none in a plain step
         for array in (output.top_tokens, output.top_log_probs)
     )
     return [dict(zip(*pair, strict=True)) for pair in zip(tokens, log_probs, strict=True)]

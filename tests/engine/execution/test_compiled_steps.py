@@ -37,14 +37,14 @@ def steps_behind(gate):
         return bucket.name
 
     steps = CompiledSteps(BUCKETS, compile_bucket)
-    steps.wait_for_last()
+    steps.wait_for_enough()
     return steps
 
 
 def test_the_last_stands_in_for_what_is_not_compiled(gate):
     steps = steps_behind(gate)
 
-    assert steps.choose(DECODE) == (LAST, LAST.name)
+    assert steps.choose(DECODE) == (LAST, LAST.name, None)
 
 
 def test_every_step_has_its_own_when_all_are_compiled(gate):
@@ -67,27 +67,53 @@ def test_what_is_compiled_meanwhile_is_used_without_waiting(gate):
     assert steps.choose(DECODE)[1] == "decode 8"
 
 
-def test_what_draws_apart_is_there_when_all_of_it_is_and_computes_no_step(gate, monkeypatch):
+def apart(num_rows):
+    """A decode step whose tokens are drawn in the full form."""
+    step = make_step([(5, 1)] * num_rows)
+    step.draws_apart = True
+    return step
+
+
+def test_a_step_that_draws_apart_takes_a_bucket_whose_draw_is_compiled(gate, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)  # one compiles after the other
     draws = plan_draws(BUCKETS)
     names = []
 
     def compile_bucket(bucket):
-        assert bucket != draws[-1] or gate.wait(60)
+        assert bucket != draws[0] or gate.wait(60)
         names.append(bucket.name)
         return bucket.name
 
     steps = CompiledSteps((*draws, *BUCKETS), compile_bucket)
-    while len(names) < len(draws) + len(BUCKETS) - 1:
-        steps.choose(DECODE) if steps.compiled else steps.wait_for_last()
-    assert steps.draws == {}
+    steps.wait_for_enough()
+    assert steps.choose(apart(1)).draw == "draw 8"
+    while steps.choose(make_step([(5, 1)])).compiled != "decode 1":
+        pass
+    assert steps.choose(apart(1))[1:] == ("decode 8", "draw 8")
     gate.set()
 
     steps.wait()
 
-    assert names == [LAST.name, "decode 1", "decode 8", "draw 1", "draw 8"]  # who computes comes before who only draws
-    assert steps.draws == {bucket: bucket.name for bucket in draws}
-    assert {steps.choose(make_step([(5, 1)] * n))[0].is_draw for n in range(1, 9)} == {False}
+    # The step that holds any other, with its draw, comes first, and steps before draws.
+    assert names == [LAST.name, "draw 8", "decode 1", "decode 8", "draw 1"]
+    assert steps.choose(apart(1))[1:] == ("decode 1", "draw 1")
+
+
+def test_a_loop_that_holds_any_is_waited_for(gate):
+    buckets = plan_buckets(EngineConfig(max_num_seqs=8, max_num_batched_tokens=64, decode_loop_steps=4))
+
+    def compile_bucket(bucket):
+        assert bucket in (LAST, enough[0]) or gate.wait(60)
+        return bucket.name
+
+    enough = [bucket for bucket in buckets if bucket.num_steps > 1][-1:]
+    steps = CompiledSteps(buckets, compile_bucket)
+    steps.wait_for_enough()
+    step = make_step([(5, 1)])
+    step.is_loop = True
+
+    assert steps.choose(step).bucket == enough[0]
+    assert steps.choose(make_step([(5, 1)])).bucket == LAST
 
 
 @pytest.mark.parametrize("reason", ["the compiler uses the device", "several processes"])
@@ -101,7 +127,7 @@ def test_all_steps_are_waited_for_where_they_cannot_come_later(monkeypatch, reas
         return bucket.name
 
     steps = CompiledSteps(BUCKETS, compile_bucket)
-    steps.wait_for_last()
+    steps.wait_for_enough()
 
     assert set(steps.compiled) == set(BUCKETS)
 
@@ -118,7 +144,7 @@ def test_threads_may_wait_for_the_steps_that_another_chooses_from():
     try:
         for _ in range(30):
             steps, errors = CompiledSteps(buckets, compile_bucket), []
-            steps.wait_for_last()
+            steps.wait_for_enough()
 
             def wait(steps=steps, errors=errors):
                 try:
@@ -158,7 +184,7 @@ def test_ctrl_c_at_the_end_of_a_process_ends_its_compiler_with_it():
         "from jaxinfer.engine.execution.compiled_steps import CompiledSteps; buckets = plan_buckets(EngineConfig()); "
         "steps = CompiledSteps(buckets, lambda bucket: bucket == buckets[-1] or time.sleep(20)); "
         # Called when the program has ended and the process begins to wait for its threads.
-        "threading._register_atexit(lambda: print('done', flush=True)); steps.wait_for_last()"
+        "threading._register_atexit(lambda: print('done', flush=True)); steps.wait_for_enough()"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert process.stdout is not None
@@ -175,10 +201,10 @@ def test_a_failure_of_the_compiler_is_told_and_larger_steps_go_on(caplog):
         return bucket.name
 
     steps = CompiledSteps(BUCKETS, compile_bucket)
-    steps.wait_for_last()
+    steps.wait_for_enough()
 
     while not caplog.records:
-        assert steps.choose(DECODE) == (LAST, LAST.name)
+        assert steps.choose(DECODE) == (LAST, LAST.name, None)
 
     assert "out of registers" in caplog.text
     with pytest.raises(MemoryError, match="out of registers"):
@@ -208,12 +234,13 @@ def test_a_failure_at_the_last_is_raised():
         raise MemoryError("out of registers")
 
     with pytest.raises(MemoryError, match="out of registers"):
-        CompiledSteps(BUCKETS, compile_bucket).wait_for_last()
+        CompiledSteps(BUCKETS, compile_bucket).wait_for_enough()
 
 
 def test_a_larger_step_yields_every_bit_of_those_it_stands_in_for(llm, monkeypatch):
     expected, steps = contents(llm), runner_of(llm).compiled_steps
     monkeypatch.setattr(steps, "_ready", steps._ready[-1:])
+    monkeypatch.setattr(steps, "_with_draw", steps._ready[-1:])
 
     with recorded_steps(llm) as computed:
         assert contents(llm) == expected

@@ -61,20 +61,6 @@ def test_a_loop_takes_no_page_from_anybody():
     assert engine.scheduler.metrics().num_preemptions == 0
 
 
-def test_a_loop_ends_with_its_first_request_while_another_waits():
-    engine = Engine(**LIMITS)
-    for i, max_tokens in enumerate((3, 9, 9)):
-        engine.add(i, prompt=4, max_tokens=max_tokens)
-    lengths(engine, 1)
-
-    step = engine.scheduler.schedule()
-
-    assert step is not None
-    assert step.stop_at_first_finish
-    engine.scheduler.commit(step, engine.device.run(step))
-    assert engine.scheduler.metrics().num_running == 1
-
-
 def test_a_request_with_a_structure_comes_back_for_every_mask(looping_llm):
     with recorded_steps(looping_llm) as steps:
         looping_llm.generate([5], SamplingParams(regex="[a-c]{6}", seed=0), show_progress=False)

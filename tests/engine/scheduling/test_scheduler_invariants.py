@@ -38,6 +38,7 @@ from tests.engine.fake_device import FakeDevice, GuessingDrafter, expected_token
 from tests.engine.sights import Endless, window_of
 
 STEPS_PER_EXAMPLE = 40
+MOST_AHEAD = 6  # tokens of a request in the steps under way: two loops of three, or a token and four drafts
 ADMISSION: Any = SimpleNamespace(detokenizer=lambda _: None, grammars=SimpleNamespace(compile=lambda _: None))
 
 
@@ -58,9 +59,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         ),  # of tokens; sinks and all seen, in pages
         # Tokens in the windows of further kinds of pages, 0 for states; only beside a first kind that keeps all.
         further=st.sampled_from([(), (), (3,), (0,), (2, 6), (6, 0), (1, 0)]),
+        loop_steps=st.sampled_from([1, 3, 1, 2]),  # if there are no drafts
     )
     def start(
-        self, num_pages, page_size, max_num_seqs, more, mixed, tier_pages, copy_pays, max_drafts, window, further
+        self,
+        num_pages,
+        page_size,
+        max_num_seqs,
+        more,
+        mixed,
+        tier_pages,
+        copy_pays,
+        max_drafts,
+        window,
+        further,
+        loop_steps,
     ):
         self.now = 0.0
         window = None if further else window
@@ -84,6 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_pages=num_pages,
             page_size=page_size,
             max_mixed_tokens=max_num_seqs + mixed if mixed <= more else None,
+            decode_loop_steps=loop_steps if max_drafts is None else 1,
             tiers=self.tiers,
             window=self.attention_window,
             further=[self.plan_kind(window) for window in further],
@@ -101,7 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def plan_kind(self, window: int) -> BoundedKind:
         """As many pages as the rows can use, by the rule of `plan_further_kinds`."""
         num_kept = -(-max(window - 1, 0) // self.page_size)
-        per_row = num_kept + 2 + -(-5 // self.page_size)  # a token and four drafts
+        per_row = num_kept + 2 + -(-MOST_AHEAD // self.page_size)
         num_pages = self.max_num_seqs * per_row + -(-self.budget // self.page_size)
         return BoundedKind(num_kept, num_pages, is_state=window == 0)
 
@@ -176,7 +190,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if request.pages:
             kept = [index for index in range(len(request.pages)) if index not in request.evicted]
             restored.saved = {index: device.content(request.pages[index]) for index in kept}
-            restored.num_saved = request.num_computed
+            restored.num_saved = min(request.num_computed, len(request.token_ids))
             restored.bounded_saved = [
                 {i: device.bounded[kind].get(table.pages[i]) for i in range(table.first, len(table.pages))}
                 for kind, table in enumerate(request.bounded)
@@ -283,7 +297,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for chunk in chunks:
             assert chunk.start == chunk.request.num_computed
             assert 1 <= chunk.num_tokens <= chunk.request.num_uncomputed
-            num_slots = chunk.num_tokens + len(chunk.drafts)
+            num_slots = chunk.num_tokens + len(chunk.drafts) + chunk.max_new_tokens - 1
             assert len(chunk.request.pages) * self.page_size >= chunk.start + num_slots
             assert not chunk.drafts or (chunk.num_tokens == 1 and chunk.is_last)
         decoded = [chunk.request for chunk in chunks if chunk.request in decoding]
@@ -297,7 +311,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def what_is_written_is_nobody_elses(self, step: Step):
         pages = self.scheduler._tables.pages
         for chunk in step.chunks:
-            end = chunk.start + chunk.num_tokens + len(chunk.drafts)
+            end = chunk.start + chunk.num_tokens + len(chunk.drafts) + chunk.max_new_tokens - 1
             first, last = chunk.start // self.page_size, (end - 1) // self.page_size
             assert first >= chunk.request.evicted.stop, "a page is written that was given back"
             for page in [*chunk.request.pages[first : last + 1], *chunk.request.rotated_sinks]:
@@ -309,7 +323,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.interruption(step)
         return self.device.run(step)
 
-    draw, defers_sampling, is_done = Device.draw, False, Device.is_done
+    draw, is_done = Device.draw, Device.is_done
 
     def read(self, output: Any) -> Any:
         if self.meanwhile is not None:
@@ -369,7 +383,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Tokens of the request that a launched step computes and the scheduler has not entered yet."""
         steps = [launched.step for launched in self.pipeline._launched]
         chunks = [chunk for step in steps if step is not self.scheduler._entered for chunk in step.chunks]
-        return sum(chunk.num_tokens for chunk in chunks if chunk.request is request and not chunk.is_stale)
+        chunks = [chunk for chunk in chunks if chunk.request is request and not chunk.is_stale]
+        return sum(chunk.num_tokens + chunk.max_new_tokens - 1 for chunk in chunks)
 
     def has_no_more_pages_than_its_window_needs(self, request: Request):
         owned = request.owned_pages
@@ -381,7 +396,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_sinks, num_seen, _ = (count // self.page_size for count in self.window)
             assert len(owned) <= num_seen + num_sinks
         else:
-            most_written = max(self.budget, 5)  # a token and four drafts
+            most_written = max(self.budget, MOST_AHEAD)
             assert len(owned) <= 1 + -(-self.window // self.page_size) + -(-most_written // self.page_size)
 
     def device_after_copies(self) -> FakeDevice:
