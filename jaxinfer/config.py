@@ -59,8 +59,10 @@ class EngineConfig:
 
     Requests and steps:
 
-    * `max_num_seqs`: requests in one step.
-    * `max_num_batched_tokens`: tokens in one step. None takes 512, and at least max_num_seqs and max_mixed_tokens.
+    * `max_num_seqs`: requests in one step. None takes 32 on CPU, and up to 256 on a GPU or TPU, as many as have pages
+      for 1,024 tokens each.
+    * `max_num_batched_tokens`: tokens in one step. None takes 512 on CPU and 2,048 elsewhere, and at least max_num_seqs
+      and max_mixed_tokens.
     * `max_model_len`: prompt and output tokens of a request. None takes the model's own limit, with LongRoPE the
       original one.
     * `num_sink_tokens`: allows longer requests with attention sinks (StreamingLLM, Xiao et al. 2023). They attend to at
@@ -69,7 +71,8 @@ class EngineConfig:
       is more, but no more than max_num_batched_tokens, which it takes elsewhere. A lower limit slows prompts down and
       makes the time between tokens more even.
     * `decode_loop_steps`: decode steps per dispatch while all requests decode. More steps save time, but tokens come in
-      bursts, and aborts and deadlines act between dispatches. Excludes speculation.
+      bursts, and aborts and deadlines act between dispatches. None takes 1 on CPU, and elsewhere up to 8, as many as
+      take 5 ms. More than 1 excludes speculation.
     * `max_waiting`: waiting requests beyond the running ones. None sets no limit.
     * `attention`: "reference" computes attention in plain JAX, for cases that the GPU and TPU kernels refuse. It is
       many times slower there, and changes nothing on a CPU or a GPU too old for the kernels. None takes the kernels.
@@ -112,7 +115,7 @@ class EngineConfig:
     * `tpot_target`: seconds per token after the first. None sets no target.
     """
 
-    max_num_seqs: int = 32
+    max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
     num_sink_tokens: int | None = None
@@ -125,7 +128,7 @@ class EngineConfig:
     max_prompt_log_probs: int | None = None
     max_listed_tokens: int = 128
     prefix_cache: bool = True
-    decode_loop_steps: int = 1
+    decode_loop_steps: int | None = None
     max_mixed_tokens: int | None = None
     max_waiting: int | None = None
     host_cache_bytes: int | None = None
@@ -141,13 +144,15 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         make_scalars_plain(self)
-        require_int("max_num_seqs", self.max_num_seqs, 1)
+        least_tokens = self.max_num_seqs or 1
+        if self.max_num_seqs is not None:
+            require_int("max_num_seqs", self.max_num_seqs, 1)
         if self.max_num_batched_tokens is not None:
             require(
-                is_int(self.max_num_batched_tokens) and self.max_num_batched_tokens >= self.max_num_seqs,
+                is_int(self.max_num_batched_tokens) and self.max_num_batched_tokens >= least_tokens,
                 "max_num_batched_tokens",
                 self.max_num_batched_tokens,
-                f"an integer of at least max_num_seqs={self.max_num_seqs}, so that every running request can advance",
+                f"an integer of at least max_num_seqs={least_tokens}, so that every running request can advance",
             )
         if self.max_model_len is not None:
             require_int("max_model_len", self.max_model_len, 2)
@@ -164,11 +169,12 @@ class EngineConfig:
             require_int("max_prompt_log_probs", self.max_prompt_log_probs, 0)
         require_int("max_listed_tokens", self.max_listed_tokens, 1)
         require_bool("prefix_cache", self.prefix_cache)
-        require_int("decode_loop_steps", self.decode_loop_steps, 1)
+        if self.decode_loop_steps is not None:
+            require_int("decode_loop_steps", self.decode_loop_steps, 1)
         if self.max_mixed_tokens is not None:
             # The minimum leaves a token for a prompt while all other rows decode.
             most = self.max_num_batched_tokens or MAX_INT
-            require_int("max_mixed_tokens", self.max_mixed_tokens, self.max_num_seqs, most)
+            require_int("max_mixed_tokens", self.max_mixed_tokens, least_tokens, most)
         if self.max_waiting is not None:
             require_int("max_waiting", self.max_waiting, 0)
         # Fewer than the slots of the smallest page, so that drafts need at most one more page.

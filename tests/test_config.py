@@ -109,8 +109,8 @@ REFUSED = [
     *((CacheConfig, "dtype", value) for value in ("float64", "int8", "", None, 1)),
     *((CacheConfig, "num_pages", value) for value in NOT_SIZES),
     *((CacheConfig, "page_size", value) for value in (*NOT_SIZES, 8, 48, 256, 64.0)),
-    *((EngineConfig, "max_num_seqs", value) for value in NOT_SIZES),
-    *((EngineConfig, "max_num_batched_tokens", value) for value in (0, -1, 64.0, True, "64", 31)),
+    *((EngineConfig, "max_num_seqs", value) for value in NOT_SIZES if value is not None),
+    *((EngineConfig, "max_num_batched_tokens", value) for value in (0, -1, 64.0, True, "64")),
     *((EngineConfig, "max_model_len", value) for value in (1, 0, -1, 2.0, True, "8", float("nan"))),
     *((EngineConfig, "num_sink_tokens", value) for value in (0, -1, 16.0, True, "16")),
     *((EngineConfig, "page_size", value) for value in (*NOT_SIZES, 8, 48, 256)),
@@ -125,7 +125,7 @@ REFUSED = [
     *((EngineConfig, "host_cache_bytes", value) for value in (0, -1, 1.0, True, "8")),
     (EngineConfig, "disk_cache_bytes", 0),
     (EngineConfig, "disk_cache_path", "folder without a limit"),
-    *((EngineConfig, "max_mixed_tokens", value) for value in (31, 64.0, True, "64")),
+    *((EngineConfig, "max_mixed_tokens", value) for value in (0, 64.0, True, "64")),
     *((EngineConfig, "max_waiting", value) for value in (-1, 1.0, True, "8")),
     *((SamplingParams, "max_tokens", value) for value in NOT_SIZES),
     *((SamplingParams, "temperature", value) for value in (*NOT_NUMBERS, -1e-9)),
@@ -253,7 +253,9 @@ def test_all_layers_are_one_group_unless_told_otherwise():
 
 def test_a_mixed_step_has_no_more_tokens_than_any():
     with pytest.raises(ValueError, match="max_mixed_tokens=65 is not allowed.*from 32 to 64"):
-        EngineConfig(max_num_batched_tokens=64, max_mixed_tokens=65)
+        EngineConfig(max_num_seqs=32, max_num_batched_tokens=64, max_mixed_tokens=65)
+    with pytest.raises(ValueError, match="max_mixed_tokens=31 is not allowed.*from 32 to 64"):
+        EngineConfig(max_num_seqs=32, max_num_batched_tokens=64, max_mixed_tokens=31)
 
 
 def test_linear_rope_scaling_needs_no_original_length():

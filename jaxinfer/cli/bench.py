@@ -130,6 +130,8 @@ def _replay(arguments: argparse.Namespace, load: Load) -> None:
     if arguments.save_step_times is not None:
         require_known_steps(from_arguments(EngineConfig, arguments))
     simulated_engine = None if arguments.step_times is None else _simulated_engine(arguments)
+    if arguments.save_step_times is not None or simulated_engine is not None:
+        vars(arguments).setdefault("decode_loop_steps", 1)  # no loop is simulated
     llm = load(arguments)
     engine = RealEngine(llm, show_progress=not arguments.quiet)
     steps = [] if arguments.save_step_times is None else measured_steps(llm)

@@ -44,7 +44,6 @@ MAX_PROMPT_CHARACTERS = 2**24  # from standard input, which may have no end
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # XLA's status code in its error messages
 
-BATCH_LOOP_STEPS = 8  # no reader of a job waits for single tokens; more steps gain nothing
 BATCH_STATUSES = (
     "Exit status: 0 if all requests have their completions, 1 if some have an error instead, 2 for a mistake."
 )
@@ -286,8 +285,6 @@ def _batch(arguments: argparse.Namespace) -> int:
     # Loading a model takes minutes, so report mistakes before.
     limits = {} if arguments.max_in_flight is None else {"max_in_flight": arguments.max_in_flight}
     check_job(arguments.input, arguments.output, **limits)
-    if arguments.speculation is None:
-        vars(arguments).setdefault("decode_loop_steps", BATCH_LOOP_STEPS)
     llm = _load(arguments)
     summary = run_batch(llm, arguments.input, arguments.output, show_progress=not arguments.quiet, **limits)
     if not arguments.quiet:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+from tqdm import tqdm
 
 from jaxinfer.checkpoint import (
     abstract_checkpoint,
@@ -24,9 +26,10 @@ from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
 from jaxinfer.cpu_flags import FUSED_PRODUCTS
 from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.execution.compiled_steps import COMPILING
+from jaxinfer.engine.execution.device_limits import MAX_LOOP_SECONDS, describe_limits, fit_limits
 from jaxinfer.engine.execution.memory_plan import plan_cache, plan_further_kinds, plan_window, resolve_max_model_len
 from jaxinfer.engine.execution.runner import Runner
-from jaxinfer.engine.execution.step_shapes import max_batched_tokens, max_mixed_tokens
+from jaxinfer.engine.execution.step_shapes import loop_steps, max_batched_tokens, max_mixed_tokens, max_rows
 from jaxinfer.engine.execution.warm_up import WarmUp, plan_target
 from jaxinfer.engine.frontend.admission import Admission
 from jaxinfer.engine.frontend.page_identity import page_identity
@@ -51,6 +54,7 @@ logger = logging.getLogger(__name__)
 class EngineParts:
     """The parts of an `LLM`. Its largest step, which can compute any request, is compiled; others may still compile."""
 
+    engine_config: EngineConfig  # with a number for each limit that was left to the device
     model_config: ModelConfig
     tokenizer: Tokenizer | None
     admission: Admission
@@ -77,6 +81,12 @@ def build_engine(
     """
     if jax.default_backend() == "cpu" and dtype == "float32" and fuses_products():
         logger.warning(FUSED_PRODUCTS)
+    abstract, model_config = abstract_checkpoint(path, dtype, quantization=config.quantization)
+    max_loop_seconds = MAX_LOOP_SECONDS if config.decode_loop_steps is None else math.inf
+    config = fit_limits(config, model_config, abstract, dtype, speculates=speculation is not None)
+    logger.info(describe_limits(config))
+    if show_progress:
+        tqdm.write(describe_limits(config), file=sys.stderr)
     planned = plan_speculation(speculation, config, dtype, target=path)
     if planned is None:
         params, model_config, warm_up = load_and_compile(path, config, dtype, custom, show_progress=show_progress)
@@ -96,13 +106,14 @@ def build_engine(
         speculation=planned,
         tiers=tiers,
         cache_config=warm_up.cache_config,
+        max_loop_seconds=max_loop_seconds,
     )
     runner = Runner(params, warm_up, tiers, on_failure)
     if planned is not None:  # speculation measures the time of every step, so every step must be compiled
         warm_up.steps.wait(show_progress=show_progress)
         planned.attach(partial(runner.lend_cache, scheduler.copies))
         planned.rehearse(runner, warm_up.cache_config)
-    return EngineParts(model_config, tokenizer, admission, scheduler, warm_up, runner, planned)
+    return EngineParts(config, model_config, tokenizer, admission, scheduler, warm_up, runner, planned)
 
 
 def load_and_compile(
@@ -133,6 +144,7 @@ def plan_host(
     speculation: Speculation | None = None,
     tiers: PageTiers | None = None,
     cache_config: CacheConfig | None = None,
+    max_loop_seconds: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Admission, Scheduler]:
     """Returns the parts that need no weights; the simulation uses only these.
@@ -165,13 +177,14 @@ def plan_host(
         grammars=GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids),
     )
     scheduler = Scheduler(
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=max_rows(config),
         max_num_batched_tokens=max_batched_tokens(config),
         num_pages=cache_config.num_pages,
         page_size=cache_config.page_size,
         max_mixed_tokens=max_mixed_tokens(config),
         max_waiting=config.max_waiting,
-        decode_loop_steps=config.decode_loop_steps,
+        decode_loop_steps=loop_steps(config),
+        max_loop_seconds=max_loop_seconds,
         tiers=tiers,
         window=window,
         further=further,

@@ -64,7 +64,6 @@ class Engine:
         _check_types(model, config, logits_processors)
         require_own_process()
         enable_compilation_cache()
-        self.engine_config = config
         self._dtype = resolve_dtype(dtype)
         self._path = resolve_checkpoint(BUNDLED_MODEL if model is None else model)
         self._health = Health()
@@ -77,7 +76,7 @@ class Engine:
             on_failure=self._health.fail,
             show_progress=show_progress,
         )
-        self.model_config, self.tokenizer = parts.model_config, parts.tokenizer
+        self.engine_config, self.model_config, self.tokenizer = parts.engine_config, parts.model_config, parts.tokenizer
         self._admission, self._scheduler = parts.admission, parts.scheduler
         self._warm_up, self._runner, self._speculation = parts.warm_up, parts.runner, parts.speculation
         self._pipeline = Pipeline(parts.scheduler, parts.runner, on_failure=self._health.fail)

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.execution.memory_plan import resolve_max_model_len
-from jaxinfer.engine.execution.step_shapes import decode_sizes, max_batched_tokens
+from jaxinfer.engine.execution.step_shapes import decode_sizes, max_batched_tokens, max_rows
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request.completion import Delta
 from jaxinfer.engine.timeline import Timeline
@@ -72,7 +72,7 @@ def rehearse(llm: LLM) -> None:
     The first run of a compiled step takes several times longer than later runs, and step times exclude it.
     """
     config, sizes = llm.engine_config, decode_sizes(llm.engine_config)
-    num_rows, num_slots = config.max_num_seqs, llm.metrics().num_pages * config.page_size
+    num_rows, num_slots = max_rows(config), llm.metrics().num_pages * config.page_size
     output_lens = [2 * sum(row < size for size in sizes) for row in range(num_rows)]
     longest = min(resolve_max_model_len(llm.model_config, config) - 1, num_slots - max(output_lens))
     length = min(-(-max_batched_tokens(config) // num_rows), longest)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
-from jaxinfer.checkpoint import read_config, resolve_checkpoint
+from jaxinfer.checkpoint import abstract_checkpoint, resolve_checkpoint
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.device import resolve_dtype
 from jaxinfer.engine.assembly import plan_host
 from jaxinfer.engine.engine import BUNDLED_MODEL
+from jaxinfer.engine.execution.device_limits import fit_limits
 from jaxinfer.engine.execution.pipeline import Device, Pipeline
-from jaxinfer.engine.execution.step_shapes import choose_bucket, plan_buckets
+from jaxinfer.engine.execution.step_shapes import choose_bucket, loop_steps, max_rows, plan_buckets
 from jaxinfer.engine.frontend.admission import Admission
 from jaxinfer.engine.request.completion import Delta
 from jaxinfer.engine.scheduling.scheduler import Scheduler
@@ -48,7 +50,7 @@ class SimulatedEngine(Device):
         self._ids = itertools.count()
         self.num_steps = 0
         # Any token will do, because only its length ends a request.
-        rows = admission.engine_config.max_num_seqs
+        rows = max_rows(admission.engine_config)
         self._output = SimpleNamespace(tokens=np.zeros(rows, np.int32), log_probs=np.zeros(rows, np.float32))
         self._busy_until = 0.0
         self._pipeline = Pipeline(scheduler, self, clock)
@@ -107,6 +109,9 @@ def load_simulated_engine(
     dtype = resolve_dtype(dtype)
     path = resolve_checkpoint(BUNDLED_MODEL if model is None else model)
     clock = VirtualClock()
-    model_config = read_config(path).for_length(engine_config.max_model_len)
+    engine_config = replace(engine_config, decode_loop_steps=loop_steps(engine_config))
+    params, model_config = abstract_checkpoint(path, dtype, quantization=engine_config.quantization)
+    engine_config = fit_limits(engine_config, model_config, params, dtype, speculates=False)
+    model_config = model_config.for_length(engine_config.max_model_len)
     admission, scheduler = plan_host(path, model_config, engine_config, dtype, tokenizer=None, clock=clock)
     return SimulatedEngine(admission, scheduler, clock, step_times)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.execution.step_shapes import Bucket, choose_bucket, plan_buckets
+from jaxinfer.engine.execution.step_shapes import Bucket, choose_bucket, loop_steps, plan_buckets
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.validation import shown
@@ -100,7 +100,7 @@ class StepTimes:
 
 def require_known_steps(config: EngineConfig) -> None:
     """Raises ValueError for options with step times or page counts unknown to the simulation."""
-    if config.decode_loop_steps > 1:
+    if loop_steps(config) > 1:
         raise ValueError(
             f"decode_loop_steps={config.decode_loop_steps} is not simulated: what a decode loop takes is not fitted;"
             " set EngineConfig.decode_loop_steps to 1"

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -219,6 +220,13 @@ CASES: dict[str, Callable[[Any], Case]] = {
         kernels=(*KERNELS, "grouped_matmul"),
     ),
 }
+# The decode steps and loops of an engine with the defaults of an H200.
+BUCKET_ROWS, LOOP_STEPS = (1, 8, 64, 256), 4
+_bucket = functools.partial(step, model="Qwen3-0.6B")
+for _rows in BUCKET_ROWS:
+    _sizes = {"num_tokens": _rows, "num_rows": _rows}
+    CASES[f"bucket decode {_rows}"] = functools.partial(_bucket, step="decode_step", **_sizes)
+    CASES[f"bucket loop {_rows}"] = functools.partial(_bucket, step="decode_loop", loop_steps=LOOP_STEPS, **_sizes)
 # Refused there, with a reason; see kernels_pallas/triton.py.
 NO_FP8 = ("A100",)
 
@@ -235,6 +243,7 @@ def compile_case(device: str, make_case: Callable[[Any], Case]) -> dict[str, Any
     return {
         **memory_figures(compiled.program, case.cache),
         "num_launches": len(compiled.launches),
+        **control_flow(compiled.program.as_text() or ""),
         "seconds": round(compiled.seconds, 2),
         "processor_seconds": round(compiled.processor_seconds, 2),
         "kernels": [
@@ -242,6 +251,16 @@ def compile_case(device: str, make_case: Callable[[Any], Case]) -> dict[str, Any
             for kernel in case.kernels
             for launch in compiled.kernels(kernel)
         ],
+    }
+
+
+def control_flow(hlo: str) -> dict[str, Any]:
+    """Returns the conditions of a program, for which the host waits, and the turns of its loops, None if unknown."""
+    loops = [line for line in hlo.splitlines() if re.search(r" while\(", line)]
+    counts = [re.search(r'"known_trip_count":\{"n":"(\d+)"', line) for line in loops]
+    return {
+        "num_conditions": len(re.findall(r" conditional\(", hlo)),
+        "loop_turns": [None if count is None else int(count[1]) for count in counts],
     }
 
 

@@ -58,11 +58,13 @@ def step_case(
     kernels: tuple[str, ...] = (),
     tree_q_len: int = 0,
     mixed_q_len: int = 0,
+    loop_steps: int = 0,
 ) -> Case:
     """A whole step of a model of `MODELS`, `step` being its name in `jaxinfer.steps.steps`, split over a whole mesh.
 
-    With a `tree_q_len` it verifies trees of that many tokens; with a `mixed_q_len`, drafts beside rows that prefill.
-    Everything is bfloat16, except weights that a `quantization` quantizes.
+    With a `tree_q_len` it verifies trees of that many tokens; with a `mixed_q_len`, drafts beside rows that prefill. A
+    decode loop has `loop_steps`. Like an engine's, steps that verify nothing draw plainly. Everything is bfloat16,
+    except weights that a `quantization` quantizes.
     """
     import jax
 
@@ -94,13 +96,17 @@ def step_case(
         "batch": lay_out_batch([], page_size=page_size, num_further_kinds=len(config.page_kinds) - 1, **sizes),
         "sampling": make_sampling([], num_rows=num_rows, vocab_size=config.vocab_size, num_masks=num_masks),
     }
-    statics = {}
+    statics: dict[str, Any] = {"is_plain": True}
+    if tree_q_len or mixed_q_len:
+        statics = {"q_len": tree_q_len or mixed_q_len, "max_log_probs": 20}
     if tree_q_len:
-        host["parents"], statics = jax.ShapeDtypeStruct((num_tokens,), "int32"), {"q_len": tree_q_len}
+        host["parents"] = jax.ShapeDtypeStruct((num_tokens,), "int32")
     if mixed_q_len:
-        host["num_drafts"], statics = jax.ShapeDtypeStruct((num_rows,), "int32"), {"q_len": mixed_q_len}
+        host["num_drafts"] = jax.ShapeDtypeStruct((num_rows,), "int32")
+    if loop_steps:
+        host["max_tokens"], statics["num_steps"] = jax.ShapeDtypeStruct((num_rows,), "int32"), loop_steps
     arguments = {"params": placed(params, placement), "cache": cache, **on_mesh(host, mesh)}
-    function = functools.partial(getattr(steps, step), config=config, max_log_probs=20, mesh=mesh, **statics)
+    function = functools.partial(getattr(steps, step), config=config, mesh=mesh, **statics)
     return Case(jax.jit(function, donate_argnames="cache"), arguments, cache, kernels)
 
 

@@ -227,17 +227,6 @@ def test_model_dtype_and_drafter_reach_the_engine(llm):
     assert (llm.told["model"], llm.told["dtype"], llm.told["speculation"]) == ("m", "bfloat16", "ngram")
 
 
-@pytest.mark.parametrize(
-    ("options", "steps"), [([], 8), (["--decode-loop-steps", "2"], 2), (["--speculation", "ngram"], 1)], ids=str
-)
-def test_a_batch_job_decodes_in_loops_unless_told_otherwise(llm, tmp_path, options, steps):
-    (tmp_path / "in.jsonl").write_text('{"custom_id": "a", "prompt": "p"}\n')
-
-    assert main(["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), "--quiet", *options]) == 0
-
-    assert llm.told["config"].decode_loop_steps == steps
-
-
 def test_log_probs_are_printed_when_asked_for(capsys):
     assert main(["generate", "p", "--quiet", "--log-probs", "1", "--max-tokens", "2", "--seed", "0"]) == 0
     lines = capsys.readouterr().err.splitlines()

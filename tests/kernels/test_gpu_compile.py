@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from scripts.kernels.compile_gpu import DEVICES, can_compile, cases_for, compile_for
+from scripts.kernels.compile_gpu import BUCKET_ROWS, DEVICES, LOOP_STEPS, can_compile, cases_for, compile_for
 from tests.kernels.recorded import figures_of
 
 pytestmark = [
@@ -96,6 +96,19 @@ def test_a_whole_step_of_llama_8b_compiles_from_shapes_alone(device, name):
     assert figures["processor_seconds"] < 60
     # Two launches per layer, and one more in a ragged batch.
     assert len(figures["kernels"]) == 32 * (2 if "decode" in name else 3)
+
+
+@pytest.mark.parametrize("num_rows", BUCKET_ROWS)
+def test_the_host_waits_for_no_condition_and_no_loop_of_a_default_decode_step(num_rows):
+    figures = compiled_beginning_with("bucket")
+
+    for name, turns in (("decode", []), ("loop", [LOOP_STEPS])):
+        step = figures[f"bucket {name} {num_rows}"]
+        assert "error" not in step, step["error"]
+        assert step["in_place"]
+        assert step["num_conditions"] == 0
+        assert step["loop_turns"] == turns
+        assert step["num_launches"] <= 480  # of 28 layers, a turn of a loop counted once
 
 
 def test_a_decode_step_of_int4_experts_never_writes_them_in_floating_point():

@@ -18,7 +18,7 @@ from jaxinfer.engine.drafters.hidden_states import StateWindows, Window
 from jaxinfer.engine.execution.batch_builder import sampling_of_requests
 from jaxinfer.engine.execution.engine_model import DeviceDrafter, EngineModel
 from jaxinfer.engine.execution.executable_cache import compile_or_load
-from jaxinfer.engine.execution.step_shapes import decode_sizes, fitting_size, plan_buckets
+from jaxinfer.engine.execution.step_shapes import decode_sizes, fitting_size, max_rows, plan_buckets
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.drafts import Drafts, DraftTree
 from jaxinfer.engine.scheduling.step import Step
@@ -77,7 +77,7 @@ class HeadDrafter(DeviceDrafter):
         sizes, dtype = decode_sizes(config), target.params.final_norm.dtype
         steps = [bucket.num_tokens for bucket in plan_buckets(config, config.max_drafts)]
         state_size, reduction = width * max(len(self.kept_layers), 1), self._heads.reduction
-        self._windows = StateWindows(config.max_num_seqs, self._heads.window, state_size, dtype, steps, reduction)
+        self._windows = StateWindows(max_rows(config), self._heads.window, state_size, dtype, steps, reduction)
         windows = self._windows.enter()
         inputs = [(windows, *self._lay_out([], [], size)) for size in sizes]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler releases the interpreter lock

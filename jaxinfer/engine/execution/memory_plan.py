@@ -7,7 +7,7 @@ from dataclasses import replace
 from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.device import CPU_CACHE_BYTES, free_bytes
 from jaxinfer.engine.execution.engine_model import DeviceDrafter
-from jaxinfer.engine.execution.step_shapes import max_batched_tokens
+from jaxinfer.engine.execution.step_shapes import loop_steps, max_batched_tokens, max_rows
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow, endless_window, sliding_attention_window
 from jaxinfer.engine.kv_cache.bounded_pages import BoundedKind
 from jaxinfer.model.cache import page_bytes
@@ -91,7 +91,7 @@ def plan_cache(
     window = plan_window(model_config, config, drafter)
     num_bounded = tuple(kind.num_pages for kind in plan_further_kinds(model_config, config, max_model_len))
     one_page = replace(one_page, num_bounded_pages=num_bounded)
-    num_pages = config.max_num_seqs * (-(-max_model_len // config.page_size) + (window.num_sinks if window else 0))
+    num_pages = max_rows(config) * (-(-max_model_len // config.page_size) + (window.num_sinks if window else 0))
     if config.num_pages is not None:
         return replace(one_page, num_pages=config.num_pages)
     limit = config.cache_bytes
@@ -114,7 +114,7 @@ def plan_further_kinds(model_config: ModelConfig, config: EngineConfig, max_mode
     """Returns the further kinds of the model's pages, each with pages for `max_num_seqs` running requests."""
     page_size = config.page_size
     # Tokens of a decoding request in the steps under way: two loops, or one step that verifies drafts.
-    num_ahead = max(2 * config.decode_loop_steps, 1 + config.max_drafts)
+    num_ahead = max(2 * loop_steps(config), 1 + config.max_drafts)
     most = -(-max_model_len // page_size)
 
     def plan(kind: PageKind) -> BoundedKind:
@@ -122,7 +122,7 @@ def plan_further_kinds(model_config: ModelConfig, config: EngineConfig, max_mode
         # The page of the last token, the tokens ahead, and one more, for tokens begin anywhere in a page.
         per_row = min(num_kept + 2 + -(-num_ahead // page_size), most)
         chunks = -(-max_batched_tokens(config) // page_size)
-        num_pages = min(config.max_num_seqs * per_row + chunks, config.max_num_seqs * most)
+        num_pages = min(max_rows(config) * per_row + chunks, max_rows(config) * most)
         return BoundedKind(num_kept, num_pages, kind.is_state)
 
     return tuple(map(plan, model_config.page_kinds[1:]))

@@ -16,7 +16,7 @@ from jaxinfer.config import CacheConfig
 from jaxinfer.engine.execution.batch_builder import BatchBuilder
 from jaxinfer.engine.execution.engine_model import EngineModel
 from jaxinfer.engine.execution.executable_cache import compile_or_load
-from jaxinfer.engine.execution.step_shapes import Bucket, plan_buckets, plan_draws
+from jaxinfer.engine.execution.step_shapes import Bucket, max_rows, plan_buckets, plan_draws
 from jaxinfer.engine.scheduling.step import Chunks, Step
 from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput
 from jaxinfer.model.cache import KVCache, abstract_cache
@@ -97,7 +97,7 @@ class StepCompiler:
         self.buckets = plan_buckets(config, max_drafts)
         if target.model_config.has_logits:
             self.buckets = (*plan_draws(self.buckets), *self.buckets)
-        self.max_num_rows = config.max_num_seqs
+        self.max_num_rows = max_rows(config)
         self.model_config = target.model_config
         self._params = target.params
         self._max_log_probs = min(config.max_log_probs, target.model_config.vocab_size)

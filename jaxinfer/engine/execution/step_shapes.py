@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.device import default_mixed_tokens
+from jaxinfer.device import default_batched_tokens, default_mixed_tokens
 from jaxinfer.engine.scheduling.step import Step
 
 # Few shapes, because each costs time to compile and padding costs little. On CPU, blocks of padding are not multiplied;
@@ -15,9 +15,8 @@ from jaxinfer.engine.scheduling.step import Step
 DECODE_ROWS = (1, 8)
 PREFILL_TOKENS = (128,)
 GROWTH = 8
-# Tokens of a step by default. Beyond it the time per token hardly falls: an accelerator, or a CPU with experts, needs
-# several hundred tokens before multiplying takes longer than reading the weights.
-BATCHED_TOKENS = 512
+# Rows by default; `device_limits` takes more on accelerators.
+MAX_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -73,16 +72,16 @@ def plan_buckets(config: EngineConfig, max_drafts: int = 0) -> tuple[Bucket, ...
     mixed:    the same limit, drafts beside rows that prefill; if max_drafts > 0, without draft trees
     prefill:  128, 1024, … tokens up to the step's limit, and the limit of mixed tokens; the most rows that can occur
     """
-    max_rows, max_tokens = config.max_num_seqs, max_batched_tokens(config)
+    most_rows, max_tokens = max_rows(config), max_batched_tokens(config)
     decode = [Bucket(True, rows, rows) for rows in decode_sizes(config)]
-    if config.decode_loop_steps > 1:
-        decode += [replace(bucket, num_steps=config.decode_loop_steps) for bucket in decode]
+    if loop_steps(config) > 1:
+        decode += [replace(bucket, num_steps=loop_steps(config)) for bucket in decode]
     sizes = {*_sizes(PREFILL_TOKENS, max_tokens), max_mixed_tokens(config)}
-    prefill = [Bucket(False, n, min(n, max_rows)) for n in sorted(sizes)]
+    prefill = [Bucket(False, n, min(n, most_rows)) for n in sorted(sizes)]
     verify = _verify_buckets(decode_sizes(config), max_drafts, max_mixed_tokens(config))
     if max_drafts and not config.draft_trees:
         most = max_mixed_tokens(config)
-        verify.append(Bucket(False, most, min(most, max_rows), 1 + max_drafts, is_mixed=True))
+        verify.append(Bucket(False, most, min(most, most_rows), 1 + max_drafts, is_mixed=True))
     return (*decode, *verify, *prefill)
 
 
@@ -94,20 +93,31 @@ def plan_draws(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
 
 def decode_sizes(config: EngineConfig) -> list[int]:
     """Returns the row counts of decode buckets, smallest first."""
-    return _sizes(DECODE_ROWS, config.max_num_seqs)
+    return _sizes(DECODE_ROWS, max_rows(config))
+
+
+def max_rows(config: EngineConfig) -> int:
+    """Returns the most rows of a step: as configured, else MAX_ROWS, or fewer if a step may not have as many tokens."""
+    limits = [config.max_num_batched_tokens, config.max_mixed_tokens]
+    return config.max_num_seqs or min([MAX_ROWS, *(limit for limit in limits if limit is not None)])
+
+
+def loop_steps(config: EngineConfig) -> int:
+    """Returns the steps of a decode loop: as configured, else 1, without loops."""
+    return config.decode_loop_steps or 1
 
 
 def max_batched_tokens(config: EngineConfig) -> int:
-    """Returns the most tokens of a step: as configured, else BATCHED_TOKENS, enough for all rows to advance."""
-    least = max(config.max_num_seqs, config.max_mixed_tokens or 0)
-    return config.max_num_batched_tokens or max(BATCHED_TOKENS, least)
+    """Returns the most tokens of a step: as configured, else the device's default, enough for all rows to advance."""
+    least = max(max_rows(config), config.max_mixed_tokens or 0)
+    return config.max_num_batched_tokens or max(default_batched_tokens(), least)
 
 
 def max_mixed_tokens(config: EngineConfig) -> int:
     """Returns the most tokens of a step with a decoding request: as configured, else the device's default."""
     most = max_batched_tokens(config)
     # Twice the rows, so that prompts advance where all rows but one decode.
-    return config.max_mixed_tokens or min(max(default_mixed_tokens() or most, 2 * config.max_num_seqs), most)
+    return config.max_mixed_tokens or min(max(default_mixed_tokens() or most, 2 * max_rows(config)), most)
 
 
 def _verify_buckets(sizes: list[int], max_drafts: int, max_tokens: int) -> list[Bucket]:

@@ -37,6 +37,9 @@ from jaxinfer.engine.scheduling.step_results import (
 )
 from jaxinfer.engine.scheduling.waiting import RequestHeap, WaitingQueue
 
+# After a loop that took too long. Contexts may be shorter then, or the loop was the first of its shape.
+STEPS_BETWEEN_LOOPS = 64
+
 
 class Speculator(Protocol):
     """The scheduler's view of `speculation.Speculation`, which itself knows the compiled shapes."""
@@ -80,6 +83,7 @@ class Scheduler:
     max_mixed_tokens: bounds the tokens of a step with decoding requests; None for max_num_batched_tokens
     max_waiting: bounds the requests beyond `max_num_seqs`; None for no bound
     decode_loop_steps: decode steps per launch if every request decodes and is drawn plainly; not with speculation
+    max_loop_seconds: after a loop that took longer, decode steps are single for a while
     tiers: store the pages that are evicted from the pool
     window: the pages of a request behind this window are released while the request runs
     further: the model's further kinds of pages
@@ -98,6 +102,7 @@ class Scheduler:
         max_mixed_tokens: int | None = None,
         max_waiting: int | None = None,
         decode_loop_steps: int = 1,
+        max_loop_seconds: float = math.inf,
         tiers: PageTiers | None = None,
         window: AttentionWindow | None = None,
         further: Sequence[BoundedKind] = (),
@@ -110,6 +115,8 @@ class Scheduler:
         self._max_mixed_tokens = max_mixed_tokens or max_num_batched_tokens
         self._max_waiting = max_waiting
         self._decode_loop_steps = decode_loop_steps
+        self._max_loop_seconds = max_loop_seconds
+        self._num_single = 0  # steps to come before the next loop
         self._speculation = speculation
         self._targets = targets
         self.clock = clock
@@ -239,6 +246,8 @@ class Scheduler:
         chunks = self._running.hand_out(budget, began, num_reserved)
         if self._speculation is not None and after is None:
             chunks = self._speculation.add_drafts(chunks, self._tables)
+        elif self._num_single:
+            self._num_single -= 1
         elif self._decode_loop_steps > 1:
             chunks = _extend_for_loop(chunks, self._tables, self._decode_loop_steps)
         for observer in self.observers:
@@ -260,6 +269,8 @@ class Scheduler:
         now = self.clock()
         seconds, self._committed = now - max(step.began, self._committed) - step.idle_seconds, now
         is_timed = step.idle_seconds <= seconds  # else the step took longer than `seconds`, by an unknown amount
+        if step.is_loop and is_timed and seconds > self._max_loop_seconds:
+            self._num_single = STEPS_BETWEEN_LOOPS
         self._tally.num_steps += 1
         self._tally.busy_seconds += seconds
         if self.tiers is not None and is_timed and not (step.is_decode or step.is_verify):

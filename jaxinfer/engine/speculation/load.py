@@ -13,7 +13,7 @@ from jaxinfer.engine.drafters.draft_heads import HeadDrafter
 from jaxinfer.engine.drafters.draft_model import DraftModel
 from jaxinfer.engine.drafters.drafters import DRAFTERS, Drafter, NgramDrafter, make_drafter
 from jaxinfer.engine.drafters.early_exit import ExitDrafter
-from jaxinfer.engine.execution.step_shapes import max_mixed_tokens, plan_buckets
+from jaxinfer.engine.execution.step_shapes import loop_steps, max_mixed_tokens, plan_buckets
 from jaxinfer.engine.speculation.speculation import Speculation
 from jaxinfer.engine.speculation.step_times import StepTimeTable
 from jaxinfer.model.components.attention import AttentionParams
@@ -40,7 +40,7 @@ def plan_speculation(
         if config.draft_trees:
             raise ValueError("draft_trees=True has no drafter to make them: give LLM a speculation, or leave it out")
         return None
-    if config.decode_loop_steps > 1:
+    if loop_steps(config) > 1:
         raise ValueError(
             f"decode_loop_steps={config.decode_loop_steps} leaves no place for speculation={shown(speculation)}, which"
             " chooses drafts after every step; set EngineConfig.decode_loop_steps to 1 or leave out speculation"

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.engine.engine import BUNDLED_MODEL
+from jaxinfer.engine.execution.pipeline import Device, Pipeline
+from jaxinfer.engine.request.completion import Delta
+from jaxinfer.engine.scheduling.scheduler import STEPS_BETWEEN_LOOPS
+from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.speculation.load import plan_speculation
 from tests.engine.engines import GREEDY, recorded_steps
-from tests.engine.fake_device import Engine, expected_tokens
+from tests.engine.fake_device import Engine, FakeDevice, expected_tokens
 
 LIMITS = {"max_num_seqs": 2, "num_pages": 16, "decode_loop_steps": 4}
 
@@ -59,6 +65,109 @@ def test_a_loop_takes_no_page_from_anybody():
 
     assert lengths(engine, 2) == [[1, 1], [1, 2]]
     assert engine.scheduler.metrics().num_preemptions == 0
+
+
+class SlowDevice(FakeDevice):
+    """Takes a second for each step and each turn of a loop, in the order of launch; reading a result waits for it."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(16)
+        self.engine, self.ends = engine, 0.0
+
+    def launch(self, step: Step) -> Any:
+        self.ends = max(self.ends, self.engine.now) + max(step.chunks.max_new_tokens)
+        return self.ends, self.run(step)
+
+    draw, is_done = Device.draw, Device.is_done
+
+    def read(self, output: Any) -> Any:
+        ends, result = output
+        self.engine.now = max(self.engine.now, ends)
+        return result
+
+
+def looping_pipeline(**terms: Any) -> tuple[Engine, Pipeline, SlowDevice]:
+    """An engine whose only request is in a loop, of four seconds, behind which another loop is launched."""
+    engine = Engine(**LIMITS)
+    device = SlowDevice(engine)
+    pipeline = Pipeline(engine.scheduler, device, lambda: engine.now)
+    engine.add(0, prompt=4, max_tokens=100, **terms)
+    for _ in range(3):
+        advance(engine, pipeline)
+    assert device.ends - engine.now == 4.0
+    return engine, pipeline, device
+
+
+def advance(engine: Engine, pipeline: Pipeline) -> list[Delta]:
+    """Does what `Engine.advance` of an LLM does; returns the deltas."""
+    deltas = engine.scheduler.expire()
+    one = pipeline.advance() if engine.scheduler.num_unfinished else None
+    deltas = [*deltas, *(one.deltas if one is not None else ())]
+    engine.enter(deltas)
+    return deltas
+
+
+def test_loops_follow_each_other_without_a_gap():
+    engine, pipeline, device = looping_pipeline()
+    before = engine.now
+
+    for _ in range(5):
+        advance(engine, pipeline)
+
+    assert engine.now - before == 20.0
+    assert device.ends - engine.now == 4.0
+
+
+def test_a_new_request_is_computed_when_the_loop_under_way_ends():
+    engine, pipeline, _ = looping_pipeline()
+    came = engine.now
+    engine.add(1, prompt=4, max_tokens=5)
+
+    times = []
+    while len(times) < 2:
+        times += [engine.now for delta in advance(engine, pipeline) if delta.request_id == 1]
+
+    # A loop of four seconds, then the step with the prompt, and one more.
+    assert [time - came for time in times] == [5.0, 9.0]
+
+
+def test_an_abort_takes_effect_at_once():
+    engine, pipeline, _ = looping_pipeline()
+    engine.add(1, prompt=4, max_tokens=1)
+    came = engine.now
+
+    delta = engine.scheduler.abort(0)
+
+    assert delta is not None
+    assert delta.completion is not None
+    assert 0 not in {delta.request_id for _ in range(2) for delta in advance(engine, pipeline)}
+    assert engine.now - came <= 5.0  # the rest of the loop, and the step of the other request
+
+
+def test_a_deadline_ends_a_request_within_a_loop():
+    engine, pipeline, _ = looping_pipeline(time_limit=14.0)
+
+    while engine.scheduler.num_unfinished:
+        advance(engine, pipeline)
+
+    assert engine.completions[0].finish_reason == "deadline"
+    assert 14.0 <= engine.now <= 14.0 + 4.0
+
+
+def test_loops_rest_after_one_that_takes_too_long():
+    engine = Engine(**LIMITS | {"max_num_seqs": 1}, max_loop_seconds=0.5)
+    engine.add(0, prompt=4, max_tokens=200)
+
+    drawn = []
+    while engine.scheduler.num_unfinished:
+        step = engine.scheduler.schedule()
+        assert step is not None
+        drawn.append(step.chunks.max_new_tokens[0])
+        engine.now += 1.0
+        engine.enter(engine.scheduler.commit(step, engine.device.run(step)))
+
+    assert drawn[:2] == [1, 4]
+    assert drawn[2 : 2 + STEPS_BETWEEN_LOOPS + 1] == [1] * STEPS_BETWEEN_LOOPS + [4]
 
 
 def test_a_request_with_a_structure_comes_back_for_every_mask(looping_llm):

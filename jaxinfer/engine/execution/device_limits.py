@@ -1,0 +1,108 @@
+"""The limits of an engine that its configuration leaves to the device: rows, tokens of a step, decode loops."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import jax
+
+from jaxinfer.config import CacheConfig, EngineConfig
+from jaxinfer.device import free_bytes
+from jaxinfer.engine.execution.memory_plan import bytes_of_bounded, plan_further_kinds, resolve_max_model_len
+from jaxinfer.engine.execution.step_shapes import MAX_ROWS, loop_steps, max_batched_tokens, max_mixed_tokens, max_rows
+from jaxinfer.model.cache import page_bytes
+from jaxinfer.model.config import ModelConfig
+from jaxinfer.model.params import Params
+from jaxinfer.plan.memory import num_bytes
+
+# Bytes that a device reads per second, by the data sheets, and a word or the beginning of its kind.
+GPU_BANDWIDTHS = {"T4": 320e9, "L4": 300e9, "A100": 1555e9, "H100": 3350e9, "H200": 4800e9, "B200": 7700e9}
+TPU_BANDWIDTHS = {"TPU v5 lite": 819e9, "TPU v5": 2765e9, "TPU v6 lite": 1640e9, "TPU7x": 3690e9}
+OTHER_BANDWIDTH = 1e12
+# About so many rows take as long to multiply as the weights take to read: 153 (A100) to 560 (v6e) by the data sheets.
+ACCELERATOR_ROWS = 256
+# Tokens of a request for which each row has pages; a request may have more if others have fewer.
+TOKENS_PER_ROW = 1024
+# The part of the free memory that pages may take; steps need the rest.
+PAGES_PART = 0.8
+# Seconds of a layer's kernels beside reading its weights. On an H200 a step of 28 layers takes 1.25 ms, of which the
+# weights take 0.25; a TPU starts its operations without such gaps.
+LAYER_SECONDS = {"gpu": 35e-6, "tpu": 10e-6}
+# Seconds of a decode loop as planned. Long contexts add to them, up to MAX_LOOP_SECONDS. No reader notices such bursts.
+LOOP_SECONDS, MAX_LOOP_SECONDS = 0.005, 0.010
+MAX_LOOP_STEPS = 8
+
+
+def fit_limits(
+    config: EngineConfig, model_config: ModelConfig, params: Params, dtype: str, *, speculates: bool
+) -> EngineConfig:
+    """Returns the configuration with a number for each limit that it leaves to the device.
+
+    `params` may be abstract. A CPU computes 32 rows at most, and no decode loops. An accelerator computes as many rows
+    as multiply in the time that reading the weights takes, as far as their pages fit, and loops over steps so short
+    that the host would hold them up. With speculation, which helps few rows, it has the rows of a CPU.
+    """
+    is_cpu = jax.default_backend() == "cpu"
+    if config.max_num_seqs is None and not is_cpu and not speculates:
+        config = replace(config, max_num_seqs=_fitting_rows(config, model_config, num_bytes(params), dtype))
+    steps = config.decode_loop_steps
+    if steps is None:
+        seconds = predicted_step_seconds(num_bytes(params), model_config.num_layers)
+        steps = 1 if is_cpu or speculates else fitting_loop_steps(seconds)
+    config = replace(config, max_num_seqs=max_rows(config), decode_loop_steps=steps)
+    tokens, mixed = max_batched_tokens(config), max_mixed_tokens(config)
+    return replace(config, max_num_batched_tokens=tokens, max_mixed_tokens=mixed)
+
+
+def describe_limits(config: EngineConfig) -> str:
+    """Returns a line with the limits of a configuration that `fit_limits` has returned."""
+    steps = loop_steps(config)
+    loops = f"decode loops of {steps} steps" if steps > 1 else "single decode steps"
+    sizes = f"up to {max_rows(config)} requests and {max_batched_tokens(config)} tokens in a step"
+    return f"{jax.devices()[0].device_kind}: {sizes}, {loops}"
+
+
+def predicted_step_seconds(param_bytes: int, num_layers: int) -> float:
+    """Returns about the seconds of a decode step of few rows, without long contexts."""
+    kind = jax.devices()[0].device_kind
+    words = re.split(r"[\s-]", kind)
+    known = [rate for word, rate in GPU_BANDWIDTHS.items() if word in words]
+    known += [rate for start, rate in TPU_BANDWIDTHS.items() if kind.startswith(start)]
+    bandwidth = known[0] if known else OTHER_BANDWIDTH
+    return param_bytes / bandwidth + num_layers * LAYER_SECONDS.get(jax.default_backend(), 0.0)
+
+
+def fitting_loop_steps(step_seconds: float) -> int:
+    """Returns the largest power of two of steps, at most MAX_LOOP_STEPS, that take at most LOOP_SECONDS."""
+    steps = 1
+    while 2 * steps <= MAX_LOOP_STEPS and 2 * steps * step_seconds <= LOOP_SECONDS:
+        steps *= 2
+    return steps
+
+
+def _fitting_rows(config: EngineConfig, model_config: ModelConfig, param_bytes: int, dtype: str) -> int:
+    """Returns the rows of which each has pages for TOKENS_PER_ROW tokens, from ACCELERATOR_ROWS down to MAX_ROWS."""
+    limits = [config.max_num_batched_tokens, config.max_mixed_tokens]
+    max_model_len = resolve_max_model_len(model_config, config)
+    pages_per_row = -(-min(TOKENS_PER_ROW, max_model_len) // config.page_size)
+    one_page = CacheConfig(num_pages=1, page_size=config.page_size, dtype=dtype)
+    room = _room(config, param_bytes)
+    rows = min([ACCELERATOR_ROWS, *(limit for limit in limits if limit is not None)])
+    while rows > MAX_ROWS:
+        kinds = plan_further_kinds(model_config, replace(config, max_num_seqs=rows), max_model_len)
+        bounded = replace(one_page, num_bounded_pages=tuple(kind.num_pages for kind in kinds))
+        needed = rows * pages_per_row * page_bytes(model_config, one_page, kind=0)
+        too_few = config.num_pages is not None and config.num_pages < rows * pages_per_row
+        if needed + bytes_of_bounded(model_config, bounded) <= room and not too_few:
+            break
+        rows //= 2
+    return rows
+
+
+def _room(config: EngineConfig, param_bytes: int) -> float:
+    """Returns the bytes for pages; infinite if neither the configuration nor the device says."""
+    if config.cache_bytes is not None:
+        return config.cache_bytes
+    total = config.memory_bytes if config.memory_bytes is not None else free_bytes()
+    return float("inf") if total is None else PAGES_PART * (total - param_bytes)
