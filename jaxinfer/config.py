@@ -59,8 +59,8 @@ class EngineConfig:
 
     Requests and steps:
 
-    * `max_num_seqs`: requests in one step. None takes 32 on CPU, and up to 256 on a GPU or TPU, as many as have pages
-      for 1,024 tokens each.
+    * `max_num_seqs`: requests in one step. None takes 32 on CPU. On a GPU or TPU it takes up to 256, for each of
+      which memory has pages for 1,024 tokens.
     * `max_num_batched_tokens`: tokens in one step. None takes 512 on CPU and 2,048 elsewhere, and at least max_num_seqs
       and max_mixed_tokens.
     * `max_model_len`: prompt and output tokens of a request. None takes the model's own limit, with LongRoPE the
@@ -71,8 +71,8 @@ class EngineConfig:
       is more, but no more than max_num_batched_tokens, which it takes elsewhere. A lower limit slows prompts down and
       makes the time between tokens more even.
     * `decode_loop_steps`: decode steps per dispatch while all requests decode. More steps save time, but tokens come in
-      bursts, and aborts and deadlines act between dispatches. None takes 1 on CPU, and elsewhere up to 8, as many as
-      take 5 ms. More than 1 excludes speculation.
+      bursts, and aborts and deadlines act between dispatches. None takes 1 on CPU; elsewhere it takes up to 8, which
+      run in 5 ms. More than 1 excludes speculation.
     * `max_waiting`: waiting requests beyond the running ones. None sets no limit.
     * `attention`: "reference" computes attention in plain JAX, for cases that the GPU and TPU kernels refuse. It is
       many times slower there, and changes nothing on a CPU or a GPU too old for the kernels. None takes the kernels.

@@ -1,4 +1,4 @@
-"""Many decode steps in one dispatch: what decoding step by step gives, bit for bit, as many tokens as each row may."""
+"""Many decode steps in one dispatch: what decoding step by step gives, bit for bit, for each row up to its limit."""
 
 from __future__ import annotations
 

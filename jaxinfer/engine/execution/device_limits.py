@@ -20,7 +20,7 @@ from jaxinfer.plan.memory import num_bytes
 GPU_BANDWIDTHS = {"T4": 320e9, "L4": 300e9, "A100": 1555e9, "H100": 3350e9, "H200": 4800e9, "B200": 7700e9}
 TPU_BANDWIDTHS = {"TPU v5 lite": 819e9, "TPU v5": 2765e9, "TPU v6 lite": 1640e9, "TPU7x": 3690e9}
 OTHER_BANDWIDTH = 1e12
-# About so many rows take as long to multiply as the weights take to read: 153 (A100) to 560 (v6e) by the data sheets.
+# Rows that take about as long to multiply as the weights take to read: 153 (A100) to 560 (v6e) by the data sheets.
 ACCELERATOR_ROWS = 256
 # Tokens of a request for which each row has pages; a request may have more if others have fewer.
 TOKENS_PER_ROW = 1024
@@ -39,9 +39,9 @@ def fit_limits(
 ) -> EngineConfig:
     """Returns the configuration with a number for each limit that it leaves to the device.
 
-    `params` may be abstract. A CPU computes 32 rows at most, and no decode loops. An accelerator computes as many rows
-    as multiply in the time that reading the weights takes, as far as their pages fit, and loops over steps so short
-    that the host would hold them up. With speculation, which helps few rows, it has the rows of a CPU.
+    `params` may be abstract. A CPU computes 32 rows at most, and no decode loops. An accelerator computes the rows that
+    multiply in the time that reading the weights takes, if memory has pages for them. It loops over steps so short that
+    the host would hold them up. With speculation, which helps few rows, it has the rows of a CPU.
     """
     is_cpu = jax.default_backend() == "cpu"
     if config.max_num_seqs is None and not is_cpu and not speculates:

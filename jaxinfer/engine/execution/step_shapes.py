@@ -97,7 +97,7 @@ def decode_sizes(config: EngineConfig) -> list[int]:
 
 
 def max_rows(config: EngineConfig) -> int:
-    """Returns the most rows of a step: as configured, else MAX_ROWS, or fewer if a step may not have as many tokens."""
+    """Returns the most rows of a step: as configured, else MAX_ROWS, but no more than the tokens of a step."""
     limits = [config.max_num_batched_tokens, config.max_mixed_tokens]
     return config.max_num_seqs or min([MAX_ROWS, *(limit for limit in limits if limit is not None)])
 
