@@ -106,6 +106,11 @@ def default_mixed_tokens() -> int | None:
     return 128 if jax.default_backend() == "cpu" else None
 
 
+def draws_filtered() -> bool:
+    """True if filters have draws and loops of their own; a CPU's full form costs no more than they would."""
+    return jax.default_backend() != "cpu"
+
+
 def free_bytes() -> int | None:
     """Returns the device's free bytes, or None if it reports no limit, like a CPU."""
     stats = jax.devices()[0].memory_stats()

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from jaxinfer.plain_values import plain_mapping
 from jaxinfer.validation import (
@@ -60,6 +60,18 @@ class TotalLength(int):
 
     def __repr__(self) -> str:
         return f"TotalLength({int(self)})"
+
+
+# The forms in which a step draws, each of which can do more than the one before: by the temperature alone; with top_k,
+# top_p and min_p; and with every parameter.
+Form = Literal["plain", "filtered", "full"]
+FORMS: tuple[Form, ...] = ("plain", "filtered", "full")
+
+
+def widest_form(params: Iterable[SamplingParams]) -> Form:
+    """Returns the least form in which a step can draw tokens by all of these parameters."""
+    forms = {p.form for p in params}
+    return "full" if "full" in forms else "filtered" if "filtered" in forms else "plain"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,10 +232,12 @@ class SamplingParams:
         return self.repetition_penalty != 1 or any(penalties) or bool(self.bad_words or self.logits_processors)
 
     @cached_property
-    def is_plain(self) -> bool:
-        """True if no parameter but the temperature has a part in the draw, and no alternatives are reported."""
-        has_filters = self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.typical_p < 1
-        return not (self.changes_logits or self.log_probs or (has_filters and self.temperature > 0))
+    def form(self) -> Form:
+        """The least form in which a step can draw the request's tokens."""
+        if self.changes_logits or self.log_probs or (self.typical_p < 1 and self.temperature > 0):
+            return "full"
+        has_filters = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return "filtered" if has_filters and self.temperature > 0 else "plain"
 
     @cached_property
     def changes_logits(self) -> bool:

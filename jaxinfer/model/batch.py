@@ -96,7 +96,7 @@ class StepOutput:
     top_tokens: Any  # i32[B, A]  most probable first; zeros unless some row wants them
     top_log_probs: Any  # f32[B, A]
     hidden: Any = None  # [T, S]  of all tokens of the step, for drafters, see `forward_with_states`
-    logits: Any = None  # f32[B, V]  of a step that draws plainly; from them `draw_step` samples all else
+    logits: Any = None  # f32[B, V]  unless the step draws in the full form; from them `draw_step` draws in others
     prompt: Any = None  # PromptOutput  of a prefill step that was given a `PromptBatch`
 
 

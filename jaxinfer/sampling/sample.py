@@ -1,14 +1,14 @@
 """From logits to tokens, on the device, inside the step.
 
-Filters are cuts on the logits of a row, found by bisection over the bit patterns of floats: 32 passes of compare and
-add give the exact k-th largest value or the exact nucleus, without a sort, which is slow on every device. A filter
-is computed only if a request in the batch uses it.
+Filters are cuts on the logits of a row, found by bisection over the bit patterns of floats: passes of compare and add
+give the exact k-th largest value or the exact nucleus, without a sort, which is slow on every device. A filter is
+computed only if a request in the batch uses it, but for the filtered form on GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxinfer.model.batch import StepOutput
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.processors import when_used
-from jaxinfer.sampling_params import BAD_LOGITS, NO_TOKEN
+from jaxinfer.sampling_params import BAD_LOGITS, NO_TOKEN, Form
 from kernels_pallas.row_sum import row_sum
 
 
@@ -26,40 +26,40 @@ class Purpose(IntEnum):
     TOKEN = 0
 
 
-def sample(logits: jax.Array, sampling: SamplingBatch, positions: jax.Array, *, is_plain: bool = False) -> jax.Array:
+def sample(logits: jax.Array, sampling: SamplingBatch, positions: jax.Array, *, form: Form = "full") -> jax.Array:
     """Draws a token i32[B] per row of logits f32[B, V].
 
     Temperature first, then top-k, top-p, min-p and typical-p on what is left, then one draw by the Gumbel-max rule. The
     draw is a function of the row's (seed, sample index, position) and its logits alone. `positions` i32[B] are those of
     the drawn tokens. Temperature 0 takes the most probable token, the lowest id among equals. Where all logits of a row
-    are -inf, its token is NO_TOKEN; where one is NaN or inf, BAD_LOGITS. `is_plain` leaves the filters out.
+    are -inf, its token is NO_TOKEN; where one is NaN or inf, BAD_LOGITS. `form`: as in `steps`.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     greatest = jnp.take_along_axis(logits, greedy[:, None], axis=-1)[:, 0]
     greedy = jnp.where(jnp.isfinite(greatest), greedy, jnp.where(greatest == -jnp.inf, NO_TOKEN, BAD_LOGITS))
 
     def draw() -> jax.Array:
-        drawn = jnp.argmax(perturb(logits, sampling, positions, is_plain=is_plain), axis=-1).astype(jnp.int32)
+        drawn = jnp.argmax(perturb(logits, sampling, positions, form=form), axis=-1).astype(jnp.int32)
         return jnp.where((sampling.temperature > 0) & (greedy >= 0), drawn, greedy)
 
     def draw_if_used() -> jax.Array:
         return jax.lax.cond(jnp.any(sampling.temperature > 0), draw, lambda: greedy)
 
-    if not is_plain:
+    if form == "full":
         return draw_if_used()
     # The host of a GPU waits for each condition, and noise takes a GPU less than that; elsewhere noise takes longer.
     return jax.lax.platform_dependent(cuda=draw, rocm=draw, default=draw_if_used)
 
 
-def perturb(logits: jax.Array, sampling: SamplingBatch, positions: jax.Array, *, is_plain: bool = False) -> jax.Array:
+def perturb(logits: jax.Array, sampling: SamplingBatch, positions: jax.Array, *, form: Form = "full") -> jax.Array:
     """Returns logits f32[B, V] by temperature, filters and noise; the greatest is what a temperature above 0 draws.
 
-    `is_plain` leaves the filters out.
+    `form`: as in `steps`.
     """
     # Below the most probable by the maximum, so that no temperature can overflow; the smallest are all the same.
     temperature = jnp.where(sampling.temperature > 0, jnp.maximum(sampling.temperature, 1e-30), 1.0)
     scaled = (logits - logits.max(-1, keepdims=True)) / temperature[:, None]
-    kept = scaled if is_plain else filter_logits(scaled, sampling)
+    kept = scaled if form == "plain" else filter_logits(scaled, sampling, form=form)
     return kept + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(draw_keys(sampling, positions))
 
 
@@ -92,24 +92,42 @@ def draw_keys(sampling: SamplingBatch, positions: jax.Array, purpose: Purpose = 
     return jax.vmap(row_key)(sampling.seeds, sampling.sample_index, positions)
 
 
-def filter_logits(logits: jax.Array, sampling: SamplingBatch) -> jax.Array:
+def filter_logits(logits: jax.Array, sampling: SamplingBatch, *, form: Form = "full") -> jax.Array:
     """Returns logits f32[B, V] with -inf where top-k, top-p, min-p, then typical-p of the row rules a token out.
 
     Definitions as in `transformers`: top-k keeps values not below the k-th largest; top-p keeps the smallest set of the
     most probable tokens whose probability, among what top-k kept, reaches p; min-p keeps tokens at least p times as
     probable as the most probable one; typical-p keeps the smallest set of tokens, the nearest to the expected surprise
-    first, whose probability reaches p (Meister et al. 2022). Equal logits stay or go together.
+    first, whose probability reaches p (Meister et al. 2022). Equal logits stay or go together. The filtered form knows
+    no typical-p.
     """
 
+    if form == "full":
+        return _filter_if_used(logits, sampling)
+    options = {"cuda": _filter_always, "rocm": _filter_always, "default": _filter_if_used}
+    return jax.lax.platform_dependent(logits, sampling, **options)
+
+
+def _filter_if_used(logits: jax.Array, sampling: SamplingBatch) -> jax.Array:
     is_used = jnp.stack([sampling.top_k > 0, sampling.top_p < 1, sampling.typical_p < 1])
 
     def cut(mass: jax.Array, x: jax.Array) -> jax.Array:
-        is_improbable = x < (x.max(-1) + jnp.log(sampling.min_p))[:, None]
-        x = jnp.where((mass == Mass.TYPICAL) & is_improbable, -jnp.inf, x)
+        x = jnp.where(mass == Mass.TYPICAL, _cut_by_min_p(x, sampling), x)
         return when_used(is_used[mass], lambda x: _cut_by_mass(x, mass, sampling), x)
 
     # A loop, for a bisection is long to compile. Min-p has none; its turn is before the last.
     return jax.lax.fori_loop(0, len(Mass), cut, logits)
+
+
+def _filter_always(logits: jax.Array, sampling: SamplingBatch) -> jax.Array:
+    """The filters of the filtered form, without conditions and loops, for which the host of a GPU would wait."""
+    for mass, is_used in ((Mass.TOP_K, sampling.top_k > 0), (Mass.TOP_P, sampling.top_p < 1)):
+        logits = jnp.where(is_used[:, None], _cut_by_mass(logits, jnp.int32(mass), sampling), logits)
+    return _cut_by_min_p(logits, sampling)
+
+
+def _cut_by_min_p(logits: jax.Array, sampling: SamplingBatch) -> jax.Array:
+    return jnp.where(logits < (logits.max(-1) + jnp.log(sampling.min_p))[:, None], -jnp.inf, logits)
 
 
 class Mass(IntEnum):
@@ -129,7 +147,7 @@ def _cut_by_mass(logits: jax.Array, mass: jax.Array, sampling: SamplingBatch) ->
     wanted = jnp.where(mass == Mass.TOP_K, sampling.top_k.astype(jnp.float32), jnp.maximum(p * total, 1e-30))
     values = jnp.where(mass == Mass.TYPICAL, _typicality(below_top, weights, total), logits)
     weights = jnp.where(mass == Mass.TOP_K, 1.0, weights)
-    threshold = _bisect(values, lambda is_above: row_sum(jnp.where(is_above, weights, 0.0)) >= wanted)
+    threshold = _bisect(values, weights, wanted)
     return jnp.where(values < threshold[:, None], -jnp.inf, logits)
 
 
@@ -140,17 +158,39 @@ def _typicality(below_top: jax.Array, weights: jax.Array, total: jax.Array) -> j
     return -jnp.abs(surprise - expected[:, None])
 
 
-def _bisect(values: jax.Array, is_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The largest value t of each row for which `is_enough(values >= t)`; the least where there is none."""
+def _bisect(values: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
+    """Returns the largest value t of each row so that the weights of values >= t add up to `wanted` f32[B]; else the
+    least value. values and weights: f32[B, V].
+
+    A CPU finds the threshold bit by bit. Other devices find four bits at a time, in a quarter of the launches.
+    """
     keys = _ordered_bits(values)
-
-    def set_bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
-        candidate = threshold | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
-        return jnp.where(is_enough(keys >= candidate[:, None]), candidate, threshold)
-
-    threshold = jax.lax.fori_loop(0, 32, set_bit, jnp.zeros(values.shape[:1], jnp.uint32))
+    bit_by_bit, by_digits = (partial(_highest_enough, num_bits=num_bits) for num_bits in (1, 4))
+    threshold = jax.lax.platform_dependent(keys, weights, wanted, cpu=bit_by_bit, default=by_digits)
     # From the bit pattern back to the value: the smallest that the threshold lets through.
     return jnp.where(keys >= threshold[:, None], values, jnp.inf).min(-1)
+
+
+def _highest_enough(keys: jax.Array, weights: jax.Array, wanted: jax.Array, *, num_bits: int) -> jax.Array:
+    """Returns the largest u32[B] so that the weights f32[B, V] of keys u32[B, V] at or above it add up to `wanted`.
+
+    Finds `num_bits` bits at a time: the sums of all digits come from one pass over the row, and the number of them that
+    are enough is the digit, for a higher digit never adds more weights.
+    """
+
+    def set_digit(i: jax.Array | int, threshold: jax.Array) -> jax.Array:
+        shift = jnp.uint32(32 - num_bits) - jnp.uint32(num_bits) * jnp.uint32(i)
+        candidates = threshold[:, None] | (jnp.arange(1, 2**num_bits, dtype=jnp.uint32)[None] << shift)
+        is_above = keys[:, None] >= candidates[..., None]
+        are_enough = row_sum(jnp.where(is_above, weights[:, None], 0.0)) >= wanted[:, None]
+        return threshold | (are_enough.sum(-1, dtype=jnp.uint32) << shift)
+
+    threshold = jnp.zeros(keys.shape[:1], jnp.uint32)
+    if num_bits == 1:
+        return jax.lax.fori_loop(0, 32, set_digit, threshold)
+    for i in range(32 // num_bits):  # the host of a GPU launches each turn of a loop
+        threshold = set_digit(i, threshold)
+    return threshold
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:

@@ -3,10 +3,14 @@
 The cache is donated: the caller loses it and takes its successor from the result. If parameters and cache are split
 over a mesh, pass that mesh to the step.
 
-A step draws its tokens in one of two forms. The full form honours every sampling parameter, with a condition around
-each, so that a batch pays only for what it uses. The host of a GPU waits for the device at every condition. The plain
-form (`is_plain`) has none: it knows the temperature alone, and returns the logits, from which `draw_step` draws in the
-full form.
+A step draws its tokens in one of three forms (`sampling_params.FORMS`):
+
+* plain: knows the temperature alone;
+* filtered: knows top_k, top_p and min_p too;
+* full: honours every parameter, with a condition around each, so that a batch pays only for what it uses.
+
+The host of a GPU waits for the device at every condition, so the first two have none there. They return the logits,
+from which `draw_step` draws in another form.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.processors import Context, LogitsProcessor, process_logits
 from jaxinfer.sampling.prompt_log_probs import PromptBatch, describe_prompt
 from jaxinfer.sampling.sample import describe, sample, sample_nothing, with_vocabulary
+from jaxinfer.sampling_params import FORMS, Form
 from jaxinfer.steps.multi_step import run_loop
 from jaxinfer.steps.trees import along_paths, keep_paths, make_trees, stand_in_trees, tree_mask
 from jaxinfer.steps.verify import (
@@ -40,17 +45,17 @@ from jaxinfer.steps.verify import (
     keep_states,
     sampling_of_ends,
 )
-from jaxinfer.validation import require, require_bool, require_int, shown
+from jaxinfer.validation import require, require_int, require_name, shown
 
 _STATICS = ("config", "implementation", "mesh", "custom")
 _jit_step = functools.partial(
-    jax.jit, static_argnames=("is_plain", "max_log_probs", "kept_layers", *_STATICS), donate_argnames="cache"
+    jax.jit, static_argnames=("form", "max_log_probs", "kept_layers", *_STATICS), donate_argnames="cache"
 )
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("is_plain", "max_log_probs", "max_prompt_log_probs", "kept_layers", *_STATICS),
+    static_argnames=("form", "max_log_probs", "max_prompt_log_probs", "kept_layers", *_STATICS),
     donate_argnames="cache",
 )
 def prefill_step(
@@ -61,7 +66,7 @@ def prefill_step(
     prompt: PromptBatch | None = None,
     *,
     config: ModelConfig,
-    is_plain: bool = False,
+    form: Form = "full",
     max_log_probs: int = 0,
     max_prompt_log_probs: int = 0,
     implementation: str | None = None,
@@ -73,12 +78,12 @@ def prefill_step(
 
     A decoding request in the mix is a chunk of one token. The sampled token of a row whose prompt is not finished has
     no meaning. With a `prompt`, the output has the log-probabilities of the prompt tokens in it. `kept_layers`
-    names the states for drafters, see `forward_with_states`. A step that `is_plain` takes neither max_log_probs nor
-    custom, and knows no parameter but the temperature. Raises ValueError at trace time if max_log_probs exceeds the
+    names the states for drafters, see `forward_with_states`. Only the full form
+    takes max_log_probs and custom. Raises ValueError at trace time if max_log_probs exceeds the
     vocabulary.
     """
     _check(params, cache, batch, sampling, config, mesh)
-    finish = _make_finish(sampling, config, is_plain, max_log_probs, custom)
+    finish = _make_finish(sampling, config, form, max_log_probs, custom)
     statics = {"config": config, "kept_layers": kept_layers, "implementation": implementation, "mesh": mesh}
     hidden, states, cache = forward_with_states(params, cache, batch, **statics)
     output = finish(params, cache, hidden[last_places(batch)], batch)
@@ -94,7 +99,7 @@ def decode_step(
     sampling: SamplingBatch,
     *,
     config: ModelConfig,
-    is_plain: bool = False,
+    form: Form = "full",
     max_log_probs: int = 0,
     implementation: str | None = None,
     mesh: Mesh | None = None,
@@ -103,31 +108,33 @@ def decode_step(
 ) -> tuple[StepOutput, KVCache]:
     """Computes one token per row (T = B, `cu_q_lens` = 0, 1, … B) and samples the next token of each.
 
-    `is_plain` is that of `prefill_step`.
+    `form` is that of `prefill_step`.
     """
     _check(params, cache, batch, sampling, config, mesh)
-    finish = _make_finish(sampling, config, is_plain, max_log_probs, custom)
+    finish = _make_finish(sampling, config, form, max_log_probs, custom)
     statics = {"config": config, "kept_layers": kept_layers, "implementation": implementation, "mesh": mesh}
     hidden, states, cache = forward_with_states(params, cache, batch, q_len=1, **statics)
     return replace(finish(params, cache, hidden, batch), hidden=states), cache
 
 
-@functools.partial(jax.jit, static_argnames=("max_log_probs", "custom"))
+@functools.partial(jax.jit, static_argnames=("form", "max_log_probs", "custom"))
 def draw_step(
     cache: KVCache,
     batch: Batch,
     sampling: SamplingBatch,
     logits: jax.Array,
     *,
+    form: Form = "full",
     max_log_probs: int = 0,
     custom: tuple[LogitsProcessor, ...] = (),
 ) -> StepOutput:
-    """Samples in the full form, from the `logits` f32[B, V] in the output of a plain prefill or decode step.
+    """Samples in a form from the `logits` f32[B, V] in the output of a prefill or decode step in a lesser form.
 
     `batch`: the step's `last_tokens`. `sampling`: the step's own, `with_masks` if rows have structures. Returns the
-    tokens that the step would have sampled in the full form.
+    tokens that the step would have sampled in this form.
     """
-    return _draw(logits, cache, batch, sampling, max_log_probs, custom)
+    _check_form(form, max_log_probs, custom)
+    return _draw(logits, cache, batch, sampling, form, max_log_probs, custom)
 
 
 @functools.partial(
@@ -177,7 +184,7 @@ def verify_step(
     hidden, states, cache = forward_with_states(params, cache, batch, **options, **statics)
     rows = batch_of_ends(batch, ends), sampling_of_ends(sampling, ends)
     logits = unembed(params, hidden[ends.places], _num_rows(rows[0]))
-    draw = functools.partial(_draw, logits, cache, *rows, max_log_probs, custom)
+    draw = functools.partial(_draw, logits, cache, *rows, "full", max_log_probs, custom)
     if trees is not None:
         drawn = draw(lambda context: along_paths(context, batch, trees))
         return keep_paths(drawn, cache, batch, trees, states, config=config)
@@ -187,9 +194,7 @@ def verify_step(
     return replace(output, hidden=states), cache
 
 
-@functools.partial(
-    jax.jit, static_argnames=("num_steps", "is_plain", "max_log_probs", *_STATICS), donate_argnames="cache"
-)
+@functools.partial(jax.jit, static_argnames=("num_steps", "form", "max_log_probs", *_STATICS), donate_argnames="cache")
 def decode_loop(
     params: Params,
     cache: KVCache,
@@ -199,7 +204,7 @@ def decode_loop(
     *,
     num_steps: int,
     config: ModelConfig,
-    is_plain: bool = False,
+    form: Form = "full",
     max_log_probs: int = 0,
     implementation: str | None = None,
     mesh: Mesh | None = None,
@@ -209,10 +214,10 @@ def decode_loop(
 
     Row b emits `max_tokens` i32[B] tokens, from 1 to num_steps, for which `block_tables` must have pages; 0 on padding.
     No token ends a row: drop those after its last. The `allowed_bits` of a row hold for its next token only, so a row
-    with a grammar may sample one token at most. `is_plain` is that of `prefill_step`; the output has no logits.
+    with a grammar may sample one token at most. `form` is that of `prefill_step`; the output has no logits.
     """
     _check(params, cache, batch, sampling, config, mesh)
-    finish = _make_finish(sampling, config, is_plain, max_log_probs, custom)
+    finish = _make_finish(sampling, config, form, max_log_probs, custom)
     statics = {"config": config, "implementation": implementation, "mesh": mesh}
 
     def decode(cache: KVCache, batch: Batch) -> tuple[StepOutput, KVCache]:
@@ -292,29 +297,29 @@ def _check_sampling(sampling: SamplingBatch, config: ModelConfig, max_log_probs:
 Finish = Callable[[Params, KVCache, jax.Array, Batch], StepOutput]
 
 
-def _make_finish(
-    sampling: SamplingBatch, config: ModelConfig, is_plain: Any, max_log_probs: Any, custom: Any
-) -> Finish:
-    """Returns the end of a step, which samples a token after each row in the plain or the full form."""
-    require_bool("is_plain", is_plain)
-    if not is_plain:
+def _make_finish(sampling: SamplingBatch, config: ModelConfig, form: Any, max_log_probs: Any, custom: Any) -> Finish:
+    """Returns the end of a step, which samples a token after each row."""
+    _check_form(form, max_log_probs, custom)
+    if form == "full":
         _check_sampling(sampling, config, max_log_probs, custom)
-    elif max_log_probs or custom:
-        raise ValueError(
-            f"is_plain=True leaves no place for max_log_probs={max_log_probs} and custom={shown(custom)}; give them to"
-            " draw_step"
-        )
 
     def finish(params: Params, cache: KVCache, hidden: jax.Array, batch: Batch) -> StepOutput:
         if params.logits is None:
             return sample_nothing(hidden, max_log_probs)
         logits = unembed(params, hidden, _num_rows(batch))
-        if not is_plain:
-            return _draw(logits, cache, batch, sampling, max_log_probs, custom)
-        tokens = sample(logits, sampling, _positions(batch), is_plain=True)
-        return replace(describe(logits, tokens, sampling, 0), logits=logits)
+        output = _draw(logits, cache, batch, sampling, form, max_log_probs, custom)
+        return output if form == "full" else replace(output, logits=logits)
 
     return finish
+
+
+def _check_form(form: Any, max_log_probs: Any, custom: Any) -> None:
+    require_name("form", form, FORMS)
+    if form != "full" and (max_log_probs or custom):
+        raise ValueError(
+            f"form={form!r} leaves no place for max_log_probs={max_log_probs} and custom={shown(custom)}; give them to"
+            " draw_step, or draw in the full form"
+        )
 
 
 def _draw(
@@ -322,12 +327,16 @@ def _draw(
     cache: KVCache,
     batch: Batch,
     sampling: SamplingBatch,
+    form: Form,
     max_log_probs: int,
     custom: tuple[LogitsProcessor, ...],
     change: Callable[[Context], Context] = lambda context: context,
 ) -> StepOutput:
-    """Samples after each row in the full form; `change` changes the context of the logits processors."""
-    tokens = _sample(logits, batch, sampling, lambda: change(_context(cache, batch)), custom)
+    """Samples after each row in a form; `change` changes the context of the logits processors."""
+    if form == "full":
+        tokens = _sample(logits, batch, sampling, lambda: change(_context(cache, batch)), custom)
+    else:
+        tokens = sample(logits, sampling, _positions(batch), form=form)
     return describe(logits, tokens, sampling, max_log_probs)
 
 

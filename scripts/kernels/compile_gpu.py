@@ -226,7 +226,10 @@ _bucket = functools.partial(step, model="Qwen3-0.6B")
 for _rows in BUCKET_ROWS:
     _sizes = {"num_tokens": _rows, "num_rows": _rows}
     CASES[f"bucket decode {_rows}"] = functools.partial(_bucket, step="decode_step", **_sizes)
-    CASES[f"bucket loop {_rows}"] = functools.partial(_bucket, step="decode_loop", loop_steps=LOOP_STEPS, **_sizes)
+    for _form in ("plain", "filtered") if _rows > 1 else ():
+        CASES[f"bucket {_form} loop {_rows}"] = functools.partial(
+            _bucket, step="decode_loop", loop_steps=LOOP_STEPS, form=_form, **_sizes
+        )
 # Refused there, with a reason; see kernels_pallas/triton.py.
 NO_FP8 = ("A100",)
 

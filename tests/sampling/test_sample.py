@@ -20,13 +20,15 @@ from transformers.generation.logits_process import (
 
 from jaxinfer.config import SamplingParams
 from jaxinfer.sampling.batch import make_sampling
-from jaxinfer.sampling.sample import describe, filter_logits, sample
+from jaxinfer.sampling.sample import _filter_always, _highest_enough, describe, filter_logits, sample
 
 B, V = 4, 48
 # A token whose cumulated probability is nearer to the bound than float32 can tell may fall on either side.
 ROUNDING = 2e-6
 
 jit_filter = jax.jit(filter_logits)
+jit_filter_always = jax.jit(_filter_always)
+jit_highest = jax.jit(_highest_enough, static_argnames="num_bits")
 jit_sample = jax.jit(sample)
 jit_describe = jax.jit(describe, static_argnames="max_log_probs")
 few_examples = settings(max_examples=50, derandomize=True)
@@ -237,3 +239,32 @@ def test_log_probs_of_a_row_are_the_same_bits_in_any_batch():
     ]
 
     assert [pair.log_probs[0].item() for pair in pairs] == together[:6].tolist()
+
+
+@few_examples
+@given(
+    seed=st.integers(0, 10**6),
+    k=st.sampled_from([0, 1, 3, V]),
+    p=st.sampled_from([0.05, 0.7, 1.0]),
+    min_p=st.sampled_from([0.0, 0.1]),
+)
+def test_filters_without_conditions_keep_what_the_others_keep(seed, k, p, min_p):
+    logits = np.round(draw_logits(seed), 1)  # some are equal
+    params = batch_of(SamplingParams(top_k=k, top_p=p, min_p=min_p), SamplingParams(), SamplingParams(top_p=p))
+
+    always = jit_filter_always(logits, params)
+
+    np.testing.assert_array_equal(always, jit_filter(logits, params))
+
+
+@few_examples
+@given(seed=st.integers(0, 10**6), share=st.sampled_from([0.0, 1e-3, 0.3, 0.999, 2.0]))
+def test_a_threshold_found_by_digits_is_that_found_bit_by_bit(seed, share):
+    random = np.random.default_rng(seed)
+    keys = random.integers(0, 2**32, (B, V), np.uint32)
+    weights = random.random((B, V), np.float32)
+    wanted = (share * weights.sum(-1)).astype(np.float32)
+
+    by_digits, by_bits = (np.asarray(jit_highest(keys, weights, wanted, num_bits=bits)) for bits in (4, 1))
+
+    np.testing.assert_array_equal(by_digits, by_bits)

@@ -92,7 +92,7 @@ def test_the_cache_after_a_loop_is_that_after_its_steps():
 def test_a_loop_that_draws_plainly_gives_the_tokens_of_the_full_form():
     sampling = make_sampling([SamplingParams(seed=i, temperature=float(i > 0)) for i in range(3)], num_rows=B)
 
-    plain, _ = run(sampling=sampling, config=CONFIG, is_plain=True)
+    plain, _ = run(sampling=sampling, config=CONFIG, form="plain")
 
     full, _ = run(sampling=sampling, config=CONFIG)
     np.testing.assert_array_equal(plain.tokens[:3], full.tokens[:3])
@@ -101,7 +101,7 @@ def test_a_loop_that_draws_plainly_gives_the_tokens_of_the_full_form():
 
 def test_the_number_of_turns_is_known_to_the_compiler():
     sampling, most = make_sampling([], num_rows=B), np.zeros(B, np.int32)
-    options = {"num_steps": STEPS, "config": CONFIG, "is_plain": True}
+    options = {"num_steps": STEPS, "config": CONFIG, "form": "plain"}
 
     jaxpr = decode_loop.trace(params(), nan_cache(CONFIG, CACHE), layout([], B), sampling, most, **options).jaxpr
 

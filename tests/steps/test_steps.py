@@ -157,7 +157,7 @@ def run_step(kind, sampling, **options):
 def test_what_a_plain_step_leaves_to_be_drawn_is_drawn_later_to_the_same_bits(kind):
     sampling = masked_sampling()
     _, expected, _ = run_step(kind, sampling)
-    batch, plain, cache = run_step(kind, sampling, is_plain=True, max_log_probs=0)
+    batch, plain, cache = run_step(kind, sampling, form="plain", max_log_probs=0)
 
     drawn = STEPS.draw_step(cache, last_tokens(batch), sampling, plain.logits, max_log_probs=NUM_LOG_PROBS)
 
@@ -167,19 +167,22 @@ def test_what_a_plain_step_leaves_to_be_drawn_is_drawn_later_to_the_same_bits(ki
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
-def test_a_plain_step_knows_the_temperature(kind):
-    sampling = make_sampling([SamplingParams(seed=i, temperature=0.7 * i) for i in range(len(PROMPTS))], num_rows=B)
+@pytest.mark.parametrize("form", ["plain", "filtered"])
+def test_a_lesser_form_draws_what_the_full_form_draws(kind, form):
+    filters = {"top_k": 5, "top_p": 0.8, "min_p": 0.01} if form == "filtered" else {}
+    params = [SamplingParams(seed=i, temperature=0.7 * i, **filters) for i in range(len(PROMPTS))]
+    sampling = make_sampling(params, num_rows=B)
 
-    _, plain, _ = run_step(kind, sampling, is_plain=True, max_log_probs=0)
+    drawn, _ = run_step(kind, sampling, form=form, max_log_probs=0)[1:]
 
     _, full, _ = run_step(kind, sampling)
-    np.testing.assert_array_equal(plain.tokens, full.tokens)
-    np.testing.assert_array_equal(plain.log_probs, full.log_probs)
+    np.testing.assert_array_equal(drawn.tokens, full.tokens)
+    np.testing.assert_array_equal(drawn.log_probs, full.log_probs)
 
 
 def test_a_plain_step_refuses_what_it_does_not_draw():
-    with pytest.raises(ValueError, match="is_plain=True leaves no place for max_log_probs=3.*draw_step"):
-        prefill(PROMPTS, sampling_for(), is_plain=True, max_log_probs=3)
+    with pytest.raises(ValueError, match="form='plain' leaves no place for max_log_probs=3.*draw_step"):
+        prefill(PROMPTS, sampling_for(), form="plain", max_log_probs=3)
 
 
 def test_alternatives_are_as_many_as_the_step_was_built_for():

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from jaxinfer.device import compiles_on_device
 from jaxinfer.engine.execution.step_shapes import Bucket, choose_bucket
 from jaxinfer.engine.scheduling.step import Step
+from jaxinfer.sampling_params import FORMS, Form
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +103,12 @@ class CompiledSteps:
     def choose(self, step: Step) -> Choice:
         """Returns the smallest compiled bucket that holds the step, and its executables."""
         self._collect()
-        bucket = choose_bucket(self._with_draw if step.draws_apart else self._ready, step)
-        draw = self._compiled.get(bucket.draw) if step.draws_apart else None
-        return Choice(bucket, self._compiled[bucket], draw)
+        form = draw_form(self._buckets, step)
+        if form is None:
+            bucket = choose_bucket(self._ready, step)
+            return Choice(bucket, self._compiled[bucket], None)
+        bucket = choose_bucket([b for b in self._ready if b.is_draw or b.draw(form) in self._compiled], step)
+        return Choice(bucket, self._compiled[bucket], self._compiled[bucket.draw(form)])
 
     def _wait_for(self, buckets: Sequence[Bucket], show_progress: bool, description: str) -> None:
         futures = [future for bucket, future in self._futures.items() if bucket in buckets]
@@ -117,8 +121,6 @@ class CompiledSteps:
 
     def _record_ready(self) -> None:
         self._ready = tuple(bucket for bucket in self._buckets if bucket in self._compiled)
-        has_draws = any(bucket.is_draw for bucket in self._buckets)  # a model without logits draws nothing
-        self._with_draw = tuple(bucket for bucket in self._ready if not has_draws or bucket.draw in self._compiled)
 
     def _collect(self) -> None:
         """Makes the steps that were compiled since the last call available to `choose`."""
@@ -134,10 +136,21 @@ class CompiledSteps:
         self._record_ready()
 
 
+def draw_form(buckets: Sequence[Bucket], step: Step) -> Form | None:
+    """Returns the form in which one of `buckets` draws the tokens of a step; None if the step draws itself.
+
+    A model without logits draws nothing.
+    """
+    planned = {bucket.form for bucket in buckets if bucket.is_draw}
+    if not step.draws_apart or not planned:
+        return None
+    return step.form if step.form in planned else "full"
+
+
 def enough_buckets(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
-    """Returns the last of `buckets`, which holds any step, its draw bucket, and the last loop."""
-    loops = [bucket for bucket in buckets if bucket.num_steps > 1]
-    enough = {*buckets[-1:], *(bucket.draw for bucket in buckets[-1:]), *loops[-1:]}
+    """Returns the last of `buckets`, which holds any step, its draw buckets, and the last loop of each form."""
+    last_loops = {bucket.form: bucket for bucket in buckets if bucket.num_steps > 1}
+    enough = {*buckets[-1:], *(bucket.draw(form) for bucket in buckets[-1:] for form in FORMS), *last_loops.values()}
     return tuple(bucket for bucket in buckets if bucket in enough)
 
 

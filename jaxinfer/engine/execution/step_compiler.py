@@ -32,7 +32,7 @@ from jaxinfer.steps.steps import decode_loop, decode_step, draw_step, prefill_st
         "step",
         "config",
         "implementation",
-        "is_plain",
+        "form",
         "max_log_probs",
         "max_prompt_log_probs",
         "custom",
@@ -62,7 +62,7 @@ def step_with_feedback(
     return output, _enter(drawn, output), cache
 
 
-@functools.partial(jax.jit, static_argnames=("step", "max_log_probs", "custom"))
+@functools.partial(jax.jit, static_argnames=("step", "form", "max_log_probs", "custom"))
 def draw_with_feedback(
     cache: KVCache,
     drawn: jax.Array,
@@ -113,7 +113,7 @@ class StepCompiler:
     def largest(self) -> list[Bucket]:
         """Returns the largest shape of each kind, which needs the most memory; the last one holds any step."""
         kinds = {
-            (bucket.is_decode, bucket.q_len, bucket.is_draw, bucket.is_mixed, bucket.num_steps): bucket
+            (bucket.is_decode, bucket.q_len, bucket.is_draw, bucket.is_mixed, bucket.num_steps, bucket.form): bucket
             for bucket in self.buckets
         }
         return list(kinds.values())
@@ -158,9 +158,10 @@ class StepCompiler:
         )
         full = {"max_log_probs": self._max_log_probs, "custom": tuple(self._custom.values())}
         if bucket.is_draw:
-            return draw_with_feedback, state, {"step": draw_step, **full}
+            statics = full if bucket.form == "full" else {}
+            return draw_with_feedback, state, {"step": draw_step, "form": bucket.form, **statics}
         statics = {"config": self.model_config, "implementation": self._attention, **self._kept}
-        statics |= full if bucket.is_verify else {"is_plain": True}
+        statics |= full if bucket.is_verify else {"form": bucket.form}
         return step_with_feedback, (self._params, *state), statics | self._step_of(bucket)
 
     def _step_of(self, bucket: Bucket) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.device import default_batched_tokens, default_mixed_tokens
+from jaxinfer.device import default_batched_tokens, default_mixed_tokens, draws_filtered
 from jaxinfer.engine.scheduling.step import Step
+from jaxinfer.sampling_params import FORMS, Form
 
 # Few shapes, because each costs time to compile and padding costs little. On CPU, blocks of padding are not multiplied;
 # accelerators stream the same weights for few rows as for many.
@@ -24,8 +25,8 @@ class Bucket:
     """One compiled shape: T tokens in B rows.
 
     A decode bucket has T = B, one token per row; in a loop each row gets up to `num_steps` tokens. A verify bucket has
-    drafts in some rows; if it is mixed, other rows prefill. A draw bucket samples, in the full form, the tokens that
-    decode or prefill steps of B rows do not draw plainly, with T = B.
+    drafts in some rows; if it is mixed, other rows prefill. A draw bucket samples the tokens that decode or prefill
+    steps of B rows do not draw plainly, with T = B.
     """
 
     is_decode: bool
@@ -35,6 +36,7 @@ class Bucket:
     is_draw: bool = False
     is_mixed: bool = False
     num_steps: int = 1  # more than 1 in a decode loop
+    form: Form = "plain"  # in which it draws; the full form in a verify bucket
 
     @property
     def is_verify(self) -> bool:
@@ -49,13 +51,12 @@ class Bucket:
         if self.is_verify:
             return f"{'mixed ' if self.is_mixed else ''}verify {self.num_tokens} of {self.num_rows}"
         if self.num_steps > 1:
-            return f"loop of {self.num_steps} steps {self.num_tokens}"
-        return f"{'draw' if self.is_draw else 'decode' if self.is_decode else 'prefill'} {self.num_tokens}"
+            return f"{self.form} loop of {self.num_steps} steps {self.num_tokens}"
+        return f"{f'{self.form} draw' if self.is_draw else 'decode' if self.is_decode else 'prefill'} {self.num_tokens}"
 
-    @property
-    def draw(self) -> Bucket:
+    def draw(self, form: Form) -> Bucket:
         """Returns the bucket that samples the tokens which this bucket's steps do not draw plainly."""
-        return Bucket(False, self.num_rows, self.num_rows, is_draw=True)
+        return Bucket(False, self.num_rows, self.num_rows, is_draw=True, form=form)
 
     @property
     def num_sampled(self) -> int:
@@ -67,15 +68,16 @@ def plan_buckets(config: EngineConfig, max_drafts: int = 0) -> tuple[Bucket, ...
     """Returns every shape that an engine of this configuration uses, by kind, the smallest first.
 
     decode:   1, 8, 64, … rows up to max_num_seqs
-    loops:    the same rows, if decode_loop_steps > 1
+    loops:    8, 64, … rows, if decode_loop_steps > 1, in each of `loop_forms`
     verify:   one draft per decoding row, or `max_drafts` per row, within the limit of mixed tokens; if max_drafts > 0
     mixed:    the same limit, drafts beside rows that prefill; if max_drafts > 0, without draft trees
     prefill:  128, 1024, … tokens up to the step's limit, and the limit of mixed tokens; the most rows that can occur
     """
     most_rows, max_tokens = max_rows(config), max_batched_tokens(config)
     decode = [Bucket(True, rows, rows) for rows in decode_sizes(config)]
-    if loop_steps(config) > 1:
-        decode += [replace(bucket, num_steps=loop_steps(config)) for bucket in decode]
+    if (num_steps := loop_steps(config)) > 1:
+        looped = decode[1:] or decode  # an accelerator streams the same weights for one row as for eight
+        decode += [replace(bucket, num_steps=num_steps, form=form) for form in loop_forms() for bucket in looped]
     sizes = {*_sizes(PREFILL_TOKENS, max_tokens), max_mixed_tokens(config)}
     prefill = [Bucket(False, n, min(n, most_rows)) for n in sorted(sizes)]
     verify = _verify_buckets(decode_sizes(config), max_drafts, max_mixed_tokens(config))
@@ -86,9 +88,20 @@ def plan_buckets(config: EngineConfig, max_drafts: int = 0) -> tuple[Bucket, ...
 
 
 def plan_draws(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
-    """Returns the draw buckets of `buckets`; verify steps draw in the full form, and loops plainly alone."""
-    draws = {bucket.draw for bucket in buckets if not bucket.is_verify and bucket.num_steps == 1}
-    return tuple(sorted(draws, key=lambda bucket: bucket.num_tokens))
+    """Returns the draw buckets of `buckets`; verify steps and loops draw themselves."""
+    drawn = [bucket for bucket in buckets if not bucket.is_verify and bucket.num_steps == 1]
+    draws = {bucket.draw(form) for bucket in drawn for form in draw_forms()}
+    return tuple(sorted(draws, key=lambda bucket: (FORMS.index(bucket.form), bucket.num_tokens)))
+
+
+def loop_forms() -> tuple[Form, ...]:
+    """Returns the forms in which decode loops draw."""
+    return ("plain", "filtered") if draws_filtered() else ("plain",)
+
+
+def draw_forms() -> tuple[Form, ...]:
+    """Returns the forms in which steps draw apart."""
+    return ("filtered", "full") if draws_filtered() else ("full",)
 
 
 def decode_sizes(config: EngineConfig) -> list[int]:
@@ -144,7 +157,9 @@ def _sizes(first: tuple[int, ...], last: int) -> list[int]:
 def choose_bucket(buckets: Sequence[Bucket], step: Step) -> Bucket:
     """Returns the smallest bucket of the step's kind that holds the step; see `find_bucket`."""
     kind = {"is_decode": step.is_decode, "is_verify": step.is_verify, "is_mixed": step.is_verify and step.is_mixed}
-    return find_bucket(buckets, step.num_tokens, len(step.chunks), **kind, is_loop=step.is_loop)
+    return find_bucket(
+        buckets, step.num_tokens, len(step.chunks), **kind, loop_form=step.form if step.is_loop else None
+    )
 
 
 def find_bucket(
@@ -155,7 +170,7 @@ def find_bucket(
     is_decode: bool = False,
     is_verify: bool = False,
     is_mixed: bool = False,
-    is_loop: bool = False,
+    loop_form: Form | None = None,
 ) -> Bucket:
     """Returns the first bucket of a kind that holds `num_tokens` tokens in `num_rows` rows.
 
@@ -167,12 +182,12 @@ def find_bucket(
         is_of_kind = (
             bucket.is_verify == is_verify
             and bucket.is_mixed == is_mixed
-            and (bucket.num_steps > 1) == is_loop
+            and (bucket.form if bucket.num_steps > 1 else None) == loop_form
             and (is_decode or not bucket.is_decode)
         )
         if fits and is_of_kind and not bucket.is_draw:
             return bucket
-    kind = "verify" if is_verify else "loop" if is_loop else "decode" if is_decode else "prefill"
+    kind = "verify" if is_verify else f"{loop_form} loop" if loop_form else "decode" if is_decode else "prefill"
     there = ", ".join(bucket.name for bucket in buckets)
     raise RuntimeError(f"no bucket for {kind} steps holds {num_tokens} tokens in {num_rows} rows; there are {there}")
 

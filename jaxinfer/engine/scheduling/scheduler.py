@@ -36,6 +36,7 @@ from jaxinfer.engine.scheduling.step_results import (
     record_prompt_log_probs,
 )
 from jaxinfer.engine.scheduling.waiting import RequestHeap, WaitingQueue
+from jaxinfer.sampling_params import Form
 
 # After a loop that took too long. Contexts may be shorter then, or the loop was the first of its shape.
 STEPS_BETWEEN_LOOPS = 64
@@ -82,7 +83,8 @@ class Scheduler:
 
     max_mixed_tokens: bounds the tokens of a step with decoding requests; None for max_num_batched_tokens
     max_waiting: bounds the requests beyond `max_num_seqs`; None for no bound
-    decode_loop_steps: decode steps per launch if every request decodes and is drawn plainly; not with speculation
+    decode_loop_steps: decode steps per launch if every request decodes; not with speculation
+    loop_forms: the forms in which decode loops draw; requests that need another take single steps
     max_loop_seconds: after a loop that took longer, decode steps are single for a while
     tiers: store the pages that are evicted from the pool
     window: the pages of a request behind this window are released while the request runs
@@ -102,6 +104,7 @@ class Scheduler:
         max_mixed_tokens: int | None = None,
         max_waiting: int | None = None,
         decode_loop_steps: int = 1,
+        loop_forms: Sequence[Form] = ("plain",),
         max_loop_seconds: float = math.inf,
         tiers: PageTiers | None = None,
         window: AttentionWindow | None = None,
@@ -115,6 +118,7 @@ class Scheduler:
         self._max_mixed_tokens = max_mixed_tokens or max_num_batched_tokens
         self._max_waiting = max_waiting
         self._decode_loop_steps = decode_loop_steps
+        self._loop_forms = loop_forms
         self._max_loop_seconds = max_loop_seconds
         self._num_single = 0  # steps to come before the next loop
         self._speculation = speculation
@@ -249,7 +253,7 @@ class Scheduler:
         elif self._num_single:
             self._num_single -= 1
         elif self._decode_loop_steps > 1:
-            chunks = _extend_for_loop(chunks, self._tables, self._decode_loop_steps)
+            chunks = self._extend_for_loop(chunks)
         for observer in self.observers:
             observer.scheduled(began, self.metrics())
         return Step(chunks, self.copies, began, after is not None) if chunks else None
@@ -318,6 +322,17 @@ class Scheduler:
         self._enter(step)
         return True
 
+    def _extend_for_loop(self, chunks: Chunks) -> Chunks:
+        """Returns the chunks with `max_new_tokens` of a loop, at most what a request has tokens and pages for.
+
+        Leaves 1 unless every request decodes, can be drawn in a loop and pools no states, which a loop does not return.
+        """
+        rows, most = chunks.rows, self._decode_loop_steps - 1
+        if rows.form not in self._loop_forms or rows.pool_states or not chunks.are_last_tokens:
+            return chunks
+        max_new_tokens = [1 + self._tables.extend_ahead(request, most) for request in chunks.requests]
+        return replace(chunks, max_new_tokens=max_new_tokens)
+
     def _enter(self, step: Step) -> None:
         """Records once that a step is launched: later steps find its tokens in the cache."""
         if step is not self._entered:
@@ -341,15 +356,3 @@ class Scheduler:
         del self._requests[request.request_id]
         for observer in self.observers:
             observer.ended(request)
-
-
-def _extend_for_loop(chunks: Chunks, tables: BlockTables, max_steps: int) -> Chunks:
-    """Returns the chunks with `max_new_tokens` set: at most `max_steps`, the request's remaining tokens and free pages.
-
-    Leaves 1 unless every request decodes, is drawn plainly and pools no states, which a loop does not return.
-    """
-    rows = chunks.rows
-    if not (rows.are_drawn_plainly and chunks.are_last_tokens) or rows.pool_states:
-        return chunks
-    max_new_tokens = [1 + tables.extend_ahead(request, max_steps - 1) for request in chunks.requests]
-    return replace(chunks, max_new_tokens=max_new_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -11,6 +11,7 @@ from typing import overload
 
 from jaxinfer.engine.kv_cache.page_transfers import PageTransfers
 from jaxinfer.engine.request.request import Request
+from jaxinfer.sampling_params import Form, widest_form
 
 
 @dataclass(slots=True, eq=False)
@@ -55,9 +56,9 @@ class Rows:
         return all(request.is_plain for request in self.requests)
 
     @cached_property
-    def are_drawn_plainly(self) -> bool:
-        """True if a step in the plain form draws the next token of every request, see `steps`."""
-        return all(request.sampling.is_plain for request in self.requests)
+    def form(self) -> Form:
+        """Returns the least form in which a step can draw the next token of every request."""
+        return widest_form(request.sampling for request in self.requests)
 
     @cached_property
     def has_structures(self) -> bool:
@@ -154,7 +155,7 @@ class Step:
     is_loop: bool = field(init=False)  # some row gets several tokens, in a decode loop
     is_decode: bool = field(init=False)  # one token per row, no drafts, no prompt log-probabilities, no pooled states
     needs_masks: bool = field(init=False)  # some row's next token needs a mask of its grammar
-    draws_apart: bool = field(init=False)  # its tokens are drawn in the full form, in a launch of its own
+    form: Form = field(init=False)  # in which its tokens are drawn; a step but a verify step itself draws plainly
 
     def __post_init__(self) -> None:
         chunks = self.chunks
@@ -166,16 +167,21 @@ class Step:
         self.is_plain = chunks.rows.is_plain
         has_one_token_rows = not self.is_verify and self.num_tokens == len(chunks)
         self.is_decode = has_one_token_rows and not self.prompt_log_prob_chunks and not self.pooled_chunks
-        self.needs_masks = chunks.rows.has_structures and self._ends_any(lambda request: request.grammar is not None)
-        is_drawn_here = self.is_verify or chunks.rows.are_drawn_plainly
-        self.draws_apart = not is_drawn_here and self._ends_any(lambda request: not request.sampling.is_plain)
+        self.needs_masks = chunks.rows.has_structures and any(r.grammar for r in self._sampling())
+        self.form = "plain"
+        if chunks.rows.form != "plain":
+            self.form = widest_form(request.sampling for request in self._sampling())
 
-    def _ends_any(self, is_meant: Callable[[Request], bool]) -> bool:
-        """True if the step samples the next token of any of these requests."""
-        return any(
-            start + count == len(request.token_ids) + request.num_pending and is_meant(request)
-            for request, start, count in zip(self.chunks.requests, self.chunks.starts, self.chunks.lens, strict=True)
-        )
+    def _sampling(self) -> Iterator[Request]:
+        """Yields the requests whose next token the step samples."""
+        for request, start, count in zip(self.chunks.requests, self.chunks.starts, self.chunks.lens, strict=True):
+            if start + count == len(request.token_ids) + request.num_pending:
+                yield request
+
+    @property
+    def draws_apart(self) -> bool:
+        """True if another launch draws its tokens."""
+        return self.form != "plain" and not self.is_verify and not self.is_loop
 
     @property
     def prompt_log_prob_chunks(self) -> Sequence[tuple[Chunk, int, int]]:

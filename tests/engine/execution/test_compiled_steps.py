@@ -70,7 +70,7 @@ def test_what_is_compiled_meanwhile_is_used_without_waiting(gate):
 def apart(num_rows):
     """A decode step whose tokens are drawn in the full form."""
     step = make_step([(5, 1)] * num_rows)
-    step.draws_apart = True
+    step.form = "full"
     return step
 
 
@@ -86,17 +86,17 @@ def test_a_step_that_draws_apart_takes_a_bucket_whose_draw_is_compiled(gate, mon
 
     steps = CompiledSteps((*draws, *BUCKETS), compile_bucket)
     steps.wait_for_enough()
-    assert steps.choose(apart(1)).draw == "draw 8"
+    assert steps.choose(apart(1)).draw == "full draw 8"
     while steps.choose(make_step([(5, 1)])).compiled != "decode 1":
         pass
-    assert steps.choose(apart(1))[1:] == ("decode 8", "draw 8")
+    assert steps.choose(apart(1))[1:] == ("decode 8", "full draw 8")
     gate.set()
 
     steps.wait()
 
     # The step that holds any other, with its draw, comes first, and steps before draws.
-    assert names == [LAST.name, "draw 8", "decode 1", "decode 8", "draw 1"]
-    assert steps.choose(apart(1))[1:] == ("decode 1", "draw 1")
+    assert names == [LAST.name, "full draw 8", "decode 1", "decode 8", "full draw 1"]
+    assert steps.choose(apart(1))[1:] == ("decode 1", "full draw 1")
 
 
 def test_a_loop_that_holds_any_is_waited_for(gate):
@@ -240,7 +240,6 @@ def test_a_failure_at_the_last_is_raised():
 def test_a_larger_step_yields_every_bit_of_those_it_stands_in_for(llm, monkeypatch):
     expected, steps = contents(llm), runner_of(llm).compiled_steps
     monkeypatch.setattr(steps, "_ready", steps._ready[-1:])
-    monkeypatch.setattr(steps, "_with_draw", steps._ready[-1:])
 
     with recorded_steps(llm) as computed:
         assert contents(llm) == expected
