@@ -29,15 +29,15 @@ ALLOWED = {
     "quantization": "kernels_pallas",
     "model": "config kernels_pallas quantization validation",
     "sampling": "config kernels_pallas model sampling_params validation",
-    "steps": "config kernels_pallas model sampling validation",
+    "steps": "config kernels_pallas model sampling sampling_params validation",
     "text": "plain_values sampling_params validation",
     "checkpoint": "config device model quantization sampling_params steps validation",
     "plan": "kernels_pallas",
     "engine.request": "sampling_params",
     "engine.kv_cache": "atomic_file engine.request sampling_params",
-    "engine.scheduling": "engine.kv_cache engine.request validation",
+    "engine.scheduling": "engine.kv_cache engine.request sampling_params validation",
     "engine.execution": "atomic_file config device engine.kv_cache engine.request engine.scheduling model plan"
-    " quantization sampling steps validation",
+    " quantization sampling sampling_params steps validation",
     "engine.drafters": "config engine.execution engine.request engine.scheduling model plan steps validation",
     "engine.speculation": "checkpoint config engine.drafters engine.execution engine.kv_cache engine.request"
     " engine.scheduling model steps text validation",

@@ -24,9 +24,9 @@ from jaxinfer.checkpoint import (
 )
 from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
 from jaxinfer.cpu_flags import FUSED_PRODUCTS
+from jaxinfer.engine.device_limits import MAX_LOOP_SECONDS, describe_limits, fit_limits
 from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.execution.compiled_steps import COMPILING
-from jaxinfer.engine.execution.device_limits import MAX_LOOP_SECONDS, describe_limits, fit_limits
 from jaxinfer.engine.execution.memory_plan import plan_cache, plan_further_kinds, plan_window, resolve_max_model_len
 from jaxinfer.engine.execution.runner import Runner
 from jaxinfer.engine.execution.step_shapes import loop_forms, loop_steps, max_batched_tokens, max_mixed_tokens, max_rows

@@ -15,8 +15,8 @@ from jaxinfer.checkpoint import abstract_checkpoint, resolve_checkpoint
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.device import resolve_dtype
 from jaxinfer.engine.assembly import plan_host
+from jaxinfer.engine.device_limits import fit_limits
 from jaxinfer.engine.engine import BUNDLED_MODEL
-from jaxinfer.engine.execution.device_limits import fit_limits
 from jaxinfer.engine.execution.pipeline import Device, Pipeline
 from jaxinfer.engine.execution.step_shapes import choose_bucket, loop_steps, max_rows, plan_buckets
 from jaxinfer.engine.frontend.admission import Admission

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.engine.execution.device_limits import describe_limits, fit_limits, fitting_loop_steps
+from jaxinfer.engine.device_limits import describe_limits, fit_limits, fitting_loop_steps
 from jaxinfer.engine.execution.step_shapes import plan_buckets, plan_draws
 from jaxinfer.model.params import abstract_params
 from scripts.kernels.models import config_of
