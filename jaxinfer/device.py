@@ -107,8 +107,8 @@ def default_mixed_tokens() -> int | None:
 
 
 def draws_filtered() -> bool:
-    """True if filters have draws and loops of their own; a CPU's full form costs no more than they would."""
-    return jax.default_backend() != "cpu"
+    """True if filters have a draw of their own, without conditions: on GPU, whose host waits for each condition."""
+    return jax.default_backend() == "gpu"
 
 
 def free_bytes() -> int | None:

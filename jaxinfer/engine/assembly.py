@@ -29,7 +29,7 @@ from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.execution.compiled_steps import COMPILING
 from jaxinfer.engine.execution.memory_plan import plan_cache, plan_further_kinds, plan_window, resolve_max_model_len
 from jaxinfer.engine.execution.runner import Runner
-from jaxinfer.engine.execution.step_shapes import loop_forms, loop_steps, max_batched_tokens, max_mixed_tokens, max_rows
+from jaxinfer.engine.execution.step_shapes import loop_steps, max_batched_tokens, max_mixed_tokens, max_rows
 from jaxinfer.engine.execution.warm_up import WarmUp, plan_target
 from jaxinfer.engine.frontend.admission import Admission
 from jaxinfer.engine.frontend.page_identity import page_identity
@@ -184,7 +184,6 @@ def plan_host(
         max_mixed_tokens=max_mixed_tokens(config),
         max_waiting=config.max_waiting,
         decode_loop_steps=loop_steps(config),
-        loop_forms=loop_forms(),
         max_loop_seconds=max_loop_seconds,
         tiers=tiers,
         window=window,

@@ -18,6 +18,7 @@ PREFILL_TOKENS = (128,)
 GROWTH = 8
 # Rows by default; `device_limits` takes more on accelerators.
 MAX_ROWS = 32
+LOOP_FORMS: tuple[Form, ...] = ("plain", "filtered")  # in which decode loops draw
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def plan_buckets(config: EngineConfig, max_drafts: int = 0) -> tuple[Bucket, ...
     """Returns every shape that an engine of this configuration uses, by kind, the smallest first.
 
     decode:   1, 8, 64, … rows up to max_num_seqs
-    loops:    8, 64, … rows, if decode_loop_steps > 1, in each of `loop_forms`
+    loops:    8, 64, … rows, if decode_loop_steps > 1, in each of LOOP_FORMS
     verify:   one draft per decoding row, or `max_drafts` per row, within the limit of mixed tokens; if max_drafts > 0
     mixed:    the same limit, drafts beside rows that prefill; if max_drafts > 0, without draft trees
     prefill:  128, 1024, … tokens up to the step's limit, and the limit of mixed tokens; the most rows that can occur
@@ -77,7 +78,7 @@ def plan_buckets(config: EngineConfig, max_drafts: int = 0) -> tuple[Bucket, ...
     decode = [Bucket(True, rows, rows) for rows in decode_sizes(config)]
     if (num_steps := loop_steps(config)) > 1:
         looped = decode[1:] or decode  # an accelerator streams the same weights for one row as for eight
-        decode += [replace(bucket, num_steps=num_steps, form=form) for form in loop_forms() for bucket in looped]
+        decode += [replace(bucket, num_steps=num_steps, form=form) for form in LOOP_FORMS for bucket in looped]
     sizes = {*_sizes(PREFILL_TOKENS, max_tokens), max_mixed_tokens(config)}
     prefill = [Bucket(False, n, min(n, most_rows)) for n in sorted(sizes)]
     verify = _verify_buckets(decode_sizes(config), max_drafts, max_mixed_tokens(config))
@@ -92,11 +93,6 @@ def plan_draws(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
     drawn = [bucket for bucket in buckets if not bucket.is_verify and bucket.num_steps == 1]
     draws = {bucket.draw(form) for bucket in drawn for form in draw_forms()}
     return tuple(sorted(draws, key=lambda bucket: (FORMS.index(bucket.form), bucket.num_tokens)))
-
-
-def loop_forms() -> tuple[Form, ...]:
-    """Returns the forms in which decode loops draw."""
-    return ("plain", "filtered") if draws_filtered() else ("plain",)
 
 
 def draw_forms() -> tuple[Form, ...]:

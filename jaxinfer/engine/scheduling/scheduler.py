@@ -36,7 +36,6 @@ from jaxinfer.engine.scheduling.step_results import (
     record_prompt_log_probs,
 )
 from jaxinfer.engine.scheduling.waiting import RequestHeap, WaitingQueue
-from jaxinfer.sampling_params import Form
 
 # After a loop that took too long. Contexts may be shorter then, or the loop was the first of its shape.
 STEPS_BETWEEN_LOOPS = 64
@@ -83,8 +82,8 @@ class Scheduler:
 
     max_mixed_tokens: bounds the tokens of a step with decoding requests; None for max_num_batched_tokens
     max_waiting: bounds the requests beyond `max_num_seqs`; None for no bound
-    decode_loop_steps: decode steps per launch if every request decodes; not with speculation
-    loop_forms: the forms in which decode loops draw; requests that need another take single steps
+    decode_loop_steps: decode steps per launch if every request decodes and none needs the full form of a draw; not with
+        speculation
     max_loop_seconds: after a loop that took longer, decode steps are single for a while
     tiers: store the pages that are evicted from the pool
     window: the pages of a request behind this window are released while the request runs
@@ -104,7 +103,6 @@ class Scheduler:
         max_mixed_tokens: int | None = None,
         max_waiting: int | None = None,
         decode_loop_steps: int = 1,
-        loop_forms: Sequence[Form] = ("plain",),
         max_loop_seconds: float = math.inf,
         tiers: PageTiers | None = None,
         window: AttentionWindow | None = None,
@@ -118,7 +116,6 @@ class Scheduler:
         self._max_mixed_tokens = max_mixed_tokens or max_num_batched_tokens
         self._max_waiting = max_waiting
         self._decode_loop_steps = decode_loop_steps
-        self._loop_forms = loop_forms
         self._max_loop_seconds = max_loop_seconds
         self._num_single = 0  # steps to come before the next loop
         self._speculation = speculation
@@ -328,7 +325,7 @@ class Scheduler:
         Leaves 1 unless every request decodes, can be drawn in a loop and pools no states, which a loop does not return.
         """
         rows, most = chunks.rows, self._decode_loop_steps - 1
-        if rows.form not in self._loop_forms or rows.pool_states or not chunks.are_last_tokens:
+        if rows.form == "full" or rows.pool_states or not chunks.are_last_tokens:
             return chunks
         max_new_tokens = [1 + self._tables.extend_ahead(request, most) for request in chunks.requests]
         return replace(chunks, max_new_tokens=max_new_tokens)
