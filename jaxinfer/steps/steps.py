@@ -174,7 +174,6 @@ def verify_step(
     mask = None if trees is None else tree_mask(trees)
     statics = {"config": config, "kept_layers": kept_layers, "implementation": implementation, "mesh": mesh}
     row_len = q_len if num_drafts is None else None  # rows that prefill may be longer
-    _check_sampling(sampling, config, max_log_probs, custom)
     if num_drafts is None:
         ends = ends_of_tokens(batch)
     else:
@@ -183,8 +182,8 @@ def verify_step(
     options: dict[str, Any] = {"tree_mask": mask, "q_len": row_len, "slots": slots}
     hidden, states, cache = forward_with_states(params, cache, batch, **options, **statics)
     rows = batch_of_ends(batch, ends), sampling_of_ends(sampling, ends)
-    logits = unembed(params, hidden[ends.places], _num_rows(rows[0]))
-    draw = functools.partial(_draw, logits, cache, *rows, "full", max_log_probs, custom)
+    finish = _make_finish(rows[1], config, "full", max_log_probs, custom)
+    draw = functools.partial(finish, params, cache, hidden[ends.places], rows[0])
     if trees is not None:
         drawn = draw(lambda context: along_paths(context, batch, trees))
         return keep_paths(drawn, cache, batch, trees, states, config=config)
@@ -293,8 +292,10 @@ def _check_sampling(sampling: SamplingBatch, config: ModelConfig, max_log_probs:
     require(len(custom) == names, "custom", custom, f"the functions of the {names} names that make_sampling was given")
 
 
-# (parameters, cache, states [B, D] of each row's last token, batch) -> output of a step
-Finish = Callable[[Params, KVCache, jax.Array, Batch], StepOutput]
+# (parameters, cache, states [B, D] of each row's last token, batch[, change]) -> output of a step; `change` changes the
+# context of the logits processors.
+Finish = Callable[..., StepOutput]
+Change = Callable[[Context], Context]
 
 
 def _make_finish(sampling: SamplingBatch, config: ModelConfig, form: Any, max_log_probs: Any, custom: Any) -> Finish:
@@ -303,11 +304,13 @@ def _make_finish(sampling: SamplingBatch, config: ModelConfig, form: Any, max_lo
     if form == "full":
         _check_sampling(sampling, config, max_log_probs, custom)
 
-    def finish(params: Params, cache: KVCache, hidden: jax.Array, batch: Batch) -> StepOutput:
+    def finish(
+        params: Params, cache: KVCache, hidden: jax.Array, batch: Batch, change: Change = lambda context: context
+    ) -> StepOutput:
         if params.logits is None:
             return sample_nothing(hidden, max_log_probs)
         logits = unembed(params, hidden, _num_rows(batch))
-        output = _draw(logits, cache, batch, sampling, form, max_log_probs, custom)
+        output = _draw(logits, cache, batch, sampling, form, max_log_probs, custom, change)
         return output if form == "full" else replace(output, logits=logits)
 
     return finish
@@ -330,7 +333,7 @@ def _draw(
     form: Form,
     max_log_probs: int,
     custom: tuple[LogitsProcessor, ...],
-    change: Callable[[Context], Context] = lambda context: context,
+    change: Change = lambda context: context,
 ) -> StepOutput:
     """Samples after each row in a form; `change` changes the context of the logits processors."""
     if form == "full":

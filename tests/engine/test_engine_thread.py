@@ -331,7 +331,7 @@ def fail_on_device(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         jax.tree.map(lambda array: array.delete(), cache)
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
 
-    monkeypatch.setattr(steps, "choose", lambda step: (choose(step)[0], compiled))
+    monkeypatch.setattr(steps, "choose", lambda step: choose(step)._replace(compiled=compiled))
 
 
 def test_a_failure_of_the_device_reaches_every_request_and_every_later_call(new_llm, monkeypatch, caplog):

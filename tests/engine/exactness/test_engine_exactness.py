@@ -293,7 +293,11 @@ def test_the_compiler_neither_merges_nor_splits_a_product(engine, request):
     llm = request.getfixturevalue(engine)
     llm.warm_up()
 
-    for bucket, compiled in runner_of(llm).compiled_steps.compiled.items():
+    steps = runner_of(llm).compiled_steps.compiled
+    for bucket, compiled in steps.items():
+        if bucket.is_draw:  # from logits
+            assert " dot(" not in compiled.as_text()
+            continue
         traced = product_shapes(warm_up_of(llm).compiler.trace(warm_up_of(llm).cache_config, bucket))
         shapes = {(shape.num_inputs, *sorted((shape.num_rows, shape.num_outputs))) for shape in traced}
         assert compiled_products(compiled.as_text()) == shapes, bucket.name

@@ -234,7 +234,7 @@ def test_an_llm_whose_device_has_failed_says_so(checkpoint, monkeypatch):
             jax.tree.map(lambda array: array.delete(), cache)
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
 
-        return choose(step)[0], compiled
+        return choose(step)._replace(compiled=compiled)
 
     choose = runner_of(llm).compiled_steps.choose
     monkeypatch.setattr(runner_of(llm).compiled_steps, "choose", out_of_memory)

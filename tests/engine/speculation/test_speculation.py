@@ -699,7 +699,7 @@ def test_what_the_drafts_of_other_requests_were_worth_is_soon_forgotten_where_th
 
 def test_no_draft_is_verified_beyond_the_end_of_a_request():
     bench = Bench(None, [1.0])
-    bench.requests[0].max_tokens = 3
+    bench.requests[0].max_len = bench.requests[0].num_prompt_tokens + 3
 
     assert bench.step() == (2,)
 
