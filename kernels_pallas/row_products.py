@@ -7,7 +7,8 @@ products          The library that multiplies matrices chooses its routine, and 
                   shape of the product. So every product that a token passes has ROW_BLOCK rows, whatever the step: more
                   rows are split into several products, fewer are padded with zeros. Another number of rows replaces
                   ROW_BLOCK only if `equal_row_counts` found the same bits with it on this machine.
-                  All products of tokens go through the two functions here, `rows_by_weights` and `rows_by_matrices`.
+                  All products of tokens go through the functions here: `rows_by_weights`, `rows_by_integers` and
+                  `rows_by_matrices`.
 sums along a row  `row_sum` adds in a fixed tree.
 exp               The compiler may give a maximum and the `exp` after it to a library, whose `exp` has other bits, if
                   the rows are many. `row_max` prevents it. Where the maximum has other uses the compiler does not.
@@ -36,6 +37,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.quantized_matmul.reference import dequantize
+
+# rows [batch..., n, A], operand -> [batch..., n, B]
+Product = Callable[[jax.Array, jax.Array], jax.Array]
 # Names of the two forms of product, in traces of steps as well.
 BY_WEIGHTS, BY_MATRICES = "rows_by_weights", "rows_by_matrices"
 # Rows of a product. With fewer, prefill is slower; with more, decoding of a few requests is.
@@ -53,6 +58,9 @@ MIN_TRIED_WEIGHTS = 2**17
 MAX_TRIED = 2**26
 # Products by matrices that a trial runs side by side; steps do so with the pages of several rows and KV heads.
 NUM_TRIED_TOGETHER = 8
+# Output channels whose integers are widened at once, in pairs of blocks that run side by side. A block in float32 stays
+# in the cache of its core. Products of 8 rows took as long with blocks of 256, and a quarter longer with blocks of 64.
+CHANNEL_BLOCK = 128
 # How many numbers the operands of a trial repeat: a prime, so that rows of an operand begin at different ones.
 NUM_TRIAL_NUMBERS = 65_521
 
@@ -83,18 +91,14 @@ def zero_after(x: jax.Array) -> jax.Array:
     return jnp.where(x[0, 0] < -jnp.inf, x[0, 0], 0)
 
 
-def rows_by_weights(
-    x: jax.Array, w: jax.Array, num_rows: jax.Array | None = None, *, is_computed: bool = False
-) -> jax.Array:
+def rows_by_weights(x: jax.Array, w: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
     """Returns x wᵀ f32[T, F] for x [T, D] and weights [F, D]: on CPU in blocks of rows, elsewhere in one product.
 
     If num_rows i32[] is given, only that many rows of x matter, and on CPU blocks of nothing but padding are skipped.
-    `is_computed` says that w is the result of other operations. The compiler may fuse those with the product, which no
-    trial would see, so that w then meets ROW_BLOCK rows alone.
     """
     T, (F, D) = x.shape[0], w.shape
     counts = {ROW_BLOCK}
-    if F * D >= MIN_TRIED_WEIGHTS and not is_computed:
+    if F * D >= MIN_TRIED_WEIGHTS:
         counts |= equal_row_counts(BY_WEIGHTS, WEIGHT_ROWS, D, F, x.dtype)
     block = min(sorted(counts), key=lambda count: -(-T // count) * (count + ROWS_PER_READ))
     small = max(count for count in counts if count <= MAX_SMALL_BLOCK)
@@ -102,7 +106,7 @@ def rows_by_weights(
     return _rows_by_weights(x, w, jnp.asarray(T) if num_rows is None else num_rows, blocks)
 
 
-# Loops whose length is known late have no derivative, so those of both products are stated.
+# Loops whose length is known late have no derivative, so those of all products are stated.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _rows_by_weights(x: jax.Array, w: jax.Array, num_rows: jax.Array, blocks: tuple[int, int]) -> jax.Array:
     in_blocks = functools.partial(_by_weights_in_blocks, blocks=blocks)
@@ -119,6 +123,37 @@ def _by_weights_derivative(
 _rows_by_weights.defvjp(
     lambda x, w, num_rows, blocks: (_rows_by_weights(x, w, num_rows, blocks), (x, w)), _by_weights_derivative
 )
+
+
+def rows_by_integers(
+    x: jax.Array, values: jax.Array, scales: jax.Array, num_rows: jax.Array | None = None
+) -> jax.Array:
+    """Returns x wᵀ f32[T, F] for x [T, D] and the integers and scales of w, on CPU in blocks of channels and of rows.
+
+    `values` i8[F, D], i4[F, D] or i8[F, D / 2] and `scales` f32[F, groups] are those of `quantized_matmul`; `num_rows`
+    is that of `rows_by_weights`. A CPU widens a block of channels, multiplies all rows by it, and takes the next: the
+    weights are never written out whole, which took ten times as long as the product. The compiler may fuse the
+    widening with the product, which no trial would see, so that integers meet ROW_BLOCK rows alone.
+    """
+    return _rows_by_integers(x, values, scales, jnp.asarray(x.shape[0]) if num_rows is None else num_rows)
+
+
+@jax.custom_vjp
+def _rows_by_integers(x: jax.Array, values: jax.Array, scales: jax.Array, num_rows: jax.Array) -> jax.Array:
+    def in_one(x: jax.Array, values: jax.Array, scales: jax.Array, _: jax.Array) -> jax.Array:
+        return _by_integers(x, values, scales, _transposed_product)
+
+    return jax.lax.platform_dependent(x, values, scales, num_rows, cpu=_by_integers_in_blocks, default=in_one)
+
+
+def _by_integers_derivative(operands: tuple[jax.Array, ...], change: jax.Array) -> tuple[Any, ...]:
+    x, values, scales = operands
+    multiply = functools.partial(_by_integers, values=values, multiply=_transposed_product)
+    of_x, of_scales = jax.vjp(lambda x, scales: multiply(x, scales=scales), x, scales)[1](change)
+    return of_x, None, of_scales, None
+
+
+_rows_by_integers.defvjp(lambda *operands: (_rows_by_integers(*operands), operands[:3]), _by_integers_derivative)
 
 
 def rows_by_matrices(rows: jax.Array, matrices: jax.Array) -> jax.Array:
@@ -183,6 +218,37 @@ def _by_weights_in_blocks(x: jax.Array, w: jax.Array, num_rows: jax.Array, *, bl
     return add(y, small, first, -(-jnp.maximum(num_rows - first, 0) // small))
 
 
+def _by_integers_in_blocks(x: jax.Array, values: jax.Array, scales: jax.Array, num_rows: jax.Array) -> jax.Array:
+    """Widens two blocks of channels a turn, and multiplies the first num_rows of x by them in blocks of rows.
+
+    300 channels ->  0-127 128-255,  44-171 172-299
+    """
+    T, F = x.shape[0], values.shape[0]
+    per_turn = min(2 * CHANNEL_BLOCK, F)
+
+    def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
+        # Without the barrier each block of rows would widen the weights again.
+        w = jax.lax.optimization_barrier(w)
+        return _by_weights_in_blocks(x, w, num_rows, blocks=(ROW_BLOCK, ROW_BLOCK))
+
+    def add_channels(i: jax.Array, y: jax.Array) -> jax.Array:
+        # A turn that would pass channel F begins earlier, and computes some channels again.
+        start = jnp.minimum(i * per_turn, F - per_turn)
+        own = [jax.lax.dynamic_slice_in_dim(array, start, per_turn) for array in (values, scales)]
+        blocks = [[array[j : j + CHANNEL_BLOCK] for array in own] for j in range(0, per_turn, CHANNEL_BLOCK)]
+        parts = [_by_integers(x, *block, multiply) for block in blocks]
+        return jax.lax.dynamic_update_slice_in_dim(y, jnp.concatenate(parts, axis=1), start, axis=1)
+
+    return jax.lax.fori_loop(0, -(-F // per_turn), add_channels, jnp.full((T, F), zero_after(x), jnp.float32))
+
+
+def _by_integers(x: jax.Array, values: jax.Array, scales: jax.Array, multiply: Product) -> jax.Array:
+    """Returns x wᵀ f32[T, F] by one call of `multiply` with weights in the dtype of x."""
+    if scales.shape[1] == 1 and values.shape[1] == x.shape[1]:  # bfloat16 holds the integers, and compilers fuse this
+        return multiply(x, values.astype(x.dtype)) * scales.T
+    return multiply(x, dequantize(values, scales, None, x.shape[1]).astype(x.dtype))
+
+
 def _by_matrices_in_blocks(rows: jax.Array, matrices: jax.Array, *, block: int) -> jax.Array:
     (R, K, n, A), B = rows.shape, matrices.shape[3]
     blocks = jnp.pad(rows, ((0, 0), (0, 0), (0, -n % block), (0, 0))).reshape(R, K, -1, block, A)
@@ -218,8 +284,6 @@ def _by_matrices(rows: jax.Array, matrices: jax.Array) -> jax.Array:
     return jnp.einsum("rkna,rkab->rknb", rows, matrices, preferred_element_type=jnp.float32)
 
 
-# rows [batch..., n, A], operand -> [batch..., n, B], in one product
-Product = Callable[[jax.Array, jax.Array], jax.Array]
 PRODUCTS: dict[str, Product] = {BY_WEIGHTS: _by_weights, BY_MATRICES: _by_matrices}
 
 

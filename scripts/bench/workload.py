@@ -137,15 +137,19 @@ def table_rows(workload: Workload, static_batches: list[int]) -> dict[str, tuple
     return rows
 
 
-def write_random_checkpoint(folder: Path, shape: str) -> None:
-    """Saves a Llama with random float32 weights and a tokenizer that can spell every token id."""
+def write_random_checkpoint(folder: Path, shape: str, num_layers: int | None = None) -> None:
+    """Saves a Llama with random float32 weights and a tokenizer that can spell every token id.
+
+    `num_layers` None takes the shape's own number of layers.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     torch.manual_seed(0)
     fields = {"model_type": "llama", "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 0}
-    config = AutoConfig.for_model(**{**fields, **RANDOM_SHAPES[shape]})
+    layers = {} if num_layers is None else {"num_hidden_layers": num_layers}
+    config = AutoConfig.for_model(**{**fields, **RANDOM_SHAPES[shape], **layers})
     model = AutoModelForCausalLM.from_config(config).float()
     model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
     model.save_pretrained(folder)
@@ -161,7 +165,7 @@ def write_random_checkpoint(folder: Path, shape: str) -> None:
 
 
 @contextlib.contextmanager
-def checkpoint(folder: Path, random_shape: str | None) -> Iterator[Path]:
+def checkpoint(folder: Path, random_shape: str | None, num_layers: int | None = None) -> Iterator[Path]:
     """Yields `folder`, or one with random weights of that shape, which is deleted afterwards."""
     if random_shape is None:
         yield folder
@@ -169,7 +173,7 @@ def checkpoint(folder: Path, random_shape: str | None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="random-model-") as scratch:
         # In a child, because the peak memory of a process counts from that of the one that started it.
         writer = multiprocessing.get_context("spawn").Process(
-            target=write_random_checkpoint, args=(Path(scratch), random_shape)
+            target=write_random_checkpoint, args=(Path(scratch), random_shape, num_layers)
         )
         writer.start()
         writer.join()

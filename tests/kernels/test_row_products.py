@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 
 from kernels_pallas import row_products
+from kernels_pallas.quantized_matmul import dequantize, pack_int4
 from kernels_pallas.row_products import (
     BY_MATRICES,
     BY_WEIGHTS,
+    CHANNEL_BLOCK,
     MAX_TRIED,
     ROW_BLOCK,
     WEIGHT_ROWS,
     equal_row_counts,
     multiply,
+    rows_by_integers,
     rows_by_matrices,
     rows_by_weights,
 )
@@ -92,12 +95,64 @@ def test_what_large_blocks_leave_is_multiplied_in_small_ones(num_tokens, monkeyp
             assert not np.any(y[num_real + 23 :])
 
 
-def test_weights_that_are_computed_meet_no_other_number_of_rows(monkeypatch):
-    monkeypatch.setattr(row_products, "equal_row_counts", None)  # would raise
+INPUTS = 192
 
-    y = rows_by_weights(jnp.asarray(normal(40, 768)), jnp.asarray(normal(200, 768)), is_computed=True)
 
-    assert y.shape == (40, 200)
+def integers(format_, num_channels):
+    """Random integers and scales [num_channels, groups] of INPUTS inputs."""
+    bits, group_size = {"int8": (8, INPUTS), "int8 in groups": (8, 32), "int4": (4, 64), "int4, a type": (4, 64)}[
+        format_
+    ]
+    values = GENERATOR.integers(1 - 2 ** (bits - 1), 2 ** (bits - 1), (num_channels, INPUTS), np.int8)
+    scales = GENERATOR.uniform(0.5, 1.5, (num_channels, INPUTS // group_size)).astype(np.float32)
+    stored = pack_int4(values, group_size) if format_ == "int4" else values
+    stored = jnp.asarray(stored, "int4" if format_ == "int4, a type" else "int8")
+    return stored, scales, values * np.repeat(scales.astype(float), group_size, axis=1)
+
+
+@pytest.mark.parametrize(
+    ("format_", "num_channels"),
+    [("int8", 50), ("int8", 256), ("int8", 300), ("int8 in groups", 300), ("int4", 200), ("int4, a type", 300)],
+)
+def test_rows_by_integers_are_the_same_bits_beside_any_others(format_, num_channels):
+    values, scales, w = integers(format_, num_channels)
+    x = normal(40, INPUTS)
+
+    product = jax.jit(rows_by_integers)
+    together = np.asarray(product(x, values, scales))
+
+    np.testing.assert_allclose(together, x.astype(float) @ w.T, rtol=1e-4, atol=1e-2)
+    for num_rows in (1, 8, 23):
+        chosen = GENERATOR.permutation(40)[:num_rows]
+        # Padding of a step holds what the step before left there.
+        rows = np.concatenate([x[chosen], np.full((num_rows % 3, INPUTS), np.nan, np.float32)])
+        np.testing.assert_array_equal(product(rows, values, scales, num_rows)[:num_rows], together[chosen])
+
+
+@pytest.mark.parametrize("format_", ["int8", "int4"])
+def test_integers_are_never_widened_whole(format_):
+    values, scales, _ = integers(format_, 4096)
+
+    for num_rows in (8, 64):
+        compiled = jax.jit(rows_by_integers).lower(normal(num_rows, INPUTS), values, scales).compile()
+        # Two blocks in float32 and the results, twice; the weights take 3 MB.
+        bound = 4 * (2 * CHANNEL_BLOCK * INPUTS + 2 * num_rows * 4096)
+        assert compiled.memory_analysis().temp_size_in_bytes <= 1.2 * bound
+
+
+@pytest.mark.parametrize("format_", ["int8", "int4"])
+def test_the_derivative_of_rows_by_integers_is_that_of_the_weights_they_stand_for(format_):
+    values, scales, w = integers(format_, 300)
+    x, change = normal(9, INPUTS), normal(9, 300)
+
+    _, derivative = jax.vjp(lambda x, scales: rows_by_integers(x, values, scales), x, scales)
+    of_x, of_scales = derivative(change)
+
+    np.testing.assert_allclose(of_x, change.astype(float) @ w, rtol=1e-4, atol=1e-2)
+    of_weights = change.T.astype(float) @ x
+    unscaled = np.asarray(dequantize(values, jnp.ones_like(scales), None, INPUTS))
+    by_group = (of_weights * unscaled).reshape(*scales.shape, -1).sum(-1)
+    np.testing.assert_allclose(of_scales, by_group, rtol=1e-3, atol=1e-1)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 8, 9, 31, 64, 96])

@@ -16,6 +16,7 @@ import pytest
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE, Router
 from jaxinfer.model.config import uniform_decoder
+from jaxinfer.model.quantized_params import quantize_params
 from tests.kernels.paged_attention.heads_and_pages import ALL_HEADS_AND_PAGES, SOME_HEADS_AND_PAGES
 from tests.replay import lively_params, replay
 
@@ -25,6 +26,8 @@ LENGTH = 128
 SIZES = ("num_heads", "num_kv_heads", "head_dim", "hidden_size", "intermediate_size", "vocab_size")
 MAIN = (8, 2, 16, 64, 96, 128)
 EXPERTS = "two of four large experts"
+# Bits of quantized weights and their group size, of which 264 and 512 inputs are multiples.
+QUANTIZED = {"int8": (8, None), "int4": (4, 8), "int8, two of four experts": (8, None)}
 # Sizes, page size, and switches: heads in odd groups, head dims and widths that fill no vector, norms, biases, window.
 LAYOUTS = {
     "G=4": (MAIN, 16, {}),
@@ -33,6 +36,8 @@ LAYOUTS = {
     # Weights that are large enough for trials of other numbers of rows.
     "G=2, large weights": ((4, 2, 64, 264, 512, 520), 32, {}),
     EXPERTS: ((4, 2, 64, 264, 512, 520), 32, {}),
+    # Channels that fill several turns, the last of which begins earlier.
+    **dict.fromkeys(QUANTIZED, ((4, 2, 64, 264, 512, 520), 32, {})),
     "G=7 H=64 S=128": ((7, 1, 64, 100, 77, 130), 128, {"has_qk_norm": True}),
 }
 
@@ -42,12 +47,16 @@ def model(layout):
     """A random model with 16 sequences, and the logits of the first computed alone, all at once."""
     sizes, page_size, switches = LAYOUTS[layout]
     config = uniform_decoder(**dict(zip(SIZES, sizes, strict=True)), num_layers=2, max_position=LENGTH, **switches)
-    if layout == EXPERTS:
+    if layout.endswith("experts"):
         experts = MoE(num_experts=4, expert=MLP(intermediate_size=sizes[4]), router=Router(num_chosen=2))
         layers = tuple(dataclasses.replace(layer, feed_forward=experts) for layer in config.groups[0].layers)
         config = dataclasses.replace(config, groups=(dataclasses.replace(config.groups[0], layers=layers),))
     sequences = np.random.default_rng(1).integers(0, config.vocab_size, (16, LENGTH), dtype=np.int32)
-    run = functools.partial(replay, lively_params(config), list(sequences), config=config, page_size=page_size)
+    params = lively_params(config)
+    if layout in QUANTIZED:
+        bits, group_size = QUANTIZED[layout]
+        params = jax.jit(functools.partial(quantize_params, bits=bits, group_size=group_size))(params)
+    run = functools.partial(replay, params, list(sequences), config=config, page_size=page_size)
     expected = run([[(0, LENGTH)]], shape=(LENGTH, 2))[0]
     assert np.isfinite(expected).all()
     assert expected.std() > 0.1

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.validation import require_bool, require_real
-from kernels_pallas.quantized_matmul import dequantize, quantized_matmul
-from kernels_pallas.row_products import rounded, rows_by_weights
+from kernels_pallas.quantized_matmul import quantized_matmul
+from kernels_pallas.row_products import rounded, rows_by_integers, rows_by_weights
 from kernels_pallas.row_sum import row_sum
 
 
@@ -46,21 +46,16 @@ def product(x: jax.Array, w: jax.Array | QuantizedArray, num_rows: jax.Array | N
 
 def _quantized_product(x: jax.Array, values: jax.Array, scales: jax.Array, num_rows: jax.Array | None) -> jax.Array:
     """x wᵀ f32[T, F] for x [T, D], values i8[F, D], of 4 bits i4[F, D] or i8[F, D / 2], scales f32[F, groups]."""
-    if scales.shape[1] == 1 and values.shape[1] == x.shape[1]:  # compilers fuse the conversion into the product
-        return rows_by_weights(x, values.astype(x.dtype), num_rows, is_computed=True) * scales.T
+    if scales.shape[1] == 1 and values.shape[1] == x.shape[1]:  # compilers fuse the conversion
+        return rows_by_integers(x, values, scales, num_rows)
     return jax.lax.platform_dependent(
         x,
         values,
         scales,
         num_rows,
-        cpu=_product_dequantized,
+        cpu=rows_by_integers,
         default=lambda x, v, s, _: quantized_matmul(x, v, s).astype(jnp.float32),
     )
-
-
-def _product_dequantized(x: jax.Array, values: jax.Array, scales: jax.Array, num_rows: jax.Array | None) -> jax.Array:
-    w = dequantize(values, scales, None, x.shape[1]).astype(x.dtype)
-    return rows_by_weights(x, w, num_rows, is_computed=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,19 +1,28 @@
-"""An engine with weights in 4 bits: what it loads, what it generates, and whose pages it takes."""
+"""An engine with weights in 8 or 4 bits: what it loads, what it generates, and whose pages it takes."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 from jaxinfer.checkpoint import load_checkpoint
-from jaxinfer.config import CacheConfig, EngineConfig
+from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
 from jaxinfer.engine.frontend.page_identity import page_identity
 from jaxinfer.model.quantized_params import quantize_params
 from jaxinfer.quantization import QuantizedArray
-from tests.engine.engines import GREEDY, quick_engine
+from tests.engine.engines import (
+    GREEDY,
+    content_of,
+    forget_prefixes,
+    quick_engine,
+    random_prompts,
+    run_with_arrivals,
+    small_engine,
+)
 from tests.quantization.test_quantized_array import floats_like
 from tests.replay import replay
 
@@ -38,6 +47,22 @@ def test_an_engine_with_weights_of_4_bits_generates_what_the_weights_they_stand_
     tokens = np.array([*prompt, *completion.token_ids], np.int32)
     (logits,) = replay(stand_for, [tokens], [[(0, len(tokens))]], config=config, shape=(18, 1), is_exact=False)
     assert [*completion.token_ids] == [*logits[len(prompt) - 1 : -1].argmax(-1)]
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="bit-equality is promised on CPU")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_request_has_the_same_bits_alone_and_beside_others(checkpoint, quantization):
+    prompts = random_prompts(7, max_len=40, seed=2)
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.9, "log_probs": 2}]
+    params = [SamplingParams(max_tokens=3 + 2 * i, seed=i, ignore_eos=True, **kinds[i % 2]) for i in range(7)]
+    llm = small_engine(checkpoint, quantization=quantization)
+
+    together = run_with_arrivals(llm, prompts, params, seed=3, mean_arrivals=0.7)
+
+    for one, *request in zip(together, prompts, params, strict=True):
+        forget_prefixes(llm)
+        (alone,) = llm.generate(*request, show_progress=False)
+        assert content_of(alone) == content_of(one)
 
 
 def test_weights_are_quantized_one_by_one_as_all_together(checkpoint):
