@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+
+from kernels_pallas.device import device_at_hand
+
+
+class NoGainError(NotImplementedError):
+    """A call for which a kernel would gain nothing: plain JAX computes it without a warning."""
 
 
 def call_best(
     implementations: Mapping[str, Callable[..., jax.Array]], name: str | None, operands: tuple[Any, ...]
 ) -> jax.Array:
     """Returns the result of the implementation of that name, or of the first that supports the call.
+
+    On a GPU, a call that its kernel does not support is computed by the next implementation with a RuntimeWarning that
+    gives the kernel's reason. Python's default filter shows each text once.
 
     Raises:
       ValueError: for an unknown name.
@@ -23,7 +33,11 @@ def call_best(
     for candidate in names:
         try:
             return implementations[candidate](*operands)
-        except NotImplementedError:
+        except NotImplementedError as error:
             if candidate == names[-1]:
                 raise
+            # Other devices have no kernels of these operations.
+            if device_at_hand().platform == "gpu" and not isinstance(error, NoGainError):
+                kernel = getattr(implementations[candidate], "__name__", candidate)
+                warnings.warn(f"plain JAX takes the place of {kernel}: {error}", RuntimeWarning, stacklevel=2)
     raise RuntimeError("no implementation is registered")

@@ -117,9 +117,9 @@ def _as_arrays(indices: tuple) -> tuple:
 
 
 def dot(a: jax.Array, b: jax.Array, transpose_b: bool = False) -> jax.Array:
-    """Returns a b or a bᵀ, added up in float32; float32 operands are not rounded to a tensor-core format."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    """Returns a b or a bᵀ, added up in float32.
+
+    Tensor cores round float32 operands to TensorFloat-32 unless `jax_default_matmul_precision` forbids it.
+    """
     contract = 1 if transpose_b else 0
-    return jax.lax.dot_general(
-        a, b, (((1,), (contract,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
+    return jax.lax.dot_general(a, b, (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)

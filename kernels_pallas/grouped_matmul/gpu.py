@@ -8,7 +8,7 @@ integers in registers.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,8 +17,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas import triton
+from kernels_pallas.dispatch import NoGainError
 from kernels_pallas.grouped_matmul.reference import grouped_matmul_reference
 from kernels_pallas.quantized_matmul.reference import split_int4
+
+# Of float32, tensor cores multiply what `jax_default_matmul_precision` says, as in XLA's own products.
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +45,16 @@ SOME_ROWS = GroupedBlockSizes(block_m=64, block_n=128, block_k=64, num_warps=4, 
 MANY_ROWS = GroupedBlockSizes(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3)
 
 
-def grouped_block_sizes(*, rows: int, num_experts: int) -> GroupedBlockSizes:
+def grouped_block_sizes(*, rows: int, num_experts: int, itemsize: int) -> GroupedBlockSizes:
     """Returns block sizes by the mean rows of an expert; the compile tests keep them free of spills.
 
-    An expert's last tile is half empty on average, so an expert should have two tiles or more.
+    An expert's last tile is half empty on average, so an expert should have two tiles or more. A block of numbers of 4
+    bytes, `itemsize`, has half the inputs.
     """
     mean = rows / num_experts
-    if mean <= FEW_ROWS.block_m:
-        return FEW_ROWS
-    return SOME_ROWS if mean < 2 * MANY_ROWS.block_m else MANY_ROWS
+    sizes = SOME_ROWS if mean < 2 * MANY_ROWS.block_m else MANY_ROWS
+    sizes = FEW_ROWS if mean <= FEW_ROWS.block_m else sizes
+    return replace(sizes, block_k=sizes.block_k // 2) if itemsize == 4 else sizes
 
 
 def grouped_matmul_gpu(
@@ -63,16 +68,17 @@ def grouped_matmul_gpu(
 ) -> jax.Array:
     """The contract is that of `grouped_matmul`; `block_sizes` None takes those by the mean rows of an expert."""
     _check(rows, weights, interpret)
-    block_sizes = block_sizes or grouped_block_sizes(rows=rows.shape[0], num_experts=weights.shape[0])
+    block_sizes = block_sizes or grouped_block_sizes(
+        rows=rows.shape[0], num_experts=weights.shape[0], itemsize=rows.dtype.itemsize
+    )
     return _multiply(rows, weights, counts, scales, block_sizes, interpret)
 
 
 def _check(rows: jax.Array, weights: jax.Array, interpret: bool) -> None:
     if rows.shape[0] == 0:
-        raise NotImplementedError("no rows at all are not supported by the GPU kernel; use implementation='reference'")
-    dtypes = ("bfloat16", "float16", "float32") if interpret else ("bfloat16", "float16")
-    if rows.dtype not in dtypes:
-        raise NotImplementedError(f"rows.dtype={rows.dtype} is not supported by the GPU kernel; supported: {dtypes}")
+        raise NoGainError("no rows at all are not supported by the GPU kernel; use implementation='reference'")
+    if rows.dtype not in DTYPES:
+        raise NotImplementedError(f"rows.dtype={rows.dtype} is not supported by the GPU kernel; supported: {DTYPES}")
     if weights.dtype == "int4":
         raise NotImplementedError(
             "weights.dtype=int4 is not supported by the GPU kernel; pack two integers to a byte by pack_int4"

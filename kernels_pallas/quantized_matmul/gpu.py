@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas import triton
+from kernels_pallas.dispatch import NoGainError
 from kernels_pallas.quantized_matmul.reference import split_int4
 
 GROUP_SIZES = (32, 64, 128, 256)
@@ -86,7 +87,7 @@ def quantized_matmul_gpu(
 
 def _check(x: jax.Array, stored: str, group_size: int, groups: int, interpret: bool) -> triton.Target:
     if groups == 1:
-        raise NotImplementedError(
+        raise NoGainError(
             "groups=1 is not supported by the GPU kernel, which takes at least 2: XLA fuses the conversion into a"
             " product with one scale per channel; use implementation='reference'"
         )

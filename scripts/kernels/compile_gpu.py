@@ -134,10 +134,18 @@ def product(
     return Case(jax.jit(plain if is_plain else quantized_matmul), arguments, kernels=kernels)
 
 
-def experts(mesh: Any, *, rows: int, bits: int | None = None, group_size: int = 128, is_plain: bool = False) -> Case:
+def experts(
+    mesh: Any,
+    *,
+    rows: int,
+    bits: int | None = None,
+    group_size: int = 128,
+    dtype: str = "bfloat16",
+    is_plain: bool = False,
+) -> Case:
     """A grouped product with the sizes of Qwen3-30B-A3B, its 128 experts of 2,048 inputs and 768 channels.
 
-    A token has 8 rows. Weights are bfloat16, or integers of `bits` bits; `is_plain` takes jax's own product.
+    A token has 8 rows. Weights are in `dtype`, or integers of `bits` bits; `is_plain` takes jax's own product.
     """
     import jax
     import jax.numpy as jnp
@@ -147,8 +155,8 @@ def experts(mesh: Any, *, rows: int, bits: int | None = None, group_size: int = 
     E, F, D = 128, 768, 2048
     shape = jax.ShapeDtypeStruct
     arguments = {
-        "rows": shape((rows, D), jnp.bfloat16),
-        "weights": shape((E, F, D), jnp.bfloat16) if bits is None else shape((E, F, D * bits // 8), jnp.int8),
+        "rows": shape((rows, D), dtype),
+        "weights": shape((E, F, D), dtype) if bits is None else shape((E, F, D * bits // 8), jnp.int8),
         "counts": shape((E,), jnp.int32),
         "scales": None if bits is None else shape((E, F, D // group_size), jnp.float32),
     }
@@ -163,7 +171,12 @@ verify = functools.partial(attention, q_len=8, num_tokens=128, num_rows=16)
 prefill = functools.partial(attention, q_len=None, num_tokens=4096, num_rows=16)
 decode_latents = functools.partial(latents, q_len=1, num_tokens=DECODE_ROWS, num_rows=DECODE_ROWS)
 LARGE_HEADS: dict[str, int] = {"head_dim": 512, "num_heads": 32, "num_kv_heads": 4}  # of Gemma 4
-WEIGHTS_OF_EXPERTS = {"": {}, "int8 ": {"bits": 8, "group_size": 2048}, "int4 ": {"bits": 4}}
+WEIGHTS_OF_EXPERTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "float32 ": {"dtype": "float32"},
+    "int8 ": {"bits": 8, "group_size": 2048},
+    "int4 ": {"bits": 4},
+}
 
 CASES: dict[str, Callable[[Any], Case]] = {
     **{f"decode H={H}": functools.partial(decode, head_dim=H) for H in (64, 80, 96, 128, 256)},
