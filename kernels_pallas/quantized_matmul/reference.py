@@ -1,4 +1,4 @@
-"""The quantized product in plain JAX: the oracle of the kernel, and what runs on TPU and CPU."""
+"""The quantized product in plain JAX: the oracle of the kernel, and the production path on TPU and old GPUs."""
 
 from __future__ import annotations
 
@@ -36,6 +36,12 @@ def dequantize(weights: jax.Array, scales: jax.Array, zeros: jax.Array | None, n
     return w.reshape(w.shape[0], num_inputs)
 
 
+def multiply_widened(x: jax.Array, weights: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> jax.Array:
+    """The contract is that of `quantized_matmul`; the weights are written out once in the dtype of x."""
+    w = dequantize(weights, scales, zeros, x.shape[1]).astype(x.dtype)
+    return jnp.einsum("td,fd->tf", x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
 def quantized_matmul_reference(
     x: jax.Array, weights: jax.Array, scales: jax.Array, zeros: jax.Array | None
 ) -> jax.Array:
@@ -52,8 +58,7 @@ def quantized_matmul_reference(
         y = jnp.einsum("td,fd->tf", x, w, preferred_element_type=jnp.float32)
         return (y * scales[:, 0][None]).astype(x.dtype)
     if T * groups * 4 > D * x.dtype.itemsize:
-        w = dequantize(weights, scales, zeros, D).astype(x.dtype)
-        return jnp.einsum("td,fd->tf", x, w, preferred_element_type=jnp.float32).astype(x.dtype)
+        return multiply_widened(x, weights, scales, zeros)
     w = _centred(weights, scales, zeros, D).astype(x.dtype)
     y = jnp.einsum("tgd,fgd->tgf", x.reshape(T, groups, -1), w, preferred_element_type=jnp.float32)
     return (y * scales.T[None]).sum(1).astype(x.dtype)

@@ -118,6 +118,7 @@ def product(
     import jax.numpy as jnp
 
     from kernels_pallas.quantized_matmul import dequantize, quantized_matmul
+    from kernels_pallas.quantized_matmul.gpu import MAX_ROWS
 
     T, D, F = rows, 4096, 14336
     shape = jax.ShapeDtypeStruct
@@ -129,7 +130,7 @@ def product(
         w = dequantize(weights, scales, zeros, D).astype(x.dtype)
         return jnp.einsum("td,fd->tf", x, w, preferred_element_type=jnp.float32).astype(x.dtype)
 
-    kernels = () if is_plain or group_size == D else ("quantized_matmul",)
+    kernels = () if is_plain or group_size == D or rows > MAX_ROWS else ("quantized_matmul",)
     arguments = on_mesh({"x": x, "weights": weights, "scales": scales, "zeros": zeros}, mesh)
     return Case(jax.jit(plain if is_plain else quantized_matmul), arguments, kernels=kernels)
 
@@ -199,10 +200,10 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "prefill tree": functools.partial(prefill, has_tree=True),
     **{f"latents decode N={N}": functools.partial(decode_latents, num_heads=N) for N in (16, 128)},
     "latents prefill": functools.partial(latents, q_len=None, num_tokens=4096, num_rows=16),
-    **{f"product int4 x {rows}": functools.partial(product, rows=rows) for rows in (1, 16, 512)},
+    **{f"product int4 x {rows}": functools.partial(product, rows=rows) for rows in (1, 16, 64, 512)},
     "product int4 x 16 groups of 32 zeros": functools.partial(product, rows=16, group_size=32, has_zeros=True),
     "product int8 x 16": functools.partial(product, rows=16, bits=8),
-    "product int8 x 512 zeros": functools.partial(product, rows=512, bits=8, has_zeros=True),
+    "product int8 x 64 zeros": functools.partial(product, rows=64, bits=8, has_zeros=True),
     "plain product int4 x 16": functools.partial(product, rows=16, is_plain=True),
     "plain product int8 x 16": functools.partial(product, rows=16, bits=8, is_plain=True),
     "product int8 x 16 per channel": functools.partial(product, rows=16, bits=8, group_size=4096),

@@ -105,7 +105,7 @@ def integers(format_, num_channels):
     ]
     values = GENERATOR.integers(1 - 2 ** (bits - 1), 2 ** (bits - 1), (num_channels, INPUTS), np.int8)
     scales = GENERATOR.uniform(0.5, 1.5, (num_channels, INPUTS // group_size)).astype(np.float32)
-    stored = pack_int4(values, group_size) if format_ == "int4" else values
+    stored = pack_int4(jnp.asarray(values), group_size) if format_ == "int4" else values
     stored = jnp.asarray(stored, "int4" if format_ == "int4, a type" else "int8")
     return stored, scales, values * np.repeat(scales.astype(float), group_size, axis=1)
 
@@ -134,7 +134,7 @@ def test_integers_are_never_widened_whole(format_):
     values, scales, _ = integers(format_, 4096)
 
     for num_rows in (8, 64):
-        compiled = jax.jit(rows_by_integers).lower(normal(num_rows, INPUTS), values, scales).compile()
+        compiled: Any = jax.jit(rows_by_integers).lower(normal(num_rows, INPUTS), values, scales).compile()
         # Two blocks in float32 and the results, twice; the weights take 3 MB.
         bound = 4 * (2 * CHANNEL_BLOCK * INPUTS + 2 * num_rows * 4096)
         assert compiled.memory_analysis().temp_size_in_bytes <= 1.2 * bound

@@ -59,9 +59,9 @@ def test_a_request_has_the_same_bits_alone_and_beside_others(checkpoint, quantiz
 
     together = run_with_arrivals(llm, prompts, params, seed=3, mean_arrivals=0.7)
 
-    for one, *request in zip(together, prompts, params, strict=True):
+    for one, prompt, own in zip(together, prompts, params, strict=True):
         forget_prefixes(llm)
-        (alone,) = llm.generate(*request, show_progress=False)
+        (alone,) = llm.generate([prompt], own, show_progress=False)
         assert content_of(alone) == content_of(one)
 
 

@@ -35,7 +35,7 @@ def make_call(T, D, F, group_size, *, bits=8, has_zeros=False, dtype=jnp.float32
 @pytest.mark.parametrize("implementation", ["reference", "gpu_interpret"])
 @pytest.mark.parametrize(
     ("T", "F", "group_size", "bits", "has_zeros"),
-    [(3, 70, 32, 8, False), (3, 70, 128, 4, True), (1, 64, 64, 8, True), (40, 24, 32, 4, False)],
+    [(3, 70, 32, 8, False), (3, 70, 128, 4, True), (1, 64, 64, 8, True), (40, 24, 32, 4, False), (70, 24, 32, 4, True)],
 )
 def test_a_product_is_that_of_the_weights_the_integers_stand_for(T, F, group_size, bits, has_zeros, implementation):
     call, expected = make_call(T, 256, F, group_size, bits=bits, has_zeros=has_zeros)
@@ -95,7 +95,16 @@ def test_few_rows_are_split_over_the_multiprocessors_and_many_are_not():
 
     assert sizes(rows=1, channels=4096).num_splits == 5
     assert sizes(rows=1, channels=28672).num_splits == 1
-    assert (sizes(rows=512, channels=4096).num_splits, sizes(rows=512, channels=4096).block_m) == (1, 64)
+    assert (sizes(rows=64, channels=28672).num_splits, sizes(rows=64, channels=28672).block_m) == (1, 64)
+
+
+@pytest.mark.parametrize(("num_rows", "is_widened"), [(64, False), (65, True)])
+def test_of_more_rows_than_a_tile_the_weights_are_widened_once(num_rows, is_widened):
+    call, _ = make_call(num_rows, 128, 32, 64, bits=4)
+
+    trace = jax.make_jaxpr(functools.partial(quantized_matmul, implementation="gpu_interpret"))(*call)
+
+    assert ("pallas_call" not in str(trace)) == is_widened
 
 
 SHAPES = {"x": (2, 64), "weights": (8, 64), "scales": (8, 2), "zeros": (8, 2)}
