@@ -234,9 +234,9 @@ def _by_integers_in_blocks(x: jax.Array, values: jax.Array, scales: jax.Array, n
     def add_channels(i: jax.Array, y: jax.Array) -> jax.Array:
         # A turn that would pass channel F begins earlier, and computes some channels again.
         start = jnp.minimum(i * per_turn, F - per_turn)
-        own = [jax.lax.dynamic_slice_in_dim(array, start, per_turn) for array in (values, scales)]
-        blocks = [[array[j : j + CHANNEL_BLOCK] for array in own] for j in range(0, per_turn, CHANNEL_BLOCK)]
-        parts = [_by_integers(x, *block, multiply) for block in blocks]
+        v, s = (jax.lax.dynamic_slice_in_dim(array, start, per_turn) for array in (values, scales))
+        blocks = [slice(j, j + CHANNEL_BLOCK) for j in range(0, per_turn, CHANNEL_BLOCK)]
+        parts = [_by_integers(x, v[block], s[block], multiply) for block in blocks]
         return jax.lax.dynamic_update_slice_in_dim(y, jnp.concatenate(parts, axis=1), start, axis=1)
 
     return jax.lax.fori_loop(0, -(-F // per_turn), add_channels, jnp.full((T, F), zero_after(x), jnp.float32))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,7 @@ def test_dequantized_weights_are_those_the_integers_stand_for():
 
 
 def test_few_rows_are_split_over_the_multiprocessors_and_many_are_not():
-    sizes = functools.partial(
+    sizes: Any = functools.partial(
         matmul_block_sizes, groups=32, target=Target("NVIDIA H200", num_cores=132, capability=9.0)
     )
 
