@@ -154,26 +154,29 @@ def attention(
 
     `tree` bool[Q, Q] tells instead which of the row's own tokens each sees.
     """
-    q, k, v = (x.astype(np.float64) for x in (q, k, v))
-    (Q, N, _), (length, K, _) = q.shape, k.shape
-    out = np.empty_like(q)
-    for i in range(Q):
-        position = length - Q + i if tree is None else length - Q + tree[i].sum() - 1
-        is_seen = np.arange(length) <= position
-        if window is not None:
-            is_seen &= np.arange(length) > position - window
+    (Q, N, H), (L, K, _) = q.shape, k.shape
+    first = L - Q  # the row's own tokens are the last keys
+    own = np.tri(Q, dtype=bool) if tree is None else tree
+    is_seen = np.concatenate([np.ones((Q, first), bool), own], axis=1)
+    if window is not None:
+        positions = first + own.sum(1) - 1
+        is_recent = np.arange(L) > positions[:, None] - window
         if tree is not None:
-            is_seen[length - Q :] = tree[i]
-        for n in range(N):
-            head = n // (N // K)
-            scores = scale * (k[is_seen, head] @ q[i, n])
-            if softcap is not None:
-                scores = softcap * np.tanh(scores / softcap)
-            sink = -np.inf if sinks is None else sinks[n]
-            top = max(scores.max(), sink)
-            weights = np.exp(scores - top)
-            out[i, n] = weights @ v[is_seen, head] / (weights.sum() + np.exp(sink - top))
-    return out
+            is_recent[:, first:] = True  # a window ends no branch
+        is_seen &= is_recent
+    # [K, G, Q, H] times [K, 1, H, L]: query head n reads the KV head n // G.
+    queries = q.astype(np.float64).reshape(Q, K, N // K, H).transpose(1, 2, 0, 3)
+    scores = scale * (queries @ k.astype(np.float64).transpose(1, 2, 0)[:, None])
+    if softcap is not None:
+        scores = softcap * np.tanh(scores / softcap)
+    scores = np.where(is_seen, scores, -np.inf)
+    sink = np.full(N, -np.inf) if sinks is None else sinks.astype(np.float64)
+    sink = sink.reshape(K, N // K, 1, 1)
+    top = np.maximum(scores.max(-1, keepdims=True), sink)
+    weights = np.exp(scores - top)
+    sums = weights.sum(-1, keepdims=True) + np.exp(sink - top)
+    out = weights @ v.astype(np.float64).transpose(1, 0, 2)[:, None] / sums
+    return out.transpose(2, 0, 1, 3).reshape(Q, N, v.shape[-1])
 
 
 def tree_of(parents: Sequence[int]) -> np.ndarray:
