@@ -37,6 +37,7 @@ QUICK = (
     *("engine/execution/test_batch_builder.py", "engine/execution/test_pipeline.py"),
     *("engine/whole/test_assembly.py", "engine/whole/test_timeline.py"),
     *("kernels/test_gpu_compiler.py", "kernels/test_recorded.py", "kernels/paged_attention/test_block_sizes.py"),
+    *("kernels/test_device_report.py", "kernels/test_device_timer.py"),
     *("model/test_batch.py", "model/test_model_config.py", "model/test_params.py"),
     *("plan/test_memory.py", "sampling/test_sampling_batch.py"),
     *("simulation/test_step_times.py", "simulation/test_trace.py"),

@@ -143,7 +143,6 @@ def write_random_checkpoint(folder: Path, shape: str, num_layers: int | None = N
     `num_layers` None takes the shape's own number of layers.
     """
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     torch.manual_seed(0)
@@ -153,8 +152,15 @@ def write_random_checkpoint(folder: Path, shape: str, num_layers: int | None = N
     model = AutoModelForCausalLM.from_config(config).float()
     model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
     model.save_pretrained(folder)
+    write_tokenizer(folder, config.vocab_size)
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Saves a tokenizer that can spell every token id; id 0 ends a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = ["<|endoftext|>", *alphabet, *(f"Ġword{i}" for i in range(config.vocab_size - len(alphabet) - 1))]
+    words = ["<|endoftext|>", *alphabet, *(f"Ġword{i}" for i in range(vocab_size - len(alphabet) - 1))]
     tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

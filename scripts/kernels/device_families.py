@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 
 from jaxinfer import LLM, EngineConfig, SamplingParams  # noqa: E402
-from scripts.kernels.device_check import describe_device, print_device  # noqa: E402
+from scripts.kernels.on_device.device import describe_device, print_device  # noqa: E402
 from tests.engine.engines import (  # noqa: E402
     ScriptedDrafter,
     drafts_from,

@@ -16,7 +16,6 @@ import functools
 import importlib.metadata
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +54,12 @@ def full_arguments(case: Case) -> dict[str, Any]:
     }
 
 
-def seconds_of(case: Case, repeats: int = 20) -> float:
-    """Returns the seconds that a call takes on the device at hand, with full contexts; the least of several."""
-    import jax
+def seconds_of(case: Case) -> float:
+    """Returns the device's seconds for a call with full contexts, whose keys and values are in the pages already."""
+    from scripts.kernels.on_device.timer import device_seconds
 
-    arguments = full_arguments(case)
-    pages, times = arguments.pop("pages"), []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        out, pages = case.function(pages=pages, **arguments)
-        jax.block_until_ready(out)
-        times.append(time.perf_counter() - start)
-    return min(times)
+    arguments = {**full_arguments(case), "k": None, "v": None}
+    return device_seconds(lambda arguments: case.function(**arguments)[0], [(arguments,)]).seconds
 
 
 def rate_by_compiler(device: str, kernel: str) -> list[list[dict[str, Any]]]:

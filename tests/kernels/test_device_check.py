@@ -1,9 +1,13 @@
-"""The script for whoever has a GPU or TPU, on the CPU at hand."""
+"""The command for the first hour on a GPU or TPU, in small sizes on the CPU at hand."""
 
 from __future__ import annotations
 
 import functools
 import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,25 +17,216 @@ from kernels_pallas.grouped_matmul import api as grouped_api
 from kernels_pallas.latent_attention import api as latent_api
 from kernels_pallas.paged_attention.api import IMPLEMENTATIONS
 from scripts.kernels import device_check
-from tests.unoptimised import UNOPTIMISED
+from scripts.kernels.on_device import checks, engine, lines, torch_peers
+from tests.on_demand import steps_on_demand
+from tests.unoptimised import UNOPTIMISED, unoptimised_steps
+
+SOON = 1e9
 
 
-def test_everything_is_checked_measured_and_written_down(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(device_check.jax, "jit", functools.partial(jax.jit, compiler_options=UNOPTIMISED))
+@pytest.fixture
+def unoptimised(monkeypatch):
+    monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=UNOPTIMISED))
 
-    assert device_check.main(["--small", "--json", str(tmp_path / "out.json")]) == 0
 
+@pytest.fixture
+def run(tmp_path):
+    return device_check.Run(tmp_path, is_tiny=True)
+
+
+@pytest.mark.usefixtures("unoptimised")
+def test_every_line_and_every_kind_of_check_runs(run):
+    records = list(device_check.records_of("kernels", run, time.time() + SOON))
+
+    timed = [(f"{r['section']}, {r['case']}", r["implementation"]) for r in records if r["section"] != "check"]
+    expected = [(line.name, name) for line in lines.kernel_lines(lines.TINY) for name in line.implementations]
+    assert sorted(timed) == sorted(expected)
+    assert [r["case"] for r in records if r["section"] == "check"] == list(checks.all_checks(is_tiny=True))
+    assert all(r["seconds"] > 0 and r["timer"] == "loop" for r in records if r["section"] != "check")
+    assert [r for r in records if not r.get("passes", True)] == []
+    assert all(r["passes"] for r in records if r["section"] in ("check", "attention"))
+
+
+def test_checks_have_every_page_size_and_every_number_of_heads_in_decode_and_in_mixed_steps():
+    for kind in ("decode", "mixed"):
+        sizes = [check.sizes for name, check in checks.CHECKS.items() if name.startswith(kind)]
+        assert {one.get("page_size", 32) for one in sizes} == {16, 32, 64, 128, 256}
+        groups = {one["num_heads"] // one["num_kv_heads"] for one in sizes if "num_kv_heads" in one}
+        assert groups >= {*range(1, 9), 71}
+
+
+def test_a_group_whose_time_is_over_names_every_case_and_computes_none(run, monkeypatch):
+    monkeypatch.setattr(device_check, "measure_line", lambda line: pytest.fail("it was measured"))
+
+    records = list(device_check.records_of("kernels", run, time.time() - 1))
+
+    assert len(records) == len(lines.kernel_lines(lines.TINY)) + len(checks.all_checks(is_tiny=True))
+    assert all(record["is_left_out"] for record in records)
+
+
+@pytest.mark.parametrize("group", ["0.6B", "8B", "0.6B, single steps", "8B, single steps"])
+def test_every_line_of_a_whole_model_runs(group, run):
+    with steps_on_demand(), unoptimised_steps():
+        records = list(device_check.records_of(group, run, time.time() + SOON))
+
+    names = [f"{r['section']}, {r['case']}" for r in records]
+    assert names == [line.name for line in engine.engine_lines(engine.TINY) if line.section == group]
+    assert all(record["seconds"] > 0 for record in records)
+
+
+def test_single_steps_are_single(run, monkeypatch):
+    configs = []
+
+    class Llm:
+        def __init__(self, folder, config):
+            configs.append(config)
+            raise InterruptedError
+
+    monkeypatch.setattr(engine, "LLM", Llm)
+    for group in ("0.6B", "8B", "8B, single steps"):
+        with pytest.raises(InterruptedError):
+            list(device_check.records_of(group, run, time.time() + SOON))
+
+    assert configs == [
+        engine.EngineConfig(),
+        engine.TINY.limits,
+        replace(engine.TINY.limits, decode_loop_steps=1),
+    ]
+
+
+def test_a_request_that_ends_while_it_is_timed_is_an_error(run):
+    sizes = engine.TINY._replace(max_tokens=6)
+
+    with (
+        steps_on_demand(),
+        unoptimised_steps(),
+        pytest.raises(RuntimeError, match="raise max_tokens"),
+    ):
+        list(engine.measure_model("8B", run.checkpoint("8B"), sizes))
+
+
+def test_the_started_process_prints_the_device_at_its_first_token(run, capsys):
+    with steps_on_demand(), unoptimised_steps():
+        device_check.work("start", run, 0.0)
+
+    assert json.loads(capsys.readouterr().out)["about"]["platform"] == "cpu"
+
+
+ANSWER = "print('{\"about\": 1}', flush=True); import time; time.sleep(0.3)"
+
+
+def test_a_start_is_timed_up_to_the_first_line():
+    began = time.perf_counter()
+
+    seconds, about = engine.time_start([sys.executable, "-c", ANSWER], {}, timeout=60)
+
+    assert about == {"about": 1}
+    assert 0 < seconds < time.perf_counter() - began - 0.3
+
+
+@pytest.mark.parametrize(
+    ("source", "timeout", "error"),
+    [("import sys; sys.exit(3)", 60, RuntimeError), ("import time; time.sleep(60)", 0.1, subprocess.TimeoutExpired)],
+)
+def test_a_start_that_fails_or_takes_too_long_is_an_error(source, timeout, error):
+    with pytest.raises(error):
+        engine.time_start([sys.executable, "-c", source], {}, timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (ANSWER, [("cold", None), ("from disk", None)]),
+        ("import sys; sys.exit(3)", [("cold", "the process ended with 3"), ("from disk", "the process ended with 3")]),
+    ],
+)
+def test_a_process_starts_twice(source, expected, run, monkeypatch):
+    monkeypatch.setattr(device_check, "worker_command", lambda *args: [sys.executable, "-c", source])
+
+    records = [r for r in device_check.run_group("start", run, time.time() + 60) if "case" in r]
+
+    for record, (case, note) in zip(records, expected, strict=True):
+        assert record["case"] == case
+        assert (record["seconds"] > 0) if note is None else record["note"].startswith(note)
+        assert record.get("passes") is (None if note is None else False)
+
+
+@pytest.mark.parametrize(
+    ("source", "seconds", "expected"),
+    [
+        ("print('{\"a\": 1}')", 60, [{"a": 1}]),
+        ("print('{\"a\": 1}', flush=True); print('noise'); import sys; sys.exit('broken')", 60, [{"a": 1}, "broken"]),
+        ("print('{\"a\": 1}', flush=True); import time; time.sleep(60)", -1.0, [{"a": 1}, "left out"]),
+    ],
+)
+def test_a_group_that_breaks_or_takes_too_long_costs_its_last_records_alone(
+    source, seconds, expected, run, monkeypatch
+):
+    monkeypatch.setattr(device_check, "worker_command", lambda *args: [sys.executable, "-c", source])
+    if seconds < 0:  # the grace that a group gets after its time, so that Python can start
+        monkeypatch.setattr(device_check, "GRACE", 2.0 - seconds)
+
+    first, *last = device_check.run_group("kernels", run, time.time() + seconds)
+
+    assert first == expected[0]
+    assert len(last) == len(expected) - 1
+    assert all(part in record["note"] for record, part in zip(last, expected[1:], strict=True))
+
+
+def test_the_command_prints_everything_and_writes_it_down(tmp_path, capsys, monkeypatch):
+    records = [
+        {"about": {"device": "NVIDIA H200", "platform": "gpu", "jax": "1", "jaxlib": "1", "date": "today"}},
+        {"section": "attention", "case": "decode, 2 x 40", "implementation": "ours", "seconds": 1.0, "passes": False},
+        {"section": "check", "case": "decode", "is_left_out": True},
+    ]
+    monkeypatch.setattr(device_check, "run_group", lambda group, run, deadline: iter(records))
+
+    code = device_check.main(["--tiny", "--only", "kernels", "--json", str(tmp_path / "out.json")])
+
+    assert code == 1
     written = json.loads((tmp_path / "out.json").read_text())
-    assert written["platform"] == "cpu"
-    assert all(written[name] for name in ("device", "jax", "jaxlib", "date"))
-    records = written["records"]
-    assert {r["section"] for r in records} == {"check", "copy", "product", "decode", "prefill", "int4", "experts"}
-    assert all(r["passes"] for r in records if r["section"] == "check")
-    assert all(r["microseconds"] > 0 and r["of_plain"] > 0 for r in records if r["section"] != "check")
+    assert written["device"] == "NVIDIA H200"
+    line = {line.name: line for line in lines.kernel_lines(lines.TINY)}["attention, decode, 2 x 40"]
+    attention = written["records"][0]
+    assert (attention["num_bytes"], attention["flops"]) == line.work
+    assert attention["roofline_seconds"] == pytest.approx(line.work.num_bytes / 4.8e12)
     printed = capsys.readouterr().out
-    assert all(r["case"] in printed for r in records)
+    assert "predictions off by more than 20%: 1" in printed
+    assert "left out, for the time was spent: 1\n  check, decode\n" in printed
+    assert "wrong or broken: 1\n  attention, decode, 2 x 40\n" in printed
+    assert "94.9 requests/s" in printed
 
 
+def test_a_process_of_a_group_runs_by_itself(capsys):
+    """Of the peers, because they need no compiler."""
+    assert device_check.main(["--tiny", "--only", "peers"]) == 0
+
+    printed = capsys.readouterr().out
+    assert "peers, flashinfer" in printed
+    assert "peers, vllm" in printed
+
+
+def test_a_peer_that_fails_says_why(run, monkeypatch):
+    monkeypatch.setattr(torch_peers.importlib.util, "find_spec", lambda name: name)
+
+    records = list(device_check.records_of("peers", run, time.time() + SOON))
+
+    assert [record["note"][:13] for record in records] == ["not available"] * 2
+
+
+def test_without_a_device_only_tiny_sizes_run(tmp_path):
+    with pytest.raises(SystemExit, match="--tiny runs every line on a CPU"):
+        device_check.work("kernels", device_check.Run(tmp_path, is_tiny=False), 0.0)
+
+
+def test_tiny_figures_are_not_written(capsys):
+    with pytest.raises(SystemExit):
+        device_check.main(["--tiny", "--write"])
+
+    assert "leave out --tiny" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("unoptimised")
 def test_a_wrong_kernel_is_told(monkeypatch):
     right = IMPLEMENTATIONS["reference"]
 
@@ -40,10 +235,12 @@ def test_a_wrong_kernel_is_told(monkeypatch):
         return out + jnp.asarray(0.1, out.dtype), pages
 
     monkeypatch.setitem(IMPLEMENTATIONS, "reference", wrong)
+    name, error_of = next(iter(checks.all_checks(is_tiny=True).items()))
 
-    assert next(device_check.check_kernels())["passes"] is False
+    assert checks.run_check(name, error_of, "reference")["passes"] is False
 
 
+@pytest.mark.usefixtures("unoptimised")
 @pytest.mark.parametrize(("offset", "passes"), [(0.0, True), (0.1, False)])
 def test_the_results_that_are_timed_are_right(offset, passes, monkeypatch):
     kernel = IMPLEMENTATIONS["gpu_interpret"]
@@ -53,20 +250,22 @@ def test_the_results_that_are_timed_are_right(offset, passes, monkeypatch):
         return out + jnp.asarray(offset, out.dtype), pages
 
     monkeypatch.setitem(IMPLEMENTATIONS, "gpu_interpret", moved)
-    monkeypatch.setattr(device_check, "kernel_of_platform", lambda: "gpu_interpret")
+    monkeypatch.setattr(lines, "kernel_of_platform", lambda: "gpu_interpret")
+    chosen = [case for case in lines.attention_cases(lines.TINY) if case.family == "uneven decode"]
 
-    records = [r for r in device_check.measure_attention(is_small=True) if r["implementation"] == "gpu_interpret"]
+    ((record,),) = [list(device_check.measure_line(lines.attention_line(lines.TINY, case))) for case in chosen]
 
-    assert [(r["section"], r["passes"]) for r in records] == [("decode", passes), ("prefill", passes)]
+    assert record["passes"] is passes
 
 
+@pytest.mark.usefixtures("unoptimised")
 @pytest.mark.parametrize(
     ("table", "error_of"),
     [
-        (grouped_api.IMPLEMENTATIONS, functools.partial(device_check.error_of_experts, (3, 0, 2), {})),
+        (grouped_api.IMPLEMENTATIONS, functools.partial(checks.error_of_experts, (3, 0, 2), {})),
         (
             latent_api.IMPLEMENTATIONS,
-            functools.partial(device_check.error_of_latents, device_check.Check([(1, 70)], 1, {"num_heads": 16})),
+            functools.partial(checks.error_of_latents, checks.Check([(1, 70)], 1, {"num_heads": 16})),
         ),
     ],
     ids=["experts", "latents"],
@@ -80,57 +279,30 @@ def test_results_of_other_kernels_that_are_wrong_are_told(table, error_of, monke
         moved = out + jnp.asarray(0.1, out.dtype)
         return (moved, *result[1:]) if isinstance(result, tuple) else moved
 
-    assert error_of("reference") < device_check.TOLERANCE
+    assert error_of("reference") < checks.TOLERANCE
     monkeypatch.setitem(table, "reference", wrong)
 
-    assert error_of("reference") > device_check.TOLERANCE
+    assert error_of("reference") > checks.TOLERANCE
 
 
-def test_a_kernel_that_refuses_a_check_is_not_wrong_but_says_why(monkeypatch):
-    def refuse(*args, **kwargs):
+def test_a_kernel_that_refuses_a_check_is_not_wrong_but_says_why():
+    def refuse():
         raise NotImplementedError("8-bit floats need another GPU")
 
-    monkeypatch.setitem(IMPLEMENTATIONS, "reference", refuse)
-
-    record = next(device_check.check_kernels())
+    record = checks.run_check("decode", refuse, "gpu")
 
     assert "passes" not in record
     assert record["note"] == "refused: 8-bit floats need another GPU"
 
 
-@pytest.mark.parametrize(("is_ours", "passes"), [(True, False), (False, None)])
-def test_a_kernel_of_ours_that_cannot_be_timed_is_a_fault(is_ours, passes):
-    def fail():
+@pytest.mark.parametrize(("name", "passes"), [("ours", False), ("jax", None)])
+def test_a_kernel_of_ours_that_cannot_be_timed_is_a_fault(name, passes):
+    def fail(x):
         raise RuntimeError("out of shared memory")
 
-    record = device_check.timed({}, fail, repeats=1, size=1.0, unit="bytes_per_s", is_ours=is_ours)
+    line = lines.Line("attention", "decode", "decode", lines.Work(1.0, 1.0), {name: lambda: (fail, [(jnp.ones(1),)])})
+
+    (record,) = device_check.measure_line(line)
 
     assert record.get("passes") is passes
     assert record["note"] == "not available: RuntimeError: out of shared memory"
-
-
-def test_what_a_device_does_not_have_says_why():
-    def unavailable():
-        raise ImportError("no cuDNN here")
-
-    record = device_check.vendor_record({"section": "decode"}, unavailable, 1.0, "bytes_per_s")
-
-    assert record == {"section": "decode", "note": "not available: ImportError: no cuDNN here"}
-
-
-def test_rates_are_fractions_of_the_plain_ones(monkeypatch):
-    monkeypatch.setattr(device_check, "DATA_SHEETS", {device_check.jax.devices()[0].device_kind: (8e9, 1e9)})
-    records = [
-        {"section": "copy", "bytes_per_s": 4e9},
-        {"section": "product", "flops_per_s": 5e8},
-        {"section": "decode", "bytes_per_s": 3e9},
-        {"section": "prefill", "flops_per_s": 4e8},
-        {"section": "decode", "note": "not available"},
-    ]
-
-    rates = device_check.rates_of(records)
-    for record in records:
-        device_check.add_fractions(record, rates)
-
-    fractions = [(r.get("of_plain"), r.get("of_data_sheet")) for r in records]
-    assert fractions == [(1.0, 0.5), (1.0, 0.5), (0.75, pytest.approx(0.375)), (0.8, 0.4), (None, None)]

@@ -1,0 +1,237 @@
+"""Checks of every kernel against NumPy in float64: attention over poisoned pages, and products."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas.grouped_matmul import grouped_matmul
+from kernels_pallas.latent_attention import latent_attention
+from kernels_pallas.paged_attention import paged_attention
+from kernels_pallas.quantized_matmul import pack_int4, quantized_matmul
+from scripts.kernels.on_device.device import Record, kernel_of_platform, layout_of, product_kernel
+from tests.kernels.grouped_matmul import oracle as grouped_oracle
+from tests.kernels.latent_attention.oracle import as_keys, make_latent_call
+from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call, tree_of, tree_words
+
+TOLERANCE = 0.03  # weights and results are rounded to 8 bits of mantissa
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class Check(NamedTuple):
+    """A call of attention whose result is known."""
+
+    lens: list[tuple[int, int]]  # queries and context of each row
+    q_len: int | None = None
+    sizes: Mapping[str, Any] = NOTHING
+    options: Mapping[str, Any] = NOTHING
+    parents: list[int] | None = None  # of each row's tokens, where they are a tree
+    is_shared: bool = False  # keys and values are in the pages already
+    is_second_layer: bool = False  # of a pool for two
+
+
+SHORT = [(1, n) for n in (1, 31, 32, 33, 128, 0)]
+# Several blocks for a row, and contexts that are split over the programs of a GPU.
+LONG = [(1, n) for n in (2999, 1, 700, 0, 256, 2048, 513)]
+# A row that takes longer than all others together.
+ONE_LONG = [(1, 100), (1, 20_000), *[(1, n) for n in (0, 7, 513, 1, 64, 255)]]
+CHUNKS = [(1, 1), (40, 100), (1, 65), (0, 0), (33, 33)]
+LONG_CHUNKS = [(1, 2000), (40, 1500), (300, 300), (1, 65), (0, 0), (129, 2500), (1, 513)]
+DRAFTS = [(5, 2000), (5, 5), (5, 700), (5, 33)]
+HEADS = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+SCALES = (np.array([0.02, 0.03], np.float32), np.array([0.03, 0.02], np.float32))
+INT8 = {"page_dtype": jnp.int8, "scales": SCALES}
+FP8 = {"page_dtype": jnp.float8_e4m3fn, "scales": SCALES}
+WIDE = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 256}
+FEW_KV = {"num_heads": 16, "num_kv_heads": 1, "head_dim": 128}
+SINKS = {"sinks": np.linspace(-20, 20, HEADS["num_heads"], dtype=np.float32)}
+PADDED = {"num_padding": 5}
+PAGE_SIZES = (16, 32, 64, 128, 256)
+# Query heads of a KV head: of 71, as Falcon 7B has them, no tile is full.
+GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 71)
+
+
+def grouped_heads(group: int) -> dict[str, int]:
+    return {"num_heads": group, "num_kv_heads": 1} if group > 8 else {"num_heads": 2 * group, "num_kv_heads": 2}
+
+
+def group_checks() -> dict[str, Check]:
+    """Returns decode and prefill for every number of query heads of a KV head; all page sizes take their turn."""
+    checks = {}
+    for i, group in enumerate(GROUPS):
+        for name, lens, q_len, padding, page_size in (
+            ("decode", LONG, 1, {}, PAGE_SIZES[i % len(PAGE_SIZES)]),
+            ("mixed", CHUNKS, None, PADDED, PAGE_SIZES[(i + 2) % len(PAGE_SIZES)]),
+        ):
+            sizes = {**grouped_heads(group), **padding, "page_size": page_size}
+            checks[f"{name}, groups of {group}, pages of {page_size}"] = Check(lens, q_len, sizes)
+    return checks
+
+
+CHECKS = {
+    "decode": Check(SHORT, 1),
+    "decode, window, soft cap": Check(SHORT, 1, {"page_size": 16}, {"window": 40, "softcap": 2.0}),
+    "decode, long": Check(LONG, 1),
+    "decode, long, window": Check(LONG, 1, {"page_size": 128}, {"window": 600}),
+    "decode, long, soft cap, sinks": Check(LONG, 1, options={"softcap": 2.0, **SINKS}),
+    "decode, long, head_dim 256": Check(LONG, 1, WIDE),
+    "decode, long, 16 heads on 1": Check(LONG, 1, FEW_KV),
+    "decode, long, int8 pages": Check(LONG, 1, INT8 | {"page_size": 64}),
+    "decode, long, fp8 pages": Check(LONG, 1, FP8 | {"page_size": 128}),
+    "decode, one long row": Check(ONE_LONG, 1, {"page_size": 128}),
+    "decode, shared pages": Check(LONG, 1, is_shared=True),
+    "decode, second layer": Check(LONG, 1, is_second_layer=True),
+    "verify": Check(DRAFTS, 5),
+    "verify, window, sinks": Check(DRAFTS, 5, {"page_size": 128}, {"window": 600, **SINKS}),
+    "verify, a tree": Check(DRAFTS, 5, parents=[-1, 0, 0, 1, 2]),
+    "mixed": Check(CHUNKS, sizes=PADDED),
+    "mixed, long": Check(LONG_CHUNKS, sizes=PADDED),
+    "mixed, long, window": Check(LONG_CHUNKS, sizes=PADDED | {"page_size": 128}, options={"window": 333}),
+    "mixed, long, head_dim 128": Check(LONG_CHUNKS, sizes=PADDED | {"head_dim": 128, "page_size": 256}),
+    "mixed, long, head_dim 256": Check(LONG_CHUNKS, sizes=PADDED | WIDE | {"page_size": 16}),
+    "mixed, long, int8 pages": Check(LONG_CHUNKS, sizes=PADDED | INT8 | {"page_size": 128}),
+    "mixed, long, fp8 pages": Check(LONG_CHUNKS, sizes=PADDED | FP8),
+    "mixed, shared pages": Check(LONG_CHUNKS, sizes=PADDED, is_shared=True),
+    "mixed, second layer": Check(LONG_CHUNKS, sizes=PADDED, is_second_layer=True),
+    **group_checks(),
+}
+# DeepSeek-V3 has 128 heads, and 16 on each of eight devices.
+LATENT_CHECKS = {
+    "latents, decode, 16 heads": Check([(1, n) for n in (2999, 1, 700, 0, 513)], 1, {"num_heads": 16}),
+    "latents, decode, 128 heads": Check([(1, n) for n in (700, 1, 0, 513)], 1, {"num_heads": 128, "page_size": 128}),
+    "latents, mixed, 16 heads": Check(
+        [(1, 1500), (9, 600), (0, 0), (40, 40)], sizes={"num_heads": 16, "page_size": 128}
+    ),
+    "latents, mixed, 128 heads": Check([(1, 65), (0, 0), (33, 33), (5, 80)], sizes={"num_heads": 128}),
+}
+# Rows of each expert, for each of the kernel's block sizes; the last rows belong to no expert.
+ROWS_OF_EXPERTS = {"few rows": (3, 0, 18, 1), "some rows": (0, 150, 70, 1), "many rows": (700, 0, 31, 400)}
+WEIGHTS_OF_EXPERTS: dict[str, Record] = {
+    "bfloat16": {},
+    "int8": {"bits": 8},
+    "int4": {"bits": 4, "group_size": 128},
+}
+# Rows of a product by quantized weights.
+ROWS_OF_PRODUCTS = (1, 16, 200)
+# Contexts of tiny checks are a hundredth; one of each kind then stands for its kind.
+TINY_KINDS = ("decode, long, int8 pages", "verify, a tree", "mixed, shared pages", "mixed, second layer")
+TINY_GROUPS = ("decode, groups of 71, pages of 128", "mixed, groups of 3, pages of 256")
+
+
+def all_checks(kernel: str | None = None, *, is_tiny: bool = False) -> dict[str, Callable[[], float]]:
+    """Returns by name the functions that compare a kernel in bfloat16 with NumPy, and return the largest error."""
+    kernel = kernel or kernel_of_platform()
+    checks, latents, experts, rows_of_products = CHECKS, LATENT_CHECKS, ROWS_OF_EXPERTS, ROWS_OF_PRODUCTS
+    if is_tiny:
+        checks = {name: tiny(CHECKS[name]) for name in (*TINY_KINDS, *TINY_GROUPS)}
+        latents = {name: tiny(check) for name, check in [*LATENT_CHECKS.items()][:1]}
+        experts, rows_of_products = {"few rows": ROWS_OF_EXPERTS["few rows"]}, ROWS_OF_PRODUCTS[:1]
+    return {
+        **{name: functools.partial(error_of, check, kernel) for name, check in checks.items()},
+        **{name: functools.partial(error_of_latents, check, kernel) for name, check in latents.items()},
+        **{
+            f"experts, {weights}, {rows}": functools.partial(error_of_experts, counts, options, kernel)
+            for weights, options in WEIGHTS_OF_EXPERTS.items()
+            for rows, counts in experts.items()
+        },
+        **{
+            f"int{bits} x {rows} rows": functools.partial(error_of_product, bits, rows, kernel)
+            for bits in (8, 4)
+            for rows in rows_of_products
+        },
+    }
+
+
+def tiny(check: Check) -> Check:
+    """Returns the same check of rows a hundredth as long, but of no fewer queries than a tree has."""
+    least = len(check.parents or [1])
+    lens = [(min(q, max(q // 100, least)), max(kv // 100, min(q, max(q // 100, least)))) for q, kv in check.lens]
+    return check._replace(lens=[(q, kv if q and kv else 0) for q, kv in lens])
+
+
+def run_check(name: str, error_of_case: Callable[[], float], kernel: str) -> Record:
+    """Returns the record of one check: its error, the reason of a refusal, or the failure."""
+    record: Record = {"section": "check", "case": name, "implementation": kernel}
+    try:
+        error = error_of_case()
+        return record | {"error": error, "passes": error < TOLERANCE}
+    except NotImplementedError as error:  # such as 8-bit floats on an A100
+        return record | {"note": f"refused: {error}"}
+    except Exception as error:  # a table with one line of trouble is worth more than a traceback
+        return record | {"passes": False, "note": f"{type(error).__name__}: {str(error)[:200]}"}
+
+
+def table_width(check: Check, page_size: int) -> int:
+    """Returns a width that calls of equal pages share: room for the longest context, in steps of 1,024 tokens."""
+    return -(-max(kv for _, kv in check.lens) // 1024) * 1024 // page_size
+
+
+def error_of(check: Check, kernel: str) -> float:
+    """Returns how far off a kernel's result is at most; raises AssertionError where its pages are wrong."""
+    sizes = {**HEADS, "layout": layout_of(kernel), "dtype": jnp.bfloat16, "page_size": 32, **check.sizes}
+    call = make_call(check.lens, table_width=table_width(check, sizes["page_size"]), **sizes)
+    trees = None
+    if check.parents is not None:
+        trees = [tree_of(check.parents)] * len(check.lens)
+        call = call.with_options(tree_mask=tree_words(trees, call.num_tokens))
+    if check.is_second_layer:
+        pages = call.arguments["pages"]
+        call.slots = [slots + pages.num_pages * pages.page_size for slots in call.slots]
+        both = jax.tree.map(lambda a: jnp.concatenate([jnp.full_like(a, jnp.nan), a]), pages)
+        call = call.with_options(pages=both, page_offset=jnp.int32(pages.num_pages))
+    if check.is_shared:
+        _, written = jax.jit(functools.partial(paged_attention, scale=0.125, implementation="reference"))(
+            **call.arguments
+        )
+        call = call.with_options(k=None, v=None, pages=written)
+    attend = functools.partial(paged_attention, scale=0.125, q_len=check.q_len, implementation=kernel, **check.options)
+    out, pages = jax.jit(attend)(**call.arguments)
+    expected = expected_output(call, 0.125, trees=trees, **check.options)
+    check_pages(call, call.arguments["pages"], pages)
+    return largest_error(out[: call.num_tokens], expected)
+
+
+def error_of_latents(check: Check, kernel: str) -> float:
+    """Returns how far off latent attention is at most; raises AssertionError where its pages are wrong."""
+    sizes = {"latent_size": 512, "rotary_size": 64, "dtype": jnp.bfloat16, "page_size": 64, **check.sizes}
+    width = table_width(check, sizes["page_size"])
+    call = make_latent_call(check.lens, layout_of(kernel), table_width=width, **sizes)
+    attend = functools.partial(latent_attention, scale=0.06, q_len=check.q_len, implementation=kernel)
+    out, pages = jax.jit(attend)(**call.arguments)
+    expected = expected_output(call, 0.06)[..., : pages.latent_size]
+    check_pages(call, as_keys(call.arguments["pages"]), as_keys(pages))
+    return largest_error(out[: call.num_tokens], expected)
+
+
+def error_of_experts(counts: tuple[int, ...], options: Record, kernel: str) -> float:
+    """Returns how far off the grouped product is at most."""
+    call, expected = grouped_oracle.make_call(counts, sum(counts) + 9, 512, 200, dtype=jnp.bfloat16, **options)
+    multiply = functools.partial(grouped_matmul, implementation=product_kernel(kernel))
+    return largest_error(jax.jit(multiply)(**call), expected)
+
+
+def error_of_product(bits: int, rows: int, kernel: str) -> float:
+    """Returns how far off the product by quantized weights is at most."""
+    D, F, group_size = 512, 384, 128
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((rows, D)), jnp.bfloat16)
+    limit = 2 ** (bits - 1)
+    integers = rng.integers(-limit, limit, (F, D), np.int8)
+    scales = rng.uniform(0.5, 1.5, (F, D // group_size)).astype(np.float32) / (limit * D**0.5)
+    weights = pack_int4(jnp.asarray(integers), group_size) if bits == 4 else jnp.asarray(integers)
+    multiply = functools.partial(quantized_matmul, implementation=product_kernel(kernel))
+    wide = integers.astype(np.float64) * np.repeat(scales.astype(np.float64), group_size, axis=1)
+    expected = np.asarray(x.astype(jnp.float32)).astype(np.float64) @ wide.T
+    return largest_error(jax.jit(multiply)(x, weights, jnp.asarray(scales)), expected)
+
+
+def largest_error(out: jax.Array, expected: np.ndarray) -> float:
+    """Returns the largest difference; where NaN is expected, anything goes."""
+    is_real = ~np.isnan(expected)
+    return float(np.abs(np.asarray(out.astype(jnp.float32)) - expected)[is_real].max())
