@@ -1,6 +1,7 @@
-"""Runs jaxinfer and transformers on the same checkpoint, prompts and precision; prints both and their ratio.
+"""Runs jaxinfer and its peers on the same checkpoint, prompts and precision; prints figures and ratios.
 
-With `--against FOLDER` the jaxinfer of another checkout takes the place of transformers.
+The peers are transformers and, on a CPU with the packages llama-cpp-python and gguf, llama.cpp in float32. With
+`--against FOLDER` the jaxinfer of another checkout takes the place of transformers.
 
 Each side lives in a child process of its own, so that memory peaks and thread pools do not mix; the parent
 asks one child at a time for one figure at a time. Everything computes in float32 on the CPU, or with
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -22,7 +24,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -41,9 +43,16 @@ from scripts.bench.workload import (
 )
 
 BUNDLED_MODEL = Path(__file__).resolve().parents[2] / "jaxinfer" / "assets" / "tiny"
-OURS, THEIRS, CONTINUOUS = "jaxinfer", "transformers", "continuous"
+OURS, THEIRS, CONTINUOUS, LLAMA_CPP = "jaxinfer", "transformers", "continuous", "llama.cpp"
 # Continuous batching allocates its pool at once, so it gets a process, and a memory peak, of its own.
-MODULES = {OURS: "scripts.bench.engine", THEIRS: "scripts.bench.peer", CONTINUOUS: "scripts.bench.peer"}
+MODULES = {
+    OURS: "scripts.bench.engine",
+    THEIRS: "scripts.bench.peer",
+    CONTINUOUS: "scripts.bench.peer",
+    LLAMA_CPP: "scripts.bench.llama_cpp_peer",
+}
+LLAMA_CPP_SECTIONS = ("prefill", "decode", "ttft", "tpot")
+COLUMNS = (OURS, THEIRS, LLAMA_CPP)
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -106,7 +115,8 @@ class Side:
 def measure_row(sides: dict[str, Side], ours: Task, theirs: list[Task], index: int) -> dict[str, dict[str, float]]:
     """Returns by side and by label what round `index` measured, the sides in turn beginning."""
     pairs = [(OURS, ours), *((CONTINUOUS if task.section == CONTINUOUS else THEIRS, task) for task in theirs)]
-    figures: dict[str, dict[str, float]] = {OURS: {}, THEIRS: {}}
+    pairs += [(LLAMA_CPP, ours)] if ours.section in LLAMA_CPP_SECTIONS else []
+    figures: dict[str, dict[str, float]] = {column: {} for column in COLUMNS}
     for name, task in pairs if index % 2 == 0 else reversed(pairs):
         if name not in sides:
             continue
@@ -120,33 +130,54 @@ def measure_row(sides: dict[str, Side], ours: Task, theirs: list[Task], index: i
             del sides[name]
             continue
         log(f"round {index + 1}: {sides[name].label}: {task.label}: {value:.2f}")
-        figures[OURS if name == OURS else THEIRS][task.label] = value
+        figures[THEIRS if name == CONTINUOUS else name][task.label] = value
     return figures
 
 
 def summarize(label: str, better: str, rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
-    """Returns a row of the table: medians over rounds, and the ratio of each round."""
+    """Returns a row of the table: medians over rounds, and by peer the ratio of each round."""
     choose = max if better == HIGHER else min
-    best = {side: [choose(figures[side].values()) for figures in rounds if figures[side]] for side in (OURS, THEIRS)}
+    best = {c: [choose(figures[c].values()) for figures in rounds if figures.get(c)] for c in COLUMNS}
     row: dict[str, Any] = {"figure": label, "better": better, "rounds": rounds}
-    row |= {side: median(values) if values else None for side, values in best.items()}
-    row["ratios"] = [ours / theirs for ours, theirs in zip(best[OURS], best[THEIRS], strict=False)]
+    row |= {column: median(values) if values else None for column, values in best.items()}
+    row["ratios"] = {
+        peer: [ours / theirs for ours, theirs in zip(best[OURS], best[peer], strict=False)] for peer in COLUMNS[1:]
+    }
     return row
 
 
 def print_table(table: list[dict[str, Any]], peer: str) -> None:
-    print(f"{'':<34}{OURS:>12}{peer:>14}{'ours/theirs':>13}  better")
+    """Prints the table; `peer` is the name of the second column."""
+    columns = [column for column in COLUMNS if any(row[column] is not None for row in table)]
+    names = {THEIRS: peer}
+    heads = [names.get(column, column) for column in columns] + [f"ours/{names.get(c, c)}" for c in columns[1:]]
+    print(f"{'':<34}{''.join(f'{head:>18}' for head in heads)}  better")
     for row in table:
-        cells = ["-" if row[side] is None else f"{row[side]:.2f}" for side in (OURS, THEIRS)]
-        ratios = row["ratios"]
-        ratio = f"{median(ratios):.2f}" if ratios else "-"
-        spread = f" (rounds {min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
-        print(f"{row['figure']:<34}{cells[0]:>12}{cells[1]:>14}{ratio:>13}  {row['better']}{spread}")
+        cells = "".join(f"{cell:>18}" for cell in cells_of(row, columns))
+        spreads = [f"{min(ratios):.2f} to {max(ratios):.2f}" for ratios in row["ratios"].values() if len(ratios) > 1]
+        spread = f" (rounds {', '.join(spreads)})" if spreads else ""
+        print(f"{row['figure']:<34}{cells}  {row['better']}{spread}")
     for row in table:
         variants = row["rounds"][0][THEIRS]
         if len(variants) > 1:
             medians = (f"{v} {median(r[THEIRS][v] for r in row['rounds'] if v in r[THEIRS]):.2f}" for v in variants)
             print(f"{row['figure']}: best of {peer}, which reached: {'; '.join(medians)}")
+
+
+def cells_of(row: dict[str, Any], columns: list[str]) -> list[str]:
+    """Returns the figures of the columns and the ratios of ours to the others', "-" if there is none."""
+    ratios = [row["ratios"][column] for column in columns[1:]]
+    values = [row[column] for column in columns] + [median(each) if each else None for each in ratios]
+    return ["-" if value is None else f"{value:,.2f}" if abs(value) < 100 else f"{value:,.0f}" for value in values]
+
+
+def print_markdown(table: list[dict[str, Any]]) -> None:
+    """Prints the table of the README."""
+    columns = [column for column in COLUMNS if any(row[column] is not None for row in table)]
+    heads = ["", *columns, *(f"ours / {column}" for column in columns[1:])]
+    print(f"| {' | '.join(heads)} |\n|---|{'--:|' * (len(heads) - 1)}")
+    for row in table:
+        print(f"| {row['figure']} | {' | '.join(cells_of(row, columns))} |")
 
 
 def conditions(arguments: argparse.Namespace, device: str = "cpu") -> dict[str, str]:
@@ -160,12 +191,20 @@ def conditions(arguments: argparse.Namespace, device: str = "cpu") -> dict[str, 
     else:
         spins = f"{'' if arguments.spin else 'no '}spinning in OpenMP"
         described = f"CPU, {describe_cpu()}, {arguments.threads} threads, {DTYPES[device]}, {spins}"
+    packages = ("jax", "transformers", "torch", "llama-cpp-python")
     return {
         "measured with": shlex.join(["python", "scripts/bench/against_transformers.py", *sys.argv[1:]]),
         "device": described,
-        "versions": ", ".join(f"{name} {version(name)}" for name in ("jax", "transformers", "torch")),
+        "versions": ", ".join(f"{name} {version(name)}" for name in packages if is_installed(name)),
         "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+def is_installed(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
 
 
 def print_figures(figures: dict[str, list[float]], arguments: argparse.Namespace) -> None:
@@ -210,6 +249,12 @@ def some_of(*allowed: str) -> Callable[[str], tuple[str, ...]]:
     return parse
 
 
+def default_sides(device: str) -> tuple[str, ...]:
+    """Returns all sides; llama.cpp only on a CPU and if its packages are installed."""
+    has_llama_cpp = device == "cpu" and all(map(importlib.util.find_spec, ("llama_cpp", "gguf")))
+    return tuple(name for name in MODULES if name != LLAMA_CPP or has_llama_cpp)
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     model = parser.add_mutually_exclusive_group()
@@ -224,13 +269,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=24, help="timed decode steps; the median counts")
     parser.add_argument("--rounds", type=int, default=1, help="of all figures, sides alternating; as above")
     parser.add_argument("--only", type=some_of(*SECTIONS), help="sections, by comma; all unless --against is given")
-    parser.add_argument("--sides", type=some_of(*MODULES), help="sides, by comma; all unless --against is given")
+    parser.add_argument(
+        "--sides", type=some_of(*MODULES), help="sides, by comma; all that are installed unless --against is given"
+    )
     parser.add_argument("--against", type=Path, help="checkout of another jaxinfer to measure instead of transformers")
     parser.add_argument("--spin", action="store_true", help="do not stop torch's threads from spinning")
     parser.add_argument("--json", type=Path, help="file for all figures of all rounds")
+    parser.add_argument("--markdown", action="store_true", help="print the table as the README has it")
     arguments = parser.parse_args()
     if arguments.against is None:
-        arguments.only, arguments.sides = arguments.only or SECTIONS, arguments.sides or tuple(MODULES)
+        arguments.only, arguments.sides = arguments.only or SECTIONS, arguments.sides or default_sides(arguments.device)
         return arguments
     if not (arguments.against / "jaxinfer").is_dir():
         parser.error(f"--against {arguments.against} is not a checkout of jaxinfer: it has no folder jaxinfer")
@@ -266,11 +314,14 @@ def main() -> None:
         ]
         table = [summarize(label, rows[label][0].better, [figures[label] for figures in rounds]) for label in rows]
         peaks = {name: {"peak": side.finish()} for name, side in sides.items()}
-    main_peaks = {side: peaks.get(side, {}) for side in (OURS, THEIRS)}
+    main_peaks = {column: peaks.get(column, {}) for column in COLUMNS}
     table.append(summarize("peak memory, MiB", LOWER, [main_peaks]))
     if CONTINUOUS in peaks:
         table.append(summarize("peak memory, continuous, MiB", LOWER, [{OURS: {}, THEIRS: peaks[CONTINUOUS]}]))
-    print_table(table, THEIRS if arguments.against is None else "other")
+    if arguments.markdown:
+        print_markdown(table)
+    else:
+        print_table(table, THEIRS if arguments.against is None else "other")
     quoted = conditions(arguments, arguments.device)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(quoted | {"table": table}, indent=2) + "\n")
