@@ -19,6 +19,7 @@ from kernels_pallas import triton
 from kernels_pallas.paged_attention.gpu.append import append
 from kernels_pallas.paged_attention.gpu.attend import attend
 from kernels_pallas.paged_attention.gpu.block_sizes import GpuBlockSizes, gpu_block_sizes
+from kernels_pallas.paged_attention.gpu.prefill_choice import choose_prefill
 from kernels_pallas.paged_attention.layout import Pages, to_stored
 
 MAX_HEAD_DIM = 512
@@ -47,9 +48,13 @@ def paged_attention_gpu(
     v_scale: jax.Array | None = None,
     tree_mask: jax.Array | None = None,
     block_sizes: GpuBlockSizes | None = None,
+    prefill: str | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, Pages]:
-    """The contract is that of `paged_attention`; `block_sizes` None takes those that suit the device."""
+    """The contract is that of `paged_attention`; `block_sizes` and `prefill` None take what suits the device.
+
+    `prefill` is the kernel for the rows of several tokens of a ragged batch, see `choose_prefill`.
+    """
     further = (("pages.layout", pages.layout, ("gpu",)), ("head_dim", q.shape[-1], range(1, MAX_HEAD_DIM + 1)))
     target = check_support(q, pages, interpret=interpret, page_dtypes=("int8", FP8), further=further)
     (_, N, H), K, M = q.shape, pages.num_kv_heads, block_tables.shape[1]
@@ -76,7 +81,13 @@ def paged_attention_gpu(
         target=target,
     )
     sizes = chosen if block_sizes is None else lambda **_: block_sizes
-    return attend_rows(q, kv_lens, cu_q_lens, sizes=sizes, tree_mask=tree_mask, **place), pages
+    absent = {"tree_mask": tree_mask, "k_scale": k_scale, "v_scale": v_scale}
+    call = {"scale": scale, "absent": absent, "target": target, "interpret": interpret}
+    attend_long = None
+    if q_len is None and choose_prefill(prefill, q, pages, **call) == "mosaic":
+        from kernels_pallas.paged_attention.gpu.hopper_prefill import hopper_prefill as attend_long
+    out = attend_rows(q, kv_lens, cu_q_lens, sizes=sizes, tree_mask=tree_mask, attend_long=attend_long, **place)
+    return out, pages
 
 
 def attend_rows(
@@ -87,11 +98,13 @@ def attend_rows(
     sizes: Callable[..., GpuBlockSizes],
     q_len: int | None,
     tree_mask: jax.Array | None,
+    attend_long: Callable[..., jax.Array] | None = None,
     **place: Any,
 ) -> jax.Array:
     """Returns the attention [T, N, V] of queries [T, N, H]; `place` are further arguments of `attend`.
 
-    sizes(num_rows=, queries=) gives the block sizes for rows of up to that many queries.
+    sizes(num_rows=, queries=) gives the block sizes for rows of up to that many queries. `attend_long`, if there is no
+    tree, attends instead with the rows of a ragged batch that have several tokens.
     """
     T, B = q.shape[0], kv_lens.shape[0]
     if q_len is not None:
@@ -99,10 +112,13 @@ def attend_rows(
         return attend(q, kv_lens, cu_q_lens, **place, q_len=q_len, tree_mask=tree_mask, block_sizes=chosen)
     # Rows of one token would waste a wide tile, and being few tiles want their context split.
     starts, is_single = cu_q_lens[:-1], cu_q_lens[1:] - cu_q_lens[:-1] == 1
-    # Partial results of every token would outweigh what splitting gains.
-    chosen = dataclasses.replace(sizes(num_rows=T // WIDE_TILE + 1, queries=min(T, WIDE_TILE)), num_splits=1)
-    long_lens = jnp.where(is_single, 0, kv_lens)
-    out = attend(q, long_lens, cu_q_lens, **place, q_len=None, tree_mask=tree_mask, block_sizes=chosen)
+    if attend_long is not None:
+        out = attend_long(q, kv_lens, cu_q_lens, **{name: given for name, given in place.items() if given is not None})
+    else:
+        # Partial results of every token would outweigh what splitting gains.
+        chosen = dataclasses.replace(sizes(num_rows=T // WIDE_TILE + 1, queries=min(T, WIDE_TILE)), num_splits=1)
+        long_lens = jnp.where(is_single, 0, kv_lens)
+        out = attend(q, long_lens, cu_q_lens, **place, q_len=None, tree_mask=tree_mask, block_sizes=chosen)
     single_lens, ones = jnp.where(is_single, kv_lens, 0), jnp.arange(B + 1, dtype=jnp.int32)
     chosen = sizes(num_rows=B, queries=1)
     first = q.at[starts].get(mode="clip")
