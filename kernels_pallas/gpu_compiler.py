@@ -65,6 +65,9 @@ class Launch(NamedTuple):
     shared_bytes: int
     registers: int  # per thread
     spill_bytes: int  # stored per thread
+    # Instructions of Hopper, in kernels of Pallas' Mosaic GPU alone.
+    tensor_copies: int = 0
+    warpgroup_products: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,25 @@ def _launches(folder: Path, arch: str) -> tuple[Launch, ...]:
             registers, spill_bytes = usage[kernel]
             launches.append(Launch(kernel, grid, threads, int(shared), registers, spill_bytes))
     return tuple(launches)
+
+
+def mosaic_launches(folder: Path) -> list[Launch]:
+    """Reads what Mosaic GPU writes of each kernel to the folder MOSAIC_GPU_DUMP_TO; XLA lists them among calls."""
+    launches = []
+    for log in sorted(folder.glob("*.ptxas")):
+        usage, ptx = log.read_text(), log.with_suffix(".ptx").read_text()
+        passes = log.with_suffix(".mlir-passes.log").read_text()
+        launch = re.search(r"gpu.launch_func .*blocks in \((.+)\) threads in \((.+)\) +dynamic\S+ %c(\d+)", passes)
+        if launch is None:
+            raise RuntimeError(f"Mosaic GPU has written no launch of {log.stem!r}, so what it needs is not known")
+        grid, threads = (math.prod(int(n) for n in re.findall(r"%c(\d+)", size)) for size in launch.groups()[:2])
+        name, registers, spill_bytes = (
+            re.search(pattern, usage)[1]  # type: ignore[index]
+            for pattern in (r"function '(\w+)_mosaic_gpu_kernel'", r"Used (\d+) registers", r"(\d+) bytes spill stores")
+        )
+        instructions = ptx.count("cp.async.bulk.tensor"), ptx.count("wgmma.mma_async")
+        launches.append(Launch(name, grid, threads, int(launch[3]), int(registers), int(spill_bytes), *instructions))
+    return launches
 
 
 def programs_per_core(gpu: Gpu, launch: Launch) -> int:

@@ -14,13 +14,17 @@ prints for each case:
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
+import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.kernels.compilers import (
@@ -36,7 +40,7 @@ from scripts.kernels.compilers import (
 DEVICES = ("A100", "L4", "H200")
 # Several devices are written with their number; they compile steps alone.
 MESHES = (*DEVICES, "H200-8")
-KERNELS = ("paged_attention", "append_kv")
+KERNELS = ("paged_attention", "append_kv", "hopper_prefill")
 DECODE_ROWS = 64
 
 
@@ -171,6 +175,7 @@ decode = functools.partial(attention, q_len=1, num_tokens=DECODE_ROWS, num_rows=
 verify = functools.partial(attention, q_len=8, num_tokens=128, num_rows=16)
 prefill = functools.partial(attention, q_len=None, num_tokens=4096, num_rows=16)
 decode_latents = functools.partial(latents, q_len=1, num_tokens=DECODE_ROWS, num_rows=DECODE_ROWS)
+mosaic = functools.partial(prefill, prefill="mosaic")
 LARGE_HEADS: dict[str, int] = {"head_dim": 512, "num_heads": 32, "num_kv_heads": 4}  # of Gemma 4
 WEIGHTS_OF_EXPERTS: dict[str, dict[str, Any]] = {
     "": {},
@@ -198,6 +203,12 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "prefill fp8 KV": functools.partial(prefill, page_dtype="float8_e4m3fn", page_size=64),
     "prefill window cap sinks": functools.partial(prefill, window=1024, softcap=30.0, has_sinks=True),
     "prefill tree": functools.partial(prefill, has_tree=True),
+    **{f"mosaic prefill S={S}": functools.partial(mosaic, page_size=S) for S in (16, 32, 64, 128, 256)},
+    "mosaic prefill H=64": functools.partial(mosaic, head_dim=64),
+    "mosaic prefill float16": functools.partial(mosaic, dtype="float16"),
+    "mosaic prefill cap sinks": functools.partial(mosaic, softcap=30.0, has_sinks=True),
+    "mosaic prefill window cap sinks": functools.partial(mosaic, window=1024, softcap=30.0, has_sinks=True),
+    "mosaic prefill H=64 S=256 window": functools.partial(mosaic, head_dim=64, page_size=256, window=1024),
     **{f"latents decode N={N}": functools.partial(decode_latents, num_heads=N) for N in (16, 128)},
     "latents prefill": functools.partial(latents, q_len=None, num_tokens=4096, num_rows=16),
     **{f"product int4 x {rows}": functools.partial(product, rows=rows) for rows in (1, 16, 64, 512)},
@@ -255,7 +266,10 @@ def compile_case(device: str, make_case: Callable[[Any], Case]) -> dict[str, Any
     device, axes = axes_of(device)
     mesh = gpu_compiler.mesh_of(device, axes)
     case = make_case(mesh)
-    compiled = gpu_compiler.compile_for(device, mesh, case.function, **case.arguments)
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_TO": folder}):
+        compiled = gpu_compiler.compile_for(device, mesh, case.function, **case.arguments)
+        launches = (*compiled.launches, *gpu_compiler.mosaic_launches(Path(folder)))
+    compiled = dataclasses.replace(compiled, launches=launches)
     gpu = gpu_compiler.GPUS[device]
     return {
         **memory_figures(compiled.program, case.cache),
@@ -296,6 +310,7 @@ def compile_for(device: str, cases: Iterable[str]) -> dict[str, dict[str, Any]]:
 def cases_for(device: str, beginnings: Iterable[str] = ("",)) -> list[str]:
     """Returns the cases with names that begin so, less those that the device cannot do."""
     names = [name for name in CASES if name.startswith(tuple(beginnings))]
+    names = [name for name in names if device == "H200" or "mosaic" not in name.split()]
     return [name for name in names if not (device in NO_FP8 and "fp8" in name)]
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 
+import jax
 import pytest
 
+from kernels_pallas.paged_attention.gpu import prefill_choice
 from scripts.kernels.compile_gpu import BUCKET_ROWS, DEVICES, LOOP_STEPS, can_compile, cases_for, compile_for
 from tests.kernels.recorded import figures_of
 
@@ -49,6 +51,32 @@ def test_a_kernel_compiles_in_place_and_keeps_to_registers(device, name):
         "decode H=512": 2 * 64 * 32 * 512 * 4,  # 2 splits, 64 rows, 32 heads
     }
     assert figures["temporary_bytes"] < partial_results.get(name, 7e6) + 1e6
+
+
+needs_mosaic = pytest.mark.skipif(
+    jax.__version_info__ < prefill_choice.MIN_JAX, reason="the Mosaic kernel for prefill needs jax >= 0.11"
+)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", cases_for("H200", ["mosaic"]))
+def test_the_hopper_kernel_for_prefill_copies_by_tma_multiplies_by_wgmma_and_keeps_to_registers(name):
+    figures = compiled_beginning_with("mosaic")[name]
+
+    assert "error" not in figures, figures["error"]
+    assert figures["in_place"]
+    assert figures["temporary_bytes"] < 1e6
+    assert [kernel["name"] for kernel in figures["kernels"] if kernel["spill_bytes"]] == []
+    (kernel,) = [kernel for kernel in figures["kernels"] if kernel["name"] == "hopper_prefill"]
+    # Two warpgroups compute, and one fetches.
+    assert kernel["threads"] == 3 * 128
+    assert kernel["programs_per_core"] == 1
+    # Queries; keys and values, first and later; results in runs of 64, 32 … 1 tokens.
+    assert kernel["tensor_copies"] == 1 + 2 * 2 + 7
+    # A product of 64 x 128 adds up 16 numbers: those of a head for scores, 128 keys for results. A loop masks, one does
+    # not, and at the start of a window another masks.
+    head_dim = 64 if "H=64" in name else 128
+    assert kernel["warpgroup_products"] == (head_dim + 128) // 16 * (3 if "window" in name else 2)
 
 
 def test_a_decode_step_of_attention_is_two_launches_and_no_memory():
