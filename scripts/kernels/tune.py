@@ -4,8 +4,9 @@
 
 Candidates for TPUs are ranked by the real compiler (extra `aot`), see `ratings.py`; with `--by-time` the TPU or
 GPU at hand is measured instead. (Of a GPU's candidates the compiler can say no more than which keep to registers.) What
-decodes fastest is written to kernels_pallas/paged_attention/tuned. For prefill (`--kernel ragged`) the ranking is
-printed, to hold the rules of `block_sizes.py` against: no table beats them.
+decodes fastest is written to kernels_pallas/paged_attention/tuned. For prefill (`--kernel ragged`) on TPU the ranking
+is printed, to hold the rules of `block_sizes.py` against: no table beats them. On a GPU, with `--by-time`, it compares
+Triton's kernel with Mosaic's where that can run, and writes the faster one to the same table.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from scripts.kernels.tuning_candidates import PAGE_DTYPES, candidates, make_case
 
 # What the compiler's figures rate a choice by: how many times as long as reading, or the matrix units' work, it takes.
 RATINGS = {"decode": "times_reading", "ragged": "times_computing"}
+
+TOLERANCE = 0.03  # of results that differ by the rounding of weights to 8 bits
 
 
 def full_arguments(case: Case) -> dict[str, Any]:
@@ -60,6 +63,18 @@ def seconds_of(case: Case) -> float:
 
     arguments = {**full_arguments(case), "k": None, "v": None}
     return device_seconds(lambda arguments: case.function(**arguments)[0], [(arguments,)]).seconds
+
+
+def result_of(case: Case) -> Any:
+    """Returns the attention of random queries to random pages, f32[T, N, H], computed on the device at hand."""
+    import jax
+    import jax.numpy as jnp
+
+    def random(a: Any) -> Any:
+        key = jax.random.key(a.size)
+        return jax.random.normal(key, a.shape, a.dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a
+
+    return case.function(**jax.tree.map(random, full_arguments(case)))[0].astype(jnp.float32)
 
 
 def rate_by_compiler(device: str, kernel: str) -> list[list[dict[str, Any]]]:
@@ -97,10 +112,16 @@ def rate_by_time(device: str, kernel: str) -> list[list[dict[str, Any]]]:
     mesh, rated = Mesh(np.array(jax.devices()[:1]), ("model",)), []
     for shape in shapes(kernel):
         rated.append([])
+        expected = None
         for choice in candidates(device, shape):
             try:
-                seconds = seconds_of(make_case(json.dumps([device, shape, choice]), mesh))
-            except Exception as error:  # no room for it, or nothing that the device computes
+                case = make_case(json.dumps([device, shape, choice]), mesh)
+                if "prefill" in choice:  # kernels of their own; the first of them has been held against NumPy
+                    result = np.asarray(result_of(case))
+                    expected = result if expected is None else expected
+                    np.testing.assert_allclose(result, expected, rtol=TOLERANCE, atol=TOLERANCE)
+                seconds = seconds_of(case)
+            except Exception as error:  # no room for it, nothing that the device computes, or a wrong result
                 print(device, shape, choice, f"{type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
             else:
                 rated[-1].append({**choice, "seconds": seconds})
@@ -114,21 +135,21 @@ def device_at_hand(kernel: str) -> str:
     from kernels_pallas.paged_attention.gpu.block_sizes import table_name
     from kernels_pallas.paged_attention.tpu.block_sizes import chip_at_hand
 
-    if jax.default_backend() == "gpu" and kernel == "decode":
+    if jax.default_backend() == "gpu":
         return table_name(jax.devices()[0].device_kind)
     chip = chip_at_hand()
     device = "tpu7x" if chip == "7x" else chip
     if device is None or device not in CHIPS:
         raise RuntimeError(
-            f"--by-time --kernel {kernel} needs one of {sorted(CHIPS)} at hand{' or a GPU' * (kernel == 'decode')}, not"
+            f"--by-time --kernel {kernel} needs one of {sorted(CHIPS)} at hand or a GPU, not"
             f" {jax.devices()[0].device_kind!r}; leave --by-time out to rank TPUs by the compiler"
         )
     return device
 
 
 def write_table(device: str, entries: list[dict[str, Any]], ranked_by: str) -> Path:
-    """Writes a device's table, with what it was made by."""
-    from kernels_pallas.paged_attention.tuned_tables import TABLES
+    """Writes a device's table, with what it was made by; entries that it has for other kernels stay."""
+    from kernels_pallas.paged_attention.tuned_tables import TABLES, tuned_table
 
     versions = {"jax": importlib.metadata.version("jax")}
     if ranked_by == "compiler":
@@ -136,7 +157,9 @@ def write_table(device: str, entries: list[dict[str, Any]], ranked_by: str) -> P
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     name = f"tpu_{device.removeprefix('tpu')}" if device in CHIPS else device
     head = {"device": name.partition("_")[2], "date": date, **versions, "ranked_by": ranked_by, "page_size": PAGE_SIZE}
-    lines = ",\n    ".join(json.dumps(entry) for entry in entries)
+    written = {entry["kernel"] for entry in entries}
+    kept = [entry for entry in tuned_table(name).values() if entry["kernel"] not in written]
+    lines = ",\n    ".join(json.dumps(entry) for entry in [*kept, *entries])
     path = TABLES / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(head, indent=2)[:-2] + f',\n  "entries": [\n    {lines}\n  ]\n}}\n')
@@ -173,7 +196,7 @@ def main() -> None:
             choices.sort(key=lambda choice: choice[rating])
             print(device, shape, *choices, sep="\n  ", flush=True)
             entries += [{**shape, **choices[0]}] if choices else []
-        if kernel == "decode":
+        if kernel == "decode" or (device not in CHIPS and entries):
             print(write_table(device, entries, "time" if arguments.by_time else "compiler"))
 
 

@@ -20,6 +20,8 @@ QUERIES = (32, 64, 128, 256)
 # Keys of a block, warps that compute with it, and stages. Triton spends two stages on a block's address, which is in a
 # table: below 5 no block is on its way while another is computed.
 GPU_CHOICES = {"block_k": (32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (2, 3, 4, 5, 6)}
+# What prefills on a GPU; each kernel has rules of its own.
+PREFILL_ROWS, PREFILL_TOKENS = 4, 4096
 # Query heads, KV heads and head_dim: Llama 3 8B, it and 70B on one of eight chips, Qwen2.5 7B, Llama 3.2 1B.
 SHAPES = ((32, 8, 128), (4, 1, 128), (8, 1, 128), (28, 4, 128), (32, 8, 64))
 # The dtype of pages hardly matters to prefill, which does not wait for them.
@@ -35,10 +37,14 @@ def shapes(kernel: str = "decode") -> list[dict[str, Any]]:
     ]
 
 
-def candidates(device: str, shape: Mapping[str, Any]) -> Iterable[dict[str, int]]:
-    """Yields block sizes for a device: one of CHIPS, or a GPU."""
+def candidates(device: str, shape: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+    """Yields block sizes for a device, one of CHIPS or a GPU, or for the prefill of a GPU its kernels."""
     if device in CHIPS:
         yield from _tpu_candidates(device, shape)
+    elif shape["kernel"] == "ragged":
+        from kernels_pallas.paged_attention.gpu.prefill_choice import PREFILL_KERNELS
+
+        yield from ({"prefill": name} for name in PREFILL_KERNELS)
     else:
         for values in itertools.product(*GPU_CHOICES.values()):
             yield dict(zip(GPU_CHOICES, values, strict=True))
@@ -83,8 +89,11 @@ def _tpu_case(shape: dict[str, Any], choice: dict[str, int], sizes: dict[str, An
     return prefill_case(mesh, **sizes, page_size=PAGE_SIZE, q_len=max(CHUNKS), blocks=blocks)
 
 
-def _gpu_case(shape: dict[str, Any], choice: dict[str, int], sizes: dict[str, Any], mesh: Any) -> Case:
+def _gpu_case(shape: dict[str, Any], choice: dict[str, Any], sizes: dict[str, Any], mesh: Any) -> Case:
     """With the tiles and splits that go by rules."""
+    if shape["kernel"] == "ragged":
+        rows = {"num_rows": PREFILL_ROWS, "num_tokens": PREFILL_TOKENS, "max_context": max(CONTEXTS)}
+        return compile_gpu.attention(mesh, q_len=None, **rows, **sizes, page_size=PAGE_SIZE, **choice)
     from kernels_pallas.paged_attention.gpu.block_sizes import gpu_block_sizes
     from kernels_pallas.triton import target
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
@@ -148,6 +149,42 @@ def test_a_gpu_at_hand_is_tuned_by_time_and_its_table_is_found_again(monkeypatch
     (entry,) = json.loads(path.read_text())["entries"]
     assert entry == small | GPU_CHOICE | {"seconds": entry["seconds"]}
     assert entry["seconds"] > 0
+
+
+@pytest.mark.parametrize(("offset", "kernels"), [(0.0, {"triton", "mosaic"}), (1.0, {"triton"})])
+def test_the_faster_kernel_for_prefill_is_tabled_if_its_results_are_those_of_the_other(
+    monkeypatch, tmp_path, offset, kernels
+):
+    """Nothing is computed here; what goes by the name "mosaic" is off by the offset."""
+    small = ENTRY | {"kernel": "ragged", "page_dtype": "float32", "head_dim": 16}
+    decode = ENTRY | GPU_CHOICE
+    monkeypatch.setattr(tuned_tables, "TABLES", tmp_path)
+    path = tmp_path / f"{table_name(jax.devices()[0].device_kind)}.json"
+    path.write_text(json.dumps({"entries": [decode]}))
+    tuned_table.cache_clear()
+    attention, timed = compile_gpu.attention, []
+
+    def stand_in(mesh, *, prefill, num_rows, num_tokens, **sizes):
+        def call(**arguments):
+            timed.append(prefill)
+            return jnp.full_like(arguments["q"], offset if prefill == "mosaic" else 0.0), arguments["pages"]
+
+        case = attention(mesh, **sizes, num_rows=2, num_tokens=8, dtype="float32", interpret=True)
+        return case._replace(function=call)
+
+    monkeypatch.setattr(compile_gpu, "attention", stand_in)
+    monkeypatch.setattr(tune, "shapes", lambda kernel: [small])
+    monkeypatch.setattr(tuning_candidates, "CONTEXTS", (256,))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(sys, "argv", ["tune.py", "--by-time", "--kernel", "ragged"])
+
+    tune.main()
+
+    kept, chosen = json.loads(path.read_text())["entries"]
+    assert kept == decode
+    assert chosen == small | {"prefill": chosen["prefill"], "seconds": chosen["seconds"]}
+    assert chosen["prefill"] in kernels
+    assert {name for name in timed if timed.count(name) > 2} == kernels
 
 
 @pytest.mark.parametrize(
