@@ -28,7 +28,7 @@ from jaxinfer.model.params import Params, abstract_params
 
 PARAMS_FOLDER = "params"
 DESCRIPTION_FILE = "jaxinfer.json"
-VERSION = 2
+VERSION = 3
 
 
 def save_params(path: str | Path, params: Params, config: ModelConfig) -> None:

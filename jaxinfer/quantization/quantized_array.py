@@ -16,29 +16,28 @@ LARGEST = {8: 127, 4: 7}
 # Inputs that share a scale of 4 bits, if it divides their number. Few, because the largest of a group sets its scale.
 # With these, scales of 32 bits take only a sixteenth of the bytes of the integers.
 INT4_GROUP_SIZE = 128
-# The weights of products, and how many of their last axes are inputs. Norms, biases and the embedding, of which rows
-# are taken, stay as they are.
-NUM_INPUT_AXES = {
-    **{"q": 1, "k": 1, "v": 1, "o": 2},
-    **{"q_down": 1, "q_up": 1, "kv_down": 1},  # of latent attention
-    **{"in_proj": 1, "x_proj": 1, "dt_proj": 1, "out_proj": 1},  # of recurrent layers
-    **{"query": 1, "key": 1, "value": 1, "z": 1, "beta": 1, "dt": 1},  # of gated delta nets
-    **{"gate": 1, "up": 1, "down": 1},
-    "projection": 1,  # of embeddings for each layer
-    "unembedding": 1,
+# The weights of products. Norms, biases and the embedding, of which rows are taken, stay as they are.
+PRODUCT_WEIGHTS = {
+    *("q", "k", "v", "o"),
+    *("q_down", "q_up", "kv_down"),  # of latent attention
+    *("in_proj", "x_proj", "dt_proj", "out_proj"),  # of recurrent layers
+    *("query", "key", "value", "z", "beta", "dt"),  # of gated delta nets
+    *("gate", "up", "down"),
+    "projection",  # of embeddings for each layer
+    "unembedding",
 }
 
 
 @struct.dataclass
 class QuantizedArray:
-    """Weights [out..., in...] as integers: weight = value * scale, with one scale per group of inputs.
+    """Weights [out..., in] as integers: weight = value * scale, with one scale per group of inputs.
 
-    The inputs, flattened, are cut into groups of equal size; a single group is a scale per output channel. Integers of
-    4 bits lie two to a byte, as `pack_int4` lays out the flattened inputs, so that the last axis of inputs is half as
-    long; or they have a type of their own, which TPUs multiply.
+    The inputs are cut into groups of equal size; a single group is a scale per output channel. Integers of 4 bits lie
+    two to a byte, as `pack_int4` lays them out, so that the axis of inputs is half as long; or they have a type of
+    their own, which TPUs multiply.
     """
 
-    values: Any  # i8[out..., in...], i8[out..., in / 2] or i4[out..., in...]
+    values: Any  # i8[out..., in], i8[out..., in / 2] or i4[out..., in]
     scales: Any  # f32[out..., groups]
 
     @property
@@ -47,10 +46,8 @@ class QuantizedArray:
         return self.values.shape
 
 
-def quantize(
-    w: jax.Array, *, num_input_axes: int = 1, group_size: int | None = None, bits: int = 8, is_packed: bool = True
-) -> QuantizedArray:
-    """Rounds weights [out..., in...] to the nearest of 255 steps per group, of which the largest weight is the last.
+def quantize(w: jax.Array, *, group_size: int | None = None, bits: int = 8, is_packed: bool = True) -> QuantizedArray:
+    """Rounds weights [out..., in] to the nearest of 255 steps per group, of which the largest weight is the last.
 
     Of 15 where `bits` is 4. `group_size` is a number of inputs; None makes a group of all inputs of a channel. Raises
     ValueError where it does not divide them, or is odd with 4 bits, and for other bits. `is_packed` lays 4 bits two to
@@ -58,13 +55,12 @@ def quantize(
     """
     if bits not in LARGEST:
         raise ValueError(f"bits={bits} is not supported; use one of {sorted(LARGEST)}")
-    outputs, inputs = w.shape[: w.ndim - num_input_axes], w.shape[w.ndim - num_input_axes :]
-    num_inputs = math.prod(inputs)
+    *outputs, num_inputs = w.shape
     size = num_inputs if group_size is None else group_size
     if size < 1 or num_inputs % size:
         raise ValueError(f"group_size={group_size} does not divide the {num_inputs} inputs of weights {w.shape}")
     is_packed &= bits == 4
-    if is_packed and (size % 2 or inputs[-1] % 2):
+    if is_packed and size % 2:
         raise ValueError(f"group_size={size} of weights {w.shape}: integers of 4 bits go in pairs; use even sizes")
     groups = w.reshape(*outputs, num_inputs // size, size).astype(jnp.float32)
     largest = jnp.abs(groups).max(-1, keepdims=True)
@@ -72,11 +68,10 @@ def quantize(
     values = jnp.round(groups / scales).astype(jnp.int8 if is_packed or bits == 8 else jnp.int4)
     if is_packed:
         values = pack_int4(values.reshape(-1, num_inputs), size)
-        inputs = (*inputs[:-1], inputs[-1] // 2)
-    return QuantizedArray(values.reshape(*outputs, *inputs), scales[..., 0])
+    return QuantizedArray(values.reshape(*outputs, -1), scales[..., 0])
 
 
-_quantize = jax.jit(quantize, static_argnames=("num_input_axes", "group_size", "bits", "is_packed"))
+_quantize = jax.jit(quantize, static_argnames=("group_size", "bits", "is_packed"))
 
 
 def quantize_weight(
@@ -88,10 +83,9 @@ def quantize_weight(
     larger than itself. What is no weight of a product stays as it is: norms, biases and the embedding. `is_packed` is
     that of `quantize`.
     """
-    axes = NUM_INPUT_AXES.get(name)
-    if axes is None:
+    if name not in PRODUCT_WEIGHTS:
         return w
     if quantization == "int8" or name == "unembedding":
-        return _quantize(w, num_input_axes=axes)
-    size = math.gcd(math.prod(w.shape[w.ndim - axes :]), INT4_GROUP_SIZE)
-    return _quantize(w, num_input_axes=axes, group_size=size, bits=4, is_packed=is_packed)
+        return _quantize(w)
+    size = math.gcd(w.shape[-1], INT4_GROUP_SIZE)
+    return _quantize(w, group_size=size, bits=4, is_packed=is_packed)

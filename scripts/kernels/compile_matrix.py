@@ -6,6 +6,7 @@ Needs the extra `aot` (libtpu). Every device compiles in a process of its own, f
 It prints for each case:
 
 * bytes beside arguments and results, and whether the cache is updated in place,
+* the operations of a whole step that write a copy of a weight,
 * seconds to lower and compile, by the clock and of all threads together,
 * from the compiler's final schedule: the bundles of the kernel's largest loop (a bundle is the instructions of one
   cycle, if nothing stalls), and its register spills.
@@ -32,6 +33,7 @@ from scripts.kernels.compilers import (
     Case,
     axes_of,
     compile_in_process,
+    copied_weights,
     memory_figures,
     on_mesh,
     print_figures,
@@ -236,7 +238,10 @@ def compile_case(mesh: Any, dump: Path, make_case: Callable[[Any], Case]) -> dic
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         case = make_case(mesh)
         lowered = case.function.lower(**case.arguments)
-    figures = memory_figures(lowered.compile(), case.cache)
+    compiled = lowered.compile()
+    figures = memory_figures(compiled, case.cache)
+    if "params" in case.arguments:
+        figures["copied_weights"] = copied_weights(compiled.as_text(), case.arguments["params"])
     figures["seconds"] = round(time.perf_counter() - start, 1)
     figures["processor_seconds"] = round(sum(os.times()[:4]) - used, 1)
     for kernel in case.kernels:
@@ -257,7 +262,7 @@ def main() -> None:
         return print_figures(arguments.cases, lambda name: compile_named(CASES[name]))
     if not can_compile():
         sys.exit('libtpu is not installed: pip install "jaxinfer[aot]"')
-    memory = ("temporary_bytes", "in_place", "seconds", "processor_seconds")
+    memory = ("temporary_bytes", "in_place", "copied_weights", "seconds", "processor_seconds")
     columns = (*memory, "bundles", "inner_bundles", "kernel_bundles", "spills", "inner_spills")
     if not arguments.json:
         print(f"{'device':8}{'case':28}" + "".join(f"{column:>18}" for column in columns))

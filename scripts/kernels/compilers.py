@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -145,6 +146,39 @@ def memory_figures(compiled: Any, cache: Any) -> dict[str, Any]:
         "temporary_bytes": memory.temp_size_in_bytes,
         "in_place": in_place,
     }
+
+
+# Operations that write a copy of an array, whole or a slice of it.
+WRITING = {"copy", "transpose", "fusion", "convert", "reshape", "dynamic-slice", "slice", "concatenate", "multiply"}
+# Elements of a weight that is looked for among a program's operations; activations of a step may have fewer.
+MIN_WEIGHT = 2**21
+
+
+def copied_weights(hlo: str, params: Any) -> list[str]:
+    """Returns the operations of a compiled program that write an array as large as the weight of a layer on a device.
+
+    Each is an opcode and a shape, such as "copy bf16[1,128,192,2048]". Operations inside fusions write no memory, and
+    asynchronous copies move a weight to where its product reads it. `params` are shapes with shardings.
+    """
+    import jax
+
+    def elements(a: Any) -> int:
+        shape = a.shape if a.sharding is None else a.sharding.shard_shape(a.shape)
+        return math.prod(shape[1:])
+
+    sizes = {elements(a) for a in jax.tree.leaves(params.layers)}
+    fused, computation, found = set(re.findall(r"fusion\(.*calls=(%[\w.\-]+)", hlo)), None, []
+    for line in hlo.splitlines():
+        if header := re.match(r"(?:ENTRY )?(%[\w.\-]+) \(", line):
+            computation = header[1]
+        operation = re.match(r"\s+(?:ROOT )?%[\w.\-]+ = (.*?) ([\w\-]+)\(", line)
+        if operation is None or computation in fused or operation[2] not in WRITING:
+            continue
+        for dtype, shape in re.findall(r"(\w+)\[([\d,]+)\]", operation[1]):
+            count = math.prod(map(int, shape.split(",")))
+            if count >= MIN_WEIGHT and count in sizes:
+                found.append(f"{operation[2]} {dtype}[{shape}]")
+    return found
 
 
 def compile_in_process(

@@ -199,7 +199,7 @@ def placed(name: str, tensor: np.ndarray, head_dim: int, num_kv_heads: int, name
         q, k, v = np.split(heads(tensor, head_dim), [-2 * num_kv_heads, -num_kv_heads])
         return {"mixer.q": q, "mixer.k": k, "mixer.v": v}
     if part == "o_proj":
-        return {"mixer.o_bias": tensor} if bias else {"mixer.o": tensor.reshape(len(tensor), -1, head_dim)}
+        return {"mixer.o_bias": tensor} if bias else {"mixer.o": tensor}
     if part in ("q_norm", "k_norm"):
         return {f"mixer.{part}": tensor if len(tensor) == head_dim else heads(tensor, head_dim)}
     if name in OF_GEMMA_4:

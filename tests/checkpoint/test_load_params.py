@@ -72,8 +72,6 @@ def expected_layer(state: dict[str, np.ndarray], layer: int, config) -> dict[str
     heads = {"q": attention.num_heads, "k": attention.num_kv_heads, "v": attention.num_kv_heads}
     for name in {f"mixer.{name}{suffix}" for name in heads for suffix in ("", "_bias")} & tensors.keys():
         tensors[name] = heads_first(tensors[name], heads[name.removeprefix("mixer.")[0]])
-    o_shape = (config.hidden_size, attention.num_heads, attention.head_dim)
-    tensors["mixer.o"] = tensors["mixer.o"].reshape(o_shape)
     return tensors
 
 

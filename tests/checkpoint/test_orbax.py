@@ -156,7 +156,7 @@ def test_directory_without_description_is_refused(tmp_path):
         restore_params(tmp_path)
 
 
-@pytest.mark.parametrize(("content", "complaint"), [("{", "is not JSON"), ('{"version": 1}', "version 1 but 2")])
+@pytest.mark.parametrize(("content", "complaint"), [("{", "is not JSON"), ('{"version": 1}', "version 1 but 3")])
 def test_damaged_description_is_refused(tmp_path, content, complaint):
     (tmp_path / "params").mkdir()
     (tmp_path / "jaxinfer.json").write_text(content)

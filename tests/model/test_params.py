@@ -39,7 +39,7 @@ LAYER_SHAPES = {
     "mixer.q": (8, 6, 24),
     "mixer.k": (4, 6, 24),
     "mixer.v": (4, 6, 24),
-    "mixer.o": (24, 8, 6),
+    "mixer.o": (24, 48),
     "feed_forward_norm": (24,),
     "feed_forward.gate": (40, 24),
     "feed_forward.up": (40, 24),
@@ -134,7 +134,7 @@ def test_heads_mlp_and_vocabulary_are_split_over_the_model_axis():
     layers: Any = placement.layers[1]
     assert placement.embedding.spec == PartitionSpec("model", None)
     assert layers.mixer.q.spec == layers.mixer.k.spec == PartitionSpec(None, "model", None, None)
-    assert layers.mixer.o.spec == PartitionSpec(None, None, "model", None)
+    assert layers.mixer.o.spec == PartitionSpec(None, None, "model")
     assert layers.feed_forward.down.spec == PartitionSpec(None, None, "model")
     assert layers.mixer_norm.spec == PartitionSpec(None, None)
 

@@ -80,7 +80,7 @@ def next_state(head, inputs):
     for i, q in enumerate(query):
         scores = np.exp(keys[:, i // 2] @ q / H**0.5)
         attended.append(scores / scores.sum() @ values[:, i // 2])
-    x = x[-1] + np.einsum("dnh,nh->d", attention.o, np.stack(attended))
+    x = x[-1] + attention.o @ np.concatenate(attended)
     h = normed(x, layer.feed_forward_norm)
     gate = mlp.gate @ h
     return normed(x + mlp.down @ (gate / (1 + np.exp(-gate)) * (mlp.up @ h)), head.final_norm)

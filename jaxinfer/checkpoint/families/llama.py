@@ -37,7 +37,7 @@ WEIGHTS: WeightTable = {
     f"{_LAYER}.self_attn.q_proj.weight": ("layers.mixer.q", "(N H) D -> N H D"),
     f"{_LAYER}.self_attn.k_proj.weight": ("layers.mixer.k", "(K H) D -> K H D"),
     f"{_LAYER}.self_attn.v_proj.weight": ("layers.mixer.v", "(K H) D -> K H D"),
-    f"{_LAYER}.self_attn.o_proj.weight": ("layers.mixer.o", "D (N H) -> D N H"),
+    f"{_LAYER}.self_attn.o_proj.weight": ("layers.mixer.o", "D C -> D C"),
     f"{_LAYER}.self_attn.q_proj.bias": ("layers.mixer.q_bias", "(N H) -> N H"),
     f"{_LAYER}.self_attn.k_proj.bias": ("layers.mixer.k_bias", "(K H) -> K H"),
     f"{_LAYER}.self_attn.v_proj.bias": ("layers.mixer.v_bias", "(K H) -> K H"),

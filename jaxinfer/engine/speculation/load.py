@@ -119,7 +119,8 @@ def _eagle_head(heads: DraftHeads) -> EagleHead:
     own: dict[str, Any] = {name: layer.pop(name) for name in ("embedding_norm", "hidden_norm", "input", "final_norm")}
     window = int(numbers.pop("window"))
     config = uniform_decoder(num_layers=1, max_position=2 * window, **numbers)
-    attention = AttentionParams(**{name: layer[name] for name in "qkvo"})
+    o = layer["o"].reshape(layer["o"].shape[0], -1)
+    attention = AttentionParams(**{name: layer[name] for name in "qkv"}, o=o)
     mlp = MLPParams(**{name: layer[name] for name in ("gate", "up", "down")})
     norms: dict[str, Any] = {"mixer_norm": layer["attention_norm"], "feed_forward_norm": layer["mlp_norm"]}
     return EagleHead(layer=LayerParams(attention, mlp, **norms), config=config, window=window, **own)

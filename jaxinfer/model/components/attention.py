@@ -78,7 +78,7 @@ class AttentionParams:
     q: Any  # [n, N, H, D]
     k: Any  # [n, K, H, D]  None in layers that read the keys and values of another
     v: Any  # [n, K, H, D]  the same; None where values are keys too
-    o: Any  # [n, D, N, H]
+    o: Any  # [n, D, N H]  of two axes, for the compiler of a TPU copies heads apart out of the stack at each step
     q_bias: Any = None  # [n, N, H]
     k_bias: Any = None  # [n, K, H]
     v_bias: Any = None  # [n, K, H]
@@ -146,7 +146,7 @@ def declare_attention(config: Attention, hidden_size: int, spec: MakeSpec) -> At
         "q": spec((N, H, D), (*q, "embed")),
         "k": spec((K, H, D), (*kv, "embed")),
         "v": spec((K, H, D), (*kv, "embed")),
-        "o": spec((D, N, H), ("embed", *q)),
+        "o": spec((D, N * H), ("embed", "heads")),
     }
     if config.has_qkv_bias:
         tensors |= {"q_bias": spec((N, H), q), "k_bias": spec((K, H), kv), "v_bias": spec((K, H), kv)}
@@ -203,6 +203,7 @@ def attend(
         attended, pages = inputs.run(call, plain, (q, k, v), params.sinks, pages)
     if params.gate is not None:
         attended = attended * jax.nn.sigmoid(linear(x, params.gate, params.gate_bias, inputs.num_tokens))
+    attended = attended.reshape(attended.shape[0], -1)
     return linear(attended, params.o, params.o_bias, inputs.num_tokens), pages
 
 

@@ -72,7 +72,7 @@ class LatentAttentionParams:
     kv_norm: Any  # [n, R]
     k_up: Any  # [n, N, H, R]  from a head's query to one of the latent
     v_up: Any  # [n, N, R, V]  from the latent to a head's value
-    o: Any  # [n, D, N, V]
+    o: Any  # [n, D, N V]
     q: Any = None  # [n, N, H + r, D]  without a latent of queries
     q_down: Any = None  # [n, Q, D]
     q_norm: Any = None  # [n, Q]
@@ -92,7 +92,7 @@ def declare_latent_attention(config: LatentAttention, hidden_size: int, spec: Ma
         "kv_norm": spec((R,), ("latent",), None),
         "k_up": spec((N, H, R), (*heads, "latent")),
         "v_up": spec((N, R, V), ("heads", "latent", "head_dim")),
-        "o": spec((D, N, V), ("embed", *heads)),
+        "o": spec((D, N * V), ("embed", "heads")),
     }
     if Q is None:
         tensors |= {"q": spec((N, H + r, D), (*heads, "embed"))}
@@ -149,7 +149,7 @@ def attend_to_latents(
         return plain_attention(q, latents[:, None], latents[:, None, :R], None, scale=scale)
 
     attended, pages = inputs.run(call, plain, (q, latents), None, pages)
-    values = _by_heads(attended, params.v_up)
+    values = _by_heads(attended, params.v_up).reshape(x.shape[0], -1)
     return linear(values, params.o, params.o_bias, inputs.num_tokens), pages
 
 

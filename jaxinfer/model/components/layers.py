@@ -30,13 +30,12 @@ def linear(
 
 
 def product(x: jax.Array, w: jax.Array | QuantizedArray, num_rows: jax.Array | None = None) -> jax.Array:
-    """Returns x wᵀ f32[T, out...] for x [T, in...] and w [out..., in...], added up in float32.
+    """Returns x wᵀ f32[T, out...] for x [T, in] and w [out..., in], added up in float32.
 
     If num_rows i32[] is given, later rows of x are padding, and a CPU skips blocks of padding.
     """
-    outputs = w.shape[: len(w.shape) - x.ndim + 1]
+    outputs = w.shape[:-1]
     F = math.prod(outputs)
-    x = x.reshape(x.shape[0], -1)
     if isinstance(w, QuantizedArray):
         y = _quantized_product(x, w.values.reshape(F, -1), w.scales.reshape(F, -1), num_rows)
     else:

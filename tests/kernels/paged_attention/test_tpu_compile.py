@@ -86,6 +86,11 @@ def test_a_whole_step_of_llama_8b_compiles_from_shapes_alone(device, name):
     assert figures["processor_seconds"] < 100
 
 
+@pytest.mark.parametrize(("device", "name"), [(device, name) for device in STEPS for name in STEPS[device]])
+def test_a_whole_step_of_llama_8b_copies_no_weight(device, name):
+    assert compiled_steps(device)[name]["copied_weights"] == []
+
+
 @pytest.mark.parametrize(("device", "name"), MAX_BUNDLES)
 def test_a_decode_block_is_computed_in_the_time_it_takes_to_read(device, name):
     assert compiled(device)[name]["bundles"] <= MAX_BUNDLES[device, name]

@@ -67,7 +67,7 @@ WEIGHTS: WeightTable = {
     f"{_MIXER}.q_proj.weight": ("layers.mixer.q", "(N H) D -> N H D"),
     f"{_MIXER}.k_proj.weight": ("layers.mixer.k", "(K H) D -> K H D"),
     f"{_MIXER}.v_proj.weight": ("layers.mixer.v", "(K H) D -> K H D"),
-    f"{_MIXER}.o_proj.weight": ("layers.mixer.o", "D (N H) -> D N H"),
+    f"{_MIXER}.o_proj.weight": ("layers.mixer.o", "D C -> D C"),
     f"{_MIXER}.up_proj.weight": (f"{_MLP}.up", "F D -> F D"),
     f"{_MIXER}.up_proj.bias": (f"{_MLP}.up_bias", "F -> F"),
     f"{_MIXER}.down_proj.weight": (f"{_MLP}.down", "D F -> D F"),
