@@ -20,8 +20,8 @@ def call_best(
 ) -> jax.Array:
     """Returns the result of the implementation of that name, or of the first that supports the call.
 
-    On a GPU, a call that its kernel does not support is computed by the next implementation with a RuntimeWarning that
-    gives the kernel's reason. Python's default filter shows each text once.
+    A call that the device's own kernel does not support is computed by a later implementation, with a RuntimeWarning
+    that gives the kernel's reason. Python's default filter shows each text once.
 
     Raises:
       ValueError: for an unknown name.
@@ -36,8 +36,7 @@ def call_best(
         except NotImplementedError as error:
             if candidate == names[-1]:
                 raise
-            # Other devices have no kernels of these operations.
-            if device_at_hand().platform == "gpu" and not isinstance(error, NoGainError):
+            if candidate == device_at_hand().platform and not isinstance(error, NoGainError):
                 kernel = getattr(implementations[candidate], "__name__", candidate)
                 warnings.warn(f"plain JAX takes the place of {kernel}: {error}", RuntimeWarning, stacklevel=2)
     raise RuntimeError("no implementation is registered")

@@ -172,6 +172,8 @@ def _run_group(
     def run_pattern(carry, scanned):
         x, pools = carry[0], list(carry[1])
         pattern, numbers, index = scanned
+        if num_whole_rows is None:
+            pattern = _with_experts(pattern, params, index)
 
         def inputs_at(place: PagePlace) -> AttentionInputs:
             stack, layer = stacks[place.pool], index if place.layer is None else place.layer
@@ -189,9 +191,31 @@ def _run_group(
             x = _finish(layer_params, x, None if numbers is None else numbers[i], num_tokens, layer=layer)
         return (x, tuple(pools)), None
 
-    # The cache is a carry: as scanned input and output it would be copied whole in every step.
-    (x, pools), _ = jax.lax.scan(run_pattern, (x, pools), (params, numbers, jnp.arange(repeats)))
+    # The cache is a carry: as scanned input and output it would be copied whole in every step. Experts are no scanned
+    # input, for a TPU would copy a layer's to its kernel. In a derivative each layer's would be that of a whole stack.
+    scanned = _without_experts(params) if num_whole_rows is None else params
+    (x, pools), _ = jax.lax.scan(run_pattern, (x, pools), (scanned, numbers, jnp.arange(repeats)))
     return x, pools
+
+
+def _is_moe(node: Any) -> bool:
+    return isinstance(node, MoEParams)
+
+
+def _without_experts(params: tuple[LayerParams, ...]) -> tuple[LayerParams, ...]:
+    """Returns the parameters of stacked layers without those of their experts."""
+    return jax.tree.map(lambda node: replace(node, experts=None) if _is_moe(node) else node, params, is_leaf=_is_moe)
+
+
+def _with_experts(
+    own: tuple[LayerParams, ...], stacks: tuple[LayerParams, ...], layer: jax.Array
+) -> tuple[LayerParams, ...]:
+    """Returns the parameters of layers with the experts of their whole stacks, in which theirs are at `layer`."""
+
+    def put(node: Any, stack: Any) -> Any:
+        return replace(node, experts=stack.experts, layer=layer) if _is_moe(node) else node
+
+    return jax.tree.map(put, own, stacks, is_leaf=_is_moe)
 
 
 def mix(

@@ -11,12 +11,15 @@ import jax.numpy as jnp
 from kernels_pallas.dispatch import call_best
 from kernels_pallas.grouped_matmul.gpu import grouped_matmul_gpu
 from kernels_pallas.grouped_matmul.reference import grouped_matmul_reference
+from kernels_pallas.grouped_matmul.tpu import grouped_matmul_tpu
 
 # In order of preference. The reference supports every call, so a search ends there; what follows must be named.
 IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "gpu": grouped_matmul_gpu,
+    "tpu": grouped_matmul_tpu,
     "reference": grouped_matmul_reference,
     "gpu_interpret": functools.partial(grouped_matmul_gpu, interpret=True),
+    "tpu_interpret": functools.partial(grouped_matmul_tpu, interpret=True),
 }
 
 
@@ -26,6 +29,7 @@ def grouped_matmul(
     counts: jax.Array,
     scales: jax.Array | None = None,
     *,
+    first_expert: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Returns each row times the transposed weights of its expert, [R, F].
@@ -39,10 +43,12 @@ def grouped_matmul(
 
     Args:
       rows: [R, D] activations, floating point.
-      weights: [E, F, D] in rows' dtype; or with scales i8[E, F, D], i4[E, F, D], or i8[E, F, D / 2] as `pack_int4`
-        lays out the 4-bit integers of each expert.
+      weights: [S, F, D] in rows' dtype; or with scales i8[S, F, D], i4[S, F, D], or i8[S, F, D / 2] as `pack_int4`
+        lays out the 4-bit integers of each expert. S is E, or more in a stack of several layers' experts.
       counts: i32[E] rows of each expert, R in all or fewer.
-      scales: f[E, F, groups] of integers, in any floating type; None for weights in floating point.
+      scales: f[S, F, groups] of integers, in any floating type; None for weights in floating point.
+      first_expert: i32[] the first of the E experts in the stack; the kernel of a TPU reads them from there, the other
+        implementations copy them. None is 0, for weights of E experts.
       implementation: a name from `IMPLEMENTATIONS`, or None for the best that supports the call.
 
     Returns:
@@ -52,14 +58,16 @@ def grouped_matmul(
       ValueError: for an unknown implementation or arrays that do not fit together.
       NotImplementedError: if the named implementation cannot do this call, with the reason.
     """
-    _check_arrays(rows, weights, counts, scales)
-    return call_best(IMPLEMENTATIONS, implementation, (rows, weights, counts, scales))
+    _check_arrays(rows, weights, counts, scales, first_expert)
+    return call_best(IMPLEMENTATIONS, implementation, (rows, weights, counts, scales, first_expert))
 
 
-def _check_arrays(rows, weights, counts, scales) -> None:
+def _check_arrays(rows, weights, counts, scales, first_expert) -> None:
     D = rows.shape[-1]
-    fits = (rows.ndim, weights.ndim) == (2, 3) and counts.shape == weights.shape[:1] and counts.dtype == "int32"
+    fits = (rows.ndim, weights.ndim, counts.ndim) == (2, 3, 1) and counts.dtype == "int32"
     fits = fits and jnp.issubdtype(rows.dtype, jnp.floating)
+    is_stack = first_expert is not None and fits and counts.shape[0] <= weights.shape[0]
+    fits = fits and (is_stack or counts.shape[0] == weights.shape[0])
     if scales is None:
         fits = fits and weights.dtype == rows.dtype and weights.shape[2] == D
     else:

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas import triton
 from kernels_pallas.dispatch import NoGainError
-from kernels_pallas.grouped_matmul.reference import grouped_matmul_reference
+from kernels_pallas.grouped_matmul.reference import experts_of, grouped_matmul_reference
 from kernels_pallas.quantized_matmul.reference import split_int4
 
 # Of float32, tensor cores multiply what `jax_default_matmul_precision` says, as in XLA's own products.
@@ -62,15 +62,17 @@ def grouped_matmul_gpu(
     weights: jax.Array,
     counts: jax.Array,
     scales: jax.Array | None,
+    first_expert: jax.Array | None = None,
     *,
     block_sizes: GroupedBlockSizes | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """The contract is that of `grouped_matmul`; `block_sizes` None takes those by the mean rows of an expert."""
     _check(rows, weights, interpret)
-    block_sizes = block_sizes or grouped_block_sizes(
-        rows=rows.shape[0], num_experts=weights.shape[0], itemsize=rows.dtype.itemsize
-    )
+    E = counts.shape[0]
+    weights = experts_of(weights, first_expert, E)
+    scales = None if scales is None else experts_of(scales, first_expert, E)
+    block_sizes = block_sizes or grouped_block_sizes(rows=rows.shape[0], num_experts=E, itemsize=rows.dtype.itemsize)
     return _multiply(rows, weights, counts, scales, block_sizes, interpret)
 
 

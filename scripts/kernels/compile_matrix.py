@@ -141,6 +141,33 @@ def latents_case(
     return Case(jax.jit(attend, donate_argnames="pages"), on_mesh(arguments, mesh), pages, (kernel,))
 
 
+def experts_case(
+    mesh: Any,
+    *,
+    num_tokens: int = 32,
+    num_channels: int = 768,
+    num_inputs: int = 2048,
+    weights: str = "bfloat16",
+    group_size: int | None = None,
+) -> Case:
+    """A product by one of two layers of experts with the sizes of Qwen3-30B-A3B, 8 of 128 for each token.
+
+    Weights are integers if there is a `group_size`.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from kernels_pallas.grouped_matmul import grouped_matmul
+
+    E, F, D = 128, num_channels, num_inputs
+    shapes: dict[str, Any] = {"rows": ((num_tokens * 8, D), "bfloat16"), "weights": ((2 * E, F, D), weights)}
+    shapes |= {"counts": ((E,), jnp.int32), "first_expert": ((), jnp.int32)}
+    if group_size is not None:
+        shapes["scales"] = ((2 * E, F, D // group_size), jnp.float32)
+    arguments = {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
+    return Case(jax.jit(grouped_matmul), on_mesh(arguments, mesh), kernels=("grouped_matmul",))
+
+
 # 32 rows with contexts up to 8,192; prefill computes 512 tokens. The pages fill the memory beside the weights: 512
 # of 128 tokens on a chip of 32 GB, 256 beside 8-bit weights on one of 16 GB.
 tpu_step = functools.partial(step_case, layout="tpu", num_rows=32, page_size=128)
@@ -178,6 +205,11 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "latents prefill 128 heads": functools.partial(
         latents_case, num_tokens=512, num_rows=8, kernel="paged_ragged", q_len=None, num_heads=128
     ),
+    "experts decode": experts_case,
+    "experts decode int8": functools.partial(experts_case, weights="int8", group_size=2048),
+    "experts decode int4": functools.partial(experts_case, weights="int4", group_size=128),
+    "experts decode 192 inputs": functools.partial(experts_case, num_channels=2048, num_inputs=192),
+    "experts prefill": functools.partial(experts_case, num_tokens=2048),
     "decode int8 pages of 32": functools.partial(decode_case, page_size=32, page_dtype="int8"),
     "step decode": decode_step,
     "step prefill": prefill_step,

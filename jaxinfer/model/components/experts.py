@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +22,9 @@ from kernels_pallas.row_sum import row_sum
 # The mesh axis that whole experts are split over, and the one that splits each of them, as it does any MLP.
 EXPERTS_AXIS, MLP_AXIS = "experts", "model"
 MESH_AXES = {"experts": EXPERTS_AXIS, "mlp": MLP_AXIS}  # by the logical axis that each splits
+WEIGHTS = ("gate", "up", "down")
+# The weights, or their integers, of several layers [n, E, ...], by their names in WEIGHTS.
+Stacks = Mapping[str, jax.Array]
 # Tokens that an expert computes at once on CPU, at most: one of `row_products.WEIGHT_ROWS`.
 MAX_BLOCK = 136
 
@@ -32,17 +37,25 @@ def sum_of_experts(
     num_tokens: jax.Array,
     *,
     config: MLP,
+    layer: jax.Array | None = None,
     mesh: Mesh | None = None,
 ) -> jax.Array:
     """Returns the sum [T, D] of each token's experts i32[T, X] times their weights f32[T, X], for x [T, D].
 
-    `params` has the tensors [E, ...] of all experts. Tokens after the first `num_tokens` are padding. Each device of a
-    `mesh` computes its own experts and its own part of them, and the devices' sums are added in float32.
+    `params` has the tensors [E, ...] of all experts, or with a `layer` i32[] those of several layers [n, E, ...]: a
+    kernel of a TPU reads a layer's experts where they lie. Tokens after the first `num_tokens` are padding. Each device
+    of a `mesh` computes its own experts and its own part of them, and the devices' sums are added in float32.
     """
+    stacks: dict[str, jax.Array] = {}
+    if layer is not None:
+        present = {name: getattr(params, name) for name in WEIGHTS if getattr(params, name) is not None}
+        stacks = {name: w.values if isinstance(w, QuantizedArray) else w for name, w in present.items()}
+        params = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, layer, keepdims=False), params)
+    layer = jnp.zeros((), jnp.int32) if layer is None else layer
     axes = _split_axes(mesh, params.up.shape[0], config.intermediate_size)
     if mesh is not None and axes:
-        return _sum_over_mesh(params, x, experts, weights, num_tokens, config, mesh, axes)
-    results: Any = _of_experts(params, x, experts, num_tokens, config)
+        return _sum_over_mesh(params, stacks, layer, x, experts, weights, num_tokens, config, mesh, axes)
+    results: Any = _of_experts(params, stacks, layer, x, experts, num_tokens, config)
     return _weighted_sum(results, weights).astype(x.dtype)
 
 
@@ -61,6 +74,8 @@ def _split_axes(mesh: Mesh | None, num_experts: int, intermediate_size: int) -> 
 
 def _sum_over_mesh(
     params: MLPParams,
+    stacks: Stacks,
+    layer: jax.Array,
     x: jax.Array,
     experts: jax.Array,
     weights: jax.Array,
@@ -72,14 +87,20 @@ def _sum_over_mesh(
     E = params.up.shape[0]
 
     def sum_of_own(
-        params: MLPParams, x: jax.Array, experts: jax.Array, weights: jax.Array, num_tokens: jax.Array
+        params: MLPParams,
+        stacks: Stacks,
+        layer: jax.Array,
+        x: jax.Array,
+        experts: jax.Array,
+        weights: jax.Array,
+        num_tokens: jax.Array,
     ) -> jax.Array:
         if EXPERTS_AXIS in axes:  # the first E / n are those of this device
             experts = (experts - jax.lax.axis_index(EXPERTS_AXIS) * params.up.shape[0]) % E
         if MLP_AXIS in axes and params.down_bias is not None:  # one device adds it
             is_first = jax.lax.axis_index(MLP_AXIS) == 0
             params = replace(params, down_bias=jnp.where(is_first, params.down_bias, 0))
-        results = _in_groups(params, x, experts, num_tokens, config=config)
+        results = _in_groups(params, stacks, layer, x, experts, num_tokens, config=config)
         return jax.lax.psum(_weighted_sum(results, weights), axes)
 
     def spec(_: tuple[int, ...], names: tuple[str, ...], __: float | None = None) -> Any:
@@ -87,16 +108,21 @@ def _sum_over_mesh(
         return PartitionSpec(*(axis if axis in axes else None for axis in found))
 
     whole, specs = PartitionSpec(), declare_mlp(config, x.shape[1], spec)
-    params, specs = _split_groups(params, specs, mesh, x, config)
+    of_stacks = {name: PartitionSpec(None, *getattr(specs, name)) for name in stacks}
+    whole_params, (params, specs) = params, _split_groups(params, specs, mesh, x, config)
+    # Not those that became floating point.
+    stacks = {name: w for name, w in stacks.items() if type(getattr(params, name)) is type(getattr(whole_params, name))}
     # Kernels are opaque to the replication check.
-    split = jax.shard_map(sum_of_own, mesh=mesh, in_specs=(specs, *(whole,) * 4), out_specs=whole, check_vma=False)
-    return split(params, x, experts, weights, num_tokens).astype(x.dtype)
+    in_specs = (specs, {name: of_stacks[name] for name in stacks}, *(whole,) * 5)
+    split = jax.shard_map(sum_of_own, mesh=mesh, in_specs=in_specs, out_specs=whole, check_vma=False)
+    return split(params, stacks, layer, x, experts, weights, num_tokens).astype(x.dtype)
 
 
 def _split_groups(params: MLPParams, specs: Any, mesh: Mesh, x: jax.Array, config: MLP) -> tuple[MLPParams, Any]:
     """Returns experts and specs that split quantized weights and their scales alike.
 
-    Weights with a group of inputs on two devices become floating point, in the dtype of x [T, D].
+    A group of inputs on two devices becomes several with the same scale. Packed integers cannot be cut so: their
+    weights become floating point, in the dtype of x [T, D].
     """
     inputs = {"gate": x.shape[1], "up": x.shape[1], "down": config.intermediate_size}
     for name, num_inputs in inputs.items():
@@ -104,31 +130,44 @@ def _split_groups(params: MLPParams, specs: Any, mesh: Mesh, x: jax.Array, confi
         if not isinstance(w, QuantizedArray):
             continue
         n = 1 if spec[-1] is None else mesh.shape[spec[-1]]
-        if w.scales.shape[-1] % n == 0:
-            specs = replace(specs, **{name: QuantizedArray(values=spec, scales=spec)})
-        elif w.scales.shape[-1] == 1 and w.values.shape[-1] == num_inputs:  # not packed: any part has its scale
-            of_scales = PartitionSpec(*spec[:-1], None)
-            specs = replace(specs, **{name: QuantizedArray(values=spec, scales=of_scales)})
-        else:
-            wide = dequantize_experts(w.values, w.scales, num_inputs, x.dtype)
-            params = replace(params, **{name: wide})
+        groups = w.scales.shape[-1]
+        if groups % n and w.values.shape[-1] < num_inputs:
+            params = replace(params, **{name: dequantize_experts(w.values, w.scales, num_inputs, x.dtype)})
+            continue
+        size = math.gcd(num_inputs // groups, num_inputs // n)
+        scales = w.scales if groups % n == 0 else jnp.repeat(w.scales, num_inputs // groups // size, axis=-1)
+        params = replace(params, **{name: replace(w, scales=scales)})
+        specs = replace(specs, **{name: QuantizedArray(values=spec, scales=spec)})
     return params, specs
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _of_experts(params: MLPParams, x: jax.Array, experts: jax.Array, num_tokens: jax.Array, config: MLP) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _of_experts(
+    params: MLPParams,
+    stacks: Stacks,
+    layer: jax.Array,
+    x: jax.Array,
+    experts: jax.Array,
+    num_tokens: jax.Array,
+    config: MLP,
+) -> jax.Array:
+    operands = (params, stacks, layer, x, experts, num_tokens)
     in_blocks, in_groups = functools.partial(_in_blocks, config=config), functools.partial(_in_groups, config=config)
-    return jax.lax.platform_dependent(params, x, experts, num_tokens, cpu=in_blocks, default=in_groups)
+    return jax.lax.platform_dependent(*operands, cpu=in_blocks, default=in_groups)
 
 
 def _of_experts_derivative(config: MLP, operands: tuple[Any, ...], change: jax.Array) -> tuple[Any, ...]:
     """Returns the derivative of `_in_groups`, for that of `_in_blocks` has a loop whose length is known late."""
-    params, x, experts, num_tokens = operands
-    _, derivative = jax.vjp(lambda params, x: _in_groups(params, x, experts, num_tokens, config=config), params, x)
-    return *derivative(change), None, None
+    params, _, layer, x, experts, num_tokens = operands
+
+    def compute(params: MLPParams, x: jax.Array) -> jax.Array:
+        return _in_groups(params, {}, layer, x, experts, num_tokens, config=config)
+
+    of_params, of_x = jax.vjp(compute, params, x)[1](change)
+    return of_params, None, None, of_x, None, None
 
 
-_of_experts.defvjp(lambda *operands: (_of_experts(*operands), operands[:4]), _of_experts_derivative)
+_of_experts.defvjp(lambda *operands: (_of_experts(*operands), operands[:6]), _of_experts_derivative)
 
 
 def _sorted_pairs(experts: jax.Array, num_tokens: jax.Array, E: int) -> tuple[jax.Array, jax.Array]:
@@ -142,7 +181,16 @@ def _sorted_pairs(experts: jax.Array, num_tokens: jax.Array, E: int) -> tuple[ja
     return order, jnp.zeros((E,), jnp.int32).at[by_pair].add(1, mode="drop")
 
 
-def _in_blocks(params: MLPParams, x: jax.Array, experts: jax.Array, num_tokens: jax.Array, *, config: MLP) -> jax.Array:
+def _in_blocks(
+    params: MLPParams,
+    _: Stacks,
+    __: jax.Array,
+    x: jax.Array,
+    experts: jax.Array,
+    num_tokens: jax.Array,
+    *,
+    config: MLP,
+) -> jax.Array:
     """Returns the results f32[T, X, D] of each token's experts, by products of a block of tokens, expert after expert.
 
     experts of 5 tokens, blocks of 2:   a b a a b  ->  a: 0 2, 3 -   b: 1 4
@@ -171,10 +219,19 @@ def _in_blocks(params: MLPParams, x: jax.Array, experts: jax.Array, num_tokens: 
     return out.reshape(T, X, D)
 
 
-def _in_groups(params: MLPParams, x: jax.Array, experts: jax.Array, num_tokens: jax.Array, *, config: MLP) -> jax.Array:
+def _in_groups(
+    params: MLPParams,
+    stacks: Stacks,
+    layer: jax.Array,
+    x: jax.Array,
+    experts: jax.Array,
+    num_tokens: jax.Array,
+    *,
+    config: MLP,
+) -> jax.Array:
     """Returns the results f32[T, X, D] of each token's experts, by grouped products of all experts.
 
-    The results of padding, and of experts past the last of `params`, are zeros.
+    The results of padding, and of experts past the last of `params`, are zeros. `stacks` replace weights of `params`.
     """
     (T, X), E = experts.shape, params.up.shape[0]
     order, counts = _sorted_pairs(experts, num_tokens, E)
@@ -182,15 +239,19 @@ def _in_groups(params: MLPParams, x: jax.Array, experts: jax.Array, num_tokens: 
     num_pairs = counts.sum()
     pairs = jnp.where(jnp.arange(T * X) < num_pairs, order, T * X)
 
-    def linear(rows: jax.Array, w: Any, bias: Any) -> jax.Array:
+    def linear(rows: jax.Array, name: str) -> jax.Array:
+        w, bias = getattr(params, name), getattr(params, f"{name}_bias")
         values, scales = (w.values, w.scales) if isinstance(w, QuantizedArray) else (w, None)
-        y = grouped_matmul(rows, values, counts, scales)
+        first = None
+        if name in stacks:
+            values, first = stacks[name].reshape(-1, *values.shape[1:]), layer * E
+        y = grouped_matmul(rows, values, counts, scales, first_expert=first)
         return y if bias is None else y + bias.at[expert_of].get(mode="fill", fill_value=0)
 
     rows = x.at[pairs // X].get(mode="fill", fill_value=0)
-    gate = linear(rows, params.gate, params.gate_bias) if config.is_gated else None
-    up = linear(rows, params.up, params.up_bias)
-    y = scaled(linear(activate(gate, up, config=config), params.down, params.down_bias), config.output_scale)
+    gate = linear(rows, "gate") if config.is_gated else None
+    up = linear(rows, "up")
+    y = scaled(linear(activate(gate, up, config=config), "down"), config.output_scale)
     places = jnp.argsort(order)  # of each pair's row
     results = y.at[jnp.where(places < num_pairs, places, T * X)].get(mode="fill", fill_value=0)
     return results.astype(jnp.float32).reshape(T, X, -1)

@@ -91,6 +91,7 @@ class MoEParams:
     # Every device chooses among all experts, so the router's tensors are not split.
     router: Any  # [n, E, D]
     experts: MLPParams  # [n, E, ...]
+    layer: Any = None  # i32[]  if `experts` are of n layers beside tensors of one: the one
     router_bias: Any = None  # [n, E]
     choice_bias: Any = None  # [n, E]
     router_norm: Any = None  # [n, D]
@@ -132,7 +133,8 @@ def moe(
     The router gets `states` [T, D], None being x. `mesh`: the mesh that the experts are split over, if any.
     """
     experts, weights = route(params, x if states is None else states, num_tokens, config=config)
-    out = sum_of_experts(params.experts, x, experts, weights, num_tokens, config=config.expert, mesh=mesh)
+    options: dict[str, Any] = {"config": config.expert, "layer": params.layer, "mesh": mesh}
+    out = sum_of_experts(params.experts, x, experts, weights, num_tokens, **options)
     if params.shared is None or config.shared is None:
         return out
     shared = mlp(params.shared, x, num_tokens, config=config.shared)

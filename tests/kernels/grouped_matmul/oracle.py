@@ -29,10 +29,12 @@ def make_call(
     dtype: Any = jnp.float32,
     bits: int | None = None,
     group_size: int | None = None,
+    is_packed: bool = True,
 ) -> tuple[dict[str, Any], np.ndarray]:
     """Returns the arguments of a call, and its result in float64.
 
-    The weights are in `dtype`, or integers of `bits` bits with a scale per channel or per `group_size` inputs.
+    The weights are in `dtype`, or integers of `bits` bits with a scale per channel or per `group_size` inputs. Those of
+    4 bits go two to a byte if `is_packed`.
     """
     generator, E, F, D = np.random.default_rng(0), len(counts), num_channels, num_inputs
     rows = jnp.asarray(generator.standard_normal((num_rows, D)), dtype)
@@ -45,7 +47,11 @@ def make_call(
         size, high = group_size or D, 2 ** (bits - 1) - 1
         integers = generator.integers(-high - 1, high, (E, F, D), np.int8, endpoint=True)
         scales = generator.uniform(0.5, 2.0, (E, F, D // size)).astype(np.float32) / (high * D**0.5)
-        packed = pack_int4(jnp.asarray(integers.reshape(E * F, D)), size).reshape(E, F, -1) if bits == 4 else integers
-        call |= {"weights": jnp.asarray(packed), "scales": jnp.asarray(scales)}
+        weights = jnp.asarray(integers)
+        if bits == 4:
+            weights = (
+                pack_int4(weights.reshape(E * F, D), size).reshape(E, F, -1) if is_packed else weights.astype("int4")
+            )
+        call |= {"weights": weights, "scales": jnp.asarray(scales)}
         wide = integers * np.repeat(scales.astype(np.float64), size, axis=2)
     return call, product_by_expert(np.asarray(rows.astype(jnp.float32)), wide, counts)

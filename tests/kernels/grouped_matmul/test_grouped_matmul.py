@@ -21,11 +21,12 @@ from kernels_pallas.grouped_matmul.gpu import (
     grouped_matmul_gpu,
     tiles_of,
 )
+from kernels_pallas.grouped_matmul.tpu import grouped_matmul_tpu, lies_turned, turns_of
 from tests.kernels.grouped_matmul.oracle import make_call
 from tests.unoptimised import UNOPTIMISED
 
 multiply = jax.jit(grouped_matmul, static_argnames="implementation", compiler_options=UNOPTIMISED)
-BOTH = pytest.mark.parametrize("implementation", ["reference", "gpu_interpret"])
+EACH = pytest.mark.parametrize("implementation", ["reference", "gpu_interpret", "tpu_interpret"])
 # Rows of each expert, and rows in all.
 COUNTS = {
     "uneven": ([3, 0, 17, 1, 33], 54),
@@ -37,7 +38,7 @@ COUNTS = {
 }
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("case", COUNTS)
 def test_a_row_is_multiplied_by_the_weights_of_its_expert(case, implementation):
     counts, num_rows = COUNTS[case]
@@ -47,7 +48,7 @@ def test_a_row_is_multiplied_by_the_weights_of_its_expert(case, implementation):
     np.testing.assert_allclose(multiply(**call, implementation=implementation), expected, rtol=1e-5, atol=1e-5)
 
 
-@BOTH
+@EACH
 def test_rows_without_an_expert_are_not_read(implementation):
     counts, num_rows = COUNTS["rows past the end"]
     call, expected = make_call(counts, num_rows)
@@ -56,15 +57,29 @@ def test_rows_without_an_expert_are_not_read(implementation):
     np.testing.assert_allclose(multiply(**call, implementation=implementation), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_kernel_reads_no_weights_of_experts_without_rows():
+@pytest.mark.parametrize("implementation", ["gpu_interpret", "tpu_interpret"])
+def test_a_kernel_reads_no_weights_of_experts_without_rows(implementation):
     counts, num_rows = COUNTS["rows past the end"]
     call, expected = make_call(counts, num_rows)
     call["weights"] = call["weights"].at[1].set(jnp.nan).at[3].set(jnp.inf)
 
-    np.testing.assert_allclose(multiply(**call, implementation="gpu_interpret"), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(multiply(**call, implementation=implementation), expected, rtol=1e-5, atol=1e-5)
 
 
-@BOTH
+@EACH
+@pytest.mark.parametrize(("bits", "group_size"), [(None, None), (8, None), (4, 32)])
+def test_the_experts_of_a_layer_are_read_from_the_stack_of_several(bits, group_size, implementation):
+    is_packed = implementation != "tpu_interpret"
+    call, expected = make_call([3, 0, 17, 1], 23, bits=bits, group_size=group_size, is_packed=is_packed)
+    names = ("weights",) if bits is None else ("weights", "scales")
+    stacked = {name: jnp.concatenate([jnp.zeros_like(call[name][:2]), call[name], call[name][:1]]) for name in names}
+
+    out = multiply(**call | stacked, first_expert=jnp.int32(2), implementation=implementation)
+
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=2e-5)
+
+
+@EACH
 @pytest.mark.parametrize("D", [20, 64, 200, 288])
 def test_inputs_need_not_fill_blocks(D, implementation):
     call, expected = make_call([7, 2, 0, 20], 31, D, 30)
@@ -72,7 +87,15 @@ def test_inputs_need_not_fill_blocks(D, implementation):
     np.testing.assert_allclose(multiply(**call, implementation=implementation), expected, rtol=1e-5, atol=1e-5)
 
 
-@BOTH
+@pytest.mark.parametrize(("bits", "group_size"), [(None, None), (8, None), (4, 40)])
+def test_weights_that_lie_turned_on_a_tpu_are_read_as_they_lie(bits, group_size):
+    assert lies_turned(384, 200)
+    call, expected = make_call([3, 0, 40, 1], 60, 200, 384, bits=bits, group_size=group_size, is_packed=False)
+
+    np.testing.assert_allclose(multiply(**call, implementation="tpu_interpret"), expected, rtol=1e-5, atol=2e-5)
+
+
+@EACH
 @pytest.mark.parametrize(
     ("bits", "D", "group_size"),
     [
@@ -81,17 +104,21 @@ def test_inputs_need_not_fill_blocks(D, implementation):
     ],
 )
 def test_integers_stand_for_weights(bits, D, group_size, implementation):
-    call, expected = make_call([3, 0, 18, 1], 25, D, 34, bits=bits, group_size=group_size)
+    is_packed = implementation != "tpu_interpret"
+    call, expected = make_call([3, 0, 18, 1], 25, D, 34, bits=bits, group_size=group_size, is_packed=is_packed)
 
     # float32 sums of up to 768 terms, of which the largest are of order 1/10.
     np.testing.assert_allclose(multiply(**call, implementation=implementation), expected, rtol=1e-5, atol=2e-5)
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize(("bits", "group_size"), [(None, None), (8, None), (8, 32), (4, 32)])
 @pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 2**-8), ("float16", 2**-11)])
 def test_half_precision_is_added_up_in_float32(dtype, error, bits, group_size, implementation):
-    call, expected = make_call([3, 0, 18, 1], 22, dtype=dtype, bits=bits, group_size=group_size)
+    if (implementation, dtype) == ("tpu_interpret", "float16"):
+        pytest.skip("TPUs have no float16")
+    is_packed = implementation != "tpu_interpret"
+    call, expected = make_call([3, 0, 18, 1], 22, dtype=dtype, bits=bits, group_size=group_size, is_packed=is_packed)
 
     out = multiply(**call, implementation=implementation)
 
@@ -133,21 +160,57 @@ def test_tiles_hold_every_row_once_and_are_enough(seed):
     assert found == list(enumerate(owner))
 
 
+def test_a_block_of_rows_has_a_turn_for_each_expert_in_it():
+    turns = turns_of(jnp.array([3, 0, 2], jnp.int32), num_rows=7, block_rows=4)
+
+    np.testing.assert_array_equal(
+        turns, [[0, 2, 2, 2, 2], [0, 0, 1, 1, 1], [0, 3, 3, 5, 7], [3, 5, 5, 7, 7], [0, 2, 2, 3, 3]]
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_turns_write_every_row_once_and_visit_blocks_in_order(seed):
+    generator = np.random.default_rng(seed)
+    E, block_rows = generator.integers(1, 9), 2 ** generator.integers(0, 5)
+    counts = generator.integers(0, 30, E) * generator.integers(0, 2, E)
+    num_rows = int(counts.sum() + generator.integers(0, 2) * generator.integers(1, 20)) or 1
+
+    lay_out = functools.partial(turns_of, num_rows=num_rows, block_rows=int(block_rows))
+    turns = np.asarray(jax.jit(lay_out, compiler_options=UNOPTIMISED)(counts.astype(np.int32)))
+
+    owner = np.repeat(np.arange(E + 1), [*counts, num_rows - counts.sum()])
+    ranges = [(e, range(max(first, b * block_rows), min(end, (b + 1) * block_rows))) for _, b, first, end, e in turns.T]
+    assert [(row, e) for e, rows in ranges for row in rows] == list(enumerate(owner))
+    assert (np.diff(turns[1]) >= 0).all()
+    assert (turns[0][turns[4] < E] == turns[4][turns[4] < E]).all()
+
+
+@pytest.mark.parametrize(("block_rows", "bits"), [(16, None), (128, None), (32, 8)])
+def test_every_size_of_blocks_of_the_tpu_kernel_gives_the_same(block_rows, bits):
+    call, expected = make_call([150, 0, 1, 70], 230, 256, 140, bits=bits)
+    kernel = functools.partial(grouped_matmul_tpu, block_rows=block_rows, interpret=True)
+
+    out = jax.jit(kernel, compiler_options=UNOPTIMISED)(**{"scales": None, "first_expert": None, **call})
+
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=2e-5)
+
+
 def test_blocks_grow_with_the_rows_of_an_expert():
     sizes = functools.partial(grouped_block_sizes, num_experts=128, itemsize=2)
 
     assert [sizes(rows=8 * tokens) for tokens in (1, 64, 2048, 8192)] == [FEW_ROWS, FEW_ROWS, SOME_ROWS, MANY_ROWS]
 
 
+@pytest.mark.parametrize("implementation", ["gpu_interpret", "tpu_interpret"])
 @pytest.mark.parametrize(("bits", "group_size"), [(None, None), (8, None), (4, 32)])
-def test_the_derivative_is_that_of_the_product_by_its_definition(bits, group_size):
+def test_the_derivative_is_that_of_the_product_by_its_definition(bits, group_size, implementation):
     counts = [3, 0, 18, 1]
-    call, _ = make_call(counts, 25, bits=bits, group_size=group_size)
+    call, _ = make_call(counts, 25, bits=bits, group_size=group_size, is_packed=implementation != "tpu_interpret")
     change = np.random.default_rng(1).standard_normal((25, 70)).astype(np.float32)
     names = ("rows", "weights") if bits is None else ("rows", "scales")
 
     def product(values: dict[str, Any]) -> jax.Array:
-        return grouped_matmul(**call | values, implementation="gpu_interpret")
+        return grouped_matmul(**call | values, implementation=implementation)
 
     def derivative_of(values: dict[str, Any]) -> dict[str, jax.Array]:
         return jax.vjp(product, values)[1](jnp.asarray(change))[0]
@@ -216,6 +279,8 @@ def test_weights_without_scales_are_those_of_rows_in_their_dtype(shape, dtype):
         ("gpu_interpret", "int4", "float32", "weights.dtype=int4 is not supported.*pack_int4"),
         ("gpu", "int8", "float8_e4m3fn", "rows.dtype=float8_e4m3fn is not supported.*bfloat16"),
         ("gpu", "int8", "bfloat16", "device='cpu'"),
+        ("tpu_interpret", "int8", "float16", "rows.dtype=float16 is not supported.*bfloat16"),
+        ("tpu", "int8", "bfloat16", "device='cpu' is no TPU"),
     ],
 )
 def test_what_the_kernel_cannot_do_is_refused_by_name(implementation, weights, dtype, reason):
@@ -241,6 +306,15 @@ def test_no_rows_have_no_results():
     assert grouped_matmul(**call).shape == (0, 70)
     with pytest.raises(NotImplementedError, match="no rows at all"):
         grouped_matmul(**call, implementation="gpu_interpret")
+    with pytest.raises(NotImplementedError, match="no rows at all"):
+        grouped_matmul(**call, implementation="tpu_interpret")
+
+
+def test_packed_integers_are_refused_by_the_tpu_kernel():
+    call, _ = make_call([1, 2], 3, bits=4)
+
+    with pytest.raises(NotImplementedError, match="packed integers .*int4"):
+        grouped_matmul(**call, implementation="tpu_interpret")
 
 
 def test_a_tensor_that_offsets_of_32_bits_do_not_reach_is_refused():
