@@ -168,6 +168,10 @@ def _run_group(
     num_tokens, ropes = num_real_tokens(batches[0]), ropes_of(mixer for layer in layers for mixer in layer.mixers)
     settings = (num_tokens, q_len, tree_mask, implementation, mesh, slots, num_whole_rows)
     of_kinds = [AttentionInputs(batch, *settings, dict(zip(ropes, angles, strict=True))) for batch in batches]
+    # What attention derives from the step alone is derived once, not in each layer.
+    mixers = [mixer for layer in layers for mixer in layer.mixers]
+    pairs = zip(mixers, places, strict=True)
+    plans = [_plan(mixer, pools[place.pool], of_kinds[stacks[place.pool].kind]) for mixer, place in pairs]
 
     def run_pattern(carry, scanned):
         x, pools = carry[0], list(carry[1])
@@ -175,15 +179,15 @@ def _run_group(
         if num_whole_rows is None:
             pattern = _with_experts(pattern, params, index)
 
-        def inputs_at(place: PagePlace) -> AttentionInputs:
+        def inputs_at(place: PagePlace, plan: Any) -> AttentionInputs:
             stack, layer = stacks[place.pool], index if place.layer is None else place.layer
             offset = layer_offset(pools[place.pool], layer, stack.num_layers)
-            return replace(of_kinds[stack.kind], page_offset=offset, is_shared=place.is_shared)
+            return replace(of_kinds[stack.kind], page_offset=offset, is_shared=place.is_shared, plan=plan)
 
-        left = iter(places)
+        left = iter(zip(places, plans, strict=True))
         for i, (layer, layer_params) in enumerate(zip(layers, pattern, strict=True)):
-            own = list(islice(left, len(layer.mixers)))
-            inputs = [inputs_at(place) for place in own]
+            planned = list(islice(left, len(layer.mixers)))
+            own, inputs = [place for place, _ in planned], [inputs_at(*pair) for pair in planned]
             x, new = mix(layer_params, tuple(pools[place.pool] for place in own), x, x, inputs, layer=layer)
             for place, pages in zip(own, new, strict=True):
                 pools[place.pool] = pages
@@ -196,6 +200,11 @@ def _run_group(
     scanned = _without_experts(params) if num_whole_rows is None else params
     (x, pools), _ = jax.lax.scan(run_pattern, (x, pools), (scanned, numbers, jnp.arange(repeats)))
     return x, pools
+
+
+def _plan(mixer: Mixer, pages: Pool, inputs: AttentionInputs) -> Any:
+    plan = functions_of(mixer).plan
+    return None if plan is None else plan(mixer, pages, inputs)
 
 
 def _is_moe(node: Any) -> bool:

@@ -6,12 +6,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from jaxinfer.model.components.attention import Attention, abstract_keys_and_values, attend, declare_attention
+from jaxinfer.model.components.attention import (
+    Attention,
+    abstract_keys_and_values,
+    attend,
+    declare_attention,
+    plan_attention_of,
+)
 from jaxinfer.model.components.latent_attention import (
     LatentAttention,
     abstract_latents_of,
     attend_to_latents,
     declare_latent_attention,
+    plan_latents_of,
 )
 from jaxinfer.model.components.recurrent.gated_delta_net import (
     GatedDeltaNet,
@@ -70,6 +77,8 @@ class MixerFunctions:
     mix: Callable[..., tuple[Any, Any]]
     # (config, `PoolSize`) -> its pool, as `jax.ShapeDtypeStruct`s
     abstract_pages: Callable[..., Any]
+    # (config, pages, inputs) -> what all layers like this one derive from a step alone, for `inputs.plan`
+    plan: Callable[..., Any] | None = None
     # True if a page has one state for all its tokens, so that the two verbs of tokens below are not for it.
     is_recurrent: bool = False
     # (pages, sources, targets) -> the pages with the content of slots copied to other slots
@@ -86,6 +95,7 @@ MIXERS: Mapping[type, MixerFunctions] = {
         declare=declare_attention,
         mix=attend,
         abstract_pages=abstract_keys_and_values,
+        plan=plan_attention_of,
         move_slots=move_slots,
         map_keys=map_keys,
         split_heads=head_specs,
@@ -95,6 +105,7 @@ MIXERS: Mapping[type, MixerFunctions] = {
         declare=declare_latent_attention,
         mix=attend_to_latents,
         abstract_pages=abstract_latents_of,
+        plan=plan_latents_of,
         move_slots=move_latents,
         map_keys=map_rotary_keys,
     ),

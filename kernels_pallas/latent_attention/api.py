@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,17 @@ from jax.sharding import Mesh, PartitionSpec
 from kernels_pallas.latent_attention.gpu import latent_attention_gpu
 from kernels_pallas.latent_attention.layout import LatentPages
 from kernels_pallas.latent_attention.reference import latent_attention_reference
-from kernels_pallas.latent_attention.tpu import latent_attention_tpu, latent_attention_tpu_interpreted
-from kernels_pallas.paged_attention.api import HEADS_AXIS, implementation_of, splits_heads
+from kernels_pallas.latent_attention.tpu import (
+    latent_attention_tpu,
+    latent_attention_tpu_interpreted,
+    plan_latents_tpu,
+)
+from kernels_pallas.paged_attention.api import (
+    HEADS_AXIS,
+    default_implementation,
+    implementation_of,
+    splits_heads,
+)
 
 # By the names of paged attention's.
 IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, LatentPages]]] = {
@@ -23,6 +33,31 @@ IMPLEMENTATIONS: dict[str, Callable[..., tuple[jax.Array, LatentPages]]] = {
     "tpu_interpret": latent_attention_tpu_interpreted,
     "gpu_interpret": functools.partial(latent_attention_gpu, interpret=True),
 }
+
+PLANNERS: dict[str, Callable[..., Any]] = {"tpu": plan_latents_tpu, "tpu_interpret": plan_latents_tpu}
+
+
+def plan_latent_attention(
+    pages: LatentPages,
+    *,
+    num_tokens: int,
+    num_heads: int,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    q_len: int | None = None,
+    tree_mask: jax.Array | None = None,
+    mesh: Mesh | None = None,
+    implementation: str | None = None,
+) -> Any:
+    """Returns the plan of a step for `latent_attention`, as `plan_attention` does for `paged_attention`."""
+    plan = PLANNERS.get(implementation or default_implementation())
+    if plan is None:
+        return None
+    num_parts = mesh.shape[HEADS_AXIS] if splits_heads(mesh) else 1
+    G = max(num_heads // num_parts, 1)  # the call refuses heads that cannot be split
+    lens: dict[str, Any] = {"block_tables": block_tables, "kv_lens": kv_lens, "cu_q_lens": cu_q_lens}
+    return plan(pages, num_tokens=num_tokens, num_groups=G, **lens, q_len=q_len, tree_mask=tree_mask)
 
 
 def latent_attention(
@@ -37,6 +72,7 @@ def latent_attention(
     page_offset: jax.Array | int = 0,
     q_len: int | None = None,
     tree_mask: jax.Array | None = None,
+    plan: Any = None,
     mesh: Mesh | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, LatentPages]:
@@ -50,6 +86,7 @@ def latent_attention(
       q: [T, N, R + r] absorbed queries of the R numbers of a latent, then rotated queries of the r of a key.
       latents: [T, R + r] latents of the same tokens, then their rotated keys.
       pages: the pool. Donate it at the outermost `jit`, and it is updated in place.
+      plan: what `plan_latent_attention` made of the same step, mesh and implementation.
       mesh: splits query heads over the devices of its axis HEADS_AXIS, if it has one; each device holds all latents.
       implementation: a name from `IMPLEMENTATIONS`, or None for the device's own, as in `paged_attention`.
 
@@ -71,6 +108,7 @@ def latent_attention(
         "cu_q_lens": cu_q_lens,
         "page_offset": page_offset,
         "tree_mask": tree_mask,
+        **({} if plan is None else {"plan": plan}),
     }
     attend = implementation_of(IMPLEMENTATIONS, implementation, "latent attention")
     call = functools.partial(attend, scale=scale, q_len=q_len)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 from jax.experimental.pallas import tpu as pltpu
@@ -10,8 +11,8 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas.latent_attention.layout import LatentPages
 from kernels_pallas.paged_attention.layout import TPU_LANES, pad_heads, to_stored, tpu_tile
 from kernels_pallas.paged_attention.tpu.block_sizes import Blocks, untuned_blocks
-from kernels_pallas.paged_attention.tpu.entry import attend_rows, check_support
-from kernels_pallas.paged_attention.tpu.items import head_factors
+from kernels_pallas.paged_attention.tpu.entry import attend_rows, check_support, plan_step
+from kernels_pallas.paged_attention.tpu.items import Plan, head_factors
 
 PAGE_DTYPES = ("bfloat16", "float32")
 
@@ -28,17 +29,17 @@ def latent_attention_tpu(
     page_offset: jax.Array | int = 0,
     q_len: int | None = None,
     tree_mask: jax.Array | None = None,
+    plan: Plan | None = None,
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, LatentPages]:
-    """The contract is that of `latent_attention`; `blocks` overrides the block sizes."""
+    """The contract is that of `latent_attention`; `blocks` overrides the block sizes, without a `plan`."""
     check_support(q, pages, PAGE_DTYPES)
     P, S, W = pages.array.shape
     if W % TPU_LANES:
         raise NotImplementedError(f"the TPU kernels read pages of layout 'tpu', not of {W} numbers per token")
-    tile = tpu_tile(S, pages.dtype)
     # The same bytes: a TPU's memory has these tiles in both.
-    pool = pages.array.reshape(P, 1, S // tile, tile, W)
+    pool = pages.array.reshape(_tiled_shape(pages))
     out, pool = attend_rows(
         pad_heads(q, W)[:, None],
         pad_heads(to_stored(latents, None, pages.dtype), W)[:, None],
@@ -48,6 +49,7 @@ def latent_attention_tpu(
         cu_q_lens=cu_q_lens,
         q_len=q_len,
         tree_mask=tree_mask,
+        plan=plan,
         decoding=blocks or untuned_blocks(pool, block_tables.shape[1]),
         tiling=blocks,
         factors=head_factors(1, 1.0, scale, None, None, None),
@@ -58,6 +60,19 @@ def latent_attention_tpu(
         interpret=interpret,
     )
     return out[:, 0, :, : pages.latent_size], replace(pages, array=pool.reshape(P, S, W))
+
+
+def plan_latents_tpu(pages: LatentPages, **step: Any) -> Plan | None:
+    """Returns the plan of a step; `step` are the arguments of `plan_step` that are not of heads."""
+    if pages.array.shape[-1] % TPU_LANES:
+        return None
+    return plan_step(jax.ShapeDtypeStruct(_tiled_shape(pages), pages.dtype), num_kv_heads=1, **step)
+
+
+def _tiled_shape(pages: LatentPages) -> tuple[int, ...]:
+    P, S, W = pages.array.shape
+    tile = tpu_tile(S, pages.dtype)
+    return P, 1, S // tile, tile, W
 
 
 def latent_attention_tpu_interpreted(*args, **kwargs) -> tuple[jax.Array, LatentPages]:

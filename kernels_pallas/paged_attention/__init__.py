@@ -1,6 +1,6 @@
 """Attention over a paged KV cache."""
 
-from kernels_pallas.paged_attention.api import HEADS_AXIS, paged_attention
+from kernels_pallas.paged_attention.api import HEADS_AXIS, paged_attention, plan_attention
 from kernels_pallas.paged_attention.layout import (
     Pages,
     abstract_pages,
@@ -24,6 +24,7 @@ __all__ = [
     "map_keys",
     "move_slots",
     "paged_attention",
+    "plan_attention",
     "put_pages",
     "take_pages",
     "write_kv",

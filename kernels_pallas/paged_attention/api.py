@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard, TypeVar
 
 import jax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas.device import device_at_hand
 from kernels_pallas.paged_attention.gpu.entry import paged_attention_gpu
 from kernels_pallas.paged_attention.layout import Pages, head_specs
 from kernels_pallas.paged_attention.reference import paged_attention_reference
 from kernels_pallas.paged_attention.shapes import check_call
-from kernels_pallas.paged_attention.tpu.entry import paged_attention_tpu, paged_attention_tpu_interpreted
+from kernels_pallas.paged_attention.tpu.entry import paged_attention_tpu, paged_attention_tpu_interpreted, plan_step
 from kernels_pallas.triton import MIN_CAPABILITY
 
 # The mesh axis that heads are split over.
@@ -30,6 +30,39 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "tpu_interpret": paged_attention_tpu_interpreted,
     "gpu_interpret": functools.partial(paged_attention_gpu, interpret=True),
 }
+
+# Those that derive from the lengths of a step what is the same in all layers.
+PLANNERS: dict[str, Callable[..., Any]] = {"tpu": plan_step, "tpu_interpret": plan_step}
+
+
+def plan_attention(
+    pages: Pages,
+    *,
+    num_tokens: int,
+    num_heads: int,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    q_len: int | None = None,
+    tree_mask: jax.Array | None = None,
+    mesh: Mesh | None = None,
+    implementation: str | None = None,
+) -> Any:
+    """Returns the plan of a step, an opaque tree of arrays for `paged_attention`; None if the implementation has none.
+
+    Layers share a plan if their pages have the same shape and they have as many query heads. The arguments are those
+    of `paged_attention`, for `num_tokens` tokens (T) of `num_heads` heads (N).
+    """
+    plan = PLANNERS.get(implementation or default_implementation())
+    if plan is None or pages.layout != "tpu":
+        return None
+    (pool,), K, G = pages.arrays, pages.num_kv_heads, num_heads // pages.num_kv_heads
+    if splits_heads(mesh) and K % mesh.shape[HEADS_AXIS] == 0:  # the call refuses other numbers
+        (spec,), K = head_specs(pages, HEADS_AXIS).arrays, K // mesh.shape[HEADS_AXIS]
+        pool = jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(pool.shape), pool.dtype)
+    lens: dict[str, Any] = {"block_tables": block_tables, "kv_lens": kv_lens, "cu_q_lens": cu_q_lens}
+    sizes: dict[str, Any] = {"num_tokens": num_tokens, "num_kv_heads": K, "num_groups": G}
+    return plan(pool, **sizes, **lens, q_len=q_len, tree_mask=tree_mask)
 
 
 def paged_attention(
@@ -50,6 +83,7 @@ def paged_attention(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     tree_mask: jax.Array | None = None,
+    plan: Any = None,
     mesh: Mesh | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, Pages]:
@@ -85,6 +119,7 @@ def paged_attention(
       tree_mask: u32[T, words] replaces causality among a row's own tokens, for trees of drafts: all that came before
         this step is visible, and token j of the row if bit j % 32 of word j // 32 is set. A token's bits are itself
         and its ancestors; for `window` it stands where their number puts it, and sees all of its ancestors.
+      plan: what `plan_attention` made of the same step, mesh and implementation, so that each layer need not make it.
       mesh: splits heads over the devices of its axis HEADS_AXIS, where it has one: each computes its own KV heads, with
         the query heads that read them and its part of the pool. Its axes are automatic, as those of `Mesh(…)` are
         and those of `jax.make_mesh(…)` are not by default. Without it the call runs whole on every device.
@@ -115,6 +150,7 @@ def paged_attention(
         "k_scale": k_scale,
         "v_scale": v_scale,
         "tree_mask": tree_mask,
+        **({} if plan is None else {"plan": plan}),
     }
     attend = implementation_of(IMPLEMENTATIONS, implementation, "paged attention")
     call = functools.partial(attend, scale=scale, q_len=q_len, window=window, softcap=softcap)

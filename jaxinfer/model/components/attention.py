@@ -16,7 +16,14 @@ from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpe
 from jaxinfer.model.components.recurrent.states import StateSlots
 from jaxinfer.model.components.rope import Rope, require_pairs, rotary_embedding
 from jaxinfer.validation import require, require_bool, require_int, require_positive
-from kernels_pallas.paged_attention import Pages, abstract_pages, gather_tokens, paged_attention, write_kv
+from kernels_pallas.paged_attention import (
+    Pages,
+    abstract_pages,
+    gather_tokens,
+    paged_attention,
+    plan_attention,
+    write_kv,
+)
 from kernels_pallas.paged_attention.shapes import token_slots
 from kernels_pallas.whole_rows import PagedCall, PlainCall, attend_whole_rows, plain_attention
 
@@ -105,6 +112,15 @@ class AttentionInputs:
     angles: Mapping[Rope, Angles] = field(default_factory=dict)  # of the tokens, for each rotary embedding
     page_offset: jax.Array | int = 0  # the index of the layer's first page in its pool
     is_shared: bool = False  # other layers write or read the pages too
+    plan: Any = None  # of the step, for this mixer's kernel, see `plan_attention`
+
+    @property
+    def planned(self) -> dict[str, Any]:
+        """The arguments of `plan_attention` that are of the step."""
+        batch = self.batch
+        lens = {"block_tables": batch.block_tables, "kv_lens": batch.kv_lens, "cu_q_lens": batch.cu_q_lens}
+        statics = {"q_len": self.q_len, "mesh": self.mesh, "implementation": self.implementation}
+        return {"num_tokens": batch.tokens.shape[0], "tree_mask": self.tree_mask, **lens, **statics}
 
     def run(
         self,
@@ -116,7 +132,7 @@ class AttentionInputs:
     ) -> tuple[jax.Array, Any]:
         """Returns `call(*tokens, shared, pages, arrays)`, with the arrays of this step by name; see `run_with`."""
         arrays = {name: getattr(self.batch, name) for name in ("block_tables", "kv_lens", "cu_q_lens")}
-        arrays |= {"tree_mask": self.tree_mask, "page_offset": self.page_offset}
+        arrays |= {"tree_mask": self.tree_mask, "page_offset": self.page_offset, "plan": self.plan}
         return self.run_with(arrays, call, plain, tokens, shared, pages)
 
     def run_with(
@@ -173,6 +189,11 @@ def abstract_keys_and_values(config: Attention, size: PoolSize) -> Pages:
     """Returns the pool of keys and values as `jax.ShapeDtypeStruct`s."""
     heads = config.num_kv_heads, config.head_dim
     return abstract_pages(size.num_pages, size.page_size, *heads, size.dtype, size.layout)
+
+
+def plan_attention_of(config: Attention, pages: Pages, inputs: AttentionInputs) -> Any:
+    """Returns the plan of a step for `inputs.plan` of each layer like this one."""
+    return plan_attention(pages, num_heads=config.num_heads, **inputs.planned)
 
 
 def attend(

@@ -13,7 +13,7 @@ from jaxinfer.model.components.attention import AttentionInputs
 from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear, rms_norm
 from jaxinfer.model.components.rope import Rope, rotary_embedding
 from jaxinfer.validation import require, require_bool, require_int, require_positive
-from kernels_pallas.latent_attention import LatentPages, abstract_latents, latent_attention
+from kernels_pallas.latent_attention import LatentPages, abstract_latents, latent_attention, plan_latent_attention
 from kernels_pallas.row_products import rows_by_matrices
 from kernels_pallas.whole_rows import plain_attention
 
@@ -113,6 +113,11 @@ def abstract_latents_of(config: LatentAttention, size: PoolSize) -> LatentPages:
     """Returns the pool of latents as `jax.ShapeDtypeStruct`s."""
     numbers = config.kv_lora_rank, config.qk_rope_head_dim
     return abstract_latents(size.num_pages, size.page_size, *numbers, size.dtype, size.layout)
+
+
+def plan_latents_of(config: LatentAttention, pages: LatentPages, inputs: AttentionInputs) -> Any:
+    """Returns the plan of a step for `inputs.plan` of each layer like this one."""
+    return plan_latent_attention(pages, num_heads=config.num_heads, **inputs.planned)
 
 
 def attend_to_latents(

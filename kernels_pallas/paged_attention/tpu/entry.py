@@ -27,7 +27,17 @@ from kernels_pallas.paged_attention.reference import LOG2_E
 from kernels_pallas.paged_attention.shapes import token_rows
 from kernels_pallas.paged_attention.tpu.attend import reads_as_fn
 from kernels_pallas.paged_attention.tpu.block_sizes import Blocks, chip_at_hand, decode_blocks, ragged_blocks
-from kernels_pallas.paged_attention.tpu.items import LANES, decode_items, head_factors, new_tiles, ragged_items
+from kernels_pallas.paged_attention.tpu.items import (
+    LANES,
+    Plan,
+    RaggedPlan,
+    SinglePlan,
+    head_factors,
+    new_tiles,
+    plan_decode,
+    plan_tiles,
+    ragged_items,
+)
 from kernels_pallas.paged_attention.tpu.kernel import SUBLANES, run_kernel
 
 PAGE_DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
@@ -56,10 +66,11 @@ def paged_attention_tpu(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     tree_mask: jax.Array | None = None,
+    plan: Plan | None = None,
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, Pages]:
-    """The contract is that of `paged_attention`; `blocks` overrides the block sizes."""
+    """The contract is that of `paged_attention`; `blocks` overrides the block sizes, without a `plan`."""
     check_support(q, pages, PAGE_DTYPES)
     if pages.layout != "tpu":
         raise NotImplementedError(f"the TPU kernels read pages of layout 'tpu', not {pages.layout!r}")
@@ -84,6 +95,7 @@ def paged_attention_tpu(
         cu_q_lens=cu_q_lens,
         q_len=q_len,
         tree_mask=tree_mask,
+        plan=plan,
         decoding=blocks or decode_blocks(pages, block_tables.shape[1], G),
         tiling=blocks,
         factors=head_factors(K, factor, scale, softcap, k_scale, v_scale),
@@ -107,14 +119,15 @@ def attend_rows(
     cu_q_lens: jax.Array,
     q_len: int | None,
     tree_mask: jax.Array | None,
+    plan: Plan | None,
     decoding: Blocks,
     tiling: Blocks | None,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the attention [T, K, G, V] of queries [T, K, G, W], and the pool with `new` [T, C, W] appended.
 
-    `decoding` are the block sizes of rows with one token, `tiling` those of others, by rules if None; `options` are
-    those of `run_kernel`.
+    `plan` is that of `plan_step`, made here if None. `decoding` are the block sizes of rows with one token, `tiling`
+    those of others, by rules if None; `options` are those of `run_kernel`.
     """
     if block_tables.size * 4 > MAX_TABLE_BYTES:
         raise NotImplementedError(
@@ -123,26 +136,75 @@ def attend_rows(
             " (max_model_len), or raise page_size"
         )
     (T, K, G, _), (B, M) = queries.shape, block_tables.shape
-    block_tables, kv_lens, cu_q_lens = (a.astype(jnp.int32) for a in (block_tables, kv_lens, cu_q_lens))
-    run = functools.partial(run_kernel, block_tables=block_tables, **options)
-    if q_len == 1:
-        return _decode(run, queries, new, pool, kv_lens, decoding)
-    # Rows of one token among longer ones would waste most of a tile of queries.
-    q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
-    may_decode = q_len is None and tree_mask is None
-    long = jnp.where(q_lens > 1, kv_lens, 0) if may_decode else kv_lens
+    if plan is not None and tiling is not None:
+        raise ValueError(f"plan together with blocks={tiling}: a plan is for block sizes by rules; leave out one")
     tiling = tiling or ragged_blocks(pool, M, T, B, K, G, q_len, tree_mask)
-    _check_tree(tree_mask, tiling, q_len or T)
-    out, pool = _ragged(run, queries, new, pool, block_tables, long, cu_q_lens, tree_mask, tiling)
-    if not may_decode:
+    if q_len != 1:
+        _check_tree(tree_mask, tiling, q_len or T)
+    if plan is None:
+        step = {"block_tables": block_tables, "kv_lens": kv_lens, "cu_q_lens": cu_q_lens, "q_len": q_len}
+        sizes = {"num_tokens": T, "num_kv_heads": K, "num_groups": G, "tiling": tiling}
+        plan = plan_step(pool, **sizes, **step, tree_mask=tree_mask)
+    block_tables = block_tables.astype(jnp.int32)
+    run = functools.partial(run_kernel, block_tables=block_tables, **options)
+    if plan.decode is not None:
+        return _decode(run, plan.decode, queries, new, pool, decoding)
+    assert plan.ragged is not None
+    out, pool = _ragged(run, plan.ragged, queries, new, pool, block_tables, tiling)
+    if plan.single is None:
         return out, pool
-    single, last = jnp.where(q_lens == 1, kv_lens, 0), jnp.clip(cu_q_lens[:-1], 0, T - 1)
+    decode, last, row, is_single = plan.single
     new = None if new is None else new[last]
-    decoded, pool = _decode(run, queries[last], new, pool, single, decoding)
+    decoded, pool = _decode(run, decode, queries[last], new, pool, decoding)
     # Taken by every token from its row: a scatter to the rows' tokens takes a TPU's compiler half a minute.
-    row = token_rows(cu_q_lens, T)
-    is_single = (single[row] > 0) & (jnp.arange(T) == last[row])
     return jnp.where(is_single[:, None, None, None], decoded[row], out), pool
+
+
+def plan_step(
+    pool: Any,
+    *,
+    num_tokens: int,
+    num_kv_heads: int,
+    num_groups: int,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    q_len: int | None,
+    tree_mask: jax.Array | None,
+    tiling: Blocks | None = None,
+) -> Plan:
+    """Returns the plan of a step for layers with a pool [P, C, S / t, t, W], of which the shape matters.
+
+    `tiling` are the block sizes of rows of several tokens, by rules if None.
+    """
+    (B, M), (T, page_tiles, tile) = block_tables.shape, (num_tokens, *pool.shape[2:4])
+    tiling = tiling or ragged_blocks(pool, M, T, B, num_kv_heads, num_groups, q_len, tree_mask)
+    kv_lens, cu_q_lens = kv_lens.astype(jnp.int32), cu_q_lens.astype(jnp.int32)
+    if q_len == 1:
+        return Plan(decode=plan_decode(kv_lens))
+    starts, q_lens, row = cu_q_lens[:-1], cu_q_lens[1:] - cu_q_lens[:-1], token_rows(cu_q_lens, T)
+    # Rows of one token among longer ones would waste most of a tile of queries.
+    may_decode = q_len is None and tree_mask is None
+    single = None
+    if may_decode:
+        lens, last = jnp.where(q_lens == 1, kv_lens, 0), jnp.clip(starts, 0, T - 1)
+        is_single = (lens[row] > 0) & (jnp.arange(T) == last[row])
+        single = SinglePlan(plan_decode(lens), last, row, is_single)
+        kv_lens = jnp.where(q_lens > 1, kv_lens, 0)
+    q_lens = jnp.where(kv_lens > 0, q_lens, 0)
+    Q = tiling.queries
+    items, tokens = ragged_items(kv_lens, q_lens, starts, T, Q, is_causal=tree_mask is None)
+    tree = None
+    if tree_mask is not None:  # a word per row of queries, in every lane
+        words = tree_mask.astype(jnp.int32).at[tokens].get(mode="fill", fill_value=0).transpose(0, 2, 1)
+        padding = _padding(Q * num_groups, tiling)
+        words = jnp.pad(jnp.repeat(words, num_groups, axis=2), ((0, 0), (0, 0), (0, padding)))
+        tree = jnp.broadcast_to(words[..., None], (*words.shape, LANES))
+    place = jnp.arange(T) - starts[row]
+    first_item = jnp.cumsum(pl.cdiv(q_lens, Q)) - pl.cdiv(q_lens, Q)
+    tiles = plan_tiles(kv_lens - q_lens, q_lens, starts, T, M, page_tiles, tile)
+    of_tokens = {"item": first_item[row] + place // Q, "place": place % Q, "is_real": place < q_lens[row]}
+    return Plan(ragged=RaggedPlan(items, tokens, tree, tiles, **of_tokens), single=single)
 
 
 def paged_attention_tpu_interpreted(*args, **kwargs) -> tuple[jax.Array, Pages]:
@@ -172,39 +234,29 @@ def _check_tree(tree_mask: jax.Array | None, blocks: Blocks, most: int) -> None:
 
 def _pad_rows(queries: jax.Array, blocks: Blocks) -> jax.Array:
     """Returns queries [items, K, R, W] with zeros after the R rows up to whole registers, and to pieces of one size."""
-    R = queries.shape[2]
-    multiple = SUBLANES if blocks.rows >= R else blocks.rows
-    return jnp.pad(queries, ((0, 0), (0, 0), (0, -R % multiple), (0, 0)))
+    return jnp.pad(queries, ((0, 0), (0, 0), (0, _padding(queries.shape[2], blocks)), (0, 0)))
 
 
-def _decode(run, queries, new, pool, kv_lens, blocks):
+def _padding(R: int, blocks: Blocks) -> int:
+    return -R % (SUBLANES if blocks.rows >= R else blocks.rows)
+
+
+def _decode(run, plan, queries, new, pool, blocks):
     """queries [B, K, G, W], new [B, C, W] or None: one token a row, appended in the block that holds its page."""
     G = queries.shape[2]
-    out, pool = run(decode_items(kv_lens), _pad_rows(queries, blocks), pool, new=new, blocks=blocks)
-    return jnp.where((kv_lens > 0)[:, None, None, None], out[:, :, :G], jnp.zeros((), out.dtype)), pool
+    out, pool = run(plan.items, _pad_rows(queries, blocks), pool, new=new, blocks=blocks)
+    return jnp.where(plan.has_context[:, None, None, None], out[:, :, :G], jnp.zeros((), out.dtype)), pool
 
 
-def _ragged(run, queries, new, pool, block_tables, kv_lens, cu_q_lens, tree_mask, blocks):
+def _ragged(run, plan, queries, new, pool, block_tables, blocks):
     """queries [T, K, G, W], new [T, C, W] or None: any number of tokens a row, appended before anything is read."""
-    (T, K, G, W), Q = queries.shape, blocks.queries
-    starts = cu_q_lens[:-1]
-    q_lens = jnp.where(kv_lens > 0, cu_q_lens[1:] - starts, 0)
-    items, token = ragged_items(kv_lens, q_lens, starts, T, Q, is_causal=tree_mask is None)
-    num_items = token.shape[0]
-    tiled = queries.at[token].get(mode="fill", fill_value=0).transpose(0, 2, 1, 3, 4).reshape(num_items, K, Q * G, W)
+    (_, K, G, W), Q = queries.shape, blocks.queries
+    num_items = plan.tokens.shape[0]
+    tiled = (
+        queries.at[plan.tokens].get(mode="fill", fill_value=0).transpose(0, 2, 1, 3, 4).reshape(num_items, K, Q * G, W)
+    )
     tiled = _pad_rows(tiled, blocks)
-    R = tiled.shape[2]
-    tree = None
-    if tree_mask is not None:  # a word per row of queries, in every lane
-        words = tree_mask.astype(jnp.int32).at[token].get(mode="fill", fill_value=0).transpose(0, 2, 1)
-        words = jnp.pad(jnp.repeat(words, G, axis=2), ((0, 0), (0, 0), (0, R - Q * G)))
-        tree = jnp.broadcast_to(words[..., None], (*words.shape, LANES))
-    tiles = None if new is None else new_tiles(new, pool, block_tables, kv_lens - q_lens, q_lens, starts)
-    out, pool = run(items, tiled, pool, tiles=tiles, tree=tree, blocks=blocks, num_groups=G)
-    row = token_rows(cu_q_lens, T)
-    place = jnp.arange(T) - starts[row]
-    out = out[:, :, : Q * G].reshape(num_items, K, Q, G, -1)
-    first_item = jnp.cumsum(pl.cdiv(q_lens, Q)) - pl.cdiv(q_lens, Q)
-    out = out[first_item[row] + place // Q, :, place % Q]
-    is_real = place < q_lens[row]
-    return jnp.where(is_real[:, None, None, None], out, jnp.zeros((), out.dtype)), pool
+    tiles = None if new is None else new_tiles(plan.tiles, new, pool, block_tables)
+    out, pool = run(plan.items, tiled, pool, tiles=tiles, tree=plan.tree, blocks=blocks, num_groups=G)
+    out = out[:, :, : Q * G].reshape(num_items, K, Q, G, -1)[plan.item, :, plan.place]
+    return jnp.where(plan.is_real[:, None, None, None], out, jnp.zeros((), out.dtype)), pool

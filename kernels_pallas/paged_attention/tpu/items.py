@@ -22,11 +22,61 @@ class Items(NamedTuple):
     end: jax.Array  # how many tokens of the row they see
 
 
-def decode_items(kv_lens: jax.Array) -> Items:
-    """One item per row with a context; its only query is the last token."""
-    rows = jnp.nonzero(kv_lens > 0, size=kv_lens.shape[0], fill_value=0)[0].astype(jnp.int32)
+class Tiles(NamedTuple):
+    """The tiles of the pool that a step's new tokens are in, n of them with t slots each, for all layers."""
+
+    count: jax.Array  # i32[1]  how many there are; what follows them means nothing
+    row: jax.Array  # i32[n]
+    page: jax.Array  # i32[n]  place of the tile's page in the row's block table
+    place: jax.Array  # i32[n]  place of the tile in the page
+    token: jax.Array  # i32[n, t]  the token of each slot, T for none
+    is_old: jax.Array  # bool[n, t]  slots that the pool fills, before a row's first token
+    first_page: jax.Array  # i32[B]  of each row's first tile
+    first_place: jax.Array  # i32[B]
+
+
+class RaggedPlan(NamedTuple):
+    """The places of the tokens of longer rows in the kernel's work."""
+
+    items: Items
+    tokens: jax.Array  # i32[items, queries]  those of each item, T for none
+    tree: jax.Array | None  # i32[items, words, R, LANES]
+    tiles: Tiles
+    item: jax.Array  # i32[T]  of each token
+    place: jax.Array  # i32[T]  of each token in its item
+    is_real: jax.Array  # bool[T]
+
+
+class DecodePlan(NamedTuple):
+    """The places of rows of one token in the kernel's work."""
+
+    items: Items
+    has_context: jax.Array  # bool[B]  rows that are not padding
+
+
+class SinglePlan(NamedTuple):
+    """The places of the rows of one token among longer ones."""
+
+    decode: DecodePlan  # of these rows alone
+    last: jax.Array  # i32[B]  each row's last token
+    row: jax.Array  # i32[T]  of each token
+    is_single: jax.Array  # bool[T]
+
+
+class Plan(NamedTuple):
+    """What the kernels derive from a step's lengths, the same in all layers whose pools have equal tiles."""
+
+    decode: DecodePlan | None = None  # if all rows have one token
+    ragged: RaggedPlan | None = None
+    single: SinglePlan | None = None
+
+
+def plan_decode(kv_lens: jax.Array) -> DecodePlan:
+    """Returns an item per row with a context; its only query is the last token."""
+    has_context = kv_lens > 0
+    rows = jnp.nonzero(has_context, size=kv_lens.shape[0], fill_value=0)[0].astype(jnp.int32)
     end = kv_lens[rows]
-    return Items((kv_lens > 0).sum(dtype=jnp.int32)[None], rows, rows, end - 1, end)
+    return DecodePlan(Items(has_context.sum(dtype=jnp.int32)[None], rows, rows, end - 1, end), has_context)
 
 
 def ragged_items(kv_lens, q_lens, starts, num_tokens: int, num_queries: int, *, is_causal: bool) -> tuple:
@@ -46,29 +96,42 @@ def ragged_items(kv_lens, q_lens, starts, num_tokens: int, num_queries: int, *, 
     return Items(ends[-1:], row, item, contexts[row] + first, end), tokens
 
 
-def new_tiles(new, pool, block_tables, contexts, q_lens, starts):
+def plan_tiles(contexts, q_lens, starts, num_tokens: int, table_width: int, page_tiles: int, tile: int) -> Tiles:
+    """Returns the tiles of new tokens: rows' own, each from the one with its first token on."""
+    B, last = q_lens.shape[0], table_width - 1
+    skips = contexts % tile
+    counts = jnp.where(q_lens > 0, (skips + q_lens + tile - 1) // tile, 0)
+    ends = jnp.cumsum(counts)
+    n = jnp.arange((num_tokens + tile - 1) // tile + 2 * B)
+    row = jnp.minimum((ends[None] <= n[:, None]).sum(-1), B - 1)
+    in_row = n - ends[row] + counts[row]  # 0 for a row's first tile
+    place = contexts[row] // tile + in_row
+    offset = (in_row * tile - skips[row])[:, None] + jnp.arange(tile)[None]  # token of the row in each slot
+    is_new = (offset >= 0) & (offset < q_lens[row][:, None])
+    first = jnp.clip(contexts // tile, 0, page_tiles * table_width - 1)
+    return Tiles(
+        count=ends[-1:],
+        row=row,
+        page=jnp.clip(place // page_tiles, 0, last),
+        place=place % page_tiles,
+        token=jnp.where(is_new, starts[row][:, None] + offset, num_tokens),
+        is_old=offset < 0,
+        first_page=first // page_tiles,
+        first_place=first % page_tiles,
+    )
+
+
+def new_tiles(tiles: Tiles, new, pool, block_tables):
     """Cuts new tokens [T, C, W] into the pool's tiles.
 
     Returns tiles [n, C, t, W], their pages and places in them i32[n], and how many there are i32[1]. What a row's first
     tile holds already is read from the pool; what follows its last token is zero.
     """
-    T, B, tile, page_tiles = new.shape[0], q_lens.shape[0], pool.shape[3], pool.shape[2]
-    skips = contexts % tile
-    counts = jnp.where(q_lens > 0, (skips + q_lens + tile - 1) // tile, 0)
-    ends = jnp.cumsum(counts)
-    n = jnp.arange((T + tile - 1) // tile + 2 * B)
-    row = jnp.minimum((ends[None] <= n[:, None]).sum(-1), B - 1)
-    in_row = n - ends[row] + counts[row]  # 0 for a row's first tile
-    place = contexts[row] // tile + in_row
-    last = block_tables.shape[1] - 1
-    page_ids = block_tables[row, jnp.clip(place // page_tiles, 0, last)]
-    offset = (in_row * tile - skips[row])[:, None] + jnp.arange(tile)[None]  # token of the row in each slot
-    is_new = (offset >= 0) & (offset < q_lens[row][:, None])
-    tiles = new.at[jnp.where(is_new, starts[row][:, None] + offset, T)].get(mode="fill", fill_value=0)
-    first = jnp.clip(contexts // tile, 0, page_tiles * (last + 1) - 1)
-    old = pool[block_tables[jnp.arange(B), first // page_tiles], :, first % page_tiles]  # [B, C, t, W]
-    is_old = (offset < 0)[:, None, :, None]
-    return jnp.where(is_old, old[row], tiles.transpose(0, 2, 1, 3)), page_ids, place % page_tiles, ends[-1:]
+    values = new.at[tiles.token].get(mode="fill", fill_value=0).transpose(0, 2, 1, 3)
+    rows = jnp.arange(block_tables.shape[0])
+    old = pool[block_tables[rows, tiles.first_page], :, tiles.first_place]  # [B, C, t, W]
+    values = jnp.where(tiles.is_old[:, None, :, None], old[tiles.row], values)
+    return values, block_tables[tiles.row, tiles.page], tiles.place, tiles.count
 
 
 def head_factors(K: int, factor: float, scale: float, softcap: float | None, k_scale, v_scale) -> jax.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any, Literal
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 from jax._src.pallas.mosaic.interpret import utils as interpreter_utils
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas.paged_attention import paged_attention, plan_attention
 from kernels_pallas.paged_attention.tpu import append, attend, entry, fetch, items, kernel
 from kernels_pallas.paged_attention.tpu.block_sizes import Blocks
 from tests.kernels.paged_attention.mutants import mutant
@@ -176,6 +178,34 @@ def test_blocks_that_would_split_a_tree_are_refused():
         run(call, q_len=6, blocks=Blocks(pages=2, buffers=2, queries=4))
 
 
+@pytest.mark.parametrize("q_len", [1, None])
+def test_a_plan_that_is_made_before_gives_the_same_bits(q_len):
+    call = make_call([(1, 9), (1, 40)] if q_len else [(7, 23), (1, 17), (9, 40)], **SMALL, layout="tpu")
+    statics = {"q_len": q_len, "implementation": "tpu_interpret"}
+
+    def attend_by_plan(arguments: dict[str, Any]) -> Any:
+        (T, N, _), names = arguments["q"].shape, ("block_tables", "kv_lens", "cu_q_lens")
+        lens = {name: arguments[name] for name in names}
+        plan = plan_attention(arguments["pages"], num_tokens=T, num_heads=N, **lens, **statics)
+        assert plan is not None
+        with mock.patch.object(entry, "plan_step", side_effect=AssertionError("made again")):
+            return paged_attention(**arguments, plan=plan, scale=0.25, **statics)
+
+    planned = jax.jit(attend_by_plan, compiler_options=UNOPTIMISED)(call.arguments)
+
+    attend = functools.partial(paged_attention, scale=0.25, **statics)
+    jax.tree.map(
+        np.testing.assert_array_equal, planned, jax.jit(attend, compiler_options=UNOPTIMISED)(**call.arguments)
+    )
+
+
+def test_a_plan_for_other_block_sizes_is_refused():
+    call = make_call([(1, 9)], **SMALL, layout="tpu")
+
+    with pytest.raises(ValueError, match="plan together with blocks"):
+        decode(call, plan=items.Plan())
+
+
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_a_neighbour_of_nan_values_makes_no_result_nan(q_len, window):
@@ -228,7 +258,7 @@ def test_a_mutation_of_decoding_is_caught(name):
 
 RAGGED_MUTATIONS = {
     "a dropped wait for appended tiles": ("pl.loop(0, s.num_tiles[0])(lambda n: copy(n).wait())", "pass"),
-    "a tile of old tokens overwritten": ("jnp.where(is_old, old[row], ", "jnp.where(is_old & False, old[row], "),
+    "a tile of old tokens overwritten": ("jnp.where(tiles.is_old[:", "jnp.where(jnp.zeros_like(tiles.is_old)[:"),
     "queries that see what follows them": ("seen = position <= own", "seen = position <= own + 1"),
 }
 
