@@ -142,7 +142,7 @@ def lies_turned(num_channels: int, num_inputs: int) -> bool:
 
 
 def _block_channels(num_channels: int, num_inputs: int, itemsize: int) -> int:
-    """Returns the channels of a turn: all, or as many rows of lanes as WEIGHTS_BYTES hold."""
+    """Returns the channels of a turn: all, or a multiple of LANES whose weights fit in WEIGHTS_BYTES."""
     most = max(WEIGHTS_BYTES // (num_inputs * itemsize) // LANES, 1) * LANES
     if num_channels <= most:
         return num_channels

@@ -20,8 +20,8 @@ from kernels_pallas.latent_attention.tpu import (
 )
 from kernels_pallas.paged_attention.api import (
     HEADS_AXIS,
-    default_implementation,
     implementation_of,
+    planner_of,
     splits_heads,
 )
 
@@ -51,7 +51,7 @@ def plan_latent_attention(
     implementation: str | None = None,
 ) -> Any:
     """Returns the plan of a step for `latent_attention`, as `plan_attention` does for `paged_attention`."""
-    plan = PLANNERS.get(implementation or default_implementation())
+    plan = planner_of(PLANNERS, implementation)
     if plan is None:
         return None
     num_parts = mesh.shape[HEADS_AXIS] if splits_heads(mesh) else 1

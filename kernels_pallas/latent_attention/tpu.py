@@ -33,7 +33,7 @@ def latent_attention_tpu(
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, LatentPages]:
-    """The contract is that of `latent_attention`; `blocks` overrides the block sizes, without a `plan`."""
+    """The contract is that of `latent_attention`; `blocks` overrides the block sizes, and a `plan` is for the same."""
     check_support(q, pages, PAGE_DTYPES)
     P, S, W = pages.array.shape
     if W % TPU_LANES:

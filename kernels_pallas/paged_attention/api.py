@@ -50,10 +50,10 @@ def plan_attention(
 ) -> Any:
     """Returns the plan of a step, an opaque tree of arrays for `paged_attention`; None if the implementation has none.
 
-    Layers share a plan if their pages have the same shape and they have as many query heads. The arguments are those
+    Layers share a plan if their pages have one shape and their query heads one number. The arguments are those
     of `paged_attention`, for `num_tokens` tokens (T) of `num_heads` heads (N).
     """
-    plan = PLANNERS.get(implementation or default_implementation())
+    plan = planner_of(PLANNERS, implementation)
     if plan is None or pages.layout != "tpu":
         return None
     (pool,), K, G = pages.arrays, pages.num_kv_heads, num_heads // pages.num_kv_heads
@@ -210,6 +210,11 @@ def implementation_of(implementations: Mapping[str, F], name: str | None, operat
             ) from error
 
     return attend  # pyright: ignore[reportReturnType]
+
+
+def planner_of(planners: Mapping[str, F], name: str | None) -> F | None:
+    """Returns the planner of the implementation of that name, or of the device's own; None if it has none."""
+    return planners.get(name or default_implementation())
 
 
 def default_implementation() -> str:

@@ -120,9 +120,14 @@ def interpret_tpu_kernels(patch: pytest.MonkeyPatch) -> None:
     """
 
     def kernels(attend: Any, *args: Any, tree_mask: jax.Array | None = None, **options: Any) -> Any:
+        return attend(*args, tree_mask=tree_mask, blocks=blocks_for(tree_mask), **options)
+
+    def blocks_for(tree_mask: jax.Array | None) -> Blocks:
         # Tiles of 8 rows in both kernels, so that a token's sums have the same order in both; a tree is not split.
-        blocks = Blocks(pages=2, buffers=2, queries=4 if tree_mask is None else 8)
-        return attend(*args, tree_mask=tree_mask, blocks=blocks, **options)
+        return Blocks(pages=2, buffers=2, queries=4 if tree_mask is None else 8)
+
+    def planner(plan: Any, *args: Any, tree_mask: jax.Array | None, **step: Any) -> Any:
+        return plan(*args, tree_mask=tree_mask, tiling=blocks_for(tree_mask), **step)
 
     for module in (layout, latent_layout):
         patch.setattr(module, "default_layout", lambda: "tpu")
@@ -130,6 +135,8 @@ def interpret_tpu_kernels(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(api.IMPLEMENTATIONS, "tpu", functools.partial(kernels, api.paged_attention_tpu_interpreted))
     of_latents = latent_api.IMPLEMENTATIONS
     patch.setitem(of_latents, "tpu", functools.partial(kernels, of_latents["tpu_interpret"]))
+    for planners in (api.PLANNERS, latent_api.PLANNERS):
+        patch.setitem(planners, "tpu", functools.partial(planner, planners["tpu_interpret"]))
 
 
 def are_tpu_kernels_interpreted() -> bool:

@@ -70,7 +70,7 @@ def paged_attention_tpu(
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, Pages]:
-    """The contract is that of `paged_attention`; `blocks` overrides the block sizes, without a `plan`."""
+    """The contract is that of `paged_attention`; `blocks` overrides the block sizes, and a `plan` is for the same."""
     check_support(q, pages, PAGE_DTYPES)
     if pages.layout != "tpu":
         raise NotImplementedError(f"the TPU kernels read pages of layout 'tpu', not {pages.layout!r}")
@@ -136,9 +136,11 @@ def attend_rows(
             " (max_model_len), or raise page_size"
         )
     (T, K, G, _), (B, M) = queries.shape, block_tables.shape
-    if plan is not None and tiling is not None:
-        raise ValueError(f"plan together with blocks={tiling}: a plan is for block sizes by rules; leave out one")
     tiling = tiling or ragged_blocks(pool, M, T, B, K, G, q_len, tree_mask)
+    if plan is not None and plan.ragged is not None and plan.ragged.tokens.shape[1] != tiling.queries:
+        raise ValueError(
+            f"plan has items of {plan.ragged.tokens.shape[1]} queries but {tiling} is used; make it for them"
+        )
     if q_len != 1:
         _check_tree(tree_mask, tiling, q_len or T)
     if plan is None:

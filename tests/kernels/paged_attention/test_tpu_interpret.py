@@ -200,10 +200,14 @@ def test_a_plan_that_is_made_before_gives_the_same_bits(q_len):
 
 
 def test_a_plan_for_other_block_sizes_is_refused():
-    call = make_call([(1, 9)], **SMALL, layout="tpu")
+    call = make_call([(7, 23)], **SMALL, layout="tpu")
+    (T, _, _), (pool,) = call.arguments["q"].shape, call.arguments["pages"].arrays
+    lens = {name: call.arguments[name] for name in ("block_tables", "kv_lens", "cu_q_lens")}
+    sizes = {"num_tokens": T, "num_kv_heads": 2, "num_groups": 2, "tiling": Blocks(pages=2, buffers=2, queries=4)}
+    plan = entry.plan_step(pool, **sizes, **lens, q_len=None, tree_mask=None)
 
-    with pytest.raises(ValueError, match="plan together with blocks"):
-        decode(call, plan=items.Plan())
+    with pytest.raises(ValueError, match=r"plan has items of 4 queries but Blocks\(.*queries=2"):
+        run(call, plan=plan, blocks=Blocks(pages=2, buffers=2, queries=2))
 
 
 @pytest.mark.parametrize("window", [None, 20])
