@@ -23,7 +23,7 @@ from jaxinfer.engine.assembly import plan_host
 from jaxinfer.engine.engine import BUNDLED_MODEL
 from jaxinfer.engine.execution.batch_builder import BatchBuilder
 from jaxinfer.engine.execution.pipeline import Device, Pipeline
-from jaxinfer.engine.execution.step_shapes import choose_bucket, plan_buckets
+from jaxinfer.engine.execution.step_shapes import choose_bucket, max_rows, plan_buckets
 from jaxinfer.engine.frontend.outputs import DeltaBuffer, OutputRoutes
 from jaxinfer.engine.frontend.sample_group import SampleGroup
 from jaxinfer.engine.scheduling.step import NO_ROWS, Step
@@ -43,7 +43,7 @@ class NoDevice(Device):
             page_size=config.page_size, table_width=-(-MAX_MODEL_LEN // config.page_size), vocab_size=vocab_size
         )
         self._before = NO_ROWS
-        rows = config.max_num_seqs
+        rows = max_rows(config)
         self._output = SimpleNamespace(tokens=np.full(rows, 70, np.int32), log_probs=np.zeros(rows, np.float32))
 
     def launch(self, step: Step) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxinfer import LLM, EngineConfig, SamplingParams
 from jaxinfer.checkpoint import read_config
+from jaxinfer.engine.execution.step_shapes import max_rows
 from jaxinfer.engine.speculation.speculation import Speculation
 from jaxinfer.text.tokenizer import Tokenizer
 from scripts.bench.against_transformers import BUNDLED_MODEL, some_of
@@ -77,7 +78,7 @@ def run_load(llm: LLM, seconds: float, rate: float, draw: random.Random) -> Load
     warm = time.perf_counter() + 5.0
     end, upcoming = warm + seconds, warm if rate else float("inf")
     while (now := time.perf_counter()) < end:
-        while len(ids) < 2 * llm.engine_config.max_num_seqs:
+        while len(ids) < 2 * max_rows(llm.engine_config):
             (prompt,) = random_prompts(llm, 1, BATCH_LEN, draw)
             length = draw.randint(BATCH_OUTPUT_LEN // 2, BATCH_OUTPUT_LEN)
             ids.add(llm.add(prompt, params(length), priority="batch"))
@@ -125,7 +126,7 @@ def measure_mixed(seconds: float, rate: float, max_mixed_tokens: int) -> None:
 
 def run_edits(llm: LLM, prompts: list[list[int]], draw: random.Random, seconds: float) -> float:
     """Returns output tokens per second while every row is taken: requests end and others arrive all the time."""
-    rows = llm.engine_config.max_num_seqs
+    rows = max_rows(llm.engine_config)
     warm = time.perf_counter() + 2.0
     num_tokens, ids = 0, set()
     while (now := time.perf_counter()) < warm + seconds:

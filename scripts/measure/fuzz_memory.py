@@ -28,6 +28,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jaxinfer import LLM, EngineConfig, SamplingParams
+from jaxinfer.engine.execution.step_shapes import max_rows
 from jaxinfer.plan.memory import MemoryPlan
 
 TOLERANCE = 0.05
@@ -154,9 +155,9 @@ def serve(llm: LLM, draw: random.Random) -> None:
     slots = llm.metrics().num_pages * config.page_size
     assert config.max_model_len is not None
     assert config.max_num_batched_tokens is not None
-    full_steps = 2 * config.max_num_batched_tokens // config.max_num_seqs
+    full_steps = 2 * config.max_num_batched_tokens // max_rows(config)
     length = min(config.max_model_len, slots, 100 + full_steps) - 12
-    prompts = [draw.choices(range(1, vocab_size), k=length) for _ in range(config.max_num_seqs + 2)]
+    prompts = [draw.choices(range(1, vocab_size), k=length) for _ in range(max_rows(config) + 2)]
     params = [
         SamplingParams(max_tokens=12, ignore_eos=True, seed=i, top_k=5 * (i % 2), repetition_penalty=1 + i % 3)
         for i in range(len(prompts))
