@@ -26,6 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+import jax  # noqa: E402
+
 from scripts.kernels.on_device import checkpoint, checks, engine, lines, report, timer, torch_peers  # noqa: E402
 from scripts.kernels.on_device.device import Record, describe_device, kernel_of_platform  # noqa: E402
 
@@ -106,7 +108,7 @@ def line_cases(everything: list[lines.Line], section: str) -> Iterator[tuple[str
 
 def measure_line(line: lines.Line) -> Iterator[Record]:
     """Yields the time of each implementation of a line, or the reason why there is none, which for ours is a fault."""
-    for name, make in line.implementations.items():
+    for name, make in {**line.implementations, **line.peers.get(jax.default_backend(), {})}.items():
         record: Record = {"section": line.section, "case": line.case, "implementation": name}
         try:
             function, argument_sets = make()
@@ -124,6 +126,7 @@ def measure_line(line: lines.Line) -> Iterator[Record]:
 def start_records(run: Run, deadline: float) -> Iterator[Record]:
     """Yields the seconds from a process's start to its first token: with nothing on disk, then with compiled steps."""
     command = worker_command("start", run)
+    run.checkpoint("start")  # its writing is no part of a start
     for case in ("cold", "from disk"):
         record: Record = {"section": "start", "case": case, "timer": "clock"}
         try:

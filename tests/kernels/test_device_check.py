@@ -145,6 +145,7 @@ def test_a_process_starts_twice(source, expected, run, monkeypatch):
 
     records = [r for r in device_check.run_group("start", run, time.time() + 60) if "case" in r]
 
+    assert (run.scratch / "0.6B" / "config.json").exists()
     for record, (case, note) in zip(records, expected, strict=True):
         assert record["case"] == case
         assert (record["seconds"] > 0) if note is None else record["note"].startswith(note)
@@ -180,6 +181,9 @@ def test_the_command_prints_everything_and_writes_it_down(tmp_path, capsys, monk
         {"section": "check", "case": "decode", "is_left_out": True},
     ]
     monkeypatch.setattr(device_check, "run_group", lambda group, run, deadline: iter(records))
+    # This process would take the memory of the device from the processes of the groups.
+    monkeypatch.setattr(jax, "default_backend", lambda: pytest.fail("jax started on the device"))
+    monkeypatch.setattr(jax, "devices", lambda: pytest.fail("jax started on the device"))
 
     code = device_check.main(["--tiny", "--only", "kernels", "--json", str(tmp_path / "out.json")])
 
@@ -195,6 +199,18 @@ def test_the_command_prints_everything_and_writes_it_down(tmp_path, capsys, monk
     assert "left out, for the time was spent: 1\n  check, decode\n" in printed
     assert "wrong or broken: 1\n  attention, decode, 2 x 40\n" in printed
     assert "94.9 requests/s" in printed
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_peers_are_measured_on_their_platform(platform, monkeypatch):
+    """They cannot run here, and say why."""
+    (line, *_) = (lines.attention_line(lines.TINY, case) for case in lines.attention_cases(lines.TINY))
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+
+    peers = list(device_check.measure_line(line._replace(implementations={})))
+
+    assert [r["implementation"] for r in peers] == {"gpu": ["jax", "cudnn, no pages"], "tpu": ["jax"]}[platform]
+    assert all(r["note"].startswith("not available") and "passes" not in r for r in peers)
 
 
 def test_a_process_of_a_group_runs_by_itself(capsys):

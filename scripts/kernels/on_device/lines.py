@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +32,10 @@ class Work(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A row of the table. `implementations` make the calls to time: OURS, if there is one, and those of peers."""
+    """A row of the table. `implementations` make the calls to time, ours under OURS.
+
+    To make a line asks nothing of jax: the command lists all lines in a process that must not hold the device.
+    """
 
     section: str
     case: str
@@ -39,6 +43,7 @@ class Line(NamedTuple):
     work: Work
     implementations: Mapping[str, Callable[[], Calls]]
     expected: Callable[[], Calls] | None = None  # the reference for the first of our calls
+    peers: Mapping[str, Mapping[str, Callable[[], Calls]]] = MappingProxyType({})  # by platform
 
     @property
     def name(self) -> str:
@@ -175,10 +180,13 @@ def attention_line(sizes: Sizes, attention: AttentionCase) -> Line:
     def ours() -> Calls:
         return calls(kernel_of_platform(), num_sets_of(sizes, work))
 
-    in_peers = {name: functools.partial(make, lens, N, K, H) for name, make in peers.of_attention(family, lens).items()}
+    others = {
+        platform: {name: functools.partial(make, lens, N, K, H) for name, make in makes.items()}
+        for platform, makes in peers.of_attention(family, lens).items()
+    }
     is_checked = work.num_bytes <= sizes.checked_bytes
     expected = functools.partial(calls, "reference", 1) if is_checked else None
-    return Line("attention", f"{family}, {case}", family, work, {OURS: ours, **in_peers}, expected)
+    return Line("attention", f"{family}, {case}", family, work, {OURS: ours}, expected, others)
 
 
 def error_of(function: Callable, arguments: Arguments, expected: Callable[[], Calls]) -> float:

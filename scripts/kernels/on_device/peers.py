@@ -49,15 +49,13 @@ PUBLISHED = (
 )
 
 
-def of_attention(family: str, lens: Lens) -> Mapping[str, Callable[..., Any]]:
-    """Returns the peers that can compute a call, by name; each makes its calls of lens, N, K and H."""
-    (new, kv_len), is_even = lens[0], len(set(lens)) == 1
-    if jax.default_backend() == "gpu":
-        if family == "decode" and is_even:
-            return {"jax": jax_gpu_decode, "cudnn, no pages": cudnn_decode}
-        # cuDNN aligns its causal mask to the first key, so it can compute whole prompts alone.
-        return {"cudnn, no pages": cudnn_prefill} if family == "prefill" and new == kv_len else {}
-    return {"jax": jax_tpu_decode} if jax.default_backend() == "tpu" and family == "decode" and is_even else {}
+def of_attention(family: str, lens: Lens) -> Mapping[str, Mapping[str, Callable[..., Any]]]:
+    """Returns by platform and name the peers that can compute a call; each makes its calls of lens, N, K and H."""
+    new, kv_len = lens[0]
+    if family == "decode" and len(set(lens)) == 1:
+        return {"gpu": {"jax": jax_gpu_decode, "cudnn, no pages": cudnn_decode}, "tpu": {"jax": jax_tpu_decode}}
+    # cuDNN aligns its causal mask to the first key, so it can compute whole prompts alone.
+    return {"gpu": {"cudnn, no pages": cudnn_prefill}} if family == "prefill" and new == kv_len else {}
 
 
 def _pages(lens: Lens, K: int, H: int, page_size: int = 64) -> tuple[jax.Array, ...]:
