@@ -82,6 +82,7 @@ def build_engine(
     if jax.default_backend() == "cpu" and dtype == "float32" and fuses_products():
         logger.warning(FUSED_PRODUCTS)
     abstract, model_config = abstract_checkpoint(path, dtype, quantization=config.quantization)
+    model_config = model_config.for_length(config.max_model_len)
     max_loop_seconds = MAX_LOOP_SECONDS if config.decode_loop_steps is None else math.inf
     config = fit_limits(config, model_config, abstract, dtype, speculates=speculation is not None)
     logger.info(describe_limits(config))

@@ -96,7 +96,7 @@ def _fitting_rows(config: EngineConfig, model_config: ModelConfig, param_bytes: 
         too_few = config.num_pages is not None and config.num_pages < rows * pages_per_row
         if needed + bytes_of_bounded(model_config, bounded) <= room and not too_few:
             break
-        rows //= 2
+        rows = max(rows // 2, MAX_ROWS)
     return rows
 
 

@@ -111,7 +111,7 @@ def load_simulated_engine(
     clock = VirtualClock()
     engine_config = replace(engine_config, decode_loop_steps=loop_steps(engine_config))
     params, model_config = abstract_checkpoint(path, dtype, quantization=engine_config.quantization)
-    engine_config = fit_limits(engine_config, model_config, params, dtype, speculates=False)
     model_config = model_config.for_length(engine_config.max_model_len)
+    engine_config = fit_limits(engine_config, model_config, params, dtype, speculates=False)
     admission, scheduler = plan_host(path, model_config, engine_config, dtype, tokenizer=None, clock=clock)
     return SimulatedEngine(admission, scheduler, clock, step_times)

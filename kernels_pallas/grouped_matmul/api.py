@@ -46,7 +46,8 @@ def grouped_matmul(
       weights: [S, F, D] in rows' dtype; or with scales i8[S, F, D], i4[S, F, D], or i8[S, F, D / 2] as `pack_int4`
         lays out the 4-bit integers of each expert. S is E, or more in a stack of several layers' experts.
       counts: i32[E] rows of each expert, R in all or fewer.
-      scales: f[S, F, groups] of integers, in any floating type; None for weights in floating point.
+      scales: f[S, F, groups] of integers, or f[E, F, groups] of the E experts alone, in any floating type; None for
+        weights in floating point.
       first_expert: i32[] the first of the E experts in the stack; the kernel of a TPU reads them from there, the other
         implementations copy them. None is 0, for weights of E experts.
       implementation: a name from `IMPLEMENTATIONS`, or None for the best that supports the call.
@@ -77,7 +78,8 @@ def _check_arrays(rows, weights, counts, scales, first_expert) -> None:
             and weights.dtype in ("int8", "int4")
             and weights.shape[2] in ((D, D // 2) if weights.dtype == "int8" else (D,))
             and jnp.issubdtype(scales.dtype, jnp.floating)
-            and scales.shape == (*weights.shape[:2], groups)
+            and scales.shape[0] in (counts.shape[0], weights.shape[0])
+            and scales.shape[1:] == (weights.shape[1], groups)
             and groups > 0
             and D % groups == 0
             and (weights.shape[2] == D or (D // groups) % 2 == 0)

@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.engine.execution.step_compiler import StepCompiler
+from jaxinfer.engine.execution.step_shapes import loop_steps
 from jaxinfer.engine.execution.warm_up import plan_target
 from jaxinfer.model.batch import make_batch
 from jaxinfer.model.cache import abstract_cache
@@ -127,8 +128,10 @@ def step_traces(model, engine, vocab_size) -> dict[str, ClosedJaxpr]:
         bits, group_size = {"int8": (8, None), "int4": (4, 2)}[config.quantization]
         params = jax.eval_shape(functools.partial(quantize_params, bits=bits, group_size=group_size), params)
     target = plan_target(params, model_, config, "float32", {}, None)
-    compiler = StepCompiler(target, config.max_drafts if config.decode_loop_steps == 1 else 0)
-    return {bucket.name: compiler.trace(target.cache_config, bucket) for bucket in compiler.buckets}
+    compiler = StepCompiler(target, config.max_drafts if loop_steps(config) == 1 else 0)
+    # A draw takes the logits of a step, and multiplies nothing.
+    buckets = [bucket for bucket in compiler.buckets if not bucket.is_draw]
+    return {bucket.name: compiler.trace(target.cache_config, bucket) for bucket in buckets}
 
 
 def products_of(traces):
@@ -144,7 +147,7 @@ def check_one_shape(steps):
     shapes = frozenset().union(*steps.values())
     assert {shape.form for shape in shapes} == {BY_WEIGHTS, BY_MATRICES}
     assert {shape.num_rows for shape in shapes} == {ROW_BLOCK}
-    whole = {name: operands(found) for name, found in steps.items() if not name.startswith("draw")}
+    whole = {name: operands(found) for name, found in steps.items()}
     assert len(whole) > 1
     assert len({frozenset(found) for found in whole.values()}) == 1
 

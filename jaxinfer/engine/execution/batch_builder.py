@@ -189,6 +189,7 @@ def _token_ids(chunk: Chunk, drawn_in: Mapping[Request, int]) -> list[int]:
     token_ids = chunk.request.token_ids[chunk.start : chunk.start + chunk.num_tokens]
     if len(token_ids) < chunk.num_tokens:
         token_ids.append(pending_token(drawn_in[chunk.request]))
+    assert len(token_ids) == chunk.num_tokens, "several tokens of a request are not known yet"
     return [*token_ids, *chunk.drafts]
 
 

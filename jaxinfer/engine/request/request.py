@@ -84,6 +84,8 @@ class BoundedTable:
 class Request:
     """One sample of a prompt: the first `num_computed` of its tokens are in the cache, in `pages`.
 
+    While a decode loop is under way, some of these tokens are not known yet.
+
     tokens     |------ prompt ------|-- output --|
     computed   |------------ num_computed ---|      the scheduler still has to schedule the rest
 
@@ -175,7 +177,9 @@ class Request:
         self.num_saved = 0  # tokens that `saved` covers
         self.bounded_saved: Sequence[Mapping[int, Any]] = ()  # as `saved`, per further kind of pages
         self.finish_reason: FinishReason | None = None
-        self.num_swapped_tokens = 0  # `num_computed` at its last preemption, when its last page went to a tier
+        self.num_swapped_tokens = (
+            0  # known tokens in the cache at its last preemption, when its last page went to a tier
+        )
         self._num_reached = 0  # the largest `num_computed` before a rewind or preemption lowered it
         self.max_tokens = max_tokens
         self.max_len = self.num_prompt_tokens + max_tokens

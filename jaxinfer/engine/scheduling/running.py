@@ -56,6 +56,8 @@ class RunningQueue(Sequence[Request]):
         Requests with a sliding window get at most the pages of one window.
         """
         while (request := self._waiting.first(now)) is not None:
+            if request.num_pending > 1:  # a step takes one unknown token of a request, so those of its loop come first
+                return
             if len(self) >= self._max_num_seqs and not self._victims(request):
                 return  # the usual case if many wait, and cheap: it does not sum over the running requests
             # Uncomputed tokens of batch work do not count against an interactive request.

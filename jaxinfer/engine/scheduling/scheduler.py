@@ -328,6 +328,8 @@ class Scheduler:
         if rows.form == "full" or rows.pool_states or not chunks.are_last_tokens:
             return chunks
         max_new_tokens = [1 + self._tables.extend_ahead(request, most) for request in chunks.requests]
+        for request, count in zip(chunks.requests, max_new_tokens, strict=True):
+            self._waiting.charge(request.tenant, count - 1)
         return replace(chunks, max_new_tokens=max_new_tokens)
 
     def _enter(self, step: Step) -> None:

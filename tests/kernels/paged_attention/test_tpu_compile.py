@@ -92,7 +92,16 @@ def test_a_whole_step_of_llama_8b_compiles_from_shapes_alone(device, name):
 
 
 # Not those of v5e: queries, keys and values with integers as weights are still copied into its vector memory.
-@pytest.mark.parametrize(("device", "name"), [(device, name) for device in ("v6e", "v6e-8") for name in STEPS[device]])
+# In prefill on eight v6e, states of 512 tokens are as large as a device's part of the output weights.
+COPYING_NOTHING = [
+    (device, name)
+    for device in ("v6e", "v6e-8")
+    for name in STEPS[device]
+    if (device, name) != ("v6e-8", "step prefill")
+]
+
+
+@pytest.mark.parametrize(("device", "name"), COPYING_NOTHING)
 def test_a_whole_step_of_llama_8b_copies_no_weight(device, name):
     assert compiled_steps(device)[name]["copied_weights"] == []
 
