@@ -43,8 +43,8 @@ def default_dtype() -> str:
     """Returns float32 on CPU, bfloat16 on other devices that multiply it natively, else float16.
 
     CPUs with AVX512_BF16 or AMX multiply bfloat16 natively. Steps of few rows gain nothing: on an AMD EPYC with
-    AVX512_BF16 (jax 0.10.2) products of 8 rows took 0.4 to 5.6 times as long as in float32, by the shape of the
-    weights, and products of 32 rows 0.5 to 1.0 times. XLA of jax 0.10.2 also copies all pages in each step, for it
+    AVX512_BF16 (jax 0.10.2) products of 8 rows took 0.4 to 5.6 times the time of float32, by the shape of the weights.
+    Products of 32 rows took 0.5 to 1.0 times. XLA of jax 0.10.2 also copies all pages in each step, for it
     scatters bfloat16 as float32 on CPU; that of jax 0.12.0 writes them in place.
     """
     device = jax.devices()[0]

@@ -1,4 +1,4 @@
-"""The real CUDA compiler on a host without a GPU: what a program for an A100, an L4 or an H200 will need.
+"""The real CUDA compiler on a host without a GPU: what a program for an A100, L4, H100 or H200 will need.
 
 XLA, Triton and ptxas compile for a described device; nothing is executed. The wheels that it takes are those of the
 extra `aot`. A fatal error of the compiler ends the process, so compile what may fail in a subprocess; and let it start
@@ -48,6 +48,20 @@ GPUS: Mapping[str, Gpu] = {
         "NVIDIA A100-SXM4-80GB", "sm_80", 108, 64, 2048, 167936, 166912, 40 << 20, 85_100_068_864, 2039e9, 312e12, 1.41
     ),
     "L4": Gpu("NVIDIA L4", "sm_89", 58, 128, 1536, 102400, 101376, 48 << 20, 23_600_000_000, 300e9, 121e12, 2.04),
+    "H100": Gpu(
+        "NVIDIA H100 80GB HBM3",
+        "sm_90a",
+        132,
+        128,
+        2048,
+        233472,
+        232448,
+        50 << 20,
+        85_000_000_000,
+        3350e9,
+        989e12,
+        1.98,
+    ),
     "H200": Gpu(
         "NVIDIA H200", "sm_90a", 132, 128, 2048, 233472, 232448, 50 << 20, 151_397_597_184, 4800e9, 989e12, 1.98
     ),
@@ -65,6 +79,8 @@ class Launch(NamedTuple):
     shared_bytes: int
     registers: int  # per thread
     spill_bytes: int  # stored per thread
+    # Asynchronous copies that no innermost loop waits for; None if no such loop copies so.
+    loads_ahead: int | None = None
     # Instructions of Hopper, in kernels of Pallas' Mosaic GPU alone.
     tensor_copies: int = 0
     warpgroup_products: int = 0
@@ -129,10 +145,12 @@ def compile_for(name: str, mesh: Mesh, function: Any, **arguments: Any) -> Compi
 
 def _launches(folder: Path, arch: str) -> tuple[Launch, ...]:
     """Reads XLA's list of launches, and from ptxas what each kernel takes."""
-    usage = {}
+    usage, ahead = {}, {}
     for ptx in folder.glob("*.ptx"):
-        if ".entry" not in ptx.read_text():
+        entries = ptx.read_text().split(".entry ")[1:]
+        if not entries:
             continue  # constants alone
+        ahead |= {entry[: entry.index("(")]: loads_ahead(entry) for entry in entries}
         command = [str(_ptxas()), "-v", f"-arch={arch}", str(ptx), "-o", os.devnull]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         for entry in log.split("Compiling entry function '")[1:]:
@@ -148,7 +166,7 @@ def _launches(folder: Path, arch: str) -> tuple[Launch, ...]:
             if kernel not in usage:
                 raise RuntimeError(f"XLA has written no PTX of kernel {kernel!r}, so what it needs is not known")
             registers, spill_bytes = usage[kernel]
-            launches.append(Launch(kernel, grid, threads, int(shared), registers, spill_bytes))
+            launches.append(Launch(kernel, grid, threads, int(shared), registers, spill_bytes, ahead[kernel]))
     return tuple(launches)
 
 
@@ -166,9 +184,31 @@ def mosaic_launches(folder: Path) -> list[Launch]:
             re.search(pattern, usage)[1]  # type: ignore[index]
             for pattern in (r"function '(\w+)_mosaic_gpu_kernel'", r"Used (\d+) registers", r"(\d+) bytes spill stores")
         )
-        instructions = ptx.count("cp.async.bulk.tensor"), ptx.count("wgmma.mma_async")
-        launches.append(Launch(name, grid, threads, int(launch[3]), int(registers), int(spill_bytes), *instructions))
+        counts = {
+            "tensor_copies": ptx.count("cp.async.bulk.tensor"),
+            "warpgroup_products": ptx.count("wgmma.mma_async"),
+        }
+        launches.append(Launch(name, grid, threads, int(launch[3]), int(registers), int(spill_bytes), **counts))
     return launches
+
+
+def loads_ahead(entry: str) -> int | None:
+    """Returns the least number of copies that an innermost loop of a PTX entry leaves under way when it waits.
+
+    0 says that some loop waits for all that it has asked for; None, that no innermost loop waits for any.
+    """
+    lines = entry.splitlines()
+    labels = {found[1]: i for i, line in enumerate(lines) if (found := re.match(r"\s*(\$\w+):", line))}
+    branches = [(i, re.search(r"\bbra(?:\.uni)?\s+(\$\w+);", line)) for i, line in enumerate(lines)]
+    loops = [(labels[found[1]], i) for i, found in branches if found and labels[found[1]] <= i]
+    waits = [
+        int(found[1])
+        for start, end in loops
+        if not any(start <= other[0] and other[1] <= end and other != (start, end) for other in loops)
+        for line in lines[start:end]
+        if (found := re.search(r"cp\.async\.wait_group\s+(\d+)", line))
+    ]
+    return min(waits, default=None)
 
 
 def programs_per_core(gpu: Gpu, launch: Launch) -> int:

@@ -13,8 +13,15 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas.latent_attention.layout import LatentPages
 from kernels_pallas.paged_attention.gpu.append import append
-from kernels_pallas.paged_attention.gpu.attend import heads_of_tile
-from kernels_pallas.paged_attention.gpu.block_sizes import HOPPER, MAX_SPLITS, MIN_SPLIT, GpuBlockSizes
+from kernels_pallas.paged_attention.gpu.block_sizes import (
+    HOPPER,
+    MAX_SPLITS,
+    MIN_SPLIT,
+    SPLIT_KEYS,
+    GpuBlockSizes,
+    added_parts,
+    heads_of_tile,
+)
 from kernels_pallas.paged_attention.gpu.entry import FP8, attend_rows, check_support
 from kernels_pallas.paged_attention.layout import to_stored
 from kernels_pallas.triton import Target
@@ -76,8 +83,10 @@ def latent_block_sizes(
     num_tiles = num_rows * (num_heads // heads) * -(-queries // (block_m // heads))
     return GpuBlockSizes(
         block_m=block_m,
-        block_k=32,
+        block_k=32 if block_m == 16 else 16,
         num_splits=max(1, min(target.num_cores // num_tiles, MAX_SPLITS, max_context // MIN_SPLIT)),
+        split_keys=SPLIT_KEYS,
+        added_parts=added_parts(target.num_cores, num_heads // heads),
         num_warps=8 if block_m > 16 else 4,
-        num_stages=2,
+        num_stages=3,
     )

@@ -1,6 +1,6 @@
 """Compiles the GPU kernels and whole steps with the real CUDA compiler, without a GPU, and prints what they need.
 
-    python scripts/kernels/compile_gpu.py [--devices A100 L4 H200] [--cases decode step] [--json FILE]
+    python scripts/kernels/compile_gpu.py [--devices A100 L4 H100 H200] [--cases decode step] [--json FILE]
 
 Needs the extra `aot`. Every device has a process of its own, for a fatal compiler error ends one. It
 prints for each case:
@@ -37,10 +37,10 @@ from scripts.kernels.compilers import (
     step_case,
 )
 
-DEVICES = ("A100", "L4", "H200")
+DEVICES = ("A100", "L4", "H100", "H200")
 # Several devices are written with their number; they compile steps alone.
 MESHES = (*DEVICES, "H200-8")
-KERNELS = ("paged_attention", "append_kv", "hopper_prefill")
+KERNELS = ("paged_attention", "append_kv", "combine_parts", "hopper_prefill")
 DECODE_ROWS = 64
 
 
@@ -186,6 +186,7 @@ WEIGHTS_OF_EXPERTS: dict[str, dict[str, Any]] = {
 
 CASES: dict[str, Callable[[Any], Case]] = {
     **{f"decode H={H}": functools.partial(decode, head_dim=H) for H in (64, 80, 96, 128, 256)},
+    "decode 2,048": functools.partial(decode, max_context=2048, page_size=128),
     "decode float16": functools.partial(decode, dtype="float16"),
     "decode int8 KV": functools.partial(decode, page_dtype="int8", page_size=64),
     "decode fp8 KV": functools.partial(decode, page_dtype="float8_e4m3fn", page_size=256),

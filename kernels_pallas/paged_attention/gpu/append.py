@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas import triton
-from kernels_pallas.paged_attention.gpu.chunks import find_chunk, find_slots, num_chunks
+from kernels_pallas.paged_attention.gpu.chunks import find_chunk, find_pages, num_chunks
 
 # Tokens that one program appends.
 APPEND_TILE = 16
@@ -51,7 +51,7 @@ def _append_kernel(*refs, names, num_pools: int, block_q: int, q_len: int | None
     queries = chunk.offset + jnp.arange(block_q, dtype=jnp.int32)
     positions, tokens = chunk.context + queries, chunk.first_token + queries
     is_real = (queries < chunk.num_queries) & (positions >= 0)  # a padding row with tokens has a context below 0
-    page_ids, slots = find_slots(arrays, chunk.row, positions, S, is_real)
+    page_ids, slots = find_pages(arrays, chunk.row, positions, S, is_real), positions & (S - 1)
     columns = jnp.arange(pl.next_power_of_2(H), dtype=jnp.int32)
     mask = is_real[:, None] & (columns < H)[None]
     for new, pool in zip(all_new, pools, strict=True):

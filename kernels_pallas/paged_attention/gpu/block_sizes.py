@@ -9,11 +9,16 @@ from kernels_pallas.paged_attention.tuned_tables import tuned_table
 from kernels_pallas.triton import Target, require_block_sizes
 
 # By Little's law 4.8 TB/s for 1 µs need 36 KB in flight on each of 132 multiprocessors. A program of the decode kernel
-# has a block of 64 keys and values of 256 bytes under way, 32 KB, though only while it does not compute.
+# has two blocks of 64 keys of 256 bytes and their values under way, 64 KB, also while it computes.
 PROGRAMS_PER_CORE = 2
 # A split shorter than this spends more on starting and combining than on reading.
 MIN_SPLIT = 256
 MAX_SPLITS = 32
+# The most keys of a part. One long row among short ones then holds up no program for longer than others.
+SPLIT_KEYS = 2048
+# Parts that long contexts may add, for each program that the device runs at once: so no part takes longer than half of
+# what all take together, and programs that find no part take no time that counts.
+PARTS_PER_PROGRAM = 4
 HOPPER = 9.0
 # The fields that a table has.
 TUNED = ("block_k", "num_warps", "num_stages")
@@ -25,12 +30,15 @@ class GpuBlockSizes:
 
     block_m: int  # query rows (queries x heads of a group) per tile
     block_k: int  # keys per block
-    num_splits: int  # programs that share the context of one tile
+    num_splits: int  # parts that the context of a tile is cut into at least, if it has the blocks
+    split_keys: int  # the most keys of a part, unless the batch would have more than `added_parts` for that
+    added_parts: int  # for each tile of heads
     num_warps: int
-    num_stages: int  # of Triton's pipeline, which spends two of them on finding a block before it reads it
+    num_stages: int  # of Triton's pipeline
 
     def __post_init__(self) -> None:
-        require_block_sizes(self, blocks=("block_m", "block_k"), counts=("num_splits", "num_warps", "num_stages"))
+        counts = ("num_splits", "split_keys", "added_parts", "num_warps", "num_stages")
+        require_block_sizes(self, blocks=("block_m", "block_k"), counts=counts)
 
 
 def gpu_block_sizes(
@@ -60,19 +68,36 @@ def gpu_block_sizes(
     while block_m < group or block_m < min(queries * group, limit):
         block_m *= 2
     # Before Hopper the operands of tensor cores pass through registers.
-    is_crowded = block_m > 16 and (is_wide or (head_dim > 64 and not is_hopper))
+    is_decode = block_m == 16
+    is_crowded = is_wide or not (is_decode or is_hopper or head_dim <= 64)
     num_tiles = num_rows * num_kv_heads * -(-queries // (block_m // group))
-    splits = -(-PROGRAMS_PER_CORE * target.num_cores // num_tiles)
+    splits = PROGRAMS_PER_CORE * target.num_cores // num_tiles
     sizes = GpuBlockSizes(
         block_m=block_m,
         block_k=(32 if is_crowded else 64) // (2 if is_widest else 1),
         num_splits=max(1, min(splits, MAX_SPLITS, max_context // MIN_SPLIT)),
-        num_warps=4 if block_m < (128 if is_hopper and not is_wide else 64) else 8,
-        num_stages=2 if is_wide else 3,
+        split_keys=SPLIT_KEYS,
+        added_parts=added_parts(
+            PROGRAMS_PER_CORE * target.num_cores, num_kv_heads * group // heads_of_tile(group, block_m)
+        ),
+        # Four warps spill registers in decoding with heads of 129 to 256.
+        num_warps=8 if (is_decode and is_wide) or block_m >= (128 if is_hopper and not is_wide else 64) else 4,
+        # Two blocks are under way while a third is computed with; wide tiles of prefill have room for fewer.
+        num_stages=2 if is_wide and not is_decode else 3,
     )
     call = ("decode", page_dtype, num_kv_heads, head_dim, group)
     tuned = tuned_table(table_name(target.kind)).get(call) if queries == 1 else None
     return sizes if tuned is None else replace(sizes, **{name: tuned[name] for name in TUNED})
+
+
+def added_parts(num_programs: int, head_tiles: int) -> int:
+    """Returns the parts that long contexts may add on a device that runs that many programs at once."""
+    return -(-PARTS_PER_PROGRAM * num_programs // head_tiles)
+
+
+def heads_of_tile(group: int, block_m: int) -> int:
+    """Returns how many of the query heads of a KV head share a tile: all of them if they fit."""
+    return max(n for n in range(1, min(group, block_m) + 1) if group % n == 0)
 
 
 def table_name(kind: str) -> str:

@@ -49,7 +49,7 @@ def find_chunk(arrays, T: int, block_q: int, q_len: int | None) -> Chunk:
     return Chunk(row, first_token, num_queries, kv_len, kv_len - num_queries, (i - first_tile) * block_q)
 
 
-def find_slots(arrays, row: jax.Array, positions: jax.Array, page_size: int, mask: jax.Array | None) -> tuple:
-    """Returns the pages of positions i32[n] in a row's context, and the slots in them; for none where mask is false."""
+def find_pages(arrays, row: jax.Array, positions: jax.Array, page_size: int, mask: jax.Array) -> jax.Array:
+    """Returns the pages of positions i32[...] in a row's context; any page where the mask is false."""
     page_ids = triton.load(arrays.block_tables, (row, positions >> (page_size.bit_length() - 1)), mask)
-    return page_ids + triton.load(arrays.page_offset, (0,)), positions & (page_size - 1)
+    return page_ids + triton.load(arrays.page_offset, (0,))

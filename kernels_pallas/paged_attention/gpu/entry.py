@@ -115,7 +115,7 @@ def attend_rows(
     if attend_long is not None:
         out = attend_long(q, kv_lens, cu_q_lens, **{name: given for name, given in place.items() if given is not None})
     else:
-        # Partial results of every token would outweigh what splitting gains.
+        # Partial results of every token would outweigh what splitting gains, so only long contexts are split.
         chosen = dataclasses.replace(sizes(num_rows=T // WIDE_TILE + 1, queries=min(T, WIDE_TILE)), num_splits=1)
         long_lens = jnp.where(is_single, 0, kv_lens)
         out = attend(q, long_lens, cu_q_lens, **place, q_len=None, tree_mask=tree_mask, block_sizes=chosen)

@@ -73,7 +73,15 @@ def test_a_page_offset_selects_the_layer_and_bfloat16_is_added_up_in_float32(imp
 
 @pytest.mark.parametrize(("block_m", "block_k", "num_splits"), [(16, 16, 3), (32, 64, 1), (64, 16, 2)])
 def test_gpu_tiles_of_any_size_and_splits_give_the_same(block_m, block_k, num_splits):
-    blocks = GpuBlockSizes(block_m=block_m, block_k=block_k, num_splits=num_splits, num_warps=4, num_stages=2)
+    blocks = GpuBlockSizes(
+        block_m=block_m,
+        block_k=block_k,
+        num_splits=num_splits,
+        split_keys=2048,
+        added_parts=64,
+        num_warps=4,
+        num_stages=2,
+    )
     attend = functools.partial(latent_attention_gpu, block_sizes=blocks, interpret=True)
 
     check(make_latent_call(RAGGED, "gpu", num_heads=20), attend)

@@ -23,7 +23,7 @@ from tests.unoptimised import UNOPTIMISED
 
 SMALL: dict[str, Any] = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 20, "layout": "gpu"}
 DECODE = [(1, 1), (1, 15), (1, 16), (1, 17), (1, 64), (1, 33), (1, 0)]
-BLOCKS = GpuBlockSizes(block_m=16, block_k=16, num_splits=1, num_warps=4, num_stages=2)
+BLOCKS = GpuBlockSizes(block_m=16, block_k=16, num_splits=1, split_keys=2048, added_parts=64, num_warps=4, num_stages=2)
 H200 = Target("NVIDIA H200", num_cores=132, capability=9.0)
 LLAMA_DECODE = {
     "queries": 1,
@@ -114,15 +114,30 @@ def test_tiles_of_any_size_cover_a_ragged_batch(block_m, block_k):
     check(make_call(lens, **SMALL, num_padding=13), block_sizes=block_sizes)
 
 
+@pytest.mark.parametrize("q_len", [1, None])
+def test_long_contexts_are_split_and_short_ones_beside_them_are_not(q_len):
+    lens = [(1, 3), (1, 64), (1, 16), (1, 0)] if q_len else [(2, 3), (3, 64), (0, 0), (2, 16), (1, 55)]
+
+    check(make_call(lens, **SMALL), q_len=q_len, block_sizes=dataclasses.replace(BLOCKS, split_keys=16))
+
+
+def test_a_batch_with_room_for_few_parts_has_longer_ones():
+    # 4 parts are wanted of each of two rows, and there is room for two more than tiles.
+    few = dataclasses.replace(BLOCKS, split_keys=16, added_parts=2)
+
+    check(make_call([(1, 64), (1, 61), (1, 5)], **SMALL), q_len=1, block_sizes=few)
+
+
 def test_splits_are_for_few_tiles_over_long_contexts():
     sizes = functools.partial(gpu_block_sizes, **LLAMA_DECODE, target=H200)
 
     assert sizes(num_rows=1, max_context=32768).num_splits == 32
     assert sizes(num_rows=1, max_context=1024).num_splits == 4
-    assert sizes(num_rows=16, max_context=32768).num_splits == 3
+    assert sizes(num_rows=8, max_context=32768).num_splits == 4
+    assert sizes(num_rows=16, max_context=32768).num_splits == 2
     assert sizes(num_rows=64, max_context=32768).num_splits == 1
-    # 512 queries of 4 heads are 32 tiles for each KV head.
-    assert sizes(num_rows=1, queries=512, max_context=32768).num_splits == 2
+    # 512 queries of 4 heads are 32 tiles for each KV head, which fill the device.
+    assert sizes(num_rows=1, queries=512, max_context=32768).num_splits == 1
 
 
 @pytest.mark.parametrize(("queries", "group", "block_m"), [(1, 1, 16), (1, 71, 128), (5, 8, 64), (128, 4, 64)])
@@ -135,7 +150,12 @@ def test_a_tile_holds_at_least_one_query_of_every_head(queries, group, block_m):
 
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
-    [("block_m", 8, "power of two of at least 16"), ("block_k", 48, "power of two"), ("num_splits", 0, "at least 1")],
+    [
+        ("block_m", 8, "power of two of at least 16"),
+        ("block_k", 48, "power of two"),
+        ("num_splits", 0, "at least 1"),
+        ("split_keys", 0, "1"),
+    ],
 )
 def test_block_sizes_that_no_kernel_has_are_refused(name, value, reason):
     with pytest.raises(ValueError, match=f"{name}={value} must be .*{reason}"):

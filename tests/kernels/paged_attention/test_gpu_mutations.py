@@ -13,13 +13,13 @@ import jax
 import numpy as np
 import pytest
 
-from kernels_pallas.paged_attention.gpu import append, attend, chunks, entry
+from kernels_pallas.paged_attention.gpu import append, attend, chunks, combine, entry, parts
 from kernels_pallas.paged_attention.gpu.block_sizes import GpuBlockSizes
 from tests.kernels.paged_attention.mutants import mutant
 from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call
 from tests.unoptimised import UNOPTIMISED
 
-FILES = (chunks, append, attend, entry)
+FILES = (chunks, append, parts, combine, attend, entry)
 MUTATIONS = {
     "queries that see what follows them": (
         "is_visible = slots[None] <= tile.positions[:, None]",
@@ -32,11 +32,14 @@ MUTATIONS = {
     "slots that are read though nobody sees them": ("is_seen = None if is_whole else ", "is_seen = None and "),
     "keys for values": ("load(arrays.v_pages,", "load(arrays.k_pages,"),
     "sums that are not rescaled": ("rescale = jnp.exp2(maximum - new_maximum)", "rescale = jnp.ones_like(maximum)"),
-    "parts that are not combined": ("out = (out * weights[..., None]).sum(0)", "out = out[0]"),
-    "parts that are not weighed": ("total = (total * weights).sum(0)", "total = total.sum(0)"),
-    "parts that overlap": ("hi = jnp.minimum(lo + share, hi)", "hi = jnp.minimum(lo + 2 * share, hi)"),
-    "a sink in every part": ("is_first = pl.program_id(2) == 0", "is_first = pl.program_id(2) >= 0"),
-    "tiles of one row that start alike": ("(i - first_tile) * block_q)", "(i - first_tile) * 0)"),
+    "parts that are not combined": ("rescale[:, None] + (values * weights[:, :, None]).sum(0)", "rescale[:, None]"),
+    "parts that are not weighed": ("(triton.load(totals, at, mask) * weights)", "triton.load(totals, at, mask)"),
+    "parts that overlap": ("jnp.minimum(lo + share, hi)", "jnp.minimum(lo + 2 * share, hi)"),
+    "parts that share their slots": ("part.first_slot + part.index * ", "part.first_slot + 0 * "),
+    "rows that share their slots": ("rows.parts * rows.q_lens, 0)", "rows.parts, 0)"),
+    "the pages of the block before": ("_pages_of(arrays, tile, i + 1,", "_pages_of(arrays, tile, i,"),
+    "a sink in every part": ("part.index == 0,", "part.index >= 0,"),
+    "tiles of one row that start alike": ("tile * cut.block_q)", "tile * 0)"),
     "tokens of the next row appended to this one": ("is_real = (queries < chunk.num_queries) & ", "is_real = "),
     "a token appended one slot too late": (
         "positions, tokens = chunk.context + queries, chunk.first_token + queries\n    is_real",
@@ -50,7 +53,9 @@ def run(kernels: Any) -> None:
     sizes: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 16, "layout": "gpu"}
     call = make_call([(6, 34), (2, 2), (6, 0), (5, 23)], **sizes)
     sinks = np.array([-1, 0, 1, 2, 0, -2, 1, 0], np.float32)
-    blocks = GpuBlockSizes(block_m=16, block_k=16, num_splits=2, num_warps=4, num_stages=2)
+    blocks = GpuBlockSizes(
+        block_m=16, block_k=16, num_splits=2, split_keys=2048, added_parts=64, num_warps=4, num_stages=2
+    )
     options = {"scale": 0.25, "q_len": 6, "block_sizes": blocks, "interpret": True}
     attention = jax.jit(functools.partial(kernels.paged_attention_gpu, **options), compiler_options=UNOPTIMISED)
 
