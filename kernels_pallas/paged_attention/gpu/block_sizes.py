@@ -63,7 +63,10 @@ def gpu_block_sizes(
     # tiles of 64 took 0.95 of the time of 128 for a prompt of 4,096 tokens, and 0.88 for four of 1,024 (heads of 128,
     # jax 0.11.2). For an A100 and an L4 the compiler spills registers with 64. Heads above 256 have half the tiles and
     # the keys: with more, registers spill on all three, and an L4 has too little shared memory.
-    limit = 32 if is_widest else 64 if is_hopper or is_wide or has_tree else 128
+    # Columns of padding take a mask, for which an A100 and an L4 have registers with 64 rows and four warps alone.
+    is_padded = head_dim & (head_dim - 1) != 0
+    has_four_warps = not is_wide and (is_hopper or is_padded)
+    limit = 32 if is_widest else 64 if is_hopper or is_wide or has_tree or is_padded else 128
     block_m = 16
     while block_m < group or block_m < min(queries * group, limit):
         block_m *= 2
@@ -81,9 +84,10 @@ def gpu_block_sizes(
             PROGRAMS_PER_CORE * target.num_cores, num_kv_heads * group // heads_of_tile(group, block_m)
         ),
         # Four warps spill registers in decoding with heads of 129 to 256.
-        num_warps=8 if (is_decode and is_wide) or block_m >= (128 if is_hopper and not is_wide else 64) else 4,
-        # Two blocks are under way while a third is computed with; wide tiles of prefill have room for fewer.
-        num_stages=2 if is_wide and not is_decode else 3,
+        num_warps=8 if (is_decode and is_wide) or block_m >= (128 if has_four_warps else 64) else 4,
+        # Two blocks are under way while a third is computed with; wide tiles of prefill, and trees before Hopper, have
+        # room for fewer.
+        num_stages=2 if not is_decode and (is_wide or (has_tree and not is_hopper)) else 3,
     )
     call = ("decode", page_dtype, num_kv_heads, head_dim, group)
     tuned = tuned_table(table_name(target.kind)).get(call) if queries == 1 else None

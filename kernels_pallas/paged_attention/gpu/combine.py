@@ -17,7 +17,7 @@ from kernels_pallas.paged_attention.gpu.parts import Cut, find_part, load_rows
 from kernels_pallas.paged_attention.reference import MASKED
 
 # Numbers of partial results that a program reads at once, and those of its result; they are in registers.
-COMBINED_NUMBERS = 4096
+COMBINED_NUMBERS = 2048
 
 
 def combine(
