@@ -47,9 +47,10 @@ def test_a_kernel_compiles_in_place_and_keeps_to_registers(device, name):
     assert figures["in_place"]
     assert [kernel["name"] for kernel in figures["kernels"] if kernel["spill_bytes"]] == []
     assert all(kernel["programs_per_core"] >= 1 for kernel in figures["kernels"])
-    # Partial results of long contexts, integers on their way to an int8 pool, and weights that are widened for many rows.
+    # Partial results of long contexts, integers on their way to an int8 pool, and weights widened for many rows.
+    has_parts = any(kernel["name"].startswith("combine_parts") for kernel in figures["kernels"])
     widened = {"product int4 x 512": 14336 * 4096 * 2}
-    assert figures["temporary_bytes"] < widened.get(name, MAX_PARTIAL_BYTES) + 8e6
+    assert figures["temporary_bytes"] < widened.get(name, has_parts * MAX_PARTIAL_BYTES) + 8e6
 
 
 needs_mosaic = pytest.mark.skipif(
@@ -147,8 +148,8 @@ def test_a_whole_step_of_llama_8b_compiles_from_shapes_alone(device, name):
 def test_the_host_waits_for_no_condition_and_no_loop_of_a_default_decode_step(num_rows):
     figures = compiled_beginning_with("bucket")
 
-    loops = [("plain loop", [LOOP_STEPS], 480), ("filtered loop", [LOOP_STEPS], 550)]  # a turn counts once
-    for name, turns, most_launches in [("decode", [], 470), *(loops if num_rows > 1 else [])]:
+    loops = [("plain loop", [LOOP_STEPS], 510), ("filtered loop", [LOOP_STEPS], 580)]  # a turn counts once
+    for name, turns, most_launches in [("decode", [], 500), *(loops if num_rows > 1 else [])]:
         step = figures[f"bucket {name} {num_rows}"]
         assert "error" not in step, step["error"]
         assert step["in_place"]
