@@ -407,6 +407,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         device = FakeDevice(self.page_size, PageTiers([]), self.window, self.further)
         device.slots, device.turns = dict(self.device.slots), dict(self.device.turns)
         device.bounded = [dict(pages) for pages in self.device.bounded]
+        device.drawn = self.device.drawn
         for copy in copies._queue:
             device.copy([copy])
         return device
