@@ -59,8 +59,8 @@ class EngineConfig:
 
     Requests and steps:
 
-    * `max_num_seqs`: requests in one step. None takes 32 on CPU. On a GPU or TPU it takes up to 256, for each of
-      which memory has pages for 1,024 tokens.
+    * `max_num_seqs`: requests in one step. None takes 32 on CPU and with speculation, else up to 256, for each of which
+      memory has pages for 1,024 tokens. It takes no more than a step may have tokens.
     * `max_num_batched_tokens`: tokens in one step. None takes 512 on CPU and 2,048 elsewhere, and at least max_num_seqs
       and max_mixed_tokens.
     * `max_model_len`: prompt and output tokens of a request. None takes the model's own limit, with LongRoPE the

@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import jax
 
 # Compute capabilities of GPUs that programs are compiled for ahead of time, by a word of their kind.
 CAPABILITIES = {"T4": 7.5, "A100": 8.0, "L4": 8.9, "H100": 9.0, "H200": 9.0}
+
+
+class DataSheet(NamedTuple):
+    """What a device can do per second, by its maker's data sheet."""
+
+    bandwidth: float  # bytes of its memory
+    flops: float  # of bfloat16 without sparsity, of float16 on a T4
+
+
+# By the beginning of a device's kind; the first that fits counts. A chip of TPU7x is two devices.
+DATA_SHEETS = {
+    "NVIDIA B200": DataSheet(8.0e12, 2250e12),
+    "NVIDIA H200": DataSheet(4.8e12, 989e12),
+    "NVIDIA H100 PCIe": DataSheet(2.0e12, 756e12),
+    "NVIDIA H100 NVL": DataSheet(3.9e12, 835e12),
+    "NVIDIA H100": DataSheet(3.35e12, 989e12),
+    "NVIDIA A100-SXM4-80GB": DataSheet(2.04e12, 312e12),
+    "NVIDIA A100": DataSheet(1.555e12, 312e12),
+    "NVIDIA L4": DataSheet(3.0e11, 121e12),
+    "Tesla T4": DataSheet(3.2e11, 65e12),
+    "TPU v5 lite": DataSheet(8.19e11, 197e12),
+    "TPU v6 lite": DataSheet(1.64e12, 918e12),
+    "TPU v5": DataSheet(2.77e12, 459e12),
+    "TPU v5p": DataSheet(2.77e12, 459e12),
+    "TPU7x": DataSheet(3.69e12, 1155e12),
+}
+
+
+def data_sheet(kind: str) -> DataSheet | None:
+    """Returns the data sheet of a device kind as its driver names it, None if it is not listed."""
+    return next((sheet for name, sheet in DATA_SHEETS.items() if re.match(rf"{re.escape(name)}\b", kind)), None)
 
 
 class Device(NamedTuple):

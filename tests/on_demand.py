@@ -17,7 +17,7 @@ import pytest
 
 from jaxinfer.engine.drafters import draft_heads, draft_model, hidden_states
 from jaxinfer.engine.execution import executable_cache, step_compiler, warm_up
-from jaxinfer.engine.execution.compiled_steps import Choice, CompiledSteps, draw_form
+from jaxinfer.engine.execution.compiled_steps import Choice, CompiledSteps, draw_form, draw_forms_of
 from jaxinfer.engine.execution.step_shapes import Bucket, choose_bucket
 from jaxinfer.engine.scheduling.step import Step
 from tests.memory_maps import are_memory_maps_short
@@ -71,7 +71,7 @@ class StepsOnDemand(CompiledSteps):
 
     def choose(self, step: Step) -> Choice:
         bucket = choose_bucket(self._planned, step)
-        form = draw_form(self._planned, step)
+        form = draw_form(draw_forms_of(self._planned), step)
         return Choice(bucket, self._step(bucket), None if form is None else self._step(bucket.draw(form)))
 
     def wait(self, **_: Any) -> None:

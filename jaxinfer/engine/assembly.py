@@ -27,6 +27,7 @@ from jaxinfer.cpu_flags import FUSED_PRODUCTS
 from jaxinfer.engine.device_limits import MAX_LOOP_SECONDS, describe_limits, fit_limits
 from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.execution.compiled_steps import COMPILING
+from jaxinfer.engine.execution.engine_model import EngineModel
 from jaxinfer.engine.execution.memory_plan import plan_cache, plan_further_kinds, plan_window, resolve_max_model_len
 from jaxinfer.engine.execution.runner import Runner
 from jaxinfer.engine.execution.step_shapes import loop_steps, max_batched_tokens, max_mixed_tokens, max_rows
@@ -52,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineParts:
-    """The parts of an `LLM`. Its largest step, which can compute any request, is compiled; others may still compile."""
+    """The parts of an `LLM`. The steps that can compute any request are compiled; others may still compile."""
 
     engine_config: EngineConfig  # with a number for each limit that was left to the device
     model_config: ModelConfig
@@ -85,12 +86,15 @@ def build_engine(
     model_config = model_config.for_length(config.max_model_len)
     max_loop_seconds = MAX_LOOP_SECONDS if config.decode_loop_steps is None else math.inf
     config = fit_limits(config, model_config, abstract, dtype, speculates=speculation is not None)
-    logger.info(describe_limits(config))
+    limits = describe_limits(config)
+    logger.info(limits)
     if show_progress:
-        tqdm.write(describe_limits(config), file=sys.stderr)
+        tqdm.write(limits, file=sys.stderr)
     planned = plan_speculation(speculation, config, dtype, target=path)
     if planned is None:
-        params, model_config, warm_up = load_and_compile(path, config, dtype, custom, show_progress=show_progress)
+        require_fitting_tensors(path, model_config)  # else an error would come after seconds of compilation
+        model = plan_target(abstract, model_config, config, dtype, custom, None)
+        params, warm_up = load_and_compile(path, model, dtype, show_progress=show_progress)
     else:  # a drafter may compute with the parameters while it is prepared
         params, model_config = load_target(path, config, dtype, planned, show_progress=show_progress)
         model = plan_target(params, model_config, config, dtype, custom, planned)
@@ -117,19 +121,14 @@ def build_engine(
     return EngineParts(config, model_config, tokenizer, admission, scheduler, warm_up, runner, planned)
 
 
-def load_and_compile(
-    path: Path, config: EngineConfig, dtype: str, custom: Mapping[str, LogitsProcessor], *, show_progress: bool
-) -> tuple[Params, ModelConfig, WarmUp]:
+def load_and_compile(path: Path, model: EngineModel, dtype: str, *, show_progress: bool) -> tuple[Params, WarmUp]:
     """Loads the weights while the largest step compiles, which depends on their shapes alone."""
-    abstract, model_config = abstract_checkpoint(path, dtype, quantization=config.quantization)
-    model_config = model_config.for_length(config.max_model_len)
-    require_fitting_tensors(path, model_config)  # else an error would come after seconds of compilation
-    model = plan_target(abstract, model_config, config, dtype, custom, None)
+    quantization = model.engine_config.quantization
     pool = ThreadPoolExecutor(1, thread_name_prefix=COMPILING)
     try:
         warm_up = pool.submit(WarmUp, model, None, show_progress=show_progress)
-        params, _ = load_checkpoint(path, dtype, quantization=config.quantization, show_progress=show_progress)
-        return params, model_config, warm_up.result()
+        params, _ = load_checkpoint(path, dtype, quantization=quantization, show_progress=show_progress)
+        return params, warm_up.result()
     finally:
         pool.shutdown(wait=False)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import jax
@@ -15,10 +14,9 @@ from jaxinfer.model.cache import page_bytes
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
 from jaxinfer.plan.memory import num_bytes
+from kernels_pallas.device import data_sheet
 
-# Bytes that a device reads per second, by the data sheets, and a word or the beginning of its kind.
-GPU_BANDWIDTHS = {"T4": 320e9, "L4": 300e9, "A100": 1555e9, "H100": 3350e9, "H200": 4800e9, "B200": 7700e9}
-TPU_BANDWIDTHS = {"TPU v5 lite": 819e9, "TPU v5": 2765e9, "TPU v6 lite": 1640e9, "TPU7x": 3690e9}
+# Bytes per second of a device without a data sheet here.
 OTHER_BANDWIDTH = 1e12
 # Rows that take about as long to multiply as the weights take to read: 153 (A100) to 560 (v6e) by the data sheets.
 ACCELERATOR_ROWS = 256
@@ -65,11 +63,8 @@ def describe_limits(config: EngineConfig) -> str:
 
 def predicted_step_seconds(param_bytes: int, num_layers: int) -> float:
     """Returns about the seconds of a decode step of few rows, without long contexts."""
-    kind = jax.devices()[0].device_kind
-    words = re.split(r"[\s-]", kind)
-    known = [rate for word, rate in GPU_BANDWIDTHS.items() if word in words]
-    known += [rate for start, rate in TPU_BANDWIDTHS.items() if kind.startswith(start)]
-    bandwidth = known[0] if known else OTHER_BANDWIDTH
+    sheet = data_sheet(jax.devices()[0].device_kind)
+    bandwidth = OTHER_BANDWIDTH if sheet is None else sheet.bandwidth
     return param_bytes / bandwidth + num_layers * LAYER_SECONDS.get(jax.default_backend(), 0.0)
 
 

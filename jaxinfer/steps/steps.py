@@ -77,10 +77,9 @@ def prefill_step(
     """Computes any mix of chunks and samples one token per row, after its last position.
 
     A decoding request in the mix is a chunk of one token. The sampled token of a row whose prompt is not finished has
-    no meaning. With a `prompt`, the output has the log-probabilities of the prompt tokens in it. `kept_layers`
-    names the states for drafters, see `forward_with_states`. Only the full form
-    takes max_log_probs and custom. Raises ValueError at trace time if max_log_probs exceeds the
-    vocabulary.
+    no meaning. With a `prompt`, the output has the log-probabilities of the prompt tokens in it. `kept_layers` names
+    the states for drafters, see `forward_with_states`. Only the full form takes max_log_probs and custom. Raises
+    ValueError at trace time if max_log_probs exceeds the vocabulary.
     """
     _check(params, cache, batch, sampling, config, mesh)
     finish = _make_finish(sampling, config, form, max_log_probs, custom)

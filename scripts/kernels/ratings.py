@@ -24,27 +24,11 @@ CHIPS: Mapping[str, Chip] = {
     "v6e": Chip(1640e9, 1.75e9, 918e12),
     "tpu7x": Chip(3690e9, 2.2e9, 1155e12),
 }
-# Bytes and floating-point operations per second of data sheets, by the device kind or its first words.
-DATA_SHEETS = {
-    "NVIDIA H200": (4.8e12, 989e12),
-    "NVIDIA H100 80GB HBM3": (3.35e12, 989e12),
-    "NVIDIA A100-SXM4-80GB": (2.04e12, 312e12),
-    "NVIDIA L4": (3.0e11, 121e12),
-    "TPU v5 lite": (8.19e11, 197e12),
-    "TPU v6 lite": (1.64e12, 918e12),
-    "TPU v5": (2.77e12, 459e12),
-    "TPU v5p": (2.77e12, 459e12),
-}
 PAGE_SIZE = 128
 CONTEXTS = (256, 512, 1024, 2048, 4096, 8192)
 # Tokens of a row that a step computes: of one that is mixed with decoding, and of one full of prompts.
 CHUNKS = (128, 512)
 TOKENS_BEFORE = (0, 1024, 4096)
-
-
-def data_sheet(kind: str) -> tuple[float, float] | None:
-    """Returns the bytes and floating-point operations per second of a device kind, None if its sheet is not listed."""
-    return next((rates for name, rates in DATA_SHEETS.items() if f"{kind} ".startswith(f"{name} ")), None)
 
 
 def token_bytes(shape: Mapping[str, Any]) -> int:

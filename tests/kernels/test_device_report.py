@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from kernels_pallas.device import DATA_SHEETS
 from scripts.kernels.on_device import engine, lines, predictions, report
-from scripts.kernels.ratings import DATA_SHEETS
 
 H200, WORK = "NVIDIA H200", lines.Work(4.8e9, 1e9)  # a millisecond of reading
 LINE = lines.Line("attention", "decode", "decode", WORK, {})

@@ -49,8 +49,10 @@ def test_a_kernel_compiles_in_place_and_keeps_to_registers(device, name):
     assert all(kernel["programs_per_core"] >= 1 for kernel in figures["kernels"])
     # Partial results of long contexts, integers on their way to an int8 pool, and weights widened for many rows.
     has_parts = any(kernel["name"].startswith("combine_parts") for kernel in figures["kernels"])
+    few_queries = name.startswith(("decode", "verify"))
     widened = {"product int4 x 512": 14336 * 4096 * 2}
-    assert figures["temporary_bytes"] < widened.get(name, has_parts * MAX_PARTIAL_BYTES) + 8e6
+    partial_bytes = has_parts * (1e7 if few_queries else MAX_PARTIAL_BYTES)
+    assert figures["temporary_bytes"] < widened.get(name, partial_bytes) + 8e6
 
 
 needs_mosaic = pytest.mark.skipif(

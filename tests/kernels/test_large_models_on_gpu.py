@@ -19,8 +19,7 @@ def test_a_step_of_a_large_model_fits_its_gpus_and_keeps_to_registers(model, dev
 
     kernels = compiled(model, device)[case]["kernels"]
     assert kernels
-    # With 8 query heads for a KV head and pages of 128, one register of the decode kernel does not fit.
-    assert [kernel["name"] for kernel in kernels if kernel["spill_bytes"] > 4] == []
+    assert [kernel["name"] for kernel in kernels if kernel["spill_bytes"]] == []
 
 
 def test_grouped_products_take_little_memory_beside_the_weights():

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from types import MappingProxyType
 from typing import NamedTuple
@@ -49,7 +49,7 @@ class Choice(NamedTuple):
 class CompiledSteps:
     """Compiles a step for each bucket, in parallel. Only the buckets that hold any step are waited for.
 
-    The other buckets compile while the engine serves requests; the last bucket stands in for a missing one. The first
+    The other buckets compile while the engine serves requests; the largest of a kind stands in for them. The first
     token comes as early as possible, and no request waits for the compiler.
     """
 
@@ -103,12 +103,10 @@ class CompiledSteps:
     def choose(self, step: Step) -> Choice:
         """Returns the smallest compiled bucket that holds the step, and its executables."""
         self._collect()
-        form = draw_form(self._buckets, step)
-        if form is None:
-            bucket = choose_bucket(self._ready, step)
-            return Choice(bucket, self._compiled[bucket], None)
-        bucket = choose_bucket([b for b in self._ready if b.is_draw or b.draw(form) in self._compiled], step)
-        return Choice(bucket, self._compiled[bucket], self._compiled[bucket.draw(form)])
+        form = draw_form(self._with_draw, step)
+        bucket = choose_bucket(self._ready if form is None else self._with_draw[form], step)
+        draw = None if form is None else self._compiled[bucket.draw(form)]
+        return Choice(bucket, self._compiled[bucket], draw)
 
     def _wait_for(self, buckets: Sequence[Bucket], show_progress: bool, description: str) -> None:
         futures = [future for bucket, future in self._futures.items() if bucket in buckets]
@@ -121,6 +119,11 @@ class CompiledSteps:
 
     def _record_ready(self) -> None:
         self._ready = tuple(bucket for bucket in self._buckets if bucket in self._compiled)
+        # By the forms in which the engine draws apart: the steps whose draw is compiled too.
+        self._with_draw: dict[Form, tuple[Bucket, ...]] = {
+            form: tuple(bucket for bucket in self._ready if bucket.draw(form) in self._compiled)
+            for form in draw_forms_of(self._buckets)
+        }
 
     def _collect(self) -> None:
         """Makes the steps that were compiled since the last call available to `choose`."""
@@ -136,15 +139,16 @@ class CompiledSteps:
         self._record_ready()
 
 
-def draw_form(buckets: Sequence[Bucket], step: Step) -> Form | None:
-    """Returns the form in which one of `buckets` draws the tokens of a step; None if the step draws itself.
+def draw_forms_of(buckets: Iterable[Bucket]) -> set[Form]:
+    """Returns the forms in which `buckets` draw apart: none for a model without logits."""
+    return {bucket.form for bucket in buckets if bucket.is_draw}
 
-    A model without logits draws nothing.
-    """
-    planned = {bucket.form for bucket in buckets if bucket.is_draw}
-    if not step.draws_apart or not planned:
+
+def draw_form(forms: Collection[Form], step: Step) -> Form | None:
+    """Returns which of `forms` draws the tokens of a step; None if the step draws itself, or nothing is drawn."""
+    if not step.draws_apart or not forms:
         return None
-    return step.form if step.form in planned else "full"
+    return step.form if step.form in forms else "full"
 
 
 def enough_buckets(buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Runner:
-    """Runs scheduled steps. The largest shape, which fits any step, is compiled before the first step runs.
+    """Runs scheduled steps. The shapes that hold any step are compiled before the first step runs.
 
     A step and a copy donate the cache, which is lost if they fail: `fail` receives each such exception. An exception of
     the host before that, for lack of memory for example, changes nothing: the caller may make the same call again.

@@ -72,7 +72,7 @@ class Branches:
         else:
             kept = {i: page for i, page in enumerate(request.pages) if i not in request.evicted}
             further = ({i: table.pages[i] for i in range(table.first, len(table.pages))} for table in request.bounded)
-            pages, num_saved = list(map(self._read, [kept, *further], itertools.count())), _num_known(request)
+            pages, num_saved = list(map(self._read, [kept, *further], itertools.count())), request.num_known
         write_request(path, request, self._scheduler.time_left(request), pages, num_saved, self._identity)
 
     def restore(self, path: Path, request_id: int) -> Request:
@@ -106,11 +106,6 @@ class Branches:
         admission = self._admission
         configs = admission.model_config, admission.cache_config, admission.engine_config
         return page_identity(self._path, *configs, admission.window, admission.params_version)
-
-
-def _num_known(request: Request) -> int:
-    """Returns the known tokens of a request that are in the cache, without those that a launched loop samples."""
-    return min(request.num_computed, len(request.token_ids))
 
 
 def fork(request: Request, request_id: int, admission: Admission, *, time_limit: float) -> Request:

@@ -172,8 +172,8 @@ class BlockTables:
 
     def swap_out(self, request: Request) -> None:
         """Takes the pages of a preempted request; prefix lookup and tiers can return their content when it resumes."""
-        num_known = min(request.num_computed, len(request.token_ids))  # the last tokens of a launched loop are unknown
-        request.num_swapped_tokens, num_tokens = num_known, num_known % self.page_size
+        num_known, num_tokens = request.num_known, request.num_known % self.page_size
+        request.num_swapped_tokens = num_known
         is_state_known = num_known == request.num_computed
         if self._tiers is not None and request.keys is not None and num_tokens:
             key = request.keys.partial_key(num_known, request.token_ids)

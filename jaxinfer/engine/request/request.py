@@ -177,9 +177,7 @@ class Request:
         self.num_saved = 0  # tokens that `saved` covers
         self.bounded_saved: Sequence[Mapping[int, Any]] = ()  # as `saved`, per further kind of pages
         self.finish_reason: FinishReason | None = None
-        self.num_swapped_tokens = (
-            0  # known tokens in the cache at its last preemption, when its last page went to a tier
-        )
+        self.num_swapped_tokens = 0  # `num_known` at its last preemption, when its last page went to a tier
         self._num_reached = 0  # the largest `num_computed` before a rewind or preemption lowered it
         self.max_tokens = max_tokens
         self.max_len = self.num_prompt_tokens + max_tokens
@@ -224,6 +222,11 @@ class Request:
     def num_uncomputed(self) -> int:
         """Tokens that exist or are pending but are not in the cache: all of a new prompt, 1 while decoding."""
         return len(self.token_ids) + self.num_pending - self.num_computed
+
+    @property
+    def num_known(self) -> int:
+        """The tokens in the cache that the host knows: without those that a launched decode loop feeds back."""
+        return min(self.num_computed, len(self.token_ids))
 
     @property
     def max_skipped(self) -> int:

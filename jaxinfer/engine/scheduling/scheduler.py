@@ -302,7 +302,7 @@ class Scheduler:
                 continue
             deltas.append(append_tokens(request, tokens, now))
             if step.is_loop:  # `_enter` has counted the tokens that the loop fed back; now they are known
-                self._tables.record(request, chunk.start + 1, min(request.num_computed, len(request.token_ids)))
+                self._tables.record(request, chunk.start + 1, request.num_known)
             elif len(tokens) > 1:  # all but the last are in the cache: accepted drafts
                 start, num_accepted = request.num_computed, min(len(tokens) - 1, request.num_uncomputed)
                 request.num_computed += num_accepted

@@ -72,6 +72,7 @@ def gpu_block_sizes(
         block_m *= 2
     # Before Hopper the operands of tensor cores pass through registers.
     is_decode = block_m == 16
+    needs_eight = is_wide or (is_hopper and group == 8 and head_dim > 64)
     is_crowded = is_wide or not (is_decode or is_hopper or head_dim <= 64)
     num_tiles = num_rows * num_kv_heads * -(-queries // (block_m // group))
     splits = PROGRAMS_PER_CORE * target.num_cores // num_tiles
@@ -83,8 +84,8 @@ def gpu_block_sizes(
         added_parts=added_parts(
             PROGRAMS_PER_CORE * target.num_cores, num_kv_heads * group // heads_of_tile(group, block_m)
         ),
-        # Four warps spill registers in decoding with heads of 129 to 256.
-        num_warps=8 if (is_decode and is_wide) or block_m >= (128 if has_four_warps else 64) else 4,
+        # Four warps spill registers in decoding with heads of 129 to 256, and on Hopper with groups of 8 heads of 128.
+        num_warps=8 if (is_decode and needs_eight) or block_m >= (128 if has_four_warps else 64) else 4,
         # Two blocks are under way while a third is computed with; wide tiles of prefill, and trees before Hopper, have
         # room for fewer.
         num_stages=2 if not is_decode and (is_wide or (has_tree and not is_hopper)) else 3,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from kernels_pallas.device import data_sheet
 from scripts.kernels.on_device.lines import Work
-from scripts.kernels.ratings import data_sheet
 
 # A prediction that is off by more says that its basis is wrong, or that a kernel has changed.
 MAX_ERROR = 0.2
@@ -61,9 +61,11 @@ TPU: Mapping[str, Prediction] = {
 # By the first words of the device kind, the most specific first.
 PREDICTIONS: Mapping[str, Mapping[str, Prediction]] = {
     "NVIDIA": GPU,
+    "Tesla": GPU,  # a T4 has no kernels of attention, so the lines of those are off
     "TPU v5 lite": {**TPU, "prefill": Prediction(0.64, 20 * US, "the compiler's schedule, tiles of 128 rows")},
     "TPU v6 lite": {**TPU, "prefill": Prediction(0.28, 20 * US, "the compiler's schedule, tiles of 256 rows")},
     "TPU": TPU,
+    "TPU7x": TPU,
 }
 
 

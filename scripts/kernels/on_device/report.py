@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kernels_pallas.device import data_sheet
 from scripts.kernels.on_device import engine, lines
 from scripts.kernels.on_device.device import Record, print_device
 from scripts.kernels.on_device.lines import OURS, Line
 from scripts.kernels.on_device.peers import PUBLISHED
 from scripts.kernels.on_device.predictions import MAX_ERROR, predicted_seconds, roofline_seconds
-from scripts.kernels.ratings import data_sheet
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "kernels.md"

@@ -241,7 +241,9 @@ def test_a_failure_at_the_last_is_raised():
 
 def test_a_larger_step_yields_every_bit_of_those_it_stands_in_for(llm, monkeypatch):
     expected, steps = contents(llm), runner_of(llm).compiled_steps
-    monkeypatch.setattr(steps, "_ready", steps._ready[-1:])
+    last = steps._ready[-1:]
+    monkeypatch.setattr(steps, "_ready", last)
+    monkeypatch.setattr(steps, "_with_draw", dict.fromkeys(steps._with_draw, last))
 
     with recorded_steps(llm) as computed:
         assert contents(llm) == expected

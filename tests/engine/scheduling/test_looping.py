@@ -14,7 +14,7 @@ from jaxinfer.engine.scheduling.scheduler import STEPS_BETWEEN_LOOPS
 from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.speculation.load import plan_speculation
 from tests.engine.engines import GREEDY, recorded_steps
-from tests.engine.fake_device import Engine, FakeDevice, expected_tokens
+from tests.engine.fake_device import Engine, expected_tokens
 
 LIMITS = {"max_num_seqs": 2, "num_pages": 16, "decode_loop_steps": 4}
 
@@ -67,18 +67,15 @@ def test_a_loop_takes_no_page_from_anybody():
     assert engine.scheduler.metrics().num_preemptions == 0
 
 
-class SlowDevice(FakeDevice):
+class SlowDevice(Device):
     """Takes a second for each step and each turn of a loop, in the order of launch; reading a result waits for it."""
 
     def __init__(self, engine: Engine) -> None:
-        super().__init__(16)
         self.engine, self.ends = engine, 0.0
 
     def launch(self, step: Step) -> Any:
         self.ends = max(self.ends, self.engine.now) + max(step.chunks.max_new_tokens)
-        return self.ends, self.run(step)
-
-    draw, is_done = Device.draw, Device.is_done
+        return self.ends, self.engine.device.run(step)
 
     def read(self, output: Any) -> Any:
         ends, result = output

@@ -190,7 +190,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if request.pages:
             kept = [index for index in range(len(request.pages)) if index not in request.evicted]
             restored.saved = {index: device.content(request.pages[index]) for index in kept}
-            restored.num_saved = min(request.num_computed, len(request.token_ids))
+            restored.num_saved = request.num_known
             restored.bounded_saved = [
                 {i: device.bounded[kind].get(table.pages[i]) for i in range(table.first, len(table.pages))}
                 for kind, table in enumerate(request.bounded)
