@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,15 @@ from kernels_pallas.row_sum import row_sum
 EXPERTS_AXIS, MLP_AXIS = "experts", "model"
 MESH_AXES = {"experts": EXPERTS_AXIS, "mlp": MLP_AXIS}  # by the logical axis that each splits
 WEIGHTS = ("gate", "up", "down")
-# The weights, or their integers, of several layers [n, E, ...], by their names in WEIGHTS.
-Stacks = Mapping[str, jax.Array]
 # Tokens that an expert computes at once on CPU, at most: one of `row_products.WEIGHT_ROWS`.
 MAX_BLOCK = 136
+
+
+class Stacks(NamedTuple):
+    """The weights of several layers, of which a kernel reads those of one where they lie."""
+
+    weights: Mapping[str, Any]  # or their integers, [n, E, ...] by their names in WEIGHTS
+    layer: Any  # i32[]
 
 
 def sum_of_experts(
@@ -46,16 +51,16 @@ def sum_of_experts(
     kernel of a TPU reads a layer's experts where they lie. Tokens after the first `num_tokens` are padding. Each device
     of a `mesh` computes its own experts and its own part of them, and the devices' sums are added in float32.
     """
-    stacks: dict[str, jax.Array] = {}
+    stacks = Stacks({}, jnp.zeros((), jnp.int32))
     if layer is not None:
         present = {name: getattr(params, name) for name in WEIGHTS if getattr(params, name) is not None}
-        stacks = {name: w.values if isinstance(w, QuantizedArray) else w for name, w in present.items()}
+        values = {name: w.values if isinstance(w, QuantizedArray) else w for name, w in present.items()}
+        stacks = Stacks(values, layer)
         params = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, layer, keepdims=False), params)
-    layer = jnp.zeros((), jnp.int32) if layer is None else layer
     axes = _split_axes(mesh, params.up.shape[0], config.intermediate_size)
     if mesh is not None and axes:
-        return _sum_over_mesh(params, stacks, layer, x, experts, weights, num_tokens, config, mesh, axes)
-    results: Any = _of_experts(params, stacks, layer, x, experts, num_tokens, config)
+        return _sum_over_mesh(params, stacks, x, experts, weights, num_tokens, config, mesh, axes)
+    results: Any = _of_experts(params, stacks, x, experts, num_tokens, config)
     return _weighted_sum(results, weights).astype(x.dtype)
 
 
@@ -75,7 +80,6 @@ def _split_axes(mesh: Mesh | None, num_experts: int, intermediate_size: int) -> 
 def _sum_over_mesh(
     params: MLPParams,
     stacks: Stacks,
-    layer: jax.Array,
     x: jax.Array,
     experts: jax.Array,
     weights: jax.Array,
@@ -89,7 +93,6 @@ def _sum_over_mesh(
     def sum_of_own(
         params: MLPParams,
         stacks: Stacks,
-        layer: jax.Array,
         x: jax.Array,
         experts: jax.Array,
         weights: jax.Array,
@@ -100,7 +103,7 @@ def _sum_over_mesh(
         if MLP_AXIS in axes and params.down_bias is not None:  # one device adds it
             is_first = jax.lax.axis_index(MLP_AXIS) == 0
             params = replace(params, down_bias=jnp.where(is_first, params.down_bias, 0))
-        results = _in_groups(params, stacks, layer, x, experts, num_tokens, config=config)
+        results = _in_groups(params, stacks, x, experts, num_tokens, config=config)
         return jax.lax.psum(_weighted_sum(results, weights), axes)
 
     def spec(_: tuple[int, ...], names: tuple[str, ...], __: float | None = None) -> Any:
@@ -108,14 +111,19 @@ def _sum_over_mesh(
         return PartitionSpec(*(axis if axis in axes else None for axis in found))
 
     whole, specs = PartitionSpec(), declare_mlp(config, x.shape[1], spec)
-    of_stacks = {name: PartitionSpec(None, *getattr(specs, name)) for name in stacks}
+    of_stacks = {name: PartitionSpec(None, *getattr(specs, name)) for name in stacks.weights}
     whole_params, (params, specs) = params, _split_groups(params, specs, mesh, x, config)
     # Not those that became floating point.
-    stacks = {name: w for name, w in stacks.items() if type(getattr(params, name)) is type(getattr(whole_params, name))}
+    kept = {
+        name: w
+        for name, w in stacks.weights.items()
+        if type(getattr(params, name)) is type(getattr(whole_params, name))
+    }
+    stacks, stack_specs = stacks._replace(weights=kept), Stacks({name: of_stacks[name] for name in kept}, whole)
     # Kernels are opaque to the replication check.
-    in_specs = (specs, {name: of_stacks[name] for name in stacks}, *(whole,) * 5)
+    in_specs = (specs, stack_specs, *(whole,) * 4)
     split = jax.shard_map(sum_of_own, mesh=mesh, in_specs=in_specs, out_specs=whole, check_vma=False)
-    return split(params, stacks, layer, x, experts, weights, num_tokens).astype(x.dtype)
+    return split(params, stacks, x, experts, weights, num_tokens).astype(x.dtype)
 
 
 def _split_groups(params: MLPParams, specs: Any, mesh: Mesh, x: jax.Array, config: MLP) -> tuple[MLPParams, Any]:
@@ -141,33 +149,32 @@ def _split_groups(params: MLPParams, specs: Any, mesh: Mesh, x: jax.Array, confi
     return params, specs
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _of_experts(
     params: MLPParams,
     stacks: Stacks,
-    layer: jax.Array,
     x: jax.Array,
     experts: jax.Array,
     num_tokens: jax.Array,
     config: MLP,
 ) -> jax.Array:
-    operands = (params, stacks, layer, x, experts, num_tokens)
+    operands = (params, stacks, x, experts, num_tokens)
     in_blocks, in_groups = functools.partial(_in_blocks, config=config), functools.partial(_in_groups, config=config)
     return jax.lax.platform_dependent(*operands, cpu=in_blocks, default=in_groups)
 
 
 def _of_experts_derivative(config: MLP, operands: tuple[Any, ...], change: jax.Array) -> tuple[Any, ...]:
     """Returns the derivative of `_in_groups`, for that of `_in_blocks` has a loop whose length is known late."""
-    params, _, layer, x, experts, num_tokens = operands
+    params, stacks, x, experts, num_tokens = operands
 
     def compute(params: MLPParams, x: jax.Array) -> jax.Array:
-        return _in_groups(params, {}, layer, x, experts, num_tokens, config=config)
+        return _in_groups(params, stacks._replace(weights={}), x, experts, num_tokens, config=config)
 
     of_params, of_x = jax.vjp(compute, params, x)[1](change)
-    return of_params, None, None, of_x, None, None
+    return of_params, None, of_x, None, None
 
 
-_of_experts.defvjp(lambda *operands: (_of_experts(*operands), operands[:6]), _of_experts_derivative)
+_of_experts.defvjp(lambda *operands: (_of_experts(*operands), operands[:5]), _of_experts_derivative)
 
 
 def _sorted_pairs(experts: jax.Array, num_tokens: jax.Array, E: int) -> tuple[jax.Array, jax.Array]:
@@ -184,7 +191,6 @@ def _sorted_pairs(experts: jax.Array, num_tokens: jax.Array, E: int) -> tuple[ja
 def _in_blocks(
     params: MLPParams,
     _: Stacks,
-    __: jax.Array,
     x: jax.Array,
     experts: jax.Array,
     num_tokens: jax.Array,
@@ -222,7 +228,6 @@ def _in_blocks(
 def _in_groups(
     params: MLPParams,
     stacks: Stacks,
-    layer: jax.Array,
     x: jax.Array,
     experts: jax.Array,
     num_tokens: jax.Array,
@@ -243,8 +248,8 @@ def _in_groups(
         w, bias = getattr(params, name), getattr(params, f"{name}_bias")
         values, scales = (w.values, w.scales) if isinstance(w, QuantizedArray) else (w, None)
         first = None
-        if name in stacks:
-            values, first = stacks[name].reshape(-1, *values.shape[1:]), layer * E
+        if name in stacks.weights:
+            values, first = stacks.weights[name].reshape(-1, *values.shape[1:]), stacks.layer * E
         y = grouped_matmul(rows, values, counts, scales, first_expert=first)
         return y if bias is None else y + bias.at[expert_of].get(mode="fill", fill_value=0)
 
