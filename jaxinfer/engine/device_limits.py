@@ -9,7 +9,14 @@ import jax
 from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.device import free_bytes
 from jaxinfer.engine.execution.memory_plan import bytes_of_bounded, plan_further_kinds, resolve_max_model_len
-from jaxinfer.engine.execution.step_shapes import MAX_ROWS, loop_steps, max_batched_tokens, max_mixed_tokens, max_rows
+from jaxinfer.engine.execution.step_shapes import (
+    MAX_ROWS,
+    loop_steps,
+    max_batched_tokens,
+    max_mixed_tokens,
+    max_rows,
+    rows_within_tokens,
+)
 from jaxinfer.model.cache import page_bytes
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
@@ -78,12 +85,11 @@ def fitting_loop_steps(step_seconds: float) -> int:
 
 def _fitting_rows(config: EngineConfig, model_config: ModelConfig, param_bytes: int, dtype: str) -> int:
     """Returns the rows of which each has pages for TOKENS_PER_ROW tokens, from ACCELERATOR_ROWS down to MAX_ROWS."""
-    limits = [config.max_num_batched_tokens, config.max_mixed_tokens]
     max_model_len = resolve_max_model_len(model_config, config)
     pages_per_row = -(-min(TOKENS_PER_ROW, max_model_len) // config.page_size)
     one_page = CacheConfig(num_pages=1, page_size=config.page_size, dtype=dtype)
     room = _room(config, param_bytes)
-    rows = min([ACCELERATOR_ROWS, *(limit for limit in limits if limit is not None)])
+    rows = rows_within_tokens(config, ACCELERATOR_ROWS)
     while rows > MAX_ROWS:
         kinds = plan_further_kinds(model_config, replace(config, max_num_seqs=rows), max_model_len)
         bounded = replace(one_page, num_bounded_pages=tuple(kind.num_pages for kind in kinds))

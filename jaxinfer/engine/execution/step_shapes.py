@@ -106,9 +106,14 @@ def decode_sizes(config: EngineConfig) -> list[int]:
 
 
 def max_rows(config: EngineConfig) -> int:
-    """Returns the most rows of a step: as configured, else MAX_ROWS, but no more than the tokens of a step."""
+    """Returns the most rows of a step: as configured, else MAX_ROWS within the tokens of a step."""
+    return config.max_num_seqs or rows_within_tokens(config, MAX_ROWS)
+
+
+def rows_within_tokens(config: EngineConfig, num_rows: int) -> int:
+    """Returns a number of rows, or fewer if the configuration lets a step have fewer tokens."""
     limits = [config.max_num_batched_tokens, config.max_mixed_tokens]
-    return config.max_num_seqs or min([MAX_ROWS, *(limit for limit in limits if limit is not None)])
+    return min([num_rows, *(limit for limit in limits if limit is not None)])
 
 
 def loop_steps(config: EngineConfig) -> int:
