@@ -37,8 +37,12 @@ MAX_BYTES = 2**32
 NAME = "jaxinfer-[0-9a-f]+"
 JAXS_NAME = ".+-cache"
 
-# Exceptions of the device, the disk or JAX when an executable cannot be written or read.
-_FAILURES = (OSError, ValueError, TypeError, NotImplementedError, pickle.PickleError, jax.errors.JaxRuntimeError)
+# Exceptions of the device, the disk or JAX when an executable cannot be written or read. Pickle raises AttributeError
+# for a function that is local to another, such as a callback to Python.
+_FAILURES = (
+    *(OSError, ValueError, TypeError, AttributeError, NotImplementedError, pickle.PickleError),
+    jax.errors.JaxRuntimeError,
+)
 # Options of JAX's cache folder and upkeep; executables do not depend on them.
 _OWN_OPTIONS = ("jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache")
 
