@@ -43,7 +43,8 @@ class Runner:
         self._tiers = tiers
         self._drawn = jnp.zeros((compiler.max_num_rows,), jnp.int32)  # i32[R], sampled by each row of the last step
         self._before = NO_ROWS  # the rows of the last step
-        # The draw of the last step that draws apart: executable, batch, and sampling parameters without masks.
+        # The draw of the last step that draws apart, if it is still to come: executable, the last token of each row,
+        # and sampling parameters without masks.
         self._undrawn: tuple[jax.stages.Compiled, Batch, SamplingBatch] | None = None
         self._num_pages = warm_up.cache_config.num_pages
         self._cache = init_cache(compiler.model_config, warm_up.cache_config)
@@ -76,28 +77,33 @@ class Runner:
         # An exception of the host leaves the cache as it is, until the step is dispatched.
         bucket, compiled, draw = self.compiled_steps.choose(step)
         arguments = self._builder.build(step, bucket, self._before)
+        undrawn = None if draw is None else (draw, last_tokens(arguments[0]), arguments[1])
+        has_prompt = bool(step.prompt_log_prob_chunks)
         self._make_copies(step.copies)
         with self._reported_failures():
             output, self._drawn, self._cache = compiled(self._params, self._cache, self._drawn, *arguments)
-            self._before = step.chunks.rows
-            self._undrawn = None if draw is None else (draw, *arguments[:2])
-        if isinstance(output, VerifyOutput):
-            return output
-        # Drop unused outputs, so that they are not copied to the host.
-        prompt, logits = output.prompt if step.prompt_log_prob_chunks else None, None if draw is None else output.logits
-        output = replace(output, prompt=prompt, logits=logits)
-        return output if step.needs_masks else self.draw(step, output)
+            self._before, self._undrawn = step.chunks.rows, undrawn
+            if isinstance(output, VerifyOutput):
+                return output
+            # Drop unused outputs, so that they are not copied to the host.
+            prompt, logits = output.prompt if has_prompt else None, None if undrawn is None else output.logits
+            output = replace(output, prompt=prompt, logits=logits)
+            return output if undrawn is None or step.needs_masks else self._dispatch_draw(undrawn[2], output)
 
     def draw(self, step: Step, output: StepOutput | VerifyOutput) -> StepOutput | VerifyOutput:
         """Launches the draw of the last launched step, if it is still to come; returns its output with the tokens."""
         if self._undrawn is None:
             return output
-        draw, batch, sampling = self._undrawn
-        sampling = add_masks(step, sampling)
+        sampling = add_masks(step, self._undrawn[2])
         assert isinstance(output, StepOutput)
         with self._reported_failures():
-            drawn, self._drawn = draw(self._cache, self._drawn, last_tokens(batch), sampling, output.logits)
-            self._undrawn = None
+            return self._dispatch_draw(sampling, output)
+
+    def _dispatch_draw(self, sampling: SamplingBatch, output: StepOutput) -> StepOutput:
+        assert self._undrawn is not None
+        draw, batch, _ = self._undrawn
+        drawn, self._drawn = draw(self._cache, self._drawn, batch, sampling, output.logits)
+        self._undrawn = None
         return replace(drawn, hidden=output.hidden, prompt=output.prompt)
 
     def is_done(self, output: StepOutput | VerifyOutput) -> bool:

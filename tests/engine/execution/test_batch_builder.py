@@ -150,9 +150,10 @@ def test_a_prefill_beside_decoding_rows_has_a_bucket_of_its_own():
     ("platform", "limits", "num_tokens"),
     [
         ("cpu", {}, (512, 128)),
-        ("tpu", {}, (512, 512)),
+        ("tpu", {}, (2048, 2048)),
         ("cpu", {"max_num_seqs": 200}, (512, 400)),
-        ("tpu", {"max_num_seqs": 600}, (600, 600)),
+        ("tpu", {"max_num_seqs": 600}, (2048, 2048)),
+        ("tpu", {"max_num_seqs": 3000}, (3000, 3000)),
         ("cpu", {"max_mixed_tokens": 700}, (700, 700)),
         ("cpu", {"max_num_batched_tokens": 40}, (40, 40)),
         ("tpu", {"max_num_batched_tokens": 40}, (40, 40)),
