@@ -41,9 +41,10 @@ def latent_attention_tpu(
     # The same bytes: a TPU's memory has these tiles in both.
     pool = pages.array.reshape(_tiled_shape(pages))
     out, pool = attend_rows(
-        pad_heads(q, W)[:, None],
+        pad_heads(q, W),
         pad_heads(to_stored(latents, None, pages.dtype), W)[:, None],
         pool,
+        num_kv_heads=1,
         block_tables=block_tables + page_offset,
         kv_lens=kv_lens,
         cu_q_lens=cu_q_lens,
@@ -59,7 +60,7 @@ def latent_attention_tpu(
         value_width=-(-pages.latent_size // TPU_LANES) * TPU_LANES,
         interpret=interpret,
     )
-    return out[:, 0, :, : pages.latent_size], replace(pages, array=pool.reshape(P, S, W))
+    return out[..., : pages.latent_size], replace(pages, array=pool.reshape(P, S, W))
 
 
 def plan_latents_tpu(pages: LatentPages, **step: Any) -> Plan | None:

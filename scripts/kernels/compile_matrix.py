@@ -213,6 +213,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "decode int8 pages of 32": functools.partial(decode_case, page_size=32, page_dtype="int8"),
     "step decode": decode_step,
     "step prefill": prefill_step,
+    "step prefill of 2,048 tokens": functools.partial(prefill_step, num_tokens=2048),
     "step verify trees": functools.partial(tpu_step, step="verify_step", num_tokens=256, num_pages=512, tree_q_len=8),
     "step verify beside prefill": functools.partial(
         tpu_step, step="verify_step", num_tokens=512, num_pages=512, mixed_q_len=2

@@ -79,7 +79,8 @@ def attention_of_block(
     def score(i, slot, piece):
         """Returns the scores f32[size, width], in base 2, of all keys."""
         head, r, size, first, width = piece
-        scores = _product(s.q[lax.rem(i, NB), head, pl.ds(r, size)], stored(slot, head, 0, first, width, W), 1)
+        queries = s.q[lax.rem(i, s.q.shape[0]), head, pl.ds(r, size)]
+        scores = _product(queries, stored(slot, head, 0, first, width, W), 1)
         scores = scores * s.factors[0, head]
         return scores if softcap is None else jnp.tanh(scores) * (softcap * LOG2_E)
 

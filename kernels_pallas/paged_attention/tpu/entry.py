@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.paged_attention.layout import FNUZ_FACTOR, Pages, pack_planes, pad_heads, to_stored
@@ -38,7 +37,7 @@ from kernels_pallas.paged_attention.tpu.items import (
     plan_tiles,
     ragged_items,
 )
-from kernels_pallas.paged_attention.tpu.kernel import SUBLANES, run_kernel
+from kernels_pallas.paged_attention.tpu.kernel import padded_rows, run_kernel
 
 PAGE_DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn", "float8_e5m2")
 MAX_HEAD_DIM = 512
@@ -78,18 +77,18 @@ def paged_attention_tpu(
         raise NotImplementedError(f"head_dim={pages.head_dim} has no TPU kernel; at most {MAX_HEAD_DIM}")
     if window is not None and tree_mask is not None:
         raise NotImplementedError(f"window={window} together with tree_mask has no TPU kernel; leave out one")
-    T, N, H = q.shape
+    _, N, H = q.shape
     K, (pool,) = pages.num_kv_heads, pages.arrays
     W, G = pool.shape[-1], N // K
-    queries = pad_heads(q.reshape(T, K, G, H), W)
     new = None
     if k is not None and v is not None:
         new = pack_planes(pages, to_stored(k, k_scale, pages.dtype), to_stored(v, v_scale, pages.dtype))
     factor = FNUZ_FACTOR if pages.is_fnuz and not reads_as_fn(pool.dtype) else 1.0
     out, pool = attend_rows(
-        queries,
+        pad_heads(q, W),
         new,
         pool,
+        num_kv_heads=K,
         block_tables=block_tables + page_offset,
         kv_lens=kv_lens,
         cu_q_lens=cu_q_lens,
@@ -106,7 +105,7 @@ def paged_attention_tpu(
     )
     # Packed heads keep their values, and so their result, in the right half of the lanes.
     first = 0 if pages.head_dim * 2 > LANES else W // 2
-    return out[..., first : first + H].reshape(T, N, H), replace(pages, arrays=(pool,))
+    return out[..., first : first + H], replace(pages, arrays=(pool,))
 
 
 def attend_rows(
@@ -114,6 +113,7 @@ def attend_rows(
     new: jax.Array | None,
     pool: jax.Array,
     *,
+    num_kv_heads: int,
     block_tables: jax.Array,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
@@ -124,7 +124,7 @@ def attend_rows(
     tiling: Blocks | None,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the attention [T, K, G, V] of queries [T, K, G, W], and the pool with `new` [T, C, W] appended.
+    """Returns the attention [T, N, V] of queries [T, N, W], and the pool with `new` [T, C, W] appended.
 
     `plan` is that of `plan_step`, made here if None. `decoding` are the block sizes of rows with one token, `tiling`
     those of others, by rules if None; `options` are those of `run_kernel`.
@@ -135,7 +135,8 @@ def attend_rows(
             f" memory, of which there are {MAX_TABLE_BYTES}; lower the rows (max_num_seqs) or their longest context"
             " (max_model_len), or raise page_size"
         )
-    (T, K, G, _), (B, M) = queries.shape, block_tables.shape
+    (T, N, _), (B, M), K = queries.shape, block_tables.shape, num_kv_heads
+    G = N // K
     tiling = tiling or ragged_blocks(pool, M, T, B, K, G, q_len, tree_mask)
     if plan is not None and plan.ragged is not None and plan.ragged.tokens.shape[1] != tiling.queries:
         raise ValueError(
@@ -150,16 +151,16 @@ def attend_rows(
     block_tables = block_tables.astype(jnp.int32)
     run = functools.partial(run_kernel, block_tables=block_tables, **options)
     if plan.decode is not None:
-        return _decode(run, plan.decode, queries, new, pool, decoding)
+        return _decode(run, plan.decode, queries, new, pool, decoding, K)
     assert plan.ragged is not None
-    out, pool = _ragged(run, plan.ragged, queries, new, pool, block_tables, tiling)
+    out, pool = _ragged(run, plan.ragged, queries, new, pool, block_tables, tiling, G)
     if plan.single is None:
         return out, pool
     decode, last, row, is_single = plan.single
     new = None if new is None else new[last]
-    decoded, pool = _decode(run, decode, queries[last], new, pool, decoding)
+    decoded, pool = _decode(run, decode, queries[last], new, pool, decoding, K)
     # Taken by every token from its row: a scatter to the rows' tokens takes a TPU's compiler half a minute.
-    return jnp.where(is_single[:, None, None, None], decoded[row], out), pool
+    return jnp.where(is_single[:, None, None], decoded[row], out), pool
 
 
 def plan_step(
@@ -199,14 +200,12 @@ def plan_step(
     tree = None
     if tree_mask is not None:  # a word per row of queries, in every lane
         words = tree_mask.astype(jnp.int32).at[tokens].get(mode="fill", fill_value=0).transpose(0, 2, 1)
-        padding = _padding(Q * num_groups, tiling)
+        padding = padded_rows(Q * num_groups, tiling) - Q * num_groups
         words = jnp.pad(jnp.repeat(words, num_groups, axis=2), ((0, 0), (0, 0), (0, padding)))
         tree = jnp.broadcast_to(words[..., None], (*words.shape, LANES))
-    place = jnp.arange(T) - starts[row]
-    first_item = jnp.cumsum(pl.cdiv(q_lens, Q)) - pl.cdiv(q_lens, Q)
     tiles = plan_tiles(kv_lens - q_lens, q_lens, starts, T, M, page_tiles, tile)
-    of_tokens = {"item": first_item[row] + place // Q, "place": place % Q, "is_real": place < q_lens[row]}
-    return Plan(ragged=RaggedPlan(items, tokens, tree, tiles, **of_tokens), single=single)
+    is_real = jnp.arange(T) - starts[row] < q_lens[row]
+    return Plan(ragged=RaggedPlan(items, tokens, tree, tiles, is_real), single=single)
 
 
 def paged_attention_tpu_interpreted(*args, **kwargs) -> tuple[jax.Array, Pages]:
@@ -234,31 +233,18 @@ def _check_tree(tree_mask: jax.Array | None, blocks: Blocks, most: int) -> None:
         )
 
 
-def _pad_rows(queries: jax.Array, blocks: Blocks) -> jax.Array:
-    """Returns queries [items, K, R, W] with zeros after the R rows up to whole registers, and to pieces of one size."""
-    return jnp.pad(queries, ((0, 0), (0, 0), (0, _padding(queries.shape[2], blocks)), (0, 0)))
+def _decode(run, plan, queries, new, pool, blocks, K):
+    """queries [B, N, W], new [B, C, W] or None: one token a row, appended in the block that holds its page."""
+    B, N, W = queries.shape
+    G = N // K
+    padded = jnp.pad(queries.reshape(B, K, G, W), ((0, 0), (0, 0), (0, padded_rows(G, blocks) - G), (0, 0)))
+    out, pool = run(plan.items, padded, pool, new=new, blocks=blocks)
+    out = out[:, :, :G].reshape(B, N, -1)
+    return jnp.where(plan.has_context[:, None, None], out, jnp.zeros((), out.dtype)), pool
 
 
-def _padding(R: int, blocks: Blocks) -> int:
-    return -R % (SUBLANES if blocks.rows >= R else blocks.rows)
-
-
-def _decode(run, plan, queries, new, pool, blocks):
-    """queries [B, K, G, W], new [B, C, W] or None: one token a row, appended in the block that holds its page."""
-    G = queries.shape[2]
-    out, pool = run(plan.items, _pad_rows(queries, blocks), pool, new=new, blocks=blocks)
-    return jnp.where(plan.has_context[:, None, None, None], out[:, :, :G], jnp.zeros((), out.dtype)), pool
-
-
-def _ragged(run, plan, queries, new, pool, block_tables, blocks):
-    """queries [T, K, G, W], new [T, C, W] or None: any number of tokens a row, appended before anything is read."""
-    (_, K, G, W), Q = queries.shape, blocks.queries
-    num_items = plan.tokens.shape[0]
-    tiled = (
-        queries.at[plan.tokens].get(mode="fill", fill_value=0).transpose(0, 2, 1, 3, 4).reshape(num_items, K, Q * G, W)
-    )
-    tiled = _pad_rows(tiled, blocks)
+def _ragged(run, plan, queries, new, pool, block_tables, blocks, G):
+    """queries [T, N, W], new [T, C, W] or None: any number of tokens a row, appended before anything is read."""
     tiles = None if new is None else new_tiles(plan.tiles, new, pool, block_tables)
-    out, pool = run(plan.items, tiled, pool, tiles=tiles, tree=plan.tree, blocks=blocks, num_groups=G)
-    out = out[:, :, : Q * G].reshape(num_items, K, Q, G, -1)[plan.item, :, plan.place]
-    return jnp.where(plan.is_real[:, None, None, None], out, jnp.zeros((), out.dtype)), pool
+    out, pool = run(plan.items, queries, pool, tiles=tiles, tree=plan.tree, blocks=blocks, num_groups=G)
+    return jnp.where(plan.is_real[:, None, None], out, jnp.zeros((), out.dtype)), pool

@@ -81,12 +81,16 @@ def fetching(s: SimpleNamespace, *, num_rows: int, window: int | None) -> Simple
 
     def item_copies(i):
         slot, source = lax.rem(i, NB), s.source[i]
-        pairs = [(s.q_hbm, s.q)]
+        if hasattr(s, "q_tokens"):
+            size = s.size[i]
+            pairs = [(s.q_hbm.at[pl.ds(source, size)], s.q_tokens.at[slot, pl.ds(0, size)])]
+        else:
+            pairs = [(s.q_hbm.at[source], s.q.at[slot])]
         if has_new:
-            pairs.append((s.new_hbm, s.new))
+            pairs.append((s.new_hbm.at[source], s.new.at[slot]))
         if has_tree:
-            pairs.append((s.tree_hbm, s.tree))
-        return [pltpu.make_async_copy(hbm.at[source], vmem.at[slot], s.q_arrived.at[slot]) for hbm, vmem in pairs]
+            pairs.append((s.tree_hbm.at[i], s.tree.at[slot]))
+        return [pltpu.make_async_copy(hbm, vmem, s.q_arrived.at[slot]) for hbm, vmem in pairs]
 
     def prefetch(i, b, step):
         """Starts fetching block b of item i, where there is one, and returns the block after it."""

@@ -17,7 +17,8 @@ class Items(NamedTuple):
 
     count: jax.Array  # i32[1]  how many there are; what follows them means nothing
     row: jax.Array
-    source: jax.Array  # where their queries lie, and their result
+    source: jax.Array  # where their queries lie, and their result: the row, or the first token
+    size: jax.Array  # how many queries there are
     start: jax.Array  # position of the first query
     end: jax.Array  # how many tokens of the row they see
 
@@ -42,8 +43,6 @@ class RaggedPlan(NamedTuple):
     tokens: jax.Array  # i32[items, queries]  those of each item, T for none
     tree: jax.Array | None  # i32[items, words, R, LANES]
     tiles: Tiles
-    item: jax.Array  # i32[T]  of each token
-    place: jax.Array  # i32[T]  of each token in its item
     is_real: jax.Array  # bool[T]
 
 
@@ -75,8 +74,8 @@ def plan_decode(kv_lens: jax.Array) -> DecodePlan:
     """Returns an item per row with a context; its only query is the last token."""
     has_context = kv_lens > 0
     rows = jnp.nonzero(has_context, size=kv_lens.shape[0], fill_value=0)[0].astype(jnp.int32)
-    end = kv_lens[rows]
-    return DecodePlan(Items(has_context.sum(dtype=jnp.int32)[None], rows, rows, end - 1, end), has_context)
+    count, end = has_context.sum(dtype=jnp.int32)[None], kv_lens[rows]
+    return DecodePlan(Items(count, rows, rows, jnp.ones_like(rows), end - 1, end), has_context)
 
 
 def ragged_items(kv_lens, q_lens, starts, num_tokens: int, num_queries: int, *, is_causal: bool) -> tuple:
@@ -93,7 +92,8 @@ def ragged_items(kv_lens, q_lens, starts, num_tokens: int, num_queries: int, *, 
     end = jnp.minimum(contexts[row] + first + Q, kv_lens[row]) if is_causal else kv_lens[row]
     offsets = first[:, None] + jnp.arange(Q)[None]
     tokens = jnp.where(offsets < q_lens[row][:, None], starts[row][:, None] + offsets, T)
-    return Items(ends[-1:], row, item, contexts[row] + first, end), tokens
+    size = jnp.clip(q_lens[row] - first, 0, Q)
+    return Items(ends[-1:], row, starts[row] + first, size, contexts[row] + first, end), tokens
 
 
 def plan_tiles(contexts, q_lens, starts, num_tokens: int, table_width: int, page_tiles: int, tile: int) -> Tiles:

@@ -14,13 +14,21 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas.paged_attention.reference import MASKED
 from kernels_pallas.paged_attention.tpu.append import append_tiles, appending
 from kernels_pallas.paged_attention.tpu.attend import MAX_ROWS_IN_REGISTERS, attention_of_block, piece_width
+from kernels_pallas.paged_attention.tpu.block_sizes import Blocks
 from kernels_pallas.paged_attention.tpu.fetch import fetching
 from kernels_pallas.paged_attention.tpu.items import LANES, sinks_of_rows
+from kernels_pallas.paged_attention.tpu.rows import give_rows, give_tokens, take_rows
 
 # Rows of a 32-bit register; a group of query heads is padded to them.
 SUBLANES = 8
 # What the kernels may use of the vector memory: half of the smallest that a chip since v5e has.
 VMEM_BYTES = 2**25
+
+
+def padded_rows(R: int, blocks: Blocks) -> int:
+    """Returns R rows of queries rounded up to whole registers, and to pieces of one size."""
+    multiple = SUBLANES if blocks.rows >= R else blocks.rows
+    return -(-R // multiple) * multiple
 
 
 @functools.partial(jax.jit, static_argnames=("window", "softcap", "value_width", "blocks", "num_groups", "interpret"))
@@ -44,9 +52,14 @@ def run_kernel(
 ):
     """queries [items, K, R, W] -> [items, K, R, V], and the pool. `new` or `tiles` are appended.
 
-    `tree` is i32[items, words, R, LANES]. V is `value_width`, whole rows of lanes; None is W.
+    With `num_groups` G queries are [T, N, W] -> [T, N, V], and the items say which tokens are theirs; the kernel leaves
+    out the tokens of none. `tree` is i32[items, words, R, LANES]. V is `value_width`, whole rows of lanes; None is W.
     """
-    num_items, K, R, W = queries.shape
+    if num_groups is None:
+        _, K, R, W = queries.shape
+    else:
+        (_, N, W), Q = queries.shape, blocks.queries
+        K, R = N // num_groups, padded_rows(Q * num_groups, blocks)
     V = value_width or W
     C, page_tiles, tile = pool.shape[1:4]
     NB, block_tiles = blocks.buffers, blocks.pages * page_tiles
@@ -55,8 +68,6 @@ def run_kernel(
     inputs = {"q_hbm": (queries, in_hbm), "pool_in": (pool, in_hbm)}
     scratch = {
         "kv": pltpu.VMEM((NB, C, block_tiles, tile, W), pool.dtype),
-        "q": pltpu.VMEM((NB, K, R, W), queries.dtype),
-        "out": pltpu.VMEM((2, K, R, V), queries.dtype),
         "maximum": pltpu.VMEM((K, R, LANES), jnp.float32),
         "total": pltpu.VMEM((K, R, LANES), jnp.float32),
         "acc": pltpu.VMEM((K, R, V), jnp.float32),
@@ -82,7 +93,16 @@ def run_kernel(
     if tree is not None:
         inputs["tree_hbm"] = (tree, in_hbm)
         scratch["tree"] = pltpu.VMEM((NB, *tree.shape[1:]), jnp.int32)
-    if num_groups is not None:  # which of an item's queries each row belongs to
+    if num_groups is None:
+        scratch["q"] = pltpu.VMEM((NB, K, R, W), queries.dtype)
+        scratch["out"] = pltpu.VMEM((2, K, R, V), queries.dtype)
+    else:
+        scratch["q"] = pltpu.VMEM((1, K, R, W), queries.dtype)
+        scratch["out"] = pltpu.VMEM((2, Q, N, V), queries.dtype)
+        scratch["q_tokens"] = pltpu.VMEM((NB, Q, N, W), queries.dtype)
+        scratch["by_token"] = pltpu.VMEM((W // LANES, Q, N, LANES), jnp.float32)
+        scratch["rows"] = pltpu.VMEM((W // LANES, R, LANES), jnp.float32)
+        # Which of an item's queries each row belongs to.
         offsets = jnp.broadcast_to((jnp.arange(R, dtype=jnp.int32) // num_groups)[:, None], (R, LANES))
         inputs["offsets"] = (offsets, in_vmem)
     if sinks is not None:
@@ -104,7 +124,7 @@ def run_kernel(
             scratch_shapes=list(scratch.values()),
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((num_items, K, R, V), queries.dtype),
+            jax.ShapeDtypeStruct((*queries.shape[:-1], V), queries.dtype),
             jax.ShapeDtypeStruct(pool.shape, pool.dtype),
         ],
         input_output_aliases={len(scalars) + 1: 1},
@@ -124,13 +144,20 @@ def _kernel(*refs, names, num_rows_of_tables, window, softcap):
     fetch = fetching(s, num_rows=num_rows_of_tables, window=window)
     append, tile_copy = appending(s, num_rows=num_rows_of_tables)
 
+    has_rows = hasattr(s, "rows")
+
     def out_copy(i):
         slot = lax.rem(i, 2)
-        return pltpu.make_async_copy(s.out.at[slot], s.out_hbm.at[s.source[i]], s.out_left.at[slot])
+        if not has_rows:
+            return pltpu.make_async_copy(s.out.at[slot], s.out_hbm.at[s.source[i]], s.out_left.at[slot])
+        source, target = s.out.at[slot, pl.ds(0, s.size[i])], s.out_hbm.at[pl.ds(s.source[i], s.size[i])]
+        return pltpu.make_async_copy(source, target, s.out_left.at[slot])
 
     def run_item(i, carry):
         for copy in fetch.item_copies(i):
             copy.wait()
+        if has_rows:
+            take_rows(s, lax.rem(i, NB))
         is_empty = not hasattr(s, "sinks")
         s.maximum[...] = jnp.full(s.maximum.shape, MASKED, jnp.float32) if is_empty else s.sinks[...]
         s.total[...] = jnp.full(s.total.shape, 0.0 if is_empty else 1.0 / LANES, jnp.float32)
@@ -162,13 +189,18 @@ def _kernel(*refs, names, num_rows_of_tables, window, softcap):
         def finish(head):
             total = s.total[head].sum(1, keepdims=True)
             result = s.acc[head] / jnp.where(total > 0, total, 1.0) * s.factors[1, head]
-            s.out[lax.rem(i, 2), head] = result.astype(s.out.dtype)
+            if has_rows:
+                give_rows(s, head, result)
+            else:
+                s.out[lax.rem(i, 2), head] = result.astype(s.out.dtype)
 
         if R <= SUBLANES:
             for head in range(K):
                 finish(head)
         else:
             pl.loop(0, K)(finish)
+        if has_rows:
+            give_tokens(s, lax.rem(i, 2))
         out_copy(i).start()
         return carry
 

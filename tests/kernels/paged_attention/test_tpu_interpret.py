@@ -17,7 +17,7 @@ from jax._src.pallas.mosaic.interpret import utils as interpreter_utils
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.paged_attention import paged_attention, plan_attention
-from kernels_pallas.paged_attention.tpu import append, attend, entry, fetch, items, kernel
+from kernels_pallas.paged_attention.tpu import append, attend, entry, fetch, items, kernel, rows
 from kernels_pallas.paged_attention.tpu.block_sizes import Blocks
 from tests.kernels.paged_attention.mutants import mutant
 from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call, write
@@ -122,6 +122,18 @@ def ragged(call, **options):
 
 # Long rows and single tokens in any order, chunks that start and end inside tiles, an empty row.
 RAGGED = [(7, 23), (1, 40), (5, 5), (1, 1), (33, 64), (0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "dtype"),
+    [(3, 3, 64, jnp.bfloat16), (7, 1, 80, jnp.bfloat16), (1, 1, 128, jnp.bfloat16), (16, 2, 256, jnp.float32)],
+    ids=str,
+)
+def test_a_ragged_batch_is_exact_for_any_heads(num_heads, num_kv_heads, head_dim, dtype):
+    sizes: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    call = make_call([(9, 30), (1, 3), (2, 2)], **{**SMALL, **sizes}, dtype=dtype, num_padding=1, layout="tpu")
+
+    ragged(call, tolerance=0.03 if dtype == jnp.bfloat16 else 2e-5)
 
 
 @pytest.mark.parametrize("execution", ["eager", "on_wait"])
@@ -231,7 +243,7 @@ def test_a_neighbour_of_nan_values_makes_no_result_nan(q_len, window):
     assert np.isnan(out[~others]).all()
 
 
-FILES = (items, attend, fetch, append, kernel, entry)
+FILES = (items, attend, fetch, append, rows, kernel, entry)
 # None that makes a kernel wait for what never comes: the interpreter would wait as well.
 MUTATIONS = {
     "a dropped wait for a block": ("pltpu.make_async_copy(part, part, s.kv_arrived.at[slot]).wait()", "pass"),
@@ -263,6 +275,9 @@ def test_a_mutation_of_decoding_is_caught(name):
 RAGGED_MUTATIONS = {
     "a dropped wait for appended tiles": ("pl.loop(0, s.num_tiles[0])(lambda n: copy(n).wait())", "pass"),
     "a tile of old tokens overwritten": ("jnp.where(tiles.is_old[:", "jnp.where(jnp.zeros_like(tiles.is_old)[:"),
+    "results that overwrite those of the next row": ("jnp.clip(q_lens[row] - first, 0, Q)", "jnp.full_like(first, Q)"),
+    "queries of another head": ("= s.by_token[c, :, head * G + g]", "= s.by_token[c, :, head * G]"),
+    "a dropped wait for a result": ("out_copy(i - 2).wait()", "pass"),
     "queries that see what follows them": ("seen = position <= own", "seen = position <= own + 1"),
 }
 
