@@ -11,6 +11,10 @@ import jax
 CAPABILITIES = {"T4": 7.5, "A100": 8.0, "L4": 8.9, "H100": 9.0, "H200": 9.0}
 
 
+# What kernels may use of a TPU's vector memory: half of the smallest that a chip since v5e has.
+VMEM_BYTES = 2**25
+
+
 class DataSheet(NamedTuple):
     """What a device can do per second, by its maker's data sheet."""
 

@@ -25,6 +25,7 @@ from jaxinfer.model.components.rope import Rope, rotary_angles
 from jaxinfer.model.config import Layer, MixerStack, ModelConfig, PagePlace
 from jaxinfer.model.mixers import Mixer, Pool, functions_of
 from jaxinfer.model.params import LayerParams, Params
+from jaxinfer.quantization import QuantizedArray
 from jaxinfer.validation import as_ints
 from kernels_pallas.row_products import rounded
 
@@ -172,12 +173,20 @@ def _run_group(
     mixers = [mixer for layer in layers for mixer in layer.mixers]
     pairs = zip(mixers, places, strict=True)
     plans = [_plan(mixer, pools[place.pool], of_kinds[stacks[place.pool].kind]) for mixer, place in pairs]
+    # Experts and integers are no scanned input, for a TPU would copy a layer's to its kernel. In a derivative each
+    # layer's would be that of a whole stack. Over several devices XLA splits products by integers, and not a kernel.
+    held_experts = params if num_whole_rows is None else None
+    scanned = params if held_experts is None else _without_experts(params)
+    held_integers = scanned if num_whole_rows is None and (mesh is None or mesh.size == 1) else None
+    scanned = scanned if held_integers is None else _without_integers(scanned)
 
     def run_pattern(carry, scanned):
         x, pools = carry[0], list(carry[1])
         pattern, numbers, index = scanned
-        if num_whole_rows is None:
-            pattern = _with_experts(pattern, params, index)
+        if held_integers is not None:
+            pattern = _with_integers(pattern, held_integers, index)
+        if held_experts is not None:
+            pattern = _with_experts(pattern, held_experts, index)
 
         def inputs_at(place: PagePlace, plan: Any) -> AttentionInputs:
             stack, layer = stacks[place.pool], index if place.layer is None else place.layer
@@ -195,9 +204,7 @@ def _run_group(
             x = _finish(layer_params, x, None if numbers is None else numbers[i], num_tokens, layer=layer)
         return (x, tuple(pools)), None
 
-    # The cache is a carry: as scanned input and output it would be copied whole in every step. Experts are no scanned
-    # input, for a TPU would copy a layer's to its kernel. In a derivative each layer's would be that of a whole stack.
-    scanned = _without_experts(params) if num_whole_rows is None else params
+    # The cache is a carry: as scanned input and output it would be copied whole in every step.
     (x, pools), _ = jax.lax.scan(run_pattern, (x, pools), (scanned, numbers, jnp.arange(repeats)))
     return x, pools
 
@@ -225,6 +232,30 @@ def _with_experts(
         return replace(node, experts=stack.experts, layer=layer) if _is_moe(node) else node
 
     return jax.tree.map(put, own, stacks, is_leaf=_is_moe)
+
+
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, QuantizedArray)
+
+
+def _without_integers(params: tuple[LayerParams, ...]) -> tuple[LayerParams, ...]:
+    """Returns the parameters of stacked layers without the integers of products and their scales."""
+
+    def drop(node: Any) -> Any:
+        return replace(node, values=None, scales=None) if _is_quantized(node) else node
+
+    return jax.tree.map(drop, params, is_leaf=_is_quantized)
+
+
+def _with_integers(
+    own: tuple[LayerParams, ...], stacks: tuple[LayerParams, ...], layer: jax.Array
+) -> tuple[LayerParams, ...]:
+    """Returns the parameters of layers with the integers of their whole stacks, in which theirs are at `layer`."""
+
+    def put(node: Any, stack: Any) -> Any:
+        return replace(stack, layer=layer) if _is_quantized(node) else node
+
+    return jax.tree.map(put, own, stacks, is_leaf=_is_quantized)
 
 
 def mix(

@@ -34,16 +34,18 @@ class QuantizedArray:
 
     The inputs are cut into groups of equal size; a single group is a scale per output channel. Integers of 4 bits lie
     two to a byte, as `pack_int4` lays them out, so that the axis of inputs is half as long; or they have a type of
-    their own, which TPUs multiply.
+    their own, which TPUs multiply. With a `layer`, both arrays are those of n layers [n, out..., ...], and the weights
+    are this layer's: a kernel of a TPU reads them in the stack.
     """
 
     values: Any  # i8[out..., in], i8[out..., in / 2] or i4[out..., in]
     scales: Any  # f32[out..., groups]
+    layer: Any = None  # i32[]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the integers as they are stored."""
-        return self.values.shape
+        """That of the integers as they are stored, of one layer."""
+        return self.values.shape if self.layer is None else self.values.shape[1:]
 
 
 def quantize(w: jax.Array, *, group_size: int | None = None, bits: int = 8, is_packed: bool = True) -> QuantizedArray:

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas import triton
 from kernels_pallas.dispatch import NoGainError
-from kernels_pallas.quantized_matmul.reference import multiply_widened, split_int4
+from kernels_pallas.quantized_matmul.reference import layer_of, multiply_widened, split_int4
 
 GROUP_SIZES = (32, 64, 128, 256)
 # Programs per multiprocessor that keep enough bytes under way: three stages of 64 channels x 128 bytes each.
@@ -67,11 +67,13 @@ def quantized_matmul_gpu(
     weights: jax.Array,
     scales: jax.Array,
     zeros: jax.Array | None,
+    layer: jax.Array | None = None,
     *,
     block_sizes: MatmulBlockSizes | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """The contract is that of `quantized_matmul`; `block_sizes` None takes those estimated for the device."""
+    weights, scales, zeros = layer_of((weights, scales, zeros), layer)
     (T, D), F, groups = x.shape, weights.shape[0], scales.shape[1]
     target = _check(x, weights.dtype.name, D // groups, groups, interpret)
     block_sizes = block_sizes or matmul_block_sizes(rows=T, channels=F, groups=groups, target=target)

@@ -1,6 +1,8 @@
-"""The quantized product in plain JAX: the oracle of the kernel, and the production path on TPU and old GPUs."""
+"""The quantized product in plain JAX: the oracle of the kernels, and what runs on old GPUs and over TPU meshes."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +31,17 @@ def split_int4(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.right_shift(jnp.left_shift(packed, 4), 4), jnp.right_shift(packed, 4)
 
 
+def layer_of(stacks: Any, layer: jax.Array | None) -> Any:
+    """Returns the arrays [F, ...] of a layer of stacks [n, F..., ...], in a tree; the arrays themselves for None."""
+    if layer is None:
+        return stacks
+
+    def own(stack: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False).reshape(-1, stack.shape[-1])
+
+    return jax.tree.map(own, stacks)
+
+
 def dequantize(weights: jax.Array, scales: jax.Array, zeros: jax.Array | None, num_inputs: int) -> jax.Array:
     """Returns the weights f32[F, D]; the arguments are those of `quantized_matmul`."""
     w = _centred(weights, scales, zeros, num_inputs).astype(jnp.float32)
@@ -43,7 +56,7 @@ def multiply_widened(x: jax.Array, weights: jax.Array, scales: jax.Array, zeros:
 
 
 def quantized_matmul_reference(
-    x: jax.Array, weights: jax.Array, scales: jax.Array, zeros: jax.Array | None
+    x: jax.Array, weights: jax.Array, scales: jax.Array, zeros: jax.Array | None, layer: jax.Array | None = None
 ) -> jax.Array:
     """The contract is that of `quantized_matmul`.
 
@@ -51,6 +64,7 @@ def quantized_matmul_reference(
     weights are never there in floating point. Of many rows the results per group, float32 [T, groups, F], would be
     larger than the weights in x's type; then those are made.
     """
+    weights, scales, zeros = layer_of((weights, scales, zeros), layer)
     (T, D), F, groups = x.shape, weights.shape[0], scales.shape[1]
     scales = scales.astype(jnp.float32)
     if groups == 1:

@@ -168,6 +168,31 @@ def experts_case(
     return Case(jax.jit(grouped_matmul), on_mesh(arguments, mesh), kernels=("grouped_matmul",))
 
 
+def product_case(
+    mesh: Any,
+    *,
+    num_tokens: int = 32,
+    num_channels: int = 14336,
+    num_inputs: int = 4096,
+    weights: str = "int8",
+    group_size: int = 4096,
+) -> Case:
+    """A product by integers of one of two layers, with the sizes of gate and up in Llama 3 8B."""
+    import jax
+    import jax.numpy as jnp
+
+    from kernels_pallas.quantized_matmul import quantized_matmul
+
+    shapes: dict[str, Any] = {
+        "x": ((num_tokens, num_inputs), "bfloat16"),
+        "weights": ((2, num_channels, num_inputs), weights),
+        "scales": ((2, num_channels, num_inputs // group_size), jnp.float32),
+        "layer": ((), jnp.int32),
+    }
+    arguments = {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
+    return Case(jax.jit(quantized_matmul), on_mesh(arguments, mesh), kernels=("quantized_matmul",))
+
+
 # 32 rows with contexts up to 8,192; prefill computes 512 tokens. The pages fill the memory beside the weights: 512
 # of 128 tokens on a chip of 32 GB, 256 beside 8-bit weights on one of 16 GB.
 tpu_step = functools.partial(step_case, layout="tpu", num_rows=32, page_size=128)
@@ -210,6 +235,13 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "experts decode int4": functools.partial(experts_case, weights="int4", group_size=128),
     "experts decode 192 inputs": functools.partial(experts_case, num_channels=2048, num_inputs=192),
     "experts prefill": functools.partial(experts_case, num_tokens=2048),
+    "product decode int8": product_case,
+    "product decode int4": functools.partial(product_case, weights="int4", group_size=128),
+    "product prefill int8": functools.partial(product_case, num_tokens=512),
+    "product prefill int4": functools.partial(product_case, num_tokens=512, weights="int4", group_size=128),
+    "product down prefill int4": functools.partial(
+        product_case, num_tokens=512, num_channels=4096, num_inputs=14336, weights="int4", group_size=128
+    ),
     "decode int8 pages of 32": functools.partial(decode_case, page_size=32, page_dtype="int8"),
     "step decode": decode_step,
     "step prefill": prefill_step,
@@ -220,6 +252,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
     ),
     "step decode int8 weights": functools.partial(decode_step, quantization="int8", num_pages=256),
     "step decode int4 weights": functools.partial(decode_step, quantization="int4", num_pages=256),
+    "step prefill int4 weights": functools.partial(prefill_step, quantization="int4", num_pages=256),
     "step prefill int8 weights": functools.partial(prefill_step, quantization="int8", num_pages=256),
 }
 KERNEL_CASES = tuple(name for name in CASES if not name.startswith("step"))

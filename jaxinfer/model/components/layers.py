@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.validation import require_bool, require_real
-from kernels_pallas.quantized_matmul import quantized_matmul
+from kernels_pallas.quantized_matmul import layer_of, quantized_matmul
 from kernels_pallas.row_products import rounded, rows_by_integers, rows_by_weights
 from kernels_pallas.row_sum import row_sum
 
@@ -35,15 +35,31 @@ def product(x: jax.Array, w: jax.Array | QuantizedArray, num_rows: jax.Array | N
     If num_rows i32[] is given, later rows of x are padding, and a CPU skips blocks of padding.
     """
     outputs = w.shape[:-1]
-    F = math.prod(outputs)
     if isinstance(w, QuantizedArray):
-        y = _quantized_product(x, w.values.reshape(F, -1), w.scales.reshape(F, -1), num_rows)
+        y = _quantized_product(x, w, num_rows)
     else:
-        y = rows_by_weights(x, w.reshape(F, -1), num_rows)
+        y = rows_by_weights(x, w.reshape(math.prod(outputs), -1), num_rows)
     return y.reshape(x.shape[0], *outputs)
 
 
-def _quantized_product(x: jax.Array, values: jax.Array, scales: jax.Array, num_rows: jax.Array | None) -> jax.Array:
+def _quantized_product(x: jax.Array, w: QuantizedArray, num_rows: jax.Array | None) -> jax.Array:
+    """Returns x wᵀ f32[T, F] for x [T, D] and weights of F output channels."""
+    if w.layer is None:
+        F = math.prod(w.shape[:-1])
+        return _by_own_integers(x, w.values.reshape(F, -1), w.scales.reshape(F, -1), num_rows)
+    # The kernel of a TPU reads the layer in the stack. Elsewhere it is taken out, as a scan takes its inputs.
+    return jax.lax.platform_dependent(
+        x,
+        w.values,
+        w.scales,
+        w.layer,
+        num_rows,
+        tpu=lambda x, v, s, layer, _: quantized_matmul(x, v, s, layer=layer).astype(jnp.float32),
+        default=lambda x, v, s, layer, n: _by_own_integers(x, layer_of(v, layer), layer_of(s, layer), n),
+    )
+
+
+def _by_own_integers(x: jax.Array, values: jax.Array, scales: jax.Array, num_rows: jax.Array | None) -> jax.Array:
     """x wᵀ f32[T, F] for x [T, D], values i8[F, D], of 4 bits i4[F, D] or i8[F, D / 2], scales f32[F, groups]."""
     if scales.shape[1] == 1 and values.shape[1] == x.shape[1]:  # compilers fuse the conversion
         return rows_by_integers(x, values, scales, num_rows)

@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas.device import VMEM_BYTES
 from kernels_pallas.paged_attention.reference import MASKED
 from kernels_pallas.paged_attention.tpu.append import append_tiles, appending
 from kernels_pallas.paged_attention.tpu.attend import MAX_ROWS_IN_REGISTERS, attention_of_block, piece_width
@@ -21,8 +22,6 @@ from kernels_pallas.paged_attention.tpu.rows import give_rows, give_tokens, take
 
 # Rows of a 32-bit register; a group of query heads is padded to them.
 SUBLANES = 8
-# What the kernels may use of the vector memory: half of the smallest that a chip since v5e has.
-VMEM_BYTES = 2**25
 
 
 def padded_rows(R: int, blocks: Blocks) -> int:

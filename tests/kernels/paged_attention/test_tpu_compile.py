@@ -30,18 +30,21 @@ MAX_BUNDLES = {
 # the matrix units do per cycle, 197 Tflop/s at 1.5 GHz and 918 at 1.75.
 PIECE = {"v5e": (128, 197e12 / 1.5e9), "v6e": (256, 918e12 / 1.75e9)}
 MIN_RATES = {("v5e", "prefill"): (0.5, 0.5), ("v6e", "prefill"): (0.25, 0.24)}
+PRODUCTS = tuple(name for name in KERNEL_CASES if name.startswith("product"))
 # What is compiled here; `scripts/kernels/compile_matrix.py` has every case for every device, which takes longer.
 KERNELS = {
     "v5e": (
         *(name for name in KERNEL_CASES if name.startswith("decode")),
         *("prefill", "prefill head_dim 64", "prefill head_dim 512", "verify"),
         *("experts decode", "experts decode int8", "experts decode int4", "experts prefill"),
+        *PRODUCTS,
     ),
     "v5p": ("decode", "decode int8", "decode fp8", "prefill"),
     "v6e": (
         *("decode", "decode int8", "decode fp8", "prefill", "verify a tree", "latents decode", "latents prefill"),
         *("experts decode", "experts decode int8", "experts decode int4"),
         *("experts decode 192 inputs", "experts prefill"),
+        *PRODUCTS,
     ),
     "tpu7x": ("decode", "decode int8", "decode fp8", "prefill"),
 }
@@ -49,7 +52,7 @@ STEPS = {
     "v6e": ("step decode", "step prefill", "step verify beside prefill"),
     "v6e-8": ("step decode", "step prefill"),
     # 16 GB of weights in bfloat16 are more than a chip has.
-    "v5e": ("step decode int8 weights", "step decode int4 weights", "step prefill int8 weights"),
+    "v5e": tuple(f"step {step} {weights} weights" for weights in ("int8", "int4") for step in ("decode", "prefill")),
     "v5e-8": ("step decode int8 weights", "step prefill int8 weights"),
 }
 
@@ -96,11 +99,11 @@ def test_prefill_of_llama_8b_copies_no_queries_into_tiles():
     assert compiled_steps("v6e")["step prefill"]["temporary_bytes"] < 20e6
 
 
-# Not those of v5e: queries, keys and values with integers as weights are still copied into its vector memory.
+# Not those of eight v5e: over a mesh XLA multiplies by integers, and copies keys and values into vector memory.
 # In prefill on eight v6e, states of 512 tokens are as large as a device's part of the output weights.
 COPYING_NOTHING = [
     (device, name)
-    for device in ("v6e", "v6e-8")
+    for device in ("v5e", "v6e", "v6e-8")
     for name in STEPS[device]
     if (device, name) != ("v6e-8", "step prefill")
 ]

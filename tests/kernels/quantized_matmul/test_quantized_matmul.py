@@ -13,13 +13,16 @@ import pytest
 
 from kernels_pallas.quantized_matmul import dequantize, pack_int4, quantized_matmul, unpack_int4
 from kernels_pallas.quantized_matmul.gpu import MatmulBlockSizes, matmul_block_sizes, quantized_matmul_gpu
+from kernels_pallas.quantized_matmul.tpu import quantized_matmul_tpu
+from kernels_pallas.tpu_products import lies_turned
 from kernels_pallas.triton import Target
+from tests.unoptimised import UNOPTIMISED
 
-multiply = jax.jit(quantized_matmul, static_argnames="implementation")
+multiply = jax.jit(quantized_matmul, static_argnames="implementation", compiler_options=UNOPTIMISED)
 
 
-def make_call(T, D, F, group_size, *, bits=8, has_zeros=False, dtype=jnp.float32, seed=0):
-    """Returns the arguments of a call and the product in float64."""
+def make_call(T, D, F, group_size, *, bits=8, has_zeros=False, dtype=jnp.float32, seed=0, is_packed=True):
+    """Returns the arguments of a call and the product in float64; `is_packed` lays 4 bits two to a byte."""
     generator = np.random.default_rng(seed)
     low, high = (-8, 7) if bits == 4 else (-128, 127)
     integers = generator.integers(low, high, (F, D), np.int8, endpoint=True)
@@ -28,7 +31,8 @@ def make_call(T, D, F, group_size, *, bits=8, has_zeros=False, dtype=jnp.float32
     x = np.asarray(jnp.asarray(generator.standard_normal((T, D)), dtype).astype(jnp.float32))
     centres = 0 if zeros is None else np.repeat(zeros, group_size, axis=1).astype(np.float64)
     w = (integers - centres) * np.repeat(scales, group_size, axis=1)
-    stored = pack_int4(jnp.asarray(integers), group_size) if bits == 4 else jnp.asarray(integers)
+    stored = pack_int4(jnp.asarray(integers), group_size) if bits == 4 and is_packed else jnp.asarray(integers)
+    stored = stored.astype("int4") if bits == 4 and not is_packed else stored
     call = (jnp.asarray(x, dtype), stored, jnp.asarray(scales), None if zeros is None else jnp.asarray(zeros))
     return call, x.astype(np.float64) @ w.T
 
@@ -74,6 +78,98 @@ def test_groups_split_over_programs_are_added_once(block_m, block_n, num_splits)
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
+def put_in_stack(call, layer, num_layers, channels=None):
+    """Returns a call by weights in a stack of layers, of which the others have scales of NaN.
+
+    `channels` are the sizes of the axes of channels, None for one axis.
+    """
+    x, weights, scales, _ = call
+    channels = weights.shape[:1] if channels is None else channels
+    is_layer = (jnp.arange(num_layers) == layer)[:, None, None]
+    weights = jnp.where(is_layer, weights[None].astype("int8"), 1).astype(weights.dtype)
+    scales = jnp.where(is_layer, scales[None], jnp.nan)
+    weights, scales = (a.reshape(num_layers, *channels, a.shape[-1]) for a in (weights, scales))
+    return {"x": x, "weights": weights, "scales": scales, "layer": jnp.int32(layer)}
+
+
+@pytest.mark.parametrize("implementation", ["reference", "gpu_interpret", "tpu_interpret"])
+@pytest.mark.parametrize(("bits", "group_size"), [(8, 128), (8, 32), (4, 32)])
+@pytest.mark.parametrize(("layer", "num_layers"), [(0, 1), (2, 3)])
+def test_a_layer_is_read_from_the_stack_of_several(layer, num_layers, bits, group_size, implementation):
+    call, expected = make_call(5, 256, 24, group_size, bits=bits, is_packed=implementation == "gpu_interpret")
+    stacked = put_in_stack(call, layer, num_layers, channels=(3, 8))
+
+    out = multiply(**stacked, implementation=implementation)
+
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("T", [1, 8, 32, 200, 512])
+@pytest.mark.parametrize(
+    ("D", "F", "bits", "group_size"),
+    [
+        *((96, 70, 8, 96), (128, 384, 8, 32), (200, 384, 8, 40), (200, 384, 8, 200), (4096, 640, 8, 4096)),
+        *((96, 70, 4, 96), (256, 640, 4, 128), (320, 34, 4, 64), (200, 384, 4, 40), (4096, 640, 4, 1024)),
+    ],
+)
+def test_the_tpu_kernel_takes_any_rows_channels_and_groups(T, D, F, bits, group_size):
+    call, expected = make_call(T, D, F, group_size, bits=bits, is_packed=False)
+
+    out = multiply(**put_in_stack(call, 1, 2), implementation="tpu_interpret")
+
+    # float32 sums of up to 4,096 terms of order 1/64.
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(8, 256), (4, 64)])
+def test_the_tpu_kernel_adds_up_half_precision_in_float32(bits, group_size):
+    call, expected = make_call(40, 256, 70, group_size, bits=bits, dtype=jnp.bfloat16, is_packed=False)
+
+    out = multiply(**put_in_stack(call, 1, 2), implementation="tpu_interpret")
+
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(out.astype(jnp.float32), expected, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize("block_rows", [16, 128])
+def test_blocks_of_rows_of_the_tpu_kernel_give_the_same(block_rows):
+    call, expected = make_call(230, 256, 140, 64, bits=4, is_packed=False)
+    kernel = functools.partial(quantized_matmul_tpu, zeros=None, block_rows=block_rows, interpret=True)
+
+    out = jax.jit(kernel)(**put_in_stack(call, 1, 3))
+
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"layer": None}, "layer=None is not supported by the TPU kernel.*implementation='reference'"),
+        ({"zeros": np.zeros((2, 384, 5), "int8")}, "zero points are not supported by the TPU kernel"),
+        ({"x": np.zeros((3, 200), "float16")}, "rows.dtype=float16 is not supported.*bfloat16"),
+        ({"x": np.zeros((0, 200), "float32")}, "no rows at all"),
+        ({"weights": np.zeros((2, 384, 100), "int8")}, "packed integers .*int4"),
+    ],
+)
+def test_what_the_tpu_kernel_cannot_do_is_refused_by_name(change, reason):
+    arrays = put_in_stack(make_call(3, 200, 384, 40, is_packed=False)[0], 1, 2) | change
+    if arrays["layer"] is None:
+        arrays |= {name: arrays[name][0] for name in ("weights", "scales")}
+
+    with pytest.raises(NotImplementedError, match=reason):
+        quantized_matmul(**arrays, implementation="tpu_interpret")
+
+
+def test_channels_of_several_axes_that_lie_turned_are_refused_and_computed_by_the_reference():
+    assert lies_turned(128, 200)
+    call, expected = make_call(3, 200, 384, 40, is_packed=False)
+    stacked = put_in_stack(call, 1, 2, channels=(3, 128))
+
+    with pytest.raises(NotImplementedError, match="the last axis of channels lies along lanes"):
+        quantized_matmul(**stacked, implementation="tpu_interpret")
+    np.testing.assert_allclose(multiply(**stacked), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_packed_integers_are_the_ones_unpacked():
     integers = jnp.asarray(np.random.default_rng(0).integers(-8, 8, (3, 64)), jnp.int8)
 
@@ -106,6 +202,15 @@ def test_of_more_rows_than_a_tile_the_weights_are_widened_once(num_rows, is_wide
     trace = jax.make_jaxpr(functools.partial(quantized_matmul, implementation="gpu_interpret"))(*call)
 
     assert ("pallas_call" not in str(trace)) == is_widened
+
+
+def test_arrays_of_a_stack_need_a_layer_and_a_layer_needs_a_stack():
+    x, weights, scales, _ = make_call(2, 64, 8, 32)[0]
+
+    with pytest.raises(ValueError, match="arrays do not fit together"):
+        quantized_matmul(x, weights[None], scales[None])
+    with pytest.raises(ValueError, match="arrays do not fit together"):
+        quantized_matmul(x, weights, scales, layer=jnp.int32(0))
 
 
 SHAPES = {"x": (2, 64), "weights": (8, 64), "scales": (8, 2), "zeros": (8, 2)}
