@@ -9,6 +9,7 @@ from jaxinfer.cpu_flags import forbid_fused_products
 if TYPE_CHECKING:
     from jaxinfer.checkpoint import load_checkpoint
     from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
+    from jaxinfer.engine.async_llm import AsyncLLM
     from jaxinfer.engine.drafters.drafters import Drafter
     from jaxinfer.engine.llm import LLM
     from jaxinfer.engine.request.completion import Completion, Delta
@@ -26,6 +27,7 @@ forbid_fused_products()
 # Loaded when first used, so that `jaxinfer --help` does not wait a second for jax.
 _MODULES = {
     "LLM": "engine.llm",
+    "AsyncLLM": "engine.async_llm",
     "CacheConfig": "config",
     "Completion": "engine.request.completion",
     "Delta": "engine.request.completion",
@@ -47,6 +49,7 @@ _MODULES = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CacheConfig",
     "Completion",
     "Delta",

@@ -132,6 +132,21 @@ class Engine:
         admission = self._admission
         return self._group(admission, admission.admit(self._ids, prompt, sampling_params, **options))
 
+    def admit_all(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Sequence[SamplingParams | None],
+        **options: Unpack[RequestOptions],
+    ) -> list[SampleGroup]:
+        """Admits prompts with the parameters of each; ValueError names the number of the prompt that is refused."""
+        groups: list[SampleGroup] = []
+        for i, (prompt, sampling) in enumerate(zip(prompts, sampling_params, strict=True)):
+            try:
+                groups.append(self.admit(prompt, sampling, **options))
+            except ValueError as error:
+                raise ValueError(f"prompt {i}: {error}") from None
+        return groups
+
     def check_samples(self, name: str, count: int) -> None:
         """Raises ValueError if `count`, the value of parameter `name`, exceeds `EngineConfig.max_samples`."""
         self.check()

@@ -68,7 +68,7 @@ class LLM:
     `add` queues requests, and each `step` advances them together; `generate` and `stream` do both for you. One thread
     at a time may call an LLM; a call from a second thread raises RuntimeError. `close`, the end of a `with` block, or
     the end of the last reference frees its memory. After a device error every call raises RuntimeError. A program with
-    several threads takes `EngineThread` instead.
+    several threads or an event loop takes `AsyncLLM` instead.
 
     Raises ValueError for an unusable checkpoint, with a list of everything that is wrong with it.
     """
@@ -297,7 +297,7 @@ class LLM:
         check_names(options)
         prompts = as_prompts(prompts)
         params = as_params(sampling_params, len(prompts))
-        return self._collect(self._admit_all(prompts, params, options), show_progress)
+        return self._collect(self._engine.admit_all(prompts, params, **options), show_progress)
 
     def chat(
         self,
@@ -358,7 +358,7 @@ class LLM:
         show_progress = as_bool("show_progress", show_progress)
         check_names(options)
         prompts = as_prompts(prompts)
-        groups = self._admit_all(prompts, [ONE_TOKEN] * len(prompts), options)
+        groups = self._engine.admit_all(prompts, [ONE_TOKEN] * len(prompts), **options)
         poolings = [begin_pooling(samples, pooling) for samples in groups]
         completions = self._collect(groups, show_progress)
         return embeddings_of(completions, poolings, self.model_config.hidden_size, normalize=normalize)
@@ -426,17 +426,6 @@ class LLM:
                 with self.engine() as engine:
                     engine.drop(request_id)
             raise
-
-    def _admit_all(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], options: RequestOptions
-    ) -> list[SampleGroup]:
-        groups: list[SampleGroup] = []
-        for i, (prompt, sampling) in enumerate(zip(prompts, params, strict=True)):
-            try:
-                groups.append(self._engine.admit(prompt, sampling, **options))
-            except ValueError as error:
-                raise ValueError(f"prompt {i}: {error}") from None
-        return groups
 
     def _collect(self, groups: Sequence[SampleGroup], show_progress: bool) -> list[Completion]:
         """Submits all prompts or none, and returns their completions in the prompts' order."""

@@ -18,6 +18,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.engine.async_llm import AsyncLLM
 from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request.completion import Completion, Delta
@@ -93,9 +94,10 @@ def ready_engine(path: Path, **overrides: Any) -> LLM:
     return llm
 
 
-def _engine(path: Path, *, speculation: Any = None, **overrides: Any) -> LLM:
+def _engine(path: Path, *, make: Any = LLM, speculation: Any = None, **overrides: Any) -> Any:
+    options = {"max_unread_tokens": overrides.pop("max_unread_tokens")} if "max_unread_tokens" in overrides else {}
     config = EngineConfig(**{**SMALL, **overrides})
-    return LLM(path, config=config, logits_processors={"turns": favour_turns}, speculation=speculation)
+    return make(path, config=config, logits_processors={"turns": favour_turns}, speculation=speculation, **options)
 
 
 def crowded_engine(path: Path, *, max_drafts: int = 3, speculation: str | Drafter | None = None, **more: Any) -> LLM:
@@ -111,6 +113,12 @@ def quick_engine(path: Path, **overrides: Any) -> LLM:
     """A small engine for tests that judge within rounding, or no numbers at all: it is compiled in less time."""
     with unoptimised_steps():
         return small_engine(path, **overrides)
+
+
+def quick_async_engine(path: Path, **overrides: Any) -> AsyncLLM:
+    """An engine for asyncio, with the steps of `quick_engine`."""
+    with unoptimised_steps(), steps_on_demand():
+        return _engine(path, make=AsyncLLM, **overrides)
 
 
 def interpret_tpu_kernels(patch: pytest.MonkeyPatch) -> None:

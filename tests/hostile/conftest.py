@@ -1,8 +1,10 @@
-"""Two engines for all hostile tests of a process; every case has to leave them idle."""
+"""A few engines for all hostile tests of a process; every case has to leave them idle."""
+
+import asyncio
 
 import pytest
 
-from tests.engine.engines import quick_engine, save_small_checkpoint
+from tests.engine.engines import quick_async_engine, quick_engine, save_small_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +15,10 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="session")
 def llm(checkpoint):
     return quick_engine(checkpoint, max_prompt_log_probs=3)
+
+
+@pytest.fixture(scope="session")
+def async_llm(checkpoint):
+    llm = quick_async_engine(checkpoint, max_prompt_log_probs=3)
+    yield llm
+    asyncio.run(llm.close())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import inspect
 from collections.abc import Callable, Collection
@@ -17,6 +18,7 @@ import jaxinfer
 from jaxinfer.checkpoint import load_checkpoint
 from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
 from jaxinfer.engine import assembly
+from jaxinfer.engine.async_llm import AsyncLLM
 from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request.completion import Completion, Delta
@@ -115,11 +117,13 @@ def changes_of(names: Collection[str]) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def test_no_public_name_is_left_out():
-    tested = {*CONFIGS, *FUNCTIONS.values(), *STEPS, log_probs, Row, DraftTree, LLM}
+    tested = {*CONFIGS, *FUNCTIONS.values(), *STEPS, log_probs, Row, DraftTree, LLM, AsyncLLM}
     not_called = {Completion, Delta, Drafter, QueueFullError, jaxinfer.__version__}
 
     assert {getattr(jaxinfer, name) for name in dir(jaxinfer)} == tested | not_called
     assert {name for name in vars(LLM) if not name.startswith("_")} == {*METHODS, "step", "close", "engine"} | VIEWS
+    views = {"identity", "metrics", "default_sampling_params", "failure", "close", "call"}
+    assert {name for name in vars(AsyncLLM) if not name.startswith("_")} == {*ASYNC_METHODS} | views
 
 
 @pytest.mark.parametrize("config", CONFIGS | COMPONENTS, ids=lambda config: config.__name__)
@@ -226,6 +230,39 @@ def test_methods_of_an_llm(llm, name, tmp_path, monkeypatch):
     test()
 
 
+def without_progress(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name != "show_progress"}
+
+
+async def read(llm: AsyncLLM, **arguments: Any) -> None:
+    async for _ in llm.stream(**arguments):
+        pass
+
+
+ASYNC_METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "stream": (read, PROMPT),
+    "generate": (AsyncLLM.generate, without_progress(METHODS["generate"][1])),
+    "chat": (AsyncLLM.chat, without_progress(METHODS["chat"][1])),
+    "render": (AsyncLLM.render, {name: CHAT[name] for name in CHAT.keys() - {"sampling_params", "show_progress"}}),
+    "embed": (AsyncLLM.embed, without_progress(METHODS["embed"][1])),
+    "warm_up": (AsyncLLM.warm_up, {"show_progress": False}),
+}
+
+
+@pytest.mark.parametrize("name", ASYNC_METHODS)
+def test_methods_of_an_async_llm(async_llm, name):
+    method, arguments = ASYNC_METHODS[name]
+
+    @cases(0.02)
+    @given(changes_of(arguments))
+    def test(changes):
+        refused_or_returned(lambda: asyncio.run(method(async_llm, **{**arguments, **changes})), names_of(changes))
+        metrics = async_llm.metrics()
+        assert (metrics.num_running, metrics.num_waiting, metrics.num_owned_pages) == (0, 0, 0)
+
+    test()
+
+
 @pytest.mark.parametrize("name", ["prompt", "sampling_params"])
 def test_no_value_changes_what_an_llm_answers_later(llm, name):
     expected = llm.generate([5, 6, 7], GREEDY, show_progress=False)[0].token_ids
@@ -252,7 +289,8 @@ def no_network(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
 
 
-def test_an_llm(checkpoint, monkeypatch, no_network):
+@pytest.mark.parametrize(("kind", "more"), [(LLM, {}), (AsyncLLM, {"max_unread_tokens": 5})], ids=["LLM", "AsyncLLM"])
+def test_an_llm(checkpoint, monkeypatch, no_network, kind, more):
     def accept(*_: Any, **__: Any) -> None:
         raise AcceptedError
 
@@ -261,9 +299,9 @@ def test_an_llm(checkpoint, monkeypatch, no_network):
 
     def make(**arguments: Any) -> None:
         with pytest.raises(AcceptedError):
-            LLM(**arguments)
+            kind(**arguments)
 
-    own = {"model": checkpoint, "config": None, "dtype": None, "logits_processors": None, "speculation": None}
+    own = {"model": checkpoint, "config": None, "dtype": None, "logits_processors": None, "speculation": None, **more}
 
     @cases(0.04)
     @given(changes_of({*own, "show_progress"}))

@@ -64,8 +64,7 @@ class Guard:
                 if self._owner is not None or self._worker == threading.get_ident():
                     raise RuntimeError(
                         "another thread is using this LLM, and one at a time may; hold a threading.Lock of your own"
-                        " around each call, or give the requests of all threads to a"
-                        " jaxinfer.engine.engine_thread.EngineThread"
+                        " around each call, or make an AsyncLLM for all threads"
                     )
             self._owner = threading.get_ident()
         self._depth += 1

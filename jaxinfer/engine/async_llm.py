@@ -1,0 +1,362 @@
+"""`AsyncLLM`: an engine for asyncio, text in, text out."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TypeVar, Unpack
+
+import numpy as np
+
+from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.engine.drafters.drafters import Drafter
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.engine_thread import EngineThread
+from jaxinfer.engine.execution.warm_up import Ready
+from jaxinfer.engine.frontend.admission import (
+    ONE_TOKEN,
+    Conversation,
+    Prompt,
+    RequestOptions,
+    as_params,
+    as_prompts,
+    check_names,
+    render,
+)
+from jaxinfer.engine.frontend.embeddings import begin_pooling, embeddings_of
+from jaxinfer.engine.frontend.sample_group import SampleGroup, in_order
+from jaxinfer.engine.request.completion import Completion, Delta
+from jaxinfer.engine.request.state_pooling import POOLINGS
+from jaxinfer.engine.scheduling.metrics import Metrics
+from jaxinfer.sampling.processors import LogitsProcessor
+from jaxinfer.validation import MAX_INT, as_bool, require, require_int, require_name
+
+T = TypeVar("T")
+# Threads that check, render and tokenize prompts and compile grammars. Tokenizers release the interpreter's lock.
+ADMISSION_THREADS = 4
+
+
+class SlowReaderError(RuntimeError):
+    """The reader of a stream has left more tokens unread than `max_unread_tokens`, and its request has ended."""
+
+
+class AsyncLLM:
+    """A model for any number of asyncio tasks, threads and event loops at once.
+
+        async with AsyncLLM(model) as llm:
+            async for delta in llm.stream("Hello"):
+                print(delta.text, end="")
+
+    The arguments are those of `LLM`, and so are the tokens. An engine thread computes the steps, and some threads more
+    check and tokenize prompts, so no call holds up an event loop. The constructor does: it loads the weights and
+    compiles a step. `await asyncio.to_thread(AsyncLLM, model)` leaves the loop free meanwhile.
+
+    A task that is cancelled, or leaves the loop over a stream, ends its requests and frees their pages. A stream whose
+    reader has left `max_unread_tokens` tokens unread ends with SlowReaderError. If the engine fails, every waiting call
+    raises RuntimeError with the cause.
+
+    The end of an `async with`, `close`, or the end of the last reference frees the memory.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        config: EngineConfig | None = None,
+        dtype: str | None = None,
+        logits_processors: Mapping[str, LogitsProcessor] | None = None,
+        speculation: str | Path | Drafter | None = None,
+        show_progress: bool = False,
+        max_unread_tokens: int = 16_384,
+    ) -> None:
+        require_int("max_unread_tokens", max_unread_tokens, 1)
+        self._engine = Engine(
+            model,
+            config=config,
+            dtype=dtype,
+            logits_processors=logits_processors,
+            speculation=speculation,
+            show_progress=show_progress,
+        )
+        self.engine_config, self.model_config = self._engine.engine_config, self._engine.model_config
+        self.tokenizer = self._engine.tokenizer
+        self.max_unread_tokens = max_unread_tokens
+        self._admitting = ThreadPoolExecutor(ADMISSION_THREADS, thread_name_prefix="admission")
+        self._thread = EngineThread(self._engine)
+        # Of the loops that have a reader, which alone keeps a mailbox.
+        self._mailboxes: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, _Mailbox]
+        self._mailboxes = weakref.WeakValueDictionary()
+        # The collector may run on the engine's thread, which cannot wait for its own end.
+        self._finalizer = weakref.finalize(self, _close_elsewhere, self._thread)
+        self._finalizer.atexit = False  # the engine's thread sees to that itself
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"<AsyncLLM {self._engine.description}>"
+
+    async def close(self, *, drain_seconds: float = 0.0) -> None:
+        """Takes no more requests and frees the memory, after unfinished requests have had `drain_seconds`.
+
+        Requests that are unfinished then end with finish reason "abort". Later calls raise RuntimeError.
+        """
+        await asyncio.to_thread(self._thread.close, drain_seconds=drain_seconds)
+        self._admitting.shutdown(wait=False, cancel_futures=True)
+        self._finalizer.detach()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The exception that has ended the engine, or None."""
+        return self._thread.failure
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """The parameters of requests that give none: those that the checkpoint's generation_config.json states."""
+        return self._engine.default_sampling_params
+
+    def metrics(self) -> Metrics:
+        """Returns the present numbers of requests and pages, and the engine's counters since the start."""
+        return self._engine.metrics()
+
+    def identity(self) -> dict[str, str]:
+        """Returns the properties of this engine that determine the text of a request: see `text_identity`."""
+        return self._engine.identity()
+
+    async def warm_up(self, *, show_progress: bool = False) -> Ready:
+        """Waits until all steps are compiled, as `LLM.warm_up` does."""
+        show_progress = as_bool("show_progress", show_progress)
+        return await asyncio.to_thread(self._engine.warm_up, show_progress=show_progress)
+
+    async def call(self, command: Callable[[Engine], T]) -> T:
+        """Returns the result of a function of the engine, which runs between two steps on the engine's thread.
+
+        This is the way to `fork`, `rewind`, `save`, `restore` and `update_params`; see `Engine`.
+        """
+        require(callable(command), "command", command, "a function of the engine")
+        return await asyncio.wrap_future(self._thread.call(command))
+
+    async def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> AsyncIterator[Delta]:
+        """Yields a prompt's output piece by piece; the last piece of a sample carries its completion.
+
+        The first piece comes after the prompt has been admitted: then ValueError is raised if the engine cannot honour
+        the request, and QueueFullError if too many requests wait. `options` are those of `LLM.add`.
+        """
+        samples = await self._admit(partial(self._engine.admit, prompt, sampling_params, **options))
+        num_to_come, reader = samples.num_completions, self._reader(self.max_unread_tokens)
+        try:
+            self._thread.submit(samples, reader.send)
+            while num_to_come:
+                delta = await reader.receive()
+                num_to_come -= delta.completion is not None
+                yield delta
+        finally:
+            if num_to_come:
+                self._drop([samples])
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[Completion]:
+        """Completes one prompt or several, text or token ids, and returns the completions as `LLM.generate` does.
+
+        Before computing anything, raises ValueError if the engine cannot honour some prompt, and QueueFullError if
+        there are too many.
+        """
+        return await self._complete(await self._admit(partial(self._admitted, prompts, sampling_params, options)))
+
+    async def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[Completion]:
+        """Completes one conversation or several, rendered by the chat template; the arguments are those of `LLM.chat`.
+
+        To stream an answer, `render` its prompt first.
+        """
+        prompts = await self.render(
+            messages,
+            tools=tools,
+            documents=documents,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return await self.generate(prompts, sampling_params, **options)
+
+    async def render(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Prompt]:
+        """Returns the prompt of each conversation, as token ids, by the chat template: see `LLM.chat`."""
+        arguments = {"tools": tools, "documents": documents, "chat_template": chat_template}
+        arguments |= {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "variables": chat_template_kwargs,
+        }
+        return await self._admit(partial(render, self.tokenizer, messages, **arguments))
+
+    async def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        **options: Unpack[RequestOptions],
+    ) -> np.ndarray:
+        """Returns a vector for each prompt, f32[len(prompts), hidden_size]: see `LLM.embed`."""
+        require_name("pooling", pooling, POOLINGS)
+        normalize = as_bool("normalize", normalize)
+        groups = await self._admit(partial(self._admitted, prompts, ONE_TOKEN, options))
+        poolings = [begin_pooling(samples, pooling) for samples in groups]
+        completions = await self._complete(groups)
+        return embeddings_of(completions, poolings, self.model_config.hidden_size, normalize=normalize)
+
+    def _admitted(
+        self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None, options: RequestOptions
+    ) -> list[SampleGroup]:
+        check_names(options)
+        prompts = as_prompts(prompts)
+        return self._engine.admit_all(prompts, as_params(params, len(prompts)), **options)
+
+    async def _admit(self, work: Callable[[], T]) -> T:
+        """Returns the result of a function that checks prompts, on a thread of its own."""
+        self._engine.check()
+        return await asyncio.get_running_loop().run_in_executor(self._admitting, work)
+
+    async def _complete(self, groups: Sequence[SampleGroup]) -> list[Completion]:
+        """Submits all prompts or none, and returns their completions in the prompts' order."""
+        reader, completions = self._reader(), defaultdict[int, list[Completion]](list)
+
+        def send(item: Delta | Exception) -> None:
+            if isinstance(item, Exception) or item.completion is not None:
+                reader.send(item)
+
+        def submit(engine: Engine) -> None:
+            engine.require_room(sum(len(samples.requests) for samples in groups))
+            for samples in groups:
+                engine.submit(samples, send)
+
+        num_to_come = sum(samples.num_completions for samples in groups)
+        try:
+            await self.call(submit)
+            while num_to_come:
+                delta = await reader.receive()
+                assert delta.completion is not None
+                completions[delta.request_id].append(delta.completion)
+                num_to_come -= 1
+        finally:
+            if num_to_come:
+                self._drop(groups)
+        return [c for samples in groups for c in in_order(completions[samples.request_id], samples.sampling)]
+
+    def _reader(self, max_unread_tokens: int = MAX_INT) -> _Reader:
+        loop = asyncio.get_running_loop()
+        mailbox = self._mailboxes.get(loop)
+        if mailbox is None:
+            self._mailboxes[loop] = mailbox = _Mailbox(loop)
+        return _Reader(mailbox, max_unread_tokens)
+
+    def _drop(self, groups: Sequence[SampleGroup]) -> None:
+        """Ends requests whose reader has gone, without waiting for the end."""
+
+        def drop(engine: Engine) -> None:
+            for samples in groups:
+                engine.drop(samples.request_id)
+
+        self._thread.call(drop)
+
+
+class _Mailbox:
+    """The way of deltas from the engine's thread into an event loop, which wakes once for those of many readers."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._items: deque[tuple[_Reader, Delta | Exception]] = deque()
+        self._is_waking = False
+
+    def post(self, reader: _Reader, item: Delta | Exception) -> None:
+        self._items.append((reader, item))
+        if not self._is_waking:
+            self._is_waking = True
+            self._loop.call_soon_threadsafe(self._deliver)  # raises if the loop is closed, which ends the request
+
+    def _deliver(self) -> None:
+        self._is_waking = False  # before the items are taken: what comes from here on wakes the loop again
+        while self._items:
+            reader, item = self._items.popleft()
+            reader.put(item)
+
+
+class _Reader:
+    """The unread deltas of one call."""
+
+    def __init__(self, mailbox: _Mailbox, max_unread_tokens: int = MAX_INT) -> None:
+        self._mailbox = mailbox
+        self._max_unread_tokens = max_unread_tokens
+        self._items: deque[Delta | Exception] = deque()
+        self._has_items = asyncio.Event()
+        self._num_sent, self._num_read = 0, 0  # tokens; the engine's thread writes the first, the loop the second
+
+    def send(self, item: Delta | Exception) -> None:
+        """Takes a delta, or the exception that ends the request; the sink of the engine's thread."""
+        if isinstance(item, Delta):
+            self._num_sent += len(item.token_ids)
+            num_unread = self._num_sent - self._num_read
+            if num_unread > self._max_unread_tokens:
+                item = SlowReaderError(
+                    f"{num_unread} tokens of the stream are unread, more than"
+                    f" max_unread_tokens={self._max_unread_tokens}, so its request has ended; read faster or give"
+                    " AsyncLLM a greater max_unread_tokens"
+                )
+        self._mailbox.post(self, item)
+        if isinstance(item, SlowReaderError):
+            raise item  # so that the engine ends the request
+
+    def put(self, item: Delta | Exception) -> None:
+        self._items.append(item)
+        self._has_items.set()
+
+    async def receive(self) -> Delta:
+        while not self._items:
+            self._has_items.clear()
+            await self._has_items.wait()
+        item = self._items.popleft()
+        if isinstance(item, Exception):
+            raise item
+        self._num_read += len(item.token_ids)
+        return item
+
+
+def _close_elsewhere(thread: EngineThread) -> None:
+    threading.Thread(target=partial(thread.close, drain_seconds=0.0), name="close", daemon=True).start()
