@@ -44,10 +44,14 @@ def read_options(arguments: argparse.Namespace) -> tuple[list[Message], str | No
     messages = [] if arguments.load is None else read_messages(arguments.load)
     if arguments.system is not None:
         messages = [_system(arguments.system), *_without_system(messages)]
-    template = arguments.chat_template
+    return messages, read_template(arguments.chat_template)
+
+
+def read_template(template: str | None) -> str | None:
+    """Returns the template in a file, or the name of one of the checkpoint's; None for None."""
     if template is not None and (path := as_path("--chat-template", template)).is_file():
-        template = _read(path)
-    return messages, template
+        return _read(path)
+    return template
 
 
 def read_messages(name: str) -> list[Message]:

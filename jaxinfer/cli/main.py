@@ -3,6 +3,7 @@
 * `jaxinfer generate` streams one completion.
 * `jaxinfer chat` holds a conversation.
 * `jaxinfer batch` runs a file of requests.
+* `jaxinfer serve` answers OpenAI's API.
 * `jaxinfer bench` measures a random load, `jaxinfer replay` a trace of requests.
 * `jaxinfer simulate` predicts a trace without a device.
 * `jaxinfer models` lists the families of checkpoints that can be read.
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jaxinfer._version import __version__
 
 # jax takes seconds to import, so each command imports the modules that need it after parsing its arguments.
-from jaxinfer.cli import bench, chat
+from jaxinfer.cli import bench, chat, serve
 from jaxinfer.cli.options import add_fields, from_arguments
 from jaxinfer.cli.output import drop_output, require_output, show
 from jaxinfer.config import EngineConfig, SamplingParams
@@ -136,6 +137,10 @@ def _parser() -> argparse.ArgumentParser:
     batch.add_argument("--max-in-flight", type=int, metavar="N", help="requests given to the engine at a time")
     batch.set_defaults(run=_batch)
 
+    server = commands.add_parser("serve", help="answer OpenAI's API over HTTP", allow_abbrev=False)
+    serve.add_options(server)
+    server.set_defaults(run=serve.serve)
+
     doctor = commands.add_parser(
         "doctor", help="check that on this CPU no bit of a request depends on the batch", allow_abbrev=False
     )
@@ -144,14 +149,20 @@ def _parser() -> argparse.ArgumentParser:
     models = commands.add_parser("models", help="list the families of checkpoints that can be read", allow_abbrev=False)
     models.set_defaults(run=_models)
 
-    omitted = bench.add_commands(commands, _load) | {generate: OMITTED, talk: OMITTED, batch: OMITTED, doctor: ()}
+    omitted = bench.add_commands(commands, _load) | {
+        generate: OMITTED,
+        talk: OMITTED,
+        batch: OMITTED,
+        server: (),
+        doctor: (),
+    }
     for command, omit in omitted.items():
         command.add_argument("--quiet", action="store_true", help="no progress and no statistics")
         model = command.add_argument_group("model")
         model.add_argument("--model", help="folder or name of a checkpoint; the bundled model when it is left out")
         model.add_argument("--dtype", help="type of the weights: float32, bfloat16, float16 or auto (default)")
         groups = {"model": model}
-        if command in (generate, talk, batch):
+        if command in (generate, talk, batch, server):
             groups["speculation"] = command.add_argument_group("speculation")
             drafter = "ngram, suffix, mtp, or the folder or id of what drafts"
             groups["speculation"].add_argument("--speculation", metavar="DRAFTER", help=drafter)

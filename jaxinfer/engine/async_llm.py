@@ -85,7 +85,7 @@ class AsyncLLM:
             show_progress=show_progress,
         )
         self.engine_config, self.model_config = self._engine.engine_config, self._engine.model_config
-        self.tokenizer = self._engine.tokenizer
+        self.tokenizer, self.max_model_len = self._engine.tokenizer, self._engine.max_model_len
         self.max_unread_tokens = max_unread_tokens
         self._admitting = ThreadPoolExecutor(ADMISSION_THREADS, thread_name_prefix="admission")
         self._thread = EngineThread(self._engine)
@@ -153,17 +153,22 @@ class AsyncLLM:
         The first piece comes after the prompt has been admitted: then ValueError is raised if the engine cannot honour
         the request, and QueueFullError if too many requests wait. `options` are those of `LLM.add`.
         """
-        samples = await self._admit(partial(self._engine.admit, prompt, sampling_params, **options))
-        num_to_come, reader = samples.num_completions, self._reader(self.max_unread_tokens)
-        try:
-            self._thread.submit(samples, reader.send)
-            while num_to_come:
-                delta = await reader.receive()
-                num_to_come -= delta.completion is not None
+        async with await self.open([prompt], sampling_params, **options) as stream:
+            async for delta in stream:
                 yield delta
-        finally:
-            if num_to_come:
-                self._drop([samples])
+
+    async def open(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Stream:
+        """Queues all prompts or none, and returns the stream of their deltas: `async with await llm.open(…) as stream`.
+
+        Raises ValueError if the engine cannot honour some prompt, and QueueFullError if too many requests wait.
+        """
+        groups = await self._admit(partial(self._admitted, prompts, sampling_params, options))
+        return await self._open(groups, self._reader(self.max_unread_tokens))
 
     async def generate(
         self,
@@ -226,6 +231,12 @@ class AsyncLLM:
         }
         return await self._admit(partial(render, self.tokenizer, messages, **arguments))
 
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Returns the token ids of a text, by default with those that the tokenizer adds to a prompt."""
+        if self.tokenizer is None:
+            raise ValueError("this checkpoint has no tokenizer.json or tokenizer.model; give token ids")
+        return await self._admit(partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens))
+
     async def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -256,29 +267,32 @@ class AsyncLLM:
 
     async def _complete(self, groups: Sequence[SampleGroup]) -> list[Completion]:
         """Submits all prompts or none, and returns their completions in the prompts' order."""
-        reader, completions = self._reader(), defaultdict[int, list[Completion]](list)
+        completions = defaultdict[int, list[Completion]](list)
+        async with await self._open(groups, self._reader(), are_whole=True) as stream:
+            async for delta in stream:
+                if delta.completion is not None:
+                    completions[delta.request_id].append(delta.completion)
+        return [c for samples in groups for c in in_order(completions[samples.request_id], samples.sampling)]
 
-        def send(item: Delta | Exception) -> None:
+    async def _open(self, groups: Sequence[SampleGroup], reader: _Reader, *, are_whole: bool = False) -> Stream:
+        """Submits all prompts or none; with `are_whole` the reader gets completions alone, and so wakes less often."""
+
+        def send_whole(item: Delta | Exception) -> None:
             if isinstance(item, Exception) or item.completion is not None:
                 reader.send(item)
 
         def submit(engine: Engine) -> None:
             engine.require_room(sum(len(samples.requests) for samples in groups))
             for samples in groups:
-                engine.submit(samples, send)
+                engine.submit(samples, send_whole if are_whole else reader.send)
 
-        num_to_come = sum(samples.num_completions for samples in groups)
+        stream = Stream(groups, reader, self._thread)
         try:
             await self.call(submit)
-            while num_to_come:
-                delta = await reader.receive()
-                assert delta.completion is not None
-                completions[delta.request_id].append(delta.completion)
-                num_to_come -= 1
-        finally:
-            if num_to_come:
-                self._drop(groups)
-        return [c for samples in groups for c in in_order(completions[samples.request_id], samples.sampling)]
+        except BaseException:  # of a cancelled task too, whose requests may be there already
+            await stream.close()
+            raise
+        return stream
 
     def _reader(self, max_unread_tokens: int = MAX_INT) -> _Reader:
         loop = asyncio.get_running_loop()
@@ -287,14 +301,43 @@ class AsyncLLM:
             self._mailboxes[loop] = mailbox = _Mailbox(loop)
         return _Reader(mailbox, max_unread_tokens)
 
-    def _drop(self, groups: Sequence[SampleGroup]) -> None:
-        """Ends requests whose reader has gone, without waiting for the end."""
 
-        def drop(engine: Engine) -> None:
-            for samples in groups:
-                engine.drop(samples.request_id)
+class Stream:
+    """The deltas of one prompt or several, as they come; the last delta of a sample carries its completion.
 
-        self._thread.call(drop)
+    The end of an `async with`, or `close`, ends the requests that are unfinished and frees their pages.
+    """
+
+    def __init__(self, groups: Sequence[SampleGroup], reader: _Reader, thread: EngineThread) -> None:
+        self.request_ids = tuple(samples.request_id for samples in groups)  # in the prompts' order
+        self._reader, self._thread = reader, thread
+        self._num_to_come = sum(samples.num_completions for samples in groups)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if not self._num_to_come:
+            raise StopAsyncIteration
+        delta = await self._reader.receive()
+        self._num_to_come -= delta.completion is not None
+        return delta
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends the requests that are unfinished, without waiting for their end."""
+        if self._num_to_come:
+            self._num_to_come = 0
+            self._thread.call(self._drop)
+
+    def _drop(self, engine: Engine) -> None:
+        for request_id in self.request_ids:
+            engine.drop(request_id)
 
 
 class _Mailbox:

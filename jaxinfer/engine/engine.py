@@ -120,6 +120,12 @@ class Engine:
         self.check()
         return self._admission.default_sampling_params
 
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of prompt and output together that a request can see."""
+        self.check()
+        return self._admission.max_model_len
+
     def admit(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> SampleGroup:

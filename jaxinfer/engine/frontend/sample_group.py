@@ -62,4 +62,5 @@ def _whole(completion: Completion) -> Delta:
         token_ids=completion.token_ids,
         log_probs=completion.log_probs,
         completion=completion,
+        top_log_probs=completion.top_log_probs,
     )

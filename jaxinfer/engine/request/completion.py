@@ -70,3 +70,4 @@ class Delta(NamedTuple):
     log_probs: tuple[float, ...]
     sample_index: int = 0
     completion: Completion | None = None
+    top_log_probs: tuple[dict[int, float], ...] = ()  # per token: token id -> log-probability; empty unless requested

@@ -303,17 +303,18 @@ class Request:
         self.token_ids.append(token_id)
         self.log_probs.append(log_prob)
         is_stop, text = token_id in self.stop_token_ids, ""
+        tops = (top_log_probs,) if self.sampling.log_probs else ()
         if not self.is_plain:
             is_stop |= self._observe(token_id, top_log_probs)
         if (stream := self.detokenizer) is not None and (text := stream.texts.get(token_id)) is None:
             text = stream.push(token_id)
             is_stop |= stream.is_stopped
         if is_stop:
-            return self.finish("stop", text, (token_id,), (log_prob,))
+            return self.finish("stop", text, (token_id,), (log_prob,), tops)
         if len(self.token_ids) >= self.max_len:
-            return self.finish("length", text, (token_id,), (log_prob,))
+            return self.finish("length", text, (token_id,), (log_prob,), tops)
         self._texts.append(text)
-        return Delta(self.request_id, text, (token_id,), (log_prob,), self.sample_index)
+        return Delta(self.request_id, text, (token_id,), (log_prob,), self.sample_index, None, tops)
 
     def _catch_up(self, end: int) -> None:
         """Adds the texts of tokens before `end` that the fast path appended without recording their text."""
@@ -347,6 +348,7 @@ class Request:
         text: str = "",
         token_ids: tuple[int, ...] = (),
         log_probs: tuple[float, ...] = (),
+        top_log_probs: tuple[dict[int, float], ...] = (),
         error: str | None = None,
     ) -> Delta:
         """Ends the request and returns its last delta, with any text that was held back.
@@ -388,4 +390,5 @@ class Request:
             token_ids=token_ids,
             log_probs=log_probs,
             completion=completion,
+            top_log_probs=top_log_probs,
         )

@@ -108,7 +108,7 @@ def append_plain(requests: Sequence[Request], output: Any, now: float) -> list[D
             continue
         token_ids.append(token_id)
         request.log_probs.append(log_prob)
-        delta = (request.request_id, text, (token_id,), (log_prob,), request.sample_index, None)
+        delta = (request.request_id, text, (token_id,), (log_prob,), request.sample_index, None, ())
         deltas.append(new_delta(Delta, delta))
     return deltas
 
@@ -126,4 +126,5 @@ def append_tokens(request: Request, emitted: Sequence[SampledToken], now: float)
         text="".join(delta.text for delta in deltas),
         token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
         log_probs=tuple(chain.from_iterable(delta.log_probs for delta in deltas)),
+        top_log_probs=tuple(chain.from_iterable(delta.top_log_probs for delta in deltas)),
     )

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -58,14 +59,17 @@ def test_an_interrupted_generate_leaves_the_requests_of_others_alone(llm, monkey
 # ---- stream
 
 
-def test_a_stream_joined_is_the_completion(llm):
-    deltas = list(llm.stream(PROMPTS[0], DRAWN))
+@pytest.mark.parametrize("log_probs", [0, 2])
+def test_a_stream_joined_is_the_completion(llm, log_probs):
+    deltas = list(llm.stream(PROMPTS[0], replace(DRAWN, log_probs=log_probs)))
 
     completion = deltas[-1].completion
     assert completion is not None
     assert completion.text == "".join(delta.text for delta in deltas)
     assert completion.token_ids == sum((delta.token_ids for delta in deltas), ())
     assert completion.log_probs == sum((delta.log_probs for delta in deltas), ())
+    assert completion.top_log_probs == sum((delta.top_log_probs for delta in deltas), ())
+    assert len(completion.top_log_probs) == (len(completion.token_ids) if log_probs else 0)
 
 
 def test_only_the_last_delta_of_a_stream_carries_the_completion(llm):

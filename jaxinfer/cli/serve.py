@@ -1,0 +1,126 @@
+"""`jaxinfer serve`: a server that speaks OpenAI's API."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.cli.chat import read_template
+from jaxinfer.cli.options import from_arguments
+from jaxinfer.config import EngineConfig
+from jaxinfer.validation import as_path, require_int, require_real
+
+MAX_WAITING = 1_024  # requests, if nothing else is said: a server's queue has an end
+MAX_BODY_BYTES = 2**25
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the server."""
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1)")
+    group.add_argument("--port", type=int, default=8000, help="port to listen at; 0 takes a free one (default 8000)")
+    group.add_argument(
+        "--served-name",
+        action="append",
+        metavar="NAME",
+        help="the model's name in requests, its folder's name or id when left out; may be repeated",
+    )
+    group.add_argument(
+        "--chat-template", metavar="FILE", help="template in Jinja, or the name of one of the checkpoint's templates"
+    )
+    group.add_argument(
+        "--keys",
+        metavar="FILE",
+        help='JSON lines of {"key", "tenant", "priority", "max_in_flight", "tokens_per_minute"}; all may enter without',
+    )
+    group.add_argument(
+        "--cors-origin",
+        action="append",
+        metavar="ORIGIN",
+        help="origin whose pages may call the server; may be repeated",
+    )
+    group.add_argument(
+        "--max-body-bytes",
+        type=int,
+        default=MAX_BODY_BYTES,
+        metavar="INT",
+        help=f"most bytes of a request's body (default {MAX_BODY_BYTES})",
+    )
+    group.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=30.0,
+        metavar="FLOAT",
+        help="seconds that running requests have after SIGTERM (default 30)",
+    )
+    group.add_argument("--tls-certificate", metavar="FILE", help="certificate in PEM format, for https")
+    group.add_argument("--tls-key", metavar="FILE", help="its key")
+    group.add_argument("--log-format", choices=("text", "json"), default="text", help="form of the log (default text)")
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    """Loads the model and serves until SIGTERM or Ctrl-C."""
+    try:
+        from jaxinfer.serve.access import read_clients
+        from jaxinfer.serve.logs import set_up_logs
+        from jaxinfer.serve.server import ServerConfig, make_server
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("jaxinfer"):
+            raise
+        raise ValueError(f"the server needs {error.name}; run pip install 'jaxinfer[serve]'") from None
+    # Mistakes are told before a model is loaded.
+    require_int("port", arguments.port, 0)
+    require_int("max_body_bytes", arguments.max_body_bytes, 1)
+    require_real("drain_seconds", arguments.drain_seconds, 0.0)
+    if (arguments.tls_certificate is None) != (arguments.tls_key is None):
+        raise ValueError("--tls-certificate and --tls-key belong together; give both or none")
+    template = read_template(arguments.chat_template)
+    clients = [] if arguments.keys is None else read_clients(as_path("--keys", arguments.keys))
+    vars(arguments).setdefault("max_waiting", MAX_WAITING)
+    config = from_arguments(EngineConfig, arguments)
+    from jaxinfer import AsyncLLM
+    from jaxinfer.device import require_device
+
+    require_device()
+    set_up_logs(arguments.log_format)
+    llm = AsyncLLM(
+        arguments.model,
+        config=config,
+        dtype=arguments.dtype,
+        speculation=arguments.speculation,
+        show_progress=not arguments.quiet,
+    )
+    options: dict[str, Any] = {"tls_certificate": arguments.tls_certificate, "tls_key": arguments.tls_key}
+    server = make_server(
+        llm,
+        ServerConfig(
+            host=arguments.host,
+            port=arguments.port,
+            served_names=arguments.served_name or [_name_of(arguments.model)],
+            chat_template=template,
+            clients=clients,
+            cors_origins=arguments.cors_origin or (),
+            max_body_bytes=arguments.max_body_bytes,
+            drain_seconds=arguments.drain_seconds,
+            **options,
+        ),
+    )
+    if not arguments.quiet:
+        scheme = "http" if arguments.tls_certificate is None else "https"
+        server.on_start = lambda port: print(
+            f"jaxinfer: serves at {scheme}://{arguments.host}:{port}/v1", file=sys.stderr, flush=True
+        )
+    try:
+        server.run()
+    finally:
+        asyncio.run(llm.close())
+
+
+def _name_of(model: str | None) -> str:
+    if model is None:
+        return "tiny"
+    path = Path(model)
+    return path.resolve().name if path.exists() else model

@@ -1,0 +1,209 @@
+"""Keys of clients, each with a tenant, a priority and limits, and the bound of what a request may send."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, get_args
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxinfer.engine.frontend.admission import RequestOptions
+from jaxinfer.engine.request.request import Priority
+from jaxinfer.serve.errors import RefusedError
+from jaxinfer.validation import is_real, shown
+
+# Probes of a load balancer have no key.
+OPEN_PATHS = ("/health", "/ready")
+MINUTE = 60.0
+FIELDS = ("key", "tenant", "priority", "max_in_flight", "tokens_per_minute")
+
+
+@dataclass(kw_only=True)
+class Client:
+    """A client by its key: its tenant, the priority of its requests, and its limits.
+
+    Clients of different tenants share no cached prefixes, so none can probe for another's prompts.
+    """
+
+    digest: bytes  # of the key, whose text is not kept
+    tenant: str
+    priority: Priority = "interactive"
+    max_in_flight: float = math.inf
+    tokens_per_minute: float = math.inf
+    num_in_flight: int = 0
+    _used: deque[tuple[float, int]] = field(default_factory=deque)  # times and tokens of the last minute
+
+    def enter(self) -> None:
+        """Counts a request that begins; raises RefusedError 429 if the client is at a limit."""
+        if self.num_in_flight >= self.max_in_flight:
+            raise RefusedError(
+                429,
+                f"{self.num_in_flight} requests of this key are in flight, the most it may have; wait for one to end",
+                kind="rate_limit_error",
+                code="max_in_flight",
+                retry_after=1.0,
+            )
+        now = time.monotonic()
+        while self._used and self._used[0][0] <= now - MINUTE:
+            self._used.popleft()
+        num_used = sum(count for _, count in self._used)
+        if num_used >= self.tokens_per_minute:
+            raise RefusedError(
+                429,
+                f"this key has used {num_used:,} tokens in the last minute, of {self.tokens_per_minute:,} it may use",
+                kind="rate_limit_error",
+                code="tokens_per_minute",
+                retry_after=self._used[0][0] + MINUTE - now,
+            )
+        self.num_in_flight += 1
+
+    def leave(self) -> None:
+        """Counts a request that has ended."""
+        self.num_in_flight -= 1
+
+    def count(self, num_tokens: int) -> None:
+        """Counts tokens of prompts and outputs towards the limit of a minute."""
+        if num_tokens and math.isfinite(self.tokens_per_minute):
+            self._used.append((time.monotonic(), num_tokens))
+
+    def restrict(self, options: RequestOptions) -> RequestOptions:
+        """Returns a request's options with the client's tenant, at most its priority, and a cache of its own."""
+        restricted = RequestOptions(**options)
+        restricted["tenant"] = self.tenant
+        if self.priority == "batch":
+            restricted["priority"] = "batch"
+        salt = options.get("cache_salt")
+        # Of equal lengths for all tenants, so that no tenant's name and salt read like another's.
+        restricted["cache_salt"] = sha256(self.tenant.encode()).hexdigest() + (salt or "")
+        return restricted
+
+
+def client_of(request: Request) -> Client | None:
+    """Returns the client of a request, or None if the server has no keys."""
+    return getattr(request.state, "client", None)
+
+
+def read_clients(path: str | Path) -> list[Client]:
+    """Reads a file of keys: JSON lines with key, tenant, priority, max_in_flight and tokens_per_minute.
+
+    Raises ValueError with the line and the way out.
+    """
+    clients: list[Client] = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            client = _client(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+        if any(client.digest == other.digest for other in clients):
+            raise ValueError(f"{path}, line {number}: the key is on an earlier line too; give each client its own")
+        clients.append(client)
+    if not clients:
+        raise ValueError(f"{path} has no key, so no client could enter; write a line such as {_EXAMPLE}")
+    return clients
+
+
+_EXAMPLE = '{"key": "a long random text", "tenant": "ann"}'
+
+
+def _client(entry: Any) -> Client:
+    if not isinstance(entry, dict) or not isinstance(entry.get("key"), str) or len(entry["key"]) < 16:
+        raise ValueError(f"give a JSON object with a key of at least 16 characters, such as {_EXAMPLE}")
+    if unknown := sorted(entry.keys() - set(FIELDS)):
+        raise ValueError(f"{shown(unknown[0])} is unknown; the fields are {', '.join(FIELDS)}")
+    tenant, priority = entry.get("tenant", ""), entry.get("priority", "interactive")
+    if not isinstance(tenant, str):
+        raise ValueError(f"tenant={shown(tenant)} is not allowed: give a name as text")
+    if priority not in get_args(Priority):
+        raise ValueError(f"priority={shown(priority)} is not allowed: give one of {', '.join(get_args(Priority))}")
+    limits = {name: entry[name] for name in ("max_in_flight", "tokens_per_minute") if entry.get(name) is not None}
+    for name, value in limits.items():
+        if not is_real(value) or value < 1:
+            raise ValueError(f"{name}={shown(value)} is not allowed: give a number of at least 1, or leave it out")
+    digest = sha256(entry["key"].encode()).digest()
+    return Client(digest=digest, tenant=tenant, priority=priority, **limits)
+
+
+class AccessControl:
+    """Lets only requests with a key pass, within the client's limits. Without clients it lets all pass.
+
+    The scope's state has the client for the routes.
+    """
+
+    def __init__(self, app: ASGIApp, clients: Sequence[Client]) -> None:
+        self._app, self._clients = app, clients
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._clients or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        try:
+            client = self._find(scope)
+            client.enter()
+        except RefusedError as refusal:
+            await refusal.response()(scope, receive, send)
+            return
+        scope.setdefault("state", {})["client"] = client
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            client.leave()
+
+    def _find(self, scope: Scope) -> Client:
+        headers = [value for name, value in scope["headers"] if name == b"authorization"]
+        kind, _, key = headers[0].partition(b" ") if headers else (b"", b"", b"")
+        digest = sha256(key.strip()).digest()
+        found = None
+        for client in self._clients:  # all of them, so that the time tells nothing of the key
+            if hmac.compare_digest(client.digest, digest):
+                found = client
+        if found is None or kind.lower() != b"bearer":
+            raise RefusedError(
+                401,
+                "give a key of this server, as the header Authorization: Bearer KEY",
+                kind="authentication_error",
+                code="invalid_api_key",
+            )
+        return found
+
+
+class BodyLimit:
+    """Refuses requests with a body of more bytes than a limit, before they are in memory."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app, self._max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        message = f"the body has more than {self._max_bytes:,} bytes; send a smaller one"
+        for name, value in scope["headers"]:
+            # The protocol has made sure that it is a number.
+            if name == b"content-length" and int(value) > self._max_bytes:
+                response = RefusedError(413, message, code="body_too_large").response()
+                response.headers["Connection"] = "close"  # or the client would go on sending
+                await response(scope, receive, send)
+                return
+        num_bytes = 0
+
+        async def receive_within_limit() -> Message:
+            nonlocal num_bytes
+            received = await receive()
+            num_bytes += len(received.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise HTTPException(413, message, {"Connection": "close"})
+            return received
+
+        await self._app(scope, receive_within_limit, send)

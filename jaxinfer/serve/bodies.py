@@ -1,0 +1,213 @@
+"""The bodies of requests, as OpenAI's API defines them, and the engine's own fields beside them.
+
+A body takes no field that is not here. `REFUSED` has the fields of OpenAI's API that the server cannot honour, with the
+values that ask for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+# Bounds of what a body may list: the engine has its own, narrower ones.
+MAX_PROMPTS = 2_048
+MAX_MESSAGES = 4_096
+MAX_STOPS = 128
+
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Text = Annotated[str, Field(max_length=2**24)]
+Name = Annotated[str, Field(max_length=4_096)]
+
+
+class Body(BaseModel):
+    """A JSON object without unknown fields. A field that is null counts as left out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra={"additionalProperties": False})
+    # Fields of OpenAI's API that cannot be honoured: their values that ask for nothing, and the reason.
+    REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        given = {name: value for name, value in values.items() if value is not None}
+        for name, (harmless, reason) in cls.REFUSED.items():
+            if name in given and given.pop(name) not in harmless:
+                raise ValueError(f"{name} cannot be honoured: {reason}; leave it out")
+        return given
+
+
+class StreamOptions(Body):
+    """What a stream says beside its text."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class SamplingBody(Body):
+    """The fields of `SamplingParams` and `RequestOptions` that completions and chats share, under the same names."""
+
+    model: Name
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    seed: int | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: Annotated[Name, Field(description="the tenant, if the key has none")] | None = None
+    # The engine's own.
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    bad_words: list[TokenIds] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    json_schema: Text | dict[str, Any] | None = None
+    regex: Text | None = None
+    choices: list[Text] | None = None
+    grammar: Text | None = None
+    logits_processors: dict[str, float] | None = None
+    prompt_log_probs: int | None = None
+    priority: Literal["interactive", "batch"] | None = None
+    deadline: Annotated[float, Field(gt=0)] | None = None
+    cache_salt: Name | None = None
+    return_token_ids: Annotated[bool, Field(description="add the ids of prompt and output to the answer")] = False
+
+    REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
+        "metadata": (({},), "the server stores nothing"),
+        "safety_identifier": ((), "the server sends reports to no one"),
+        "prompt_cache_key": ((), "equal beginnings are found by themselves; `cache_salt` separates users"),
+        "prompt_cache_retention": ((), "the cache keeps what it has room for"),
+        "service_tier": (("auto", "default"), "`priority` says what goes first"),
+    }
+
+
+class CompletionBody(SamplingBody):
+    """The body of /v1/completions."""
+
+    prompt: Annotated[
+        Text | TokenIds | Annotated[list[Text | TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)],
+        Field(description="text, token ids, or several of these"),
+    ]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+
+    REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
+        **SamplingBody.REFUSED,
+        "suffix": (("",), "the models have no insertion"),
+    }
+
+
+class JsonSchema(Body):
+    """A schema of structured output."""
+
+    name: Name
+    description: Text | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    # The output always follows the schema, as with strict.
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("give response_format.json_schema with type json_schema, and with no other")
+        return self
+
+
+class ChatBody(SamplingBody):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: Annotated[Name, Field(description="for templates that read it")] | None = None
+    # Arguments of `LLM.chat`.
+    documents: list[dict[str, Any]] | None = None
+    chat_template: Text | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
+        **SamplingBody.REFUSED,
+        "modalities": ((["text"],), "the models write text alone"),
+        "audio": ((), "the models write text alone"),
+        "store": ((False,), "the server stores nothing"),
+        "verbosity": (("medium",), "no template reads it"),
+        "web_search_options": ((), "the server searches nothing"),
+    }
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> ChatBody:
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens and max_completion_tokens are both given; give one")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        return self
+
+
+class EmbeddingBody(Body):
+    """The body of /v1/embeddings."""
+
+    model: Name
+    input: Text | TokenIds | Annotated[list[Text | TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    user: Name | None = None
+    # The engine's own.
+    pooling: Literal["last", "mean"] = "last"
+    normalize: bool = True
+    priority: Literal["interactive", "batch"] | None = None
+    deadline: Annotated[float, Field(gt=0)] | None = None
+    cache_salt: Name | None = None
+
+
+class TokenizeBody(Body):
+    """The body of /tokenize: a text or a conversation."""
+
+    model: Name | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template: Text | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _has_one_text(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeBody(Body):
+    """The body of /detokenize."""
+
+    model: Name | None = None
+    tokens: list[TokenId]

@@ -1,0 +1,106 @@
+"""From the body of a request to the engine's `SamplingParams` and `RequestOptions`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from jaxinfer.config import SamplingParams
+from jaxinfer.engine.frontend.admission import RequestOptions
+from jaxinfer.sampling_params import TotalLength
+from jaxinfer.serve.bodies import ChatBody, CompletionBody, EmbeddingBody, SamplingBody
+
+# Fields with the name, meaning and values that they have in `SamplingParams`.
+SAME = (
+    *("n", "seed", "stop", "temperature", "top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p"),
+    *("typical_p", "repetition_penalty", "no_repeat_ngram_size", "bad_words", "allowed_token_ids", "min_tokens"),
+    *("stop_token_ids", "ignore_eos", "skip_special_tokens", "json_schema", "regex", "choices", "grammar"),
+    *("logits_processors", "prompt_log_probs"),
+)
+ANY_OBJECT = {"type": "object"}
+MAX_COMPLETION_TOKENS = 16  # of /v1/completions, where neither the request nor the checkpoint states it
+
+
+def of_completion(body: CompletionBody, defaults: SamplingParams) -> SamplingParams:
+    """Returns the sampling of a completion; fields that the body leaves out are as in `defaults`.
+
+    Raises ValueError with the field, its value and the way out.
+    """
+    fields = _same(body)
+    if body.max_tokens is not None:
+        # The engine samples at least one token; the answer leaves it out.
+        fields["max_tokens"] = max(body.max_tokens, 1)
+    elif defaults.max_tokens == SamplingParams.max_tokens:
+        fields["max_tokens"] = MAX_COMPLETION_TOKENS
+    if body.max_tokens == 0 and not body.echo:
+        raise ValueError("max_tokens=0 without echo would return nothing; give echo=true, or at least 1")
+    if body.best_of is not None:
+        if body.stream:
+            raise ValueError(f"best_of={body.best_of} cannot be streamed: the best samples are known at the end")
+        fields["best_of"] = body.best_of
+    if body.logprobs is not None:
+        fields["log_probs"] = body.logprobs
+        if body.echo and body.prompt_log_probs is None:
+            fields["prompt_log_probs"] = body.logprobs
+    return replace(defaults, **fields)
+
+
+def of_chat(body: ChatBody, defaults: SamplingParams, max_model_len: int) -> SamplingParams:
+    """Returns the sampling of an answer, which may take what the prompt leaves of `max_model_len` if nothing else says.
+
+    Raises ValueError with the field, its value and the way out.
+    """
+    fields = _same(body)
+    limit = body.max_completion_tokens or body.max_tokens
+    if limit is not None:
+        fields["max_tokens"] = limit
+    elif defaults.max_tokens == SamplingParams.max_tokens:
+        fields["max_tokens"] = TotalLength(max_model_len)
+    if body.top_logprobs is not None:
+        fields["log_probs"] = body.top_logprobs
+    if (form := body.response_format) is not None and form.type != "text":
+        if "json_schema" in fields:
+            raise ValueError("response_format and json_schema are both given; an output can have one structure")
+        fields["json_schema"] = ANY_OBJECT if form.json_schema is None else form.json_schema.schema_
+    return replace(defaults, **fields)
+
+
+def options_of(body: SamplingBody | EmbeddingBody) -> RequestOptions:
+    """Returns the scheduling and caching options of a request."""
+    options = RequestOptions()
+    if body.user is not None:
+        options["tenant"] = body.user
+    if body.priority is not None:
+        options["priority"] = body.priority
+    if body.deadline is not None:
+        options["deadline"] = body.deadline
+    if body.cache_salt is not None:
+        options["cache_salt"] = body.cache_salt
+    return options
+
+
+def rendering_of(body: ChatBody) -> dict[str, Any]:
+    """Returns the arguments of `AsyncLLM.render` beside the messages."""
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+    return {
+        "documents": body.documents,
+        "chat_template": body.chat_template,
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": body.continue_final_message,
+        "chat_template_kwargs": variables,
+    }
+
+
+def _same(body: SamplingBody) -> dict[str, Any]:
+    fields = {name: value for name in SAME if (value := getattr(body, name)) is not None}
+    if body.logit_bias is not None:
+        fields["logit_bias"] = [(_token_id(key), bias) for key, bias in body.logit_bias.items()]
+    return fields
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdecimal()):
+        raise ValueError(f"logit_bias has the key {key!r}; give token ids")
+    return int(key)

@@ -1,0 +1,174 @@
+"""The server's process: sockets, signals and time limits around the application."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from jaxinfer.engine.async_llm import AsyncLLM
+from jaxinfer.serve.access import AccessControl, BodyLimit, Client
+from jaxinfer.serve.app import Door, make_app
+from jaxinfer.serve.logs import RequestLog
+
+logger = logging.getLogger(__name__)
+
+REQUEST_SECONDS = 60.0  # for a client to send a request, from the connection or the request's first byte on
+STALL_SECONDS = 60.0  # for a client to take what fills its socket's buffer
+MAX_HEADER_BYTES = 2**16
+KEEP_ALIVE_SECONDS = 75  # longer than load balancers keep an idle connection, so that they close it first
+CLOSING_SECONDS = 10  # for the last bytes of answers, after their requests have ended
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Where the server listens, and what it lets pass.
+
+    * `host`, `port`: port 0 takes a free one.
+    * `served_names`: names of the model in requests; answers have the first.
+    * `chat_template`: in place of the checkpoint's.
+    * `clients`: the keys; without one every request may enter.
+    * `cors_origins`: origins whose pages may call the server from a browser.
+    * `max_body_bytes`: bytes of a request's body.
+    * `drain_seconds`: for unfinished requests after SIGTERM.
+    * `tls_certificate`, `tls_key`: files in PEM format, for https.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_names: Sequence[str]
+    chat_template: str | None = None
+    clients: Sequence[Client] = ()
+    cors_origins: Sequence[str] = ()
+    max_body_bytes: int = 2**25
+    drain_seconds: float = 30.0
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+
+
+def make_server(llm: AsyncLLM, config: ServerConfig) -> Server:
+    """Returns the server of a model; its `run` serves until SIGTERM or SIGINT."""
+    app = make_app(llm, config.served_names, chat_template=config.chat_template)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=[*config.cors_origins], allow_methods=["*"], allow_headers=["*"]
+        )
+    asgi = RequestLog(BodyLimit(AccessControl(app, config.clients), config.max_body_bytes))
+    settings = uvicorn.Config(
+        asgi,
+        host=config.host,
+        port=config.port,
+        http=_TimedProtocol,
+        ws="none",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        lifespan="off",
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=CLOSING_SECONDS,
+        ssl_certfile=config.tls_certificate,
+        ssl_keyfile=config.tls_key,
+    )
+    return Server(settings, app.state.door, config.drain_seconds)
+
+
+class Server(uvicorn.Server):
+    """Drains at the first SIGTERM or SIGINT, and ends at the second.
+
+    While it drains, new requests get 503, /ready too, and running ones have `drain_seconds` to end. Then the engine is
+    closed, which ends the rest with their tokens so far.
+    """
+
+    def __init__(self, config: uvicorn.Config, door: Door, drain_seconds: float) -> None:
+        super().__init__(config)
+        self._door, self._drain_seconds = door, drain_seconds
+        self._closing_time: float | None = None
+        self.on_start: Callable[[int], object] = lambda port: None  # receives the port when the server listens
+
+    async def startup(self, sockets: list[Any] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.on_start(self.servers[0].sockets[0].getsockname()[1])
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        """Serves until a signal, with room for the most connections that the system allows."""
+        limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if limit < most:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        super().run(*args, **kwargs)
+
+    def drain(self) -> None:
+        """Takes no more requests, and ends when the running ones have ended or `drain_seconds` are over."""
+        self._door.is_draining = True
+        if self._closing_time is None:
+            self._closing_time = time.monotonic() + self._drain_seconds
+            logger.info("draining: running requests have %g seconds", self._drain_seconds)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._closing_time is None:
+            self.drain()
+        else:
+            self.should_exit = True
+            self.force_exit = self.force_exit or sig == signal.SIGINT
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._closing_time is not None and not self.should_exit:
+            is_idle = not self.server_state.tasks
+            self.should_exit = is_idle or time.monotonic() >= self._closing_time
+        if self.should_exit:
+            await self._door.llm.close()
+        return await super().on_tick(counter)
+
+
+class _TimedProtocol(H11Protocol):
+    """HTTP/1.1 with time limits for clients that send or take nothing."""
+
+    _request_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._watch_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._request_timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_request()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        # Closing would wait until the client has taken what is there.
+        self._stall_timer = self.loop.call_later(STALL_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+        super().resume_writing()
+
+    def _watch_request(self) -> None:
+        """Lets the timer run while the client owes the rest of a request."""
+        is_owed = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if is_owed and self._request_timer is None:
+            self._request_timer = self.loop.call_later(REQUEST_SECONDS, self.transport.abort)
+        elif not is_owed and self._request_timer is not None:
+            self._request_timer.cancel()
+            self._request_timer = None

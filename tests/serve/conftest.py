@@ -1,0 +1,44 @@
+"""A small engine, and a server with its twin; every test has to leave them idle."""
+
+import httpx
+import openai
+import pytest
+
+from tests.engine.engines import quick_async_engine, quick_engine, save_small_checkpoint
+from tests.serve.servers import serving
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    return save_small_checkpoint(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="session")
+def llm(checkpoint):
+    return quick_engine(checkpoint, max_prompt_log_probs=3)
+
+
+@pytest.fixture(scope="session")
+def address(checkpoint):
+    with serving(quick_async_engine(checkpoint, max_prompt_log_probs=3)) as (_, address):
+        yield address
+
+
+@pytest.fixture(scope="session")
+def client(address):
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def http(address):
+    with httpx.Client(base_url=address, timeout=300) as http:
+        yield http
+
+
+@pytest.fixture
+def stays_idle(http):
+    yield
+    metrics = http.get("/metrics").text
+    assert 'vllm:num_requests_running{model_name="small"} 0.0' in metrics
+    assert 'jaxinfer:pages{model_name="small",state="owned"} 0.0' in metrics
