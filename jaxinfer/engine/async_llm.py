@@ -120,6 +120,15 @@ class AsyncLLM:
         return self._thread.failure
 
     @property
+    def is_open(self) -> bool:
+        """True unless the engine is closed or has failed."""
+        try:
+            self._engine.check()
+        except RuntimeError:
+            return False
+        return True
+
+    @property
     def default_sampling_params(self) -> SamplingParams:
         """The parameters of requests that give none: those that the checkpoint's generation_config.json states."""
         return self._engine.default_sampling_params

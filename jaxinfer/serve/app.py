@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 from jaxinfer._version import __version__
 from jaxinfer.engine.async_llm import AsyncLLM, SlowReaderError, Stream
 from jaxinfer.engine.frontend.admission import RequestOptions
+from jaxinfer.engine.frontend.embeddings import NoEmbeddingError
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.serve import answers
@@ -46,8 +47,9 @@ from jaxinfer.validation import shown
 logger = logging.getLogger(__name__)
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody} for status in (400, 404, 405, 413, 429, 500, 503)
+    status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 429, 500, 503)
 }
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 GONE_STATUS = 499  # the status that proxies log for a client that went away
 
 
@@ -118,7 +120,12 @@ class Door:
             ) from error
         except SlowReaderError as error:
             raise RefusedError(500, str(error), kind="server_error", code="slow_reader") from error
+        except NoEmbeddingError as error:
+            status = {"deadline": 408, "abort": 503}.get(error.finish_reason, 500)
+            raise RefusedError(status, str(error), kind="server_error", code=error.finish_reason) from error
         except RuntimeError as error:
+            if self.llm.is_open:
+                raise
             raise RefusedError(503, str(error), kind="server_error") from error
 
     async def prompt_of(self, body: ChatBody | TokenizeBody, rendering: Mapping[str, Any]) -> list[int]:
@@ -180,7 +187,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 def _add_generation(app: FastAPI, door: Door) -> None:
     llm = door.llm
 
-    @app.post("/v1/chat/completions", response_model=answers.ChatAnswer)
+    @app.post("/v1/chat/completions", response_model=answers.ChatAnswer, responses=STREAMED)
     async def chat(body: ChatBody, request: Request) -> Response:
         """Answers a conversation."""
         door.require_open()
@@ -214,7 +221,7 @@ def _add_generation(app: FastAPI, door: Door) -> None:
             answer["prompt_token_ids"] = list(completions[0].prompt_token_ids)
         return JSONResponse(answer)
 
-    @app.post("/v1/completions", response_model=answers.CompletionAnswer)
+    @app.post("/v1/completions", response_model=answers.CompletionAnswer, responses=STREAMED)
     async def complete(body: CompletionBody, request: Request) -> Response:
         """Completes one prompt or several."""
         door.require_open()

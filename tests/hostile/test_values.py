@@ -122,7 +122,7 @@ def test_no_public_name_is_left_out():
 
     assert {getattr(jaxinfer, name) for name in dir(jaxinfer)} == tested | not_called
     assert {name for name in vars(LLM) if not name.startswith("_")} == {*METHODS, "step", "close", "engine"} | VIEWS
-    views = {"identity", "metrics", "default_sampling_params", "failure", "close", "call"}
+    views = {"identity", "metrics", "default_sampling_params", "failure", "is_open", "close", "call"}
     assert {name for name in vars(AsyncLLM) if not name.startswith("_")} == {*ASYNC_METHODS} | views
 
 
@@ -239,12 +239,20 @@ async def read(llm: AsyncLLM, **arguments: Any) -> None:
         pass
 
 
+async def open_and_read(llm: AsyncLLM, **arguments: Any) -> None:
+    async with await llm.open(**arguments) as stream:
+        async for _ in stream:
+            pass
+
+
 ASYNC_METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "stream": (read, PROMPT),
     "generate": (AsyncLLM.generate, without_progress(METHODS["generate"][1])),
     "chat": (AsyncLLM.chat, without_progress(METHODS["chat"][1])),
     "render": (AsyncLLM.render, {name: CHAT[name] for name in CHAT.keys() - {"sampling_params", "show_progress"}}),
     "embed": (AsyncLLM.embed, without_progress(METHODS["embed"][1])),
+    "open": (open_and_read, without_progress(METHODS["generate"][1])),
+    "tokenize": (AsyncLLM.tokenize, {"text": "a", "add_special_tokens": True}),
     "warm_up": (AsyncLLM.warm_up, {"show_progress": False}),
 }
 

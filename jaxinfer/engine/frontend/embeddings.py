@@ -7,8 +7,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxinfer.engine.frontend.sample_group import SampleGroup
-from jaxinfer.engine.request.completion import Completion
+from jaxinfer.engine.request.completion import Completion, FinishReason
 from jaxinfer.engine.request.state_pooling import StatePooling
+
+
+class NoEmbeddingError(RuntimeError):
+    """A prompt has no embedding, because its request ended with this finish reason before its states were there."""
+
+    def __init__(self, message: str, finish_reason: FinishReason) -> None:
+        super().__init__(message)
+        self.finish_reason = finish_reason
 
 
 def begin_pooling(samples: SampleGroup, pooling: str) -> StatePooling:
@@ -26,13 +34,13 @@ def embeddings_of(
 ) -> np.ndarray:
     """Returns the pooled states f32[n, hidden_size], of length 1 if `normalize`.
 
-    Raises RuntimeError for a prompt that ended before its states were there, or with bad logits.
+    Raises NoEmbeddingError for a prompt that ended before its states were there, or with bad logits.
     """
     embeddings = np.zeros((len(poolings), hidden_size), np.float32)
     for i, (completion, pooling) in enumerate(zip(completions, poolings, strict=True)):
         if completion.error is not None or pooling.pooled is None:
             cause = completion.error or f"its request ended with finish reason {completion.finish_reason!r}"
-            raise RuntimeError(f"prompt {i} has no embedding: {cause}")
+            raise NoEmbeddingError(f"prompt {i} has no embedding: {cause}", completion.finish_reason)
         vector = pooling.pooled
         if normalize:
             vector = vector / max(np.sqrt(np.square(vector).sum()), np.finfo(np.float32).tiny)
