@@ -26,7 +26,7 @@ DIGEST_BYTES = 8  # of an input line
 # Keys of a line with messages: arguments of `LLM.chat`, as `OPTIONS` are for any line.
 RENDERING = ("tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message")
 CHAT = ("messages", *RENDERING, "chat_template_kwargs")
-OPTIONS = ("priority", "tenant", "deadline", "cache_salt")
+OPTIONS = ("priority", "tenant", "deadline", "cache_salt", "prediction")
 
 # Each output line begins with this, which tells an incomplete record from a foreign file.
 RECORD_START = b'{"line": '

@@ -25,7 +25,7 @@ from jaxinfer.checkpoint import (
 from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
 from jaxinfer.cpu_flags import FUSED_PRODUCTS
 from jaxinfer.engine.device_limits import MAX_LOOP_SECONDS, describe_limits, fit_limits
-from jaxinfer.engine.drafters.drafters import Drafter
+from jaxinfer.engine.drafters.drafters import Drafter, NgramDrafter
 from jaxinfer.engine.execution.compiled_steps import COMPILING
 from jaxinfer.engine.execution.engine_model import EngineModel
 from jaxinfer.engine.execution.memory_plan import plan_cache, plan_further_kinds, plan_window, resolve_max_model_len
@@ -174,6 +174,7 @@ def plan_host(
         window=window,
         model=model,
         custom=custom,
+        takes_predictions=speculation is not None and isinstance(speculation.proposer.drafter, NgramDrafter),
         grammars=GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids),
     )
     scheduler = Scheduler(

@@ -24,7 +24,7 @@ from jaxinfer.engine.async_llm import AsyncLLM, SlowReaderError, Stream
 from jaxinfer.engine.frontend.admission import RequestOptions
 from jaxinfer.engine.frontend.embeddings import NoEmbeddingError
 from jaxinfer.engine.request.completion import Completion, Delta
-from jaxinfer.engine.request.request import QueueFullError
+from jaxinfer.engine.request.request import BAD_LOGITS_ERROR, QueueFullError
 from jaxinfer.serve import answers
 from jaxinfer.serve.access import client_of
 from jaxinfer.serve.answers import CompletionChunks, Heading, usage_of
@@ -88,12 +88,16 @@ class Door:
         return options_of(body) if client is None else client.restrict(options_of(body))
 
     def finish(self, request: Request, completions: Sequence[Completion]) -> None:
-        """Counts the completions of a prompt; raises RefusedError 500 if one ended in an error."""
+        """Counts the completions of a prompt; raises RefusedError if one ended in an error."""
         self.metrics.observe(completions)
         self.count(request, sum(len(completion.token_ids) for completion in completions))
         for completion in completions:
-            if completion.finish_reason == "error":
-                raise RefusedError(500, completion.error or "the request has failed", kind="server_error")
+            if completion.finish_reason != "error":
+                continue
+            error = completion.error or "the request has failed"
+            if error.startswith(BAD_LOGITS_ERROR):
+                raise RefusedError(500, error, kind="server_error")
+            raise RefusedError(400, error, code="structure_failed")  # it cannot be followed to its end
 
     def count(self, request: Request, num_tokens: int) -> None:
         """Counts tokens towards the limit of the request's client."""

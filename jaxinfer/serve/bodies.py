@@ -105,6 +105,7 @@ class CompletionBody(SamplingBody):
     best_of: Annotated[int, Field(ge=1)] | None = None
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0)] | None = None
+    prediction: Annotated[Text | TokenIds, Field(description="what the output may resemble")] | None = None
 
     REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
         **SamplingBody.REFUSED,
@@ -135,6 +136,20 @@ class ResponseFormat(Body):
         return self
 
 
+class TextPart(Body):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Prediction(Body):
+    """Text that the answer may resemble, from which drafts come."""
+
+    type: Literal["content"]
+    content: Text | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
 class ChatBody(SamplingBody):
     """The body of /v1/chat/completions."""
 
@@ -144,6 +159,7 @@ class ChatBody(SamplingBody):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     response_format: ResponseFormat | None = None
+    prediction: Prediction | None = None
     reasoning_effort: Annotated[Name, Field(description="for templates that read it")] | None = None
     # Arguments of `LLM.chat`.
     documents: list[dict[str, Any]] | None = None

@@ -76,6 +76,11 @@ def options_of(body: SamplingBody | EmbeddingBody) -> RequestOptions:
         options["deadline"] = body.deadline
     if body.cache_salt is not None:
         options["cache_salt"] = body.cache_salt
+    if isinstance(body, CompletionBody) and body.prediction is not None:
+        options["prediction"] = body.prediction
+    if isinstance(body, ChatBody) and body.prediction is not None:
+        content = body.prediction.content
+        options["prediction"] = content if isinstance(content, str) else "".join(part.text for part in content)
     return options
 
 

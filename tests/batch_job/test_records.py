@@ -110,7 +110,7 @@ CHAT = {
     "continue_final_message": True,
 }
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-OPTIONS = {"priority": "interactive", "tenant": "a", "deadline": 2.5, "cache_salt": "b"}
+OPTIONS = {"priority": "interactive", "tenant": "a", "deadline": 2.5, "cache_salt": "b", "prediction": "c"}
 
 
 def chat(**fields: Any) -> Any:

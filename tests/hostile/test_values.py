@@ -94,7 +94,7 @@ COMPONENTS: dict[Any, dict[str, Any]] = {
 }
 STRUCTURES = {"json_schema", "regex", "choices", "grammar"}  # compiled, and tested beside their compiler
 CACHE = CacheConfig(**CONFIGS[CacheConfig])
-TERMS = {"priority": "batch", "tenant": "a", "deadline": 60, "cache_salt": "a"}
+TERMS = {"priority": "batch", "tenant": "a", "deadline": 60, "cache_salt": "a", "prediction": None}
 PROMPT = {"prompt": [5, 6], "sampling_params": GREEDY, **TERMS}
 BATCH = {"rows": [Row([5], 0, [0])], "page_size": 16, "num_tokens": 2, "num_rows": 2, "table_width": 2}
 SAMPLING = {

@@ -319,6 +319,7 @@ def test_tokens_there_and_back(llm, http):
         ({"stream": True, "best_of": 2}, "best_of", "cannot be streamed"),
         ({"regex": "(", "max_tokens": 4}, "regex", "unclosed group"),
         ({"deadline": 0}, "deadline", "greater than 0"),
+        ({"prediction": "hello"}, "prediction", "this engine drafts from no text"),
     ],
     ids=lambda value: "-".join(map(str, value))[:40] if isinstance(value, dict) else None,
 )

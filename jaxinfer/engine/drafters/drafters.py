@@ -93,16 +93,21 @@ def _runs_before(text: list[int], place: int) -> list[int]:
 
 
 class NgramDrafter:
-    """Drafts the tokens after an earlier occurrence of the request's last n-gram (prompt lookup, Saxena 2023)."""
+    """Drafts the tokens after an earlier occurrence of the request's last n-gram (prompt lookup, Saxena 2023).
+
+    It looks in the request's own text and in its prediction.
+    """
 
     def __init__(self) -> None:
         self._own: dict[int, tuple[NgramIndex, int]] = {}  # by request id: its index, number of tokens indexed
+        self._predicted: dict[int, NgramIndex] = {}  # by request id: the index of its prediction
 
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
         return [self._draft(*pair) for pair in zip(requests, counts, strict=True)]
 
     def forget(self, request: Request) -> None:
         self._own.pop(request.request_id, None)
+        self._predicted.pop(request.request_id, None)
 
     def _draft(self, request: Request, count: int) -> list[int]:
         tokens = request.token_ids
@@ -118,7 +123,12 @@ class NgramDrafter:
 
     def _others(self, request: Request) -> Sequence[NgramIndex]:
         """Returns indices of further texts to draft from."""
-        return ()
+        if not request.prediction:
+            return ()
+        if (index := self._predicted.get(request.request_id)) is None:
+            index = self._predicted[request.request_id] = NgramIndex()
+            index.enter(_after_prompt(request, request.prediction))
+        return (index,)
 
 
 class SuffixDrafter(NgramDrafter):
@@ -137,8 +147,7 @@ class SuffixDrafter(NgramDrafter):
 
     def forget(self, request: Request) -> None:
         super().forget(request)
-        # Includes the end of the prompt, so that an n-gram precedes the first output tokens.
-        text = request.token_ids[max(request.num_prompt_tokens - max(NGRAM_SIZES), 0) :]
+        text = _after_prompt(request, request.token_ids[request.num_prompt_tokens :])
         self._indices.setdefault(request.cache_salt, NgramIndex()).enter(text)
         self._outputs.append((request.cache_salt, text))
         self._num_tokens += len(text)
@@ -154,7 +163,13 @@ class SuffixDrafter(NgramDrafter):
 
     def _others(self, request: Request) -> Sequence[NgramIndex]:
         index = self._indices.get(request.cache_salt)
-        return () if index is None else (index,)
+        return super()._others(request) if index is None else (*super()._others(request), index)
+
+
+def _after_prompt(request: Request, output: Sequence[int]) -> list[int]:
+    """Returns an output after the end of its prompt, so that an n-gram precedes the first tokens."""
+    end = request.num_prompt_tokens
+    return [*request.token_ids[max(end - max(NGRAM_SIZES), 0) : end], *output]
 
 
 def continuation(text: list[int], start: int, count: int) -> list[int]:

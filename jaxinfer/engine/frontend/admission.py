@@ -36,6 +36,9 @@ from jaxinfer.validation import (
 MAX_NAME_CHARACTERS = 4096  # of a tenant or a cache_salt
 
 
+Prompt = str | Sequence[int]
+
+
 class RequestOptions(TypedDict, total=False):
     """Scheduling and caching options of a request; none of them changes a token.
 
@@ -44,12 +47,15 @@ class RequestOptions(TypedDict, total=False):
     * `deadline`: seconds until the request ends with its tokens so far and finish reason "deadline". Close deadlines
       go first.
     * `cache_salt`: only requests with the same salt share cached prefixes.
+    * `prediction`: text or token ids that the output may resemble, such as the file to change. Drafts come from it, so
+      the engine must draft by n-grams: `speculation="ngram"` or "suffix".
     """
 
     priority: Priority
     tenant: str
     deadline: float | None
     cache_salt: str | None
+    prediction: Prompt | None
 
 
 def check_names(options: Mapping[str, Any]) -> None:
@@ -110,7 +116,6 @@ def _check_name_length(name: str, text: str) -> None:
 # The parameters of a prompt to embed. A step that computes the end of a prompt samples a token after it; an embedding
 # ignores this token, and a model without logits samples none.
 ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1)
-Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]  # messages
 
 
@@ -129,6 +134,7 @@ class Admission:
     model: str
     grammars: GrammarCompiler
     custom: tuple[str, ...]  # names of the LLM's logits processors
+    takes_predictions: bool = False
     params_version: str = ""  # of the parameters that replaced the checkpoint's, "" for the checkpoint's
 
     def admit(
@@ -141,6 +147,7 @@ class Admission:
         tenant: str = "",
         deadline: float | None = None,
         cache_salt: str | None = None,
+        prediction: Prompt | None = None,
     ) -> list[Request]:
         """Returns one request per sample; ValueError with the reason, the value and the way out."""
         sampling = self.default_sampling_params if sampling is None else sampling
@@ -182,6 +189,7 @@ class Admission:
             max_tokens=min(sampling.max_tokens, self._max_len - len(token_ids)),
             stop_token_ids=stop_token_ids,
             cache_salt=cache_salt,
+            prediction=self._checked_prediction(prediction),
             priority=checked_priority(priority),
             tenant=checked_tenant(tenant),
             time_limit=checked_time_limit(deadline),
@@ -211,6 +219,16 @@ class Admission:
             raise ValueError(
                 f"{name}={count} is more than max_samples={limit}; ask for fewer or raise EngineConfig.max_samples"
             )
+
+    def _checked_prediction(self, prediction: Prompt | None) -> list[int]:
+        if prediction is None:
+            return []
+        if not self.takes_predictions:
+            raise ValueError(
+                "prediction cannot be honoured: this engine drafts from no text; load the model with"
+                " speculation='ngram' or 'suffix', or leave it out"
+            )
+        return self._encode(prediction, "prediction", add_special_tokens=False)
 
     def _check_alternatives(self, name: str, count: int, limit: int | None) -> None:
         vocab_size = self.model_config.vocab_size
@@ -260,32 +278,32 @@ class Admission:
         versions = {"model": self.model, "params_version": self.params_version, "adapter": ""}
         return PageKeys(root_key(**versions, cache_salt=cache_salt or ""), self.cache_config.page_size)
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        prompt = as_plain("prompt", prompt)
-        _require_value("prompt", prompt)
+    def _encode(self, prompt: Prompt, name: str = "prompt", *, add_special_tokens: bool = True) -> list[int]:
+        prompt = as_plain(name, prompt)
+        _require_value(name, prompt)
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("this checkpoint has no tokenizer.json or tokenizer.model; give token ids")
-            self._check_characters(prompt, self.tokenizer)
+            self._check_characters(name, prompt, self.tokenizer)
             try:
-                token_ids = self.tokenizer.encode(prompt)
+                token_ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
             except ValueError as error:
-                raise ValueError(f"the prompt cannot be encoded: {error}") from error
+                raise ValueError(f"the {name} cannot be encoded: {error}") from error
         else:
             if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
                 way_out = "; give one column of a table" if isinstance(prompt, Mapping) else ""
-                raise ValueError(f"prompt {shown(prompt)} is neither text nor a sequence of token ids{way_out}")
+                raise ValueError(f"{name} {shown(prompt)} is neither text nor a sequence of token ids{way_out}")
             try:
                 num_tokens = len(prompt)
             except OverflowError:  # of a range
                 num_tokens = sys.maxsize
-            self._check_prompt_len(num_tokens)
+            self._check_prompt_len(num_tokens, name)
             token_ids = list(prompt)
             if set(map(type, token_ids)) != {int}:
-                token_ids = [as_plain("prompt", token_id) for token_id in token_ids]
+                token_ids = [as_plain(name, token_id) for token_id in token_ids]
         if not token_ids:
-            raise ValueError(f"prompt {shown(prompt)} is empty; give at least one token to continue from")
-        self._check_token_ids("prompt", token_ids)
+            raise ValueError(f"{name} {shown(prompt)} is empty; give at least one token")
+        self._check_token_ids(name, token_ids)
         return [int(token_id) for token_id in token_ids]
 
     def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
@@ -319,20 +337,20 @@ class Admission:
             return MAX_INT
         return max(self._num_slots, num_prompt_tokens) + 1  # the last token needs no slot
 
-    def _check_characters(self, text: str, tokenizer: Tokenizer) -> None:
+    def _check_characters(self, name: str, text: str, tokenizer: Tokenizer) -> None:
         """Raises ValueError for a text too long for the token limit; to encode it would take seconds and gigabytes."""
         if len(text) < self._max_len or len(text) < self._max_len * tokenizer.max_token_len:
             return
         raise ValueError(
-            f"prompt has {len(text):,} characters, and fewer than max_model_len={self.max_model_len} tokens of at most"
+            f"{name} has {len(text):,} characters, and fewer than max_model_len={self.max_model_len} tokens of at most"
             f" {tokenizer.max_token_len} characters cannot spell it; shorten it or raise EngineConfig.max_model_len up"
             f" to the model's {self.model_config.longest}"
         )
 
-    def _check_prompt_len(self, num_prompt_tokens: int) -> None:
+    def _check_prompt_len(self, num_prompt_tokens: int, name: str = "prompt") -> None:
         if num_prompt_tokens >= self._max_len:
             raise ValueError(
-                f"prompt has {num_prompt_tokens} tokens but max_model_len is {self.max_model_len}, of which at least"
+                f"{name} has {num_prompt_tokens} tokens but max_model_len is {self.max_model_len}, of which at least"
                 " one must be left for the output; shorten it or raise EngineConfig.max_model_len up to the model's"
                 f" {self.model_config.longest}"
             )

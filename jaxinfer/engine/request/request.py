@@ -69,6 +69,10 @@ Priority = Literal["interactive", "batch"]
 NO_ALTERNATIVES: dict[int, float] = {}
 
 
+# Begins the error of a request that ends because of the model, and not because of its structure.
+BAD_LOGITS_ERROR = "the logits"
+
+
 class QueueFullError(RuntimeError):
     """More requests would wait than `EngineConfig.max_waiting` allows. Nothing was queued; try again later."""
 
@@ -124,6 +128,7 @@ class Request:
             "log_probs",
             "_top_log_probs",
             "pooling",
+            "prediction",
         ),
     )
 
@@ -140,6 +145,7 @@ class Request:
         detokenizer: IncrementalDetokenizer | None,
         keys: PageKeys | None = None,
         cache_salt: str | None = None,
+        prediction: Sequence[int] = (),
         priority: Priority = "interactive",
         tenant: str = "",
         time_limit: float = math.inf,
@@ -171,6 +177,7 @@ class Request:
         self.bounded: tuple[BoundedTable, ...] = ()  # per further kind of pages, if the model has several
         self.keys = keys
         self.cache_salt = cache_salt
+        self.prediction = prediction  # tokens that the output may resemble, for drafters
         self.shared_prompt = shared_prompt or SharedPrompt(sample_index + 1)
         self._origin: ReferenceType[Request] | None = None
         self.saved: Mapping[int, Any] = {}  # page contents from a saved request's file, by page index
@@ -338,7 +345,7 @@ class Request:
     def _why_no_logits(self) -> str:
         names = "".join(f", or the logits processor {name!r}" for name, _ in self.sampling.logits_processors)
         return (
-            f"the logits after {len(self.token_ids)} tokens have NaN or infinity, so no token can be drawn; check the"
+            f"{BAD_LOGITS_ERROR} after {len(self.token_ids)} tokens have NaN or infinity, so no token can be drawn; check the"
             f" checkpoint's weights, the LLM's dtype, whose range they may leave{names}"
         )
 

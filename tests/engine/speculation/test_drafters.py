@@ -80,6 +80,16 @@ def test_the_output_of_a_finished_request_is_guessed_from():
     assert draft(NgramDrafter(), [8, 9, 50, 51]) == []
 
 
+@pytest.mark.parametrize("drafter", [NgramDrafter, SuffixDrafter])
+def test_the_prediction_of_a_request_is_guessed_from_by_that_request_alone(drafter):
+    drafter, request = drafter(), request_of([1, 2])
+    request.prediction = [50, 51, 52, 53]
+
+    assert drafter.draft([request], [3]) == [[50, 51, 52]]  # its first tokens, after the end of the prompt
+    request.token_ids += [9, 51, 52]
+    assert drafter.draft([request, request_of([51, 52])], [1, 1]) == [[53], []]
+
+
 def test_nothing_is_guessed_from_outputs_of_another_salt():
     drafter = SuffixDrafter()
     drafter.forget(request_of([50, 51, 52], num_output_tokens=3, cache_salt="mine"))

@@ -36,7 +36,9 @@ from tests.engine.engines import (
     drafts_from,
     favour_turns,
     forget_prefixes,
+    generate,
     poison_cache,
+    quick_engine,
     random_prompts,
     recorded_steps,
     run_with_arrivals,
@@ -350,6 +352,27 @@ def test_an_early_exit_drafts_what_the_same_layers_do_in_pages_of_their_own(laye
 def test_an_exit_of_another_model_is_refused(layered, num_layers, width, message):
     with pytest.raises(ValueError, match=message):
         ExitDrafter(num_layers, jnp.ones(width), jnp.zeros((width, width))).prepare(target_of(layered[0]))
+
+
+@pytest.mark.parametrize("speculation", ["ngram", "suffix"])
+def test_a_prediction_saves_steps_and_changes_no_token(checkpoint, quick_llm, speculation):
+    prompt, params = [5, 6, 7], SamplingParams(temperature=1.5, seed=3, max_tokens=24, ignore_eos=True)
+    (expected,) = generate(quick_llm, [prompt], params)
+    llm = quick_engine(checkpoint, speculation=speculation, max_drafts=3, adaptive_drafts=False)
+
+    (completion,) = llm.generate(prompt, params, prediction=list(expected.token_ids), show_progress=False)
+
+    assert completion.token_ids == expected.token_ids
+    assert llm.metrics().num_accepted_tokens >= 12
+    for wrong, message in (
+        ([96], r"prediction\[0\] is 96"),
+        ("", "prediction '' is empty"),
+        ([5] * 96, "prediction has"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.generate(prompt, params, prediction=wrong)
+    with pytest.raises(ValueError, match="prediction cannot be honoured"):
+        quick_llm.generate(prompt, params, prediction="a")
 
 
 def test_drafts_that_are_right_save_steps_and_are_counted(crowded_llm, answers):
