@@ -345,8 +345,8 @@ class Request:
     def _why_no_logits(self) -> str:
         names = "".join(f", or the logits processor {name!r}" for name, _ in self.sampling.logits_processors)
         return (
-            f"{BAD_LOGITS_ERROR} after {len(self.token_ids)} tokens have NaN or infinity, so no token can be drawn; check the"
-            f" checkpoint's weights, the LLM's dtype, whose range they may leave{names}"
+            f"{BAD_LOGITS_ERROR} after {len(self.token_ids)} tokens have NaN or infinity, so no token can be drawn;"
+            f" check the checkpoint's weights, the LLM's dtype, whose range they may leave{names}"
         )
 
     def finish(
