@@ -55,15 +55,15 @@ def multiply_turns(
 
     Args:
       rows: [R, D] in blocks of `block_rows`.
-      weights: [S, F, D] in rows' dtype, or integers with scales f[S, F, groups] or f[num_matrices, F, groups], those of
-        the layer alone.
+      weights: [S, F, D] in rows' dtype, or integers.
+      scales: f[num_matrices, F, groups] of integers, those of the layer.
       turns: i32[5, turns], a matrix of the layer, a block of rows, the first of the rows, their end, and again the
         matrix, or `num_matrices` for rows whose result is zeros. Turns of a block of rows follow each other.
       first: i32[] the first of the layer's `num_matrices` in the stack.
       is_turned: what `lies_turned` says of the weights as they are stored.
       name: of the kernel in the compiler's output.
     """
-    (R, D), (S, F, _) = rows.shape, weights.shape
+    (R, D), F = rows.shape, weights.shape[1]
     num_groups = 0 if scales is None else scales.shape[2]
     block_channels = _block_channels(F, D, max(weights.dtype.itemsize, rows.dtype.itemsize))
 
@@ -75,15 +75,18 @@ def multiply_turns(
         return (matrix, 0, channels) if is_turned else (matrix, channels, 0)
 
     def of_scales(channels: Any, turn: Any, turns: Any, first: Any) -> tuple[Any, Any, Any]:
-        return turns[0, turn] + (first[0] if has_all_scales else 0), 0, channels
+        return turns[0, turn], 0, channels
 
     def of_out(channels: Any, turn: Any, turns: Any, _: Any) -> tuple[Any, Any]:
         return turns[1, turn], channels
 
-    operands = [rows, weights.swapaxes(1, 2) if is_turned else weights]
+    weights = weights.swapaxes(1, 2) if is_turned else weights
+    if not interpret:
+        # XLA would copy a stack that fits in vector memory there whole, for each of its layers.
+        weights = pltpu.with_memory_space_constraint(weights, pltpu.HBM)
+    operands = [rows, weights]
     block = (None, D, block_channels) if is_turned else (None, block_channels, D)
     specs = [pl.BlockSpec((block_rows, D), of_rows), pl.BlockSpec(block, of_weights)]
-    has_all_scales = scales is not None and scales.shape[0] == S
     if scales is not None:
         # With the channels along lanes, as the result has them.
         operands.append(scales.astype(jnp.float32).swapaxes(1, 2))

@@ -22,9 +22,9 @@ from jaxinfer.model.components.mlp import MLPParams, mlp
 from jaxinfer.model.components.moe import MoE, MoEParams, moe
 from jaxinfer.model.components.recurrent.states import StateSlots, state_slots
 from jaxinfer.model.components.rope import Rope, rotary_angles
-from jaxinfer.model.config import Layer, MixerStack, ModelConfig, PagePlace
+from jaxinfer.model.config import Layer, LayerStack, MixerStack, ModelConfig, PagePlace
 from jaxinfer.model.mixers import Mixer, Pool, functions_of
-from jaxinfer.model.params import LayerParams, Params
+from jaxinfer.model.params import LayerParams, Params, declare_stack, usual_sharding
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.validation import as_ints
 from kernels_pallas.row_products import rounded
@@ -174,19 +174,15 @@ def _run_group(
     pairs = zip(mixers, places, strict=True)
     plans = [_plan(mixer, pools[place.pool], of_kinds[stacks[place.pool].kind]) for mixer, place in pairs]
     # Experts and integers are no scanned input, for a TPU would copy a layer's to its kernel. In a derivative each
-    # layer's would be that of a whole stack. Over several devices XLA splits products by integers, and not a kernel.
-    held_experts = params if num_whole_rows is None else None
-    scanned = params if held_experts is None else _without_experts(params)
-    held_integers = scanned if num_whole_rows is None and (mesh is None or mesh.size == 1) else None
-    scanned = scanned if held_integers is None else _without_integers(scanned)
+    # layer's would be that of a whole stack.
+    reads_stacks = num_whole_rows is None
+    specs = tuple(declare_stack(LayerStack(layer, repeats), x.shape[-1]) for layer in layers)
 
     def run_pattern(carry, scanned):
         x, pools = carry[0], list(carry[1])
         pattern, numbers, index = scanned
-        if held_integers is not None:
-            pattern = _with_integers(pattern, held_integers, index)
-        if held_experts is not None:
-            pattern = _with_experts(pattern, held_experts, index)
+        if reads_stacks:
+            pattern = _with_stacks(pattern, params, specs, index, mesh)
 
         def inputs_at(place: PagePlace, plan: Any) -> AttentionInputs:
             stack, layer = stacks[place.pool], index if place.layer is None else place.layer
@@ -205,6 +201,7 @@ def _run_group(
         return (x, tuple(pools)), None
 
     # The cache is a carry: as scanned input and output it would be copied whole in every step.
+    scanned = _without_stacks(params) if reads_stacks else params
     (x, pools), _ = jax.lax.scan(run_pattern, (x, pools), (scanned, numbers, jnp.arange(repeats)))
     return x, pools
 
@@ -214,48 +211,37 @@ def _plan(mixer: Mixer, pages: Pool, inputs: AttentionInputs) -> Any:
     return None if plan is None else plan(mixer, pages, inputs)
 
 
-def _is_moe(node: Any) -> bool:
-    return isinstance(node, MoEParams)
+def _is_read_in_stack(node: Any) -> bool:
+    return isinstance(node, MoEParams | QuantizedArray)
 
 
-def _without_experts(params: tuple[LayerParams, ...]) -> tuple[LayerParams, ...]:
-    """Returns the parameters of stacked layers without those of their experts."""
-    return jax.tree.map(lambda node: replace(node, experts=None) if _is_moe(node) else node, params, is_leaf=_is_moe)
-
-
-def _with_experts(
-    own: tuple[LayerParams, ...], stacks: tuple[LayerParams, ...], layer: jax.Array
-) -> tuple[LayerParams, ...]:
-    """Returns the parameters of layers with the experts of their whole stacks, in which theirs are at `layer`."""
-
-    def put(node: Any, stack: Any) -> Any:
-        return replace(node, experts=stack.experts, layer=layer) if _is_moe(node) else node
-
-    return jax.tree.map(put, own, stacks, is_leaf=_is_moe)
-
-
-def _is_quantized(node: Any) -> bool:
-    return isinstance(node, QuantizedArray)
-
-
-def _without_integers(params: tuple[LayerParams, ...]) -> tuple[LayerParams, ...]:
-    """Returns the parameters of stacked layers without the integers of products and their scales."""
+def _without_stacks(params: Any) -> Any:
+    """Returns parameters of stacked layers without experts, and without the integers of products and their scales."""
 
     def drop(node: Any) -> Any:
-        return replace(node, values=None, scales=None) if _is_quantized(node) else node
+        if isinstance(node, MoEParams):
+            return replace(node, experts=None, shared=_without_stacks(node.shared))
+        return None if isinstance(node, QuantizedArray) else node
 
-    return jax.tree.map(drop, params, is_leaf=_is_quantized)
+    return jax.tree.map(drop, params, is_leaf=_is_read_in_stack)
 
 
-def _with_integers(
-    own: tuple[LayerParams, ...], stacks: tuple[LayerParams, ...], layer: jax.Array
-) -> tuple[LayerParams, ...]:
-    """Returns the parameters of layers with the integers of their whole stacks, in which theirs are at `layer`."""
+def _with_stacks(own: Any, stacks: Any, specs: Any, layer: jax.Array, mesh: Mesh | None) -> Any:
+    """Returns the parameters of layers with the experts and integers of their whole stacks, theirs being at `layer`.
 
-    def put(node: Any, stack: Any) -> Any:
-        return replace(stack, layer=layer) if _is_quantized(node) else node
+    `specs` declare the stacks, which a mesh may split.
+    """
 
-    return jax.tree.map(put, own, stacks, is_leaf=_is_quantized)
+    def put(stack: Any, node: Any, spec: Any) -> Any:
+        if isinstance(stack, MoEParams):
+            shared = _with_stacks(node.shared, stack.shared, spec.shared, layer, mesh)
+            return replace(node, experts=stack.experts, shared=shared, layer=layer)
+        if isinstance(stack, QuantizedArray):
+            sharding = None if mesh is None or mesh.size == 1 else usual_sharding(spec, mesh)
+            return replace(stack, layer=layer, sharding=sharding)
+        return node
+
+    return jax.tree.map(put, stacks, own, specs, is_leaf=_is_read_in_stack)
 
 
 def mix(

@@ -92,7 +92,7 @@ def declare(config: ModelConfig) -> Params:
     of_layers = config.layers[0].embedding
     return Params(
         embedding=vocab,
-        layers=tuple(_declare_stack(stack, config.hidden_size) for stack in config.stacks),
+        layers=tuple(declare_stack(stack, config.hidden_size) for stack in config.stacks),
         final_norm=TensorSpec((config.hidden_size,), ("embed",), None),
         unembedding=vocab if config.has_logits and not config.has_tied_embeddings else None,
         layer_embedding=None
@@ -102,7 +102,8 @@ def declare(config: ModelConfig) -> Params:
     )
 
 
-def _declare_stack(stack: LayerStack, hidden_size: int) -> LayerParams:
+def declare_stack(stack: LayerStack, hidden_size: int) -> LayerParams:
+    """Returns the `LayerParams` of a stack of layers with a `TensorSpec` in the place of every array."""
     layer = stack.layer
 
     def spec(sizes: tuple[int, ...], axes: tuple[str, ...], scale: float | None = 0.02) -> TensorSpec:
@@ -142,7 +143,7 @@ def shardings(config: ModelConfig, mesh: Mesh, rules: Mapping[str, str] = TENSOR
     """Returns a `NamedSharding` per tensor; an axis the mesh cannot divide is a ValueError naming it."""
 
     def sharding(spec: TensorSpec) -> NamedSharding:
-        names = [rules.get(axis) if rules.get(axis) in mesh.axis_names else None for axis in spec.axes]
+        names = _mesh_axes(spec, mesh, rules)
         for axis, size, name in zip(spec.axes, spec.shape, names, strict=True):
             if name is not None and size % mesh.shape[name]:
                 raise ValueError(
@@ -152,6 +153,18 @@ def shardings(config: ModelConfig, mesh: Mesh, rules: Mapping[str, str] = TENSOR
         return NamedSharding(mesh, PartitionSpec(*names))
 
     return jax.tree.map(sharding, declare(config), is_leaf=_is_spec)
+
+
+def usual_sharding(spec: TensorSpec, mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of a tensor by TENSOR_PARALLEL_RULES; an axis that the mesh cannot divide stays whole."""
+    axes = zip(spec.shape, _mesh_axes(spec, mesh, TENSOR_PARALLEL_RULES), strict=True)
+    names = [None if name is None or size % mesh.shape[name] else name for size, name in axes]
+    return NamedSharding(mesh, PartitionSpec(*names))
+
+
+def _mesh_axes(spec: TensorSpec, mesh: Mesh, rules: Mapping[str, str]) -> list[str | None]:
+    names = (rules.get(axis) for axis in spec.axes)
+    return [name if name in mesh.axis_names else None for name in names]
 
 
 def abstract_params(config: ModelConfig, dtype: Any, placement: Params | None = None) -> Params:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_map_with_path
 
@@ -18,21 +18,25 @@ def quantize_params(params: Params, *, group_size: int | None = None, bits: int 
     A tied embedding stays in floating point at both ends.
     """
     options = {"group_size": group_size, "bits": bits, "is_packed": is_packed}
-    return _replace_weights(params, lambda w: quantize(w, **options))
+
+    def change(path: tuple[Any, ...], w: Any) -> Any:
+        return quantize(w, **options) if path[-1].name in PRODUCT_WEIGHTS else w
+
+    return tree_map_with_path(change, params)
 
 
-def quantized_shardings(placement: Params) -> Params:
-    """Returns the shardings of the tensors of `quantize_params`, with one scale per output channel."""
+def quantized_shardings(params: Params, placement: Params) -> Params:
+    """Returns the shardings of quantized parameters, for a placement of their tensors in floating point.
 
-    def split(sharding: NamedSharding) -> QuantizedArray:
-        spec = PartitionSpec(*sharding.spec[:-1], None)
+    Scales are split as their weights are. If devices do not divide the groups of inputs, each has those of all inputs.
+    """
+
+    def split(w: Any, sharding: NamedSharding) -> Any:
+        if not isinstance(w, QuantizedArray):
+            return sharding
+        *outputs, inputs = sharding.spec
+        is_divided = inputs is None or w.scales.shape[-1] % sharding.mesh.shape[inputs] == 0
+        spec = PartitionSpec(*outputs, inputs if is_divided else None)
         return QuantizedArray(values=sharding, scales=NamedSharding(sharding.mesh, spec))
 
-    return _replace_weights(placement, split)
-
-
-def _replace_weights(params: Params, change: Callable[[Any], QuantizedArray]) -> Params:
-    def change_weight(path: tuple[Any, ...], w: Any) -> Any:
-        return change(w) if path[-1].name in PRODUCT_WEIGHTS else w
-
-    return tree_map_with_path(change_weight, params)
+    return jax.tree.map(split, params, placement, is_leaf=lambda node: isinstance(node, QuantizedArray))

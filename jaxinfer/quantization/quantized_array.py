@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import NamedSharding
 
 from kernels_pallas.quantized_matmul import pack_int4
 
@@ -35,12 +36,13 @@ class QuantizedArray:
     The inputs are cut into groups of equal size; a single group is a scale per output channel. Integers of 4 bits lie
     two to a byte, as `pack_int4` lays them out, so that the axis of inputs is half as long; or they have a type of
     their own, which TPUs multiply. With a `layer`, both arrays are those of n layers [n, out..., ...], and the weights
-    are this layer's: a kernel of a TPU reads them in the stack.
+    are this layer's: a kernel of a TPU reads them in the stack. Over a mesh it also needs the `sharding` of the stack.
     """
 
     values: Any  # i8[out..., in], i8[out..., in / 2] or i4[out..., in]
     scales: Any  # f32[out..., groups]
     layer: Any = None  # i32[]
+    sharding: NamedSharding | None = struct.field(pytree_node=False, default=None)  # of values
 
     @property
     def shape(self) -> tuple[int, ...]:

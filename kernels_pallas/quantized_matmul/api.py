@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from kernels_pallas.dispatch import call_best
 from kernels_pallas.quantized_matmul.gpu import quantized_matmul_gpu
-from kernels_pallas.quantized_matmul.reference import quantized_matmul_reference
+from kernels_pallas.quantized_matmul.reference import layer_of, quantized_matmul_reference
 from kernels_pallas.quantized_matmul.tpu import quantized_matmul_tpu
 
 # In order of preference. The reference supports every call, so a search ends there; what follows must be named.
@@ -29,6 +33,7 @@ def quantized_matmul(
     zeros: jax.Array | None = None,
     *,
     layer: jax.Array | None = None,
+    sharding: NamedSharding | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Returns x wᵀ [T, F], where w[f, d] = (weights[f, d] - zeros[f, d // g]) * scales[f, d // g].
@@ -43,6 +48,8 @@ def quantized_matmul(
       zeros: i8[F, groups] zero points; None is 0.
       layer: i32[] the layer of a stack; the kernel of a TPU reads its weights there, the other implementations copy
         them. None if there is no stack.
+      sharding: that of `weights` over the devices of a mesh, each of which multiplies by its own part. Their sums are
+        added in float32 if they have different inputs. Without it the call runs whole on every device.
       implementation: a name from `IMPLEMENTATIONS`, or None for the best that supports the call.
 
     Returns:
@@ -50,10 +57,69 @@ def quantized_matmul(
 
     Raises:
       ValueError: for an unknown implementation or arrays that do not fit together.
-      NotImplementedError: when the named implementation cannot do this call, with the reason.
+      NotImplementedError: when the named implementation cannot do this call, with the reason, and for packed integers
+        of a group on several devices.
     """
     _check_shapes(x, weights, scales, zeros, layer)
-    return call_best(IMPLEMENTATIONS, implementation, (x, weights, scales, zeros, layer))
+    multiply = functools.partial(call_best, IMPLEMENTATIONS, implementation)
+    if sharding is None:
+        return multiply((x, weights, scales, zeros, layer))
+    return _multiply_over_mesh(multiply, x, weights, scales, zeros, layer, sharding)
+
+
+def split_groups(scales: jax.Array, num_inputs: int, num_parts: int) -> jax.Array:
+    """Returns scales f[..., groups] of groups of which none has inputs in two of `num_parts` equal parts of the inputs.
+
+    A group in several parts becomes several groups with the same scale.
+    """
+    groups = scales.shape[-1]
+    if groups % num_parts == 0:
+        return scales
+    size = num_inputs // groups
+    return jnp.repeat(scales, size // math.gcd(size, num_inputs // num_parts), axis=-1)
+
+
+def _multiply_over_mesh(
+    multiply: Callable[[tuple[Any, ...]], jax.Array],
+    x: jax.Array,
+    weights: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None,
+    layer: jax.Array | None,
+    sharding: NamedSharding,
+) -> jax.Array:
+    (T, D), groups, channels = x.shape, scales.shape[-1], 0 if layer is None else 1  # the first axis of channels
+    num_parts = weights.shape[-1] // sharding.shard_shape(weights.shape)[-1]
+    of_weights = [*sharding.spec, *(None,) * (weights.ndim - len(sharding.spec))]
+    of_scales, of_outputs, of_inputs = of_weights, of_weights[channels:-1], of_weights[-1]
+    if groups == 1:  # of all inputs, whichever a device has
+        of_scales = [*of_weights[:-1], None]
+    elif groups % num_parts:
+        if weights.shape[-1] < D:
+            raise NotImplementedError(
+                f"{groups} groups of packed integers cannot be split over {num_parts} devices; give weights of dtype"
+                " int4, or a number of groups that the devices divide"
+            )
+
+        def split_own(a: jax.Array) -> jax.Array:  # of the layer alone, for this makes a copy
+            own = split_groups(layer_of(a, layer), D, num_parts)
+            return own.reshape(*(1,) * channels, *a.shape[channels:-1], -1)
+
+        scales, zeros = jax.tree.map(split_own, (scales, zeros))
+
+    def multiply_own(x: jax.Array, weights: jax.Array, *others: jax.Array | None) -> jax.Array:
+        y = multiply((x, weights, *others)).reshape(T, *weights.shape[channels:-1])
+        return y if of_inputs is None else jax.lax.psum(y.astype(jnp.float32), of_inputs).astype(x.dtype)
+
+    of_scales = PartitionSpec(*of_scales)
+    split = jax.shard_map(
+        multiply_own,
+        mesh=sharding.mesh,
+        in_specs=(PartitionSpec(None, of_inputs), PartitionSpec(*of_weights), of_scales, of_scales, PartitionSpec()),
+        out_specs=PartitionSpec(None, *of_outputs),
+        check_vma=False,  # kernels are opaque to it
+    )
+    return split(x, weights, scales, zeros, layer).reshape(T, -1)
 
 
 def _check_shapes(x, weights, scales, zeros, layer) -> None:

@@ -32,11 +32,14 @@ def split_int4(packed: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def layer_of(stacks: Any, layer: jax.Array | None) -> Any:
-    """Returns the arrays [F, ...] of a layer of stacks [n, F..., ...], in a tree; the arrays themselves for None."""
+    """Returns the arrays [F, ...] of a layer of stacks [n, F..., ...], in a tree; the arrays themselves for None.
+
+    A stack [1, F..., ...] has those of the layer alone.
+    """
     if layer is None:
         return stacks
 
-    def own(stack: jax.Array) -> jax.Array:
+    def own(stack: jax.Array) -> jax.Array:  # the index is bounded by the number of layers
         return jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False).reshape(-1, stack.shape[-1])
 
     return jax.tree.map(own, stacks)

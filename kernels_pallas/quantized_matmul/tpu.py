@@ -48,10 +48,6 @@ def quantized_matmul_tpu(
             " channels lies along lanes, so that all channels are no single axis of memory"
         )
     weights = weights.reshape(n, F, -1)
-    if len(outputs) > 1 and lies_turned(outputs[-1], scales.shape[-1]):
-        # No view of these scales has all channels along lanes: XLA turns those of the layer, and not of the stack.
-        scales = layer_of(scales, layer)[None]
-    scales = scales.reshape(-1, F, scales.shape[-1])
     require_support(x, weights, interpret)
     block_rows = block_rows or min(T, max_block_rows(D, x.dtype.itemsize))
     block = jnp.arange(pl.cdiv(T, block_rows), dtype=jnp.int32)
@@ -59,7 +55,8 @@ def quantized_matmul_tpu(
     return multiply_turns(
         x,
         weights,
-        scales,
+        # Not all of the stack: XLA would turn those whose channels do not lie along lanes.
+        layer_of(scales, layer)[None],
         jnp.stack([none, block, none, all_rows, none]),
         layer,
         num_matrices=1,

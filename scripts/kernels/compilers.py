@@ -88,7 +88,7 @@ def step_case(
         quantized = functools.partial(quantize_weight, quantization=quantization, is_packed=layout != "tpu")
         by_name = functools.partial(jax.tree_util.tree_map_with_path, lambda path, w: quantized(path[-1].name, w))
         params = jax.eval_shape(by_name, params)
-        placement = quantized_shardings(placement)
+        placement = quantized_shardings(params, placement)
     pages = {"num_pages": num_pages, "num_bounded_pages": num_bounded_pages, "page_size": page_size}
     cache = abstract_cache(config, CacheConfig(**pages, dtype="bfloat16"), layout)
     cache = placed(cache, cache_shardings(cache, mesh, config=config))
@@ -150,34 +150,55 @@ def memory_figures(compiled: Any, cache: Any) -> dict[str, Any]:
 
 # Operations that write a copy of an array, whole or a slice of it.
 WRITING = {"copy", "transpose", "fusion", "convert", "reshape", "dynamic-slice", "slice", "concatenate", "multiply"}
-# Elements of a weight that is looked for among a program's operations; activations of a step may have fewer.
+# Elements of a weight that is looked for: its products take their time by reading it.
 MIN_WEIGHT = 2**21
 
 
 def copied_weights(hlo: str, params: Any) -> list[str]:
-    """Returns the operations of a compiled program that write an array as large as the weight of a layer on a device.
+    """Returns the operations of a compiled program that read a weight, or its stack, and write a copy of it.
 
     Each is an opcode and a shape, such as "copy bf16[1,128,192,2048]". Operations inside fusions write no memory, and
-    asynchronous copies move a weight to where its product reads it. `params` are shapes with shardings.
+    fusions with a product write its result. An asynchronous copy moves a weight to where its product reads it, but not
+    one of a whole stack in a loop over its layers. `params` are shapes with shardings; weights are known by their
+    number of elements on a device.
     """
     import jax
 
-    def elements(a: Any) -> int:
-        shape = a.shape if a.sharding is None else a.sharding.shard_shape(a.shape)
-        return math.prod(shape[1:])
+    def shape_of(a: Any) -> tuple[int, ...]:
+        return a.shape if a.sharding is None else a.sharding.shard_shape(a.shape)
 
-    sizes = {elements(a) for a in jax.tree.leaves(params.layers)}
-    fused, computation, found = set(re.findall(r"fusion\(.*calls=(%[\w.\-]+)", hlo)), None, []
+    # (elements of an array, those of a weight in it)
+    sizes = {(math.prod(shape), math.prod(shape[1:])) for shape in map(shape_of, jax.tree.leaves(params.layers))}
+    sizes |= {(math.prod(shape_of(a)),) * 2 for a in jax.tree.leaves((params.embedding, params.unembedding))}
+    sizes = {pair for pair in sizes if pair[1] >= MIN_WEIGHT}
+    fused, computation = set(re.findall(r"fusion\(.*calls=(%[\w.\-]+)", hlo)), None
+    results: dict[str, dict[str, int]] = {}  # by operation, the elements of each array that it writes
+    multiplying, writing, moving, found = set(), [], [], []
     for line in hlo.splitlines():
-        if header := re.match(r"(?:ENTRY )?(%[\w.\-]+) \(", line):
-            computation = header[1]
-        operation = re.match(r"\s+(?:ROOT )?%[\w.\-]+ = (.*?) ([\w\-]+)\(", line)
-        if operation is None or computation in fused or operation[2] not in WRITING:
+        if header := re.match(r"(ENTRY )?(%[\w.\-]+) \(", line):
+            is_once, computation = header.groups()
+        operation = re.match(r"\s+(?:ROOT )?(%[\w.\-]+) = (.*?) ([\w\-]+)\((.*)", line)
+        if operation is None:
             continue
-        for dtype, shape in re.findall(r"(\w+)\[([\d,]+)\]", operation[1]):
-            count = math.prod(map(int, shape.split(",")))
-            if count >= MIN_WEIGHT and count in sizes:
-                found.append(f"{operation[2]} {dtype}[{shape}]")
+        name, types, opcode, rest = operation.groups()
+        arrays = re.findall(r"(\w+\[([\d,]+)\])", types)
+        results[name] = {array: math.prod(map(int, shape.split(","))) for array, shape in arrays}
+        if opcode in ("convolution", "dot"):
+            multiplying.add(computation)
+        if computation not in fused and opcode in WRITING:
+            writing.append((name, opcode, rest))
+        if not is_once and (opcode == "copy-start" or "ConcatBitcast" in rest):  # the latter ends one in several parts
+            moving.append((name, opcode))
+    for name, opcode, rest in writing:
+        named = set(re.findall(r"%[\w.\-]+", rest))  # operands, and the computation of a fusion
+        if named & multiplying:
+            continue
+        read = {count for operand in named for count in results.get(operand, {}).values()}
+        copies = {count for whole, part in sizes if whole in read for count in (whole, part)}
+        found += [f"{opcode} {array}" for array, count in results[name].items() if count in copies]
+    stacks = {whole for whole, part in sizes if whole > part}
+    for name, opcode in moving:
+        found += [f"{opcode} {array}" for array, count in results[name].items() if count in stacks]
     return found
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxinfer.model.components.layers import linear
 from jaxinfer.model.config import uniform_decoder
-from jaxinfer.model.params import shardings
+from jaxinfer.model.params import abstract_params, shardings
 from jaxinfer.model.quantized_params import quantize_params, quantized_shardings
 from jaxinfer.quantization import QuantizedArray, quantize, quantize_weight
 from tests.replay import SMALL_SIZES, lively_params, replay
@@ -159,13 +159,18 @@ def test_what_no_product_takes_stays_in_floating_point():
     assert quantize_weight("embedding", embedding, "int4") is embedding
 
 
-def test_scales_are_split_as_the_outputs_they_belong_to():
+# Inputs: 64 of `o`, 48 of `down`, in one group, or in groups of 16.
+@pytest.mark.parametrize(("group_size", "of_o", "of_down"), [(None, None, None), (16, "model", None)])
+def test_scales_are_split_as_weights_where_devices_divide_the_groups(group_size, of_o, of_down):
     mesh: Any = AbstractMesh((2,), ("model",))
-    placement: Any = quantized_shardings(shardings(CONFIG, mesh))
+    quantize_all = functools.partial(quantize_params, group_size=group_size)
+    params = jax.eval_shape(quantize_all, abstract_params(CONFIG, "float32"))
+    placement: Any = quantized_shardings(params, shardings(CONFIG, mesh))
 
     layer: Any = placement.layers[0]
-    assert layer.mixer.q.scales.spec == PartitionSpec(None, "model", None, None)  # [n, N, H, 1]
+    assert layer.mixer.q.scales.spec == PartitionSpec(None, "model", None, None)  # [n, N, H, groups]
     assert layer.mixer.o.values.spec == PartitionSpec(None, None, "model")  # [n, D, N H]
-    assert layer.mixer.o.scales.spec == PartitionSpec(None, None, None)  # [n, D, 1]
+    assert layer.mixer.o.scales.spec == PartitionSpec(None, None, of_o)  # [n, D, groups]
+    assert layer.feed_forward.down.scales.spec == PartitionSpec(None, None, of_down)
     assert placement.unembedding.scales.spec == PartitionSpec("model", None)
     assert layer.mixer_norm.spec == PartitionSpec(None, None)

@@ -1,14 +1,18 @@
 """Run by test_mesh_steps in a process with 4 devices: prefill and decode steps over 2 x 2 of them.
 
-Arguments: a Hugging Face checkpoint, a JSON file of sequences of token ids, and the path for the results. These are the
-log-probabilities f32[3, B, V] of all tokens after each sequence less two tokens, less one, and whole.
+Arguments: a Hugging Face checkpoint, a JSON file of sequences of token ids, the path for the results, and the way to
+compute: "plain", a quantization such as "int8", or "int8 by the kernel of a TPU", which is interpreted. The results are
+the log-probabilities f32[3, B, V] of all tokens after each sequence less two tokens, less one, and whole. Quantized
+steps give [2, 3, B, V]: those over the mesh come after those of one device.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +21,10 @@ from jaxinfer.checkpoint import load_params, read_config
 from jaxinfer.config import CacheConfig, SamplingParams
 from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.model.cache import cache_shardings
-from jaxinfer.model.params import shardings
+from jaxinfer.model.components import layers
+from jaxinfer.model.params import Params, shardings
+from jaxinfer.model.quantized_params import quantized_shardings
+from jaxinfer.quantization import quantize_weight
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps import steps
 from tests.replay import deal_pages, nan_cache
@@ -27,16 +34,50 @@ PAGE_SIZE, TABLE_WIDTH = 16, 2
 FIRST_CHUNK = 5  # tokens of each sequence
 
 
-def main(checkpoint: str, sequences_file: str, results_file: str) -> None:
-    compiled = unoptimised_copy(steps)
-    config = read_config(checkpoint)
-    sequences = json.loads(Path(sequences_file).read_text())
-    B, V, longest = len(sequences), config.vocab_size, max(map(len, sequences))
+def main(checkpoint: str, sequences_file: str, results_file: str, way: str) -> None:
+    config, sequences = read_config(checkpoint), json.loads(Path(sequences_file).read_text())
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("experts", "model"))
-    params = load_params(checkpoint, config, "float32", placement=shardings(config, mesh))
+    placement = shardings(config, mesh)
+    compiled = unoptimised_copy(steps)
+    run = functools.partial(run_steps, compiled=compiled, config=config, sequences=sequences)
+    if way == "plain":
+        results = run(load_params(checkpoint, config, "float32", placement=placement), mesh=mesh)
+    else:
+        has_kernel = "kernel" in way
+        params = quantized(load_params(checkpoint, config, "float32"), way.split()[0], is_packed=not has_kernel)
+        of_one_device = run(params, mesh=None)
+        if has_kernel:
+            take_products_of_a_tpu()
+        over_mesh = run(jax.device_put(params, quantized_shardings(params, placement)), mesh=mesh)
+        results = np.stack([of_one_device, over_mesh])
+    np.save(results_file, results)
+
+
+def quantized(params: Params, quantization: str, *, is_packed: bool) -> Params:
+    """Returns the parameters with quantized weights, as the loader quantizes those of one device."""
+    change = functools.partial(quantize_weight, quantization=quantization, is_packed=is_packed)
+    return jax.tree_util.tree_map_with_path(lambda path, w: change(path[-1].name, w), params)
+
+
+def take_products_of_a_tpu() -> None:
+    """Makes products by integers those of a TPU, by its kernel, interpreted."""
+    choose = jax.lax.platform_dependent
+
+    def take(*operands: Any, tpu: Any = None, **others: Any) -> Any:
+        return choose(*operands, **others) if tpu is None else tpu(*operands)
+
+    jax.lax.platform_dependent = take
+    layers.quantized_matmul = functools.partial(layers.quantized_matmul, implementation="tpu_interpret")
+    jax.clear_caches()
+
+
+def run_steps(params: Params, *, compiled: Any, config: Any, sequences: list[list[int]], mesh: Any) -> np.ndarray:
+    """Returns the log-probabilities f32[3, B, V] of the steps."""
+    B, V, longest = len(sequences), config.vocab_size, max(map(len, sequences))
     pages = deal_pages(B, TABLE_WIDTH)
     cache = nan_cache(config, CacheConfig(num_pages=pages.size, page_size=PAGE_SIZE))
-    cache = jax.device_put(cache, cache_shardings(cache, mesh, config=config))
+    if mesh is not None:
+        cache = jax.device_put(cache, cache_shardings(cache, mesh, config=config))
     sampling = make_sampling([SamplingParams(temperature=0, log_probs=V)] * B, num_rows=B, vocab_size=V)
 
     def run(step, starts, ends, num_tokens):
@@ -61,7 +102,7 @@ def main(checkpoint: str, sequences_file: str, results_file: str) -> None:
     ):
         log_probs, cache = run(step, starts, ends, num_tokens)
         results.append(log_probs)
-    np.save(results_file, np.stack(results))
+    return np.stack(results)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Steps over a mesh, experts along one axis and heads along the other, against `transformers`."""
+"""Steps over a mesh, experts along one axis and heads along the other: against `transformers`, or one device."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,17 @@ EVEN: dict[str, Any] = {
 }
 
 
+def run_steps(folder: Path, checkpoint: Path, way: str) -> tuple[list[list[int]], np.ndarray]:
+    """Returns random sequences and what `mesh_program` gives for them."""
+    vocab_size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+    generator = np.random.default_rng(0)
+    sequences = [generator.integers(0, vocab_size, n).tolist() for n in LENGTHS]
+    (folder / "sequences.json").write_text(json.dumps(sequences))
+    files = [str(checkpoint), str(folder / "sequences.json"), str(folder / "results.npy")]
+    run_on_devices(4, "-m", "tests.steps.mesh_program", *files, way)
+    return sequences, np.load(folder / "results.npy")
+
+
 @pytest.mark.shows("mesh")
 @pytest.mark.parametrize(
     "family",
@@ -30,14 +42,32 @@ EVEN: dict[str, Any] = {
 )
 def test_steps_over_a_mesh_give_the_logits_of_transformers(family, tmp_path):
     checkpoint = save_random_checkpoint(tmp_path / "checkpoint", family, **EVEN.get(family, {}))
-    generator, reference = np.random.default_rng(0), load_reference(checkpoint)
-    sequences = [generator.integers(0, reference.config.vocab_size, n).tolist() for n in LENGTHS]
-    (tmp_path / "sequences.json").write_text(json.dumps(sequences))
 
-    files = [str(tmp_path / name) for name in ("checkpoint", "sequences.json", "results.npy")]
-    run_on_devices(4, "-m", "tests.steps.mesh_program", *files)
+    sequences, results = run_steps(tmp_path, checkpoint, "plain")
 
+    reference = load_reference(checkpoint)
     logits = [reference_logits(reference, sequence)[-3:] for sequence in sequences]
     expected = torch.log_softmax(torch.tensor(np.stack(logits, axis=1)), -1).numpy()
     # float32 sums in another order, over devices too.
-    np.testing.assert_allclose(np.load(tmp_path / "results.npy"), expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(results, expected, rtol=0, atol=1e-4)
+
+
+KERNEL = "by the kernel of a TPU"
+# In 4 bits, devices cut the groups of `o` and `down`.
+QUANTIZED = (("llama", f"int8 {KERNEL}"), ("qwen3_moe", f"int4 {KERNEL}"), ("qwen3_moe", "int4"))
+EXHAUSTIVE = ((family, way) for way in (f"int8 {KERNEL}", f"int4 {KERNEL}", "int8", "int4") for family in CONFIGS)
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        *QUANTIZED,
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in EXHAUSTIVE if case not in QUANTIZED),
+    ],
+)
+def test_quantized_steps_over_a_mesh_give_the_logits_of_one_device(family, way, tmp_path):
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", family, **EVEN.get(family, {}))
+
+    _, (of_one_device, over_mesh) = run_steps(tmp_path, checkpoint, way)
+
+    np.testing.assert_allclose(over_mesh, of_one_device, rtol=0, atol=1e-4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from jaxinfer.model.components.layers import scaled
 from jaxinfer.model.components.mlp import MLP, MLPParams, activate, declare_mlp, mlp
 from jaxinfer.quantization import QuantizedArray
 from kernels_pallas.grouped_matmul import dequantize_experts, grouped_matmul
+from kernels_pallas.quantized_matmul import split_groups
 from kernels_pallas.row_products import ROW_BLOCK, rounded
 from kernels_pallas.row_sum import row_sum
 
@@ -142,9 +142,7 @@ def _split_groups(params: MLPParams, specs: Any, mesh: Mesh, x: jax.Array, confi
         if groups % n and w.values.shape[-1] < num_inputs:
             params = replace(params, **{name: dequantize_experts(w.values, w.scales, num_inputs, x.dtype)})
             continue
-        size = math.gcd(num_inputs // groups, num_inputs // n)
-        scales = w.scales if groups % n == 0 else jnp.repeat(w.scales, num_inputs // groups // size, axis=-1)
-        params = replace(params, **{name: replace(w, scales=scales)})
+        params = replace(params, **{name: replace(w, scales=split_groups(w.scales, num_inputs, n))})
         specs = replace(specs, **{name: QuantizedArray(values=spec, scales=spec)})
     return params, specs
 

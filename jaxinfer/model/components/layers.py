@@ -6,6 +6,7 @@ the rules that keep this so.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -47,14 +48,17 @@ def _quantized_product(x: jax.Array, w: QuantizedArray, num_rows: jax.Array | No
     if w.layer is None:
         F = math.prod(w.shape[:-1])
         return _by_own_integers(x, w.values.reshape(F, -1), w.scales.reshape(F, -1), num_rows)
-    # The kernel of a TPU reads the layer in the stack. Elsewhere it is taken out, as a scan takes its inputs.
+    # The kernel of a TPU reads the layer in the stack. Elsewhere it is taken out, as a scan takes its inputs. It reads
+    # no packed integers, and XLA splits their product over a mesh.
+    sharding = w.sharding if w.values.shape[-1] == x.shape[1] else None
+    multiply = functools.partial(quantized_matmul, sharding=sharding)
     return jax.lax.platform_dependent(
         x,
         w.values,
         w.scales,
         w.layer,
         num_rows,
-        tpu=lambda x, v, s, layer, _: quantized_matmul(x, v, s, layer=layer).astype(jnp.float32),
+        tpu=lambda x, v, s, layer, _: multiply(x, v, s, layer=layer).astype(jnp.float32),
         default=lambda x, v, s, layer, n: _by_own_integers(x, layer_of(v, layer), layer_of(s, layer), n),
     )
 

@@ -48,12 +48,15 @@ KERNELS = {
     ),
     "tpu7x": ("decode", "decode int8", "decode fp8", "prefill"),
 }
+QUANTIZED_STEPS = tuple(
+    f"step {step} {weights} weights" for weights in ("int8", "int4") for step in ("decode", "prefill")
+)
 STEPS = {
-    "v6e": ("step decode", "step prefill", "step verify beside prefill"),
-    "v6e-8": ("step decode", "step prefill"),
+    "v6e": ("step decode", "step prefill", "step verify beside prefill", "step decode int4 weights"),
+    "v6e-8": ("step decode", "step prefill", *QUANTIZED_STEPS),
     # 16 GB of weights in bfloat16 are more than a chip has.
-    "v5e": tuple(f"step {step} {weights} weights" for weights in ("int8", "int4") for step in ("decode", "prefill")),
-    "v5e-8": ("step decode int8 weights", "step prefill int8 weights"),
+    "v5e": QUANTIZED_STEPS,
+    "v5e-8": QUANTIZED_STEPS,
 }
 
 
@@ -99,17 +102,7 @@ def test_prefill_of_llama_8b_copies_no_queries_into_tiles():
     assert compiled_steps("v6e")["step prefill"]["temporary_bytes"] < 20e6
 
 
-# Not those of eight v5e: over a mesh XLA multiplies by integers, and copies keys and values into vector memory.
-# In prefill on eight v6e, states of 512 tokens are as large as a device's part of the output weights.
-COPYING_NOTHING = [
-    (device, name)
-    for device in ("v5e", "v6e", "v6e-8")
-    for name in STEPS[device]
-    if (device, name) != ("v6e-8", "step prefill")
-]
-
-
-@pytest.mark.parametrize(("device", "name"), COPYING_NOTHING)
+@pytest.mark.parametrize(("device", "name"), [(device, name) for device, names in STEPS.items() for name in names])
 def test_a_whole_step_of_llama_8b_copies_no_weight(device, name):
     assert compiled_steps(device)[name]["copied_weights"] == []
 
