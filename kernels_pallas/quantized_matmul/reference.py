@@ -1,4 +1,4 @@
-"""The quantized product in plain JAX: the oracle of the kernels, and what runs on old GPUs and over TPU meshes."""
+"""The quantized product in plain JAX: the oracle of the kernels, and what runs on old GPUs and over meshes of GPUs."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ def _quantized_product(x: jax.Array, w: QuantizedArray, num_rows: jax.Array | No
     if w.layer is None:
         F = math.prod(w.shape[:-1])
         return _by_own_integers(x, w.values.reshape(F, -1), w.scales.reshape(F, -1), num_rows)
-    # The kernel of a TPU reads the layer in the stack. Elsewhere it is taken out, as a scan takes its inputs. It reads
-    # no packed integers, and XLA splits their product over a mesh.
+    # The kernel of a TPU reads the layer in the stack. Elsewhere it is taken out, as a scan takes its inputs. Packed
+    # integers are not for the kernel, so XLA splits their product over a mesh.
     sharding = w.sharding if w.values.shape[-1] == x.shape[1] else None
     multiply = functools.partial(quantized_matmul, sharding=sharding)
     return jax.lax.platform_dependent(
