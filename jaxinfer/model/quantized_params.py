@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_map_with_path
 
@@ -28,14 +29,16 @@ def quantize_params(params: Params, *, group_size: int | None = None, bits: int 
 def quantized_shardings(params: Params, placement: Params) -> Params:
     """Returns the shardings of quantized parameters, for a placement of their tensors in floating point.
 
-    Scales are split as their weights are. If devices do not divide the groups of inputs, each has those of all inputs.
+    Scales of integers that TPUs multiply are split as their weights are, for a kernel reads each device's part. If
+    devices do not divide the groups of inputs, or integers are packed, each device has the scales of all inputs.
     """
 
     def split(w: Any, sharding: NamedSharding) -> Any:
         if not isinstance(w, QuantizedArray):
             return sharding
         *outputs, inputs = sharding.spec
-        is_divided = inputs is None or w.scales.shape[-1] % sharding.mesh.shape[inputs] == 0
+        is_divided = inputs is not None and w.scales.shape[-1] % sharding.mesh.shape[inputs] == 0
+        is_divided = is_divided and w.values.dtype == jnp.int4
         spec = PartitionSpec(*outputs, inputs if is_divided else None)
         return QuantizedArray(values=sharding, scales=NamedSharding(sharding.mesh, spec))
 
