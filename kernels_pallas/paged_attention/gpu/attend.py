@@ -29,7 +29,7 @@ from kernels_pallas.paged_attention.gpu.parts import (
     keys_of,
     load_rows,
 )
-from kernels_pallas.paged_attention.reference import LOG2_E, MASKED
+from kernels_pallas.paged_attention.online_softmax import LOG2_E, MASKED
 
 OPTIONAL = ("v_pages", "sinks", "k_scale", "v_scale", "tree_mask")
 

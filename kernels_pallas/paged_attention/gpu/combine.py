@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas import triton
 from kernels_pallas.paged_attention.gpu.parts import Cut, find_part, load_rows
-from kernels_pallas.paged_attention.reference import MASKED
+from kernels_pallas.paged_attention.online_softmax import MASKED
 
 # Numbers of partial results that a program reads at once, and those of its result; they are in registers.
 COMBINED_NUMBERS = 2048

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from kernels_pallas.paged_attention.gpu.tiles import num_tiles, tile_table
-from kernels_pallas.paged_attention.reference import LOG2_E, MASKED
+from kernels_pallas.paged_attention.online_softmax import LOG2_E, MASKED
 
 plgpu: Any = mosaic_gpu  # what it has differs from jax to jax
 HALF = 64  # queries of a warpgroup, the rows of a wgmma

@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.paged_attention.reference import LOG2_E, MASKED
+from kernels_pallas.paged_attention.online_softmax import LOG2_E, MASKED
 from kernels_pallas.paged_attention.tpu.items import LANES
 
 # Keys of a piece. More of them spread the cost of what is done once per row and piece: reductions over lanes above all.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.paged_attention.reference import LOG2_E
+from kernels_pallas.paged_attention.online_softmax import LOG2_E
 
 LANES = 128
 

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.device import VMEM_BYTES
-from kernels_pallas.paged_attention.reference import MASKED
+from kernels_pallas.paged_attention.online_softmax import MASKED
 from kernels_pallas.paged_attention.tpu.append import append_tiles, appending
 from kernels_pallas.paged_attention.tpu.attend import MAX_ROWS_IN_REGISTERS, attention_of_block, piece_width
 from kernels_pallas.paged_attention.tpu.block_sizes import Blocks

@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 
 from kernels_pallas.paged_attention import paged_attention
+from kernels_pallas.paged_attention.api import IMPLEMENTATIONS
+from kernels_pallas.paged_attention.reference import paged_attention_reference
+from tests.kernels.paged_attention.blocks import IN_BLOCKS
 from tests.kernels.paged_attention.oracle import check_pages, expected_output, make_call, tree_of, tree_words
 from tests.unoptimised import UNOPTIMISED
 
@@ -37,13 +40,16 @@ EDGE_LENS = [1, 15, 16, 17, 32, 33, 64]
 
 
 # An implementation, and the layout of pages that it is tested on. test_gpu.py runs some of these tests on its kernel.
-TARGETS = {"reference": ("reference", "cpu")}
+TARGETS = {"reference": ("reference", "cpu"), **{name: (name, "gpu") for name in IN_BLOCKS}}
 
 
 @pytest.fixture(params=TARGETS)
-def target(request):
+def target(request, monkeypatch):
     """The name of an implementation, and a `make_call` for its pages."""
     implementation, layout = TARGETS[request.param]
+    if implementation in IN_BLOCKS:
+        attend = functools.partial(paged_attention_reference, attend=IN_BLOCKS[implementation])
+        monkeypatch.setitem(IMPLEMENTATIONS, implementation, attend)
     return implementation, functools.partial(make_call, layout=layout)
 
 

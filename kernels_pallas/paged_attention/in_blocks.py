@@ -1,0 +1,130 @@
+"""Paged attention in plain JAX for a GPU: it gathers blocks of pages, and its host follows few loops or none.
+
+The host of a GPU waits for the device at each turn of a loop that may be the last, and before such a loop no further
+step can be launched. So small tables are read whole, in loops of a known number of turns, whatever the contexts are.
+Reading large tables whole would take longer than waiting. There the loops end with the contexts, a turn per block.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.paged_attention.online_softmax import (
+    Scoring,
+    Sums,
+    add_keys,
+    attended,
+    by_head,
+    by_query,
+    empty_sums,
+    sees,
+    slots_read,
+)
+from kernels_pallas.paged_attention.tiles import Pool, attend_in_one_tile, attend_in_tiles, paths_of
+
+
+class BlockSizes(NamedTuple):
+    """How much of the pool `attend_in_blocks` gathers at once. None of the numbers was tuned: no such GPU was at hand.
+
+    A block has from `least_keys` to `most_keys` keys of each row of a tile, in whole pages: the more, the fewer rows
+    the tile has. Its keys and values in the queries' type, and a float32 score for each key and query, take up to
+    `block_bytes`, or those of a single row with `least_keys`. Scores exist about three times at once.
+    """
+
+    least_queries: int = 16  # of a row in a tile, if the step has as many tokens
+    most_queries: int = 64
+    least_keys: int = 256
+    most_keys: int = 2048
+    block_bytes: int = 64 << 20
+    # If the tables of a step hold keys and values of at most these bytes in a layer, it reads them whole. A T4 writes
+    # them and reads them again within 0.4 ms, by its bandwidth.
+    whole_bytes: int = 64 << 20
+
+
+DEFAULT_SIZES = BlockSizes()
+
+
+def attend_in_blocks(
+    queries: jax.Array,
+    pool: Pool,
+    *,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    q_len: int | None,
+    tree_mask: jax.Array | None,
+    scoring: Scoring,
+    sizes: BlockSizes = DEFAULT_SIZES,
+) -> jax.Array:
+    """The contract is that of `attend_ragged`."""
+    (T, K, G, H), (B, M), S, V = queries.shape, block_tables.shape, pool.page_size, pool.value_width
+    Q = min(max(-(-T // B), sizes.least_queries), sizes.most_queries, q_len or T)
+    # Rows of 1 + Q a, 1 + Q b, … tokens have the most parts.
+    most_rows = min(B, T)
+    num_parts = most_rows + (T - most_rows) // Q
+    num_own = Q
+    if tree_mask is not None:
+        scoring = scoring._replace(paths=paths_of(tree_mask, q_len or T))
+        num_own = scoring.paths.shape[1]
+    # The window of the first query begins anywhere in a page, and the own tokens of a tile follow it.
+    num_pages = M if scoring.window is None else min(M, -(-(scoring.window + num_own - 2) // S) + 1)
+    key_bytes = K * (H + V) * queries.dtype.itemsize
+    part_bytes = key_bytes + Q * K * G * 4
+    keys = min(max(sizes.block_bytes // (num_parts * part_bytes), sizes.least_keys), sizes.most_keys)
+    per_block = min(-(-keys // S), num_pages)
+    num_rows = min(max(sizes.block_bytes // (per_block * S * part_bytes), 1), num_parts)
+    is_whole = B * num_pages * S * key_bytes <= sizes.whole_bytes
+
+    attend_tile = functools.partial(_attend_tile, pool, per_block, -(-num_pages // per_block) if is_whole else None)
+    if q_len == 1 and num_rows >= T:
+        return attend_in_one_tile(attend_tile, queries, block_tables, kv_lens, scoring)
+    return attend_in_tiles(
+        attend_tile,
+        jnp.zeros((T, K, G, V), queries.dtype),
+        queries,
+        block_tables,
+        kv_lens,
+        cu_q_lens,
+        scoring,
+        num_queries=Q,
+        num_rows=num_rows,
+        num_tiles=-(-num_parts // num_rows) if is_whole else None,
+    )
+
+
+def _attend_tile(
+    pool: Pool, per_block: int, num_blocks: int | None, q_tile, block_tables, positions, context, scoring: Scoring
+) -> jax.Array:
+    """An `AttendTile` of `tiles` that gathers `per_block` pages of each row at a time.
+
+    `num_blocks` hold whatever queries may see; None reads as many as these queries see.
+    """
+    (R, M), S = block_tables.shape, pool.page_size
+    q, *empty = map(by_head, (q_tile, *empty_sums(q_tile, pool.value_width, scoring)))
+    first, last = slots_read(positions, context, scoring)
+    if scoring.paths is not None:
+        last = (context + scoring.paths.max(-1)).max(-1)  # drafts lie in the order of the tree, not of a path
+    begin = first // S  # in each row
+
+    def add_block(i: jax.Array, sums: Sums) -> Sums:
+        places = begin[:, None] + i * per_block + jnp.arange(per_block)[None]
+        page_ids = jnp.take_along_axis(block_tables, jnp.minimum(places, M - 1), axis=1)
+        k, v = (x.reshape(R, per_block, *x.shape[1:]) for x in pool.read_pages(page_ids.reshape(-1)))
+        k = jnp.moveaxis(k, 1, 3).reshape(R, *k.shape[2:4], -1)  # [R, K, H, n S]
+        v = jnp.moveaxis(v, 1, 2).reshape(R, v.shape[2], -1, v.shape[4])  # [R, K, n S, V]
+        slots = (places[:, :, None] * S + jnp.arange(S)[None, None]).reshape(R, -1)
+        is_read = (slots >= first[:, None]) & (slots <= last[:, None])
+        seen = sees(slots, positions, context, scoring)
+        if scoring.paths is not None:
+            is_own = (scoring.paths[:, :, None] == (slots - context)[:, None, :, None]).any(-1)
+            seen = jnp.where((slots < context)[:, None], seen, is_own)
+        return add_keys(sums, q, k, v, is_read, seen, scoring)
+
+    if num_blocks is None:
+        num_blocks = (last // S - begin).max() // per_block + 1
+    sums = jax.lax.fori_loop(0, num_blocks, add_block, Sums(*empty))
+    return attended(Sums(*(by_query(x, q_tile.shape[1]) for x in sums)), scoring)
