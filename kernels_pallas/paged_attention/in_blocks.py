@@ -36,7 +36,7 @@ class BlockSizes(NamedTuple):
     """
 
     least_queries: int = 16  # of a row in a tile, if the step has as many tokens
-    most_queries: int = 64
+    most_queries: int = 128
     least_keys: int = 256
     most_keys: int = 2048
     block_bytes: int = 64 << 20

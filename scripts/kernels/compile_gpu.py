@@ -38,8 +38,8 @@ from scripts.kernels.compilers import (
 )
 
 DEVICES = ("A100", "L4", "H100", "H200")
-# Several devices are written with their number; they compile steps alone.
-MESHES = (*DEVICES, "H200-8")
+# Several devices are written with their number; they compile steps alone. A T4 has no kernels, and cases of its own.
+MESHES = (*DEVICES, "H200-8", "T4")
 KERNELS = ("paged_attention", "append_kv", "combine_parts", "hopper_prefill")
 DECODE_ROWS = 64
 
@@ -90,26 +90,31 @@ def attention(
 
 
 def latents(
-    mesh: Any, *, q_len: int | None, num_tokens: int, num_rows: int, num_heads: int = 128, **options: Any
+    mesh: Any,
+    *,
+    q_len: int | None,
+    num_tokens: int,
+    num_rows: int,
+    num_heads: int = 128,
+    dtype: str = "bfloat16",
 ) -> Case:
     """One call of latent attention with the sizes of DeepSeek-V3, over a pool with room for 64 Ki tokens."""
     import jax
     import jax.numpy as jnp
 
-    from kernels_pallas.latent_attention import abstract_latents
-    from kernels_pallas.latent_attention.gpu import latent_attention_gpu
+    from kernels_pallas.latent_attention import abstract_latents, latent_attention
 
     shape = jax.ShapeDtypeStruct
     arguments = {
-        "q": shape((num_tokens, num_heads, 576), jnp.bfloat16),
-        "latents": shape((num_tokens, 576), jnp.bfloat16),
-        "pages": abstract_latents(1024, 64, 512, 64, jnp.bfloat16, "gpu"),
+        "q": shape((num_tokens, num_heads, 576), dtype),
+        "latents": shape((num_tokens, 576), dtype),
+        "pages": abstract_latents(1024, 64, 512, 64, dtype, "gpu"),
         "block_tables": shape((num_rows, 128), jnp.int32),
         "kv_lens": shape((num_rows,), jnp.int32),
         "cu_q_lens": shape((num_rows + 1,), jnp.int32),
         "page_offset": shape((), jnp.int32),
     }
-    attend = functools.partial(latent_attention_gpu, scale=0.1, q_len=q_len, **options)
+    attend = functools.partial(latent_attention, scale=0.1, q_len=q_len)
     arguments = on_mesh(arguments, mesh)
     return Case(jax.jit(attend, donate_argnames="pages"), arguments, arguments["pages"], KERNELS)
 
@@ -256,6 +261,24 @@ for _rows in BUCKET_ROWS:
         CASES[f"bucket {_form} loop {_rows}"] = functools.partial(
             _bucket, step="decode_loop", loop_steps=LOOP_STEPS, form=_form, **_sizes
         )
+# On a GPU before Ampere, over a pool of 64 Ki tokens, 7.5 GB.
+_old = functools.partial(step, model="Qwen3-0.6B", num_pages=4096, dtype="float16")
+CASES |= {
+    f"old step decode {name}": functools.partial(_old, step="decode_step", num_tokens=rows, num_rows=rows, **options)
+    for name, rows, options in (
+        ("1 x 8,192", 1, {}),
+        ("8 x 2,048", 8, {"max_context": 2048}),
+        ("8 x 8,192", 8, {}),
+        ("8 x 2,048 int8 weights", 8, {"max_context": 2048, "quantization": "int8"}),
+        ("8 x 2,048 int4 weights", 8, {"max_context": 2048, "quantization": "int4"}),
+    )
+}
+CASES |= {
+    "old step prefill": functools.partial(_old, step="prefill_step", num_tokens=2048, num_rows=1),
+    "old latents decode": functools.partial(latents, q_len=1, num_tokens=2, num_rows=2, dtype="float16"),
+    "old experts decode": functools.partial(experts, rows=64, dtype="float16"),
+    "old experts int4 decode": functools.partial(experts, rows=64, bits=4, dtype="float16"),
+}
 # Refused there, with a reason; see kernels_pallas/triton.py.
 NO_FP8 = ("A100",)
 
@@ -312,6 +335,7 @@ def cases_for(device: str, beginnings: Iterable[str] = ("",)) -> list[str]:
     """Returns the cases with names that begin so, less those that the device cannot do."""
     names = [name for name in CASES if name.startswith(tuple(beginnings))]
     names = [name for name in names if device == "H200" or "mosaic" not in name.split()]
+    names = [name for name in names if (device == "T4") == name.startswith("old ")]
     return [name for name in names if not (device in NO_FP8 and "fp8" in name)]
 
 

@@ -54,6 +54,7 @@ def step_case(
     num_pages: int,
     page_size: int,
     max_context: int = 8192,
+    dtype: str = "bfloat16",
     quantization: str | None = None,
     num_bounded_pages: tuple[int, ...] = (),
     kernels: tuple[str, ...] = (),
@@ -65,7 +66,7 @@ def step_case(
     """A whole step of a model of `MODELS`, `step` being its name in `jaxinfer.steps.steps`, split over a whole mesh.
 
     With a `tree_q_len` it verifies trees of that many tokens; with a `mixed_q_len`, drafts beside rows that prefill. A
-    decode loop has `loop_steps`. Steps that verify nothing draw in a `form`. Everything is bfloat16, except weights
+    decode loop has `loop_steps`. Steps that verify nothing draw in a `form`. Everything is in `dtype`, except weights
     that a `quantization` quantizes.
     """
     import jax
@@ -83,14 +84,14 @@ def step_case(
     config = config_of(model)
     if layout == "gpu":  # as `load_checkpoint` groups layers there
         config = config.regrouped((1,) * config.num_layers)
-    params, placement = abstract_params(config, "bfloat16"), shardings(config, mesh)
+    params, placement = abstract_params(config, dtype), shardings(config, mesh)
     if quantization is not None:
         quantized = functools.partial(quantize_weight, quantization=quantization, is_packed=layout != "tpu")
         by_name = functools.partial(jax.tree_util.tree_map_with_path, lambda path, w: quantized(path[-1].name, w))
         params = jax.eval_shape(by_name, params)
         placement = quantized_shardings(params, placement)
     pages = {"num_pages": num_pages, "num_bounded_pages": num_bounded_pages, "page_size": page_size}
-    cache = abstract_cache(config, CacheConfig(**pages, dtype="bfloat16"), layout)
+    cache = abstract_cache(config, CacheConfig(**pages, dtype=dtype), layout)
     cache = placed(cache, cache_shardings(cache, mesh, config=config))
     sizes = {"num_tokens": num_tokens, "num_rows": num_rows, "table_width": max_context // page_size}
     num_masks = num_tokens if tree_q_len else num_rows * mixed_q_len or None

@@ -9,6 +9,7 @@ import pytest
 
 from kernels_pallas.paged_attention.gpu import prefill_choice
 from kernels_pallas.paged_attention.gpu.parts import MAX_PARTIAL_BYTES
+from kernels_pallas.paged_attention.in_blocks import DEFAULT_SIZES
 from scripts.kernels.compile_gpu import BUCKET_ROWS, DEVICES, LOOP_STEPS, can_compile, cases_for, compile_for
 from tests.kernels.recorded import figures_of
 
@@ -158,6 +159,27 @@ def test_the_host_waits_for_no_condition_and_no_loop_of_a_default_decode_step(nu
         assert step["num_conditions"] == 0
         assert step["loop_turns"] == turns
         assert step["num_launches"] <= most_launches  # of 28 layers
+
+
+@pytest.mark.parametrize("name", cases_for("T4"))
+def test_the_host_of_a_gpu_before_ampere_follows_no_loop_if_tables_are_small(name):
+    figures = compiled_beginning_with("old", "T4")[name]
+
+    assert "error" not in figures, figures["error"]
+    assert figures["in_place"]
+    assert figures["num_conditions"] == 0
+    assert (None in figures["loop_turns"]) == (name == "old step decode 8 x 8,192")
+
+
+def test_the_host_of_a_gpu_before_ampere_follows_one_loop_a_layer_over_large_tables():
+    figures = compiled_beginning_with("old", "T4")["old step decode 8 x 8,192"]
+
+    assert figures["loop_turns"] == [None] * 28
+
+
+@pytest.mark.parametrize("name", ["old step decode 8 x 2,048", "old step decode 8 x 8,192", "old latents decode"])
+def test_plain_jax_gathers_no_more_than_a_block_at_once(name):
+    assert compiled_beginning_with("old", "T4")[name]["temporary_bytes"] < DEFAULT_SIZES.block_bytes + 10e6
 
 
 def test_a_decode_step_of_int4_experts_never_writes_them_in_floating_point():

@@ -15,11 +15,13 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from kernels_pallas.latent_attention import abstract_latents, api, latent_attention
 from kernels_pallas.latent_attention.api import IMPLEMENTATIONS
 from kernels_pallas.latent_attention.gpu import latent_attention_gpu, latent_block_sizes
+from kernels_pallas.latent_attention.reference import latent_attention_reference
 from kernels_pallas.latent_attention.tpu import latent_attention_tpu
 from kernels_pallas.paged_attention.gpu.block_sizes import GpuBlockSizes
 from kernels_pallas.paged_attention.tpu.block_sizes import Blocks
 from kernels_pallas.triton import Target
 from tests.kernels.latent_attention.oracle import as_keys, make_latent_call
+from tests.kernels.paged_attention.blocks import IN_BLOCKS
 from tests.kernels.paged_attention.oracle import check_pages, expected_output, tree_of, tree_words
 from tests.unoptimised import UNOPTIMISED
 
@@ -61,6 +63,14 @@ def test_a_draft_sees_the_context_and_its_own_ancestors(implementation):
     call = call.with_options(tree_mask=tree_words(trees, 10))
 
     check(call, functools.partial(latent_attention, implementation=implementation), trees=trees, q_len=6)
+
+
+@pytest.mark.parametrize("blocks", IN_BLOCKS)
+@pytest.mark.parametrize(("lens", "q_len"), [(RAGGED, None), (DECODE, 1)])
+def test_a_gpu_without_kernels_attends_to_each_row_in_blocks(lens, q_len, blocks):
+    call = make_latent_call(lens, "gpu", num_heads=18)
+
+    check(call, functools.partial(latent_attention_reference, attend=IN_BLOCKS[blocks]), q_len=q_len)
 
 
 @pytest.mark.parametrize("implementation", ["gpu_interpret", "tpu_interpret"])

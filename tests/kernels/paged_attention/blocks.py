@@ -15,5 +15,4 @@ SMALL_BLOCKS = BlockSizes(least_queries=4, most_queries=16, least_keys=32, most_
 IN_BLOCKS: dict[str, Callable[..., jax.Array]] = {
     "whole tables": functools.partial(attend_in_blocks, sizes=SMALL_BLOCKS._replace(whole_bytes=1 << 30)),
     "as far as contexts go": functools.partial(attend_in_blocks, sizes=SMALL_BLOCKS._replace(whole_bytes=0)),
-    "at once": attend_in_blocks,
 }

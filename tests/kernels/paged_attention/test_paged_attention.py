@@ -255,6 +255,7 @@ def test_values_at_padding_positions_are_finite(lens, target):
     assert np.isfinite(out).all()
 
 
+@pytest.mark.parametrize("target", ["reference"], indirect=True)
 @pytest.mark.parametrize("q_len", [None, 1])
 def test_a_result_is_the_same_bits_whatever_the_neighbours(q_len, target):
     implementation, make = target
