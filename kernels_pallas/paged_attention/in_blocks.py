@@ -68,8 +68,8 @@ def attend_in_blocks(
     num_parts = most_rows + (T - most_rows) // Q
     num_own = Q
     if tree_mask is not None:
-        scoring = scoring._replace(paths=paths_of(tree_mask, q_len or T))
-        num_own = scoring.paths.shape[1]
+        paths = paths_of(tree_mask, q_len or T)
+        num_own, scoring = paths.shape[1], scoring._replace(paths=paths)
     # The window of the first query begins anywhere in a page, and the own tokens of a tile follow it.
     num_pages = M if scoring.window is None else min(M, -(-(scoring.window + num_own - 2) // S) + 1)
     key_bytes = K * (H + V) * queries.dtype.itemsize
@@ -117,14 +117,13 @@ def _attend_tile(
         k = jnp.moveaxis(k, 1, 3).reshape(R, *k.shape[2:4], -1)  # [R, K, H, n S]
         v = jnp.moveaxis(v, 1, 2).reshape(R, v.shape[2], -1, v.shape[4])  # [R, K, n S, V]
         slots = (places[:, :, None] * S + jnp.arange(S)[None, None]).reshape(R, -1)
-        is_read = (slots >= first[:, None]) & (slots <= last[:, None])
+        is_read = slots <= last[:, None]  # before the first seen slot, its page holds tokens of the same row
         seen = sees(slots, positions, context, scoring)
         if scoring.paths is not None:
             is_own = (scoring.paths[:, :, None] == (slots - context)[:, None, :, None]).any(-1)
             seen = jnp.where((slots < context)[:, None], seen, is_own)
         return add_keys(sums, q, k, v, is_read, seen, scoring)
 
-    if num_blocks is None:
-        num_blocks = (last // S - begin).max() // per_block + 1
-    sums = jax.lax.fori_loop(0, num_blocks, add_block, Sums(*empty))
+    end = (last // S - begin).max() // per_block + 1 if num_blocks is None else num_blocks
+    sums = jax.lax.fori_loop(0, end, add_block, Sums(*empty))
     return attended(Sums(*(by_query(x, q_tile.shape[1]) for x in sums)), scoring)
