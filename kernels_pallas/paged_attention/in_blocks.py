@@ -32,10 +32,10 @@ class BlockSizes(NamedTuple):
 
     A block has from `least_keys` to `most_keys` keys of each row of a tile, in whole pages: the more, the fewer rows
     the tile has. Its keys and values in the queries' type, and a float32 score for each key and query, take up to
-    `block_bytes`, or those of a single row with `least_keys`. Scores exist about three times at once.
+    `block_bytes`, or those of one row with `least_keys` or a page. Scores exist about three times at once.
     """
 
-    least_queries: int = 16  # of a row in a tile, if the step has as many tokens
+    least_queries: int = 16  # of a row in a tile, within the tokens of the step
     most_queries: int = 128
     least_keys: int = 256
     most_keys: int = 2048
@@ -101,7 +101,7 @@ def _attend_tile(
 ) -> jax.Array:
     """An `AttendTile` of `tiles` that gathers `per_block` pages of each row at a time.
 
-    `num_blocks` hold whatever queries may see; None reads as many as these queries see.
+    `num_blocks` are enough for any context; None stops after the last block with a key that these queries see.
     """
     (R, M), S = block_tables.shape, pool.page_size
     q, *empty = map(by_head, (q_tile, *empty_sums(q_tile, pool.value_width, scoring)))
