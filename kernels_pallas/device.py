@@ -9,7 +9,8 @@ import jax
 
 # Compute capabilities of GPUs that programs are compiled for ahead of time, by a word of their kind.
 CAPABILITIES = {"T4": 7.5, "A100": 8.0, "L4": 8.9, "H100": 9.0, "H200": 9.0}
-
+# The compute capability of the oldest GPUs that Triton compiles for.
+AMPERE = 8.0
 
 # What kernels may use of a TPU's vector memory: half of the smallest that a chip since v5e has.
 VMEM_BYTES = 2**25
@@ -53,6 +54,10 @@ class Device(NamedTuple):
     platform: str  # "cpu", "gpu", "tpu"
     num_cores: int | None  # multiprocessors of a GPU
     capability: float | None  # of an NVIDIA GPU, e.g. 8.9
+
+    @property
+    def is_before_ampere(self) -> bool:
+        return self.capability is not None and self.capability < AMPERE
 
 
 def device_at_hand() -> Device:

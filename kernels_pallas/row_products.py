@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.device import device_at_hand
 from kernels_pallas.quantized_matmul.reference import dequantize
 
 # rows [batch..., n, A], operand -> [batch..., n, B]
@@ -110,7 +111,7 @@ def rows_by_weights(x: jax.Array, w: jax.Array, num_rows: jax.Array | None = Non
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _rows_by_weights(x: jax.Array, w: jax.Array, num_rows: jax.Array, blocks: tuple[int, int]) -> jax.Array:
     in_blocks = functools.partial(_by_weights_in_blocks, blocks=blocks)
-    return jax.lax.platform_dependent(x, w, num_rows, cpu=in_blocks, default=lambda x, w, _: _transposed_product(x, w))
+    return jax.lax.platform_dependent(x, w, num_rows, cpu=in_blocks, default=lambda x, w, _: _product_at_once(x, w))
 
 
 def _by_weights_derivative(
@@ -141,7 +142,7 @@ def rows_by_integers(
 @jax.custom_vjp
 def _rows_by_integers(x: jax.Array, values: jax.Array, scales: jax.Array, num_rows: jax.Array) -> jax.Array:
     def in_one(x: jax.Array, values: jax.Array, scales: jax.Array, _: jax.Array) -> jax.Array:
-        return _by_integers(x, values, scales, _transposed_product)
+        return _by_integers(x, values, scales, _product_at_once)
 
     return jax.lax.platform_dependent(x, values, scales, num_rows, cpu=_by_integers_in_blocks, default=in_one)
 
@@ -273,6 +274,17 @@ def _weights_by_rows(w: jax.Array, x: jax.Array) -> jax.Array:
 def _transposed_product(x: jax.Array, y: jax.Array) -> jax.Array:
     """Returns x yᵀ f32[m, n] for x [m, D] and y [n, D]."""
     return jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _product_at_once(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Returns x wᵀ f32[T, F] in one product, which has two rows at least on a GPU before Ampere.
+
+    The compiler multiplies a single row of float16 as a vector there, and writes all weights in float32 before.
+    """
+    T = x.shape[0]
+    if T == 1 and x.dtype == jnp.float16 and device_at_hand().is_before_ampere:
+        x = jnp.pad(x, ((0, 1), (0, 0)))
+    return _transposed_product(x, w)[:T]
 
 
 def _by_weights(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from kernels_pallas.device import CAPABILITIES, device_at_hand
+from kernels_pallas.device import AMPERE, CAPABILITIES, device_at_hand
 
 # Tensor cores take no matrix smaller than this in any direction.
 MIN_DOT = 16
-MIN_CAPABILITY = 8.0
 FP8_CAPABILITY = 8.9
 
 
@@ -30,7 +29,7 @@ class Target(NamedTuple):
 
 
 # What the interpreter stands for.
-INTERPRETED = Target("interpreter", 1, MIN_CAPABILITY)
+INTERPRETED = Target("interpreter", 1, AMPERE)
 
 
 def target() -> Target:
@@ -43,12 +42,12 @@ def target() -> Target:
     if device.platform != "gpu" or device.capability is None or device.num_cores is None:
         raise NotImplementedError(
             f"device={device.kind!r} of platform {device.platform!r} is not supported by the GPU kernels; supported are"
-            f" NVIDIA GPUs of compute capability {MIN_CAPABILITY} and up, ahead of time {sorted(CAPABILITIES)}"
+            f" NVIDIA GPUs of compute capability {AMPERE} and up, ahead of time {sorted(CAPABILITIES)}"
         )
-    if device.capability < MIN_CAPABILITY:
+    if device.is_before_ampere:
         raise NotImplementedError(
             f"compute capability {device.capability} of {device.kind!r} is not supported by the GPU kernels; supported"
-            f" are {MIN_CAPABILITY} and up"
+            f" are {AMPERE} and up"
         )
     return Target(device.kind, device.num_cores, device.capability)
 

@@ -15,7 +15,6 @@ from kernels_pallas.paged_attention.layout import Pages, head_specs
 from kernels_pallas.paged_attention.reference import paged_attention_reference
 from kernels_pallas.paged_attention.shapes import check_call
 from kernels_pallas.paged_attention.tpu.entry import paged_attention_tpu, paged_attention_tpu_interpreted, plan_step
-from kernels_pallas.triton import MIN_CAPABILITY
 
 # The mesh axis that heads are split over.
 HEADS_AXIS = "model"
@@ -224,5 +223,5 @@ def default_implementation() -> str:
     without kernels, and for GPUs before Ampere, which Triton does not compile for.
     """
     device = device_at_hand()
-    is_old = device.capability is not None and device.capability < MIN_CAPABILITY
-    return device.platform if device.platform in ("gpu", "tpu") and not is_old else "reference"
+    has_kernels = device.platform in ("gpu", "tpu") and not device.is_before_ampere
+    return device.platform if has_kernels else "reference"
