@@ -1,8 +1,8 @@
-"""Paged attention in plain JAX for a GPU: it gathers blocks of pages, and its host follows few loops or none.
+"""Paged attention in plain JAX for a GPU: it gathers blocks of pages, in loops that the host need not follow.
 
-The host of a GPU waits for the device at each turn of a loop that may be the last, and before such a loop no further
-step can be launched. So small tables are read whole, in loops of a known number of turns, whatever the contexts are.
-Reading large tables whole would take longer than waiting. There the loops end with the contexts, a turn per block.
+The host of a GPU waits before each turn of a loop of unknown length, and launches nothing behind that loop meanwhile.
+So small tables are read whole, in loops of a known length, whatever the contexts are. To read large tables whole would
+take longer than to wait. There the loops end with the contexts, a turn per block.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from kernels_pallas.paged_attention.tiles import Pool, attend_in_one_tile, atten
 
 
 class BlockSizes(NamedTuple):
-    """How much of the pool `attend_in_blocks` gathers at once. None of the numbers was tuned: no such GPU was at hand.
+    """The keys and values that `attend_in_blocks` gathers at once. No number was tuned: no such GPU was at hand.
 
-    A block has from `least_keys` to `most_keys` keys of each row of a tile, in whole pages: the more, the fewer rows
-    the tile has. Its keys and values in the queries' type, and a float32 score for each key and query, take up to
-    `block_bytes`, or those of one row with `least_keys` or a page. Scores exist about three times at once.
+    A block has `least_keys` to `most_keys` keys of each row of a tile, in whole pages. Its keys and values in the
+    queries' type, and a float32 score for each key and query, take up to `block_bytes`. A tile of one row may take
+    more, for it has `least_keys` or a page all the same. The compiler holds scores about three times at once.
     """
 
     least_queries: int = 16  # of a row in a tile, within the tokens of the step
@@ -40,8 +40,8 @@ class BlockSizes(NamedTuple):
     least_keys: int = 256
     most_keys: int = 2048
     block_bytes: int = 64 << 20
-    # If the tables of a step hold keys and values of at most these bytes in a layer, it reads them whole. A T4 writes
-    # them and reads them again within 0.4 ms, by its bandwidth.
+    # A step reads its tables whole if they have room for at most these bytes of keys and values in a layer. A T4
+    # writes such a copy and reads it within 0.4 ms, by its bandwidth.
     whole_bytes: int = 64 << 20
 
 
@@ -63,7 +63,7 @@ def attend_in_blocks(
     """The contract is that of `attend_ragged`."""
     (T, K, G, H), (B, M), S, V = queries.shape, block_tables.shape, pool.page_size, pool.value_width
     Q = min(max(-(-T // B), sizes.least_queries), sizes.most_queries, q_len or T)
-    # Rows of 1 + Q a, 1 + Q b, … tokens have the most parts.
+    # Rows of 1 + Q a, 1 + Q b, … tokens have the most parts of Q.
     most_rows = min(B, T)
     num_parts = most_rows + (T - most_rows) // Q
     num_own = Q
@@ -101,7 +101,7 @@ def _attend_tile(
 ) -> jax.Array:
     """An `AttendTile` of `tiles` that gathers `per_block` pages of each row at a time.
 
-    `num_blocks` are enough for any context; None stops after the last block with a key that these queries see.
+    `num_blocks` are enough for any context. If None, the loop ends with the last block that these queries see.
     """
     (R, M), S = block_tables.shape, pool.page_size
     q, *empty = map(by_head, (q_tile, *empty_sums(q_tile, pool.value_width, scoring)))

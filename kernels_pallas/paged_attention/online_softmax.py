@@ -19,7 +19,7 @@ MASKED = -1e30
 
 
 class Scoring(NamedTuple):
-    """What turns products of queries and keys into weights; None switches a part off."""
+    """The numbers that turn products of queries and keys into weights; None switches a part off."""
 
     scale: float
     window: int | None = None

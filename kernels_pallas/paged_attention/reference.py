@@ -1,8 +1,8 @@
 """Paged attention in plain JAX: the oracle of every kernel, and the production path on CPU and old GPUs.
 
-On a GPU it reads `in_blocks`. Elsewhere a loop walks over the tiles of the batch, an inner loop over the pages that the
-tile can see, with an online softmax. So the cache is never gathered whole and nothing past the tile's longest row is
-read. The result of a query depends on its row alone, bit for bit on CPU, because
+A GPU gathers blocks of pages (`in_blocks`). Elsewhere a loop walks over the tiles of the batch, an inner loop over the
+pages that the tile can see, with an online softmax. So the cache is never gathered whole and nothing past the tile's
+longest row is read. The result of a query depends on its row alone, bit for bit on CPU, because
 
 * pages are visited one at a time from the first, whatever the tile, so sums always add up in the same order;
 * rescaling is exact (`online_softmax`);

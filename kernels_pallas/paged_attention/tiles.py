@@ -1,4 +1,4 @@
-"""The tiles of a ragged batch in plain JAX: a few rows with one or a few queries each, or many queries of one row."""
+"""The tiles of a ragged batch in plain JAX: a few rows of one or a few queries each, or many queries of one row."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def attend_in_tiles(
 ) -> jax.Array:
     """Returns `out` [T, K, G, V] with the rows of kv_lens > 0 filled in, in tiles of num_rows x num_queries.
 
-    `num_tiles` are enough for any lengths; None computes those that these lengths need, in a loop that a host follows.
+    `num_tiles` are enough for any lengths. If None, the loop ends with the tiles of these lengths.
     """
     T, B = queries.shape[0], kv_lens.shape[0]
     R, Q = num_rows, num_queries

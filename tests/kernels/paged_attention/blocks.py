@@ -1,4 +1,4 @@
-"""What a GPU without kernels computes, forced on CPU: blocks and tiles so small that a step has several of each."""
+"""The attention of GPUs without kernels, run on CPU in blocks and tiles so small that a step has several of each."""
 
 from __future__ import annotations
 

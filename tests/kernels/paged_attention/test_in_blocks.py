@@ -1,4 +1,4 @@
-"""Attention on a GPU without kernels: which loops its host follows. What it computes is in test_paged_attention.py."""
+"""Attention on GPUs without kernels: the loops that a host follows. Results are checked in test_paged_attention.py."""
 
 from __future__ import annotations
 
