@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -41,6 +43,8 @@ from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.timeline import MAX_STEPS, Timeline
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.processors import LogitsProcessor
+from jaxinfer.text.answers.answers import Answers
+from jaxinfer.text.chat_template import json_objects
 from jaxinfer.validation import as_bool, as_path, is_int, require, require_int, require_name, require_real
 
 
@@ -305,8 +309,11 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
+        answer_style: str | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -315,13 +322,23 @@ class LLM:
     ) -> list[Completion]:
         """Completes one conversation or several, rendered by the chat template, in their order.
 
-        A conversation is a list of messages, such as [{"role": "user", "content": "Hello"}]. The arguments from `tools`
-        on are those of `Tokenizer.apply_chat_template`; `chat_template_kwargs` are its variables. All others are those
-        of `generate`. The prompt ends with the beginning of an answer (add_generation_prompt=True), unless
-        continue_final_message=True leaves the last message open. Raises ValueError if a conversation cannot be
-        rendered, or as `generate` does.
+        A conversation is a list of messages, such as [{"role": "user", "content": "Hello"}].
+
+        * `tool_choice` and `parallel_tool_calls`: as in OpenAI's API, see `read_tools`. A structure keeps each call to
+          the schema of its function.
+        * `answer_style`: a name of `jaxinfer.text.answers.styles.table.STYLES`, in which the model writes reasoning and
+          calls. The chat template shows it, unless it is one of the user's own.
+        * `tools`, `documents`, `chat_template`, `add_generation_prompt`, `continue_final_message`: those of
+          `Tokenizer.apply_chat_template`; `chat_template_kwargs` are its variables. All others are those of `generate`.
+
+        The prompt ends with the beginning of an answer (add_generation_prompt=True), unless continue_final_message=True
+        leaves the last message open. Each completion has `content`, `reasoning` and `tool_calls` beside its whole text.
+
+        Raises ValueError if a conversation cannot be rendered, if a call is demanded of a model whose style is unknown,
+        if the schema of a function cannot be honoured, or as `generate` does.
         """
         self._engine.check()
+        tools = None if tools is None else json_objects("tools", tools)
         prompts = render(
             self.tokenizer,
             messages,
@@ -332,7 +349,28 @@ class LLM:
             continue_final_message=continue_final_message,
             variables=chat_template_kwargs,
         )
-        return self.generate(prompts, sampling_params, show_progress=show_progress, **options)
+        form = self._answers.form(
+            tools,
+            tool_choice,
+            parallel_tool_calls,
+            chat_template=chat_template,
+            style=answer_style,
+            continues=continue_final_message,
+        )
+        default = self.default_sampling_params
+        given = [default if one is None else one for one in as_params(sampling_params, len(prompts))]
+        params = [form.sampling_params(one, prompt) for one, prompt in zip(given, prompts, strict=True)]
+        completions = self.generate(prompts, params, show_progress=show_progress, **options)
+        params_of_each = (one for one in params for _ in range(one.n))
+        return [
+            replace(completion, **vars(form.read(completion.token_ids, one, completion.prompt_token_ids)))
+            for completion, one in zip(completions, params_of_each, strict=True)
+        ]
+
+    @functools.cached_property
+    def _answers(self) -> Answers:
+        assert self.tokenizer is not None
+        return Answers(self.tokenizer)
 
     def embed(
         self,

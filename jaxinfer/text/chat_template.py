@@ -89,7 +89,7 @@ class ChatTemplates:
                 " second begins another one; give one of them"
             )
         template = self.choose(as_plain("chat_template", chat_template), tools is not None)
-        messages = [_message(message) for message in _objects("messages", conversation)]
+        messages = [_message(message) for message in json_objects("messages", conversation)]
         require(bool(messages), "messages", conversation, "at least one message")
         final = _mark_end(messages[-1], template) if continue_final_message else None
         question = {
@@ -98,8 +98,8 @@ class ChatTemplates:
                 **self._special_tokens,
                 **{name: _as_json(value, f"chat_template variable {name}") for name, value in variables.items()},
                 "messages": messages,
-                "tools": None if tools is None else _objects("tools", tools),
-                "documents": None if documents is None else _objects("documents", documents),
+                "tools": None if tools is None else json_objects("tools", tools),
+                "documents": None if documents is None else json_objects("documents", documents),
                 "add_generation_prompt": add_generation_prompt,
             },
         }
@@ -131,7 +131,8 @@ def _by_name(stated: Any, file: Path) -> dict[str, str]:
     return dict(pairs)
 
 
-def _objects(name: str, values: Any) -> list[dict[str, Any]]:
+def json_objects(name: str, values: Any) -> list[dict[str, Any]]:
+    """Returns a list of mappings as JSON has them; ValueError with `name` for any other value."""
     values = as_tuple(name, values, "a list of mappings", plain_mapping)
     for index, value in enumerate(values):
         if callable(value):

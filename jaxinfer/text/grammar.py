@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from copy import copy
 from dataclasses import dataclass
-from importlib import import_module
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.text.schema_check import schema_checker
-from jaxinfer.text.structure_trial import Trials
+from jaxinfer.text.structure_trial import Trials, require_packages
 from jaxinfer.text.tokenizer import Tokenizer
 from jaxinfer.text.unique_keys import KeyTokens, OpenKeys
 from jaxinfer.validation import shown
@@ -211,11 +210,7 @@ class GrammarCompiler:
             raise ValueError(f"{kind} has {count:,} characters; give at most {MAX_CHARACTERS:,}")
         if self._tokenizer is None:
             raise ValueError(f"{kind}={shown(value)} needs a tokenizer, which this checkpoint does not have")
-        try:
-            for package in ("llguidance", "jsonschema")[: 2 if kind == "json_schema" else 1]:
-                import_module(package)
-        except ImportError as missing:
-            raise ValueError(f"{kind} needs the package {missing.name}: pip install 'jaxinfer[grammar]'") from None
+        require_packages(kind)
         from llguidance import LLMatcher
 
         trial = self._trials.run(kind, value)

@@ -6,7 +6,9 @@ Some take `llguidance` minutes or gigabytes, and its own limits stop not all of 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from importlib import import_module
 from queue import LifoQueue
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ from jaxinfer.validation import shown
 
 MAX_SECONDS = 2.5  # the engine then compiles the same again, in the same time
 MAX_PROCESSES = 4
+TOKEN_ID = re.compile(r"<\[\d+\]>")
 
 
 class Compilable(NamedTuple):
@@ -34,6 +37,15 @@ class Compilable(NamedTuple):
     grammar: str  # in Lark's notation
     can_repeat_keys: bool = False  # of a JSON schema: `llguidance` may give an object a key twice
     can_run_out_of_keys: bool = False  # and may begin a key that is there already and can only end
+
+
+def require_packages(kind: str) -> None:
+    """Raises ValueError if a package is missing that structures of this kind need."""
+    try:
+        for package in ("llguidance", "jsonschema")[: 2 if kind == "json_schema" else 1]:
+            import_module(package)
+    except ImportError as missing:
+        raise ValueError(f"{kind} needs the package {missing.name}: pip install 'jaxinfer[grammar]'") from None
 
 
 class Trials:
@@ -121,7 +133,9 @@ def _compiles(structure: Compilable) -> bool:
     """Compiles a structure for a vocabulary of bytes; false if `llguidance` refuses it."""
     from llguidance import LLMatcher
 
-    matcher = LLMatcher(byte_tokenizer(), structure.grammar, log_level=0)
+    # Of the tokens that a grammar names, this vocabulary has only its special ones.
+    grammar = TOKEN_ID.sub("<[256]>", structure.grammar)
+    matcher = LLMatcher(byte_tokenizer(), grammar, log_level=0)
     if matcher.is_error():
         return False
     matcher.compute_bitmask()

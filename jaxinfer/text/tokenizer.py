@@ -6,7 +6,7 @@ import codecs
 import functools
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -261,9 +261,13 @@ def _unspell(token: str) -> bytes:
 class _ByteText:
     """Text of a byte-level tokenizer: the bytes of its tokens, as far as their characters are complete."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, shown: Collection[int]) -> None:
         self._token_bytes = functools.partial(tokenizer.token_bytes, skip_special_tokens=skip_special_tokens)
-        self._ascii_texts = tokenizer.ascii_texts[skip_special_tokens]
+        self._ascii_texts = {} if shown else tokenizer.ascii_texts[skip_special_tokens]
+        if shown:
+            self._token_bytes = lambda token_id: tokenizer.token_bytes(
+                token_id, skip_special_tokens=skip_special_tokens and token_id not in shown
+            )
         self.texts = self._ascii_texts  # of tokens that need not be pushed: most, unless one ends in a character
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
@@ -286,9 +290,11 @@ class _WindowText:
         pending               └─┘
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
-        self._has_text = functools.partial(tokenizer.has_text, skip_special_tokens=skip_special_tokens)
-        self._decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, shown: Collection[int]) -> None:
+        self._has_text = lambda token_id: tokenizer.has_text(
+            token_id, skip_special_tokens=skip_special_tokens and token_id not in shown
+        )
+        self._decode = functools.partial(tokenizer.decode, skip_special_tokens=False)  # of tokens with text alone
         self.texts: dict[int, str] = {}
         self._context: list[int] = []
         self._context_len = 0  # characters
@@ -325,19 +331,26 @@ class _WindowText:
 class Detokenizer:
     """The text of one request while its tokens arrive, ended before the first of the `stop` strings.
 
-    Stop strings are not looked for in the text of the first `min_tokens` tokens.
+    Stop strings are not looked for in the text of the first `min_tokens` tokens. The special tokens `shown` have text
+    even if the others are skipped.
 
-    Without `stop`, the pushed texts and the flushed one joined are `tokenizer.decode` of all tokens with the same
-    `skip_special_tokens`: for byte-level tokenizers always, for those that fall back to byte tokens when every run of
-    those is UTF-8, as in all encoded text. In other runs `decode` discards the good characters too; here those shown
-    stay.
+    Without `stop` and `shown`, the pushed texts and the flushed one joined are `tokenizer.decode` of all tokens with
+    the same `skip_special_tokens`: for byte-level tokenizers always, for those that fall back to byte tokens when every
+    run of those is UTF-8, as in all encoded text. In other runs `decode` discards the good characters too; here those
+    shown stay.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, min_tokens: int = 0, skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+        shown: Collection[int] = (),
     ) -> None:
         new_text = _ByteText if tokenizer.is_byte_level else _WindowText
-        self._text = new_text(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._text = new_text(tokenizer, skip_special_tokens=skip_special_tokens, shown=frozenset(shown))
         self._stop = tuple(stop)
         self.texts = {} if stop else self._text.texts  # of tokens that need not be pushed if they come next
         self._min_tokens = min_tokens

@@ -423,7 +423,7 @@ def render(
     add_generation_prompt: bool | None,
     continue_final_message: bool,
     **arguments: Any,
-) -> list[Prompt]:
+) -> list[list[int]]:
     """Returns the token ids of each conversation by the chat template, which reads `variables`.
 
     With add_generation_prompt=None the template begins an answer, unless it continues the final message. The other
@@ -440,7 +440,7 @@ def render(
     arguments |= {"continue_final_message": continues, "add_generation_prompt": begins}
     if taken := sorted(variables.keys() & {*arguments, "conversation", "tokenize"}):
         raise ValueError(f"chat_template_kwargs has {shown(taken[0])}; give it as an argument of its own")
-    prompts: list[Prompt] = []
+    prompts: list[list[int]] = []
     for i, conversation in enumerate(as_conversations(messages)):
         try:
             _require_value("messages", conversation)

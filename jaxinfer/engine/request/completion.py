@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from jaxinfer.text.answers.parts import ToolCall
 
 # "exhausted": the request's parameters ruled out every token. "error": the request's state cannot be trusted any more.
 FinishReason = Literal["stop", "length", "exhausted", "abort", "deadline", "error"]
@@ -40,6 +43,9 @@ class Completion:
 
     Alternatives and prompt log-probabilities are empty unless requested. A request that ended early has
     log-probabilities for the prompt tokens computed so far.
+
+    `LLM.chat` splits the output into `content`, `reasoning` and `tool_calls`, by the style of the chat template. In
+    other completions these three have their defaults.
     """
 
     request_id: int
@@ -55,6 +61,9 @@ class Completion:
     prompt_log_probs: tuple[float | None, ...] = ()  # of each prompt token given those before it; None for the first
     prompt_top_log_probs: tuple[dict[int, float], ...] = ()  # the same for the alternatives; {} for the first token
     error: str | None = None  # the cause of finish reason "error"; tokens and text up to the error are valid
+    content: str | None = None  # the text of an answer without reasoning and calls; "" if there is none
+    reasoning: str | None = None  # the text that the model wrote for itself; None if there is none
+    tool_calls: tuple[ToolCall, ...] = ()  # in the answer's order
     timings: Timings = field(default=Timings(), compare=False)
 
 

@@ -1,0 +1,194 @@
+"""Reads answers of chat models piece by piece or whole, and keeps their tool calls to the schemas of a request.
+
+answers = Answers(tokenizer)                                   # once
+form = answers.form(tools, tool_choice="required")             # for each request
+params = form.sampling_params(params, prompt_token_ids)        # with the structure of its answer
+reader = form.reader(params, prompt_token_ids)                 # for each sample
+parts = reader.push(delta.token_ids) … parts = reader.close()
+answer = form.read(token_ids, params, prompt_token_ids)        # the same for a whole output
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.text.answers.lark import Lark
+from jaxinfer.text.answers.parts import Answer, Output, Part, answer_of, random_call_id
+from jaxinfer.text.answers.schemas import SchemaRules
+from jaxinfer.text.answers.source import Reader, Source
+from jaxinfer.text.answers.style import Opening, Style
+from jaxinfer.text.answers.styles.table import STYLES, style_of
+from jaxinfer.text.answers.tools import NO_TOOLS, ToolUse, is_free, read_tools
+from jaxinfer.text.tokenizer import Detokenizer, Tokenizer
+from jaxinfer.validation import as_plain, require_name, shown
+
+MAX_OPENING = 256  # tokens of a prompt's end that show where it leaves off
+
+
+class AnswerParser:
+    """Splits the text of one answer into parts, in time that is linear in the text, wherever that is cut into pieces.
+
+    The text has the marks of the style, and no other special tokens. Every text has parts: what is in the style of no
+    call is content.
+    """
+
+    def __init__(
+        self,
+        style: Style | None,
+        use: ToolUse = NO_TOOLS,
+        opening: Opening = "beginning",
+        new_id: Callable[[], str] = random_call_id,
+    ) -> None:
+        self._source = Source()
+        self._output = Output(new_id)
+        self._reader = _all_content(self._source, self._output)
+        if style is not None:
+            self._reader = style.read(self._source, self._output, use.functions, opening)
+        self._is_done = False
+
+    def feed(self, text: str) -> list[Part]:
+        """Takes the next text; returns the parts that no later text can change."""
+        self._source.feed(text)
+        return self._advance()
+
+    def close(self) -> list[Part]:
+        """Returns the rest, when no more text comes."""
+        self._source.end()
+        parts = self._advance()
+        self._output.content.finish()
+        return [*parts, *self._output.take()]
+
+    def _advance(self) -> list[Part]:
+        if not self._is_done:
+            self._is_done = next(self._reader, self) is self
+        return self._output.take()
+
+
+def _all_content(source: Source, output: Output) -> Reader[None]:
+    while (yield from source.peek()):
+        yield from source.take(output.content.write)
+
+
+def parse(
+    text: str, style: Style | None, use: ToolUse = NO_TOOLS, opening: Opening = "beginning", **options: Any
+) -> Answer:
+    """Returns the answer that a text is; the arguments are those of `AnswerParser`."""
+    parser = AnswerParser(style, use, opening, **options)
+    return answer_of([*parser.feed(text), *parser.close()])
+
+
+class AnswerReader:
+    """Splits the output tokens of one request into parts while they arrive."""
+
+    def __init__(self, detokenizer: Detokenizer, parser: AnswerParser) -> None:
+        self._detokenizer = detokenizer
+        self._parser = parser
+
+    def push(self, token_ids: Sequence[int]) -> list[Part]:
+        """Takes the next tokens; returns the parts that no later tokens can change."""
+        return self._parser.feed("".join(map(self._detokenizer.push, token_ids)))
+
+    def close(self) -> list[Part]:
+        """Returns the rest, when no more tokens come."""
+        return self._parser.feed(self._detokenizer.flush()) + self._parser.close()
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """The form of the answers to one request: their style, and the functions that they may call."""
+
+    style: Style | None  # None: all text is content
+    use: ToolUse
+    continues: bool  # the last message of the prompt, rather than beginning one
+    _tokenizer: Tokenizer
+    _rules: SchemaRules
+
+    def sampling_params(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> SamplingParams:
+        """Returns the parameters with the structure of an answer after a prompt; the same ones without tools.
+
+        Raises ValueError if the parameters have a structure already, or if a function's schema cannot be honoured.
+        """
+        if not self.use.functions or not isinstance(params, SamplingParams):
+            return params  # the engine refuses what is no SamplingParams
+        assert self.style is not None
+        assert self.style.grammar is not None
+        if params.structure is not None:
+            raise ValueError(
+                f"tools and {params.structure[0]} are both given, and an output can have one structure; leave one out,"
+                ' or give tool_choice="none"'
+            )
+        grammar = self.style.grammar(Lark(self._tokenizer), self.use, self._rules, self._opening(prompt_token_ids))
+        if grammar is not None:
+            return replace(params, grammar=grammar)
+        if self.use.is_required:
+            raise ValueError(
+                "the prompt ends in the content of an answer, after which this model makes no tool call; leave out"
+                " continue_final_message or tool_choice"
+            )
+        return params
+
+    def reader(self, params: SamplingParams, prompt_token_ids: Sequence[int]) -> AnswerReader:
+        """Returns a reader of an answer after a prompt, by the parameters of the request."""
+        marks = () if self.style is None else map(self._tokenizer.token_to_id, self.style.marks)
+        shown = [token_id for token_id in marks if token_id is not None]
+        detokenizer = Detokenizer(self._tokenizer, params.stop, min_tokens=params.min_tokens, shown=shown)
+        return AnswerReader(detokenizer, AnswerParser(self.style, self.use, self._opening(prompt_token_ids)))
+
+    def read(self, token_ids: Sequence[int], params: SamplingParams, prompt_token_ids: Sequence[int]) -> Answer:
+        """Returns the answer that output tokens are."""
+        reader = self.reader(params, prompt_token_ids)
+        return answer_of([*reader.push(token_ids), *reader.close()])
+
+    def _opening(self, prompt_token_ids: Sequence[int]) -> Opening:
+        if self.style is None:
+            return "beginning"
+        opening = self.style.opening(self._tokenizer.decode(prompt_token_ids[-MAX_OPENING:], skip_special_tokens=False))
+        return "content" if self.continues and opening == "beginning" else opening
+
+
+class Answers:
+    """Makes the forms of answers for the model of one tokenizer, on any thread."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._rules = SchemaRules()
+
+    def form(
+        self,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        *,
+        chat_template: str | None = None,
+        style: str | None = None,
+        continues: bool = False,
+    ) -> AnswerForm:
+        """Returns the form of the answers to a request.
+
+        * The first three arguments are those of `read_tools`.
+        * `chat_template`: as for `Tokenizer.apply_chat_template`. The template shows the style.
+        * `style`: a name in STYLES, if the template does not show it.
+        * `continues`: True if the prompt leaves its last message open.
+
+        Raises ValueError as `read_tools` does, and for a tool call demanded of a model whose style is unknown.
+        """
+        style = as_plain("answer_style", style)
+        if style is None:
+            template = as_plain("chat_template", chat_template)
+            found = style_of(self._tokenizer.chat_templates.choose(template, tools is not None))
+        else:
+            require_name("answer_style", style, STYLES)
+            found = STYLES[style]
+        knows_calls = found is not None and found.grammar is not None
+        if not knows_calls and not is_free(tool_choice):
+            names = ", ".join(name for name, known in STYLES.items() if known.grammar is not None)
+            raise ValueError(
+                f"tool_choice={shown(tool_choice)} demands a tool call, and the chat template does not show how this"
+                f" model writes one; give answer_style=... as one of {names}"
+            )
+        # If the style is unknown, the template shows the tools, and a call is content.
+        use = read_tools(tools if knows_calls else None, tool_choice, parallel_tool_calls)
+        return AnswerForm(found, use, continues, self._tokenizer, self._rules)
