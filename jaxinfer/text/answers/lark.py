@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 
 from jaxinfer.text.tokenizer import Tokenizer
 
@@ -13,8 +14,9 @@ ANY = "/(?s:.*)/"
 class Lark:
     """The rules of a grammar so far.
 
-    A mark of a style is a special token in the checkpoints that write it. Then text never matches it, and a rule names
-    its id. In any other tokenizer a mark is text.
+    A mark of a style is a token in the checkpoints that write it. Then text never matches the token, and a rule names
+    its id. In any other tokenizer a mark is text. A mark that is spelled in other tokens is read as one too, so no text
+    of an answer may have it.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -46,33 +48,45 @@ class Lark:
         return self.text()
 
     def is_special(self, mark: str) -> bool:
-        """True if a mark is a special token."""
+        """True if a mark is a token that `llguidance` keeps apart from text."""
         token_id = self._tokenizer.token_to_id(mark)
-        return token_id is not None and not self._tokenizer.has_text(token_id)
+        if token_id is None or mark in self._tokenizer.ordinary_tokens:
+            return False
+        # Of added tokens those in angle brackets, whether the checkpoint calls them special or not.
+        return not self._tokenizer.has_text(token_id) or (mark[0] == "<" and mark[-1] == ">")
 
     def mark(self, mark: str) -> str:
         """Returns an expression for a mark."""
         return f"<[{self._tokenizer.token_to_id(mark)}]>" if self.is_special(mark) else quoted(mark)
 
-    def up_to(self, mark: str, name: str) -> str:
-        """Returns an expression for any text and the mark after it; `name` is that of its rule."""
+    def up_to(self, mark: str, name: str, *excluded: str) -> str:
+        """Returns an expression for text and the first mark after it; `name` is that of its rule.
+
+        The text is none that one of the patterns `excluded` matches.
+        """
         if self.is_special(mark):
-            return f"{self.any_text()}? {self.mark(mark)}"
-        self.rule(f"{name}[lazy]", f"/(?s:.*){regex_of(mark)}/")
+            return f"{self.text_without(f'BEFORE_{name.upper()}', holding(mark), *excluded)}? {self.mark(mark)}"
+        text = self.rule(f"BEFORE_{name.upper()}", _without(f"/(?s:.*){regex_of(mark)}/", excluded))
+        self.rule(f"{name}[lazy]", text)
         return name
 
-    def any_text(self) -> str:
-        """Returns the name of the terminal for any text, special tokens aside."""
-        return self.rule("TEXT", ANY)
+    def text_without(self, name: str, *excluded: str) -> str:
+        """Returns the name of a terminal for text that none of the patterns `excluded` matches."""
+        return self.rule(name, _without(ANY, excluded))
 
-    def text_without(self, name: str, *patterns: str) -> str:
-        """Returns the name of a terminal for any text that matches none of some patterns."""
-        return self.rule(name, " & ".join([ANY, *(f"~/{pattern}/" for pattern in patterns)]))
+
+def _without(terminal: str, excluded: Iterable[str]) -> str:
+    return " & ".join([terminal, *(f"~/{pattern}/" for pattern in excluded)])
 
 
 def quoted(text: str) -> str:
     """Returns the literal of a text."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def holding(*marks: str) -> str:
+    """Returns a pattern of texts that hold one of some marks."""
+    return f"(?s:.*)({'|'.join(map(regex_of, marks))})(?s:.*)"
 
 
 def regex_of(text: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from threading import Lock
 from typing import Any
 
+from jaxinfer.text.json_schema import byte_tokenizer
 from jaxinfer.text.structure_trial import Trials, require_packages
 from jaxinfer.validation import cut
 
@@ -42,7 +43,7 @@ class SchemaRules:
             try:
                 require_packages("json_schema")
                 # The rules stand in a grammar, in which patterns have the notation of `llguidance`.
-                known = self._trials.run("json_schema", text).grammar.removeprefix("start: ")
+                known = self._compilable(text)
             except ValueError as error:
                 raise not_honoured(function, error) from None
             with self._lock:
@@ -50,3 +51,12 @@ class SchemaRules:
                 if len(self._known) > NUM_KNOWN:
                     self._known.popitem(last=False)
         return known
+
+    def _compilable(self, schema: str) -> str:
+        from llguidance import LLMatcher
+
+        grammar = self._trials.run("json_schema", schema).grammar
+        matcher = LLMatcher(byte_tokenizer(), grammar, log_level=0)
+        if matcher.is_error():
+            raise ValueError(cut(matcher.get_error()))
+        return grammar.removeprefix("start: ")

@@ -99,6 +99,15 @@ class Source:
         self._consume(self._at + len(word))
         return True
 
+    def accept_end(self, word: str) -> Reader[bool]:
+        """Consumes `word` if it comes next, or the beginning of it if the text ends there."""
+        if (yield from self.accept(word)):
+            return True
+        rest = self._text[self._at :]
+        is_cut = self._is_ended and word.startswith(rest)
+        self._consume(len(self._text) if is_cut else self._at)
+        return is_cut
+
     def run(self, pattern: re.Pattern[str], write: Write = lambda _: None) -> Reader[None]:
         """Consumes characters of one kind; `pattern` matches any number of them."""
         while True:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxinfer.text.answers.lark import Lark, quoted, regex_of
+from jaxinfer.text.answers.lark import Lark, holding, quoted, regex_of
 from jaxinfer.text.answers.parts import Output, Prose
 from jaxinfer.text.answers.schemas import SchemaRules
 from jaxinfer.text.answers.source import Marks, Reader, Source
@@ -61,8 +61,8 @@ def read_prose(source: Source, output: Output, prose: Prose, *ends: str) -> Read
     output.content.end_block()
     output.reasoning.end_block()
     end = yield from source.until(Marks(*ends), prose.write)
-    output.content.end_block()
-    output.reasoning.end_block()
+    if end:
+        prose.end_block()
     return end
 
 
@@ -134,16 +134,17 @@ def begin_call(source: Source, output: Output, name: str, call_id: str | None = 
 def thinking(lark: Lark, opening: Opening, begin: str, end: str) -> tuple[str, str]:
     """Returns an expression for the reasoning that comes first, and a pattern of texts that begin it.
 
-    Both are empty if the prompt has ended the reasoning.
+    There is none after a prompt that ends in content, and nothing begins it again after one that has begun it.
     """
     if opening == "content":
         return "", ""
     if opening == "reasoning":
         return f"{lark.up_to(end, 'reasoning')} {space(lark)}?", ""
+    begins = f"[ \\n]{{0,4}}{regex_of(begin)}(?s:.*)"
     if lark.is_special(begin):
-        return f"({lark.mark(begin)} {lark.up_to(end, 'reasoning')} {space(lark)}?)?", ""
+        return f"({space(lark)}? {lark.mark(begin)} {lark.up_to(end, 'reasoning')} {space(lark)}?)?", begins
     lark.rule("reasoning[lazy]", f"/[ \\n]{{0,4}}{regex_of(begin)}(?s:.*){regex_of(end)}/")
-    return f"(reasoning {space(lark)}?)?", f"[ \\n]{{0,4}}{regex_of(begin)}(?s:.*)"
+    return f"(reasoning {space(lark)}?)?", begins
 
 
 def space(lark: Lark) -> str:
@@ -166,11 +167,10 @@ def answer_grammar(
         rest += f" ({between} {lark.mark(begin)} {call} {end})*"
     if use.is_required:
         return lark.start(f"{reasoning} {lark.mark(begin)} {rest}")
-    if lark.is_special(begin):
-        return lark.start(f"{reasoning} ({lark.any_text()}? | {lark.any_text()}? {lark.mark(begin)} {rest})")
-    excluded = [f"(?s:.*){regex_of(begin)}(?s:.*)", *filter(None, [begins_reasoning])]
-    content = lark.text_without("CONTENT", *excluded)
-    return lark.start(f"{reasoning} ({content} | {lark.up_to(begin, 'before_call')} {rest})")
+    excluded = [begins_reasoning] if begins_reasoning else []
+    before = lark.up_to(begin, "call_mark", *excluded)
+    content = lark.text_without("CONTENT", holding(begin), *excluded)
+    return lark.start(f"{reasoning} ({content}? | {before} {rest})")
 
 
 def json_call(name: str, key: str, arguments: str) -> str:

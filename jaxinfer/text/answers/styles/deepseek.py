@@ -45,10 +45,10 @@ def _read_calls(source: Source, output: Output, functions: Functions) -> Generat
         if not (yield from read_arguments(source, output, name)):
             return
         yield from source.skip_space()
-        if not (yield from source.accept(END_CALL)):
+        if not (yield from source.accept_end(END_CALL)):
             return
         source.hold()
-    if (yield from source.accept(END_CALLS)):
+    if (yield from source.accept_end(END_CALLS)):
         source.release()
 
 

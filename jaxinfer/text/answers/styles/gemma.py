@@ -16,7 +16,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.text.answers.lark import Lark, quoted, regex_of
+from jaxinfer.text.answers.lark import Lark, holding, quoted
 from jaxinfer.text.answers.parts import Output
 from jaxinfer.text.answers.schemas import SchemaRules, not_honoured
 from jaxinfer.text.answers.source import SCALAR, Marks, Reader, Source, Write
@@ -30,6 +30,7 @@ from jaxinfer.text.answers.style import (
     read_prose,
 )
 from jaxinfer.text.answers.tools import ToolUse
+from jaxinfer.text.schema_check import schema_checker
 from jaxinfer.validation import shown
 
 THOUGHT, END_THOUGHT = "<|channel>", "<channel|>"
@@ -76,7 +77,7 @@ class _Notation:
             return
         begin_call(source, output, name)
         if (yield from self._read_value(source, output.arguments, MAX_DEPTH)):
-            yield from source.accept(self.end_call)
+            yield from source.accept_end(self.end_call)
 
     def _read_value(self, source: Source, write: Write, depth: int) -> Reader[bool]:
         """Reads a value and writes it as JSON; False if it breaks off, or is nested more than `depth` deep."""
@@ -88,8 +89,10 @@ class _Notation:
                 write(bracket)
                 return (yield from self._read_items(source, write, bracket, end, depth - 1))
         word = (yield from source.word(BARE, MAX_WORD)).strip()
-        write((word if SCALAR.fullmatch(word) else json.dumps(word, ensure_ascii=False)) if word else "")
-        return bool(word)
+        if not word or not (yield from source.peek()):  # which may have been cut short
+            return False
+        write(word if SCALAR.fullmatch(word) else json.dumps(word, ensure_ascii=False))
+        return True
 
     def _read_items(self, source: Source, write: Write, bracket: str, end: str, depth: int) -> Reader[bool]:
         yield from source.skip_space()
@@ -115,10 +118,14 @@ class _Notation:
                 return False
         else:
             key = (yield from source.word(KEY, MAX_WORD)).strip()
+            if (yield from source.peek()) != ":":
+                return False
             write(json.dumps(key, ensure_ascii=False))
         yield from source.skip_space()
+        if not (yield from source.accept(":")):
+            return False
         write(": ")
-        return (yield from source.accept(":"))
+        return True
 
     def _read_string(self, source: Source, write: Write) -> Reader[bool]:
         write('"')
@@ -142,7 +149,7 @@ class _Notation:
                 if opening == "reasoning"
                 else (
                     f"({lark.mark(THOUGHT)} {quoted(CHANNEL)} {end})?",
-                    "" if lark.is_special(THOUGHT) else f"{regex_of(THOUGHT)}(?s:.*)",
+                    holding(THOUGHT),
                 )
             )
         return answer_grammar(lark, use, (reasoning, begins), self.call, calls, lark.mark(self.end_call), "")
@@ -174,19 +181,32 @@ class _Arguments:
         if not isinstance(schema, Mapping) or not depth:
             raise ValueError(f"a part of it, {shown(schema)}, is no object of keywords, or nested too deeply")
         keywords = schema.keys() - ANNOTATIONS
+        kinds = schema.get("type")
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        if "$ref" in keywords:
+            known = {"$ref"}
+        elif "anyOf" in keywords:
+            known = {"anyOf"}
+        elif keywords & {"const", "enum"}:
+            known = {"const", "enum", "type"}
+        elif kinds:
+            known = {"type"}.union(*(KEYWORDS[kind] for kind in kinds))
+        else:
+            raise ValueError(f"a part of it, {shown(schema)}, has no type")
+        if unknown := keywords - known:
+            raise ValueError(
+                f"the calls of this model have no notation for the keyword {sorted(unknown)[0]!r} in {shown(schema)}"
+            )
         if "$ref" in keywords:
             return self._reference(schema["$ref"], depth)
         if "anyOf" in keywords:
             return f"({' | '.join(self._value(part, depth - 1) for part in schema['anyOf'])})"
-        if "enum" in keywords or "const" in keywords:
-            values = schema["enum"] if "enum" in keywords else [schema["const"]]
-            return f"({' | '.join(self._written(value) for value in values)})"
-        kinds = schema.get("type")
-        kinds = [kinds] if isinstance(kinds, str) else kinds
-        if not kinds:
-            raise ValueError(f"a part of it, {shown(schema)}, has no type")
-        if unknown := keywords - {"type"}.union(*(KEYWORDS[kind] for kind in kinds)):
-            raise ValueError(f"the calls of this model have no notation for the keyword {sorted(unknown)[0]!r}")
+        if keywords & {"const", "enum"}:
+            fault = schema_checker(json.dumps(schema))
+            values = [one for one in schema.get("enum", [schema.get("const")]) if fault(json.dumps(one)) is None]
+            if not values:
+                raise ValueError(f"a part of it, {shown(schema)}, admits no value")
+            return f"({' | '.join(map(self._written, values))})"
         return f"({' | '.join(self._of_kind(kind, schema, depth - 1) for kind in kinds)})"
 
     def _reference(self, reference: Any, depth: int) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 
-from jaxinfer.text.answers.lark import Lark, quoted
+from jaxinfer.text.answers.lark import Lark, holding, quoted
 from jaxinfer.text.answers.parts import Output
 from jaxinfer.text.answers.schemas import SchemaRules
 from jaxinfer.text.answers.source import Marks, Reader, Source
@@ -21,7 +21,8 @@ from jaxinfer.text.answers.tools import ToolUse
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
-ENDS = (END, CALL, RETURN, START)  # of a message
+OTHER_ENDS = (CALL, RETURN, START)  # of a message
+ENDS = (END, *OTHER_ENDS)
 RECIPIENT, ON_CHANNEL = re.compile(r"\sto=functions\.([A-Za-z0-9_.-]+)"), re.compile(r"<\|channel\|>\s*(\w+)")
 WORDS = re.compile(r"[^<]*")
 MAX_WORDS = 256  # characters between two marks of a header
@@ -98,13 +99,13 @@ def _grammar(lark: Lark, use: ToolUse, rules: SchemaRules, opening: Opening) -> 
         calls.append(f"{head} {heads}? {message} {rules.json(name, function.parameters)}")
     call = lark.rule("call", " | ".join(calls))
     next_message = f"{lark.mark(START)} {quoted('assistant')}"
-    rest_of_message = f"{lark.up_to(END, 'message')} {next_message}"
+    rest_of_message = f"{lark.up_to(END, 'message', holding(*OTHER_ENDS))} {next_message}"
     analysis = lark.rule("analysis", f"{channel} {quoted('analysis')} {message} {rest_of_message}")
     begun = rest_of_message if opening == "reasoning" else ""
     if use.is_required:
         return lark.start(f"{begun} {analysis}* {call}")
     preamble = lark.rule("preamble", f"{channel} {quoted('commentary')} {message} {rest_of_message}")
-    final = lark.rule("final", f"{channel} {quoted('final')} {message} {lark.any_text()}?")
+    final = lark.rule("final", f"{channel} {quoted('final')} {message} {lark.text_without('FINAL', holding(*ENDS))}?")
     return lark.start(f"{begun} ({analysis} | {preamble})* ({call} | {final})")
 
 

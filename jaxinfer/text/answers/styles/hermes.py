@@ -64,7 +64,7 @@ def _read_call(source: Source, output: Output, functions: Functions) -> Generato
     yield from source.skip_space()
     if (yield from read_named_call(source, output, functions)):
         yield from source.skip_space()
-        yield from source.accept(END_CALL)
+        yield from source.accept_end(END_CALL)
 
 
 def _grammar(lark: Lark, use: ToolUse, rules: SchemaRules, opening: Opening) -> str:

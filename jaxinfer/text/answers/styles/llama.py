@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from jaxinfer.text.answers.lark import Lark, quoted, regex_of
+from jaxinfer.text.answers.lark import Lark, holding, quoted, regex_of
 from jaxinfer.text.answers.parts import Output
 from jaxinfer.text.answers.schemas import SchemaRules
 from jaxinfer.text.answers.source import Reader, Source
@@ -53,8 +53,8 @@ def _grammar(lark: Lark, use: ToolUse, rules: SchemaRules, opening: Opening) -> 
     names = "|".join(map(regex_of, use.functions))
     begins_call = rf'\s*\{{\s*"name"\s*:\s*"({names})"(?s:.*)'
     excluded = [begins_call] if is_alone else []
-    excluded += [] if lark.is_special(TAG) else [f"(?s:.*){regex_of(TAG)}(?s:.*)"]
-    content, before = lark.text_without("CONTENT", *excluded), lark.up_to(TAG, "before_call")
+    before = lark.up_to(TAG, "call_mark", *excluded)
+    content = lark.text_without("CONTENT", holding(TAG), *excluded)
     return lark.start(f"{content} | {before} {call}{f' | {call}' if is_alone else ''}")
 
 

@@ -69,7 +69,7 @@ def _read_list(source: Source, output: Output, functions: Functions) -> Reader[N
         if not (yield from source.accept(",")):
             break
         source.hold(",")
-    yield from source.accept("]")
+    yield from source.accept_end("]")
 
 
 def _grammar(lark: Lark, use: ToolUse, rules: SchemaRules, opening: Opening) -> str:

@@ -1,0 +1,175 @@
+"""Which style a chat template has, where its prompt leaves off, and which tools a request may state."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.text.answers.answers import Answers, parse
+from jaxinfer.text.answers.parts import Answer
+from jaxinfer.text.answers.styles.table import STYLES, style_of
+from jaxinfer.text.answers.tools import MAX_TOOLS, NO_TOOLS, read_tools
+from jaxinfer.text.chat_template import ChatTemplates
+from jaxinfer.text.tokenizer import Tokenizer
+from tests.text.answers.answer_texts import TOOLS, call, tokenizer_with, written
+from tests.text.chat_templates import TEMPLATES
+
+# What published templates write for a call, or for reasoning alone.
+FRAGMENTS = {
+    "hermes": """{{- '<tool_call>\\n{"name": "' }}{{- call.name }}{{- '", "arguments": ' }}""",
+    "llama3": """{{- '<|start_header_id|>assistant' }}{{- '{"name": "' + call.name + '", ' }}{{- '"parameters": ' }}""",
+    "mistral": "{{- '[TOOL_CALLS]' + tool.function.name + '[ARGS]' + arguments }}",
+    "mistral_list": """{{- "[TOOL_CALLS] [" }}{{- tool_call.function | tojson }}""",
+    "gpt_oss": "{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}",
+    "gemma": "{{- '<|tool_call>call:' + function.name + '{' }}",
+    "functiongemma": "{{ '<start_function_call>call:' + function.name + '{' }}",
+    "deepseek": "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments }}",
+    "thinking": "<tool_call>{{ name }}\\n<arg_key> {{ content.split('</think>')[-1] }}",
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_style_is_known_by_its_template(style):
+    assert style_of(FRAGMENTS[style]) is STYLES[style]
+
+
+def test_templates_without_calls_have_no_style():
+    assert {name: style_of(TEMPLATES[name]) for name in ("turns", "documents", "brackets")} == {
+        **dict.fromkeys(("turns", "documents", "brackets"))
+    }
+
+
+OPENINGS = [
+    ("hermes", "<|im_start|>assistant\n", "beginning"),
+    ("hermes", "<|im_start|>assistant\n<think>\n", "reasoning"),
+    ("hermes", "<|im_start|>assistant\n<think>\n\n</think>\n\n", "beginning"),
+    ("hermes", "<|im_start|>user\nWrite <think> again.<|im_end|>\n<|im_start|>assistant\n", "beginning"),
+    ("mistral", "[INST]a[/INST][THINK]", "reasoning"),
+    ("gpt_oss", "<|start|>user<|message|>a<|end|><|start|>assistant", "beginning"),
+    ("gpt_oss", "<|end|><|start|>assistant<|channel|>analysis<|message|>I", "reasoning"),
+    ("gpt_oss", "<|end|><|start|>assistant<|channel|>final<|message|>I", "content"),
+    ("gemma", "<|turn>model\n", "beginning"),
+    ("gemma", "<|turn>model\n<|channel>thought\n", "reasoning"),
+    ("gemma", "<|turn>model\n<|channel>thought\n<channel|>", "beginning"),
+    ("llama3", "<|start_header_id|>assistant<|end_header_id|>\n\n", "beginning"),
+]
+
+
+@pytest.mark.parametrize(("style", "prompt", "opening"), OPENINGS)
+def test_a_prompt_shows_where_it_leaves_off(style, prompt, opening):
+    assert STYLES[style].opening(prompt) == opening
+
+
+def test_an_answer_goes_on_from_there():
+    assert parse("Hm.\n</think>\n\nYes", STYLES["hermes"], opening="reasoning") == Answer("Yes", "Hm.")
+    assert parse(
+        "Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes", STYLES["gpt_oss"], opening="reasoning"
+    ) == (Answer("Yes", "Hm."))
+    assert parse(" see<|return|>", STYLES["gpt_oss"], opening="content") == Answer(" see")
+
+
+def test_tools_are_those_of_the_request():
+    assert list(read_tools(TOOLS).functions) == ["get_weather", "stop-all"]
+    assert not read_tools(TOOLS, "auto").is_required
+    assert read_tools(TOOLS, "required").is_required
+    assert read_tools(TOOLS, "none") == NO_TOOLS == read_tools(None) == read_tools(None, "auto")
+    named = {"type": "function", "function": {"name": "stop-all"}}
+    assert list(read_tools(TOOLS, named).functions) == list(read_tools(TOOLS, "stop-all").functions) == ["stop-all"]
+    assert not read_tools(TOOLS, None, False).is_parallel
+
+
+def test_a_call_has_no_parameters_but_those_of_the_schema_unless_it_says_so():
+    is_open = {"type": "object", "additionalProperties": True}
+    use = read_tools([*TOOLS, {"name": "log", "parameters": is_open}])
+
+    assert use.functions["get_weather"].parameters["additionalProperties"] is False
+    assert use.functions["stop-all"].parameters == {"type": "object", "properties": {}, "additionalProperties": False}
+    assert use.functions["log"].parameters == is_open
+
+
+def tool(**more):
+    return {"type": "function", "function": {"name": "f", **more}}
+
+
+WRONG = [
+    (([tool()], "always"), "tool_choice='always' is none of auto, none, required, nor a name in tools"),
+    (([tool()], 3), "tool_choice=3 is not allowed"),
+    (([tool()], {"type": "function"}), "tool_choice=.* is not allowed"),
+    ((None, "required"), "tool_choice='required' without tools"),
+    (([], "required"), "tools=.* at least one function"),
+    (([tool()], None, "yes"), "parallel_tool_calls='yes' is not allowed"),
+    (([tool(), tool()],), r"tools\[1\].name='f' is not allowed.*another name"),
+    (([{"type": "web_search"}],), r"tools\[0\].type='web_search' is not allowed"),
+    (([{"type": "function", "function": "f"}],), r"tools\[0\].function='f' is not allowed"),
+    (([{"type": "function", "function": {"name": "a b"}}],), r"tools\[0\].name='a b' is not allowed"),
+    (([tool(strict=1)],), r"tools\[0\].strict=1 is not allowed"),
+    (([tool(parameters={"type": "string"})],), r"tools\[0\].parameters=.*with \"type\": \"object\""),
+    (([tool(parameters=[])],), r"tools\[0\].parameters="),
+    (("f",), "tools='f' is not allowed"),
+    (([{"name": f"f{i}"} for i in range(MAX_TOOLS + 1)],), f"at most {MAX_TOOLS}"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG)
+def test_wrong_tools_are_refused_by_name(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        read_tools(*arguments)
+
+
+def answers_of(template, style="hermes"):
+    backend = tokenizer_with(style, "special")._backend
+    return Answers(Tokenizer(backend, ChatTemplates({"default": template}, {})))
+
+
+def test_without_a_known_style_an_answer_is_content_and_no_call_can_be_demanded():
+    answers = answers_of("{{ messages[0].content }}")
+    params = SamplingParams()
+
+    form = answers.form(TOOLS)
+
+    assert form.sampling_params(params, [5]) is params
+    assert answers.form([{"any": "thing"}], "none").style is None
+    for choice in ("required", "stop-all"):
+        with pytest.raises(ValueError, match="demands a tool call, and the chat template does not show.*hermes"):
+            answers.form(TOOLS, choice)
+    with pytest.raises(ValueError, match="answer_style='other' is not allowed"):
+        answers.form(TOOLS, style="other")
+
+
+def test_a_form_reads_tokens_without_the_special_ones_that_are_no_marks():
+    answers = answers_of(FRAGMENTS["hermes"])
+    form = answers.form(TOOLS)
+    text = written("hermes", Answer("I ask.", "Hm.", (call("stop-all"),)))
+    tokenizer = form._tokenizer
+    token_ids = [*tokenizer.encode(text, add_special_tokens=False), 0]  # and the end token
+
+    whole = form.read(token_ids, SamplingParams(), [])
+    reader = form.reader(SamplingParams(), [])
+    parts = [part for token_id in token_ids for part in reader.push([token_id])] + reader.close()
+
+    assert whole == Answer("I ask.", "Hm.", (call("stop-all"),))
+    assert "".join(part.text for part in parts if type(part).__name__ == "ContentPiece") == "I ask."
+
+
+def test_an_answer_ends_before_a_stop_string():
+    form = answers_of(FRAGMENTS["hermes"]).form()
+    token_ids = form._tokenizer.encode("<think>Hm.</think>One two three", add_special_tokens=False)
+
+    assert form.read(token_ids, SamplingParams(stop=" three"), []) == Answer("One two", "Hm.")
+    assert form.read(token_ids, SamplingParams(stop="Hm"), []) == Answer("")
+
+
+def test_tools_and_another_structure_are_refused_together():
+    form = answers_of(FRAGMENTS["hermes"]).form(TOOLS)
+
+    with pytest.raises(ValueError, match="tools and regex are both given"):
+        form.sampling_params(SamplingParams(regex="a"), [5])
+
+
+def test_a_call_cannot_be_demanded_within_a_message_of_gpt_oss():
+    answers = answers_of(FRAGMENTS["gpt_oss"], "gpt_oss")
+    prompt = answers._tokenizer.encode("<|start|>assistant<|channel|>final<|message|>So", add_special_tokens=False)
+
+    assert answers.form(TOOLS).sampling_params(SamplingParams(), prompt).structure is None
+    with pytest.raises(ValueError, match="ends in the content of an answer"):
+        answers.form(TOOLS, "required").sampling_params(SamplingParams(), prompt)
