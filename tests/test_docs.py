@@ -30,7 +30,7 @@ SCRIPTS = [
     for path in (ROOT / folder).rglob("*.*")
     if path.suffix in (".py", ".sh")
 ]
-STRUCTURES = re.compile(r"json_schema=|regex=|choices=|grammar=")
+STRUCTURES = re.compile(r"json_schema=|regex=|choices=|grammar=|tool_choice=")
 
 
 def blocks(page: str, *languages: str) -> list[str]:

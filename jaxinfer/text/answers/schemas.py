@@ -13,9 +13,9 @@ from jaxinfer.text.structure_trial import Trials, require_packages
 from jaxinfer.validation import cut
 
 NUM_KNOWN = 256
-# Models write their calls with a space after commas and colons, or with none. White space without a bound would let
-# small models write nothing else.
-WHITE_SPACE = {"whitespace_pattern": " ?"}
+# Models write their calls with a space after commas and colons, or with none. Other white space has no bound, so small
+# models would write it for ever.
+WHITE_SPACE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
 def not_honoured(function: str, error: ValueError) -> ValueError:

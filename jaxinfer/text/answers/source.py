@@ -108,22 +108,18 @@ class Source:
         self._consume(len(self._text) if is_cut else self._at)
         return is_cut
 
-    def run(self, pattern: re.Pattern[str], write: Write = lambda _: None) -> Reader[None]:
-        """Consumes characters of one kind; `pattern` matches any number of them."""
+    def skip_space(self) -> Reader[None]:
+        """Consumes the white space of JSON."""
         while True:
-            found = pattern.match(self._text, self._at)
+            found = SPACE.match(self._text, self._at)
             assert found is not None
-            write(self._consume(found.end()))
+            self._consume(found.end())
             if self._at < len(self._text) or self._is_ended:
                 return
             yield
 
-    def skip_space(self) -> Reader[None]:
-        """Consumes the white space of JSON."""
-        yield from self.run(SPACE)
-
     def word(self, pattern: re.Pattern[str], most: int) -> Reader[str]:
-        """Returns the next characters of one kind; of more than `most` the first ones, and consumes as many."""
+        """Consumes and returns the next characters of one kind, `most` at most; `pattern` matches any number of them."""
         pieces: list[str] = []
         while True:
             found = pattern.match(self._text, self._at, self._at + most)
