@@ -29,6 +29,7 @@ from jaxinfer.engine.frontend.admission import (
     check_names,
     render,
 )
+from jaxinfer.engine.frontend.chats import render_chats
 from jaxinfer.engine.frontend.embeddings import begin_pooling, embeddings_of
 from jaxinfer.engine.frontend.sample_group import SampleGroup, in_order
 from jaxinfer.engine.request.completion import Completion, Delta
@@ -198,8 +199,11 @@ class AsyncLLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
+        answer_style: str | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -209,16 +213,25 @@ class AsyncLLM:
 
         To stream an answer, `render` its prompt first.
         """
-        prompts = await self.render(
+        rendered = partial(
+            render_chats,
+            self._engine.answers,
+            self.default_sampling_params,
             messages,
+            sampling_params,
             tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
             documents=documents,
             chat_template=chat_template,
+            answer_style=answer_style,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs,
+            variables=chat_template_kwargs,
         )
-        return await self.generate(prompts, sampling_params, **options)
+        chats = await self._admit(rendered)
+        completions = await self.generate(chats.prompts, chats.params, **options)
+        return await asyncio.to_thread(chats.answered, completions)
 
     async def render(
         self,

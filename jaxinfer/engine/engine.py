@@ -33,6 +33,7 @@ from jaxinfer.engine.scheduling.metrics import Metrics
 from jaxinfer.engine.timeline import Timeline, recorded_timeline
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.processors import LogitsProcessor
+from jaxinfer.text.answers.answers import Answers
 from jaxinfer.validation import require, shown
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class Engine:
             show_progress=show_progress,
         )
         self.engine_config, self.model_config, self.tokenizer = parts.engine_config, parts.model_config, parts.tokenizer
+        self.answers = None if self.tokenizer is None else Answers(self.tokenizer)
         self._admission, self._scheduler = parts.admission, parts.scheduler
         self._warm_up, self._runner, self._speculation = parts.warm_up, parts.runner, parts.speculation
         self._pipeline = Pipeline(parts.scheduler, parts.runner, on_failure=self._health.fail)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -29,9 +27,9 @@ from jaxinfer.engine.frontend.admission import (
     as_params,
     as_prompts,
     check_names,
-    render,
 )
 from jaxinfer.engine.frontend.beam_search import MAX_LENGTH_PENALTY, complete
+from jaxinfer.engine.frontend.chats import render_chats
 from jaxinfer.engine.frontend.embeddings import begin_pooling, embeddings_of
 from jaxinfer.engine.frontend.guard import Guard, deferred_interrupts
 from jaxinfer.engine.frontend.outputs import DeltaBuffer
@@ -43,8 +41,6 @@ from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.timeline import MAX_STEPS, Timeline
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.processors import LogitsProcessor
-from jaxinfer.text.answers.answers import Answers
-from jaxinfer.text.chat_template import json_objects
 from jaxinfer.validation import as_bool, as_path, is_int, require, require_int, require_name, require_real
 
 
@@ -338,39 +334,22 @@ class LLM:
         if the schema of a function cannot be honoured, or as `generate` does.
         """
         self._engine.check()
-        tools = None if tools is None else json_objects("tools", tools)
-        prompts = render(
-            self.tokenizer,
+        chats = render_chats(
+            self._engine.answers,
+            self.default_sampling_params,
             messages,
+            sampling_params,
             tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
             documents=documents,
             chat_template=chat_template,
+            answer_style=answer_style,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=chat_template_kwargs,
         )
-        form = self._answers.form(
-            tools,
-            tool_choice,
-            parallel_tool_calls,
-            chat_template=chat_template,
-            style=answer_style,
-            continues=continue_final_message,
-        )
-        default = self.default_sampling_params
-        given = [default if one is None else one for one in as_params(sampling_params, len(prompts))]
-        params = [form.sampling_params(one, prompt) for one, prompt in zip(given, prompts, strict=True)]
-        completions = self.generate(prompts, params, show_progress=show_progress, **options)
-        params_of_each = (one for one in params for _ in range(one.n))
-        return [
-            replace(completion, **vars(form.read(completion.token_ids, one, completion.prompt_token_ids)))
-            for completion, one in zip(completions, params_of_each, strict=True)
-        ]
-
-    @functools.cached_property
-    def _answers(self) -> Answers:
-        assert self.tokenizer is not None
-        return Answers(self.tokenizer)
+        return chats.answered(self.generate(chats.prompts, chats.params, show_progress=show_progress, **options))
 
     def embed(
         self,

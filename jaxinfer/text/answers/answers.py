@@ -153,7 +153,7 @@ class Answers:
     """Makes the forms of answers for the model of one tokenizer, on any thread."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._rules = SchemaRules()
 
     def form(
@@ -178,7 +178,7 @@ class Answers:
         style = as_plain("answer_style", style)
         if style is None:
             template = as_plain("chat_template", chat_template)
-            found = style_of(self._tokenizer.chat_templates.choose(template, tools is not None))
+            found = style_of(self.tokenizer.chat_templates.choose(template, tools is not None))
         else:
             require_name("answer_style", style, STYLES)
             found = STYLES[style]
@@ -191,4 +191,4 @@ class Answers:
             )
         # If the style is unknown, the template shows the tools, and a call is content.
         use = read_tools(tools if knows_calls else None, tool_choice, parallel_tool_calls)
-        return AnswerForm(found, use, continues, self._tokenizer, self._rules)
+        return AnswerForm(found, use, continues, self.tokenizer, self._rules)

@@ -119,7 +119,7 @@ class Source:
             yield
 
     def word(self, pattern: re.Pattern[str], most: int) -> Reader[str]:
-        """Consumes and returns the next characters of one kind, `most` at most; `pattern` matches any number of them."""
+        """Consumes and returns up to `most` characters of one kind; `pattern` matches any number of them."""
         pieces: list[str] = []
         while True:
             found = pattern.match(self._text, self._at, self._at + most)

@@ -168,7 +168,7 @@ def test_tools_and_another_structure_are_refused_together():
 
 def test_a_call_cannot_be_demanded_within_a_message_of_gpt_oss():
     answers = answers_of(FRAGMENTS["gpt_oss"], "gpt_oss")
-    prompt = answers._tokenizer.encode("<|start|>assistant<|channel|>final<|message|>So", add_special_tokens=False)
+    prompt = answers.tokenizer.encode("<|start|>assistant<|channel|>final<|message|>So", add_special_tokens=False)
 
     assert answers.form(TOOLS).sampling_params(SamplingParams(), prompt).structure is None
     with pytest.raises(ValueError, match="ends in the content of an answer"):

@@ -1,0 +1,71 @@
+"""Conversations: from messages to prompts and parameters, and from completions to answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxinfer.engine.frontend.admission import Conversation, as_params, render
+from jaxinfer.engine.request.completion import Completion
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.text.answers.answers import AnswerForm, Answers
+from jaxinfer.text.chat_template import json_objects
+
+
+@dataclass(frozen=True)
+class Chats:
+    """Conversations as requests: one prompt each, with the parameters of its answer."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    form: AnswerForm
+
+    def answered(self, completions: Sequence[Completion]) -> list[Completion]:
+        """Returns the completions of the prompts, in their order, with content, reasoning and tool calls."""
+        params_of_each = (params for params in self.params for _ in range(params.n))
+        return [
+            replace(one, **vars(self.form.read(one.token_ids, params, one.prompt_token_ids)))
+            for one, params in zip(completions, params_of_each, strict=True)
+        ]
+
+
+def render_chats(
+    answers: Answers | None,
+    default_params: SamplingParams,
+    messages: Conversation | Sequence[Conversation],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    tool_choice: str | Mapping[str, Any] | None,
+    parallel_tool_calls: bool,
+    chat_template: str | None,
+    answer_style: str | None,
+    continue_final_message: bool,
+    **rendering: Any,
+) -> Chats:
+    """Returns the requests of one conversation or several; the arguments are those of `LLM.chat` and `render`.
+
+    `default_params` are the parameters of a conversation that has none. Raises ValueError as `LLM.chat` does.
+    """
+    tools = None if tools is None else json_objects("tools", tools)
+    prompts = render(
+        None if answers is None else answers.tokenizer,
+        messages,
+        tools=tools,
+        chat_template=chat_template,
+        continue_final_message=continue_final_message,
+        **rendering,
+    )
+    assert answers is not None
+    form = answers.form(
+        tools,
+        tool_choice,
+        parallel_tool_calls,
+        chat_template=chat_template,
+        style=answer_style,
+        continues=bool(continue_final_message),
+    )
+    given = [default_params if one is None else one for one in as_params(sampling_params, len(prompts))]
+    params = [form.sampling_params(one, prompt) for one, prompt in zip(given, prompts, strict=True)]
+    return Chats(prompts, params, form)
