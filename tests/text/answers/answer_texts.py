@@ -63,6 +63,15 @@ def _in_gemma(value: object, quote: str) -> str:
     return json.dumps(value)
 
 
+def _in_blocks(one: ToolCall) -> str:
+    values = {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in json.loads(one.arguments).items()
+    }
+    blocks = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+    return f"<tool_call>\n<function={one.name}>\n{blocks}</function>\n</tool_call>"
+
+
 def written(style: str, answer: Answer) -> str:
     """The text of an answer, as the chat templates of the style write it, end tokens left out."""
     reasoning, content, calls = answer.reasoning, answer.content, answer.tool_calls
@@ -71,6 +80,10 @@ def written(style: str, answer: Answer) -> str:
             objects = [f'{{"name": "{c.name}", "arguments": {c.arguments}}}' for c in calls]
             text = "" if reasoning is None else f"<think>\n{reasoning}\n</think>\n\n"
             blocks = [f"<tool_call>\n{one}\n</tool_call>" for one in objects]
+            return "\n".join([text + content, *blocks] if text + content else blocks)
+        case "qwen_coder":
+            blocks = [_in_blocks(one) for one in calls]
+            text = "" if reasoning is None else f"<think>\n{reasoning}\n</think>\n\n"
             return "\n".join([text + content, *blocks] if text + content else blocks)
         case "llama3":
             objects = [f'{{"name": "{c.name}", "parameters": {c.arguments}}}' for c in calls]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.text.answers.answers import AnswerParser, parse
 from jaxinfer.text.answers.parts import Answer, ArgumentsPiece, CallBegin, ToolCall, answer_of
+from jaxinfer.text.answers.style import Opening
 from jaxinfer.text.answers.styles.table import STYLES
 from jaxinfer.text.answers.tools import NO_TOOLS, read_tools
 from tests.text.answers.answer_texts import NO_REASONING, SCHEMAS, TOOL_STYLES, TOOLS, call, written
@@ -29,7 +30,7 @@ ANSWERS = {
 }
 
 
-def parsed(text, style, opening="beginning", use=USE, cuts=()):
+def parsed(text, style, opening: Opening = "beginning", use=USE, cuts=()):
     """The answer, fed in the pieces between some places."""
     parser = AnswerParser(STYLES[style], use, opening)
     places = [0, *sorted(cuts), len(text)]
@@ -119,8 +120,8 @@ def test_a_call_that_is_cut_short_has_the_beginning_of_its_arguments(style):
     whole = PARIS.arguments
 
     for end in range(len(text)):
-        if style in ("gemma", "functiongemma") and MARK_BEGUN.search(text[:end]):
-            continue  # its marks are tokens, so no answer ends inside one
+        if style in ("gemma", "functiongemma", "qwen_coder") and MARK_BEGUN.search(text[:end]):
+            continue  # what is left of a mark is content
         found = parse(text[:end], STYLES[style], USE)
         if not found.tool_calls:
             assert found.content in text
@@ -150,6 +151,7 @@ BROKEN = {
     "no separator": ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather{}"),
     "no header": ("gpt_oss", "Hello! <|end|>"),
     "no JSON on commentary": ("gpt_oss", "<|channel|>commentary to=functions.stop-all<|message|>hm"),
+    "no function": ("qwen_coder", "<tool_call>\n<parameter=city>\nParis\n</parameter>"),
     "no braces": ("gemma", "<|tool_call>call:get_weather()<tool_call|>"),
 }
 
@@ -167,6 +169,27 @@ def test_arguments_before_the_name_and_other_keys_make_a_call():
     found = parse(text, STYLES["hermes"], USE)
 
     assert found == Answer("ok", None, (ToolCall("", "get_weather", '{"city": "</tool_call>"}'),))
+
+
+def test_values_of_qwen_coder_are_strings_where_the_schema_has_strings():
+    properties = {
+        "text": {"type": "string"},
+        "count": {"type": "integer"},
+        "either": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "bound": {"anyOf": [{"type": "integer", "minimum": 10}, {"type": "string"}]},
+        "items": {"type": "array", "items": {"$ref": "#/$defs/item"}},
+    }
+    parameters = {"type": "object", "properties": properties, "$defs": {"item": {"type": "number"}}}
+    values = {"text": '5\n\n"</x>', "count": "5", "either": "null", "bound": "5", "items": "[1, 2.5]", "other": "5"}
+    blocks = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+    text = f"<tool_call>\n<function=f>\n{blocks}</function>\n</tool_call>"
+
+    (one,) = parse(text, STYLES["qwen_coder"], read_tools([{"name": "f", "parameters": parameters}])).tool_calls
+
+    assert json.loads(one.arguments) == {
+        **{"text": '5\n\n"</x>', "count": 5, "either": None},
+        **{"bound": "5", "items": [1, 2.5], "other": "5"},
+    }
 
 
 def test_a_mark_of_reasoning_in_content_is_content():
@@ -208,7 +231,7 @@ def test_a_long_answer_in_single_characters_is_read_in_linear_time(style):
 
 
 # The templates of `transformers` for what its server cannot find at a tokenizer.
-RESPONSES = {"hermes": "qwen3", "gemma": "gemma4"}
+RESPONSES = {"hermes": "qwen3", "qwen_coder": "qwen3_5", "gemma": "gemma4"}
 
 
 @pytest.mark.parametrize("style", RESPONSES)
@@ -222,7 +245,7 @@ def test_answers_are_those_of_transformers(style, answer):
         pytest.skip("its pattern has no names with a hyphen")
     text = written(style, answer)
 
-    message = parsing.parse_response(text, template, prefix="")
+    message = parsing.parse_response(text, template, prefix="", tools=TOOLS)
 
     found = parse(text, STYLES[style], USE)
     assert (found.content.strip(), found.reasoning) == (message.get("content", ""), message.get("reasoning_content"))

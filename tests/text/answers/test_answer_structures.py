@@ -14,6 +14,7 @@ from jaxinfer.text.answers.answers import AnswerForm
 from jaxinfer.text.answers.lark import Lark
 from jaxinfer.text.answers.parts import Answer
 from jaxinfer.text.answers.schemas import SchemaRules
+from jaxinfer.text.answers.style import Opening
 from jaxinfer.text.answers.styles.table import STYLES
 from jaxinfer.text.answers.tools import read_tools
 from jaxinfer.text.grammar import GrammarCompiler
@@ -37,14 +38,21 @@ KINDS = pytest.mark.parametrize("kind", ["special", "added", "text"])
 EACH_STYLE = pytest.mark.parametrize("style", TOOL_STYLES)
 
 
+def grammar_of(style, kind, use, opening: Opening = "beginning"):
+    make = STYLES[style].grammar
+    assert make is not None
+    return make(Lark(tokenizer_with(style, kind)), use, RULES, opening)
+
+
 @cache
-def begun(style, kind, tool_choice, is_parallel=True, opening="beginning"):
+def begun(style, kind, tool_choice, is_parallel=True, opening: Opening = "beginning"):
     """The form of an answer, and its structure at the beginning."""
     tokenizer, use = tokenizer_with(style, kind), read_tools(TOOLS, tool_choice, is_parallel)
-    grammar = STYLES[style].grammar(Lark(tokenizer), use, RULES, opening)
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [EOS])
+    structure = compiler.compile(SamplingParams(grammar=grammar_of(style, kind, use, opening)))
+    assert structure is not None
     form = AnswerForm(STYLES[style], use, opening == "content", tokenizer, RULES)
-    return form, compiler.compile(SamplingParams(grammar=grammar))
+    return form, structure
 
 
 @cache
@@ -87,8 +95,6 @@ def walk(style, kind, choose, *begin, prefix="", max_tokens=300):
     else:
         if not state.is_complete:
             return None
-    opening = begin[2] if len(begin) > 2 else "beginning"
-    assert opening == "beginning"
     return form.read(token_ids, SamplingParams(), [])
 
 
@@ -103,6 +109,7 @@ BEFORE = dict.fromkeys(TOOL_STYLES, "") | {
     "gemma": "<|tool_call>",
     "deepseek": "<｜tool▁calls▁begin｜>",
     "hermes": "<tool_call>",
+    "qwen_coder": "<tool_call>",
     "mistral": "[TOOL_CALLS]",
     "mistral_list": "[TOOL_CALLS]",
 }
@@ -235,11 +242,11 @@ def test_reasoning_that_the_prompt_has_begun_goes_on_before_the_call(style):
 def test_a_schema_that_cannot_be_kept_is_refused_with_the_functions_name(style, schema, message):
     use = read_tools([{"name": "get", "parameters": schema}])
     with pytest.raises(ValueError, match=message):
-        STYLES[style].grammar(Lark(tokenizer_with(style, "special")), use, RULES, "beginning")
+        grammar_of(style, "special", use)
 
 
 def test_gemma_refuses_keywords_that_its_notation_does_not_keep():
     for part in ({"type": "string", "pattern": "a"}, {"enum": [{}]}, {"enum": ["a"], "type": "string", "minLength": 2}):
         use = read_tools([{"name": "get", "parameters": {"type": "object", "properties": {"a": part}}}])
         with pytest.raises(ValueError, match="no notation"):
-            STYLES["gemma"].grammar(Lark(tokenizer_with("gemma", "special")), use, RULES, "beginning")
+            grammar_of("gemma", "special", use)

@@ -6,7 +6,7 @@ import pytest
 
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.text.answers.answers import Answers, parse
-from jaxinfer.text.answers.parts import Answer
+from jaxinfer.text.answers.parts import Answer, ContentPiece
 from jaxinfer.text.answers.styles.table import STYLES, style_of
 from jaxinfer.text.answers.tools import MAX_TOOLS, NO_TOOLS, read_tools
 from jaxinfer.text.chat_template import ChatTemplates
@@ -17,6 +17,7 @@ from tests.text.chat_templates import TEMPLATES
 # What published templates write for a call, or for reasoning alone.
 FRAGMENTS = {
     "hermes": """{{- '<tool_call>\\n{"name": "' }}{{- call.name }}{{- '", "arguments": ' }}""",
+    "qwen_coder": "{{- '<tool_call>\\n<function=' + call.name + '>\\n' }}",
     "llama3": """{{- '<|start_header_id|>assistant' }}{{- '{"name": "' + call.name + '", ' }}{{- '"parameters": ' }}""",
     "mistral": "{{- '[TOOL_CALLS]' + tool.function.name + '[ARGS]' + arguments }}",
     "mistral_list": """{{- "[TOOL_CALLS] [" }}{{- tool_call.function | tojson }}""",
@@ -148,7 +149,7 @@ def test_a_form_reads_tokens_without_the_special_ones_that_are_no_marks():
     parts = [part for token_id in token_ids for part in reader.push([token_id])] + reader.close()
 
     assert whole == Answer("I ask.", "Hm.", (call("stop-all"),))
-    assert "".join(part.text for part in parts if type(part).__name__ == "ContentPiece") == "I ask."
+    assert "".join(part.text for part in parts if isinstance(part, ContentPiece)) == "I ask."
 
 
 def test_an_answer_ends_before_a_stop_string():

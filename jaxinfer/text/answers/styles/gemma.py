@@ -181,7 +181,7 @@ class _Arguments:
         if not isinstance(schema, Mapping) or not depth:
             raise ValueError(f"a part of it, {shown(schema)}, is no object of keywords, or nested too deeply")
         keywords = schema.keys() - ANNOTATIONS
-        kinds = schema.get("type")
+        kinds = schema.get("type", [])
         kinds = [kinds] if isinstance(kinds, str) else kinds
         if "$ref" in keywords:
             known = {"$ref"}

@@ -9,11 +9,12 @@ from jaxinfer.text.answers.styles.harmony import HARMONY
 from jaxinfer.text.answers.styles.hermes import HERMES, THINKING
 from jaxinfer.text.answers.styles.llama import LLAMA
 from jaxinfer.text.answers.styles.mistral import MISTRAL, MISTRAL_LIST
+from jaxinfer.text.answers.styles.qwen_coder import QWEN_CODER
 
 # A template has the first style that it may have: some have marks of a later one as well.
 STYLES = {
     style.name: style
-    for style in (HARMONY, GEMMA, FUNCTION_GEMMA, MISTRAL, MISTRAL_LIST, DEEPSEEK, HERMES, LLAMA, THINKING)
+    for style in (HARMONY, GEMMA, FUNCTION_GEMMA, MISTRAL, MISTRAL_LIST, DEEPSEEK, QWEN_CODER, HERMES, LLAMA, THINKING)
 }
 
 
