@@ -219,15 +219,17 @@ def test_ids_differ_and_have_the_form_that_every_template_takes():
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_long_answer_in_single_characters_is_read_in_linear_time(style):
-    # Quadratic time would be minutes here.
+def test_no_reader_leaves_more_unread_than_a_mark_so_that_the_time_is_linear(style):
     marks = STYLES[style].marks
-    for unit in (" ", "<", marks[0], marks[-1][:-1], '{"name": "'):
-        text = unit * (100_000 // len(unit))
-        parser = AnswerParser(STYLES[style], USE)
-        for character in text:
-            parser.feed(character)
-        parser.close()
+    units = [" ", "<", "[", *marks, *(mark[:-1] for mark in marks), '{"name": "', "call:stop-all{", "a:[", '"', "\\"]
+    for head in ("", written(style, ANSWERS["call"])[:-12]):
+        for unit in units:
+            parser = AnswerParser(STYLES[style], USE)
+            for character in head + unit * (300 // len(unit)):
+                parser.feed(character)
+                unread = len(parser._source._text) - parser._source._at
+                assert unread <= max(map(len, marks)) + len("assistant")
+            parser.close()
 
 
 # The templates of `transformers` for what its server cannot find at a tokenizer.
