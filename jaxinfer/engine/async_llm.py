@@ -27,9 +27,8 @@ from jaxinfer.engine.frontend.admission import (
     as_params,
     as_prompts,
     check_names,
-    render,
 )
-from jaxinfer.engine.frontend.chats import render_chats
+from jaxinfer.engine.frontend.chats import Chats, render_chats
 from jaxinfer.engine.frontend.embeddings import begin_pooling, embeddings_of
 from jaxinfer.engine.frontend.sample_group import SampleGroup, in_order
 from jaxinfer.engine.request.completion import Completion, Delta
@@ -211,8 +210,40 @@ class AsyncLLM:
     ) -> list[Completion]:
         """Completes one conversation or several, rendered by the chat template; the arguments are those of `LLM.chat`.
 
-        To stream an answer, `render` its prompt first.
+        To stream an answer, `render` its conversation, and read the stream with a reader of its form.
         """
+        chats = await self.render(
+            messages,
+            sampling_params,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            documents=documents,
+            chat_template=chat_template,
+            answer_style=answer_style,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        completions = await self.generate(chats.prompts, chats.params, **options)
+        return await asyncio.to_thread(chats.answered, completions)
+
+    async def render(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool = True,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        answer_style: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Chats:
+        """Returns conversations as prompts with the parameters and the form of their answers: see `LLM.chat`."""
         rendered = partial(
             render_chats,
             self._engine.answers,
@@ -229,29 +260,7 @@ class AsyncLLM:
             continue_final_message=continue_final_message,
             variables=chat_template_kwargs,
         )
-        chats = await self._admit(rendered)
-        completions = await self.generate(chats.prompts, chats.params, **options)
-        return await asyncio.to_thread(chats.answered, completions)
-
-    async def render(
-        self,
-        messages: Conversation | Sequence[Conversation],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[Prompt]:
-        """Returns the prompt of each conversation, as token ids, by the chat template: see `LLM.chat`."""
-        arguments = {"tools": tools, "documents": documents, "chat_template": chat_template}
-        arguments |= {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "variables": chat_template_kwargs,
-        }
-        return await self._admit(partial(render, self.tokenizer, messages, **arguments))
+        return await self._admit(rendered)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of a text, by default with those that the tokenizer adds to a prompt."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from uuid import uuid4
@@ -13,6 +14,8 @@ from pydantic import BaseModel
 
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.serve.bodies import ChatBody, CompletionBody
+from jaxinfer.text.answers.answers import AnswerReader
+from jaxinfer.text.answers.parts import ArgumentsPiece, CallBegin, ContentPiece, ReasoningPiece
 from jaxinfer.text.tokenizer import Tokenizer
 
 # The log-probability of an impossible token, as in OpenAI's API; JSON has no infinity.
@@ -59,12 +62,29 @@ class ChatLogProbs(BaseModel):
     refusal: None = None
 
 
+class CalledFunction(BaseModel):
+    """A function and its arguments, the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class CallOfTool(BaseModel):
+    """A call that the model asks for."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(BaseModel):
     """The answer to a conversation."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallOfTool] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -216,12 +236,17 @@ def usage_of(prompts: Iterable[Sequence[Completion]]) -> dict[str, Any]:
 
 
 def chat_choice(completion: Completion, index: int, body: ChatBody, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns a sample of an answer as a choice."""
+    """Returns a sample of an answer, which has its parts, as a choice."""
+    calls = [_call(call.id, call.name, call.arguments) for call in completion.tool_calls]
+    content = completion.text if _is_shown_whole(body) else completion.content
+    message = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    if completion.reasoning is not None and not _is_shown_whole(body):
+        message["reasoning_content"] = completion.reasoning
     choice: dict[str, Any] = {
         "index": index,
-        "message": {"role": "assistant", "content": completion.text, "refusal": None},
+        "message": message | ({"tool_calls": calls} if calls else {}),
         "logprobs": _chat_log_probs(completion, tokenizer) if body.logprobs else None,
-        **_end(completion),
+        **_end(completion, has_calls=bool(calls)),
         "seed": completion.seed,
     }
     if body.return_token_ids:
@@ -229,22 +254,67 @@ def chat_choice(completion: Completion, index: int, body: ChatBody, tokenizer: T
     return choice
 
 
-def chat_chunk(delta: Delta, body: ChatBody, tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """Returns the choice of a stream's chunk for a delta; None if it has nothing to say."""
-    completion = delta.completion
-    if not (delta.text or completion or (delta.token_ids and (body.logprobs or body.return_token_ids))):
-        return None
-    choice: dict[str, Any] = {
-        "index": delta.sample_index,
-        "delta": {"content": delta.text} if delta.text else {},
-        "logprobs": _chat_log_probs(delta, tokenizer) if body.logprobs else None,
-        "finish_reason": None,
-    }
-    if body.return_token_ids:
-        choice["token_ids"] = list(delta.token_ids)
-    if completion is not None:
-        choice |= {**_end(completion), "seed": completion.seed}
-    return choice
+class ChatChunks:
+    """Makes the choices of a stream's chunks for the samples of an answer."""
+
+    def __init__(self, body: ChatBody, tokenizer: Tokenizer, new_reader: Callable[[], AnswerReader]) -> None:
+        self._body, self._tokenizer = body, tokenizer
+        self._readers: defaultdict[int, AnswerReader] = defaultdict(new_reader)  # by sample
+        self._with_calls: set[int] = set()  # samples
+
+    def choice(self, delta: Delta) -> dict[str, Any] | None:
+        """Returns the choice of a delta; None if it has nothing to say."""
+        body, completion = self._body, delta.completion
+        change = {"content": delta.text} if delta.text else {}
+        if not _is_shown_whole(body):
+            change = self._parts(delta)
+        if not (change or completion or (delta.token_ids and (body.logprobs or body.return_token_ids))):
+            return None
+        choice: dict[str, Any] = {
+            "index": delta.sample_index,
+            "delta": change,
+            "logprobs": _chat_log_probs(delta, self._tokenizer) if body.logprobs else None,
+            "finish_reason": None,
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = list(delta.token_ids)
+        if completion is not None:
+            end = _end(completion, has_calls=delta.sample_index in self._with_calls)
+            choice |= {**end, "seed": completion.seed}
+        return choice
+
+    def _parts(self, delta: Delta) -> dict[str, Any]:
+        """Returns what a delta adds to the parts of its answer."""
+        reader = self._readers[delta.sample_index]
+        parts = reader.push(delta.token_ids)
+        if delta.completion is not None:
+            parts += reader.close()
+        texts: defaultdict[str, str] = defaultdict(str)
+        calls: list[dict[str, Any]] = []
+        for part in parts:
+            match part:
+                case ContentPiece(text):
+                    texts["content"] += text
+                case ReasoningPiece(text):
+                    texts["reasoning_content"] += text
+                case CallBegin(index, call_id, name):
+                    calls.append({"index": index, **_call(call_id, name, "")})
+                case ArgumentsPiece(index, text):
+                    if not calls or calls[-1]["index"] != index:
+                        calls.append({"index": index, "function": {"arguments": ""}})
+                    calls[-1]["function"]["arguments"] += text
+        if calls:
+            self._with_calls.add(delta.sample_index)
+        return {**texts, "tool_calls": calls} if calls else dict(texts)
+
+
+def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _is_shown_whole(body: ChatBody) -> bool:
+    """True if the client wants the text as the model writes it, special tokens included, and not its parts."""
+    return body.skip_special_tokens is False
 
 
 def completion_choice(
@@ -351,9 +421,10 @@ class _CompletionTokens:
         return f"token_id:{token_id}" if self._tokenizer is None else self._tokenizer.text_of(token_id)
 
 
-def _end(completion: Completion) -> dict[str, Any]:
+def _end(completion: Completion, *, has_calls: bool = False) -> dict[str, Any]:
     reason = completion.finish_reason
-    return {"finish_reason": FINISH_REASONS[reason], "engine_finish_reason": reason}
+    shown = "tool_calls" if has_calls and reason == "stop" else FINISH_REASONS[reason]
+    return {"finish_reason": shown, "engine_finish_reason": reason}
 
 
 def _chat_log_probs(output: Completion | Delta, tokenizer: Tokenizer) -> dict[str, Any]:

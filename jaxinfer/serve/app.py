@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import logging
@@ -9,9 +10,10 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from fastapi import FastAPI, Request
@@ -20,14 +22,16 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
 from jaxinfer._version import __version__
+from jaxinfer.config import SamplingParams
 from jaxinfer.engine.async_llm import AsyncLLM, SlowReaderError, Stream
 from jaxinfer.engine.frontend.admission import RequestOptions
+from jaxinfer.engine.frontend.chats import Chats
 from jaxinfer.engine.frontend.embeddings import NoEmbeddingError
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.request.request import BAD_LOGITS_ERROR, QueueFullError
 from jaxinfer.serve import answers
 from jaxinfer.serve.access import client_of
-from jaxinfer.serve.answers import CompletionChunks, Heading, usage_of
+from jaxinfer.serve.answers import ChatChunks, CompletionChunks, Heading, usage_of
 from jaxinfer.serve.bodies import (
     Body,
     ChatBody,
@@ -50,6 +54,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 429, 500, 503)
 }
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+EFFORT = "reasoning_effort"  # of OpenAI's API, a variable of some templates
 GONE_STATUS = 499  # the status that proxies log for a client that went away
 
 
@@ -132,12 +137,17 @@ class Door:
                 raise
             raise RefusedError(503, str(error), kind="server_error") from error
 
-    async def prompt_of(self, body: ChatBody | TokenizeBody, rendering: Mapping[str, Any]) -> list[int]:
-        """Returns the token ids of a conversation; ValueError if it cannot be rendered."""
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams | None, rendering: Mapping[str, Any]
+    ) -> Chats:
+        """Returns a conversation as a prompt with its parameters; ValueError if it cannot be rendered."""
         template = rendering.get("chat_template") or self.chat_template
-        messages = plain_messages(body.messages or [])
-        (prompt,) = await self.llm.render([messages], **{**rendering, "chat_template": template})
-        return list(cast(list[int], prompt))
+        rendering = {**rendering, "chat_template": template}
+        if EFFORT in (rendering.get("chat_template_kwargs") or {}) and self.llm.tokenizer is not None:
+            text = self.llm.tokenizer.chat_templates.choose(template, bool(rendering.get("tools")))
+            if EFFORT not in text:
+                raise ValueError(f"{EFFORT} cannot be honoured: the chat template does not read it; leave it out")
+        return await self.llm.render([plain_messages(messages)], sampling, **rendering)
 
 
 def make_app(llm: AsyncLLM, names: Sequence[str], *, chat_template: str | None = None) -> FastAPI:
@@ -198,8 +208,9 @@ def _add_generation(app: FastAPI, door: Door) -> None:
         door.require_model(body.model)
         with door.refusals(body):
             sampling = of_chat(body, llm.default_sampling_params, llm.max_model_len)
-            prompt = await door.prompt_of(body, rendering_of(body))
+            chats = await door.render(body.messages, sampling, rendering_of(body))
         assert llm.tokenizer is not None  # which has rendered the conversation
+        (prompt,), (sampling,) = chats.prompts, chats.params
         tokenizer, heading = llm.tokenizer, door.heading("chatcmpl", "chat.completion")
         if body.stream:
             with door.refusals(body):
@@ -207,22 +218,22 @@ def _add_generation(app: FastAPI, door: Door) -> None:
             heading = replace(heading, object="chat.completion.chunk")
             first = [_first_chat_choice(index) for index in range(sampling.n)]
             extra = {"prompt_token_ids": prompt} if body.return_token_ids else {}
-            choice_of = lambda delta: answers.chat_chunk(delta, body, tokenizer)  # noqa: E731
-            return EventStream(
-                _chunks(door, request, body, heading, stream, [choice_of], [{"choices": first, **extra}])
-            )
+            chunks = ChatChunks(body, tokenizer, partial(chats.form.reader, sampling, prompt))
+            before = [{"choices": first, **extra}]
+            return EventStream(_chunks(door, request, body, heading, stream, [chunks.choice], before))
         with door.refusals(body):
             completions = await unless_gone(
                 request.receive, llm.generate([prompt], sampling, **door.options(request, body))
             )
         door.count(request, len(prompt))
         door.finish(request, completions)
+        answered = await asyncio.to_thread(chats.answered, completions)
         answer = heading.fields() | {
-            "choices": [answers.chat_choice(c, i, body, tokenizer) for i, c in enumerate(completions)],
+            "choices": [answers.chat_choice(c, i, body, tokenizer) for i, c in enumerate(answered)],
             "usage": usage_of([completions]),
         }
         if body.return_token_ids:
-            answer["prompt_token_ids"] = list(completions[0].prompt_token_ids)
+            answer["prompt_token_ids"] = prompt
         return JSONResponse(answer)
 
     @app.post("/v1/completions", response_model=answers.CompletionAnswer, responses=STREAMED)
@@ -286,7 +297,8 @@ def _add_texts(app: FastAPI, door: Door) -> None:
         with door.refusals(body):
             if body.messages is not None:
                 names = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
-                tokens = await door.prompt_of(body, {name: getattr(body, name) for name in names})
+                rendering = {name: getattr(body, name) for name in names}
+                (tokens,) = (await door.render(body.messages, None, rendering)).prompts
             else:
                 assert body.prompt is not None
                 tokens = await llm.tokenize(body.prompt, add_special_tokens=body.add_special_tokens)

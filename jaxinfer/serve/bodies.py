@@ -10,6 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from jaxinfer.text.answers.tools import MAX_TOOLS
+
 # Bounds of what a body may list: the engine has its own, narrower ones.
 MAX_PROMPTS = 2_048
 MAX_MESSAGES = 4_096
@@ -160,8 +162,12 @@ class ChatBody(SamplingBody):
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     response_format: ResponseFormat | None = None
     prediction: Prediction | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
     reasoning_effort: Annotated[Name, Field(description="for templates that read it")] | None = None
-    # Arguments of `LLM.chat`.
+    # Further arguments of `LLM.chat`.
+    answer_style: Name | None = None
     documents: list[dict[str, Any]] | None = None
     chat_template: Text | None = None
     add_generation_prompt: bool | None = None
@@ -183,6 +189,8 @@ class ChatBody(SamplingBody):
             raise ValueError("max_tokens and max_completion_tokens are both given; give one")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
+        if self.tools and self.skip_special_tokens is False:
+            raise ValueError("skip_special_tokens=false shows an answer as it is, and tools need its parts; give one")
         return self
 
 

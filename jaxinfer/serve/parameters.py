@@ -85,11 +85,15 @@ def options_of(body: SamplingBody | EmbeddingBody) -> RequestOptions:
 
 
 def rendering_of(body: ChatBody) -> dict[str, Any]:
-    """Returns the arguments of `AsyncLLM.render` beside the messages."""
+    """Returns the arguments of `AsyncLLM.render` beside the messages and their sampling."""
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
     return {
+        "tools": body.tools,
+        "tool_choice": body.tool_choice,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "answer_style": body.answer_style,
         "documents": body.documents,
         "chat_template": body.chat_template,
         "add_generation_prompt": body.add_generation_prompt,

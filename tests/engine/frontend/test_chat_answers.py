@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-import tokenizers
 
 from jaxinfer import SamplingParams
-from jaxinfer.text.answers.styles.table import STYLES
 from tests.engine.engines import quick_engine, require_idle
-from tests.oracles import save_random_checkpoint
 from tests.text.answers.answer_texts import ONE_CALL, TOOL_STYLES
+from tests.text.answers.checkpoints import bias_to_end, save_checkpoint_with_marks
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -32,12 +30,7 @@ SCHEMAS = {"weather": SCHEMA, "stop": {"maxProperties": 0}}
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    """A random model with the bundled tokenizer, to which the marks of all styles are added as special tokens."""
-    folder = tmp_path_factory.mktemp("marks")
-    backend = tokenizers.Tokenizer.from_file("jaxinfer/assets/tiny/tokenizer.json")
-    backend.add_special_tokens(sorted({mark for style in STYLES.values() for mark in style.marks}))
-    save_random_checkpoint(folder, "llama", eos_token_id=0, vocab_size=backend.get_vocab_size())
-    backend.save(str(folder / "tokenizer.json"))
+    folder = save_checkpoint_with_marks(tmp_path_factory.mktemp("marks"))
     llm = quick_engine(folder, max_model_len=256)
     yield llm
     require_idle(llm)
@@ -45,10 +38,7 @@ def llm(tmp_path_factory):
 
 
 def params_for(llm, style, **more):
-    """The marks that end something come when they can, so that no reasoning goes on for ever."""
-    ends = [mark for mark in STYLES[style].marks if "/" in mark or "end" in mark or mark.endswith("|>")]
-    bias = {llm.tokenizer.token_to_id(mark): 50.0 for mark in ends} | {0: 50.0}
-    return SamplingParams(max_tokens=200, logit_bias=bias, **more)
+    return SamplingParams(max_tokens=200, logit_bias=bias_to_end(llm.tokenizer, style), **more)
 
 
 def chat(llm, style, params, **options):
