@@ -86,6 +86,7 @@ class AsyncLLM:
         )
         self.engine_config, self.model_config = self._engine.engine_config, self._engine.model_config
         self.tokenizer, self.max_model_len = self._engine.tokenizer, self._engine.max_model_len
+        self.answers = self._engine.answers
         self.max_unread_tokens = max_unread_tokens
         self._admitting = ThreadPoolExecutor(ADMISSION_THREADS, thread_name_prefix="admission")
         self._thread = EngineThread(self._engine)
@@ -246,7 +247,7 @@ class AsyncLLM:
         """Returns conversations as prompts with the parameters and the form of their answers: see `LLM.chat`."""
         rendered = partial(
             render_chats,
-            self._engine.answers,
+            self.answers,
             self.default_sampling_params,
             messages,
             sampling_params,

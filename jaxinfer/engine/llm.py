@@ -92,7 +92,7 @@ class LLM:
             show_progress=show_progress,
         )
         self.engine_config, self.model_config = self._engine.engine_config, self._engine.model_config
-        self.tokenizer = self._engine.tokenizer
+        self.tokenizer, self.answers = self._engine.tokenizer, self._engine.answers
         self._guard = Guard()
         self._outputs = DeltaBuffer()  # of the requests of `add`, for `step`
         self._on_step: Callable[[Step, float], None] | None = None
@@ -335,7 +335,7 @@ class LLM:
         """
         self._engine.check()
         chats = render_chats(
-            self._engine.answers,
+            self.answers,
             self.default_sampling_params,
             messages,
             sampling_params,
