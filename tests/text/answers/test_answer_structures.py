@@ -49,6 +49,7 @@ def begun(style, kind, tool_choice, is_parallel=True, opening: Opening = "beginn
     """The form of an answer, and its structure at the beginning."""
     tokenizer, use = tokenizer_with(style, kind), read_tools(TOOLS, tool_choice, is_parallel)
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [EOS])
+    compiler._trials = RULES._trials  # one process for all
     structure = compiler.compile(SamplingParams(grammar=grammar_of(style, kind, use, opening)))
     assert structure is not None
     form = AnswerForm(STYLES[style], use, opening == "content", tokenizer, RULES)
