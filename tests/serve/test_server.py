@@ -45,8 +45,9 @@ def number_of(http: httpx.Client, name: str) -> float:
 @contextlib.contextmanager
 def held(llm: Any) -> Iterator[threading.Event]:
     """Holds up the engine's steps until the event is set, or the end."""
-    may_go = threading.Event()
-    llm._thread.call(lambda _: may_go.wait(WAIT))
+    is_held, may_go = threading.Event(), threading.Event()
+    llm._thread.call(lambda _: (is_held.set(), may_go.wait(WAIT)))
+    assert is_held.wait(WAIT)
     try:
         yield may_go
     finally:
