@@ -24,10 +24,11 @@ from jaxinfer.model.components.recurrent.states import StateSlots, state_slots
 from jaxinfer.model.components.rope import Rope, rotary_angles
 from jaxinfer.model.config import Layer, LayerStack, MixerStack, ModelConfig, PagePlace
 from jaxinfer.model.mixers import Mixer, Pool, functions_of
-from jaxinfer.model.params import LayerParams, Params, declare_stack, usual_sharding
+from jaxinfer.model.params import LayerParams, Params, declare_stack, declare_vocabulary, usual_sharding
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.validation import as_ints
 from kernels_pallas.row_products import rounded
+from kernels_pallas.table_rows import table_rows
 
 
 def forward(
@@ -82,7 +83,7 @@ def forward_with_states(
             f"kept_layers={kept_layers} are not all in {config.ends_of_groups}, after which groups of layers end; load"
             " the checkpoint with layer_cuts=kept_layers"
         )
-    x = embed(params, batch.tokens, config=config)
+    x = embed(params, batch.tokens, config=config, mesh=mesh, is_derived=num_whole_rows is not None)
     angles = angles_of(config.mixers, batch.positions)
     if config.is_recurrent and tree_mask is not None:
         raise NotImplementedError("a tree of drafts needs a state per branch; verify chains of drafts instead")
@@ -121,9 +122,16 @@ def forward_with_states(
     return hidden, states, cache
 
 
-def embed(params: Params, tokens: jax.Array, *, config: ModelConfig) -> jax.Array:
-    """Returns the states [T, D] of tokens i32[T] before the first layer."""
-    x = params.embedding[tokens]
+def embed(
+    params: Params, tokens: jax.Array, *, config: ModelConfig, mesh: Mesh | None = None, is_derived: bool = False
+) -> jax.Array:
+    """Returns the states [T, D] of tokens i32[T] before the first layer.
+
+    `mesh`: the mesh that the parameters are split over, if any. `is_derived`: if the states have a derivative.
+    """
+    table = params.embedding
+    sharding = None if mesh is None or mesh.size == 1 else usual_sharding(declare_vocabulary(config), mesh)
+    x = table[tokens] if is_derived else table_rows(table, tokens, sharding=sharding)
     return x if config.embedding_scale == 1.0 else rounded(x * jnp.asarray(config.embedding_scale, x.dtype))
 
 

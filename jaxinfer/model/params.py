@@ -88,7 +88,7 @@ TENSOR_PARALLEL_RULES: Mapping[str, str] = {
 
 def declare(config: ModelConfig) -> Params:
     """Returns `Params` with a `TensorSpec` in the place of every array."""
-    vocab = TensorSpec((config.vocab_size, config.hidden_size), ("vocab", "embed"), 0.02)
+    vocab = declare_vocabulary(config)
     of_layers = config.layers[0].embedding
     return Params(
         embedding=vocab,
@@ -100,6 +100,11 @@ def declare(config: ModelConfig) -> Params:
         else declare_embedding_tables(of_layers, config.num_layers, config.hidden_size),
         logits=LogitOptions(config.logit_scale, config.logit_softcap) if config.has_logits else None,
     )
+
+
+def declare_vocabulary(config: ModelConfig) -> TensorSpec:
+    """Returns the `TensorSpec` of the embedding and of the unembedding."""
+    return TensorSpec((config.vocab_size, config.hidden_size), ("vocab", "embed"), 0.02)
 
 
 def declare_stack(stack: LayerStack, hidden_size: int) -> LayerParams:
