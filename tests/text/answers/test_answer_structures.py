@@ -246,6 +246,21 @@ def test_a_schema_that_cannot_be_kept_is_refused_with_the_functions_name(style, 
         grammar_of(style, "special", use)
 
 
+def test_qwen_coder_keeps_strings_to_their_schemas_or_refuses_them():
+    def made(part):
+        use = read_tools([{"name": "get", "parameters": {"type": "object", "properties": {"a": part}}}])
+        return grammar_of("qwen_coder", "special", use)
+
+    assert '("bb")' in made({"type": "string", "enum": ["a", "bb"], "minLength": 2})
+    assert '("a")' in made({"type": "string", "const": "a"})
+    for part, message in (
+        ({"type": "string", "pattern": "a"}, "'pattern'"),
+        ({"type": "string", "enum": [""]}, "no text"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made(part)
+
+
 def test_gemma_refuses_keywords_that_its_notation_does_not_keep():
     for part in ({"type": "string", "pattern": "a"}, {"enum": [{}]}, {"enum": ["a"], "type": "string", "minLength": 2}):
         use = read_tools([{"name": "get", "parameters": {"type": "object", "properties": {"a": part}}}])

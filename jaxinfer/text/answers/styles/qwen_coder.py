@@ -133,9 +133,12 @@ def _value_rule(lark: Lark, rules: SchemaRules, function: Function, name: str) -
     part = function.properties[name]
     end = f"\n{END_PARAMETER}\n"
     kinds = part.get("type") if isinstance(part, Mapping) else None
-    values = part.get("enum") if isinstance(part, Mapping) else None
-    if kinds == "string" and values and all(isinstance(value, str) for value in values):
-        return f"({' | '.join(quoted(value) for value in values if value)}) {quoted(end)}"
+    if kinds == "string" and part.keys() & {"const", "enum"}:
+        check = schema_checker(json.dumps(_schema_of(function, name)))
+        values = [one for one in part.get("enum", [part.get("const")]) if one and check(json.dumps(one)) is None]
+        if not values:
+            raise ValueError(f"the parameter {shown(name)} admits no text")
+        return f"({' | '.join(map(quoted, values))}) {quoted(end)}"
     if kinds != "string" and not (isinstance(part, Mapping) and _may_be_text(part)):
         return f"{rules.json(function.name, _schema_of(function, name))} {quoted(end)}"
     if kinds == "string" and (unknown := part.keys() - STRING_KEYWORDS):
