@@ -1,5 +1,6 @@
 """Resumable batch jobs: read requests from one file of JSON lines, append results to another."""
 
-from jaxinfer.batch_job.job import Summary, check_job, run_batch
+from jaxinfer.batch_job.job import Summary, check_job, run_batch, shard_path
+from jaxinfer.batch_job.merge import Merged, merge_shards
 
-__all__ = ["Summary", "check_job", "run_batch"]
+__all__ = ["Merged", "Summary", "check_job", "merge_shards", "run_batch", "shard_path"]

@@ -8,10 +8,15 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from jaxinfer.batch_job.records import custom_id_of
+from jaxinfer.batch_job.shards import WHOLE, Shard
 from jaxinfer.json_lines import is_too_long, lines_of, parse_json
+from jaxinfer.validation import as_path
 
 GZIP = b"\x1f\x8b\x08"
 # Other formats by their first bytes, with the way out.
@@ -33,7 +38,37 @@ ARRAY = re.compile(r'\[\s*[{"]')
 MARK = "\N{ZERO WIDTH NO-BREAK SPACE}"  # of byte order, at the beginning of a file
 
 
-def open_input(path: Path) -> BinaryIO:
+def check_paths(input_path: str | Path, output_path: str | Path) -> tuple[Path, Path]:
+    """Returns the paths of a job; ValueError if there is no such input or no folder for the output."""
+    input_path, output_path = as_path("input_path", input_path), as_path("output_path", output_path)
+    if not input_path.exists():
+        raise ValueError(f"{input_path} does not exist; give a file of JSON lines")
+    if not input_path.is_file():
+        raise ValueError(
+            f"{input_path} is not a regular file; a job reads it several times, so save it to a file first"
+        )
+    if output_path.exists() and output_path.samefile(input_path):
+        raise ValueError(f"{output_path} is the input itself; give another output")
+    if not output_path.parent.is_dir():
+        raise ValueError(f"{output_path.parent} is no folder; create it or give another output")
+    return input_path, output_path
+
+
+@contextmanager
+def open_lines(path: Path, shard: Shard = WHOLE) -> Iterator[Iterator[tuple[int, bytes]]]:
+    """Opens an input for one reading of its lines: (number, line) of those in the shard that are not blank."""
+    with _open(path) as file:
+        yield numbered_lines(lines_of(file), shard)
+
+
+def numbered_lines(lines: Iterable[bytes], shard: Shard = WHOLE) -> Iterator[tuple[int, bytes]]:
+    """Yields (number, line) of the lines in the shard that are not blank; numbers count all lines from 1."""
+    for number, raw in enumerate(lines, 1):
+        if raw.strip() and (shard == WHOLE or shard.has(number, custom_id_of(raw))):
+            yield number, raw
+
+
+def _open(path: Path) -> BinaryIO:
     """Opens an input; a file that begins as gzip's do is decompressed while it is read, whatever its name."""
     with path.open("rb") as file:
         is_compressed = file.read(len(GZIP)) == GZIP
@@ -43,7 +78,7 @@ def open_input(path: Path) -> BinaryIO:
 def check_input(path: Path) -> None:
     """Reads all lines; ValueError with the way out if the file has another format or encoding, or is damaged."""
     try:
-        with open_input(path) as file:
+        with _open(path) as file:
             _check_format(path, file.read(HEAD_BYTES))
             file.seek(0)
             _check_lines(path, file)

@@ -7,25 +7,24 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tqdm import tqdm
 
-from jaxinfer.batch_job.input import check_input, open_input
-from jaxinfer.batch_job.output import Done, OutputFile
+from jaxinfer.batch_job.input import check_input, check_paths, open_lines
+from jaxinfer.batch_job.output import OutputFile, match_lines
 from jaxinfer.batch_job.records import (
     InvalidLine,
     JobRequest,
     completion_line,
-    digest_of,
     error_line,
     error_of,
     read_requests,
 )
+from jaxinfer.batch_job.shards import as_shard
 from jaxinfer.engine.frontend.guard import deferred_interrupts
 from jaxinfer.engine.frontend.sample_group import in_order
 from jaxinfer.engine.request.request import QueueFullError
-from jaxinfer.json_lines import lines_of
 from jaxinfer.validation import as_bool, as_path, require_int
 
 if TYPE_CHECKING:
@@ -56,8 +55,11 @@ def run_batch(
     *,
     show_progress: bool = True,
     max_in_flight: int = MAX_IN_FLIGHT,
+    shard: tuple[int, int] | None = None,
 ) -> Summary:
     """Runs the requests of `input_path` without a record in `output_path`, and appends a record as each ends.
+
+    When all have one, the records are put in the order of their lines.
 
     The input is text in UTF-8, plain or compressed by gzip. A line of it is `{"custom_id": str, "prompt": str or token
     ids, ...fields of SamplingParams}`. Instead of "prompt" it may have "messages" of a conversation, and with them the
@@ -65,26 +67,32 @@ def run_batch(
     "cache_salt" are as for `LLM.add`. Any other line gets a record with `error`. The engine has at most `max_in_flight`
     of the requests at a time. Memory holds only the custom_ids and digests of lines.
 
-    After a kill, the next call completes the output to the records of an undisturbed run, perhaps in another order;
-    each has its `line`. To repeat a request, delete its record from the output.
+    With `shard` (index, count) it runs the lines of one shard and writes to `shard_path(output_path, shard)`; index is
+    from 1 to count. `merge_shards` then makes the output.
+
+    After a kill, the next call completes the output to that of an undisturbed run. To repeat a request, delete its
+    record from the output.
 
     Raises ValueError, with the output unchanged, if the input has another format or encoding, or if another job uses
     the output or it cannot be locked. The same holds if a record's `made_by` differs from `llm.identity()` and the
     input line's digest. Raises OSError if a record cannot be written; run the job again then.
     """
     show_progress = as_bool("show_progress", show_progress)
-    input_path, output_path = as_path("input_path", input_path), as_path("output_path", output_path)
-    check_job(input_path, output_path, max_in_flight=max_in_flight)
+    check_job(input_path, output_path, max_in_flight=max_in_flight, shard=shard)
+    input_path, part = as_path("input_path", input_path), as_shard(shard)
+    output_path = part.path(as_path("output_path", output_path))
     identity = llm.identity()
-    with OutputFile(output_path) as output, open_input(input_path) as lines:
+    with OutputFile(output_path) as output:
         done = output.read_done(identity)
-        num_requests = _count_requests(lines, done, input_path, output_path)
+        with open_lines(input_path, part) as lines:
+            num_requests = match_lines(lines, done, input_path, output_path)
         output.drop_incomplete()
-        lines.seek(0)
         bar = tqdm(total=num_requests, initial=len(done), disable=not show_progress, unit="request")
-        with bar, _Job(llm, identity, output, bar) as job:
+        with bar, open_lines(input_path, part) as lines, _Job(llm, identity, output, bar) as job:
             try:
                 job.run(read_requests(lines, done, llm.default_sampling_params), max_in_flight)
+                if len(done) + job.num_completed + job.num_errors == num_requests:
+                    output.sort()
             except KeyboardInterrupt:
                 num_done = len(done) + job.num_completed + job.num_errors
                 progress = f"{num_done} of {num_requests} requests done"
@@ -100,48 +108,28 @@ def run_batch(
     )
 
 
-def check_job(input_path: str | Path, output_path: str | Path, *, max_in_flight: int = MAX_IN_FLIGHT) -> None:
+def check_job(
+    input_path: str | Path,
+    output_path: str | Path,
+    *,
+    max_in_flight: int = MAX_IN_FLIGHT,
+    shard: tuple[int, int] | None = None,
+) -> None:
     """Checks the arguments of `run_batch` before a model is loaded; ValueError if it would refuse them.
 
     Reads the whole input, and creates the output.
     """
     require_int("max_in_flight", max_in_flight, 1)
-    input_path, output_path = as_path("input_path", input_path), as_path("output_path", output_path)
-    if not input_path.exists():
-        raise ValueError(f"{input_path} does not exist; give a file of JSON lines")
-    if not input_path.is_file():
-        raise ValueError(
-            f"{input_path} is not a regular file; a job reads it several times, so save it to a file first"
-        )
-    if output_path.exists() and output_path.samefile(input_path):
-        raise ValueError(f"{output_path} is the input itself; give another output")
-    if not output_path.parent.is_dir():
-        raise ValueError(f"{output_path.parent} is no folder; create it or give another output")
+    part = as_shard(shard)
+    input_path, output_path = check_paths(input_path, output_path)
     check_input(input_path)
-    with OutputFile(output_path):
+    with OutputFile(part.path(output_path)):
         pass
 
 
-def _count_requests(lines: BinaryIO, done: Mapping[int, Done], input_path: Path, output_path: Path) -> int:
-    """Returns the number of non-blank lines; ValueError if a line with a record in `done` has changed."""
-    num_requests = num_matched = 0
-    for line, raw in enumerate(lines_of(lines), 1):
-        is_request = bool(raw.strip())
-        num_requests += is_request
-        if line not in done:
-            continue
-        if digest_of(raw) != done[line].digest:
-            raise ValueError(
-                f"{output_path} has a record of another line {line} than {input_path} has now; nothing was changed, "
-                "restore the line, delete its record to do it again, or give another output"
-            )
-        num_matched += 1
-    if num_matched < len(done):
-        raise ValueError(
-            f"{output_path} belongs to another input: it has a record of line {max(done)}, past the end of "
-            "this one; nothing was changed, give another output"
-        )
-    return num_requests
+def shard_path(output_path: str | Path, shard: tuple[int, int]) -> Path:
+    """Returns the file to which `run_batch` writes the records of a shard."""
+    return as_shard(shard).path(as_path("output_path", output_path))
 
 
 class _Job:

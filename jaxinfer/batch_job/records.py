@@ -9,10 +9,10 @@ import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from jaxinfer.config import SamplingParams
-from jaxinfer.json_lines import lines_of, parse_json, parse_line
+from jaxinfer.json_lines import parse_json, parse_line
 from jaxinfer.validation import shown
 
 if TYPE_CHECKING:
@@ -71,17 +71,17 @@ def digest_of(raw: bytes) -> str:
 
 
 def read_requests(
-    lines: BinaryIO, done: Container[int], defaults: SamplingParams = DEFAULTS
+    lines: Iterable[tuple[int, bytes]], done: Container[int], defaults: SamplingParams = DEFAULTS
 ) -> Iterator[JobRequest | InvalidLine]:
-    """Yields the requests of all lines that are neither blank nor `done`, in order, reading one line at a time.
+    """Yields the requests of all numbered lines that are not `done`, in order, reading one line at a time.
 
     `defaults` has the sampling parameters that a line leaves out.
     """
     seen: set[str | None] = set()
-    for line, raw in enumerate(lines_of(lines), 1):
+    for line, raw in lines:
         if line in done:
             seen.add(custom_id_of(raw))
-        elif raw.strip():
+        else:
             entry = parse_request(raw, line, defaults)
             is_repeated = entry.custom_id is not None and entry.custom_id in seen
             seen.add(entry.custom_id)
@@ -157,6 +157,11 @@ def error_line(entry: JobRequest | InvalidLine, message: str, identity: Mapping[
     """Formats the record of a line that is invalid or that the engine refused, line end included."""
     record = {"line": entry.line, "custom_id": entry.custom_id, "error": message}
     return _format(record | {"made_by": {**identity, "line": entry.digest}})
+
+
+def line_of_record(raw: bytes) -> int:
+    """Returns the number of a record's input line, without parsing the rest of the record."""
+    return int(raw[len(RECORD_START) : raw.index(b",")])
 
 
 def parse_record(raw: bytes) -> Record:

@@ -24,7 +24,7 @@ from jaxinfer._version import __version__
 
 # jax takes seconds to import, so each command imports the modules that need it after parsing its arguments.
 from jaxinfer.cli import bench, chat, serve
-from jaxinfer.cli.options import add_fields, from_arguments
+from jaxinfer.cli.options import add_fields, from_arguments, reader
 from jaxinfer.cli.output import drop_output, require_output, show
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.validation import cut
@@ -134,6 +134,10 @@ def _parser() -> argparse.ArgumentParser:
         "input", metavar="IN.jsonl", help='lines of {"custom_id": "...", "prompt": "...", ...}, or gzip of them'
     )
     batch.add_argument("output", metavar="OUT.jsonl", help="one line per request, appended as it finishes")
+    parts = batch.add_mutually_exclusive_group()
+    shard_help = "run the lines of one shard only, for example 1/8 to 8/8 on eight hosts; --merge joins them"
+    parts.add_argument("--shard", type=reader(_shard, "I/N"), metavar="I/N", help=shard_help)
+    parts.add_argument("--merge", action="store_true", help="join the finished shards of the job; needs no model")
     batch.add_argument("--max-in-flight", type=int, metavar="N", help="requests given to the engine at a time")
     batch.set_defaults(run=_batch)
 
@@ -290,14 +294,22 @@ def _print_log_probs(
         print(f"{name} {show(token_id, log_prob)}  alternatives {alternatives}", file=sys.stderr)
 
 
-def _batch(arguments: argparse.Namespace) -> int:
-    from jaxinfer.batch_job import check_job, run_batch
+def _shard(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    return int(index), int(count)
 
+
+def _batch(arguments: argparse.Namespace) -> int:
+    from jaxinfer.batch_job import check_job, run_batch, shard_path
+
+    if arguments.merge:
+        return _merge(arguments)
     # Loading a model takes minutes, so report mistakes before.
-    limits = {} if arguments.max_in_flight is None else {"max_in_flight": arguments.max_in_flight}
-    check_job(arguments.input, arguments.output, **limits)
+    names = ("max_in_flight", "shard")
+    options: Any = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    check_job(arguments.input, arguments.output, **options)
     llm = _load(arguments)
-    summary = run_batch(llm, arguments.input, arguments.output, show_progress=not arguments.quiet, **limits)
+    summary = run_batch(llm, arguments.input, arguments.output, show_progress=not arguments.quiet, **options)
     if not arguments.quiet:
         print(
             f"{summary.num_requests} requests: {summary.num_done_before} done before, "
@@ -308,13 +320,28 @@ def _batch(arguments: argparse.Namespace) -> int:
         )
     num_errors = summary.num_errors_before + summary.num_errors
     if num_errors:
+        output = arguments.output if arguments.shard is None else shard_path(arguments.output, arguments.shard)
         print(
-            f"jaxinfer: {num_errors} of {summary.num_requests} requests have an error in {arguments.output}; correct"
+            f"jaxinfer: {num_errors} of {summary.num_requests} requests have an error in {output}; correct"
             " their lines, delete these records and run the job again",
             file=sys.stderr,
         )
     _finish_compiling(llm, arguments)
     return EXIT_FAULTS if num_errors else 0
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    from jaxinfer.batch_job import merge_shards
+
+    own = ("run", "input", "output", "merge", "quiet")
+    given = sorted(name for name, value in vars(arguments).items() if name not in own and value is not None)
+    if given:
+        options = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(f"--merge runs no request, so it takes no {options}; leave it out")
+    merged = merge_shards(arguments.input, arguments.output)
+    if not arguments.quiet:
+        print(f"{merged.num_requests} requests merged, {merged.num_errors} with an error", file=sys.stderr)
+    return EXIT_FAULTS if merged.num_errors else 0
 
 
 def _models(arguments: argparse.Namespace) -> None:

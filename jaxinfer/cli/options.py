@@ -138,7 +138,7 @@ def _add_field(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hi
     else:
         kind = next(iter(get_args(hint)), hint)  # the first type in int | None is the type of a value
         read, metavar = REPEATED.get(field.name, (kind, kind.__name__.upper()))
-        options["type"], options["metavar"] = _reader(read, metavar), metavar
+        options["type"], options["metavar"] = reader(read, metavar), metavar
         if field.name in REPEATED:
             options["action"] = "append"
             options["help"] += "; may be repeated"
@@ -147,7 +147,7 @@ def _add_field(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hi
     group.add_argument("--" + field.name.replace("_", "-"), **options)
 
 
-def _reader(read: Callable[[str], Any], metavar: str) -> Callable[[str], Any]:
+def reader(read: Callable[[str], Any], metavar: str) -> Callable[[str], Any]:
     """Wraps the parser of an option's value; its error message shows the expected form."""
 
     def checked(text: str) -> Any:

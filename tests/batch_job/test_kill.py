@@ -9,7 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+from jaxinfer.batch_job import shard_path
+
 NUM_REQUESTS = 240
+NUM_HOSTS = 3
 NUM_KILLS = 10
 # The steps of `LLM()`, which other tests need as well, so that they are compiled once.
 ENGINE = ["--decode-loop-steps", "1"]
@@ -25,9 +28,9 @@ def write_requests(path: Path) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-def start(folder: Path, output: str) -> subprocess.Popen[bytes]:
+def start(folder: Path, output: str, *options: str) -> subprocess.Popen[bytes]:
     paths = [str(folder / "in.jsonl"), str(folder / output)]
-    return subprocess.Popen([sys.executable, "-m", "jaxinfer", "batch", *paths, "--quiet", *ENGINE])
+    return subprocess.Popen([sys.executable, "-m", "jaxinfer", "batch", *paths, "--quiet", *options])
 
 
 def wait_for_a_moment_to_kill(process: subprocess.Popen[bytes], output: Path, draw: random.Random) -> None:
@@ -42,22 +45,22 @@ def wait_for_a_moment_to_kill(process: subprocess.Popen[bytes], output: Path, dr
     time.sleep(draw.uniform(0, 0.02))
 
 
-def sorted_by_line(path: Path) -> list[bytes]:
-    return sorted(path.read_bytes().splitlines(keepends=True), key=lambda raw: json.loads(raw)["line"])
-
-
-def test_a_job_killed_ten_times_yields_the_bytes_of_an_undisturbed_one(tmp_path):
+def test_three_hosts_killed_ten_times_yield_the_bytes_of_one_undisturbed(tmp_path):
     write_requests(tmp_path / "in.jsonl")
-    assert start(tmp_path, "undisturbed.jsonl").wait() == 0
+    assert start(tmp_path, "undisturbed.jsonl", *ENGINE).wait() == 0
     draw = random.Random(0)
+    shards = [(index, NUM_HOSTS) for index in range(1, NUM_HOSTS + 1)]
     statuses = []
-    for _ in range(NUM_KILLS):
-        process = start(tmp_path, "out.jsonl")
-        wait_for_a_moment_to_kill(process, tmp_path / "out.jsonl", draw)
+    for i in range(NUM_KILLS):
+        index, count = shards[i % NUM_HOSTS]
+        process = start(tmp_path, "out.jsonl", *ENGINE, "--shard", f"{index}/{count}")
+        wait_for_a_moment_to_kill(process, shard_path(tmp_path / "out.jsonl", (index, count)), draw)
         process.kill()
         statuses.append(process.wait())
     assert statuses == [-9] * NUM_KILLS
-    assert start(tmp_path, "out.jsonl").wait() == 0
-    lines = sorted_by_line(tmp_path / "out.jsonl")
-    assert len(lines) == NUM_REQUESTS
-    assert lines == sorted_by_line(tmp_path / "undisturbed.jsonl")
+    hosts = [start(tmp_path, "out.jsonl", *ENGINE, "--shard", f"{index}/{count}") for index, count in shards]
+    assert [host.wait() for host in hosts] == [0] * NUM_HOSTS
+    assert start(tmp_path, "out.jsonl", "--merge").wait() == 0
+    undisturbed = (tmp_path / "undisturbed.jsonl").read_bytes()
+    assert [json.loads(raw)["line"] for raw in undisturbed.splitlines()] == list(range(1, NUM_REQUESTS + 1))
+    assert (tmp_path / "out.jsonl").read_bytes() == undisturbed

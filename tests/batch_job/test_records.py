@@ -8,11 +8,13 @@ import inspect
 import io
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from jaxinfer import json_lines
+from jaxinfer.batch_job.input import numbered_lines
 from jaxinfer.batch_job.records import (
     InvalidLine,
     JobRequest,
@@ -45,6 +47,10 @@ COMPLETION = Completion(
 
 
 IDENTITY = {"model": "m", "dtype": "float32"}
+
+
+def numbered(content: bytes) -> Iterator[tuple[int, bytes]]:
+    return numbered_lines(json_lines.lines_of(io.BytesIO(content)))
 
 
 def request(line: int = 4, **fields: Any) -> JobRequest:
@@ -198,19 +204,19 @@ def test_a_byte_order_mark_and_line_ends_of_windows_are_no_matter():
 
 def test_blank_lines_count_but_are_no_requests():
     lines = [b"\n", b'{"custom_id": "a", "prompt": "p"}\n', b" \r\n", b'{"custom_id": "b", "prompt": "p"}']
-    assert [entry.line for entry in read_requests(io.BytesIO(b"".join(lines)), {})] == [2, 4]
+    assert [entry.line for entry in read_requests(numbered(b"".join(lines)), {})] == [2, 4]
 
 
 @pytest.mark.parametrize("done", [{}, {1}])
 def test_a_repeated_custom_id_is_refused_also_after_a_restart(done):
     lines = [b'{"custom_id": "a", "prompt": "p"}\n'] * 2
-    *_, entry = read_requests(io.BytesIO(b"".join(lines)), done)
+    *_, entry = read_requests(numbered(b"".join(lines)), done)
     assert isinstance(entry, InvalidLine)
     assert (entry.line, entry.custom_id) == (2, "a")
 
 
 def test_lines_without_custom_id_do_not_repeat_each_other():
-    entries = list(read_requests(io.BytesIO(b"{}\n{}"), {}))
+    entries = list(read_requests(numbered(b"{}\n{}"), {}))
     assert all("custom_id is missing" in str(entry) for entry in entries)
 
 
@@ -323,7 +329,7 @@ def test_of_a_line_that_is_too_long_no_more_is_read_than_may_be_and_the_next_is_
     monkeypatch.setattr(json_lines, "_SKIPPED_BYTES", 7)
     right, long = b'{"custom_id": "a", "prompt": "p"}', b'{"custom_id": "' + b"b" * 999 + b'", "prompt": "p"}'
 
-    first, second, third = read_requests(io.BytesIO(b"\n".join([right, long, right[:-1] + b" }"]) + end), {})
+    first, second, third = read_requests(numbered(b"\n".join([right, long, right[:-1] + b" }"]) + end), {})
 
     assert (first.custom_id, third.line) == ("a", 3)
     assert isinstance(second, InvalidLine)
@@ -335,6 +341,6 @@ def test_a_line_of_just_so_many_bytes_is_read(monkeypatch):
     right = b'{"custom_id": "a", "prompt": "p"}'
     monkeypatch.setattr(json_lines, "MAX_LINE_BYTES", len(right))
 
-    (entry,) = read_requests(io.BytesIO(right + b"\n"), {})
+    (entry,) = read_requests(numbered(right + b"\n"), {})
 
     assert isinstance(entry, JobRequest)

@@ -1,0 +1,95 @@
+"""Joins the outputs of a job's shards to the output that one host would have written; free of jax."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from jaxinfer.batch_job.input import check_input, check_paths, open_lines
+from jaxinfer.batch_job.output import Done, OutputFile, match_lines, sorted_records
+from jaxinfer.batch_job.records import custom_id_of, digest_of
+from jaxinfer.batch_job.shards import Shard, find_shards, shard_index
+
+MAX_NAMED = 8  # unfinished shards in an error
+
+
+class Merged(NamedTuple):
+    """Result of a merge: the number of records, and of those with an error."""
+
+    num_requests: int
+    num_errors: int
+
+
+def merge_shards(input_path: str | Path, output_path: str | Path) -> Merged:
+    """Writes the records of all shards beside the output to it, in the order of the input.
+
+    The output equals that of one host of the same kind, byte for byte. The shards stay. A process killed meanwhile
+    leaves the output as it was.
+
+    Raises ValueError, with the output unchanged, if a line has no record yet; the message names its shard. The same
+    holds if a shard has another line's record, if shards were made by different engines, or if the output has records
+    of another job.
+    """
+    input_path, output_path = check_paths(input_path, output_path)
+    check_input(input_path)
+    shards = find_shards(output_path)
+    with tempfile.TemporaryFile(dir=output_path.parent) as joined:
+        records, identity = _join(shards, joined)
+        num_requests = _check_complete(input_path, shards, records)
+        with OutputFile(output_path) as output:
+            done = output.read_done(identity)
+            with open_lines(input_path) as lines:
+                match_lines(lines, done, input_path, output_path)
+            output.replace(sorted_records(joined))
+    return Merged(num_requests, sum(done.has_error for done, _ in records.values()))
+
+
+def _join(shards: list[tuple[Shard, Path]], joined: BinaryIO) -> tuple[dict[int, tuple[Done, int]], Mapping[str, str]]:
+    """Appends all records to one file; returns them by input line with their shards' indices, and their `made_by`."""
+    records: dict[int, tuple[Done, int]] = {}
+    identity = None
+    for shard, path in shards:
+        if not path.exists():
+            continue
+        with OutputFile(path) as file:
+            done = file.read_done(identity)
+            identity = file.identity
+            joined.writelines(file.records())
+        if twice := done.keys() & records.keys():
+            line = min(twice)
+            other = shards[records[line][1] - 1][1]
+            raise ValueError(f"{path} and {other} both have a record of line {line}; delete the file of another job")
+        records |= {line: (record, shard.index) for line, record in done.items()}
+    return records, identity or {}
+
+
+def _check_complete(input_path: Path, shards: list[tuple[Shard, Path]], records: dict[int, tuple[Done, int]]) -> int:
+    """Returns the number of requests; ValueError unless each has one record, in its shard."""
+    num_requests, missing = Counter[int](), Counter[int]()
+    unmatched = set(records)
+    with open_lines(input_path) as lines:
+        for line, raw in lines:
+            index = shard_index(line, custom_id_of(raw), len(shards))
+            num_requests[index] += 1
+            if line not in records:
+                missing[index] += 1
+            elif records[line] == (records[line][0], index) and records[line][0].digest == digest_of(raw):
+                unmatched.remove(line)
+    if unmatched:
+        line = min(unmatched)
+        path = shards[records[line][1] - 1][1]
+        raise ValueError(
+            f"{path} has a record of line {line}, which {input_path} does not have, has changed, or has for another"
+            " shard; nothing was changed, delete the file and run its shard again"
+        )
+    if missing:
+        counts = [f"{index}/{len(shards)} lacks {missing[index]} of {num_requests[index]}" for index in sorted(missing)]
+        more = f" and {len(counts) - MAX_NAMED} more" if len(counts) > MAX_NAMED else ""
+        raise ValueError(
+            f"records of {missing.total()} lines are missing: shard {', '.join(counts[:MAX_NAMED])}{more}; run these"
+            " shards again, then merge"
+        )
+    return num_requests.total()
