@@ -1,4 +1,4 @@
-"""The input file of a job: JSON lines in UTF-8, plain or compressed by gzip; free of jax.
+"""The input file of a job: JSON lines in UTF-8, plain or compressed by gzip, or rows of Parquet; free of jax.
 
 A line that is no request gets a record with its error. A whole file of another kind is refused instead.
 """
@@ -8,20 +8,22 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
+from jaxinfer.batch_job.files import File, as_file
+from jaxinfer.batch_job.parquet import MAGIC, read_lines
 from jaxinfer.batch_job.records import custom_id_of
 from jaxinfer.batch_job.shards import WHOLE, Shard
 from jaxinfer.json_lines import is_too_long, lines_of, parse_json
-from jaxinfer.validation import as_path
 
 GZIP = b"\x1f\x8b\x08"
 # Other formats by their first bytes, with the way out.
 COMPRESSED = "decompress it, or compress it with gzip"
-ROWS = "write its rows as JSON lines, for example by DataFrame.to_json(orient='records', lines=True)"
+ROWS = "write its rows to a Parquet file, or as JSON lines by DataFrame.to_json(orient='records', lines=True)"
 FORMATS = {
     b"\x28\xb5\x2f\xfd": ("compressed by zstd", COMPRESSED),
     b"BZh": ("compressed by bzip2", COMPRESSED),
@@ -29,7 +31,7 @@ FORMATS = {
     b"\x04\x22\x4d\x18": ("compressed by lz4", COMPRESSED),
     b"PK\x03\x04": ("a zip archive", COMPRESSED),
     GZIP: ("compressed by gzip twice", "decompress it once"),
-    b"PAR1": ("a Parquet file", ROWS),
+    MAGIC: ("a Parquet file in gzip", "decompress it"),
     b"ARROW1": ("an Arrow file", ROWS),
 }
 WIDE = ("utf-32-le", "utf-32-be", "utf-16-le", "utf-16-be")
@@ -38,27 +40,25 @@ ARRAY = re.compile(r'\[\s*[{"]')
 MARK = "\N{ZERO WIDTH NO-BREAK SPACE}"  # of byte order, at the beginning of a file
 
 
-def check_paths(input_path: str | Path, output_path: str | Path) -> tuple[Path, Path]:
-    """Returns the paths of a job; ValueError if there is no such input or no folder for the output."""
-    input_path, output_path = as_path("input_path", input_path), as_path("output_path", output_path)
-    if not input_path.exists():
-        raise ValueError(f"{input_path} does not exist; give a file of JSON lines")
-    if not input_path.is_file():
-        raise ValueError(
-            f"{input_path} is not a regular file; a job reads it several times, so save it to a file first"
-        )
-    if output_path.exists() and output_path.samefile(input_path):
-        raise ValueError(f"{output_path} is the input itself; give another output")
-    if not output_path.parent.is_dir():
-        raise ValueError(f"{output_path.parent} is no folder; create it or give another output")
-    return input_path, output_path
+def check_paths(input_path: Any, output_path: Any) -> tuple[File, File]:
+    """Returns the files of a job; ValueError if there is no such input or no folder for the output."""
+    source, output = as_file("input_path", input_path), as_file("output_path", output_path)
+    if not source.exists():
+        raise ValueError(f"{source} does not exist; give a file of JSON lines")
+    if not source.is_file():
+        raise ValueError(f"{source} is not a regular file; a job reads it several times, so save it to a file first")
+    if type(output) is type(source) and output.exists() and output.samefile(source):  # pyright: ignore
+        raise ValueError(f"{output} is the input itself; give another output")
+    if isinstance(output, Path) and not output.parent.is_dir():
+        raise ValueError(f"{output.parent} is no folder; create it or give another output")
+    return source, output
 
 
 @contextmanager
-def open_lines(path: Path, shard: Shard = WHOLE) -> Iterator[Iterator[tuple[int, bytes]]]:
+def open_lines(path: File, shard: Shard = WHOLE) -> Iterator[Iterator[tuple[int, bytes]]]:
     """Opens an input for one reading of its lines: (number, line) of those in the shard that are not blank."""
-    with _open(path) as file:
-        yield numbered_lines(lines_of(file), shard)
+    with path.open("rb") as file:
+        yield numbered_lines(_lines(file), shard)
 
 
 def numbered_lines(lines: Iterable[bytes], shard: Shard = WHOLE) -> Iterator[tuple[int, bytes]]:
@@ -68,25 +68,42 @@ def numbered_lines(lines: Iterable[bytes], shard: Shard = WHOLE) -> Iterator[tup
             yield number, raw
 
 
-def _open(path: Path) -> BinaryIO:
-    """Opens an input; a file that begins as gzip's do is decompressed while it is read, whatever its name."""
-    with path.open("rb") as file:
-        is_compressed = file.read(len(GZIP)) == GZIP
-    return cast(BinaryIO, gzip.open(path)) if is_compressed else path.open("rb")
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yields all lines of a file in the format that its first bytes tell, whatever its name."""
+    is_parquet = _begins_with(file, MAGIC)
+    return read_lines(file) if is_parquet else lines_of(_decompressed(file))
 
 
-def check_input(path: Path) -> None:
+def _decompressed(file: BinaryIO) -> BinaryIO:
+    return cast(BinaryIO, gzip.GzipFile(fileobj=file)) if _begins_with(file, GZIP) else file
+
+
+def _begins_with(file: BinaryIO, start: bytes) -> bool:
+    file.seek(0)
+    head = file.read(len(start))
+    file.seek(0)
+    return head == start
+
+
+def check_input(path: File) -> None:
     """Reads all lines; ValueError with the way out if the file has another format or encoding, or is damaged."""
-    try:
-        with _open(path) as file:
-            _check_format(path, file.read(HEAD_BYTES))
-            file.seek(0)
-            _check_lines(path, file)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} cannot be decompressed ({error}); compress it again") from None
+    with path.open("rb") as file:
+        if _begins_with(file, MAGIC):
+            try:
+                deque(read_lines(file), maxlen=0)
+            except ValueError as error:
+                raise ValueError(f"{path} cannot be read as Parquet: {error}") from None
+            return
+        try:
+            content = _decompressed(file)
+            _check_format(path, content.read(HEAD_BYTES))
+            content.seek(0)
+            _check_lines(path, content)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{path} cannot be decompressed ({error}); compress it again") from None
 
 
-def _check_format(path: Path, head: bytes) -> None:
+def _check_format(path: File, head: bytes) -> None:
     for start, (kind, way_out) in FORMATS.items():
         if head.startswith(start):
             raise ValueError(f"{path} is {kind}; {way_out}")
@@ -96,7 +113,7 @@ def _check_format(path: Path, head: bytes) -> None:
             raise ValueError(f"{path} is in {encoding[:6].upper()}; convert it to UTF-8")
 
 
-def _check_lines(path: Path, file: BinaryIO) -> None:
+def _check_lines(path: File, file: BinaryIO) -> None:
     first = last = ""
     for number, raw in enumerate(lines_of(file), 1):
         if is_too_long(raw):  # and cut, perhaps inside a character

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tqdm import tqdm
 
+from jaxinfer.batch_job.files import as_file
 from jaxinfer.batch_job.input import check_input, check_paths, open_lines
-from jaxinfer.batch_job.output import OutputFile, match_lines
+from jaxinfer.batch_job.output import ConvertedOutput, OutputFile, match_lines, open_output
 from jaxinfer.batch_job.records import (
     InvalidLine,
     JobRequest,
@@ -25,7 +26,7 @@ from jaxinfer.batch_job.shards import as_shard
 from jaxinfer.engine.frontend.guard import deferred_interrupts
 from jaxinfer.engine.frontend.sample_group import in_order
 from jaxinfer.engine.request.request import QueueFullError
-from jaxinfer.validation import as_bool, as_path, require_int
+from jaxinfer.validation import as_bool, require_int
 
 if TYPE_CHECKING:
     from jaxinfer.engine.frontend.admission import Prompt
@@ -61,7 +62,9 @@ def run_batch(
 
     When all have one, the records are put in the order of their lines.
 
-    The input is text in UTF-8, plain or compressed by gzip. A line of it is `{"custom_id": str, "prompt": str or token
+    The input is text in UTF-8, plain or compressed by gzip, or a Parquet file with a row for each line. The output is
+    compressed if its name ends in ".gz", and a Parquet file if in ".parquet"; until all is done, its records are beside
+    it. Both may be URLs that fsspec knows. A line of the input is `{"custom_id": str, "prompt": str or token
     ids, ...fields of SamplingParams}`. Instead of "prompt" it may have "messages" of a conversation, and with them the
     arguments of `LLM.chat` by their names. "priority" is "batch" unless the line gives it; "tenant", "deadline" and
     "cache_salt" are as for `LLM.add`. Any other line gets a record with `error`. The engine has at most `max_in_flight`
@@ -79,20 +82,20 @@ def run_batch(
     """
     show_progress = as_bool("show_progress", show_progress)
     check_job(input_path, output_path, max_in_flight=max_in_flight, shard=shard)
-    input_path, part = as_path("input_path", input_path), as_shard(shard)
-    output_path = part.path(as_path("output_path", output_path))
+    source, part = as_file("input_path", input_path), as_shard(shard)
+    file = part.path(as_file("output_path", output_path))
     identity = llm.identity()
-    with OutputFile(output_path) as output:
+    with open_output(file) as output:
         done = output.read_done(identity)
-        with open_lines(input_path, part) as lines:
-            num_requests = match_lines(lines, done, input_path, output_path)
+        with open_lines(source, part) as lines:
+            num_requests = match_lines(lines, done, source, file)
         output.drop_incomplete()
         bar = tqdm(total=num_requests, initial=len(done), disable=not show_progress, unit="request")
-        with bar, open_lines(input_path, part) as lines, _Job(llm, identity, output, bar) as job:
+        with bar, open_lines(source, part) as lines, _Job(llm, identity, output, bar) as job:
             try:
                 job.run(read_requests(lines, done, llm.default_sampling_params), max_in_flight)
                 if len(done) + job.num_completed + job.num_errors == num_requests:
-                    output.sort()
+                    output.finish()
             except KeyboardInterrupt:
                 num_done = len(done) + job.num_completed + job.num_errors
                 progress = f"{num_done} of {num_requests} requests done"
@@ -121,21 +124,22 @@ def check_job(
     """
     require_int("max_in_flight", max_in_flight, 1)
     part = as_shard(shard)
-    input_path, output_path = check_paths(input_path, output_path)
-    check_input(input_path)
-    with OutputFile(part.path(output_path)):
+    source, output = check_paths(input_path, output_path)
+    check_input(source)
+    with open_output(part.path(output)):
         pass
 
 
-def shard_path(output_path: str | Path, shard: tuple[int, int]) -> Path:
-    """Returns the file to which `run_batch` writes the records of a shard."""
-    return as_shard(shard).path(as_path("output_path", output_path))
+def shard_path(output_path: str | Path, shard: tuple[int, int]) -> str | Path:
+    """Returns the path or URL of the file to which `run_batch` writes the records of a shard."""
+    file = as_shard(shard).path(as_file("output_path", output_path))
+    return file if isinstance(file, Path) else str(file)
 
 
 class _Job:
     """One run of a job: its requests in the engine, and counters of finished ones."""
 
-    def __init__(self, llm: LLM, identity: Mapping[str, str], output: OutputFile, bar: tqdm) -> None:
+    def __init__(self, llm: LLM, identity: Mapping[str, str], output: OutputFile | ConvertedOutput, bar: tqdm) -> None:
         self._llm = llm
         self._identity = identity
         self._output = output

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from jaxinfer.batch_job.files import File, spool
 from jaxinfer.batch_job.input import check_input, check_paths, open_lines
-from jaxinfer.batch_job.output import Done, OutputFile, match_lines, sorted_records
+from jaxinfer.batch_job.output import Done, match_lines, open_output, sorted_records
 from jaxinfer.batch_job.records import custom_id_of, digest_of
 from jaxinfer.batch_job.shards import Shard, find_shards, shard_index
 
@@ -33,28 +33,28 @@ def merge_shards(input_path: str | Path, output_path: str | Path) -> Merged:
     holds if a shard has another line's record, if shards were made by different engines, or if the output has records
     of another job.
     """
-    input_path, output_path = check_paths(input_path, output_path)
-    check_input(input_path)
-    shards = find_shards(output_path)
-    with tempfile.TemporaryFile(dir=output_path.parent) as joined:
+    source, file = check_paths(input_path, output_path)
+    check_input(source)
+    shards = find_shards(file)
+    with spool(file) as joined:
         records, identity = _join(shards, joined)
-        num_requests = _check_complete(input_path, shards, records)
-        with OutputFile(output_path) as output:
+        num_requests = _check_complete(source, shards, records)
+        with open_output(file) as output:
             done = output.read_done(identity)
-            with open_lines(input_path) as lines:
-                match_lines(lines, done, input_path, output_path)
+            with open_lines(source) as lines:
+                match_lines(lines, done, source, file)
             output.replace(sorted_records(joined))
     return Merged(num_requests, sum(done.has_error for done, _ in records.values()))
 
 
-def _join(shards: list[tuple[Shard, Path]], joined: BinaryIO) -> tuple[dict[int, tuple[Done, int]], Mapping[str, str]]:
+def _join(shards: list[tuple[Shard, File]], joined: BinaryIO) -> tuple[dict[int, tuple[Done, int]], Mapping[str, str]]:
     """Appends all records to one file; returns them by input line with their shards' indices, and their `made_by`."""
     records: dict[int, tuple[Done, int]] = {}
     identity = None
     for shard, path in shards:
         if not path.exists():
             continue
-        with OutputFile(path) as file:
+        with open_output(path) as file:
             done = file.read_done(identity)
             identity = file.identity
             joined.writelines(file.records())
@@ -66,7 +66,7 @@ def _join(shards: list[tuple[Shard, Path]], joined: BinaryIO) -> tuple[dict[int,
     return records, identity or {}
 
 
-def _check_complete(input_path: Path, shards: list[tuple[Shard, Path]], records: dict[int, tuple[Done, int]]) -> int:
+def _check_complete(input_path: File, shards: list[tuple[Shard, File]], records: dict[int, tuple[Done, int]]) -> int:
     """Returns the number of requests; ValueError unless each has one record, in its shard."""
     num_requests, missing = Counter[int](), Counter[int]()
     unmatched = set(records)

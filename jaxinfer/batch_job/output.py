@@ -1,20 +1,26 @@
-"""The output file of a job: it has one writer, which appends whole records and in the end sorts them; free of jax."""
+"""The output of a job: it has one writer, which appends whole records and in the end sorts them; free of jax."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import stat
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Self
 
+from jaxinfer.batch_job.files import File, RemoteFile, replace_file, spool
+from jaxinfer.batch_job.formats import is_plain, read_records, require_format, write_records
 from jaxinfer.batch_job.records import RECORD_START, Record, digest_of, line_of_record, parse_record
 
 FSYNC_SECONDS = 5.0  # A power cut may lose them. A killed process loses nothing: each record is written at once.
+# A part is uploaded when one of these is reached, because remote files cannot grow. A killed process loses the rest.
+PART_SECONDS = 30.0
+PART_BYTES = 2**24
+UNFINISHED = ".unfinished"
 
 
 class Done(NamedTuple):
@@ -24,8 +30,22 @@ class Done(NamedTuple):
     has_error: bool
 
 
+def open_output(file: File) -> OutputFile | ConvertedOutput:
+    """Opens or creates the output of a job; ValueError if it is in use or cannot be written.
+
+    A plain file of this machine grows by the records. For a remote file and other formats, the records are beside it
+    until the job is done: in a plain file, or in parts on the remote file system.
+    """
+    if isinstance(file, RemoteFile):
+        return ConvertedOutput(file, RemoteParts(file.with_name(file.name + UNFINISHED)))
+    if is_plain(file):
+        return OutputFile(file)
+    require_format(file)
+    return ConvertedOutput(file, OutputFile(file.with_name(f"{file.name}{UNFINISHED}.jsonl")))
+
+
 class OutputFile:
-    """A file of records, locked while open. The lock ends with the process, even if it is killed."""
+    """A plain file of records, locked while open. The lock ends with the process, even if it is killed."""
 
     def __init__(self, path: Path) -> None:
         """Opens or creates the file; ValueError if it is in use, no regular file, not writable, or cannot be locked."""
@@ -44,7 +64,7 @@ class OutputFile:
                 raise ValueError(f"{self._path} cannot be written ({error.strerror}); give another output") from None
             try:
                 self._lock(fd)
-                if self._path.exists() and os.path.samestat(os.fstat(fd), self._path.stat()):
+                if self._is_at_path(fd):
                     return fd
             except BaseException:
                 os.close(fd)
@@ -56,10 +76,14 @@ class OutputFile:
 
     def __exit__(self, *_: object) -> None:
         try:
-            with self._explained():
+            with _explained(self._path):
                 os.fsync(self._fd)
         finally:
             os.close(self._fd)
+
+    @property
+    def has_records(self) -> bool:
+        return os.fstat(self._fd).st_size > 0
 
     def read_done(self, identity: Mapping[str, str] | None = None) -> dict[int, Done]:
         """Returns the records by input line; ValueError for an invalid record or one of another engine identity.
@@ -70,22 +94,17 @@ class OutputFile:
         self.identity = identity
         self._complete_bytes = 0
         with self._reader() as file:
-            for number, raw in enumerate(self._lines(file), 1):
-                if not raw.endswith(b"\n"):
-                    self._check_beginning(raw, number)
-                    break
-                record = self._parse(raw, number)
+            for number, (record, raw) in enumerate(_checked(_lines(file), self._path, identity), 1):
                 if record.line in done:
-                    raise self._refusal(number, f"is a second record of input line {record.line}")
-                self.identity = self.identity or record.identity
-                self._check_identity(record, self.identity, number)
+                    raise _refusal(self._path, number, f"is a second record of input line {record.line}")
+                self.identity = record.identity
                 done[record.line] = Done(record.digest, record.has_error)
                 self._note_order(record.line)
                 self._complete_bytes += len(raw)
         return done
 
     def records(self) -> Iterator[bytes]:
-        """Yields the records that `read_done` has read, in the file's order."""
+        """Yields the whole records, in the file's order."""
         with self._reader() as file:
             while file.tell() < self._complete_bytes:
                 yield file.readline()
@@ -99,11 +118,6 @@ class OutputFile:
         self._is_sorted &= line > self._last_line
         self._last_line = line
 
-    def _lines(self, file: BinaryIO) -> Iterator[bytes]:
-        """Yields the lines; of a line that is no record, which may have any length, only the first bytes."""
-        while start := file.readline(len(RECORD_START)):
-            yield start if start != RECORD_START else start + file.readline()
-
     def drop_incomplete(self) -> None:
         """Cuts off the half-written record that a killed process left at the end. Call `read_done` first."""
         os.ftruncate(self._fd, self._complete_bytes)
@@ -111,15 +125,16 @@ class OutputFile:
     def append(self, record: bytes) -> None:
         """Writes one record, which then survives a kill of the process; OSError if the disk is full."""
         rest = memoryview(record)
-        with self._explained():
+        with _explained(self._path):
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
             self._note_order(line_of_record(record))
+            self._complete_bytes += len(record)
             if time.monotonic() - self._synced_at >= FSYNC_SECONDS:
                 os.fsync(self._fd)
                 self._synced_at = time.monotonic()
 
-    def sort(self) -> None:
+    def finish(self) -> None:
         """Puts the records in the order of their input lines. Call it when the job is done, and append no more."""
         if not self._is_sorted:
             with self._reader() as file:
@@ -127,31 +142,16 @@ class OutputFile:
 
     def replace(self, records: Iterable[bytes]) -> None:
         """Replaces all records at once: a process killed meanwhile leaves the old ones."""
-        path = Path(os.path.realpath(self._path))  # a link stays one
-        aside = path.with_name(f".{path.name}.sorted")
-        with self._explained():
-            aside.unlink(missing_ok=True)  # left by a killed process
-            try:
-                with aside.open("xb") as file:
-                    file.writelines(records)
-                    file.flush()
-                    os.fsync(file.fileno())
-                shutil.copymode(path, aside)
-                aside.replace(path)
-            except BaseException:
-                aside.unlink(missing_ok=True)
-                raise
+        with _explained(self._path):
+            replace_file(self._path, lambda file: file.writelines(records))
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Adds the file's path and the way out to an OSError."""
-        try:
-            yield
-        except OSError as error:
-            raise OSError(
-                f"{self._path} cannot be written ({error.strerror}); what it has is kept, so make room and run the job"
-                " again to finish the rest"
-            ) from error
+    def remove(self) -> None:
+        """Removes the file, unless another job has made a new one."""
+        if self._is_at_path(self._fd):
+            self._path.unlink()
+
+    def _is_at_path(self, fd: int) -> bool:
+        return self._path.exists() and os.path.samestat(os.fstat(fd), self._path.stat())
 
     def _lock(self, fd: int) -> None:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -166,29 +166,150 @@ class OutputFile:
                 " an output on a file system with locks, such as a local disk, and copy it afterwards"
             ) from None
 
-    def _parse(self, raw: bytes, number: int) -> Record:
-        try:
-            return parse_record(raw)
-        except ValueError as error:
-            raise self._refusal(number, f"is {error}") from None
 
-    def _check_identity(self, record: Record, identity: Mapping[str, str], number: int) -> None:
-        for aspect in sorted(identity.keys() | record.identity.keys()):
-            there, here = record.identity.get(aspect), identity.get(aspect)
-            if there != here:
-                reason = f"was made with {aspect}={there}, and this run has {aspect}={here}"
-                raise self._refusal(number, reason, f"go on with {aspect}={there} or give another output")
+class RemoteParts:
+    """Records in a folder of a remote file system, in files that are uploaded one after another.
 
-    def _check_beginning(self, raw: bytes, number: int) -> None:
-        if not (raw.startswith(RECORD_START) or RECORD_START.startswith(raw)):
-            raise self._refusal(number, "is not the beginning of a record of a batch job")
+    Such a file system has no locks. Two hosts may run the same job and have the same record twice; the first counts.
+    """
 
-    def _refusal(self, number: int, reason: str, way_out: str = "give another output") -> ValueError:
-        return ValueError(f"line {number} of {self._path} {reason}; nothing was changed, {way_out}")
+    def __init__(self, folder: RemoteFile) -> None:
+        self._folder = folder
+        self._parts = folder.files_below()
+        self._waiting = bytearray()  # records that are not uploaded
+        self._uploaded_at = time.monotonic()
+        self.identity: Mapping[str, str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._upload()
+
+    @property
+    def has_records(self) -> bool:
+        return bool(self._parts or self._waiting)
+
+    def read_done(self, identity: Mapping[str, str] | None = None) -> dict[int, Done]:
+        """Returns the records by input line; ValueError for an invalid record or one of another engine identity."""
+        done: dict[int, Done] = {}
+        self.identity = identity
+        for part in self._parts:
+            with part.open() as file:
+                for record, _ in _checked(_lines(file), part, self.identity):
+                    self.identity = record.identity
+                    done.setdefault(record.line, Done(record.digest, record.has_error))
+        return done
+
+    def records(self) -> Iterator[bytes]:
+        """Yields all whole records, part by part."""
+        self._upload()
+        for part in self._parts:
+            with part.open() as file:
+                # A file system that shows half-written files may have left one.
+                yield from (raw for raw in file if raw.endswith(b"\n"))
+
+    def drop_incomplete(self) -> None:
+        """Leaves the parts as they are; a half-written record does not count."""
+
+    def append(self, record: bytes) -> None:
+        """Keeps a record until the next part is uploaded; OSError if that fails."""
+        self._waiting += record
+        if len(self._waiting) >= PART_BYTES or time.monotonic() - self._uploaded_at >= PART_SECONDS:
+            self._upload()
+
+    def _upload(self) -> None:
+        if self._waiting:
+            # By name in the order of time, and never the name that another host gives.
+            name = f"{len(self._parts):08}-{uuid.uuid4().hex}.jsonl"
+            part = RemoteFile(f"{self._folder}/{name}")
+            with _explained(part):
+                part.write_bytes(bytes(self._waiting))
+            self._parts.append(part)
+            self._waiting = bytearray()
+        self._uploaded_at = time.monotonic()
+
+    def remove(self) -> None:
+        self._waiting = bytearray()
+        self._folder.remove_folder()
+
+
+class ConvertedOutput:
+    """An output that is written when all its records are there; until then `journal` has the new ones."""
+
+    def __init__(self, file: File, journal: OutputFile | RemoteParts) -> None:
+        self._file = file
+        self._journal = journal
+        self.identity: Mapping[str, str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._journal:
+            if not self._journal.has_records:
+                self._journal.remove()
+
+    def read_done(self, identity: Mapping[str, str] | None = None) -> dict[int, Done]:
+        """Returns the records by input line; ValueError for an invalid record or one of another engine identity."""
+        done: dict[int, Done] = {}
+        for record, _ in _checked(self._finished(), self._file, identity):
+            identity = record.identity
+            done.setdefault(record.line, Done(record.digest, record.has_error))
+        done = self._journal.read_done(identity) | done
+        self.identity = self._journal.identity
+        return done
+
+    def _finished(self) -> Iterator[bytes]:
+        if self._file.exists():
+            with self._file.open("rb") as file:
+                yield from read_records(file, self._file)
+
+    def records(self) -> Iterator[bytes]:
+        """Yields all whole records. A line may have two, of which the first counts."""
+        yield from self._finished()
+        yield from self._journal.records()
+
+    def drop_incomplete(self) -> None:
+        """Cuts off the half-written record that a killed process left at the end. Call `read_done` first."""
+        self._journal.drop_incomplete()
+
+    def append(self, record: bytes) -> None:
+        self._journal.append(record)
+
+    def finish(self) -> None:
+        """Writes all records in the order of their input lines. Call it when the job is done, and append no more."""
+        if self._journal.has_records or not self._file.exists():
+            with spool(self._file) as unsorted:
+                with _explained(self._file):
+                    unsorted.writelines(self.records())
+                self.replace(sorted_records(unsorted))
+
+    def replace(self, records: Iterable[bytes]) -> None:
+        """Replaces all records at once: a process killed meanwhile leaves the old ones."""
+        with _explained(self._file):
+            replace_file(self._file, lambda file: write_records(file, self._file, records))
+        self._journal.remove()
+
+
+def sorted_records(file: BinaryIO) -> Iterator[bytes]:
+    """Yields the records of a file in the order of their input lines, of each line the first.
+
+    Memory holds the place of each.
+    """
+    places: dict[int, int] = {}
+    start = 0
+    file.seek(0)
+    for raw in file:
+        places.setdefault(line_of_record(raw), start)
+        start += len(raw)
+    for line in sorted(places):
+        file.seek(places[line])
+        yield file.readline()
 
 
 def match_lines(
-    lines: Iterable[tuple[int, bytes]], done: Mapping[int, Done], input_path: Path, output_path: Path
+    lines: Iterable[tuple[int, bytes]], done: Mapping[int, Done], input_path: File, output_path: File
 ) -> int:
     """Returns the number of lines; ValueError if one with a record in `done` has changed or is missing."""
     num_requests, unmatched = 0, set(done)
@@ -210,13 +331,47 @@ def match_lines(
     return num_requests
 
 
-def sorted_records(file: BinaryIO) -> Iterator[bytes]:
-    """Yields the records of a file in the order of their input lines; memory holds the place of each."""
-    places, start = [], 0
-    file.seek(0)
-    for raw in file:
-        places.append((line_of_record(raw), start))
-        start += len(raw)
-    for _, start in sorted(places):
-        file.seek(start)
-        yield file.readline()
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yields the lines; of a line that is no record, which may have any length, only the first bytes."""
+    while start := file.readline(len(RECORD_START)):
+        yield start if start != RECORD_START else start + file.readline()
+
+
+def _checked(raws: Iterable[bytes], file: File, identity: Mapping[str, str] | None) -> Iterator[tuple[Record, bytes]]:
+    """Yields the records up to one that is half-written, which must be the last.
+
+    ValueError for an invalid record or one of another engine identity. Without an `identity` it is that of the first.
+    """
+    raws = iter(raws)
+    for number, raw in enumerate(raws, 1):
+        if not raw.endswith(b"\n"):
+            if not (raw.startswith(RECORD_START) or RECORD_START.startswith(raw)):
+                raise _refusal(file, number, "is not the beginning of a record of a batch job")
+            return
+        try:
+            record = parse_record(raw)
+        except ValueError as error:
+            raise _refusal(file, number, f"is {error}") from None
+        identity = identity or record.identity
+        for aspect in sorted(identity.keys() | record.identity.keys()):
+            there, here = record.identity.get(aspect), identity.get(aspect)
+            if there != here:
+                reason = f"was made with {aspect}={there}, and this run has {aspect}={here}"
+                raise _refusal(file, number, reason, f"go on with {aspect}={there} or give another output")
+        yield record, raw
+
+
+def _refusal(file: File, number: int, reason: str, way_out: str = "give another output") -> ValueError:
+    return ValueError(f"line {number} of {file} {reason}; nothing was changed, {way_out}")
+
+
+@contextmanager
+def _explained(file: File) -> Iterator[None]:
+    """Adds the file's path and the way out to an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{file} cannot be written ({error.strerror or error}); what it has is kept, so make room and run the job"
+            " again to finish the rest"
+        ) from error

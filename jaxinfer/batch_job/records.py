@@ -129,7 +129,7 @@ def completion_line(request: JobRequest, completions: Sequence[Completion], iden
     record["seed"] = completions[0].seed
     if (error := error_of(completions)) is not None:
         record["error"] = error
-    return _format(record | {"made_by": {**identity, "line": request.digest}})
+    return format_record(record | {"made_by": {**identity, "line": request.digest}})
 
 
 def error_of(completions: Iterable[Completion]) -> str | None:
@@ -156,7 +156,7 @@ def _sample(request: JobRequest, completion: Completion) -> dict[str, Any]:
 def error_line(entry: JobRequest | InvalidLine, message: str, identity: Mapping[str, str]) -> bytes:
     """Formats the record of a line that is invalid or that the engine refused, line end included."""
     record = {"line": entry.line, "custom_id": entry.custom_id, "error": message}
-    return _format(record | {"made_by": {**identity, "line": entry.digest}})
+    return format_record(record | {"made_by": {**identity, "line": entry.digest}})
 
 
 def line_of_record(raw: bytes) -> int:
@@ -275,7 +275,8 @@ def _finite(values: Sequence[float | None]) -> list[float | None]:
     return [None if value is None or not math.isfinite(value) else value for value in values]
 
 
-def _format(record: dict[str, Any]) -> bytes:
+def format_record(record: dict[str, Any]) -> bytes:
+    """Formats a record, line end included."""
     text = json.dumps(record, ensure_ascii=False, allow_nan=False)
     # A lone surrogate has no UTF-8; Python's escape for it is also valid JSON.
     return text.encode("utf-8", "backslashreplace") + b"\n"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxinfer.batch_job.files import File, names_beside
 from jaxinfer.validation import is_int, require
 
 MAX_SHARDS = 2**16
@@ -25,7 +25,7 @@ class Shard(NamedTuple):
     def has(self, line: int, custom_id: str | None) -> bool:
         return shard_index(line, custom_id, self.count) == self.index
 
-    def path(self, output: Path) -> Path:
+    def path(self, output: File) -> File:
         """Returns the file for the records of the shard, beside the job's output; the whole job has the output."""
         return output if self == WHOLE else output.with_name(f"{output.name}.shard-{self.index}-of-{self.count}.jsonl")
 
@@ -54,10 +54,10 @@ def as_shard(value: Any) -> Shard:
     return Shard(*pair)
 
 
-def find_shards(output: Path) -> list[tuple[Shard, Path]]:
+def find_shards(output: File) -> list[tuple[Shard, File]]:
     """Returns all shards of the job with this output; ValueError if there are none, or those of two divisions."""
     name = re.compile(re.escape(output.name) + r"\.shard-([1-9][0-9]{0,9})-of-([1-9][0-9]{0,9})\.jsonl")
-    matches = [name.fullmatch(path.name) for path in output.parent.iterdir()]
+    matches = map(name.fullmatch, names_beside(output))
     counts = {int(match[2]) for match in matches if match}
     if not counts:
         raise ValueError(f"{output.name} has no shards beside it, such as {Shard(1, 8).path(output)}; run them first")

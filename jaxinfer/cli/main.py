@@ -131,9 +131,9 @@ def _parser() -> argparse.ArgumentParser:
         "batch", help="run a file of requests; run it again to resume", epilog=BATCH_STATUSES, allow_abbrev=False
     )
     batch.add_argument(
-        "input", metavar="IN.jsonl", help='lines of {"custom_id": "...", "prompt": "...", ...}, or gzip of them'
+        "input", metavar="IN.jsonl", help='lines of {"custom_id": "...", "prompt": "...", ...}; gzip, Parquet or a URL'
     )
-    batch.add_argument("output", metavar="OUT.jsonl", help="one line per request, appended as it finishes")
+    batch.add_argument("output", metavar="OUT.jsonl", help="a record for each line; .gz, .parquet or a URL")
     parts = batch.add_mutually_exclusive_group()
     shard_help = "run the lines of one shard only, for example 1/8 to 8/8 on eight hosts; --merge joins them"
     parts.add_argument("--shard", type=reader(_shard, "I/N"), metavar="I/N", help=shard_help)

@@ -54,7 +54,7 @@ def test_three_hosts_killed_ten_times_yield_the_bytes_of_one_undisturbed(tmp_pat
     for i in range(NUM_KILLS):
         index, count = shards[i % NUM_HOSTS]
         process = start(tmp_path, "out.jsonl", *ENGINE, "--shard", f"{index}/{count}")
-        wait_for_a_moment_to_kill(process, shard_path(tmp_path / "out.jsonl", (index, count)), draw)
+        wait_for_a_moment_to_kill(process, Path(shard_path(tmp_path / "out.jsonl", (index, count))), draw)
         process.kill()
         statuses.append(process.wait())
     assert statuses == [-9] * NUM_KILLS

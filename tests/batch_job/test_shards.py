@@ -119,7 +119,7 @@ def test_a_host_of_one_shard_runs_nothing_twice(folder):
 
 def test_a_merge_can_be_repeated_after_a_record_was_computed_again(folder):
     expected = merge(folder)
-    first = shard_path(folder / "out.jsonl", (1, COUNT))
+    first = shard_file(folder, 1)
     first.write_bytes(b"".join(first.read_bytes().splitlines(keepends=True)[1:]))
     run(folder, shard=(1, COUNT))
 
@@ -139,7 +139,7 @@ class OtherLLM(FakeLLM):
 
 
 def shard_file(folder: Path, index: int) -> Path:
-    return shard_path(folder / "out.jsonl", (index, COUNT))
+    return Path(shard_path(folder / "out.jsonl", (index, COUNT)))
 
 
 def lose_records(folder: Path) -> None:
