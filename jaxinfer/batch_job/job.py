@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from tqdm import tqdm
 
@@ -23,6 +23,8 @@ from jaxinfer.batch_job.records import (
     read_requests,
 )
 from jaxinfer.batch_job.shards import as_shard
+from jaxinfer.config import SamplingParams
+from jaxinfer.engine.frontend.chats import Chats, render_chats
 from jaxinfer.engine.frontend.guard import deferred_interrupts
 from jaxinfer.engine.frontend.sample_group import in_order
 from jaxinfer.engine.request.request import QueueFullError
@@ -136,6 +138,13 @@ def shard_path(output_path: str | Path, shard: tuple[int, int]) -> str | Path:
     return file if isinstance(file, Path) else str(file)
 
 
+class _InFlight(NamedTuple):
+    """A request in the engine, and the form of its answer if it is a conversation."""
+
+    request: JobRequest
+    chats: Chats | None
+
+
 class _Job:
     """One run of a job: its requests in the engine, and counters of finished ones."""
 
@@ -144,7 +153,7 @@ class _Job:
         self._identity = identity
         self._output = output
         self._bar = bar
-        self._in_flight: dict[int, JobRequest] = {}
+        self._in_flight: dict[int, _InFlight] = {}
         self._deltas: deque[Delta] = deque()  # of these requests; other requests of the engine have their own sinks
         self._held_back: JobRequest | None = None  # waits until the engine has room
         self._completions: dict[int, list[Completion]] = {}  # of requests with unfinished samples
@@ -178,12 +187,12 @@ class _Job:
                 self._record_error(entry, entry.message)
                 continue
             try:
-                prompt = self._prompt(entry)
+                prompt, params, chats = self._prepared(entry)
                 options: Any = {"priority": "batch", **entry.options}
                 with self._llm.engine() as engine:
-                    samples = engine.admit(prompt, entry.sampling_params, **options)
+                    samples = engine.admit(prompt, params, **options)
                     engine.submit(samples, self._deltas.append)
-                    self._in_flight[samples.request_id] = entry
+                    self._in_flight[samples.request_id] = _InFlight(entry, chats)
             except QueueFullError as error:
                 if self._in_flight or self._llm.has_unfinished:  # these make room when they end
                     self._held_back = entry
@@ -193,14 +202,17 @@ class _Job:
                 self._record_error(entry, str(error))
         return bool(self._in_flight)
 
-    def _prompt(self, entry: JobRequest) -> Prompt:
-        """Returns the prompt of a request; messages are rendered by the model's chat template."""
+    def _prepared(self, entry: JobRequest) -> tuple[Prompt, SamplingParams, Chats | None]:
+        """Returns the prompt and parameters of a request; messages are rendered, and come with the form of answers."""
         if entry.prompt is not None:
-            return entry.prompt
+            return entry.prompt, entry.sampling_params, None
         assert entry.chat is not None
         if self._llm.tokenizer is None:
             raise ValueError("messages need a tokenizer, which this checkpoint does not have; give token ids as prompt")
-        return self._llm.tokenizer.apply_chat_template(**entry.chat)
+        chats = render_chats(
+            self._llm.answers, self._llm.default_sampling_params, sampling_params=entry.sampling_params, **entry.chat
+        )
+        return chats.prompts[0], chats.params[0], chats
 
     def _step(self) -> None:
         with self._llm.engine() as engine:
@@ -218,18 +230,18 @@ class _Job:
             raise error
 
     def _take(self, request_id: int, completion: Completion) -> None:
-        request = self._in_flight[request_id]
+        request, chats = self._in_flight[request_id]
         completions = self._completions.setdefault(request_id, [])
         completions.append(completion)
         if len(completions) == request.sampling_params.n:
             del self._in_flight[request_id]
-            self._record_completions(request, self._completions.pop(request_id))
+            completions = in_order(self._completions.pop(request_id), request.sampling_params)
+            self._record_completions(request, completions if chats is None else chats.answered(completions))
 
     def _record_completions(self, request: JobRequest, completions: list[Completion]) -> None:
         # Another caller has aborted it, so it gets no record and the next run repeats it.
         if any(completion.finish_reason == "abort" for completion in completions):
             return
-        completions = in_order(completions, request.sampling_params)
         self._output.append(completion_line(request, completions, self._identity))
         has_error = error_of(completions) is not None
         self.num_errors += has_error

@@ -104,6 +104,9 @@ def _schema() -> Any:
         ("top_log_probs", alternatives),
         ("prompt_log_probs", pa.list_(pa.float64())),
         ("prompt_top_log_probs", alternatives),
+        ("content", pa.string()),
+        ("reasoning", pa.string()),
+        ("tool_calls", pa.list_(pa.struct([("name", pa.string()), ("arguments", pa.string())]))),
         ("finish_reason", pa.string()),
     ]
     samples = pa.list_(pa.struct([*sample, ("sample_index", pa.int32())]))

@@ -24,7 +24,11 @@ SEED_BYTES = 8  # SamplingParams.seed has 64 bits
 DIGEST_BYTES = 8  # of an input line
 
 # Keys of a line with messages: arguments of `LLM.chat`, as `OPTIONS` are for any line.
-RENDERING = ("tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message")
+RENDERING = (
+    *("tools", "tool_choice", "parallel_tool_calls", "documents", "chat_template", "answer_style"),
+    *("add_generation_prompt", "continue_final_message"),
+)
+RENDERING_DEFAULTS = {"parallel_tool_calls": True, "continue_final_message": False}  # None for the others
 CHAT = ("messages", *RENDERING, "chat_template_kwargs")
 OPTIONS = ("priority", "tenant", "deadline", "cache_salt", "prediction")
 
@@ -40,7 +44,7 @@ class JobRequest:
     custom_id: str
     digest: str  # of the line
     prompt: str | tuple[int, ...] | None
-    chat: Mapping[str, Any] | None  # arguments of `Tokenizer.apply_chat_template`, where there is no prompt
+    chat: Mapping[str, Any] | None  # arguments of `render_chats`, where there is no prompt
     sampling_params: SamplingParams
     options: Mapping[str, Any] = field(default_factory=dict)  # the `RequestOptions` that the line gives
 
@@ -149,6 +153,13 @@ def _sample(request: JobRequest, completion: Completion) -> dict[str, Any]:
         sample["prompt_log_probs"] = _finite(completion.prompt_log_probs)
     if request.sampling_params.prompt_log_probs:
         sample["prompt_top_log_probs"] = _alternatives(completion.prompt_top_log_probs)
+    if completion.content is not None:  # of an answer
+        sample["content"] = completion.content
+    if completion.reasoning is not None:
+        sample["reasoning"] = completion.reasoning
+    if completion.tool_calls:
+        # Without their ids, which are random, or no run would repeat another to the byte.
+        sample["tool_calls"] = [{"name": call.name, "arguments": call.arguments} for call in completion.tool_calls]
     sample["finish_reason"] = completion.finish_reason
     return sample
 
@@ -215,22 +226,21 @@ def _request(fields: dict[str, Any], line: int, digest: str, defaults: SamplingP
 
 
 def _chat(fields: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the arguments of `Tokenizer.apply_chat_template` for a line with messages, None for one with a prompt."""
+    """Returns the arguments of `render_chats` for a line with messages, None for one with a prompt."""
     if "messages" not in fields:
         others = sorted(set(CHAT) & fields.keys())
         _require(not others, f"{shown(others)} without messages; give messages instead of a prompt, or remove them")
         return None
     _require("prompt" not in fields, "the line has both prompt and messages; give one of them")
-    variables = fields.get("chat_template_kwargs") or {}
+    messages, variables = fields["messages"], fields.get("chat_template_kwargs") or {}
+    _require(isinstance(messages, list), f"messages is {_kind(messages)}; give a list of messages")
     _require(isinstance(variables, dict), f"chat_template_kwargs is {_kind(variables)}; give an object")
     taken = sorted({"conversation", "tokenize", *RENDERING} & variables.keys())
     _require(
         not taken, f"chat_template_kwargs has {shown(taken)}, no variables; give them beside messages or not at all"
     )
     given = {name: fields[name] for name in RENDERING if fields.get(name) is not None}
-    begins_answer = fields.get("continue_final_message") is not True
-    defaults = {"tools": None, "documents": None, "add_generation_prompt": begins_answer}
-    return {**variables, **defaults, **given, "conversation": fields["messages"]}
+    return {**dict.fromkeys(RENDERING), **RENDERING_DEFAULTS, **given, "messages": [messages], "variables": variables}
 
 
 def _biases(biases: dict[str, Any]) -> list[tuple[int, Any]]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.request.request import QueueFullError
+from jaxinfer.text.answers.parts import Answer
 from jaxinfer.text.chat_template import ChatTemplates
 
 MAX_PROMPT_TOKENS = 8
@@ -32,6 +33,22 @@ class FakeTokenizer:
         return conversation[-1]["content"]
 
 
+class FakeAnswers:
+    """The form of an answer: its whole text is content."""
+
+    def __init__(self, tokenizer: FakeTokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def form(self, *_: Any, **__: Any) -> FakeAnswers:
+        return self
+
+    def sampling_params(self, params: SamplingParams, _: Any) -> SamplingParams:
+        return params
+
+    def read(self, token_ids: Any, *_: Any) -> Answer:
+        return Answer(f"{len(token_ids)} tokens")
+
+
 class FakeSamples(NamedTuple):
     request_id: int
     prompt: Any
@@ -49,6 +66,7 @@ class FakeLLM:
     ) -> None:
         self._room = room
         self.tokenizer = FakeTokenizer()
+        self.answers: Any = FakeAnswers(self.tokenizer)
         self._steps_left = steps_left
         self._killed_by = killed_by
         self._waiting: list[tuple[FakeSamples, Callable[[Delta], Any]]] = []

@@ -409,10 +409,13 @@ def test_messages_are_rendered_by_the_chat_template(tmp_path):
     run(tmp_path, llm)
 
     rendered = {"conversation": chat["messages"], "tools": chat["tools"], "documents": None, "mood": "calm"}
-    assert llm.tokenizer.rendered == {**rendered, "add_generation_prompt": True}
+    rendered |= {"chat_template": None, "add_generation_prompt": True, "continue_final_message": False}
+    assert llm.tokenizer.rendered == rendered
     records = {record["custom_id"]: record for record in records_of(tmp_path / "out.jsonl")}
     assert records["chat"]["token_ids"] == records["plain"]["token_ids"]
-    assert records["empty"]["error"] == "no messages"
+    assert records["chat"]["content"] == "2 tokens"
+    assert "content" not in records["plain"]
+    assert records["empty"]["error"] == "conversation 0: no messages"
 
 
 def test_parameters_that_a_line_leaves_out_are_the_models(tmp_path):

@@ -110,12 +110,17 @@ def test_a_prompt_is_text_or_token_ids():
 
 CHAT = {
     "tools": [{"name": "f"}],
+    "tool_choice": "f",
+    "parallel_tool_calls": False,
+    "answer_style": "hermes",
     "documents": [{"title": "t", "text": "d"}],
     "chat_template": "{{ messages }}",
     "add_generation_prompt": False,
     "continue_final_message": True,
 }
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+PLAIN = {**dict.fromkeys(CHAT), "parallel_tool_calls": True, "continue_final_message": False}
+PLAIN |= {"messages": [MESSAGES], "variables": {}}
 OPTIONS = {"priority": "interactive", "tenant": "a", "deadline": 2.5, "cache_salt": "b", "prediction": "c"}
 
 
@@ -127,20 +132,13 @@ def chat(**fields: Any) -> Any:
 
 @pytest.mark.parametrize("name", CHAT)
 def test_each_argument_of_a_conversation_reaches_its_rendering(name):
-    plain = {"conversation": MESSAGES, "tools": None, "documents": None, "add_generation_prompt": True}
-    changed = {
-        name: CHAT[name],
-        "add_generation_prompt": name not in ("add_generation_prompt", "continue_final_message"),
-    }
-    assert chat(**{name: CHAT[name]}) == plain | changed
-    assert chat(**{name: None}) == plain
+    assert chat(**{name: CHAT[name]}) == PLAIN | {name: CHAT[name]}
+    assert chat(**{name: None}) == PLAIN
 
 
 def test_all_arguments_of_a_conversation_and_variables_go_together():
     given = CHAT | {"chat_template_kwargs": {"mood": "calm"}}
-    assert chat(**given) == {"conversation": MESSAGES, **CHAT, "mood": "calm"}
-    explicit = {"continue_final_message": True, "add_generation_prompt": True}
-    assert chat(**explicit) == chat() | explicit  # refused where it is rendered
+    assert chat(**given) == PLAIN | CHAT | {"variables": {"mood": "calm"}}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
