@@ -68,7 +68,8 @@ def run_batch(
     compressed if its name ends in ".gz", and a Parquet file if in ".parquet"; until all is done, its records are beside
     it. Both may be URLs that fsspec knows. A line of the input is `{"custom_id": str, "prompt": str or token
     ids, ...fields of SamplingParams}`. Instead of "prompt" it may have "messages" of a conversation, and with them the
-    arguments of `LLM.chat` by their names. "priority" is "batch" unless the line gives it; "tenant", "deadline" and
+    arguments of `LLM.chat` by their names. Or it is in OpenAI's batch format, with "custom_id", "method", "url" and
+    "body", and so is its record then. "priority" is "batch" unless the line gives it; "tenant", "deadline" and
     "cache_salt" are as for `LLM.add`. Any other line gets a record with `error`. The engine has at most `max_in_flight`
     of the requests at a time. Memory holds only the custom_ids and digests of lines.
 
@@ -93,7 +94,8 @@ def run_batch(
             num_requests = match_lines(lines, done, source, file)
         output.drop_incomplete()
         bar = tqdm(total=num_requests, initial=len(done), disable=not show_progress, unit="request")
-        with bar, open_lines(source, part) as lines, _Job(llm, identity, output, bar) as job:
+        job = _Job(llm, identity, output, bar, is_table=file.name.endswith(".parquet"))
+        with bar, open_lines(source, part) as lines, job:
             try:
                 job.run(read_requests(lines, done, llm.default_sampling_params), max_in_flight)
                 if len(done) + job.num_completed + job.num_errors == num_requests:
@@ -148,10 +150,19 @@ class _InFlight(NamedTuple):
 class _Job:
     """One run of a job: its requests in the engine, and counters of finished ones."""
 
-    def __init__(self, llm: LLM, identity: Mapping[str, str], output: OutputFile | ConvertedOutput, bar: tqdm) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        identity: Mapping[str, str],
+        output: OutputFile | ConvertedOutput,
+        bar: tqdm,
+        *,
+        is_table: bool = False,
+    ) -> None:
         self._llm = llm
         self._identity = identity
         self._output = output
+        self._is_table = is_table
         self._bar = bar
         self._in_flight: dict[int, _InFlight] = {}
         self._deltas: deque[Delta] = deque()  # of these requests; other requests of the engine have their own sinks
@@ -186,6 +197,8 @@ class _Job:
             if isinstance(entry, InvalidLine):
                 self._record_error(entry, entry.message)
                 continue
+            if entry.is_openai and self._is_table:
+                raise ValueError("OpenAI's batch format has no columns for a Parquet file; name the output .jsonl")
             try:
                 prompt, params, chats = self._prepared(entry)
                 options: Any = {"priority": "batch", **entry.options}
@@ -242,7 +255,7 @@ class _Job:
         # Another caller has aborted it, so it gets no record and the next run repeats it.
         if any(completion.finish_reason == "abort" for completion in completions):
             return
-        self._output.append(completion_line(request, completions, self._identity))
+        self._output.append(completion_line(request, completions, self._identity, self._llm.tokenizer))
         has_error = error_of(completions) is not None
         self.num_errors += has_error
         self.num_completed += not has_error

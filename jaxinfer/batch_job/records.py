@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+from jaxinfer.batch_job.openai_lines import failure_of, is_openai_line, read_body, result_of
 from jaxinfer.config import SamplingParams
 from jaxinfer.json_lines import parse_json, parse_line
 from jaxinfer.validation import shown
 
 if TYPE_CHECKING:
     from jaxinfer.engine.llm import Completion
+    from jaxinfer.text.tokenizer import Tokenizer
 
 PARAMETERS = tuple(parameter.name for parameter in dataclasses.fields(SamplingParams))
 DEFAULTS = SamplingParams()
@@ -47,6 +49,11 @@ class JobRequest:
     chat: Mapping[str, Any] | None  # arguments of `render_chats`, where there is no prompt
     sampling_params: SamplingParams
     options: Mapping[str, Any] = field(default_factory=dict)  # the `RequestOptions` that the line gives
+    body: Any = None  # of a line in OpenAI's format: `ChatBody` or `CompletionBody`
+
+    @property
+    def is_openai(self) -> bool:
+        return self.body is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +64,7 @@ class InvalidLine:
     custom_id: str | None
     digest: str  # of the line
     message: str
+    is_openai: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +98,7 @@ def read_requests(
             is_repeated = entry.custom_id is not None and entry.custom_id in seen
             seen.add(entry.custom_id)
             message = f"custom_id {shown(entry.custom_id)} is used on an earlier line; give each request its own"
-            repeated = InvalidLine(line=line, custom_id=entry.custom_id, digest=entry.digest, message=message)
+            repeated = _invalid(entry.line, entry.custom_id, entry.digest, message, entry.is_openai)
             yield repeated if is_repeated else entry
 
 
@@ -107,7 +115,11 @@ def parse_request(raw: bytes, line: int, defaults: SamplingParams = DEFAULTS) ->
         return _request(fields, line, digest, defaults)
     # math.isfinite raises OverflowError for integers beyond float64, which JSON can write.
     except (ValueError, OverflowError) as error:
-        return InvalidLine(line=line, custom_id=_custom_id(fields), digest=digest, message=str(error))
+        return _invalid(line, _custom_id(fields), digest, str(error), is_openai_line(fields))
+
+
+def _invalid(line: int, custom_id: str | None, digest: str, message: str, is_openai: bool) -> InvalidLine:
+    return InvalidLine(line=line, custom_id=custom_id, digest=digest, message=message, is_openai=is_openai)
 
 
 def custom_id_of(raw: bytes) -> str | None:
@@ -118,20 +130,32 @@ def custom_id_of(raw: bytes) -> str | None:
         return None
 
 
-def completion_line(request: JobRequest, completions: Sequence[Completion], identity: Mapping[str, str]) -> bytes:
+def completion_line(
+    request: JobRequest,
+    completions: Sequence[Completion],
+    identity: Mapping[str, str],
+    tokenizer: Tokenizer | None = None,
+) -> bytes:
     """Formats the result of a request, line end included; infinite log probabilities become null.
 
     With `n` above 1 the key `samples` has all samples, by sample_index, or best first with `best_of`. If a sample
-    ended in an error, `error` has the reason. `identity` is the engine's identity.
+    ended in an error, `error` has the reason. `identity` is the engine's identity. The result of a line in OpenAI's
+    format is in this format too, with our own keys beside it.
     """
+    error = error_of(completions)
+    if request.is_openai and error is not None:
+        return error_line(request, error, identity)
     record: dict[str, Any] = {"line": request.line, "custom_id": request.custom_id}
+    if request.is_openai:
+        record |= result_of(request.digest, request.body, completions, tokenizer)
+        return format_record(record | {"made_by": {**identity, "line": request.digest}})
     if request.sampling_params.n == 1:
         record |= _sample(request, completions[0])
     else:
         record["samples"] = [_sample(request, c) | {"sample_index": c.sample_index} for c in completions]
     record["num_prompt_tokens"] = len(completions[0].prompt_token_ids)
     record["seed"] = completions[0].seed
-    if (error := error_of(completions)) is not None:
+    if error is not None:
         record["error"] = error
     return format_record(record | {"made_by": {**identity, "line": request.digest}})
 
@@ -166,7 +190,8 @@ def _sample(request: JobRequest, completion: Completion) -> dict[str, Any]:
 
 def error_line(entry: JobRequest | InvalidLine, message: str, identity: Mapping[str, str]) -> bytes:
     """Formats the record of a line that is invalid or that the engine refused, line end included."""
-    record = {"line": entry.line, "custom_id": entry.custom_id, "error": message}
+    record: dict[str, Any] = {"line": entry.line, "custom_id": entry.custom_id}
+    record |= failure_of(entry.digest, message) if entry.is_openai else {"error": message}
     return format_record(record | {"made_by": {**identity, "line": entry.digest}})
 
 
@@ -188,7 +213,7 @@ def parse_record(raw: bytes) -> Record:
     made_by = record.get("made_by")
     if not isinstance(made_by, dict) or not isinstance(made_by.get("line"), str):
         raise ValueError("a record of an older version, which does not tell what it was made by")
-    return Record(line=line, digest=made_by.pop("line"), identity=made_by, has_error="error" in record)
+    return Record(line=line, digest=made_by.pop("line"), identity=made_by, has_error=record.get("error") is not None)
 
 
 def _object(value: Any) -> dict[str, Any]:
@@ -205,6 +230,11 @@ def _request(fields: dict[str, Any], line: int, digest: str, defaults: SamplingP
     custom_id = _custom_id(fields)
     if custom_id is None:
         raise ValueError(f"custom_id is {_kind(fields.get('custom_id'))}; give each request a string of its own")
+    if is_openai_line(fields):
+        content = read_body(fields, defaults)
+        if content["sampling_params"].seed is None:
+            content["sampling_params"] = dataclasses.replace(content["sampling_params"], seed=_seed(line, custom_id))
+        return JobRequest(line=line, custom_id=custom_id, digest=digest, **content)
     known = ("custom_id", "prompt", *CHAT, *OPTIONS, *PARAMETERS)
     unknown = sorted(fields.keys() - set(known))
     _require(not unknown, f"keys {shown(unknown)} are unknown; remove them or use {', '.join(known)}")
