@@ -1,7 +1,7 @@
 """Lines of OpenAI's batch file format: requests with `custom_id`, `method`, `url` and `body`, and their results.
 
 A body is read as the server reads it, so that a line of a job and a request over HTTP have the same answer. The result
-has no time and no random id: a job that is run again writes the same bytes.
+has nothing that differs between two runs, such as the time: a job that is run again writes the same bytes.
 """
 
 from __future__ import annotations
@@ -81,13 +81,15 @@ def result_of(
         choices = [answers.chat_choice(c, i, body, tokenizer) for i, c in enumerate(own)]
     else:
         choices = [answers.completion_choice(c, i, body, tokenizer) for i, c in enumerate(completions)]
+    usage = answers.usage_of([completions])
+    del usage["prompt_tokens_details"]  # tokens found in the cache: they depend on what ran before
     content = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{digest}",
         "object": "chat.completion" if is_chat else "text_completion",
         "created": 0,
         "model": body.model,
         "choices": choices,
-        "usage": answers.usage_of([completions]),
+        "usage": usage,
     }
     response = {"status_code": 200, "request_id": f"req_{digest}", "body": content}
     return {"id": f"batch_req_{digest}", "response": response, "error": None}
