@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ def serve(arguments: argparse.Namespace) -> None:
             raise
         raise ValueError(f"the server needs {error.name}; run pip install 'jaxinfer[serve]'") from None
     # Mistakes are told before a model is loaded.
-    require_int("port", arguments.port, 0)
+    require_int("port", arguments.port, 0, 65_535)
+    _require_free(arguments.host, arguments.port)
     require_int("max_body_bytes", arguments.max_body_bytes, 1)
     require_real("drain_seconds", arguments.drain_seconds, 0.0)
     if (arguments.tls_certificate is None) != (arguments.tls_key is None):
@@ -117,6 +119,15 @@ def serve(arguments: argparse.Namespace) -> None:
         server.run()
     finally:
         asyncio.run(llm.close())
+
+
+def _require_free(host: str, port: int) -> None:
+    """Raises ValueError if the server could not listen there."""
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot listen at {host}:{port}: {error}; give another --host or --port") from None
 
 
 def _name_of(model: str | None) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from jaxinfer.cli.main import main
 from jaxinfer.serve import server as server_module
 from jaxinfer.serve import streams
 from jaxinfer.serve.access import read_clients
@@ -352,6 +353,24 @@ def test_what_is_unfinished_after_the_drain_ends_with_its_tokens_so_far(checkpoi
     assert first.startswith("data: ")
     assert done == "data: [DONE]"
     assert json.loads(last.removeprefix("data: "))["choices"][0]["engine_finish_reason"] in ("abort", "length")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--port", "{used}"], "cannot listen at 127.0.0.1:{used}"),
+        (["--host", "192.0.2.1"], "cannot listen at 192.0.2.1:8000"),
+        (["--port", "65536"], "port=65536 is not allowed"),
+        (["--port", "0", "--tls-key", "a"], "--tls-certificate and --tls-key belong together"),
+        (["--port", "0", "--keys", "nowhere"], "No such file"),
+    ],
+)
+def test_a_mistake_is_told_before_a_model_is_loaded(options, message, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = str(used.getsockname()[1])
+        assert main(["serve", "--model", "nowhere", *(text.replace("{used}", port) for text in options)]) == 2
+
+    assert message.replace("{used}", port) in capsys.readouterr().err
 
 
 @pytest.fixture
