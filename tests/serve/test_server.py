@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -178,6 +179,49 @@ def test_a_head_over_the_limit_is_refused(served):
         with contextlib.suppress(ConnectionResetError):
             answer = connection.recv(100)
             assert not answer or b" 400 " in answer
+
+
+def test_thousands_of_silent_connections_leave_the_others_served(served, monkeypatch):
+    _, _, http = served
+    monkeypatch.setattr(server_module, "REQUEST_SECONDS", 5.0)
+    before, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most < 8_192:
+        pytest.skip(f"this system allows {most} open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    place = (http.base_url.host, http.base_url.port)
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (before, most))
+        silent = [stack.enter_context(socket.create_connection(place)) for _ in range(2_000)]
+
+        assert http.post("/v1/completions", json=SHORT).status_code == 200
+        silent[-1].settimeout(WAIT)
+        with contextlib.suppress(ConnectionResetError):
+            assert silent[-1].recv(1) == b""
+
+
+def test_a_structure_that_explodes_is_refused_and_the_others_are_served(served):
+    _, _, http = served
+    answers: list[httpx.Response] = []
+    body = {**SHORT, "regex": "(a?){1000}(b?){1000}(c{1,1000}){1,1000}"}
+    thread = threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=body)))
+    thread.start()
+
+    assert http.post("/v1/completions", json=SHORT).status_code == 200
+    thread.join(WAIT)
+
+    assert answers[0].status_code == 400
+    assert answers[0].json()["error"]["param"] == "regex"
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models/../../etc/passwd", "/..%2f..%2fetc/passwd", "//etc/passwd", "/page/../app.py"]
+)
+def test_no_path_leads_to_a_file(served, path):
+    _, _, http = served
+    with socket.create_connection((http.base_url.host, http.base_url.port)) as connection:
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode())
+        connection.settimeout(WAIT)
+        assert b" 404 " in connection.recv(100)
 
 
 def test_other_origins_may_not_call_unless_they_are_named(served, checkpoint):
