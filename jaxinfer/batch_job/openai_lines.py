@@ -33,6 +33,8 @@ def read_body(fields: Mapping[str, Any], defaults: SamplingParams) -> dict[str, 
         from pydantic import ValidationError
 
         from jaxinfer.serve.bodies import ChatBody, CompletionBody
+        from jaxinfer.serve.errors import refused_body
+        from jaxinfer.serve.messages import plain_messages
         from jaxinfer.serve.parameters import of_chat, of_completion, options_of, rendering_of
     except ModuleNotFoundError as error:
         raise ValueError(f"OpenAI's batch format needs {error.name}; run pip install 'jaxinfer[serve]'") from None
@@ -44,16 +46,14 @@ def read_body(fields: Mapping[str, Any], defaults: SamplingParams) -> dict[str, 
     try:
         body = (ChatBody if url == CHATS else CompletionBody).model_validate(fields.get("body"))
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, ("body", *first["loc"])))
-        raise ValueError(f"{place}: {first['msg'].removeprefix('Value error, ')}") from None
+        raise ValueError(f"body: {refused_body(list(error.errors()))}") from None
     if body.stream:
         raise ValueError("body.stream is true, and a job has no streams; leave it out")
     options: Any = options_of(body)
     if isinstance(body, ChatBody):
         rendering = rendering_of(body)
         rendering["variables"] = rendering.pop("chat_template_kwargs")
-        chat = {**rendering, "messages": [body.messages]}
+        chat = {**rendering, "messages": [plain_messages(body.messages)]}
         sampling = of_chat(body, defaults, MAX_INT)
         return {"prompt": None, "chat": chat, "sampling_params": sampling, "options": options, "body": body}
     if not isinstance(body.prompt, str) and not isinstance(body.prompt[0], int):
@@ -61,6 +61,13 @@ def read_body(fields: Mapping[str, Any], defaults: SamplingParams) -> dict[str, 
     prompt = body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
     sampling = of_completion(body, defaults)
     return {"prompt": prompt, "chat": None, "sampling_params": sampling, "options": options, "body": body}
+
+
+def require_effort_of(chat: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+    """Raises ValueError if a conversation has a reasoning effort that its chat template does not read."""
+    from jaxinfer.serve.parameters import require_effort_is_read
+
+    require_effort_is_read(tokenizer, {**chat, "chat_template_kwargs": chat["variables"]})
 
 
 def result_of(
@@ -80,6 +87,7 @@ def result_of(
         ]
         choices = [answers.chat_choice(c, i, body, tokenizer) for i, c in enumerate(own)]
     else:
+        completions = answers.as_asked(completions, body)
         choices = [answers.completion_choice(c, i, body, tokenizer) for i, c in enumerate(completions)]
     usage = answers.usage_of([completions])
     del usage["prompt_tokens_details"]  # tokens found in the cache: they depend on what ran before
@@ -91,6 +99,8 @@ def result_of(
         "choices": choices,
         "usage": usage,
     }
+    if is_chat and body.return_token_ids:
+        content["prompt_token_ids"] = list(completions[0].prompt_token_ids)
     response = {"status_code": 200, "request_id": f"req_{digest}", "body": content}
     return {"id": f"batch_req_{digest}", "response": response, "error": None}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import socket
+import ssl
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--chat-template", metavar="FILE", help="template in Jinja, or the name of one of the checkpoint's templates"
+    )
+    group.add_argument(
+        "--allow-chat-templates",
+        action="store_true",
+        help="let requests bring chat templates, which are programs; each may hold up the others for a second",
     )
     group.add_argument(
         "--keys",
@@ -79,6 +85,13 @@ def serve(arguments: argparse.Namespace) -> None:
     require_real("drain_seconds", arguments.drain_seconds, 0.0)
     if (arguments.tls_certificate is None) != (arguments.tls_key is None):
         raise ValueError("--tls-certificate and --tls-key belong together; give both or none")
+    if arguments.tls_certificate is not None:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+                arguments.tls_certificate, arguments.tls_key
+            )
+        except (OSError, ssl.SSLError) as error:
+            raise ValueError(f"--tls-certificate and --tls-key cannot be used: {error}; give files in PEM") from None
     template = read_template(arguments.chat_template)
     clients = [] if arguments.keys is None else read_clients(as_path("--keys", arguments.keys))
     vars(arguments).setdefault("max_waiting", MAX_WAITING)
@@ -103,6 +116,7 @@ def serve(arguments: argparse.Namespace) -> None:
             port=arguments.port,
             served_names=arguments.served_name or [_name_of(arguments.model)],
             chat_template=template,
+            allows_chat_templates=arguments.allow_chat_templates,
             clients=clients,
             cors_origins=arguments.cors_origin or (),
             max_body_bytes=arguments.max_body_bytes,
@@ -117,6 +131,8 @@ def serve(arguments: argparse.Namespace) -> None:
         )
     try:
         server.run()
+        if llm.failure is not None:
+            raise RuntimeError("the engine has failed") from llm.failure
     finally:
         asyncio.run(llm.close())
 

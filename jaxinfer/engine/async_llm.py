@@ -32,6 +32,7 @@ from jaxinfer.engine.frontend.chats import Chats, render_chats
 from jaxinfer.engine.frontend.embeddings import begin_pooling, embeddings_of
 from jaxinfer.engine.frontend.sample_group import SampleGroup, in_order
 from jaxinfer.engine.request.completion import Completion, Delta
+from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.engine.request.state_pooling import POOLINGS
 from jaxinfer.engine.scheduling.metrics import Metrics
 from jaxinfer.sampling.processors import LogitsProcessor
@@ -40,6 +41,7 @@ from jaxinfer.validation import MAX_INT, as_bool, require, require_int, require_
 T = TypeVar("T")
 # Threads that check, render and tokenize prompts and compile grammars. Tokenizers release the interpreter's lock.
 ADMISSION_THREADS = 4
+MAX_ADMITTING = 1_024  # calls that wait for these threads
 
 
 class SlowReaderError(RuntimeError):
@@ -88,6 +90,7 @@ class AsyncLLM:
         self.tokenizer, self.max_model_len = self._engine.tokenizer, self._engine.max_model_len
         self.answers = self._engine.answers
         self.max_unread_tokens = max_unread_tokens
+        self._num_admitting = 0
         self._admitting = ThreadPoolExecutor(ADMISSION_THREADS, thread_name_prefix="admission")
         self._thread = EngineThread(self._engine)
         # Of the loops that have a reader, which alone keeps a mailbox.
@@ -178,7 +181,7 @@ class AsyncLLM:
         Raises ValueError if the engine cannot honour some prompt, and QueueFullError if too many requests wait.
         """
         groups = await self._admit(partial(self._admitted, prompts, sampling_params, options))
-        return await self._open(groups, self._reader(self.max_unread_tokens))
+        return await self._open(groups, self._reader(self.max_unread_tokens * len(groups)))
 
     async def generate(
         self,
@@ -265,9 +268,7 @@ class AsyncLLM:
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of a text, by default with those that the tokenizer adds to a prompt."""
-        if self.tokenizer is None:
-            raise ValueError("this checkpoint has no tokenizer.json or tokenizer.model; give token ids")
-        return await self._admit(partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens))
+        return await self._admit(partial(self._engine.tokenize, text, add_special_tokens=add_special_tokens))
 
     async def embed(
         self,
@@ -295,7 +296,13 @@ class AsyncLLM:
     async def _admit(self, work: Callable[[], T]) -> T:
         """Returns the result of a function that checks prompts, on a thread of its own."""
         self._engine.check()
-        return await asyncio.get_running_loop().run_in_executor(self._admitting, work)
+        if self._num_admitting >= MAX_ADMITTING:
+            raise QueueFullError(f"{self._num_admitting} calls wait to be admitted, the most there may be; try again")
+        self._num_admitting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._admitting, work)
+        finally:
+            self._num_admitting -= 1
 
     async def _complete(self, groups: Sequence[SampleGroup]) -> list[Completion]:
         """Submits all prompts or none, and returns their completions in the prompts' order."""
@@ -342,6 +349,7 @@ class Stream:
 
     def __init__(self, groups: Sequence[SampleGroup], reader: _Reader, thread: EngineThread) -> None:
         self.request_ids = tuple(samples.request_id for samples in groups)  # in the prompts' order
+        self.num_prompt_tokens = sum(samples.requests[0].num_prompt_tokens for samples in groups)
         self._reader, self._thread = reader, thread
         self._num_to_come = sum(samples.num_completions for samples in groups)
 
@@ -383,8 +391,12 @@ class _Mailbox:
     def post(self, reader: _Reader, item: Delta | Exception) -> None:
         self._items.append((reader, item))
         if not self._is_waking:
-            self._is_waking = True
-            self._loop.call_soon_threadsafe(self._deliver)  # raises if the loop is closed, which ends the request
+            self._is_waking = True  # before the call, for the loop may run at once
+            try:
+                self._loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:  # the loop is closed; this ends the request, and those that post after it
+                self._is_waking = False
+                raise
 
     def _deliver(self) -> None:
         self._is_waking = False  # before the items are taken: what comes from here on wakes the loop again

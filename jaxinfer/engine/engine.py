@@ -34,7 +34,7 @@ from jaxinfer.engine.timeline import Timeline, recorded_timeline
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.text.answers.answers import Answers
-from jaxinfer.validation import require, shown
+from jaxinfer.validation import as_bool, require, shown
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +139,14 @@ class Engine:
         check_names(options)
         admission = self._admission
         return self._group(admission, admission.admit(self._ids, prompt, sampling_params, **options))
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Returns the token ids of a text; ValueError for one that no prompt may be as long as."""
+        self.check()
+        require(isinstance(text, str), "text", text, "text")
+        return self._admission.encode(
+            text, "text", add_special_tokens=as_bool("add_special_tokens", add_special_tokens)
+        )
 
     def admit_all(
         self,

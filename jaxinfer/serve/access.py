@@ -78,13 +78,15 @@ class Client:
 
     def restrict(self, options: RequestOptions) -> RequestOptions:
         """Returns a request's options with the client's tenant, at most its priority, and a cache of its own."""
+        if "tenant" in options:
+            raise ValueError("user cannot be honoured: the key says which tenant the request is of; leave it out")
         restricted = RequestOptions(**options)
         restricted["tenant"] = self.tenant
         if self.priority == "batch":
             restricted["priority"] = "batch"
-        salt = options.get("cache_salt")
-        # Of equal lengths for all tenants, so that no tenant's name and salt read like another's.
-        restricted["cache_salt"] = sha256(self.tenant.encode()).hexdigest() + (salt or "")
+        # Of a text that reads in one way alone, so that no tenant's name and salt are another's.
+        own = json.dumps([self.tenant, options.get("cache_salt")])
+        restricted["cache_salt"] = sha256(own.encode()).hexdigest()
         return restricted
 
 
@@ -122,16 +124,17 @@ def _client(entry: Any) -> Client:
         raise ValueError(f"give a JSON object with a key of at least 16 characters, such as {_EXAMPLE}")
     if unknown := sorted(entry.keys() - set(FIELDS)):
         raise ValueError(f"{shown(unknown[0])} is unknown; the fields are {', '.join(FIELDS)}")
-    tenant, priority = entry.get("tenant", ""), entry.get("priority", "interactive")
+    digest = sha256(entry["key"].encode()).digest()
+    # Clients without a name are tenants of their own.
+    tenant, priority = entry.get("tenant", digest.hex()[:16]), entry.get("priority", "interactive")
     if not isinstance(tenant, str):
         raise ValueError(f"tenant={shown(tenant)} is not allowed: give a name as text")
     if priority not in get_args(Priority):
         raise ValueError(f"priority={shown(priority)} is not allowed: give one of {', '.join(get_args(Priority))}")
     limits = {name: entry[name] for name in ("max_in_flight", "tokens_per_minute") if entry.get(name) is not None}
     for name, value in limits.items():
-        if not is_real(value) or value < 1:
+        if not is_real(value) or not 1 <= value < math.inf:
             raise ValueError(f"{name}={shown(value)} is not allowed: give a number of at least 1, or leave it out")
-    digest = sha256(entry["key"].encode()).digest()
     return Client(digest=digest, tenant=tenant, priority=priority, **limits)
 
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -317,6 +317,13 @@ def _is_shown_whole(body: ChatBody) -> bool:
     return body.skip_special_tokens is False
 
 
+def as_asked(completions: Sequence[Completion], body: CompletionBody) -> list[Completion]:
+    """Returns completions without the token that the engine samples for max_tokens=0."""
+    if body.max_tokens != 0:
+        return list(completions)
+    return [replace(one, text="", token_ids=(), log_probs=(), top_log_probs=()) for one in completions]
+
+
 def completion_choice(
     completion: Completion, index: int, body: CompletionBody, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
@@ -325,13 +332,13 @@ def completion_choice(
     rows = [*tokens.prompt_rows(completion), *tokens.output_rows(completion)]
     choice: dict[str, Any] = {
         "index": index,
-        "text": tokens.prompt_text(completion) + ("" if body.max_tokens == 0 else completion.text),
+        "text": tokens.prompt_text(completion) + completion.text,
         "logprobs": tokens.log_probs(rows),
         **_end(completion),
         "seed": completion.seed,
     }
     if body.return_token_ids:
-        choice["token_ids"] = list(completion.token_ids[: body.max_tokens])
+        choice["token_ids"] = list(completion.token_ids)
         choice["prompt_token_ids"] = list(completion.prompt_token_ids)
     if body.prompt_log_probs is not None:
         choice["prompt_log_probs"] = [_finite(value) for value in completion.prompt_log_probs]
@@ -342,8 +349,10 @@ class CompletionChunks:
     """Makes the choices of a stream's chunks for the samples of one prompt, from `first_index` on."""
 
     def __init__(self, body: CompletionBody, tokenizer: Tokenizer | None, first_index: int) -> None:
-        self._body, self._tokens = body, _CompletionTokens(body, tokenizer)
-        self._first_index = first_index
+        self._body, self._first_index = body, first_index
+        # By sample, for each has text offsets of its own.
+        self._tokens: defaultdict[int, _CompletionTokens]
+        self._tokens = defaultdict(lambda: _CompletionTokens(body, tokenizer))
 
     def choice(self, delta: Delta) -> dict[str, Any] | None:
         """Returns the choice of a delta; None if it has nothing to say."""
@@ -351,10 +360,11 @@ class CompletionChunks:
         has_tokens = delta.token_ids and (body.logprobs is not None or body.return_token_ids)
         if not (delta.text or completion or has_tokens):
             return None
+        tokens = self._tokens[delta.sample_index]
         choice: dict[str, Any] = {
             "index": self._first_index + delta.sample_index,
             "text": delta.text,
-            "logprobs": self._tokens.log_probs(self._tokens.output_rows(delta)),
+            "logprobs": tokens.log_probs(tokens.output_rows(delta)),
             "finish_reason": None,
         }
         if body.return_token_ids:
@@ -390,7 +400,7 @@ class _CompletionTokens:
 
     def output_rows(self, output: Completion | Delta) -> Sequence[_Row]:
         tops = output.top_log_probs or ({},) * len(output.token_ids)
-        return list(zip(output.token_ids, output.log_probs, tops, strict=True))[: self._body.max_tokens]
+        return list(zip(output.token_ids, output.log_probs, tops, strict=True))
 
     def log_probs(self, rows: Sequence[_Row]) -> dict[str, Any] | None:
         if self._body.logprobs is None:

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import re
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,9 +25,10 @@ from starlette.exceptions import HTTPException
 from jaxinfer._version import __version__
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.async_llm import AsyncLLM, SlowReaderError, Stream
-from jaxinfer.engine.frontend.admission import RequestOptions
+from jaxinfer.engine.frontend.admission import ONE_TOKEN, RequestOptions
 from jaxinfer.engine.frontend.chats import Chats
 from jaxinfer.engine.frontend.embeddings import NoEmbeddingError
+from jaxinfer.engine.frontend.sample_group import in_order
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.request.request import BAD_LOGITS_ERROR, QueueFullError
 from jaxinfer.serve import answers
@@ -41,10 +43,10 @@ from jaxinfer.serve.bodies import (
     SamplingBody,
     TokenizeBody,
 )
-from jaxinfer.serve.errors import ErrorBody, RefusedError, refused_body
+from jaxinfer.serve.errors import UNKNOWN_FAILURE, ErrorBody, RefusedError, refused_body
 from jaxinfer.serve.messages import plain_messages
 from jaxinfer.serve.metrics import ServerMetrics
-from jaxinfer.serve.parameters import of_chat, of_completion, options_of, rendering_of
+from jaxinfer.serve.parameters import of_chat, of_completion, options_of, rendering_of, require_effort_is_read
 from jaxinfer.serve.streams import DONE, ClientGoneError, EventStream, event, unless_gone
 from jaxinfer.validation import shown
 
@@ -54,7 +56,6 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 429, 500, 503)
 }
 STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
-EFFORT = "reasoning_effort"  # of OpenAI's API, a variable of some templates
 GONE_STATUS = 499  # the status that proxies log for a client that went away
 
 
@@ -65,6 +66,7 @@ class Door:
     llm: AsyncLLM
     names: Sequence[str]  # of the model; answers have the first
     chat_template: str | None = None  # in place of the checkpoint's
+    allows_chat_templates: bool = False  # of requests
     is_draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -78,7 +80,18 @@ class Door:
         if self.is_draining:
             raise RefusedError(503, "the server is shutting down; try another one", kind="server_error", retry_after=5)
         if self.llm.failure is not None:
-            raise RefusedError(503, f"the engine has failed: {self.llm.failure}", kind="server_error")
+            raise RefusedError(503, "the engine has failed; its log says why", kind="server_error")
+
+    def require_room(self, num_prompts: int, sampling: SamplingParams) -> None:
+        """Raises ValueError for more samples than the engine could ever hold; fewer may have to wait for room."""
+        config, num_samples = self.llm.engine_config, num_prompts * sampling.num_samples
+        if config.max_waiting is None or config.max_num_seqs is None:
+            return
+        if num_samples > config.max_num_seqs + config.max_waiting:
+            raise ValueError(
+                f"{num_prompts} prompts of {sampling.num_samples} samples are more than"
+                f" max_num_seqs={config.max_num_seqs} and max_waiting={config.max_waiting} have room for; send fewer"
+            )
 
     def require_model(self, name: str | None) -> None:
         """Raises RefusedError 404 for a name that is none of the model's."""
@@ -92,10 +105,9 @@ class Door:
         client = client_of(request)
         return options_of(body) if client is None else client.restrict(options_of(body))
 
-    def finish(self, request: Request, completions: Sequence[Completion]) -> None:
-        """Counts the completions of a prompt; raises RefusedError if one ended in an error."""
+    def finish(self, completions: Sequence[Completion]) -> None:
+        """Observes completions; raises RefusedError if one ended in an error."""
         self.metrics.observe(completions)
-        self.count(request, sum(len(completion.token_ids) for completion in completions))
         for completion in completions:
             if completion.finish_reason != "error":
                 continue
@@ -141,19 +153,49 @@ class Door:
         self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams | None, rendering: Mapping[str, Any]
     ) -> Chats:
         """Returns a conversation as a prompt with its parameters; ValueError if it cannot be rendered."""
-        template = rendering.get("chat_template") or self.chat_template
-        rendering = {**rendering, "chat_template": template}
-        if EFFORT in (rendering.get("chat_template_kwargs") or {}) and self.llm.tokenizer is not None:
-            text = self.llm.tokenizer.chat_templates.choose(template, bool(rendering.get("tools")))
-            if EFFORT not in text:
-                raise ValueError(f"{EFFORT} cannot be honoured: the chat template does not read it; leave it out")
-        return await self.llm.render([plain_messages(messages)], sampling, **rendering)
+        own = rendering.get("chat_template")
+        if own is not None and not self.allows_chat_templates:
+            raise ValueError(
+                "chat_template cannot be honoured: this server takes no templates from requests; leave it out, or start"
+                " the server with --allow-chat-templates"
+            )
+        rendering = {**rendering, "chat_template": own or self.chat_template}
+        require_effort_is_read(self.llm.tokenizer, rendering)
+        plain = await asyncio.to_thread(plain_messages, messages)
+        return await self.llm.render([plain], sampling, **rendering)
+
+    async def generate(
+        self, request: Request, prompts: Sequence[Any], sampling: SamplingParams, options: RequestOptions
+    ) -> list[Completion]:
+        """Returns the completions of prompts, and counts their tokens as they come."""
+        completions = defaultdict[int, list[Completion]](list)
+        async with await self.open(request, prompts, sampling, options) as stream:
+            async for delta in stream:
+                self.count_output(request, sampling, delta)
+                if delta.completion is not None:
+                    completions[delta.request_id].append(delta.completion)
+        return [c for request_id in stream.request_ids for c in in_order(completions[request_id], sampling)]
+
+    async def open(
+        self, request: Request, prompts: Sequence[Any], sampling: SamplingParams, options: RequestOptions
+    ) -> Stream:
+        """Returns the stream of prompts, and counts their tokens."""
+        self.require_room(len(prompts), sampling)
+        stream = await self.llm.open(prompts, sampling, **options)
+        self.count(request, stream.num_prompt_tokens)
+        return stream
+
+    def count_output(self, request: Request, sampling: SamplingParams, delta: Delta) -> None:
+        """Counts the tokens of a delta; with `best_of` only some samples come, and stand for all."""
+        self.count(request, len(delta.token_ids) * sampling.num_samples // sampling.n)
 
 
-def make_app(llm: AsyncLLM, names: Sequence[str], *, chat_template: str | None = None) -> FastAPI:
-    """Returns the application that serves a model under some names; `app.state.door` has what its routes share.
+def make_app(
+    llm: AsyncLLM, names: Sequence[str], *, chat_template: str | None = None, allows_chat_templates: bool = False
+) -> FastAPI:
+    """Returns the application that serves a model under some names; `app.state.door` is shared by its routes.
 
-    `chat_template` takes the place of the checkpoint's.
+    `chat_template` takes the place of the checkpoint's. With `allows_chat_templates` requests may bring their own.
     """
     app = FastAPI(
         title="jaxinfer",
@@ -162,8 +204,10 @@ def make_app(llm: AsyncLLM, names: Sequence[str], *, chat_template: str | None =
         redoc_url=None,
         responses=REFUSALS,
         openapi_url="/openapi.json",
+        redirect_slashes=False,
     )
-    app.state.door = door = Door(llm=llm, names=names, chat_template=chat_template)
+    door = Door(llm=llm, names=names, chat_template=chat_template, allows_chat_templates=allows_chat_templates)
+    app.state.door = door
     _add_error_handlers(app)
     _add_generation(app, door)
     _add_texts(app, door)
@@ -193,9 +237,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> Response:
-        return RefusedError(
-            500, "the server has failed on this request; its log says why", kind="server_error"
-        ).response()
+        return UNKNOWN_FAILURE.response()
 
 
 def _add_generation(app: FastAPI, door: Door) -> None:
@@ -214,19 +256,18 @@ def _add_generation(app: FastAPI, door: Door) -> None:
         tokenizer, heading = llm.tokenizer, door.heading("chatcmpl", "chat.completion")
         if body.stream:
             with door.refusals(body):
-                stream = await llm.open([prompt], sampling, **door.options(request, body))
+                stream = await door.open(request, [prompt], sampling, door.options(request, body))
             heading = replace(heading, object="chat.completion.chunk")
             first = [_first_chat_choice(index) for index in range(sampling.n)]
             extra = {"prompt_token_ids": prompt} if body.return_token_ids else {}
             chunks = ChatChunks(body, tokenizer, partial(chats.form.reader, sampling, prompt))
             before = [{"choices": first, **extra}]
-            return EventStream(_chunks(door, request, body, heading, stream, [chunks.choice], before))
+            events = _chunks(door, request, body, sampling, heading, stream, [chunks.choice], before)
+            return EventStream(events, stream.close)
         with door.refusals(body):
-            completions = await unless_gone(
-                request.receive, llm.generate([prompt], sampling, **door.options(request, body))
-            )
-        door.count(request, len(prompt))
-        door.finish(request, completions)
+            work = door.generate(request, [prompt], sampling, door.options(request, body))
+            completions = await unless_gone(request.receive, work)
+        door.finish(completions)
         answered = await asyncio.to_thread(chats.answered, completions)
         answer = heading.fields() | {
             "choices": [answers.chat_choice(c, i, body, tokenizer) for i, c in enumerate(answered)],
@@ -249,18 +290,15 @@ def _add_generation(app: FastAPI, door: Door) -> None:
         heading = door.heading("cmpl", "text_completion")
         if body.stream:
             with door.refusals(body):
-                stream = await llm.open(prompts, sampling, **door.options(request, body))
+                stream = await door.open(request, prompts, sampling, door.options(request, body))
             choices_of = [CompletionChunks(body, llm.tokenizer, i * sampling.n).choice for i in range(len(prompts))]
-            return EventStream(_chunks(door, request, body, heading, stream, choices_of, []))
+            events = _chunks(door, request, body, sampling, heading, stream, choices_of, [])
+            return EventStream(events, stream.close)
         with door.refusals(body):
-            completions = await unless_gone(
-                request.receive, llm.generate(prompts, sampling, **door.options(request, body))
-            )
-        door.count(request, sum(len(c.prompt_token_ids) for c in completions[:: sampling.n]))
-        door.finish(request, completions)
-        if body.max_tokens == 0:
-            none: dict[str, Any] = {"text": "", "token_ids": (), "log_probs": (), "top_log_probs": ()}
-            completions = [replace(completion, **none) for completion in completions]
+            work = door.generate(request, prompts, sampling, door.options(request, body))
+            completions = await unless_gone(request.receive, work)
+        door.finish(completions)
+        completions = answers.as_asked(completions, body)
         groups = [completions[i : i + sampling.n] for i in range(0, len(completions), sampling.n)]
         choices = [answers.completion_choice(c, i, body, llm.tokenizer) for i, c in enumerate(completions)]
         return JSONResponse(heading.fields() | {"choices": choices, "usage": usage_of(groups)})
@@ -278,15 +316,20 @@ def _add_texts(app: FastAPI, door: Door) -> None:
         with door.refusals(body):
             if body.dimensions not in (None, size):
                 raise ValueError(f"dimensions={body.dimensions} cannot be honoured; this model's vectors have {size}")
-            inputs = [await llm.tokenize(p) if isinstance(p, str) else p for p in _prompts(body.input)]
+            door.require_room(len(_prompts(body.input)), ONE_TOKEN)
             options = {"pooling": body.pooling, "normalize": body.normalize, **door.options(request, body)}
-            vectors = await unless_gone(request.receive, llm.embed(inputs, **options))
+
+            async def work() -> tuple[list[list[int]], np.ndarray]:
+                inputs = [await llm.tokenize(p) if isinstance(p, str) else p for p in _prompts(body.input)]
+                door.count(request, sum(map(len, inputs)))
+                return inputs, await llm.embed(inputs, **options)
+
+            inputs, vectors = await unless_gone(request.receive, work())
         data = [
             {"object": "embedding", "index": index, "embedding": _vector(row, body.encoding_format)}
             for index, row in enumerate(vectors)
         ]
         num_tokens = sum(map(len, inputs))
-        door.count(request, num_tokens)
         usage = {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}
         return JSONResponse({"object": "list", "model": door.names[0], "data": data, "usage": usage})
 
@@ -308,7 +351,8 @@ def _add_texts(app: FastAPI, door: Door) -> None:
             "tokens": tokens,
         }
         if body.return_token_strs:
-            answer["token_strs"] = [_tokenizer(llm).text_of(token_id) for token_id in tokens]
+            texts = map(_tokenizer(llm).text_of, tokens)
+            answer["token_strs"] = await asyncio.to_thread(list, texts)
         return JSONResponse(answer)
 
     @app.post("/detokenize", response_model=answers.TokenText)
@@ -316,7 +360,8 @@ def _add_texts(app: FastAPI, door: Door) -> None:
         """Returns the text of token ids."""
         door.require_model(body.model)
         with door.refusals(body):
-            return JSONResponse({"prompt": _tokenizer(llm).decode(body.tokens, skip_special_tokens=False)})
+            decode = partial(_tokenizer(llm).decode, body.tokens, skip_special_tokens=False)
+            return JSONResponse({"prompt": await asyncio.to_thread(decode)})
 
 
 def _add_state(app: FastAPI, door: Door) -> None:
@@ -331,6 +376,7 @@ def _add_state(app: FastAPI, door: Door) -> None:
         door.require_model(name)
         return JSONResponse(_card(door, name))
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", response_model=answers.Health)
     async def health() -> Response:
         """Answers as long as the engine has not failed."""
@@ -338,6 +384,7 @@ def _add_state(app: FastAPI, door: Door) -> None:
             door.require_open()
         return JSONResponse({"status": "healthy"})
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready", response_model=answers.Health)
     async def ready() -> Response:
         """Answers as long as new requests are taken."""
@@ -355,6 +402,7 @@ async def _chunks(
     door: Door,
     request: Request,
     body: SamplingBody,
+    sampling: SamplingParams,
     heading: Heading,
     stream: Stream,
     choices_of: Sequence[Callable[[Delta], dict[str, Any] | None]],
@@ -365,19 +413,17 @@ async def _chunks(
     fields = heading.fields() | ({"usage": None} if has_usage else {})
     place = dict(zip(stream.request_ids, count()))
     completions: list[list[Completion]] = [[] for _ in stream.request_ids]
-    async with stream:
-        for chunk in before:
-            yield event(fields | chunk)
-        with door.refusals(body):
-            async for delta in stream:
-                index = place[delta.request_id]
-                if (completion := delta.completion) is not None:
-                    if not completions[index]:
-                        door.count(request, len(completion.prompt_token_ids))
-                    completions[index].append(completion)
-                    door.finish(request, [completion])
-                if (choice := choices_of[index](delta)) is not None:
-                    yield event(fields | {"choices": [choice]})
+    for chunk in before:
+        yield event(fields | chunk)
+    with door.refusals(body):
+        async for delta in stream:
+            index = place[delta.request_id]
+            door.count_output(request, sampling, delta)
+            if (completion := delta.completion) is not None:
+                completions[index].append(completion)
+                door.finish([completion])
+            if (choice := choices_of[index](delta)) is not None:
+                yield event(fields | {"choices": [choice]})
     if has_usage:
         yield event(fields | {"choices": [], "usage": usage_of(completions)})
     yield DONE

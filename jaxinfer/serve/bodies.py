@@ -8,19 +8,37 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from jaxinfer.text.answers.tools import MAX_TOOLS
+from jaxinfer.validation import cut
 
 # Bounds of what a body may list: the engine has its own, narrower ones.
 MAX_PROMPTS = 2_048
 MAX_MESSAGES = 4_096
 MAX_STOPS = 128
+MAX_LISTED = 4_096  # of each other list
+MAX_TOKENS = 2**20  # of a prompt
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+# Of a long list only the first wrong item is reported: an error for each would take seconds and gigabytes.
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
 Text = Annotated[str, Field(max_length=2**24)]
+Texts = Annotated[list[Text], Field(max_length=MAX_LISTED, fail_fast=True)]
 Name = Annotated[str, Field(max_length=4_096)]
+Objects = Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+
+
+Prompts = Annotated[list[Text | TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+
+
+def _bounded(values: Any) -> Any:
+    if isinstance(values, dict) and len(values) > MAX_LISTED:
+        raise ValueError(f"it has {len(values):,} entries; give at most {MAX_LISTED:,}")
+    return values
+
+
+Numbers = Annotated[dict[str, float], BeforeValidator(_bounded)]
 
 
 class Body(BaseModel):
@@ -36,6 +54,10 @@ class Body(BaseModel):
         if not isinstance(values, dict):
             return values
         given = {name: value for name, value in values.items() if value is not None}
+        known = {field.alias or name for name, field in cls.model_fields.items()} | cls.REFUSED.keys()
+        for name in given:
+            if name not in known:
+                raise ValueError(f"{cut(name)}: this field is unknown, and no field is ignored; leave it out")
         for name, (harmless, reason) in cls.REFUSED.items():
             if name in given and given.pop(name) not in harmless:
                 raise ValueError(f"{name} cannot be honoured: {reason}; leave it out")
@@ -62,7 +84,7 @@ class SamplingBody(Body):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Numbers | None = None
     user: Annotated[Name, Field(description="the tenant, if the key has none")] | None = None
     # The engine's own.
     top_k: int | None = None
@@ -70,22 +92,28 @@ class SamplingBody(Body):
     typical_p: float | None = None
     repetition_penalty: float | None = None
     no_repeat_ngram_size: int | None = None
-    bad_words: list[TokenIds] | None = None
-    allowed_token_ids: list[TokenId] | None = None
+    bad_words: Annotated[list[TokenIds], Field(max_length=MAX_LISTED, fail_fast=True)] | None = None
+    allowed_token_ids: TokenIds | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     json_schema: Text | dict[str, Any] | None = None
     regex: Text | None = None
-    choices: list[Text] | None = None
+    choices: Texts | None = None
     grammar: Text | None = None
-    logits_processors: dict[str, float] | None = None
+    logits_processors: Numbers | None = None
     prompt_log_probs: int | None = None
     priority: Literal["interactive", "batch"] | None = None
     deadline: Annotated[float, Field(gt=0)] | None = None
     cache_salt: Name | None = None
     return_token_ids: Annotated[bool, Field(description="add the ids of prompt and output to the answer")] = False
+
+    @model_validator(mode="after")
+    def _streams_if_it_says_how(self) -> SamplingBody:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream=true")
+        return self
 
     REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
         "metadata": (({},), "the server stores nothing"),
@@ -100,7 +128,7 @@ class CompletionBody(SamplingBody):
     """The body of /v1/completions."""
 
     prompt: Annotated[
-        Text | TokenIds | Annotated[list[Text | TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)],
+        Text | TokenIds | Prompts,
         Field(description="text, token ids, or several of these"),
     ]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -155,20 +183,20 @@ class Prediction(Body):
 class ChatBody(SamplingBody):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[Objects, Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     response_format: ResponseFormat | None = None
     prediction: Prediction | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Objects, Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: Annotated[Name, Field(description="for templates that read it")] | None = None
     # Further arguments of `LLM.chat`.
     answer_style: Name | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Objects | None = None
     chat_template: Text | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -198,7 +226,7 @@ class EmbeddingBody(Body):
     """The body of /v1/embeddings."""
 
     model: Name
-    input: Text | TokenIds | Annotated[list[Text | TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+    input: Text | TokenIds | Prompts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     user: Name | None = None
@@ -215,7 +243,7 @@ class TokenizeBody(Body):
 
     model: Name | None = None
     prompt: Text | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[Objects, Field(min_length=1)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -234,4 +262,4 @@ class DetokenizeBody(Body):
     """The body of /detokenize."""
 
     model: Name | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS, fail_fast=True)]

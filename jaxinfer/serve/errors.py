@@ -45,7 +45,9 @@ class RefusedError(Exception):
 
     def body(self) -> dict[str, Any]:
         """Returns the error as a JSON object."""
-        detail = {"message": str(self)[:MAX_MESSAGE], "type": self.kind, "param": self.param, "code": self.code}
+        # Half a surrogate pair has no UTF-8.
+        message = str(self)[:MAX_MESSAGE].encode(errors="backslashreplace").decode()
+        detail = {"message": message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": detail}
 
     def response(self) -> JSONResponse:
@@ -55,16 +57,17 @@ class RefusedError(Exception):
         return JSONResponse(self.body(), self.status, headers)
 
 
+UNKNOWN_FAILURE = RefusedError(500, "the server has failed on this request; its log says why", kind="server_error")
+
+
 def refused_body(errors: list[Any]) -> RefusedError:
     """Returns the refusal of a body that does not fit its schema, from the first of pydantic's errors."""
     error = errors[0]
     place = [str(part) for part in error["loc"] if part != "body"]
     param = next(iter(place), None)
     message = error["msg"].removeprefix("Value error, ")
-    if refused := re.match(r"(\w+) cannot be honoured", message):
+    if refused := re.match(r"(\w+)(?: cannot be honoured|: this field is unknown)", message):
         param = refused[1]
-    if error["type"] == "extra_forbidden":
-        message = "this field is unknown, and no field is ignored; leave it out"
-    elif error["type"] == "json_invalid":
+    if error["type"] == "json_invalid":
         place, param, message = [], None, f"the body is no JSON: {error.get('ctx', {}).get('error', message)}"
     return RefusedError(400, f"{'.'.join(place)}: {message}" if place else message, param=param)

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 
+MAX_PATH = 200  # characters
 # Probes and scrapes, which would fill the log.
 QUIET_PATHS = ("/health", "/ready", "/metrics")
 
@@ -63,8 +64,11 @@ class RequestLog:
         finally:
             seconds = round(time.monotonic() - began, 6)
             client = scope.get("state", {}).get("client")
-            fields = {"method": scope["method"], "path": scope["path"], "status": status, "seconds": seconds}
+            # As it was sent: decoded, it could have a line end.
+            path = scope["raw_path"].decode("ascii", "backslashreplace")[:MAX_PATH]
+            fields = {"method": scope["method"], "path": path, "status": status, "seconds": seconds}
+            line = f"{scope['method']} {path} {status} {seconds:.3f} s"
             if client is not None:
                 fields["tenant"] = client.tenant
-            line = f"{scope['method']} {scope['path']} {status} {seconds:.3f} s"
+                line += f" {client.tenant!r}"
             logger.info("%s", line, extra={"fields": fields})

@@ -26,7 +26,7 @@ def _plain(message: Mapping[str, Any], place: str) -> dict[str, Any]:
         raise ValueError(f"{place}.role is {shown(role)}; give a role, such as system, user, assistant or tool")
     if "content" in plain:
         plain["content"] = _text(plain["content"], f"{place}.content")
-    elif "tool_calls" not in plain:
+    elif "tool_calls" not in plain and "refusal" not in plain:
         raise ValueError(f"{place} has neither content nor tool_calls; give one")
     if "tool_calls" in plain:
         plain["tool_calls"] = _calls(plain["tool_calls"], f"{place}.tool_calls")
@@ -65,6 +65,8 @@ def _call(call: Any, place: str) -> Any:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ValueError(f"{place}.function.arguments is {shown(arguments)}; give JSON") from None
+    if arguments is not None and not isinstance(arguments, Mapping):
+        raise ValueError(f"{place}.function.arguments is {shown(arguments)}; give a JSON object")
     return {**call, "function": {**function, "arguments": arguments}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from jaxinfer.config import SamplingParams
 from jaxinfer.engine.frontend.admission import RequestOptions
 from jaxinfer.sampling_params import TotalLength
 from jaxinfer.serve.bodies import ChatBody, CompletionBody, EmbeddingBody, SamplingBody
+from jaxinfer.text.tokenizer import Tokenizer
 
 # Fields with the name, meaning and values that they have in `SamplingParams`.
 SAME = (
@@ -17,6 +19,7 @@ SAME = (
     *("stop_token_ids", "ignore_eos", "skip_special_tokens", "json_schema", "regex", "choices", "grammar"),
     *("logits_processors", "prompt_log_probs"),
 )
+EFFORT = "reasoning_effort"  # of OpenAI's API, a variable of some templates
 ANY_OBJECT = {"type": "object"}
 MAX_COMPLETION_TOKENS = 16  # of /v1/completions, where neither the request nor the checkpoint states it
 
@@ -88,7 +91,7 @@ def rendering_of(body: ChatBody) -> dict[str, Any]:
     """Returns the arguments of `AsyncLLM.render` beside the messages and their sampling."""
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
-        variables["reasoning_effort"] = body.reasoning_effort
+        variables[EFFORT] = body.reasoning_effort
     return {
         "tools": body.tools,
         "tool_choice": body.tool_choice,
@@ -100,6 +103,14 @@ def rendering_of(body: ChatBody) -> dict[str, Any]:
         "continue_final_message": body.continue_final_message,
         "chat_template_kwargs": variables,
     }
+
+
+def require_effort_is_read(tokenizer: Tokenizer | None, rendering: Mapping[str, Any]) -> None:
+    """Raises ValueError if a conversation has a reasoning effort and its template does not read it."""
+    if EFFORT not in (rendering.get("chat_template_kwargs") or {}) or tokenizer is None:
+        return
+    if EFFORT not in tokenizer.chat_templates.choose(rendering.get("chat_template"), bool(rendering.get("tools"))):
+        raise ValueError(f"{EFFORT} cannot be honoured: the chat template does not read it; leave it out")
 
 
 def _same(body: SamplingBody) -> dict[str, Any]:

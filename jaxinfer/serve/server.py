@@ -39,6 +39,7 @@ class ServerConfig:
     * `host`, `port`: port 0 takes a free one.
     * `served_names`: names of the model in requests; answers have the first.
     * `chat_template`: in place of the checkpoint's.
+    * `allows_chat_templates`: if requests may bring templates of their own, which are programs.
     * `clients`: the keys; without one every request may enter.
     * `cors_origins`: origins whose pages may call the server from a browser.
     * `max_body_bytes`: bytes of a request's body.
@@ -50,6 +51,7 @@ class ServerConfig:
     port: int = 8000
     served_names: Sequence[str]
     chat_template: str | None = None
+    allows_chat_templates: bool = False
     clients: Sequence[Client] = ()
     cors_origins: Sequence[str] = ()
     max_body_bytes: int = 2**25
@@ -60,12 +62,18 @@ class ServerConfig:
 
 def make_server(llm: AsyncLLM, config: ServerConfig) -> Server:
     """Returns the server of a model; its `run` serves until SIGTERM or SIGINT."""
-    app = make_app(llm, config.served_names, chat_template=config.chat_template)
+    app = make_app(
+        llm,
+        config.served_names,
+        chat_template=config.chat_template,
+        allows_chat_templates=config.allows_chat_templates,
+    )
+    asgi: Any = BodyLimit(AccessControl(app, config.clients), config.max_body_bytes)
     if config.cors_origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=[*config.cors_origins], allow_methods=["*"], allow_headers=["*"]
-        )
-    asgi = RequestLog(BodyLimit(AccessControl(app, config.clients), config.max_body_bytes))
+        # Outermost, for a browser asks without a key whether it may call, and reads refusals too.
+        origins, every = [*config.cors_origins], ["*"]
+        asgi = CORSMiddleware(asgi, origins, every, every, expose_headers=["Retry-After"])
+    asgi = RequestLog(asgi)
     settings = uvicorn.Config(
         asgi,
         host=config.host,
@@ -125,6 +133,8 @@ class Server(uvicorn.Server):
             self.force_exit = self.force_exit or sig == signal.SIGINT
 
     async def on_tick(self, counter: int) -> bool:
+        if self._door.llm.failure is not None:
+            self.drain()  # the supervisor of the process then starts another
         if self._closing_time is not None and not self.should_exit:
             is_idle = not self.server_state.tasks
             self.should_exit = is_idle or time.monotonic() >= self._closing_time
@@ -149,8 +159,8 @@ class _TimedProtocol(H11Protocol):
                 timer.cancel()
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+    def handle_events(self) -> None:
+        super().handle_events()  # also of requests that came while an earlier one was answered
         self._watch_request()
 
     def pause_writing(self) -> None:

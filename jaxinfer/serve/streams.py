@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Coroutine
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxinfer.serve.errors import RefusedError
+from jaxinfer.serve.errors import UNKNOWN_FAILURE, RefusedError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 # Proxies close a connection on which nothing comes for a minute or less.
@@ -51,21 +54,24 @@ async def _until_gone(receive: Receive) -> None:
 class EventStream(Response):
     """An answer of server-sent events, with heartbeats while none comes.
 
-    An exception of the iterator becomes the last event, in OpenAI's form of an error. If the client goes away, the
-    iterator is closed.
+    An exception of the iterator becomes the last event, in OpenAI's form of an error. In the end, or if the client goes
+    away, `close` is awaited: it ends what the iterator reads, even if that has not begun.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], Awaitable[None]]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
+        self._events, self._close = events, close
         self._num_sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with contextlib.suppress(ClientGoneError):
-            await unless_gone(receive, self._write(send))
+        try:
+            with contextlib.suppress(ClientGoneError):
+                await unless_gone(receive, self._write(send))
+        finally:
+            await self._close()
 
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -75,9 +81,12 @@ class EventStream(Response):
                 await self._send(send, item)
         except RefusedError as error:
             await self._send(send, event(error.body()))
+        except Exception:
+            logger.exception("a stream has failed")
+            await self._send(send, event(UNKNOWN_FAILURE.body()))
         finally:
             heart.cancel()
-            await self._events.aclose()  # type: ignore[attr-defined]  # an asynchronous generator
+            await asyncio.gather(heart, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _beat(self, send: Send) -> None:

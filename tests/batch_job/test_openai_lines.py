@@ -93,7 +93,7 @@ def test_a_table_has_no_columns_for_these_results(llm, tmp_path):
         (line("a", "completions", {**TEXT, "prompt": ["a", "b"]}), "several prompts"),
         (line("a", "completions", {**TEXT, "temperature": -1}), "temperature=-1.0 is not allowed"),
         (line("a", "completions", None), "body: "),
-        (line("a", "chat/completions", {"model": "m"}), "body.messages"),
+        (line("a", "chat/completions", {"model": "m"}), "body: messages: "),
     ],
 )
 def test_a_wrong_line_is_refused_with_the_reason(text, message):

@@ -13,7 +13,8 @@ import openai
 import pytest
 
 from jaxinfer.config import SamplingParams
-from jaxinfer.serve import answers
+from jaxinfer.serve import answers, app
+from jaxinfer.serve.errors import refused_body
 from tests.serve.servers import NAME, TEMPLATE
 
 pytestmark = pytest.mark.usefixtures("stays_idle")
@@ -113,6 +114,11 @@ def test_several_prompts_have_choices_in_their_order(llm, client):
 
     assert [choice.text for choice in answer.choices] == [each["text"] for each in expected]
     assert joined(stream, lambda choice: choice.text) == expected
+    with_logs = client.completions.create(model=NAME, prompt="x", n=2, seed=1, max_tokens=5, logprobs=0, stream=True)
+    offsets: dict[int, list[int]] = {0: [], 1: []}
+    for chunk in with_logs:
+        offsets[chunk.choices[0].index] += chunk.choices[0].logprobs.text_offset
+    assert [found[0] for found in offsets.values()] == [0, 0]
     assert answer.usage.prompt_tokens == 9
     assert answer.usage.completion_tokens == 30
 
@@ -319,6 +325,8 @@ def test_tokens_there_and_back(llm, http):
         ({"stream": True, "best_of": 2}, "best_of", "cannot be streamed"),
         ({"regex": "(", "max_tokens": 4}, "regex", "unclosed group"),
         ({"deadline": 0}, "deadline", "greater than 0"),
+        ({"stream_options": {"include_usage": True}, "stream": False}, None, "needs stream=true"),
+        ({"top_k": 1.5}, "top_k", "integer"),
         ({"prediction": "hello"}, "prediction", "this engine drafts from no text"),
     ],
     ids=lambda value: "-".join(map(str, value))[:40] if isinstance(value, dict) else None,
@@ -334,6 +342,12 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_its_name(client, fields, 
     assert refused.value.param == param
 
 
+def test_a_template_of_a_request_is_refused_unless_the_server_allows_it(client):
+    with pytest.raises(openai.BadRequestError, match="--allow-chat-templates") as refused:
+        client.chat.completions.create(model=NAME, messages=TALK, extra_body={"chat_template": "a"})
+    assert refused.value.param == "chat_template"
+
+
 def test_an_unknown_model_is_not_found(client):
     with pytest.raises(openai.NotFoundError, match="this server has small, other") as refused:
         client.completions.create(model="gpt-4", prompt="a")
@@ -343,6 +357,8 @@ def test_an_unknown_model_is_not_found(client):
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[" * 100_000}}]}], "give JSON"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[1]"}}]}], "a JSON object"),
         ([{"content": "a"}], "messages[0].role is None"),
         ([{"role": "user"}], "neither content nor tool_calls"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}], "text alone"),
@@ -364,6 +380,33 @@ def test_what_is_no_json_object_is_refused(http, content, status):
 
     assert answer.status_code == status
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"tokens": [-1] * 300_000},
+        {"prompt": [-1] * 300_000, "model": NAME},
+        {f"field{i}": 0 for i in range(100_000)},
+        {"model": NAME, "prompt": "a", "logit_bias": {f"a{i}": "b" for i in range(100_000)}},
+        {"model": NAME, "prompt": "a", "stop": [1] * 100_000},
+    ],
+    ids=["tokens", "prompt", "fields", "logit_bias", "stop"],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/detokenize"])
+def test_many_mistakes_in_a_body_are_one_error(http, path, body, monkeypatch):
+    errors = []
+    monkeypatch.setattr(app, "refused_body", lambda found: errors.extend(found) or refused_body(found))
+
+    assert http.post(path, json=body).status_code == 400
+    assert len(errors) < 10  # a few for each form that a field may have
+
+
+def test_half_a_surrogate_pair_in_an_error_is_written_as_its_escape(http):
+    body = b'{"model": "small", "messages": [{"role": "user", "content": "a", "\\ud800": NaN}]}'
+    headers = {"Content-Type": "application/json"}
+
+    assert http.post("/v1/chat/completions", content=body, headers=headers).status_code == 400
 
 
 def test_unknown_routes_and_methods_are_refused_in_the_same_form(http):

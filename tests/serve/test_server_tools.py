@@ -40,7 +40,7 @@ def llm(marked):
 @pytest.fixture(scope="module")
 def client(marked):
     with (
-        serving(quick_async_engine(marked, max_model_len=256)) as (_, address),
+        serving(quick_async_engine(marked, max_model_len=256), allows_chat_templates=True) as (_, address),
         openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
     ):
         yield client

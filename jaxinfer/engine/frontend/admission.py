@@ -161,7 +161,7 @@ class Admission:
                 "this checkpoint is an embedding model: it has no unembedding (lm_head), and so no logits to sample"
                 " tokens from; call LLM.embed, or load the checkpoint of a language model"
             )
-        token_ids = self._encode(prompt)
+        token_ids = self.encode(prompt)
         sampling = sampling.after(len(token_ids), self._longest(len(token_ids), sampling))
         self._check_lengths(len(token_ids), sampling)
         self.check_samples("n" if sampling.best_of is None else "best_of", sampling.num_samples)
@@ -228,7 +228,7 @@ class Admission:
                 "prediction cannot be honoured: this engine drafts from no text; load the model with"
                 " speculation='ngram' or 'suffix', or leave it out"
             )
-        return self._encode(prediction, "prediction", add_special_tokens=False)
+        return self.encode(prediction, "prediction", add_special_tokens=False)
 
     def _check_alternatives(self, name: str, count: int, limit: int | None) -> None:
         vocab_size = self.model_config.vocab_size
@@ -278,7 +278,8 @@ class Admission:
         versions = {"model": self.model, "params_version": self.params_version, "adapter": ""}
         return PageKeys(root_key(**versions, cache_salt=cache_salt or ""), self.cache_config.page_size)
 
-    def _encode(self, prompt: Prompt, name: str = "prompt", *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, prompt: Prompt, name: str = "prompt", *, add_special_tokens: bool = True) -> list[int]:
+        """Returns the token ids of a text, or of token ids; ValueError names the parameter `name`."""
         prompt = as_plain(name, prompt)
         _require_value(name, prompt)
         if isinstance(prompt, str):
