@@ -213,7 +213,7 @@ class _Job:
                     return True
                 self._record_error(entry, str(error))
             except ValueError as error:
-                self._record_error(entry, str(error))
+                self._record_error(entry, str(error).removeprefix("conversation 0: "))  # a line has one
         return bool(self._in_flight)
 
     def _prepared(self, entry: JobRequest) -> tuple[Prompt, SamplingParams, Chats | None]:

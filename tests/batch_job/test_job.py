@@ -415,7 +415,7 @@ def test_messages_are_rendered_by_the_chat_template(tmp_path):
     assert records["chat"]["token_ids"] == records["plain"]["token_ids"]
     assert records["chat"]["content"] == "2 tokens"
     assert "content" not in records["plain"]
-    assert records["empty"]["error"] == "conversation 0: no messages"
+    assert records["empty"]["error"] == "no messages"
 
 
 def test_parameters_that_a_line_leaves_out_are_the_models(tmp_path):

@@ -160,10 +160,13 @@ def test_what_no_product_takes_stays_in_floating_point():
 
 
 # Inputs: 64 of `o`, 48 of `down`, in one group, or in groups of 16.
-@pytest.mark.parametrize(("group_size", "of_o", "of_down"), [(None, None, None), (16, "model", None)])
-def test_scales_are_split_as_weights_where_devices_divide_the_groups(group_size, of_o, of_down):
+@pytest.mark.parametrize(
+    ("group_size", "is_packed", "of_o", "of_down"),
+    [(None, False, None, None), (16, False, "model", None), (16, True, None, None)],
+)
+def test_scales_of_unpacked_integers_are_split_where_devices_divide_the_groups(group_size, is_packed, of_o, of_down):
     mesh: Any = AbstractMesh((2,), ("model",))
-    quantize_all = functools.partial(quantize_params, group_size=group_size)
+    quantize_all = functools.partial(quantize_params, group_size=group_size, bits=4, is_packed=is_packed)
     params = jax.eval_shape(quantize_all, abstract_params(CONFIG, "float32"))
     placement: Any = quantized_shardings(params, shardings(CONFIG, mesh))
 
