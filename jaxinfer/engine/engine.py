@@ -178,6 +178,10 @@ class Engine:
         self.check()
         return text_identity(self._path, self._admission)
 
+    def ready(self) -> Ready | None:
+        """Returns the state of compilation at this moment, with the memory plan; None after `close` or a failure."""
+        return self._warm_up.ready() if self._health.is_good else None
+
     def warm_up(self, *, show_progress: bool = False, description: str = DESCRIPTION) -> Ready:
         """Waits until all steps are compiled, and returns their number, compile seconds and memory plan."""
         self.check()

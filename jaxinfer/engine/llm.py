@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import math
 import time
 from collections import defaultdict, deque
@@ -39,6 +40,7 @@ from jaxinfer.engine.request.state_pooling import POOLINGS
 from jaxinfer.engine.scheduling.metrics import Metrics
 from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.timeline import MAX_STEPS, Timeline
+from jaxinfer.html import TokenView
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.validation import as_bool, as_path, is_int, require, require_int, require_name, require_real
@@ -106,6 +108,10 @@ class LLM:
     def __repr__(self) -> str:
         return f"<LLM {self._engine.description}>"
 
+    def _repr_html_(self) -> str:
+        ready = self._engine.ready()
+        return f"<div>{html.escape(repr(self))}</div>{'' if ready is None else ready._repr_html_()}"
+
     def close(self) -> None:
         """Frees the memory of parameters, cache and compiled steps. Unfinished requests are lost.
 
@@ -163,6 +169,25 @@ class LLM:
     def metrics(self) -> Metrics:
         """Returns the present numbers of requests and pages, and the engine's counters since the start."""
         return self._engine.metrics()
+
+    def show(self, completion: Completion) -> TokenView:
+        """Returns a completion's tokens for a notebook, coloured by probability, with the alternatives on hover.
+
+        The alternatives are there if `SamplingParams.log_probs` asked for them. A checkpoint without a tokenizer shows
+        token ids.
+        """
+        self._engine.check()
+        require(isinstance(completion, Completion), "completion", completion, "a Completion")
+        tokenizer = self.tokenizer
+        text_of = str if tokenizer is None else tokenizer.text_of
+        return TokenView(
+            tokens=tuple(map(text_of, completion.token_ids)),
+            log_probs=completion.log_probs,
+            alternatives=tuple(
+                tuple((text_of(token_id), value) for token_id, value in listed.items())
+                for listed in completion.top_log_probs
+            ),
+        )
 
     def timeline(self, *, max_steps: int = MAX_STEPS) -> AbstractContextManager[Timeline]:
         """Records steps, load and the phases of requests inside a `with`: `with llm.timeline() as timeline: ...`.

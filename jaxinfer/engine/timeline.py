@@ -15,6 +15,7 @@ from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.metrics import Metrics
 from jaxinfer.engine.scheduling.scheduler import Scheduler
 from jaxinfer.engine.scheduling.step import Rows, Step
+from jaxinfer.html import Span, lanes
 
 MAX_STEPS = 100_000
 PHASES = ("queue", "prefill", "decode", "preempted")
@@ -120,6 +121,11 @@ class Timeline:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
             file.write(",\n".join(map(json.dumps, self._events())))
             file.write("\n]}\n")
+
+    def _repr_html_(self) -> str:
+        start = self.start
+        spans = (Span(f"request {i}", phase, began - start, ended - start) for i, phase, began, ended in self.spans)
+        return lanes(spans, PHASES)
 
     def _enter(self, request: Request, phase: str, now: float) -> None:
         self._leave(request.request_id, now)

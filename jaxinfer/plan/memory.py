@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from jaxinfer.html import bar
+
 # A step is launched before the one ahead of it is read, so there are inputs and results of two.
 IN_FLIGHT = 2
 # Compiling again for pages that take less than this part of the limit is not worth the time.
@@ -46,6 +48,10 @@ class MemoryPlan:
         if self.limit_bytes is None:
             return self.num_pages
         return (self.limit_bytes - self.resident_bytes - self.step_bytes - self.bounded_bytes) // self.page_bytes
+
+    def _repr_html_(self) -> str:
+        parts = {"parameters": self.resident_bytes, "pages": self.pool_bytes, "steps": self.step_bytes}
+        return bar(parts, self.limit_bytes)
 
     def __str__(self) -> str:
         parts = (self.resident_bytes, self.pool_bytes, self.bounded_bytes, self.step_bytes, self.total_bytes)

@@ -165,8 +165,19 @@ CHAT = {
 }
 EMBED = {"prompts": [[5], "a"], "pooling": "mean", "normalize": True, "show_progress": False}
 VIEWS = {"on_step", "has_unfinished", "identity", "metrics", "default_sampling_params"}  # without arguments
+COMPLETION = Completion(
+    request_id=0,
+    prompt_token_ids=(5,),
+    text="a",
+    token_ids=(5,),
+    log_probs=(-1.0,),
+    top_log_probs=({5: -1.0},),
+    finish_reason="length",
+    seed=0,
+)
 METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "add": (add, PROMPT),
+    "show": (LLM.show, {"completion": COMPLETION}),
     "stream": (stream, PROMPT),
     "generate": (LLM.generate, {"prompts": [[5], "a"], "sampling_params": GREEDY, "show_progress": False, **TERMS}),
     "chat": (LLM.chat, {**CHAT, **TERMS}),

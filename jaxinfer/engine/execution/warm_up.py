@@ -46,7 +46,15 @@ class Ready:
     memory: MemoryPlan
 
     def __str__(self) -> str:
-        return f"{self.num_executables} executables ready in {self.seconds:.1f} s; {self.memory}"
+        return f"{self.compiled}; {self.memory}"
+
+    def _repr_html_(self) -> str:
+        return f"<div>{self.compiled}</div>{self.memory._repr_html_()}"
+
+    @property
+    def compiled(self) -> str:
+        """The number of executables and their seconds, for people."""
+        return f"{self.num_executables} executables ready in {self.seconds:.1f} s"
 
 
 def plan_target(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 from jaxinfer.engine.kv_cache.tiers import TierMetrics
 from jaxinfer.engine.request.completion import Timings
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.step import Step
+from jaxinfer.html import table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,11 @@ class Metrics:
     def goodput(self) -> float:
         """Returns the good requests, by EngineConfig.ttft_target and tpot_target, per busy second."""
         return self.num_good / self.busy_seconds if self.busy_seconds > 0 else 0.0
+
+    def _repr_html_(self) -> str:
+        rates = ("prefix_hit_rate", "acceptance_rate", "tokens_per_second", "goodput")
+        counts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return table({**counts, **{name: f"{getattr(self, name):.3f}" for name in rates}})
 
 
 class Observer(Protocol):

@@ -14,6 +14,7 @@ import pytest
 
 from jaxinfer.engine.frontend.guard import Guard
 from jaxinfer.engine.llm import LLM
+from jaxinfer.engine.request.completion import Completion
 from tests.engine.engines import (
     GREEDY,
     ScriptedDrafter,
@@ -26,8 +27,19 @@ from tests.engine.engines import (
     token_ids_of,
 )
 from tests.engine.probe import runner_of, scheduler_of
+from tests.test_html import Page
 from tests.unoptimised import unoptimised_steps
 
+COMPLETION = Completion(
+    request_id=0,
+    prompt_token_ids=(5,),
+    text="a",
+    token_ids=(5,),
+    log_probs=(-1.0,),
+    top_log_probs=({5: -1.0},),
+    finish_reason="length",
+    seed=0,
+)
 CALLS = {
     "has_unfinished": lambda llm: llm.has_unfinished,
     "metrics": lambda llm: llm.metrics(),
@@ -50,9 +62,10 @@ CALLS = {
     "warm_up": lambda llm: llm.warm_up(),
     "engine": lambda llm: contextlib.ExitStack().enter_context(llm.engine()),
     "timeline": lambda llm: llm.timeline(),
+    "show": lambda llm: llm.show(COMPLETION),
 }
 # Another thread may call these at any time.
-LOOKS = {"has_unfinished", "metrics", "identity", "on_step", "default_sampling_params", "warm_up"}
+LOOKS = {"has_unfinished", "metrics", "identity", "on_step", "default_sampling_params", "warm_up", "show"}
 
 
 def test_no_call_is_left_out():
@@ -142,6 +155,10 @@ def closed_llm(checkpoint):
     llm.close()
     llm.close()
     return llm
+
+
+def test_a_closed_llm_still_shows_its_line(closed_llm):
+    assert Page(closed_llm._repr_html_()).text == repr(closed_llm)
 
 
 @pytest.mark.parametrize("name", CALLS)
