@@ -19,11 +19,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxinfer.engine.frontend.admission import RequestOptions
 from jaxinfer.engine.request.request import Priority
+from jaxinfer.serve import static_page
 from jaxinfer.serve.errors import RefusedError
 from jaxinfer.validation import is_real, shown
 
-# Probes of a load balancer have no key.
-OPEN_PATHS = ("/health", "/ready")
+# Probes of a load balancer have no key, and the page asks for one.
+OPEN_PATHS = ("/health", "/ready", *static_page.PATHS)
 MINUTE = 60.0
 FIELDS = ("key", "tenant", "priority", "max_in_flight", "tokens_per_minute")
 

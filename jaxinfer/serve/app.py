@@ -47,6 +47,7 @@ from jaxinfer.serve.errors import UNKNOWN_FAILURE, ErrorBody, RefusedError, refu
 from jaxinfer.serve.messages import plain_messages
 from jaxinfer.serve.metrics import ServerMetrics
 from jaxinfer.serve.parameters import of_chat, of_completion, options_of, rendering_of, require_effort_is_read
+from jaxinfer.serve.static_page import add_page
 from jaxinfer.serve.streams import DONE, ClientGoneError, EventStream, event, unless_gone
 from jaxinfer.validation import shown
 
@@ -212,6 +213,7 @@ def make_app(
     _add_generation(app, door)
     _add_texts(app, door)
     _add_state(app, door)
+    add_page(app)
     return app
 
 
