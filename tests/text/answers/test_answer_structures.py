@@ -251,8 +251,8 @@ def test_qwen_coder_keeps_strings_to_their_schemas_or_refuses_them():
         use = read_tools([{"name": "get", "parameters": {"type": "object", "properties": {"a": part}}}])
         return grammar_of("qwen_coder", "special", use)
 
-    assert '("bb")' in made({"type": "string", "enum": ["a", "bb"], "minLength": 2})
-    assert '("a")' in made({"type": "string", "const": "a"})
+    assert '("bb")' in (made({"type": "string", "enum": ["a", "bb"], "minLength": 2}) or "")
+    assert '("a")' in (made({"type": "string", "const": "a"}) or "")
     for part, message in (
         ({"type": "string", "pattern": "a"}, "'pattern'"),
         ({"type": "string", "enum": [""]}, "no text"),
