@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from jaxinfer.batch_job.files import as_file
 from jaxinfer.batch_job.input import check_input, check_paths, open_lines
-from jaxinfer.batch_job.openai_lines import require_effort_of
 from jaxinfer.batch_job.output import ConvertedOutput, OutputFile, match_lines, open_output
 from jaxinfer.batch_job.records import (
     InvalidLine,
@@ -224,7 +223,10 @@ class _Job:
         if self._llm.tokenizer is None:
             raise ValueError("messages need a tokenizer, which this checkpoint does not have; give token ids as prompt")
         if entry.is_openai:
-            require_effort_of(entry.chat, self._llm.tokenizer)
+            # The extra that the line was read with.
+            from jaxinfer.serve.parameters import require_effort_is_read
+
+            require_effort_is_read(self._llm.tokenizer, entry.chat)
         chats = render_chats(
             self._llm.answers, self._llm.default_sampling_params, sampling_params=entry.sampling_params, **entry.chat
         )

@@ -51,9 +51,7 @@ def read_body(fields: Mapping[str, Any], defaults: SamplingParams) -> dict[str, 
         raise ValueError("body.stream is true, and a job has no streams; leave it out")
     options: Any = options_of(body)
     if isinstance(body, ChatBody):
-        rendering = rendering_of(body)
-        rendering["variables"] = rendering.pop("chat_template_kwargs")
-        chat = {**rendering, "messages": [plain_messages(body.messages)]}
+        chat = {**rendering_of(body), "messages": [plain_messages(body.messages)]}
         sampling = of_chat(body, defaults, MAX_INT)
         return {"prompt": None, "chat": chat, "sampling_params": sampling, "options": options, "body": body}
     if not isinstance(body.prompt, str) and not isinstance(body.prompt[0], int):
@@ -61,13 +59,6 @@ def read_body(fields: Mapping[str, Any], defaults: SamplingParams) -> dict[str, 
     prompt = body.prompt if isinstance(body.prompt, str) else tuple(body.prompt)
     sampling = of_completion(body, defaults)
     return {"prompt": prompt, "chat": None, "sampling_params": sampling, "options": options, "body": body}
-
-
-def require_effort_of(chat: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-    """Raises ValueError if a conversation has a reasoning effort that its chat template does not read."""
-    from jaxinfer.serve.parameters import require_effort_is_read
-
-    require_effort_is_read(tokenizer, {**chat, "chat_template_kwargs": chat["variables"]})
 
 
 def result_of(

@@ -30,7 +30,6 @@ RENDERING = (
     *("tools", "tool_choice", "parallel_tool_calls", "documents", "chat_template", "answer_style"),
     *("add_generation_prompt", "continue_final_message"),
 )
-RENDERING_DEFAULTS = {"parallel_tool_calls": True, "continue_final_message": False}  # None for the others
 CHAT = ("messages", *RENDERING, "chat_template_kwargs")
 OPTIONS = ("priority", "tenant", "deadline", "cache_salt", "prediction")
 
@@ -270,7 +269,7 @@ def _chat(fields: dict[str, Any]) -> dict[str, Any] | None:
         not taken, f"chat_template_kwargs has {shown(taken)}, no variables; give them beside messages or not at all"
     )
     given = {name: fields[name] for name in RENDERING if fields.get(name) is not None}
-    return {**dict.fromkeys(RENDERING), **RENDERING_DEFAULTS, **given, "messages": [messages], "variables": variables}
+    return {**given, "messages": [messages], "chat_template_kwargs": variables}
 
 
 def _biases(biases: dict[str, Any]) -> list[tuple[int, Any]]:

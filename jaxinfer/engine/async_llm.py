@@ -28,7 +28,7 @@ from jaxinfer.engine.frontend.admission import (
     as_prompts,
     check_names,
 )
-from jaxinfer.engine.frontend.chats import Chats, render_chats
+from jaxinfer.engine.frontend.chats import ChatOptions, Chats, Rendering, render_chats
 from jaxinfer.engine.frontend.embeddings import begin_pooling, embeddings_of
 from jaxinfer.engine.frontend.sample_group import SampleGroup, in_order
 from jaxinfer.engine.request.completion import Completion, Delta
@@ -93,9 +93,9 @@ class AsyncLLM:
         self._num_admitting = 0
         self._admitting = ThreadPoolExecutor(ADMISSION_THREADS, thread_name_prefix="admission")
         self._thread = EngineThread(self._engine)
-        # Of the loops that have a reader, which alone keeps a mailbox.
-        self._mailboxes: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, _Mailbox]
-        self._mailboxes = weakref.WeakValueDictionary()
+        # Of the loops that have a reader, which alone keeps the queue.
+        self._queues: weakref.WeakValueDictionary[asyncio.AbstractEventLoop, _DeltaQueue]
+        self._queues = weakref.WeakValueDictionary()
         # The collector may run on the engine's thread, which cannot wait for its own end.
         self._finalizer = weakref.finalize(self, _close_elsewhere, self._thread)
         self._finalizer.atexit = False  # the engine's thread sees to that itself
@@ -200,71 +200,28 @@ class AsyncLLM:
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        parallel_tool_calls: bool = True,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
-        answer_style: str | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[ChatOptions],
     ) -> list[Completion]:
         """Completes one conversation or several, rendered by the chat template; the arguments are those of `LLM.chat`.
 
         To stream an answer, `render` its conversation, and read the stream with a reader of its form.
         """
-        chats = await self.render(
-            messages,
-            sampling_params,
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            documents=documents,
-            chat_template=chat_template,
-            answer_style=answer_style,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-        completions = await self.generate(chats.prompts, chats.params, **options)
+        rendering: Any = {name: value for name, value in options.items() if name in Rendering.__annotations__}
+        others: Any = {name: value for name, value in options.items() if name not in rendering}
+        check_names(others)
+        chats = await self.render(messages, sampling_params, **rendering)
+        completions = await self.generate(chats.prompts, chats.params, **others)
         return await asyncio.to_thread(chats.answered, completions)
 
     async def render(
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: str | Mapping[str, Any] | None = None,
-        parallel_tool_calls: bool = True,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
-        answer_style: str | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **rendering: Unpack[Rendering],
     ) -> Chats:
         """Returns conversations as prompts with the parameters and the form of their answers: see `LLM.chat`."""
-        rendered = partial(
-            render_chats,
-            self.answers,
-            self.default_sampling_params,
-            messages,
-            sampling_params,
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            documents=documents,
-            chat_template=chat_template,
-            answer_style=answer_style,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            variables=chat_template_kwargs,
-        )
-        return await self._admit(rendered)
+        defaults = self.default_sampling_params
+        return await self._admit(partial(render_chats, self.answers, defaults, messages, sampling_params, **rendering))
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of a text, by default with those that the tokenizer adds to a prompt."""
@@ -335,10 +292,10 @@ class AsyncLLM:
 
     def _reader(self, max_unread_tokens: int = MAX_INT) -> _Reader:
         loop = asyncio.get_running_loop()
-        mailbox = self._mailboxes.get(loop)
-        if mailbox is None:
-            self._mailboxes[loop] = mailbox = _Mailbox(loop)
-        return _Reader(mailbox, max_unread_tokens)
+        queue = self._queues.get(loop)
+        if queue is None:
+            self._queues[loop] = queue = _DeltaQueue(loop)
+        return _Reader(queue, max_unread_tokens)
 
 
 class Stream:
@@ -380,7 +337,7 @@ class Stream:
             engine.drop(request_id)
 
 
-class _Mailbox:
+class _DeltaQueue:
     """The way of deltas from the engine's thread into an event loop, which wakes once for those of many readers."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -408,8 +365,8 @@ class _Mailbox:
 class _Reader:
     """The unread deltas of one call."""
 
-    def __init__(self, mailbox: _Mailbox, max_unread_tokens: int = MAX_INT) -> None:
-        self._mailbox = mailbox
+    def __init__(self, queue: _DeltaQueue, max_unread_tokens: int = MAX_INT) -> None:
+        self._queue = queue
         self._max_unread_tokens = max_unread_tokens
         self._items: deque[Delta | Exception] = deque()
         self._has_items = asyncio.Event()
@@ -426,7 +383,7 @@ class _Reader:
                     f" max_unread_tokens={self._max_unread_tokens}, so its request has ended; read faster or give"
                     " AsyncLLM a greater max_unread_tokens"
                 )
-        self._mailbox.post(self, item)
+        self._queue.post(self, item)
         if isinstance(item, SlowReaderError):
             raise item  # so that the engine ends the request
 

@@ -372,7 +372,7 @@ class LLM:
             answer_style=answer_style,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            variables=chat_template_kwargs,
+            chat_template_kwargs=chat_template_kwargs,
         )
         return chats.answered(self.generate(chats.prompts, chats.params, show_progress=show_progress, **options))
 

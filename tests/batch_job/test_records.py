@@ -119,8 +119,7 @@ CHAT = {
     "continue_final_message": True,
 }
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-PLAIN = {**dict.fromkeys(CHAT), "parallel_tool_calls": True, "continue_final_message": False}
-PLAIN |= {"messages": [MESSAGES], "variables": {}}
+PLAIN = {"messages": [MESSAGES], "chat_template_kwargs": {}}
 OPTIONS = {"priority": "interactive", "tenant": "a", "deadline": 2.5, "cache_salt": "b", "prediction": "c"}
 
 
@@ -138,7 +137,7 @@ def test_each_argument_of_a_conversation_reaches_its_rendering(name):
 
 def test_all_arguments_of_a_conversation_and_variables_go_together():
     given = CHAT | {"chat_template_kwargs": {"mood": "calm"}}
-    assert chat(**given) == PLAIN | CHAT | {"variables": {"mood": "calm"}}
+    assert chat(**given) == PLAIN | CHAT | {"chat_template_kwargs": {"mood": "calm"}}
 
 
 @pytest.mark.parametrize("name", OPTIONS)

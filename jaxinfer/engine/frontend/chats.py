@@ -4,13 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
-from jaxinfer.engine.frontend.admission import Conversation, as_params, render
+from jaxinfer.engine.frontend.admission import Conversation, RequestOptions, as_params, render
 from jaxinfer.engine.request.completion import Completion
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.text.answers.answers import AnswerForm, Answers
 from jaxinfer.text.chat_template import json_objects
+
+
+class Rendering(TypedDict, total=False):
+    """Arguments of `LLM.chat` that make a prompt of a conversation and give its answer a form."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool
+    documents: Sequence[Mapping[str, Any]] | None
+    chat_template: str | None
+    answer_style: str | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+class ChatOptions(Rendering, RequestOptions, total=False):
+    """All arguments of `LLM.chat` by name, but its progress."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +52,19 @@ def render_chats(
     answers: Answers | None,
     default_params: SamplingParams,
     messages: Conversation | Sequence[Conversation],
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
-    tools: Sequence[Mapping[str, Any]] | None,
-    tool_choice: str | Mapping[str, Any] | None,
-    parallel_tool_calls: bool,
-    chat_template: str | None,
-    answer_style: str | None,
-    continue_final_message: bool,
-    **rendering: Any,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    tool_choice: str | Mapping[str, Any] | None = None,
+    parallel_tool_calls: bool = True,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    chat_template: str | None = None,
+    answer_style: str | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Chats:
-    """Returns the requests of one conversation or several; the arguments are those of `LLM.chat` and `render`.
+    """Returns the requests of one conversation or several; the arguments are those of `LLM.chat`.
 
     `default_params` are the parameters of a conversation that has none. Raises ValueError as `LLM.chat` does.
     """
@@ -53,9 +73,11 @@ def render_chats(
         None if answers is None else answers.tokenizer,
         messages,
         tools=tools,
+        documents=documents,
         chat_template=chat_template,
+        add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
-        **rendering,
+        variables=chat_template_kwargs,
     )
     assert answers is not None
     form = answers.form(
