@@ -42,9 +42,9 @@ class Client:
     max_in_flight: float = math.inf
     tokens_per_minute: float = math.inf
     num_in_flight: int = 0
-    _used: deque[tuple[float, int]] = field(default_factory=deque)  # times and tokens of the last minute
+    _used: deque[tuple[int, int]] = field(default_factory=deque)  # the last minute's seconds, and the tokens of each
 
-    def enter(self) -> None:
+    def begin_request(self) -> None:
         """Counts a request that begins; raises RefusedError 429 if the client is at a limit."""
         if self.num_in_flight >= self.max_in_flight:
             raise RefusedError(
@@ -55,8 +55,7 @@ class Client:
                 retry_after=1.0,
             )
         now = time.monotonic()
-        while self._used and self._used[0][0] <= now - MINUTE:
-            self._used.popleft()
+        self._forget(now)
         num_used = sum(count for _, count in self._used)
         if num_used >= self.tokens_per_minute:
             raise RefusedError(
@@ -68,14 +67,23 @@ class Client:
             )
         self.num_in_flight += 1
 
-    def leave(self) -> None:
+    def end_request(self) -> None:
         """Counts a request that has ended."""
         self.num_in_flight -= 1
 
     def count(self, num_tokens: int) -> None:
         """Counts tokens of prompts and outputs towards the limit of a minute."""
-        if num_tokens and math.isfinite(self.tokens_per_minute):
-            self._used.append((time.monotonic(), num_tokens))
+        if not num_tokens or math.isinf(self.tokens_per_minute):
+            return
+        now = time.monotonic()
+        self._forget(now)
+        if self._used and self._used[-1][0] == int(now):
+            num_tokens += self._used.pop()[1]
+        self._used.append((int(now), num_tokens))
+
+    def _forget(self, now: float) -> None:
+        while self._used and self._used[0][0] <= now - MINUTE:
+            self._used.popleft()
 
     def restrict(self, options: RequestOptions) -> RequestOptions:
         """Returns a request's options with the client's tenant, at most its priority, and a cache of its own."""
@@ -154,7 +162,7 @@ class AccessControl:
             return
         try:
             client = self._find(scope)
-            client.enter()
+            client.begin_request()
         except RefusedError as refusal:
             await refusal.response()(scope, receive, send)
             return
@@ -162,7 +170,7 @@ class AccessControl:
         try:
             await self._app(scope, receive, send)
         finally:
-            client.leave()
+            client.end_request()
 
     def _find(self, scope: Scope) -> Client:
         headers = [value for name, value in scope["headers"] if name == b"authorization"]
