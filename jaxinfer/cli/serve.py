@@ -8,15 +8,14 @@ import socket
 import ssl
 import sys
 from pathlib import Path
-from typing import Any
 
 from jaxinfer.cli.chat import read_template
 from jaxinfer.cli.options import from_arguments
 from jaxinfer.config import EngineConfig
+from jaxinfer.serve import DRAIN_SECONDS, MAX_BODY_BYTES
 from jaxinfer.validation import as_path, require_int, require_real
 
 MAX_WAITING = 1_024  # requests, if nothing else is said: a server's queue has an end
-MAX_BODY_BYTES = 2**25
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -59,9 +58,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--drain-seconds",
         type=float,
-        default=30.0,
+        default=DRAIN_SECONDS,
         metavar="FLOAT",
-        help="seconds that running requests have after SIGTERM (default 30)",
+        help=f"seconds that running requests have after SIGTERM (default {DRAIN_SECONDS:g})",
     )
     group.add_argument("--tls-certificate", metavar="FILE", help="certificate in PEM format, for https")
     group.add_argument("--tls-key", metavar="FILE", help="its key")
@@ -108,7 +107,6 @@ def serve(arguments: argparse.Namespace) -> None:
         speculation=arguments.speculation,
         show_progress=not arguments.quiet,
     )
-    options: dict[str, Any] = {"tls_certificate": arguments.tls_certificate, "tls_key": arguments.tls_key}
     server = make_server(
         llm,
         ServerConfig(
@@ -121,7 +119,8 @@ def serve(arguments: argparse.Namespace) -> None:
             cors_origins=arguments.cors_origin or (),
             max_body_bytes=arguments.max_body_bytes,
             drain_seconds=arguments.drain_seconds,
-            **options,
+            tls_certificate=arguments.tls_certificate,
+            tls_key=arguments.tls_key,
         ),
     )
     if not arguments.quiet:

@@ -1,1 +1,5 @@
 """A server that speaks OpenAI's API (extra `serve`)."""
+
+# Defaults, here so that the command's help shows them without the extra.
+MAX_BODY_BYTES = 2**25
+DRAIN_SECONDS = 30.0

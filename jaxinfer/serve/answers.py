@@ -27,7 +27,7 @@ EngineFinishReason = Literal["stop", "length", "exhausted", "deadline", "abort"]
 
 
 class PromptTokensDetails(BaseModel):
-    """How many of the prompt's tokens were found in the prefix cache."""
+    """The number of the prompt's tokens that were found in the prefix cache."""
 
     cached_tokens: int
 
@@ -284,7 +284,7 @@ class ChatChunks:
         return choice
 
     def _parts(self, delta: Delta) -> dict[str, Any]:
-        """Returns what a delta adds to the parts of its answer."""
+        """Returns the additions of a delta to the parts of its answer."""
         reader = self._readers[delta.sample_index]
         parts = reader.push(delta.token_ids)
         if delta.completion is not None:

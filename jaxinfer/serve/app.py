@@ -61,8 +61,8 @@ GONE_STATUS = 499  # the status that proxies log for a client that went away
 
 
 @dataclass(kw_only=True)
-class Door:
-    """What the routes share: the engine, the names of its model, and whether new requests are taken."""
+class ServerState:
+    """The state that all routes share: the engine, the names of its model, and if new requests are taken."""
 
     llm: AsyncLLM
     names: Sequence[str]  # of the model; answers have the first
@@ -194,7 +194,7 @@ class Door:
 def make_app(
     llm: AsyncLLM, names: Sequence[str], *, chat_template: str | None = None, allows_chat_templates: bool = False
 ) -> FastAPI:
-    """Returns the application that serves a model under some names; `app.state.door` is shared by its routes.
+    """Returns the application that serves a model under some names; `app.state.server` is shared by its routes.
 
     `chat_template` takes the place of the checkpoint's. With `allows_chat_templates` requests may bring their own.
     """
@@ -207,12 +207,12 @@ def make_app(
         openapi_url="/openapi.json",
         redirect_slashes=False,
     )
-    door = Door(llm=llm, names=names, chat_template=chat_template, allows_chat_templates=allows_chat_templates)
-    app.state.door = door
+    state = ServerState(llm=llm, names=names, chat_template=chat_template, allows_chat_templates=allows_chat_templates)
+    app.state.server = state
     _add_error_handlers(app)
-    _add_generation(app, door)
-    _add_texts(app, door)
-    _add_state(app, door)
+    _add_generation(app, state)
+    _add_texts(app, state)
+    _add_state(app, state)
     add_page(app)
     return app
 
@@ -242,34 +242,34 @@ def _add_error_handlers(app: FastAPI) -> None:
         return UNKNOWN_FAILURE.response()
 
 
-def _add_generation(app: FastAPI, door: Door) -> None:
-    llm = door.llm
+def _add_generation(app: FastAPI, state: ServerState) -> None:
+    llm = state.llm
 
     @app.post("/v1/chat/completions", response_model=answers.ChatAnswer, responses=STREAMED)
     async def chat(body: ChatBody, request: Request) -> Response:
         """Answers a conversation."""
-        door.require_open()
-        door.require_model(body.model)
-        with door.refusals(body):
+        state.require_open()
+        state.require_model(body.model)
+        with state.refusals(body):
             sampling = of_chat(body, llm.default_sampling_params, llm.max_model_len)
-            chats = await door.render(body.messages, sampling, rendering_of(body))
+            chats = await state.render(body.messages, sampling, rendering_of(body))
         assert llm.tokenizer is not None  # which has rendered the conversation
         (prompt,), (sampling,) = chats.prompts, chats.params
-        tokenizer, heading = llm.tokenizer, door.heading("chatcmpl", "chat.completion")
+        tokenizer, heading = llm.tokenizer, state.heading("chatcmpl", "chat.completion")
         if body.stream:
-            with door.refusals(body):
-                stream = await door.open(request, [prompt], sampling, door.options(request, body))
+            with state.refusals(body):
+                stream = await state.open(request, [prompt], sampling, state.options(request, body))
             heading = replace(heading, object="chat.completion.chunk")
             first = [_first_chat_choice(index) for index in range(sampling.n)]
             extra = {"prompt_token_ids": prompt} if body.return_token_ids else {}
             chunks = ChatChunks(body, tokenizer, partial(chats.form.reader, sampling, prompt))
             before = [{"choices": first, **extra}]
-            events = _chunks(door, request, body, sampling, heading, stream, [chunks.choice], before)
+            events = _chunks(state, request, body, sampling, heading, stream, [chunks.choice], before)
             return EventStream(events, stream.close)
-        with door.refusals(body):
-            work = door.generate(request, [prompt], sampling, door.options(request, body))
+        with state.refusals(body):
+            work = state.generate(request, [prompt], sampling, state.options(request, body))
             completions = await unless_gone(request.receive, work)
-        door.finish(completions)
+        state.finish(completions)
         answered = await asyncio.to_thread(chats.answered, completions)
         answer = heading.fields() | {
             "choices": [answers.chat_choice(c, i, body, tokenizer) for i, c in enumerate(answered)],
@@ -282,48 +282,48 @@ def _add_generation(app: FastAPI, door: Door) -> None:
     @app.post("/v1/completions", response_model=answers.CompletionAnswer, responses=STREAMED)
     async def complete(body: CompletionBody, request: Request) -> Response:
         """Completes one prompt or several."""
-        door.require_open()
-        door.require_model(body.model)
+        state.require_open()
+        state.require_model(body.model)
         prompts = _prompts(body.prompt)
-        with door.refusals(body):
+        with state.refusals(body):
             sampling = of_completion(body, llm.default_sampling_params)
             if body.stream and body.echo:
                 raise ValueError("echo=true cannot be streamed; give stream=false, or the prompt yourself")
-        heading = door.heading("cmpl", "text_completion")
+        heading = state.heading("cmpl", "text_completion")
         if body.stream:
-            with door.refusals(body):
-                stream = await door.open(request, prompts, sampling, door.options(request, body))
+            with state.refusals(body):
+                stream = await state.open(request, prompts, sampling, state.options(request, body))
             choices_of = [CompletionChunks(body, llm.tokenizer, i * sampling.n).choice for i in range(len(prompts))]
-            events = _chunks(door, request, body, sampling, heading, stream, choices_of, [])
+            events = _chunks(state, request, body, sampling, heading, stream, choices_of, [])
             return EventStream(events, stream.close)
-        with door.refusals(body):
-            work = door.generate(request, prompts, sampling, door.options(request, body))
+        with state.refusals(body):
+            work = state.generate(request, prompts, sampling, state.options(request, body))
             completions = await unless_gone(request.receive, work)
-        door.finish(completions)
+        state.finish(completions)
         completions = answers.as_asked(completions, body)
         groups = [completions[i : i + sampling.n] for i in range(0, len(completions), sampling.n)]
         choices = [answers.completion_choice(c, i, body, llm.tokenizer) for i, c in enumerate(completions)]
         return JSONResponse(heading.fields() | {"choices": choices, "usage": usage_of(groups)})
 
 
-def _add_texts(app: FastAPI, door: Door) -> None:
-    llm = door.llm
+def _add_texts(app: FastAPI, state: ServerState) -> None:
+    llm = state.llm
 
     @app.post("/v1/embeddings", response_model=answers.EmbeddingAnswer)
     async def embed(body: EmbeddingBody, request: Request) -> Response:
         """Returns a vector for each input."""
-        door.require_open()
-        door.require_model(body.model)
+        state.require_open()
+        state.require_model(body.model)
         size = llm.model_config.hidden_size
-        with door.refusals(body):
+        with state.refusals(body):
             if body.dimensions not in (None, size):
                 raise ValueError(f"dimensions={body.dimensions} cannot be honoured; this model's vectors have {size}")
-            door.require_room(len(_prompts(body.input)), ONE_TOKEN)
-            options = {"pooling": body.pooling, "normalize": body.normalize, **door.options(request, body)}
+            state.require_room(len(_prompts(body.input)), ONE_TOKEN)
+            options = {"pooling": body.pooling, "normalize": body.normalize, **state.options(request, body)}
 
             async def work() -> tuple[list[list[int]], np.ndarray]:
                 inputs = [await llm.tokenize(p) if isinstance(p, str) else p for p in _prompts(body.input)]
-                door.count(request, sum(map(len, inputs)))
+                state.count(request, sum(map(len, inputs)))
                 return inputs, await llm.embed(inputs, **options)
 
             inputs, vectors = await unless_gone(request.receive, work())
@@ -333,17 +333,17 @@ def _add_texts(app: FastAPI, door: Door) -> None:
         ]
         num_tokens = sum(map(len, inputs))
         usage = {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}
-        return JSONResponse({"object": "list", "model": door.names[0], "data": data, "usage": usage})
+        return JSONResponse({"object": "list", "model": state.names[0], "data": data, "usage": usage})
 
     @app.post("/tokenize", response_model=answers.Tokens)
     async def tokenize(body: TokenizeBody) -> Response:
         """Returns the token ids of a text or a conversation."""
-        door.require_model(body.model)
-        with door.refusals(body):
+        state.require_model(body.model)
+        with state.refusals(body):
             if body.messages is not None:
                 names = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
                 rendering = {name: getattr(body, name) for name in names}
-                (tokens,) = (await door.render(body.messages, None, rendering)).prompts
+                (tokens,) = (await state.render(body.messages, None, rendering)).prompts
             else:
                 assert body.prompt is not None
                 tokens = await llm.tokenize(body.prompt, add_special_tokens=body.add_special_tokens)
@@ -360,48 +360,48 @@ def _add_texts(app: FastAPI, door: Door) -> None:
     @app.post("/detokenize", response_model=answers.TokenText)
     async def detokenize(body: DetokenizeBody) -> Response:
         """Returns the text of token ids."""
-        door.require_model(body.model)
-        with door.refusals(body):
+        state.require_model(body.model)
+        with state.refusals(body):
             decode = partial(_tokenizer(llm).decode, body.tokens, skip_special_tokens=False)
             return JSONResponse({"prompt": await asyncio.to_thread(decode)})
 
 
-def _add_state(app: FastAPI, door: Door) -> None:
+def _add_state(app: FastAPI, state: ServerState) -> None:
     @app.get("/v1/models", response_model=answers.ModelList)
     async def models() -> Response:
         """Lists the names of the model."""
-        return JSONResponse({"object": "list", "data": [_card(door, name) for name in door.names]})
+        return JSONResponse({"object": "list", "data": [_card(state, name) for name in state.names]})
 
     @app.get("/v1/models/{name:path}", response_model=answers.ModelCard)
     async def model(name: str) -> Response:
         """Describes the model."""
-        door.require_model(name)
-        return JSONResponse(_card(door, name))
+        state.require_model(name)
+        return JSONResponse(_card(state, name))
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", response_model=answers.Health)
     async def health() -> Response:
         """Answers as long as the engine has not failed."""
-        if door.llm.failure is not None:
-            door.require_open()
+        if state.llm.failure is not None:
+            state.require_open()
         return JSONResponse({"status": "healthy"})
 
     @app.head("/ready", include_in_schema=False)
     @app.get("/ready", response_model=answers.Health)
     async def ready() -> Response:
         """Answers as long as new requests are taken."""
-        door.require_open()
+        state.require_open()
         return JSONResponse({"status": "ready"})
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Returns the metrics in the text format of Prometheus."""
-        text, media_type = door.metrics.text()
+        text, media_type = state.metrics.text()
         return Response(text, media_type=media_type)
 
 
 async def _chunks(
-    door: Door,
+    state: ServerState,
     request: Request,
     body: SamplingBody,
     sampling: SamplingParams,
@@ -417,13 +417,13 @@ async def _chunks(
     completions: list[list[Completion]] = [[] for _ in stream.request_ids]
     for chunk in before:
         yield event(fields | chunk)
-    with door.refusals(body):
+    with state.refusals(body):
         async for delta in stream:
             index = place[delta.request_id]
-            door.count_output(request, sampling, delta)
+            state.count_output(request, sampling, delta)
             if (completion := delta.completion) is not None:
                 completions[index].append(completion)
-                door.finish([completion])
+                state.finish([completion])
             if (choice := choices_of[index](delta)) is not None:
                 yield event(fields | {"choices": [choice]})
     if has_usage:
@@ -451,11 +451,11 @@ def _tokenizer(llm: AsyncLLM) -> Any:
     return llm.tokenizer
 
 
-def _card(door: Door, name: str) -> dict[str, Any]:
+def _card(state: ServerState, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "created": door.created,
+        "created": state.created,
         "owned_by": "jaxinfer",
-        "max_model_len": door.llm.max_model_len,
+        "max_model_len": state.llm.max_model_len,
     }

@@ -65,7 +65,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream says beside its text."""
+    """Options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False

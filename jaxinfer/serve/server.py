@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,8 +18,9 @@ from starlette.middleware.cors import CORSMiddleware
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxinfer.engine.async_llm import AsyncLLM
+from jaxinfer.serve import DRAIN_SECONDS, MAX_BODY_BYTES
 from jaxinfer.serve.access import AccessControl, BodyLimit, Client
-from jaxinfer.serve.app import Door, make_app
+from jaxinfer.serve.app import ServerState, make_app
 from jaxinfer.serve.logs import RequestLog
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ CLOSING_SECONDS = 10  # for the last bytes of answers, after their requests have
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Where the server listens, and what it lets pass.
+    """The server's address, its model's names, and the bounds of its requests.
 
     * `host`, `port`: port 0 takes a free one.
     * `served_names`: names of the model in requests; answers have the first.
@@ -54,10 +54,10 @@ class ServerConfig:
     allows_chat_templates: bool = False
     clients: Sequence[Client] = ()
     cors_origins: Sequence[str] = ()
-    max_body_bytes: int = 2**25
-    drain_seconds: float = 30.0
-    tls_certificate: Path | None = None
-    tls_key: Path | None = None
+    max_body_bytes: int = MAX_BODY_BYTES
+    drain_seconds: float = DRAIN_SECONDS
+    tls_certificate: str | None = None
+    tls_key: str | None = None
 
 
 def make_server(llm: AsyncLLM, config: ServerConfig) -> Server:
@@ -90,7 +90,7 @@ def make_server(llm: AsyncLLM, config: ServerConfig) -> Server:
         ssl_certfile=config.tls_certificate,
         ssl_keyfile=config.tls_key,
     )
-    return Server(settings, app.state.door, config.drain_seconds)
+    return Server(settings, app.state.server, config.drain_seconds)
 
 
 class Server(uvicorn.Server):
@@ -100,9 +100,9 @@ class Server(uvicorn.Server):
     closed, which ends the rest with their tokens so far.
     """
 
-    def __init__(self, config: uvicorn.Config, door: Door, drain_seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, state: ServerState, drain_seconds: float) -> None:
         super().__init__(config)
-        self._door, self._drain_seconds = door, drain_seconds
+        self._state, self._drain_seconds = state, drain_seconds
         self._closing_time: float | None = None
         self.on_start: Callable[[int], object] = lambda port: None  # receives the port when the server listens
 
@@ -120,7 +120,7 @@ class Server(uvicorn.Server):
 
     def drain(self) -> None:
         """Takes no more requests, and ends when the running ones have ended or `drain_seconds` are over."""
-        self._door.is_draining = True
+        self._state.is_draining = True
         if self._closing_time is None:
             self._closing_time = time.monotonic() + self._drain_seconds
             logger.info("draining: running requests have %g seconds", self._drain_seconds)
@@ -133,13 +133,13 @@ class Server(uvicorn.Server):
             self.force_exit = self.force_exit or sig == signal.SIGINT
 
     async def on_tick(self, counter: int) -> bool:
-        if self._door.llm.failure is not None:
+        if self._state.llm.failure is not None:
             self.drain()  # the supervisor of the process then starts another
         if self._closing_time is not None and not self.should_exit:
             is_idle = not self.server_state.tasks
             self.should_exit = is_idle or time.monotonic() >= self._closing_time
         if self.should_exit:
-            await self._door.llm.close()
+            await self._state.llm.close()
         return await super().on_tick(counter)
 
 
