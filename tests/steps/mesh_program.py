@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxinfer.checkpoint import load_params, read_config
 from jaxinfer.config import CacheConfig, SamplingParams
+from jaxinfer.model import decoder
 from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.model.cache import cache_shardings
 from jaxinfer.model.components import layers
@@ -60,7 +61,7 @@ def quantized(params: Params, quantization: str, *, is_packed: bool) -> Params:
 
 
 def take_products_of_a_tpu() -> None:
-    """Makes products by integers those of a TPU, by its kernel, interpreted."""
+    """Makes products by integers, and rows of embeddings, those of a TPU: its kernels, interpreted."""
     choose = jax.lax.platform_dependent
 
     def take(*operands: Any, tpu: Any = None, **others: Any) -> Any:
@@ -68,6 +69,7 @@ def take_products_of_a_tpu() -> None:
 
     jax.lax.platform_dependent = take
     layers.quantized_matmul = functools.partial(layers.quantized_matmul, implementation="tpu_interpret")
+    decoder.table_rows = functools.partial(decoder.table_rows, interpret=True)
     jax.clear_caches()
 
 
