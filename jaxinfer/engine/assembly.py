@@ -28,10 +28,16 @@ from jaxinfer.engine.device_limits import MAX_LOOP_SECONDS, describe_limits, fit
 from jaxinfer.engine.drafters.drafters import Drafter, NgramDrafter
 from jaxinfer.engine.execution.compiled_steps import COMPILING
 from jaxinfer.engine.execution.engine_model import EngineModel
-from jaxinfer.engine.execution.memory_plan import plan_cache, plan_further_kinds, plan_window, resolve_max_model_len
+from jaxinfer.engine.execution.memory_plan import (
+    plan_cache,
+    plan_further_kinds,
+    plan_limit,
+    plan_window,
+    resolve_max_model_len,
+)
 from jaxinfer.engine.execution.runner import Runner
 from jaxinfer.engine.execution.step_shapes import loop_steps, max_batched_tokens, max_mixed_tokens, max_rows
-from jaxinfer.engine.execution.warm_up import WarmUp, plan_target
+from jaxinfer.engine.execution.warm_up import WarmUp, plan_target, resident_bytes
 from jaxinfer.engine.frontend.admission import Admission
 from jaxinfer.engine.frontend.page_identity import page_identity
 from jaxinfer.engine.kv_cache.disk_tier import DiskTier
@@ -98,7 +104,8 @@ def build_engine(
     else:  # a drafter may compute with the parameters while it is prepared
         params, model_config = load_target(path, config, dtype, planned, show_progress=show_progress)
         model = plan_target(params, model_config, config, dtype, custom, planned)
-        warm_up = WarmUp(model, planned, show_progress=show_progress)
+        limit = plan_limit(config, resident_bytes(params, planned))
+        warm_up = WarmUp(model, planned, limit_bytes=limit, show_progress=show_progress)
     tokenizer = Tokenizer.from_path(path)
     tiers = plan_tiers(config, page_bytes(model_config, warm_up.cache_config))
     admission, scheduler = plan_host(
@@ -123,10 +130,10 @@ def build_engine(
 
 def load_and_compile(path: Path, model: EngineModel, dtype: str, *, show_progress: bool) -> tuple[Params, WarmUp]:
     """Loads the weights while the largest step compiles, which depends on their shapes alone."""
-    quantization = model.engine_config.quantization
+    quantization, limit = model.engine_config.quantization, plan_limit(model.engine_config, 0)
     pool = ThreadPoolExecutor(1, thread_name_prefix=COMPILING)
     try:
-        warm_up = pool.submit(WarmUp, model, None, show_progress=show_progress)
+        warm_up = pool.submit(WarmUp, model, None, limit_bytes=limit, show_progress=show_progress)
         params, _ = load_checkpoint(path, dtype, quantization=quantization, show_progress=show_progress)
         return params, warm_up.result()
     finally:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import selectors
 import subprocess
@@ -130,10 +131,12 @@ def start_records(run: Run, deadline: float) -> Iterator[Record]:
     for case in ("cold", "from disk"):
         record: Record = {"section": "start", "case": case, "timer": "clock"}
         try:
-            seconds, about = engine.time_start(command, environment_of(run), max(deadline - time.time(), 0.1))
+            timeout = max(deadline - time.time(), 0.1)
+            seconds, about = engine.time_start(command, environment_of(run), timeout, run.scratch / "start.txt")
             yield about
             yield record | {"seconds": seconds}
         except subprocess.TimeoutExpired:
+            print((run.scratch / "start.txt").read_text()[-4000:], file=sys.stderr)
             yield left_out("start", case)
         except RuntimeError as error:
             yield record | {"passes": False, "note": str(error)}
@@ -141,7 +144,8 @@ def start_records(run: Run, deadline: float) -> Iterator[Record]:
 
 def worker_command(group: str, run: Run, deadline: float = 0.0) -> list[str]:
     tiny = ["--tiny"] if run.is_tiny else []
-    return [sys.executable, __file__, "--worker", group, str(run.scratch), str(deadline), *tiny]
+    # An aborted process prints where it is.
+    return [sys.executable, "-X", "faulthandler", __file__, "--worker", group, str(run.scratch), str(deadline), *tiny]
 
 
 def environment_of(run: Run) -> dict[str, str]:
@@ -228,6 +232,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.worker:
         group, scratch, deadline = options.worker
+        logging.basicConfig(level=logging.INFO, format="%(relativeCreated)6.0f ms %(name)s: %(message)s")
+        logging.getLogger("jax").setLevel(logging.WARNING)
         work(group, Run(Path(scratch), is_tiny=options.tiny), float(deadline))
         return 0
     if options.write and options.tiny:

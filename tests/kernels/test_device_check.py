@@ -115,10 +115,10 @@ def test_the_started_process_prints_the_device_at_its_first_token(run, capsys):
 ANSWER = "print('{\"about\": 1}', flush=True); import time; time.sleep(0.3)"
 
 
-def test_a_start_is_timed_up_to_the_first_line():
+def test_a_start_is_timed_up_to_the_first_line(tmp_path):
     began = time.perf_counter()
 
-    seconds, about = engine.time_start([sys.executable, "-c", ANSWER], {}, timeout=60)
+    seconds, about = engine.time_start([sys.executable, "-c", ANSWER], {}, timeout=60, log=tmp_path / "log")
 
     assert about == {"about": 1}
     assert 0 < seconds < time.perf_counter() - began - 0.3
@@ -128,9 +128,18 @@ def test_a_start_is_timed_up_to_the_first_line():
     ("source", "timeout", "error"),
     [("import sys; sys.exit(3)", 60, RuntimeError), ("import time; time.sleep(60)", 0.1, subprocess.TimeoutExpired)],
 )
-def test_a_start_that_fails_or_takes_too_long_is_an_error(source, timeout, error):
+def test_a_start_that_fails_or_takes_too_long_is_an_error(source, timeout, error, tmp_path):
     with pytest.raises(error):
-        engine.time_start([sys.executable, "-c", source], {}, timeout=timeout)
+        engine.time_start([sys.executable, "-c", source], {}, timeout=timeout, log=tmp_path / "log")
+
+
+def test_a_start_that_takes_too_long_says_where_it_is(tmp_path):
+    source = "import time\ntime.sleep(60)"
+
+    with pytest.raises(subprocess.TimeoutExpired):
+        engine.time_start([sys.executable, "-X", "faulthandler", "-c", source], {}, 1.0, tmp_path / "log")
+
+    assert 'File "<string>", line 2 in <module>' in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize(

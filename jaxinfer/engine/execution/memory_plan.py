@@ -13,6 +13,9 @@ from jaxinfer.engine.kv_cache.bounded_pages import BoundedKind
 from jaxinfer.model.cache import page_bytes
 from jaxinfer.model.config import ModelConfig, PageKind
 
+# The part of a device's memory that stays free, for the gaps between arrays of different sizes.
+SPARE = 0.02
+
 
 def plan_window(
     model_config: ModelConfig, config: EngineConfig, drafter: DeviceDrafter | None
@@ -141,17 +144,19 @@ def bytes_of_page(model_config: ModelConfig, cache_config: CacheConfig, drafter:
     return page_bytes(model_config, cache_config, kind=0) + (0 if drafter is None else drafter.page_bytes(cache_config))
 
 
-def plan_limit(config: EngineConfig, resident_bytes: int) -> int | None:
+def plan_limit(config: EngineConfig, present_bytes: int) -> int | None:
     """Returns the limit in bytes for parameters, pages and steps together; None for no limit.
 
-    `resident_bytes`: the parameters, which are on the device already. Raises ValueError if `memory_bytes` is more than
+    `present_bytes`: those parameters that are on the device already. Raises ValueError if `memory_bytes` is more than
     the device has.
     """
     free = free_bytes()
-    has = None if free is None else free + resident_bytes
-    if config.memory_bytes is not None and has is not None and config.memory_bytes > has:
+    has = None if free is None else free + present_bytes
+    if config.memory_bytes is None:
+        return None if has is None else has - int(SPARE * has)
+    if has is not None and config.memory_bytes > has:
         raise ValueError(
             f"memory_bytes={config.memory_bytes} is more than the {has} bytes that the device has; lower it or leave it"
             " out"
         )
-    return has if config.memory_bytes is None else config.memory_bytes
+    return config.memory_bytes

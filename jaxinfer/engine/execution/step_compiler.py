@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,6 +25,8 @@ from jaxinfer.model.params import Params
 from jaxinfer.plan.memory import step_bytes
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.steps.steps import decode_loop, decode_step, draw_step, prefill_step, verify_step
+
+logger = logging.getLogger(__name__)
 
 
 @functools.partial(
@@ -142,6 +145,7 @@ class StepCompiler:
         function, arguments, statics = self._call(cache_config, bucket)
         compiled = compile_or_load(function, *arguments, **statics)
         self.seconds[bucket] = time.perf_counter() - began
+        logger.info("%s is ready after %.1f s", bucket.name, self.seconds[bucket])
         return compiled
 
     def trace(self, cache_config: CacheConfig, bucket: Bucket) -> ClosedJaxpr:

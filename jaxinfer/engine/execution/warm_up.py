@@ -20,7 +20,6 @@ from jaxinfer.engine.execution.memory_plan import (
     bytes_of_bounded,
     bytes_of_page,
     plan_cache,
-    plan_limit,
     resolve_max_model_len,
 )
 from jaxinfer.engine.execution.page_copier import PageCopier
@@ -121,6 +120,12 @@ def _require_traceable(custom: Mapping[str, LogitsProcessor], vocab_size: int, n
             )
 
 
+def resident_bytes(params: Params, speculation: PreparesDrafts | None) -> int:
+    """Returns the bytes of all parameters, those of a drafter included."""
+    drafter = None if speculation is None else speculation.device_drafter
+    return num_bytes(params) + (0 if drafter is None else drafter.resident_bytes)
+
+
 class WarmUp:
     """Compiles the shape that holds any step, fits the number of pages, and compiles the other shapes afterwards.
 
@@ -129,7 +134,15 @@ class WarmUp:
     room for a page.
     """
 
-    def __init__(self, target: EngineModel, speculation: PreparesDrafts | None, *, show_progress: bool) -> None:
+    def __init__(
+        self,
+        target: EngineModel,
+        speculation: PreparesDrafts | None,
+        *,
+        limit_bytes: int | None,
+        show_progress: bool,
+    ) -> None:
+        """`limit_bytes`: what `plan_limit` returns."""
         self._show_progress = show_progress
         self.model, self._speculation = target, speculation
         max_drafts = 0 if speculation is None else target.engine_config.max_drafts
@@ -137,14 +150,13 @@ class WarmUp:
         kept_layers = () if drafter is None else drafter.kept_layers
         compiled = replace(target, params=abstract(target.params))
         self.compiler = compiler = StepCompiler(compiled, max_drafts, kept_layers)
-        resident = num_bytes(target.params) + (0 if drafter is None else drafter.resident_bytes)
         guess = MemoryPlan(
-            resident_bytes=resident,
+            resident_bytes=resident_bytes(target.params, speculation),
             step_bytes=compiler.guess_bytes(),
             page_bytes=bytes_of_page(target.model_config, target.cache_config, drafter),
             num_pages=target.cache_config.num_pages,
             bounded_bytes=bytes_of_bounded(target.model_config, target.cache_config),
-            limit_bytes=plan_limit(target.engine_config, resident),
+            limit_bytes=limit_bytes,
         )
         self._waits_for = enough_buckets(compiler.buckets) if guess.limit_bytes is None else compiler.largest
         is_fixed = target.engine_config.num_pages is not None

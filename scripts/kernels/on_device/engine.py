@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import statistics
 import subprocess
 import threading
@@ -230,14 +231,20 @@ def start(folder: Path) -> None:
         llm.warm_up()
 
 
-def time_start(command: Sequence[str], environment: Mapping[str, str], timeout: float) -> tuple[float, Record]:
+def time_start(
+    command: Sequence[str], environment: Mapping[str, str], timeout: float, log: Path
+) -> tuple[float, Record]:
     """Returns the seconds from the start of a process to the line that it prints, and that line.
 
-    Kills the process after `timeout` seconds and raises subprocess.TimeoutExpired. Raises RuntimeError if it fails.
+    Its stderr goes to `log`. Aborts it after `timeout` seconds, so that it can say where it is, and raises
+    subprocess.TimeoutExpired. Raises RuntimeError if it fails.
     """
     began = time.perf_counter()
-    with subprocess.Popen(command, env=dict(environment), stdout=subprocess.PIPE, text=True) as process:
-        alarm = threading.Timer(timeout, process.kill)
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, env=dict(environment), stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        alarm = threading.Timer(timeout, process.send_signal, (signal.SIGABRT,))
         alarm.start()
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -247,5 +254,5 @@ def time_start(command: Sequence[str], environment: Mapping[str, str], timeout: 
     if time.perf_counter() - began >= timeout:
         raise subprocess.TimeoutExpired(command, timeout)
     if process.returncode:
-        raise RuntimeError(f"the process ended with {process.returncode}; its errors are above")
+        raise RuntimeError(f"the process ended with {process.returncode}: {log.read_text()[-400:].strip()}")
     return seconds, json.loads(line)

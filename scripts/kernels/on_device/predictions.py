@@ -26,8 +26,8 @@ class Prediction(NamedTuple):
 
 US, MS = 1e-6, 1e-3
 GPU: Mapping[str, Prediction] = {
-    "read": Prediction(0.9, 3 * US, "estimate"),
-    "copy": Prediction(0.85, 3 * US, "estimate"),
+    "read": Prediction(0.95, 3 * US, "H200, 2026-11-27"),
+    "copy": Prediction(0.89, 3 * US, "H200, 2026-11-27"),
     "x + 1": Prediction(0.65, 3 * US, "H200, 2026-11-26"),
     "product": Prediction(0.85, 3 * US, "H200, 2026-11-26"),
     "decode": Prediction(0.68, 10 * US, "H200, 2026-11-26, 32 and 64 rows of 8,192 by the clock"),
@@ -41,13 +41,13 @@ GPU: Mapping[str, Prediction] = {
     "experts, decode, int4": Prediction(0.16, 5 * US, "H200, 2026-11-26, by the clock"),
     "experts, prefill, bfloat16": Prediction(0.53, 5 * US, "H200, 2026-11-26, by the clock"),
     "experts, prefill, int4": Prediction(0.12, 5 * US, "H200, 2026-11-26, by the clock"),
-    "0.6B, step": Prediction(0.8, 2.4 * MS, "estimate: the host's 2.7 ms hide the GPU's 1.3"),
-    "0.6B, loop": Prediction(0.8, 1.3 * MS, "H200, 2026-11-26: 1.0 ms for 461 short kernels, 0.3 for the launch"),
+    "0.6B, step": Prediction(0.8, 2.4 * MS, "H200, 2026-11-27: the host's 2.4 to 3.1 ms hide the GPU's 1.0"),
+    "0.6B, loop": Prediction(0.8, 0.9 * MS, "H200, 2026-11-27: 8 rows in loops of 4 steps"),
     "0.6B, prefill": Prediction(0.4, 3 * MS, "estimate: the launch of one step, and products of 2,048 tokens"),
     "0.6B, job": Prediction(0.2, 0.0, "estimate: the rate of vLLM on an H100"),
-    "8B, step": Prediction(0.8, 1 * MS, "estimate: the device's time, for the host's is hidden"),
-    "8B, loop": Prediction(0.8, 0.6 * MS, "estimate: 32 layers of short kernels"),
-    "8B, prefill": Prediction(0.5, 3 * MS, "estimate"),
+    "8B, step": Prediction(0.8, 1.3 * MS, "H200, 2026-11-27: the device's time, for the host's is hidden"),
+    "8B, loop": Prediction(0.8, 1.3 * MS, "H200, 2026-11-27: single steps, by default"),
+    "8B, prefill": Prediction(0.53, 3 * MS, "H200, 2026-11-27"),
     "start, from disk": Prediction(1.0, 10.0, "the goal"),
 }
 TPU: Mapping[str, Prediction] = {

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer.config import SamplingParams
+from jaxinfer.engine.execution import memory_plan
 from jaxinfer.engine.execution.compiled_steps import CompileCounter
 from jaxinfer.plan.memory import num_bytes
 from tests.engine.engines import GREEDY, are_tpu_kernels_interpreted, quick_engine, random_prompts, ready_engine
@@ -39,6 +40,17 @@ def test_the_plan_is_what_arrays_and_compiled_steps_take(small):
         analysis = step.memory_analysis()
         results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
         assert analysis.argument_size_in_bytes + results + analysis.temp_size_in_bytes <= memory.total_bytes
+
+
+def test_weights_still_to_come_take_their_part_of_what_the_device_has_free(checkpoint, monkeypatch):
+    monkeypatch.setattr(memory_plan, "free_bytes", lambda: LIMIT)
+
+    with unoptimised_steps():
+        memory = ready_engine(checkpoint, max_model_len=256).warm_up().memory
+
+    limit = LIMIT - int(memory_plan.SPARE * LIMIT)
+    assert memory.limit_bytes == limit
+    assert memory.total_bytes <= limit
 
 
 def test_it_serves_more_than_it_has_pages_for(small):
