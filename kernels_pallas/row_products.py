@@ -127,34 +127,41 @@ _rows_by_weights.defvjp(
 
 
 def rows_by_integers(
-    x: jax.Array, values: jax.Array, scales: jax.Array, num_rows: jax.Array | None = None
+    x: jax.Array,
+    values: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None = None,
+    num_rows: jax.Array | None = None,
 ) -> jax.Array:
     """Returns x wᵀ f32[T, F] for x [T, D] and the integers and scales of w, on CPU in blocks of channels and of rows.
 
-    `values` i8[F, D], i4[F, D] or i8[F, D / 2] and `scales` f32[F, groups] are those of `quantized_matmul`; `num_rows`
-    is that of `rows_by_weights`. A CPU widens a block of channels, multiplies all rows by it, and takes the next: the
-    weights are never written out whole, which took ten times as long as the product. The compiler may fuse the
-    widening with the product, which no trial would see, so that integers meet ROW_BLOCK rows alone.
+    `values` i8[F, D], i4[F, D] or i8[F, D / 2], `scales` f[F, groups] and `zeros` i8[F, groups] are those of
+    `quantized_matmul`; `num_rows` is that of `rows_by_weights`. A CPU widens a block of channels, multiplies all rows
+    by it, and takes the next: the weights are never written out whole, which took ten times as long as the product.
+    The compiler may fuse the widening with the product, which no trial would see, so that integers meet ROW_BLOCK rows
+    alone.
     """
-    return _rows_by_integers(x, values, scales, jnp.asarray(x.shape[0]) if num_rows is None else num_rows)
+    return _rows_by_integers(x, values, scales, zeros, jnp.asarray(x.shape[0]) if num_rows is None else num_rows)
 
 
 @jax.custom_vjp
-def _rows_by_integers(x: jax.Array, values: jax.Array, scales: jax.Array, num_rows: jax.Array) -> jax.Array:
-    def in_one(x: jax.Array, values: jax.Array, scales: jax.Array, _: jax.Array) -> jax.Array:
-        return _by_integers(x, values, scales, _product_at_once)
+def _rows_by_integers(
+    x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, num_rows: jax.Array
+) -> jax.Array:
+    def in_one(x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, _: jax.Array) -> jax.Array:
+        return _by_integers(x, values, scales, zeros, _product_at_once)
 
-    return jax.lax.platform_dependent(x, values, scales, num_rows, cpu=_by_integers_in_blocks, default=in_one)
+    return jax.lax.platform_dependent(x, values, scales, zeros, num_rows, cpu=_by_integers_in_blocks, default=in_one)
 
 
 def _by_integers_derivative(operands: tuple[jax.Array, ...], change: jax.Array) -> tuple[Any, ...]:
-    x, values, scales = operands
-    multiply = functools.partial(_by_integers, values=values, multiply=_transposed_product)
+    x, values, scales, zeros = operands
+    multiply = functools.partial(_by_integers, values=values, zeros=zeros, multiply=_transposed_product)
     of_x, of_scales = jax.vjp(lambda x, scales: multiply(x, scales=scales), x, scales)[1](change)
-    return of_x, None, of_scales, None
+    return of_x, None, of_scales, None, None
 
 
-_rows_by_integers.defvjp(lambda *operands: (_rows_by_integers(*operands), operands[:3]), _by_integers_derivative)
+_rows_by_integers.defvjp(lambda *operands: (_rows_by_integers(*operands), operands[:4]), _by_integers_derivative)
 
 
 def rows_by_matrices(rows: jax.Array, matrices: jax.Array) -> jax.Array:
@@ -219,7 +226,9 @@ def _by_weights_in_blocks(x: jax.Array, w: jax.Array, num_rows: jax.Array, *, bl
     return add(y, small, first, -(-jnp.maximum(num_rows - first, 0) // small))
 
 
-def _by_integers_in_blocks(x: jax.Array, values: jax.Array, scales: jax.Array, num_rows: jax.Array) -> jax.Array:
+def _by_integers_in_blocks(
+    x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, num_rows: jax.Array
+) -> jax.Array:
     """Widens two blocks of channels a turn, and multiplies the first num_rows of x by them in blocks of rows.
 
     300 channels ->  0-127 128-255,  44-171 172-299
@@ -235,19 +244,22 @@ def _by_integers_in_blocks(x: jax.Array, values: jax.Array, scales: jax.Array, n
     def add_channels(i: jax.Array, y: jax.Array) -> jax.Array:
         # A turn that would pass channel F begins earlier, and computes some channels again.
         start = jnp.minimum(i * per_turn, F - per_turn)
-        v, s = (jax.lax.dynamic_slice_in_dim(array, start, per_turn) for array in (values, scales))
+        v, s, z = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, per_turn), (values, scales, zeros))
         blocks = [slice(j, j + CHANNEL_BLOCK) for j in range(0, per_turn, CHANNEL_BLOCK)]
-        parts = [_by_integers(x, v[block], s[block], multiply) for block in blocks]
+        parts = [_by_integers(x, v[b], s[b], None if z is None else z[b], multiply) for b in blocks]
         return jax.lax.dynamic_update_slice_in_dim(y, jnp.concatenate(parts, axis=1), start, axis=1)
 
     return jax.lax.fori_loop(0, -(-F // per_turn), add_channels, jnp.full((T, F), zero_after(x), jnp.float32))
 
 
-def _by_integers(x: jax.Array, values: jax.Array, scales: jax.Array, multiply: Product) -> jax.Array:
+def _by_integers(
+    x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, multiply: Product
+) -> jax.Array:
     """Returns x wᵀ f32[T, F] by one call of `multiply` with weights in the dtype of x."""
-    if scales.shape[1] == 1 and values.shape[1] == x.shape[1]:  # bfloat16 holds the integers, and compilers fuse this
-        return multiply(x, values.astype(x.dtype)) * scales.T
-    return multiply(x, dequantize(values, scales, None, x.shape[1]).astype(x.dtype))
+    if scales.shape[1] == 1 and values.shape[1] == x.shape[1] and zeros is None:
+        # bfloat16 holds the integers, and compilers fuse this.
+        return multiply(x, values.astype(x.dtype)) * scales.T.astype(jnp.float32)
+    return multiply(x, dequantize(values, scales, zeros, x.shape[1]).astype(x.dtype))
 
 
 def _by_matrices_in_blocks(rows: jax.Array, matrices: jax.Array, *, block: int) -> jax.Array:

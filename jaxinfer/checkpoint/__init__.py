@@ -12,9 +12,13 @@ from jax.tree_util import tree_map_with_path
 
 from jaxinfer.checkpoint.generation_config import read_sampling_defaults
 from jaxinfer.checkpoint.huggingface import (
+    abstract_packed,
+    layers_packed_anew,
     load_params,
     read_config,
     read_eos_token_ids,
+    read_settings,
+    refuse_both,
     require_fitting_tensors,
     resolve_checkpoint,
 )
@@ -63,8 +67,17 @@ def load_checkpoint(
 def abstract_checkpoint(
     path_or_id: str | Path, dtype: str, *, quantization: str | None = None
 ) -> tuple[Params, ModelConfig]:
-    """Returns what `load_checkpoint` returns, with a `jax.ShapeDtypeStruct` per tensor: it reads config.json alone."""
-    config = _grouped_config(resolve_checkpoint(path_or_id, ["config.json"]))
+    """Returns what `load_checkpoint` returns, with a `jax.ShapeDtypeStruct` per tensor.
+
+    It reads config.json alone, and of packed weights the headers of their files.
+    """
+    path = resolve_checkpoint(path_or_id, ["config.json"])
+    if read_settings(path)[1] is not None:
+        path = resolve_checkpoint(path_or_id)
+        refuse_both(path, quantization)
+        config = _grouped_config(path)
+        return abstract_packed(path, config, dtype), config
+    config = _grouped_config(path)
 
     def loaded(path: tuple[Any, ...], tensor: jax.ShapeDtypeStruct) -> Any:
         if quantization is None:
@@ -77,4 +90,6 @@ def abstract_checkpoint(
 
 def _grouped_config(path: Path, layer_cuts: Collection[int] = ()) -> ModelConfig:
     config = read_config(path)
-    return config.regrouped(scan_sizes(config.layers, layer_cuts) if scans_layers() else (1,) * config.num_layers)
+    if not scans_layers():
+        return config.regrouped((1,) * config.num_layers)
+    return config.regrouped(scan_sizes(config.layers, {*layer_cuts, *layers_packed_anew(path, config)}))

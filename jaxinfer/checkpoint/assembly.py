@@ -9,16 +9,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 from einops import rearrange
 from jax.sharding import Sharding
 from jax.tree_util import GetAttrKey, SequenceKey
 
 from jaxinfer.checkpoint.config_json.family import Either, Fused, WeightTable
-from jaxinfer.checkpoint.safetensors_file import StoredTensor
+from jaxinfer.checkpoint.safetensors_file import DTYPES
+from jaxinfer.checkpoint.stored import Grid, Stored, StoredQuantized, pack_int4
 from jaxinfer.model.components.layers import TensorSpec
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params, declare
+from jaxinfer.quantization.quantized_array import PRODUCT_WEIGHTS, QuantizedArray
 
 ALIGNMENT = 64
 
@@ -35,6 +38,7 @@ class Assembly:
     part: tuple[int | None, ...] = (None,)  # the slice of that axis
     axis: int = 0
     unfold: str | None = None  # pattern from the stored axes to those that `axis` counts
+    field: str = ""  # the last piece of our tensor's path in `Params`
 
     @property
     def axes(self) -> dict[str, int]:
@@ -60,9 +64,18 @@ class Assembly:
         """Shape of the part of each stored tensor that this one is made of."""
         return _stored_shape(self.pattern, tuple(self.axes.values()))
 
-    def view(self, stored: Mapping[str, StoredTensor], name: str) -> np.ndarray:
-        """Returns one of the stored tensors as its part of ours, without reading it."""
-        array = stored[name].map()
+    @property
+    def is_product(self) -> bool:
+        """Whether the tensor is the weight of a product, whose last axis counts its inputs, as stored and as ours."""
+        stored, _, ours = self.pattern.partition(" -> ")
+        return self.field in PRODUCT_WEIGHTS and stored.split()[-1] == ours.split()[-1] and self.unfold is None
+
+    def of_groups(self, num_groups: int) -> Assembly:
+        """Returns the making of the scales of our tensor: with groups in the place of inputs."""
+        return replace(self, shape=(*self.shape[:-1], num_groups))
+
+    def view(self, array: np.ndarray) -> np.ndarray:
+        """Returns a stored array as its part of ours, without reading it."""
         if self.unfold is not None:
             names = self.unfold.partition(" -> ")[2].split()
             array = rearrange(array, self.unfold, **dict(zip(names, self._whole_shape, strict=True)))
@@ -113,9 +126,9 @@ def plan_assembly(config: ModelConfig, weights: WeightTable) -> Params:
 
     def plan(path: tuple[Any, ...], spec: TensorSpec) -> Assembly:
         field, stack = _field(path), _stack(path)
-        source = sources[field]
+        source, name = sources[field], field.rpartition(".")[2]
         if stack is None:
-            assembly = Assembly(spec.shape, (source.name,), source.pattern)
+            assembly = Assembly(spec.shape, (source.name,), source.pattern, field=name)
         else:
             layers = config.layers_of_stacks[stack]
             experts = range(spec.shape[1]) if "{expert}" in source.name else (0,)
@@ -125,7 +138,7 @@ def plan_assembly(config: ModelConfig, weights: WeightTable) -> Params:
                 raise RuntimeError(
                     f"the family's table names {source.name!r}; braces hold {{layer}} or {{expert}} alone"
                 ) from None
-            assembly = Assembly(spec.shape, names, source.pattern, 2 if "{expert}" in source.name else 1)
+            assembly = Assembly(spec.shape, names, source.pattern, 2 if "{expert}" in source.name else 1, field=name)
         if source.fused is None:
             return assembly
         fused, axis = source.fused, source.fused.axis
@@ -183,14 +196,92 @@ def empty_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def assemble(
-    assembly: Assembly, stored: Mapping[str, StoredTensor], dtype: np.dtype, sharding: Sharding | None
-) -> jax.Array:
-    """Reads one tensor of `Params` as `dtype` and returns it when it is on its devices.
+    assembly: Assembly,
+    stored: Mapping[str, Stored],
+    dtype: np.dtype,
+    sharding: Sharding | None,
+    *,
+    packs_integers: bool = True,
+) -> jax.Array | QuantizedArray:
+    """Reads one tensor of `Params` and returns it when it is on its devices: as `dtype`, or as the integers it is in.
 
     Without a sharding it goes, uncommitted, to the default device; with one, each device's slice is read by
-    itself.
+    itself, and integers are refused. Where the tensor is no weight of a product, integers become `dtype`. A TPU
+    has 4 bits in a type of their own in place of two to a byte (`packs_integers`).
     """
-    views = [assembly.view(stored, name) for name in assembly.names]
+    if (grid := grid_of(assembly, stored)) is None:
+        return _assemble_floats(assembly, stored, dtype, sharding)
+    if sharding is not None:
+        raise ValueError("a packed checkpoint with a placement is not supported; load it on one device")
+    packed: list[Any] = [stored[name] for name in assembly.names]
+    of_groups = assembly.of_groups(grid.num_groups)
+
+    def read(name: str, making: Assembly) -> jax.Array:
+        """Reads one part of each stored tensor, one at a time."""
+        stack = None
+        for i, tensor in enumerate(packed):
+            own = making.view(getattr(tensor, name)())
+            if name == "values" and grid.bits == 4:
+                own = pack_int4(own, grid.num_groups) if packs_integers else own.astype(ml_dtypes.int4)
+            if stack is None:
+                stack = empty_aligned((len(packed), *own.shape), own.dtype)
+            stack[i] = own
+        assert stack is not None
+        return jax.device_put(stack.reshape(*assembly.shape[: assembly.num_stacked], *stack.shape[1:]))
+
+    order = None
+    if grid.has_order:
+        orders = np.stack([tensor.order() for tensor in packed])
+        order = jax.device_put(orders.reshape(*assembly.shape[: assembly.num_stacked], -1))
+    array = QuantizedArray(
+        values=read("values", assembly),
+        scales=read("scales", of_groups),
+        zeros=read("zeros", of_groups) if grid.has_zeros else None,
+        order=order,
+    )
+    return jax.block_until_ready(array)
+
+
+def abstract(
+    assembly: Assembly, stored: Mapping[str, Stored], dtype: Any, *, packs_integers: bool = True
+) -> jax.ShapeDtypeStruct | QuantizedArray:
+    """Returns the shapes and dtypes of what `assemble` returns."""
+    if (grid := grid_of(assembly, stored)) is None:
+        return jax.ShapeDtypeStruct(assembly.shape, dtype)
+    *outputs, inputs = assembly.shape
+    is_packed = grid.bits == 4 and packs_integers
+    of_groups = (*outputs, grid.num_groups)
+    orders = (*assembly.shape[: assembly.num_stacked], inputs)
+    code = np.int8 if is_packed or grid.bits == 8 else ml_dtypes.int4
+    return QuantizedArray(
+        values=jax.ShapeDtypeStruct((*outputs, inputs // 2 if is_packed else inputs), code),
+        scales=jax.ShapeDtypeStruct(of_groups, DTYPES[grid.scale_dtype]),
+        zeros=jax.ShapeDtypeStruct(of_groups, np.int8) if grid.has_zeros else None,
+        order=jax.ShapeDtypeStruct(orders, np.int32) if grid.has_order else None,
+    )
+
+
+def grid_of(assembly: Assembly, stored: Mapping[str, Stored]) -> Grid | None:
+    """Returns how a tensor of `Params` is packed, None if it is floating point there.
+
+    Raises ValueError if its stored tensors are packed in different ways, as the experts of a layer could be.
+    """
+    grids = {getattr(stored[name], "grid", None) for name in assembly.names}
+    if len(grids) == 1:
+        (grid,) = grids
+        return grid if assembly.is_product else None
+    names = ", ".join(assembly.names[:2])
+    raise ValueError(f"{names} and others of one tensor are packed in different ways, which is not supported: {grids}")
+
+
+def _floats_of(stored: Stored) -> np.ndarray:
+    return stored.floats() if isinstance(stored, StoredQuantized) else stored.map()
+
+
+def _assemble_floats(
+    assembly: Assembly, stored: Mapping[str, Stored], dtype: np.dtype, sharding: Sharding | None
+) -> jax.Array:
+    views = [assembly.view(_floats_of(stored[name])) for name in assembly.names]
     num_stacked = assembly.num_stacked
 
     def read(index: Any) -> np.ndarray:

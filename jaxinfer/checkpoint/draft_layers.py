@@ -17,16 +17,19 @@ from jaxinfer.checkpoint.assembly import Assembly, plan_assembly
 from jaxinfer.checkpoint.config_json.family import LAYER, as_stored
 from jaxinfer.checkpoint.config_json.fields import is_enabled, require_size
 from jaxinfer.checkpoint.families import FAMILIES, family_of, llama
+from jaxinfer.checkpoint.formats import logical_tensors
 from jaxinfer.checkpoint.huggingface import (
     have_equal_values,
     read_config,
     read_headers,
     read_json,
+    read_settings,
     read_tensors,
     refuse_misfits,
     require_fitting_tensors,
 )
 from jaxinfer.checkpoint.safetensors_file import INTEGERS, StoredTensor
+from jaxinfer.checkpoint.stored import Stored
 from jaxinfer.model.components.attention import AttentionParams
 from jaxinfer.model.config import LayerGroup, ModelConfig
 from jaxinfer.model.params import Params
@@ -46,7 +49,8 @@ def load_mtp(target: Path, dtype: Any, quantization: str | None = None) -> Eagle
 
     Raises ValueError if the checkpoint has none, or one that does not fit its config.json.
     """
-    hf, config, stored = read_json(target / "config.json"), read_config(target), read_headers(target)
+    (hf, settings), config = read_settings(target), read_config(target)
+    stored = logical_tensors(read_headers(target), settings)
     family, wanted = family_of(hf), f"speculation={MTP!r} needs a checkpoint with a layer for multi-token prediction"
     text = family.text_settings(hf)
     if (names := family.draft_layer) is None:
@@ -176,7 +180,7 @@ def _head(config: ModelConfig, *, params: Params, **fields: Any) -> EagleHead:
 
 def _without_copies(
     params: Params,
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, Stored],
     target: Path,
     fields: tuple[str, ...] = ("embedding", "unembedding"),
 ) -> Params:

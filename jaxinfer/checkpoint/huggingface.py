@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import GetAttrKey
 
-from jaxinfer.checkpoint.assembly import Assembly, assemble, plan_assembly
+from jaxinfer.checkpoint.assembly import Assembly, abstract, assemble, grid_of, plan_assembly
 from jaxinfer.checkpoint.config_json.family import WeightTable, embedding_name, fields_of, is_backbone
 from jaxinfer.checkpoint.families import family_of
+from jaxinfer.checkpoint.formats import logical_tensors, settings_of, without_settings
 from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor, read_header
+from jaxinfer.checkpoint.stored import Stored, StoredQuantized
 from jaxinfer.device import packs_integers
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.mixers import source_of
@@ -74,7 +76,7 @@ def read_config(path: str | Path) -> ModelConfig:
     If the tensors are there too, they decide if it has an unembedding of its own, that of the embedding, or none.
     """
     file = Path(path) / "config.json"
-    hf = read_json(file)
+    hf, settings = read_settings(Path(path))
     try:
         config = family_of(hf).config_from_hf(hf)
     except ValueError as error:
@@ -82,14 +84,36 @@ def read_config(path: str | Path) -> ModelConfig:
     if is_backbone(hf):
         return replace(config, has_logits=False)
     try:
-        stored = read_headers(Path(path))
+        stored = logical_tensors(read_headers(Path(path)), settings)
     except ValueError:  # none are there, or `require_fitting_tensors` says what is wrong with them
         return config
     return _with_stored_unembedding(Path(path), config, hf, stored)
 
 
+def read_settings(path: Path) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+    """Returns config.json as that of a model in floating point, and its settings of a packed format, if any.
+
+    Raises ValueError for a format that is not read.
+    """
+    hf = read_json(path / "config.json")
+    try:
+        return without_settings(hf), settings_of(hf)
+    except ValueError as error:
+        raise ValueError(f"{path / 'config.json'}: {error}") from None
+
+
+def refuse_both(path: Path, quantization: str | None) -> None:
+    """Raises ValueError for a `quantization` of a checkpoint that is packed already."""
+    _, settings = read_settings(path)
+    if quantization is not None and settings is not None:
+        raise ValueError(
+            f"quantization={quantization!r} does not go with {path}, whose weights are packed already by"
+            f" {settings['quant_method']}; leave it out"
+        )
+
+
 def _with_stored_unembedding(
-    path: Path, config: ModelConfig, hf: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+    path: Path, config: ModelConfig, hf: Mapping[str, Any], stored: Mapping[str, Stored]
 ) -> ModelConfig:
     family = family_of(hf)
     own = _without(stored, (*family.skipped, *family.draft_prefixes(hf)))
@@ -106,7 +130,7 @@ def _with_stored_unembedding(
     return replace(config, has_logits=bool(unembeddings) or not is_backbone_alone)
 
 
-def _without(stored: Mapping[str, StoredTensor], prefixes: tuple[str, ...]) -> dict[str, StoredTensor]:
+def _without(stored: Mapping[str, Stored], prefixes: tuple[str, ...]) -> dict[str, Stored]:
     return {name: tensor for name, tensor in stored.items() if not name.startswith(prefixes)}
 
 
@@ -151,8 +175,9 @@ def load_params(
     if quantization is not None and placement is not None:
         raise ValueError(f"quantization={quantization!r} with a placement is not supported; leave out one")
     path = Path(path)
+    refuse_both(path, quantization)
     plan, stored = require_fitting_tensors(path, config)
-    hf = read_json(path / "config.json")
+    hf, _ = read_settings(path)
     skipped = [name for name in stored if name.startswith(family_of(hf).skipped)]
     if config.has_logits and not config.has_tied_embeddings and family_of(hf).config_from_hf(hf).has_tied_embeddings:
         logger.warning(
@@ -174,7 +199,7 @@ def load_params(
 
 def read_tensors(
     plan: Any,
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, Stored],
     dtype: Any,
     *,
     placement: Any = None,
@@ -188,22 +213,22 @@ def read_tensors(
     with _progress_bar(sum(len(a.names) for _, a in places), show_progress) as bar:
         leaves = []
         for (where, assembly), sharding in zip(places, shardings, strict=True):
-            tensor = assemble(assembly, stored, dtype, sharding)
-            if quantization is not None and isinstance(where[-1], GetAttrKey):
+            tensor = assemble(assembly, stored, dtype, sharding, packs_integers=packs_integers())
+            if quantization is not None and isinstance(where[-1], GetAttrKey) and isinstance(tensor, jax.Array):
                 tensor = quantize_weight(where[-1].name, tensor, quantization, is_packed=packs_integers())
             leaves.append(tensor)
             bar.update(len(assembly.names))
     return jax.tree.unflatten(structure, leaves)
 
 
-def require_fitting_tensors(path: Path, config: ModelConfig) -> tuple[Params, dict[str, StoredTensor]]:
+def require_fitting_tensors(path: Path, config: ModelConfig) -> tuple[Params, dict[str, Stored]]:
     """Returns how `Params` are made, an `Assembly` in the place of each tensor, and the stored tensors by name.
 
     Raises one ValueError that lists every missing, unexpected or mis-shaped tensor of the checkpoint directory.
     """
-    hf = read_json(path / "config.json")
+    hf, settings = read_settings(path)
     family = family_of(hf)
-    stored = read_headers(path)
+    stored = logical_tensors(read_headers(path), settings)
     weights = family.weights_among(stored)
     plan, unread = plan_assembly(config, weights), _unread_keys_and_values(config, weights)
     stored = _with_prefix(stored, {*_expected_shapes(plan), *unread}, family.prefix)
@@ -215,6 +240,26 @@ def require_fitting_tensors(path: Path, config: ModelConfig) -> tuple[Params, di
     needs_unembedding = config.has_logits and not config.has_tied_embeddings
     refuse_misfits(path, plan, own, needs_unembedding=needs_unembedding)
     return plan, stored
+
+
+def abstract_packed(path: Path, config: ModelConfig, dtype: Any) -> Params:
+    """Returns the shapes and dtypes of what `load_params` returns for a packed checkpoint, from headers alone."""
+    plan, stored = require_fitting_tensors(path, config)
+    options = {"packs_integers": packs_integers()}
+    return jax.tree.map(lambda a: abstract(a, stored, jnp.dtype(dtype), **options), plan, is_leaf=_is_assembly)
+
+
+def layers_packed_anew(path: Path, config: ModelConfig) -> list[int]:
+    """Returns the layers packed in another way than the layer before, with which a new stack must begin."""
+    _, settings = read_settings(path)
+    if settings is None:
+        return []
+    plan, stored = require_fitting_tensors(path, config.regrouped((1,) * config.num_layers))
+
+    def grids(layer: Any) -> list[Any]:
+        return [grid_of(assembly, stored) for assembly in jax.tree.leaves(layer, is_leaf=_is_assembly)]
+
+    return [i for i in range(1, config.num_layers) if grids(plan.layers[i]) != grids(plan.layers[i - 1])]
 
 
 def _unread_keys_and_values(config: ModelConfig, weights: WeightTable) -> set[str]:
@@ -230,7 +275,7 @@ def _unread_keys_and_values(config: ModelConfig, weights: WeightTable) -> set[st
     return {name.format(layer=layer) for name in names for layer in readers}
 
 
-def _with_prefix(stored: Mapping[str, StoredTensor], expected: Collection[str], prefix: str) -> dict[str, StoredTensor]:
+def _with_prefix(stored: Mapping[str, Stored], expected: Collection[str], prefix: str) -> dict[str, Stored]:
     """Returns the tensors under their expected names: each name may lack the prefix, as in transformers."""
 
     def expected_name(name: str) -> str:
@@ -301,9 +346,7 @@ def _expected_shapes(plan: Any) -> dict[str, tuple[int, ...]]:
     return expected
 
 
-def refuse_misfits(
-    path: Path, plan: Any, stored: Mapping[str, StoredTensor], *, needs_unembedding: bool = True
-) -> None:
+def refuse_misfits(path: Path, plan: Any, stored: Mapping[str, Stored], *, needs_unembedding: bool = True) -> None:
     """Raises one ValueError that lists every missing, unexpected or mis-shaped tensor; `plan` is a tree of `Assembly`.
 
     A model that needs no unembedding may have one: one equal to the embedding, or that of a backbone.
@@ -317,7 +360,7 @@ def refuse_misfits(
             problems += [] if is_known else [f"unexpected: {name} {tensor.shape}"]
         elif tensor.shape != expected[name]:
             problems.append(f"mis-shaped: {name} expected {expected[name]}, found {tensor.shape}")
-        elif tensor.dtype not in DTYPES:
+        elif isinstance(tensor, StoredTensor) and tensor.dtype not in DTYPES:
             problems.append(f"unsupported dtype: {name} is {tensor.dtype}, not one of {', '.join(DTYPES)}")
     if problems:
         raise ValueError(
@@ -327,8 +370,10 @@ def refuse_misfits(
         )
 
 
-def have_equal_values(one: StoredTensor, other: StoredTensor) -> bool:
-    """True if two stored tensors [rows, columns] are equal; reads a few rows at a time."""
+def have_equal_values(one: Stored, other: Stored) -> bool:
+    """True if two stored tensors [rows, columns] are equal; reads a few rows at a time. Packed ones are not."""
+    if isinstance(one, StoredQuantized) or isinstance(other, StoredQuantized):
+        return False
     if one.shape != other.shape or not {one.dtype, other.dtype} <= DTYPES.keys():
         return False
     ours, theirs = one.map(), other.map()

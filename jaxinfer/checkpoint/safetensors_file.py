@@ -25,7 +25,13 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-INTEGERS = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32)}
+# Of parts of packed weights.
+INTEGERS = {
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+}
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ def grouped_matmul(
     counts: jax.Array,
     scales: jax.Array | None = None,
     *,
+    zeros: jax.Array | None = None,
     first_expert: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -38,8 +39,9 @@ def grouped_matmul(
 
         counts 2 0 3, 6 rows  ->  expert of each row: 0 0 2 2 2 -
 
-    Integers stand for weights[e, f, d] * scales[e, f, d // g], where groups of g = D // groups inputs share a scale;
-    one group is a scale per output channel. The product can be differentiated; its derivative is the reference's.
+    Integers stand for (weights[e, f, d] - zeros[e, f, d // g]) * scales[e, f, d // g], where groups of g = D // groups
+    inputs share a scale; one group is a scale per output channel. The product can be differentiated; its derivative is
+    the reference's.
 
     Args:
       rows: [R, D] activations, floating point.
@@ -48,6 +50,7 @@ def grouped_matmul(
       counts: i32[E] rows of each expert, R in all or fewer.
       scales: f[S, F, groups] of integers, or f[E, F, groups] of the E experts alone, in any floating type; None for
         weights in floating point.
+      zeros: i8 zero points in the shape of scales; None is 0.
       first_expert: i32[] the first of the E experts in the stack; the kernel of a TPU reads them from there, the other
         implementations copy them. None is 0, for weights of E experts.
       implementation: a name from `IMPLEMENTATIONS`, or None for the best that supports the call.
@@ -59,18 +62,18 @@ def grouped_matmul(
       ValueError: for an unknown implementation or arrays that do not fit together.
       NotImplementedError: if the named implementation cannot do this call, with the reason.
     """
-    _check_arrays(rows, weights, counts, scales, first_expert)
-    return call_best(IMPLEMENTATIONS, implementation, (rows, weights, counts, scales, first_expert))
+    _check_arrays(rows, weights, counts, scales, zeros, first_expert)
+    return call_best(IMPLEMENTATIONS, implementation, (rows, weights, counts, scales, first_expert, zeros))
 
 
-def _check_arrays(rows, weights, counts, scales, first_expert) -> None:
+def _check_arrays(rows, weights, counts, scales, zeros, first_expert) -> None:
     D = rows.shape[-1]
     fits = (rows.ndim, weights.ndim, counts.ndim) == (2, 3, 1) and counts.dtype == "int32"
     fits = fits and jnp.issubdtype(rows.dtype, jnp.floating)
     is_stack = first_expert is not None and fits and counts.shape[0] <= weights.shape[0]
     fits = fits and (is_stack or counts.shape[0] == weights.shape[0])
     if scales is None:
-        fits = fits and weights.dtype == rows.dtype and weights.shape[2] == D
+        fits = fits and weights.dtype == rows.dtype and weights.shape[2] == D and zeros is None
     else:
         groups = scales.shape[-1]
         fits = (
@@ -83,8 +86,9 @@ def _check_arrays(rows, weights, counts, scales, first_expert) -> None:
             and groups > 0
             and D % groups == 0
             and (weights.shape[2] == D or (D // groups) % 2 == 0)
+            and (zeros is None or (zeros.shape == scales.shape and zeros.dtype == "int8"))
         )
     if not fits:
-        parts = {"rows": rows, "weights": weights, "counts": counts, "scales": scales}
+        parts = {"rows": rows, "weights": weights, "counts": counts, "scales": scales, "zeros": zeros}
         listed = ", ".join(f"{n} {a.shape} of {a.dtype}" for n, a in parts.items() if a is not None)
         raise ValueError(f"arrays do not fit together: {listed}; see grouped_matmul")

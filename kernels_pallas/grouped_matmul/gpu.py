@@ -63,6 +63,7 @@ def grouped_matmul_gpu(
     counts: jax.Array,
     scales: jax.Array | None,
     first_expert: jax.Array | None = None,
+    zeros: jax.Array | None = None,
     *,
     block_sizes: GroupedBlockSizes | None = None,
     interpret: bool = False,
@@ -71,9 +72,9 @@ def grouped_matmul_gpu(
     _check(rows, weights, interpret)
     E = counts.shape[0]
     weights = experts_of(weights, first_expert, E)
-    scales = None if scales is None else experts_of(scales, first_expert, E)
+    scales, zeros = jax.tree.map(lambda a: experts_of(a, first_expert, E), (scales, zeros))
     block_sizes = block_sizes or grouped_block_sizes(rows=rows.shape[0], num_experts=E, itemsize=rows.dtype.itemsize)
-    return _multiply(rows, weights, counts, scales, block_sizes, interpret)
+    return _multiply(rows, weights, counts, scales, zeros, block_sizes, interpret)
 
 
 def _check(rows: jax.Array, weights: jax.Array, interpret: bool) -> None:
@@ -89,20 +90,20 @@ def _check(rows: jax.Array, weights: jax.Array, interpret: bool) -> None:
         triton.target()  # raises for what is no GPU
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _multiply(
     rows: jax.Array,
     weights: jax.Array,
     counts: jax.Array,
     scales: jax.Array | None,
+    zeros: jax.Array | None,
     block_sizes: GroupedBlockSizes,
     interpret: bool,
 ) -> jax.Array:
     R, F = rows.shape[0], weights.shape[1]
     tiles = tiles_of(counts, num_rows=R, block_m=block_sizes.block_m)
     arrays = {"tiles": tiles, "rows": rows, "weights": weights}
-    if scales is not None:
-        arrays["scales"] = scales
+    arrays |= {name: a for name, a in (("scales", scales), ("zeros", zeros)) if a is not None}
     (out,) = triton.launch(
         functools.partial(_kernel, names=tuple(arrays), block_sizes=block_sizes),
         *arrays.values(),
@@ -119,21 +120,21 @@ def _multiply(
 
 
 def _forward(*operands: Any) -> tuple[jax.Array, tuple[Any, ...]]:
-    return _multiply(*operands), operands[:4]
+    return _multiply(*operands), operands[:5]
 
 
 def _backward(
     block_sizes: GroupedBlockSizes, interpret: bool, operands: tuple[Any, ...], change: jax.Array
 ) -> tuple[Any, ...]:
     """Returns the derivative of the reference, for Pallas differentiates no kernel."""
-    rows, weights, counts, scales = operands
+    rows, weights, counts, scales, zeros = operands
 
     def multiply(rows: jax.Array, weights: jax.Array, scales: jax.Array | None) -> jax.Array:
-        return grouped_matmul_reference(rows, weights, counts, scales)
+        return grouped_matmul_reference(rows, weights, counts, scales, zeros=zeros)
 
     _, derivative = jax.vjp(multiply, rows, weights, scales)
     of_rows, of_weights, of_scales = derivative(change)
-    return of_rows, of_weights, None, of_scales
+    return of_rows, of_weights, None, of_scales, None
 
 
 _multiply.defvjp(_forward, _backward)
@@ -183,7 +184,7 @@ class _Block(NamedTuple):
 
 def _kernel(*refs, names: tuple[str, ...], block_sizes: GroupedBlockSizes) -> None:
     """One program: channels `program_id(0)` of tile `program_id(1)`."""
-    arrays = SimpleNamespace(**({"scales": None} | dict(zip(names, refs, strict=False))))
+    arrays = SimpleNamespace(**({"scales": None, "zeros": None} | dict(zip(names, refs, strict=False))))
     (E, F, _), out_ref = arrays.weights.shape, refs[-1]
     expert, first, end = (triton.load(arrays.tiles, (i, pl.program_id(1))) for i in range(3))
     rows = first + jnp.arange(block_sizes.block_m, dtype=jnp.int32)
@@ -216,10 +217,14 @@ def _multiply_block(arrays: SimpleNamespace, tile: _Tile, block: _Block, i: jax.
     index = (tile.expert, tile.channels[:, None], (group * block.span + columns)[None])
     weights = triton.load(arrays.weights, index, tile.is_channel[:, None] & is_column[None])
     product = out if block.groups == 1 else jnp.zeros(out.shape, jnp.float32)
+    zeros = None
+    if arrays.zeros is not None:
+        zeros = triton.load(arrays.zeros, (tile.expert, tile.channels, group), tile.is_channel).astype(jnp.float32)
     for j, half in enumerate(split_int4(weights) if block.is_packed else (weights,)):
         inputs = group * block.group_size + j * block.span + columns
         x = triton.load(arrays.rows, (tile.rows[:, None], inputs[None]), tile.is_row[:, None] & is_column[None])
-        wide = half if half.dtype == x.dtype else half.astype(jnp.float32).astype(x.dtype)
+        wide = half if half.dtype == x.dtype else half.astype(jnp.float32)
+        wide = (wide if zeros is None else wide - zeros[:, None]).astype(x.dtype)
         product = product + triton.dot(x, wide, transpose_b=True)
     if block.groups == 1:
         return product

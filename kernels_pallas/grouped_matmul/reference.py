@@ -16,13 +16,15 @@ def grouped_matmul_reference(
     counts: jax.Array,
     scales: jax.Array | None,
     first_expert: jax.Array | None = None,
+    zeros: jax.Array | None = None,
 ) -> jax.Array:
     """The contract is that of `grouped_matmul`. Integers are written out as weights in rows' dtype."""
     (R, D), E = rows.shape, counts.shape[0]
     weights = experts_of(weights, first_expert, E)
     if scales is not None:
         scales = experts_of(scales, first_expert, E)
-        weights = dequantize_experts(weights, scales, D, rows.dtype)
+        zeros = None if zeros is None else experts_of(zeros, first_expert, E)
+        weights = dequantize_experts(weights, scales, zeros, D, rows.dtype)
     axes = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
     )
@@ -39,8 +41,11 @@ def experts_of(stack: jax.Array, first_expert: jax.Array | None, num_experts: in
     return jax.lax.dynamic_slice_in_dim(stack, first_expert, num_experts)
 
 
-def dequantize_experts(weights: jax.Array, scales: jax.Array, num_inputs: int, dtype: Any) -> jax.Array:
-    """Returns the weights [E, F, D] of D inputs in `dtype`; integers and scales are as in `grouped_matmul`."""
-    E, F, groups = scales.shape
-    wide = dequantize(weights.reshape(E * F, -1), scales.reshape(E * F, groups), None, num_inputs)
+def dequantize_experts(
+    weights: jax.Array, scales: jax.Array, zeros: jax.Array | None, num_inputs: int, dtype: Any
+) -> jax.Array:
+    """Returns the weights [E, F, D] of D inputs in `dtype`; integers, scales and zeros are as in `grouped_matmul`."""
+    E, F, _ = scales.shape
+    weights, scales, zeros = jax.tree.map(lambda a: a.reshape(E * F, -1), (weights, scales, zeros))
+    wide = dequantize(weights, scales, zeros, num_inputs)
     return wide.astype(dtype).reshape(E, F, num_inputs)

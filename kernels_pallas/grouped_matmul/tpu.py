@@ -29,11 +29,14 @@ def grouped_matmul_tpu(
     counts: jax.Array,
     scales: jax.Array | None,
     first_expert: jax.Array | None,
+    zeros: jax.Array | None = None,
     *,
     block_rows: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """The contract is that of `grouped_matmul`; `block_rows` None takes them by the mean rows of an expert."""
+    if zeros is not None:
+        raise NotImplementedError("zero points are not supported by the TPU kernel; use symmetric integers")
     require_support(rows, weights, interpret)
     if block_rows is None:
         mean = rows.shape[0] / counts.shape[0]

@@ -126,7 +126,7 @@ def test_rows_by_integers_are_the_same_bits_beside_any_others(format_, num_chann
         chosen = GENERATOR.permutation(40)[:num_rows]
         # Padding of a step holds what the step before left there.
         rows = np.concatenate([x[chosen], np.full((num_rows % 3, INPUTS), np.nan, np.float32)])
-        np.testing.assert_array_equal(product(rows, values, scales, num_rows)[:num_rows], together[chosen])
+        np.testing.assert_array_equal(product(rows, values, scales, num_rows=num_rows)[:num_rows], together[chosen])
 
 
 @pytest.mark.parametrize("format_", ["int8", "int4"])

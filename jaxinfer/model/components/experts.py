@@ -138,12 +138,19 @@ def _split_groups(params: MLPParams, specs: Any, mesh: Mesh, x: jax.Array, confi
         if not isinstance(w, QuantizedArray):
             continue
         n = 1 if spec[-1] is None else mesh.shape[spec[-1]]
+        if w.order is not None:
+            raise NotImplementedError(
+                "experts whose inputs have an order of their own (act-order) cannot be split over a mesh; use a"
+                " checkpoint without it"
+            )
         groups = w.scales.shape[-1]
         if groups % n and w.values.shape[-1] < num_inputs:
-            params = replace(params, **{name: dequantize_experts(w.values, w.scales, num_inputs, x.dtype)})
+            params = replace(params, **{name: dequantize_experts(w.values, w.scales, w.zeros, num_inputs, x.dtype)})
             continue
-        params = replace(params, **{name: replace(w, scales=split_groups(w.scales, num_inputs, n))})
-        specs = replace(specs, **{name: QuantizedArray(values=spec, scales=spec)})
+        scales, zeros = jax.tree.map(lambda a, size=num_inputs, n=n: split_groups(a, size, n), (w.scales, w.zeros))
+        params = replace(params, **{name: replace(w, scales=scales, zeros=zeros)})
+        of_zeros = None if zeros is None else spec
+        specs = replace(specs, **{name: QuantizedArray(values=spec, scales=spec, zeros=of_zeros)})
     return params, specs
 
 
@@ -244,11 +251,14 @@ def _in_groups(
 
     def linear(rows: jax.Array, name: str) -> jax.Array:
         w, bias = getattr(params, name), getattr(params, f"{name}_bias")
-        values, scales = (w.values, w.scales) if isinstance(w, QuantizedArray) else (w, None)
-        first = None
+        if not isinstance(w, QuantizedArray):
+            w = QuantizedArray(w, None)
+        values, first = w.values, None
+        if w.order is not None:
+            rows = jnp.take_along_axis(rows, w.order.at[expert_of].get(mode="clip"), axis=1)
         if name in stacks.weights:
             values, first = stacks.weights[name].reshape(-1, *values.shape[1:]), stacks.layer * E
-        y = grouped_matmul(rows, values, counts, scales, first_expert=first)
+        y = grouped_matmul(rows, values, counts, w.scales, zeros=w.zeros, first_expert=first)
         return y if bias is None else y + bias.at[expert_of].get(mode="fill", fill_value=0)
 
     rows = x.at[pairs // X].get(mode="fill", fill_value=0)

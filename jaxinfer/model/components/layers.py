@@ -45,35 +45,40 @@ def product(x: jax.Array, w: jax.Array | QuantizedArray, num_rows: jax.Array | N
 
 def _quantized_product(x: jax.Array, w: QuantizedArray, num_rows: jax.Array | None) -> jax.Array:
     """Returns x wᵀ f32[T, F] for x [T, D] and weights of F output channels."""
+    if w.order is not None:
+        x = x[:, layer_of(w.order, w.layer).reshape(-1)]
     if w.layer is None:
         F = math.prod(w.shape[:-1])
-        return _by_own_integers(x, w.values.reshape(F, -1), w.scales.reshape(F, -1), num_rows)
+        values, scales, zeros = jax.tree.map(lambda a: a.reshape(F, -1), (w.values, w.scales, w.zeros))
+        return _by_own_integers(x, values, scales, zeros, num_rows)
     # The kernel of a TPU reads the layer in the stack. Elsewhere it is taken out, as a scan takes its inputs. Packed
     # integers are not for the kernel, so XLA splits their product over a mesh.
     sharding = w.sharding if w.values.shape[-1] == x.shape[1] else None
     multiply = functools.partial(quantized_matmul, sharding=sharding)
     return jax.lax.platform_dependent(
         x,
-        w.values,
-        w.scales,
+        (w.values, w.scales, w.zeros),
         w.layer,
         num_rows,
-        tpu=lambda x, v, s, layer, _: multiply(x, v, s, layer=layer).astype(jnp.float32),
-        default=lambda x, v, s, layer, n: _by_own_integers(x, layer_of(v, layer), layer_of(s, layer), n),
+        tpu=lambda x, parts, layer, _: multiply(x, *parts, layer=layer).astype(jnp.float32),
+        default=lambda x, parts, layer, n: _by_own_integers(x, *layer_of(parts, layer), num_rows=n),
     )
 
 
-def _by_own_integers(x: jax.Array, values: jax.Array, scales: jax.Array, num_rows: jax.Array | None) -> jax.Array:
-    """x wᵀ f32[T, F] for x [T, D], values i8[F, D], of 4 bits i4[F, D] or i8[F, D / 2], scales f32[F, groups]."""
-    if scales.shape[1] == 1 and values.shape[1] == x.shape[1]:  # compilers fuse the conversion
-        return rows_by_integers(x, values, scales, num_rows)
+def _by_own_integers(
+    x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, num_rows: jax.Array | None
+) -> jax.Array:
+    """x wᵀ f32[T, F] for x [T, D], values i8[F, D], of 4 bits i4[F, D] or i8[F, D / 2], scales, zeros [F, groups]."""
+    if scales.shape[1] == 1 and values.shape[1] == x.shape[1] and zeros is None:  # compilers fuse the conversion
+        return rows_by_integers(x, values, scales, None, num_rows)
     return jax.lax.platform_dependent(
         x,
         values,
         scales,
+        zeros,
         num_rows,
         cpu=rows_by_integers,
-        default=lambda x, v, s, _: quantized_matmul(x, v, s).astype(jnp.float32),
+        default=lambda x, v, s, z, _: quantized_matmul(x, v, s, z).astype(jnp.float32),
     )
 
 

@@ -1,0 +1,57 @@
+"""The formats of quantized checkpoints: each turns stored parts into weights of integers, by Hugging Face names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxinfer.checkpoint.formats.awq import awq_tensors
+from jaxinfer.checkpoint.formats.compressed_tensors import compressed_tensors
+from jaxinfer.checkpoint.formats.gptq import gptq_tensors
+from jaxinfer.checkpoint.safetensors_file import StoredTensor
+from jaxinfer.checkpoint.stored import Stored
+from jaxinfer.validation import shown
+
+# (stored tensors by name, settings) -> the model's tensors by name
+Format = Callable[[Mapping[str, StoredTensor], Mapping[str, Any]], dict[str, Stored]]
+# By `quant_method`.
+FORMATS: dict[str, Format] = {
+    "awq": awq_tensors,
+    "compressed-tensors": compressed_tensors,
+    "gptq": gptq_tensors,
+}
+# Keys of config.json that describe a format; the second is an older name.
+SETTINGS_KEYS = ("quantization_config", "compression_config")
+
+
+def settings_of(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns what config.json says of the format of its weights; None if they are floating point.
+
+    Raises ValueError for a format that is not read.
+    """
+    key = next((key for key in SETTINGS_KEYS if hf.get(key) not in (None, {})), None)
+    if key is None:
+        return None
+    settings = hf[key]
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    if method not in FORMATS:
+        raise ValueError(
+            f"{key}={shown(settings)} is not supported: quant_method is none of {', '.join(FORMATS)}; use"
+            " the unquantized checkpoint, with EngineConfig.quantization if it shall take less memory"
+        )
+    return settings
+
+
+def without_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns config.json as that of the unquantized model."""
+    return {key: value for key, value in hf.items() if key not in SETTINGS_KEYS}
+
+
+def logical_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any] | None) -> dict[str, Stored]:
+    """Returns the model's tensors by name, packed weights as `StoredQuantized`.
+
+    Raises ValueError for settings that are not honoured, and for parts that do not fit together.
+    """
+    if settings is None:
+        return dict(stored)
+    return FORMATS[settings["quant_method"]](stored, settings)

@@ -1,0 +1,93 @@
+"""GPTQ (Frantar et al. 2022), as GPTQModel and AutoGPTQ write it.
+
+A weight [out, in] of b bits is qweight i32[in b / 32, out], qzeros i32[groups, out b / 32] and scales f16[groups, out],
+and g_idx i32[in] is the group of each input. The first version stores zero points less 1.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.checkpoint.formats.parts import Parts, order_of_groups, packed_modules
+from jaxinfer.checkpoint.safetensors_file import StoredTensor
+from jaxinfer.checkpoint.stored import Grid, Stored, StoredQuantized, require_finite, settings_error, unpacked
+from jaxinfer.validation import is_int
+
+BITS = (2, 3, 4, 8)
+SCALE_TYPES = ("F16", "BF16", "F32")
+SMALLER = "use a checkpoint without it, or the unquantized one"
+
+
+def gptq_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> dict[str, Stored]:
+    """Returns the model's tensors by name; see `formats.logical_tensors`."""
+    bits, size = settings.get("bits"), settings.get("group_size", 128)
+    version = settings.get("checkpoint_format") or "gptq"
+    if bits not in BITS:
+        raise settings_error("GPTQ", "bits", bits, f"use a checkpoint of {', '.join(map(str, BITS))} bits")
+    if not is_int(size) or (size < 1 and size != -1):
+        raise settings_error("GPTQ", "group_size", size, "it is a number of inputs, or -1 for all of them")
+    if version not in ("gptq", "gptq_v2"):
+        raise settings_error("GPTQ", "checkpoint_format", version, "use a checkpoint in gptq or gptq_v2")
+    for key, harmless in (("dynamic", (None, {})), ("pack_dtype", (None, "int32"))):
+        if settings.get(key) not in harmless:
+            raise settings_error("GPTQ", key, settings[key], SMALLER)
+    others, modules = packed_modules(stored, "qweight", ("qweight", "qzeros", "scales", "g_idx"))
+    options = {
+        "bits": bits,
+        "size": size,
+        "is_symmetric": bool(settings.get("sym", True)),
+        "has_order": bool(settings.get("desc_act", False)),
+        "zero_step": int(version == "gptq"),
+    }
+    return {**others, **{f"{parts.module}.weight": _weight(parts, **options) for parts in modules}}
+
+
+def _weight(
+    parts: Parts, *, bits: int, size: int, is_symmetric: bool, has_order: bool, zero_step: int
+) -> StoredQuantized:
+    words, outputs = parts.require("qweight", ["I32"], (None, None)).shape
+    inputs = words * 32 // bits
+    size = inputs if size == -1 else size
+    if inputs == 0 or inputs % size or words * 32 % bits:
+        raise ValueError(f"{parts.module} has {inputs} inputs, which groups of {size} do not divide; use another file")
+    groups = inputs // size
+    zeros = parts.require("qzeros", ["I32"], (groups, outputs * bits // 32))
+    scales = parts.require("scales", SCALE_TYPES, (groups, outputs))
+    g_idx = parts.require("g_idx", ["I32"], (inputs,)) if has_order or "g_idx" in parts else None
+    middle = 2 ** (bits - 1)
+    has_order &= groups > 1
+
+    @functools.cache
+    def order() -> np.ndarray:
+        if g_idx is None:
+            return np.arange(inputs, dtype=np.int32)
+        return order_of_groups(f"{parts.module}.g_idx", g_idx.map(), groups, may_differ=has_order)
+
+    def read_values() -> np.ndarray:
+        return (unpacked(parts["qweight"].map(), bits).T[:, order()].astype(np.int16) - middle).astype(np.int8)
+
+    def read_zeros() -> np.ndarray:
+        # Each by itself, modulo 2^bits: the zero point 0 is stored as -1.
+        points = (unpacked(zeros.map(), bits, axis=1).T.astype(np.int16) + zero_step) % 2**bits
+        return (points - middle).astype(np.int8)
+
+    def read_scales() -> np.ndarray:
+        if is_symmetric and read_zeros().any():
+            raise ValueError(
+                f"{parts.module}.qzeros has other zero points than {middle}, but quantization_config says sym=true; set"
+                " it to false"
+            )
+        return require_finite(parts.module, scales.map().T)
+
+    return StoredQuantized(
+        shape=(outputs, inputs),
+        grid=Grid(8 if bits == 8 else 4, groups, scales.dtype, not is_symmetric, has_order),
+        values=read_values,
+        scales=read_scales,
+        zeros=None if is_symmetric else read_zeros,
+        order=order if has_order else None,
+    )

@@ -1,0 +1,68 @@
+"""The stored parts of packed weights: found by their names, and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+import numpy as np
+
+from jaxinfer.checkpoint.safetensors_file import StoredTensor
+
+
+class Parts(dict[str, StoredTensor]):
+    """The parts of one weight, by the last piece of their names."""
+
+    def __init__(self, module: str, parts: Mapping[str, StoredTensor]) -> None:
+        super().__init__(parts)
+        self.module = module
+
+    def require(self, name: str, dtypes: Collection[str], shape: tuple[int | None, ...]) -> StoredTensor:
+        """Returns a part; raises ValueError if it is absent, or of another type or shape (None: any size)."""
+        part = self.get(name)
+        if part is None:
+            raise ValueError(f"{self.module} is packed but has no {name}; download the checkpoint again")
+        fits = len(part.shape) == len(shape) and all(
+            want in (None, size) for size, want in zip(part.shape, shape, strict=True)
+        )
+        if part.dtype not in dtypes or not fits:
+            sizes = ", ".join("any" if size is None else str(size) for size in shape)
+            raise ValueError(
+                f"{self.module}.{name} is {part.dtype} {part.shape}, not ({sizes}) of {' or '.join(dtypes)} as its"
+                " quantization_config says; use files of one and the same checkpoint"
+            )
+        return part
+
+
+def packed_modules(
+    stored: Mapping[str, StoredTensor], mark: str, names: Collection[str]
+) -> tuple[dict[str, StoredTensor], Iterator[Parts]]:
+    """Returns the tensors of no packed weight, and the parts of each weight that has a part called `mark`.
+
+    `names` are those that parts may have.
+    """
+    modules = {name.removesuffix(f".{mark}") for name in stored if name.endswith(f".{mark}")}
+    parts: dict[str, dict[str, StoredTensor]] = {module: {} for module in modules}
+    others = {}
+    for name, tensor in stored.items():
+        module, _, part = name.rpartition(".")
+        if module in modules and part in names:
+            parts[module][part] = tensor
+        else:
+            others[name] = tensor
+    return others, (Parts(module, parts[module]) for module in sorted(modules))
+
+
+def order_of_groups(name: str, of_inputs: np.ndarray, num_groups: int, *, may_differ: bool) -> np.ndarray:
+    """Returns the inputs i32[in] group after group, for the group i32[in] of each.
+
+    Raises ValueError if groups are not equally large or, unless they `may_differ`, if inputs are not in that order.
+    """
+    size = len(of_inputs) // num_groups
+    plain = np.arange(len(of_inputs)) // size
+    is_fit = np.array_equal(np.sort(of_inputs), plain) if may_differ else np.array_equal(of_inputs, plain)
+    if not is_fit:
+        raise ValueError(
+            f"{name} does not give each of {num_groups} groups {size} inputs{'' if may_differ else ' in order'}, as its"
+            " quantization_config says; use a checkpoint that fits it"
+        )
+    return np.argsort(of_inputs, kind="stable").astype(np.int32)

@@ -1,0 +1,92 @@
+"""Weights as a checkpoint packs them, in a form that no longer knows the file's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxinfer.checkpoint.safetensors_file import StoredTensor
+
+
+class Grid(NamedTuple):
+    """How a packed weight stands for its numbers. Layers of one stack have the same."""
+
+    bits: int  # of an integer as the device holds it: 4 or 8
+    num_groups: int  # of inputs, each with a scale per output
+    scale_dtype: str
+    has_zeros: bool
+    has_order: bool
+
+
+@dataclass(frozen=True)
+class StoredQuantized:
+    """A weight [out, in] in integers: (value - zero) * scale, with a scale and a zero point per group of inputs.
+
+    Arrays are read, and brought into this form, when they are asked for. With an `order`, value j of a row is that of
+    input order[j]. Reading raises ValueError for what the format does not allow.
+    """
+
+    shape: tuple[int, int]
+    grid: Grid
+    values: Callable[[], np.ndarray]  # i8[out, in]
+    scales: Callable[[], np.ndarray]  # f[out, groups]
+    zeros: Callable[[], np.ndarray] | None = None  # i8[out, groups]
+    order: Callable[[], np.ndarray] | None = None  # i32[in]
+
+    def floats(self) -> np.ndarray:
+        """Returns the weight f32[out, in]."""
+        groups = (*self.scales().shape, -1)
+        values = self.values().reshape(groups).astype(np.int16)
+        if self.zeros is not None:
+            values -= self.zeros()[..., None]
+        floats = (values.astype(np.float32) * self.scales().astype(np.float32)[..., None]).reshape(self.shape)
+        if self.order is None:
+            return floats
+        inputs = np.empty_like(floats)
+        inputs[:, self.order()] = floats
+        return inputs
+
+
+Stored = StoredTensor | StoredQuantized
+
+
+def pack_int4(values: np.ndarray, num_groups: int) -> np.ndarray:
+    """Returns i8[out..., in / 2] of integers i8[out..., in] from -8 to 7.
+
+    The layout is that of `kernels_pallas.quantized_matmul.pack_int4`.
+    """
+    groups = values.reshape(*values.shape[:-1], num_groups, -1)
+    low, high = np.split(groups, 2, axis=-1)
+    return ((low & 15) | (high << 4)).astype(np.int8).reshape(*values.shape[:-1], -1)
+
+
+def unpacked(words: np.ndarray, bits: int, *, axis: int = 0) -> np.ndarray:
+    """Returns the unsigned integers u8 of a stream of `bits` along an axis of words i32, the first in the lowest bits.
+
+    They may cross from a word to the next: 32 integers of 3 bits lie in 3 words.
+    """
+    words = np.ascontiguousarray(np.moveaxis(words, axis, -1)).view(np.uint32)
+    count = words.shape[-1] * 32 // bits
+    if 32 % bits == 0:
+        shifts = np.arange(0, 32, bits, dtype=np.uint32)
+        numbers = ((words[..., None] >> shifts) & np.uint32(2**bits - 1)).astype(np.uint8)
+        numbers = numbers.reshape(*words.shape[:-1], count)
+    else:
+        stream = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")[..., : count * bits]
+        weights = 1 << np.arange(bits, dtype=np.uint8)
+        numbers = (stream.reshape(*words.shape[:-1], count, bits) * weights).sum(-1, dtype=np.uint8)
+    return np.moveaxis(numbers, -1, axis)
+
+
+def require_finite(name: str, scales: np.ndarray) -> np.ndarray:
+    """Returns scales; raises ValueError if one is no finite number."""
+    if not np.isfinite(scales.astype(np.float32)).all():
+        raise ValueError(f"{name} has scales that are no finite numbers; download the checkpoint again")
+    return scales
+
+
+def settings_error(method: str, key: str, value: Any, way_out: str) -> ValueError:
+    return ValueError(f"quantization_config of {method}: {key}={value!r} is not supported; {way_out}")
