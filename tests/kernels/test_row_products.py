@@ -99,58 +99,65 @@ INPUTS = 192
 
 
 def integers(format_, num_channels):
-    """Random integers and scales [num_channels, groups] of INPUTS inputs."""
-    bits, group_size = {"int8": (8, INPUTS), "int8 in groups": (8, 32), "int4": (4, 64), "int4, a type": (4, 64)}[
-        format_
-    ]
+    """Random integers, scales and zero points [num_channels, groups] of INPUTS inputs, and the weights they mean."""
+    kind, has_zeros = format_.removesuffix(" less zero points"), format_.endswith("zero points")
+    bits, group_size = {"int8": (8, INPUTS), "int8 in groups": (8, 32), "int4": (4, 64), "int4, a type": (4, 64)}[kind]
     values = GENERATOR.integers(1 - 2 ** (bits - 1), 2 ** (bits - 1), (num_channels, INPUTS), np.int8)
     scales = GENERATOR.uniform(0.5, 1.5, (num_channels, INPUTS // group_size)).astype(np.float32)
-    stored = pack_int4(jnp.asarray(values), group_size) if format_ == "int4" else values
-    stored = jnp.asarray(stored, "int4" if format_ == "int4, a type" else "int8")
-    return stored, scales, values * np.repeat(scales.astype(float), group_size, axis=1)
+    zeros = GENERATOR.integers(-(2 ** (bits - 1)), 2 ** (bits - 1), scales.shape, np.int8) if has_zeros else None
+    stored = pack_int4(jnp.asarray(values), group_size) if kind == "int4" else values
+    stored = jnp.asarray(stored, "int4" if kind == "int4, a type" else "int8")
+    centred = values.astype(int) - (np.repeat(zeros.astype(int), group_size, axis=1) if zeros is not None else 0)
+    return stored, scales, zeros, centred * np.repeat(scales.astype(float), group_size, axis=1)
+
+
+FORMATS = ("int8", "int4", "int8 less zero points", "int4 less zero points")
 
 
 @pytest.mark.parametrize(
     ("format_", "num_channels"),
-    [("int8", 50), ("int8", 256), ("int8", 300), ("int8 in groups", 300), ("int4", 200), ("int4, a type", 300)],
+    [
+        *(("int8", 50), ("int8", 256), ("int8", 300), ("int8 in groups", 300), ("int4", 200), ("int4, a type", 300)),
+        *(("int8 less zero points", 300), ("int4 less zero points", 200)),
+    ],
 )
 def test_rows_by_integers_are_the_same_bits_beside_any_others(format_, num_channels):
-    values, scales, w = integers(format_, num_channels)
+    values, scales, zeros, w = integers(format_, num_channels)
     x = normal(40, INPUTS)
 
     product = jax.jit(rows_by_integers)
-    together = np.asarray(product(x, values, scales))
+    together = np.asarray(product(x, values, scales, zeros))
 
     np.testing.assert_allclose(together, x.astype(float) @ w.T, rtol=1e-4, atol=1e-2)
     for num_rows in (1, 8, 23):
         chosen = GENERATOR.permutation(40)[:num_rows]
         # Padding of a step holds what the step before left there.
         rows = np.concatenate([x[chosen], np.full((num_rows % 3, INPUTS), np.nan, np.float32)])
-        np.testing.assert_array_equal(product(rows, values, scales, num_rows=num_rows)[:num_rows], together[chosen])
+        np.testing.assert_array_equal(product(rows, values, scales, zeros, num_rows)[:num_rows], together[chosen])
 
 
-@pytest.mark.parametrize("format_", ["int8", "int4"])
+@pytest.mark.parametrize("format_", FORMATS)
 def test_integers_are_never_widened_whole(format_):
-    values, scales, _ = integers(format_, 4096)
+    values, scales, zeros, _ = integers(format_, 4096)
 
     for num_rows in (8, 64):
-        compiled: Any = jax.jit(rows_by_integers).lower(normal(num_rows, INPUTS), values, scales).compile()
+        compiled: Any = jax.jit(rows_by_integers).lower(normal(num_rows, INPUTS), values, scales, zeros).compile()
         # Two blocks in float32 and the results, twice; the weights take 3 MB.
         bound = 4 * (2 * CHANNEL_BLOCK * INPUTS + 2 * num_rows * 4096)
         assert compiled.memory_analysis().temp_size_in_bytes <= 1.2 * bound
 
 
-@pytest.mark.parametrize("format_", ["int8", "int4"])
+@pytest.mark.parametrize("format_", FORMATS)
 def test_the_derivative_of_rows_by_integers_is_that_of_the_weights_they_stand_for(format_):
-    values, scales, w = integers(format_, 300)
+    values, scales, zeros, w = integers(format_, 300)
     x, change = normal(9, INPUTS), normal(9, 300)
 
-    _, derivative = jax.vjp(lambda x, scales: rows_by_integers(x, values, scales), x, scales)
+    _, derivative = jax.vjp(lambda x, scales: rows_by_integers(x, values, scales, zeros), x, scales)
     of_x, of_scales = derivative(change)
 
     np.testing.assert_allclose(of_x, change.astype(float) @ w, rtol=1e-4, atol=1e-2)
     of_weights = change.T.astype(float) @ x
-    unscaled = np.asarray(dequantize(values, jnp.ones_like(scales), None, INPUTS))
+    unscaled = np.asarray(dequantize(values, jnp.ones_like(scales), zeros, INPUTS))
     by_group = (of_weights * unscaled).reshape(*scales.shape, -1).sum(-1)
     np.testing.assert_allclose(of_scales, by_group, rtol=1e-3, atol=1e-1)
 

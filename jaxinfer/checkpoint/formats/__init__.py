@@ -34,7 +34,7 @@ def settings_of(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return None
     settings = hf[key]
     method = settings.get("quant_method") if isinstance(settings, Mapping) else None
-    if method not in FORMATS:
+    if not isinstance(method, str) or method not in FORMATS:
         raise ValueError(
             f"{key}={shown(settings)} is not supported: quant_method is none of {', '.join(FORMATS)}; use"
             " the unquantized checkpoint, with EngineConfig.quantization if it shall take less memory"

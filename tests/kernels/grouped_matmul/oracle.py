@@ -30,11 +30,12 @@ def make_call(
     bits: int | None = None,
     group_size: int | None = None,
     is_packed: bool = True,
+    has_zeros: bool = False,
 ) -> tuple[dict[str, Any], np.ndarray]:
     """Returns the arguments of a call, and its result in float64.
 
     The weights are in `dtype`, or integers of `bits` bits with a scale per channel or per `group_size` inputs. Those of
-    4 bits go two to a byte if `is_packed`.
+    4 bits go two to a byte if `is_packed`. With zero points they are the numbers less those.
     """
     generator, E, F, D = np.random.default_rng(0), len(counts), num_channels, num_inputs
     rows = jnp.asarray(generator.standard_normal((num_rows, D)), dtype)
@@ -53,5 +54,9 @@ def make_call(
                 pack_int4(weights.reshape(E * F, D), size).reshape(E, F, -1) if is_packed else weights.astype("int4")
             )
         call |= {"weights": weights, "scales": jnp.asarray(scales)}
-        wide = integers * np.repeat(scales.astype(np.float64), size, axis=2)
+        wide = integers.astype(int)
+        if has_zeros:
+            zeros = generator.integers(-high - 1, high, scales.shape, np.int8, endpoint=True)
+            call["zeros"], wide = jnp.asarray(zeros), wide - np.repeat(zeros.astype(int), size, axis=2)
+        wide = wide * np.repeat(scales.astype(np.float64), size, axis=2)
     return call, product_by_expert(np.asarray(rows.astype(jnp.float32)), wide, counts)

@@ -111,6 +111,14 @@ def test_integers_stand_for_weights(bits, D, group_size, implementation):
     np.testing.assert_allclose(multiply(**call, implementation=implementation), expected, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "gpu_interpret"])
+@pytest.mark.parametrize(("bits", "D", "group_size"), [(8, 96, None), (8, 256, 128), (4, 96, 32), (4, 36, 12)])
+def test_integers_may_have_zero_points(bits, D, group_size, implementation):
+    call, expected = make_call([3, 0, 18, 1], 25, D, 34, bits=bits, group_size=group_size, has_zeros=True)
+
+    np.testing.assert_allclose(multiply(**call, implementation=implementation), expected, rtol=1e-5, atol=4e-5)
+
+
 @EACH
 @pytest.mark.parametrize(("bits", "group_size"), [(None, None), (8, None), (8, 32), (4, 32)])
 @pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 2**-8), ("float16", 2**-11)])
@@ -256,6 +264,8 @@ DTYPES = {"rows": "float32", "weights": "int8", "counts": "int32", "scales": "fl
         ("scales", (3, 8, 3), "float32"),
         ("scales", (3, 4, 2), "float32"),
         ("scales", (3, 8, 2), "int8"),
+        ("zeros", (3, 8, 1), "int8"),
+        ("zeros", (3, 8, 2), "float32"),
     ],
 )
 def test_arrays_that_do_not_fit_together_are_refused_with_all_of_them(name, shape, dtype):
@@ -289,6 +299,13 @@ def test_what_the_kernel_cannot_do_is_refused_by_name(implementation, weights, d
 
     with pytest.raises(NotImplementedError, match=reason):
         grouped_matmul(**call, implementation=implementation)
+
+
+def test_zero_points_are_refused_by_the_tpu_kernel():
+    call, _ = make_call([1, 2], 3, bits=8, has_zeros=True)
+
+    with pytest.raises(NotImplementedError, match="zero points are not supported by the TPU kernel"):
+        grouped_matmul(**call, implementation="tpu_interpret")
 
 
 def test_what_the_kernel_cannot_do_the_reference_does():

@@ -1,0 +1,175 @@
+"""Packs the weights of small checkpoints as published formats do, each with the floating-point weights that it means.
+
+GPTQ and AWQ are written here from their definitions; compressed-tensors by the library of that name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+from tests.checkpoint.renamed import Tensors, edit_json, rewrite
+
+LINEAR = re.compile(r"layers\.\d+\..*(_proj|experts\.\d+\.w\d)\.weight$")
+GENERATOR = np.random.default_rng(5)
+# (name, weight f32[out, in]) -> stored parts by the last piece of their names, and the weight that they mean
+Pack = Callable[[str, np.ndarray], tuple[dict[str, np.ndarray | torch.Tensor], np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A packed checkpoint, and the same in floating point."""
+
+    path: Path
+    reference: Path
+    weights: Mapping[str, np.ndarray]  # that the packed ones mean, by name
+
+
+def pack_checkpoint(source: Path, folder: Path, pack: Pack, settings: Mapping[str, Any], skip: str = "never") -> Packed:
+    """Writes both checkpoints into a folder. Weights whose names fit the pattern `skip` stay as they are."""
+    weights: dict[str, np.ndarray] = {}
+    parts: Tensors = {}
+
+    def packed(tensors: Tensors) -> Tensors:
+        for name in [name for name in tensors if LINEAR.search(name) and not re.search(skip, name)]:
+            own, weights[name] = pack(name, tensors.pop(name).float().numpy())
+            module = name.removesuffix("weight")
+            for part, array in own.items():
+                is_tensor = isinstance(array, torch.Tensor)
+                parts[module + part] = array if is_tensor else torch.from_numpy(np.ascontiguousarray(array))
+        return tensors | parts
+
+    for name in ("packed", "reference"):
+        shutil.copytree(source, folder / name)
+    rewrite(folder / "packed", packed)
+    edit_json(folder / "packed", quantization_config=dict(settings))
+    rewrite(folder / "reference", lambda tensors: tensors | {n: torch.from_numpy(w) for n, w in weights.items()})
+    return Packed(folder / "packed", folder / "reference", weights)
+
+
+def rounded(w: np.ndarray, bits: int, size: int, *, is_symmetric: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns unsigned integers [out, in], scales f16[out, groups] and zero points [out, groups]."""
+    groups = w.reshape(len(w), -1, size)
+    most = 2**bits - 1
+    if is_symmetric:
+        scales = (np.abs(groups).max(-1) * 2 / most).astype(np.float16)
+        zeros = np.full(scales.shape, 2 ** (bits - 1))
+    else:
+        low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
+        scales = ((high - low) / most).astype(np.float16)
+        zeros = np.clip(np.round(-low / scales.astype(np.float32)), 0, most).astype(int)
+        zeros[0] = 0, *zeros[0, 1:]  # which the first version of GPTQ stores as -1
+    q = np.round(groups / scales.astype(np.float32)[..., None] + zeros[..., None])
+    return np.clip(q, 0, most).reshape(w.shape).astype(int), scales, zeros
+
+
+def meaning(q: np.ndarray, scales: np.ndarray, zeros: np.ndarray, of_inputs: np.ndarray) -> np.ndarray:
+    """Returns (q - zero) * scale in float32, for the group of each input."""
+    return (q - zeros[:, of_inputs]).astype(np.float32) * scales.astype(np.float32)[:, of_inputs]
+
+
+def words(numbers: np.ndarray, bits: int) -> np.ndarray:
+    """Returns i32[n bits / 32, ...] of unsigned integers [n, ...], the first in the lowest bits of a stream."""
+    n, *rest = numbers.shape
+    stream = (numbers[:, None] >> np.arange(bits).reshape(-1, *[1] * len(rest))) & 1
+    packed = np.packbits(stream.reshape(n * bits, -1).astype(np.uint8), axis=0, bitorder="little")
+    return np.ascontiguousarray(packed.T).view(np.int32).T.reshape(-1, *rest)
+
+
+def gptq(
+    source: Path,
+    folder: Path,
+    *,
+    bits: int = 4,
+    size: int = 32,
+    is_symmetric: bool = True,
+    has_order: bool = False,
+    version: str = "gptq",
+    **settings: Any,
+) -> Packed:
+    def pack(_: str, w: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
+        inputs = w.shape[1]
+        own_size = inputs if size == -1 else size
+        order = GENERATOR.permutation(inputs) if has_order else np.arange(inputs)
+        of_inputs = np.empty(inputs, int)
+        of_inputs[order] = np.arange(inputs) // own_size
+        q, scales, zeros = rounded(w[:, order], bits, own_size, is_symmetric=is_symmetric)
+        q = q[:, np.argsort(order)]
+        stored = (zeros - (version == "gptq")) % 2**bits
+        parts = {
+            "qweight": words(q.T, bits),
+            "qzeros": words(stored, bits).T,
+            "scales": scales.T,
+            "g_idx": of_inputs.astype(np.int32),
+        }
+        return parts, meaning(q, scales, zeros, of_inputs)
+
+    stated = {"quant_method": "gptq", "bits": bits, "group_size": size, "desc_act": has_order, "sym": is_symmetric}
+    return pack_checkpoint(source, folder, pack, stated | {"checkpoint_format": version} | settings)
+
+
+def awq(source: Path, folder: Path, *, size: int = 32, skip: str = "never", **settings: Any) -> Packed:
+    def in_words(q: np.ndarray) -> np.ndarray:
+        outputs = q.reshape(len(q), -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]]
+        return words(outputs.reshape(len(q), -1).T, 4).T
+
+    def pack(_: str, w: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
+        q, scales, zeros = rounded(w, 4, size, is_symmetric=False)
+        parts = {"qweight": in_words(q.T), "qzeros": in_words(zeros.T), "scales": scales.T}
+        return parts, meaning(q, scales, zeros, np.arange(w.shape[1]) // size)
+
+    stated = {"quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
+    return pack_checkpoint(source, folder, pack, stated | settings, skip)
+
+
+def compressed(
+    source: Path,
+    folder: Path,
+    *,
+    bits: int = 4,
+    size: int | None = 32,
+    is_symmetric: bool = True,
+    is_packed: bool = True,
+    skip: str = "never",
+    scale_type: torch.dtype = torch.float32,
+    **settings: Any,
+) -> Packed:
+    def pack(_: str, w: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
+        own_size, middle = size or w.shape[1], 2 ** (bits - 1)
+        q, scales, zeros = rounded(w, bits, own_size, is_symmetric=is_symmetric)
+        stored = torch.from_numpy(scales).to(scale_type)
+        values, points = (torch.from_numpy((a - middle).astype(np.int8)) for a in (q, zeros))
+        parts: dict[str, Any] = {"weight_scale": stored}
+        if is_packed:
+            parts |= {"weight_packed": pack_to_int32(values, bits), "weight_shape": torch.tensor(w.shape)}
+        else:
+            parts["weight"] = values
+        if not is_symmetric:
+            parts["weight_zero_point"] = pack_to_int32(points, bits, packed_dim=0) if is_packed else points
+        return parts, meaning(q, stored.float().numpy(), zeros, np.arange(w.shape[1]) // own_size)
+
+    weights = {"num_bits": bits, "type": "int", "symmetric": is_symmetric, "dynamic": False}
+    weights |= {"strategy": "channel"} if size is None else {"strategy": "group", "group_size": size}
+    stated = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized" if is_packed else "int-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+        "ignore": ["lm_head"],
+    }
+    return pack_checkpoint(source, folder, pack, stated | settings, skip)
+
+
+WRITERS: Mapping[str, Callable[..., Packed]] = {"gptq": gptq, "awq": awq, "compressed": compressed}
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    return json.loads((path / "config.json").read_text())["quantization_config"]

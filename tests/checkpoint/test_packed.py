@@ -1,0 +1,302 @@
+"""Checkpoints packed by GPTQ, AWQ and compressed-tensors: numbers to the bit, logits of `transformers`, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+from jax.tree_util import tree_leaves_with_path
+
+from jaxinfer.checkpoint import abstract_checkpoint, load_checkpoint, load_params, read_config
+from jaxinfer.checkpoint.huggingface import layers_packed_anew, require_fitting_tensors
+from jaxinfer.checkpoint.stored import StoredQuantized
+from jaxinfer.plan.memory import num_bytes
+from jaxinfer.quantization import QuantizedArray
+from tests.checkpoint.packing import WRITERS, Packed, settings_of
+from tests.checkpoint.renamed import Tensors, edit_json, rewrite
+from tests.oracles import load_reference, reference_logits, save_random_checkpoint
+from tests.replay import LENGTHS, SHAPE, SPLITS, replay
+
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32},
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 32},
+}
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gptq": ("gptq", "llama", {}),
+    "gptq in one group": ("gptq", "llama", {"size": -1, "has_order": True}),
+    "gptq with zero points": ("gptq", "llama", {"is_symmetric": False}),
+    "gptq with act-order": ("gptq", "llama", {"has_order": True}),
+    "gptq v2 with both": ("gptq", "qwen3_moe", {"has_order": True, "is_symmetric": False, "version": "gptq_v2"}),
+    "gptq of 2 bits": ("gptq", "llama", {"bits": 2, "is_symmetric": False}),
+    "gptq of 3 bits": ("gptq", "llama", {"bits": 3}),
+    "gptq of 8 bits": ("gptq", "llama", {"bits": 8, "is_symmetric": False, "has_order": True}),
+    "awq": ("awq", "llama", {}),
+    "awq of experts": ("awq", "qwen3_moe", {}),
+    "awq in part": ("awq", "llama", {"skip": "v_proj"}),
+    "compressed": ("compressed", "llama", {}),
+    "compressed with zero points": ("compressed", "llama", {"is_symmetric": False}),
+    "compressed by channels": ("compressed", "llama", {"bits": 8, "size": None}),
+    "compressed of experts": ("compressed", "qwen3_moe", {"scale_type": torch.bfloat16}),
+    "compressed of 8 bits": ("compressed", "llama", {"bits": 8, "is_packed": False, "is_symmetric": False}),
+    "compressed of 3 bits": ("compressed", "llama", {"bits": 3}),
+    "compressed in part": ("compressed", "llama", {"skip": r"layers\.1\."}),
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    return {
+        family: save_random_checkpoint(tmp_path_factory.mktemp(family), family, **sizes)
+        for family, sizes in SIZES.items()
+    }
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request, sources, tmp_path_factory):
+    writer, family, options = CASES[request.param]
+    return WRITERS[writer](sources[family], tmp_path_factory.mktemp("case") / "both", **options)
+
+
+@pytest.fixture
+def packed(sources, tmp_path) -> Packed:
+    return WRITERS["gptq"](sources["llama"], tmp_path / "both", is_symmetric=False, has_order=True)
+
+
+def is_quantized(node: Any) -> bool:
+    return isinstance(node, QuantizedArray)
+
+
+def test_packed_weights_mean_the_number_less_its_zero_point_times_the_scale(case):
+    _, stored = require_fitting_tensors(case.path, read_config(case.path))
+
+    read = {name: tensor for name, tensor in stored.items() if isinstance(tensor, StoredQuantized)}
+    assert read.keys() == case.weights.keys()
+    for name, weight in case.weights.items():
+        np.testing.assert_array_equal(read[name].floats(), weight)
+
+
+def test_logits_are_those_of_transformers_on_the_weights_they_mean(case):
+    params, config = load_checkpoint(case.path)
+    reference, generator = load_reference(case.reference), np.random.default_rng(0)
+    sequences = [generator.integers(0, config.vocab_size, length) for length in LENGTHS]
+
+    logits = replay(params, sequences, SPLITS["chunks"], config=config, shape=SHAPE, is_exact=False)
+
+    for ours, sequence in zip(logits, sequences, strict=True):
+        theirs = reference_logits(reference, sequence)
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+        np.testing.assert_array_equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+def test_weights_stay_packed_and_are_planned_as_they_are(case):
+    params, config = load_checkpoint(case.path)
+    planned, _ = abstract_checkpoint(case.path, "float32")
+
+    def shapes(tree: Any) -> list[tuple[Any, ...]]:
+        return [(jax.tree_util.keystr(path), leaf.shape, leaf.dtype) for path, leaf in tree_leaves_with_path(tree)]
+
+    assert shapes(planned) == shapes(params)
+    num_quantized = sum(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized)))
+    per_tensor = config.layers[0].feed_forward.num_experts if "experts" in str([*case.weights]) else 1
+    assert num_quantized == sum("experts" not in name for name in case.weights) + (
+        sum("experts" in name for name in case.weights) // per_tensor
+    )
+
+
+def test_packed_weights_take_no_more_than_their_files(sources, tmp_path):
+    packed = WRITERS["gptq"](sources["llama"], tmp_path / "both", is_symmetric=False)
+    params, _ = load_checkpoint(packed.path)
+
+    in_file = sum(file.stat().st_size for file in packed.path.glob("*.safetensors"))
+    in_floats = sum(file.stat().st_size for file in packed.reference.glob("*.safetensors"))
+    assert num_bytes(params) <= 1.02 * in_file < in_floats
+
+
+def test_layers_packed_in_another_way_begin_a_new_stack(sources, tmp_path, monkeypatch):
+    packed = WRITERS["compressed"](sources["llama"], tmp_path / "both", skip=r"layers\.1\.mlp\.down_proj")
+    config = read_config(packed.path)
+    expected, _ = load_checkpoint(packed.path)
+    sequences = [np.arange(20) % config.vocab_size]
+
+    assert layers_packed_anew(packed.path, config) == [1, 2]
+    monkeypatch.setattr("jaxinfer.checkpoint.scans_layers", lambda: True)
+    params, grouped = load_checkpoint(packed.path)
+    assert [stack.num_layers for stack in grouped.stacks] == [1, 1, 1]
+    ours = replay(params, sequences, [[(0, 20)]], config=grouped, shape=SHAPE)
+    theirs = reference_logits(load_reference(packed.reference), sequences[0])
+    np.testing.assert_allclose(ours[0], theirs, rtol=0, atol=1e-4)
+    assert num_bytes(params) == num_bytes(expected)
+
+
+def test_quantizing_a_packed_checkpoint_is_refused(packed):
+    for load in (load_checkpoint, abstract_checkpoint):
+        with pytest.raises(ValueError, match=r"quantization='int8' does not go with .* packed already by gptq"):
+            load(packed.path, "float32", quantization="int8")
+
+
+SETTINGS: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "gptq": [
+        ({"bits": 5}, "bits=5"),
+        ({"bits": "4"}, "bits='4'"),
+        ({"group_size": 0}, "group_size=0"),
+        ({"group_size": 40}, "groups of 40 do not divide"),
+        ({"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
+        ({"dynamic": {"-:.*down.*": {}}}, "dynamic="),
+        ({"pack_dtype": "int8"}, "pack_dtype='int8'"),
+        ({"desc_act": False}, "g_idx does not give each of 2 groups 32 inputs in order"),
+        ({"sym": True}, "sym=true"),
+        ({"quant_method": "bitsandbytes"}, "quant_method is none of awq, compressed-tensors, gptq"),
+        ({"quant_method": ["gptq"]}, "quant_method is none of"),
+    ],
+    "awq": [
+        ({"bits": 8}, "bits=8"),
+        ({"version": "gemv"}, "version='gemv'"),
+        ({"zero_point": False}, "zero_point=false"),
+        ({"group_size": "all"}, "group_size='all'"),
+    ],
+    "compressed": [
+        ({"format": "marlin-24"}, "format='marlin-24'"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme="),
+        ({"transform_config": {"R1": {}}}, "transform_config="),
+        ({"sparsity_config": {"format": "dense"}}, "sparsity_config="),
+        ({"config_groups": {}}, "config_groups={}"),
+        ({"config_groups": {"group_0": {"targets": ["Linear"]}}}, "group_0="),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("writer", "changes", "message"), [(writer, *each) for writer, cases in SETTINGS.items() for each in cases], ids=str
+)
+def test_settings_that_are_not_honoured_are_refused_by_name(sources, tmp_path, writer, changes, message):
+    options = {"is_symmetric": False, "has_order": True} if writer == "gptq" else {}
+    path = WRITERS[writer](sources["llama"], tmp_path / "both", **options).path
+    edit_json(path, quantization_config=settings_of(path) | changes)
+
+    with pytest.raises(ValueError, match=message.replace("(", r"\(").replace("{", r"\{")):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        ({"input_activations": {"num_bits": 8}}, "input_activations="),
+        ({"output_activations": {"num_bits": 8}}, "output_activations="),
+        ({"targets": ["Embedding"]}, "no target of quantization_config.config_groups"),
+        ({"targets": ["re:("]}, "is no regular expression"),
+        ({"targets": [3]}, "targets=3"),
+        ({"targets": ["re:.*mlp.*"]}, "no target of quantization_config.config_groups"),
+        ({"weights": {"num_bits": 4, "type": "float"}}, "weights.type='float'"),
+        ({"weights": {"num_bits": 4, "strategy": "block"}}, "weights.strategy='block'"),
+        ({"weights": {"num_bits": 9, "strategy": "channel"}}, "weights.num_bits=9"),
+        ({"weights": {"num_bits": 4, "strategy": "group", "group_size": 7}}, "group_size=7 does not divide"),
+    ],
+    ids=str,
+)
+def test_schemes_that_are_not_honoured_are_refused_by_name(sources, tmp_path, scheme, message):
+    path = WRITERS["compressed"](sources["llama"], tmp_path / "both").path
+    settings = settings_of(path)
+    settings["config_groups"]["group_0"] |= scheme
+    edit_json(path, quantization_config=settings)
+
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(path)
+
+
+def test_a_scheme_for_a_name_comes_before_one_for_a_class(sources, tmp_path):
+    packed = WRITERS["compressed"](sources["llama"], tmp_path / "both")
+    settings = settings_of(packed.path)
+    own = settings["config_groups"]["group_0"]
+    other = own | {"targets": ["Linear"], "weights": own["weights"] | {"num_bits": 8}}
+    settings["config_groups"] = {"others": other, "own": own | {"targets": ["re:.*layers.*"]}}
+    edit_json(packed.path, quantization_config=settings)
+
+    _, stored = require_fitting_tensors(packed.path, read_config(packed.path))
+
+    for name, weight in packed.weights.items():
+        tensor = stored[name]
+        assert isinstance(tensor, StoredQuantized)
+        np.testing.assert_array_equal(tensor.floats(), weight)
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def changed(name: str, **changes: Any) -> Any:
+    def change(tensors: Tensors) -> Tensors:
+        tensor = tensors[f"{Q}.{name}"].clone()
+        if "shape" in changes:
+            tensor = tensor.new_zeros(changes["shape"])
+        elif "dtype" in changes:
+            tensor = tensor.to(changes["dtype"])
+        else:
+            tensor.view(-1)[3] = changes["value"]
+        return tensors | {f"{Q}.{name}": tensor}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: {n: t for n, t in tensors.items() if n != f"{Q}.scales"}, "packed but has no scales"),
+        (lambda tensors: {n: t for n, t in tensors.items() if n != f"{Q}.qzeros"}, "packed but has no qzeros"),
+        (changed("qzeros", shape=(3, 16)), r"qzeros is I32 \(3, 16\), not \(2, 16\) of I32"),
+        (changed("scales", dtype=torch.int32), "scales is I32"),
+        (changed("qweight", shape=(64,)), r"qweight is I32 \(64,\), not \(any, any\)"),
+        (changed("qweight", shape=(16, 128)), r"qzeros is I32 \(2, 16\), not \(4, 16\)"),
+        (changed("scales", value=float("nan")), "scales that are no finite numbers"),
+        (changed("g_idx", value=9), "g_idx does not give each of 2 groups 32 inputs,"),
+        (changed("g_idx", value=-1), "g_idx does not give each of 2 groups 32 inputs,"),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_refused_by_name(packed, change, message):
+    rewrite(packed.path, change)
+
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(packed.path)
+
+
+def test_a_packed_checkpoint_on_a_mesh_is_refused(packed):
+    config = read_config(packed.path)
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    plan, _ = require_fitting_tensors(packed.path, config)
+    placement = jax.tree.map(lambda _: one, plan, is_leaf=lambda node: hasattr(node, "names"))
+
+    with pytest.raises(ValueError, match="packed checkpoint with a placement"):
+        load_params(packed.path, config, "float32", placement=placement)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_damaged_checkpoint_loads_or_is_refused(sources, tmp_path, writer):
+    path: Path = WRITERS[writer](sources["llama"], tmp_path / "both").path
+    generator = np.random.default_rng(11)
+    config, file = json.loads((path / "config.json").read_text()), path / "model.safetensors"
+    whole = file.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    values = [None, True, -1, 0, 3, 2**40, 0.5, "x", [], {}, ["Linear"]]
+    refusals = 0
+    for _ in range(300):
+        damaged, content = json.loads(json.dumps(config)), bytearray(whole)
+        node: Any = damaged["quantization_config"]
+        while True:  # an entry at any depth
+            key = generator.choice(sorted(node))
+            if not isinstance(node[key], dict) or not node[key] or generator.random() < 0.2:
+                break
+            node = node[key]
+        if generator.random() < 0.5:
+            node[key] = values[generator.integers(len(values))]
+        else:
+            content[generator.integers(8, 8 + length)] = generator.integers(256)
+        (path / "config.json").write_text(json.dumps(damaged))
+        file.write_bytes(content)
+        try:
+            load_checkpoint(path)
+        except ValueError:
+            refusals += 1
+    assert refusals > 100
