@@ -150,6 +150,7 @@ def experts(
     rows: int,
     bits: int | None = None,
     group_size: int = 128,
+    has_zeros: bool = False,
     dtype: str = "bfloat16",
     is_plain: bool = False,
 ) -> Case:
@@ -170,6 +171,8 @@ def experts(
         "counts": shape((E,), jnp.int32),
         "scales": None if bits is None else shape((E, F, D // group_size), jnp.float32),
     }
+    if has_zeros:
+        arguments["zeros"] = shape((E, F, D // group_size), jnp.int8)
     multiply = functools.partial(grouped_matmul, implementation="reference") if is_plain else grouped_matmul
     return Case(jax.jit(multiply), on_mesh(arguments, mesh), kernels=() if is_plain else ("grouped_matmul",))
 
@@ -187,6 +190,7 @@ WEIGHTS_OF_EXPERTS: dict[str, dict[str, Any]] = {
     "float32 ": {"dtype": "float32"},
     "int8 ": {"bits": 8, "group_size": 2048},
     "int4 ": {"bits": 4},
+    "int4 less zero points ": {"bits": 4, "has_zeros": True},
 }
 
 CASES: dict[str, Callable[[Any], Case]] = {

@@ -15,6 +15,7 @@ from jax.tree_util import tree_leaves_with_path
 from jaxinfer.checkpoint import abstract_checkpoint, load_checkpoint, load_params, read_config
 from jaxinfer.checkpoint.huggingface import layers_packed_anew, require_fitting_tensors
 from jaxinfer.checkpoint.stored import StoredQuantized
+from jaxinfer.model.components.moe import MoE
 from jaxinfer.plan.memory import num_bytes
 from jaxinfer.quantization import QuantizedArray
 from tests.checkpoint.packing import WRITERS, Packed, settings_of
@@ -102,10 +103,10 @@ def test_weights_stay_packed_and_are_planned_as_they_are(case):
 
     assert shapes(planned) == shapes(params)
     num_quantized = sum(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized)))
-    per_tensor = config.layers[0].feed_forward.num_experts if "experts" in str([*case.weights]) else 1
-    assert num_quantized == sum("experts" not in name for name in case.weights) + (
-        sum("experts" in name for name in case.weights) // per_tensor
-    )
+    feed_forward = config.layers[0].feed_forward
+    num_experts = feed_forward.num_experts if isinstance(feed_forward, MoE) else 1
+    of_experts = sum("experts" in name for name in case.weights)
+    assert num_quantized == len(case.weights) - of_experts + of_experts // num_experts
 
 
 def test_packed_weights_take_no_more_than_their_files(sources, tmp_path):

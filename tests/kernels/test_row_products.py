@@ -98,7 +98,7 @@ def test_what_large_blocks_leave_is_multiplied_in_small_ones(num_tokens, monkeyp
 INPUTS = 192
 
 
-def integers(format_, num_channels):
+def integers(format_, num_channels) -> tuple[Any, Any, Any, Any]:
     """Random integers, scales and zero points [num_channels, groups] of INPUTS inputs, and the weights they mean."""
     kind, has_zeros = format_.removesuffix(" less zero points"), format_.endswith("zero points")
     bits, group_size = {"int8": (8, INPUTS), "int8 in groups": (8, 32), "int4": (4, 64), "int4, a type": (4, 64)}[kind]
