@@ -221,7 +221,7 @@ def assemble(
         stack = None
         for i, tensor in enumerate(packed):
             own = making.view(getattr(tensor, name)())
-            if name == "values" and grid.bits == 4:
+            if name == "values" and grid.code == "int4":
                 own = pack_int4(own, grid.num_groups) if packs_integers else own.astype(ml_dtypes.int4)
             if stack is None:
                 stack = empty_aligned((len(packed), *own.shape), own.dtype)
@@ -249,10 +249,10 @@ def abstract(
     if (grid := grid_of(assembly, stored)) is None:
         return jax.ShapeDtypeStruct(assembly.shape, dtype)
     *outputs, inputs = assembly.shape
-    is_packed = grid.bits == 4 and packs_integers
+    is_packed = grid.code == "int4" and packs_integers
     of_groups = (*outputs, grid.num_groups)
     orders = (*assembly.shape[: assembly.num_stacked], inputs)
-    code = np.int8 if is_packed or grid.bits == 8 else ml_dtypes.int4
+    code = "int8" if is_packed else grid.code
     return QuantizedArray(
         values=jax.ShapeDtypeStruct((*outputs, inputs // 2 if is_packed else inputs), code),
         scales=jax.ShapeDtypeStruct(of_groups, DTYPES[grid.scale_dtype]),

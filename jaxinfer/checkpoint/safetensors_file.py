@@ -25,13 +25,13 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-# Of parts of packed weights.
 INTEGERS = {
     "I64": np.dtype(np.int64),
     "I32": np.dtype(np.int32),
     "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
 }
+FLOAT8 = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class StoredTensor:
 
     def map(self) -> np.ndarray:
         """Returns the tensor as a read-only view of the file; only what is then indexed is read."""
-        return np.asarray(np.memmap(self.path, (DTYPES | INTEGERS)[self.dtype], "r", self.offset, self.shape))
+        return np.asarray(np.memmap(self.path, (DTYPES | INTEGERS | FLOAT8)[self.dtype], "r", self.offset, self.shape))
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -80,7 +80,7 @@ def _locate(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
     try:
         begin, end = entry["data_offsets"]
         shape = tuple(entry["shape"])
-        dtype = (DTYPES | INTEGERS).get(entry["dtype"])
+        dtype = (DTYPES | INTEGERS | FLOAT8).get(entry["dtype"])
         if not all(isinstance(number, int) and not isinstance(number, bool) for number in (begin, end, *shape)):
             raise ValueError("integers are needed")
         if not 0 <= begin <= end or (dtype is not None and end - begin != dtype.itemsize * math.prod(shape)):

@@ -14,7 +14,7 @@ from jaxinfer.checkpoint.safetensors_file import StoredTensor
 class Grid(NamedTuple):
     """How a packed weight stands for its numbers. Layers of one stack have the same."""
 
-    bits: int  # of an integer as the device holds it: 4 or 8
+    code: str  # of a number as the device holds it: "int4", "int8" or "float8_e4m3fn"
     num_groups: int  # of inputs, each with a scale per output
     scale_dtype: str
     has_zeros: bool
@@ -23,7 +23,7 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredQuantized:
-    """A weight [out, in] in integers: (value - zero) * scale, with a scale and a zero point per group of inputs.
+    """A weight [out, in] in 8 bits or less: (value - zero) * scale, with a scale and a zero point per group of inputs.
 
     Arrays are read, and brought into this form, when they are asked for. With an `order`, value j of a row is that of
     input order[j]. Reading raises ValueError for what the format does not allow.
@@ -31,7 +31,7 @@ class StoredQuantized:
 
     shape: tuple[int, int]
     grid: Grid
-    values: Callable[[], np.ndarray]  # i8[out, in]
+    values: Callable[[], np.ndarray]  # i8 or f8[out, in]
     scales: Callable[[], np.ndarray]  # f[out, groups]
     zeros: Callable[[], np.ndarray] | None = None  # i8[out, groups]
     order: Callable[[], np.ndarray] | None = None  # i32[in]
@@ -39,10 +39,10 @@ class StoredQuantized:
     def floats(self) -> np.ndarray:
         """Returns the weight f32[out, in]."""
         groups = (*self.scales().shape, -1)
-        values = self.values().reshape(groups).astype(np.int16)
-        if self.zeros is not None:
-            values -= self.zeros()[..., None]
-        floats = (values.astype(np.float32) * self.scales().astype(np.float32)[..., None]).reshape(self.shape)
+        values = self.values().reshape(groups).astype(np.float32)
+        if self.zeros is not None:  # float32 holds the differences of integers
+            values -= self.zeros()[..., None].astype(np.float32)
+        floats = (values * self.scales().astype(np.float32)[..., None]).reshape(self.shape)
         if self.order is None:
             return floats
         inputs = np.empty_like(floats)

@@ -45,7 +45,7 @@ def grouped_matmul(
 
     Args:
       rows: [R, D] activations, floating point.
-      weights: [S, F, D] in rows' dtype; or with scales i8[S, F, D], i4[S, F, D], or i8[S, F, D / 2] as `pack_int4`
+      weights: [S, F, D] in rows' dtype; or with scales i8, i4 or f8_e4m3 [S, F, D], or i8[S, F, D / 2] as `pack_int4`
         lays out the 4-bit integers of each expert. S is E, or more in a stack of several layers' experts.
       counts: i32[E] rows of each expert, R in all or fewer.
       scales: f[S, F, groups] of integers, or f[E, F, groups] of the E experts alone, in any floating type; None for
@@ -78,7 +78,7 @@ def _check_arrays(rows, weights, counts, scales, zeros, first_expert) -> None:
         groups = scales.shape[-1]
         fits = (
             fits
-            and weights.dtype in ("int8", "int4")
+            and weights.dtype in ("int8", "int4", "float8_e4m3fn")
             and weights.shape[2] in ((D, D // 2) if weights.dtype == "int8" else (D,))
             and jnp.issubdtype(scales.dtype, jnp.floating)
             and scales.shape[0] in (counts.shape[0], weights.shape[0])

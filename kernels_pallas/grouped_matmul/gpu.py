@@ -82,6 +82,8 @@ def _check(rows: jax.Array, weights: jax.Array, interpret: bool) -> None:
         raise NoGainError("no rows at all are not supported by the GPU kernel; use implementation='reference'")
     if rows.dtype not in DTYPES:
         raise NotImplementedError(f"rows.dtype={rows.dtype} is not supported by the GPU kernel; supported: {DTYPES}")
+    if weights.dtype == "float8_e4m3fn":
+        raise NotImplementedError("weights.dtype=float8_e4m3fn is not supported by the GPU kernel; use 8-bit integers")
     if weights.dtype == "int4":
         raise NotImplementedError(
             "weights.dtype=int4 is not supported by the GPU kernel; pack two integers to a byte by pack_int4"

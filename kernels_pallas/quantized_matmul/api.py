@@ -43,7 +43,7 @@ def quantized_matmul(
 
     Args:
       x: [T, D] activations, floating point.
-      weights: i8[F, D], i4[F, D], or i8[F, D / 2] as `pack_int4` lays out 4-bit integers.
+      weights: i8[F, D], i4[F, D], f8_e4m3[F, D], or i8[F, D / 2] as `pack_int4` lays out 4-bit integers.
       scales: f[F, groups], in any floating type.
       zeros: i8[F, groups] zero points; None is 0.
       layer: i32[] the layer of a stack; the kernel of a TPU reads its weights there, the other implementations copy
@@ -127,7 +127,7 @@ def _check_shapes(x, weights, scales, zeros, layer) -> None:
     fits = (
         x.ndim == 2
         and (weights.ndim == 2 if layer is None else weights.ndim > 2)
-        and weights.dtype in ("int8", "int4")
+        and weights.dtype in ("int8", "int4", "float8_e4m3fn")
         and weights.shape[-1] in ((D, D // 2) if weights.dtype == "int8" else (D,))
         and scales.shape == (*weights.shape[:-1], groups)
         and groups > 0

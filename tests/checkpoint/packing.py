@@ -168,7 +168,58 @@ def compressed(
     return pack_checkpoint(source, folder, pack, stated | settings, skip)
 
 
-WRITERS: Mapping[str, Callable[..., Packed]] = {"gptq": gptq, "awq": awq, "compressed": compressed}
+def rounded_float8(w: np.ndarray, rows: int, size: int, scale_type: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Returns f8_e4m3[out, in], scales of blocks of `rows` outputs and `size` inputs, and what they mean."""
+    outputs, inputs = w.shape
+    whole = torch.from_numpy(w)
+    padded = torch.nn.functional.pad(whole, (0, -inputs % size, 0, -outputs % rows))
+    blocks = padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // size, size)
+    scales = (blocks.abs().amax((1, 3)) / 448).to(scale_type)
+    each = scales.float().repeat_interleave(rows, 0).repeat_interleave(size, 1)[:outputs, :inputs]
+    values = (whole / each).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return values, scales, values.float() * each
+
+
+def fp8(source: Path, folder: Path, *, block: int | None = 32, scale_type=torch.float32, **settings: Any) -> Packed:
+    def pack(_: str, w: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
+        rows, size = (block, block) if block else w.shape
+        values, scales, meant = rounded_float8(w, rows, size, scale_type)
+        return {"weight": values, "weight_scale_inv": scales if block else scales.reshape(())}, meant.numpy()
+
+    stated = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    stated |= {"weight_block_size": [block, block]} if block else {}
+    return pack_checkpoint(source, folder, pack, stated | settings)
+
+
+def compressed_fp8(source: Path, folder: Path, *, strategy: str, **settings: Any) -> Packed:
+    def pack(_: str, w: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
+        rows, size = {"tensor": w.shape, "channel": (1, w.shape[1]), "block": (32, 32)}[strategy]
+        values, scales, meant = rounded_float8(w, rows, size, torch.bfloat16)
+        parts = {"weight": values, "weight_scale": scales.reshape(1) if strategy == "tensor" else scales}
+        if strategy == "tensor":
+            parts["input_scale"] = torch.tensor([0.05])
+        return parts, meant.numpy()
+
+    weights: dict[str, Any] = {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": strategy,
+        "dynamic": False,
+    }
+    weights |= {"block_structure": [32, 32]} if strategy == "block" else {}
+    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8, "type": "float"}}
+    stated = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": scheme}}
+    return pack_checkpoint(source, folder, pack, stated | settings)
+
+
+WRITERS: Mapping[str, Callable[..., Packed]] = {
+    "gptq": gptq,
+    "awq": awq,
+    "compressed": compressed,
+    "fp8": fp8,
+    "compressed fp8": compressed_fp8,
+}
 
 
 def settings_of(path: Path) -> dict[str, Any]:

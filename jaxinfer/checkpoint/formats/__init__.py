@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxinfer.checkpoint.formats.awq import awq_tensors
 from jaxinfer.checkpoint.formats.compressed_tensors import compressed_tensors
+from jaxinfer.checkpoint.formats.fp8 import fp8_tensors
 from jaxinfer.checkpoint.formats.gptq import gptq_tensors
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
 from jaxinfer.checkpoint.stored import Stored
@@ -18,6 +19,7 @@ Format = Callable[[Mapping[str, StoredTensor], Mapping[str, Any]], dict[str, Sto
 FORMATS: dict[str, Format] = {
     "awq": awq_tensors,
     "compressed-tensors": compressed_tensors,
+    "fp8": fp8_tensors,
     "gptq": gptq_tensors,
 }
 # Keys of config.json that describe a format; the second is an older name.

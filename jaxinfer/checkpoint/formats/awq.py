@@ -62,7 +62,7 @@ def _weight(parts: Parts, size: int, has_zeros: bool) -> StoredQuantized:
 
     return StoredQuantized(
         shape=(outputs, inputs),
-        grid=Grid(4, groups, scales.dtype, has_zeros, has_order=False),
+        grid=Grid("int4", groups, scales.dtype, has_zeros, has_order=False),
         values=lambda: read("qweight"),
         scales=read_scales,
         zeros=(lambda: read("qzeros")) if has_zeros else None,

@@ -1,8 +1,9 @@
-"""compressed-tensors, as llm-compressor writes it: integers with scales per tensor, channel or group of inputs.
+"""compressed-tensors, as llm-compressor writes it: integers or FP8 with scales per tensor, channel, group or block.
 
 A weight [out, in] of b bits, packed, is weight_packed i32[out, in b / 32] and weight_scale f[out, groups]; if it is not
 symmetric, weight_zero_point i32[out b / 32, groups]; with act-order, weight_g_idx i32[in]. Unpacked it is weight
-i8[out, in]. Which numbers they stand for says `config_groups`, by the names of modules.
+i8[out, in], and FP8 is weight f8_e4m3[out, in]. Which numbers they stand for says `config_groups`, by the names of
+modules. Activations that a scheme has in FP8 keep the engine's dtype; see `fp8`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxinfer.checkpoint.formats.fp8 import float8_weight, require_block
 from jaxinfer.checkpoint.formats.gptq import SCALE_TYPES
 from jaxinfer.checkpoint.formats.parts import Parts, order_of_groups, packed_modules
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
@@ -21,15 +23,17 @@ from jaxinfer.checkpoint.stored import Grid, Stored, StoredQuantized, require_fi
 from jaxinfer.validation import is_int
 
 METHOD = "compressed-tensors"
-PARTS = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape")
-FORMATS = ("pack-quantized", "int-quantized", "mixed-precision")
+PARTS = (
+    *("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
+    *("input_scale", "input_zero_point"),
+)
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 BITS = (2, 3, 4, 5, 6, 7, 8)
 WITHOUT = "use a checkpoint without it, or the unquantized one"
 # What the words of a scheme may be beside those that `_weight` reads; others would change the result.
 HARMLESS_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
-    "type": ("int",),
+    "type": ("int", "float"),
     "dynamic": (False, None),
-    "block_structure": (None,),
 }
 MAX_PATTERN = 1000  # characters of a regular expression
 
@@ -57,8 +61,9 @@ def _schemes(settings: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]
         targets = scheme.get("targets") if isinstance(scheme, Mapping) else None
         if not isinstance(weights, Mapping) or not isinstance(targets, list):
             raise settings_error(METHOD, name, scheme, "a scheme has targets and weights; download config.json again")
+        is_float = weights.get("type") == "float"
         for key in ("input_activations", "output_activations"):
-            if scheme.get(key) is not None:
+            if scheme.get(key) is not None and not (is_float and key == "input_activations"):
                 raise settings_error(METHOD, key, scheme[key], "use a checkpoint that quantizes weights alone")
         for key, harmless in HARMLESS_ARGUMENTS.items():
             if weights.get(key, harmless[0]) not in harmless:
@@ -100,6 +105,8 @@ def _scheme_of(module: str, schemes: list[tuple[str, Mapping[str, Any]]]) -> Map
 def _weight(parts: Parts, schemes: list[tuple[str, Mapping[str, Any]]]) -> StoredQuantized:
     scheme = _scheme_of(parts.module, schemes)
     bits, strategy = scheme.get("num_bits", 8), scheme.get("strategy")
+    if scheme.get("type") == "float":
+        return _float_weight(parts, bits, strategy, scheme)
     if bits not in BITS:
         raise settings_error(METHOD, "weights.num_bits", bits, "use a checkpoint of 2 to 8 bits")
     is_packed = "weight_packed" in parts
@@ -141,12 +148,23 @@ def _weight(parts: Parts, schemes: list[tuple[str, Mapping[str, Any]]]) -> Store
 
     return StoredQuantized(
         shape=(outputs, inputs),
-        grid=Grid(4 if bits <= 4 else 8, groups, scales.dtype, has_zeros, has_order),
+        grid=Grid("int4" if bits <= 4 else "int8", groups, scales.dtype, has_zeros, has_order),
         values=read_values,
         scales=lambda: np.broadcast_to(require_finite(parts.module, scales.map()), (outputs, groups)),
         zeros=read_zeros if has_zeros else None,
         order=order if has_order else None,
     )
+
+
+def _float_weight(parts: Parts, bits: Any, strategy: Any, scheme: Mapping[str, Any]) -> StoredQuantized:
+    if bits != 8:
+        raise settings_error(METHOD, "weights.num_bits", bits, "use a checkpoint with floats of 8 bits")
+    if strategy not in ("tensor", "channel", "block"):
+        raise settings_error(METHOD, "weights.strategy", strategy, "use tensor, channel or block")
+    block = require_block(scheme.get("block_structure")) if strategy == "block" else None
+    if strategy == "block" and block is None:
+        raise settings_error(METHOD, "weights.block_structure", None, "it is two positive numbers")
+    return float8_weight(parts, "weight_scale", block=block, is_by_channel=strategy == "channel")
 
 
 def _logical_inputs(parts: Parts, outputs: int) -> int:

@@ -85,7 +85,7 @@ def _weight(
 
     return StoredQuantized(
         shape=(outputs, inputs),
-        grid=Grid(8 if bits == 8 else 4, groups, scales.dtype, not is_symmetric, has_order),
+        grid=Grid("int8" if bits == 8 else "int4", groups, scales.dtype, not is_symmetric, has_order),
         values=read_values,
         scales=read_scales,
         zeros=None if is_symmetric else read_zeros,

@@ -1,0 +1,80 @@
+"""FP8 (Micikevicius et al. 2022) with scales per block, as DeepSeek-V3 and Qwen3 are published.
+
+A weight [out, in] is weight f8_e4m3[out, in] and weight_scale_inv f[out / 128, in / 128], by which it is multiplied.
+The last blocks may be smaller. Without a size of blocks there is one scale. The format also names 8 bits for
+activations, to multiply faster; here they keep the engine's dtype, which is more exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.checkpoint.formats.gptq import SCALE_TYPES
+from jaxinfer.checkpoint.formats.parts import Parts, packed_modules
+from jaxinfer.checkpoint.safetensors_file import StoredTensor
+from jaxinfer.checkpoint.stored import Grid, Stored, StoredQuantized, require_finite, settings_error
+from jaxinfer.validation import is_int
+
+CODE = "float8_e4m3fn"
+PARTS = ("weight", "weight_scale_inv", "activation_scale")
+
+
+def fp8_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> dict[str, Stored]:
+    """Returns the model's tensors by name; see `formats.logical_tensors`."""
+    if settings.get("fmt", "e4m3") != "e4m3":
+        raise settings_error("FP8", "fmt", settings["fmt"], "use a checkpoint in e4m3")
+    if settings.get("activation_scheme", "dynamic") not in ("dynamic", "static"):
+        raise settings_error("FP8", "activation_scheme", settings["activation_scheme"], "it is dynamic or static")
+    block = require_block(settings.get("weight_block_size"))
+    others, modules = packed_modules(stored, "weight_scale_inv", PARTS)
+    return {
+        **others,
+        **{f"{parts.module}.weight": float8_weight(parts, "weight_scale_inv", block=block) for parts in modules},
+    }
+
+
+def require_block(block: Any) -> tuple[int, int] | None:
+    """Returns the outputs and inputs that share a scale, None if all of a weight do; raises ValueError for others."""
+    if block is None:
+        return None
+    if not isinstance(block, list) or len(block) != 2 or not all(is_int(size) and size > 0 for size in block):
+        raise settings_error("FP8", "weight_block_size", block, "it is two positive numbers")
+    return block[0], block[1]
+
+
+def float8_weight(
+    parts: Parts, scale_name: str, *, block: tuple[int, int] | None, is_by_channel: bool = False
+) -> StoredQuantized:
+    """Returns a weight in FP8 with a scale per block, per channel [out, 1], or one for all, [1] or []."""
+    outputs, inputs = parts.require("weight", ["F8_E4M3"], (None, None)).shape
+    rows, size = (outputs, inputs) if block is None else block
+    shape: tuple[int, ...] = (-(-outputs // rows), -(-inputs // size))
+    if is_by_channel:
+        rows, shape = 1, (outputs, 1)
+    elif block is None and len(parts[scale_name].shape) < 2:
+        shape = (1,) * len(parts[scale_name].shape)
+    scales = parts.require(scale_name, SCALE_TYPES, shape)
+    # Groups of equal size: those of 576 inputs in blocks of 128 have 64.
+    own_size = math.gcd(inputs, size)
+    groups = inputs // own_size
+
+    def read_scales() -> np.ndarray:
+        stored = require_finite(parts.module, scales.map()).reshape(-1, -(-inputs // size))
+        return stored[(np.arange(outputs) // rows)[:, None], np.arange(groups) * own_size // size]
+
+    def read_values() -> np.ndarray:
+        values = parts["weight"].map()
+        if np.isnan(values).any():
+            raise ValueError(f"{parts.module} has weights that are no numbers; download the checkpoint again")
+        return values
+
+    return StoredQuantized(
+        shape=(outputs, inputs),
+        grid=Grid(CODE, groups, scales.dtype, has_zeros=False, has_order=False),
+        values=read_values,
+        scales=read_scales,
+    )
