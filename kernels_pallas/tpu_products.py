@@ -32,8 +32,8 @@ def require_support(rows: jax.Array, weights: jax.Array, interpret: bool) -> Non
         raise NotImplementedError(
             f"rows.dtype={rows.dtype} is not supported by the TPU kernel; use bfloat16 or float32"
         )
-    if weights.dtype == "float8_e4m3fn":
-        raise NotImplementedError("weights.dtype=float8_e4m3fn is not supported by the TPU kernel; use 8-bit integers")
+    if weights.dtype in ("float8_e4m3fn", "uint8"):
+        raise NotImplementedError(f"weights.dtype={weights.dtype} is not supported by the TPU kernel; use integers")
     if weights.shape[2] < rows.shape[1]:
         raise NotImplementedError("packed integers are not supported by the TPU kernel; give weights of dtype int4")
     if not interpret and device_at_hand().platform != "tpu":

@@ -16,8 +16,8 @@ from jax.sharding import Sharding
 from jax.tree_util import GetAttrKey, SequenceKey
 
 from jaxinfer.checkpoint.config_json.family import Either, Fused, WeightTable
-from jaxinfer.checkpoint.safetensors_file import DTYPES
-from jaxinfer.checkpoint.stored import Grid, Stored, StoredQuantized, pack_int4
+from jaxinfer.checkpoint.safetensors_file import DTYPES, INTEGERS
+from jaxinfer.checkpoint.stored import FP4, FP4_NUMBERS, Grid, Stored, StoredQuantized, pack_int4
 from jaxinfer.model.components.layers import TensorSpec
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params, declare
@@ -221,8 +221,12 @@ def assemble(
         stack = None
         for i, tensor in enumerate(packed):
             own = making.view(getattr(tensor, name)())
-            if name == "values" and grid.code == "int4":
-                own = pack_int4(own, grid.num_groups) if packs_integers else own.astype(ml_dtypes.int4)
+            if name == "values" and grid.code in ("int4", FP4) and packs_integers:
+                own = pack_int4(own, grid.num_groups)
+            elif name == "values" and grid.code == "int4":
+                own = own.astype(ml_dtypes.int4)
+            elif grid.code == FP4 and not packs_integers:  # twice the numbers are integers
+                own = (2 * FP4_NUMBERS[own]).astype(np.int8) if name == "values" else _halves(own)
             if stack is None:
                 stack = empty_aligned((len(packed), *own.shape), own.dtype)
             stack[i] = own
@@ -249,16 +253,24 @@ def abstract(
     if (grid := grid_of(assembly, stored)) is None:
         return jax.ShapeDtypeStruct(assembly.shape, dtype)
     *outputs, inputs = assembly.shape
-    is_packed = grid.code == "int4" and packs_integers
+    is_packed = grid.code in ("int4", FP4) and packs_integers
     of_groups = (*outputs, grid.num_groups)
     orders = (*assembly.shape[: assembly.num_stacked], inputs)
-    code = "int8" if is_packed else grid.code
+    codes = {"int4": "int8" if is_packed else "int4", FP4: "uint8" if is_packed else "int8"}
+    scale_dtype = (DTYPES | INTEGERS)[grid.scale_dtype]
+    if grid.code == FP4 and not is_packed:
+        scale_dtype = np.dtype(ml_dtypes.bfloat16)
     return QuantizedArray(
-        values=jax.ShapeDtypeStruct((*outputs, inputs // 2 if is_packed else inputs), code),
-        scales=jax.ShapeDtypeStruct(of_groups, DTYPES[grid.scale_dtype]),
+        values=jax.ShapeDtypeStruct((*outputs, inputs // 2 if is_packed else inputs), codes.get(grid.code, grid.code)),
+        scales=jax.ShapeDtypeStruct(of_groups, scale_dtype),
         zeros=jax.ShapeDtypeStruct(of_groups, np.int8) if grid.has_zeros else None,
         order=jax.ShapeDtypeStruct(orders, np.int32) if grid.has_order else None,
     )
+
+
+def _halves(exponents: np.ndarray) -> np.ndarray:
+    """Returns the halves of scales u8 that are exponents of 2, in bfloat16, which holds them."""
+    return np.exp2(exponents.astype(np.float32) - 128).astype(ml_dtypes.bfloat16)
 
 
 def grid_of(assembly: Assembly, stored: Mapping[str, Stored]) -> Grid | None:

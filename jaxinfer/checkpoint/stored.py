@@ -10,11 +10,15 @@ import numpy as np
 
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
 
+FP4 = "float4_e2m1fn"
+# Of the codes of FP4.
+FP4_NUMBERS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
 
 class Grid(NamedTuple):
     """How a packed weight stands for its numbers. Layers of one stack have the same."""
 
-    code: str  # of a number as the device holds it: "int4", "int8" or "float8_e4m3fn"
+    code: str  # of a number as the device holds it: "int4", "int8", "float8_e4m3fn" or FP4
     num_groups: int  # of inputs, each with a scale per output
     scale_dtype: str
     has_zeros: bool
@@ -23,26 +27,28 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredQuantized:
-    """A weight [out, in] in 8 bits or less: (value - zero) * scale, with a scale and a zero point per group of inputs.
+    """A weight [out..., in] in 8 bits or less: (value - zero) * scale, both of which a group of inputs shares.
 
     Arrays are read, and brought into this form, when they are asked for. With an `order`, value j of a row is that of
     input order[j]. Reading raises ValueError for what the format does not allow.
     """
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     grid: Grid
-    values: Callable[[], np.ndarray]  # i8 or f8[out, in]
-    scales: Callable[[], np.ndarray]  # f[out, groups]
-    zeros: Callable[[], np.ndarray] | None = None  # i8[out, groups]
+    values: Callable[[], np.ndarray]  # i8 or f8[out..., in]; codes u8 of FP4
+    scales: Callable[[], np.ndarray]  # f[out..., groups]; u8 are exponents of 2, less 127
+    zeros: Callable[[], np.ndarray] | None = None  # i8[out..., groups]
     order: Callable[[], np.ndarray] | None = None  # i32[in]
 
     def floats(self) -> np.ndarray:
-        """Returns the weight f32[out, in]."""
-        groups = (*self.scales().shape, -1)
-        values = self.values().reshape(groups).astype(np.float32)
+        """Returns the weight f32[out..., in]."""
+        scales, values = self.scales(), self.values()
+        values = FP4_NUMBERS[values] if self.grid.code == FP4 else values.astype(np.float32)
+        values = values.reshape(*scales.shape, -1)
+        wide = np.exp2(scales.astype(np.float32) - 127) if scales.dtype == np.uint8 else scales.astype(np.float32)
         if self.zeros is not None:  # float32 holds the differences of integers
             values -= self.zeros()[..., None].astype(np.float32)
-        floats = (values * self.scales().astype(np.float32)[..., None]).reshape(self.shape)
+        floats = (values * wide[..., None]).reshape(self.shape)
         if self.order is None:
             return floats
         inputs = np.empty_like(floats)
@@ -54,13 +60,13 @@ Stored = StoredTensor | StoredQuantized
 
 
 def pack_int4(values: np.ndarray, num_groups: int) -> np.ndarray:
-    """Returns i8[out..., in / 2] of integers i8[out..., in] from -8 to 7.
+    """Returns bytes [out..., in / 2] of integers [out..., in]: i8 from -8 to 7, or u8 from 0 to 15.
 
     The layout is that of `kernels_pallas.quantized_matmul.pack_int4`.
     """
     groups = values.reshape(*values.shape[:-1], num_groups, -1)
     low, high = np.split(groups, 2, axis=-1)
-    return ((low & 15) | (high << 4)).astype(np.int8).reshape(*values.shape[:-1], -1)
+    return ((low & 15) | (high << 4)).astype(values.dtype).reshape(*values.shape[:-1], -1)
 
 
 def unpacked(words: np.ndarray, bits: int, *, axis: int = 0) -> np.ndarray:

@@ -31,17 +31,17 @@ PRODUCT_WEIGHTS = {
 
 @struct.dataclass
 class QuantizedArray:
-    """Weights [out..., in] as integers: (value - zero) * scale, with a zero point and a scale per group of inputs.
+    """Weights [out..., in] in 8 bits or 4: (value - zero) * scale, with a zero point and a scale per group of inputs.
 
-    The inputs are cut into groups of equal size; a single group is a scale per output channel. Integers of 4 bits lie
-    two to a byte, as `pack_int4` lays them out, so that the axis of inputs is half as long; or they have a type of
+    The inputs are cut into groups of equal size; a single group is a scale per output channel. Numbers of 4 bits lie
+    two to a byte, as `pack_int4` lays them out, so that the axis of inputs is half as long; or integers have a type of
     their own, which TPUs multiply. If there is an `order`, number j of a row is that of input order[j]. With a `layer`,
     all arrays are those of n layers [n, out..., ...], and the weights are this layer's: a kernel of a TPU reads them in
     the stack. Over a mesh it also needs the `sharding` of the stack.
     """
 
-    values: Any  # i8[out..., in], i8[out..., in / 2] or i4[out..., in]
-    scales: Any  # f[out..., groups]
+    values: Any  # i8 or f8_e4m3 [out..., in]; of 4 bits i4[out..., in] or i8[out..., in / 2], FP4 u8[out..., in / 2]
+    scales: Any  # f[out..., groups], or u8: exponents of 2, less 127
     zeros: Any = None  # i8[out..., groups]; None: 0
     order: Any = None  # i32[in]; None: as they are
     layer: Any = None  # i32[]

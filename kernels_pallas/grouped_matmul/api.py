@@ -12,6 +12,7 @@ from kernels_pallas.dispatch import call_best
 from kernels_pallas.grouped_matmul.gpu import grouped_matmul_gpu
 from kernels_pallas.grouped_matmul.reference import grouped_matmul_reference
 from kernels_pallas.grouped_matmul.tpu import grouped_matmul_tpu
+from kernels_pallas.quantized_matmul.api import widths_of
 
 # In order of preference. The reference supports every call, so a search ends there; what follows must be named.
 IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
@@ -45,11 +46,12 @@ def grouped_matmul(
 
     Args:
       rows: [R, D] activations, floating point.
-      weights: [S, F, D] in rows' dtype; or with scales i8, i4 or f8_e4m3 [S, F, D], or i8[S, F, D / 2] as `pack_int4`
-        lays out the 4-bit integers of each expert. S is E, or more in a stack of several layers' experts.
+      weights: [S, F, D] in rows' dtype; or with scales as in `quantized_matmul`: i8, i4 or f8_e4m3 [S, F, D], or 4 bits
+        packed for each expert, integers i8[S, F, D / 2] or FP4 u8[S, F, D / 2]. S is E, or more in a stack of several
+        layers' experts.
       counts: i32[E] rows of each expert, R in all or fewer.
-      scales: f[S, F, groups] of integers, or f[E, F, groups] of the E experts alone, in any floating type; None for
-        weights in floating point.
+      scales: f[S, F, groups] in any floating type, or u8 as in `quantized_matmul`; or those [E, F, groups] of the E
+        experts alone. None for weights in floating point.
       zeros: i8 zero points in the shape of scales; None is 0.
       first_expert: i32[] the first of the E experts in the stack; the kernel of a TPU reads them from there, the other
         implementations copy them. None is 0, for weights of E experts.
@@ -78,9 +80,8 @@ def _check_arrays(rows, weights, counts, scales, zeros, first_expert) -> None:
         groups = scales.shape[-1]
         fits = (
             fits
-            and weights.dtype in ("int8", "int4", "float8_e4m3fn")
-            and weights.shape[2] in ((D, D // 2) if weights.dtype == "int8" else (D,))
-            and jnp.issubdtype(scales.dtype, jnp.floating)
+            and weights.shape[2] in widths_of(weights.dtype, D)
+            and (jnp.issubdtype(scales.dtype, jnp.floating) or scales.dtype == "uint8")
             and scales.shape[0] in (counts.shape[0], weights.shape[0])
             and scales.shape[1:] == (weights.shape[1], groups)
             and groups > 0

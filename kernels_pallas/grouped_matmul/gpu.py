@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from kernels_pallas import triton
 from kernels_pallas.dispatch import NoGainError
 from kernels_pallas.grouped_matmul.reference import experts_of, grouped_matmul_reference
-from kernels_pallas.quantized_matmul.reference import split_int4
+from kernels_pallas.quantized_matmul.reference import doubled_fp4, split_int4, wide_scales
 
 # Of float32, tensor cores multiply what `jax_default_matmul_precision` says, as in XLA's own products.
 DTYPES = ("bfloat16", "float16", "float32")
@@ -45,15 +45,16 @@ SOME_ROWS = GroupedBlockSizes(block_m=64, block_n=128, block_k=64, num_warps=4, 
 MANY_ROWS = GroupedBlockSizes(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3)
 
 
-def grouped_block_sizes(*, rows: int, num_experts: int, itemsize: int) -> GroupedBlockSizes:
+def grouped_block_sizes(*, rows: int, num_experts: int, itemsize: int, is_fp4: bool = False) -> GroupedBlockSizes:
     """Returns block sizes by the mean rows of an expert; the compile tests keep them free of spills.
 
     An expert's last tile is half empty on average, so an expert should have two tiles or more. A block of numbers of 4
-    bytes, `itemsize`, has half the inputs.
+    bytes, `itemsize`, has half the inputs. Widening FP4 takes registers, so that a block of it has half the channels.
     """
     mean = rows / num_experts
     sizes = SOME_ROWS if mean < 2 * MANY_ROWS.block_m else MANY_ROWS
     sizes = FEW_ROWS if mean <= FEW_ROWS.block_m else sizes
+    sizes = replace(sizes, block_n=sizes.block_n // 2) if is_fp4 and sizes is MANY_ROWS else sizes
     return replace(sizes, block_k=sizes.block_k // 2) if itemsize == 4 else sizes
 
 
@@ -73,7 +74,9 @@ def grouped_matmul_gpu(
     E = counts.shape[0]
     weights = experts_of(weights, first_expert, E)
     scales, zeros = jax.tree.map(lambda a: experts_of(a, first_expert, E), (scales, zeros))
-    block_sizes = block_sizes or grouped_block_sizes(rows=rows.shape[0], num_experts=E, itemsize=rows.dtype.itemsize)
+    block_sizes = block_sizes or grouped_block_sizes(
+        rows=rows.shape[0], num_experts=E, itemsize=rows.dtype.itemsize, is_fp4=weights.dtype == "uint8"
+    )
     return _multiply(rows, weights, counts, scales, zeros, block_sizes, interpret)
 
 
@@ -197,7 +200,7 @@ def _kernel(*refs, names: tuple[str, ...], block_sizes: GroupedBlockSizes) -> No
     out = jax.lax.fori_loop(jnp.int32(0), num_blocks, functools.partial(_multiply_block, arrays, tile, block), out)
     if arrays.scales is not None and block.groups == 1:
         scales = triton.load(arrays.scales, (expert, channels, 0), tile.is_channel & (expert < E))
-        out = out * scales.astype(jnp.float32)[None]
+        out = out * wide_scales(arrays.weights, scales)[None]
     triton.store(out_ref, (rows[:, None], channels[None]), out, tile.is_row[:, None] & tile.is_channel[None])
 
 
@@ -225,10 +228,11 @@ def _multiply_block(arrays: SimpleNamespace, tile: _Tile, block: _Block, i: jax.
     for j, half in enumerate(split_int4(weights) if block.is_packed else (weights,)):
         inputs = group * block.group_size + j * block.span + columns
         x = triton.load(arrays.rows, (tile.rows[:, None], inputs[None]), tile.is_row[:, None] & is_column[None])
+        half = doubled_fp4(half) if arrays.weights.dtype == jnp.uint8 else half
         wide = half if half.dtype == x.dtype else half.astype(jnp.float32)
         wide = (wide if zeros is None else wide - zeros[:, None]).astype(x.dtype)
         product = product + triton.dot(x, wide, transpose_b=True)
     if block.groups == 1:
         return product
     scales = triton.load(arrays.scales, (tile.expert, tile.channels, group), tile.is_channel)
-    return out + product * scales.astype(jnp.float32)[None]
+    return out + product * wide_scales(arrays.weights, scales)[None]

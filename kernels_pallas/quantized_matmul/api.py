@@ -43,8 +43,9 @@ def quantized_matmul(
 
     Args:
       x: [T, D] activations, floating point.
-      weights: i8[F, D], i4[F, D], f8_e4m3[F, D], or i8[F, D / 2] as `pack_int4` lays out 4-bit integers.
-      scales: f[F, groups], in any floating type.
+      weights: i8[F, D], i4[F, D], f8_e4m3[F, D], or as `pack_int4` lays out 4 bits: integers i8[F, D / 2], or numbers
+        of FP4 (E2M1) u8[F, D / 2].
+      scales: f[F, groups], in any floating type, or u8: exponents of 2, less 127 (E8M0).
       zeros: i8[F, groups] zero points; None is 0.
       layer: i32[] the layer of a stack; the kernel of a TPU reads its weights there, the other implementations copy
         them. None if there is no stack.
@@ -122,13 +123,24 @@ def _multiply_over_mesh(
     return split(x, weights, scales, zeros, layer).reshape(T, -1)
 
 
+def widths_of(dtype: Any, num_inputs: int) -> tuple[int, ...]:
+    """Returns the numbers of columns that weights of a dtype may have; none for a dtype of no such weights."""
+    widths = {
+        "int8": (num_inputs, num_inputs // 2),
+        "uint8": (num_inputs // 2,),
+        "int4": (num_inputs,),
+        "float8_e4m3fn": (num_inputs,),
+    }
+    return widths.get(jnp.dtype(dtype).name, ())
+
+
 def _check_shapes(x, weights, scales, zeros, layer) -> None:
     D, groups = x.shape[-1], scales.shape[-1]
     fits = (
         x.ndim == 2
         and (weights.ndim == 2 if layer is None else weights.ndim > 2)
-        and weights.dtype in ("int8", "int4", "float8_e4m3fn")
-        and weights.shape[-1] in ((D, D // 2) if weights.dtype == "int8" else (D,))
+        and weights.shape[-1] in widths_of(weights.dtype, D)
+        and (jnp.issubdtype(scales.dtype, jnp.floating) or scales.dtype == "uint8")
         and scales.shape == (*weights.shape[:-1], groups)
         and groups > 0
         and D % groups == 0

@@ -151,12 +151,13 @@ def experts(
     bits: int | None = None,
     group_size: int = 128,
     has_zeros: bool = False,
+    is_fp4: bool = False,
     dtype: str = "bfloat16",
     is_plain: bool = False,
 ) -> Case:
     """A grouped product with the sizes of Qwen3-30B-A3B, its 128 experts of 2,048 inputs and 768 channels.
 
-    A token has 8 rows. Weights are in `dtype`, or integers of `bits` bits; `is_plain` takes jax's own product.
+    A token has 8 rows. Weights are in `dtype`, or integers of `bits` bits, or FP4; `is_plain` takes jax's own product.
     """
     import jax
     import jax.numpy as jnp
@@ -171,6 +172,8 @@ def experts(
         "counts": shape((E,), jnp.int32),
         "scales": None if bits is None else shape((E, F, D // group_size), jnp.float32),
     }
+    if is_fp4:
+        arguments |= {"weights": shape((E, F, D // 2), jnp.uint8), "scales": shape((E, F, D // group_size), jnp.uint8)}
     if has_zeros:
         arguments["zeros"] = shape((E, F, D // group_size), jnp.int8)
     multiply = functools.partial(grouped_matmul, implementation="reference") if is_plain else grouped_matmul
@@ -191,6 +194,7 @@ WEIGHTS_OF_EXPERTS: dict[str, dict[str, Any]] = {
     "int8 ": {"bits": 8, "group_size": 2048},
     "int4 ": {"bits": 4},
     "int4 less zero points ": {"bits": 4, "has_zeros": True},
+    "MXFP4 ": {"bits": 4, "group_size": 32, "is_fp4": True},
 }
 
 CASES: dict[str, Callable[[Any], Case]] = {

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
@@ -34,13 +35,20 @@ class Packed:
     weights: Mapping[str, np.ndarray]  # that the packed ones mean, by name
 
 
-def pack_checkpoint(source: Path, folder: Path, pack: Pack, settings: Mapping[str, Any], skip: str = "never") -> Packed:
-    """Writes both checkpoints into a folder. Weights whose names fit the pattern `skip` stay as they are."""
+def pack_checkpoint(
+    source: Path,
+    folder: Path,
+    pack: Pack,
+    settings: Mapping[str, Any],
+    skip: str = "never",
+    linear: re.Pattern[str] = LINEAR,
+) -> Packed:
+    """Writes both checkpoints into a folder: packs weights of `linear` names, but for those that fit `skip`."""
     weights: dict[str, np.ndarray] = {}
     parts: Tensors = {}
 
     def packed(tensors: Tensors) -> Tensors:
-        for name in [name for name in tensors if LINEAR.search(name) and not re.search(skip, name)]:
+        for name in [name for name in tensors if linear.search(name) and not re.search(skip, name)]:
             own, weights[name] = pack(name, tensors.pop(name).float().numpy())
             module = name.removesuffix("weight")
             for part, array in own.items():
@@ -213,12 +221,32 @@ def compressed_fp8(source: Path, folder: Path, *, strategy: str, **settings: Any
     return pack_checkpoint(source, folder, pack, stated | settings)
 
 
+def mxfp4(source: Path, folder: Path, **settings: Any) -> Packed:
+    """The experts of GPT-OSS, which are [E, in, out] in floating point, and [E, out, in] packed."""
+
+    def pack(_: str, w: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
+        blocks = np.swapaxes(w, 1, 2).reshape(*np.swapaxes(w, 1, 2).shape[:2], -1, 32)
+        exponents = np.floor(np.log2(np.abs(blocks).max(-1))).astype(int) - 2
+        exponents[0, 0, 0] = -127  # the least there is
+        numbers = (
+            (blocks / np.exp2(exponents)[..., None].astype(np.float32)).clip(-6, 6).astype(ml_dtypes.float4_e2m1fn)
+        )
+        codes = numbers.view(np.uint8)
+        meant = numbers.astype(np.float32) * np.exp2(exponents.astype(np.float32))[..., None]
+        parts = {"_blocks": codes[..., 0::2] | (codes[..., 1::2] << 4), "_scales": (exponents + 127).astype(np.uint8)}
+        return parts, np.swapaxes(meant.reshape(*meant.shape[:2], -1), 1, 2)
+
+    stated = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    return pack_checkpoint(source, folder, pack, stated | settings, linear=re.compile(r"experts\.\w+_proj$"))
+
+
 WRITERS: Mapping[str, Callable[..., Packed]] = {
     "gptq": gptq,
     "awq": awq,
     "compressed": compressed,
     "fp8": fp8,
     "compressed fp8": compressed_fp8,
+    "mxfp4": mxfp4,
 }
 
 

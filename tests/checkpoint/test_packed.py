@@ -27,6 +27,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32},
     "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 32},
     "deepseek_v3": {},
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32},
 }
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gptq": ("gptq", "llama", {}),
@@ -53,6 +54,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "compressed fp8": ("compressed fp8", "llama", {"strategy": "tensor"}),
     "compressed fp8 by channels": ("compressed fp8", "llama", {"strategy": "channel"}),
     "compressed fp8 in blocks": ("compressed fp8", "llama", {"strategy": "block"}),
+    "mxfp4": ("mxfp4", "gpt_oss", {}),
     "compressed in part": ("compressed", "llama", {"skip": r"layers\.1\."}),
 }
 
@@ -83,10 +85,12 @@ def is_quantized(node: Any) -> bool:
 def test_packed_weights_mean_the_number_less_its_zero_point_times_the_scale(case):
     _, stored = require_fitting_tensors(case.path, read_config(case.path))
 
-    read = {name: tensor for name, tensor in stored.items() if isinstance(tensor, StoredQuantized)}
+    read = {name: tensor.floats() for name, tensor in stored.items() if isinstance(tensor, StoredQuantized)}
+    # Experts of GPT-OSS are stored with their inputs last if they are packed.
+    read = {n.removesuffix("_blocks"): np.swapaxes(w, 1, 2) if n.endswith("_blocks") else w for n, w in read.items()}
     assert read.keys() == case.weights.keys()
     for name, weight in case.weights.items():
-        np.testing.assert_array_equal(read[name].floats(), weight)
+        np.testing.assert_array_equal(read[name], weight)
 
 
 def test_logits_are_those_of_transformers_on_the_weights_they_mean(case):
@@ -113,6 +117,7 @@ def test_weights_stay_packed_and_are_planned_as_they_are(case):
     num_quantized = sum(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized)))
     # One tensor of `Params` has all experts of a layer. Attention multiplies by parts of kv_b in other orders.
     of_experts = {re.sub(r"experts\.\d+", "experts", name) for name in case.weights if "kv_b_proj" not in name}
+    of_experts |= {name.replace("gate_up", "up") for name in of_experts}  # which are two tensors here
     assert num_quantized == len(of_experts)
 
 
@@ -158,7 +163,7 @@ SETTINGS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"pack_dtype": "int8"}, "pack_dtype='int8'"),
         ({"desc_act": False}, "g_idx does not give each of 2 groups 32 inputs in order"),
         ({"sym": True}, "sym=true"),
-        ({"quant_method": "bitsandbytes"}, "quant_method is none of awq, compressed-tensors, fp8, gptq"),
+        ({"quant_method": "bitsandbytes"}, "quant_method is none of awq, compressed-tensors, fp8, gptq, mxfp4"),
         ({"quant_method": ["gptq"]}, "quant_method is none of"),
     ],
     "awq": [

@@ -54,6 +54,11 @@ WEIGHTS: WeightTable = {
         ((f"{_EXPERTS}.gate_bias", "E F -> E F"), (f"{_EXPERTS}.up_bias", "E F -> E F")), axis=1, is_interleaved=True
     ),
     f"{_MLP}.experts.down_proj": (f"{_EXPERTS}.down", "E F D -> E D F"),
+    # In MXFP4.
+    f"{_MLP}.experts.gate_up_proj_blocks": Fused(
+        ((f"{_EXPERTS}.gate", "E F D -> E F D"), (f"{_EXPERTS}.up", "E F D -> E F D")), axis=1, is_interleaved=True
+    ),
+    f"{_MLP}.experts.down_proj_blocks": (f"{_EXPERTS}.down", "E D F -> E D F"),
     f"{_MLP}.experts.down_proj_bias": (f"{_EXPERTS}.down_bias", "E D -> E D"),
 }
 

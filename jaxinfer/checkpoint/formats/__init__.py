@@ -9,6 +9,7 @@ from jaxinfer.checkpoint.formats.awq import awq_tensors
 from jaxinfer.checkpoint.formats.compressed_tensors import compressed_tensors
 from jaxinfer.checkpoint.formats.fp8 import fp8_tensors
 from jaxinfer.checkpoint.formats.gptq import gptq_tensors
+from jaxinfer.checkpoint.formats.mxfp4 import mxfp4_tensors
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
 from jaxinfer.checkpoint.stored import Stored
 from jaxinfer.validation import shown
@@ -21,6 +22,7 @@ FORMATS: dict[str, Format] = {
     "compressed-tensors": compressed_tensors,
     "fp8": fp8_tensors,
     "gptq": gptq_tensors,
+    "mxfp4": mxfp4_tensors,
 }
 # Keys of config.json that describe a format; the second is an older name.
 SETTINGS_KEYS = ("quantization_config", "compression_config")

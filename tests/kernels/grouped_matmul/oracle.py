@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from kernels_pallas.quantized_matmul import pack_int4
@@ -31,11 +32,12 @@ def make_call(
     group_size: int | None = None,
     is_packed: bool = True,
     has_zeros: bool = False,
+    is_fp4: bool = False,
 ) -> tuple[dict[str, Any], np.ndarray]:
     """Returns the arguments of a call, and its result in float64.
 
     The weights are in `dtype`, or integers of `bits` bits with a scale per channel or per `group_size` inputs. Those of
-    4 bits go two to a byte if `is_packed`. With zero points they are the numbers less those.
+    4 bits go two to a byte if `is_packed`. With zero points they are the numbers less those. FP4 has scales that are powers of two.
     """
     generator, E, F, D = np.random.default_rng(0), len(counts), num_channels, num_inputs
     rows = jnp.asarray(generator.standard_normal((num_rows, D)), dtype)
@@ -54,9 +56,21 @@ def make_call(
                 pack_int4(weights.reshape(E * F, D), size).reshape(E, F, -1) if is_packed else weights.astype("int4")
             )
         call |= {"weights": weights, "scales": jnp.asarray(scales)}
+        if is_fp4:
+            return _fp4_call(call, generator, size)
         wide = integers.astype(int)
         if has_zeros:
             zeros = generator.integers(-high - 1, high, scales.shape, np.int8, endpoint=True)
             call["zeros"], wide = jnp.asarray(zeros), wide - np.repeat(zeros.astype(int), size, axis=2)
         wide = wide * np.repeat(scales.astype(np.float64), size, axis=2)
     return call, product_by_expert(np.asarray(rows.astype(jnp.float32)), wide, counts)
+
+
+def _fp4_call(call: dict[str, Any], generator: np.random.Generator, size: int) -> tuple[dict[str, Any], np.ndarray]:
+    E, F, groups = call["scales"].shape
+    codes = generator.integers(0, 16, (E * F, groups * size), np.uint8)
+    exponents = generator.integers(118, 126, (E, F, groups)).astype(np.uint8)
+    call |= {"weights": pack_int4(jnp.asarray(codes), size).reshape(E, F, -1), "scales": jnp.asarray(exponents)}
+    numbers = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64).reshape(E, F, -1)
+    wide = numbers * np.repeat(2.0 ** (exponents.astype(int) - 127), size, axis=2)
+    return call, product_by_expert(np.asarray(call["rows"].astype(jnp.float32)), wide, np.asarray(call["counts"]))

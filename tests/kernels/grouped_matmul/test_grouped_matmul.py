@@ -301,6 +301,23 @@ def test_what_the_kernel_cannot_do_is_refused_by_name(implementation, weights, d
         grouped_matmul(**call, implementation=implementation)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "gpu_interpret"])
+@pytest.mark.parametrize(("D", "group_size"), [(96, 32), (64, None), (36, 12)])
+def test_weights_may_be_fp4_with_powers_of_two(D, group_size, implementation):
+    call, expected = make_call([3, 0, 18, 1], 25, D, 34, bits=4, group_size=group_size, is_fp4=True)
+
+    np.testing.assert_allclose(multiply(**call, implementation=implementation), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "uint8"])
+def test_what_is_no_integer_is_refused_by_the_tpu_kernel(dtype):
+    call, _ = make_call([1, 2], 3, bits=8)
+    call["weights"] = jnp.zeros((2, 70, 48 if dtype == "uint8" else 96), dtype)
+
+    with pytest.raises(NotImplementedError, match=f"weights.dtype={dtype} is not supported by the TPU kernel"):
+        grouped_matmul(**call, implementation="tpu_interpret")
+
+
 def test_zero_points_are_refused_by_the_tpu_kernel():
     call, _ = make_call([1, 2], 3, bits=8, has_zeros=True)
 

@@ -8,16 +8,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from kernels_pallas.quantized_matmul import dequantize, pack_int4, quantized_matmul, unpack_int4
 from kernels_pallas.quantized_matmul.gpu import MatmulBlockSizes, matmul_block_sizes, quantized_matmul_gpu
+from kernels_pallas.quantized_matmul.reference import doubled_fp4, wide_scales
 from kernels_pallas.quantized_matmul.tpu import quantized_matmul_tpu
 from kernels_pallas.tpu_products import lies_turned
 from kernels_pallas.triton import Target
 from tests.unoptimised import UNOPTIMISED
 
+GENERATOR = np.random.default_rng(3)
 multiply = jax.jit(quantized_matmul, static_argnames="implementation", compiler_options=UNOPTIMISED)
 
 
@@ -263,3 +266,33 @@ def test_block_sizes_that_no_kernel_has_are_refused(name, value):
 
     with pytest.raises(ValueError, match=f"{name}={value} must be"):
         dataclasses.replace(blocks, **{name: value})
+
+
+def test_exponents_and_codes_of_fp4_mean_what_their_types_say():
+    codes = np.arange(16, dtype=np.uint8)
+    exponents = np.arange(255, dtype=np.uint8)
+    scales = exponents.view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+
+    for dtype in ("int8", "uint8"):
+        wide = np.asarray(wide_scales(jnp.zeros(1, dtype), jnp.asarray(exponents)), np.float64)
+        np.testing.assert_array_equal(wide, scales / (2 if dtype == "uint8" else 1))
+    np.testing.assert_array_equal(
+        doubled_fp4(jnp.asarray(codes)), 2 * codes.view(ml_dtypes.float4_e2m1fn).astype(float)
+    )
+
+
+@pytest.mark.parametrize("num_rows", [1, 40])
+@pytest.mark.parametrize("kind", ["float8", "fp4"])
+def test_weights_may_be_floats_of_8_and_4_bits(kind, num_rows):
+    x, groups = GENERATOR.standard_normal((num_rows, 96)).astype(np.float32), 3
+    if kind == "float8":
+        weights = jnp.asarray(GENERATOR.standard_normal((34, 96)), "float8_e4m3fn")
+        scales, wide = jnp.full((34, groups), 0.25, "bfloat16"), np.asarray(weights, np.float64) / 4
+    else:
+        codes = GENERATOR.integers(0, 16, (34, 96), np.uint8)
+        weights, scales = pack_int4(jnp.asarray(codes), 32), jnp.full((34, groups), 125, "uint8")
+        wide = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64) / 4
+
+    y = quantized_matmul(x, weights, scales, implementation="reference")
+
+    np.testing.assert_allclose(y, x.astype(np.float64) @ wide.T, rtol=1e-4, atol=1e-4)

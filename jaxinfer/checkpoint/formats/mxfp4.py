@@ -1,0 +1,56 @@
+"""MXFP4 (OCP's Microscaling formats, 2023), as GPT-OSS is published.
+
+The experts of a layer [E, out, in] are blocks u8[E, out, in / 32, 16] and scales u8[E, out, in / 32]. A byte has two
+numbers of E2M1, the first in its low half, and a scale is an exponent of 2, less 127 (E8M0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.checkpoint.formats.parts import Parts
+from jaxinfer.checkpoint.safetensors_file import StoredTensor
+from jaxinfer.checkpoint.stored import FP4, Grid, Stored, StoredQuantized
+
+GROUP_SIZE, BLOCK_BYTES = 32, 16
+NO_NUMBER = 255  # of E8M0
+
+
+def mxfp4_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> dict[str, Stored]:
+    """Returns the model's tensors by name; see `formats.logical_tensors`."""
+    del settings  # says nothing else
+    tensors: dict[str, Stored] = {}
+    for name, tensor in stored.items():
+        module, _, part = name.rpartition("_")
+        if part == "blocks":
+            own = {"blocks": tensor} | ({"scales": stored[scales]} if (scales := f"{module}_scales") in stored else {})
+            tensors[name] = _weight(Parts(module, own))
+        elif part != "scales" or f"{module}_blocks" not in stored:
+            tensors[name] = tensor
+    return tensors
+
+
+def _weight(parts: Parts) -> StoredQuantized:
+    *outputs, groups, _ = parts.require("blocks", ["U8"], (None, None, None, BLOCK_BYTES)).shape
+    scales = parts.require("scales", ["U8"], (*outputs, groups))
+    shape = (*outputs, groups * GROUP_SIZE)
+
+    def read_codes() -> np.ndarray:
+        blocks = parts["blocks"].map()
+        return np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(shape)
+
+    def read_scales() -> np.ndarray:
+        exponents = scales.map()
+        if (exponents == NO_NUMBER).any():
+            raise ValueError(f"{parts.module} has scales that are no numbers; download the checkpoint again")
+        return exponents
+
+    return StoredQuantized(
+        shape=shape,
+        grid=Grid(FP4, groups, scales.dtype, has_zeros=False, has_order=False),
+        values=read_codes,
+        scales=read_scales,
+    )
