@@ -37,7 +37,8 @@ def make_call(
     """Returns the arguments of a call, and its result in float64.
 
     The weights are in `dtype`, or integers of `bits` bits with a scale per channel or per `group_size` inputs. Those of
-    4 bits go two to a byte if `is_packed`. With zero points they are the numbers less those. FP4 has scales that are powers of two.
+    4 bits go two to a byte if `is_packed`. With zero points they are the numbers less those. FP4 has
+    scales that are powers of two.
     """
     generator, E, F, D = np.random.default_rng(0), len(counts), num_channels, num_inputs
     rows = jnp.asarray(generator.standard_normal((num_rows, D)), dtype)
@@ -73,4 +74,4 @@ def _fp4_call(call: dict[str, Any], generator: np.random.Generator, size: int) -
     call |= {"weights": pack_int4(jnp.asarray(codes), size).reshape(E, F, -1), "scales": jnp.asarray(exponents)}
     numbers = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64).reshape(E, F, -1)
     wide = numbers * np.repeat(2.0 ** (exponents.astype(int) - 127), size, axis=2)
-    return call, product_by_expert(np.asarray(call["rows"].astype(jnp.float32)), wide, np.asarray(call["counts"]))
+    return call, product_by_expert(np.asarray(call["rows"].astype(jnp.float32)), wide, np.asarray(call["counts"]).tolist())

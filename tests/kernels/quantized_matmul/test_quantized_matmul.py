@@ -293,6 +293,6 @@ def test_weights_may_be_floats_of_8_and_4_bits(kind, num_rows):
         weights, scales = pack_int4(jnp.asarray(codes), 32), jnp.full((34, groups), 125, "uint8")
         wide = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64) / 4
 
-    y = quantized_matmul(x, weights, scales, implementation="reference")
+    y = quantized_matmul(jnp.asarray(x), weights, scales, implementation="reference")
 
     np.testing.assert_allclose(y, x.astype(np.float64) @ wide.T, rtol=1e-4, atol=1e-4)
