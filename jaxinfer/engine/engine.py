@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, Unpack
 from jaxinfer.checkpoint import resolve_checkpoint
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.device import enable_compilation_cache, resolve_dtype
+from jaxinfer.engine.agreement import Agreement, agreement
 from jaxinfer.engine.assembly import build_engine
 from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.execution.compiled_steps import DESCRIPTION, CompileCounter
@@ -27,7 +28,7 @@ from jaxinfer.engine.frontend.health import Health, require_own_process
 from jaxinfer.engine.frontend.outputs import OutputRoutes, Sink
 from jaxinfer.engine.frontend.page_identity import text_identity
 from jaxinfer.engine.frontend.sample_group import SampleGroup
-from jaxinfer.engine.request.completion import Delta
+from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.metrics import Metrics
 from jaxinfer.engine.timeline import Timeline, recorded_timeline
@@ -322,6 +323,23 @@ class Engine:
         self._runner.update_params(params)
         if self._speculation is not None:
             self._speculation.update_target(self._runner.params)
+
+    def agreement(
+        self, completions: Sequence[Completion], *, between_texts: Callable[[], None] = lambda: None
+    ) -> Agreement:
+        """Compares the log-probabilities that completions report with those of training: see `LLM.agreement`.
+
+        A completion whose request asked for `prompt_log_probs` is compared in its prompt too.
+        """
+        self.check()
+        return agreement(
+            completions,
+            self._runner.params,
+            config=self.model_config,
+            page_size=self._admission.cache_config.page_size,
+            dtype=self._dtype,
+            between_texts=between_texts,
+        )
 
     def timeline(self, max_steps: int) -> AbstractContextManager[Timeline]:
         """Records the last `max_steps` steps inside a `with`: see `LLM.timeline`."""

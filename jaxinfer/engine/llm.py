@@ -9,6 +9,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -16,6 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.engine.agreement import DESCRIBE_PROMPT, Agreement
 from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.execution.compiled_steps import DESCRIPTION
@@ -404,6 +406,33 @@ class LLM:
         poolings = [begin_pooling(samples, pooling) for samples in groups]
         completions = self._collect(groups, show_progress)
         return embeddings_of(completions, poolings, self.model_config.hidden_size, normalize=normalize)
+
+    def agreement(
+        self, texts: Prompt | Completion | Sequence[Prompt | Completion], *, show_progress: bool = True
+    ) -> Agreement:
+        """Returns how far the engine's log-probabilities of texts are from those that training differentiates.
+
+        The latter are those of `jaxinfer.log_probs` under `jax.value_and_grad`, with the engine's present parameters.
+        On CPU in float32 they are equal, to the bit. On other devices the result says by how much they differ there.
+
+        A text is a completion, of which the log-probabilities that it reports are compared; or a prompt, text or token
+        ids, which the engine computes first. The latter needs EngineConfig.max_prompt_log_probs.
+
+        Compiles a gradient for each power of two of the texts' lengths. The device needs memory for the gradient of
+        one text beside that of the engine. Before computing gradients, raises ValueError if a text has no
+        log-probabilities or is too long, if the weights are quantized, or as `generate` does.
+        """
+        show_progress = as_bool("show_progress", show_progress)
+        several: Any = [texts] if isinstance(texts, Completion) else texts
+        items: list[Any] = as_prompts(several)
+        prompts = [item for item in items if not isinstance(item, Completion)]
+        computed = iter(self.generate(prompts, DESCRIBE_PROMPT, show_progress=show_progress) if prompts else ())
+        completions = [
+            item if isinstance(item, Completion) else replace(next(computed), token_ids=(), log_probs=())
+            for item in items
+        ]
+        with deferred_interrupts() as take_effect, self._guard:
+            return self._engine.agreement(completions, between_texts=take_effect)
 
     def beam_search(
         self,

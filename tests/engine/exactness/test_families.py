@@ -126,6 +126,11 @@ def test_the_log_probabilities_of_a_text_are_those_that_were_reported(checkpoint
         assert row[len(prompt) - 1 : len(text) - 1].tolist() == np.array(completion.log_probs, np.float32).tolist()
 
 
+@pytest.mark.exhaustive  # a gradient compiles for 20 s; `test_agreement.py` has it of one family in every run
+def test_the_same_log_probabilities_are_differentiated(crowded, alone):
+    assert crowded.agreement(alone, show_progress=False).max_ulps == 0
+
+
 @pytest.mark.parametrize(
     "preemption",
     [

@@ -58,6 +58,7 @@ CALLS = {
     "default_sampling_params": lambda llm: llm.default_sampling_params,
     "beam_search": lambda llm: llm.beam_search([5], num_beams=2, max_tokens=2),
     "embed": lambda llm: llm.embed([5], show_progress=False),
+    "agreement": lambda llm: llm.agreement(COMPLETION),
     "update_params": lambda llm: llm.update_params(None),
     "warm_up": lambda llm: llm.warm_up(),
     "engine": lambda llm: contextlib.ExitStack().enter_context(llm.engine()),
