@@ -100,6 +100,8 @@ class EngineConfig:
     * `max_log_probs`: alternatives per token.
     * `max_prompt_log_probs`: alternatives per token of the prompt. None refuses `prompt_log_probs`, and compiles
       nothing for it.
+    * `sampling_log_probs`: completions also have each token's log-probability in the distribution that it was drawn
+      from, after penalties, structure, temperature and filters.
     * `max_listed_tokens`: token ids each in `logit_bias`, `allowed_token_ids`, all `bad_words` together, and the stop
       tokens under `min_tokens`.
 
@@ -126,6 +128,7 @@ class EngineConfig:
     max_samples: int = 128
     max_log_probs: int = 20
     max_prompt_log_probs: int | None = None
+    sampling_log_probs: bool = False
     max_listed_tokens: int = 128
     prefix_cache: bool = True
     decode_loop_steps: int | None = None
@@ -167,6 +170,7 @@ class EngineConfig:
         require_int("max_log_probs", self.max_log_probs, 0)
         if self.max_prompt_log_probs is not None:
             require_int("max_prompt_log_probs", self.max_prompt_log_probs, 0)
+        require_bool("sampling_log_probs", self.sampling_log_probs)
         require_int("max_listed_tokens", self.max_listed_tokens, 1)
         require_bool("prefix_cache", self.prefix_cache)
         if self.decode_loop_steps is not None:

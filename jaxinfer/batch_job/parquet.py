@@ -101,6 +101,7 @@ def _schema() -> Any:
         ("text", pa.string()),
         ("token_ids", pa.list_(pa.int32())),
         ("log_probs", pa.list_(pa.float64())),
+        ("sampling_log_probs", pa.list_(pa.float64())),
         ("top_log_probs", alternatives),
         ("prompt_log_probs", pa.list_(pa.float64())),
         ("prompt_top_log_probs", alternatives),

@@ -170,6 +170,8 @@ def _sample(request: JobRequest, completion: Completion) -> dict[str, Any]:
         "token_ids": completion.token_ids,
         "log_probs": _finite(completion.log_probs),
     }
+    if completion.sampling_log_probs:
+        sample["sampling_log_probs"] = _finite(completion.sampling_log_probs)
     if request.sampling_params.log_probs > 0:
         sample["top_log_probs"] = _alternatives(completion.top_log_probs)
     if request.sampling_params.prompt_log_probs is not None:

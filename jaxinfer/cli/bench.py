@@ -30,6 +30,7 @@ NOT_OF_LOADS = (
     "max_samples",
     "max_log_probs",
     "max_prompt_log_probs",
+    "sampling_log_probs",
     "max_listed_tokens",
 )
 NOT_SIMULATED = (

@@ -81,6 +81,7 @@ HELP = {
         "max_samples": "most samples of a prompt that a request may ask for",
         "max_log_probs": "most alternatives per token that a request may ask for",
         "max_prompt_log_probs": "the same per token of the prompt; without it no request may ask",
+        "sampling_log_probs": "also report each token's log-probability in the distribution that it was drawn from",
         "max_listed_tokens": "most token ids that a request may name in one parameter",
     },
     "goodput": {

@@ -95,6 +95,7 @@ class StepOutput:
     log_probs: Any  # f32[B]  of the chosen token, before temperature and filters
     top_tokens: Any  # i32[B, A]  most probable first; zeros unless some row wants them
     top_log_probs: Any  # f32[B, A]
+    sampling_log_probs: Any = None  # f32[B]  of the chosen token after temperature and filters, if the step gives them
     hidden: Any = None  # [T, S]  of all tokens of the step, for drafters, see `forward_with_states`
     logits: Any = None  # f32[B, V]  unless the step draws in the full form; from them `draw_step` draws in others
     prompt: Any = None  # PromptOutput  of a prefill step that was given a `PromptBatch`
@@ -109,6 +110,7 @@ class VerifyOutput:
     top_tokens: Any  # i32[B, Q, A]
     top_log_probs: Any  # f32[B, Q, A]
     num_emitted: Any  # i32[B]  1 + accepted drafts, or the tokens of the row in a loop; 0 on padding
+    sampling_log_probs: Any = None  # f32[B, Q]
     hidden: Any = None  # [T, S]  as in `StepOutput`; a decode loop has none
 
 

@@ -7,8 +7,10 @@ computed only if a request in the batch uses it, but for the filtered form on GP
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,8 @@ from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.processors import when_used
 from jaxinfer.sampling_params import BAD_LOGITS, NO_TOKEN, Form
 from kernels_pallas.row_sum import row_sum
+
+T = TypeVar("T")
 
 
 class Purpose(IntEnum):
@@ -34,16 +38,50 @@ def sample(logits: jax.Array, sampling: SamplingBatch, positions: jax.Array, *, 
     the drawn tokens. Temperature 0 takes the most probable token, the lowest id among equals. Where all logits of a row
     are -inf, its token is NO_TOKEN; where one is NaN or inf, BAD_LOGITS. `form`: as in `steps`.
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    greatest = jnp.take_along_axis(logits, greedy[:, None], axis=-1)[:, 0]
-    greedy = jnp.where(jnp.isfinite(greatest), greedy, jnp.where(greatest == -jnp.inf, NO_TOKEN, BAD_LOGITS))
+    greedy = _most_probable(logits)
 
     def draw() -> jax.Array:
-        drawn = jnp.argmax(perturb(logits, sampling, positions, form=form), axis=-1).astype(jnp.int32)
-        return jnp.where((sampling.temperature > 0) & (greedy >= 0), drawn, greedy)
+        return _drawn(perturb(logits, sampling, positions, form=form), greedy, sampling)
 
-    def draw_if_used() -> jax.Array:
-        return jax.lax.cond(jnp.any(sampling.temperature > 0), draw, lambda: greedy)
+    return _if_used(draw, lambda: greedy, sampling, form)
+
+
+def sample_with_log_probs(
+    logits: jax.Array, sampling: SamplingBatch, positions: jax.Array, *, form: Form = "full"
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the tokens i32[B] of `sample`, and the log-probability f32[B] of each in the distribution of the draw.
+
+    That is the distribution after temperature and filters; at temperature 0 it has one token, so 0.0.
+    """
+    greedy = _most_probable(logits)
+
+    def draw() -> tuple[jax.Array, jax.Array]:
+        kept = keep(logits, sampling, form=form)
+        tokens = _drawn(kept + _noise(sampling, positions, logits.shape[1]), greedy, sampling)
+        chosen, log_total = chosen_logits(kept, jnp.maximum(tokens, 0))
+        return tokens, jnp.where(sampling.temperature > 0, chosen - log_total, 0.0)
+
+    return _if_used(draw, lambda: (greedy, jnp.zeros(greedy.shape)), sampling, form)
+
+
+def _most_probable(logits: jax.Array) -> jax.Array:
+    """Returns the most probable token i32[B] of each row, NO_TOKEN or BAD_LOGITS."""
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    greatest = jnp.take_along_axis(logits, greedy[:, None], axis=-1)[:, 0]
+    return jnp.where(jnp.isfinite(greatest), greedy, jnp.where(greatest == -jnp.inf, NO_TOKEN, BAD_LOGITS))
+
+
+def _drawn(perturbed: jax.Array, greedy: jax.Array, sampling: SamplingBatch) -> jax.Array:
+    """Returns the token i32[B] of each row: the greatest of `perturb`, or `greedy` if the row draws none."""
+    drawn = jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
+    return jnp.where((sampling.temperature > 0) & (greedy >= 0), drawn, greedy)
+
+
+def _if_used(draw: Callable[[], T], take_greedy: Callable[[], T], sampling: SamplingBatch, form: Form) -> T:
+    """Returns draw(), or take_greedy() if no row has a temperature above 0."""
+
+    def draw_if_used() -> T:
+        return jax.lax.cond(jnp.any(sampling.temperature > 0), draw, take_greedy)
 
     if form == "full":
         return draw_if_used()
@@ -56,11 +94,28 @@ def perturb(logits: jax.Array, sampling: SamplingBatch, positions: jax.Array, *,
 
     `form`: as in `steps`.
     """
+    return keep(logits, sampling, form=form) + _noise(sampling, positions, logits.shape[1])
+
+
+def keep(logits: jax.Array, sampling: SamplingBatch, *, form: Form = "full") -> jax.Array:
+    """Returns logits f32[B, V] after temperature and filters, as `scale` and `filter_logits` define them.
+
+    `form`: as in `steps`.
+    """
+    scaled = scale(logits, sampling)
+    return scaled if form == "plain" else filter_logits(scaled, sampling, form=form)
+
+
+def scale(logits: jax.Array, sampling: SamplingBatch) -> jax.Array:
+    """Returns logits f32[B, V] less the greatest of their row, divided by the row's temperature unless that is 0."""
     # Below the most probable by the maximum, so that no temperature can overflow; the smallest are all the same.
     temperature = jnp.where(sampling.temperature > 0, jnp.maximum(sampling.temperature, 1e-30), 1.0)
-    scaled = (logits - logits.max(-1, keepdims=True)) / temperature[:, None]
-    kept = scaled if form == "plain" else filter_logits(scaled, sampling, form=form)
-    return kept + jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(draw_keys(sampling, positions))
+    return (logits - logits.max(-1, keepdims=True)) / temperature[:, None]
+
+
+def _noise(sampling: SamplingBatch, positions: jax.Array, vocab_size: int) -> jax.Array:
+    """Returns Gumbel noise f32[B, V] by the keys of the rows' draws."""
+    return jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,)))(draw_keys(sampling, positions))
 
 
 def best_tokens(logits: jax.Array, sampling: SamplingBatch, positions: jax.Array, count: int) -> jax.Array:

@@ -131,6 +131,7 @@ class CompletionChoice(BaseModel):
     engine_finish_reason: EngineFinishReason
     seed: int
     token_ids: list[int] | None = None
+    sampling_log_probs: list[float | None] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_log_probs: list[float | None] | None = None
 
@@ -249,9 +250,17 @@ def chat_choice(completion: Completion, index: int, body: ChatBody, tokenizer: T
         **_end(completion, has_calls=bool(calls)),
         "seed": completion.seed,
     }
-    if body.return_token_ids:
-        choice["token_ids"] = list(completion.token_ids)
-    return choice
+    return choice | _token_fields(completion, body)
+
+
+def _token_fields(output: Completion | Delta, body: ChatBody | CompletionBody) -> dict[str, Any]:
+    """Returns the fields of a choice that `return_token_ids` asks for, those of a trainer if the engine gives them."""
+    if not body.return_token_ids:
+        return {}
+    fields: dict[str, Any] = {"token_ids": list(output.token_ids)}
+    if output.sampling_log_probs:
+        fields["sampling_log_probs"] = [_finite(value) for value in output.sampling_log_probs]
+    return fields
 
 
 class ChatChunks:
@@ -276,8 +285,7 @@ class ChatChunks:
             "logprobs": _chat_log_probs(delta, self._tokenizer) if body.logprobs else None,
             "finish_reason": None,
         }
-        if body.return_token_ids:
-            choice["token_ids"] = list(delta.token_ids)
+        choice |= _token_fields(delta, body)
         if completion is not None:
             end = _end(completion, has_calls=delta.sample_index in self._with_calls)
             choice |= {**end, "seed": completion.seed}
@@ -321,7 +329,8 @@ def as_asked(completions: Sequence[Completion], body: CompletionBody) -> list[Co
     """Returns completions without the token that the engine samples for max_tokens=0."""
     if body.max_tokens != 0:
         return list(completions)
-    return [replace(one, text="", token_ids=(), log_probs=(), top_log_probs=()) for one in completions]
+    nothing: dict[str, Any] = {"token_ids": (), "log_probs": (), "top_log_probs": (), "sampling_log_probs": ()}
+    return [replace(one, text="", **nothing) for one in completions]
 
 
 def completion_choice(
@@ -337,8 +346,8 @@ def completion_choice(
         **_end(completion),
         "seed": completion.seed,
     }
+    choice |= _token_fields(completion, body)
     if body.return_token_ids:
-        choice["token_ids"] = list(completion.token_ids)
         choice["prompt_token_ids"] = list(completion.prompt_token_ids)
     if body.prompt_log_probs is not None:
         choice["prompt_log_probs"] = [_finite(value) for value in completion.prompt_log_probs]
@@ -367,8 +376,7 @@ class CompletionChunks:
             "logprobs": tokens.log_probs(tokens.output_rows(delta)),
             "finish_reason": None,
         }
-        if body.return_token_ids:
-            choice["token_ids"] = list(delta.token_ids)
+        choice |= _token_fields(delta, body)
         if completion is not None:
             choice |= {**_end(completion), "seed": completion.seed}
         return choice

@@ -51,7 +51,9 @@ class SimulatedEngine(Device):
         self.num_steps = 0
         # Any token will do, because only its length ends a request.
         rows = max_rows(admission.engine_config)
-        self._output = SimpleNamespace(tokens=np.zeros(rows, np.int32), log_probs=np.zeros(rows, np.float32))
+        self._output = SimpleNamespace(
+            tokens=np.zeros(rows, np.int32), log_probs=np.zeros(rows, np.float32), sampling_log_probs=None
+        )
         self._busy_until = 0.0
         self._pipeline = Pipeline(scheduler, self, clock)
 

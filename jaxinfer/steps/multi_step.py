@@ -59,4 +59,5 @@ def _entered(output: VerifyOutput, drawn: StepOutput, step: jax.Array) -> Verify
 
 
 def _fields(output: StepOutput) -> dict[str, Any]:
-    return {name: getattr(output, name) for name in ("tokens", "log_probs", "top_tokens", "top_log_probs")}
+    names = ("tokens", "log_probs", "top_tokens", "top_log_probs", "sampling_log_probs")
+    return {name: field for name in names if (field := getattr(output, name)) is not None}

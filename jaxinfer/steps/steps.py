@@ -32,7 +32,7 @@ from jaxinfer.model.params import Params
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.processors import Context, LogitsProcessor, process_logits
 from jaxinfer.sampling.prompt_log_probs import PromptBatch, describe_prompt
-from jaxinfer.sampling.sample import describe, sample, sample_nothing, with_vocabulary
+from jaxinfer.sampling.sample import describe, sample, sample_nothing, sample_with_log_probs, with_vocabulary
 from jaxinfer.sampling_params import FORMS, Form
 from jaxinfer.steps.multi_step import run_loop
 from jaxinfer.steps.trees import along_paths, keep_paths, make_trees, stand_in_trees, tree_mask
@@ -45,17 +45,22 @@ from jaxinfer.steps.verify import (
     keep_states,
     sampling_of_ends,
 )
-from jaxinfer.validation import require, require_int, require_name, shown
+from jaxinfer.validation import require, require_bool, require_int, require_name, shown
 
 _STATICS = ("config", "implementation", "mesh", "custom")
 _jit_step = functools.partial(
-    jax.jit, static_argnames=("form", "max_log_probs", "kept_layers", *_STATICS), donate_argnames="cache"
+    jax.jit,
+    static_argnames=("form", "max_log_probs", "sampling_log_probs", "kept_layers", *_STATICS),
+    donate_argnames="cache",
 )
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("form", "max_log_probs", "max_prompt_log_probs", "kept_layers", *_STATICS),
+    static_argnames=(
+        *("form", "max_log_probs", "max_prompt_log_probs", "sampling_log_probs", "kept_layers"),
+        *_STATICS,
+    ),
     donate_argnames="cache",
 )
 def prefill_step(
@@ -69,6 +74,7 @@ def prefill_step(
     form: Form = "full",
     max_log_probs: int = 0,
     max_prompt_log_probs: int = 0,
+    sampling_log_probs: bool = False,
     implementation: str | None = None,
     mesh: Mesh | None = None,
     custom: tuple[LogitsProcessor, ...] = (),
@@ -78,11 +84,12 @@ def prefill_step(
 
     A decoding request in the mix is a chunk of one token. The sampled token of a row whose prompt is not finished has
     no meaning. With a `prompt`, the output has the log-probabilities of the prompt tokens in it. `kept_layers` names
-    the states for drafters, see `forward_with_states`. Only the full form takes max_log_probs and custom. Raises
-    ValueError at trace time if max_log_probs exceeds the vocabulary.
+    the states for drafters, see `forward_with_states`. Only the full form takes max_log_probs and custom. With
+    `sampling_log_probs` the output also has the tokens' log-probabilities in the distribution that they are drawn from.
+    Raises ValueError at trace time if max_log_probs exceeds the vocabulary.
     """
     _check(params, cache, batch, sampling, config, mesh)
-    finish = _make_finish(sampling, config, form, max_log_probs, custom)
+    finish = _make_finish(sampling, config, form, max_log_probs, sampling_log_probs, custom)
     statics = {"config": config, "kept_layers": kept_layers, "implementation": implementation, "mesh": mesh}
     hidden, states, cache = forward_with_states(params, cache, batch, **statics)
     output = finish(params, cache, hidden[last_places(batch)], batch)
@@ -100,6 +107,7 @@ def decode_step(
     config: ModelConfig,
     form: Form = "full",
     max_log_probs: int = 0,
+    sampling_log_probs: bool = False,
     implementation: str | None = None,
     mesh: Mesh | None = None,
     custom: tuple[LogitsProcessor, ...] = (),
@@ -107,16 +115,16 @@ def decode_step(
 ) -> tuple[StepOutput, KVCache]:
     """Computes one token per row (T = B, `cu_q_lens` = 0, 1, … B) and samples the next token of each.
 
-    `form` is that of `prefill_step`.
+    `form` and `sampling_log_probs` are those of `prefill_step`.
     """
     _check(params, cache, batch, sampling, config, mesh)
-    finish = _make_finish(sampling, config, form, max_log_probs, custom)
+    finish = _make_finish(sampling, config, form, max_log_probs, sampling_log_probs, custom)
     statics = {"config": config, "kept_layers": kept_layers, "implementation": implementation, "mesh": mesh}
     hidden, states, cache = forward_with_states(params, cache, batch, q_len=1, **statics)
     return replace(finish(params, cache, hidden, batch), hidden=states), cache
 
 
-@functools.partial(jax.jit, static_argnames=("form", "max_log_probs", "custom"))
+@functools.partial(jax.jit, static_argnames=("form", "max_log_probs", "sampling_log_probs", "custom"))
 def draw_step(
     cache: KVCache,
     batch: Batch,
@@ -125,6 +133,7 @@ def draw_step(
     *,
     form: Form = "full",
     max_log_probs: int = 0,
+    sampling_log_probs: bool = False,
     custom: tuple[LogitsProcessor, ...] = (),
 ) -> StepOutput:
     """Samples in a form from the `logits` f32[B, V] in the output of a prefill or decode step in a lesser form.
@@ -132,12 +141,14 @@ def draw_step(
     `batch`: the step's `last_tokens`. `sampling`: the step's own, `with_masks` if rows have structures. Returns the
     tokens that the step would have sampled in this form.
     """
-    _check_form(form, max_log_probs, custom)
-    return _draw(logits, cache, batch, sampling, form, max_log_probs, custom)
+    _check_form(form, max_log_probs, sampling_log_probs, custom)
+    return _draw(logits, cache, batch, sampling, form, max_log_probs, sampling_log_probs, custom)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("q_len", "max_log_probs", "kept_layers", *_STATICS), donate_argnames="cache"
+    jax.jit,
+    static_argnames=("q_len", "max_log_probs", "sampling_log_probs", "kept_layers", *_STATICS),
+    donate_argnames="cache",
 )
 def verify_step(
     params: Params,
@@ -150,6 +161,7 @@ def verify_step(
     q_len: int,
     config: ModelConfig,
     max_log_probs: int = 0,
+    sampling_log_probs: bool = False,
     implementation: str | None = None,
     mesh: Mesh | None = None,
     custom: tuple[LogitsProcessor, ...] = (),
@@ -181,7 +193,7 @@ def verify_step(
     options: dict[str, Any] = {"tree_mask": mask, "q_len": row_len, "slots": slots}
     hidden, states, cache = forward_with_states(params, cache, batch, **options, **statics)
     rows = batch_of_ends(batch, ends), sampling_of_ends(sampling, ends)
-    finish = _make_finish(rows[1], config, "full", max_log_probs, custom)
+    finish = _make_finish(rows[1], config, "full", max_log_probs, sampling_log_probs, custom)
     draw = functools.partial(finish, params, cache, hidden[ends.places], rows[0])
     if trees is not None:
         drawn = draw(lambda context: along_paths(context, batch, trees))
@@ -192,7 +204,11 @@ def verify_step(
     return replace(output, hidden=states), cache
 
 
-@functools.partial(jax.jit, static_argnames=("num_steps", "form", "max_log_probs", *_STATICS), donate_argnames="cache")
+@functools.partial(
+    jax.jit,
+    static_argnames=("num_steps", "form", "max_log_probs", "sampling_log_probs", *_STATICS),
+    donate_argnames="cache",
+)
 def decode_loop(
     params: Params,
     cache: KVCache,
@@ -204,6 +220,7 @@ def decode_loop(
     config: ModelConfig,
     form: Form = "full",
     max_log_probs: int = 0,
+    sampling_log_probs: bool = False,
     implementation: str | None = None,
     mesh: Mesh | None = None,
     custom: tuple[LogitsProcessor, ...] = (),
@@ -215,7 +232,7 @@ def decode_loop(
     with a grammar may sample one token at most. `form` is that of `prefill_step`; the output has no logits.
     """
     _check(params, cache, batch, sampling, config, mesh)
-    finish = _make_finish(sampling, config, form, max_log_probs, custom)
+    finish = _make_finish(sampling, config, form, max_log_probs, sampling_log_probs, custom)
     statics = {"config": config, "implementation": implementation, "mesh": mesh}
 
     def decode(cache: KVCache, batch: Batch) -> tuple[StepOutput, KVCache]:
@@ -255,7 +272,7 @@ def draft_step(
 
     def sampled(hidden: jax.Array, batch: Batch, context: Callable[[], Context]) -> jax.Array:
         logits = with_vocabulary(unembed(params, hidden, _num_rows(batch)), V)
-        return _sample(logits, batch, sampling, context, custom)
+        return sample(process_logits(logits, sampling.processors, context, custom), sampling, _positions(batch))
 
     # Every row has a token, so if there are no more tokens than rows, each row has one.
     hidden, cache = run(cache, batch, q_len=1 if len(batch.tokens) == len(batch.kv_lens) else None)
@@ -297,9 +314,11 @@ Finish = Callable[..., StepOutput]
 Change = Callable[[Context], Context]
 
 
-def _make_finish(sampling: SamplingBatch, config: ModelConfig, form: Any, max_log_probs: Any, custom: Any) -> Finish:
+def _make_finish(
+    sampling: SamplingBatch, config: ModelConfig, form: Any, max_log_probs: Any, sampling_log_probs: Any, custom: Any
+) -> Finish:
     """Returns the end of a step, which samples a token after each row."""
-    _check_form(form, max_log_probs, custom)
+    _check_form(form, max_log_probs, sampling_log_probs, custom)
     if form == "full":
         _check_sampling(sampling, config, max_log_probs, custom)
 
@@ -309,14 +328,15 @@ def _make_finish(sampling: SamplingBatch, config: ModelConfig, form: Any, max_lo
         if params.logits is None:
             return sample_nothing(hidden, max_log_probs)
         logits = unembed(params, hidden, _num_rows(batch))
-        output = _draw(logits, cache, batch, sampling, form, max_log_probs, custom, change)
+        output = _draw(logits, cache, batch, sampling, form, max_log_probs, sampling_log_probs, custom, change)
         return output if form == "full" else replace(output, logits=logits)
 
     return finish
 
 
-def _check_form(form: Any, max_log_probs: Any, custom: Any) -> None:
+def _check_form(form: Any, max_log_probs: Any, sampling_log_probs: Any, custom: Any) -> None:
     require_name("form", form, FORMS)
+    require_bool("sampling_log_probs", sampling_log_probs)
     if form != "full" and (max_log_probs or custom):
         raise ValueError(
             f"form={form!r} leaves no place for max_log_probs={max_log_probs} and custom={shown(custom)}; give them to"
@@ -331,26 +351,18 @@ def _draw(
     sampling: SamplingBatch,
     form: Form,
     max_log_probs: int,
+    sampling_log_probs: bool,
     custom: tuple[LogitsProcessor, ...],
     change: Change = lambda context: context,
 ) -> StepOutput:
     """Samples after each row in a form; `change` changes the context of the logits processors."""
+    processed = logits
     if form == "full":
-        tokens = _sample(logits, batch, sampling, lambda: change(_context(cache, batch)), custom)
-    else:
-        tokens = sample(logits, sampling, _positions(batch), form=form)
-    return describe(logits, tokens, sampling, max_log_probs)
-
-
-def _sample(
-    logits: jax.Array,
-    batch: Batch,
-    sampling: SamplingBatch,
-    make_context: Callable[[], Context],
-    custom: tuple[LogitsProcessor, ...],
-) -> jax.Array:
-    """Returns the sampled token of each row, i32[B], for logits f32[B, V]."""
-    return sample(process_logits(logits, sampling.processors, make_context, custom), sampling, _positions(batch))
+        processed = process_logits(logits, sampling.processors, lambda: change(_context(cache, batch)), custom)
+    if not sampling_log_probs:
+        return describe(logits, sample(processed, sampling, _positions(batch), form=form), sampling, max_log_probs)
+    tokens, values = sample_with_log_probs(processed, sampling, _positions(batch), form=form)
+    return replace(describe(logits, tokens, sampling, max_log_probs), sampling_log_probs=values)
 
 
 def _positions(batch: Batch) -> jax.Array:

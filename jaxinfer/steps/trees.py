@@ -112,6 +112,7 @@ def keep_paths(
         log_probs=drawn.log_probs[paths],
         top_tokens=drawn.top_tokens[paths],
         top_log_probs=drawn.top_log_probs[paths],
+        sampling_log_probs=None if drawn.sampling_log_probs is None else drawn.sampling_log_probs[paths],
         num_emitted=num_kept,
         hidden=states[sources],
     )

@@ -149,5 +149,6 @@ def emit(drawn: StepOutput, batch: Batch, ends: Ends, q_len: int) -> VerifyOutpu
         log_probs=drawn.log_probs[index],
         top_tokens=drawn.top_tokens[index],
         top_log_probs=drawn.top_log_probs[index],
+        sampling_log_probs=None if drawn.sampling_log_probs is None else drawn.sampling_log_probs[index],
         num_emitted=jnp.where(batch.kv_lens > 0, accept_drafts(tokens, drafts), 0),
     )

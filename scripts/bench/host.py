@@ -44,7 +44,9 @@ class NoDevice(Device):
         )
         self._before = NO_ROWS
         rows = max_rows(config)
-        self._output = SimpleNamespace(tokens=np.full(rows, 70, np.int32), log_probs=np.zeros(rows, np.float32))
+        self._output = SimpleNamespace(
+            tokens=np.full(rows, 70, np.int32), log_probs=np.zeros(rows, np.float32), sampling_log_probs=None
+        )
 
     def launch(self, step: Step) -> None:
         self._builder.build(step, choose_bucket(self._buckets, step), self._before)

@@ -269,6 +269,15 @@ for _rows in BUCKET_ROWS:
         CASES[f"bucket {_form} loop {_rows}"] = functools.partial(
             _bucket, step="decode_loop", loop_steps=LOOP_STEPS, form=_form, **_sizes
         )
+CASES["bucket filtered loop 8 with sampling_log_probs"] = functools.partial(
+    _bucket,
+    step="decode_loop",
+    loop_steps=LOOP_STEPS,
+    form="filtered",
+    sampling_log_probs=True,
+    num_tokens=8,
+    num_rows=8,
+)
 # On a GPU before Ampere, over a pool of 64 Ki tokens, 7.5 GB.
 _old = functools.partial(step, model="Qwen3-0.6B", num_pages=4096, dtype="float16")
 CASES |= {

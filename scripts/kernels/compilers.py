@@ -62,12 +62,13 @@ def step_case(
     mixed_q_len: int = 0,
     loop_steps: int = 0,
     form: str = "plain",
+    sampling_log_probs: bool = False,
 ) -> Case:
     """A whole step of a model of `MODELS`, `step` being its name in `jaxinfer.steps.steps`, split over a whole mesh.
 
     With a `tree_q_len` it verifies trees of that many tokens; with a `mixed_q_len`, drafts beside rows that prefill. A
-    decode loop has `loop_steps`. Steps that verify nothing draw in a `form`. Everything is in `dtype`, except weights
-    that a `quantization` quantizes.
+    decode loop has `loop_steps`. Steps that verify nothing draw in a `form`, and give `sampling_log_probs` if asked.
+    Everything is in `dtype`, except weights that a `quantization` quantizes.
     """
     import jax
 
@@ -99,7 +100,7 @@ def step_case(
         "batch": lay_out_batch([], page_size=page_size, num_further_kinds=len(config.page_kinds) - 1, **sizes),
         "sampling": make_sampling([], num_rows=num_rows, vocab_size=config.vocab_size, num_masks=num_masks),
     }
-    statics: dict[str, Any] = {"form": form}
+    statics: dict[str, Any] = {"form": form, "sampling_log_probs": sampling_log_probs}
     if tree_q_len or mixed_q_len:
         statics = {"q_len": tree_q_len or mixed_q_len, "max_log_probs": 20}
     if tree_q_len:

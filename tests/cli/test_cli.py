@@ -172,6 +172,7 @@ ENGINE = {
     "max_samples": 9,
     "max_log_probs": 2,
     "max_prompt_log_probs": 3,
+    "sampling_log_probs": True,
     "max_listed_tokens": 7,
     "prefix_cache": False,
     "max_mixed_tokens": 100,

@@ -87,6 +87,12 @@ class GuessingDrafter:
         return tokens[len(request.token_ids) :]
 
 
+def output_of(tokens: np.ndarray, counts: np.ndarray) -> SimpleNamespace:
+    """What a step hands to the scheduler, without log-probabilities and states."""
+    fields = {"log_probs": np.zeros(tokens.shape), "sampling_log_probs": None, "hidden": None}
+    return SimpleNamespace(tokens=tokens, num_emitted=counts, **fields)
+
+
 class FakeDevice:
     """Keeps tokens in slots as a cache would and reads each context back through the request's pages.
 
@@ -124,9 +130,7 @@ class FakeDevice:
         width = max(map(len, rows))
         tokens = np.array([row + [-1] * (width - len(row)) for row in rows])
         tokens = tokens if step.is_verify else tokens[:, 0]
-        return SimpleNamespace(
-            tokens=tokens, log_probs=np.zeros(tokens.shape), num_emitted=np.array(counts), hidden=None
-        )
+        return output_of(tokens, np.array(counts))
 
     def loop(self, step: Step) -> SimpleNamespace:
         """Draws token after token for every chunk, each of which it writes before the next."""
@@ -142,7 +146,7 @@ class FakeDevice:
             self.advance_further(chunk, ahead[:-1])
             rows.append(ahead)
         self.keep_drawn(step, rows)
-        return SimpleNamespace(tokens=tokens, log_probs=np.zeros(tokens.shape), num_emitted=counts, hidden=None)
+        return output_of(tokens, counts)
 
     def keep_drawn(self, step: Step, rows: Sequence[list[int]]) -> None:
         self.drawn = {

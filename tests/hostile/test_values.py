@@ -394,6 +394,7 @@ def test_steps(step):
         "sampling": make_sampling([GREEDY], num_rows=2),
         "config": config,
         "max_log_probs": 0,
+        "sampling_log_probs": False,
         "implementation": None,
         "mesh": None,
         "custom": (),
@@ -413,10 +414,12 @@ def test_log_probs():
     own: dict[str, Any] = {
         "params": abstract_params(config, "float32"),
         "tokens": jax.ShapeDtypeStruct((2, 5), "int32"),
+        "sampling": make_sampling([GREEDY] * 2, num_rows=2),
         "config": config,
         "page_size": 16,
         "implementation": None,
         "mesh": None,
+        "custom": (),
     }
 
     @cases(0.02)

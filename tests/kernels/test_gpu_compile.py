@@ -161,6 +161,16 @@ def test_the_host_waits_for_no_condition_and_no_loop_of_a_default_decode_step(nu
         assert step["num_launches"] <= most_launches  # of 28 layers
 
 
+def test_log_probabilities_of_draws_bring_no_condition_and_few_launches():
+    figures = compiled_beginning_with("bucket")
+    without, described = (figures[f"bucket filtered loop 8{tail}"] for tail in ("", " with sampling_log_probs"))
+
+    assert "error" not in described, described["error"]
+    assert described["in_place"]
+    assert (described["num_conditions"], described["loop_turns"]) == (0, [LOOP_STEPS])
+    assert described["num_launches"] <= without["num_launches"] + 10
+
+
 @pytest.mark.parametrize("name", cases_for("T4"))
 def test_the_host_of_a_gpu_before_ampere_follows_no_loop_if_tables_are_small(name):
     figures = compiled_beginning_with("old", "T4")[name]

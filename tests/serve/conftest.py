@@ -7,6 +7,8 @@ import pytest
 from tests.engine.engines import quick_async_engine, quick_engine, save_small_checkpoint
 from tests.serve.servers import serving
 
+LIMITS = {"max_prompt_log_probs": 3, "sampling_log_probs": True}
+
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
@@ -15,12 +17,12 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def llm(checkpoint):
-    return quick_engine(checkpoint, max_prompt_log_probs=3)
+    return quick_engine(checkpoint, **LIMITS)
 
 
 @pytest.fixture(scope="session")
 def address(checkpoint):
-    with serving(quick_async_engine(checkpoint, max_prompt_log_probs=3)) as (_, address):
+    with serving(quick_async_engine(checkpoint, **LIMITS)) as (_, address):
         yield address
 
 

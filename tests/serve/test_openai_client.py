@@ -65,19 +65,30 @@ def joined(chunks: Any, text_of: Any) -> list[dict[str, Any]]:
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for choice in chunk.choices:
-            found = choices.setdefault(choice.index, {"text": "", "token_ids": [], "finish_reason": None})
+            empty = {"text": "", "token_ids": [], "sampling_log_probs": [], "finish_reason": None}
+            found = choices.setdefault(choice.index, empty)
             assert found["finish_reason"] is None  # nothing comes after the end
             found["text"] += text_of(choice) or ""
-            found["token_ids"] += getattr(choice, "token_ids", None) or []
+            for name in ("token_ids", "sampling_log_probs"):
+                found[name] += getattr(choice, name, None) or []
             found["finish_reason"] = choice.finish_reason
     return [choices[index] for index in sorted(choices)]
 
 
 def of_completions(completions: Any) -> list[dict[str, Any]]:
     reasons = {"stop": "stop", "length": "length", "exhausted": "stop"}
-    return [
-        {"text": c.text, "token_ids": list(c.token_ids), "finish_reason": reasons[c.finish_reason]} for c in completions
-    ]
+    return [fields_of(c, c.text) | {"finish_reason": reasons[c.finish_reason]} for c in completions]
+
+
+def fields_of(found: Any, text: str | None) -> dict[str, Any]:
+    """The fields that are compared, of a completion or of a choice."""
+    values = getattr(found, "sampling_log_probs", None) or []
+    return {
+        "text": text,
+        "token_ids": list(found.token_ids),
+        "sampling_log_probs": list(values),
+        "finish_reason": found.finish_reason,
+    }
 
 
 # ---- completions
@@ -101,7 +112,7 @@ def test_completions(llm, client, case, stream):
             found += joined(each, lambda choice: choice.text)
         else:
             answers.CompletionAnswer.model_validate(each.model_dump(), strict=True)
-            found += [{name: getattr(c, name) for name in ("text", "token_ids", "finish_reason")} for c in each.choices]
+            found += [fields_of(choice, choice.text) for choice in each.choices]
     assert found == of_completions(expected)
 
 
@@ -191,10 +202,7 @@ def test_chats(llm, client, case, stream):
         answers.ChatAnswer.model_validate(answer.model_dump(exclude_none=False), strict=True)
         assert answer.usage.prompt_tokens == len(expected[0].prompt_token_ids)
         assert answer.prompt_token_ids == list(expected[0].prompt_token_ids)
-        found = [
-            {"text": c.message.content, "token_ids": c.token_ids, "finish_reason": c.finish_reason}
-            for c in answer.choices
-        ]
+        found = [fields_of(choice, choice.message.content) for choice in answer.choices]
     assert found == of_completions(expected)
 
 

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
         "form",
         "max_log_probs",
         "max_prompt_log_probs",
+        "sampling_log_probs",
         "custom",
         "num_steps",
         "q_len",
@@ -65,7 +66,7 @@ def step_with_feedback(
     return output, _enter(drawn, output), cache
 
 
-@functools.partial(jax.jit, static_argnames=("step", "form", "max_log_probs", "custom"))
+@functools.partial(jax.jit, static_argnames=("step", "form", "max_log_probs", "sampling_log_probs", "custom"))
 def draw_with_feedback(
     cache: KVCache,
     drawn: jax.Array,
@@ -107,6 +108,7 @@ class StepCompiler:
         self._max_prompt_log_probs = config.max_prompt_log_probs
         self._custom = dict(target.custom)
         self._attention = config.attention
+        self._described = {"sampling_log_probs": True} if config.sampling_log_probs else {}
         # A decode loop returns no states.
         self._kept = {"kept_layers": kept_layers} if kept_layers else {}
         self._empty = self._empty_steps(BatchBuilder.of(target))
@@ -162,9 +164,9 @@ class StepCompiler:
         )
         full = {"max_log_probs": self._max_log_probs, "custom": tuple(self._custom.values())}
         if bucket.is_draw:
-            statics = full if bucket.form == "full" else {}
+            statics = self._described | (full if bucket.form == "full" else {})
             return draw_with_feedback, state, {"step": draw_step, "form": bucket.form, **statics}
-        statics = {"config": self.model_config, "implementation": self._attention, **self._kept}
+        statics = {"config": self.model_config, "implementation": self._attention, **self._kept, **self._described}
         statics |= full if bucket.is_verify else {"form": bucket.form}
         return step_with_feedback, (self._params, *state), statics | self._step_of(bucket)
 

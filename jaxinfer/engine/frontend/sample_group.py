@@ -63,4 +63,5 @@ def _whole(completion: Completion) -> Delta:
         log_probs=completion.log_probs,
         completion=completion,
         top_log_probs=completion.top_log_probs,
+        sampling_log_probs=completion.sampling_log_probs,
     )

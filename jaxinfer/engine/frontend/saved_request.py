@@ -22,7 +22,7 @@ from jaxinfer.engine.kv_cache.page_transfers import Content
 from jaxinfer.engine.request.request import Request, SharedPrompt
 from jaxinfer.sampling_params import SamplingParams
 
-KIND = "request of jaxinfer, 5"
+KIND = "request of jaxinfer, 6"
 LENGTH_BYTES = 8
 
 
@@ -44,7 +44,7 @@ def write_request(
         "prompt": request.token_ids[: request.num_prompt_tokens],
         "prompt_log_probs": request.shared_prompt.prompt_log_probs,
         "prompt_top_log_probs": [list(tops.items()) for tops in request.shared_prompt.prompt_top_log_probs],
-        "outputs": [(token, log_prob, list(tops.items())) for token, log_prob, tops in request.outputs],
+        "outputs": [(token, log_prob, list(tops.items()), *rest) for token, log_prob, tops, *rest in request.outputs],
         "sampling": asdict(request.sampling),
         "seed": request.seed,
         "sample_index": request.sample_index,
@@ -107,8 +107,14 @@ def _rebuild(path: Path, head: dict[str, Any], request_id: int, admission: Admis
     request.seed, request.sample_index = head["seed"], head["sample_index"]
     tops = [dict(map(tuple, pairs)) for pairs in head["prompt_top_log_probs"]]
     request.shared_prompt = SharedPrompt(head["num_samples"], head["prompt_log_probs"], tops)
-    for token_id, log_prob, tops in head["outputs"]:
-        request.append(token_id, log_prob, dict(map(tuple, tops)))
+    describes_draws = admission.engine_config.sampling_log_probs
+    for token_id, log_prob, tops, sampling_log_prob in head["outputs"]:
+        if (sampling_log_prob is not None) != describes_draws:
+            raise ValueError(
+                f"{path} was saved with sampling_log_probs={not describes_draws}, here it is {describes_draws}: tokens"
+                " before and after would differ in it; restore it with the same EngineConfig.sampling_log_probs"
+            )
+        request.append(token_id, log_prob, dict(map(tuple, tops)), sampling_log_prob)
         if request.finish_reason is not None:
             raise ValueError(
                 f"{path} has {len(head['outputs'])} tokens of output, but here the request ends after"

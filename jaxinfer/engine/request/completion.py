@@ -41,7 +41,8 @@ class Timings:
 class Completion:
     """A finished request.
 
-    Alternatives and prompt log-probabilities are empty unless requested. A request that ended early has
+    Alternatives and prompt log-probabilities are empty unless requested, and sampling log-probabilities unless
+    `EngineConfig.sampling_log_probs` is set. A request that ended early has
     log-probabilities for the prompt tokens computed so far.
 
     `LLM.chat` splits the output into `content`, `reasoning` and `tool_calls`, by the style of the chat template. In
@@ -64,6 +65,9 @@ class Completion:
     content: str | None = None  # the text of an answer without reasoning and calls; "" if there is none
     reasoning: str | None = None  # the text that the model wrote for itself; None if there is none
     tool_calls: tuple[ToolCall, ...] = ()  # in the answer's order
+    # Of the sampled tokens in the distributions that they were drawn from: after penalties, structure, temperature and
+    # filters. 0.0 at temperature 0.
+    sampling_log_probs: tuple[float, ...] = ()
     timings: Timings = field(default=Timings(), compare=False)
 
 
@@ -80,3 +84,4 @@ class Delta(NamedTuple):
     sample_index: int = 0
     completion: Completion | None = None
     top_log_probs: tuple[dict[int, float], ...] = ()  # per token: token id -> log-probability; empty unless requested
+    sampling_log_probs: tuple[float, ...] = ()  # see `Completion`

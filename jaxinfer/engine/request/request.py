@@ -15,6 +15,10 @@ from jaxinfer.engine.request.page_keys import PageKeys
 from jaxinfer.engine.request.state_pooling import StatePooling
 from jaxinfer.sampling_params import BAD_LOGITS, NO_TOKEN, SamplingParams
 
+# Token id, log-probability, those of alternatives, and the log-probability in the distribution of the draw, if the
+# engine's steps give it.
+SampledToken = tuple[int, float, dict[int, float], float | None]
+
 
 @dataclass
 class SharedPrompt:
@@ -127,6 +131,7 @@ class Request:
             "_texts",
             "log_probs",
             "_top_log_probs",
+            "_sampling_log_probs",
             "pooling",
             "prediction",
         ),
@@ -196,6 +201,7 @@ class Request:
         self._texts: list[str] = []
         self.log_probs: list[float] = []
         self._top_log_probs: list[dict[int, float]] = []
+        self._sampling_log_probs: list[float] = []  # if the engine's steps give them
         self.pooling: StatePooling | None = None  # takes the prompt's hidden states; such a request is not plain
 
     @property
@@ -248,10 +254,11 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def outputs(self) -> list[tuple[int, float, dict[int, float]]]:
-        """The output tokens, each with its log-probability and those of the alternatives."""
+    def outputs(self) -> list[SampledToken]:
+        """The output tokens with their log-probabilities, as `append` takes them."""
         tops = self._top_log_probs or [{}] * self.num_output_tokens
-        return list(zip(self.token_ids[self.num_prompt_tokens :], self.log_probs, tops, strict=True))
+        sampling = self._sampling_log_probs or [None] * self.num_output_tokens
+        return list(zip(self.token_ids[self.num_prompt_tokens :], self.log_probs, tops, sampling, strict=True))
 
     def rewind(self, num_tokens: int, detokenizer: IncrementalDetokenizer | None, grammar: GrammarState | None) -> None:
         """Removes the last `num_tokens` output tokens and replays the rest through a new detokenizer and grammar."""
@@ -261,7 +268,7 @@ class Request:
         # A new list: drafters keep references to the old one.
         self.token_ids = self.token_ids[: self.num_prompt_tokens]
         del self.token_times[len(kept) :]
-        self._texts, self.log_probs, self._top_log_probs = [], [], []
+        self._texts, self.log_probs, self._top_log_probs, self._sampling_log_probs = [], [], [], []
         self.detokenizer, self.grammar = detokenizer, grammar
         for output in kept:
             self.append(*output)
@@ -299,7 +306,13 @@ class Request:
         self.num_cached_tokens += max(num_found, 0)
         self.num_computed = num_computed
 
-    def append(self, token_id: int, log_prob: float, top_log_probs: dict[int, float] = NO_ALTERNATIVES) -> Delta:
+    def append(
+        self,
+        token_id: int,
+        log_prob: float,
+        top_log_probs: dict[int, float] = NO_ALTERNATIVES,
+        sampling_log_prob: float | None = None,
+    ) -> Delta:
         """Adds a sampled token; finishes the request if the token ends it or if no token could be sampled."""
         if token_id == NO_TOKEN:
             cause = self.grammar.error if self.grammar is not None else None
@@ -311,17 +324,21 @@ class Request:
         self.log_probs.append(log_prob)
         is_stop, text = token_id in self.stop_token_ids, ""
         tops = (top_log_probs,) if self.sampling.log_probs else ()
+        sampling: tuple[float, ...] = ()
+        if sampling_log_prob is not None:
+            self._sampling_log_probs.append(sampling_log_prob)
+            sampling = (sampling_log_prob,)
         if not self.is_plain:
             is_stop |= self._observe(token_id, top_log_probs)
         if (stream := self.detokenizer) is not None and (text := stream.texts.get(token_id)) is None:
             text = stream.push(token_id)
             is_stop |= stream.is_stopped
         if is_stop:
-            return self.finish("stop", text, (token_id,), (log_prob,), tops)
+            return self.finish("stop", text, (token_id,), (log_prob,), tops, sampling)
         if len(self.token_ids) >= self.max_len:
-            return self.finish("length", text, (token_id,), (log_prob,), tops)
+            return self.finish("length", text, (token_id,), (log_prob,), tops, sampling)
         self._texts.append(text)
-        return Delta(self.request_id, text, (token_id,), (log_prob,), self.sample_index, None, tops)
+        return Delta(self.request_id, text, (token_id,), (log_prob,), self.sample_index, None, tops, sampling)
 
     def _catch_up(self, end: int) -> None:
         """Adds the texts of tokens before `end` that the fast path appended without recording their text."""
@@ -356,6 +373,7 @@ class Request:
         token_ids: tuple[int, ...] = (),
         log_probs: tuple[float, ...] = (),
         top_log_probs: tuple[dict[int, float], ...] = (),
+        sampling_log_probs: tuple[float, ...] = (),
         error: str | None = None,
     ) -> Delta:
         """Ends the request and returns its last delta, with any text that was held back.
@@ -380,6 +398,7 @@ class Request:
             token_ids=tuple(self.token_ids[self.num_prompt_tokens :]),
             log_probs=tuple(self.log_probs),
             top_log_probs=tuple(self._top_log_probs),
+            sampling_log_probs=tuple(self._sampling_log_probs),
             prompt_log_probs=tuple(self.shared_prompt.prompt_log_probs) if wants_prompt else (),
             prompt_top_log_probs=tuple(self.shared_prompt.prompt_top_log_probs) if wants_prompt else (),
             finish_reason=reason,
@@ -398,4 +417,5 @@ class Request:
             log_probs=log_probs,
             completion=completion,
             top_log_probs=top_log_probs,
+            sampling_log_probs=sampling_log_probs,
         )

@@ -285,7 +285,7 @@ class Scheduler:
         self._entered, self._leaving = None, []
         for observer in self.observers:
             observer.computed(step, now - seconds, now)
-        is_simple = step.is_plain and output.tokens.ndim == 1
+        is_simple = step.is_plain and output.tokens.ndim == 1 and output.sampling_log_probs is None
         deltas = append_plain(step.chunks.requests, output, now) if is_simple else self._hand_over(step, sampled, now)
         self._tally.num_output_tokens += sum([len(delta.token_ids) for delta in deltas])
         for completion in [c for delta in deltas if (c := delta.completion) is not None]:

@@ -10,10 +10,8 @@ from typing import Any, overload
 import numpy as np
 
 from jaxinfer.engine.request.completion import Delta
-from jaxinfer.engine.request.request import Request
+from jaxinfer.engine.request.request import Request, SampledToken
 from jaxinfer.engine.scheduling.step import Step
-
-SampledToken = tuple[int, float, dict[int, float]]  # token id, log-probability, alternatives' log-probabilities
 
 
 class SampledTokens(Sequence[Sequence[SampledToken]]):
@@ -47,11 +45,14 @@ def _emitted_tokens(step: Step, output: Any) -> list[list[SampledToken]]:
     count = len(step.chunks)
     tokens, log_probs = (array[:count].reshape(count, -1).tolist() for array in (output.tokens, output.log_probs))
     counts = [1] * count if output.tokens.ndim == 1 else output.num_emitted.tolist()
+    sampling: list[list[Any]] = [[None] * most for most in counts]
+    if output.sampling_log_probs is not None:
+        sampling = output.sampling_log_probs[:count].reshape(count, -1).tolist()
     emitted = []
     for row, request in enumerate(step.chunks.requests):
         num_log_probs = request.sampling.log_probs
         tops = _alternatives(output, row, num_log_probs) if num_log_probs else [{}] * counts[row]
-        emitted.append(list(zip(tokens[row][: counts[row]], log_probs[row], tops, strict=False)))
+        emitted.append(list(zip(tokens[row][: counts[row]], log_probs[row], tops, sampling[row], strict=False)))
     return emitted
 
 
@@ -88,7 +89,7 @@ def pool_states(step: Step, output: Any) -> None:
 
 
 def append_plain(requests: Sequence[Request], output: Any, now: float) -> list[Delta]:
-    """Appends the step's tokens, one per row, to plain requests; `now` is the time of each token.
+    """Appends the tokens of a step without sampling_log_probs, one per row, to plain requests; `now` is their time.
 
     Inlines `Request.append` for tokens that have a cached text and end nothing, which is almost all. This is the
     host's hottest loop; inlining saves a quarter of its time.
@@ -108,7 +109,7 @@ def append_plain(requests: Sequence[Request], output: Any, now: float) -> list[D
             continue
         token_ids.append(token_id)
         request.log_probs.append(log_prob)
-        delta = (request.request_id, text, (token_id,), (log_prob,), request.sample_index, None, ())
+        delta = (request.request_id, text, (token_id,), (log_prob,), request.sample_index, None, (), ())
         deltas.append(new_delta(Delta, delta))
     return deltas
 
@@ -127,4 +128,5 @@ def append_tokens(request: Request, emitted: Sequence[SampledToken], now: float)
         token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
         log_probs=tuple(chain.from_iterable(delta.log_probs for delta in deltas)),
         top_log_probs=tuple(chain.from_iterable(delta.top_log_probs for delta in deltas)),
+        sampling_log_probs=tuple(chain.from_iterable(delta.sampling_log_probs for delta in deltas)),
     )

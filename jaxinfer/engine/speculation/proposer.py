@@ -90,7 +90,7 @@ class DraftProposer:
         """Measures a drafter on the device after a made-up decode step; `compute` returns its hidden states [T, D]."""
         assert self.device_drafter is not None
         requests, counts = step.chunks.requests, [max_drafts] * len(step.chunks)
-        hidden, emitted = compute(), [[(0, 0.0, {})]] * len(requests)
+        hidden, emitted = compute(), [[(0, 0.0, {}, None)]] * len(requests)
         for request in requests:
             request.token_ids.append(0)  # the token that the step has sampled
         for draft in (self.drafter.draft, self.draft):  # the first run touches new memory

@@ -113,7 +113,7 @@ class Speculation:
             rates = self.proposer.rates
             for chunk, tokens in zip(step.chunks, emitted, strict=True) if rates.is_waiting else ():
                 if chunk.is_last and chunk.request.finish_reason is None:
-                    rates.compare(chunk.request, [token_id for token_id, _, _ in tokens])
+                    rates.compare(chunk.request, [token_id for token_id, *_ in tokens])
 
     def prepare(self, target: EngineModel) -> None:
         """Compiles the drafter's steps for this target. Called again if the cache size changes."""

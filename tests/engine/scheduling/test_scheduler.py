@@ -157,6 +157,7 @@ def test_alternatives_are_handed_out_only_to_who_asked():
         log_probs=np.array([-1.0, -1.0]),
         top_tokens=np.array([[9, 4, 2], [9, 4, 2]]),
         top_log_probs=np.array([[-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0]]),
+        sampling_log_probs=None,
     )
     step = scheduler.schedule()
     assert step is not None
