@@ -54,6 +54,14 @@ def check_paths(input_path: Any, output_path: Any) -> tuple[File, File]:
     return source, output
 
 
+def check_errors_path(source: File, output: File, errors_path: Any) -> File:
+    """Returns the file for the records of failed lines; ValueError if it is the input, the output, or in no folder."""
+    errors = check_paths(source, errors_path)[1]
+    if str(errors) == str(output) or (type(errors) is type(output) and errors.exists() and errors.samefile(output)):  # pyright: ignore
+        raise ValueError(f"{errors} is the output itself; give another file for the errors")
+    return errors
+
+
 @contextmanager
 def open_lines(path: File, shard: Shard = WHOLE) -> Iterator[Iterator[tuple[int, bytes]]]:
     """Opens an input for one reading of its lines: (number, line) of those in the shard that are not blank."""

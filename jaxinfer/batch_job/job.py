@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from tqdm import tqdm
 
-from jaxinfer.batch_job.files import as_file
-from jaxinfer.batch_job.input import check_input, check_paths, open_lines
-from jaxinfer.batch_job.output import ConvertedOutput, OutputFile, match_lines, open_output
+from jaxinfer.batch_job.files import File, as_file
+from jaxinfer.batch_job.input import check_errors_path, check_input, check_paths, open_lines
+from jaxinfer.batch_job.output import ConvertedOutput, Done, OutputFile, match_lines, open_output
 from jaxinfer.batch_job.records import (
     InvalidLine,
     JobRequest,
@@ -21,8 +22,9 @@ from jaxinfer.batch_job.records import (
     error_line,
     error_of,
     read_requests,
+    refusal_line,
 )
-from jaxinfer.batch_job.shards import as_shard
+from jaxinfer.batch_job.shards import WHOLE, Shard, as_shard
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.frontend.chats import Chats, render_chats
 from jaxinfer.engine.frontend.guard import deferred_interrupts
@@ -31,9 +33,11 @@ from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.validation import as_bool, require_int
 
 if TYPE_CHECKING:
+    from jaxinfer.engine.async_llm import AsyncLLM
     from jaxinfer.engine.frontend.admission import Prompt
     from jaxinfer.engine.llm import LLM
     from jaxinfer.engine.request.completion import Completion, Delta
+    from jaxinfer.text.tokenizer import Tokenizer
 
 MAX_IN_FLIGHT = 128
 
@@ -51,11 +55,36 @@ class Summary:
     seconds: float
 
 
+class Progress:
+    """Counters of a run, which the job writes and its observer reads."""
+
+    def __init__(self, *, num_requests: int, num_done_before: int, num_errors_before: int) -> None:
+        self.num_requests, self.num_done_before = num_requests, num_done_before
+        self.num_errors_before = num_errors_before
+        self.num_completed = self.num_errors = self.num_tokens = 0
+        self._started_at = time.monotonic()
+
+    @property
+    def num_done(self) -> int:
+        """The number of lines with a record, from this run or an earlier one."""
+        return self.num_done_before + self.num_completed + self.num_errors
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started_at
+
+    def summary(self) -> Summary:
+        """Returns the counters as they are now."""
+        names = ("num_requests", "num_done_before", "num_errors_before", "num_completed", "num_errors", "num_tokens")
+        return Summary(**{name: getattr(self, name) for name in names}, seconds=self.seconds)
+
+
 def run_batch(
     llm: LLM,
     input_path: str | Path,
     output_path: str | Path,
     *,
+    errors_path: str | Path | None = None,
     show_progress: bool = True,
     max_in_flight: int = MAX_IN_FLIGHT,
     shard: tuple[int, int] | None = None,
@@ -73,52 +102,102 @@ def run_batch(
     "cache_salt" are as for `LLM.add`. Any other line gets a record with `error`. The engine has at most `max_in_flight`
     of the requests at a time. Memory holds only the custom_ids and digests of lines.
 
+    With `errors_path` the records of failed lines go into that file, and all others into the output.
+
     With `shard` (index, count) it runs the lines of one shard and writes to `shard_path(output_path, shard)`; index is
     from 1 to count. `merge_shards` then makes the output.
 
     After a kill, the next call completes the output to that of an undisturbed run. To repeat a request, delete its
-    record from the output.
+    record from the output; to repeat all that have failed, delete the file at `errors_path`.
 
     Raises ValueError, with the output unchanged, if the input has another format or encoding, or if another job uses
     the output or it cannot be locked. The same holds if a record's `made_by` differs from `llm.identity()` and the
     input line's digest. Raises OSError if a record cannot be written; run the job again then.
     """
     show_progress = as_bool("show_progress", show_progress)
-    check_job(input_path, output_path, max_in_flight=max_in_flight, shard=shard)
-    source, part = as_file("input_path", input_path), as_shard(shard)
-    file = part.path(as_file("output_path", output_path))
-    identity = llm.identity()
-    with open_output(file) as output:
+    check_job(input_path, output_path, errors_path=errors_path, max_in_flight=max_in_flight, shard=shard)
+    bar = tqdm(disable=not show_progress, unit="request")
+
+    def show(progress: Progress) -> None:
+        if bar.total is None:
+            bar.reset(progress.num_requests)
+        bar.set_postfix_str(f"{progress.num_tokens / max(progress.seconds, 1e-9):.0f} tokens/s", refresh=False)
+        bar.update(progress.num_done - bar.n)
+
+    with bar:
+        return run_job(
+            _SteppedEngine(llm, max_in_flight),
+            as_file("input_path", input_path),
+            as_file("output_path", output_path),
+            None if errors_path is None else as_file("errors_path", errors_path),
+            shard=as_shard(shard),
+            observe=show,
+        )
+
+
+def run_job(
+    engine: JobEngine,
+    source: File,
+    output_file: File,
+    errors_file: File | None,
+    *,
+    shard: Shard = WHOLE,
+    observe: Callable[[Progress], object],
+) -> Summary:
+    """Runs a job on any engine, as `run_batch` does on that of an `LLM`; `observe` is called after each record."""
+    identity = engine.identity()
+    file = shard.path(output_file)
+    with ExitStack() as files:
+        output = files.enter_context(open_output(file))
         done = output.read_done(identity)
-        with open_lines(source, part) as lines:
+        errors = output
+        if errors_file is not None:
+            errors = files.enter_context(open_output(shard.path(errors_file)))
+            done = _join_errors(done, errors.read_done(identity), file, shard.path(errors_file))
+        with open_lines(source, shard) as lines:
             num_requests = match_lines(lines, done, source, file)
-        output.drop_incomplete()
-        bar = tqdm(total=num_requests, initial=len(done), disable=not show_progress, unit="request")
-        job = _Job(llm, identity, output, bar, is_table=file.name.endswith(".parquet"))
-        with bar, open_lines(source, part) as lines, job:
+        for each in dict.fromkeys((output, errors)):
+            each.drop_incomplete()
+        progress = Progress(
+            num_requests=num_requests,
+            num_done_before=len(done),
+            num_errors_before=sum(record.has_error for record in done.values()),
+        )
+        observe(progress)
+        is_table = any(f is not None and f.name.endswith(".parquet") for f in (output_file, errors_file))
+        job = _Job(engine, identity, output, errors, progress, observe, is_table=is_table)
+        with open_lines(source, shard) as lines, job:
             try:
-                job.run(read_requests(lines, done, llm.default_sampling_params), max_in_flight)
-                if len(done) + job.num_completed + job.num_errors == num_requests:
-                    output.finish()
+                job.run(read_requests(lines, done, engine.default_sampling_params))
+                if progress.num_done == num_requests:
+                    for each in dict.fromkeys((output, errors)):
+                        each.finish()
             except KeyboardInterrupt:
-                num_done = len(done) + job.num_completed + job.num_errors
-                progress = f"{num_done} of {num_requests} requests done"
-                raise KeyboardInterrupt(f"interrupted with {progress}; run it again to finish the rest") from None
-    return Summary(
-        num_requests=num_requests,
-        num_done_before=len(done),
-        num_errors_before=sum(record.has_error for record in done.values()),
-        num_completed=job.num_completed,
-        num_errors=job.num_errors,
-        num_tokens=job.num_tokens,
-        seconds=job.seconds,
-    )
+                message = f"{progress.num_done} of {num_requests} requests done; run it again to finish the rest"
+                raise KeyboardInterrupt(f"interrupted with {message}") from None
+    return progress.summary()
+
+
+def _join_errors(
+    done: Mapping[int, Done], failed: Mapping[int, Done], file: File, errors_file: File
+) -> dict[int, Done]:
+    """Returns the records of both files; ValueError if a record is in the wrong one, or a line has one in each."""
+    for records, path, is_errors in ((done, file, False), (failed, errors_file, True)):
+        for line, record in records.items():
+            if record.has_error != is_errors:
+                kind = "an error" if record.has_error else "a result"
+                raise ValueError(
+                    f"{path} has {kind} of line {line}, which belongs into the other file; nothing was changed, delete"
+                    " the record to compute the line again, or give the files of an earlier run"
+                )
+    return {**done, **failed}
 
 
 def check_job(
     input_path: str | Path,
     output_path: str | Path,
     *,
+    errors_path: str | Path | None = None,
     max_in_flight: int = MAX_IN_FLIGHT,
     shard: tuple[int, int] | None = None,
 ) -> None:
@@ -129,9 +208,11 @@ def check_job(
     require_int("max_in_flight", max_in_flight, 1)
     part = as_shard(shard)
     source, output = check_paths(input_path, output_path)
+    outputs = [output] if errors_path is None else [output, check_errors_path(source, output, errors_path)]
     check_input(source)
-    with open_output(part.path(output)):
-        pass
+    for file in outputs:
+        with open_output(part.path(file)):
+            pass
 
 
 def shard_path(output_path: str | Path, shard: tuple[int, int]) -> str | Path:
@@ -140,11 +221,121 @@ def shard_path(output_path: str | Path, shard: tuple[int, int]) -> str | Path:
     return file if isinstance(file, Path) else str(file)
 
 
-class _InFlight(NamedTuple):
+class InFlight(NamedTuple):
     """A request in the engine, and the form of its answer if it is a conversation."""
 
-    request: JobRequest
+    request_id: int
     chats: Chats | None
+
+
+class JobEngine(Protocol):
+    """The engine of a job, as the job uses it."""
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """The parameters that a line leaves out."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that the answers of conversations are written with."""
+        ...
+
+    @property
+    def max_in_flight(self) -> int:
+        """The number of requests that the engine may have of the job at present."""
+        ...
+
+    @property
+    def may_make_room(self) -> bool:
+        """True if the queue may have room later, though it is full and no request of the job is in the engine."""
+        ...
+
+    def identity(self) -> dict[str, str]:
+        """Returns the properties that determine the text of a request."""
+        ...
+
+    def begin(self, request: JobRequest) -> InFlight:
+        """Gives the engine a request; ValueError if it cannot be honoured, QueueFullError if there is no room."""
+        ...
+
+    def outputs(self) -> Iterator[Delta | Refusal]:
+        """Waits until requests of the job have gone on, and yields their deltas, and refusals that came late."""
+        ...
+
+    def drop(self, request_id: int) -> None:
+        """Ends a request, which has no output any more."""
+        ...
+
+
+class Refusal(NamedTuple):
+    """A request for which the engine's queue had no room."""
+
+    request_id: int
+    error: QueueFullError
+
+
+class _SteppedEngine:
+    """The engine of an `LLM`, whose steps the job computes."""
+
+    def __init__(self, llm: LLM, max_in_flight: int) -> None:
+        self._llm = llm
+        self.max_in_flight = max_in_flight
+        self._deltas: deque[Delta] = deque()  # of the job; other requests of the engine have their own sinks
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        return self._llm.default_sampling_params
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self._llm.tokenizer
+
+    @property
+    def may_make_room(self) -> bool:
+        return self._llm.has_unfinished
+
+    def identity(self) -> dict[str, str]:
+        return self._llm.identity()
+
+    def begin(self, request: JobRequest) -> InFlight:
+        prompt, params, chats = prepared(request, self._llm)
+        options: Any = {"priority": "batch", **request.options}
+        with self._llm.engine() as engine:
+            samples = engine.admit(prompt, params, **options)
+            engine.submit(samples, self._deltas.append)
+            return InFlight(samples.request_id, chats)
+
+    def outputs(self) -> Iterator[Delta]:
+        with self._llm.engine() as engine:
+            if engine.advance() is None and not self._deltas:
+                raise RuntimeError("the engine is idle but has not finished the requests of the job")
+            error = engine.take_error()
+        while self._deltas:
+            yield self._deltas.popleft()
+        if error is not None:
+            raise error
+
+    def drop(self, request_id: int) -> None:
+        self._llm.drop(request_id)
+
+
+def prepared(request: JobRequest, llm: LLM | AsyncLLM) -> tuple[Prompt, SamplingParams, Chats | None]:
+    """Returns the prompt and parameters of a request; messages are rendered, and come with the form of answers."""
+    if request.prompt is not None:
+        return request.prompt, request.sampling_params, None
+    assert request.chat is not None
+    if llm.tokenizer is None:
+        raise ValueError("messages need a tokenizer, which this checkpoint does not have; give token ids as prompt")
+    if request.is_openai:
+        # The extra that the line was read with.
+        from jaxinfer.serve.parameters import require_effort_is_read
+
+        require_effort_is_read(llm.tokenizer, request.chat)
+    chats = render_chats(
+        llm.answers, llm.default_sampling_params, sampling_params=request.sampling_params, **request.chat
+    )
+    return chats.prompts[0], chats.params[0], chats
 
 
 class _Job:
@@ -152,26 +343,23 @@ class _Job:
 
     def __init__(
         self,
-        llm: LLM,
+        engine: JobEngine,
         identity: Mapping[str, str],
         output: OutputFile | ConvertedOutput,
-        bar: tqdm,
+        errors: OutputFile | ConvertedOutput,
+        progress: Progress,
+        observe: Callable[[Progress], object],
         *,
-        is_table: bool = False,
+        is_table: bool,
     ) -> None:
-        self._llm = llm
+        self._engine = engine
         self._identity = identity
-        self._output = output
+        self._output, self._errors = output, errors
+        self._progress, self._observe = progress, observe
         self._is_table = is_table
-        self._bar = bar
-        self._in_flight: dict[int, _InFlight] = {}
-        self._deltas: deque[Delta] = deque()  # of these requests; other requests of the engine have their own sinks
-        self._held_back: JobRequest | None = None  # waits until the engine has room
+        self._in_flight: dict[int, tuple[JobRequest, Chats | None]] = {}
+        self._held_back: deque[JobRequest] = deque()  # wait until the engine has room
         self._completions: dict[int, list[Completion]] = {}  # of requests with unfinished samples
-        self._started_at = time.monotonic()
-        self.num_completed = 0
-        self.num_errors = 0
-        self.num_tokens = 0
 
     def __enter__(self) -> Self:
         return self
@@ -180,72 +368,43 @@ class _Job:
         # After an interrupt or an error the caller may use the engine for other work.
         with deferred_interrupts():
             for request_id in self._in_flight:
-                self._llm.drop(request_id)
+                self._engine.drop(request_id)
 
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._started_at
-
-    def run(self, entries: Iterator[JobRequest | InvalidLine], max_in_flight: int) -> None:
-        while self._submit(entries, max_in_flight):
+    def run(self, entries: Iterator[JobRequest | InvalidLine]) -> None:
+        while self._submit(entries):
             self._step()
 
-    def _submit(self, entries: Iterator[JobRequest | InvalidLine], max_in_flight: int) -> bool:
-        """Adds requests up to `max_in_flight`; returns False if nothing is left to run."""
-        while len(self._in_flight) < max_in_flight and (entry := self._held_back or next(entries, None)) is not None:
-            self._held_back = None
+    def _submit(self, entries: Iterator[JobRequest | InvalidLine]) -> bool:
+        """Adds requests as far as there is room; returns False if nothing is left to run."""
+        while len(self._in_flight) < self._engine.max_in_flight:
+            entry = self._held_back.popleft() if self._held_back else next(entries, None)
+            if entry is None:
+                return bool(self._in_flight)
             if isinstance(entry, InvalidLine):
-                self._record_error(entry, entry.message)
+                self._record(self._errors, error_line(entry, entry.message, self._identity), has_error=True)
                 continue
             if entry.is_openai and self._is_table:
                 raise ValueError("OpenAI's batch format has no columns for a Parquet file; name the output .jsonl")
             try:
-                prompt, params, chats = self._prepared(entry)
-                options: Any = {"priority": "batch", **entry.options}
-                with self._llm.engine() as engine:
-                    samples = engine.admit(prompt, params, **options)
-                    engine.submit(samples, self._deltas.append)
-                    self._in_flight[samples.request_id] = _InFlight(entry, chats)
+                request_id, chats = self._engine.begin(entry)
+                self._in_flight[request_id] = entry, chats
             except QueueFullError as error:
-                if self._in_flight or self._llm.has_unfinished:  # these make room when they end
-                    self._held_back = entry
+                if self._in_flight or self._engine.may_make_room:  # these make room when they end
+                    self._held_back.appendleft(entry)
                     return True
-                self._record_error(entry, str(error))
+                self._refuse(entry, error)
             except ValueError as error:
-                self._record_error(entry, str(error).removeprefix("conversation 0: "))  # a line has one
-        return bool(self._in_flight)
-
-    def _prepared(self, entry: JobRequest) -> tuple[Prompt, SamplingParams, Chats | None]:
-        """Returns the prompt and parameters of a request; messages are rendered, and come with the form of answers."""
-        if entry.prompt is not None:
-            return entry.prompt, entry.sampling_params, None
-        assert entry.chat is not None
-        if self._llm.tokenizer is None:
-            raise ValueError("messages need a tokenizer, which this checkpoint does not have; give token ids as prompt")
-        if entry.is_openai:
-            # The extra that the line was read with.
-            from jaxinfer.serve.parameters import require_effort_is_read
-
-            require_effort_is_read(self._llm.tokenizer, entry.chat)
-        chats = render_chats(
-            self._llm.answers, self._llm.default_sampling_params, sampling_params=entry.sampling_params, **entry.chat
-        )
-        return chats.prompts[0], chats.params[0], chats
+                self._refuse(entry, error)
+        return True
 
     def _step(self) -> None:
-        with self._llm.engine() as engine:
-            if engine.advance() is None and not self._deltas:
-                raise RuntimeError(
-                    f"the engine is idle but has not finished {len(self._in_flight)} requests of the job"
-                )
-            error = engine.take_error()
-        while self._deltas:
-            delta = self._deltas.popleft()
-            self.num_tokens += len(delta.token_ids)
-            if delta.completion is not None:
-                self._take(delta.request_id, delta.completion)
-        if error is not None:
-            raise error
+        for output in self._engine.outputs():
+            if isinstance(output, Refusal):
+                self._held_back.append(self._in_flight.pop(output.request_id)[0])
+                continue
+            self._progress.num_tokens += len(output.token_ids)
+            if output.completion is not None:
+                self._take(output.request_id, output.completion)
 
     def _take(self, request_id: int, completion: Completion) -> None:
         request, chats = self._in_flight[request_id]
@@ -260,17 +419,15 @@ class _Job:
         # Another caller has aborted it, so it gets no record and the next run repeats it.
         if any(completion.finish_reason == "abort" for completion in completions):
             return
-        self._output.append(completion_line(request, completions, self._identity, self._llm.tokenizer))
         has_error = error_of(completions) is not None
-        self.num_errors += has_error
-        self.num_completed += not has_error
-        self._advance()
+        record = completion_line(request, completions, self._identity, self._engine.tokenizer)
+        self._record(self._errors if has_error else self._output, record, has_error=has_error)
 
-    def _record_error(self, entry: JobRequest | InvalidLine, message: str) -> None:
-        self._output.append(error_line(entry, message, self._identity))
-        self.num_errors += 1
-        self._advance()
+    def _refuse(self, request: JobRequest, error: Exception) -> None:
+        self._record(self._errors, refusal_line(request, error, self._identity), has_error=True)
 
-    def _advance(self) -> None:
-        self._bar.set_postfix_str(f"{self.num_tokens / max(self.seconds, 1e-9):.0f} tokens/s", refresh=False)
-        self._bar.update()
+    def _record(self, file: OutputFile | ConvertedOutput, record: bytes, *, has_error: bool) -> None:
+        file.append(record)
+        self._progress.num_errors += has_error
+        self._progress.num_completed += not has_error
+        self._observe(self._progress)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from jaxinfer.batch_job.files import File, spool
-from jaxinfer.batch_job.input import check_input, check_paths, open_lines
+from jaxinfer.batch_job.input import check_errors_path, check_input, check_paths, open_lines
 from jaxinfer.batch_job.output import Done, match_lines, open_output, sorted_records
-from jaxinfer.batch_job.records import custom_id_of, digest_of
+from jaxinfer.batch_job.records import custom_id_of, digest_of, line_of_record
 from jaxinfer.batch_job.shards import Shard, find_shards, shard_index
 
 MAX_NAMED = 8  # unfinished shards in an error
@@ -23,11 +24,11 @@ class Merged(NamedTuple):
     num_errors: int
 
 
-def merge_shards(input_path: str | Path, output_path: str | Path) -> Merged:
+def merge_shards(input_path: str | Path, output_path: str | Path, *, errors_path: str | Path | None = None) -> Merged:
     """Writes the records of all shards beside the output to it, in the order of the input.
 
     The output equals that of one host of the same kind, byte for byte. The shards stay. A process killed meanwhile
-    leaves the output as it was.
+    leaves the output as it was. With `errors_path`, as the shards were run with, the records of failed lines go there.
 
     Raises ValueError, with the output unchanged, if a line has no record yet; the message names its shard. The same
     holds if a shard has another line's record, if shards were made by different engines, or if the output has records
@@ -35,15 +36,25 @@ def merge_shards(input_path: str | Path, output_path: str | Path) -> Merged:
     """
     source, file = check_paths(input_path, output_path)
     check_input(source)
+    errors = None if errors_path is None else check_errors_path(source, file, errors_path)
     shards = find_shards(file)
-    with spool(file) as joined:
-        records, identity = _join(shards, joined)
+    with spool(file) as joined, ExitStack() as files:
+        # By the index of a shard, whose errors come second.
+        parts = [*shards, *((shard, shard.path(errors)) for shard, _ in shards if errors is not None)]
+        records, identity = _join(parts, joined)
         num_requests = _check_complete(source, shards, records)
-        with open_output(file) as output:
+        kinds = [(file, None)] if errors is None else [(file, False), (errors, True)]
+        outputs = [(files.enter_context(open_output(path)), path, kind) for path, kind in kinds]
+        for output, path, _ in outputs:
             done = output.read_done(identity)
             with open_lines(source) as lines:
-                match_lines(lines, done, source, file)
-            output.replace(sorted_records(joined))
+                match_lines(lines, done, source, path)
+        for output, _, kind in outputs:
+            output.replace(
+                raw
+                for raw in sorted_records(joined)
+                if kind is None or records[line_of_record(raw)][0].has_error is kind
+            )
     return Merged(num_requests, sum(done.has_error for done, _ in records.values()))
 
 
@@ -60,7 +71,7 @@ def _join(shards: list[tuple[Shard, File]], joined: BinaryIO) -> tuple[dict[int,
             joined.writelines(file.records())
         if twice := done.keys() & records.keys():
             line = min(twice)
-            other = shards[records[line][1] - 1][1]
+            other = next(other for shard, other in shards if shard.index == records[line][1])
             raise ValueError(f"{path} and {other} both have a record of line {line}; delete the file of another job")
         records |= {line: (record, shard.index) for line, record in done.items()}
     return records, identity or {}

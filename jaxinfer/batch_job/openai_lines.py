@@ -96,10 +96,23 @@ def result_of(
     return {"id": f"batch_req_{digest}", "response": response, "error": None}
 
 
-def failure_of(digest: str, message: str) -> dict[str, Any]:
+def refusal_of(digest: str, body: ChatBody | CompletionBody, error: Exception, message: str) -> dict[str, Any]:
+    """Returns the keys `id`, `response` and `error` of a request that was refused, with the server's answer to it."""
+    from jaxinfer.serve.errors import refusal_of
+
+    refused = refusal_of(error, message, type(body).model_fields)
+    return failure_of(digest, str(refused), refused.status, refused.kind, refused.param, refused.code)
+
+
+def failure_of(
+    digest: str,
+    message: str,
+    status: int = 400,
+    kind: str = "invalid_request_error",
+    param: str | None = None,
+    code: str | None = None,
+) -> dict[str, Any]:
     """Returns the keys `id`, `response` and `error` of a request that has no result."""
-    return {
-        "id": f"batch_req_{digest}",
-        "response": None,
-        "error": {"code": "invalid_request_error", "message": message},
-    }
+    detail = {"message": message, "type": kind, "param": param, "code": code}
+    response = {"status_code": status, "request_id": f"req_{digest}", "body": {"error": detail}}
+    return {"id": f"batch_req_{digest}", "response": response, "error": None}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.batch_job.openai_lines import failure_of, is_openai_line, read_body, result_of
+from jaxinfer.batch_job.openai_lines import failure_of, is_openai_line, read_body, refusal_of, result_of
 from jaxinfer.config import SamplingParams
 from jaxinfer.json_lines import parse_json, parse_line
 from jaxinfer.validation import shown
@@ -33,6 +33,7 @@ RENDERING = (
 CHAT = ("messages", *RENDERING, "chat_template_kwargs")
 OPTIONS = ("priority", "tenant", "deadline", "cache_salt", "prediction")
 
+OK = 200  # the HTTP status of a result in OpenAI's format
 # Each output line begins with this, which tells an incomplete record from a foreign file.
 RECORD_START = b'{"line": '
 
@@ -143,7 +144,9 @@ def completion_line(
     """
     error = error_of(completions)
     if request.is_openai and error is not None:
-        return error_line(request, error, identity)
+        from jaxinfer.serve.errors import ended_in_error
+
+        return refusal_line(request, ended_in_error(error), identity)
     record: dict[str, Any] = {"line": request.line, "custom_id": request.custom_id}
     if request.is_openai:
         record |= result_of(request.digest, request.body, completions, tokenizer)
@@ -189,10 +192,21 @@ def _sample(request: JobRequest, completion: Completion) -> dict[str, Any]:
     return sample
 
 
-def error_line(entry: JobRequest | InvalidLine, message: str, identity: Mapping[str, str]) -> bytes:
-    """Formats the record of a line that is invalid or that the engine refused, line end included."""
-    record: dict[str, Any] = {"line": entry.line, "custom_id": entry.custom_id}
-    record |= failure_of(entry.digest, message) if entry.is_openai else {"error": message}
+def error_line(entry: InvalidLine, message: str, identity: Mapping[str, str]) -> bytes:
+    """Formats the record of a line that is no request, line end included."""
+    failure = failure_of(entry.digest, message) if entry.is_openai else {"error": message}
+    return _failure_line(entry, failure, identity)
+
+
+def refusal_line(request: JobRequest, error: Exception, identity: Mapping[str, str]) -> bytes:
+    """Formats the record of a request that the engine has refused, line end included."""
+    message = str(error).removeprefix("conversation 0: ")  # a line has one
+    failure = refusal_of(request.digest, request.body, error, message) if request.is_openai else {"error": message}
+    return _failure_line(request, failure, identity)
+
+
+def _failure_line(entry: JobRequest | InvalidLine, failure: dict[str, Any], identity: Mapping[str, str]) -> bytes:
+    record = {"line": entry.line, "custom_id": entry.custom_id, **failure}
     return format_record(record | {"made_by": {**identity, "line": entry.digest}})
 
 
@@ -214,7 +228,11 @@ def parse_record(raw: bytes) -> Record:
     made_by = record.get("made_by")
     if not isinstance(made_by, dict) or not isinstance(made_by.get("line"), str):
         raise ValueError("a record of an older version, which does not tell what it was made by")
-    return Record(line=line, digest=made_by.pop("line"), identity=made_by, has_error=record.get("error") is not None)
+    # OpenAI's format has the errors of requests in their responses.
+    response = record.get("response")
+    status = response.get("status_code", OK) if isinstance(response, dict) else OK
+    has_error = record.get("error") is not None or status != OK
+    return Record(line=line, digest=made_by.pop("line"), identity=made_by, has_error=has_error)
 
 
 def _object(value: Any) -> dict[str, Any]:

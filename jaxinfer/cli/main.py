@@ -138,6 +138,9 @@ def _parser() -> argparse.ArgumentParser:
     shard_help = "run the lines of one shard only, for example 1/8 to 8/8 on eight hosts; --merge joins them"
     parts.add_argument("--shard", type=reader(_shard, "I/N"), metavar="I/N", help=shard_help)
     parts.add_argument("--merge", action="store_true", help="join the finished shards of the job; needs no model")
+    batch.add_argument(
+        "--errors", metavar="ERRORS.jsonl", help="file for the records of lines that fail; the output when left out"
+    )
     batch.add_argument("--max-in-flight", type=int, metavar="N", help="requests given to the engine at a time")
     batch.set_defaults(run=_batch)
 
@@ -307,6 +310,7 @@ def _batch(arguments: argparse.Namespace) -> int:
     # Loading a model takes minutes, so report mistakes before.
     names = ("max_in_flight", "shard")
     options: Any = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    options["errors_path"] = arguments.errors
     check_job(arguments.input, arguments.output, **options)
     llm = _load(arguments)
     summary = run_batch(llm, arguments.input, arguments.output, show_progress=not arguments.quiet, **options)
@@ -320,10 +324,12 @@ def _batch(arguments: argparse.Namespace) -> int:
         )
     num_errors = summary.num_errors_before + summary.num_errors
     if num_errors:
-        output = arguments.output if arguments.shard is None else shard_path(arguments.output, arguments.shard)
+        output = arguments.errors or arguments.output
+        output = output if arguments.shard is None else shard_path(output, arguments.shard)
+        what = "these records" if arguments.errors is None else "this file"
         print(
             f"jaxinfer: {num_errors} of {summary.num_requests} requests have an error in {output}; correct"
-            " their lines, delete these records and run the job again",
+            f" their lines, delete {what} and run the job again",
             file=sys.stderr,
         )
     _finish_compiling(llm, arguments)
@@ -333,12 +339,12 @@ def _batch(arguments: argparse.Namespace) -> int:
 def _merge(arguments: argparse.Namespace) -> int:
     from jaxinfer.batch_job import merge_shards
 
-    own = ("run", "input", "output", "merge", "quiet")
+    own = ("run", "input", "output", "errors", "merge", "quiet")
     given = sorted(name for name, value in vars(arguments).items() if name not in own and value is not None)
     if given:
         options = ", ".join("--" + name.replace("_", "-") for name in given)
         raise ValueError(f"--merge runs no request, so it takes no {options}; leave it out")
-    merged = merge_shards(arguments.input, arguments.output)
+    merged = merge_shards(arguments.input, arguments.output, errors_path=arguments.errors)
     if not arguments.quiet:
         print(f"{merged.num_requests} requests merged, {merged.num_errors} with an error", file=sys.stderr)
     return EXIT_FAULTS if merged.num_errors else 0

@@ -22,7 +22,7 @@ from jaxinfer.engine.execution.engine_model import abstract
 from jaxinfer.engine.execution.params_update import require_alike
 from jaxinfer.engine.execution.pipeline import Advance, Pipeline
 from jaxinfer.engine.execution.warm_up import Ready
-from jaxinfer.engine.frontend.admission import Admission, Prompt, RequestOptions, check_names
+from jaxinfer.engine.frontend.admission import Admission, Prompt, PromptTooLongError, RequestOptions, check_names
 from jaxinfer.engine.frontend.branches import Branches
 from jaxinfer.engine.frontend.health import Health, require_own_process
 from jaxinfer.engine.frontend.outputs import OutputRoutes, Sink
@@ -160,6 +160,8 @@ class Engine:
         for i, (prompt, sampling) in enumerate(zip(prompts, sampling_params, strict=True)):
             try:
                 groups.append(self.admit(prompt, sampling, **options))
+            except PromptTooLongError as error:
+                raise PromptTooLongError(f"prompt {i}: {error}") from None
             except ValueError as error:
                 raise ValueError(f"prompt {i}: {error}") from None
         return groups

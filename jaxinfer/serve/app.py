@@ -6,7 +6,6 @@ import asyncio
 import base64
 import contextlib
 import logging
-import re
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -30,7 +29,7 @@ from jaxinfer.engine.frontend.chats import Chats
 from jaxinfer.engine.frontend.embeddings import NoEmbeddingError
 from jaxinfer.engine.frontend.sample_group import in_order
 from jaxinfer.engine.request.completion import Completion, Delta
-from jaxinfer.engine.request.request import BAD_LOGITS_ERROR, QueueFullError
+from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.serve import answers
 from jaxinfer.serve.access import client_of
 from jaxinfer.serve.answers import ChatChunks, CompletionChunks, Heading, usage_of
@@ -43,7 +42,7 @@ from jaxinfer.serve.bodies import (
     SamplingBody,
     TokenizeBody,
 )
-from jaxinfer.serve.errors import UNKNOWN_FAILURE, ErrorBody, RefusedError, refused_body
+from jaxinfer.serve.errors import UNKNOWN_FAILURE, ErrorBody, RefusedError, ended_in_error, refusal_of, refused_body
 from jaxinfer.serve.messages import plain_messages
 from jaxinfer.serve.metrics import ServerMetrics
 from jaxinfer.serve.parameters import of_chat, of_completion, options_of, rendering_of, require_effort_is_read
@@ -112,10 +111,7 @@ class ServerState:
         for completion in completions:
             if completion.finish_reason != "error":
                 continue
-            error = completion.error or "the request has failed"
-            if error.startswith(BAD_LOGITS_ERROR):
-                raise RefusedError(500, error, kind="server_error")
-            raise RefusedError(400, error, code="structure_failed")  # it cannot be followed to its end
+            raise ended_in_error(completion.error or "the request has failed")
 
     def count(self, request: Request, num_tokens: int) -> None:
         """Counts tokens towards the limit of the request's client."""
@@ -131,15 +127,10 @@ class ServerState:
         """Turns the engine's exceptions into refusals with an HTTP status."""
         try:
             yield
-        except ValueError as error:
+        except (ValueError, QueueFullError) as error:
             message = str(error).removeprefix("prompt 0: ").removeprefix("conversation 0: ")
-            found = re.match(r"\w+", message)
-            param = found[0] if found and found[0] in type(body).model_fields else None
-            raise RefusedError(400, message, param=param) from error
-        except QueueFullError as error:
-            raise RefusedError(
-                429, str(error), kind="rate_limit_error", code="queue_full", retry_after=self.metrics.seconds_to_room()
-            ) from error
+            wait = self.metrics.seconds_to_room()
+            raise refusal_of(error, message, type(body).model_fields, retry_after=wait) from error
         except SlowReaderError as error:
             raise RefusedError(500, str(error), kind="server_error", code="slow_reader") from error
         except NoEmbeddingError as error:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Container
 from typing import Any
 
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
+
+from jaxinfer.engine.frontend.admission import PromptTooLongError
+from jaxinfer.engine.request.request import BAD_LOGITS_ERROR, QueueFullError
 
 MAX_MESSAGE = 2_000  # characters
 
@@ -58,6 +62,30 @@ class RefusedError(Exception):
 
 
 UNKNOWN_FAILURE = RefusedError(500, "the server has failed on this request; its log says why", kind="server_error")
+
+
+def refusal_of(
+    error: Exception, message: str, fields: Container[str] = (), *, retry_after: float | None = None
+) -> RefusedError:
+    """Returns the refusal of a request that the engine does not take: a ValueError or QueueFullError of it.
+
+    A message that begins with one of the `fields` names it as the parameter at fault.
+    """
+    if isinstance(error, RefusedError):
+        return error
+    if isinstance(error, QueueFullError):
+        return RefusedError(429, message, kind="rate_limit_error", code="queue_full", retry_after=retry_after)
+    found = re.match(r"\w+", message)
+    param = found[0] if found and found[0] in fields else None
+    code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
+    return RefusedError(400, message, param=param, code=code)
+
+
+def ended_in_error(message: str) -> RefusedError:
+    """Returns the refusal of a request that the engine has ended with finish reason "error"."""
+    if message.startswith(BAD_LOGITS_ERROR):
+        return RefusedError(500, message, kind="server_error")
+    return RefusedError(400, message, code="structure_failed")  # it cannot be followed to its end
 
 
 def refused_body(errors: list[Any]) -> RefusedError:

@@ -104,6 +104,34 @@ def test_a_job_ended_at_any_step_yields_what_an_undisturbed_one_does(folder, und
     assert (folder / "out.jsonl").read_bytes() == undisturbed
 
 
+@pytest.mark.parametrize("num_steps", [0, 3, 6, 10, None])
+def test_a_job_with_a_file_of_errors_resumes_from_both_files(folder, undisturbed, num_steps):
+    errors = {"errors_path": folder / "errors.jsonl"}
+    if num_steps is not None:
+        with pytest.raises(Killed):
+            run(folder, FakeLLM(num_steps, Killed()), max_in_flight=5, **errors)
+    run(folder, **errors)
+
+    records = undisturbed.splitlines(keepends=True)
+    assert (folder / "out.jsonl").read_bytes() == b"".join(r for r in records if b'"error": ' not in r)
+    assert (folder / "errors.jsonl").read_bytes() == b"".join(r for r in records if b'"error": ' in r)
+    (folder / "errors.jsonl").unlink()
+    assert run(folder, **errors).num_errors == 3
+
+
+def test_a_record_in_the_wrong_file_is_refused_and_nothing_changes(folder, undisturbed):
+    (folder / "out.jsonl").write_bytes(undisturbed)
+    with pytest.raises(ValueError, match=r"out\.jsonl has an error of line 3, .* nothing was changed, delete"):
+        run(folder, errors_path=folder / "errors.jsonl")
+    assert (folder / "out.jsonl").read_bytes() == undisturbed
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "out.jsonl"])
+def test_errors_have_a_file_of_their_own(folder, name):
+    with pytest.raises(ValueError, match=r"is the (input|output) itself"):
+        run(folder, errors_path=folder / name)
+
+
 def test_a_request_whose_record_is_deleted_is_done_again(folder, undisturbed):
     lines = undisturbed.splitlines(keepends=True)
     (folder / "out.jsonl").write_bytes(b"".join(lines[:3] + lines[4:]))

@@ -57,8 +57,33 @@ def test_results_are_those_of_llm_in_openais_form(llm, tmp_path):
     assert by_text["response"]["body"]["choices"][0]["logprobs"]["token_logprobs"] == list(text.log_probs)
     assert [choice["text"] for choice in by_ids["response"]["body"]["choices"]] == [c.text for c in samples]
     answers.ChatAnswer.model_validate({**by_chat["response"]["body"], "system_fingerprint": ""}, strict=True)
-    assert (wrong["custom_id"], wrong["response"]) == ("wrong", None)
-    assert "temperatur" in wrong["error"]["message"]
+    assert (wrong["custom_id"], wrong["response"]["status_code"], wrong["error"]) == ("wrong", 400, None)
+    assert "temperatur" in wrong["response"]["body"]["error"]["message"]
+
+
+def test_failed_lines_have_a_file_of_their_own_with_the_servers_answers(llm, tmp_path):
+    long = [5] * 200
+    lines = [
+        line("good", "completions", TEXT),
+        line("wrong", "completions", {**TEXT, "temperatur": 1}),
+        line("long", "completions", {**TEXT, "prompt": long}),
+        line("many", "completions", {**TEXT, "logprobs": 99}),
+        line("good too", "completions", TEXT),
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    paths = (tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+
+    for _ in range(2):  # the second run finds all done
+        summary = run_batch(llm, *paths, errors_path=tmp_path / "errors.jsonl", show_progress=False)
+
+    assert (summary.num_done_before, summary.num_errors_before, summary.num_completed) == (5, 3, 0)
+    assert [record["custom_id"] for record in records_of(tmp_path / "out.jsonl")] == ["good", "good too"]
+    failed = records_of(tmp_path / "errors.jsonl")
+    assert [record["custom_id"] for record in failed] == ["wrong", "long", "many"]
+    assert {record["response"]["status_code"] for record in failed} == {400}
+    errors = [record["response"]["body"]["error"] for record in failed]
+    assert [error["code"] for error in errors] == [None, "context_length_exceeded", None]
+    assert {error["type"] for error in errors} == {"invalid_request_error"}
 
 
 def test_a_job_in_shards_yields_the_bytes_of_one_host(llm, tmp_path):

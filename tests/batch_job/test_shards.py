@@ -96,6 +96,20 @@ def test_hosts_killed_at_any_step_and_merged_yield_the_file_of_one_host(rows, co
         assert (folder / "out.jsonl").read_bytes() == one_host(folder)
 
 
+def test_errors_of_shards_are_merged_to_the_file_of_one_host(folder):
+    (folder / "out.jsonl").unlink(missing_ok=True)
+    for index in range(1, COUNT):  # and the last shard, of the fixture, has its errors in its output
+        shard_file(folder, index).unlink()
+        run(folder, shard=(index, COUNT), errors_path=folder / "errors.jsonl")
+
+    merged = merge_shards(folder / "in.jsonl", folder / "out.jsonl", errors_path=folder / "errors.jsonl")
+
+    run(folder, output="one.jsonl", errors_path=folder / "one_errors.jsonl")
+    assert (folder / "out.jsonl").read_bytes() == (folder / "one.jsonl").read_bytes()
+    assert (folder / "errors.jsonl").read_bytes() == (folder / "one_errors.jsonl").read_bytes()
+    assert merged.num_errors == (folder / "errors.jsonl").read_bytes().count(b"\n") == 4
+
+
 def test_each_line_is_in_one_shard_and_lines_of_one_id_are_in_the_same():
     lines = [*LINES, line("é1"), b'{"custom_id": "\xc3\xa91", "prompt": 7}'] * 3
     shards = [list(numbered_lines(lines, Shard(index, COUNT))) for index in range(1, COUNT + 1)]

@@ -39,6 +39,10 @@ MAX_NAME_CHARACTERS = 4096  # of a tenant or a cache_salt
 Prompt = str | Sequence[int]
 
 
+class PromptTooLongError(ValueError):
+    """A prompt has more tokens than the engine takes."""
+
+
 class RequestOptions(TypedDict, total=False):
     """Scheduling and caching options of a request; none of them changes a token.
 
@@ -342,7 +346,7 @@ class Admission:
         """Raises ValueError for a text too long for the token limit; to encode it would take seconds and gigabytes."""
         if len(text) < self._max_len or len(text) < self._max_len * tokenizer.max_token_len:
             return
-        raise ValueError(
+        raise PromptTooLongError(
             f"{name} has {len(text):,} characters, and fewer than max_model_len={self.max_model_len} tokens of at most"
             f" {tokenizer.max_token_len} characters cannot spell it; shorten it or raise EngineConfig.max_model_len up"
             f" to the model's {self.model_config.longest}"
@@ -350,7 +354,7 @@ class Admission:
 
     def _check_prompt_len(self, num_prompt_tokens: int, name: str = "prompt") -> None:
         if num_prompt_tokens >= self._max_len:
-            raise ValueError(
+            raise PromptTooLongError(
                 f"{name} has {num_prompt_tokens} tokens but max_model_len is {self.max_model_len}, of which at least"
                 " one must be left for the output; shorten it or raise EngineConfig.max_model_len up to the model's"
                 f" {self.model_config.longest}"
