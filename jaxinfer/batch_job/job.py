@@ -402,7 +402,6 @@ class _Job:
             if isinstance(output, Refusal):
                 self._held_back.append(self._in_flight.pop(output.request_id)[0])
                 continue
-            self._progress.num_tokens += len(output.token_ids)
             if output.completion is not None:
                 self._take(output.request_id, output.completion)
 
@@ -410,6 +409,7 @@ class _Job:
         request, chats = self._in_flight[request_id]
         completions = self._completions.setdefault(request_id, [])
         completions.append(completion)
+        self._progress.num_tokens += len(completion.token_ids)
         if len(completions) == request.sampling_params.n:
             del self._in_flight[request_id]
             completions = in_order(self._completions.pop(request_id), request.sampling_params)

@@ -205,6 +205,14 @@ def refusal_line(request: JobRequest, error: Exception, identity: Mapping[str, s
     return _failure_line(request, failure, identity)
 
 
+def unanswered_line(raw: bytes, line: int, identity: Mapping[str, str], code: str, message: str) -> bytes:
+    """Formats the record of a line in OpenAI's format that was not executed, line end included."""
+    digest = digest_of(raw)
+    failure = {"id": f"batch_req_{digest}", "response": None, "error": {"code": code, "message": message}}
+    entry = InvalidLine(line=line, custom_id=custom_id_of(raw), digest=digest, message=message)
+    return _failure_line(entry, failure, identity)
+
+
 def _failure_line(entry: JobRequest | InvalidLine, failure: dict[str, Any], identity: Mapping[str, str]) -> bytes:
     record = {"line": entry.line, "custom_id": entry.custom_id, **failure}
     return format_record(record | {"made_by": {**identity, "line": entry.digest}})

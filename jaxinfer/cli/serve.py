@@ -12,7 +12,7 @@ from pathlib import Path
 from jaxinfer.cli.chat import read_template
 from jaxinfer.cli.options import from_arguments
 from jaxinfer.config import EngineConfig
-from jaxinfer.serve import DRAIN_SECONDS, MAX_BODY_BYTES
+from jaxinfer.serve import DRAIN_SECONDS, MAX_BODY_BYTES, MAX_FILE_BYTES
 from jaxinfer.validation import as_path, require_int, require_real
 
 MAX_WAITING = 1_024  # requests, if nothing else is said: a server's queue has an end
@@ -56,6 +56,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"most bytes of a request's body (default {MAX_BODY_BYTES})",
     )
     group.add_argument(
+        "--files",
+        metavar="DIR",
+        help="folder for uploaded files and batches, which go on after a new start; no batches when it is left out",
+    )
+    group.add_argument(
+        "--max-file-bytes",
+        type=int,
+        default=MAX_FILE_BYTES,
+        metavar="INT",
+        help=f"most bytes of an uploaded file (default {MAX_FILE_BYTES})",
+    )
+    group.add_argument(
         "--drain-seconds",
         type=float,
         default=DRAIN_SECONDS,
@@ -70,7 +82,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def serve(arguments: argparse.Namespace) -> None:
     """Loads the model and serves until SIGTERM or Ctrl-C."""
     try:
+        import python_multipart  # noqa: F401  FastAPI needs it at the first upload
+
         from jaxinfer.serve.access import read_clients
+        from jaxinfer.serve.batches.file_store import FileStore
         from jaxinfer.serve.logs import set_up_logs
         from jaxinfer.serve.server import ServerConfig, make_server
     except ModuleNotFoundError as error:
@@ -81,6 +96,7 @@ def serve(arguments: argparse.Namespace) -> None:
     require_int("port", arguments.port, 0, 65_535)
     _require_free(arguments.host, arguments.port)
     require_int("max_body_bytes", arguments.max_body_bytes, 1)
+    require_int("max_file_bytes", arguments.max_file_bytes, 1)
     require_real("drain_seconds", arguments.drain_seconds, 0.0)
     if (arguments.tls_certificate is None) != (arguments.tls_key is None):
         raise ValueError("--tls-certificate and --tls-key belong together; give both or none")
@@ -93,6 +109,9 @@ def serve(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--tls-certificate and --tls-key cannot be used: {error}; give files in PEM") from None
     template = read_template(arguments.chat_template)
     clients = [] if arguments.keys is None else read_clients(as_path("--keys", arguments.keys))
+    files, store = arguments.files, None
+    if files is not None:
+        store = FileStore(as_path("--files", files), max_file_bytes=arguments.max_file_bytes)
     vars(arguments).setdefault("max_waiting", MAX_WAITING)
     config = from_arguments(EngineConfig, arguments)
     from jaxinfer import AsyncLLM
@@ -117,6 +136,7 @@ def serve(arguments: argparse.Namespace) -> None:
             allows_chat_templates=arguments.allow_chat_templates,
             clients=clients,
             cors_origins=arguments.cors_origin or (),
+            store=store,
             max_body_bytes=arguments.max_body_bytes,
             drain_seconds=arguments.drain_seconds,
             tls_certificate=arguments.tls_certificate,

@@ -119,6 +119,11 @@ class AsyncLLM:
         self._finalizer.detach()
 
     @property
+    def engine_thread(self) -> EngineThread:
+        """The engine's thread, for threads without an event loop; see `EngineThread`. `close` is the LLM's own."""
+        return self._thread
+
+    @property
     def failure(self) -> BaseException | None:
         """The exception that has ended the engine, or None."""
         return self._thread.failure

@@ -3,3 +3,4 @@
 # Defaults, here so that the command's help shows them without the extra.
 MAX_BODY_BYTES = 2**25
 DRAIN_SECONDS = 30.0
+MAX_FILE_BYTES = 2**27

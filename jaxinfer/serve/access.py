@@ -7,10 +7,11 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from threading import Lock
 from typing import Any, get_args
 
 from starlette.exceptions import HTTPException
@@ -43,6 +44,7 @@ class Client:
     tokens_per_minute: float = math.inf
     num_in_flight: int = 0
     _used: deque[tuple[int, int]] = field(default_factory=deque)  # the last minute's seconds, and the tokens of each
+    _lock: Lock = field(default_factory=Lock)  # batches count on threads of their own
 
     def begin_request(self) -> None:
         """Counts a request that begins; raises RefusedError 429 if the client is at a limit."""
@@ -54,18 +56,24 @@ class Client:
                 code="max_in_flight",
                 retry_after=1.0,
             )
-        now = time.monotonic()
-        self._forget(now)
-        num_used = sum(count for _, count in self._used)
-        if num_used >= self.tokens_per_minute:
+        if (wait := self.seconds_to_tokens()) > 0:
             raise RefusedError(
                 429,
-                f"this key has used {num_used:,} tokens in the last minute, of {self.tokens_per_minute:,} it may use",
+                f"this key has used the {self.tokens_per_minute:,} tokens that it may use in a minute",
                 kind="rate_limit_error",
                 code="tokens_per_minute",
-                retry_after=self._used[0][0] + MINUTE - now,
+                retry_after=wait,
             )
         self.num_in_flight += 1
+
+    def seconds_to_tokens(self) -> float:
+        """Returns the seconds in which some tokens of the last minute are forgotten; 0 below the limit."""
+        now = time.monotonic()
+        with self._lock:
+            self._forget(now)
+            if sum(count for _, count in self._used) < self.tokens_per_minute:
+                return 0.0
+            return self._used[0][0] + MINUTE - now
 
     def end_request(self) -> None:
         """Counts a request that has ended."""
@@ -76,10 +84,11 @@ class Client:
         if not num_tokens or math.isinf(self.tokens_per_minute):
             return
         now = time.monotonic()
-        self._forget(now)
-        if self._used and self._used[-1][0] == int(now):
-            num_tokens += self._used.pop()[1]
-        self._used.append((int(now), num_tokens))
+        with self._lock:
+            self._forget(now)
+            if self._used and self._used[-1][0] == int(now):
+                num_tokens += self._used.pop()[1]
+            self._used.append((int(now), num_tokens))
 
     def _forget(self, now: float) -> None:
         while self._used and self._used[0][0] <= now - MINUTE:
@@ -87,16 +96,19 @@ class Client:
 
     def restrict(self, options: RequestOptions) -> RequestOptions:
         """Returns a request's options with the client's tenant, at most its priority, and a cache of its own."""
-        if "tenant" in options:
-            raise ValueError("user cannot be honoured: the key says which tenant the request is of; leave it out")
-        restricted = RequestOptions(**options)
-        restricted["tenant"] = self.tenant
+        own = restricted(options, self.tenant)
         if self.priority == "batch":
-            restricted["priority"] = "batch"
-        # Of a text that reads in one way alone, so that no tenant's name and salt are another's.
-        own = json.dumps([self.tenant, options.get("cache_salt")])
-        restricted["cache_salt"] = sha256(own.encode()).hexdigest()
-        return restricted
+            own["priority"] = "batch"
+        return own
+
+
+def restricted(options: RequestOptions, tenant: str) -> RequestOptions:
+    """Returns a request's options with a tenant and a cache of its own; ValueError if they name a tenant."""
+    if "tenant" in options:
+        raise ValueError("user cannot be honoured: the key says which tenant the request is of; leave it out")
+    # Of a text that reads in one way alone, so that no tenant's name and salt are another's.
+    own = json.dumps([tenant, options.get("cache_salt")])
+    return RequestOptions(**{**options, "tenant": tenant, "cache_salt": sha256(own.encode()).hexdigest()})
 
 
 def client_of(request: Request) -> Client | None:
@@ -191,19 +203,23 @@ class AccessControl:
 
 
 class BodyLimit:
-    """Refuses requests with a body of more bytes than a limit, before they are in memory."""
+    """Refuses requests with a body of more bytes than a limit, before they are in memory.
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app, self._max_bytes = app, max_bytes
+    `max_bytes_of` has the limits of paths with another one.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_bytes_of: Mapping[str, int]) -> None:
+        self._app, self._max_bytes, self._max_bytes_of = app, max_bytes, max_bytes_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        message = f"the body has more than {self._max_bytes:,} bytes; send a smaller one"
+        max_bytes = self._max_bytes_of.get(scope["path"], self._max_bytes)
+        message = f"the body has more than {max_bytes:,} bytes; send a smaller one"
         for name, value in scope["headers"]:
             # The protocol has made sure that it is a number.
-            if name == b"content-length" and int(value) > self._max_bytes:
+            if name == b"content-length" and int(value) > max_bytes:
                 response = RefusedError(413, message, code="body_too_large").response()
                 response.headers["Connection"] = "close"  # or the client would go on sending
                 await response(scope, receive, send)
@@ -214,7 +230,7 @@ class BodyLimit:
             nonlocal num_bytes
             received = await receive()
             num_bytes += len(received.get("body", b""))
-            if num_bytes > self._max_bytes:
+            if num_bytes > max_bytes:
                 raise HTTPException(413, message, {"Connection": "close"})
             return received
 

@@ -31,8 +31,11 @@ from jaxinfer.engine.frontend.sample_group import in_order
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.serve import answers
-from jaxinfer.serve.access import client_of
+from jaxinfer.serve.access import Client, client_of
 from jaxinfer.serve.answers import ChatChunks, CompletionChunks, Heading, usage_of
+from jaxinfer.serve.batches.batches import Batches
+from jaxinfer.serve.batches.file_store import FileStore
+from jaxinfer.serve.batches.routes import add_batches
 from jaxinfer.serve.bodies import (
     Body,
     ChatBody,
@@ -67,6 +70,7 @@ class ServerState:
     names: Sequence[str]  # of the model; answers have the first
     chat_template: str | None = None  # in place of the checkpoint's
     allows_chat_templates: bool = False  # of requests
+    batches: Batches | None = None  # None if the server keeps no files
     is_draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -127,6 +131,8 @@ class ServerState:
         """Turns the engine's exceptions into refusals with an HTTP status."""
         try:
             yield
+        except RefusedError:
+            raise
         except (ValueError, QueueFullError) as error:
             message = str(error).removeprefix("prompt 0: ").removeprefix("conversation 0: ")
             wait = self.metrics.seconds_to_room()
@@ -141,17 +147,21 @@ class ServerState:
                 raise
             raise RefusedError(503, str(error), kind="server_error") from error
 
-    async def render(
-        self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams | None, rendering: Mapping[str, Any]
-    ) -> Chats:
-        """Returns a conversation as a prompt with its parameters; ValueError if it cannot be rendered."""
+    def with_template(self, rendering: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a rendering's arguments with the server's template; ValueError if they may not bring their own."""
         own = rendering.get("chat_template")
         if own is not None and not self.allows_chat_templates:
             raise ValueError(
                 "chat_template cannot be honoured: this server takes no templates from requests; leave it out, or start"
                 " the server with --allow-chat-templates"
             )
-        rendering = {**rendering, "chat_template": own or self.chat_template}
+        return {**rendering, "chat_template": own or self.chat_template}
+
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], sampling: SamplingParams | None, rendering: Mapping[str, Any]
+    ) -> Chats:
+        """Returns a conversation as a prompt with its parameters; ValueError if it cannot be rendered."""
+        rendering = self.with_template(rendering)
         require_effort_is_read(self.llm.tokenizer, rendering)
         plain = await asyncio.to_thread(plain_messages, messages)
         return await self.llm.render([plain], sampling, **rendering)
@@ -183,11 +193,18 @@ class ServerState:
 
 
 def make_app(
-    llm: AsyncLLM, names: Sequence[str], *, chat_template: str | None = None, allows_chat_templates: bool = False
+    llm: AsyncLLM,
+    names: Sequence[str],
+    *,
+    chat_template: str | None = None,
+    allows_chat_templates: bool = False,
+    store: FileStore | None = None,
+    clients: Sequence[Client] = (),
 ) -> FastAPI:
     """Returns the application that serves a model under some names; `app.state.server` is shared by its routes.
 
     `chat_template` takes the place of the checkpoint's. With `allows_chat_templates` requests may bring their own.
+    `store` keeps files and batches, and `clients` are the tenants that they may be of.
     """
     app = FastAPI(
         title="jaxinfer",
@@ -199,10 +216,13 @@ def make_app(
         redirect_slashes=False,
     )
     state = ServerState(llm=llm, names=names, chat_template=chat_template, allows_chat_templates=allows_chat_templates)
+    if store is not None:
+        state.batches = Batches(state, store, clients)
     app.state.server = state
     _add_error_handlers(app)
     _add_generation(app, state)
     _add_texts(app, state)
+    add_batches(app, state)
     _add_state(app, state)
     add_page(app)
     return app

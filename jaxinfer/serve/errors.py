@@ -31,7 +31,7 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-class RefusedError(Exception):
+class RefusedError(ValueError):
     """A request is refused with an HTTP status, a message, and the parameter at fault if there is one."""
 
     def __init__(
@@ -91,7 +91,7 @@ def ended_in_error(message: str) -> RefusedError:
 def refused_body(errors: list[Any]) -> RefusedError:
     """Returns the refusal of a body that does not fit its schema, from the first of pydantic's errors."""
     error = errors[0]
-    place = [str(part) for part in error["loc"] if part != "body"]
+    place = [str(part) for part in error["loc"] if part not in ("body", "query")]
     param = next(iter(place), None)
     message = error["msg"].removeprefix("Value error, ")
     if refused := re.match(r"(\w+)(?: cannot be honoured|: this field is unknown)", message):

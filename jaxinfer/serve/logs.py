@@ -25,6 +25,8 @@ def set_up_logs(form: str) -> None:
     )
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("jaxinfer.serve").setLevel(logging.INFO)
+    # A warning for each wrong byte of a form: a client could fill the log.
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 
 class _JsonFormatter(logging.Formatter):

@@ -21,6 +21,8 @@ from jaxinfer.engine.async_llm import AsyncLLM
 from jaxinfer.serve import DRAIN_SECONDS, MAX_BODY_BYTES
 from jaxinfer.serve.access import AccessControl, BodyLimit, Client
 from jaxinfer.serve.app import ServerState, make_app
+from jaxinfer.serve.batches.file_store import FileStore
+from jaxinfer.serve.batches.routes import FORM_BYTES, UPLOADS
 from jaxinfer.serve.logs import RequestLog
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class ServerConfig:
     * `allows_chat_templates`: if requests may bring templates of their own, which are programs.
     * `clients`: the keys; without one every request may enter.
     * `cors_origins`: origins whose pages may call the server from a browser.
+    * `store`: keeps files and batches; without one their routes are refused.
     * `max_body_bytes`: bytes of a request's body.
     * `drain_seconds`: for unfinished requests after SIGTERM.
     * `tls_certificate`, `tls_key`: files in PEM format, for https.
@@ -54,6 +57,7 @@ class ServerConfig:
     allows_chat_templates: bool = False
     clients: Sequence[Client] = ()
     cors_origins: Sequence[str] = ()
+    store: FileStore | None = None
     max_body_bytes: int = MAX_BODY_BYTES
     drain_seconds: float = DRAIN_SECONDS
     tls_certificate: str | None = None
@@ -67,8 +71,11 @@ def make_server(llm: AsyncLLM, config: ServerConfig) -> Server:
         config.served_names,
         chat_template=config.chat_template,
         allows_chat_templates=config.allows_chat_templates,
+        store=config.store,
+        clients=config.clients,
     )
-    asgi: Any = BodyLimit(AccessControl(app, config.clients), config.max_body_bytes)
+    uploads = {} if config.store is None else {UPLOADS: config.store.max_file_bytes + FORM_BYTES}
+    asgi: Any = BodyLimit(AccessControl(app, config.clients), config.max_body_bytes, uploads)
     if config.cors_origins:
         # Outermost, for a browser asks without a key whether it may call, and reads refusals too.
         origins, every = [*config.cors_origins], ["*"]
@@ -97,7 +104,7 @@ class Server(uvicorn.Server):
     """Drains at the first SIGTERM or SIGINT, and ends at the second.
 
     While it drains, new requests get 503, /ready too, and running ones have `drain_seconds` to end. Then the engine is
-    closed, which ends the rest with their tokens so far.
+    closed, which ends the rest with their tokens so far. Batches stop at once, and go on with the next start.
     """
 
     def __init__(self, config: uvicorn.Config, state: ServerState, drain_seconds: float) -> None:
@@ -109,6 +116,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[Any] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
+            if self._state.batches is not None:
+                self._state.batches.start()
             self.on_start(self.servers[0].sockets[0].getsockname()[1])
 
     def run(self, *args: Any, **kwargs: Any) -> None:
@@ -121,6 +130,8 @@ class Server(uvicorn.Server):
     def drain(self) -> None:
         """Takes no more requests, and ends when the running ones have ended or `drain_seconds` are over."""
         self._state.is_draining = True
+        if self._state.batches is not None:
+            self._state.batches.stop()
         if self._closing_time is None:
             self._closing_time = time.monotonic() + self._drain_seconds
             logger.info("draining: running requests have %g seconds", self._drain_seconds)
@@ -140,6 +151,8 @@ class Server(uvicorn.Server):
             self.should_exit = is_idle or time.monotonic() >= self._closing_time
         if self.should_exit:
             await self._state.llm.close()
+            if self._state.batches is not None:
+                await asyncio.to_thread(self._state.batches.close)
         return await super().on_tick(counter)
 
 

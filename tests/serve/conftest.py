@@ -4,6 +4,7 @@ import httpx
 import openai
 import pytest
 
+from jaxinfer.serve.batches.file_store import FileStore
 from tests.engine.engines import quick_async_engine, quick_engine, save_small_checkpoint
 from tests.serve.servers import serving
 
@@ -21,8 +22,9 @@ def llm(checkpoint):
 
 
 @pytest.fixture(scope="session")
-def address(checkpoint):
-    with serving(quick_async_engine(checkpoint, **LIMITS)) as (_, address):
+def address(checkpoint, tmp_path_factory):
+    store = FileStore(tmp_path_factory.mktemp("files"), max_file_bytes=2**20)
+    with serving(quick_async_engine(checkpoint, **LIMITS), store=store) as (_, address):
         yield address
 
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxinfer.engine.async_llm import AsyncLLM
@@ -32,3 +37,33 @@ def serving(llm: AsyncLLM, *, clients: Sequence[Client] = (), **options: Any) ->
         server.drain()
         thread.join(WAIT)
         asyncio.run(llm.close())
+
+
+@contextlib.contextmanager
+def server_process(checkpoint: Path, folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Yields a process of the command and its address; kills it in the end."""
+    template = folder / "template.jinja"
+    template.write_text(TEMPLATE)
+    command = [sys.executable, "-m", "jaxinfer", "serve", "--model", str(checkpoint), "--served-name", NAME]
+    command += ["--chat-template", str(template), "--max-num-seqs", "4", "--max-model-len", "96"]
+    command += ["--max-num-batched-tokens", "32", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if found := re.search(r"serves at (\S+)/v1", line):
+                    yield process, found[1]
+                    break
+            else:
+                raise AssertionError("the server has not begun")
+        finally:
+            process.kill()
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """Waits until a condition holds; returns its value."""
+    end = time.monotonic() + WAIT
+    while not (value := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    return value

@@ -10,11 +10,9 @@ import re
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -25,18 +23,10 @@ from jaxinfer.serve import server as server_module
 from jaxinfer.serve import streams
 from jaxinfer.serve.access import Client, read_clients
 from tests.engine.engines import quick_async_engine
-from tests.serve.servers import NAME, TEMPLATE, WAIT, serving
+from tests.serve.servers import NAME, WAIT, server_process, serving, until
 
 LONG = {"model": NAME, "prompt": "hello", "temperature": 0, "max_tokens": 80, "ignore_eos": True}
 SHORT = {**LONG, "max_tokens": 4}
-
-
-def until(condition: Callable[[], Any]) -> None:
-    """Waits until a condition holds."""
-    end = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def number_of(http: httpx.Client, name: str) -> float:
@@ -461,43 +451,14 @@ def test_a_mistake_is_told_before_a_model_is_loaded(options, message, capsys):
     assert message.replace("{used}", port) in capsys.readouterr().err
 
 
-@pytest.fixture
-def process(checkpoint, tmp_path):
-    template = tmp_path / "template.jinja"
-    template.write_text(TEMPLATE)
-    options = ["--model", str(checkpoint), "--served-name", NAME, "--chat-template", str(template), "--port", "0"]
-    options += [
-        "--max-num-seqs",
-        "4",
-        "--max-model-len",
-        "96",
-        "--max-num-batched-tokens",
-        "32",
-        "--log-format",
-        "json",
-    ]
-    command = [sys.executable, "-m", "jaxinfer", "serve", *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        address = None
-        for line in process.stderr:
-            if found := re.search(r"serves at (\S+)/v1", line):
-                address = found[1]
-                break
-        assert address is not None
-        try:
-            yield process, address
-        finally:
-            process.kill()
+def test_sigterm_ends_the_process_after_its_requests(checkpoint, tmp_path):
+    with server_process(checkpoint, tmp_path, "--port", "0", "--log-format", "json") as (server, address):
+        assert httpx.post(f"{address}/v1/completions", json=SHORT, timeout=WAIT).status_code == 200
 
+        os.kill(server.pid, signal.SIGTERM)
 
-def test_sigterm_ends_the_process_after_its_requests(process):
-    server, address = process
-    assert httpx.post(f"{address}/v1/completions", json=SHORT, timeout=WAIT).status_code == 200
-
-    os.kill(server.pid, signal.SIGTERM)
-
-    assert server.wait(WAIT) == 0
-    entries = [json.loads(line) for line in server.stderr if line.startswith("{")]
+        assert server.wait(WAIT) == 0
+        assert server.stderr is not None
+        entries = [json.loads(line) for line in server.stderr if line.startswith("{")]
     assert [entry["status"] for entry in entries if "status" in entry] == [200]
     assert "hello" not in json.dumps(entries)
