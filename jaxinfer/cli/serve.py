@@ -43,6 +43,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help='JSON lines of {"key", "tenant", "priority", "max_in_flight", "tokens_per_minute"}; all may enter without',
     )
     group.add_argument(
+        "--allowed-host",
+        action="append",
+        metavar="NAME",
+        help="name by which the server may be called, such as a proxy's; * is any; may be repeated",
+    )
+    group.add_argument(
         "--cors-origin",
         action="append",
         metavar="ORIGIN",
@@ -135,6 +141,7 @@ def serve(arguments: argparse.Namespace) -> None:
             chat_template=template,
             allows_chat_templates=arguments.allow_chat_templates,
             clients=clients,
+            allowed_hosts=arguments.allowed_host or (),
             cors_origins=arguments.cors_origin or (),
             store=store,
             max_body_bytes=arguments.max_body_bytes,

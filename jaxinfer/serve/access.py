@@ -202,6 +202,30 @@ class AccessControl:
         return found
 
 
+class HostCheck:
+    """Refuses requests whose header Host has none of some names. `*` is any name."""
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
+        self._app, self._hosts = app, {host.lower().strip("[]") for host in hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = next((value for name, value in scope.get("headers", ()) if name == b"host"), None)
+        # Browsers always send one.
+        if scope["type"] != "http" or given is None or self._hosts & {"*", _host_name(given)}:
+            await self._app(scope, receive, send)
+            return
+        message = f"the server is not called by the name {shown(given.decode('latin-1'))}; give it --allowed-host"
+        await RefusedError(400, message, code="host_not_allowed").response()(scope, receive, send)
+
+
+def _host_name(value: bytes) -> str:
+    """Returns the name or address of a Host header, without its port."""
+    host = value.decode("latin-1").strip().lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].rstrip(".")
+
+
 class BodyLimit:
     """Refuses requests with a body of more bytes than a limit, before they are in memory.
 

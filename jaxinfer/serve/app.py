@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 
 from jaxinfer._version import __version__
 from jaxinfer.config import SamplingParams
-from jaxinfer.engine.async_llm import AsyncLLM, SlowReaderError, Stream
+from jaxinfer.engine.async_llm import AsyncLLM, SlowReaderError
 from jaxinfer.engine.frontend.admission import ONE_TOKEN, RequestOptions
 from jaxinfer.engine.frontend.chats import Chats
 from jaxinfer.engine.frontend.embeddings import NoEmbeddingError
@@ -47,7 +47,7 @@ from jaxinfer.serve.bodies import (
 )
 from jaxinfer.serve.errors import UNKNOWN_FAILURE, ErrorBody, RefusedError, ended_in_error, refusal_of, refused_body
 from jaxinfer.serve.messages import plain_messages
-from jaxinfer.serve.metrics import ServerMetrics
+from jaxinfer.serve.metrics import ObservedStream, ServerMetrics
 from jaxinfer.serve.parameters import of_chat, of_completion, options_of, rendering_of, require_effort_is_read
 from jaxinfer.serve.static_page import add_page
 from jaxinfer.serve.streams import DONE, ClientGoneError, EventStream, event, unless_gone
@@ -109,9 +109,8 @@ class ServerState:
         client = client_of(request)
         return options_of(body) if client is None else client.restrict(options_of(body))
 
-    def finish(self, completions: Sequence[Completion]) -> None:
-        """Observes completions; raises RefusedError if one ended in an error."""
-        self.metrics.observe(completions)
+    def require_success(self, completions: Sequence[Completion]) -> None:
+        """Raises RefusedError if a completion ended in an error."""
         for completion in completions:
             if completion.finish_reason != "error":
                 continue
@@ -180,12 +179,17 @@ class ServerState:
 
     async def open(
         self, request: Request, prompts: Sequence[Any], sampling: SamplingParams, options: RequestOptions
-    ) -> Stream:
+    ) -> ObservedStream:
         """Returns the stream of prompts, and counts their tokens."""
         self.require_room(len(prompts), sampling)
-        stream = await self.llm.open(prompts, sampling, **options)
+        arrival, num_completions = time.monotonic(), len(prompts) * sampling.n
+        try:
+            stream = await self.llm.open(prompts, sampling, **options)
+        except asyncio.CancelledError:
+            self.metrics.observe_departure(num_completions)
+            raise
         self.count(request, stream.num_prompt_tokens)
-        return stream
+        return ObservedStream(stream, self.metrics, arrival, num_completions)
 
     def count_output(self, request: Request, sampling: SamplingParams, delta: Delta) -> None:
         """Counts the tokens of a delta; with `best_of` only some samples come, and stand for all."""
@@ -280,7 +284,7 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
         with state.refusals(body):
             work = state.generate(request, [prompt], sampling, state.options(request, body))
             completions = await unless_gone(request.receive, work)
-        state.finish(completions)
+        state.require_success(completions)
         answered = await asyncio.to_thread(chats.answered, completions)
         answer = heading.fields() | {
             "choices": [answers.chat_choice(c, i, body, tokenizer) for i, c in enumerate(answered)],
@@ -310,7 +314,7 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
         with state.refusals(body):
             work = state.generate(request, prompts, sampling, state.options(request, body))
             completions = await unless_gone(request.receive, work)
-        state.finish(completions)
+        state.require_success(completions)
         completions = answers.as_asked(completions, body)
         groups = [completions[i : i + sampling.n] for i in range(0, len(completions), sampling.n)]
         choices = [answers.completion_choice(c, i, body, llm.tokenizer) for i, c in enumerate(completions)]
@@ -332,17 +336,21 @@ def _add_texts(app: FastAPI, state: ServerState) -> None:
             state.require_room(len(_prompts(body.input)), ONE_TOKEN)
             options = {"pooling": body.pooling, "normalize": body.normalize, **state.options(request, body)}
 
-            async def work() -> tuple[list[list[int]], np.ndarray]:
-                inputs = [await llm.tokenize(p) if isinstance(p, str) else p for p in _prompts(body.input)]
-                state.count(request, sum(map(len, inputs)))
-                return inputs, await llm.embed(inputs, **options)
+            prompt_lens: list[int] = []
 
-            inputs, vectors = await unless_gone(request.receive, work())
+            async def work() -> np.ndarray:
+                inputs = [await llm.tokenize(p) if isinstance(p, str) else p for p in _prompts(body.input)]
+                prompt_lens.extend(map(len, inputs))
+                state.count(request, sum(prompt_lens))
+                return await llm.embed(inputs, **options)
+
+            with state.metrics.embedding(prompt_lens):
+                vectors = await unless_gone(request.receive, work())
         data = [
             {"object": "embedding", "index": index, "embedding": _vector(row, body.encoding_format)}
             for index, row in enumerate(vectors)
         ]
-        num_tokens = sum(map(len, inputs))
+        num_tokens = sum(prompt_lens)
         usage = {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}
         return JSONResponse({"object": "list", "model": state.names[0], "data": data, "usage": usage})
 
@@ -417,7 +425,7 @@ async def _chunks(
     body: SamplingBody,
     sampling: SamplingParams,
     heading: Heading,
-    stream: Stream,
+    stream: ObservedStream,
     choices_of: Sequence[Callable[[Delta], dict[str, Any] | None]],
     before: Sequence[dict[str, Any]],
 ) -> AsyncIterator[bytes]:
@@ -434,7 +442,7 @@ async def _chunks(
             state.count_output(request, sampling, delta)
             if (completion := delta.completion) is not None:
                 completions[index].append(completion)
-                state.finish([completion])
+                state.require_success([completion])
             if (choice := choices_of[index](delta)) is not None:
                 yield event(fields | {"choices": [choice]})
     if has_usage:

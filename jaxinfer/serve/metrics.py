@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Self
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, exposition
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from jaxinfer.engine.async_llm import AsyncLLM
-from jaxinfer.engine.request.completion import Completion
+from jaxinfer.engine.async_llm import AsyncLLM, Stream
+from jaxinfer.engine.frontend.embeddings import NoEmbeddingError
+from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.scheduling.metrics import Metrics
+from jaxinfer.serve.streams import ClientGoneError
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
@@ -20,7 +24,7 @@ MAX_WAIT = 60.0  # seconds: the most that a refusal tells a client to wait
 
 
 class ServerMetrics:
-    """Latencies of finished requests, and the engine's own numbers at the time of a scrape."""
+    """Latencies of requests, and the engine's own numbers at the time of a scrape."""
 
     def __init__(self, llm: AsyncLLM, model: str) -> None:
         self._registry = CollectorRegistry()
@@ -47,23 +51,56 @@ class ServerMetrics:
         )
         self._model = model
 
-    def observe(self, completions: Iterable[Completion]) -> None:
-        """Counts requests that have ended."""
-        for completion in completions:
-            timings = completion.timings
-            self._ends.append(time.monotonic())
-            self._reasons.labels(self._model, completion.finish_reason).inc()
-            self._prompt.observe(len(completion.prompt_token_ids))
-            self._output.observe(len(completion.token_ids))
-            for seconds, histogram in (
-                (timings.queue, self._queue),
-                (timings.ttft, self._ttft),
-                (timings.tpot, self._tpot),
-            ):
-                if seconds is not None:
-                    histogram.observe(seconds)
-            for seconds in timings.itl:
-                self._itl.observe(seconds)
+    def observe(self, completion: Completion) -> None:
+        """Counts a request that has ended, and its latencies but for that of the first token."""
+        self.count(completion)
+        timings = completion.timings
+        for seconds, histogram in ((timings.queue, self._queue), (timings.tpot, self._tpot)):
+            if seconds is not None:
+                histogram.observe(seconds)
+        for seconds in timings.itl:
+            self._itl.observe(seconds)
+
+    def count(self, completion: Completion) -> None:
+        """Counts a request that has ended, such as of a batch, whose latencies would say nothing of other requests."""
+        self._end(completion.finish_reason)
+        self._prompt.observe(len(completion.prompt_token_ids))
+        self._output.observe(len(completion.token_ids))
+
+    def observe_first_token(self, seconds: float) -> None:
+        """Counts the seconds from the arrival of a request to its first token."""
+        self._ttft.observe(seconds)
+
+    def observe_departure(self, count: int) -> None:
+        """Counts requests whose client has gone away before their end."""
+        for _ in range(count):
+            self._end("abort")
+
+    @contextmanager
+    def embedding(self, prompt_lens: Sequence[int]) -> Iterator[None]:
+        """Counts the requests of an embedding when it ends, also if it fails or its client goes away.
+
+        `prompt_lens` may be filled until then.
+        """
+        reason = None  # of one that is refused, and so has not begun
+        try:
+            yield
+            reason = "stop"  # there is no output that could be cut off
+        except NoEmbeddingError as error:
+            reason = error.finish_reason
+            raise
+        except ClientGoneError:
+            reason = "abort"
+            raise
+        finally:
+            if reason is not None:
+                for prompt_len in prompt_lens:
+                    self._end(reason)
+                    self._prompt.observe(prompt_len)
+
+    def _end(self, reason: str) -> None:
+        self._ends.append(time.monotonic())
+        self._reasons.labels(self._model, reason).inc()
 
     def seconds_to_room(self) -> float:
         """Returns the seconds in which a request ends, by the rate of the latest ones; 1 if none has ended yet."""
@@ -74,6 +111,44 @@ class ServerMetrics:
     def text(self) -> tuple[bytes, str]:
         """Returns all metrics, and their media type."""
         return exposition.generate_latest(self._registry), exposition.CONTENT_TYPE_LATEST
+
+
+class ObservedStream:
+    """A stream of an `AsyncLLM` that is observed as it goes on, and at its end if its client leaves before."""
+
+    def __init__(self, stream: Stream, metrics: ServerMetrics, arrival: float, num_completions: int) -> None:
+        self.request_ids, self.num_prompt_tokens = stream.request_ids, stream.num_prompt_tokens
+        self._stream, self._metrics, self._arrival = stream, metrics, arrival
+        self._num_to_come = num_completions
+        self._with_tokens: set[tuple[int, int]] = set()  # (request id, sample index)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        delta = await self._stream.__anext__()
+        sample = delta.request_id, delta.sample_index
+        if delta.token_ids and sample not in self._with_tokens:
+            self._with_tokens.add(sample)
+            # Samples of `best_of` come whole.
+            known = None if delta.completion is None else delta.completion.timings.ttft
+            self._metrics.observe_first_token(time.monotonic() - self._arrival if known is None else known)
+        if delta.completion is not None:
+            self._num_to_come -= 1
+            self._metrics.observe(delta.completion)
+        return delta
+
+    async def close(self) -> None:
+        """Ends the requests that are unfinished, without waiting for their end."""
+        num_gone, self._num_to_come = self._num_to_come, 0
+        self._metrics.observe_departure(num_gone)
+        await self._stream.close()
 
 
 class _EngineNumbers:

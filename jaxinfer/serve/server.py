@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxinfer.engine.async_llm import AsyncLLM
 from jaxinfer.serve import DRAIN_SECONDS, MAX_BODY_BYTES
-from jaxinfer.serve.access import AccessControl, BodyLimit, Client
+from jaxinfer.serve.access import AccessControl, BodyLimit, Client, HostCheck
 from jaxinfer.serve.app import ServerState, make_app
 from jaxinfer.serve.batches.file_store import FileStore
 from jaxinfer.serve.batches.routes import FORM_BYTES, UPLOADS
@@ -28,9 +28,11 @@ from jaxinfer.serve.logs import RequestLog
 logger = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 60.0  # for a client to send a request, from the connection or the request's first byte on
+REQUEST_BYTES = 2**20  # of a body in these seconds give the client as many more, for an upload may take minutes
 STALL_SECONDS = 60.0  # for a client to take what fills its socket's buffer
 MAX_HEADER_BYTES = 2**16
 KEEP_ALIVE_SECONDS = 75  # longer than load balancers keep an idle connection, so that they close it first
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CLOSING_SECONDS = 10  # for the last bytes of answers, after their requests have ended
 
 
@@ -43,6 +45,8 @@ class ServerConfig:
     * `chat_template`: in place of the checkpoint's.
     * `allows_chat_templates`: if requests may bring templates of their own, which are programs.
     * `clients`: the keys; without one every request may enter.
+    * `allowed_hosts`: names in the header Host by which the server may be called, beside those of a loopback address.
+      Without them any name is allowed if the server has keys or listens at another address.
     * `cors_origins`: origins whose pages may call the server from a browser.
     * `store`: keeps files and batches; without one their routes are refused.
     * `max_body_bytes`: bytes of a request's body.
@@ -56,6 +60,7 @@ class ServerConfig:
     chat_template: str | None = None
     allows_chat_templates: bool = False
     clients: Sequence[Client] = ()
+    allowed_hosts: Sequence[str] = ()
     cors_origins: Sequence[str] = ()
     store: FileStore | None = None
     max_body_bytes: int = MAX_BODY_BYTES
@@ -76,6 +81,8 @@ def make_server(llm: AsyncLLM, config: ServerConfig) -> Server:
     )
     uploads = {} if config.store is None else {UPLOADS: config.store.max_file_bytes + FORM_BYTES}
     asgi: Any = BodyLimit(AccessControl(app, config.clients), config.max_body_bytes, uploads)
+    if (hosts := _allowed_hosts(config)) is not None:
+        asgi = HostCheck(asgi, hosts)
     if config.cors_origins:
         # Outermost, for a browser asks without a key whether it may call, and reads refusals too.
         origins, every = [*config.cors_origins], ["*"]
@@ -98,6 +105,17 @@ def make_server(llm: AsyncLLM, config: ServerConfig) -> Server:
         ssl_keyfile=config.tls_key,
     )
     return Server(settings, app.state.server, config.drain_seconds)
+
+
+def _allowed_hosts(config: ServerConfig) -> Sequence[str] | None:
+    """Returns the names by which the server may be called; None for any name.
+
+    A page in a browser on this machine could call a server without keys at a loopback address, by a name of its own
+    that leads here (DNS rebinding).
+    """
+    if config.host in LOOPBACK and not config.clients:
+        return [*LOOPBACK, *config.allowed_hosts]
+    return config.allowed_hosts or None
 
 
 class Server(uvicorn.Server):
@@ -160,6 +178,7 @@ class _TimedProtocol(H11Protocol):
     """HTTP/1.1 with time limits for clients that send or take nothing."""
 
     _request_timer: asyncio.TimerHandle | None = None
+    _num_received = 0  # bytes since the timer has begun
     _stall_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -171,6 +190,10 @@ class _TimedProtocol(H11Protocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._num_received += len(data)
+        super().data_received(data)
 
     def handle_events(self) -> None:
         super().handle_events()  # also of requests that came while an earlier one was answered
@@ -191,7 +214,15 @@ class _TimedProtocol(H11Protocol):
         """Lets the timer run while the client owes the rest of a request."""
         is_owed = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         if is_owed and self._request_timer is None:
-            self._request_timer = self.loop.call_later(REQUEST_SECONDS, self.transport.abort)
+            self._num_received = 0
+            self._request_timer = self.loop.call_later(REQUEST_SECONDS, self._end_request_time)
         elif not is_owed and self._request_timer is not None:
             self._request_timer.cancel()
             self._request_timer = None
+
+    def _end_request_time(self) -> None:
+        self._request_timer = None
+        if self._num_received < REQUEST_BYTES:
+            self.transport.abort()
+        else:
+            self._watch_request()

@@ -24,8 +24,14 @@ WAIT = 100.0  # seconds; only a test that fails waits for as long
 
 @contextlib.contextmanager
 def serving(llm: AsyncLLM, *, clients: Sequence[Client] = (), **options: Any) -> Iterator[tuple[Server, str]]:
-    """Yields a server and its address; closes the engine in the end."""
-    config = ServerConfig(port=0, served_names=[NAME, "other"], chat_template=TEMPLATE, clients=clients, **options)
+    """Yields a server and its address; closes the engine in the end. Raw requests of tests call it "a"."""
+    options = {
+        "served_names": [NAME, "other"],
+        "allowed_hosts": [] if clients else ["a"],
+        "chat_template": TEMPLATE,
+        **options,
+    }
+    config = ServerConfig(port=0, clients=clients, **options)
     server, has_begun, ports = make_server(llm, config), threading.Event(), []
     server.on_start = lambda port: (ports.append(port), has_begun.set())
     thread = threading.Thread(target=server.run, name="server")

@@ -35,6 +35,12 @@ def number_of(http: httpx.Client, name: str) -> float:
     return float(found[1])
 
 
+def ended_by(http: httpx.Client, reason: str) -> float:
+    """The number of requests that have ended for a reason."""
+    found = re.search(rf'request_success_total\{{finished_reason="{reason}",.*\}} (\S+)', http.get("/metrics").text)
+    return 0.0 if found is None else float(found[1])
+
+
 @contextlib.contextmanager
 def held(llm: Any) -> Iterator[threading.Event]:
     """Holds up the engine's steps until the event is set, or the end."""
@@ -79,6 +85,7 @@ def test_a_client_that_closes_its_connection_frees_the_pages(served, stream):
 
     until(lambda: number_of(http, "vllm:num_requests_running") == 0)
     assert number_of(http, "vllm:generation_tokens_total") < 80
+    until(lambda: ended_by(http, "abort") == 1)
     assert http.post("/v1/completions", json=SHORT).status_code == 200
     assert llm.metrics().num_owned_pages == 0
 
@@ -94,6 +101,43 @@ def test_a_silent_connection_is_closed(served, monkeypatch):
         connection.settimeout(WAIT)
         with connection, contextlib.suppress(ConnectionResetError):
             assert connection.recv(1) == b""
+
+
+def test_the_first_token_counts_before_the_request_has_ended(served):
+    llm, _, http = served
+    with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+        assert next(answer.iter_lines()).startswith("data: ")
+        with held(llm):
+            assert number_of(http, "vllm:time_to_first_token_seconds_count") == 1
+            assert ended_by(http, "length") == 0
+    until(lambda: ended_by(http, "length") + ended_by(http, "abort") == 1)
+    assert number_of(http, "vllm:time_to_first_token_seconds_count") == 1
+
+
+def test_embeddings_are_counted(served):
+    _, _, http = served
+    assert http.post("/v1/embeddings", json={"model": NAME, "input": ["hello", [5, 6]]}).status_code == 200
+    assert ended_by(http, "stop") == number_of(http, "vllm:request_prompt_tokens_count") == 2
+    assert number_of(http, "vllm:request_prompt_tokens_sum") == 7
+    late = http.post("/v1/embeddings", json={"model": NAME, "input": "hello", "deadline": 1e-9})
+    assert (late.status_code, ended_by(http, "deadline")) == (408, 1)
+    assert http.post("/v1/embeddings", json={"model": NAME, "input": "a" * 99}).status_code == 400
+    assert ended_by(http, "stop") == 2
+
+
+def test_an_upload_that_goes_on_has_its_time(served, monkeypatch):
+    _, _, http = served
+    monkeypatch.setattr(server_module, "REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr(server_module, "REQUEST_BYTES", 10)
+
+    def pieces() -> Iterator[bytes]:
+        for piece in json.dumps({**SHORT, "prompt": "a" * 40}).encode().partition(b"a" * 20):
+            for at in range(0, len(piece), 20):
+                time.sleep(0.1)
+                yield piece[at : at + 20]
+
+    answer = http.post("/v1/completions", content=pieces(), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 200
 
 
 def test_a_client_that_takes_nothing_loses_its_connection_and_no_other_does(checkpoint, monkeypatch):
@@ -230,6 +274,26 @@ def test_a_line_end_in_a_path_begins_no_line_of_the_log(served, caplog):
         http.get("/v1/x%0aPOST /v1/completions 200")
 
     assert [len(record.getMessage().splitlines()) for record in caplog.records] == [1]
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("evil.example", 400), ("127.0.0.1.evil.example", 400), ("localhost:9", 200), ("[::1]:9", 200), ("A.", 200)],
+)
+def test_a_server_for_this_machine_is_called_by_no_other_name(served, host, status):
+    _, _, http = served
+    answer = http.get("/v1/models", headers={"Host": host})
+    assert answer.status_code == status
+    assert status == 200 or answer.json()["error"]["code"] == "host_not_allowed"
+
+
+@pytest.mark.parametrize(("hosts", "status"), [([], 200), (["other.example"], 400), (["*"], 200)])
+def test_a_server_with_keys_is_called_by_any_name_unless_some_are_given(checkpoint, tmp_path, hosts, status):
+    (tmp_path / "keys").write_text(json.dumps({"key": ANN}))
+    llm = quick_async_engine(checkpoint)
+    with serving(llm, clients=read_clients(tmp_path / "keys"), allowed_hosts=hosts) as (_, address):
+        headers = {"Host": "proxy.example", **with_key(ANN)}
+        assert httpx.get(f"{address}/v1/models", headers=headers).status_code == status
 
 
 def test_other_origins_may_not_call_unless_they_are_named(served, checkpoint):

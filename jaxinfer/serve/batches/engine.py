@@ -110,7 +110,7 @@ class BatchEngine:
             elif item.completion is not None:
                 if self._client is not None:
                     self._client.count(num_prompt_tokens + len(item.completion.token_ids))
-                self._state.metrics.observe([item.completion])
+                self._state.metrics.count(item.completion)
                 yield item
 
     def drop(self, request_id: int) -> None:
