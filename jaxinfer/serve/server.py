@@ -28,7 +28,7 @@ from jaxinfer.serve.logs import RequestLog
 logger = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 60.0  # for a client to send a request, from the connection or the request's first byte on
-REQUEST_BYTES = 2**20  # of a body in these seconds give the client as many more, for an upload may take minutes
+REQUEST_BYTES = 2**20  # received in these seconds give the client more time; an upload may take minutes
 STALL_SECONDS = 60.0  # for a client to take what fills its socket's buffer
 MAX_HEADER_BYTES = 2**16
 KEEP_ALIVE_SECONDS = 75  # longer than load balancers keep an idle connection, so that they close it first

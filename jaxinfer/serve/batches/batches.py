@@ -158,7 +158,7 @@ class Batches:
             self.store.require_room(tenant, self._num_to_come(tenant) + NUM_OUTPUTS)
             batches = self._objects.of(tenant)
             if len(batches) >= MAX_BATCHES:
-                ended = [batch for batch in batches if batch.status not in UNFINISHED]
+                ended = [b for b in batches if b.status not in UNFINISHED and b.id not in self._running]
                 if not ended:
                     message = f"{len(batches)} batches are unfinished, the most there may be; wait for one to end"
                     raise RefusedError(429, message, kind="rate_limit_error", code="too_many_batches", retry_after=60)

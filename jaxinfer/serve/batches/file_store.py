@@ -134,7 +134,7 @@ class FileStore:
     def _hold(self) -> BinaryIO:
         """Returns the file whose lock keeps other servers away, and ends with the process."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts are private
             file = (self.folder / "lock").open("wb")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
