@@ -413,6 +413,20 @@ def test_a_server_that_ends_leaves_its_batches_to_the_next(checkpoint, tmp_path)
         assert contents[0] == contents[1]
 
 
+def test_a_batch_does_not_go_on_with_another_model_and_keeps_its_results(checkpoint, tmp_path):
+    lines = [line(str(i), max_tokens=30, ignore_eos=True) for i in range(12)]
+    with with_files(checkpoint, tmp_path) as (_, address), openai_client(address) as client:
+        batch = begin(client, lines)
+        until(lambda: num_completed(client, batch))
+    with with_files(checkpoint, tmp_path, max_model_len=64) as (_, address), openai_client(address) as client:
+        batch = ended(client, batch)
+
+        assert (batch.status, batch.errors.data[0].code) == ("failed", "job_refused")
+        assert "was made with max_model_len=96, and this run has max_model_len=64" in batch.errors.data[0].message
+        assert str(tmp_path) not in batch.errors.data[0].message
+        assert 1 <= len(records(client, batch.output_file_id)) == batch.request_counts.completed < 12
+
+
 def test_a_server_that_is_killed_goes_on_at_the_same_port_and_finishes_its_batches(checkpoint, tmp_path):
     lines = [line(str(i), max_tokens=10 + i % 40, ignore_eos=True) for i in range(24)] + [line("wrong", top=1)]
     options = ["--files", str(tmp_path / "files")]

@@ -505,6 +505,8 @@ def test_what_is_unfinished_after_the_drain_ends_with_its_tokens_so_far(checkpoi
         (["--port", "65536"], "port=65536 is not allowed"),
         (["--port", "0", "--tls-key", "a"], "--tls-certificate and --tls-key belong together"),
         (["--port", "0", "--keys", "nowhere"], "No such file"),
+        (["--port", "0", "--files", "/dev/null/files"], "/dev/null/files cannot be used"),
+        (["--port", "0", "--max-file-bytes", "0"], "max_file_bytes=0 is not allowed"),
     ],
 )
 def test_a_mistake_is_told_before_a_model_is_loaded(options, message, capsys):
