@@ -391,9 +391,9 @@ def test_a_key_that_has_used_its_tokens_waits(guarded):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_pays_for_the_tokens_that_came(guarded, stream):
     llm, http = guarded
-    connection = raw_request(http, {**LONG, "stream": stream}, ANN)
     client = next(client for client in CLIENTS if client.tenant == "ann")
     client.tokens_per_minute, num_before = 1e9, sum(count for _, count in client._used)
+    connection = raw_request(http, {**LONG, "stream": stream}, ANN)
     until(lambda: llm.metrics().num_running)
     connection.close()
 
