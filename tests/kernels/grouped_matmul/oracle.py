@@ -74,4 +74,5 @@ def _fp4_call(call: dict[str, Any], generator: np.random.Generator, size: int) -
     call |= {"weights": pack_int4(jnp.asarray(codes), size).reshape(E, F, -1), "scales": jnp.asarray(exponents)}
     numbers = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64).reshape(E, F, -1)
     wide = numbers * np.repeat(2.0 ** (exponents.astype(int) - 127), size, axis=2)
-    return call, product_by_expert(np.asarray(call["rows"].astype(jnp.float32)), wide, np.asarray(call["counts"]).tolist())
+    rows, counts = np.asarray(call["rows"].astype(jnp.float32)), np.asarray(call["counts"]).tolist()
+    return call, product_by_expert(rows, wide, counts)
