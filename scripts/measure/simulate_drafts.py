@@ -173,7 +173,7 @@ class SimulatedEngine:
             machine.compute(step)
             drafts = [*chunks.drafts[0], WRONG]
             emitted = [RIGHT] * min(drafts.index(WRONG) + 1, num_to_come(request))
-            speculation.observe(step, [[(token, 0.0, {}) for token in emitted]], machine.now - began)
+            speculation.observe(step, [[(token, 0.0, {}, None) for token in emitted]], machine.now - began)
             request.token_ids.extend(emitted)
             request.num_computed += len(emitted)
         request.finish_reason = "length"
