@@ -39,7 +39,7 @@ QUICK = (
     *("kernels/test_gpu_compiler.py", "kernels/test_recorded.py", "kernels/paged_attention/test_block_sizes.py"),
     *("kernels/test_device_report.py", "kernels/test_device_timer.py"),
     *("model/test_batch.py", "model/test_model_config.py", "model/test_params.py"),
-    *("plan/test_memory.py", "sampling/test_sampling_batch.py"),
+    *("notebooks/test_notebook_files.py", "plan/test_memory.py", "sampling/test_sampling_batch.py"),
     *("simulation/test_step_times.py", "simulation/test_trace.py"),
 )
 # Files in these folders that compile whole models.
@@ -61,7 +61,7 @@ SLOW = (
     *("kernels/paged_attention/test_paged_attention.py", "kernels/paged_attention/test_tpu_interpret.py"),
     *("model/components/test_latent_attention.py", "model/components/recurrent/test_recurrence.py"),
     *("model/test_decoder_kernels.py", "model/test_exactness.py"),
-    *("plan/test_library_calls.py", "plan/test_products.py"),
+    *("notebooks/test_executed_notebooks.py", "plan/test_library_calls.py", "plan/test_products.py"),
     *("steps/test_draft_distributions.py", "steps/test_log_probs.py", "steps/test_mesh_steps.py"),
 )
 

@@ -1,0 +1,55 @@
+"""The notebooks of scripts/notebooks, read and executed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import nbclient
+import nbformat
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "scripts" / "notebooks").glob("*.ipynb"))
+SECONDS = 600  # for a cell that hangs
+
+
+def read(path: Path) -> nbformat.NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+class Executed:
+    """A notebook after its last cell, with the values of some Python expressions in its kernel."""
+
+    def __init__(self, path: Path, folder: Path, expressions: dict[str, str]) -> None:
+        self._notebook = read(path)
+        self._notebook.cells.append(nbformat.v4.new_code_cell(_print_as_json(expressions)))
+        client = nbclient.NotebookClient(self._notebook, timeout=SECONDS, kernel_name="python3")
+        # The package is found from any folder, and what the notebook writes is gone with the folder of the test.
+        paths = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+        client.execute(cwd=str(folder), env=os.environ | paths)
+        self._values: dict[str, Any] = json.loads(self.text().splitlines()[-1])
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def text(self) -> str:
+        """Returns all that the cells have printed."""
+        return "".join(output.text for output in self._outputs() if output.get("name") == "stdout")
+
+    def shown(self, kind: str) -> list[str]:
+        """Returns what the cells have shown, in a MIME type."""
+        return [output.data[kind] for output in self._outputs() if kind in output.get("data", {})]
+
+    def _outputs(self) -> list[nbformat.NotebookNode]:
+        return [output for cell in code_cells(self._notebook) for output in cell.outputs]
+
+
+def _print_as_json(expressions: dict[str, str]) -> str:
+    items = ", ".join(f"{name!r}: {expression}" for name, expression in expressions.items())
+    return f"import json\nprint()\nprint(json.dumps({{{items}}}))"

@@ -1,0 +1,183 @@
+"""Each notebook runs from its first cell to its last, and its results hold against independent ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import scipy.special
+
+from jaxinfer.engine.engine import BUNDLED_MODEL
+from tests.notebooks.notebooks import NOTEBOOKS, Executed
+from tests.oracles import load_reference, reference_logits
+
+# Log-probabilities of `transformers` in float32 differ by the order of its sums.
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Returns the log-probabilities f32[T - 1, V] that `transformers` gives the tokens after each of T."""
+    model = load_reference(BUNDLED_MODEL)
+
+    def log_probs(token_ids: list[int]) -> np.ndarray:
+        return scipy.special.log_softmax(reference_logits(model, token_ids)[:-1], axis=-1)
+
+    return log_probs
+
+
+def most_probable(log_probs: np.ndarray, num_tokens: int) -> list[int]:
+    return log_probs[-num_tokens:].argmax(axis=-1).tolist()
+
+
+def of_tokens(log_probs: np.ndarray, token_ids: list[int]) -> np.ndarray:
+    return log_probs[np.arange(len(log_probs)), token_ids[1:]]
+
+
+def check_first_steps(values: Executed, reference: Any) -> None:
+    for prompt, tokens in values["greedy"]:
+        assert most_probable(reference(prompt + tokens), len(tokens)) == tokens
+    texts = values["texts"]
+    assert values["streamed"] == texts[2]
+    assert values["awaited"] == texts[:2]
+    assert "the same beside another prompt: True" in values.text()
+    assert len(set(values["samples"])) == 3
+    vectors = np.array(values["vectors"])
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=-1), 1, rtol=1e-5)
+    assert vectors[0] @ vectors[1] > vectors[0] @ vectors[2]
+    plan, metrics = values.shown("text/html")
+    assert "executables ready" in plan
+    assert "num_output_tokens" in metrics
+
+
+def check_what_the_engine_knows(values: Executed, reference: Any) -> None:
+    prompt, tokens, log_probs = values["completion"]
+    expected = of_tokens(reference(prompt + tokens), prompt + tokens)
+    np.testing.assert_allclose(log_probs, expected[-len(tokens) :], atol=TOLERANCE)
+    read, described = values["read"]
+    np.testing.assert_allclose(described[1:], of_tokens(reference(read), read), atol=TOLERANCE)
+    before, after, sampled = values["before"], values["forked"], values["sampled"]
+    assert len(after) == 3
+    assert after[0] == values["undisturbed"]
+    assert all(tokens[: len(before)] == before for tokens in after)
+    assert len({tuple(tokens) for tokens in after}) == 3
+    assert sampled == after[0][: len(sampled)]
+    assert values["rewound"][: len(sampled) - 4] == sampled[:-4]
+    assert values["rewound"] != after[0]
+    shown, timeline = values.shown("text/html")[1:]
+    assert len(re.findall('title="', shown)) == len(tokens)
+    assert len(re.findall("<text ", timeline)) == 12
+    assert len(re.findall(": queue,", timeline)) == 12
+    assert len(re.findall(": decode,", timeline)) == 12
+
+
+def check_structured_data(values: Executed, reference: Any) -> None:
+    records, facts = values["records"], values["facts"]
+    assert len(records) == len(facts) == 100
+    for record in records:
+        jsonschema.validate(record, values["schema"])
+    assert set(values["reasons"]) == {"stop"}
+    for field in values["schema"]["properties"]:
+        num_right = sum(record[field] == fact[field] for record, fact in zip(records, facts, strict=True))
+        assert f"{field:10} {num_right:3} of 100 right" in values.text()
+    assert values["hit_rate"] > 0.5
+
+
+def check_speculation(values: Executed, reference: Any) -> None:
+    prompt, tokens = values["plain"]
+    assert most_probable(reference(prompt + tokens), len(tokens)) == tokens
+    assert values["drafted"] == values["predicted"] == tokens
+    assert "equal log-probabilities: True" in values.text()
+    for num_accepted, num_drafted in values["counts"]:
+        assert 0 < num_accepted <= num_drafted
+    assert values["counts"][1][0] >= len(tokens)  # of three runs, most of each
+
+
+def check_batch_job(values: Executed, reference: Any) -> None:
+    assert values["statuses"] == [0, -9, 0]
+    assert 20 <= values["num_kept"] < 120
+    folder = Path(values["folder"])
+    undisturbed = (folder / "undisturbed.jsonl").read_bytes()
+    assert [json.loads(line)["custom_id"] for line in undisturbed.splitlines()] == [f"request {i}" for i in range(120)]
+    assert (folder / "out.jsonl").read_bytes() == undisturbed
+
+
+def check_grpo(values: Executed, reference: Any) -> None:
+    assert values["difference"] == 0
+    assert values["curve"][-1] > values["curve"][0] + 0.3
+    # The engine has the trained parameters, which do as well after prompts that training has not seen.
+    assert np.mean(values["rewards_of_others"]) > values["curve"][0] + 0.3
+    assert len(values.shown("image/png")) == 1
+
+
+TOKENS = "[list(c.prompt_token_ids), list(c.token_ids)]"
+CHECKS = {
+    "1_first_steps": (
+        check_first_steps,
+        {
+            "greedy": f"[{TOKENS} for c in completions]",
+            "texts": "[c.text for c in completions]",
+            "samples": "[s.text for s in samples]",
+            "streamed": "''.join(pieces)",
+            "awaited": "[c.text for (c,) in answers]",
+            "vectors": "vectors.tolist()",
+        },
+    ),
+    "2_what_the_engine_knows": (
+        check_what_the_engine_knows,
+        {
+            "completion": "[*(list(ids) for ids in (completion.prompt_token_ids, completion.token_ids)),"
+            " completion.log_probs]",
+            "read": "[read.prompt_token_ids, read.prompt_log_probs]",
+            "before": "before",
+            "forked": "[forked[i].token_ids for i in sorted(forked)]",
+            "undisturbed": "llm.generate('def add(', params, show_progress=False)[0].token_ids",
+            "sampled": "sampled",
+            "rewound": "rewound.token_ids",
+        },
+    ),
+    "3_structured_data": (
+        check_structured_data,
+        {
+            "records": "records",
+            "facts": "facts[2:]",
+            "schema": "schema",
+            "reasons": "[c.finish_reason for c in completions]",
+            "hit_rate": "llm.metrics().prefix_hit_rate",
+        },
+    ),
+    "4_speculation": (
+        check_speculation,
+        {
+            "plain": f"[{TOKENS} for c in [plain]][0]",
+            "drafted": "drafted.token_ids",
+            "predicted": "predicted.token_ids",
+            "counts": "[[m.num_accepted_tokens, m.num_drafted_tokens] for m in (metrics, predicted_metrics)]",
+        },
+    ),
+    "5_batch_job": (
+        check_batch_job,
+        {"statuses": "[status, killed_status, again_status]", "num_kept": "num_kept", "folder": "str(folder)"},
+    ),
+    "6_grpo": (
+        check_grpo,
+        {
+            "difference": "difference",
+            "curve": "curve",
+            "rewards_of_others": "[reward(c.text) for c in llm.generate(others, [SamplingParams(n=8, max_tokens=20,"
+            " stop='\\n', seed=6)] * 3, show_progress=False)]",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_its_results_hold(path, tmp_path, reference):
+    check, expressions = CHECKS[path.stem]
+
+    check(Executed(path, tmp_path, expressions), reference)
