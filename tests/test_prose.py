@@ -1,9 +1,10 @@
-"""Docstrings and comments use the field's words, in sentences that a stranger reads once."""
+"""Docstrings, comments and the text of notebooks use the field's words, in sentences that a stranger reads once."""
 
 from __future__ import annotations
 
 import ast
 import io
+import json
 import re
 import tokenize
 from pathlib import Path
@@ -11,14 +12,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted(file for folder in ("jaxinfer", "kernels_pallas", "scripts") for file in (ROOT / folder).rglob("*.py"))
+FILES = [
+    *sorted(file for folder in ("jaxinfer", "kernels_pallas", "scripts") for file in (ROOT / folder).rglob("*.py")),
+    *sorted((ROOT / "scripts" / "notebooks").glob("*.ipynb")),
+]
 DIALECT = re.compile(r"\b(nobody|somebody|anybody|whoever|whomever|so many|as many|whosever|is told)\b", re.IGNORECASE)
 MAX_WORDS = 34
 
 
 def prose_of(file: Path) -> list[str]:
-    """Returns the docstrings of a file and its comments, those of consecutive lines joined."""
+    """Returns the docstrings of a file and its comments, those of consecutive lines joined; of a notebook its text."""
     text = file.read_text()
+    if file.suffix == ".ipynb":
+        return ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
     nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)]
     found = [ast.get_docstring(node) or "" for node in nodes]
     last = -1
