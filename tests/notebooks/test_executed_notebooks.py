@@ -93,9 +93,11 @@ def check_speculation(values: Executed, reference: Any) -> None:
     assert most_probable(reference(prompt + tokens), len(tokens)) == tokens
     assert values["drafted"] == values["predicted"] == tokens
     assert "equal log-probabilities: True" in values.text()
-    for num_accepted, num_drafted in values["counts"]:
-        assert 0 < num_accepted <= num_drafted
-    assert values["counts"][1][0] >= len(tokens)  # of three runs, most of each
+    # A slow moment of the machine may make drafts look too dear for a run, but not for all six.
+    (num_accepted, num_drafted), (num_accepted_later, num_drafted_later) = values["counts"]
+    assert num_accepted <= num_drafted
+    assert 0 < num_accepted_later <= num_drafted_later
+    assert f"{num_accepted} of {num_drafted} drafts were right" in values.text()
 
 
 def check_batch_job(values: Executed, reference: Any) -> None:
@@ -157,7 +159,7 @@ CHECKS = {
             "plain": f"[{TOKENS} for c in [plain]][0]",
             "drafted": "drafted.token_ids",
             "predicted": "predicted.token_ids",
-            "counts": "[[m.num_accepted_tokens, m.num_drafted_tokens] for m in (metrics, predicted_metrics)]",
+            "counts": "[[m.num_accepted_tokens, m.num_drafted_tokens] for m in (metrics, llm.metrics())]",
         },
     ),
     "5_batch_job": (
