@@ -68,7 +68,7 @@ def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Com
     except _FAILURES as error:
         logger.warning("%s cannot be loaded and is made anew: %s", path, error)
     with _no_jax_entry():
-        compiled = _compile(function, args, statics, _miss_in_jax_cache())
+        compiled = _compile(function, args, statics, without=[_no_pass()])
     try:
         _keep(path, pickle.dumps(serialize(compiled)))
     except _FAILURES as error:
@@ -114,26 +114,36 @@ def _jaxs_limit() -> int:
 def _no_jax_entry() -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which this thread's compilations leave no entry in JAX's own cache.
 
-    Such an entry would never be read: `_miss_in_jax_cache` gives each a key of its own.
+    Such an entry would never be read: `_no_pass` gives each a key of its own.
     """
     # Options have a value per thread, but JAX exports no context manager for this one.
     min_seconds = getattr(jax_config, "persistent_cache_min_compile_time_secs", None)
     return contextlib.nullcontext() if min_seconds is None else min_seconds(math.inf)
 
 
-def _miss_in_jax_cache() -> dict[str, str]:
-    """Returns compiler options that change no executable, but make JAX compile it instead of reading its own cache.
+def _no_pass() -> str:
+    """Returns the name of no pass of XLA, with which JAX compiles anew instead of reading its own cache.
 
     XLA for CPU serialises an executable that it has itself read from a cache without the functions in it.
     """
+    return f"no-pass-{os.urandom(8).hex()}"
+
+
+def _compiler_options(without: Sequence[str]) -> dict[str, str]:
+    """Returns the options of a compilation that leaves out passes of XLA, beside those of XLA_FLAGS.
+
+    On GPU it leaves out rematerialization, which computes again what memory seems to lack. XLA counts pages as memory
+    that steps need. If they take more than 80 % of the device, it would compute a decode step of 463 kernels by 603.
+    """
     flags = re.findall(r"--xla_disable_hlo_passes=(\S+)", os.environ.get("XLA_FLAGS", ""))
-    return {"xla_disable_hlo_passes": ",".join([*flags[-1:], f"no-pass-{os.urandom(8).hex()}"])}
+    passes = [*flags[-1:], *(["rematerialization"] if jax.default_backend() == "gpu" else []), *without]
+    return {"xla_disable_hlo_passes": ",".join(passes)} if passes else {}
 
 
 def _compile(
-    function: Any, args: Sequence[Any], statics: dict[str, Any], options: dict[str, str] | None = None
+    function: Any, args: Sequence[Any], statics: dict[str, Any], without: Sequence[str] = ()
 ) -> jax.stages.Compiled:
-    compiled = function.lower(*args, **statics).compile(compiler_options=options)
+    compiled = function.lower(*args, **statics).compile(compiler_options=_compiler_options(without))
     # Otherwise JAX keeps all traces and executables until the process ends: thousands of memory maps per engine.
     function.clear_cache()
     return compiled

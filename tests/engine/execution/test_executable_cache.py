@@ -448,3 +448,26 @@ def test_executables_for_several_devices_and_for_one_that_is_not_the_first_come_
     subprocess.run([sys.executable, "-c", ON_DEVICES], env=environment, check=True, timeout=120)
 
     assert len(kept(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("flags", ["", "--xla_disable_hlo_passes=cse"])
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_on_gpu_xla_rematerializes_nothing(backend, flags, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    options = []
+
+    class Function:
+        def lower(self):
+            return self
+
+        def compile(self, compiler_options):
+            options.append(compiler_options)
+
+        def clear_cache(self):
+            pass
+
+    executable_cache._compile(Function(), (), {}, without=["other"])
+
+    passes = [*(["cse"] if flags else []), *(["rematerialization"] if backend == "gpu" else []), "other"]
+    assert options == [{"xla_disable_hlo_passes": ",".join(passes)}]
