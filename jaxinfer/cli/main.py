@@ -6,6 +6,7 @@
 * `jaxinfer serve` answers OpenAI's API.
 * `jaxinfer bench` measures a random load, `jaxinfer replay` a trace of requests.
 * `jaxinfer simulate` predicts a trace without a device.
+* `jaxinfer quantize` writes a quantized copy of a checkpoint.
 * `jaxinfer models` lists the families of checkpoints that can be read.
 * `jaxinfer doctor` checks that on this CPU the bits of a request do not depend on the batch.
 """
@@ -147,6 +148,16 @@ def _parser() -> argparse.ArgumentParser:
     server = commands.add_parser("serve", help="answer OpenAI's API over HTTP", allow_abbrev=False)
     serve.add_options(server)
     server.set_defaults(run=serve.serve)
+
+    quantize = commands.add_parser(
+        "quantize", help="write a quantized copy of a checkpoint; run it again to go on", allow_abbrev=False
+    )
+    quantize.add_argument("source", metavar="MODEL", help="folder or name of a checkpoint in floating point")
+    quantize.add_argument("target", metavar="OUT", help="folder of the copy, in the format of compressed-tensors")
+    scheme = "int4: a scale per 128 inputs (default); int8 and fp8: a scale per channel"
+    quantize.add_argument("--scheme", choices=("int4", "int8", "fp8"), default="int4", help=scheme)
+    quantize.add_argument("--quiet", action="store_true", help="no progress and no sizes")
+    quantize.set_defaults(run=_quantize)
 
     doctor = commands.add_parser(
         "doctor", help="check that on this CPU no bit of a request depends on the batch", allow_abbrev=False
@@ -348,6 +359,20 @@ def _merge(arguments: argparse.Namespace) -> int:
     if not arguments.quiet:
         print(f"{merged.num_requests} requests merged, {merged.num_errors} with an error", file=sys.stderr)
     return EXIT_FAULTS if merged.num_errors else 0
+
+
+def _quantize(arguments: argparse.Namespace) -> int:
+    from jaxinfer.checkpoint import resolve_checkpoint
+    from jaxinfer.checkpoint.quantized_copy import write_quantized
+
+    source = resolve_checkpoint(arguments.source)
+    target = write_quantized(source, arguments.target, arguments.scheme, show_progress=not arguments.quiet)
+    if not arguments.quiet:
+        before, after = (
+            sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6 for folder in (source, target)
+        )
+        print(f"{target}: {after:,.1f} MB of weights, {after / before:.2f} of the {before:,.1f} MB of {source}")
+    return 0
 
 
 def _models(arguments: argparse.Namespace) -> None:
