@@ -31,8 +31,9 @@ ALLOWED = {
     "model": "config kernels_pallas quantization validation",
     "sampling": "config kernels_pallas model sampling_params validation",
     "steps": "config kernels_pallas model sampling sampling_params validation",
-    "text": "plain_values sampling_params validation",
-    "checkpoint": "config device model quantization sampling_params steps validation",
+    "gguf": "validation",
+    "text": "gguf plain_values sampling_params validation",
+    "checkpoint": "config device gguf model quantization sampling_params steps validation",
     "plan": "html kernels_pallas",
     "engine.request": "sampling_params",
     "engine.kv_cache": "atomic_file engine.request sampling_params",
@@ -46,7 +47,7 @@ ALLOWED = {
     " engine.scheduling model plain_values sampling_params text validation",
 }
 # The command line, the server, the simulation, batch jobs and the engine's own few modules may import all of these.
-NO_JAX = ("config", "text", "engine.request", "engine.kv_cache", "engine.scheduling")
+NO_JAX = ("config", "gguf", "text", "engine.request", "engine.kv_cache", "engine.scheduling")
 
 
 def module_name(path):

@@ -13,10 +13,12 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders
 
+from jaxinfer.gguf.file import is_gguf
 from jaxinfer.text.added_tokens import read_stated_tokens
+from jaxinfer.text.backends.gguf_vocabulary import load_gguf_vocabulary
+from jaxinfer.text.backends.sentencepiece_model import load_sentencepiece
 from jaxinfer.text.chat_template import ChatTemplates
 from jaxinfer.text.files import check_size
-from jaxinfer.text.sentencepiece_model import load_sentencepiece
 from jaxinfer.validation import MAX_INT, as_bool, as_plain, as_tuple, is_int, require, shown
 
 logger = logging.getLogger(__name__)
@@ -66,10 +68,14 @@ class Tokenizer:
     def from_path(cls, checkpoint_dir: str | Path) -> Tokenizer | None:
         """Reads tokenizer.json in `checkpoint_dir`, or else tokenizer.model of SentencePiece, and the files beside it.
 
-        None without either, ValueError for a damaged file.
+        Of a GGUF file it reads the vocabulary in its metadata. None without any of these, ValueError for a damaged
+        file.
         """
         require(isinstance(checkpoint_dir, str | Path), "checkpoint_dir", checkpoint_dir, "text or a Path")
         folder = Path(checkpoint_dir)
+        if is_gguf(folder) and folder.is_file():
+            vocabulary = load_gguf_vocabulary(folder)
+            return None if vocabulary is None else cls(*vocabulary)
         path = folder / "tokenizer.json"
         if not path.exists():
             path = folder / "tokenizer.model"

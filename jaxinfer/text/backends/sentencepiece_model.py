@@ -87,11 +87,7 @@ def _unigram(proto: Any) -> models.Unigram:
 def _bpe(proto: Any) -> models.BPE:
     """Returns the model whose merges are all pairs of pieces that make a piece, the best piece first."""
     ids = {piece.piece: i for i, piece in enumerate(proto.pieces)}
-    scores = {piece.piece: piece.score for piece in proto.pieces if piece.type == NORMAL}
-    merges = []
-    for piece in sorted(scores, key=lambda piece: (-scores[piece], ids[piece])):
-        pairs = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
-        merges += [pair for pair in pairs if pair[0] in scores and pair[1] in scores]
+    merges = merges_of({piece.piece: piece.score for piece in proto.pieces if piece.type == NORMAL}, ids)
     unknown = next((piece.piece for piece in proto.pieces if piece.type == UNKNOWN), None)
     return models.BPE(
         ids,
@@ -102,6 +98,15 @@ def _bpe(proto: Any) -> models.BPE:
         # A user-defined symbol, which is cut out before, is a word of the vocabulary that no merges make.
         ignore_merges=any(piece.type == USER_DEFINED for piece in proto.pieces),
     )
+
+
+def merges_of(scores: Mapping[str, float], ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Returns all pairs of pieces that make a piece, those of the piece with the highest score first."""
+    merges = []
+    for piece in sorted(scores, key=lambda piece: (-scores[piece], ids[piece])):
+        pairs = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
+        merges += [pair for pair in pairs if pair[0] in scores and pair[1] in scores]
+    return merges
 
 
 def _normalizer(spec: Any) -> normalizers.Normalizer:

@@ -1,0 +1,1 @@
+"""Tokenizers of other files than tokenizer.json, made into those of the library `tokenizers`."""

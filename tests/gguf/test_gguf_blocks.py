@@ -1,0 +1,64 @@
+"""Blocks as float32, against the dequantization of the `gguf` package, which is that of ggml's C to the bit."""
+
+import gguf
+import numpy as np
+import pytest
+
+from jaxinfer.gguf.blocks import BLOCK_TYPES, dequantize, q4_0_integers, q8_0_integers
+
+TYPES = {block.name: block for block in BLOCK_TYPES.values()}
+NUM_ROWS = 24
+
+
+def random_blocks(block, num_blocks, seed=0):
+    """Returns rows of random bytes, whose half-precision numbers are finite and whose E8M0 scales are numbers."""
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (NUM_ROWS, num_blocks, block.num_bytes), np.uint8)
+    scales = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "F32": (), "BF16": (), "F16": (0,), "MXFP4": ()}
+    pair = (0, 2) if block.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,)
+    for at in scales.get(block.name, pair):
+        numbers = rng.standard_normal((NUM_ROWS, num_blocks)) * np.exp2(rng.integers(-16, 8, (NUM_ROWS, num_blocks)))
+        blocks[..., at : at + 2] = numbers.astype(np.float16)[..., None].view(np.uint8)
+    if block.name in ("F32", "BF16"):
+        blocks[..., -1] &= 0xBF  # a smaller exponent
+    if block.name == "MXFP4":
+        blocks[..., 0] %= 253  # beyond, float32 overflows
+    return blocks.reshape(NUM_ROWS, -1)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_blocks_give_the_numbers_of_ggml_to_the_bit(name):
+    blocks = random_blocks(TYPES[name], 300 if TYPES[name].length < 256 else 40)
+    expected = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name])
+
+    found = dequantize(blocks, TYPES[name])
+
+    assert found.shape == (NUM_ROWS, expected.shape[-1])
+    np.testing.assert_array_equal(found.view(np.uint32), np.ascontiguousarray(expected, np.float32).view(np.uint32))
+
+
+@pytest.mark.parametrize(("name", "integers"), [("Q8_0", q8_0_integers), ("Q4_0", q4_0_integers)])
+def test_integers_times_their_scales_are_the_numbers(name, integers):
+    blocks = random_blocks(TYPES[name], 3)
+
+    values, scales = integers(blocks)
+
+    assert (values.dtype, scales.dtype) == (np.int8, np.float16)
+    assert (values.shape, scales.shape) == ((NUM_ROWS, 96), (NUM_ROWS, 3))
+    product = values.astype(np.float32) * scales.astype(np.float32).repeat(32, -1)
+    np.testing.assert_array_equal(product, dequantize(blocks, TYPES[name]))
+
+
+def test_lengths_and_bytes_are_those_of_ggml():
+    assert {name: (block.length, block.num_bytes) for name, block in TYPES.items()} == {
+        name: tuple(gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]) for name in TYPES
+    }
+
+
+@pytest.mark.parametrize(("name", "scale"), [("MXFP4", [255]), ("Q4_K", [0, 0x7C]), ("Q8_0", [1, 0x7E])])
+def test_a_scale_that_is_infinite_or_no_number_is_refused(name, scale):
+    blocks = random_blocks(TYPES[name], 2)
+    blocks[1, : len(scale)] = scale
+
+    with pytest.raises(ValueError, match="is infinite or no number"):
+        dequantize(blocks, TYPES[name])
