@@ -293,19 +293,20 @@ def _floats_of(stored: Stored) -> np.ndarray:
 def _assemble_floats(
     assembly: Assembly, stored: Mapping[str, Stored], dtype: np.dtype, sharding: Sharding | None
 ) -> jax.Array:
-    views = [assembly.view(_floats_of(stored[name])) for name in assembly.names]
     num_stacked = assembly.num_stacked
+    places = np.arange(len(assembly.names)).reshape(assembly.shape[:num_stacked])
 
     def read(index: Any) -> np.ndarray:
-        if num_stacked == 0:
-            whole = views[0][index]
-            array = empty_aligned(whole.shape, dtype)
-            np.copyto(array, whole, casting="unsafe")
-            return array
-        chosen = np.arange(len(views)).reshape(assembly.shape[:num_stacked])[index[:num_stacked]]
-        slices = [views[i][index[num_stacked:]] for i in chosen.flat]
-        stack = empty_aligned((len(slices), *slices[0].shape), dtype)
-        return np.stack(slices, out=stack, casting="unsafe").reshape(*chosen.shape, *slices[0].shape)
+        """Reads the stored tensors one at a time: blocks and integers become floats as they are read."""
+        chosen = places[index[:num_stacked]]
+        stack = None
+        for place, i in enumerate(chosen.flat):
+            part = assembly.view(_floats_of(stored[assembly.names[i]]))[index[num_stacked:]]
+            if stack is None:
+                stack = empty_aligned((chosen.size, *part.shape), dtype)
+            np.copyto(stack[place], part, casting="unsafe")
+        assert stack is not None
+        return stack.reshape(*chosen.shape, *stack.shape[1:])
 
     if sharding is None:
         array = jax.device_put(read((slice(None),) * len(assembly.shape)))

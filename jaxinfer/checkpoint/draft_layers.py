@@ -17,13 +17,13 @@ from jaxinfer.checkpoint.assembly import Assembly, plan_assembly
 from jaxinfer.checkpoint.config_json.family import LAYER, as_stored
 from jaxinfer.checkpoint.config_json.fields import is_enabled, require_size
 from jaxinfer.checkpoint.families import FAMILIES, family_of, llama
-from jaxinfer.checkpoint.formats import logical_tensors
 from jaxinfer.checkpoint.huggingface import (
     have_equal_values,
     read_config,
     read_headers,
     read_json,
     read_settings,
+    read_stored,
     read_tensors,
     refuse_misfits,
     require_fitting_tensors,
@@ -49,8 +49,7 @@ def load_mtp(target: Path, dtype: Any, quantization: str | None = None) -> Eagle
 
     Raises ValueError if the checkpoint has none, or one that does not fit its config.json.
     """
-    (hf, settings), config = read_settings(target), read_config(target)
-    stored = logical_tensors(read_headers(target), settings)
+    (hf, _), config, stored = read_settings(target), read_config(target), read_stored(target)
     family, wanted = family_of(hf), f"speculation={MTP!r} needs a checkpoint with a layer for multi-token prediction"
     text = family.text_settings(hf)
     if (names := family.draft_layer) is None:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 
 def fingerprint(path: Path, others: Iterable[str] = ()) -> str:
-    """Returns a digest of all weights, of config.json and of the `others` that the checkpoint has.
+    """Returns a digest of all weights, of config.json and of the `others` that the checkpoint has; or of its one file.
 
     It reads every byte, at the speed of the disk or 1 GB/s.
     """
     present = [path / name for name in others if (path / name).is_file()]
-    files = sorted([path / "config.json", *path.glob("*.safetensors"), *present])
+    files = [path] if path.is_file() else sorted([path / "config.json", *path.glob("*.safetensors"), *present])
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter lock
         digests = list(pool.map(_digest, files))
     whole = hashlib.blake2b(digest_size=32)

@@ -11,6 +11,8 @@ from typing import Any
 
 from jaxinfer.checkpoint.huggingface import read_eos_token_ids, read_json
 from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.gguf.file import is_gguf, read_gguf
+from jaxinfer.gguf.names import sampling_of
 from jaxinfer.sampling_params import MAX_BIAS, TotalLength
 from jaxinfer.validation import MAX_INT, is_int, is_real, require, require_bool, require_int, shown
 
@@ -44,6 +46,7 @@ OTHERS: Mapping[str, tuple[Any, ...]] = {
     "exponential_decay_length_penalty": (),
     "remove_invalid_values": (False,),
     "max_time": (),
+    **{"xtc_probability": (0,), "mirostat": (0,), "penalty_last_n": (-1,)},  # of a GGUF
 }
 # The same of fields without effect on greedy decoding.
 FILTERS: Mapping[str, tuple[Any, ...]] = {"top_h": (1,), "epsilon_cutoff": (0, 1), "eta_cutoff": (0, 1)}
@@ -52,14 +55,17 @@ FILTERS: Mapping[str, tuple[Any, ...]] = {"top_h": (1,), "epsilon_cutoff": (0, 1
 def read_sampling_defaults(
     path: str | Path, *, vocab_size: int = MAX_INT, max_listed_tokens: int = EngineConfig.max_listed_tokens
 ) -> SamplingParams:
-    """Returns the sampling that generation_config.json recommends; a field that it leaves out has its default.
+    """Returns the sampling that generation_config.json or a GGUF recommends; other fields have their defaults.
 
     One warning names the stated fields that would change tokens in transformers and cannot be honoured, and lists of
     more than `max_listed_tokens` token ids. Ids beyond the vocabulary have no effect. Raises ValueError for a wrong
     value.
     """
     file, end_tokens = Path(path) / FILE, read_eos_token_ids(path)
-    stated = read_json(file) if file.is_file() else {}
+    if is_gguf(Path(path)):
+        file, stated = Path(path), sampling_of(read_gguf(Path(path)))
+    else:
+        stated = read_json(file) if file.is_file() else {}
     stated = {name: value for name, value in stated.items() if value is not None}
     try:
         fields = {**_single_values(stated), **_lengths(stated)}

@@ -1,4 +1,4 @@
-"""Checkpoints in the Hugging Face layout: config.json beside safetensors, in a directory or on the Hub."""
+"""Checkpoints in the Hugging Face layout, config.json beside safetensors, or in one GGUF file; here or on the Hub."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from jaxinfer.checkpoint.assembly import Assembly, abstract, assemble, grid_of, 
 from jaxinfer.checkpoint.config_json.family import WeightTable, embedding_name, fields_of, is_backbone
 from jaxinfer.checkpoint.families import family_of
 from jaxinfer.checkpoint.formats import logical_tensors, settings_of, without_settings
+from jaxinfer.checkpoint.formats.gguf import describe_widened, gguf_tensors, settings_of_gguf
 from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor, read_header
 from jaxinfer.checkpoint.stored import Stored, StoredQuantized
 from jaxinfer.device import packs_integers
+from jaxinfer.gguf.file import SUFFIX, is_gguf, read_gguf
+from jaxinfer.gguf.names import config_of
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.mixers import source_of
 from jaxinfer.model.params import Params
@@ -41,22 +44,28 @@ MAX_JSON_BYTES = 2**26  # of a configuration or an index; the largest models' ha
 
 
 def resolve_checkpoint(path_or_id: str | Path, patterns: Sequence[str] = DOWNLOADED) -> Path:
-    """Returns the directory of a checkpoint: a local one, or else a Hub id's snapshot, downloaded if need be.
+    """Returns the place of a checkpoint: a local directory or GGUF file, or else what a Hub id names, downloaded.
 
-    A ValueError if it is neither; of a Hub repository only files of these patterns are fetched: safetensors, JSON and
-    tokenizer files unless told otherwise.
+    A Hub id is that of a repository, or of a GGUF file in one, such as "owner/name/model.gguf". A ValueError if it is
+    neither; of a repository only files of these patterns are fetched: safetensors, JSON and tokenizer files unless told
+    otherwise.
     """
     is_path = isinstance(path_or_id, str | Path) and str(path_or_id).isprintable() and bool(str(path_or_id))
-    require(is_path, "checkpoint", path_or_id, "a folder or Hub id as text or Path")
-    directory = Path(path_or_id).expanduser()
-    if directory.is_dir():
-        return directory
-    if directory.exists():
-        raise ValueError(f"checkpoint {str(path_or_id)!r} is a file; give the directory that it is in")
+    require(is_path, "checkpoint", path_or_id, "a folder, a GGUF file or a Hub id, as text or Path")
+    place = Path(path_or_id).expanduser()
+    if place.is_dir() or (place.is_file() and is_gguf(place)):
+        return place
+    if place.exists():
+        raise ValueError(
+            f"checkpoint {str(path_or_id)!r} is a file; give the directory that it is in, or a file {SUFFIX}"
+        )
     # Imported here: reading a local checkpoint needs neither the package nor the time to import it.
     import huggingface_hub
 
+    owner, name, file = [*str(path_or_id).split("/", 2), "", ""][:3]
     try:
+        if file and is_gguf(Path(file)):
+            return Path(huggingface_hub.hf_hub_download(f"{owner}/{name}", file))
         snapshot = huggingface_hub.snapshot_download(
             str(path_or_id), allow_patterns=list(patterns), ignore_patterns=NOT_DOWNLOADED
         )
@@ -64,27 +73,26 @@ def resolve_checkpoint(path_or_id: str | Path, patterns: Sequence[str] = DOWNLOA
     except (OSError, ValueError) as error:
         raise ValueError(
             f"checkpoint {shown(str(path_or_id))} is neither a local directory nor reachable on the Hugging"
-            f" Face Hub ({type(error).__name__}: {error}); give the path of an existing directory, or an id"
-            " such as 'Qwen/Qwen3-0.6B' with network access or after downloading it once"
+            f" Face Hub ({type(error).__name__}: {error}); give the path of an existing directory or GGUF file, or an"
+            " id such as 'Qwen/Qwen3-0.6B' with network access or after downloading it once"
         ) from error
     return Path(snapshot)
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """Returns the model that config.json describes; what cannot be honoured in it is a ValueError.
+    """Returns the model that config.json or a GGUF describes; what cannot be honoured in it is a ValueError.
 
     If the tensors are there too, they decide if it has an unembedding of its own, that of the embedding, or none.
     """
-    file = Path(path) / "config.json"
-    hf, settings = read_settings(Path(path))
+    hf, _ = read_settings(Path(path))
     try:
         config = family_of(hf).config_from_hf(hf)
     except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
+        raise ValueError(f"{_config_file(Path(path))}: {error}") from None
     if is_backbone(hf):
         return replace(config, has_logits=False)
     try:
-        stored = logical_tensors(read_headers(Path(path)), settings)
+        stored = read_stored(Path(path))
     except ValueError:  # none are there, or `require_fitting_tensors` says what is wrong with them
         return config
     return _with_stored_unembedding(Path(path), config, hf, stored)
@@ -93,13 +101,36 @@ def read_config(path: str | Path) -> ModelConfig:
 def read_settings(path: Path) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
     """Returns config.json as that of a model in floating point, and its settings of a packed format, if any.
 
-    Raises ValueError for a format that is not read.
+    A GGUF has them in its metadata. Raises ValueError for a format that is not read.
     """
-    hf = read_json(path / "config.json")
     try:
+        if is_gguf(path):
+            file = read_gguf(path)
+            return config_of(file), settings_of_gguf(file)
+        hf = read_json(path / "config.json")
         return without_settings(hf), settings_of(hf)
     except ValueError as error:
-        raise ValueError(f"{path / 'config.json'}: {error}") from None
+        raise _from_file(_config_file(path), error) from None
+
+
+def read_stored(path: Path) -> dict[str, Stored]:
+    """Returns the model's tensors by name, packed weights as integers; ValueError for a damaged or unknown format."""
+    if not is_gguf(path):
+        _, settings = read_settings(path)
+        return logical_tensors(read_headers(path), settings)
+    try:
+        return gguf_tensors(read_gguf(path))
+    except ValueError as error:
+        raise _from_file(path, error) from None
+
+
+def _config_file(path: Path) -> Path:
+    return path if is_gguf(path) else path / "config.json"
+
+
+def _from_file(file: Path, error: ValueError) -> ValueError:
+    """Returns the error with the file's name before its message, if it is not there yet."""
+    return error if str(error).startswith(str(file.parent)) else ValueError(f"{file}: {error}")
 
 
 def refuse_both(path: Path, quantization: str | None) -> None:
@@ -135,13 +166,13 @@ def _without(stored: Mapping[str, Stored], prefixes: tuple[str, ...]) -> dict[st
 
 
 def read_eos_token_ids(path: str | Path) -> tuple[int, ...]:
-    """Returns the tokens that end a text: generation_config.json's, else config.json's, else none.
+    """Returns the tokens that end a text: generation_config.json's, else config.json's or the GGUF's, else none.
 
     In a checkpoint of several models those of the text model count as config.json's too.
     """
-    for name in ("generation_config.json", "config.json"):
-        file = Path(path) / name
-        stated = read_json(file) if file.is_file() else {}
+    files = [Path(path) / name for name in ("generation_config.json", "config.json")]
+    for file in [Path(path)] if is_gguf(Path(path)) else files:
+        stated = read_settings(file)[0] if is_gguf(file) else read_json(file) if file.is_file() else {}
         text_model = stated.get("text_config")
         places = (stated, text_model) if isinstance(text_model, dict) else (stated,)
         value = next((place["eos_token_id"] for place in places if place.get("eos_token_id") is not None), None)
@@ -163,7 +194,7 @@ def load_params(
     quantization: str | None = None,
     show_progress: bool = False,
 ) -> Params:
-    """Reads the parameters of a checkpoint directory as `dtype`, one tensor of `Params` at a time.
+    """Reads the parameters of a checkpoint as `dtype`, one tensor of `Params` at a time.
 
     Each is on its devices before the next is read, so the host holds one stacked group of one weight at most. If
     `placement` (see `jaxinfer.model.params.shardings`) splits a weight, the host holds only the slices of its own
@@ -188,6 +219,10 @@ def load_params(
     if skipped:
         towers = ", ".join(sorted({name.removeprefix("model.").partition(".")[0] for name in skipped}))
         logger.warning("%s: loads the text model alone, without %d tensors of %s", path, len(skipped), towers)
+    if is_gguf(path):
+        floats = [a for a in jax.tree.leaves(plan, is_leaf=_is_assembly) if grid_of(a, stored) is None]
+        if line := describe_widened((stored[name] for a in floats for name in a.names), jnp.dtype(dtype)):
+            logger.warning("%s: %s", path, line)
     if placement is not None and jax.tree.structure(placement) != jax.tree.structure(plan, is_leaf=_is_assembly):
         raise ValueError(
             f"placement does not have the tensors of a model with layer_groups={config.layer_groups};"
@@ -226,9 +261,9 @@ def require_fitting_tensors(path: Path, config: ModelConfig) -> tuple[Params, di
 
     Raises one ValueError that lists every missing, unexpected or mis-shaped tensor of the checkpoint directory.
     """
-    hf, settings = read_settings(path)
+    hf, _ = read_settings(path)
     family = family_of(hf)
-    stored = logical_tensors(read_headers(path), settings)
+    stored = read_stored(path)
     weights = family.weights_among(stored)
     plan, unread = plan_assembly(config, weights), _unread_keys_and_values(config, weights)
     stored = _with_prefix(stored, {*_expected_shapes(plan), *unread}, family.prefix)

@@ -56,7 +56,21 @@ class StoredQuantized:
         return inputs
 
 
-Stored = StoredTensor | StoredQuantized
+@dataclass(frozen=True)
+class StoredFloats:
+    """A tensor in blocks that are read as floating point: `map` makes it f32 anew at each call.
+
+    That raises ValueError for a number that is infinite or none.
+    """
+
+    shape: tuple[int, ...]
+    map: Callable[[], np.ndarray]
+    kind: str  # of blocks, by the format's own name
+    num_bytes: int  # in the file
+    dtype: str = "F32"
+
+
+Stored = StoredTensor | StoredQuantized | StoredFloats
 
 
 def pack_int4(values: np.ndarray, num_groups: int) -> np.ndarray:

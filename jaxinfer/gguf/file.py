@@ -84,8 +84,8 @@ class _DamagedError(Exception):
 
 
 def is_gguf(path: Path) -> bool:
-    """True for the path of a GGUF file, there or not."""
-    return path.suffix == SUFFIX
+    """True for the path of a GGUF file, there or not; its ending decides."""
+    return path.suffix == SUFFIX and not path.is_dir()
 
 
 def read_gguf(path: Path) -> GGUFFile:

@@ -80,8 +80,8 @@ def load_target(
 
 
 def _is_place(speculation: str) -> bool:
-    """True for a folder or Hub id, False for the name of a drafter."""
-    return speculation not in (*DRAFTERS, MTP) and ("/" in speculation or Path(speculation).is_dir())
+    """True for a folder, file or Hub id, False for the name of a drafter."""
+    return speculation not in (*DRAFTERS, MTP) and ("/" in speculation or Path(speculation).exists())
 
 
 def _load_drafter(path: str | Path, dtype: str, target: Path) -> Drafter:

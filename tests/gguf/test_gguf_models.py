@@ -1,0 +1,60 @@
+"""Models in a GGUF have the logits of `transformers` on the dequantized weights."""
+
+import numpy as np
+import pytest
+
+from jaxinfer.checkpoint import load_checkpoint
+from jaxinfer.gguf.blocks import BLOCK_TYPES
+from jaxinfer.quantization.quantized_array import QuantizedArray
+from tests.gguf.gguf_files import save_gguf
+from tests.oracles import load_reference, reference_logits
+from tests.replay import replay
+
+THETA = {"rope_theta": 1e4}
+LINEAR = {"rope_type": "linear", "factor": 2.5, **THETA}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **THETA}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, **THETA}
+MIXED = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q8_0", "output": "Q5_K", "blk.1.attn_q": "Q8_0"}
+CASES = {
+    **{f"llama in {block.name}": ("llama", block.name, {}) for block in BLOCK_TYPES.values()},
+    "llama in types that differ by layer": (
+        "llama",
+        lambda name: next((kind for part, kind in MIXED.items() if part in name), "Q4_K"),
+        {"num_hidden_layers": 3},
+    ),
+    "llama with long positions and biases": (
+        "llama",
+        "Q8_0",
+        {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}, "attention_bias": True},
+    ),
+    "llama, tied": ("llama", "Q4_0", {"tie_word_embeddings": True}),
+    "mixtral": ("mixtral", "Q4_K", {}),
+    "mixtral, packed": ("mixtral", "Q8_0", {}),
+    "qwen2": ("qwen2", "Q5_1", {"rope_parameters": YARN}),
+    "qwen3, tied": ("qwen3", "Q8_0", {"head_dim": 64, "tie_word_embeddings": True}),
+    "qwen3_moe": ("qwen3_moe", "Q4_0", {"head_dim": 64, "moe_intermediate_size": 64, "norm_topk_prob": True}),
+    "gemma": ("gemma", "Q4_0", {"head_dim": 64}),
+    "gemma2": ("gemma2", "Q8_0", {"head_dim": 64, "query_pre_attn_scalar": 64}),
+    "gemma3": ("gemma3_text", "Q4_0", {"head_dim": 64, "query_pre_attn_scalar": 64, "num_hidden_layers": 6}),
+    "phi3": ("phi3", "Q8_0", {}),
+    "olmo2": ("olmo2", "Q4_1", {}),
+    "granite": ("granite", "Q8_0", {}),
+    "smollm3": ("smollm3", "Q4_0", {"num_hidden_layers": 4}),
+}
+
+
+def tokens():
+    return np.random.default_rng(5).integers(0, 96, 40)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers_on_the_dequantized_weights(tmp_path, case):
+    family, kind, overrides = CASES[case]
+    path, reference = save_gguf(tmp_path, family, kind, **overrides)
+    expected = reference_logits(load_reference(reference), tokens())
+
+    params, config = load_checkpoint(path, "float32")
+    (logits,) = replay(params, [tokens()], [[(0, 25)], [(0, 15)]], config=config, shape=(32, 1), is_exact=False)
+
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+    assert np.abs(expected).max() > 0.5
