@@ -14,7 +14,6 @@ from typing import Any
 
 import gguf
 import numpy as np
-import torch
 from safetensors.numpy import load_file, save_file
 
 from jaxinfer.gguf.blocks import BLOCK_TYPES

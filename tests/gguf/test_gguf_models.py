@@ -5,7 +5,6 @@ import pytest
 
 from jaxinfer.checkpoint import load_checkpoint
 from jaxinfer.gguf.blocks import BLOCK_TYPES
-from jaxinfer.quantization.quantized_array import QuantizedArray
 from tests.gguf.gguf_files import save_gguf
 from tests.oracles import load_reference, reference_logits
 from tests.replay import replay
