@@ -30,7 +30,6 @@ ARCHITECTURES = {
 }
 PERMUTED = ("llama", "granite", "smollm3")
 EXPERT = re.compile(r"experts\.(\d+)\.")
-RULES = np.random.default_rng(0)
 
 
 def random_blocks(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
@@ -171,6 +170,20 @@ def llama3_factors(parameters: Mapping[str, Any], head_dim: int) -> np.ndarray:
         smooth = min(max((length / wavelength - low) / (high - low), 0.0), 1.0)
         factors.append(1 / ((1 - smooth) / parameters["factor"] + smooth))
     return np.array(factors, np.float32)
+
+
+def add_vocabulary(writer: gguf.GGUFWriter) -> None:
+    """Adds a vocabulary of 97 tokens: the end, the space, printable ASCII, and a word of two letters."""
+    words = ["<end>", "Ġ", *map(chr, range(33, 127)), "ab"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list(words)
+    writer.add_token_types([3, *[1] * (len(words) - 1)])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(0)
+    writer.add_bos_token_id(0)
+    writer.add_chat_template("{{ messages }}")
+    writer.add_float32("general.sampling.temp", 0.7)
 
 
 def save_gguf(

@@ -19,8 +19,8 @@ from jaxinfer.text.tokenizer import Tokenizer
 
 README = Path(__file__).parents[2] / "README.md"
 NASTY = (
-    "<|endoftext|>Hello  world!\n\n\tI'LL don't we'Re 12345 3.14 — naïve café e\u0301 ﬁ ①\r\n  中文テスト 😀👩\u200d👩 x"
-    "²  <think> CamelCaseHTTPServer iPhone's a_b/c//d <|endoftext|> <tool>\u00a0 \u2028 ÀÉÎ ßtraße İstanbul ١٢٣ हिन्दी"
+    "<|endoftext|>Hello  world!\n\n\tI'LL don't we'Re 12345 3.14 — naïve café e\u0301 ﬁ ①\r\n  中文テスト 😀👩\u200d👩"
+    " x²  <think> CamelCaseHTTPServer iPhone's a_b/c//d <|endoftext|> <tool>\u00a0 \u2028 ÀÉÎ ßtraße İstanbul ١٢٣ हिन्दी"
     " [PAD9] ?!...  \n \n   end   "
 )
 # As the tokenizer.json of published models states them: Llama 3, Qwen2, GPT-2, GPT-4o (Phi-4-mini), Mistral Nemo,
@@ -218,6 +218,8 @@ def test_ids_are_those_of_the_sentencepiece_library(tmp_path, has_prefix):
         ({"model": "bert"}, "tokenizer.ggml.model='bert' is not supported"),
         ({"merges": ["a"]}, "tokenizer.ggml.merges is no list of pairs"),
         ({"merges": ["zz qq"]}, "tokenizer.ggml.merges is no list of pairs"),
+        ({"remove_extra_whitespaces": True}, "tokenizer.ggml.remove_extra_whitespaces=True is not supported"),
+        ({"precompiled_charsmap": [1, 2]}, "tokenizer.ggml.precompiled_charsmap=.* is not supported"),
         ({"token_type": [1]}, "has no number for each of"),
         ({"bos_token_id": 10**6}, "tokenizer.ggml.bos_token_id=1000000 is no token"),
         ({"add_bos_token": 1}, "tokenizer.ggml.add_bos_token=1 is neither true nor false"),

@@ -55,7 +55,7 @@ def _packed(name: str, tensor: NamedTensor) -> StoredQuantized:
         shape=(outputs, inputs),
         grid=Grid(bits, inputs // length, "F16", has_zeros=False, has_order=False),
         values=lambda: integers(tensor.blocks())[0],
-        scales=lambda: require_finite(name, integers(tensor.blocks())[1]),
+        scales=lambda: require_finite(f"{tensor.stored.path}: {name}", integers(tensor.blocks())[1]),
     )
 
 

@@ -24,6 +24,16 @@ from jaxinfer.validation import is_int, shown
 PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # kinds of tokens
 MAX_PIECE = 1024  # characters of a token with a score; the time of making its merges grows with their square
+# Keys that are read, or have no effect on the ids of a text; of others, the values that have none.
+KEYS = (
+    *("model", "pre", "tokens", "token_type", "token_type_count", "merges", "scores"),
+    *("add_bos_token", "add_eos_token"),
+)
+HARMLESS: Mapping[str, tuple[Any, ...]] = {
+    "add_space_prefix": (False,),  # which a vocabulary with scores reads
+    "remove_extra_whitespaces": (False,),
+    "add_sep_token": (False,),
+}
 NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 _CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -97,7 +107,7 @@ def load_gguf_vocabulary(path: Path) -> tuple[tokenizers.Tokenizer, ChatTemplate
     ValueError for a vocabulary of an unknown kind, and for a damaged one.
     """
     file = read_gguf(path)
-    if f"{PREFIX}tokens" not in file.metadata:
+    if not any(key.startswith(PREFIX) for key in file.metadata):
         return None
     try:
         return _load(file)
@@ -107,6 +117,7 @@ def load_gguf_vocabulary(path: Path) -> tuple[tokenizers.Tokenizer, ChatTemplate
 
 def _load(file: GGUFFile) -> tuple[tokenizers.Tokenizer, ChatTemplates]:
     vocabulary, model = _vocabulary(file.metadata), file.metadata.get(f"{PREFIX}model")
+    _refuse_unknown(file.metadata, model)
     if model == "gpt2":
         tokenizer, begins = _byte_level(file.metadata, vocabulary)
     elif model == "llama":
@@ -119,8 +130,20 @@ def _load(file: GGUFFile) -> tuple[tokenizers.Tokenizer, ChatTemplates]:
     return tokenizer, ChatTemplates(_templates(file.metadata), names)
 
 
+def _refuse_unknown(metadata: Mapping[str, Any], model: Any) -> None:
+    stated = {key.removeprefix(PREFIX): value for key, value in metadata.items() if key.startswith(PREFIX)}
+    read = (*KEYS, "add_space_prefix") if model == "llama" else KEYS
+    for name, value in stated.items():
+        if name in read or name.endswith("_token_id"):
+            continue
+        if isinstance(value, np.ndarray) or value not in HARMLESS.get(name, ()):
+            raise ValueError(
+                f"tokenizer.ggml.{name}={shown(value)} is not supported; use a model without, or its safetensors"
+            )
+
+
 def _vocabulary(metadata: Mapping[str, Any]) -> _Vocabulary:
-    tokens, kinds = metadata[f"{PREFIX}tokens"], metadata.get(f"{PREFIX}token_type")
+    tokens, kinds = (metadata.get(f"{PREFIX}{name}") for name in ("tokens", "token_type"))
     if not isinstance(tokens, tuple) or not tokens:
         raise ValueError(f"tokenizer.ggml.tokens={shown(tokens)} is no list of texts; convert the model again")
     kinds = np.full(len(tokens), NORMAL) if kinds is None else kinds

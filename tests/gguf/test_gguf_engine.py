@@ -1,0 +1,165 @@
+"""An engine on a GGUF: tokens, texts and settings come from the one file."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import huggingface_hub
+import jax
+import numpy as np
+import pytest
+import torch
+
+from jaxinfer.checkpoint import abstract_checkpoint, load_checkpoint, read_config, resolve_checkpoint
+from jaxinfer.checkpoint.fingerprint import fingerprint
+from jaxinfer.config import SamplingParams
+from jaxinfer.quantization.quantized_array import QuantizedArray
+from tests.engine.engines import quick_engine, spelled
+from tests.gguf.gguf_files import add_vocabulary, save_gguf
+from tests.oracles import load_reference
+
+PROMPT = "Say a word"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Returns a file whose products are packed, and its float32 reference."""
+    kinds = {"token_embd": "Q4_K", "blk.1.ffn_down": "Q6_K"}
+    return save_gguf(
+        tmp_path_factory.mktemp("gguf"),
+        "llama",
+        lambda name: next((kind for part, kind in kinds.items() if part in name), "Q8_0"),
+        add=add_vocabulary,
+        vocab_size=97,
+        num_hidden_layers=3,
+    )
+
+
+@pytest.fixture(scope="module")
+def llm(files):
+    return quick_engine(files[0])
+
+
+def test_greedy_tokens_are_those_of_transformers_on_the_dequantized_weights(llm, files):
+    ids = llm.tokenizer.encode(PROMPT)
+    prompt = torch.tensor([ids])
+    options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    tokens = load_reference(files[1]).generate(prompt, max_new_tokens=24, **options)
+    expected = tokens[0, len(ids) :].tolist()
+
+    (completion,) = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+
+    assert ids[0] == 0
+    assert list(completion.token_ids) == expected
+    assert completion.text == spelled(expected)
+
+
+def test_settings_come_from_the_metadata(llm, files):
+    assert llm.default_sampling_params.temperature == 0.7
+    (completion,) = llm.chat([{"role": "user", "content": "a"}], SamplingParams(max_tokens=1))
+    assert len(completion.token_ids) == 1
+
+
+def test_packed_weights_keep_their_bytes(files):
+    abstract, config = abstract_checkpoint(files[0], "float32")
+    params, loaded_config = load_checkpoint(files[0], "float32")
+
+    assert config == loaded_config
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
+    q = params.layers[0].mixer.q
+    assert isinstance(q, QuantizedArray)
+    assert (q.values.dtype, q.scales.dtype) == (np.int8, np.float16)
+    assert q.values.nbytes + q.scales.nbytes == q.values.size // 32 * 34
+    assert isinstance(params.embedding, jax.Array)
+
+
+def test_a_line_says_which_weights_take_more_memory(files, caplog):
+    with caplog.at_level(logging.WARNING, logger="jaxinfer"):
+        load_checkpoint(files[0], "float32")
+
+    (line,) = [record.getMessage() for record in caplog.records if "become" in record.getMessage()]
+    size, stored = (256 * (256 + 97)) * 4 / 1e6, (256 * 210 + 97 * 144) / 1e6
+    assert line.endswith(f"weights of type Q4_K, Q6_K become float32: {size:.2f} MB in place of {stored:.2f} MB")
+
+
+def test_quantization_of_packed_weights_is_refused(files):
+    with pytest.raises(ValueError, match="packed already by gguf"):
+        load_checkpoint(files[0], "float32", quantization="int8")
+
+
+def test_blocks_that_are_read_as_floats_may_be_quantized(tmp_path):
+    path, _ = save_gguf(tmp_path, "llama", "Q4_K", num_hidden_layers=1)
+    params, _ = load_checkpoint(path, "float32", quantization="int8")
+
+    assert isinstance(params.layers[0].mixer.q, QuantizedArray)
+
+
+def test_the_fingerprint_is_that_of_the_file(files, tmp_path):
+    copy = tmp_path / "model.gguf"
+    content = bytearray(files[0].read_bytes())
+    copy.write_bytes(content)
+    other = tmp_path / "other" / "model.gguf"
+    other.parent.mkdir()
+    content[-1] ^= 1
+    other.write_bytes(content)
+
+    assert fingerprint(files[0]) == fingerprint(copy) != fingerprint(other)
+
+
+def test_a_file_of_another_kind_is_refused_with_the_way_out(tmp_path):
+    path = tmp_path / "model.bin"
+    path.touch()
+
+    with pytest.raises(ValueError, match=r"is a file; give the directory that it is in, or a file .gguf"):
+        resolve_checkpoint(path)
+
+
+def test_a_hub_id_may_name_a_file(files, monkeypatch):
+    asked = []
+
+    def download(repository, file):
+        asked.append((repository, file))
+        return str(files[0])
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+
+    assert resolve_checkpoint("owner/name/folder/model-Q8_0.gguf") == Path(files[0])
+    assert asked == [("owner/name", "folder/model-Q8_0.gguf")]
+
+
+def change(path: Path, folder: Path, old: bytes, new: bytes) -> Path:
+    content = path.read_bytes()
+    assert content.count(old) >= 1
+    assert len(old) == len(new)
+    (folder / "model.gguf").write_bytes(content.replace(old, new))
+    return folder / "model.gguf"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"llama.rope.freq_base", b"llama.rope.freq_bass", r"llama.rope.freq_bass=10000.0 is not supported"),
+        (b"llama.embedding_length", b"llama.embedding_lengtH", r"embedding_length=None is not a positive integer"),
+        (b"llama.block_count", b"llama.block_cound", r"llama.block_count"),
+        (b"blk.0.attn_q.weight", b"blk.0.attn_Q.weight", r"'llama' has no tensor 'blk.0.attn_Q.weight' here"),
+        (b"token_embd.weight", b"token_embD.weight", r"no token_embd.weight"),
+        (b"blk.2.ffn_up.weight", b"blk.3.ffn_up.weight", r"missing: model.layers.2.mlp.up_proj.weight"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(files, tmp_path, old, new, message):
+    path = change(files[0], tmp_path, old, new)
+
+    with pytest.raises(ValueError, match=message) as error:
+        load_checkpoint(path, "float32")
+
+    assert str(path) in str(error.value)
+
+
+def test_another_architecture_is_refused_with_those_that_are_known(files, tmp_path):
+    path = change(
+        files[0], tmp_path, b"\x05\x00\x00\x00\x00\x00\x00\x00llama", b"\x05\x00\x00\x00\x00\x00\x00\x00rwkv7"
+    )
+
+    with pytest.raises(ValueError, match="general.architecture='rwkv7' is not supported; use a model of one of"):
+        read_config(path)
