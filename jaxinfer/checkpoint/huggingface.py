@@ -221,7 +221,8 @@ def load_params(
         logger.warning("%s: loads the text model alone, without %d tensors of %s", path, len(skipped), towers)
     if is_gguf(path):
         floats = [a for a in jax.tree.leaves(plan, is_leaf=_is_assembly) if grid_of(a, stored) is None]
-        if line := describe_widened((stored[name] for a in floats for name in a.names), jnp.dtype(dtype)):
+        names = (name for assembly in floats for name in assembly.names)
+        if line := describe_widened(read_gguf(path), names, jnp.dtype(dtype)):
             logger.warning("%s: %s", path, line)
     if placement is not None and jax.tree.structure(placement) != jax.tree.structure(plan, is_leaf=_is_assembly):
         raise ValueError(

@@ -65,8 +65,6 @@ class StoredFloats:
 
     shape: tuple[int, ...]
     map: Callable[[], np.ndarray]
-    kind: str  # of blocks, by the format's own name
-    num_bytes: int  # in the file
     dtype: str = "F32"
 
 

@@ -66,6 +66,12 @@ def q4_0_integers(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return _joined(values), _joined(np.ascontiguousarray(rows[..., :2]).view("<f2"))
 
 
+def mxfp4_codes(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the codes of E2M1 u8[..., inputs], and exponents of 2 plus 127 u8[..., inputs / 32] of rows of MXFP4."""
+    rows = blocks.reshape(*blocks.shape[:-1], -1, 17)
+    return _joined(_halves(rows[..., 1:]).reshape(*rows.shape[:-1], 32)), rows[..., 0]
+
+
 def _joined(rows: np.ndarray) -> np.ndarray:
     """Joins the last two axes."""
     return rows.reshape(*rows.shape[:-2], -1)

@@ -30,6 +30,7 @@ ATTENTION = "self_attn"
 MAX_EXPERTS = 4096
 MAX_LISTED = 5  # names in an error
 WHOLE_MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+BARE = ("attn_sinks",)  # without "weight" at the end of its Hugging Face name
 IN_SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -229,6 +230,13 @@ def _phi_3(keys: _Keys) -> Settings:
     return settings
 
 
+def _gpt_oss(keys: _Keys) -> Settings:
+    settings = _rope(keys, _head_dim(keys))
+    # The bounds of its ramp are not rounded, which the metadata leaves out.
+    scaling = {"rope_scaling": {**settings["rope_scaling"], "truncate": False}} if "rope_scaling" in settings else {}
+    return {**scaling, **_windows(keys)}
+
+
 def _factors(keys: _Keys, name: str) -> list[float] | None:
     return NamedTensor(keys.tensors[name]).numbers().tolist() if name in keys.tensors else None
 
@@ -284,6 +292,21 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         settings={"attention.sliding_window": "sliding_window", "rope.freq_base_swa": "rope_local_base_freq"},
         derive=_gemma_3,
         norms_added=1.0,
+    ),
+    "gpt-oss": Architecture(
+        model_type="gpt_oss",
+        names=_names(
+            attn_sinks=f"{ATTENTION}.sinks",
+            post_attention_norm="post_attention_layernorm",
+            **_experts("mlp.router", *(f"mlp.experts.{name}_proj" for name in ("gate", "up", "down"))),
+        ),
+        settings={
+            **_CHOICE,
+            "expert_count": "num_local_experts",
+            "expert_feed_forward_length": "intermediate_size",
+            "attention.sliding_window": "sliding_window",
+        },
+        derive=_gpt_oss,
     ),
     "granite": Architecture(
         model_type="granite",
@@ -403,7 +426,8 @@ def _target(stored_name: str, names: Mapping[str, str]) -> tuple[str, str] | Non
     match = BLOCK.fullmatch(stored_name)
     if match is None or not names.get(match[2]):
         return None
-    return f"model.layers.{match[1]}.{names[match[2]]}.{match[3]}", match[2]
+    suffix = "" if match[2] in BARE else f".{match[3]}"
+    return f"model.layers.{match[1]}.{names[match[2]]}{suffix}", match[2]
 
 
 def _parts(name: str, tensor: BlockTensor, has_experts: bool) -> Iterator[tuple[str, BlockTensor]]:

@@ -25,6 +25,7 @@ SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_hidd
 ARCHITECTURES = {
     **{name: name for name in ("gemma", "gemma2", "granite", "llama", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")},
     "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
     "mixtral": "llama",
     "qwen3_moe": "qwen3moe",
 }
@@ -63,6 +64,35 @@ def unpermuted(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
+def split_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns tensors with gates and up projections of GPT-OSS apart, outputs before inputs, as a converter does."""
+    found = {}
+    for name, tensor in tensors.items():
+        own = name.replace("_proj_bias", "_proj.bias") if "experts" in name else name
+        if name.endswith(("gate_up_proj", "down_proj")):
+            own, tensor = f"{name}.weight", tensor.swapaxes(1, 2)
+        if "gate_up_proj" in own:
+            found |= {own.replace("gate_up", part): tensor[:, i::2] for i, part in enumerate(("gate", "up"))}
+        else:
+            found[own + ".weight" * own.endswith("sinks")] = tensor
+    return found
+
+
+def joined_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The inverse of `split_experts`."""
+    found = {}
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            found[name.replace("sinks.weight", "sinks")] = tensor
+        elif "up_proj" not in name:
+            own = name.replace("gate_proj", "gate_up_proj").replace("proj.bias", "proj_bias").removesuffix(".weight")
+            if "gate_proj" in name:
+                up = tensors[name.replace("gate_proj", "up_proj")]
+                tensor = np.stack([tensor, up], axis=2).reshape(tensor.shape[0], -1, *tensor.shape[2:])
+            found[own] = np.ascontiguousarray(tensor.swapaxes(1, 2) if name.endswith(".weight") else tensor)
+    return found
+
+
 class SmallModel:
     """A random model of a family, and the ways between its names and those of a GGUF."""
 
@@ -72,7 +102,8 @@ class SmallModel:
         self.settings = {**SIZES, **overrides}
         save_random_checkpoint(folder, family, seed=seed, **self.settings)
         self.hf = json.loads((folder / "config.json").read_text())
-        self.tensors = load_file(folder / "model.safetensors")
+        tensors = load_file(folder / "model.safetensors")
+        self.tensors = split_experts(tensors) if family == "gpt_oss" else tensors
         arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[self.arch]
         self._names = gguf.get_tensor_name_map(arch, self.config.num_hidden_layers)
 
@@ -111,7 +142,7 @@ class SmallModel:
             tensor = tensor if heads is None else unpermuted(tensor, heads)
             is_norm = self.arch.startswith("gemma") and name.endswith("norm.weight")
             found[name] = np.ascontiguousarray(tensor - 1 if is_norm else tensor, np.float32)
-        return found
+        return joined_experts(found) if self.family == "gpt_oss" else found
 
 
 def write_metadata(writer: gguf.GGUFWriter, model: SmallModel) -> None:
@@ -134,6 +165,9 @@ def write_metadata(writer: gguf.GGUFWriter, model: SmallModel) -> None:
         writer.add_rope_freq_base(full.get("rope_theta", 10_000.0))
     if arch in ("llama", "granite", "smollm3"):
         writer.add_rope_dimension_count(head_dim)
+    if full.get("rope_type") == "longrope":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+        writer.add_rope_scaling_attn_factors(full["attention_factor"])
     if arch == "phi3":
         writer.add_rope_dimension_count(int(head_dim * full.get("partial_rotary_factor", 1.0)))
         writer.add_rope_scaling_orig_ctx_len(rope.get("original_max_position_embeddings", 4096))
@@ -144,8 +178,9 @@ def write_metadata(writer: gguf.GGUFWriter, model: SmallModel) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(full["factor"])
         writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
-    if arch in ("gemma2", "gemma3", "phi3"):
-        writer.add_sliding_window(config.sliding_window or 0)
+    if arch in ("gemma2", "gemma3", "phi3", "gpt-oss"):
+        is_full = set(hf.get("layer_types") or ["windows"]) == {"full_attention"}
+        writer.add_sliding_window(0 if is_full else config.sliding_window or 0)
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
@@ -157,8 +192,8 @@ def write_metadata(writer: gguf.GGUFWriter, model: SmallModel) -> None:
     if "num_experts_per_tok" in hf:
         writer.add_expert_count(hf.get("num_local_experts") or hf["num_experts"])
         writer.add_expert_used_count(hf["num_experts_per_tok"])
-    if arch == "qwen3moe":
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if arch in ("qwen3moe", "gpt-oss"):
+        writer.add_expert_feed_forward_length(hf.get("moe_intermediate_size", config.intermediate_size))
 
 
 def llama3_factors(parameters: Mapping[str, Any], head_dim: int) -> np.ndarray:
@@ -209,8 +244,11 @@ def save_gguf(
     rope = model.hf.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_factors(rope, model.hf["head_dim"]))
+    if rope.get("rope_type") == "longrope":
+        for length in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32))
     for i, (name, tensor) in enumerate(stored.items()):
-        has_blocks = tensor.ndim > 1 and "ffn_gate_inp" not in name
+        has_blocks = tensor.ndim > 1 and "ffn_gate_inp" not in name and name.endswith("weight")
         own_kind = (kind if isinstance(kind, str) else kind(name)) if has_blocks else "F32"
         number = gguf.GGMLQuantizationType[own_kind]
         if own_kind in ("F32", "F16", "BF16", "Q8_0", "Q4_0"):

@@ -4,7 +4,7 @@ import gguf
 import numpy as np
 import pytest
 
-from jaxinfer.gguf.blocks import BLOCK_TYPES, dequantize, q4_0_integers, q8_0_integers
+from jaxinfer.gguf.blocks import BLOCK_TYPES, dequantize, mxfp4_codes, q4_0_integers, q8_0_integers
 
 TYPES = {block.name: block for block in BLOCK_TYPES.values()}
 NUM_ROWS = 24
@@ -47,6 +47,16 @@ def test_integers_times_their_scales_are_the_numbers(name, integers):
     assert (values.shape, scales.shape) == ((NUM_ROWS, 96), (NUM_ROWS, 3))
     product = values.astype(np.float32) * scales.astype(np.float32).repeat(32, -1)
     np.testing.assert_array_equal(product, dequantize(blocks, TYPES[name]))
+
+
+def test_codes_of_e2m1_times_their_powers_of_two_are_the_numbers():
+    blocks = random_blocks(TYPES["MXFP4"], 3)
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+    codes, exponents = mxfp4_codes(blocks)
+
+    product = np.concatenate([numbers, -numbers])[codes] * np.exp2(exponents.astype(np.float32) - 127).repeat(32, -1)
+    np.testing.assert_array_equal(product, dequantize(blocks, TYPES["MXFP4"]))
 
 
 def test_lengths_and_bytes_are_those_of_ggml():

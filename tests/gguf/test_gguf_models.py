@@ -13,7 +13,18 @@ THETA = {"rope_theta": 1e4}
 LINEAR = {"rope_type": "linear", "factor": 2.5, **THETA}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **THETA}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, **THETA}
+HALF = {"partial_rotary_factor": 0.5, "original_max_position_embeddings": 256, **THETA}
+LONGROPE = {
+    **{"rope_type": "longrope", "original_max_position_embeddings": 64, "attention_factor": 1.2, **THETA},
+    **{"short_factor": [1.0 + i / 64 for i in range(32)], "long_factor": [2.0 + i / 8 for i in range(32)]},
+}
 MIXED = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q8_0", "output": "Q5_K", "blk.1.attn_q": "Q8_0"}
+LOCAL = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+}
 CASES = {
     **{f"llama in {block.name}": ("llama", block.name, {}) for block in BLOCK_TYPES.values()},
     "llama in types that differ by layer": (
@@ -34,8 +45,16 @@ CASES = {
     "qwen3_moe": ("qwen3_moe", "Q4_0", {"head_dim": 64, "moe_intermediate_size": 64, "norm_topk_prob": True}),
     "gemma": ("gemma", "Q4_0", {"head_dim": 64}),
     "gemma2": ("gemma2", "Q8_0", {"head_dim": 64, "query_pre_attn_scalar": 64}),
-    "gemma3": ("gemma3_text", "Q4_0", {"head_dim": 64, "query_pre_attn_scalar": 64, "num_hidden_layers": 6}),
-    "phi3": ("phi3", "Q8_0", {}),
+    "gemma3": ("gemma3_text", "Q4_0", {"head_dim": 64, "query_pre_attn_scalar": 64, "num_hidden_layers": 6, **LOCAL}),
+    "gemma3 without windows": (
+        "gemma3_text",
+        "Q8_0",
+        {"head_dim": 64, "query_pre_attn_scalar": 64, "layer_types": ["full_attention"] * 2},
+    ),
+    "gpt_oss": ("gpt_oss", lambda name: "MXFP4" if "exps" in name else "Q8_0", {"hidden_size": 64, "head_dim": 32}),
+    "gpt_oss, not packed": ("gpt_oss", "Q5_1", {"hidden_size": 64, "head_dim": 32}),
+    "phi3": ("phi3", "Q8_0", {"sliding_window": 9, "rope_parameters": HALF}),
+    "phi3 with two lengths": ("phi3", "Q4_0", {"rope_parameters": LONGROPE}),
     "olmo2": ("olmo2", "Q4_1", {}),
     "granite": ("granite", "Q8_0", {}),
     "smollm3": ("smollm3", "Q4_0", {"num_hidden_layers": 4}),

@@ -60,6 +60,13 @@ WEIGHTS: WeightTable = {
     ),
     f"{_MLP}.experts.down_proj_blocks": (f"{_EXPERTS}.down", "E D F -> E D F"),
     f"{_MLP}.experts.down_proj_bias": (f"{_EXPERTS}.down_bias", "E D -> E D"),
+    # In a GGUF.
+    f"{_MLP}.experts.gate_proj.weight": (f"{_EXPERTS}.gate", "E F D -> E F D"),
+    f"{_MLP}.experts.up_proj.weight": (f"{_EXPERTS}.up", "E F D -> E F D"),
+    f"{_MLP}.experts.down_proj.weight": (f"{_EXPERTS}.down", "E D F -> E D F"),
+    f"{_MLP}.experts.gate_proj.bias": (f"{_EXPERTS}.gate_bias", "E F -> E F"),
+    f"{_MLP}.experts.up_proj.bias": (f"{_EXPERTS}.up_bias", "E F -> E F"),
+    f"{_MLP}.experts.down_proj.bias": (f"{_EXPERTS}.down_bias", "E D -> E D"),
 }
 
 

@@ -1,28 +1,33 @@
-"""GGUF's tensors as those of a checkpoint: Q8_0 and Q4_0 as the integers that they are, other blocks as floats."""
+"""GGUF's tensors as those of a checkpoint: Q8_0, Q4_0 and MXFP4 as they are, other blocks as floats."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
-from jaxinfer.checkpoint.stored import Grid, Stored, StoredFloats, StoredQuantized, require_finite
-from jaxinfer.gguf.blocks import BLOCK_TYPES, q4_0_integers, q8_0_integers
+from jaxinfer.checkpoint.stored import FP4, Grid, Stored, StoredFloats, StoredQuantized, require_finite
+from jaxinfer.gguf.blocks import mxfp4_codes, q4_0_integers, q8_0_integers
 from jaxinfer.gguf.file import GGUFFile
 from jaxinfer.gguf.names import NamedTensor, tensors_of
 
 METHOD = "gguf"
-FLOATS = [block_type.name for block_type in BLOCK_TYPES.values() if block_type.is_float]
-# Block types that stay packed: bits of an integer, and the way from blocks to integers and scales.
-INTEGERS = {"Q8_0": (8, q8_0_integers), "Q4_0": (4, q4_0_integers)}
+Unpacking = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+# Types of blocks that stay packed: the codes of numbers, the type of scales, and the way from blocks to both.
+PACKED: dict[str, tuple[str, str, Unpacking]] = {
+    "Q8_0": ("int8", "F16", q8_0_integers),
+    "Q4_0": ("int4", "F16", q4_0_integers),
+    "MXFP4": (FP4, "U8", mxfp4_codes),
+}
+NO_NUMBER = 255  # of MXFP4's scales
 
 
 def settings_of_gguf(file: GGUFFile) -> dict[str, Any] | None:
     """Returns settings as a config.json has them of a packed format; None if all weights become floating point."""
-    is_packed = any(tensor.type.name in INTEGERS for tensor in file.tensors.values())
+    is_packed = any(tensor.type.name in PACKED for tensor in file.tensors.values())
     return {"quant_method": METHOD} if is_packed else None
 
 
@@ -32,51 +37,48 @@ def gguf_tensors(file: GGUFFile) -> dict[str, Stored]:
 
 
 def _stored(name: str, tensor: NamedTensor) -> Stored:
-    block_type = tensor.stored.type
+    block_type, place = tensor.stored.type, f"{tensor.stored.path}: {name}"
     if tensor.is_as_stored:
         return StoredTensor(tensor.stored.path, block_type.name, tensor.shape, tensor.stored.offset)
-    if block_type.name in INTEGERS and len(tensor.shape) == 2:
-        return _packed(name, tensor)
+    if block_type.name in PACKED and len(tensor.shape) > 1:
+        return _packed(place, tensor)
 
     def floats() -> np.ndarray:
         try:
             return tensor.numbers()
         except ValueError as error:
-            raise ValueError(f"{tensor.stored.path}: {name}: {error}; download the file again") from None
+            raise ValueError(f"{place}: {error}; download the file again") from None
 
-    return StoredFloats(tensor.shape, floats, block_type.name, tensor.stored.num_bytes)
+    return StoredFloats(tensor.shape, floats)
 
 
-def _packed(name: str, tensor: NamedTensor) -> StoredQuantized:
-    bits, integers = INTEGERS[tensor.stored.type.name]
-    outputs, inputs = tensor.shape
-    length = tensor.stored.type.length
+def _packed(place: str, tensor: NamedTensor) -> StoredQuantized:
+    code, scale_dtype, unpack = PACKED[tensor.stored.type.name]
+
+    def scales() -> np.ndarray:
+        found = unpack(tensor.blocks())[1]
+        if found.dtype == np.uint8 and (found == NO_NUMBER).any():
+            raise ValueError(f"{place} has scales that are no numbers; download the file again")
+        return require_finite(place, found)
+
     return StoredQuantized(
-        shape=(outputs, inputs),
-        grid=Grid(bits, inputs // length, "F16", has_zeros=False, has_order=False),
-        values=lambda: integers(tensor.blocks())[0],
-        scales=lambda: require_finite(f"{tensor.stored.path}: {name}", integers(tensor.blocks())[1]),
+        shape=tensor.shape,
+        grid=Grid(code, tensor.shape[-1] // tensor.stored.type.length, scale_dtype, has_zeros=False, has_order=False),
+        values=lambda: unpack(tensor.blocks())[0],
+        scales=scales,
     )
 
 
-def describe_widened(tensors: Iterable[Stored], dtype: np.dtype) -> str | None:
+def describe_widened(file: GGUFFile, names: Iterable[str], dtype: np.dtype) -> str | None:
     """Returns a sentence on the blocks among tensors that load as `dtype`, and on their memory; None without any."""
-    packed = [tensor for tensor in tensors if not isinstance(tensor, StoredTensor)]
-    widened = [tensor for tensor in packed if isinstance(tensor, StoredQuantized) or tensor.kind not in FLOATS]
-    kinds = {tensor.kind if isinstance(tensor, StoredFloats) else f"Q{tensor.grid.bits}_0" for tensor in widened}
-    stored = sum(
-        tensor.num_bytes if isinstance(tensor, StoredFloats) else _packed_bytes(tensor.shape, tensor.grid)
-        for tensor in widened
-    )
-    loaded = sum(math.prod(tensor.shape) for tensor in widened) * dtype.itemsize
+    named = tensors_of(file)
+    widened = [tensor for tensor in map(named.__getitem__, names) if not tensor.stored.type.is_float]
     if not widened:
         return None
-    return f"weights of type {', '.join(sorted(kinds))} become {dtype}: {_size(loaded)} in place of {_size(stored)}"
-
-
-def _packed_bytes(shape: tuple[int, int], grid: Grid) -> int:
-    outputs, inputs = shape
-    return outputs * (inputs * grid.bits // 8 + 2 * grid.num_groups)
+    kinds = ", ".join(sorted({tensor.stored.type.name for tensor in widened}))
+    loaded = sum(math.prod(tensor.shape) for tensor in widened) * dtype.itemsize
+    stored = sum(tensor.stored.num_bytes for tensor in widened)
+    return f"weights of type {kinds} become {dtype}: {_size(loaded)} in place of {_size(stored)}"
 
 
 def _size(num_bytes: int) -> str:
