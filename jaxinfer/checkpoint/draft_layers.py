@@ -98,7 +98,7 @@ def load_mtp(target: Path, dtype: Any, quantization: str | None = None) -> Eagle
 
 def is_eagle3(path: Path) -> bool:
     """True if a folder holds an EAGLE-3 head."""
-    hf = read_json(path / "config.json")
+    hf, _ = read_settings(path)
     names = hf.get("architectures")
     is_named = isinstance(names, list) and any("eagle3" in str(name).lower() for name in names)
     return is_named or "draft_vocab_size" in hf

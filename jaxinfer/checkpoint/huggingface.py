@@ -59,12 +59,17 @@ def resolve_checkpoint(path_or_id: str | Path, patterns: Sequence[str] = DOWNLOA
         raise ValueError(
             f"checkpoint {str(path_or_id)!r} is a file; give the directory that it is in, or a file {SUFFIX}"
         )
+    owner, name, file = [*str(path_or_id).split("/", 2), "", ""][:3]
+    if is_gguf(place) and not (owner and name and file):
+        raise ValueError(
+            f"checkpoint {shown(str(path_or_id))} does not exist; give the path of a GGUF file, or its place on the"
+            f" Hugging Face Hub, such as 'owner/name/model{SUFFIX}'"
+        )
     # Imported here: reading a local checkpoint needs neither the package nor the time to import it.
     import huggingface_hub
 
-    owner, name, file = [*str(path_or_id).split("/", 2), "", ""][:3]
     try:
-        if file and is_gguf(Path(file)):
+        if is_gguf(place):
             return Path(huggingface_hub.hf_hub_download(f"{owner}/{name}", file))
         snapshot = huggingface_hub.snapshot_download(
             str(path_or_id), allow_patterns=list(patterns), ignore_patterns=NOT_DOWNLOADED

@@ -51,7 +51,8 @@ from jaxinfer.validation import as_bool, as_path, is_int, require, require_int, 
 class LLM:
     """A model that is loaded, compiled and ready to generate.
 
-    * `model`: a folder with a Hugging Face checkpoint, or a Hub id. None takes the small model of the package.
+    * `model`: a folder with a Hugging Face checkpoint, a GGUF file, or a Hub id of either. None takes the model
+      of the package.
     * `config`: the limits and options of the engine.
     * `dtype`: float32, bfloat16 or float16, or fp32, bf16 or fp16. None or "auto" takes float32 on CPU, bfloat16 on
       devices that support it, and float16 on all others.

@@ -21,8 +21,9 @@ Settings = dict[str, Any]
 # Token texts that end an answer whatever the metadata says, as in llama.cpp: it states one or two of them at most.
 ENDS = (
     *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<end_of_turn>"),
-    *("</s>", "<eos>"),
+    *("</s>", "<eos>", "<|return|>", "<|call|>"),
 )
+NO_END, BESIDE = "<|end|>", "<|return|>"  # in GPT-OSS the first ends a message of several
 CONTROL, USER_DEFINED = 3, 4  # kinds of tokens
 END_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 BLOCK = re.compile(r"blk\.(0|[1-9]\d*)\.(\w+)\.(weight|bias)")
@@ -59,8 +60,6 @@ class NamedTensor:
         rows = self.stored.map()
         if self.heads is None:
             return rows
-        if self.stored.shape[0] % (2 * self.heads):
-            raise ValueError(f"{self.stored.shape[0]} rows are no pairs of {self.heads} heads")
         if rows.ndim == 1:  # a bias, each of whose numbers is a row
             return self._ordered(rows.reshape(self.stored.shape[0], -1)).reshape(-1)
         return self._ordered(rows)
@@ -211,7 +210,9 @@ def _gemma_2(keys: _Keys) -> Settings:
 def _gemma_3(keys: _Keys) -> Settings:
     settings = _gemma_scale(62, keys) | _windows(keys)
     if not keys.get("attention.sliding_window"):
-        settings |= {"layer_types": ["full_attention"] * keys.size("block_count")}
+        # No layer has the window, which config.json states all the same.
+        full = ["full_attention"] * keys.size("block_count")
+        settings |= {"layer_types": full, "sliding_window": keys.size("context_length")}
     cap = keys.get("final_logit_softcapping")
     return settings | ({"final_logit_softcapping": cap} if cap else {})
 
@@ -460,10 +461,11 @@ def _end_tokens(metadata: Mapping[str, Any]) -> list[int]:
     tokens, kinds = (metadata.get(f"tokenizer.ggml.{name}", ()) for name in ("tokens", "token_type"))
     stated = [metadata[key] for key in END_KEYS if key in metadata]
     texts = tokens if isinstance(tokens, tuple) else ()
+    ends = {*ENDS} - ({NO_END} if BESIDE in texts else set())
     special = [CONTROL, USER_DEFINED]
     named = [
         i
         for i, text in enumerate(texts)
-        if text in ENDS and isinstance(kinds, np.ndarray) and i < len(kinds) and kinds[i] in special
+        if text in ends and isinstance(kinds, np.ndarray) and i < len(kinds) and kinds[i] in special
     ]
     return list(dict.fromkeys([*stated, *named]))

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from jaxinfer.checkpoint import abstract_checkpoint, load_checkpoint, read_config, resolve_checkpoint
+from jaxinfer.checkpoint import (
+    abstract_checkpoint,
+    load_checkpoint,
+    read_config,
+    read_eos_token_ids,
+    resolve_checkpoint,
+)
 from jaxinfer.checkpoint.fingerprint import fingerprint
 from jaxinfer.config import SamplingParams
 from jaxinfer.quantization.quantized_array import QuantizedArray
@@ -115,6 +121,12 @@ def test_a_file_of_another_kind_is_refused_with_the_way_out(tmp_path):
         resolve_checkpoint(path)
 
 
+@pytest.mark.parametrize("name", ["model.gguf", "folder/model.gguf", "/folder/folder/model.gguf"])
+def test_a_file_that_is_not_there_is_no_hub_id(name):
+    with pytest.raises(ValueError, match="does not exist; give the path of a GGUF file"):
+        resolve_checkpoint(name)
+
+
 def test_a_hub_id_may_name_a_file(files, monkeypatch):
     asked = []
 
@@ -126,6 +138,31 @@ def test_a_hub_id_may_name_a_file(files, monkeypatch):
 
     assert resolve_checkpoint("owner/name/folder/model-Q8_0.gguf") == Path(files[0])
     assert asked == [("owner/name", "folder/model-Q8_0.gguf")]
+
+
+def ends(tmp_path: Path, tokens: dict[str, int], eos: int) -> list[str]:
+    """Returns the tokens that end a text of a file with this vocabulary."""
+
+    def add(writer):
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list(list(tokens))
+        writer.add_token_types(list(tokens.values()))
+        writer.add_eos_token_id(eos)
+
+    path, _ = save_gguf(tmp_path, "llama", "F16", add=add, num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+    return [list(tokens)[i] for i in read_eos_token_ids(path)]
+
+
+def test_a_text_ends_at_special_tokens_of_the_usual_names_too(tmp_path):
+    vocabulary = {"a": 1, "<|im_end|>": 3, "<|end|>": 4, "</s>": 1, "<|other|>": 3, "<own>": 3}
+
+    assert ends(tmp_path, vocabulary, eos=5) == ["<own>", "<|im_end|>", "<|end|>"]
+
+
+def test_the_end_of_a_message_of_gpt_oss_ends_no_text(tmp_path):
+    vocabulary = {"<|return|>": 3, "<|end|>": 3, "<|call|>": 3}
+
+    assert ends(tmp_path, vocabulary, eos=0) == ["<|return|>", "<|call|>"]
 
 
 def change(path: Path, folder: Path, old: bytes, new: bytes) -> Path:
