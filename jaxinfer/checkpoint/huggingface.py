@@ -135,7 +135,7 @@ def _config_file(path: Path) -> Path:
 
 def _from_file(file: Path, error: ValueError) -> ValueError:
     """Returns the error with the file's name before its message, if it is not there yet."""
-    return error if str(error).startswith(str(file.parent)) else ValueError(f"{file}: {error}")
+    return error if str(error).startswith((str(file), f"{file.parent} ")) else ValueError(f"{file}: {error}")
 
 
 def refuse_both(path: Path, quantization: str | None) -> None:

@@ -70,6 +70,8 @@ def write_quantized(source: str | Path, target: str | Path, scheme: str, *, show
     if settings is not None:
         method = settings["quant_method"]
         raise ValueError(f"{path} is packed already, by {method}; give a checkpoint in floating point")
+    if path.is_file():
+        raise ValueError(f"{path} is one file; give a folder or Hub id with safetensors")
     if target.resolve() == path.resolve():
         raise ValueError(f"{target} is the checkpoint itself; give another folder for its copy")
     groups = _groups(path, SCHEMES[scheme])

@@ -19,6 +19,7 @@ from jaxinfer.checkpoint import (
     resolve_checkpoint,
 )
 from jaxinfer.checkpoint.fingerprint import fingerprint
+from jaxinfer.checkpoint.quantized_copy import write_quantized
 from jaxinfer.config import SamplingParams
 from jaxinfer.quantization.quantized_array import QuantizedArray
 from tests.engine.engines import quick_engine, spelled
@@ -99,6 +100,14 @@ def test_blocks_that_are_read_as_floats_may_be_quantized(tmp_path):
     params, _ = load_checkpoint(path, "float32", quantization="int8")
 
     assert isinstance(params.layers[0].mixer.q, QuantizedArray)
+
+
+def test_a_quantized_copy_of_a_file_is_refused(tmp_path):
+    path, _ = save_gguf(tmp_path, "llama", "F16", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
+
+    with pytest.raises(ValueError, match="is one file; give a folder or Hub id with safetensors"):
+        write_quantized(path, tmp_path / "copy", "int8")
+    assert not (tmp_path / "copy").exists()
 
 
 def test_the_fingerprint_is_that_of_the_file(files, tmp_path):
