@@ -278,10 +278,11 @@ def grid_of(assembly: Assembly, stored: Mapping[str, Stored]) -> Grid | None:
 
     Raises ValueError if its stored tensors are packed in different ways, as the experts of a layer could be.
     """
+    if not assembly.is_product:
+        return None
     grids = {getattr(stored[name], "grid", None) for name in assembly.names}
     if len(grids) == 1:
-        (grid,) = grids
-        return grid if assembly.is_product else None
+        return grids.pop()
     names = ", ".join(assembly.names[:2])
     raise ValueError(f"{names} and others of one tensor are packed in different ways, which is not supported: {grids}")
 

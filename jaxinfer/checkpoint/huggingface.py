@@ -23,7 +23,7 @@ from jaxinfer.checkpoint.stored import Stored, StoredQuantized
 from jaxinfer.device import packs_integers
 from jaxinfer.gguf.file import SUFFIX, is_gguf, read_gguf
 from jaxinfer.gguf.names import config_of
-from jaxinfer.model.config import ModelConfig
+from jaxinfer.model.config import Layer, ModelConfig
 from jaxinfer.model.mixers import source_of
 from jaxinfer.model.params import Params
 from jaxinfer.quantization import quantize_weight
@@ -291,7 +291,7 @@ def abstract_packed(path: Path, config: ModelConfig, dtype: Any) -> Params:
 
 
 def layers_packed_anew(path: Path, config: ModelConfig) -> list[int]:
-    """Returns the layers packed in another way than the layer before, with which a new stack must begin."""
+    """Returns the layers packed in another way than the last equal one, with which a new stack must begin."""
     _, settings = read_settings(path)
     if settings is None:
         return []
@@ -300,7 +300,13 @@ def layers_packed_anew(path: Path, config: ModelConfig) -> list[int]:
     def grids(layer: Any) -> list[Any]:
         return [grid_of(assembly, stored) for assembly in jax.tree.leaves(layer, is_leaf=_is_assembly)]
 
-    return [i for i in range(1, config.num_layers) if grids(plan.layers[i]) != grids(plan.layers[i - 1])]
+    known: dict[Layer, list[Any]] = {}
+    anew = []
+    for i, layer in enumerate(config.layers):
+        own = grids(plan.layers[i])
+        anew += [i] if known.setdefault(layer, own) != own else []
+        known[layer] = own
+    return anew
 
 
 def _unread_keys_and_values(config: ModelConfig, weights: WeightTable) -> set[str]:
@@ -398,6 +404,7 @@ def refuse_misfits(path: Path, plan: Any, stored: Mapping[str, Stored], *, needs
         if name not in expected:
             # The frequencies follow from the config.
             is_known = name.endswith("rotary_emb.inv_freq") or (not needs_unembedding and name.endswith(UNEMBEDDING))
+            is_known |= _is_zero_bias(name, stored)
             problems += [] if is_known else [f"unexpected: {name} {tensor.shape}"]
         elif tensor.shape != expected[name]:
             problems.append(f"mis-shaped: {name} expected {expected[name]}, found {tensor.shape}")
@@ -409,6 +416,14 @@ def refuse_misfits(path: Path, plan: Any, stored: Mapping[str, Stored], *, needs
             " safetensors of one and the same checkpoint, or correct the table of a family that you are adding:\n  "
             + "\n  ".join(problems)
         )
+
+
+def _is_zero_bias(name: str, stored: Mapping[str, Stored]) -> bool:
+    """True for a bias of zeros beside a packed weight, as AutoGPTQ writes for layers without a bias."""
+    module, _, last = name.rpartition(".")
+    bias = stored[name]
+    is_of_packed = last == "bias" and isinstance(stored.get(f"{module}.weight"), StoredQuantized)
+    return is_of_packed and isinstance(bias, StoredTensor) and bias.dtype in DTYPES and not bias.map().any()
 
 
 def have_equal_values(one: Stored, other: Stored) -> bool:

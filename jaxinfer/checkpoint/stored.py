@@ -86,17 +86,26 @@ def unpacked(words: np.ndarray, bits: int, *, axis: int = 0) -> np.ndarray:
 
     They may cross from a word to the next: 32 integers of 3 bits lie in 3 words.
     """
-    words = np.ascontiguousarray(np.moveaxis(words, axis, -1)).view(np.uint32)
-    count = words.shape[-1] * 32 // bits
-    if 32 % bits == 0:
-        shifts = np.arange(0, 32, bits, dtype=np.uint32)
-        numbers = ((words[..., None] >> shifts) & np.uint32(2**bits - 1)).astype(np.uint8)
-        numbers = numbers.reshape(*words.shape[:-1], count)
+    octets = np.ascontiguousarray(np.moveaxis(words, axis, -1)).view(np.uint8)
+    count = octets.shape[-1] * 8 // bits
+    if 8 % bits == 0:
+        numbers = np.empty((*octets.shape, 8 // bits), np.uint8)
+        for i in range(8 // bits):
+            numbers[..., i] = (octets >> (bits * i)) & (2**bits - 1)
     else:
-        stream = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")[..., : count * bits]
-        weights = 1 << np.arange(bits, dtype=np.uint8)
-        numbers = (stream.reshape(*words.shape[:-1], count, bits) * weights).sum(-1, dtype=np.uint8)
-    return np.moveaxis(numbers, -1, axis)
+        stream = np.unpackbits(octets, axis=-1, bitorder="little")[..., : count * bits]
+        stream = stream.reshape(*octets.shape[:-1], count, bits)
+        numbers = np.zeros(stream.shape[:-1], np.uint8)
+        for i in range(bits):
+            numbers |= stream[..., i] << i
+    return np.moveaxis(numbers.reshape(*octets.shape[:-1], count), -1, axis)
+
+
+def centred(numbers: np.ndarray, bits: int) -> np.ndarray:
+    """Returns i8 of unsigned integers u8 of `bits`, less half their range."""
+    if bits == 8:
+        return (numbers ^ 128).view(np.int8)
+    return numbers.view(np.int8) - np.int8(2 ** (bits - 1))
 
 
 def require_finite(name: str, scales: np.ndarray) -> np.ndarray:
@@ -104,6 +113,14 @@ def require_finite(name: str, scales: np.ndarray) -> np.ndarray:
     if not np.isfinite(scales.astype(np.float32)).all():
         raise ValueError(f"{name} has scales that are no finite numbers; download the checkpoint again")
     return scales
+
+
+def require_even(name: str, group_size: int, bits: int) -> None:
+    """Raises ValueError for groups that bytes of two numbers would split."""
+    if bits <= 4 and group_size % 2:
+        raise ValueError(
+            f"{name} has {bits} bits in groups of {group_size} inputs, an odd number; use another checkpoint"
+        )
 
 
 def settings_error(method: str, key: str, value: Any, way_out: str) -> ValueError:

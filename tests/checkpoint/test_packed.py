@@ -1,4 +1,4 @@
-"""Checkpoints packed by GPTQ, AWQ and compressed-tensors: numbers to the bit, logits of `transformers`, refusals."""
+"""Checkpoints packed by GPTQ, AWQ, compressed-tensors, FP8 and MXFP4: numbers, logits of `transformers`, refusals."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from jax.tree_util import tree_leaves_with_path
 
 from jaxinfer.checkpoint import abstract_checkpoint, load_checkpoint, load_params, read_config
 from jaxinfer.checkpoint.huggingface import layers_packed_anew, require_fitting_tensors
-from jaxinfer.checkpoint.stored import StoredQuantized
+from jaxinfer.checkpoint.stored import StoredQuantized, require_even
 from jaxinfer.plan.memory import num_bytes
 from jaxinfer.quantization import QuantizedArray
+from kernels_pallas.quantized_matmul import dequantize
 from tests.checkpoint.packing import WRITERS, Packed, settings_of
 from tests.checkpoint.renamed import Tensors, edit_json, rewrite
 from tests.oracles import load_reference, reference_logits, save_random_checkpoint
@@ -26,7 +27,7 @@ from tests.replay import LENGTHS, SHAPE, SPLITS, replay
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32},
     "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 32},
-    "deepseek_v3": {},
+    "deepseek_v3": {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 16},
     "gpt_oss": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32},
 }
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -91,6 +92,30 @@ def test_packed_weights_mean_the_number_less_its_zero_point_times_the_scale(case
     assert read.keys() == case.weights.keys()
     for name, weight in case.weights.items():
         np.testing.assert_array_equal(read[name], weight)
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_numbers_on_the_device_mean_the_same(case, is_packed, monkeypatch):
+    monkeypatch.setattr("jaxinfer.checkpoint.huggingface.packs_integers", lambda: is_packed)
+    params, config = load_checkpoint(case.path)
+
+    def check(packed: Any, exact: Any) -> None:
+        if not is_quantized(packed):
+            np.testing.assert_array_equal(packed, exact)
+            return
+        parts = (packed.values, packed.scales, packed.zeros)
+        rows: Any = [None if a is None else a.reshape(-1, a.shape[-1]) for a in parts]
+        values, scales, zeros = rows
+        numbers = np.asarray(dequantize(values, scales, zeros, exact.shape[-1])).reshape(exact.shape)
+        exact = np.asarray(exact)
+        if packed.order is not None:
+            outputs = (1,) * (exact.ndim - packed.order.ndim)
+            order = np.asarray(packed.order).reshape(*packed.order.shape[:-1], *outputs, -1)
+            exact = np.take_along_axis(exact, np.broadcast_to(order, exact.shape), axis=-1)
+        # XLA for CPU takes subnormal numbers for zero.
+        np.testing.assert_allclose(numbers, exact, rtol=0, atol=1e-37)
+
+    jax.tree.map(check, params, load_params(case.reference, config, "float32"), is_leaf=is_quantized)
 
 
 def test_logits_are_those_of_transformers_on_the_weights_they_mean(case):
@@ -159,7 +184,9 @@ SETTINGS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"group_size": 0}, "group_size=0"),
         ({"group_size": 40}, "groups of 40 do not divide"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
-        ({"dynamic": {"-:.*down.*": {}}}, "dynamic="),
+        ({"dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic="),
+        ({"dynamic": ["-:.*down.*"]}, "dynamic="),
+        ({"bits": 4.0}, "bits=4.0"),
         ({"pack_dtype": "int8"}, "pack_dtype='int8'"),
         ({"desc_act": False}, "g_idx does not give each of 2 groups 32 inputs in order"),
         ({"sym": True}, "sym=true"),
@@ -177,13 +204,15 @@ SETTINGS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"activation_scheme": "mixed"}, "activation_scheme='mixed'"),
         ({"weight_block_size": [32]}, "weight_block_size=\\[32\\]"),
         ({"weight_block_size": [16, 32]}, "weight_scale_inv is F32"),
+        ({"weight_block_size": [2**70, 2**70]}, "weight_block_size="),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme="),
         ({"weight_block_size": None}, "weight_scale_inv is F32"),
     ],
     "compressed": [
         ({"format": "marlin-24"}, "format='marlin-24'"),
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme="),
         ({"transform_config": {"R1": {}}}, "transform_config="),
-        ({"sparsity_config": {"format": "dense"}}, "sparsity_config="),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config="),
         ({"config_groups": {}}, "config_groups={}"),
         ({"config_groups": {"group_0": {"targets": ["Linear"]}}}, "group_0="),
     ],
@@ -209,6 +238,9 @@ def test_settings_that_are_not_honoured_are_refused_by_name(sources, tmp_path, w
         ({"output_activations": {"num_bits": 8}}, "output_activations="),
         ({"targets": ["Embedding"]}, "no target of quantization_config.config_groups"),
         ({"targets": ["re:("]}, "is no regular expression"),
+        ({"targets": ["re:a{99999999999}"]}, "is no regular expression"),
+        ({"targets": [r"re:(\w*\w*\.?)*!"]}, "repeat no group"),
+        ({"targets": ["re:" + ".*" * 5]}, "repeat no group"),
         ({"targets": [3]}, "targets=3"),
         ({"targets": ["re:.*mlp.*"]}, "no target of quantization_config.config_groups"),
         ({"weights": {"num_bits": 4, "type": "float"}}, "weights.num_bits=4"),
@@ -216,6 +248,12 @@ def test_settings_that_are_not_honoured_are_refused_by_name(sources, tmp_path, w
         ({"weights": {"num_bits": 4, "type": "complex"}}, "weights.type='complex'"),
         ({"weights": {"num_bits": 4, "strategy": "block"}}, "weights.strategy='block'"),
         ({"weights": {"num_bits": 9, "strategy": "channel"}}, "weights.num_bits=9"),
+        ({"weights": {"num_bits": 4.0, "strategy": "channel"}}, "weights.num_bits=4.0"),
+        ({"weights": {"num_bits": 4, "strategy": "channel", "symmetric": None}}, "weights.symmetric=None"),
+        ({"weights": {"num_bits": 4, "strategy": "channel", "actorder": "inputs"}}, "weights.actorder='inputs'"),
+        ({"weights": {"num_bits": 4, "strategy": "group", "group_size": 32, "actorder": "group"}}, "no weight_g_idx"),
+        ({"weights": {"num_bits": 8, "type": "float", "symmetric": False, "strategy": "channel"}}, "weights.symmetric"),
+        ({"weights": {"num_bits": 8, "type": "float"}, "input_activations": {"num_bits": 4}}, "input_activations="),
         ({"weights": {"num_bits": 4, "strategy": "group", "group_size": 7}}, "group_size=7 does not divide"),
     ],
     ids=str,
@@ -228,6 +266,81 @@ def test_schemes_that_are_not_honoured_are_refused_by_name(sources, tmp_path, sc
 
     with pytest.raises(ValueError, match=message):
         load_checkpoint(path)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_that_a_scheme_denies_are_refused(sources, tmp_path, bits):
+    path = WRITERS["compressed"](sources["llama"], tmp_path / "both", bits=bits, is_symmetric=False).path
+    settings = settings_of(path)
+    settings["config_groups"]["group_0"]["weights"]["symmetric"] = True
+    edit_json(path, quantization_config=settings)
+
+    with pytest.raises(ValueError, match="has zero points, but quantization_config says symmetric=true"):
+        load_checkpoint(path)
+
+
+def test_integers_of_more_bits_than_the_scheme_says_are_refused(sources, tmp_path):
+    path = WRITERS["compressed"](sources["llama"], tmp_path / "both", bits=8, is_packed=False).path
+    settings = settings_of(path)
+    settings["config_groups"]["group_0"]["weights"]["num_bits"] = 4
+    edit_json(path, quantization_config=settings)
+
+    with pytest.raises(ValueError, match="has integers of more than 4 bits"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("writer", "changes"),
+    [
+        ("gptq", {"dynamic": {"lm_head": {}, "-:.*attn.*": {}}}),
+        ("compressed", {"sparsity_config": {"format": "dense", "global_sparsity": 0.1}}),
+    ],
+)
+def test_settings_that_say_nothing_are_read(sources, tmp_path, writer, changes):
+    packed = WRITERS[writer](sources["llama"], tmp_path / "both")
+    edit_json(packed.path, quantization_config=settings_of(packed.path) | changes)
+
+    params, _ = load_checkpoint(packed.path)
+
+    assert sum(map(is_quantized, jax.tree.leaves(params, is_leaf=is_quantized))) == len(packed.weights)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_biases_of_zeros_beside_packed_weights_are_left_out(sources, tmp_path, value):
+    path = WRITERS["gptq"](sources["llama"], tmp_path / "both").path
+    expected, _ = load_checkpoint(path)
+    rewrite(path, lambda tensors: tensors | {f"{Q}.bias": torch.full((128,), value)})
+
+    if value:
+        with pytest.raises(ValueError, match=f"unexpected: {Q}.bias"):
+            load_checkpoint(path)
+    else:
+        jax.tree.map(np.testing.assert_array_equal, load_checkpoint(path)[0], expected)
+
+
+def test_a_weight_that_is_there_twice_is_refused(packed):
+    rewrite(packed.path, lambda tensors: tensors | {f"{Q}.weight": torch.zeros(128, 64)})
+
+    with pytest.raises(ValueError, match=f"{Q} has a qweight and a weight in floating point"):
+        load_checkpoint(packed.path)
+
+
+def test_groups_of_odd_size_are_refused():
+    require_even("q_proj", 5, 8)
+    with pytest.raises(ValueError, match="q_proj has 4 bits in groups of 5 inputs, an odd number"):
+        require_even("q_proj", 5, 4)
+
+
+def test_names_of_autofp8_are_read(sources, tmp_path):
+    packed = WRITERS["fp8"](sources["llama"], tmp_path / "both", block=None)
+    rewrite(packed.path, lambda tensors: {n.replace("weight_scale_inv", "weight_scale"): t for n, t in tensors.items()})
+
+    _, stored = require_fitting_tensors(packed.path, read_config(packed.path))
+
+    for name, weight in packed.weights.items():
+        tensor = stored[name]
+        assert isinstance(tensor, StoredQuantized)
+        np.testing.assert_array_equal(tensor.floats(), weight)
 
 
 def test_a_scheme_for_a_name_comes_before_one_for_a_class(sources, tmp_path):
@@ -294,14 +407,14 @@ def test_a_packed_checkpoint_on_a_mesh_is_refused(packed):
         load_params(packed.path, config, "float32", placement=placement)
 
 
-@pytest.mark.parametrize("writer", ["gptq", "awq", "compressed", "fp8"])
+@pytest.mark.parametrize("writer", ["gptq", "awq", "compressed", "fp8", "mxfp4"])
 def test_a_damaged_checkpoint_loads_or_is_refused(sources, tmp_path, writer):
-    path: Path = WRITERS[writer](sources["llama"], tmp_path / "both").path
+    path: Path = WRITERS[writer](sources["gpt_oss" if writer == "mxfp4" else "llama"], tmp_path / "both").path
     generator = np.random.default_rng(11)
     config, file = json.loads((path / "config.json").read_text()), path / "model.safetensors"
     whole = file.read_bytes()
     length = int.from_bytes(whole[:8], "little")
-    values = [None, True, -1, 0, 3, 2**40, 0.5, "x", [], {}, ["Linear"]]
+    values = [None, True, -1, 0, 3, 4.0, 2**40, 2**70, 0.5, "x", [], {}, ["Linear"]]
     refusals = 0
     for _ in range(300):
         damaged, content = json.loads(json.dumps(config)), bytearray(whole)

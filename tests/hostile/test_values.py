@@ -122,7 +122,7 @@ def test_no_public_name_is_left_out():
 
     assert {getattr(jaxinfer, name) for name in dir(jaxinfer)} == tested | not_called
     assert {name for name in vars(LLM) if not name.startswith("_")} == {*METHODS, "step", "close", "engine"} | VIEWS
-    views = {"identity", "metrics", "default_sampling_params", "failure", "is_open", "close", "call"}
+    views = {"identity", "metrics", "default_sampling_params", "failure", "is_open", "close", "call", "engine_thread"}
     assert {name for name in vars(AsyncLLM) if not name.startswith("_")} == {*ASYNC_METHODS} | views
 
 

@@ -14,7 +14,16 @@ import numpy as np
 from jaxinfer.checkpoint.formats.gptq import SCALE_TYPES
 from jaxinfer.checkpoint.formats.parts import Parts, packed_modules
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
-from jaxinfer.checkpoint.stored import Grid, Stored, StoredQuantized, require_finite, settings_error, unpacked
+from jaxinfer.checkpoint.stored import (
+    Grid,
+    Stored,
+    StoredQuantized,
+    centred,
+    require_even,
+    require_finite,
+    settings_error,
+    unpacked,
+)
 from jaxinfer.validation import is_int
 
 PER_WORD = 8
@@ -44,13 +53,14 @@ def _weight(parts: Parts, size: int, has_zeros: bool) -> StoredQuantized:
     if inputs == 0 or inputs % size:
         raise ValueError(f"{parts.module} has {inputs} inputs, which groups of {size} do not divide; use another file")
     groups = inputs // size
+    require_even(parts.module, size, 4)
     scales = parts.require("scales", SCALE_TYPES, (groups, outputs))
     if has_zeros or "qzeros" in parts:
         parts.require("qzeros", ["I32"], (groups, words))
 
     def read(name: str) -> np.ndarray:
         numbers = unpacked(parts[name].map(), 4, axis=1).reshape(-1, words, PER_WORD)[..., PLACES]
-        return (numbers.reshape(-1, outputs).T.astype(np.int16) - MIDDLE).astype(np.int8)
+        return centred(numbers.reshape(-1, outputs).T, 4)
 
     def read_scales() -> np.ndarray:
         if not has_zeros and "qzeros" in parts and read("qzeros").any():

@@ -16,10 +16,19 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.checkpoint.formats.fp8 import float8_weight, require_block
-from jaxinfer.checkpoint.formats.gptq import SCALE_TYPES
+from jaxinfer.checkpoint.formats.gptq import OTHER, SCALE_TYPES
 from jaxinfer.checkpoint.formats.parts import Parts, order_of_groups, packed_modules
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
-from jaxinfer.checkpoint.stored import Grid, Stored, StoredQuantized, require_finite, settings_error, unpacked
+from jaxinfer.checkpoint.stored import (
+    Grid,
+    Stored,
+    StoredQuantized,
+    centred,
+    require_even,
+    require_finite,
+    settings_error,
+    unpacked,
+)
 from jaxinfer.validation import is_int
 
 METHOD = "compressed-tensors"
@@ -29,22 +38,27 @@ PARTS = (
 )
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 BITS = (2, 3, 4, 5, 6, 7, 8)
-WITHOUT = "use a checkpoint without it, or the unquantized one"
 # What the words of a scheme may be beside those that `_weight` reads; others would change the result.
 HARMLESS_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
     "type": ("int", "float"),
     "dynamic": (False, None),
+    "symmetric": (True, False),
+    "actorder": (None, False, "static", "weight", "group"),
 }
 MAX_PATTERN = 1000  # characters of a regular expression
+# Of a pattern, so that matching takes no longer than a module's name to this power; and no group is repeated.
+MAX_REPEATS = 4
 
 
 def compressed_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> dict[str, Stored]:
     """Returns the model's tensors by name; see `formats.logical_tensors`."""
     if settings.get("format") not in FORMATS:
         raise settings_error(METHOD, "format", settings.get("format"), f"use one of {', '.join(FORMATS)}")
+    sparsity = settings.get("sparsity_config")
+    is_dense = isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"  # then it says nothing
     for key in ("kv_cache_scheme", "transform_config", "sparsity_config"):
-        if settings.get(key) not in (None, {}):
-            raise settings_error(METHOD, key, settings[key], WITHOUT)
+        if settings.get(key) not in (None, {}) and not (key == "sparsity_config" and is_dense):
+            raise settings_error(METHOD, key, settings[key], OTHER)
     schemes = _schemes(settings)
     others, modules = packed_modules(stored, "weight_scale", PARTS)
     return {**others, **{f"{parts.module}.weight": _weight(parts, schemes) for parts in modules}}
@@ -61,15 +75,19 @@ def _schemes(settings: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]
         targets = scheme.get("targets") if isinstance(scheme, Mapping) else None
         if not isinstance(weights, Mapping) or not isinstance(targets, list):
             raise settings_error(METHOD, name, scheme, "a scheme has targets and weights; download config.json again")
-        is_float = weights.get("type") == "float"
         for key in ("input_activations", "output_activations"):
-            if scheme.get(key) is not None and not (is_float and key == "input_activations"):
+            is_left_out = key == "input_activations" and _is_float8(weights) and _is_float8(scheme.get(key))
+            if scheme.get(key) is not None and not is_left_out:
                 raise settings_error(METHOD, key, scheme[key], "use a checkpoint that quantizes weights alone")
         for key, harmless in HARMLESS_ARGUMENTS.items():
             if weights.get(key, harmless[0]) not in harmless:
-                raise settings_error(METHOD, f"weights.{key}", weights[key], WITHOUT)
+                raise settings_error(METHOD, f"weights.{key}", weights[key], OTHER)
         schemes += [(_checked_target(target), weights) for target in targets]
     return schemes
+
+
+def _is_float8(arguments: Any) -> bool:
+    return isinstance(arguments, Mapping) and arguments.get("type") == "float" and arguments.get("num_bits", 8) == 8
 
 
 def _checked_target(target: Any) -> str:
@@ -78,8 +96,12 @@ def _checked_target(target: Any) -> str:
     if target.startswith("re:"):
         try:
             re.compile(target[3:])
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise settings_error(METHOD, "targets", target, f"it is no regular expression: {error}") from None
+        repeats = re.findall(r"(\\.|[^\\])([*+]|\{\d*,)", target[3:])
+        if len(repeats) > MAX_REPEATS or any(repeated == ")" for repeated, _ in repeats):
+            way_out = f"repeat no group, and {MAX_REPEATS} characters at most"
+            raise settings_error(METHOD, "targets", target, way_out)
     return target
 
 
@@ -107,7 +129,7 @@ def _weight(parts: Parts, schemes: list[tuple[str, Mapping[str, Any]]]) -> Store
     bits, strategy = scheme.get("num_bits", 8), scheme.get("strategy")
     if scheme.get("type") == "float":
         return _float_weight(parts, bits, strategy, scheme)
-    if bits not in BITS:
+    if not is_int(bits) or bits not in BITS:
         raise settings_error(METHOD, "weights.num_bits", bits, "use a checkpoint of 2 to 8 bits")
     is_packed = "weight_packed" in parts
     if is_packed:
@@ -117,13 +139,22 @@ def _weight(parts: Parts, schemes: list[tuple[str, Mapping[str, Any]]]) -> Store
     else:
         outputs, inputs = parts.require("weight", ["I8"], (None, None)).shape
     groups = _num_groups(parts.module, scheme, strategy, inputs)
-    of_scales = (1,) if strategy == "tensor" else (outputs, groups)
+    require_even(parts.module, inputs // groups, bits)
+    of_scales = (outputs, groups)
+    if strategy == "tensor":
+        of_scales = (1,) * len(parts["weight_scale"].shape[:1])
     scales = parts.require("weight_scale", SCALE_TYPES, of_scales)
     middle = 2 ** (bits - 1)
     has_zeros = scheme.get("symmetric", True) is False
     if has_zeros:
-        shape = (-(-outputs * bits // 32), groups) if is_packed else (outputs, groups)
+        shape = (-(-outputs * bits // 32), groups) if is_packed else of_scales
         parts.require("weight_zero_point", ["I32" if is_packed else "I8"], shape)
+    elif "weight_zero_point" in parts and parts["weight_zero_point"].map().any():
+        raise ValueError(
+            f"{parts.module} has zero points, but quantization_config says symmetric=true; set it to false"
+        )
+    if scheme.get("actorder") == "group" and "weight_g_idx" not in parts:
+        raise ValueError(f"{parts.module} has no weight_g_idx, though actorder='group'; download the checkpoint again")
     g_idx = None if "weight_g_idx" not in parts else parts.require("weight_g_idx", ["I32"], (inputs,))
     has_order = g_idx is not None and groups > 1
 
@@ -134,17 +165,18 @@ def _weight(parts: Parts, schemes: list[tuple[str, Mapping[str, Any]]]) -> Store
 
     def read_values() -> np.ndarray:
         if is_packed:
-            numbers = unpacked(parts["weight_packed"].map(), bits, axis=1)[:, :inputs]
-            values = (numbers.astype(np.int16) - middle).astype(np.int8)
+            values = centred(unpacked(parts["weight_packed"].map(), bits, axis=1)[:, :inputs], bits)
         else:
             values = parts["weight"].map()
+            if values.min() < -middle or values.max() >= middle:
+                raise ValueError(f"{parts.module} has integers of more than {bits} bits; download the checkpoint again")
         return values[:, order()] if has_order else values
 
     def read_zeros() -> np.ndarray:
         stored = parts["weight_zero_point"].map()
         if not is_packed:
-            return stored
-        return (unpacked(stored, bits)[:outputs].astype(np.int16) - middle).astype(np.int8)
+            return np.broadcast_to(stored, (outputs, groups))
+        return centred(unpacked(stored, bits)[:outputs], bits)
 
     return StoredQuantized(
         shape=(outputs, inputs),
@@ -159,6 +191,10 @@ def _weight(parts: Parts, schemes: list[tuple[str, Mapping[str, Any]]]) -> Store
 def _float_weight(parts: Parts, bits: Any, strategy: Any, scheme: Mapping[str, Any]) -> StoredQuantized:
     if bits != 8:
         raise settings_error(METHOD, "weights.num_bits", bits, "use a checkpoint with floats of 8 bits")
+    if scheme.get("symmetric", True) is not True:
+        raise settings_error(METHOD, "weights.symmetric", False, "floats have no zero points; correct config.json")
+    if "weight_g_idx" in parts:
+        raise ValueError(f"{parts.module} has a weight_g_idx, which FP8 has no use for; download the checkpoint again")
     if strategy not in ("tensor", "channel", "block"):
         raise settings_error(METHOD, "weights.strategy", strategy, "use tensor, channel or block")
     block = require_block(scheme.get("block_structure")) if strategy == "block" else None

@@ -17,10 +17,15 @@ from jaxinfer.checkpoint.formats.gptq import SCALE_TYPES
 from jaxinfer.checkpoint.formats.parts import Parts, packed_modules
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
 from jaxinfer.checkpoint.stored import Grid, Stored, StoredQuantized, require_finite, settings_error
-from jaxinfer.validation import is_int
+from jaxinfer.validation import MAX_INT, is_int
 
 CODE = "float8_e4m3fn"
-PARTS = ("weight", "weight_scale_inv", "activation_scale")
+# By the scale's name: that of DeepSeek and Qwen, and that of AutoFP8.
+PARTS = {
+    "weight_scale_inv": ("weight", "weight_scale_inv", "activation_scale"),
+    "weight_scale": ("weight", "weight_scale", "input_scale"),
+}
+MIN_GROUP = 16
 
 
 def fp8_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> dict[str, Stored]:
@@ -29,19 +34,27 @@ def fp8_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any])
         raise settings_error("FP8", "fmt", settings["fmt"], "use a checkpoint in e4m3")
     if settings.get("activation_scheme", "dynamic") not in ("dynamic", "static"):
         raise settings_error("FP8", "activation_scheme", settings["activation_scheme"], "it is dynamic or static")
+    for key in ("kv_cache_scheme", "kv_cache_quant_method"):
+        if settings.get(key) not in (None, {}):
+            raise settings_error("FP8", key, settings[key], "use a checkpoint without it")
     block = require_block(settings.get("weight_block_size"))
-    others, modules = packed_modules(stored, "weight_scale_inv", PARTS)
-    return {
-        **others,
-        **{f"{parts.module}.weight": float8_weight(parts, "weight_scale_inv", block=block) for parts in modules},
-    }
+    tensors: dict[str, Stored] = {}
+    others = dict(stored)
+    for scale, names in PARTS.items():
+        others, modules = packed_modules(others, scale, names)
+        tensors |= {f"{parts.module}.weight": float8_weight(parts, scale, block=block) for parts in modules}
+    return {**others, **tensors}
 
 
 def require_block(block: Any) -> tuple[int, int] | None:
     """Returns the outputs and inputs that share a scale, None if all of a weight do; raises ValueError for others."""
     if block is None:
         return None
-    if not isinstance(block, list) or len(block) != 2 or not all(is_int(size) and size > 0 for size in block):
+    if (
+        not isinstance(block, list)
+        or len(block) != 2
+        or not all(is_int(size) and 0 < size <= MAX_INT for size in block)
+    ):
         raise settings_error("FP8", "weight_block_size", block, "it is two positive numbers")
     return block[0], block[1]
 
@@ -59,7 +72,12 @@ def float8_weight(
         shape = (1,) * len(parts[scale_name].shape)
     scales = parts.require(scale_name, SCALE_TYPES, shape)
     # Groups of equal size: those of 576 inputs in blocks of 128 have 64.
-    own_size = math.gcd(inputs, size)
+    own_size = math.gcd(inputs, min(size, inputs))
+    if block is not None and own_size < min(MIN_GROUP, inputs):
+        raise ValueError(
+            f"{parts.module} has {inputs} inputs in blocks of {size}: groups of equal size would have {own_size},"
+            f" fewer than {MIN_GROUP}; use another checkpoint"
+        )
     groups = inputs // own_size
 
     def read_scales() -> np.ndarray:

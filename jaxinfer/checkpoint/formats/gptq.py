@@ -14,27 +14,39 @@ import numpy as np
 
 from jaxinfer.checkpoint.formats.parts import Parts, order_of_groups, packed_modules
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
-from jaxinfer.checkpoint.stored import Grid, Stored, StoredQuantized, require_finite, settings_error, unpacked
+from jaxinfer.checkpoint.stored import (
+    Grid,
+    Stored,
+    StoredQuantized,
+    centred,
+    require_even,
+    require_finite,
+    settings_error,
+    unpacked,
+)
 from jaxinfer.validation import is_int
 
 BITS = (2, 3, 4, 8)
 SCALE_TYPES = ("F16", "BF16", "F32")
-SMALLER = "use a checkpoint without it, or the unquantized one"
+OTHER = "use a checkpoint without it, or the unquantized one"
 
 
 def gptq_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> dict[str, Stored]:
     """Returns the model's tensors by name; see `formats.logical_tensors`."""
     bits, size = settings.get("bits"), settings.get("group_size", 128)
     version = settings.get("checkpoint_format") or "gptq"
-    if bits not in BITS:
+    if not is_int(bits) or bits not in BITS:
         raise settings_error("GPTQ", "bits", bits, f"use a checkpoint of {', '.join(map(str, BITS))} bits")
     if not is_int(size) or (size < 1 and size != -1):
         raise settings_error("GPTQ", "group_size", size, "it is a number of inputs, or -1 for all of them")
     if version not in ("gptq", "gptq_v2"):
         raise settings_error("GPTQ", "checkpoint_format", version, "use a checkpoint in gptq or gptq_v2")
-    for key, harmless in (("dynamic", (None, {})), ("pack_dtype", (None, "int32"))):
-        if settings.get(key) not in harmless:
-            raise settings_error("GPTQ", key, settings[key], SMALLER)
+    if settings.get("pack_dtype") not in (None, "int32"):
+        raise settings_error("GPTQ", "pack_dtype", settings["pack_dtype"], OTHER)
+    # Which modules are packed, the file itself says; other settings for some of them are not honoured.
+    dynamic = settings.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping) or any(own and not key.startswith("-:") for key, own in dynamic.items()):
+        raise settings_error("GPTQ", "dynamic", dynamic, OTHER)
     others, modules = packed_modules(stored, "qweight", ("qweight", "qzeros", "scales", "g_idx"))
     options = {
         "bits": bits,
@@ -55,6 +67,7 @@ def _weight(
     if inputs == 0 or inputs % size or words * 32 % bits:
         raise ValueError(f"{parts.module} has {inputs} inputs, which groups of {size} do not divide; use another file")
     groups = inputs // size
+    require_even(parts.module, size, bits)
     zeros = parts.require("qzeros", ["I32"], (groups, outputs * bits // 32))
     scales = parts.require("scales", SCALE_TYPES, (groups, outputs))
     g_idx = parts.require("g_idx", ["I32"], (inputs,)) if has_order or "g_idx" in parts else None
@@ -68,12 +81,12 @@ def _weight(
         return order_of_groups(f"{parts.module}.g_idx", g_idx.map(), groups, may_differ=has_order)
 
     def read_values() -> np.ndarray:
-        return (unpacked(parts["qweight"].map(), bits).T[:, order()].astype(np.int16) - middle).astype(np.int8)
+        return centred(unpacked(parts["qweight"].map(), bits).T[:, order()], bits)
 
     def read_zeros() -> np.ndarray:
         # Each by itself, modulo 2^bits: the zero point 0 is stored as -1.
-        points = (unpacked(zeros.map(), bits, axis=1).T.astype(np.int16) + zero_step) % 2**bits
-        return (points - middle).astype(np.int8)
+        points = (unpacked(zeros.map(), bits, axis=1).T + np.uint8(zero_step)) & np.uint8(2**bits - 1)
+        return centred(points, bits)
 
     def read_scales() -> np.ndarray:
         if is_symmetric and read_zeros().any():

@@ -49,6 +49,8 @@ def packed_modules(
             parts[module][part] = tensor
         else:
             others[name] = tensor
+    if twice := [module for module in sorted(modules) if f"{module}.weight" in others]:
+        raise ValueError(f"{twice[0]} has a {mark} and a weight in floating point; download the checkpoint again")
     return others, (Parts(module, parts[module]) for module in sorted(modules))
 
 
