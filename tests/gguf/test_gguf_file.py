@@ -131,6 +131,15 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, case):
     assert str(path) in str(error.value)
 
 
+@pytest.mark.parametrize("what", ["keys", "tensors"])
+def test_keys_and_tensors_have_bounds(tmp_path, monkeypatch, what):
+    monkeypatch.setattr(gguf_file, f"MAX_{what.upper()}", 1)
+    items = {"keys": [key("a", 7, b"\x00"), key("b", 7, b"\x00")], "tensors": [tensor("a"), tensor("b", offset=32)]}
+
+    with pytest.raises(ValueError, match=f"has 2 {what}, more than 1"):
+        read_gguf(written(tmp_path, container(**{what: items[what]})))
+
+
 def test_a_header_has_a_bound(tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_file, "MAX_HEADER_BYTES", 1000)
 
