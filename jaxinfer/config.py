@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,9 @@ from jaxinfer.validation import (
     require_real,
 )
 
-CACHE_DTYPES = ("float32", "bfloat16", "float16")
+# Types of keys and values that `EngineConfig.cache_dtype` names, by their numpy names.
+NARROW_CACHE_DTYPES = {"fp8": "float8_e4m3fn"}
+CACHE_DTYPES = ("float32", "bfloat16", "float16", *NARROW_CACHE_DTYPES.values())
 QUANTIZATIONS = ("int8", "int4")
 ATTENTIONS = ("reference",)
 
@@ -27,6 +30,9 @@ ATTENTIONS = ("reference",)
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """The page pools: `num_pages` pages of `page_size` token slots for every layer, in `dtype` (a numpy dtype name).
+
+    In float8_e4m3fn, keys, values and latents are rounded as they are written, and saturate at 448. States of recurrent
+    layers stay float32.
 
     `num_bounded_pages`: pages of each of `ModelConfig.page_kinds` but the first. Without them every kind has
     `num_pages`, and a request has pages of the same ids in all kinds. `num_draft_states`: further states of each
@@ -84,6 +90,7 @@ class EngineConfig:
     * `memory_bytes`: device bytes for parameters, pages and steps together. None takes all of the device; on CPU it
       sets no limit.
     * `cache_bytes`: device bytes for pages. None takes the rest; on CPU, if memory_bytes is None too, 1 GiB.
+    * `cache_dtype`: "fp8" keeps keys and values in 8 bits (float8_e4m3fn), without scales. None keeps the LLM's dtype.
     * `quantization`: "int8" rounds the weights of products to 8 bits, with a scale per output channel, during loading.
       "int4" rounds to 4 bits, with a scale per 128 inputs. None keeps the LLM's dtype.
 
@@ -125,6 +132,7 @@ class EngineConfig:
     num_pages: int | None = None
     memory_bytes: int | None = None
     cache_bytes: int | None = None
+    cache_dtype: str | None = None
     max_samples: int = 128
     max_log_probs: int = 20
     max_prompt_log_probs: int | None = None
@@ -189,9 +197,8 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 require_real(name, getattr(self, name), 0.0)
         require_quantization(self.quantization)
-        names = ", ".join(map(repr, ATTENTIONS))
-        is_known = isinstance(self.attention, str) and self.attention in ATTENTIONS
-        require(self.attention is None or is_known, "attention", self.attention, f"{names} or None")
+        _require_name_or_none("attention", self.attention, ATTENTIONS)
+        _require_name_or_none("cache_dtype", self.cache_dtype, NARROW_CACHE_DTYPES)
         CacheConfig(num_pages=1, page_size=self.page_size)
         self._check_tiers()
 
@@ -211,6 +218,9 @@ class EngineConfig:
 
 
 def require_quantization(value: Any) -> None:
-    names = ", ".join(map(repr, QUANTIZATIONS))
-    is_known = isinstance(value, str) and value in QUANTIZATIONS
-    require(value is None or is_known, "quantization", value, f"{names} or None")
+    _require_name_or_none("quantization", value, QUANTIZATIONS)
+
+
+def _require_name_or_none(name: str, value: Any, allowed: Collection[str]) -> None:
+    is_known = value is None or (isinstance(value, str) and value in allowed)
+    require(is_known, name, value, f"{', '.join(map(repr, allowed))} or None")

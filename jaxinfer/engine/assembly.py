@@ -166,11 +166,12 @@ def plan_host(
     eos_token_ids = read_eos_token_ids(path)
     model = f"{path} {dtype} {model_config}"
     if config.disk_cache_path is not None:  # the disk cache outlasts this process; the files at `path` may change
-        model = repr(page_identity(path, model_config, cache_config, config, window))
+        model = repr(page_identity(path, dtype, model_config, cache_config, config, window))
     defaults = read_sampling_defaults(
         path, vocab_size=model_config.vocab_size, max_listed_tokens=config.max_listed_tokens
     )
     admission = Admission(
+        dtype=dtype,
         model_config=model_config,
         engine_config=config,
         cache_config=cache_config,

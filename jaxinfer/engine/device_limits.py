@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import jax
 
-from jaxinfer.config import CacheConfig, EngineConfig
+from jaxinfer.config import EngineConfig
 from jaxinfer.device import free_bytes
-from jaxinfer.engine.execution.memory_plan import bytes_of_bounded, plan_further_kinds, resolve_max_model_len
+from jaxinfer.engine.execution.memory_plan import bytes_of_bounded, one_page, plan_further_kinds, resolve_max_model_len
 from jaxinfer.engine.execution.step_shapes import (
     MAX_ROWS,
     loop_steps,
@@ -65,7 +65,8 @@ def describe_limits(config: EngineConfig) -> str:
     steps = loop_steps(config)
     loops = f"decode loops of {steps} steps" if steps > 1 else "single decode steps"
     sizes = f"up to {max_rows(config)} requests and {max_batched_tokens(config)} tokens in a step"
-    return f"{jax.devices()[0].device_kind}: {sizes}, {loops}"
+    cache = "" if config.cache_dtype is None else f", keys and values in {config.cache_dtype}"
+    return f"{jax.devices()[0].device_kind}: {sizes}, {loops}{cache}"
 
 
 def predicted_step_seconds(param_bytes: int, num_layers: int) -> float:
@@ -87,13 +88,13 @@ def _fitting_rows(config: EngineConfig, model_config: ModelConfig, param_bytes: 
     """Returns the rows of which each has pages for TOKENS_PER_ROW tokens, from ACCELERATOR_ROWS down to MAX_ROWS."""
     max_model_len = resolve_max_model_len(model_config, config)
     pages_per_row = -(-min(TOKENS_PER_ROW, max_model_len) // config.page_size)
-    one_page = CacheConfig(num_pages=1, page_size=config.page_size, dtype=dtype)
+    page = one_page(config, dtype)
     room = _room(config, param_bytes)
     rows = rows_within_tokens(config, ACCELERATOR_ROWS)
     while rows > MAX_ROWS:
         kinds = plan_further_kinds(model_config, replace(config, max_num_seqs=rows), max_model_len)
-        bounded = replace(one_page, num_bounded_pages=tuple(kind.num_pages for kind in kinds))
-        needed = rows * pages_per_row * page_bytes(model_config, one_page, kind=0)
+        bounded = replace(page, num_bounded_pages=tuple(kind.num_pages for kind in kinds))
+        needed = rows * pages_per_row * page_bytes(model_config, page, kind=0)
         too_few = config.num_pages is not None and config.num_pages < rows * pages_per_row
         if needed + bytes_of_bounded(model_config, bounded) <= room and not too_few:
             break

@@ -26,7 +26,7 @@ from jaxinfer.engine.frontend.admission import Admission, Prompt, PromptTooLongE
 from jaxinfer.engine.frontend.branches import Branches
 from jaxinfer.engine.frontend.health import Health, require_own_process
 from jaxinfer.engine.frontend.outputs import OutputRoutes, Sink
-from jaxinfer.engine.frontend.page_identity import text_identity
+from jaxinfer.engine.frontend.page_identity import describe_dtype, text_identity
 from jaxinfer.engine.frontend.sample_group import SampleGroup
 from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.request.request import Request
@@ -97,8 +97,9 @@ class Engine:
         model, state = self.model_config, "closed"
         if not self._health.is_closed:
             state = f"{self._scheduler.num_unfinished} unfinished requests" if self._health.is_good else "failed"
+        dtype = describe_dtype(self._dtype, self.engine_config)
         return (
-            f"{self._path}: {model.num_layers} layers of hidden_size={model.hidden_size}, {self._dtype},"
+            f"{self._path}: {model.num_layers} layers of hidden_size={model.hidden_size}, {dtype},"
             f" max_num_seqs={self.engine_config.max_num_seqs}, {state}"
         )
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.paged_attention.layout import TPU_LANES, default_layout, pad_heads, tpu_tile
+from kernels_pallas.paged_attention.layout import TPU_LANES, default_layout, pad_heads, to_stored, tpu_tile
 
 
 @jax.tree_util.register_dataclass
@@ -57,8 +57,11 @@ def abstract_latents(
 
 
 def write_latents(pages: LatentPages, latents: jax.Array, slots: jax.Array) -> LatentPages:
-    """Returns the pool with latents and keys [n, R + r] at slots i32[n] (page * S + offset); past it is dropped."""
-    S, new = pages.page_size, pad_heads(latents.astype(pages.dtype), pages.array.shape[2])
+    """Returns the pool with latents and keys [n, R + r] at slots i32[n] (page * S + offset), stored by `to_stored`.
+
+    A slot past the pool is dropped.
+    """
+    S, new = pages.page_size, pad_heads(to_stored(latents, None, pages.dtype), pages.array.shape[2])
     return replace(pages, array=pages.array.at[slots // S, slots % S].set(new, mode="drop"))
 
 

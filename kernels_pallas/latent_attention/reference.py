@@ -11,7 +11,6 @@ from collections.abc import Callable
 import jax
 
 from kernels_pallas.latent_attention.layout import LatentPages, read_pages, read_slots, write_latents
-from kernels_pallas.paged_attention.layout import to_stored
 from kernels_pallas.paged_attention.online_softmax import Scoring
 from kernels_pallas.paged_attention.reference import attend_ragged
 from kernels_pallas.paged_attention.shapes import token_slots
@@ -34,7 +33,7 @@ def latent_attention_reference(
 ) -> tuple[jax.Array, LatentPages]:
     """The contract is that of `latent_attention`; `attend` takes the place of `attend_ragged`."""
     slots = token_slots(q.shape[0], pages, block_tables, kv_lens, cu_q_lens, page_offset)
-    pages = write_latents(pages, to_stored(latents, None, pages.dtype), slots)
+    pages = write_latents(pages, latents, slots)
     pool = Pool(pages.page_size, functools.partial(read_pages, pages), functools.partial(read_slots, pages))
     out = attend(
         q[:, None],

@@ -153,12 +153,19 @@ def to_stored(x: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
     return (jnp.round(x) if is_integer else x).astype(dtype)
 
 
-def write_kv(pages: Pages, k: jax.Array, v: jax.Array, slots: jax.Array) -> Pages:
-    """Returns the pool with keys and values [n, K, H], as it stores them, at slots i32[n] (page * S + offset).
+def write_kv(
+    pages: Pages,
+    k: jax.Array,
+    v: jax.Array,
+    slots: jax.Array,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+) -> Pages:
+    """Returns the pool with keys and values [n, K, H] at slots i32[n] (page * S + offset), stored by `to_stored`.
 
     A slot past the pool is dropped, which is how padding is written nowhere. A negative slot would wrap.
     """
-    k, v = k.astype(pages.dtype), v.astype(pages.dtype)
+    k, v = to_stored(k, k_scale, pages.dtype), to_stored(v, v_scale, pages.dtype)
     if pages.layout == "cpu":
         width = pages.arrays[1].shape[-1]
         return _put_slots(pages, (pad_heads(k, width), pad_heads(v, width)), slots)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.device import device_at_hand
 from kernels_pallas.paged_attention.in_blocks import attend_in_blocks
-from kernels_pallas.paged_attention.layout import Pages, gather_tokens, pad_heads, read_pages, to_stored, write_kv
+from kernels_pallas.paged_attention.layout import Pages, gather_tokens, pad_heads, read_pages, write_kv
 from kernels_pallas.paged_attention.online_softmax import (
     Scoring,
     Sums,
@@ -78,8 +78,7 @@ def paged_attention_reference(
     T, N, head_dim = q.shape
     if k is not None and v is not None:
         slots = token_slots(T, pages, block_tables, kv_lens, cu_q_lens, page_offset)
-        k, v = to_stored(k, k_scale, pages.dtype), to_stored(v, v_scale, pages.dtype)
-        pages = write_kv(pages, k, v, slots)
+        pages = write_kv(pages, k, v, slots, k_scale, v_scale)
     K = pages.num_kv_heads
     read = functools.partial(read_pages, pages)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxinfer.config import CacheConfig, EngineConfig
+from jaxinfer.config import NARROW_CACHE_DTYPES, CacheConfig, EngineConfig
 from jaxinfer.device import CPU_CACHE_BYTES, free_bytes
 from jaxinfer.engine.execution.engine_model import DeviceDrafter
 from jaxinfer.engine.execution.step_shapes import loop_steps, max_batched_tokens, max_rows
@@ -24,11 +24,11 @@ def plan_window(
 
     Raises ValueError if num_sink_tokens asks for endless requests (StreamingLLM) that model, limits or drafter forbid.
     """
-    one_page = CacheConfig(num_pages=1, page_size=config.page_size)
-    has_own_keys = drafter is not None and drafter.page_bytes(one_page) > 0  # the drafter's keys, in the same pages
+    page = CacheConfig(num_pages=1, page_size=config.page_size)
+    has_own_keys = drafter is not None and drafter.page_bytes(page) > 0  # the drafter's keys, in the same pages
     if config.num_sink_tokens is not None:
         max_model_len = resolve_max_model_len(model_config, config)
-        _check_sinks(config.num_sink_tokens, model_config, config.page_size, max_model_len, has_own_keys)
+        _check_sinks(config, model_config, max_model_len, has_own_keys)
         return endless_window(max_model_len, config.num_sink_tokens, config.page_size)
     is_windowed = model_config.page_kinds[0].window is not None
     if not is_windowed or has_own_keys:  # a drafter may read its keys from the first token on
@@ -37,7 +37,9 @@ def plan_window(
     return sliding_attention_window(model_config.sliding_window, config.page_size, max_batched_tokens(config))
 
 
-def _check_sinks(num_tokens: int, model: ModelConfig, page_size: int, max_model_len: int, has_own_keys: bool) -> None:
+def _check_sinks(config: EngineConfig, model: ModelConfig, max_model_len: int, has_own_keys: bool) -> None:
+    num_tokens, page_size = config.num_sink_tokens, config.page_size
+    assert num_tokens is not None
     name = f"num_sink_tokens={num_tokens}"
     if num_tokens % page_size or max_model_len % page_size:
         raise ValueError(
@@ -59,6 +61,11 @@ def _check_sinks(num_tokens: int, model: ModelConfig, page_size: int, max_model_
             f"{name} is not for this model, whose own window of {model.sliding_window} tokens hides the first ones;"
             " leave EngineConfig.num_sink_tokens out"
         )
+    if config.cache_dtype is not None:
+        raise ValueError(
+            f"{name} turns the keys of these tokens again and again, and cache_dtype={config.cache_dtype!r} would round"
+            " them each time; leave out one of the two in EngineConfig"
+        )
     if has_own_keys:
         raise ValueError(
             f"{name} leaves no place for a draft model, whose keys lie in the same pages but are not turned; leave out"
@@ -78,6 +85,12 @@ def resolve_max_model_len(model_config: ModelConfig, config: EngineConfig) -> in
     return config.max_model_len
 
 
+def one_page(config: EngineConfig, dtype: str) -> CacheConfig:
+    """Returns a cache of one page as the configuration describes it; `dtype` is that of the weights."""
+    dtype = dtype if config.cache_dtype is None else NARROW_CACHE_DTYPES[config.cache_dtype]
+    return CacheConfig(num_pages=1, page_size=config.page_size, dtype=dtype)
+
+
 def plan_cache(
     model_config: ModelConfig,
     config: EngineConfig,
@@ -90,19 +103,18 @@ def plan_cache(
     Without `num_pages`, the pages stay within `cache_bytes`, or within CPU_CACHE_BYTES if neither the configuration nor
     the device sets a limit. Raises ValueError if `cache_bytes` is less than one page.
     """
-    one_page = CacheConfig(num_pages=1, page_size=config.page_size, dtype=dtype)
     window = plan_window(model_config, config, drafter)
     num_bounded = tuple(kind.num_pages for kind in plan_further_kinds(model_config, config, max_model_len))
-    one_page = replace(one_page, num_bounded_pages=num_bounded)
+    page = replace(one_page(config, dtype), num_bounded_pages=num_bounded)
     num_pages = max_rows(config) * (-(-max_model_len // config.page_size) + (window.num_sinks if window else 0))
     if config.num_pages is not None:
-        return replace(one_page, num_pages=config.num_pages)
+        return replace(page, num_pages=config.num_pages)
     limit = config.cache_bytes
     if limit is None and config.memory_bytes is None and free_bytes() is None:
         limit = CPU_CACHE_BYTES
     if limit is not None:
-        bytes_per_page = bytes_of_page(model_config, one_page, drafter)
-        bounded_bytes = bytes_of_bounded(model_config, one_page)
+        bytes_per_page = bytes_of_page(model_config, page, drafter)
+        bounded_bytes = bytes_of_bounded(model_config, page)
         num_pages = min(num_pages, (limit - bounded_bytes) // bytes_per_page)
         if num_pages < 1:
             further = f" beside {bounded_bytes} bytes for windows and states" if bounded_bytes else ""
@@ -110,7 +122,7 @@ def plan_cache(
                 f"cache_bytes={limit} is less than one page of {bytes_per_page} bytes{further}; raise"
                 f" EngineConfig.cache_bytes or lower page_size{' or max_num_seqs' if bounded_bytes else ''}"
             )
-    return replace(one_page, num_pages=num_pages)
+    return replace(page, num_pages=num_pages)
 
 
 def plan_further_kinds(model_config: ModelConfig, config: EngineConfig, max_model_len: int) -> tuple[BoundedKind, ...]:

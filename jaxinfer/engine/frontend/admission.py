@@ -127,6 +127,7 @@ Conversation = Sequence[Mapping[str, Any]]  # messages
 class Admission:
     """Checks requests against the engine's limits. It trusts no input; the code behind it checks nothing again."""
 
+    dtype: str  # of the weights
     model_config: ModelConfig
     engine_config: EngineConfig
     cache_config: CacheConfig

@@ -105,7 +105,7 @@ class Branches:
     def _identity(self) -> dict[str, str]:
         admission = self._admission
         configs = admission.model_config, admission.cache_config, admission.engine_config
-        return page_identity(self._path, *configs, admission.window, admission.params_version)
+        return page_identity(self._path, admission.dtype, *configs, admission.window, admission.params_version)
 
 
 def fork(request: Request, request_id: int, admission: Admission, *, time_limit: float) -> Request:

@@ -27,6 +27,7 @@ TEXT_FILES = (
 
 def page_identity(
     path: Path,
+    dtype: str,
     model_config: ModelConfig,
     cache_config: CacheConfig,
     engine_config: EngineConfig,
@@ -35,7 +36,7 @@ def page_identity(
 ) -> dict[str, str]:
     """Returns the properties that determine the contents of pages, by name. Reads the whole checkpoint.
 
-    Processes on machines of one kind get equal values.
+    `dtype` is that of the weights. Processes on machines of one kind get equal values.
     """
     # With attention sinks, the contents of a page depend on the tokens that were evicted before it.
     seen = "all" if window is None or not window.num_sinks else f"{window.num_seen}, {window.num_sinks} of them sinks"
@@ -43,13 +44,18 @@ def page_identity(
         "weights": fingerprint(path) + params_version,
         "quantization": str(engine_config.quantization),
         "model": repr(model_config),
-        "dtype": cache_config.dtype,
+        "dtype": describe_dtype(dtype, engine_config),
         "page_size": str(cache_config.page_size),
         "pages seen": seen,
         # Another CPU, kernel or version may sum in another order.
         "platform": _platform(engine_config),
         "versions": f"jaxinfer {__version__}, jax {jax.__version__}",
     }
+
+
+def describe_dtype(dtype: str, config: EngineConfig) -> str:
+    """Returns the dtype of the weights, and that of keys and values if it is another one."""
+    return dtype if config.cache_dtype is None else f"{dtype}, keys and values in {config.cache_dtype}"
 
 
 def _platform(engine_config: EngineConfig) -> str:
@@ -71,7 +77,7 @@ def text_identity(path: Path, admission: Admission) -> dict[str, str]:
     templates = [f"{file.parent.name}/{file.name}" for file in path.glob("additional_chat_templates/*.jinja")]
     return {
         "model": fingerprint(path, (*TEXT_FILES, *templates))[:DIGEST_LEN] + version,
-        "dtype": admission.cache_config.dtype,
+        "dtype": describe_dtype(admission.dtype, config),
         "quantization": str(config.quantization),
         "max_model_len": str(admission.max_model_len),
         "num_sink_tokens": str(sinks),

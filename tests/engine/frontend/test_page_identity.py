@@ -16,12 +16,16 @@ from jaxinfer.engine.frontend import page_identity
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="other devices are named by their kind")
 
 
+def identity_of_pages(config, engine=None):
+    cache_config, engine = CacheConfig(num_pages=1, page_size=16), engine or EngineConfig()
+    return page_identity.page_identity(BUNDLED_MODEL, "float32", config, cache_config, engine)
+
+
 def test_a_page_is_of_no_use_on_another_cpu(monkeypatch):
     _, config = load_checkpoint(BUNDLED_MODEL)
-    cache_config = CacheConfig(num_pages=1, page_size=16)
-    here, again = (page_identity.page_identity(BUNDLED_MODEL, config, cache_config, EngineConfig()) for _ in range(2))
+    here, again = (identity_of_pages(config) for _ in range(2))
     monkeypatch.setattr(page_identity, "describe_cpu", lambda: "another CPU, avx2")
-    elsewhere = page_identity.page_identity(BUNDLED_MODEL, config, cache_config, EngineConfig())
+    elsewhere = identity_of_pages(config)
 
     assert here == again
     assert {aspect for aspect in here if here[aspect] != elsewhere[aspect]} == {"platform"}
@@ -30,13 +34,19 @@ def test_a_page_is_of_no_use_on_another_cpu(monkeypatch):
 @pytest.mark.parametrize(("backend", "num_platforms"), [("cpu", 1), ("gpu", 2)])
 def test_a_page_of_other_kernels_is_of_no_use(backend, num_platforms, monkeypatch):
     _, config = load_checkpoint(BUNDLED_MODEL)
-    cache_config = CacheConfig(num_pages=1, page_size=16)
     monkeypatch.setattr(page_identity.jax, "default_backend", lambda: backend)
 
-    engines = [EngineConfig(attention=attention) for attention in (None, "reference")]
-    identities = [page_identity.page_identity(BUNDLED_MODEL, config, cache_config, engine) for engine in engines]
+    identities = [identity_of_pages(config, EngineConfig(attention=attention)) for attention in (None, "reference")]
 
     assert len({aspects["platform"] for aspects in identities}) == num_platforms
+
+
+def test_a_page_in_another_dtype_is_of_no_use():
+    _, config = load_checkpoint(BUNDLED_MODEL)
+
+    plain, narrow = (identity_of_pages(config, EngineConfig(cache_dtype=dtype)) for dtype in (None, "fp8"))
+
+    assert {aspect for aspect in plain if plain[aspect] != narrow[aspect]} == {"dtype"}
 
 
 def text_identity(path=BUNDLED_MODEL, dtype="float32", **config):
@@ -46,6 +56,7 @@ def text_identity(path=BUNDLED_MODEL, dtype="float32", **config):
 
 CHANGES = {
     "dtype": {"dtype": "bfloat16"},
+    "dtype of keys and values": {"cache_dtype": "fp8"},
     "quantization": {"quantization": "int8"},
     "max_model_len": {"max_model_len": 512},
     "num_sink_tokens": {"num_sink_tokens": 128},
@@ -56,7 +67,7 @@ CHANGES = {
 def test_a_text_follows_from(aspect):
     before, after = text_identity(), text_identity(**CHANGES[aspect])
 
-    assert {name for name in before if before[name] != after[name]} == {aspect}
+    assert {name for name in before if before[name] != after[name]} == {aspect.split()[0]}
 
 
 FILES = (

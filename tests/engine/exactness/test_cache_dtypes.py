@@ -1,0 +1,113 @@
+"""Keys and values in 8 bits: whatever happens to a request, it yields what it yields alone, to the bit.
+
+The tests are those of every family, for engines with such caches.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxinfer.config import NARROW_CACHE_DTYPES, EngineConfig
+from jaxinfer.engine.llm import LLM
+from jaxinfer.engine.request.completion import Completion
+from tests.engine.engines import (
+    EOS,
+    GREEDY,
+    crowded_engine,
+    generate,
+    quick_engine,
+    random_prompts,
+    save_small_checkpoint,
+    small_engine,
+)
+from tests.engine.exactness.test_families import (
+    OVERRIDES,
+    PARAMS,
+    PROMPTS,
+    test_a_rewound_and_a_forked_request_yield_what_they_would_have,  # noqa: F401
+    test_a_saved_request_goes_on_as_if_it_had_never_stopped,  # noqa: F401
+    test_no_chunk_neighbour_prefix_hit_or_preemption_changes_a_bit,  # noqa: F401
+    test_no_draft_changes_a_bit,  # noqa: F401
+)
+from tests.exhaustive import exhaustive_but
+from tests.oracles import save_random_checkpoint
+
+FAMILIES = ("llama", "gemma3_text", "gemma4_text", "deepseek_v3", "gpt_oss", "falcon_h1")
+CASES = [f"{family} {dtype}" for family in FAMILIES for dtype in NARROW_CACHE_DTYPES]
+IN_EVERY_RUN = ("gemma3_text fp8", "deepseek_v3 fp8")
+
+
+@pytest.fixture(scope="module", params=exhaustive_but(CASES, IN_EVERY_RUN))
+def case(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def family(case) -> str:
+    return case.split()[0]
+
+
+@pytest.fixture(scope="module")
+def cache_dtype(case) -> str:
+    return case.split()[1]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(case, family, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(case.replace(" ", "_"))
+    return save_random_checkpoint(folder, family, eos_token_id=EOS, **OVERRIDES.get(family, {}))
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint, cache_dtype) -> list[Completion]:
+    """Each request computed by itself, without any cached page."""
+    with small_engine(checkpoint, prefix_cache=False, cache_dtype=cache_dtype) as llm:
+        return [generate(llm, [prompt], params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def crowded(family, checkpoint, cache_dtype) -> LLM:
+    """Chunks of 5 tokens, too few pages, a host tier to swap to, and drafts, in trees where layers can see them."""
+    return crowded_engine(
+        checkpoint, host_cache_bytes=2**20, draft_trees=family != "falcon_h1", cache_dtype=cache_dtype
+    )
+
+
+@pytest.fixture(scope="module")
+def small_checkpoint(tmp_path_factory):
+    return save_small_checkpoint(tmp_path_factory.mktemp("small"))
+
+
+@pytest.mark.parametrize("cache_dtype", NARROW_CACHE_DTYPES)
+def test_a_draft_model_with_such_a_cache_changes_no_token(small_checkpoint, cache_dtype):
+    prompts = random_prompts(3, max_len=40, seed=2)
+    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "max_drafts": 2, "adaptive_drafts": False}
+    with quick_engine(small_checkpoint, cache_dtype=cache_dtype, **sizes) as llm:
+        expected = [completion.token_ids for completion in llm.generate(prompts, GREEDY, show_progress=False)]
+
+    with quick_engine(small_checkpoint, cache_dtype=cache_dtype, speculation=str(small_checkpoint), **sizes) as llm:
+        completions = llm.generate(prompts, GREEDY, show_progress=False)
+        metrics = llm.metrics()
+
+    assert [completion.token_ids for completion in completions] == expected
+    # The draft is the target, and sees the same rounded keys.
+    assert metrics.num_accepted_tokens == metrics.num_drafted_tokens > 0
+
+
+@pytest.mark.parametrize("cache_dtype", NARROW_CACHE_DTYPES)
+def test_sinks_whose_keys_would_be_rounded_at_each_turn_are_refused(small_checkpoint, cache_dtype):
+    refusal = f"num_sink_tokens=16 turns .* cache_dtype='{cache_dtype}' would round .*leave out one of the two"
+    with pytest.raises(ValueError, match=refusal):
+        quick_engine(small_checkpoint, num_sink_tokens=16, cache_dtype=cache_dtype)
+
+
+def test_an_engine_says_in_which_type_it_keeps_keys_and_values(small_checkpoint):
+    with quick_engine(small_checkpoint, cache_dtype="fp8") as llm:
+        assert "float32, keys and values in fp8" in repr(llm)
+    with quick_engine(small_checkpoint) as llm:
+        assert "keys and values" not in repr(llm)
+
+
+def test_an_unknown_dtype_of_the_cache_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="cache_dtype='int3'.*'fp8'.* or None"):
+        EngineConfig(cache_dtype="int3")
