@@ -143,5 +143,5 @@ def _check_call(q, latents, pages: LatentPages, block_tables, kv_lens, cu_q_lens
             f"shapes do not fit together: {listed}, kv_lens {kv_lens.shape}, pages of {pages.width} numbers per token;"
             f" wrong: {', '.join(wrong)}; see latent_attention"
         )
-    if jnp.issubdtype(pages.dtype, jnp.integer):
-        raise ValueError(f"pages of {pages.dtype} are not supported for latents; use a floating-point dtype")
+    if jnp.issubdtype(pages.dtype, jnp.integer) and pages.scales is None:
+        raise ValueError(f"pages of {pages.dtype} need scales; make the pool with has_scales, or of a floating dtype")

@@ -1,7 +1,8 @@
 """The pool of latents: one array [P, S, W], a latent of R numbers and a rotated key of r per token.
 
 W is R + r, on a TPU rounded up to whole rows of lanes, which its memory would take anyway. `take_pages` and
-`put_pages` of `kernels_pallas.paged_attention` fit it, since pages are its first axis.
+`put_pages` of `kernels_pallas.paged_attention` fit it, since pages are its first axis. A pool of 8-bit integers has two
+scales a token beside them, for the latent and for the rotated key, whose numbers may differ much in size.
 """
 
 from __future__ import annotations
@@ -12,8 +13,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from kernels_pallas.paged_attention.layout import TPU_LANES, default_layout, pad_heads, to_stored, tpu_tile
+from kernels_pallas.paged_attention.layout import (
+    TPU_LANES,
+    default_layout,
+    from_integers,
+    pad_heads,
+    require_wide,
+    to_integers,
+    to_stored,
+    tpu_tile,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -24,6 +35,7 @@ class LatentPages:
     array: Any  # [P, S, W], zeros after R + r
     latent_size: int = field(metadata={"static": True})  # R
     rotary_size: int = field(metadata={"static": True})  # r
+    scales: Any = None  # f32[P, S, 2] of latents and of rotated keys; None without
 
     @property
     def num_pages(self) -> int:
@@ -45,36 +57,71 @@ class LatentPages:
 
 
 def abstract_latents(
-    num_pages: int, page_size: int, latent_size: int, rotary_size: int, dtype: Any, layout: str | None = None
+    num_pages: int,
+    page_size: int,
+    latent_size: int,
+    rotary_size: int,
+    dtype: Any,
+    layout: str | None = None,
+    *,
+    has_scales: bool = False,
 ) -> LatentPages:
-    """Returns a pool as a `jax.ShapeDtypeStruct`; `layout` is that of `abstract_pages`."""
+    """Returns a pool as `jax.ShapeDtypeStruct`s; `layout` and `has_scales` are those of `abstract_pages`."""
     width = latent_size + rotary_size
     if (default_layout() if layout is None else layout) == "tpu":
         tpu_tile(page_size, jnp.dtype(dtype))
         width = -(-width // TPU_LANES) * TPU_LANES
     shape = jax.ShapeDtypeStruct((num_pages, page_size, width), jnp.dtype(dtype))
-    return LatentPages(shape, latent_size, rotary_size)
+    scales = jax.ShapeDtypeStruct((num_pages, page_size, 2), jnp.float32) if has_scales else None
+    return LatentPages(shape, latent_size, rotary_size, scales)
 
 
 def write_latents(pages: LatentPages, latents: jax.Array, slots: jax.Array) -> LatentPages:
-    """Returns the pool with latents and keys [n, R + r] at slots i32[n] (page * S + offset), stored by `to_stored`.
+    """Returns the pool with latents and keys [n, R + r] at slots i32[n] (page * S + offset), as it stores them.
 
     A slot past the pool is dropped.
     """
-    S, new = pages.page_size, pad_heads(to_stored(latents, None, pages.dtype), pages.array.shape[2])
-    return replace(pages, array=pages.array.at[slots // S, slots % S].set(new, mode="drop"))
+    if pages.scales is None:
+        return _put(pages, to_stored(latents, None, pages.dtype), None, slots)
+    parts = map(to_integers, jnp.split(latents, [pages.latent_size], axis=-1))
+    integers, scales = zip(*parts, strict=True)
+    return _put(pages, jnp.concatenate(integers, axis=-1), jnp.stack(scales, axis=-1), slots)
+
+
+def _put(pages: LatentPages, stored: jax.Array, scales: jax.Array | None, slots: jax.Array) -> LatentPages:
+    S, new = pages.page_size, pad_heads(stored, pages.array.shape[2])
+    pages = replace(pages, array=pages.array.at[slots // S, slots % S].set(new, mode="drop"))
+    if scales is None:
+        return pages
+    return replace(pages, scales=pages.scales.at[slots // S, slots % S].set(scales, mode="drop"))
+
+
+def _take(pages: LatentPages, slots: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Returns numbers [n, R + r] as stored at slots i32[n], and their scales f32[n, 2] if the pool has any."""
+    S = pages.page_size
+    found = pages.array.at[slots // S, slots % S].get(mode="clip")[:, : pages.width]
+    return found, None if pages.scales is None else pages.scales.at[slots // S, slots % S].get(mode="clip")
+
+
+def _worth(pages: LatentPages, stored: jax.Array, scales: jax.Array | None) -> jax.Array:
+    """Returns numbers [..., R + r], f32 if they have scales f32[..., 2]."""
+    if scales is None:
+        return stored
+    sizes = np.array([pages.latent_size, pages.rotary_size])
+    return from_integers(stored, jnp.repeat(scales, sizes, axis=-1, total_repeat_length=pages.width))
 
 
 def read_slots(pages: LatentPages, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns keys [n, 1, R + r] and values [n, 1, R] of slots i32[n]; a value is the latent in its key."""
-    found = pages.array.at[slots // pages.page_size, slots % pages.page_size].get(mode="clip")
-    found = found[:, None, : pages.width]
+    found = _worth(pages, *_take(pages, slots))[:, None]
     return found, found[..., : pages.latent_size]
 
 
 def read_pages(pages: LatentPages, page_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns keys [n, 1, R + r, S] and values [n, 1, S, R] of pages i32[n]."""
     found = pages.array[page_ids][:, None, :, : pages.width]
+    if pages.scales is not None:
+        found = _worth(pages, found, pages.scales[page_ids][:, None])
     # Left to itself, the compiler may turn the operand of a product in one step and not in another.
     keys = jax.lax.optimization_barrier(found.swapaxes(2, 3))
     return keys, found[..., : pages.latent_size]
@@ -85,11 +132,16 @@ def move_latents(pages: LatentPages, sources: jax.Array, targets: jax.Array) -> 
 
     All are read before any is written.
     """
-    return write_latents(pages, read_slots(pages, sources)[0][:, 0], targets)
+    return _put(pages, *_take(pages, sources), targets)
 
 
 def map_rotary_keys(pages: LatentPages, change: Callable[[jax.Array], jax.Array]) -> LatentPages:
-    """Returns the pool with change(keys [P * S, 1, r]) in the place of its rotated keys, those of a page in a row."""
+    """Returns the pool with change(keys [P * S, 1, r]) in the place of its rotated keys, those of a page in a row.
+
+    Raises:
+      NotImplementedError: for a pool of 8 bits, in which each change would round the keys once more.
+    """
+    require_wide(pages)
     (P, S, _), place = pages.array.shape, slice(pages.latent_size, pages.width)
     keys = change(pages.array[..., place].reshape(P * S, 1, -1)).reshape(P, S, -1)
     return replace(pages, array=pages.array.at[..., place].set(keys.astype(pages.dtype)))

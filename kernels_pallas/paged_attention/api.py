@@ -113,8 +113,8 @@ def paged_attention(
       window: a query at position p sees only the keys at positions above p - window; None sees all.
       softcap: bounds the scores by a tanh; None leaves them.
       sinks: f32[N] a score per query head that takes part in the softmax and carries no value; None for none.
-      k_scale, v_scale: f32[K] what a number in the pool is worth; None is 1. Needed for integer pools. A pool of 8 bits
-        holds the largest it can of what is larger.
+      k_scale, v_scale: f32[K] what a number in the pool is worth; None is 1. A pool of integers needs them, or has a
+        scale for each token. A pool of 8 bits holds the largest it can of what is larger.
       tree_mask: u32[T, words] replaces causality among a row's own tokens, for trees of drafts: all that came before
         this step is visible, and token j of the row if bit j % 32 of word j // 32 is set. A token's bits are itself
         and its ancestors; for `window` it stands where their number puts it, and sees all of its ancestors.

@@ -10,6 +10,9 @@
            one copy and lands in registers as the matrix unit wants it. Heads up to 64 wide share a row of 128 lanes,
            keys left and values right (C = K); wider ones take a plane for keys and one for values (C = 2 K), W being H
            rounded up to 128 with zeros.
+
+A pool of 8-bit integers may have a scale for each token and head beside them, f32[P, K, S] in every layout. A scale
+depends on its token alone, never on the page, or bits would depend on how a prompt was cut into chunks.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -32,6 +36,7 @@ LAYOUTS = ("cpu", "gpu", "tpu")
 FNUZ_FACTOR = 16.0
 # The only NaN of float8_e4m3b11fnuz, which has the bits of the other's -0, and one of the other's.
 FNUZ_NAN, FN_NAN = 0x80, 0x7F
+LARGEST_INTEGER = 127
 
 AnyPages = TypeVar("AnyPages")  # a tree of arrays whose first axis is that of pages
 
@@ -44,6 +49,7 @@ class Pages:
     arrays: tuple[Any, ...]
     layout: str = field(metadata={"static": True})
     head_dim: int = field(metadata={"static": True})
+    scales: tuple[Any, ...] | None = None  # f32[P, K, S] of keys and of values; None without
 
     @property
     def num_pages(self) -> int:
@@ -62,7 +68,7 @@ class Pages:
 
     @property
     def dtype(self) -> Any:
-        """What the numbers are that `write_kv` takes and `gather_tokens` gives."""
+        """The type of the numbers, as `to_stored` makes them."""
         return jnp.dtype(jnp.float8_e4m3fn) if self.is_fnuz else self.arrays[0].dtype
 
     @property
@@ -74,7 +80,9 @@ class Pages:
 def head_specs(pages: Pages, axis: str) -> Pages:
     """Returns the partition of a pool whose KV heads are split over a mesh axis."""
     position = 2 if pages.layout == "gpu" else 1
-    return replace(pages, arrays=(PartitionSpec(*[None] * position, axis),) * len(pages.arrays))
+    arrays = (PartitionSpec(*[None] * position, axis),) * len(pages.arrays)
+    scales = None if pages.scales is None else (PartitionSpec(None, axis),) * len(pages.scales)
+    return replace(pages, arrays=arrays, scales=scales)
 
 
 def default_layout() -> str:
@@ -84,9 +92,19 @@ def default_layout() -> str:
 
 
 def abstract_pages(
-    num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: Any, layout: str | None = None
+    num_pages: int,
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: Any,
+    layout: str | None = None,
+    *,
+    has_scales: bool = False,
 ) -> Pages:
-    """Returns a pool as `jax.ShapeDtypeStruct`s; `layout` None is `default_layout()`."""
+    """Returns a pool as `jax.ShapeDtypeStruct`s; `layout` None is `default_layout()`.
+
+    With `has_scales` a pool of int8 has a scale for each token and head.
+    """
     layout = default_layout() if layout is None else layout
     P, S, K, dtype = num_pages, page_size, num_kv_heads, jnp.dtype(dtype)
     if layout == "cpu":
@@ -102,7 +120,9 @@ def abstract_pages(
         shapes = [(P, K * _planes(head_dim), S // tile, tile, width)]
     else:
         raise ValueError(f"layout={layout!r:.80} is unknown; choose from {LAYOUTS} or None for the platform's own")
-    return Pages(tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), layout, head_dim)
+    arrays = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    scales = (jax.ShapeDtypeStruct((P, K, S), jnp.float32),) * 2 if has_scales else None
+    return Pages(arrays, layout, head_dim, scales)
 
 
 def tpu_tile(page_size: int, dtype: Any) -> int:
@@ -153,6 +173,24 @@ def to_stored(x: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
     return (jnp.round(x) if is_integer else x).astype(dtype)
 
 
+def to_integers(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns keys or values [..., H] as integers i8[..., H], and the scale f32[...] of each vector of them.
+
+    The scale of a vector that is not finite is not either, so that no rounding hides it.
+    """
+    x = x.astype(jnp.float32)
+    largest = jnp.abs(x).max(-1)
+    # Compilers divide by a constant so, or not, as they like.
+    scales = jnp.where(largest == 0, 1.0, largest * np.float32(1 / LARGEST_INTEGER))
+    integers = jnp.round(x / jnp.broadcast_to(scales[..., None], x.shape))
+    return jnp.clip(integers, -LARGEST_INTEGER, LARGEST_INTEGER).astype(jnp.int8), scales
+
+
+def from_integers(integers: jax.Array, scales: jax.Array) -> jax.Array:
+    """Returns f32 of integers whose scales can be broadcast to their shape."""
+    return integers.astype(jnp.float32) * jnp.broadcast_to(scales, integers.shape)
+
+
 def write_kv(
     pages: Pages,
     k: jax.Array,
@@ -161,15 +199,19 @@ def write_kv(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
 ) -> Pages:
-    """Returns the pool with keys and values [n, K, H] at slots i32[n] (page * S + offset), stored by `to_stored`.
+    """Returns the pool with keys and values [n, K, H] at slots i32[n] (page * S + offset), as it stores them.
 
     A slot past the pool is dropped, which is how padding is written nowhere. A negative slot would wrap.
     """
-    k, v = to_stored(k, k_scale, pages.dtype), to_stored(v, v_scale, pages.dtype)
+    if pages.scales is None:
+        k, v, scales = to_stored(k, k_scale, pages.dtype), to_stored(v, v_scale, pages.dtype), ()
+    else:
+        (k, *k_scales), (v, *v_scales) = to_integers(k), to_integers(v)
+        scales = *k_scales, *v_scales
     if pages.layout == "cpu":
         width = pages.arrays[1].shape[-1]
-        return _put_slots(pages, (pad_heads(k, width), pad_heads(v, width)), slots)
-    return _put_slots(pages, (k, v) if pages.layout == "gpu" else (pack_planes(pages, k, v),), slots)
+        return _put_slots(pages, (pad_heads(k, width), pad_heads(v, width), *scales), slots)
+    return _put_slots(pages, (k, v, *scales) if pages.layout == "gpu" else (pack_planes(pages, k, v), *scales), slots)
 
 
 def move_slots(pages: Pages, sources: jax.Array, targets: jax.Array) -> Pages:
@@ -177,9 +219,13 @@ def move_slots(pages: Pages, sources: jax.Array, targets: jax.Array) -> Pages:
 
     All are read before any is written.
     """
-    if pages.layout == "tpu":
-        return replace(pages, arrays=(_move_in_tiles(pages.arrays[0], sources, targets),))
-    return _put_slots(pages, _take_slots(pages, sources), targets)
+    if pages.layout != "tpu":
+        return _put_slots(pages, _take_slots(pages, sources), targets)
+    if pages.scales is not None:
+        index, place = (_slot_index(pages, slots)[-1] for slots in (sources, targets))
+        moved = (pool.at[place].set(pool.at[index].get(mode="clip"), mode="drop") for pool in pages.scales)
+        pages = replace(pages, scales=tuple(moved))
+    return replace(pages, arrays=(_move_in_tiles(pages.arrays[0], sources, targets),))
 
 
 def _move_in_tiles(pool: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
@@ -206,24 +252,27 @@ def _move_in_tiles(pool: jax.Array, sources: jax.Array, targets: jax.Array) -> j
 
 
 def _slot_index(pages: Pages, slots: jax.Array) -> list[tuple[Any, ...]]:
-    """Returns where each array of the pool holds the tokens of slots i32[n]."""
+    """Returns where each array of the pool holds the tokens of slots i32[n], its scales last."""
     (page_ids, offsets), every = (slots // pages.page_size, slots % pages.page_size), slice(None)
+    scales = [(page_ids, every, offsets)] * len(pages.scales or ())
     if pages.layout == "cpu":
-        return [(page_ids, every, every, offsets), (page_ids, every, offsets)]
+        return [(page_ids, every, every, offsets), (page_ids, every, offsets), *scales]
     if pages.layout == "gpu":
-        return [(page_ids, offsets)] * 2
+        return [(page_ids, offsets)] * 2 + scales
     tile = pages.arrays[0].shape[3]
-    return [(page_ids, every, offsets // tile, offsets % tile)]
+    return [(page_ids, every, offsets // tile, offsets % tile), *scales]
 
 
 def _take_slots(pages: Pages, slots: jax.Array) -> list[jax.Array]:
-    pairs = zip(pages.arrays, _slot_index(pages, slots), strict=True)
+    pairs = zip((*pages.arrays, *(pages.scales or ())), _slot_index(pages, slots), strict=True)
     return [pool.at[index].get(mode="clip") for pool, index in pairs]
 
 
 def _put_slots(pages: Pages, new: Sequence[jax.Array], slots: jax.Array) -> Pages:
-    triples = zip(pages.arrays, _slot_index(pages, slots), new, strict=True)
-    return replace(pages, arrays=tuple(pool.at[index].set(x, mode="drop") for pool, index, x in triples))
+    triples = zip((*pages.arrays, *(pages.scales or ())), _slot_index(pages, slots), new, strict=True)
+    pools = tuple(pool.at[index].set(x, mode="drop") for pool, index, x in triples)
+    num_arrays = len(pages.arrays)
+    return replace(pages, arrays=pools[:num_arrays], scales=pools[num_arrays:] if pages.scales else None)
 
 
 def pack_planes(pages: Pages, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -251,7 +300,18 @@ def _from_fnuz(x: jax.Array) -> jax.Array:
 
 
 def read_pages(pages: Pages, page_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns keys [n, K, H', S] and values [n, K, S, H'] of pages i32[n]; H' is the head dimension, zeros after it."""
+    """Returns keys [n, K, H', S] and values [n, K, S, H'] of pages i32[n]; H' is the head dimension, zeros after it.
+
+    They are numbers as stored, or f32 if the pool has scales.
+    """
+    k, v = _stored_pages(pages, page_ids)
+    if pages.scales is None:
+        return k, v
+    k_scales, v_scales = (pool[page_ids] for pool in pages.scales)
+    return from_integers(k, k_scales[:, :, None]), from_integers(v, v_scales[..., None])
+
+
+def _stored_pages(pages: Pages, page_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     if pages.layout == "cpu":
         k_pages, v_pages = pages.arrays
         return k_pages[page_ids], v_pages[page_ids]
@@ -263,8 +323,19 @@ def read_pages(pages: Pages, page_ids: jax.Array) -> tuple[jax.Array, jax.Array]
     return k.transpose(0, 2, 3, 1), v.swapaxes(1, 2)
 
 
+def require_wide(pages: Any) -> None:
+    """Raises NotImplementedError for a pool whose numbers have 8 bits."""
+    if pages.dtype.itemsize == 1:
+        raise NotImplementedError(f"keys of {pages.dtype} would be rounded at each change; use a wider type")
+
+
 def map_keys(pages: Pages, change: Callable[[jax.Array], jax.Array]) -> Pages:
-    """Returns the pool with change(keys [P * S, K, H]) in the place of its keys, those of a page in a row."""
+    """Returns the pool with change(keys [P * S, K, H]) in the place of its keys, those of a page in a row.
+
+    Raises:
+      NotImplementedError: for a pool of 8 bits, in which each change would round the keys once more.
+    """
+    require_wide(pages)
     P, S, K, H = pages.num_pages, pages.page_size, pages.num_kv_heads, pages.head_dim
     k, v = read_pages(pages, jnp.arange(P))
     k, v = k.transpose(0, 3, 1, 2).reshape(P * S, K, -1), v.transpose(0, 2, 1, 3).reshape(P * S, K, -1)
@@ -272,10 +343,14 @@ def map_keys(pages: Pages, change: Callable[[jax.Array], jax.Array]) -> Pages:
 
 
 def gather_tokens(pages: Pages, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns keys and values [n, K, H] as stored at slots i32[n]: what `write_kv` was given."""
+    """Returns keys and values [n, K, H] at slots i32[n]: numbers as stored, or f32 if the pool has scales."""
     found = _take_slots(pages, slots)
-    k, v = _unpack_planes(pages, found[0]) if pages.layout == "tpu" else found
-    return k[..., : pages.head_dim], v[..., : pages.head_dim]
+    k, v = _unpack_planes(pages, found[0]) if pages.layout == "tpu" else found[:2]
+    k, v = k[..., : pages.head_dim], v[..., : pages.head_dim]
+    if pages.scales is None:
+        return k, v
+    k_scales, v_scales = found[-2:]
+    return from_integers(k, k_scales[..., None]), from_integers(v, v_scales[..., None])
 
 
 def _unpack_planes(pages: Pages, planes: jax.Array) -> tuple[jax.Array, jax.Array]:

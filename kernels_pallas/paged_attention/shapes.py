@@ -66,5 +66,8 @@ def check_call(q, k, v, pages: Pages, block_tables, kv_lens, cu_q_lens, sinks, k
         )
     if (k is None) != (v is None):
         raise ValueError("k and v must both be given, or both be None where nothing is to be written")
-    if jnp.issubdtype(pages.dtype, jnp.integer) and (k_scale is None or v_scale is None):
+    if pages.scales is not None and (k_scale is not None or v_scale is not None):
+        raise ValueError("these pages have a scale for each token; leave out k_scale and v_scale, which are of heads")
+    has_none = pages.scales is None and (k_scale is None or v_scale is None)
+    if has_none and jnp.issubdtype(pages.dtype, jnp.integer):
         raise ValueError(f"pages of {pages.dtype} hold multiples of k_scale and v_scale; give both")

@@ -76,13 +76,15 @@ def attention(
         "cu_q_lens": shape((num_rows + 1,), jnp.int32),
         "page_offset": shape((), jnp.int32),
     }
-    if page_dtype != dtype:
+    has_scales = page_dtype == "int8"  # of each token, as an engine's caches have them
+    if page_dtype != dtype and not has_scales:
         arrays |= {name: shape((num_kv_heads,), jnp.float32) for name in ("k_scale", "v_scale")}
     if has_tree:
         arrays["tree_mask"] = shape((num_tokens, 1), jnp.uint32)
     if has_sinks:
         arrays["sinks"] = shape((num_heads,), jnp.float32)
-    pages = abstract_pages(65536 // page_size, page_size, num_kv_heads, head_dim, page_dtype, "gpu")
+    sizes = 65536 // page_size, page_size, num_kv_heads, head_dim
+    pages = abstract_pages(*sizes, page_dtype, "gpu", has_scales=has_scales)
     q, k = (shape((num_tokens, heads, head_dim), dtype) for heads in (num_heads, num_kv_heads))
     attend = functools.partial(paged_attention_gpu, scale=head_dim**-0.5, q_len=q_len, **options)
     arguments = on_mesh({"q": q, "k": k, "v": k, "pages": pages, **arrays}, mesh)

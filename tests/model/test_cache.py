@@ -125,7 +125,7 @@ def test_a_cast_to_the_cache_dtype_is_the_only_change():
         assert sorted(kept[kept != 0]) == sorted(np.asarray(tokens.astype(jnp.bfloat16).astype(jnp.float32)).ravel())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8"])
 @pytest.mark.parametrize("size", [16, 128])
 def test_the_pool_is_page_bytes_times_pages(dtype, size):
     config = CacheConfig(num_pages=7, page_size=size, dtype=dtype)
@@ -134,7 +134,9 @@ def test_the_pool_is_page_bytes_times_pages(dtype, size):
 
     num_bytes = sum(pool.size * pool.dtype.itemsize for pool in pools)
     assert num_bytes == 7 * page_bytes(CONFIG, config)
-    bytes_per_slot = 2 * 5 * K * H * {"float32": 4, "bfloat16": 2}[dtype] + 4  # and the token's id
+    bytes_per_number = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}[dtype]
+    scale_bytes = 4 * (dtype == "int8")
+    bytes_per_slot = 2 * 5 * K * (H * bytes_per_number + scale_bytes) + 4  # and the token's id
     assert page_bytes(CONFIG, config) == size * bytes_per_slot
 
 
@@ -182,7 +184,7 @@ def pages_of(cache, num_pages) -> dict[Any, list[np.ndarray]]:
         ("tokens", 0, page): [np.asarray(cache.tokens)[page]] for page in range(num_pages)
     }
     return tokens | {
-        (group, layer, page): [np.asarray(a)[layer_offset(pool, layer, n) + page] for a in pool.arrays]
+        (group, layer, page): [np.asarray(a)[layer_offset(pool, layer, n) + page] for a in jax.tree.leaves(pool)]
         for group, (pool, n) in enumerate(pools)
         for layer in range(n)
         for page in range(num_pages)
@@ -190,7 +192,7 @@ def pages_of(cache, num_pages) -> dict[Any, list[np.ndarray]]:
 
 
 @pytest.mark.parametrize("layout", ["cpu", "gpu", "tpu"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_a_bundle_put_into_another_pool_is_found_on_its_new_pages_and_nothing_else_changes(layout, dtype):
     source, target = numbered_cache(5, layout, dtype), numbered_cache(3, layout, dtype)
     bundle = extract(source, jnp.array([4, 1]))
@@ -220,11 +222,12 @@ def test_a_page_past_the_pool_is_extracted_as_zeros():
     assert not any(np.asarray(a).any() for a in jax.tree.leaves(bundle))
 
 
-def test_a_bundle_survives_the_way_over_the_host_bit_for_bit():
-    cache = numbered_cache(4, "cpu", "bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8"])
+def test_a_bundle_survives_the_way_over_the_host_bit_for_bit(dtype):
+    cache = numbered_cache(4, "cpu", dtype)
     bundle = jax.device_get(extract(cache, jnp.array([0, 1, 2, 3])))
 
-    empty = init_cache(CONFIG, dataclasses.replace(CACHE, num_pages=4, dtype="bfloat16"))
+    empty = init_cache(CONFIG, dataclasses.replace(CACHE, num_pages=4, dtype=dtype))
     filled = insert(empty, jnp.array([0, 1, 2, 3]), bundle)
 
     np.testing.assert_equal(pages_of(filled, 4), pages_of(cache, 4))

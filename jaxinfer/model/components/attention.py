@@ -188,7 +188,9 @@ def declare_attention(config: Attention, hidden_size: int, spec: MakeSpec) -> At
 def abstract_keys_and_values(config: Attention, size: PoolSize) -> Pages:
     """Returns the pool of keys and values as `jax.ShapeDtypeStruct`s."""
     heads = config.num_kv_heads, config.head_dim
-    return abstract_pages(size.num_pages, size.page_size, *heads, size.dtype, size.layout)
+    return abstract_pages(
+        size.num_pages, size.page_size, *heads, size.dtype, size.layout, has_scales=size.dtype == "int8"
+    )
 
 
 def plan_attention_of(config: Attention, pages: Pages, inputs: AttentionInputs) -> Any:

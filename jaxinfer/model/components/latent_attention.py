@@ -112,7 +112,9 @@ def declare_latent_attention(config: LatentAttention, hidden_size: int, spec: Ma
 def abstract_latents_of(config: LatentAttention, size: PoolSize) -> LatentPages:
     """Returns the pool of latents as `jax.ShapeDtypeStruct`s."""
     numbers = config.kv_lora_rank, config.qk_rope_head_dim
-    return abstract_latents(size.num_pages, size.page_size, *numbers, size.dtype, size.layout)
+    return abstract_latents(
+        size.num_pages, size.page_size, *numbers, size.dtype, size.layout, has_scales=size.dtype == "int8"
+    )
 
 
 def plan_latents_of(config: LatentAttention, pages: LatentPages, inputs: AttentionInputs) -> Any:

@@ -20,7 +20,10 @@ WIDE = 256
 
 
 def append(new: Sequence, pools: Sequence, kv_lens, cu_q_lens, *, block_tables, page_offset, q_len, interpret) -> tuple:
-    """Returns the pools [P, S, K, H] with what is new in each, [T, K, H] as it is stored, written in place."""
+    """Returns the pools with what is new in each, as it is stored, written in place.
+
+    New tokens are [T, K, H] for pools [P, S, K, H], and their scales [T, K] for pools [P, K, S], which come last.
+    """
     T, K, _ = new[0].shape
     block_q = APPEND_TILE if q_len is None else min(pl.next_power_of_2(q_len), APPEND_TILE)
     arrays = {"kv_lens": kv_lens, "cu_q_lens": cu_q_lens, "block_tables": block_tables, "page_offset": page_offset}
@@ -55,5 +58,8 @@ def _append_kernel(*refs, names, num_pools: int, block_q: int, q_len: int | None
     columns = jnp.arange(pl.next_power_of_2(H), dtype=jnp.int32)
     mask = is_real[:, None] & (columns < H)[None]
     for new, pool in zip(all_new, pools, strict=True):
+        if len(pool.shape) == 3:
+            triton.store(pool, (page_ids, head, slots), triton.load(new, (tokens, head), is_real), is_real)
+            continue
         value = triton.load(new, (tokens[:, None], head, columns[None]), mask)
         triton.store(pool, (page_ids[:, None], slots[:, None], head, columns[None]), value, mask)

@@ -31,7 +31,7 @@ from kernels_pallas.paged_attention.gpu.parts import (
 )
 from kernels_pallas.paged_attention.online_softmax import LOG2_E, MASKED
 
-OPTIONAL = ("v_pages", "sinks", "k_scale", "v_scale", "tree_mask")
+OPTIONAL = ("v_pages", "sinks", "k_scale", "v_scale", "k_scales", "v_scales", "tree_mask")
 
 
 def attend(
@@ -200,6 +200,8 @@ def _attend_block(
     scores = sum(triton.dot(own, k, transpose_b=True) for own, k in zip(q, keys, strict=True))
     if arrays.k_scale is not None:
         scores = scores * triton.load(arrays.k_scale, (tile.kv_head,))
+    elif arrays.k_scales is not None:
+        scores = scores * _load_scales(arrays.k_scales, tile, pages, slots, is_seen)[None]
     if softcap is not None:
         scores, scale = jnp.tanh(scores * (scale / softcap)), softcap
     scores = scores * (scale * LOG2_E)
@@ -212,7 +214,10 @@ def _attend_block(
         weights = jnp.where(is_visible, weights, 0.0)
     rescale = jnp.exp2(maximum - new_maximum)
     v = keys[0] if arrays.v_pages is None else load(arrays.v_pages, tile.columns[0]).astype(q[0].dtype)
-    update = triton.dot(weights.astype(v.dtype), v)
+    worth = weights
+    if arrays.v_scales is not None:
+        worth = weights * _load_scales(arrays.v_scales, tile, pages, slots, is_seen)[None]
+    update = triton.dot(worth.astype(v.dtype), v)
     return (new_maximum, total * rescale + weights.sum(-1), out * rescale[:, None] + update), next_pages
 
 
@@ -243,6 +248,11 @@ def _load_slots(
         mask = None  # nothing to hide: the loads of whole blocks stay plain
     index = (pages, places, tile.kv_head, columns.index[None])
     return triton.load(pool, index, mask)
+
+
+def _load_scales(pool, tile: _Tile, pages: jax.Array, slots: jax.Array, is_seen: jax.Array | None) -> jax.Array:
+    """Returns the scales of the keys or values of the tile's KV head, f32[slots]; zeros where they are not seen."""
+    return triton.load(pool, (pages, tile.kv_head, slots & (pool.shape[2] - 1)), is_seen)
 
 
 def _visible(arrays, tile: _Tile, slots: jax.Array, window: int | None) -> jax.Array:

@@ -20,7 +20,7 @@ from kernels_pallas.paged_attention.gpu.append import append
 from kernels_pallas.paged_attention.gpu.attend import attend
 from kernels_pallas.paged_attention.gpu.block_sizes import GpuBlockSizes, gpu_block_sizes
 from kernels_pallas.paged_attention.gpu.prefill_choice import choose_prefill
-from kernels_pallas.paged_attention.layout import Pages, to_stored
+from kernels_pallas.paged_attention.layout import Pages, to_integers, to_stored
 
 MAX_HEAD_DIM = 512
 FP8 = "float8_e4m3fn"
@@ -65,9 +65,10 @@ def paged_attention_gpu(
         "interpret": interpret,
     }
     if k is not None and v is not None:
-        k, v = to_stored(k, k_scale, pages.dtype), to_stored(v, v_scale, pages.dtype)
-        pages = dataclasses.replace(pages, arrays=append((k, v), pages.arrays, kv_lens, cu_q_lens, **place))
+        pages = _append(pages, k, v, k_scale, v_scale, kv_lens, cu_q_lens, **place)
     place |= {"k_pages": pages.arrays[0], "v_pages": pages.arrays[1], "sinks": sinks}
+    if pages.scales is not None:
+        place |= {"k_scales": pages.scales[0], "v_scales": pages.scales[1]}
     place |= {"k_scale": k_scale, "v_scale": v_scale, "scale": scale, "window": window, "softcap": softcap}
     max_context = M * pages.page_size if window is None else min(M * pages.page_size, window)
     chosen = functools.partial(
@@ -88,6 +89,18 @@ def paged_attention_gpu(
         from kernels_pallas.paged_attention.gpu.hopper_prefill import hopper_prefill as attend_long
     out = attend_rows(q, kv_lens, cu_q_lens, sizes=sizes, tree_mask=tree_mask, attend_long=attend_long, **place)
     return out, pages
+
+
+def _append(
+    pages: Pages, k: jax.Array, v: jax.Array, k_scale: Any, v_scale: Any, *lens: jax.Array, **place: Any
+) -> Pages:
+    """Returns the pool with keys and values [T, K, H] of a batch written to it in place."""
+    if pages.scales is None:
+        new = to_stored(k, k_scale, pages.dtype), to_stored(v, v_scale, pages.dtype)
+        return dataclasses.replace(pages, arrays=append(new, pages.arrays, *lens, **place))
+    (k, k_scales), (v, v_scales) = to_integers(k), to_integers(v)
+    pools = append((k, v, k_scales, v_scales), (*pages.arrays, *pages.scales), *lens, **place)
+    return dataclasses.replace(pages, arrays=pools[:2], scales=pools[2:])
 
 
 def attend_rows(

@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from kernels_pallas.latent_attention import abstract_latents, api, latent_attention
+from kernels_pallas.latent_attention import abstract_latents, api, latent_attention, move_latents
 from kernels_pallas.latent_attention.api import IMPLEMENTATIONS
 from kernels_pallas.latent_attention.gpu import latent_attention_gpu, latent_block_sizes
 from kernels_pallas.latent_attention.reference import latent_attention_reference
@@ -65,6 +65,33 @@ def test_a_draft_sees_the_context_and_its_own_ancestors(implementation):
     check(call, functools.partial(latent_attention, implementation=implementation), trees=trees, q_len=6)
 
 
+@pytest.mark.parametrize(("lens", "q_len"), [(RAGGED, None), (DECODE, 1)])
+@pytest.mark.parametrize("layout", LAYOUTS.values())
+def test_latents_and_rotated_keys_of_integers_have_scales_of_their_own(layout, lens, q_len):
+    call = make_latent_call(lens, layout, has_scales=True)
+
+    check(call, functools.partial(latent_attention, implementation="reference"), q_len=q_len)
+
+
+def test_drafts_of_a_tree_read_latents_by_their_own_scales():
+    trees = [tree_of([-1, 0, 0, 1, 2, 2]), tree_of([-1, 0, 1, 1])]
+    call = make_latent_call([(6, 40), (4, 20)], "cpu", has_scales=True).with_options(tree_mask=tree_words(trees, 10))
+
+    check(call, functools.partial(latent_attention, implementation="reference"), trees=trees, q_len=6)
+
+
+def test_latents_of_integers_move_with_their_scales():
+    call = make_latent_call([(1, 3), (1, 2)], "cpu", has_scales=True)
+    (first, second), pages = call.slots, call.arguments["pages"]
+
+    moved = move_latents(pages, jnp.asarray(first[:1]), jnp.asarray(second[1:]))
+
+    for old, new in zip(jax.tree.leaves(pages), jax.tree.leaves(moved), strict=True):
+        old, new = (np.asarray(array).reshape(-1, array.shape[-1]) for array in (old, new))
+        np.testing.assert_array_equal(new[second[1]], old[first[0]])
+        np.testing.assert_array_equal(np.delete(new, second[1], axis=0), np.delete(old, second[1], axis=0))
+
+
 @pytest.mark.parametrize("blocks", IN_BLOCKS)
 @pytest.mark.parametrize(("lens", "q_len"), [(RAGGED, None), (DECODE, 1)])
 def test_a_gpu_without_kernels_attends_to_each_row_in_blocks(lens, q_len, blocks):
@@ -110,7 +137,9 @@ def abstract_call(dtype="bfloat16", *, layout, latent_size=512, page_dtype=None,
     return {
         "q": shape((2, 16, latent_size + 64), dtype),
         "latents": shape((2, latent_size + 64), dtype),
-        "pages": abstract_latents(4, page_size, latent_size, 64, page_dtype or dtype, layout),
+        "pages": abstract_latents(
+            4, page_size, latent_size, 64, page_dtype or dtype, layout, has_scales=page_dtype == "int8"
+        ),
         "block_tables": shape((2, 2), jnp.int32),
         "kv_lens": shape((2,), jnp.int32),
         "cu_q_lens": shape((3,), jnp.int32),
@@ -150,6 +179,8 @@ def test_an_unnamed_implementation_is_the_one_of_the_device(platform, kind, name
         ("NVIDIA A100-SXM4-80GB", "gpu", {"page_dtype": "float8_e4m3fn"}, "capability 8.0.*use bfloat16"),
         ("TPU v6 lite", "cpu", {}, "pages of layout 'tpu', not of 576 numbers per token"),
         ("TPU v6 lite", "tpu", {"page_dtype": "float8_e4m3fn"}, "pages of float8_e4m3fn have no TPU kernel"),
+        ("TPU v6 lite", "tpu", {"page_dtype": "int8"}, "pages of int8 have no TPU kernel"),
+        ("NVIDIA H200", "gpu", {"page_dtype": "int8"}, "pages.dtype=int8 is not supported.*float8_e4m3fn"),
         ("TPU v4", "tpu", {}, "TPU v4 has too little vector memory"),
     ],
 )

@@ -55,17 +55,20 @@ def make_call(
     page_dtype: Any = None,
     layout: str | None = "cpu",
     scales: tuple[np.ndarray, np.ndarray] | None = None,
+    has_scales: bool = False,
 ) -> Call:
     """Lays out rows of (q_len, kv_len) in shuffled pages, dealt in turn: the page after one's own is a neighbour's.
 
     The pool holds all but each row's last q_len tokens, which are to be appended. Unused slots and pages are NaN (or
-    the largest number of an integer type). A row of (q_len, 0) is padding.
+    the largest number of an integer type). A row of (q_len, 0) is padding. `scales` are those of KV heads; with
+    `has_scales` the pool has one for each token and head.
     """
     generator = np.random.default_rng(seed)
     B, page_dtype = len(lens), jnp.dtype(dtype if page_dtype is None else page_dtype)
     num_pages = -(-(B * table_width + 1) // PAGES_STEP) * PAGES_STEP
     block_tables = generator.permutation(num_pages)[: B * table_width].reshape(table_width, B).T.astype(np.int32)
-    pages = poisoned(abstract_pages(num_pages, page_size, num_kv_heads, head_dim, page_dtype, layout))
+    sizes = num_pages, page_size, num_kv_heads, head_dim
+    pages = poisoned(abstract_pages(*sizes, page_dtype, layout, has_scales=has_scales))
     rows, slots = [], []
     for (q_len, kv_len), table in zip(lens, block_tables, strict=True):
         q, k, v = (
@@ -77,7 +80,9 @@ def make_call(
     old = [max(kv_len - q_len, 0) for q_len, kv_len in lens]
     keys, values = (np.concatenate([row[i][:n] for row, n in zip(rows, old, strict=True)]) for i in (1, 2))
     k_scale, v_scale = (None, None) if scales is None else scales
-    stored = (stored_form(keys, k_scale, page_dtype), stored_form(values, v_scale, page_dtype))
+    stored = keys, values
+    if not has_scales:
+        stored = (stored_form(keys, k_scale, page_dtype), stored_form(values, v_scale, page_dtype))
     old_slots = np.concatenate([s[:n] for s, n in zip(slots, old, strict=True)])
     # Padding is for slots past the pool.
     pages = write(pages, *map(in_steps, stored), in_steps(old_slots, num_pages * page_size))
@@ -100,7 +105,10 @@ def make_call(
     }
     if scales is not None:
         arguments |= {"k_scale": jnp.asarray(k_scale), "v_scale": jnp.asarray(v_scale)}
-    rows = [(q, worth(k, k_scale, page_dtype), worth(v, v_scale, page_dtype)) for q, k, v in rows]
+    if has_scales:
+        rows = [(q, worth_by_token(k), worth_by_token(v)) for q, k, v in rows]
+    else:
+        rows = [(q, worth(k, k_scale, page_dtype), worth(v, v_scale, page_dtype)) for q, k, v in rows]
     return Call(arguments, rows, sum(n for n, _ in lens), slots)
 
 
@@ -137,6 +145,13 @@ def worth(x: np.ndarray, scale: np.ndarray | None, dtype: Any) -> np.ndarray:
     """Returns what x [n, K, H] reads as after it was stored."""
     stored = stored_form(x, scale, dtype).astype(np.float32)
     return stored if scale is None else stored * scale[None, :, None]
+
+
+def worth_by_token(x: np.ndarray) -> np.ndarray:
+    """Returns what x f32[..., H] reads as after it was stored as integers with a scale for each vector."""
+    scales = np.abs(x).max(-1, keepdims=True, initial=0) * (np.float32(1) / np.float32(127))
+    scales = np.where(scales == 0, np.float32(1), scales)
+    return np.rint(x / scales) * scales
 
 
 def attention(
@@ -217,6 +232,6 @@ def check_pages(call: Call, before: Pages, after: Pages) -> None:
         read = read if scale is None else read * np.asarray(scale)[None, :, None]
         np.testing.assert_array_equal(read, np.concatenate([row[which] for row in call.rows]))
     others = np.setdiff1d(np.arange(after.num_pages), slots // after.page_size)
-    for old, new in zip(before.arrays, after.arrays, strict=True):
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         old, new = (np.asarray(pool)[others].astype(np.float32) for pool in (old, new))
         np.testing.assert_array_equal(new, old)

@@ -151,6 +151,13 @@ def test_integer_pages_without_scales_are_refused():
         paged_attention(**{**arguments, "v_scale": None}, scale=1.0)
 
 
+def test_scales_of_heads_are_refused_for_pages_with_scales_of_tokens():
+    arguments = make_call([(1, 1)], **SMALL, page_dtype=jnp.int8, has_scales=True).arguments
+
+    with pytest.raises(ValueError, match="have a scale for each token; leave out k_scale and v_scale"):
+        paged_attention(**arguments, k_scale=jnp.ones(2), scale=1.0)
+
+
 def test_a_mesh_of_explicit_axes_is_refused():
     mesh = jax.make_mesh((1,), ("model",), axis_types=(AxisType.Explicit,))
 

@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kernels_pallas.paged_attention import abstract_pages, gather_tokens, init_pages, move_slots, write_kv
+from kernels_pallas.paged_attention import abstract_pages, gather_tokens, init_pages, map_keys, move_slots, write_kv
 from kernels_pallas.paged_attention.layout import FNUZ_FACTOR, LAYOUTS, default_layout, to_stored
-from tests.kernels.paged_attention.oracle import gather, poisoned, write
+from tests.kernels.paged_attention.oracle import gather, poisoned, worth_by_token, write
 from tests.unoptimised import UNOPTIMISED
 
 S = 16
@@ -105,6 +105,61 @@ def test_what_a_narrow_page_cannot_hold_is_stored_as_the_largest_it_can(dtype, l
     stored = to_stored(x, None if scale is None else jnp.asarray(scale), jnp.dtype(dtype))
 
     np.testing.assert_array_equal(stored.astype(jnp.float32).ravel(), [1, largest, -largest, largest])
+
+
+def by_token(num_pages, num_kv_heads, head_dim, layout):
+    return poisoned(abstract_pages(num_pages, 32, num_kv_heads, head_dim, "int8", layout, has_scales=True))
+
+
+@pytest.mark.parametrize("head_dim", [16, 80])
+def test_each_vector_is_stored_as_integers_of_its_own_scale(layout, head_dim):
+    k, v = draw(4, 2, head_dim)
+    k[1], v[2, 1] = 1e-30 * k[1], 0
+
+    read = read_back(by_token(2, 2, head_dim, layout), k, v, np.array([3, 0, 33, 31]))
+
+    for x, given in zip(read, (k, v), strict=True):
+        np.testing.assert_array_equal(x, worth_by_token(given))
+        # Half a step of the grid, and the rounding of its scale.
+        assert (np.abs(x - given).max(-1) <= 0.5001 * np.abs(given).max(-1) / 127).all()
+
+
+def test_the_bits_of_a_token_do_not_depend_on_the_tokens_written_with_it(layout):
+    k, v = draw(4, 2, 16)
+    together = read_back(by_token(2, 2, 16, layout), k, v, np.arange(4) + 9)
+
+    for i in range(4):
+        alone = read_back(by_token(2, 2, 16, layout), k[i : i + 1], 7 * v[i : i + 1], np.array([50]))
+        np.testing.assert_array_equal(alone[0][0], together[0][i])
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_no_rounding_hides_a_number_that_is_not_finite(layout, number):
+    k, v = draw(2, 1, 16)
+    k[1, 0, 3] = number
+
+    read, _ = read_back(by_token(1, 1, 16, layout), k, v, np.arange(2))
+
+    assert np.isfinite(read[0]).all()
+    assert not np.isfinite(read[1]).any()
+
+
+def test_scales_are_moved_with_their_slots_and_none_past_the_pool(layout):
+    pages = write(by_token(2, 2, 16, layout), *draw(3, 2, 16), np.array([4, 5, 33]))
+    before = gather(pages, np.arange(64))
+
+    moved = gather(move_slots(pages, jnp.array([5, 4, 33, 5]), jnp.array([4, 6, 64, 32])), np.arange(64))
+
+    expected = np.arange(64)
+    expected[[4, 6, 32]] = 5, 4, 5
+    for x, old in zip(moved, before, strict=True):
+        np.testing.assert_array_equal(x, np.asarray(old)[expected])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_keys_of_8_bits_are_not_changed_in_place(dtype, layout):
+    with pytest.raises(NotImplementedError, match=f"keys of {dtype} would be rounded at each change"):
+        map_keys(init_pages(1, 32, 1, 16, dtype, layout), lambda keys: keys)
 
 
 def test_an_unknown_layout_is_refused_with_the_known_ones():

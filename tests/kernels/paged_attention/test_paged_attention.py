@@ -221,6 +221,29 @@ def test_narrow_pages_are_accumulated_in_float32(name, q_len, target):
     check(call, implementation, q_len=q_len, tolerance={"rtol": tolerance, "atol": tolerance})
 
 
+BY_TOKEN: dict[str, Any] = {"page_dtype": jnp.int8, "has_scales": True}
+SINKS = np.array([2.0, -20.0, 0.5, 1.0], np.float32)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 17, "softcap": 2.0, "sinks": SINKS}], ids=["", "with all options"])
+@pytest.mark.parametrize("q_len", [None, 1])
+def test_each_token_of_integer_pages_has_its_own_scale(q_len, options, target):
+    implementation, make = target
+    lens = [(q_len or 4, 60), (1, 33), (q_len or 20, 20), (1, 1)]
+    call = make(lens, **SMALL, page_size=32, **BY_TOKEN)
+
+    check(call, implementation, q_len=q_len, **options)
+
+
+def test_drafts_of_a_tree_read_their_ancestors_by_their_own_scales(target):
+    implementation, make = target
+    trees = [tree_of(parents) for parents in TREES["two rows"]]
+    lens = [(len(tree), len(tree) + context) for tree, context in zip(trees, (13, 0), strict=False)]
+    call = make(lens, **SMALL, num_padding=2, **BY_TOKEN)
+
+    check(call.with_options(tree_mask=tree_words(trees, call.num_tokens + 2)), implementation, trees=trees)
+
+
 @pytest.mark.parametrize("q_len", [None, 1])
 def test_layers_that_share_keys_and_values_write_nothing(q_len, target):
     implementation, make = target
