@@ -83,7 +83,8 @@ def launch(
         if array.dtype.itemsize == 1 and 2**31 < array.size <= 2**32:
             raise NotImplementedError(
                 f"an array {array.shape} of {array.dtype} is not supported by the GPU kernels: between 2**31 and 2**32"
-                " bytes it would be addressed wrongly; make it smaller or larger than that"
+                " bytes it would be addressed wrongly; make it smaller or larger than that (of an engine by"
+                " EngineConfig.cache_bytes)"
             )
     return pl.pallas_call(
         kernel,

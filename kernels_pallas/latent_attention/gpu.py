@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from kernels_pallas.latent_attention.layout import LatentPages
+from kernels_pallas.latent_attention.layout import LatentPages, stored_latents
 from kernels_pallas.paged_attention.gpu.append import append
 from kernels_pallas.paged_attention.gpu.block_sizes import (
     HOPPER,
@@ -23,7 +23,6 @@ from kernels_pallas.paged_attention.gpu.block_sizes import (
     heads_of_tile,
 )
 from kernels_pallas.paged_attention.gpu.entry import FP8, attend_rows, check_support
-from kernels_pallas.paged_attention.layout import to_stored
 from kernels_pallas.triton import Target
 
 MAX_LATENT_SIZE = 512
@@ -49,35 +48,44 @@ def latent_attention_gpu(
     R, (N, width) = pages.latent_size, q.shape[1:]
     sizes_allowed = (("latent_size", R, MAX_LATENT_SIZE), ("rotary_size", width - R, MAX_ROTARY_SIZE))
     further = [(name, value, range(1, most + 1)) for name, value, most in sizes_allowed]
-    target = check_support(q, pages, interpret=interpret, page_dtypes=(FP8,), further=further)
+    target = check_support(q, pages, interpret=interpret, page_dtypes=("int8", FP8), further=further)
     place = {
         "block_tables": block_tables,
         "page_offset": jnp.asarray(page_offset, jnp.int32).reshape(1),
         "q_len": q_len,
         "interpret": interpret,
     }
-    new, pool = to_stored(latents, None, pages.dtype)[:, None], pages.array[:, :, None]
-    (pool,) = append((new,), (pool,), kv_lens, cu_q_lens, **place)
+    new, new_scales = stored_latents(pages, latents)
+    pools = pages.array[:, :, None], *(pages.scales or ())
+    new = new[:, None], *(scales[:, None] for scales in new_scales)
+    pool, *scales = append(new, pools, kv_lens, cu_q_lens, **place)
+    if scales:
+        place |= {"k_scales": scales[0], "rotary_scales": scales[1], "v_scales": scales[0]}
     max_context = block_tables.shape[1] * pages.page_size
 
     def sizes(num_rows: int, queries: int) -> GpuBlockSizes:
         return block_sizes or latent_block_sizes(
-            num_rows=num_rows, queries=queries, num_heads=N, max_context=max_context, target=target
+            num_rows=num_rows,
+            queries=queries,
+            num_heads=N,
+            max_context=max_context,
+            has_scales=pages.scales is not None,
+            target=target,
         )
 
     options = {"scale": scale, "window": None, "softcap": None, "value_size": R}
     out = attend_rows(q, kv_lens, cu_q_lens, sizes=sizes, tree_mask=tree_mask, k_pages=pool, **place, **options)
-    return out, replace(pages, array=pool[:, :, 0])
+    return out, replace(pages, array=pool[:, :, 0], scales=tuple(scales) if scales else None)
 
 
 def latent_block_sizes(
-    *, num_rows: int, queries: int, num_heads: int, max_context: int, target: Target
+    *, num_rows: int, queries: int, num_heads: int, max_context: int, has_scales: bool, target: Target
 ) -> GpuBlockSizes:
     """Returns block sizes for `num_rows` rows of up to `queries` queries.
 
     By the compiler these stay in registers, and a core has room for one program of many rows.
     """
-    most = 64 if target.capability >= HOPPER else 32
+    most = 64 if target.capability >= HOPPER and not has_scales else 32
     block_m = min(most, max(16, pl.next_power_of_2(queries * num_heads)))
     heads = heads_of_tile(num_heads, block_m)
     num_tiles = num_rows * (num_heads // heads) * -(-queries // (block_m // heads))

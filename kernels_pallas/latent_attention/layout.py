@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kernels_pallas.paged_attention.layout import (
     TPU_LANES,
@@ -26,6 +25,8 @@ from kernels_pallas.paged_attention.layout import (
     tpu_tile,
 )
 
+Scales = tuple[jax.Array, ...]  # of latents and of rotated keys; () without
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class LatentPages:
     array: Any  # [P, S, W], zeros after R + r
     latent_size: int = field(metadata={"static": True})  # R
     rotary_size: int = field(metadata={"static": True})  # r
-    scales: Any = None  # f32[P, S, 2] of latents and of rotated keys; None without
+    scales: tuple[Any, ...] | None = None  # f32[P, 1, S] of latents and of rotated keys; None without
 
     @property
     def num_pages(self) -> int:
@@ -72,7 +73,7 @@ def abstract_latents(
         tpu_tile(page_size, jnp.dtype(dtype))
         width = -(-width // TPU_LANES) * TPU_LANES
     shape = jax.ShapeDtypeStruct((num_pages, page_size, width), jnp.dtype(dtype))
-    scales = jax.ShapeDtypeStruct((num_pages, page_size, 2), jnp.float32) if has_scales else None
+    scales = (jax.ShapeDtypeStruct((num_pages, 1, page_size), jnp.float32),) * 2 if has_scales else None
     return LatentPages(shape, latent_size, rotary_size, scales)
 
 
@@ -81,34 +82,40 @@ def write_latents(pages: LatentPages, latents: jax.Array, slots: jax.Array) -> L
 
     A slot past the pool is dropped.
     """
+    return _put(pages, *stored_latents(pages, latents), slots)
+
+
+def stored_latents(pages: LatentPages, latents: jax.Array) -> tuple[jax.Array, Scales]:
+    """Returns latents and keys [n, R + r] as the pool stores them, and the scales f32[n] of each, if it has any."""
     if pages.scales is None:
-        return _put(pages, to_stored(latents, None, pages.dtype), None, slots)
+        return to_stored(latents, None, pages.dtype), ()
     parts = map(to_integers, jnp.split(latents, [pages.latent_size], axis=-1))
     integers, scales = zip(*parts, strict=True)
-    return _put(pages, jnp.concatenate(integers, axis=-1), jnp.stack(scales, axis=-1), slots)
+    return jnp.concatenate(integers, axis=-1), scales
 
 
-def _put(pages: LatentPages, stored: jax.Array, scales: jax.Array | None, slots: jax.Array) -> LatentPages:
+def _put(pages: LatentPages, stored: jax.Array, scales: Scales, slots: jax.Array) -> LatentPages:
     S, new = pages.page_size, pad_heads(stored, pages.array.shape[2])
     pages = replace(pages, array=pages.array.at[slots // S, slots % S].set(new, mode="drop"))
-    if scales is None:
+    if pages.scales is None:
         return pages
-    return replace(pages, scales=pages.scales.at[slots // S, slots % S].set(scales, mode="drop"))
+    pairs = zip(pages.scales, scales, strict=True)
+    return replace(pages, scales=tuple(pool.at[slots // S, 0, slots % S].set(x, mode="drop") for pool, x in pairs))
 
 
-def _take(pages: LatentPages, slots: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Returns numbers [n, R + r] as stored at slots i32[n], and their scales f32[n, 2] if the pool has any."""
+def _take(pages: LatentPages, slots: jax.Array) -> tuple[jax.Array, Scales]:
+    """Returns numbers [n, R + r] as stored at slots i32[n], and the scales f32[n] of each, if the pool has any."""
     S = pages.page_size
     found = pages.array.at[slots // S, slots % S].get(mode="clip")[:, : pages.width]
-    return found, None if pages.scales is None else pages.scales.at[slots // S, slots % S].get(mode="clip")
+    return found, tuple(pool.at[slots // S, 0, slots % S].get(mode="clip") for pool in pages.scales or ())
 
 
-def _worth(pages: LatentPages, stored: jax.Array, scales: jax.Array | None) -> jax.Array:
-    """Returns numbers [..., R + r], f32 if they have scales f32[..., 2]."""
-    if scales is None:
+def _worth(pages: LatentPages, stored: jax.Array, scales: Scales) -> jax.Array:
+    """Returns numbers [..., R + r], f32 if they have scales f32[...]."""
+    if not scales:
         return stored
-    sizes = np.array([pages.latent_size, pages.rotary_size])
-    return from_integers(stored, jnp.repeat(scales, sizes, axis=-1, total_repeat_length=pages.width))
+    parts = zip(jnp.split(stored, [pages.latent_size], axis=-1), scales, strict=True)
+    return jnp.concatenate([from_integers(part, scale[..., None]) for part, scale in parts], axis=-1)
 
 
 def read_slots(pages: LatentPages, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -120,8 +127,7 @@ def read_slots(pages: LatentPages, slots: jax.Array) -> tuple[jax.Array, jax.Arr
 def read_pages(pages: LatentPages, page_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns keys [n, 1, R + r, S] and values [n, 1, S, R] of pages i32[n]."""
     found = pages.array[page_ids][:, None, :, : pages.width]
-    if pages.scales is not None:
-        found = _worth(pages, found, pages.scales[page_ids][:, None])
+    found = _worth(pages, found, tuple(pool[page_ids] for pool in pages.scales or ()))
     # Left to itself, the compiler may turn the operand of a product in one step and not in another.
     keys = jax.lax.optimization_barrier(found.swapaxes(2, 3))
     return keys, found[..., : pages.latent_size]

@@ -99,6 +99,7 @@ def latents(
     num_rows: int,
     num_heads: int = 128,
     dtype: str = "bfloat16",
+    page_dtype: str | None = None,
 ) -> Case:
     """One call of latent attention with the sizes of DeepSeek-V3, over a pool with room for 64 Ki tokens."""
     import jax
@@ -110,7 +111,7 @@ def latents(
     arguments = {
         "q": shape((num_tokens, num_heads, 576), dtype),
         "latents": shape((num_tokens, 576), dtype),
-        "pages": abstract_latents(1024, 64, 512, 64, dtype, "gpu"),
+        "pages": abstract_latents(1024, 64, 512, 64, page_dtype or dtype, "gpu", has_scales=page_dtype == "int8"),
         "block_tables": shape((num_rows, 128), jnp.int32),
         "kv_lens": shape((num_rows,), jnp.int32),
         "cu_q_lens": shape((num_rows + 1,), jnp.int32),
@@ -227,6 +228,8 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "mosaic prefill H=64 S=256 window": functools.partial(mosaic, head_dim=64, page_size=256, window=1024),
     **{f"latents decode N={N}": functools.partial(decode_latents, num_heads=N) for N in (16, 128)},
     "latents prefill": functools.partial(latents, q_len=None, num_tokens=4096, num_rows=16),
+    "latents decode int8": functools.partial(decode_latents, page_dtype="int8"),
+    "latents prefill int8": functools.partial(latents, q_len=None, num_tokens=4096, num_rows=16, page_dtype="int8"),
     **{f"product int4 x {rows}": functools.partial(product, rows=rows) for rows in (1, 16, 64, 512)},
     "product int4 x 16 groups of 32 zeros": functools.partial(product, rows=16, group_size=32, has_zeros=True),
     "product int8 x 16": functools.partial(product, rows=16, bits=8),

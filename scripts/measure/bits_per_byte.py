@@ -1,6 +1,6 @@
 """Measures how well the bundled models predict the held-out part of their corpus, in bits per byte, by jaxinfer itself.
 
-usage: python scripts/measure/bits_per_byte.py [CHECKPOINT ...] [--quantization int4]
+usage: python scripts/measure/bits_per_byte.py [CHECKPOINT ...] [--quantization int4] [--cache-dtype int8]
 
 The held-out files are those of `corpus.py` for the interpreter that runs this script. Every file begins after
 an end-of-text token and is cut into windows of the model's length, as in training.
@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxinfer import CacheConfig, ModelConfig, Row, init_cache, load_checkpoint, make_batch
-from jaxinfer.config import QUANTIZATIONS
+from jaxinfer.config import NARROW_CACHE_DTYPES, QUANTIZATIONS
 from jaxinfer.model.decoder import forward, unembed
 from jaxinfer.text.tokenizer import Tokenizer
 from scripts.train.corpus import held_out_files
@@ -36,15 +36,16 @@ def negative_log_likelihood(params, cache, batch, targets, *, config: ModelConfi
     return -jnp.take_along_axis(log_probs, targets[:, None], axis=-1)[:, 0]
 
 
-def measure(path: Path, quantization: str | None) -> float:
-    """Returns the bits per byte of the checkpoint at `path`."""
+def measure(path: Path, quantization: str | None, cache_dtype: str | None) -> float:
+    """Returns the bits per byte of the checkpoint at `path`; without `cache_dtype` its cache is in float32."""
     params, config = load_checkpoint(path, quantization=quantization)
     tokenizer = Tokenizer.from_path(path)
     if tokenizer is None:
         raise ValueError(f"{path} has no tokenizer.json, so it cannot read text")
     length = config.max_position
     num_pages = math.ceil(length / PAGE_SIZE)
-    cache = init_cache(config, CacheConfig(num_pages=num_pages, page_size=PAGE_SIZE))
+    dtype = "float32" if cache_dtype is None else NARROW_CACHE_DTYPES[cache_dtype]
+    cache = init_cache(config, CacheConfig(num_pages=num_pages, page_size=PAGE_SIZE, dtype=dtype))
     nats, num_bytes = 0.0, 0
     for file in tqdm(held_out_files(), desc=path.name, unit="file"):
         text = file.read_text(encoding="utf-8")
@@ -65,6 +66,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("checkpoints", nargs="*", default=[BUNDLED / "tiny", BUNDLED / "tiny-draft"])
     parser.add_argument("--quantization", choices=QUANTIZATIONS)
+    parser.add_argument("--cache-dtype", choices=NARROW_CACHE_DTYPES)
     arguments = parser.parse_args()
     for checkpoint in arguments.checkpoints:
-        print(f"{checkpoint}: {measure(Path(checkpoint), arguments.quantization):.4f} bits per byte")
+        bits = measure(Path(checkpoint), arguments.quantization, arguments.cache_dtype)
+        print(f"{checkpoint}: {bits:.4f} bits per byte")

@@ -84,6 +84,15 @@ def test_the_limits_are_told_in_a_line(on):
     told = describe_limits(fitted())
 
     assert told == "NVIDIA H200: up to 256 requests and 2048 tokens in a step, decode loops of 4 steps"
+    assert describe_limits(fitted(cache_dtype="fp8")) == f"{told}, keys and values in fp8"
+
+
+def test_a_cache_in_8_bits_has_room_for_more_rows(on):
+    on("NVIDIA L4", "gpu", int(22e9))
+
+    rows = [numbers(fitted(cache_dtype=dtype))[0] for dtype in (None, "int8", "fp8")]
+
+    assert rows == [128, 256, 256]
 
 
 def test_start_up_compiles_few_shapes(on):

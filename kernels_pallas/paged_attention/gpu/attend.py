@@ -31,7 +31,7 @@ from kernels_pallas.paged_attention.gpu.parts import (
 )
 from kernels_pallas.paged_attention.online_softmax import LOG2_E, MASKED
 
-OPTIONAL = ("v_pages", "sinks", "k_scale", "v_scale", "k_scales", "v_scales", "tree_mask")
+OPTIONAL = ("v_pages", "sinks", "k_scale", "v_scale", "k_scales", "rotary_scales", "v_scales", "tree_mask")
 
 
 def attend(
@@ -197,11 +197,14 @@ def _attend_block(
     is_seen = None if is_whole else (slots >= tile.keys.start) & (slots < tile.keys.end)
     load = functools.partial(_load_slots, tile, pages, slots, is_seen)
     keys = [load(arrays.k_pages, columns).astype(q[0].dtype) for columns in tile.columns]
-    scores = sum(triton.dot(own, k, transpose_b=True) for own, k in zip(q, keys, strict=True))
+    products = [triton.dot(own, k, transpose_b=True) for own, k in zip(q, keys, strict=True)]
+    load_scales = functools.partial(_load_scales, tile, pages, slots, is_seen)
+    if arrays.k_scales is not None:  # those of the columns of a value, then of those that only a key has
+        scales = map(load_scales, (arrays.k_scales, arrays.rotary_scales))
+        products = [x * scale[None] for x, scale in zip(products, scales, strict=False)]
+    scores = sum(products)
     if arrays.k_scale is not None:
         scores = scores * triton.load(arrays.k_scale, (tile.kv_head,))
-    elif arrays.k_scales is not None:
-        scores = scores * _load_scales(arrays.k_scales, tile, pages, slots, is_seen)[None]
     if softcap is not None:
         scores, scale = jnp.tanh(scores * (scale / softcap)), softcap
     scores = scores * (scale * LOG2_E)
@@ -216,7 +219,7 @@ def _attend_block(
     v = keys[0] if arrays.v_pages is None else load(arrays.v_pages, tile.columns[0]).astype(q[0].dtype)
     worth = weights
     if arrays.v_scales is not None:
-        worth = weights * _load_scales(arrays.v_scales, tile, pages, slots, is_seen)[None]
+        worth = weights * load_scales(arrays.v_scales)[None]
     update = triton.dot(worth.astype(v.dtype), v)
     return (new_maximum, total * rescale + weights.sum(-1), out * rescale[:, None] + update), next_pages
 
@@ -250,7 +253,7 @@ def _load_slots(
     return triton.load(pool, index, mask)
 
 
-def _load_scales(pool, tile: _Tile, pages: jax.Array, slots: jax.Array, is_seen: jax.Array | None) -> jax.Array:
+def _load_scales(tile: _Tile, pages: jax.Array, slots: jax.Array, is_seen: jax.Array | None, pool) -> jax.Array:
     """Returns the scales of the keys or values of the tile's KV head, f32[slots]; zeros where they are not seen."""
     return triton.load(pool, (pages, tile.kv_head, slots & (pool.shape[2] - 1)), is_seen)
 

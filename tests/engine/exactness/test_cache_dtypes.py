@@ -34,7 +34,7 @@ from tests.oracles import save_random_checkpoint
 
 FAMILIES = ("llama", "gemma3_text", "gemma4_text", "deepseek_v3", "gpt_oss", "falcon_h1")
 CASES = [f"{family} {dtype}" for family in FAMILIES for dtype in NARROW_CACHE_DTYPES]
-IN_EVERY_RUN = ("gemma3_text fp8", "deepseek_v3 fp8")
+IN_EVERY_RUN = ("llama fp8", "gemma3_text int8", "deepseek_v3 int8")
 
 
 @pytest.fixture(scope="module", params=exhaustive_but(CASES, IN_EVERY_RUN))

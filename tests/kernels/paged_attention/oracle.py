@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.paged_attention import Pages, abstract_pages, gather_tokens, write_kv
+from kernels_pallas.paged_attention.layout import AnyPages
 from tests.unoptimised import UNOPTIMISED
 
 write = jax.jit(write_kv, compiler_options=UNOPTIMISED)
@@ -117,7 +118,7 @@ def in_steps(x: np.ndarray, value: int = 0) -> np.ndarray:
     return np.pad(x, [(0, -len(x) % TOKENS_STEP), *[(0, 0)] * (x.ndim - 1)], constant_values=value)
 
 
-def poisoned(pages: Pages) -> Pages:
+def poisoned(pages: AnyPages) -> AnyPages:
     """Returns a pool in which every number is NaN, or as large as its type allows."""
 
     def fill(a: Any) -> jax.Array:
