@@ -8,7 +8,7 @@
 * `jaxinfer simulate` predicts a trace without a device.
 * `jaxinfer quantize` writes a quantized copy of a checkpoint.
 * `jaxinfer models` lists the families of checkpoints that can be read.
-* `jaxinfer doctor` checks that on this CPU the bits of a request do not depend on the batch.
+* `jaxinfer doctor` describes the machine, and checks that on a CPU no bit of a request depends on the batch.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     quantize.set_defaults(run=_quantize)
 
     doctor = commands.add_parser(
-        "doctor", help="check that on this CPU no bit of a request depends on the batch", allow_abbrev=False
+        "doctor", help="describe the machine, and check that on a CPU no bit depends on the batch", allow_abbrev=False
     )
     doctor.set_defaults(run=_doctor)
 
@@ -384,18 +384,27 @@ def _models(arguments: argparse.Namespace) -> None:
 def _doctor(arguments: argparse.Namespace) -> int:
     config = from_arguments(EngineConfig, arguments)
     from jaxinfer.cli.doctor import examine
+    from jaxinfer.cli.machine import describe_machine
     from jaxinfer.cpu_flags import FUSED_PRODUCTS
     from jaxinfer.device import describe_cpu, require_device, resolve_dtype
     from jaxinfer.engine.engine import BUNDLED_MODEL
+    from kernels_pallas.device import device_at_hand
     from kernels_pallas.row_products import fuses_products
 
     require_device()
     dtype = resolve_dtype(arguments.dtype)
+    model = arguments.model or BUNDLED_MODEL
     show(f"{describe_cpu()}; jax {version('jax')}, jaxlib {version('jaxlib')}")
+    if not arguments.quiet:
+        for line in describe_machine(model, config, dtype):
+            show(line)
+    if (platform := device_at_hand().platform) != "cpu":
+        show(f"the device is a {platform}: bits of a request may depend on the batch, as exact bits are for CPU alone")
+        return 0
     if not arguments.quiet:
         print("computing each product of the model alone and in batches of every size", file=sys.stderr)
     findings = []
-    for finding in examine(arguments.model or BUNDLED_MODEL, config, dtype):
+    for finding in examine(model, config, dtype):
         findings.append(finding)
         if finding.faults or not arguments.quiet:
             show(finding)

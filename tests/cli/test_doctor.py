@@ -92,11 +92,15 @@ def test_every_product_of_an_engine_is_examined(checkpoint, quantization):
     assert sizes == {(BY_WEIGHTS, *size) for size in weights} | {(BY_MATRICES, H, S), (BY_MATRICES, S, H)}
 
 
-def test_the_command_prints_the_processor_and_a_line_per_product(checkpoint, capsys):
+def test_the_command_describes_the_machine_and_prints_a_line_per_product(checkpoint, capsys):
     argv = ["doctor", "--model", str(checkpoint), "--max-num-seqs", "2", "--page-size", "16", "--num-pages", "8"]
     assert main(argv) == 0
-    cpu, *products, verdict = capsys.readouterr().out.splitlines()
+    cpu, *lines, verdict = capsys.readouterr().out.splitlines()
     assert "jax " in cpu
+    products = [line for line in lines if " -> [n, " in line]
+    described = [line.partition(":")[0] for line in lines[: len(lines) - len(products)]]
+    assert list(dict.fromkeys(described))[:5] == ["device", "versions", "compiled steps", "kernel", "extra"]
+    assert set(described) <= {"device", "versions", "compiled steps", "kernel", "extra", "slow"}
     assert len(products) == 8
     assert all(line.endswith("the same bits") for line in products)
     assert verdict == "8 products: on this CPU no bit of them depends on the batch"

@@ -52,7 +52,7 @@ def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Com
 
     Always compiles if `statics` has logits processors of the user (`custom`), because no key shows their changes.
     """
-    folder = _folder()
+    folder = cache_folder()
     if folder is None or statics.get("custom") or jax.process_count() > 1:
         return _compile(function, args, statics)
     path = folder / f"jaxinfer-{_key(function, args, statics)}"
@@ -88,10 +88,7 @@ def _keep(path: Path, content: bytes) -> None:
 
 def _make_room(folder: Path) -> None:
     """Removes the files that were used longest ago, if all together exceed the limit."""
-    # In the package's own folder JAX's entries count too, among them those that no process can read any more: earlier
-    # versions let JAX write one beside each of ours. JAX bounds its entries only if the user sets a limit.
-    is_own = folder == COMPILATION_CACHE and _jaxs_limit() < 0
-    files = files_by_use(folder, f"{NAME}|{JAXS_NAME}" if is_own else NAME)
+    files = _counted_files(folder)
     excess = sum(size for *_, size in files) - _max_bytes()
     for _, name, size in files:
         if excess <= 0:
@@ -99,6 +96,19 @@ def _make_room(folder: Path) -> None:
         excess -= size
         with contextlib.suppress(OSError):
             (folder / name).unlink()
+
+
+def _counted_files(folder: Path) -> list[Any]:
+    """Returns the files that the limit is for, as `files_by_use` does."""
+    # In the package's own folder JAX's entries count too, among them those that no process can read any more: earlier
+    # versions let JAX write one beside each of ours. JAX bounds its entries only if the user sets a limit.
+    is_own = folder == COMPILATION_CACHE and _jaxs_limit() < 0
+    return files_by_use(folder, f"{NAME}|{JAXS_NAME}" if is_own else NAME)
+
+
+def cache_bytes(folder: Path) -> tuple[int, int]:
+    """Returns the bytes of the files in the folder of the cache, and their limit."""
+    return sum(size for *_, size in _counted_files(folder)), _max_bytes()
 
 
 def _max_bytes() -> int:
@@ -149,7 +159,7 @@ def _compile(
     return compiled
 
 
-def _folder() -> Path | None:
+def cache_folder() -> Path | None:
     """Returns the folder of the cache, or None if the cache is off or the folder cannot be used."""
     settings = jax.config.values
     folder = settings["jax_compilation_cache_dir"]

@@ -1,0 +1,129 @@
+"""`jaxinfer doctor` names the devices, the cache, the kernels that a device gets, missing extras, and what is slow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from jaxinfer.cli import machine
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.execution import executable_cache
+from tests.engine.engines import save_small_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = save_small_checkpoint(tmp_path_factory.mktemp("small"), with_tokenizer=False)
+    (folder / "model.safetensors").unlink()  # config.json is enough
+    return folder
+
+
+def on(kind: str, platform: str):
+    """The context of a device that need not be here."""
+    device = AbstractDevice(kind, 100, platform)
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+def choices(checkpoint: Path, dtype: str, **options) -> list[str]:
+    return [line.partition(": ")[2] for line in machine.kernel_choices(checkpoint, EngineConfig(**options), dtype)]
+
+
+def test_a_gpu_gets_its_kernels_and_says_for_which_product_plain_jax_is_as_good(checkpoint):
+    with on("NVIDIA H200", "gpu"):
+        attention, int8, int4, experts = choices(checkpoint, "bfloat16")
+
+    assert (attention, int4, experts) == ("the GPU kernel",) * 3
+    assert int8.startswith("plain JAX: groups=1 is not supported by the GPU kernel")
+
+
+def test_a_gpu_before_ampere_gets_none_and_says_why(checkpoint):
+    with on("Tesla T4", "gpu"):
+        attention, _, int4, experts = choices(checkpoint, "float16")
+
+    for line in (attention, int4, experts):
+        assert line.startswith("plain JAX: compute capability 7.5 of 'Tesla T4' is not supported by the GPU kernels")
+
+
+def test_a_tpu_gets_its_kernels(checkpoint):
+    with on("TPU v6 lite", "tpu"):
+        assert choices(checkpoint, "bfloat16") == ["the TPU kernel"] * 4
+
+
+def test_attention_that_a_kernel_refuses_is_told_with_the_way_out(checkpoint):
+    with on("TPU v6 lite", "tpu"):
+        (refused, *_), (chosen, *_) = (choices(checkpoint, "float16", attention=name) for name in (None, "reference"))
+
+    assert refused.startswith("refused: the tpu kernels of paged attention cannot do this call: q of float16")
+    assert "EngineConfig.attention" in refused
+    assert chosen == "plain JAX, as --attention reference demands"
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the device is no CPU")
+def test_a_cpu_has_no_kernels(checkpoint):
+    assert {line.partition(":")[0] for line in choices(checkpoint, "float32")} == {"plain JAX"}
+
+
+SLOW = [
+    ("Tesla T4", "gpu", "bfloat16", ["Triton compiles for no GPU below", "products in bfloat16", "no tuned table"]),
+    ("Tesla T4", "gpu", "float16", ["Triton compiles for no GPU below", "no tuned table"]),
+    ("NVIDIA H200", "gpu", "float32", ["float32: each step reads twice the bytes", "no tuned table"]),
+    ("TPU v6 lite", "tpu", "bfloat16", []),
+]
+
+
+@pytest.mark.parametrize(("kind", "platform", "dtype", "told"), SLOW)
+def test_each_slow_part_is_told_with_its_reason(kind, platform, dtype, told, monkeypatch):
+    monkeypatch.setattr(machine, "cache_folder", lambda: Path("here"))
+    with on(kind, platform):
+        lines = list(machine.slow_parts(dtype))
+
+    assert len(lines) == len(told)
+    assert all(part in line for part, line in zip(told, lines, strict=True))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the device is no CPU")
+def test_what_slows_a_cpu_is_told(monkeypatch, tmp_path):
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(machine, "DEVICE_FILES", {str(tmp_path / "nvidia0"): "cuda", str(tmp_path / "none"): "tpu"})
+    monkeypatch.setattr(machine, "describe_cpu", lambda: "a CPU, avx2")
+    monkeypatch.setattr(machine.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(machine, "cache_folder", lambda: None)
+
+    cache, device, vectors, dtype = machine.slow_parts("bfloat16")
+
+    assert "each start compiles anew" in cache
+    assert "nvidia0 is there: pip install 'jaxinfer[cuda]'" in device
+    assert "no AVX-512" in vectors
+    assert "use float32" in dtype
+
+
+def test_missing_packages_of_an_extra_are_named_through_extras_of_others(monkeypatch):
+    needs = {
+        "jaxinfer": ["numpy>=2.0", 'jax[cuda12]>=0.10; extra == "cuda"', 'fastapi; extra == "serve"'],
+        "jax": ['plugin[libs]<=1; extra == "cuda12"', 'libtpu; extra == "tpu"'],
+        "plugin": ["driver; sys_platform == 'linux' and extra == 'libs'"],
+    }
+    installed = {"jax", "plugin", "fastapi"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise machine.PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(machine, "requires", needs.get)
+    monkeypatch.setattr(machine, "version", version)
+
+    assert machine.missing_packages("jaxinfer", "cuda") == {"driver"}
+    assert machine.missing_packages("jaxinfer", "serve") == set()
+    installed.remove("plugin")
+    assert machine.missing_packages("jaxinfer", "cuda") == {"plugin"}
+
+
+def test_the_size_of_the_cache_is_that_of_its_files(tmp_path):
+    for name, size in (("jaxinfer-0a", 3), ("jaxinfer-0b", 4), ("another", 5)):
+        (tmp_path / name).write_bytes(bytes(size))
+
+    assert executable_cache.cache_bytes(tmp_path)[0] == 7
