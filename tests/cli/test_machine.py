@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxinfer.cli import machine
+from jaxinfer.cli.main import main
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.execution import executable_cache
 from tests.engine.engines import save_small_checkpoint
@@ -127,3 +128,12 @@ def test_the_size_of_the_cache_is_that_of_its_files(tmp_path):
         (tmp_path / name).write_bytes(bytes(size))
 
     assert executable_cache.cache_bytes(tmp_path)[0] == 7
+
+
+def test_the_command_on_a_gpu_describes_it_and_promises_no_bits(checkpoint, capsys):
+    with on("NVIDIA H200", "gpu"):
+        assert main(["doctor", "--model", str(checkpoint), "--dtype", "bfloat16"]) == 0
+
+    *lines, verdict = capsys.readouterr().out.splitlines()
+    assert "kernel: products by experts: the GPU kernel" in lines
+    assert verdict.startswith("the device is a gpu: bits of a request may depend on the batch")
