@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import jax
@@ -52,7 +53,8 @@ def test_greedy_tokens_are_those_of_transformers_on_the_dequantized_weights(llm,
     ids = llm.tokenizer.encode(PROMPT)
     prompt = torch.tensor([ids])
     options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    tokens = load_reference(files[1]).generate(prompt, max_new_tokens=24, **options)
+    reference: Any = load_reference(files[1])
+    tokens = reference.generate(prompt, max_new_tokens=24, **options)
     expected = tokens[0, len(ids) :].tolist()
 
     (completion,) = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))

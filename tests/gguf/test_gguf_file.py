@@ -134,7 +134,10 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, case):
 @pytest.mark.parametrize("what", ["keys", "tensors"])
 def test_keys_and_tensors_have_bounds(tmp_path, monkeypatch, what):
     monkeypatch.setattr(gguf_file, f"MAX_{what.upper()}", 1)
-    items = {"keys": [key("a", 7, b"\x00"), key("b", 7, b"\x00")], "tensors": [tensor("a"), tensor("b", offset=32)]}
+    items: dict[str, Any] = {
+        "keys": [key("a", 7, b"\x00"), key("b", 7, b"\x00")],
+        "tensors": [tensor("a"), tensor("b", offset=32)],
+    }
 
     with pytest.raises(ValueError, match=f"has 2 {what}, more than 1"):
         read_gguf(written(tmp_path, container(**{what: items[what]})))

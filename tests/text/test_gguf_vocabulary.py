@@ -89,6 +89,11 @@ def write(path: Path, **metadata: Any) -> Path:
     return path
 
 
+def required(tokenizer: Tokenizer | None) -> Tokenizer:
+    assert tokenizer is not None
+    return tokenizer
+
+
 def bundled() -> tuple[dict[str, int], list[list[str]]]:
     model = json.loads((BUNDLED_MODEL / "tokenizer.json").read_text())["model"]
     return model["vocab"], [m if isinstance(m, list) else m.split(" ") for m in model["merges"]]
@@ -117,7 +122,7 @@ def test_ids_are_those_of_the_published_byte_level_tokenizers(tmp_path, pre):
     vocab, merges = bundled()
     expected = tokenizers.Tokenizer(
         models.BPE(
-            {**vocab, "CamelCaseHTTPServer": len(vocab)}, [tuple(m) for m in merges], ignore_merges=ignores_merges
+            {**vocab, "CamelCaseHTTPServer": len(vocab)}, [(m[0], m[1]) for m in merges], ignore_merges=ignores_merges
         )
     )
     expected.pre_tokenizer, expected.decoder = pre_tokenizers.Sequence(steps), decoders.ByteLevel()
@@ -148,7 +153,7 @@ def test_ids_are_those_of_the_published_byte_level_tokenizers(tmp_path, pre):
 )
 def test_a_text_begins_and_ends_as_the_metadata_says(tmp_path, metadata, first, last):
     pre = metadata.pop("pre", "llama-bpe")
-    tokenizer = Tokenizer.from_path(byte_level(tmp_path / "model.gguf", pre, **metadata))
+    tokenizer = required(Tokenizer.from_path(byte_level(tmp_path / "model.gguf", pre, **metadata)))
     bare = tokenizer.encode("abc", add_special_tokens=False)
 
     assert tokenizer.encode("abc") == [*first, *bare, *last]
@@ -156,7 +161,7 @@ def test_a_text_begins_and_ends_as_the_metadata_says(tmp_path, metadata, first, 
 
 def test_chat_templates_and_the_names_of_tokens_come_from_the_metadata(tmp_path):
     templates = {"tokenizer__chat_template": TEMPLATE, "tokenizer__chat_template__tool_use": "tools"}
-    tokenizer = Tokenizer.from_path(byte_level(tmp_path / "model.gguf", "llama-bpe", **templates))
+    tokenizer = required(Tokenizer.from_path(byte_level(tmp_path / "model.gguf", "llama-bpe", **templates)))
     conversation = [{"role": "user", "content": "Hi"}]
 
     assert tokenizer.apply_chat_template(conversation, tokenize=False) == "<|endoftext|>[user] Hi"
@@ -204,7 +209,7 @@ def test_ids_are_those_of_the_sentencepiece_library(tmp_path, has_prefix):
     # The library has no control symbols in texts.
     text = NASTY.replace("<|endoftext|>", "")
 
-    tokenizer = Tokenizer.from_path(path)
+    tokenizer = required(Tokenizer.from_path(path))
 
     assert tokenizer.encode(text) == [1, *expected.encode(text)]
     assert tokenizer.decode(tokenizer.encode(text)) == text
