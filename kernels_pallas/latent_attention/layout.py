@@ -16,8 +16,11 @@ import jax.numpy as jnp
 
 from kernels_pallas.paged_attention.layout import (
     TPU_LANES,
+    as_held,
+    as_stored,
     default_layout,
     from_integers,
+    held_dtype,
     pad_heads,
     require_wide,
     to_integers,
@@ -54,7 +57,7 @@ class LatentPages:
 
     @property
     def dtype(self) -> Any:
-        return self.array.dtype
+        return jnp.dtype(jnp.float8_e4m3fn) if self.array.dtype == jnp.uint8 else self.array.dtype
 
 
 def abstract_latents(
@@ -69,10 +72,11 @@ def abstract_latents(
 ) -> LatentPages:
     """Returns a pool as `jax.ShapeDtypeStruct`s; `layout` and `has_scales` are those of `abstract_pages`."""
     width = latent_size + rotary_size
-    if (default_layout() if layout is None else layout) == "tpu":
+    layout = default_layout() if layout is None else layout
+    if layout == "tpu":
         tpu_tile(page_size, jnp.dtype(dtype))
         width = -(-width // TPU_LANES) * TPU_LANES
-    shape = jax.ShapeDtypeStruct((num_pages, page_size, width), jnp.dtype(dtype))
+    shape = jax.ShapeDtypeStruct((num_pages, page_size, width), held_dtype(jnp.dtype(dtype), layout))
     scales = (jax.ShapeDtypeStruct((num_pages, 1, page_size), jnp.float32),) * 2 if has_scales else None
     return LatentPages(shape, latent_size, rotary_size, scales)
 
@@ -95,7 +99,7 @@ def stored_latents(pages: LatentPages, latents: jax.Array) -> tuple[jax.Array, S
 
 
 def _put(pages: LatentPages, stored: jax.Array, scales: Scales, slots: jax.Array) -> LatentPages:
-    S, new = pages.page_size, pad_heads(stored, pages.array.shape[2])
+    S, new = pages.page_size, pad_heads(as_held(stored, pages.array), pages.array.shape[2])
     pages = replace(pages, array=pages.array.at[slots // S, slots % S].set(new, mode="drop"))
     if pages.scales is None:
         return pages
@@ -106,7 +110,7 @@ def _put(pages: LatentPages, stored: jax.Array, scales: Scales, slots: jax.Array
 def _take(pages: LatentPages, slots: jax.Array) -> tuple[jax.Array, Scales]:
     """Returns numbers [n, R + r] as stored at slots i32[n], and the scales f32[n] of each, if the pool has any."""
     S = pages.page_size
-    found = pages.array.at[slots // S, slots % S].get(mode="clip")[:, : pages.width]
+    found = as_stored(pages.array.at[slots // S, slots % S].get(mode="clip"))[:, : pages.width]
     return found, tuple(pool.at[slots // S, 0, slots % S].get(mode="clip") for pool in pages.scales or ())
 
 
@@ -126,7 +130,7 @@ def read_slots(pages: LatentPages, slots: jax.Array) -> tuple[jax.Array, jax.Arr
 
 def read_pages(pages: LatentPages, page_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns keys [n, 1, R + r, S] and values [n, 1, S, R] of pages i32[n]."""
-    found = pages.array[page_ids][:, None, :, : pages.width]
+    found = as_stored(pages.array[page_ids])[:, None, :, : pages.width]
     found = _worth(pages, found, tuple(pool[page_ids] for pool in pages.scales or ()))
     # Left to itself, the compiler may turn the operand of a product in one step and not in another.
     keys = jax.lax.optimization_barrier(found.swapaxes(2, 3))

@@ -69,7 +69,8 @@ class Pages:
     @property
     def dtype(self) -> Any:
         """The type of the numbers, as `to_stored` makes them."""
-        return jnp.dtype(jnp.float8_e4m3fn) if self.is_fnuz else self.arrays[0].dtype
+        is_fp8 = self.is_fnuz or self.arrays[0].dtype == jnp.uint8
+        return jnp.dtype(jnp.float8_e4m3fn) if is_fp8 else self.arrays[0].dtype
 
     @property
     def is_fnuz(self) -> bool:
@@ -120,7 +121,7 @@ def abstract_pages(
         shapes = [(P, K * _planes(head_dim), S // tile, tile, width)]
     else:
         raise ValueError(f"layout={layout!r:.80} is unknown; choose from {LAYOUTS} or None for the platform's own")
-    arrays = tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    arrays = tuple(jax.ShapeDtypeStruct(shape, held_dtype(dtype, layout)) for shape in shapes)
     scales = (jax.ShapeDtypeStruct((P, K, S), jnp.float32),) * 2 if has_scales else None
     return Pages(arrays, layout, head_dim, scales)
 
@@ -189,6 +190,24 @@ def to_integers(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def from_integers(integers: jax.Array, scales: jax.Array) -> jax.Array:
     """Returns f32 of integers whose scales can be broadcast to their shape."""
     return integers.astype(jnp.float32) * jnp.broadcast_to(scales, integers.shape)
+
+
+def as_operand(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns numbers as a pool stores them in the dtype of a product."""
+    if x.dtype != jnp.float8_e4m3fn:
+        return x.astype(dtype)
+    return lax.platform_dependent(x, cpu=_widen_by_bits, default=lambda x: x.astype(jnp.float32)).astype(dtype)
+
+
+def _widen_by_bits(x: jax.Array) -> jax.Array:
+    """Returns float8_e4m3fn as f32. A CPU's own conversion takes five times as long, one number at a time."""
+    bits = lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.int32)
+    magnitude = bits & 0x7F
+    # Three bits of mantissa of 23, and an exponent that is biased by 127 and no longer by 7.
+    normal = lax.bitcast_convert_type((magnitude << 20) + ((127 - 7) << 23), jnp.float32)
+    value = jnp.where(magnitude < 8, magnitude.astype(jnp.float32) * 2.0**-9, normal)
+    value = jnp.where(magnitude == FN_NAN, jnp.nan, value)
+    return jnp.where(bits > 0x7F, -value, value)
 
 
 def write_kv(
@@ -263,14 +282,33 @@ def _slot_index(pages: Pages, slots: jax.Array) -> list[tuple[Any, ...]]:
     return [(page_ids, every, offsets // tile, offsets % tile), *scales]
 
 
+def held_dtype(dtype: Any, layout: str) -> Any:
+    """Returns the type of the arrays of a pool of `dtype`, of the same width.
+
+    A pool for a CPU holds float8_e4m3fn as u8. To read or write a part of it, the compiler would widen the whole pool
+    and round it again.
+    """
+    return jnp.dtype(jnp.uint8) if layout == "cpu" and dtype == jnp.float8_e4m3fn else jnp.dtype(dtype)
+
+
+def as_held(x: jax.Array, pool: jax.Array) -> jax.Array:
+    """Returns numbers as stored in the type of the pool's array, which holds the same bits."""
+    return lax.bitcast_convert_type(x, jnp.uint8) if pool.dtype == jnp.uint8 else x
+
+
+def as_stored(x: jax.Array) -> jax.Array:
+    """Returns what `as_held` was given."""
+    return lax.bitcast_convert_type(x, jnp.float8_e4m3fn) if x.dtype == jnp.uint8 else x
+
+
 def _take_slots(pages: Pages, slots: jax.Array) -> list[jax.Array]:
     pairs = zip((*pages.arrays, *(pages.scales or ())), _slot_index(pages, slots), strict=True)
-    return [pool.at[index].get(mode="clip") for pool, index in pairs]
+    return [as_stored(pool.at[index].get(mode="clip")) for pool, index in pairs]
 
 
 def _put_slots(pages: Pages, new: Sequence[jax.Array], slots: jax.Array) -> Pages:
     triples = zip((*pages.arrays, *(pages.scales or ())), _slot_index(pages, slots), new, strict=True)
-    pools = tuple(pool.at[index].set(x, mode="drop") for pool, index, x in triples)
+    pools = tuple(pool.at[index].set(as_held(x, pool), mode="drop") for pool, index, x in triples)
     num_arrays = len(pages.arrays)
     return replace(pages, arrays=pools[:num_arrays], scales=pools[num_arrays:] if pages.scales else None)
 
@@ -313,8 +351,8 @@ def read_pages(pages: Pages, page_ids: jax.Array) -> tuple[jax.Array, jax.Array]
 
 def _stored_pages(pages: Pages, page_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     if pages.layout == "cpu":
-        k_pages, v_pages = pages.arrays
-        return k_pages[page_ids], v_pages[page_ids]
+        k, v = (as_stored(pool[page_ids]) for pool in pages.arrays)
+        return k, v
     if pages.layout == "gpu":
         k, v = (pool[page_ids] for pool in pages.arrays)
         return k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.paged_attention.layout import as_operand
 from kernels_pallas.row_products import rounded, rows_by_matrices
 from kernels_pallas.row_sum import row_sum
 
@@ -94,7 +95,7 @@ def add_keys(
     Of row r only the slots is_read[r, s] may be read; query q sees the slots seen[r, q, s].
     """
     (R, Q, S), QG = seen.shape, q.shape[2]
-    k, v = k.astype(q.dtype), v.astype(q.dtype)
+    k, v = as_operand(k, q.dtype), as_operand(v, q.dtype)
     # A masked weight is 0, but 0 * NaN is NaN: what lies in unused slots must go as well.
     v = jnp.where(is_read[:, None, :, None], v, jnp.zeros_like(v))
     scores = _scores(rows_by_matrices(q, k), scoring)

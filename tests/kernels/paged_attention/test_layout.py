@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas.paged_attention import abstract_pages, gather_tokens, init_pages, map_keys, move_slots, write_kv
-from kernels_pallas.paged_attention.layout import FNUZ_FACTOR, LAYOUTS, default_layout, to_stored
+from kernels_pallas.paged_attention.layout import FNUZ_FACTOR, LAYOUTS, as_operand, default_layout, to_stored
 from tests.kernels.paged_attention.oracle import gather, poisoned, worth_by_token, write
 from tests.unoptimised import UNOPTIMISED
 
@@ -86,6 +86,18 @@ def test_every_8_bit_float_is_stored_and_worth_what_it_is(layout):
     for x, expected in zip(read, (numbers, numbers[::-1]), strict=True):
         # NaN equals NaN, and -0 equals 0.
         np.testing.assert_array_equal(np.asarray(x).astype(np.float32), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_8_bit_float_widens_to_what_it_is(dtype):
+    numbers = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+
+    wide = jax.jit(functools.partial(as_operand, dtype=dtype))(numbers)
+
+    expected = numbers.astype(dtype)
+    np.testing.assert_array_equal(wide, expected)
+    is_number = ~np.isnan(numbers.astype(np.float32))
+    np.testing.assert_array_equal(np.signbit(wide)[is_number], np.signbit(expected)[is_number])
 
 
 def test_the_tpu_pool_holds_8_bit_floats_that_are_worth_a_sixteenth():
