@@ -94,9 +94,10 @@ def test_every_8_bit_float_widens_to_what_it_is(dtype):
 
     wide = jax.jit(functools.partial(as_operand, dtype=dtype))(numbers)
 
-    expected = numbers.astype(dtype)
+    assert wide.dtype == dtype
+    wide, expected = np.asarray(wide).astype(np.float32), numbers.astype(np.float32)
     np.testing.assert_array_equal(wide, expected)
-    is_number = ~np.isnan(numbers.astype(np.float32))
+    is_number = ~np.isnan(expected)
     np.testing.assert_array_equal(np.signbit(wide)[is_number], np.signbit(expected)[is_number])
 
 
