@@ -19,6 +19,7 @@ from jaxinfer.checkpoint import (
     read_eos_token_ids,
     resolve_checkpoint,
 )
+from jaxinfer.checkpoint.draft_layers import is_eagle3
 from jaxinfer.checkpoint.fingerprint import fingerprint
 from jaxinfer.checkpoint.quantized_copy import write_quantized
 from jaxinfer.config import SamplingParams
@@ -110,6 +111,10 @@ def test_a_quantized_copy_of_a_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is one file; give a folder or Hub id with safetensors"):
         write_quantized(path, tmp_path / "copy", "int8")
     assert not (tmp_path / "copy").exists()
+
+
+def test_a_file_may_be_a_draft_model(files):
+    assert not is_eagle3(files[0])
 
 
 def test_the_fingerprint_is_that_of_the_file(files, tmp_path):
