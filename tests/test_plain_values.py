@@ -145,7 +145,7 @@ ENGINE = {
     **{"max_num_seqs": 3, "max_num_batched_tokens": 64, "max_model_len": 96, "num_sink_tokens": 16, "page_size": 16},
     **{"num_pages": 8, "memory_bytes": 2**31, "cache_bytes": 2**30, "max_samples": 3, "max_log_probs": 3},
     **{"max_prompt_log_probs": 3, "max_listed_tokens": 3, "prefix_cache": True, "decode_loop_steps": 2},
-    "sampling_log_probs": True,
+    **{"sampling_log_probs": True, "cache_dtype": "fp8"},
     **{"max_mixed_tokens": 32, "max_waiting": 3, "host_cache_bytes": 2**20, "disk_cache_bytes": 2**20},
     **{"disk_cache_path": "pages", "max_drafts": 3, "adaptive_drafts": False, "draft_trees": True},
     **{"ttft_target": 0.5, "tpot_target": 0.25, "quantization": "int8", "attention": "reference"},

@@ -97,12 +97,14 @@ CHANGING = {
     **{"begin_suppress_tokens": [5], "forced_bos_token_id": 0, "forced_eos_token_id": 2, "max_time": 5.0},
     **{"exponential_decay_length_penalty": [5, 1.1], "remove_invalid_values": True},
     **{"top_h": 0.5, "epsilon_cutoff": 3e-4, "eta_cutoff": 1e-3},
+    **{"xtc_probability": 0.5, "mirostat": 2, "penalty_last_n": 64},
 }
 
 
 def test_every_field_that_cannot_be_honoured_has_a_case():
     assert CHANGING.keys() == OTHERS.keys() | FILTERS.keys()
     known = {*FIELDS, *OTHERS, *FILTERS} - {"presence_penalty", "frequency_penalty"}  # of other libraries
+    known -= {"xtc_probability", "mirostat", "penalty_last_n"}  # of GGUF
     assert known <= vars(transformers.GenerationConfig()).keys()
 
 

@@ -169,6 +169,7 @@ ENGINE = {
     "num_pages": 5,
     "memory_bytes": 9999,
     "cache_bytes": 4096,
+    "cache_dtype": "int8",
     "max_samples": 9,
     "max_log_probs": 2,
     "max_prompt_log_probs": 3,
