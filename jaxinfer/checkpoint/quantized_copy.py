@@ -31,6 +31,7 @@ from jaxinfer.checkpoint.huggingface import (
     resolve_checkpoint,
 )
 from jaxinfer.checkpoint.safetensors_file import DTYPES, FLOAT8, INTEGERS, LENGTH_BYTES, StoredTensor, read_header
+from jaxinfer.quantization.quantized_array import INT4_GROUP_SIZE, LARGEST
 from jaxinfer.validation import require
 
 UNPACKED = "unembedding"  # no layer makes up for its errors
@@ -48,7 +49,11 @@ class Scheme(NamedTuple):
     group_size: int | None = None  # None: a scale per channel
 
 
-SCHEMES: Mapping[str, Scheme] = {"int4": Scheme(4, group_size=128), "int8": Scheme(8), "fp8": Scheme(8, is_float=True)}
+SCHEMES: Mapping[str, Scheme] = {
+    "int4": Scheme(4, group_size=INT4_GROUP_SIZE),
+    "int8": Scheme(8),
+    "fp8": Scheme(8, is_float=True),
+}
 
 
 class _Entry(NamedTuple):
@@ -161,7 +166,7 @@ def _entries(tensors: Mapping[str, StoredTensor], groups: Mapping[str, int], sch
 def _round(w: np.ndarray, size: int, scheme: Scheme) -> tuple[np.ndarray, np.ndarray]:
     """Returns the numbers i8 or f8[out, in] nearest to weights [out, in], and scales [out, groups] in their type."""
     groups = w.astype(np.float32).reshape(len(w), -1, size)
-    largest = FLOAT8_MAX if scheme.is_float else 2 ** (scheme.bits - 1) - 1
+    largest = FLOAT8_MAX if scheme.is_float else LARGEST[scheme.bits]
     scales = (np.abs(groups).max(-1) / np.float32(largest)).astype(w.dtype)
     # A group of zeros has any scale, as has one whose scale is too small for the type.
     scales = np.where(scales.astype(np.float32) > 0, scales, np.ones((), w.dtype))

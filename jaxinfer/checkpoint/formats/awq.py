@@ -11,20 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.checkpoint.formats.gptq import SCALE_TYPES
-from jaxinfer.checkpoint.formats.parts import Parts, packed_modules
+from jaxinfer.checkpoint.formats.parts import SCALE_TYPES, Parts, count_groups, packed_modules, require_group_size
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
 from jaxinfer.checkpoint.stored import (
     Grid,
     Stored,
     StoredQuantized,
     centred,
-    require_even,
     require_finite,
     settings_error,
     unpacked,
 )
-from jaxinfer.validation import is_int
 
 PER_WORD = 8
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of outputs 0 to 7 in a word
@@ -34,12 +31,10 @@ MIDDLE = 8
 def awq_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> dict[str, Stored]:
     """Returns the model's tensors by name; see `formats.logical_tensors`."""
     bits = settings.get("bits", settings.get("w_bit", 4))
-    size = settings.get("group_size", settings.get("q_group_size", 128))
     version = settings.get("version", "gemm")
     if bits != 4:
         raise settings_error("AWQ", "bits", bits, "use a checkpoint of 4 bits")
-    if not is_int(size) or (size < 1 and size != -1):
-        raise settings_error("AWQ", "group_size", size, "it is a number of inputs, or -1 for all of them")
+    size = require_group_size("AWQ", settings.get("group_size", settings.get("q_group_size", 128)))
     if str(version).lower() != "gemm":
         raise settings_error("AWQ", "version", version, "use a checkpoint in the layout gemm")
     has_zeros = bool(settings.get("zero_point", True))
@@ -49,11 +44,7 @@ def awq_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any])
 
 def _weight(parts: Parts, size: int, has_zeros: bool) -> StoredQuantized:
     inputs, words = parts.require("qweight", ["I32"], (None, None)).shape
-    outputs, size = words * PER_WORD, inputs if size == -1 else size
-    if inputs == 0 or inputs % size:
-        raise ValueError(f"{parts.module} has {inputs} inputs, which groups of {size} do not divide; use another file")
-    groups = inputs // size
-    require_even(parts.module, size, 4)
+    outputs, groups = words * PER_WORD, count_groups(parts.module, inputs, size, 4)
     scales = parts.require("scales", SCALE_TYPES, (groups, outputs))
     if has_zeros or "qzeros" in parts:
         parts.require("qzeros", ["I32"], (groups, words))

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.checkpoint.formats.fp8 import float8_weight, require_block
-from jaxinfer.checkpoint.formats.gptq import OTHER, SCALE_TYPES
-from jaxinfer.checkpoint.formats.parts import Parts, order_of_groups, packed_modules
+from jaxinfer.checkpoint.formats.parts import OTHER, SCALE_TYPES, Parts, order_of_groups, packed_modules
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
 from jaxinfer.checkpoint.stored import (
     Grid,

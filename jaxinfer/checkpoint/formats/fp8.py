@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.checkpoint.formats.gptq import SCALE_TYPES
-from jaxinfer.checkpoint.formats.parts import Parts, packed_modules
+from jaxinfer.checkpoint.formats.parts import SCALE_TYPES, Parts, packed_modules
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
 from jaxinfer.checkpoint.stored import Grid, Stored, StoredQuantized, require_finite, settings_error
 from jaxinfer.validation import MAX_INT, is_int

@@ -12,14 +12,21 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.checkpoint.formats.parts import Parts, order_of_groups, packed_modules
+from jaxinfer.checkpoint.formats.parts import (
+    OTHER,
+    SCALE_TYPES,
+    Parts,
+    count_groups,
+    order_of_groups,
+    packed_modules,
+    require_group_size,
+)
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
 from jaxinfer.checkpoint.stored import (
     Grid,
     Stored,
     StoredQuantized,
     centred,
-    require_even,
     require_finite,
     settings_error,
     unpacked,
@@ -27,18 +34,15 @@ from jaxinfer.checkpoint.stored import (
 from jaxinfer.validation import is_int
 
 BITS = (2, 3, 4, 8)
-SCALE_TYPES = ("F16", "BF16", "F32")
-OTHER = "use a checkpoint without it, or the unquantized one"
 
 
 def gptq_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> dict[str, Stored]:
     """Returns the model's tensors by name; see `formats.logical_tensors`."""
-    bits, size = settings.get("bits"), settings.get("group_size", 128)
+    bits = settings.get("bits")
     version = settings.get("checkpoint_format") or "gptq"
     if not is_int(bits) or bits not in BITS:
         raise settings_error("GPTQ", "bits", bits, f"use a checkpoint of {', '.join(map(str, BITS))} bits")
-    if not is_int(size) or (size < 1 and size != -1):
-        raise settings_error("GPTQ", "group_size", size, "it is a number of inputs, or -1 for all of them")
+    size = require_group_size("GPTQ", settings.get("group_size", 128))
     if version not in ("gptq", "gptq_v2"):
         raise settings_error("GPTQ", "checkpoint_format", version, "use a checkpoint in gptq or gptq_v2")
     if settings.get("pack_dtype") not in (None, "int32"):
@@ -63,11 +67,9 @@ def _weight(
 ) -> StoredQuantized:
     words, outputs = parts.require("qweight", ["I32"], (None, None)).shape
     inputs = words * 32 // bits
-    size = inputs if size == -1 else size
-    if inputs == 0 or inputs % size or words * 32 % bits:
-        raise ValueError(f"{parts.module} has {inputs} inputs, which groups of {size} do not divide; use another file")
-    groups = inputs // size
-    require_even(parts.module, size, bits)
+    if words * 32 % bits:
+        raise ValueError(f"{parts.module}.qweight has {words} words, which {bits} bits do not fill; use another file")
+    groups = count_groups(parts.module, inputs, size, bits)
     zeros = parts.require("qzeros", ["I32"], (groups, outputs * bits // 32))
     scales = parts.require("scales", SCALE_TYPES, (groups, outputs))
     g_idx = parts.require("g_idx", ["I32"], (inputs,)) if has_order or "g_idx" in parts else None

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
+from jaxinfer.checkpoint.stored import require_even, settings_error
+from jaxinfer.validation import is_int
+
+SCALE_TYPES = ("F16", "BF16", "F32")
+OTHER = "use a checkpoint without it, or the unquantized one"
 
 
 class Parts(dict[str, StoredTensor]):
@@ -52,6 +58,22 @@ def packed_modules(
     if twice := [module for module in sorted(modules) if f"{module}.weight" in others]:
         raise ValueError(f"{twice[0]} has a {mark} and a weight in floating point; download the checkpoint again")
     return others, (Parts(module, parts[module]) for module in sorted(modules))
+
+
+def require_group_size(method: str, size: Any) -> int:
+    """Returns a number of inputs that share a scale, -1 for all of them; raises ValueError for what is neither."""
+    if not is_int(size) or (size < 1 and size != -1):
+        raise settings_error(method, "group_size", size, "it is a number of inputs, or -1 for all of them")
+    return size
+
+
+def count_groups(module: str, num_inputs: int, size: int, bits: int) -> int:
+    """Returns the groups of `size` inputs, -1 for all; raises ValueError if they do not divide the inputs."""
+    size = num_inputs if size == -1 else size
+    if num_inputs == 0 or num_inputs % size:
+        raise ValueError(f"{module} has {num_inputs} inputs, which groups of {size} do not divide; use another file")
+    require_even(module, size, bits)
+    return num_inputs // size
 
 
 def order_of_groups(name: str, of_inputs: np.ndarray, num_groups: int, *, may_differ: bool) -> np.ndarray:
