@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jaxinfer.engine.async_llm import AsyncLLM
     from jaxinfer.engine.drafters.drafters import Drafter
     from jaxinfer.engine.llm import LLM
-    from jaxinfer.engine.request.completion import Completion, Delta
+    from jaxinfer.engine.request.completion import Completion
     from jaxinfer.engine.request.request import QueueFullError
     from jaxinfer.engine.scheduling.drafts import DraftTree
     from jaxinfer.model.batch import Row, make_batch
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jaxinfer.model.config import ModelConfig
     from jaxinfer.sampling.batch import make_sampling
     from jaxinfer.steps.log_probs import log_probs
+    from jaxinfer.steps.options import StepOptions
     from jaxinfer.steps.steps import decode_step, prefill_step
 
 forbid_fused_products()
@@ -30,7 +31,6 @@ _MODULES = {
     "AsyncLLM": "engine.async_llm",
     "CacheConfig": "config",
     "Completion": "engine.request.completion",
-    "Delta": "engine.request.completion",
     "DraftTree": "engine.scheduling.drafts",
     "Drafter": "engine.drafters.drafters",
     "EngineConfig": "config",
@@ -38,6 +38,7 @@ _MODULES = {
     "QueueFullError": "engine.request.request",
     "Row": "model.batch",
     "SamplingParams": "config",
+    "StepOptions": "steps.options",
     "decode_step": "steps.steps",
     "init_cache": "model.cache",
     "load_checkpoint": "checkpoint",
@@ -52,7 +53,6 @@ __all__ = [
     "AsyncLLM",
     "CacheConfig",
     "Completion",
-    "Delta",
     "DraftTree",
     "Drafter",
     "EngineConfig",
@@ -60,6 +60,7 @@ __all__ = [
     "QueueFullError",
     "Row",
     "SamplingParams",
+    "StepOptions",
     "__version__",
     "decode_step",
     "init_cache",

@@ -80,6 +80,7 @@ def step_case(
     from jaxinfer.quantization import quantize_weight
     from jaxinfer.sampling.batch import make_sampling
     from jaxinfer.steps import steps
+    from jaxinfer.steps.options import StepOptions
     from scripts.kernels.models import config_of
 
     config = config_of(model)
@@ -110,7 +111,8 @@ def step_case(
     if loop_steps:
         host["max_tokens"], statics["num_steps"] = jax.ShapeDtypeStruct((num_rows,), "int32"), loop_steps
     arguments = {"params": placed(params, placement), "cache": cache, **on_mesh(host, mesh)}
-    function = functools.partial(getattr(steps, step), config=config, mesh=mesh, **statics)
+    options = StepOptions(config=config, mesh=mesh, **statics)
+    function = functools.partial(getattr(steps, step), options=options)
     return Case(jax.jit(function, donate_argnames="cache"), arguments, cache, kernels)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from jaxinfer import CacheConfig, Row, SamplingParams, init_cache, make_batch, make_sampling, prefill_step
+from jaxinfer import CacheConfig, Row, SamplingParams, StepOptions, init_cache, make_batch, make_sampling, prefill_step
 from jaxinfer.checkpoint import abstract_checkpoint, load_checkpoint, load_params, read_config
 from jaxinfer.checkpoint.orbax import restore_params, save_params
 from jaxinfer.model.params import Params
@@ -215,7 +215,7 @@ def test_a_step_samples_no_token_and_has_the_states(bare_llama):
     batch = make_batch([Row([5, 6, 7], 0, [0])], **shape)
     sampling = make_sampling([SamplingParams(temperature=0)], num_rows=2)
 
-    output, _ = prefill_step(params, cache, batch, sampling, config=config, max_log_probs=2)
+    output, _ = prefill_step(params, cache, batch, sampling, options=StepOptions(config=config, max_log_probs=2))
 
     assert output.tokens.tolist() == [NO_TOKEN, NO_TOKEN]
     assert output.top_tokens.shape == (2, 2)

@@ -41,6 +41,7 @@ from jaxinfer.model.config import Branch, Layer, LayerGroup, ModelConfig, unifor
 from jaxinfer.model.params import abstract_params
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps.log_probs import log_probs
+from jaxinfer.steps.options import StepOptions
 from jaxinfer.steps.steps import decode_step, prefill_step
 from tests.engine.engines import GREEDY, drain, num_owned_pages
 from tests.engine.probe import is_idle, scheduler_of
@@ -392,19 +393,33 @@ def test_steps(step):
         "cache": jax.eval_shape(lambda: init_cache(config, CACHE)),
         "batch": make_batch(**BATCH),
         "sampling": make_sampling([GREEDY], num_rows=2),
+    }
+    options: dict[str, Any] = {
         "config": config,
+        "form": "full",
         "max_log_probs": 0,
+        "max_prompt_log_probs": 0,
         "sampling_log_probs": False,
-        "implementation": None,
-        "mesh": None,
         "custom": (),
         "kept_layers": (),
+        "implementation": None,
+        "mesh": None,
+        "q_len": None,
+        "num_steps": None,
+        "max_drafts": None,
+        "vocab_size": None,
     }
+    assert set(options) == {field.name for field in dataclasses.fields(StepOptions)}
+
+    def lower(changes: dict[str, Any]) -> Any:
+        arguments = {name: changes.get(name, value) for name, value in own.items()}
+        statics = {name: changes.get(name, value) for name, value in options.items()}
+        return step.lower(**arguments, options=changes.get("options", StepOptions(**statics)))
 
     @cases(0.02)
-    @given(st.dictionaries(st.sampled_from(sorted(own)), leaves, min_size=1, max_size=2))
+    @given(st.dictionaries(st.sampled_from(sorted([*own, *options, "options"])), leaves, min_size=1, max_size=2))
     def test(changes):
-        refused_or_returned(lambda: step.lower(**{**own, **changes}), [*changes, "static arguments"], is_passed_on=True)
+        refused_or_returned(lambda: lower(changes), [*changes, "static arguments"], is_passed_on=True)
 
     test()
 

@@ -31,6 +31,7 @@ from jaxinfer.model.config import RMS_NORM, Layer, LayerGroup, ModelConfig
 from jaxinfer.model.mixers import Mixer
 from jaxinfer.model.params import abstract_params
 from jaxinfer.sampling.batch import make_sampling
+from jaxinfer.steps.options import StepOptions
 from jaxinfer.steps.steps import decode_step, prefill_step
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="bits are promised on CPU")
@@ -74,7 +75,7 @@ def test_libraries_compute_products_and_maxima_alone(step, num_tokens):
     )
     batch = make_batch([], page_size=PAGE_SIZE, num_tokens=num_tokens, num_rows=NUM_ROWS, table_width=4)
     sampling = make_sampling([], num_rows=NUM_ROWS, vocab_size=VOCAB_SIZE)
-    run = jax.jit(functools.partial(step, config=config, max_log_probs=4))
+    run = jax.jit(functools.partial(step, options=StepOptions(config=config, max_log_probs=4)))
 
     cache = abstract_cache(config, CacheConfig(num_pages=64, page_size=PAGE_SIZE))
     program = run.lower(abstract_params(config, jnp.float32), cache, batch, sampling).compile().as_text()

@@ -25,6 +25,7 @@ from jaxinfer.plan.products import ProductShape, other_float_sums, product_shape
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps.eagle import EagleHead
 from jaxinfer.steps.medusa import MedusaHeads, chain_of, draft_from_states
+from jaxinfer.steps.options import StepOptions
 from jaxinfer.steps.steps import draft_step
 from kernels_pallas import row_products
 from kernels_pallas.paged_attention import abstract_pages, paged_attention
@@ -206,11 +207,11 @@ def test_every_product_of_a_draft_head_has_one_shape_for_any_number_of_rows(kind
 def test_every_product_of_a_draft_model_has_one_shape(no_trials):
     config = model_config("groups of seven, norms", vocab_size=309)
     cache = abstract_cache(config, CacheConfig(num_pages=20, page_size=32))
-    steps = {}
+    steps, options = {}, StepOptions(config=config, max_drafts=3)
     for num_rows, num_tokens in ((1, 1), (8, 8), (8, 64), (3, 200)):
         batch = make_batch([], page_size=32, num_tokens=num_tokens, num_rows=num_rows, table_width=4)
         inputs = (abstract_params(config, FLOAT), cache, batch, make_sampling([], num_rows=num_rows))
-        trace = draft_step.trace(*inputs, zeros(num_rows, dtype=np.int32), max_drafts=3, config=config)
+        trace = draft_step.trace(*inputs, zeros(num_rows, dtype=np.int32), options=options)
         steps[f"{num_tokens} tokens of {num_rows}"] = product_shapes(trace.jaxpr)
 
     check_one_shape(steps)

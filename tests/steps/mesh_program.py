@@ -28,6 +28,7 @@ from jaxinfer.model.quantized_params import quantized_shardings
 from jaxinfer.quantization import quantize_weight
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps import steps
+from jaxinfer.steps.options import StepOptions
 from tests.replay import deal_pages, nan_cache
 from tests.unoptimised import unoptimised_copy
 
@@ -80,15 +81,14 @@ def run_steps(params: Params, *, compiled: Any, config: Any, sequences: list[lis
     cache = nan_cache(config, CacheConfig(num_pages=pages.size, page_size=PAGE_SIZE))
     if mesh is not None:
         cache = jax.device_put(cache, cache_shardings(cache, mesh, config=config))
+    options = StepOptions(config=config, max_log_probs=V, mesh=mesh)
     sampling = make_sampling([SamplingParams(temperature=0, log_probs=V)] * B, num_rows=B, vocab_size=V)
 
     def run(step, starts, ends, num_tokens):
         chunks = zip(sequences, starts, ends, pages, strict=True)
         rows = [Row(ids[start:end], start, row_pages.tolist()) for ids, start, end, row_pages in chunks]
         sizes = {"num_tokens": num_tokens, "num_rows": B, "table_width": TABLE_WIDTH, "page_size": PAGE_SIZE}
-        output, new = step(
-            params, cache, make_batch(rows, **sizes), sampling, config=config, max_log_probs=V, mesh=mesh
-        )
+        output, new = step(params, cache, make_batch(rows, **sizes), sampling, options=options)
         log_probs = np.zeros((B, V), np.float32)
         np.put_along_axis(log_probs, np.asarray(output.top_tokens), np.asarray(output.top_log_probs), axis=1)
         return log_probs, new

@@ -17,6 +17,7 @@ from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.model.config import uniform_decoder
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps.medusa import MedusaHeads, chain_of, draft_from_states, parents_of_paths
+from jaxinfer.steps.options import StepOptions
 from jaxinfer.steps.steps import decode_step, draft_step, verify_step
 from tests.replay import SMALL_SIZES, all_logits_unoptimised, lively_params, nan_cache
 from tests.steps.test_eagle import eagle_head
@@ -37,12 +38,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.5, "presence_penalty": 0.3, "frequency_penalty": 0.2},
 }
 quickly = functools.partial(jax.jit, compiler_options=UNOPTIMISED)
-decode = quickly(functools.partial(decode_step, config=TINY))
-verify = quickly(functools.partial(verify_step, config=TINY), static_argnames="q_len")
+decode = quickly(functools.partial(decode_step, options=StepOptions(config=TINY)))
+verify = quickly(verify_step, static_argnames="options")
 from_heads = quickly(draft_from_states, static_argnames="paths")
 FIRST_SIZES: dict[str, Any] = TINY_SIZES | {"num_layers": 1, "layer_groups": (1,)}
 FIRST_LAYER = uniform_decoder(**FIRST_SIZES)
-from_exit = quickly(functools.partial(draft_step, max_drafts=NUM_DRAFTS, config=FIRST_LAYER))
+from_exit = quickly(functools.partial(draft_step, options=StepOptions(config=FIRST_LAYER, max_drafts=NUM_DRAFTS)))
 
 
 @functools.cache
@@ -137,7 +138,9 @@ def draw_many(fields, drafter, paths=CHAIN, **tree):
     rows = [Row([token, *drafts[i]], len(CONTEXT), [i]) for i, token in enumerate(first.tokens.tolist())]
     tokens = batch(rows, num_tokens=(1 + num_drafts) * MANY)
     sampling = make_sampling([SamplingParams(**fields)] * MANY, num_rows=MANY, num_masks=len(tokens.tokens), **options)
-    output, _ = verify(params(), cache, tokens, sampling, **tree, q_len=1 + num_drafts)
+    output, _ = verify(
+        params(), cache, tokens, sampling, **tree, options=StepOptions(config=TINY, q_len=1 + num_drafts)
+    )
     drawn, num_emitted = jax.device_get((output.tokens, output.num_emitted))
     return np.concatenate([np.asarray(first.tokens)[:, None], drawn], axis=1), 1 + num_emitted
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.model.config import uniform_decoder
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps import steps
+from jaxinfer.steps.options import StepOptions
 from tests.replay import SMALL_SIZES, all_logits_unoptimised, lively_params, nan_cache
 from tests.unoptimised import unoptimised_copy
 
@@ -36,7 +38,8 @@ SAMPLING = make_sampling(
     prompt_lens=[len(prompt) for prompt in PROMPTS],
     stop_token_ids=[()] * 3,
 )
-STATICS = {"config": CONFIG, "max_log_probs": 2}
+OPTIONS = StepOptions(config=CONFIG, max_log_probs=2)
+LOOP = replace(OPTIONS, num_steps=STEPS)
 
 
 @functools.cache
@@ -60,17 +63,16 @@ def step_by_step():
     """What decode steps give: outputs with a column per step, and the cache after them."""
     contexts, cache, columns = [list(prompt) for prompt in PROMPTS], prefilled(), []
     for _ in range(STEPS):
-        output, cache = decode_step(params(), cache, decode_batch(contexts), SAMPLING, **STATICS)
+        output, cache = decode_step(params(), cache, decode_batch(contexts), SAMPLING, options=OPTIONS)
         columns.append(jax.device_get(output))
         for tokens, drawn in zip(contexts, output.tokens.tolist(), strict=False):
             tokens.append(drawn)
     return jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *columns), jax.device_get(cache)
 
 
-def run(max_tokens=(STEPS,) * 3, sampling=SAMPLING, **statics):
+def run(max_tokens=(STEPS,) * 3, sampling=SAMPLING, options=LOOP):
     most = np.array([*max_tokens, 0], np.int32)
-    options = {"num_steps": STEPS, **(statics or STATICS)}
-    return decode_loop(params(), prefilled(), decode_batch(PROMPTS), sampling, most, **options)
+    return decode_loop(params(), prefilled(), decode_batch(PROMPTS), sampling, most, options=options)
 
 
 def test_a_loop_gives_every_bit_that_its_steps_give():
@@ -92,20 +94,20 @@ def test_the_cache_after_a_loop_is_that_after_its_steps():
 def test_a_loop_that_draws_plainly_gives_the_tokens_of_the_full_form():
     sampling = make_sampling([SamplingParams(seed=i, temperature=float(i > 0)) for i in range(3)], num_rows=B)
 
-    plain, _ = run(sampling=sampling, config=CONFIG, form="plain")
+    plain, _ = run(sampling=sampling, options=StepOptions(config=CONFIG, num_steps=STEPS, form="plain"))
 
-    full, _ = run(sampling=sampling, config=CONFIG)
+    full, _ = run(sampling=sampling, options=StepOptions(config=CONFIG, num_steps=STEPS))
     np.testing.assert_array_equal(plain.tokens[:3], full.tokens[:3])
     np.testing.assert_array_equal(plain.log_probs[:3], full.log_probs[:3])
 
 
 def test_the_number_of_turns_is_known_to_the_compiler():
     sampling, most = make_sampling([], num_rows=B), np.zeros(B, np.int32)
-    options = {"num_steps": STEPS, "config": CONFIG, "form": "plain"}
+    options = StepOptions(config=CONFIG, num_steps=STEPS, form="plain")
 
-    jaxpr = decode_loop.trace(params(), nan_cache(CONFIG, CACHE), layout([], B), sampling, most, **options).jaxpr
+    trace = decode_loop.trace(params(), nan_cache(CONFIG, CACHE), layout([], B), sampling, most, options=options)
 
-    loops = [equation for equation in jaxpr.eqns if equation.primitive.name in ("while", "scan")]
+    loops = [equation for equation in trace.jaxpr.eqns if equation.primitive.name in ("while", "scan")]
     assert [(loop.primitive.name, loop.params["length"]) for loop in loops] == [("scan", STEPS)]
 
 
@@ -127,7 +129,7 @@ def test_a_loop_without_rows_does_nothing():
     before = jax.device_get(cache)
     nothing = np.zeros(B, np.int32)
 
-    output, after = decode_loop(params(), cache, layout([], B), SAMPLING, nothing, num_steps=STEPS, **STATICS)
+    output, after = decode_loop(params(), cache, layout([], B), SAMPLING, nothing, options=LOOP)
 
     assert output.num_emitted.tolist() == [0] * B
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
@@ -137,7 +139,7 @@ def test_a_loop_without_rows_does_nothing():
 def test_the_cache_of_a_loop_is_aliased_and_never_copied():
     most = np.full(B, STEPS, np.int32)
     cache = nan_cache(CONFIG, CACHE)
-    lowered = decode_loop.lower(params(), cache, decode_batch(PROMPTS), SAMPLING, most, num_steps=STEPS, **STATICS)
+    lowered = decode_loop.lower(params(), cache, decode_batch(PROMPTS), SAMPLING, most, options=LOOP)
 
     memory = lowered.compile().memory_analysis()
     assert memory is not None

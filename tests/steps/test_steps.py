@@ -18,6 +18,7 @@ from jaxinfer.model.params import abstract_params
 from jaxinfer.sampling.batch import make_sampling, with_masks
 from jaxinfer.sampling.sample import sample
 from jaxinfer.steps import steps
+from jaxinfer.steps.options import StepOptions
 from tests.replay import SMALL_MODEL, all_logits_unoptimised, lively_params, nan_cache
 from tests.unoptimised import unoptimised_copy
 
@@ -44,15 +45,18 @@ def params():
 
 
 NUM_LOG_PROBS = 3
-decode = functools.partial(decode_step, config=CONFIG, max_log_probs=NUM_LOG_PROBS)
+OPTIONS = StepOptions(config=CONFIG, max_log_probs=NUM_LOG_PROBS)
+
+
+def decode(*arguments, **options):
+    return decode_step(*arguments, options=dataclasses.replace(OPTIONS, **options))
 
 
 def prefill(prompts, sampling, cache=None, **options):
     """Computes whole prompts in a step of 40 tokens."""
     rows = [Row(prompt, 0, pages) for prompt, pages in zip(prompts, PAGES, strict=True)]
     cache = nan_cache(CONFIG, CACHE) if cache is None else cache
-    options = {"config": CONFIG, "max_log_probs": NUM_LOG_PROBS, **options}
-    return prefill_step(params(), cache, layout(rows, 40), sampling, **options)
+    return prefill_step(params(), cache, layout(rows, 40), sampling, options=dataclasses.replace(OPTIONS, **options))
 
 
 def decode_rows():
@@ -103,9 +107,7 @@ def test_a_decode_step_is_the_prefill_step_of_one_token_chunks_bit_for_bit(tempe
     batch = layout(decode_rows(), B)
 
     decoded = decode(params(), prefilled_without_the_last_token(), batch, sampling)
-    prefilled = prefill_step(
-        params(), prefilled_without_the_last_token(), batch, sampling, config=CONFIG, max_log_probs=NUM_LOG_PROBS
-    )
+    prefilled = prefill_step(params(), prefilled_without_the_last_token(), batch, sampling, options=OPTIONS)
 
     for ours, theirs in zip(as_arrays(decoded), as_arrays(prefilled), strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -159,7 +161,7 @@ def test_what_a_plain_step_leaves_to_be_drawn_is_drawn_later_to_the_same_bits(ki
     _, expected, _ = run_step(kind, sampling)
     batch, plain, cache = run_step(kind, sampling, form="plain", max_log_probs=0)
 
-    drawn = STEPS.draw_step(cache, last_tokens(batch), sampling, plain.logits, max_log_probs=NUM_LOG_PROBS)
+    drawn = STEPS.draw_step(cache, last_tokens(batch), sampling, plain.logits, options=OPTIONS)
 
     assert (np.asarray(expected.tokens[1:3]) % 3 == 0).all()
     for ours, theirs in zip(as_arrays(drawn), as_arrays(dataclasses.replace(expected, hidden=None)), strict=True):
@@ -203,7 +205,7 @@ def compiled(step):
     num_bytes = sum(leaf.size * 4 for leaf in jax.tree.leaves(cache))
     batch = layout([], B if step is decode_step else 40)
     arguments = (abstract_params(CONFIG, jnp.float32), cache, batch, make_sampling([], num_rows=B))
-    return step.lower(*arguments, config=CONFIG, max_log_probs=NUM_LOG_PROBS).compile(), num_bytes
+    return step.lower(*arguments, options=OPTIONS).compile(), num_bytes
 
 
 @pytest.mark.parametrize("step", [prefill_step, decode_step], ids=["prefill", "decode"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,23 @@ from hypothesis import strategies as st
 from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.steps.trees import accepted_paths, make_trees, stand_in_trees
 from kernels_pallas.paged_attention import gather_tokens
-from tests.steps.test_verify import CONFIG, KINDS, PAGES, PROMPTS, decode_step, decoded, params, prefilled, sampling_for
+from tests.steps.test_verify import (
+    CONFIG,
+    KINDS,
+    OPTIONS,
+    PAGES,
+    PROMPTS,
+    decode_step,
+    decoded,
+    params,
+    prefilled,
+    sampling_for,
+)
 from tests.steps.test_verify import verify_step as verify_unoptimised
 from tests.unoptimised import UNOPTIMISED
 
 B, Q = 4, 7
-verify_step = functools.partial(verify_unoptimised, params(), q_len=Q, config=CONFIG, max_log_probs=2)
+verify_step = functools.partial(verify_unoptimised, params(), options=replace(OPTIONS, q_len=Q))
 make_rows = functools.partial(make_batch, page_size=16, num_tokens=B * Q, num_rows=B, table_width=2)
 
 
@@ -124,7 +136,7 @@ def decoded_cache(kind, num_steps):
     for step in range(num_steps):
         rows = [Row(c[-1:], len(c) - 1, pages) for c, pages in zip(contexts, PAGES, strict=True)]
         batch = make_batch(rows, page_size=16, num_tokens=B, num_rows=B, table_width=2)
-        _, cache = decode_step(params(), cache, batch, sampling_for(kind), config=CONFIG, max_log_probs=2)
+        _, cache = decode_step(params(), cache, batch, sampling_for(kind), options=OPTIONS)
         for context, token in zip(contexts, decoded(kind)[0][:, step].tolist(), strict=False):
             context.append(token)
     return cache
@@ -166,7 +178,7 @@ def test_a_row_that_does_not_see_its_first_page_has_trees_as_well():
     for _ in range(4):
         row = Row(context[-1:], len(context) - 1, pages, num_evicted_tokens=16)
         batch = make_batch([row], page_size=16, num_tokens=B, num_rows=B, table_width=2)
-        output, cache = decode_step(params(), cache, batch, sampling, config=CONFIG, max_log_probs=2)
+        output, cache = decode_step(params(), cache, batch, sampling, options=OPTIONS)
         context.append(int(output.tokens[0]))
     *first, second, third, _ = context[len(PROMPTS[0]) - 1 :]
     row = Row([*first, third, second, third], len(PROMPTS[0]) - 1, pages, num_evicted_tokens=16)

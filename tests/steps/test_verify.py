@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxinfer.config import CacheConfig, SamplingParams
 from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.sampling.batch import make_sampling, with_masks
 from jaxinfer.steps import steps
+from jaxinfer.steps.options import StepOptions
 from jaxinfer.steps.verify import NO_DRAFT, accept_drafts
 from tests.replay import SMALL_MODEL, all_logits_unoptimised, lively_params, nan_cache
 from tests.unoptimised import unoptimised_copy
@@ -21,6 +23,7 @@ from tests.unoptimised import unoptimised_copy
 STEPS = unoptimised_copy(steps)
 decode_step, verify_step = STEPS.decode_step, STEPS.verify_step
 CONFIG = SMALL_MODEL
+OPTIONS = StepOptions(config=CONFIG, max_log_probs=2)
 CACHE = CacheConfig(num_pages=8, page_size=16)
 B, Q = 4, 4
 PROMPTS = (list(range(5, 25)), list(range(40, 52)), [3])
@@ -80,7 +83,7 @@ def decoded(kind, num_steps=Q + 2):
     for _ in range(num_steps):
         rows = [Row(c[-1:], len(c) - 1, pages) for c, pages in zip(contexts, PAGES, strict=True)]
         batch = make_batch(rows, page_size=16, num_tokens=B, num_rows=B, table_width=2)
-        output, cache = decode_step(params(), cache, batch, sampling_for(kind), config=CONFIG, max_log_probs=2)
+        output, cache = decode_step(params(), cache, batch, sampling_for(kind), options=OPTIONS)
         outputs.append(output)
         for context, token in zip(contexts, output.tokens.tolist(), strict=False):
             context.append(token)
@@ -96,7 +99,7 @@ def verify(cache, contexts, drafts, kind):
     return verify_batch(cache, batch, sampling_for(kind, num_masks=B * Q))
 
 
-verify_batch = functools.partial(verify_step, params(), q_len=Q, config=CONFIG, max_log_probs=2)
+verify_batch = functools.partial(verify_step, params(), options=replace(OPTIONS, q_len=Q))
 
 
 # How many right drafts each row gets, and how many wrong ones after them.

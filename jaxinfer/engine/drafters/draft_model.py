@@ -28,6 +28,7 @@ from jaxinfer.model.cache import KVCache, abstract_cache, init_cache, page_bytes
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
 from jaxinfer.plan.memory import num_bytes, step_bytes
+from jaxinfer.steps.options import StepOptions
 from jaxinfer.steps.steps import draft_step
 
 Shape = tuple[int, int]  # rows and tokens
@@ -41,16 +42,16 @@ class DraftSteps:
         self.shapes = tuple(dict.fromkeys(shapes))
         cache = abstract_cache(config, target.cache_config)
         inputs = [self._lay_out(shape, [], [], []) for shape in self.shapes]
-        statics = {
-            "config": config,
-            "vocab_size": target.model_config.vocab_size,
-            "max_drafts": target.engine_config.max_drafts,
-            "custom": tuple(target.custom.values()),
-            "implementation": target.engine_config.attention,
-        }
+        options = StepOptions(
+            config=config,
+            vocab_size=target.model_config.vocab_size,
+            max_drafts=target.engine_config.max_drafts,
+            custom=tuple(target.custom.values()),
+            implementation=target.engine_config.attention,
+        )
 
         def compiled(arguments: tuple[Any, ...]) -> jax.stages.Compiled:
-            return compile_or_load(draft_step, params, cache, *arguments, **statics)
+            return compile_or_load(draft_step, params, cache, *arguments, options=options)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler releases the interpreter lock
             self._compiled = dict(zip(self.shapes, pool.map(compiled, inputs), strict=True))

@@ -50,10 +50,11 @@ _OWN_OPTIONS = ("jax_compilation_cache", "jax_persistent_cache", "jax_enable_com
 def compile_or_load(function: Any, *args: Any, **statics: Any) -> jax.stages.Compiled:
     """Returns `function.lower(*args, **statics).compile()` for a jitted function of this package, from disk if cached.
 
-    Always compiles if `statics` has logits processors of the user (`custom`), because no key shows their changes.
+    Always compiles if options have logits processors of the user (`custom`), because no key shows their changes.
     """
     folder = cache_folder()
-    if folder is None or statics.get("custom") or jax.process_count() > 1:
+    has_custom = any(getattr(value, "custom", ()) for value in statics.values())
+    if folder is None or has_custom or jax.process_count() > 1:
         return _compile(function, args, statics)
     path = folder / f"jaxinfer-{_key(function, args, statics)}"
     devices = _devices(args)

@@ -24,28 +24,13 @@ from jaxinfer.model.cache import KVCache, abstract_cache
 from jaxinfer.model.params import Params
 from jaxinfer.plan.memory import step_bytes
 from jaxinfer.sampling.batch import SamplingBatch
+from jaxinfer.steps.options import StepOptions
 from jaxinfer.steps.steps import decode_loop, decode_step, draw_step, prefill_step, verify_step
 
 logger = logging.getLogger(__name__)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "step",
-        "config",
-        "implementation",
-        "form",
-        "max_log_probs",
-        "max_prompt_log_probs",
-        "sampling_log_probs",
-        "custom",
-        "num_steps",
-        "q_len",
-        "kept_layers",
-    ),
-    donate_argnames="cache",
-)
+@functools.partial(jax.jit, static_argnames=("step", "options"), donate_argnames="cache")
 def step_with_feedback(
     params: Params,
     cache: KVCache,
@@ -54,19 +39,19 @@ def step_with_feedback(
     sampling: SamplingBatch,
     *rest: Any,
     step: Callable[..., Any],
-    **statics: Any,
+    options: StepOptions,
 ) -> tuple[Any, jax.Array, KVCache]:
-    """Runs `step(params, cache, batch, sampling, *rest, **statics)` and returns (output, drawn, cache).
+    """Runs `step(params, cache, batch, sampling, *rest, options=options)` and returns (output, drawn, cache).
 
     `drawn` i32[R] has the token that each row of the previous step sampled; R is the most rows of any step. The token
     `pending_token(r)` in the batch is replaced by `drawn[r]`. Donates the cache.
     """
     tokens = jnp.where(batch.tokens < 0, drawn[-1 - batch.tokens], batch.tokens)
-    output, cache = step(params, cache, replace(batch, tokens=tokens), sampling, *rest, **statics)
+    output, cache = step(params, cache, replace(batch, tokens=tokens), sampling, *rest, options=options)
     return output, _enter(drawn, output), cache
 
 
-@functools.partial(jax.jit, static_argnames=("step", "form", "max_log_probs", "sampling_log_probs", "custom"))
+@functools.partial(jax.jit, static_argnames=("step", "options"))
 def draw_with_feedback(
     cache: KVCache,
     drawn: jax.Array,
@@ -75,10 +60,10 @@ def draw_with_feedback(
     logits: jax.Array,
     *,
     step: Callable[..., Any],
-    **statics: Any,
+    options: StepOptions,
 ) -> tuple[Any, jax.Array]:
     """Runs a `step` that draws from the logits of `step_with_feedback`; returns (output, drawn) as that does."""
-    output = step(cache, batch, sampling, logits, **statics)
+    output = step(cache, batch, sampling, logits, options=options)
     return output, _enter(drawn, output)
 
 
@@ -106,11 +91,13 @@ class StepCompiler:
         self._params = target.params
         self._max_log_probs = min(config.max_log_probs, target.model_config.vocab_size)
         self._max_prompt_log_probs = config.max_prompt_log_probs
-        self._custom = dict(target.custom)
-        self._attention = config.attention
-        self._described = {"sampling_log_probs": True} if config.sampling_log_probs else {}
-        # A decode loop returns no states.
-        self._kept = {"kept_layers": kept_layers} if kept_layers else {}
+        self._custom = tuple(target.custom.values())
+        self._kept_layers = kept_layers
+        self._options = StepOptions(
+            config=target.model_config,
+            implementation=config.attention,
+            sampling_log_probs=config.sampling_log_probs,
+        )
         self._empty = self._empty_steps(BatchBuilder.of(target))
         self.seconds: dict[Bucket, float] = {}  # duration of each shape's last compilation or load
 
@@ -162,20 +149,25 @@ class StepCompiler:
             jax.ShapeDtypeStruct((self.max_num_rows,), jnp.int32),
             *self._empty[bucket],
         )
-        full = {"max_log_probs": self._max_log_probs, "custom": tuple(self._custom.values())}
+        step, options = self._step_of(bucket)
+        form = "full" if bucket.is_verify else bucket.form
+        if form == "full":
+            options = replace(options, max_log_probs=self._max_log_probs, custom=self._custom)
+        statics = {"step": step, "options": replace(options, form=form)}
         if bucket.is_draw:
-            statics = self._described | (full if bucket.form == "full" else {})
-            return draw_with_feedback, state, {"step": draw_step, "form": bucket.form, **statics}
-        statics = {"config": self.model_config, "implementation": self._attention, **self._kept, **self._described}
-        statics |= full if bucket.is_verify else {"form": bucket.form}
-        return step_with_feedback, (self._params, *state), statics | self._step_of(bucket)
+            return draw_with_feedback, state, statics
+        return step_with_feedback, (self._params, *state), statics
 
-    def _step_of(self, bucket: Bucket) -> dict[str, Any]:
-        """Returns the step function of a bucket and the static arguments that only this function takes."""
+    def _step_of(self, bucket: Bucket) -> tuple[Callable[..., Any], StepOptions]:
+        """Returns the step function of a bucket, and its options without those of its form."""
+        if bucket.is_draw:
+            return draw_step, self._options
+        if bucket.num_steps > 1:  # a decode loop returns no states
+            return decode_loop, replace(self._options, num_steps=bucket.num_steps)
+        options = replace(self._options, kept_layers=self._kept_layers)
         if bucket.is_verify:
-            return {"step": verify_step, "q_len": bucket.q_len}
+            return verify_step, replace(options, q_len=bucket.q_len)
         if bucket.is_prefill:
             num_log_probs = min(self._max_prompt_log_probs or 0, self.model_config.vocab_size)
-            return {"step": prefill_step, "max_prompt_log_probs": num_log_probs}
-        is_loop = bucket.num_steps > 1
-        return {"step": decode_loop, "num_steps": bucket.num_steps} if is_loop else {"step": decode_step}
+            return prefill_step, replace(options, max_prompt_log_probs=num_log_probs)
+        return decode_step, options

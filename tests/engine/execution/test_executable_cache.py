@@ -18,12 +18,14 @@ import pytest
 
 from jaxinfer.engine.execution import executable_cache
 from jaxinfer.engine.execution.executable_cache import compile_or_load
+from jaxinfer.steps.options import StepOptions
+from tests.replay import SMALL_MODEL
 
 X = np.arange(6, dtype=np.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("power", "custom"), donate_argnames="state")
-def advance(state, x, *, power=1, custom=()):
+@functools.partial(jax.jit, static_argnames=("power", "options"), donate_argnames="state")
+def advance(state, x, *, power=1, options=None):
     return {"sum": jnp.sin(x).sum() * power}, state + x
 
 
@@ -74,6 +76,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.engine.execution.executable_cache import compile_or_load
+from jaxinfer.steps.options import StepOptions
+from tests.replay import SMALL_MODEL
 
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -122,6 +126,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.engine.execution.executable_cache import compile_or_load
+from jaxinfer.steps.options import StepOptions
+from tests.replay import SMALL_MODEL
 
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -263,6 +269,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.engine.execution.executable_cache import compile_or_load
+from jaxinfer.steps.options import StepOptions
+from tests.replay import SMALL_MODEL
 
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_compilation_cache_max_size", int(sys.argv[2]))
@@ -355,7 +363,9 @@ def test_flags_of_the_compiler_count(folder, num_traces, monkeypatch):
 
 
 def test_a_processor_of_the_users_is_never_kept(folder, num_traces):
-    assert [num_traces(jnp.zeros(6), X, custom=(abs,)) for _ in range(2)] == [1, 1]
+    options = StepOptions(config=SMALL_MODEL, custom=(abs,))
+
+    assert [num_traces(jnp.zeros(6), X, options=options) for _ in range(2)] == [1, 1]
     assert kept(folder) == []
 
 
@@ -422,6 +432,8 @@ from functools import partial
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxinfer.engine.execution.executable_cache import compile_or_load
+from jaxinfer.steps.options import StepOptions
+from tests.replay import SMALL_MODEL
 from jaxinfer.model.cache import extract_pages
 
 @jax.jit
