@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.config import CacheConfig
-from jaxinfer.model.batch import Row, make_batch, num_real_tokens
+from jaxinfer.model.batch import Row, make_batch, step_tokens
 from jaxinfer.model.cache import KVCache, init_cache
 from jaxinfer.model.config import ModelConfig, uniform_decoder
 from jaxinfer.model.decoder import forward, unembed
@@ -47,7 +47,7 @@ SPLITS: dict[str, Sequence[Chunks]] = {
 def _all_logits(params, cache, batch, *, config, q_len=None, implementation=None):
     """Returns the logits [T, V] of every token of a step, padding included, and the cache."""
     hidden, cache = forward(params, cache, batch, config=config, q_len=q_len, implementation=implementation)
-    return unembed(params, hidden, num_real_tokens(batch)), cache
+    return unembed(params, hidden, step_tokens(batch)), cache
 
 
 _jit = functools.partial(jax.jit, static_argnames=("config", "q_len", "implementation"), donate_argnames="cache")

@@ -39,6 +39,23 @@ class Batch:
         return self.bounded_tables[kind - 1] if kind and self.bounded_tables else self.block_tables
 
 
+@struct.dataclass
+class StepTokens:
+    """The facts about the rows of an operand [T, D] that its products need."""
+
+    count: Any  # i32[]  rows that are not padding; they come first
+
+
+def step_tokens(batch: Batch) -> StepTokens:
+    """Returns the `StepTokens` of operands that have a row for each token of the batch."""
+    return StepTokens(num_real_tokens(batch))
+
+
+def step_rows(batch: Batch) -> StepTokens:
+    """Returns the `StepTokens` of operands that have a row for each row of the batch."""
+    return StepTokens((batch.kv_lens > 0).sum())
+
+
 def num_real_tokens(batch: Batch) -> Any:
     """Returns the number of the batch's tokens that are not padding, i32[]."""
     q_lens = batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]

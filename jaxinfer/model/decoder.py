@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxinfer.model.batch import Batch, num_real_tokens
+from jaxinfer.model.batch import Batch, StepTokens, step_tokens
 from jaxinfer.model.cache import KVCache, layer_offset, write_tokens
 from jaxinfer.model.components.attention import Angles, AttentionInputs
 from jaxinfer.model.components.dense_and_experts import DenseAndExperts, DenseAndExpertsParams, dense_and_experts
@@ -98,7 +98,7 @@ def forward_with_states(
         slots = state_slots(batches[config.state_kind], cache.tokens.shape[1])
     numbers = None
     if params.layer_embedding is not None:
-        numbers = embed_for_layers(params.layer_embedding, batch.tokens, x, num_real_tokens(batch), config.norm)
+        numbers = embed_for_layers(params.layer_embedding, batch.tokens, x, step_tokens(batch), config.norm)
     pools, stacks, places, kept = list(cache.pools), iter(params.layers), iter(config.page_places), {0: x}
     for group, (start, end) in zip(config.groups, pairwise(config.ends_of_groups), strict=True):
         own = list(islice(places, len(group.mixers)))
@@ -179,8 +179,8 @@ def _run_group(
     `batches` are for the kinds of pages, `angles` for `ropes_of` the mixers, `stacks` for the pools, and `places` for
     the mixers. numbers [repeats, layers, T, d] are those that layers have of the tokens, if any.
     """
-    num_tokens, ropes = num_real_tokens(batches[0]), ropes_of(mixer for layer in layers for mixer in layer.mixers)
-    settings = (num_tokens, q_len, tree_mask, implementation, mesh, slots, num_whole_rows)
+    tokens, ropes = step_tokens(batches[0]), ropes_of(mixer for layer in layers for mixer in layer.mixers)
+    settings = (tokens, q_len, tree_mask, implementation, mesh, slots, num_whole_rows)
     of_kinds = [AttentionInputs(batch, *settings, dict(zip(ropes, angles, strict=True))) for batch in batches]
     # What attention derives from the step alone is derived once, not in each layer.
     mixers = [mixer for layer in layers for mixer in layer.mixers]
@@ -209,8 +209,8 @@ def _run_group(
             x, new = mix(layer_params, tuple(pools[place.pool] for place in own), x, x, inputs, layer=layer)
             for place, pages in zip(own, new, strict=True):
                 pools[place.pool] = pages
-            x = feed_forward(layer_params, x, num_tokens, layer=layer, mesh=mesh)
-            x = _finish(layer_params, x, None if numbers is None else numbers[i], num_tokens, layer=layer)
+            x = feed_forward(layer_params, x, tokens, layer=layer, mesh=mesh)
+            x = _finish(layer_params, x, None if numbers is None else numbers[i], tokens, layer=layer)
         return (x, tuple(pools)), None
 
     # The cache is a carry: as scanned input and output it would be copied whole in every step.
@@ -284,7 +284,7 @@ def mix(
 
 
 def feed_forward(
-    params: LayerParams, x: jax.Array, num_tokens: jax.Array, *, layer: Layer, mesh: Mesh | None = None
+    params: LayerParams, x: jax.Array, tokens: StepTokens, *, layer: Layer, mesh: Mesh | None = None
 ) -> jax.Array:
     """Returns the states [T, D] after the second half of a layer for x [T, D]; x itself if there is none.
 
@@ -296,25 +296,25 @@ def feed_forward(
     if isinstance(layer.feed_forward, DenseAndExperts):
         assert isinstance(params.feed_forward, DenseAndExpertsParams)
         options: dict[str, Any] = {"config": layer.feed_forward, "norm": layer.norm, "mesh": mesh}
-        h = dense_and_experts(params.feed_forward, x, h, num_tokens, **options)
+        h = dense_and_experts(params.feed_forward, x, h, tokens, **options)
     elif isinstance(layer.feed_forward, MoE):
         assert isinstance(params.feed_forward, MoEParams)
-        h = moe(params.feed_forward, h, num_tokens, config=layer.feed_forward, mesh=mesh)
+        h = moe(params.feed_forward, h, tokens, config=layer.feed_forward, mesh=mesh)
     else:
         assert isinstance(params.feed_forward, MLPParams)
-        h = mlp(params.feed_forward, h, num_tokens, config=layer.feed_forward)
+        h = mlp(params.feed_forward, h, tokens, config=layer.feed_forward)
     return _add(x, h, params.feed_forward_post_norm, layer)
 
 
 def _finish(
-    params: LayerParams, x: jax.Array, numbers: jax.Array | None, num_tokens: jax.Array, *, layer: Layer
+    params: LayerParams, x: jax.Array, numbers: jax.Array | None, tokens: StepTokens, *, layer: Layer
 ) -> jax.Array:
     """Returns the states [T, D] after a layer for x [T, D] after its halves; numbers [T, d] are the layer's, if any."""
     if layer.embedding is not None:
         assert params.embedding is not None
         assert numbers is not None
         options: dict[str, Any] = {"config": layer.embedding, "norm": layer.norm}
-        x = add_layer_embedding(params.embedding, x, numbers, num_tokens, **options)
+        x = add_layer_embedding(params.embedding, x, numbers, tokens, **options)
     return x if params.scale is None else rounded(x * jnp.broadcast_to(params.scale, x.shape))
 
 
@@ -329,8 +329,8 @@ def _add(x: jax.Array, h: jax.Array, post_norm: jax.Array | None, layer: Layer) 
     return x + scaled(h, layer.residual_scale)
 
 
-def unembed(params: Params, hidden: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
-    """Returns logits f32[rows, V] of hidden states [rows, D]; rows past num_rows, if given, are padding.
+def unembed(params: Params, hidden: jax.Array, rows: StepTokens | None = None) -> jax.Array:
+    """Returns logits f32[rows, V] of hidden states [rows, D]; `rows` are as in `product`.
 
     Raises ValueError for the parameters of a model without logits.
     """
@@ -341,8 +341,8 @@ def unembed(params: Params, hidden: jax.Array, num_rows: jax.Array | None = None
         )
     table = params.embedding if params.unembedding is None else params.unembedding
     if params.lens is not None:  # Belrose et al. 2023
-        hidden = hidden + linear(hidden, params.lens, None, num_rows)
-    logits = product(hidden, table, num_rows)
+        hidden = hidden + linear(hidden, params.lens, None, rows)
+    logits = product(hidden, table, rows)
     if params.logits.scale != 1.0:
         logits = rounded(logits * params.logits.scale)
     if params.logits.softcap is not None:

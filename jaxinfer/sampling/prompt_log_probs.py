@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxinfer.model.batch import padded
+from jaxinfer.model.batch import StepTokens, padded
 from jaxinfer.model.decoder import unembed
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.sample import log_probs_of
@@ -70,7 +70,7 @@ def describe_prompt(params: Params, hidden: jax.Array, prompt: PromptBatch, max_
         places, token_ids = (
             jax.lax.dynamic_slice_in_dim(field, first, size) for field in (prompt.places, prompt.token_ids)
         )
-        logits = unembed(params, hidden[places], jnp.minimum(prompt.count - first, size))
+        logits = unembed(params, hidden[places], StepTokens(jnp.minimum(prompt.count - first, size)))
         part = PromptOutput(*log_probs_of(logits, token_ids, prompt.wants_top, A))
         return jax.tree.map(lambda all_, new: jax.lax.dynamic_update_slice_in_dim(all_, new, first, 0), output, part)
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxinfer.config import CacheConfig
-from jaxinfer.model.batch import PADDING_SLOT, Batch, last_places, num_real_tokens
+from jaxinfer.model.batch import PADDING_SLOT, Batch, StepTokens, last_places, step_rows, step_tokens
 from jaxinfer.model.cache import init_cache
 from jaxinfer.model.components.attention import AttentionInputs
 from jaxinfer.model.components.layers import linear, product, rms_norm
@@ -91,7 +91,7 @@ class EagleHead:
     ) -> jax.Array:
         """Returns the tokens i32[B, K] of K paths, sampled one after another from `positions` i32[B] on."""
         B, W, D = states.hidden.shape
-        num_drafts, num_real = max(map(len, paths)), (states.num_known > 0).sum()
+        num_drafts, rows = max(map(len, paths)), StepTokens((states.num_known > 0).sum())
         options: dict[str, Any] = {"implementation": implementation}
         pages_per_row = -(-(W + num_drafts - 1) // PAGE_SIZE)
         pages = init_cache(
@@ -100,7 +100,7 @@ class EagleHead:
         ).pools[0]
 
         def draw(state: jax.Array, i: Any) -> jax.Array:
-            logits = self._logits(params, state, num_real)
+            logits = self._logits(params, state, rows)
             return best_tokens(logits, sampling, positions + i, num_ranks(paths))
 
         def go_on(i: jax.Array, carry: tuple[jax.Array, jax.Array, Pool]) -> tuple[jax.Array, jax.Array, Pool]:
@@ -131,32 +131,32 @@ class EagleHead:
         """
         layer, norm = self.config.layers[0], self.config.norm
         angles = angles_of(layer.mixers, batch.positions)
-        inputs = AttentionInputs(batch, num_real_tokens(batch), q_len, implementation=implementation, angles=angles)
-        x, h = self._inputs(params, hidden, batch.tokens, inputs.num_tokens)
+        inputs = AttentionInputs(batch, step_tokens(batch), q_len, implementation=implementation, angles=angles)
+        x, h = self._inputs(params, hidden, batch.tokens, inputs.tokens)
         x, (pages,) = mix(self.layer, (pages,), x, h, [inputs], layer=layer)
         # Of the tokens before the last only keys and values are needed.
-        x = feed_forward(self.layer, x[last_places(batch)], (batch.kv_lens > 0).sum(), layer=layer)
+        x = feed_forward(self.layer, x[last_places(batch)], step_rows(batch), layer=layer)
         normed = rms_norm(x, self.final_norm, norm)
         return normed if self.continues_normed else x, normed, pages
 
     def _inputs(
-        self, params: Params, hidden: jax.Array, tokens: jax.Array, num_tokens: jax.Array
+        self, params: Params, hidden: jax.Array, token_ids: jax.Array, tokens: StepTokens
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the layer's input [T, D], and that of its mixer, [T, D] or [T, 2 D]."""
         table = params if self.embedding is None else replace(params, embedding=self.embedding)
-        embedded = embed(table, tokens, config=self.config).astype(hidden.dtype)
+        embedded = embed(table, token_ids, config=self.config).astype(hidden.dtype)
         normed = rms_norm(hidden, self.hidden_norm, self.config.norm)
         both = jnp.concatenate([rms_norm(embedded, self.embedding_norm, self.config.norm), normed], axis=-1)
         if self.input is None:
             return normed if self.adds_normed else hidden, both
-        x = linear(both, self.input, None, num_tokens)
+        x = linear(both, self.input, None, tokens)
         return x, x
 
-    def _logits(self, params: Params, hidden: jax.Array, num_rows: jax.Array) -> jax.Array:
+    def _logits(self, params: Params, hidden: jax.Array, rows: StepTokens) -> jax.Array:
         """Returns logits f32[rows, V] of hidden states [rows, D]; -inf for tokens that it never drafts."""
         if self.unembedding is None:
-            return unembed(params, hidden, num_rows)
-        logits = product(hidden, self.unembedding, num_rows)
+            return unembed(params, hidden, rows)
+        logits = product(hidden, self.unembedding, rows)
         if self.token_ids is None:
             return logits
         none = jnp.full((hidden.shape[0], params.embedding.shape[0]), -jnp.inf, logits.dtype)

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput, last_places, next_batch, num_evicted_tokens
+from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput, last_places, next_batch, num_evicted_tokens, step_rows
 from jaxinfer.model.cache import KVCache, read_tokens
 from jaxinfer.model.decoder import forward_with_states, unembed
 from jaxinfer.model.params import Params
@@ -208,7 +208,7 @@ def draft_step(
         return hidden, cache
 
     def sampled(hidden: jax.Array, batch: Batch, context: Callable[[], Context]) -> jax.Array:
-        logits = with_vocabulary(unembed(params, hidden, _num_rows(batch)), V)
+        logits = with_vocabulary(unembed(params, hidden, step_rows(batch)), V)
         return sample(process_logits(logits, sampling.processors, context, options.custom), sampling, _positions(batch))
 
     # Every row has a token, so if there are no more tokens than rows, each row has one.
@@ -270,7 +270,7 @@ def _finish(
     """Returns the output of a step, which samples a token after the state [B, D] of each row's last token."""
     if params.logits is None:
         return sample_nothing(hidden, options.max_log_probs)
-    logits = unembed(params, hidden, _num_rows(batch))
+    logits = unembed(params, hidden, step_rows(batch))
     output = _draw(logits, cache, batch, sampling, options, change)
     return output if options.form == "full" else replace(output, logits=logits)
 
@@ -296,10 +296,6 @@ def _draw(
 def _positions(batch: Batch) -> jax.Array:
     """Returns the position of each row's sampled token, i32[B]."""
     return batch.kv_lens + num_evicted_tokens(batch)
-
-
-def _num_rows(batch: Batch) -> jax.Array:
-    return (batch.kv_lens > 0).sum()
 
 
 def _context(cache: KVCache, batch: Batch) -> Context:

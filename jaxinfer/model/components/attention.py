@@ -11,7 +11,7 @@ import jax
 from flax import struct
 from jax.sharding import Mesh
 
-from jaxinfer.model.batch import Batch
+from jaxinfer.model.batch import Batch, StepTokens
 from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear, rms_norm
 from jaxinfer.model.components.recurrent.states import StateSlots
 from jaxinfer.model.components.rope import Rope, require_pairs, rotary_embedding
@@ -102,7 +102,7 @@ class AttentionInputs:
     """The inputs of any mixer beside hidden states and its pages: the step, its angles and its slots."""
 
     batch: Batch
-    num_tokens: jax.Array  # i32[]  tokens that are not padding
+    tokens: StepTokens
     q_len: int | None = None
     tree_mask: jax.Array | None = None
     implementation: str | None = None
@@ -225,9 +225,9 @@ def attend(
     else:
         attended, pages = inputs.run(call, plain, (q, k, v), params.sinks, pages)
     if params.gate is not None:
-        attended = attended * jax.nn.sigmoid(linear(x, params.gate, params.gate_bias, inputs.num_tokens))
+        attended = attended * jax.nn.sigmoid(linear(x, params.gate, params.gate_bias, inputs.tokens))
     attended = attended.reshape(attended.shape[0], -1)
-    return linear(attended, params.o, params.o_bias, inputs.num_tokens), pages
+    return linear(attended, params.o, params.o_bias, inputs.tokens), pages
 
 
 def project_qkv(
@@ -250,11 +250,11 @@ def project_qkv(
             return heads
         return rotary_embedding(heads, *inputs.angles[config.rope], is_interleaved=config.rope.is_interleaved)
 
-    q = placed(linear(x, params.q, params.q_bias, inputs.num_tokens), params.q_norm)
+    q = placed(linear(x, params.q, params.q_bias, inputs.tokens), params.q_norm)
     if config.source is not None:
         return q, None, None
-    k = linear(x, params.k, params.k_bias, inputs.num_tokens)
-    v = linear(x, params.v, params.v_bias, inputs.num_tokens) if config.has_values else k
+    k = linear(x, params.k, params.k_bias, inputs.tokens)
+    v = linear(x, params.v, params.v_bias, inputs.tokens) if config.has_values else k
     return q, placed(k, params.k_norm), rms_norm(v, None, norm) if config.has_value_norm else v
 
 

@@ -9,6 +9,7 @@ import jax
 from flax import struct
 from jax.sharding import Mesh
 
+from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.layers import MakeSpec, Norm, rms_norm
 from jaxinfer.model.components.mlp import MLP, MLPParams, declare_mlp, mlp
 from jaxinfer.model.components.moe import MoE, MoEParams, declare_moe, moe
@@ -63,7 +64,7 @@ def dense_and_experts(
     params: DenseAndExpertsParams,
     x: jax.Array,
     h: jax.Array,
-    num_tokens: jax.Array,
+    tokens: StepTokens,
     *,
     config: DenseAndExperts,
     norm: Norm,
@@ -73,7 +74,7 @@ def dense_and_experts(
 
     `mesh`: the mesh that the parameters are split over, if any.
     """
-    dense = rms_norm(mlp(params.dense, h, num_tokens, config=config.dense), params.dense_post_norm, norm)
+    dense = rms_norm(mlp(params.dense, h, tokens, config=config.dense), params.dense_post_norm, norm)
     chosen = rms_norm(x, params.experts_norm, norm)
-    chosen = moe(params.experts, chosen, num_tokens, states=x, config=config.experts, mesh=mesh)
+    chosen = moe(params.experts, chosen, tokens, states=x, config=config.experts, mesh=mesh)
     return rounded(dense) + rounded(rms_norm(chosen, params.experts_post_norm, norm))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.layers import scaled
 from jaxinfer.model.components.mlp import MLP, MLPParams, activate, declare_mlp, mlp
 from jaxinfer.quantization import QuantizedArray
@@ -221,7 +222,8 @@ def _in_blocks(
             places = ends[expert] - counts[expert] + j * block + jnp.arange(block)
             pairs = jnp.where(places < ends[expert], order.at[places].get(mode="clip"), T * X)
             rows = x.at[pairs // X].get(mode="fill", fill_value=0)
-            y = mlp(own, rows, jnp.minimum(counts[expert] - j * block, block), config=config)
+            tokens = StepTokens(jnp.minimum(counts[expert] - j * block, block))
+            y = mlp(own, rows, tokens, config=config)
             return out.at[pairs].set(y.astype(jnp.float32), mode="drop")
 
         return jax.lax.fori_loop(0, -(-counts[expert] // block), compute_block, out)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.attention import AttentionInputs
 from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear, rms_norm
 from jaxinfer.model.components.rope import Rope, rotary_embedding
@@ -139,10 +140,10 @@ def attend_to_latents(
     and matrix K of a head and a latent c. So a token's sums have the same order in prefill, decoding and verification.
     """
     R, angles, is_interleaved = config.kv_lora_rank, inputs.angles[config.rope], config.rope.is_interleaved
-    q = _queries(params, x, inputs.num_tokens, config=config)
+    q = _queries(params, x, inputs.tokens, config=config)
     q_rotated = rotary_embedding(q[..., config.qk_nope_head_dim :], *angles, is_interleaved=is_interleaved)
     q = jnp.concatenate([_by_heads(q[..., : config.qk_nope_head_dim], params.k_up), q_rotated], axis=-1)
-    down = linear(x, params.kv_down, params.kv_down_bias, inputs.num_tokens)
+    down = linear(x, params.kv_down, params.kv_down_bias, inputs.tokens)
     latents = rms_norm(down[:, :R], params.kv_norm, config.norm)
     keys = rotary_embedding(down[:, None, R:], *angles, is_interleaved=is_interleaved)[:, 0]
     latents = jnp.concatenate([latents, keys], axis=-1)
@@ -157,17 +158,15 @@ def attend_to_latents(
 
     attended, pages = inputs.run(call, plain, (q, latents), None, pages)
     values = _by_heads(attended, params.v_up).reshape(x.shape[0], -1)
-    return linear(values, params.o, params.o_bias, inputs.num_tokens), pages
+    return linear(values, params.o, params.o_bias, inputs.tokens), pages
 
 
-def _queries(
-    params: LatentAttentionParams, x: jax.Array, num_tokens: jax.Array, *, config: LatentAttention
-) -> jax.Array:
+def _queries(params: LatentAttentionParams, x: jax.Array, tokens: StepTokens, *, config: LatentAttention) -> jax.Array:
     """Returns the queries [T, N, H + r] of x [T, D], not yet rotated."""
     if config.q_lora_rank is None:
-        return linear(x, params.q, None, num_tokens)
-    latents = rms_norm(linear(x, params.q_down, params.q_down_bias, num_tokens), params.q_norm, config.norm)
-    return linear(latents, params.q_up, None, num_tokens)
+        return linear(x, params.q, None, tokens)
+    latents = rms_norm(linear(x, params.q_down, params.q_down_bias, tokens), params.q_norm, config.norm)
+    return linear(latents, params.q_up, None, tokens)
 
 
 def _by_heads(x: jax.Array, matrices: jax.Array) -> jax.Array:

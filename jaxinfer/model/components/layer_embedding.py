@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.layers import ACTIVATIONS, MakeSpec, Norm, TensorSpec, linear, rms_norm
 from jaxinfer.validation import require_int, require_name
 from kernels_pallas.row_products import rounded
@@ -79,13 +80,13 @@ def declare_layer_embedding(config: LayerEmbedding, hidden_size: int, spec: Make
 
 
 def embed_for_layers(
-    params: EmbeddingTables, tokens: jax.Array, x: jax.Array, num_tokens: jax.Array, norm: Norm
+    params: EmbeddingTables, token_ids: jax.Array, x: jax.Array, tokens: StepTokens, norm: Norm
 ) -> jax.Array:
-    """Returns the numbers [L, T, d] of tokens i32[T], whose states before the first layer are x [T, D]."""
+    """Returns the numbers [L, T, d] of token_ids i32[T], whose states before the first layer are x [T, D]."""
     D, d = x.shape[1], params.norm.shape[0]
-    projected = linear(x, params.projection, None, num_tokens) * jnp.asarray(D**-0.5, x.dtype)
+    projected = linear(x, params.projection, None, tokens) * jnp.asarray(D**-0.5, x.dtype)
     projected = rounded(rms_norm(projected, params.norm, norm))
-    looked_up = rounded(params.table[tokens] * jnp.asarray(d**0.5, x.dtype))
+    looked_up = rounded(params.table[token_ids] * jnp.asarray(d**0.5, x.dtype))
     return ((projected + looked_up) * jnp.asarray(2**-0.5, x.dtype)).swapaxes(0, 1)
 
 
@@ -93,12 +94,12 @@ def add_layer_embedding(
     params: LayerEmbeddingParams,
     x: jax.Array,
     numbers: jax.Array,
-    num_tokens: jax.Array,
+    tokens: StepTokens,
     *,
     config: LayerEmbedding,
     norm: Norm,
 ) -> jax.Array:
     """Returns the states x [T, D] with what the layer takes of its numbers [T, d]."""
-    gate = linear(x, params.gate, None, num_tokens)
-    taken = linear(ACTIVATIONS[config.activation](gate, numbers), params.up, None, num_tokens)
+    gate = linear(x, params.gate, None, tokens)
+    taken = linear(ACTIVATIONS[config.activation](gate, numbers), params.up, None, tokens)
     return x + rounded(rms_norm(taken, params.norm, norm))

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.model.batch import StepTokens
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.validation import require_bool, require_real
 from kernels_pallas.quantized_matmul import layer_of, quantized_matmul
@@ -23,19 +24,19 @@ from kernels_pallas.row_sum import row_sum
 
 
 def linear(
-    x: jax.Array, w: jax.Array | QuantizedArray, bias: jax.Array | None = None, num_rows: jax.Array | None = None
+    x: jax.Array, w: jax.Array | QuantizedArray, bias: jax.Array | None = None, tokens: StepTokens | None = None
 ) -> jax.Array:
-    """Returns x wᵀ + bias [T, out...] in x's dtype; x, w and `num_rows` are as in `product`."""
-    y = product(x, w, num_rows).astype(x.dtype)
+    """Returns x wᵀ + bias [T, out...] in x's dtype; x, w and `tokens` are as in `product`."""
+    y = product(x, w, tokens).astype(x.dtype)
     return y if bias is None else y + bias[None]
 
 
-def product(x: jax.Array, w: jax.Array | QuantizedArray, num_rows: jax.Array | None = None) -> jax.Array:
+def product(x: jax.Array, w: jax.Array | QuantizedArray, tokens: StepTokens | None = None) -> jax.Array:
     """Returns x wᵀ f32[T, out...] for x [T, in] and w [out..., in], added up in float32.
 
-    If num_rows i32[] is given, later rows of x are padding, and a CPU skips blocks of padding.
+    If `tokens` are given, rows of x past their count are padding, and a CPU skips blocks of padding.
     """
-    outputs = w.shape[:-1]
+    outputs, num_rows = w.shape[:-1], None if tokens is None else tokens.count
     if isinstance(w, QuantizedArray):
         y = _quantized_product(x, w, num_rows)
     else:

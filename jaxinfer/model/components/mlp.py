@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from flax import struct
 
+from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.layers import ACTIVATIONS, UNGATED_ACTIVATIONS, MakeSpec, TensorSpec, linear, scaled
 from jaxinfer.validation import require, require_bool, require_int, require_name, require_positive
 
@@ -71,11 +72,11 @@ def declare_mlp(config: MLP, hidden_size: int, spec: MakeSpec) -> MLPParams:
     return MLPParams(**weights)
 
 
-def mlp(params: MLPParams, x: jax.Array, num_tokens: jax.Array, *, config: MLP) -> jax.Array:
+def mlp(params: MLPParams, x: jax.Array, tokens: StepTokens, *, config: MLP) -> jax.Array:
     """Returns down(activation(gate(x)) * up(x)) [T, D] for x [T, D]."""
-    up = linear(x, params.up, params.up_bias, num_tokens)
-    gate = linear(x, params.gate, params.gate_bias, num_tokens) if config.is_gated else None
-    y = linear(activate(gate, up, config=config), params.down, params.down_bias, num_tokens)
+    up = linear(x, params.up, params.up_bias, tokens)
+    gate = linear(x, params.gate, params.gate_bias, tokens) if config.is_gated else None
+    y = linear(activate(gate, up, config=config), params.down, params.down_bias, tokens)
     return scaled(y, config.output_scale)
 
 

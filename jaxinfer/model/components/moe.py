@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
+from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.experts import sum_of_experts
 from jaxinfer.model.components.layers import MakeSpec, Norm, TensorSpec, product, rms_norm
 from jaxinfer.model.components.mlp import MLP, MLPParams, declare_mlp, mlp
@@ -122,7 +123,7 @@ def declare_moe(config: MoE, hidden_size: int, spec: MakeSpec) -> MoEParams:
 def moe(
     params: MoEParams,
     x: jax.Array,
-    num_tokens: jax.Array,
+    tokens: StepTokens,
     *,
     config: MoE,
     states: jax.Array | None = None,
@@ -132,24 +133,24 @@ def moe(
 
     The router gets `states` [T, D], None being x. `mesh`: the mesh that the experts are split over, if any.
     """
-    experts, weights = route(params, x if states is None else states, num_tokens, config=config)
+    experts, weights = route(params, x if states is None else states, tokens, config=config)
     options: dict[str, Any] = {"config": config.expert, "layer": params.layer, "mesh": mesh}
-    out = sum_of_experts(params.experts, x, experts, weights, num_tokens, **options)
+    out = sum_of_experts(params.experts, x, experts, weights, tokens.count, **options)
     if params.shared is None or config.shared is None:
         return out
-    shared = mlp(params.shared, x, num_tokens, config=config.shared)
+    shared = mlp(params.shared, x, tokens, config=config.shared)
     if params.shared_gate is not None:
-        gate = jax.nn.sigmoid(product(x, params.shared_gate, num_tokens))
+        gate = jax.nn.sigmoid(product(x, params.shared_gate, tokens))
         shared = rounded(shared * jnp.broadcast_to(gate, shared.shape).astype(x.dtype))
     return out + shared
 
 
-def route(params: MoEParams, x: jax.Array, num_tokens: jax.Array, *, config: MoE) -> tuple[jax.Array, jax.Array]:
+def route(params: MoEParams, x: jax.Array, tokens: StepTokens, *, config: MoE) -> tuple[jax.Array, jax.Array]:
     """Returns the experts i32[T, X] of each token of x [T, D], the best first, and their weights f32[T, X]."""
     router = config.router
     if router.norm is not None:
         x = rms_norm(x, params.router_norm, router.norm) * jnp.asarray(x.shape[1] ** -0.5, x.dtype)
-    logits = product(x, params.router, num_tokens)
+    logits = product(x, params.router, tokens)
     if params.router_bias is not None:
         logits = logits + jnp.broadcast_to(params.router_bias, logits.shape).astype(jnp.float32)
     if router.scoring == "sigmoid":

@@ -14,7 +14,7 @@ import pytest
 
 from jaxinfer.checkpoint.families import family_of
 from jaxinfer.config import CacheConfig
-from jaxinfer.model.batch import Row, make_batch
+from jaxinfer.model.batch import Row, StepTokens, make_batch
 from jaxinfer.model.cache import init_cache, move_tokens, page_bytes, turn_pages
 from jaxinfer.model.components.attention import AttentionInputs
 from jaxinfer.model.components.latent_attention import LatentAttention, attend_to_latents
@@ -91,7 +91,7 @@ def test_absorbed_queries_attend_as_queries_do_to_the_keys_and_values_of_each_he
     @jax.jit
     def run(params, pages, x, batch):
         angles = {ATTENTION.rope: rotary_angles(batch.positions, ATTENTION.rope)}
-        inputs = AttentionInputs(batch, jnp.asarray(T), angles=angles)
+        inputs = AttentionInputs(batch, StepTokens(jnp.asarray(T)), angles=angles)
         own = jax.tree.map(lambda w: w[0], params)
         return attend_to_latents(own, pages, x, inputs, config=ATTENTION, norm=RMS_NORM)[0]
 

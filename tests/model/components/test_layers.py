@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.layers import (
     ACTIVATIONS,
     UNGATED_ACTIVATIONS,
@@ -39,7 +40,7 @@ def test_linear_is_x_times_w_transposed_plus_bias(T, num_rows, out_shape, has_bi
     x, w, bias = normal(T, 8), normal(*out_shape, 8), normal(*out_shape)
     expected = [[row @ column for column in w.reshape(-1, 8).astype(float)] for row in x.astype(float)]
 
-    y = jit_linear(x, w, bias if has_bias else None, num_rows)
+    y = jit_linear(x, w, bias if has_bias else None, StepTokens(jnp.asarray(num_rows)))
 
     expected = np.reshape(expected, (T, *out_shape)) + has_bias * bias
     assert_close(y[:num_rows], expected[:num_rows])

@@ -140,7 +140,7 @@ def gated_delta_net(
     H = G * R
 
     def project(w: Any, *sizes: int) -> jax.Array:
-        return linear(x, w, None, inputs.num_tokens).reshape(T, *sizes)
+        return linear(x, w, None, inputs.tokens).reshape(T, *sizes)
 
     channels = jnp.concatenate([project(w, -1) for w in (params.query, params.key, params.value)], axis=-1)
     channels, conv = convolve(channels, states.conv, params.conv, None, slots, inputs.batch)
@@ -161,7 +161,7 @@ def gated_delta_net(
     y = y * jnp.broadcast_to(params.norm.astype(jnp.float32), y.shape)
     gate = jax.nn.silu(project(params.z, H, V).astype(jnp.float32))
     y = (y * gate).astype(x.dtype).reshape(T, H * V)
-    return linear(y, params.out_proj, None, inputs.num_tokens), States(conv=conv, recurrent=recurrent)
+    return linear(y, params.out_proj, None, inputs.tokens), States(conv=conv, recurrent=recurrent)
 
 
 def _unit(x: jax.Array) -> jax.Array:

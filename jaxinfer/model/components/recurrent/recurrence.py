@@ -95,7 +95,7 @@ def advance(
     def plain(*operands: Any) -> jax.Array:
         return outputs_of_row(rule, make(*operands[:-1]), operands[-1], pool.shape[2])
 
-    places = Places(slots, inputs.batch.cu_q_lens, inputs.batch.positions, inputs.num_tokens)
+    places = Places(slots, inputs.batch.cu_q_lens, inputs.batch.positions, inputs.tokens.count)
     return inputs.run_with(places, call, plain, tuple(tokens), shared, pool)
 
 

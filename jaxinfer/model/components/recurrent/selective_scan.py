@@ -127,16 +127,16 @@ def selective_scan(
     assert inputs.states is not None
     T, I, N, R = x.shape[0], config.inner_size, config.state_size, config.time_step_rank
     slots = slots_of_layer(inputs.states, inputs.page_offset)
-    projected = linear(x, params.in_proj, params.in_bias, inputs.num_tokens)
+    projected = linear(x, params.in_proj, params.in_bias, inputs.tokens)
     channels, gate = projected[:, :I], projected[:, I:]
     channels, conv = convolve(channels, states.conv, params.conv, params.conv_bias, slots, inputs.batch)
     channels = jax.nn.silu(channels)
-    described = linear(channels.astype(x.dtype), params.x_proj, None, inputs.num_tokens)
+    described = linear(channels.astype(x.dtype), params.x_proj, None, inputs.tokens)
     dt, keys, queries = described[:, :R], described[:, R : R + N], described[:, R + N :]
     if config.has_norms:
         dt = rms_norm(dt, params.dt_norm, norm)
         keys, queries = rms_norm(keys, params.b_norm, norm), rms_norm(queries, params.c_norm, norm)
-    dt = product(dt, params.dt_proj, inputs.num_tokens)
+    dt = product(dt, params.dt_proj, inputs.tokens)
     dt = dt + jnp.broadcast_to(params.dt_bias.astype(jnp.float32), (T, I))
     tokens = ChannelTokens(
         rates=jax.nn.softplus(dt),
@@ -148,7 +148,7 @@ def selective_scan(
     y, recurrent = advance(RULE, tokens, states.recurrent, slots, inputs, decay_rates)
     y = y[:, 0] + rounded(channels * jnp.broadcast_to(params.d.astype(jnp.float32), channels.shape))
     y = (y * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
-    return linear(y, params.out_proj, params.out_bias, inputs.num_tokens), States(conv=conv, recurrent=recurrent)
+    return linear(y, params.out_proj, params.out_bias, inputs.tokens), States(conv=conv, recurrent=recurrent)
 
 
 def _decays_and_inputs(tokens: ChannelTokens, decay_rates: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -151,7 +151,7 @@ def state_space(
     T, H, P, G, N = x.shape[0], config.num_heads, config.head_dim, config.num_groups, config.state_size
     I, C = config.inner_size, config.num_channels
     slots = slots_of_layer(inputs.states, inputs.page_offset)
-    projected = _scaled_parts(linear(x, params.in_proj, params.in_bias, inputs.num_tokens), config)
+    projected = _scaled_parts(linear(x, params.in_proj, params.in_bias, inputs.tokens), config)
     gate, channels, dt = projected[:, :I], projected[:, I : I + C], projected[:, I + C :]
     channels, conv = convolve(channels, states.conv, params.conv, params.conv_bias, slots, inputs.batch)
     channels = jax.nn.silu(channels)
@@ -178,7 +178,7 @@ def state_space(
     else:
         y = y * gate
     y = y.astype(x.dtype)
-    return linear(y, params.out_proj, params.out_bias, inputs.num_tokens), States(conv=conv, recurrent=recurrent)
+    return linear(y, params.out_proj, params.out_bias, inputs.tokens), States(conv=conv, recurrent=recurrent)
 
 
 def _scaled_parts(x: jax.Array, config: StateSpace) -> jax.Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.config import CacheConfig
-from jaxinfer.model.batch import Row, make_batch
+from jaxinfer.model.batch import Row, StepTokens, make_batch
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.recurrent.states import States
 from jaxinfer.model.config import Layer, LayerGroup, ModelConfig
@@ -137,7 +137,7 @@ def run_layer_alone(function: Any, params: Any, mixer: Mixer, x: np.ndarray, nor
 
     @jax.jit
     def run(params, pool, x, batch):
-        inputs = AttentionInputs(batch, jnp.asarray(len(x)), states=state_slots(batch, 16))
+        inputs = AttentionInputs(batch, StepTokens(jnp.asarray(len(x))), states=state_slots(batch, 16))
         return function(jax.tree.map(lambda w: w[0], params), pool, x, inputs, config=mixer, norm=norm)[0]
 
     return np.asarray(run(params, pool, jnp.asarray(x, jnp.float32), batch))
