@@ -23,6 +23,8 @@ DTYPES = {
     "fp16": "float16",
     "half": "float16",
 }
+# Tokens of a step by default; see `default_batched_tokens`.
+CPU_BATCHED_TOKENS, ACCELERATOR_BATCHED_TOKENS = 512, 2048
 # Bytes of the page pool if neither the user nor the device sets a limit.
 CPU_CACHE_BYTES = 2**30
 
@@ -100,7 +102,7 @@ def default_batched_tokens() -> int:
     Beyond it the time per token hardly falls. A CPU with experts needs several hundred tokens before multiplying takes
     longer than reading the weights. An accelerator needs 150 (A100) to 560 (v6e), and its host has work with each step.
     """
-    return 512 if jax.default_backend() == "cpu" else 2048
+    return CPU_BATCHED_TOKENS if jax.default_backend() == "cpu" else ACCELERATOR_BATCHED_TOKENS
 
 
 def default_mixed_tokens() -> int | None:

@@ -6,6 +6,7 @@
 * `jaxinfer serve` answers OpenAI's API.
 * `jaxinfer bench` measures a random load, `jaxinfer replay` a trace of requests.
 * `jaxinfer simulate` predicts a trace without a device.
+* `jaxinfer plan` says where a model fits, and how fast it can be there.
 * `jaxinfer quantize` writes a quantized copy of a checkpoint.
 * `jaxinfer models` lists the families of checkpoints that can be read.
 * `jaxinfer doctor` describes the machine, and checks that on a CPU no bit of a request depends on the batch.
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jaxinfer._version import __version__
 
 # jax takes seconds to import, so each command imports the modules that need it after parsing its arguments.
-from jaxinfer.cli import bench, chat, serve
+from jaxinfer.cli import bench, chat, plan, serve
 from jaxinfer.cli.options import add_fields, from_arguments, reader
 from jaxinfer.cli.output import drop_output, require_output, show
 from jaxinfer.config import EngineConfig, SamplingParams
@@ -148,6 +149,11 @@ def _parser() -> argparse.ArgumentParser:
     server = commands.add_parser("serve", help="answer OpenAI's API over HTTP", allow_abbrev=False)
     serve.add_options(server)
     server.set_defaults(run=serve.serve)
+
+    planner = commands.add_parser("plan", help="say where a model fits, without its weights", allow_abbrev=False)
+    plan.add_options(planner)
+    add_fields(planner, EngineConfig, omit=plan.OMITTED)
+    planner.set_defaults(run=plan.run)
 
     quantize = commands.add_parser(
         "quantize", help="write a quantized copy of a checkpoint; run it again to go on", allow_abbrev=False

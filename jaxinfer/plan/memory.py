@@ -63,8 +63,8 @@ class MemoryPlan:
 
 
 def num_bytes(tree: Any) -> int:
-    """Returns what the arrays of a tree take, abstract ones included."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    """Returns what the arrays of a tree take, abstract ones included; integers of 4 bits lie two to a byte."""
+    return sum(-(-leaf.size * jax.dtypes.itemsize_bits(leaf.dtype) // 8) for leaf in jax.tree.leaves(tree))
 
 
 def step_bytes(compiled: jax.stages.Compiled, inputs: Iterable[Any]) -> int:

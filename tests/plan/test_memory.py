@@ -96,6 +96,7 @@ def test_a_compiled_function_needs_its_temporaries_and_what_goes_in_and_out_of_t
     # In 400 bytes, out 40,000, and the state stays where it is; the product before it is sorted is as large.
     assert 2 * (400 + 40_000) <= needed <= 2 * (400 + 40_000) + 50_000
     assert num_bytes({"a": x, "b": jax.ShapeDtypeStruct((3, 2), jnp.bfloat16)}) == 400 + 12
+    assert num_bytes(jax.ShapeDtypeStruct((3, 3), jnp.int4)) == 5  # two to a byte, as in a TPU's memory
 
 
 def test_a_function_that_does_not_say_what_it_needs_has_a_reserve():

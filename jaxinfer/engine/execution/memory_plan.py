@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from jaxinfer.config import NARROW_CACHE_DTYPES, CacheConfig, EngineConfig
 from jaxinfer.device import CPU_CACHE_BYTES, free_bytes
 from jaxinfer.engine.execution.engine_model import DeviceDrafter
-from jaxinfer.engine.execution.step_shapes import loop_steps, max_batched_tokens, max_rows
+from jaxinfer.engine.execution.step_shapes import Bucket, loop_steps, max_batched_tokens, max_rows
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow, endless_window, sliding_attention_window
 from jaxinfer.engine.kv_cache.bounded_pages import BoundedKind
 from jaxinfer.model.cache import page_bytes
@@ -154,6 +155,13 @@ def bytes_of_bounded(model_config: ModelConfig, cache_config: CacheConfig) -> in
 def bytes_of_page(model_config: ModelConfig, cache_config: CacheConfig, drafter: DeviceDrafter | None) -> int:
     """Returns the bytes of a page of the first kind, the drafter's part included."""
     return page_bytes(model_config, cache_config, kind=0) + (0 if drafter is None else drafter.page_bytes(cache_config))
+
+
+def guess_step_bytes(model_config: ModelConfig, buckets: Iterable[Bucket]) -> int:
+    """Returns an estimate of `step_bytes`: XLA for CPU's allocation of logits and activations in float32."""
+    D, V = model_config.hidden_size, model_config.vocab_size * model_config.has_logits
+    F = max(layer.width for layer, _ in model_config.stacks)
+    return max(4 * 9 * V * bucket.num_sampled + 4 * bucket.num_tokens * (3 * F + 16 * D) for bucket in buckets)
 
 
 def plan_limit(config: EngineConfig, present_bytes: int) -> int | None:

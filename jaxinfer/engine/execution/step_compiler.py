@@ -118,12 +118,6 @@ class StepCompiler:
             empty[bucket] += (jax.ShapeDtypeStruct(shape, jnp.float32),)
         return empty
 
-    def guess_bytes(self) -> int:
-        """Returns an estimate of `step_bytes`: XLA for CPU's allocation of logits and activations in float32."""
-        D, V = self.model_config.hidden_size, self.model_config.vocab_size * self.model_config.has_logits
-        F = max(layer.width for layer, _ in self.model_config.stacks)
-        return max(4 * 9 * V * bucket.num_sampled + 4 * bucket.num_tokens * (3 * F + 16 * D) for bucket in self.buckets)
-
     def step_bytes(self, compiled: Mapping[Bucket, jax.stages.Compiled]) -> int:
         """Returns the most bytes that any of the compiled steps needs beside parameters and cache."""
         return max(step_bytes(step, self._empty[bucket]) for bucket, step in compiled.items())

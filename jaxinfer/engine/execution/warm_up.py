@@ -19,6 +19,7 @@ from jaxinfer.engine.execution.engine_model import EngineModel, PreparesDrafts, 
 from jaxinfer.engine.execution.memory_plan import (
     bytes_of_bounded,
     bytes_of_page,
+    guess_step_bytes,
     plan_cache,
     resolve_max_model_len,
 )
@@ -152,7 +153,7 @@ class WarmUp:
         self.compiler = compiler = StepCompiler(compiled, max_drafts, kept_layers)
         guess = MemoryPlan(
             resident_bytes=resident_bytes(target.params, speculation),
-            step_bytes=compiler.guess_bytes(),
+            step_bytes=guess_step_bytes(compiler.model_config, compiler.buckets),
             page_bytes=bytes_of_page(target.model_config, target.cache_config, drafter),
             num_pages=target.cache_config.num_pages,
             bounded_bytes=bytes_of_bounded(target.model_config, target.cache_config),

@@ -1,0 +1,175 @@
+"""The least time of a step on a device: bytes and FLOPs that it cannot do without, over the data sheet's rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxinfer.capacity.devices import Chip
+from jaxinfer.model.components.attention import Attention
+from jaxinfer.model.components.dense_and_experts import DenseAndExperts, DenseAndExpertsParams
+from jaxinfer.model.components.latent_attention import LatentAttention
+from jaxinfer.model.components.moe import MoE
+from jaxinfer.model.config import Layer, ModelConfig
+from jaxinfer.model.params import Params
+from jaxinfer.plan.memory import num_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """What a step of `num_tokens` does on each device at least.
+
+    * `bytes_read`: of weights and of the pages of its rows. Of experts those that random routing reaches.
+    * `flops`: of products, attention included.
+    * `num_collectives`, `link_bytes`: sums over devices, and what a device sends for them.
+    * `seconds`: the longer of reading and multiplying, and then sending. No launch and no latency is in it.
+    """
+
+    num_tokens: int
+    bytes_read: float
+    flops: float
+    num_collectives: int
+    link_bytes: float
+    seconds: float
+    is_memory_bound: bool
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """A model's arrays on one device of a mesh.
+
+    `params`: a `jax.ShapeDtypeStruct` per array of a device's part, as it is stored; `numbers` has the same in floating
+    point, before quantization. `page_bytes`: of a page of each kind.
+    """
+
+    config: ModelConfig
+    params: Params
+    numbers: Params
+    page_bytes: tuple[int, ...]
+    page_size: int
+    itemsize: int  # of activations
+    tensor: int
+    experts: int
+
+
+def step_figures(split: Split, chip: Chip, *, num_rows: int, tokens_per_row: int, context: int) -> StepFigures:
+    """Returns the figures of a step in which each of B rows computes some tokens and ends at `context` tokens."""
+    num_tokens = num_rows * tokens_per_row
+    weights = list(_weights(split))
+    read = sum(w.num_bytes * w.part_read(num_tokens) for w in weights)
+    read += num_rows * _bytes_of_row(split, context)
+    flops = sum(2 * w.size * w.part * (num_rows if w.is_of_samples else num_tokens) for w in weights)
+    mean_keys = context - (tokens_per_row - 1) / 2
+    flops += num_tokens * sum(_attention_flops(mixer, mean_keys) for mixer in split.config.mixers) / split.tensor
+    groups = list(_collectives(split))
+    width = num_tokens * split.config.hidden_size * split.itemsize
+    link_bytes = sum(2 * (n - 1) / n * width for n in groups)
+    reading, multiplying = read / chip.sheet.bandwidth, flops / chip.sheet.flops
+    return StepFigures(
+        num_tokens=num_tokens,
+        bytes_read=read,
+        flops=flops,
+        num_collectives=len(groups),
+        link_bytes=link_bytes,
+        seconds=max(reading, multiplying) + link_bytes / chip.link_bytes,
+        is_memory_bound=reading >= multiplying,
+    )
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A tensor of a device. A token multiplies by `part` of it: of experts those that the router chooses."""
+
+    size: int
+    num_bytes: int
+    part: float = 1.0
+    is_of_samples: bool = False  # multiplied by the last token of each row only
+
+    def part_read(self, num_tokens: int) -> float:
+        return 1 - (1 - self.part) ** num_tokens
+
+
+def _weights(split: Split) -> Iterator[_Weight]:
+    """Yields the tensors that a step multiplies by; of an embedding it reads a few rows, which do not count."""
+    params, numbers = split.params, split.numbers
+    if split.config.has_logits:
+        ends = [tree.embedding if tree.unembedding is None else tree.unembedding for tree in (numbers, params)]
+        yield _weight(*ends, is_of_samples=True)
+    for stack, *layers in zip(split.config.stacks, numbers.layers, params.layers, strict=True):
+        moe = experts_of(stack.layer)
+        if moe is None:
+            yield _weight(*layers)
+            continue
+        chosen = [_expert_tensors(layer.feed_forward) for layer in layers]
+        experts = _weight(*chosen, part=moe.router.num_chosen / moe.num_experts)
+        whole = _weight(*layers)
+        yield experts
+        yield _Weight(whole.size - experts.size, whole.num_bytes - experts.num_bytes)
+
+
+def _weight(numbers: Any, stored: Any, **options: Any) -> _Weight:
+    return _Weight(num_elements(numbers), num_bytes(stored), **options)
+
+
+def _expert_tensors(feed_forward: Any) -> Any:
+    """Returns the tensors of the chosen experts, of a `MoEParams` or of one beside a dense network."""
+    moe = feed_forward.experts if isinstance(feed_forward, DenseAndExpertsParams) else feed_forward
+    return moe.experts
+
+
+def experts_of(layer: Layer) -> MoE | None:
+    """Returns the experts of a layer's network, None if it has none."""
+    part = layer.feed_forward
+    part = part.experts if isinstance(part, DenseAndExperts) else part
+    return part if isinstance(part, MoE) else None
+
+
+def _bytes_of_row(split: Split, context: int) -> float:
+    """Returns the bytes of keys and values, latents and states that a row reads at a context."""
+    total = 0.0
+    for kind, of_page in zip(split.config.page_kinds, split.page_bytes, strict=True):
+        if kind.is_state:
+            total += 2 * of_page  # read, and written again
+        else:
+            seen = context if kind.window is None else min(context, kind.window)
+            total += seen / split.page_size * of_page
+    return total
+
+
+def _attention_flops(mixer: Any, num_keys: float) -> float:
+    """Returns the FLOPs of a token over its keys and values; a recurrent layer's, which do not grow, do not count."""
+    keys = num_keys if mixer.window is None else min(num_keys, mixer.window)
+    if isinstance(mixer, Attention):
+        return 4 * mixer.num_heads * mixer.head_dim * keys
+    if isinstance(mixer, LatentAttention):
+        return 2 * mixer.num_heads * (2 * mixer.kv_lora_rank + mixer.qk_rope_head_dim) * keys
+    return 0.0
+
+
+def _collectives(split: Split) -> Iterator[int]:
+    """Yields for each sum over devices how many take part: after the embedding, each mixer and each network."""
+    tensor, experts = split.tensor, split.experts
+    if tensor > 1:
+        yield tensor
+    for layer in split.config.layers:
+        if tensor > 1 and any(isinstance(mixer, Attention | LatentAttention) for mixer in layer.mixers):
+            yield tensor
+        of_experts = experts_of(layer)
+        if of_experts is not None and tensor * experts > 1:
+            yield tensor * experts
+        is_dense = layer.feed_forward is not None and not isinstance(layer.feed_forward, MoE)
+        if tensor > 1 and (is_dense or (of_experts is not None and of_experts.shared is not None)):
+            yield tensor
+
+
+def num_elements(tree: Any) -> int:
+    """Returns the number of elements of a tree of arrays."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))

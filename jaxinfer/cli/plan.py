@@ -1,0 +1,93 @@
+"""`jaxinfer plan`: says where a model fits, and how fast it can be there, without its weights and without devices."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from jaxinfer.cli.options import from_arguments
+from jaxinfer.cli.output import show
+from jaxinfer.config import EngineConfig
+
+if TYPE_CHECKING:
+    from jaxinfer.capacity import DeploymentPlan, Layout
+
+# Fields of EngineConfig on which neither memory nor the roofline depends, as far as they are planned.
+PLANNED = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "page_size",
+    "memory_bytes",
+    "cache_dtype",
+    "quantization",
+)
+OMITTED = tuple(field.name for field in fields(EngineConfig) if field.name not in PLANNED)
+EXIT_NO_FIT = 1
+TITLES = ("tensor", "experts", "parameters", "pages", "tokens", "rows", "decode", "tokens/s", "sums", "prefill")
+NOTE = (
+    "Times are rooflines: bytes and FLOPs by the data sheet, {context:,} tokens a row, no launch and no latency; real"
+    " steps take longer. Sums: over devices, in a step."
+)
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Adds the options of the command to its parser."""
+    command.add_argument("model", metavar="MODEL", help="a built-in name such as Llama-3-8B, a folder, GGUF or Hub id")
+    command.add_argument("--device", required=True, metavar="NAME", help="v5e-4, v6e-8, v5p-64, L4, A100x2, H200x4, …")
+    command.add_argument("--dtype", default="bfloat16", help="type of the weights (default bfloat16)")
+    command.add_argument("--context", type=int, metavar="N", help="tokens of each decoding request (default 1024)")
+    command.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the plan and returns 0, or 1 if the model does not fit."""
+    config = from_arguments(EngineConfig, arguments)
+    from jaxinfer.capacity import parse_devices, plan_deployment
+    from jaxinfer.device import resolve_dtype
+
+    options = {} if arguments.context is None else {"context": arguments.context}
+    devices, dtype = parse_devices(arguments.device), resolve_dtype(arguments.dtype)
+    plan = plan_deployment(arguments.model, devices, config, dtype=dtype, **options)
+    show(json.dumps(plan.as_dict()) if arguments.json else "\n".join(describe_plan(plan)))
+    return EXIT_NO_FIT if plan.best is None else 0
+
+
+def describe_plan(plan: DeploymentPlan) -> Iterator[str]:
+    """Yields the lines of a plan for people."""
+    chip = plan.devices.chip
+    size = f"{plan.num_parameters / 1e9:,.2f} billion parameters in {plan.dtype}"
+    part = " (three quarters, as JAX takes by default)" if chip.usable_bytes < chip.memory_bytes else ""
+    yield f"{plan.model}: {size}, on {plan.devices} with {chip.usable_bytes / 1e9:,.1f} GB each{part}"
+    rows = [TITLES, *(tuple(_cells(layout)) for layout in plan.layouts if layout.refusal is None)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if len(rows) > 1:
+        yield from ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    for layout in plan.layouts:
+        if layout.refusal is not None:
+            yield f"tensor={layout.tensor} experts={layout.experts}: {layout.refusal}"
+    best = plan.best
+    if best is None:
+        yield f"It does not fit on {plan.devices}: take more or larger devices, or --quantization int8 or int4."
+        return
+    idle = plan.devices.count - best.num_devices
+    yield f"Take tensor={best.tensor} and experts={best.experts}{f', and leave {idle} devices idle' if idle else ''}."
+    yield NOTE.format(context=plan.context)
+
+
+def _cells(layout: Layout) -> Iterator[str]:
+    memory, decode, prefill = layout.memory, layout.decode, layout.prefill
+    assert memory is not None
+    assert decode is not None
+    assert prefill is not None
+    yield from (str(layout.tensor), str(layout.experts))
+    yield f"{memory.resident_bytes / 1e9:,.1f} GB"
+    yield f"{memory.pool_bytes / 1e9:,.1f} GB"
+    yield from (f"{layout.num_tokens:,}", str(layout.num_rows))
+    yield f"{1e3 * decode.seconds:.2f} ms"
+    yield f"{decode.tokens_per_second:,.0f}"
+    yield str(decode.num_collectives)
+    yield f"{prefill.tokens_per_second:,.0f}/s"

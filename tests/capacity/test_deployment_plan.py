@@ -1,0 +1,167 @@
+"""Plans of models on devices that are not there, against formulas and the devices' own arrays."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxinfer.capacity import plan_deployment
+from jaxinfer.capacity.devices import CHIPS, Devices, parse_devices
+from jaxinfer.cli.main import main
+from jaxinfer.config import EngineConfig
+from kernels_pallas.device import data_sheet
+from tests.on_devices import run_on_devices
+
+LLAMA = "Llama-3-8B"
+# Of Llama 3 8B: layers, hidden size, KV heads and their width, vocabulary, and all parameters.
+L, D, K, H, V, P = 32, 4096, 8, 128, 128256, 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("v6e-8", Devices("v6e", 8)),
+        ("H200x4", Devices("H200", 4)),
+        ("h200 x 4", Devices("H200", 4)),
+        ("A100-80GB", Devices("A100-80GB", 1)),
+        ("a100-80gb-2", Devices("A100-80GB", 2)),
+        ("L4", Devices("L4", 1)),
+        ("v5p-64", Devices("v5p", 32)),  # of two cores each
+        ("v5p", Devices("v5p", 1)),
+    ],
+)
+def test_names_of_devices_are_those_of_clouds(name, expected):
+    assert parse_devices(name) == expected
+
+
+@pytest.mark.parametrize("name", ["v9-8", "v6e-0", "v6e-99999", "v5p-3", "", "H200x", "x4", "v6e-²"])
+def test_an_unknown_device_is_refused_with_those_that_are_known(name):
+    with pytest.raises(ValueError, match="device="):
+        parse_devices(name)
+
+
+def test_every_chip_has_a_data_sheet():
+    assert all(data_sheet(chip.kind) is not None for chip in CHIPS.values())
+
+
+def test_a_step_of_a_dense_model_takes_what_the_formula_says():
+    plan = plan_deployment(LLAMA, Devices("H200", 1), EngineConfig(max_num_seqs=32), context=2048)
+
+    (layout,) = plan.layouts
+    decode = layout.decode
+
+    weights, keys_and_values = P - V * D, 2 * K * H * L  # of the embedding a step reads 32 rows only
+    read = 2 * (weights + 32 * 2048 * keys_and_values)
+    flops = 32 * (2 * weights + 4 * D * 2048 * L)
+    assert decode.bytes_read == pytest.approx(read, rel=1e-3)
+    assert decode.flops == pytest.approx(flops, rel=1e-3)
+    assert decode.is_memory_bound
+    assert decode.seconds == pytest.approx(read / 4.8e12, rel=1e-3)
+    assert decode.num_collectives == 0
+
+
+def test_a_prompt_multiplies_longer_than_it_reads():
+    (layout,) = plan_deployment(LLAMA, Devices("H200", 1), EngineConfig(max_num_batched_tokens=2048)).layouts
+
+    prefill = layout.prefill
+
+    # The last token alone is multiplied by the unembedding; a token sees half of the prompt on average.
+    flops = 2048 * (2 * (P - 2 * V * D) + 4 * D * (2049 / 2) * L) + 2 * V * D
+    assert not prefill.is_memory_bound
+    assert prefill.flops == pytest.approx(flops, rel=1e-3)
+    assert prefill.seconds == pytest.approx(flops / 989e12, rel=1e-3)
+
+
+def test_a_split_model_sends_two_sums_a_layer():
+    plan = plan_deployment(LLAMA, Devices("v6e", 4), EngineConfig(max_num_seqs=64))
+
+    layout = next(layout for layout in plan.layouts if layout.tensor == 4)
+
+    assert layout.decode.num_collectives == 2 * L + 1  # and one after the embedding
+    width = 64 * D * 2
+    assert layout.decode.link_bytes == pytest.approx((2 * L + 1) * 2 * 3 / 4 * width)
+
+
+def test_random_routing_reaches_the_experts_that_a_step_is_said_to_read():
+    rows = 16
+    plan = plan_deployment("Qwen3-30B-A3B", Devices("H200", 1), EngineConfig(max_num_seqs=rows), context=1)
+    (layout,) = plan.layouts
+    # 48 layers of 128 experts of 3 * 2048 * 768 weights, of which a token takes 8.
+    experts, whole = 48 * 128 * 3 * 2048 * 768, 30_532_122_624
+    generator = np.random.default_rng(0)
+    reached = np.mean(
+        [
+            len({*np.concatenate([generator.choice(128, 8, replace=False) for _ in range(rows)])}) / 128
+            for _ in range(300)
+        ]
+    )
+
+    others = whole - experts - 151936 * 2048
+
+    assert layout.decode.bytes_read == pytest.approx(2 * (others + reached * experts), rel=0.01)
+
+
+@pytest.mark.parametrize(("model", "device"), [("Llama-3-70B", "H200x4"), ("DeepSeek-V3", "v5p-64")])
+def test_what_fits_stays_within_the_memory_of_a_device(model, device):
+    plan = plan_deployment(model, parse_devices(device))
+
+    for layout in plan.layouts:
+        assert (layout.refusal is None) == (layout.num_tokens > 0)
+        if layout.refusal is None:
+            assert layout.memory.total_bytes <= plan.devices.chip.usable_bytes
+    assert plan.best.num_devices == plan.devices.count  # fewer have no room for the weights, or read longer
+
+
+def test_weights_and_keys_in_8_bits_take_half():
+    config = EngineConfig(max_num_seqs=32, max_model_len=4096)
+    (full,) = plan_deployment("Qwen3-0.6B", Devices("L4", 1), config).layouts
+
+    narrow = EngineConfig(max_num_seqs=32, max_model_len=4096, quantization="int8", cache_dtype="fp8")
+    (half,) = plan_deployment("Qwen3-0.6B", Devices("L4", 1), narrow).layouts
+
+    assert half.memory.page_bytes == pytest.approx(full.memory.page_bytes / 2, rel=0.01)  # token ids stay
+    embedding = 2 * 151936 * 1024
+    products = full.memory.resident_bytes - embedding
+    assert half.memory.resident_bytes - embedding == pytest.approx(products / 2, rel=0.01)
+
+
+def test_what_a_mesh_cannot_divide_is_refused_with_its_size():
+    plan = plan_deployment("Qwen3-30B-A3B", Devices("v6e", 8))
+
+    refused = next(layout for layout in plan.layouts if layout.tensor == 8)
+
+    assert "'kv_heads' of size 4" in refused.refusal
+    assert refused.memory is None
+
+
+def test_a_context_beyond_the_model_is_refused():
+    with pytest.raises(ValueError, match="context=9000 is not between 1 and the 8192 tokens"):
+        plan_deployment(LLAMA, Devices("H200", 1), context=9000)
+
+
+def test_bytes_of_a_device_are_those_of_its_arrays(tmp_path):
+    """Parameters and a page of a model of experts, on each of four devices of the host."""
+    out = run_on_devices(4, "-m", "tests.capacity.split_program")
+
+    planned, placed = json.loads(out)
+
+    assert planned == placed
+
+
+def test_the_command_prints_a_table_and_json(capsys):
+    assert main(["plan", "Qwen3-30B-A3B", "--device", "v6e-4"]) == 0
+    out = capsys.readouterr().out
+    assert "30.53 billion parameters in bfloat16, on 4 x v6e" in out
+    assert "Take tensor=4 and experts=1." in out
+
+    assert main(["plan", "Qwen3-30B-A3B", "--device", "v6e-4", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["layouts"][0]["tensor"], plan["layouts"][0]["experts"]) == (4, 1)
+
+
+def test_the_command_says_what_does_not_fit(capsys):
+    assert main(["plan", "Llama-3-70B", "--device", "H200"]) == 1
+
+    assert "GB more than a device has" in capsys.readouterr().out

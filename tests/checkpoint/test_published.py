@@ -1,0 +1,54 @@
+"""The built-in shapes of published models: each has the parameters that its publisher counts."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from jaxinfer.checkpoint.published import PUBLISHED, published_config
+from jaxinfer.model.params import abstract_params
+
+# In millions, as model cards and papers give them; Gemma's without its image encoder.
+COUNTS = {
+    "Llama-3.2-1B": 1_236,
+    "Llama-3.2-3B": 3_213,
+    "Llama-3-8B": 8_030,
+    "Llama-3.1-8B": 8_030,
+    "Llama-3-70B": 70_554,
+    "Llama-3.1-70B": 70_554,
+    "Llama-3.1-405B": 405_853,
+    "Qwen2.5-7B": 7_616,
+    "Qwen2.5-72B": 72_706,
+    "Qwen3-0.6B": 596,
+    "Qwen3-4B": 4_022,
+    "Qwen3-8B": 8_191,
+    "Qwen3-14B": 14_768,
+    "Qwen3-32B": 32_762,
+    "Qwen3-30B-A3B": 30_532,
+    "Qwen3-235B-A22B": 235_094,
+    "Qwen3-Next-80B-A3B": 79_674,
+    "Gemma-3-4B": 3_880,
+    "Gemma-3-12B": 11_766,
+    "Gemma-3-27B": 27_009,
+    "Mistral-7B": 7_248,
+    "Mistral-Small-24B": 23_572,
+    "Mixtral-8x7B": 46_703,
+    "Phi-4": 14_660,
+    "GPT-OSS-20B": 20_915,
+    "GPT-OSS-120B": 116_829,
+    "DeepSeek-V3": 671_026,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_built_in_model_has_the_published_number_of_parameters(name):
+    params = abstract_params(published_config(name.upper()), "float32")
+
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+
+    assert round(count / 1e6) == COUNTS[name]
+
+
+def test_an_unknown_name_is_refused_with_those_that_are_built_in():
+    with pytest.raises(ValueError, match="'Llama-9-1B' is not built in; give one of .*DeepSeek-V3"):
+        published_config("Llama-9-1B")
