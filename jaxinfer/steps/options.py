@@ -53,6 +53,8 @@ class StepOptions:
                 require_int(name, getattr(self, name), 1)
         are_functions = isinstance(self.custom, tuple) and all(map(callable, self.custom))
         require(are_functions, "custom", self.custom, "a tuple of functions")
+        is_name = self.implementation is None or isinstance(self.implementation, str)
+        require(is_name, "implementation", self.implementation, "the name of a kernel or None")
         as_ints("kept_layers", self.kept_layers)
         require(isinstance(self.kept_layers, tuple), "kept_layers", self.kept_layers, "a tuple")
         if self.form != "full" and (self.max_log_probs or self.custom):

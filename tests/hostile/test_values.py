@@ -21,7 +21,7 @@ from jaxinfer.engine import assembly
 from jaxinfer.engine.async_llm import AsyncLLM
 from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.llm import LLM
-from jaxinfer.engine.request.completion import Completion, Delta
+from jaxinfer.engine.request.completion import Completion
 from jaxinfer.engine.request.request import QueueFullError
 from jaxinfer.engine.scheduling.drafts import DraftTree
 from jaxinfer.model.batch import Row, make_batch
@@ -118,8 +118,8 @@ def changes_of(names: Collection[str]) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def test_no_public_name_is_left_out():
-    tested = {*CONFIGS, *FUNCTIONS.values(), *STEPS, log_probs, Row, DraftTree, LLM, AsyncLLM}
-    not_called = {Completion, Delta, Drafter, QueueFullError, jaxinfer.__version__}
+    tested = {*CONFIGS, *FUNCTIONS.values(), *STEPS, StepOptions, log_probs, Row, DraftTree, LLM, AsyncLLM}
+    not_called = {Completion, Drafter, QueueFullError, jaxinfer.__version__}
 
     assert {getattr(jaxinfer, name) for name in dir(jaxinfer)} == tested | not_called
     assert {name for name in vars(LLM) if not name.startswith("_")} == {*METHODS, "step", "close", "engine"} | VIEWS
