@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
-from jax.tree_util import tree_map_with_path
 
 from jaxinfer.capacity.devices import Chip, Devices
 from jaxinfer.capacity.roofline import Split, StepFigures, experts_of, num_elements, step_figures
@@ -32,9 +31,8 @@ from jaxinfer.model.cache import abstract_cache, cache_shardings
 from jaxinfer.model.components.experts import EXPERTS_AXIS, MLP_AXIS
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params, abstract_params, shardings
-from jaxinfer.model.quantized_params import quantized_shardings
+from jaxinfer.model.quantized_params import quantize_weights, quantized_shardings
 from jaxinfer.plan.memory import MemoryPlan, num_bytes
-from jaxinfer.quantization import quantize_weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,13 +177,8 @@ def params_of_device(
     numbers = _of_device(whole, placement)
     if quantization is None:
         return numbers, numbers
-    is_packed = platform != "tpu"
-
-    def quantized(path: tuple[Any, ...], w: Any) -> Any:
-        quantize = partial(quantize_weight, path[-1].name, quantization=quantization, is_packed=is_packed)
-        return jax.eval_shape(quantize, w)
-
-    stored = tree_map_with_path(quantized, whole)
+    options: dict[str, Any] = {"config": config, "quantization": quantization, "is_packed": platform != "tpu"}
+    stored = jax.eval_shape(partial(quantize_weights, **options), whole)
     return numbers, _of_device(stored, quantized_shardings(stored, placement))
 
 

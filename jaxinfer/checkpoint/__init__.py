@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.tree_util import tree_map_with_path
 
 from jaxinfer.checkpoint.generation_config import read_sampling_defaults
 from jaxinfer.checkpoint.huggingface import (
@@ -26,7 +25,7 @@ from jaxinfer.config import require_quantization
 from jaxinfer.device import packs_integers, resolve_dtype, scans_layers
 from jaxinfer.model.config import ModelConfig, scan_sizes
 from jaxinfer.model.params import Params, abstract_params
-from jaxinfer.quantization import quantize_weight
+from jaxinfer.model.quantized_params import quantize_weights
 from jaxinfer.validation import as_bool, as_ints
 
 __all__ = [
@@ -52,8 +51,8 @@ def load_checkpoint(
     """Loads a Hugging Face checkpoint from a folder or the Hub, in the format and groups that suit the device.
 
     A group of layers ends after each of the numbers of layers in `layer_cuts`. `quantization` is "int8" or "int4", see
-    `jaxinfer.quantization.quantize_weight`; None leaves weights as they are. Raises ValueError for a checkpoint that
-    cannot be used, with everything that is wrong with it.
+    `jaxinfer.model.quantized_params.quantize_weight`; None leaves weights as they are. Raises ValueError for a
+    checkpoint that cannot be used, with everything that is wrong with it.
     """
     dtype = resolve_dtype(dtype)
     layer_cuts = as_ints("layer_cuts", layer_cuts, 0)
@@ -79,13 +78,11 @@ def abstract_checkpoint(
         return abstract_packed(path, config, dtype), config
     config = _grouped_config(path)
 
-    def loaded(path: tuple[Any, ...], tensor: jax.ShapeDtypeStruct) -> Any:
-        if quantization is None:
-            return tensor
-        quantize = partial(quantize_weight, path[-1].name, quantization=quantization, is_packed=packs_integers())
-        return jax.eval_shape(quantize, tensor)
-
-    return tree_map_with_path(loaded, abstract_params(config, dtype)), config
+    params = abstract_params(config, dtype)
+    if quantization is not None:
+        options: dict[str, Any] = {"config": config, "quantization": quantization, "is_packed": packs_integers()}
+        params = jax.eval_shape(partial(quantize_weights, **options), params)
+    return params, config
 
 
 def _grouped_config(path: Path, layer_cuts: Collection[int] = ()) -> ModelConfig:

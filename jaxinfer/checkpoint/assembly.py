@@ -21,7 +21,7 @@ from jaxinfer.checkpoint.stored import FP4, FP4_NUMBERS, Grid, Stored, StoredQua
 from jaxinfer.model.components.layers import TensorSpec
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params, declare
-from jaxinfer.quantization.quantized_array import PRODUCT_WEIGHTS, QuantizedArray
+from jaxinfer.quantization import QuantizedArray
 
 ALIGNMENT = 64
 
@@ -30,7 +30,7 @@ ALIGNMENT = 64
 class Assembly:
     """The making of one tensor of `Params`: from one stored tensor, or from one per layer (and expert), stacked."""
 
-    shape: tuple[int, ...]
+    spec: TensorSpec
     names: tuple[str, ...]
     pattern: str
     num_stacked: int = 0  # leading axes over which the stored tensors are stacked: layers, or layers and experts
@@ -38,7 +38,10 @@ class Assembly:
     part: tuple[int | None, ...] = (None,)  # the slice of that axis
     axis: int = 0
     unfold: str | None = None  # pattern from the stored axes to those that `axis` counts
-    field: str = ""  # the last piece of our tensor's path in `Params`
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape
 
     @property
     def axes(self) -> dict[str, int]:
@@ -68,11 +71,15 @@ class Assembly:
     def is_product(self) -> bool:
         """Whether the tensor is the weight of a product, whose last axis counts its inputs, as stored and as ours."""
         stored, _, ours = self.pattern.partition(" -> ")
-        return self.field in PRODUCT_WEIGHTS and stored.split()[-1] == ours.split()[-1] and self.unfold is None
+        return self.spec.num_inputs == 1 and stored.split()[-1] == ours.split()[-1] and self.unfold is None
 
     def of_groups(self, num_groups: int) -> Assembly:
         """Returns the making of the scales of our tensor: with groups in the place of inputs."""
-        return replace(self, shape=(*self.shape[:-1], num_groups))
+        return self.of_shape((*self.shape[:-1], num_groups))
+
+    def of_shape(self, shape: tuple[int, ...]) -> Assembly:
+        """Returns the making of a tensor of another shape."""
+        return replace(self, spec=replace(self.spec, shape=shape))
 
     def view(self, array: np.ndarray) -> np.ndarray:
         """Returns a stored array as its part of ours, without reading it."""
@@ -126,9 +133,9 @@ def plan_assembly(config: ModelConfig, weights: WeightTable) -> Params:
 
     def plan(path: tuple[Any, ...], spec: TensorSpec) -> Assembly:
         field, stack = _field(path), _stack(path)
-        source, name = sources[field], field.rpartition(".")[2]
+        source = sources[field]
         if stack is None:
-            assembly = Assembly(spec.shape, (source.name,), source.pattern, field=name)
+            assembly = Assembly(spec, (source.name,), source.pattern)
         else:
             layers = config.layers_of_stacks[stack]
             experts = range(spec.shape[1]) if "{expert}" in source.name else (0,)
@@ -138,12 +145,12 @@ def plan_assembly(config: ModelConfig, weights: WeightTable) -> Params:
                 raise RuntimeError(
                     f"the family's table names {source.name!r}; braces hold {{layer}} or {{expert}} alone"
                 ) from None
-            assembly = Assembly(spec.shape, names, source.pattern, 2 if "{expert}" in source.name else 1, field=name)
+            assembly = Assembly(spec, names, source.pattern, 2 if "{expert}" in source.name else 1)
         if source.fused is None:
             return assembly
         fused, axis = source.fused, source.fused.axis
         sizes = [
-            replace(assembly, shape=shapes[target, stack], pattern=pattern).own_shape[axis]
+            replace(assembly.of_shape(shapes[target, stack]), pattern=pattern).own_shape[axis]
             for target, pattern in fused.targets
         ]
         first = sum(sizes[: source.place])

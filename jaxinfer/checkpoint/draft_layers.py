@@ -31,6 +31,7 @@ from jaxinfer.checkpoint.huggingface import (
 from jaxinfer.checkpoint.safetensors_file import INTEGERS, StoredTensor
 from jaxinfer.checkpoint.stored import Stored
 from jaxinfer.model.components.attention import AttentionParams
+from jaxinfer.model.components.layers import TensorSpec
 from jaxinfer.model.config import LayerGroup, ModelConfig
 from jaxinfer.model.params import Params
 from jaxinfer.steps.eagle import EagleHead
@@ -82,9 +83,9 @@ def load_mtp(target: Path, dtype: Any, quantization: str | None = None) -> Eagle
     D = config.hidden_size
     plan: dict[str, Any] = {
         "params": plan_assembly(config, as_stored(weights, own)),
-        "input": Assembly((D, 2 * D), (own_name(names.input),), "D J -> D J"),
-        "embedding_norm": Assembly((D,), (own_name(names.embedding_norm),), "D -> D"),
-        "hidden_norm": Assembly((D,), (own_name(names.hidden_norm),), "D -> D"),
+        "input": _as_stored(own_name(names.input), D, 2 * D),
+        "embedding_norm": _as_stored(own_name(names.embedding_norm), D),
+        "hidden_norm": _as_stored(own_name(names.hidden_norm), D),
     }
     has_own_embedding = names.own_embedding is not None and is_enabled(text, names.own_embedding)
     for field, name in tables.items():
@@ -138,15 +139,15 @@ def load_eagle3(path: Path, dtype: Any, target: Path) -> EagleHead:
     params = replace(
         params,
         layers=(replace(params.layers[0], mixer=mixer),),
-        unembedding=replace(params.unembedding, shape=(num_drafted, D)),
+        unembedding=params.unembedding.of_shape((num_drafted, D)),
     )
     if params.embedding.names[0] not in own and aimed.hidden_size == D:
         params = replace(params, embedding=None)
     num_states = len(kept_layers) * aimed.hidden_size
     plan: dict[str, Any] = {
         "params": params,
-        "reduction": Assembly((D, num_states), (f"{prefix}fc.weight",), "D S -> D S"),
-        "hidden_norm": Assembly((D,), (f"{prefix}{layer}hidden_norm.weight",), "D -> D"),
+        "reduction": _as_stored(f"{prefix}fc.weight", D, num_states),
+        "hidden_norm": _as_stored(f"{prefix}{layer}hidden_norm.weight", D),
     }
     refuse_misfits(path, plan, own)
     plan["params"] = _without_copies(params, own, target, fields=("embedding",))
@@ -192,9 +193,15 @@ def _without_copies(
     return params
 
 
+def _as_stored(name: str, *sizes: int) -> Assembly:
+    """Returns the assembly of a tensor in floating point from the stored one of the same axes."""
+    axes = ("embed", "states")[: len(sizes)]
+    return Assembly(TensorSpec(sizes, axes, None), (name,), f"{' '.join(axes)} -> {' '.join(axes)}")
+
+
 def _doubled(assembly: Assembly) -> Assembly:
     """Returns the assembly of a weight [..., D] as [..., 2 D]."""
-    return replace(assembly, shape=(*assembly.shape[:-1], 2 * assembly.shape[-1]))
+    return assembly.of_shape((*assembly.shape[:-1], 2 * assembly.shape[-1]))
 
 
 def _read_eagle3(hf: Mapping[str, Any]) -> dict[str, Any]:

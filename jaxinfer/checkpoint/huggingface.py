@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import GetAttrKey
 
 from jaxinfer.checkpoint.assembly import Assembly, abstract, assemble, grid_of, plan_assembly
 from jaxinfer.checkpoint.config_json.family import WeightTable, embedding_name, fields_of, is_backbone
@@ -26,7 +25,7 @@ from jaxinfer.gguf.names import config_of
 from jaxinfer.model.config import Layer, ModelConfig
 from jaxinfer.model.mixers import source_of
 from jaxinfer.model.params import Params
-from jaxinfer.quantization import quantize_weight
+from jaxinfer.model.quantized_params import quantize_weight
 from jaxinfer.validation import MAX_INT, is_int, require, shown
 
 logger = logging.getLogger(__name__)
@@ -248,15 +247,15 @@ def read_tensors(
     show_progress: bool = False,
 ) -> Any:
     """Returns a tree with a tensor in the place of each `Assembly` of the plan; options are those of `load_params`."""
-    places, structure = jax.tree_util.tree_flatten_with_path(plan, is_leaf=_is_assembly)
-    shardings = [None] * len(places) if placement is None else jax.tree.leaves(placement)
+    assemblies, structure = jax.tree.flatten(plan, is_leaf=_is_assembly)
+    shardings = [None] * len(assemblies) if placement is None else jax.tree.leaves(placement)
     dtype = jnp.dtype(dtype)
-    with _progress_bar(sum(len(a.names) for _, a in places), show_progress) as bar:
+    with _progress_bar(sum(len(assembly.names) for assembly in assemblies), show_progress) as bar:
         leaves = []
-        for (where, assembly), sharding in zip(places, shardings, strict=True):
+        for assembly, sharding in zip(assemblies, shardings, strict=True):
             tensor = assemble(assembly, stored, dtype, sharding, packs_integers=packs_integers())
-            if quantization is not None and isinstance(where[-1], GetAttrKey) and isinstance(tensor, jax.Array):
-                tensor = quantize_weight(where[-1].name, tensor, quantization, is_packed=packs_integers())
+            if quantization is not None and isinstance(tensor, jax.Array):
+                tensor = quantize_weight(tensor, assembly.spec, quantization, is_packed=packs_integers())
             leaves.append(tensor)
             bar.update(len(assembly.names))
     return jax.tree.unflatten(structure, leaves)

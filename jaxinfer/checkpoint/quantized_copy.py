@@ -34,7 +34,6 @@ from jaxinfer.checkpoint.safetensors_file import DTYPES, FLOAT8, INTEGERS, LENGT
 from jaxinfer.quantization.quantized_array import INT4_GROUP_SIZE, LARGEST
 from jaxinfer.validation import require
 
-UNPACKED = "unembedding"  # no layer makes up for its errors
 MIN_GROUP = 16
 COPIED = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "tokenizer*")
 FLOAT8_MAX = 448.0
@@ -113,8 +112,9 @@ def _groups(path: Path, scheme: Scheme) -> dict[str, int]:
         for name in assembly.names:
             uses.setdefault(name, []).append(assembly)
 
-    def is_packed(name: str) -> bool:
-        return all(use.is_product and use.field != UNPACKED for use in uses[name]) and len(stored[name].shape) == 2
+    def is_packed(name: str) -> bool:  # not the unembedding, for no layer makes up for its errors
+        are_products = all(use.is_product and not use.spec.is_of_vocabulary for use in uses[name])
+        return are_products and len(stored[name].shape) == 2
 
     places = {_place(stored[name]) for name in uses if is_packed(name)}
     groups = {}

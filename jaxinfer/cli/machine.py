@@ -21,7 +21,8 @@ from jaxinfer.device import describe_cpu, enable_compilation_cache
 from jaxinfer.engine.execution.executable_cache import cache_bytes, cache_folder
 from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.latent_attention import LatentAttention
-from jaxinfer.quantization import quantize_weight
+from jaxinfer.model.components.layers import TensorSpec
+from jaxinfer.model.quantized_params import quantize_weight
 from kernels_pallas.choices import ROWS, has_tuned_table, own_choice, trace_attention, trace_latent_attention
 from kernels_pallas.device import AMPERE, device_at_hand
 from kernels_pallas.grouped_matmul import grouped_matmul
@@ -114,7 +115,8 @@ def _multiply(quantization: str, dtype: str, name: str) -> Any:
     is_tpu = device_at_hand().platform == "tpu"  # see `packs_integers` and `scans_layers`
 
     def call(x: jax.Array, w: jax.Array) -> jax.Array:
-        stored: Any = quantize_weight("up", w, quantization, is_packed=not is_tpu)
+        spec = TensorSpec(w.shape, ("outputs", "inputs"), None, num_inputs=1)
+        stored: Any = quantize_weight(w, spec, quantization, is_packed=not is_tpu)
         values, scales, layer = stored.values, stored.scales, None
         if is_tpu:  # of a stack of one layer
             values, scales, layer = values[None], scales[None], jnp.int32(0)

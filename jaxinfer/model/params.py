@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from jaxinfer.model.components.layer_embedding import (
     declare_embedding_tables,
     declare_layer_embedding,
 )
-from jaxinfer.model.components.layers import MakeSpec, TensorSpec
+from jaxinfer.model.components.layers import VOCABULARY, MakeSpec, TensorSpec
 from jaxinfer.model.components.mlp import MLP, MLPParams, declare_mlp
 from jaxinfer.model.components.moe import MoE, MoEParams, declare_moe
 from jaxinfer.model.config import LayerStack, ModelConfig
@@ -79,7 +79,7 @@ class Params:
 
 # Logical axis -> mesh axis. Axes that are not named here are replicated.
 TENSOR_PARALLEL_RULES: Mapping[str, str] = {
-    "vocab": "model",
+    VOCABULARY: "model",
     "heads": "model",
     "kv_heads": "model",
     **MESH_AXES,
@@ -91,7 +91,7 @@ def declare(config: ModelConfig) -> Params:
     vocab = declare_vocabulary(config)
     of_layers = config.layers[0].embedding
     return Params(
-        embedding=vocab,
+        embedding=replace(vocab, num_inputs=0),
         layers=tuple(declare_stack(stack, config.hidden_size) for stack in config.stacks),
         final_norm=TensorSpec((config.hidden_size,), ("embed",), None),
         unembedding=vocab if config.has_logits and not config.has_tied_embeddings else None,
@@ -103,16 +103,18 @@ def declare(config: ModelConfig) -> Params:
 
 
 def declare_vocabulary(config: ModelConfig) -> TensorSpec:
-    """Returns the `TensorSpec` of the embedding and of the unembedding."""
-    return TensorSpec((config.vocab_size, config.hidden_size), ("vocab", "embed"), 0.02)
+    """Returns the `TensorSpec` of the unembedding. That of the embedding has no inputs, for its rows are taken."""
+    return TensorSpec((config.vocab_size, config.hidden_size), (VOCABULARY, "embed"), 0.02, num_inputs=1)
 
 
 def declare_stack(stack: LayerStack, hidden_size: int) -> LayerParams:
     """Returns the `LayerParams` of a stack of layers with a `TensorSpec` in the place of every array."""
     layer = stack.layer
 
-    def spec(sizes: tuple[int, ...], axes: tuple[str, ...], scale: float | None = 0.02) -> TensorSpec:
-        return TensorSpec((stack.num_layers, *sizes), ("layers", *axes), scale)
+    def spec(
+        sizes: tuple[int, ...], axes: tuple[str, ...], scale: float | None = 0.02, num_inputs: int = 0
+    ) -> TensorSpec:
+        return TensorSpec((stack.num_layers, *sizes), ("layers", *axes), scale, num_inputs)
 
     norm = spec((hidden_size,), ("embed",), None)
     pre, post = norm if layer.has_pre_norms else None, norm if layer.has_post_norms else None
@@ -140,7 +142,8 @@ def _declare_feed_forward(
     return declare_moe(config, hidden_size, spec) if isinstance(config, MoE) else declare_mlp(config, hidden_size, spec)
 
 
-def _is_spec(node: Any) -> bool:
+def is_spec(node: Any) -> bool:
+    """True for the leaves of `declare`."""
     return isinstance(node, TensorSpec)
 
 
@@ -157,7 +160,7 @@ def shardings(config: ModelConfig, mesh: Mesh, rules: Mapping[str, str] = TENSOR
                 )
         return NamedSharding(mesh, PartitionSpec(*names))
 
-    return jax.tree.map(sharding, declare(config), is_leaf=_is_spec)
+    return jax.tree.map(sharding, declare(config), is_leaf=is_spec)
 
 
 def usual_sharding(spec: TensorSpec, mesh: Mesh) -> NamedSharding:
@@ -175,19 +178,19 @@ def _mesh_axes(spec: TensorSpec, mesh: Mesh, rules: Mapping[str, str]) -> list[s
 def abstract_params(config: ModelConfig, dtype: Any, placement: Params | None = None) -> Params:
     """Returns a `jax.ShapeDtypeStruct` per tensor: for lowering, planning and as a restore target."""
     if placement is None:
-        return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), declare(config), is_leaf=_is_spec)
+        return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), declare(config), is_leaf=is_spec)
     return jax.tree.map(
         lambda spec, sharding: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding),
         declare(config),
         placement,
-        is_leaf=_is_spec,
+        is_leaf=is_spec,
     )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "dtype"))
 def init_params(key: jax.Array, config: ModelConfig, dtype: str = "float32") -> Params:
     """Returns random parameters: weights normal with their declared scale, norms 1. The key is consumed."""
-    leaves, treedef = jax.tree.flatten(declare(config), is_leaf=_is_spec)
+    leaves, treedef = jax.tree.flatten(declare(config), is_leaf=is_spec)
     keys = jax.random.split(key, len(leaves))
 
     def init(spec: TensorSpec, key: jax.Array) -> jax.Array:

@@ -2,28 +2,53 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import tree_map_with_path
 
-from jaxinfer.model.params import Params
-from jaxinfer.quantization.quantized_array import PRODUCT_WEIGHTS, QuantizedArray, quantize
+from jaxinfer.model.components.layers import TensorSpec
+from jaxinfer.model.config import ModelConfig
+from jaxinfer.model.params import Params, declare, is_spec
+from jaxinfer.quantization.quantized_array import INT4_GROUP_SIZE, QuantizedArray, quantize
+
+_quantize = jax.jit(quantize, static_argnames=("group_size", "bits", "is_packed"))
 
 
-def quantize_params(params: Params, *, group_size: int | None = None, bits: int = 8, is_packed: bool = True) -> Params:
-    """Returns the parameters with the weights of all products quantized; the options are those of `quantize`.
+def quantize_weight(
+    w: jax.Array, spec: TensorSpec, quantization: str, *, is_packed: bool = True
+) -> jax.Array | QuantizedArray:
+    """Returns a tensor as "int8" (a scale per channel) or "int4" (one per group), by its declaration.
+
+    The unembedding keeps 8 bits: no layer makes up for its errors, and of all its channels sums per group would be
+    larger than itself. A tensor without inputs stays as it is. `is_packed` is that of `quantize`.
+    """
+    if not spec.num_inputs:
+        return w
+    if quantization == "int8" or spec.is_of_vocabulary:
+        return _quantize(w)
+    size = math.gcd(w.shape[-1], INT4_GROUP_SIZE)
+    return _quantize(w, group_size=size, bits=4, is_packed=is_packed)
+
+
+def quantize_weights(params: Params, config: ModelConfig, quantization: str, *, is_packed: bool = True) -> Params:
+    """Returns the parameters of a model with each tensor as `quantize_weight` returns it."""
+    options: dict[str, Any] = {"quantization": quantization, "is_packed": is_packed}
+    return jax.tree.map(lambda spec, w: quantize_weight(w, spec, **options), declare(config), params, is_leaf=is_spec)
+
+
+def quantize_params(params: Params, config: ModelConfig, **options: Any) -> Params:
+    """Returns the parameters with all that have inputs quantized alike, the unembedding too, by options of `quantize`.
 
     A tied embedding stays in floating point at both ends.
     """
-    options = {"group_size": group_size, "bits": bits, "is_packed": is_packed}
 
-    def change(path: tuple[Any, ...], w: Any) -> Any:
-        return quantize(w, **options) if path[-1].name in PRODUCT_WEIGHTS else w
+    def change(spec: TensorSpec, w: Any) -> Any:
+        return quantize(w, **options) if spec.num_inputs else w
 
-    return tree_map_with_path(change, params)
+    return jax.tree.map(change, declare(config), params, is_leaf=is_spec)
 
 
 def quantized_shardings(params: Params, placement: Params) -> Params:

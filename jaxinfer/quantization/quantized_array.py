@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -17,16 +16,6 @@ LARGEST = {8: 127, 4: 7}
 # Inputs that share a scale of 4 bits, if it divides their number. Few, because the largest of a group sets its scale.
 # With these, scales of 32 bits take only a sixteenth of the bytes of the integers.
 INT4_GROUP_SIZE = 128
-# The weights of products. Norms, biases and the embedding, of which rows are taken, stay as they are.
-PRODUCT_WEIGHTS = {
-    *("q", "k", "v", "o"),
-    *("q_down", "q_up", "kv_down"),  # of latent attention
-    *("in_proj", "x_proj", "dt_proj", "out_proj"),  # of recurrent layers
-    *("query", "key", "value", "z", "beta", "dt"),  # of gated delta nets
-    *("gate", "up", "down"),
-    "projection",  # of embeddings for each layer
-    "unembedding",
-}
 
 
 @struct.dataclass
@@ -76,23 +65,3 @@ def quantize(w: jax.Array, *, group_size: int | None = None, bits: int = 8, is_p
     if is_packed:
         values = pack_int4(values.reshape(-1, num_inputs), size)
     return QuantizedArray(values.reshape(*outputs, -1), scales[..., 0])
-
-
-_quantize = jax.jit(quantize, static_argnames=("group_size", "bits", "is_packed"))
-
-
-def quantize_weight(
-    name: str, w: jax.Array, quantization: str, *, is_packed: bool = True
-) -> jax.Array | QuantizedArray:
-    """Returns a tensor of `Params`, known by its field, as "int8" (a scale per channel) or "int4" (one per group).
-
-    The unembedding keeps 8 bits: no layer makes up for its errors, and of all its channels sums per group would be
-    larger than itself. What is no weight of a product stays as it is: norms, biases and the embedding. `is_packed` is
-    that of `quantize`.
-    """
-    if name not in PRODUCT_WEIGHTS:
-        return w
-    if quantization == "int8" or name == "unembedding":
-        return _quantize(w)
-    size = math.gcd(w.shape[-1], INT4_GROUP_SIZE)
-    return _quantize(w, group_size=size, bits=4, is_packed=is_packed)

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 
 from jaxinfer import LLM, EngineConfig
 from jaxinfer.device import describe_cpu
-from jaxinfer.model.components.layers import product
-from jaxinfer.quantization import quantize_weight
+from jaxinfer.model.components.layers import TensorSpec, product
+from jaxinfer.model.quantized_params import quantize_weight
 from scripts.bench.against_transformers import integers
 from scripts.bench.engine import measure_decode
 from scripts.bench.workload import LOWER, RANDOM_SHAPES, Task, Workload, checkpoint
@@ -56,10 +56,11 @@ def measure_products(rounds: int) -> None:
     multiply = jax.jit(product)
     for channels, inputs in WEIGHTS:
         w = jax.random.normal(jax.random.key(0), (channels, inputs), jnp.float32)
+        spec = TensorSpec(w.shape, ("outputs", "inputs"), None, num_inputs=1)
         weights = {
             "float32": w,
-            "int8": quantize_weight("q", w, "int8"),
-            "int4": quantize_weight("q", w, "int4"),
+            "int8": quantize_weight(w, spec, "int8"),
+            "int4": quantize_weight(w, spec, "int4"),
             "bfloat16": w.astype(jnp.bfloat16),
         }
         for rows in ROWS:

@@ -76,8 +76,7 @@ def step_case(
     from jaxinfer.model.batch import lay_out_batch
     from jaxinfer.model.cache import abstract_cache, cache_shardings
     from jaxinfer.model.params import abstract_params, shardings
-    from jaxinfer.model.quantized_params import quantized_shardings
-    from jaxinfer.quantization import quantize_weight
+    from jaxinfer.model.quantized_params import quantize_weights, quantized_shardings
     from jaxinfer.sampling.batch import make_sampling
     from jaxinfer.steps import steps
     from jaxinfer.steps.options import StepOptions
@@ -88,9 +87,8 @@ def step_case(
         config = config.regrouped((1,) * config.num_layers)
     params, placement = abstract_params(config, dtype), shardings(config, mesh)
     if quantization is not None:
-        quantized = functools.partial(quantize_weight, quantization=quantization, is_packed=layout != "tpu")
-        by_name = functools.partial(jax.tree_util.tree_map_with_path, lambda path, w: quantized(path[-1].name, w))
-        params = jax.eval_shape(by_name, params)
+        options = {"config": config, "quantization": quantization, "is_packed": layout != "tpu"}
+        params = jax.eval_shape(functools.partial(quantize_weights, **options), params)
         placement = quantized_shardings(params, placement)
     pages = {"num_pages": num_pages, "num_bounded_pages": num_bounded_pages, "page_size": page_size}
     cache = abstract_cache(config, CacheConfig(**pages, dtype=dtype), layout)

@@ -55,7 +55,7 @@ def model(layout):
     params = lively_params(config)
     if layout in QUANTIZED:
         bits, group_size = QUANTIZED[layout]
-        params = jax.jit(functools.partial(quantize_params, bits=bits, group_size=group_size))(params)
+        params = jax.jit(functools.partial(quantize_params, config=config, bits=bits, group_size=group_size))(params)
     run = functools.partial(replay, params, list(sequences), config=config, page_size=page_size)
     expected = run([[(0, LENGTH)]], shape=(LENGTH, 2))[0]
     assert np.isfinite(expected).all()

@@ -127,7 +127,9 @@ def step_traces(model, engine, vocab_size) -> dict[str, ClosedJaxpr]:
     params = abstract_params(model_, FLOAT)
     if config.quantization is not None:
         bits, group_size = {"int8": (8, None), "int4": (4, 2)}[config.quantization]
-        params = jax.eval_shape(functools.partial(quantize_params, bits=bits, group_size=group_size), params)
+        params = jax.eval_shape(
+            functools.partial(quantize_params, config=model_, bits=bits, group_size=group_size), params
+        )
     target = plan_target(params, model_, config, "float32", {}, None)
     compiler = StepCompiler(target, config.max_drafts if loop_steps(config) == 1 else 0)
     # A draw takes the logits of a step, and multiplies nothing.

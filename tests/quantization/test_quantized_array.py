@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jaxinfer.model.components.layers import linear
+from jaxinfer.model.components.layers import TensorSpec, linear
 from jaxinfer.model.config import uniform_decoder
 from jaxinfer.model.params import abstract_params, shardings
-from jaxinfer.model.quantized_params import quantize_params, quantized_shardings
-from jaxinfer.quantization import QuantizedArray, quantize, quantize_weight
+from jaxinfer.model.quantized_params import quantize_params, quantize_weight, quantize_weights, quantized_shardings
+from jaxinfer.quantization import QuantizedArray, quantize
 from tests.replay import SMALL_SIZES, lively_params, replay
 
 GENERATOR = np.random.default_rng(0)
@@ -102,8 +102,8 @@ def test_a_row_of_a_quantized_product_is_the_same_bits_in_any_batch(group_size):
 @pytest.mark.parametrize(("bits", "group_size"), [(8, None), (4, 16)])
 def test_a_quantized_model_gives_the_logits_of_the_weights_it_stands_for(bits, group_size):
     params = lively_params(CONFIG)
-    quantize_all = jax.jit(quantize_params, static_argnames=("group_size", "bits"))
-    quantized = quantize_all(params, group_size=group_size, bits=bits)
+    quantize_all = jax.jit(quantize_params, static_argnames=("config", "group_size", "bits"))
+    quantized = quantize_all(params, CONFIG, group_size=group_size, bits=bits)
     stand_for = jax.tree.map(
         lambda w, q: floats_like(w, q, bits) if isinstance(q, QuantizedArray) else w,
         params,
@@ -134,29 +134,41 @@ def floats_like(w, quantized, bits):
 
 
 @pytest.mark.parametrize(
-    ("name", "quantization", "values", "scales"),
+    ("axis", "quantization", "values", "scales"),
     [
-        ("q", "int8", (2, 4, 16, 48), (2, 4, 16, 1)),
-        ("q", "int4", (2, 4, 16, 24), (2, 4, 16, 3)),  # groups of 16, the greatest divisor of 48 and of 128
-        ("unembedding", "int4", (2, 4, 16, 48), (2, 4, 16, 1)),
+        ("heads", "int8", (2, 4, 16, 48), (2, 4, 16, 1)),
+        ("heads", "int4", (2, 4, 16, 24), (2, 4, 16, 3)),  # groups of 16, the greatest divisor of 48 and of 128
+        ("vocab", "int4", (2, 4, 16, 48), (2, 4, 16, 1)),
     ],
 )
-def test_a_weight_has_a_scale_per_channel_in_8_bits_and_one_per_group_in_4(name, quantization, values, scales):
-    weight: Any = quantize_weight(name, jnp.ones((2, 4, 16, 48)), quantization)
+def test_a_weight_has_a_scale_per_channel_in_8_bits_and_one_per_group_in_4(axis, quantization, values, scales):
+    weight: Any = quantize_weight(jnp.ones((2, 4, 16, 48)), product_spec(axis), quantization)
 
     assert (weight.values.shape, weight.scales.shape) == (values, scales)
 
 
 def test_weights_of_4_bits_that_are_not_packed_have_a_type_of_their_own():
-    weight: Any = quantize_weight("q", jnp.ones((2, 4, 16, 48)), "int4", is_packed=False)
+    weight: Any = quantize_weight(jnp.ones((2, 4, 16, 48)), product_spec("heads"), "int4", is_packed=False)
 
     assert (weight.values.shape, weight.values.dtype) == ((2, 4, 16, 48), jnp.int4)
 
 
-def test_what_no_product_takes_stays_in_floating_point():
-    embedding = jnp.ones((4, 8))
+def product_spec(axis):
+    return TensorSpec((2, 4, 16, 48), (axis, "experts", "mlp", "embed"), None, num_inputs=1)
 
-    assert quantize_weight("embedding", embedding, "int4") is embedding
+
+def test_a_tensor_of_no_product_stays_in_floating_point():
+    params = abstract_params(CONFIG, "float32")
+
+    quantized = jax.eval_shape(functools.partial(quantize_weights, config=CONFIG, quantization="int4"), params)
+
+    layer = quantized.layers[0]
+    assert [quantized.embedding, quantized.final_norm, layer.mixer_norm] == [
+        params.embedding,
+        params.final_norm,
+        params.layers[0].mixer_norm,
+    ]
+    assert isinstance(layer.mixer.q, QuantizedArray)
 
 
 # Inputs: 64 of `o`, 48 of `down`, in one group, or in groups of 16.
@@ -166,7 +178,7 @@ def test_what_no_product_takes_stays_in_floating_point():
 )
 def test_scales_of_unpacked_integers_are_split_where_devices_divide_the_groups(group_size, is_packed, of_o, of_down):
     mesh: Any = AbstractMesh((2,), ("model",))
-    quantize_all = functools.partial(quantize_params, group_size=group_size, bits=4, is_packed=is_packed)
+    quantize_all = functools.partial(quantize_params, config=CONFIG, group_size=group_size, bits=4, is_packed=is_packed)
     params = jax.eval_shape(quantize_all, abstract_params(CONFIG, "float32"))
     placement: Any = quantized_shardings(params, shardings(CONFIG, mesh))
 

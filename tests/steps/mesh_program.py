@@ -24,8 +24,7 @@ from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.model.cache import cache_shardings
 from jaxinfer.model.components import layers
 from jaxinfer.model.params import Params, shardings
-from jaxinfer.model.quantized_params import quantized_shardings
-from jaxinfer.quantization import quantize_weight
+from jaxinfer.model.quantized_params import quantize_weights, quantized_shardings
 from jaxinfer.sampling.batch import make_sampling
 from jaxinfer.steps import steps
 from jaxinfer.steps.options import StepOptions
@@ -46,19 +45,14 @@ def main(checkpoint: str, sequences_file: str, results_file: str, way: str) -> N
         results = run(load_params(checkpoint, config, "float32", placement=placement), mesh=mesh)
     else:
         has_kernel = "kernel" in way
-        params = quantized(load_params(checkpoint, config, "float32"), way.split()[0], is_packed=not has_kernel)
+        params = load_params(checkpoint, config, "float32")
+        params = quantize_weights(params, config, way.split()[0], is_packed=not has_kernel)
         of_one_device = run(params, mesh=None)
         if has_kernel:
             take_products_of_a_tpu()
         over_mesh = run(jax.device_put(params, quantized_shardings(params, placement)), mesh=mesh)
         results = np.stack([of_one_device, over_mesh])
     np.save(results_file, results)
-
-
-def quantized(params: Params, quantization: str, *, is_packed: bool) -> Params:
-    """Returns the parameters with quantized weights, as the loader quantizes those of one device."""
-    change = functools.partial(quantize_weight, quantization=quantization, is_packed=is_packed)
-    return jax.tree_util.tree_map_with_path(lambda path, w: change(path[-1].name, w), params)
 
 
 def take_products_of_a_tpu() -> None:

@@ -159,10 +159,10 @@ def declare_attention(config: Attention, hidden_size: int, spec: MakeSpec) -> At
     D, N, K, H = hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     q, kv = ("heads", "head_dim"), ("kv_heads", "head_dim")
     tensors: dict[str, TensorSpec | None] = {
-        "q": spec((N, H, D), (*q, "embed")),
-        "k": spec((K, H, D), (*kv, "embed")),
-        "v": spec((K, H, D), (*kv, "embed")),
-        "o": spec((D, N * H), ("embed", "heads")),
+        "q": spec((N, H, D), (*q, "embed"), num_inputs=1),
+        "k": spec((K, H, D), (*kv, "embed"), num_inputs=1),
+        "v": spec((K, H, D), (*kv, "embed"), num_inputs=1),
+        "o": spec((D, N * H), ("embed", "heads"), num_inputs=1),
     }
     if config.has_qkv_bias:
         tensors |= {"q_bias": spec((N, H), q), "k_bias": spec((K, H), kv), "v_bias": spec((K, H), kv)}
@@ -175,7 +175,7 @@ def declare_attention(config: Attention, hidden_size: int, spec: MakeSpec) -> At
     if config.has_sinks:
         tensors |= {"sinks": spec((N,), ("heads",))}
     if config.has_gate:
-        tensors |= {"gate": spec((N, H, D), (*q, "embed"))}
+        tensors |= {"gate": spec((N, H, D), (*q, "embed"), num_inputs=1)}
     if config.has_gate and config.has_qkv_bias:
         tensors |= {"gate_bias": spec((N, H), q)}
     if not config.has_values:

@@ -107,7 +107,7 @@ def _sum_over_mesh(
         results = _in_groups(params, stacks, x, experts, num_tokens, config=config)
         return jax.lax.psum(_weighted_sum(results, weights), axes)
 
-    def spec(_: tuple[int, ...], names: tuple[str, ...], __: float | None = None) -> Any:
+    def spec(_: tuple[int, ...], names: tuple[str, ...], **__: Any) -> Any:
         found = (MESH_AXES.get(name) for name in ("experts", *names))
         return PartitionSpec(*(axis if axis in axes else None for axis in found))
 

@@ -89,19 +89,19 @@ def declare_latent_attention(config: LatentAttention, hidden_size: int, spec: Ma
     H, r, V = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     heads = ("heads", "head_dim")
     tensors: dict[str, TensorSpec] = {
-        "kv_down": spec((R + r, D), ("latent", "embed")),
+        "kv_down": spec((R + r, D), ("latent", "embed"), num_inputs=1),
         "kv_norm": spec((R,), ("latent",), None),
         "k_up": spec((N, H, R), (*heads, "latent")),
         "v_up": spec((N, R, V), ("heads", "latent", "head_dim")),
-        "o": spec((D, N * V), ("embed", "heads")),
+        "o": spec((D, N * V), ("embed", "heads"), num_inputs=1),
     }
     if Q is None:
-        tensors |= {"q": spec((N, H + r, D), (*heads, "embed"))}
+        tensors |= {"q": spec((N, H + r, D), (*heads, "embed"), num_inputs=1)}
     else:
         tensors |= {
-            "q_down": spec((Q, D), ("latent", "embed")),
+            "q_down": spec((Q, D), ("latent", "embed"), num_inputs=1),
             "q_norm": spec((Q,), ("latent",), None),
-            "q_up": spec((N, H + r, Q), (*heads, "latent")),
+            "q_up": spec((N, H + r, Q), (*heads, "latent"), num_inputs=1),
         }
     if config.has_bias:
         tensors |= {"kv_down_bias": spec((R + r,), ("latent",)), "o_bias": spec((D,), ("embed",))}

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jaxinfer.model.batch import StepTokens
-from jaxinfer.model.components.layers import ACTIVATIONS, MakeSpec, Norm, TensorSpec, linear, rms_norm
+from jaxinfer.model.components.layers import ACTIVATIONS, VOCABULARY, MakeSpec, Norm, TensorSpec, linear, rms_norm
 from jaxinfer.validation import require_int, require_name
 from kernels_pallas.row_products import rounded
 
@@ -63,8 +63,8 @@ def declare_embedding_tables(config: LayerEmbedding, num_layers: int, hidden_siz
     """Returns a `TensorSpec` per tensor."""
     V, L, d, D = config.vocab_size, num_layers, config.size, hidden_size
     return EmbeddingTables(
-        table=TensorSpec((V, L, d), ("vocab", "all_layers", "layer_embedding"), 0.02),
-        projection=TensorSpec((L, d, D), ("all_layers", "layer_embedding", "embed"), 0.02),
+        table=TensorSpec((V, L, d), (VOCABULARY, "all_layers", "layer_embedding"), 0.02),
+        projection=TensorSpec((L, d, D), ("all_layers", "layer_embedding", "embed"), 0.02, num_inputs=1),
         norm=TensorSpec((d,), ("layer_embedding",), None),
     )
 
@@ -73,8 +73,8 @@ def declare_layer_embedding(config: LayerEmbedding, hidden_size: int, spec: Make
     """Returns a `TensorSpec` per tensor; `spec(sizes, axes, scale)` makes one of n layers."""
     d, D = config.size, hidden_size
     return LayerEmbeddingParams(
-        gate=spec((d, D), ("layer_embedding", "embed")),
-        up=spec((D, d), ("embed", "layer_embedding")),
+        gate=spec((d, D), ("layer_embedding", "embed"), num_inputs=1),
+        up=spec((D, d), ("embed", "layer_embedding"), num_inputs=1),
         norm=spec((D,), ("embed",), None),
     )
 

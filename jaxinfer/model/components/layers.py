@@ -145,16 +145,27 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 }
 
 
+VOCABULARY = "vocab"  # the axis of token ids
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """The declaration of a tensor: its shape, the meaning of each axis, and the scale of random values.
 
     `scale` is the standard deviation around 0 for a weight; None stands for a norm weight, which starts at 1.
+    `num_inputs` is the number of last axes that `linear` and `product` sum over; a tensor with 0 of them is never
+    quantized.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     scale: float | None
+    num_inputs: int = 0
+
+    @property
+    def is_of_vocabulary(self) -> bool:
+        """True for the embedding, the unembedding and other tables with an entry per token id."""
+        return self.axes[0] == VOCABULARY
 
 
 class PoolSize(NamedTuple):
@@ -166,5 +177,5 @@ class PoolSize(NamedTuple):
     layout: str | None  # of pages of keys and values; None: this platform's
 
 
-# (sizes, axes, scale = 0.02) -> the declaration of a tensor of stacked layers, given one layer's sizes and axes
+# (sizes, axes, scale = 0.02, num_inputs = 0) -> the declaration of a tensor of stacked layers, for one layer's sizes
 MakeSpec = Callable[..., TensorSpec]

@@ -62,9 +62,9 @@ def declare_mlp(config: MLP, hidden_size: int, spec: MakeSpec) -> MLPParams:
     D, F = hidden_size, config.intermediate_size
     names = ("gate", "up") if config.is_gated else ("up",)
     weights: dict[str, TensorSpec | None] = {
-        "gate": spec((F, D), ("mlp", "embed")) if config.is_gated else None,
-        "up": spec((F, D), ("mlp", "embed")),
-        "down": spec((D, F), ("embed", "mlp")),
+        "gate": spec((F, D), ("mlp", "embed"), num_inputs=1) if config.is_gated else None,
+        "up": spec((F, D), ("mlp", "embed"), num_inputs=1),
+        "down": spec((D, F), ("embed", "mlp"), num_inputs=1),
     }
     if config.has_bias:
         weights |= {f"{name}_bias": spec((F,), ("mlp",)) for name in names}

@@ -105,8 +105,8 @@ def declare_moe(config: MoE, hidden_size: int, spec: MakeSpec) -> MoEParams:
     """Returns a `TensorSpec` per tensor; `spec(sizes, axes, scale)` makes one of n layers."""
     D, E = hidden_size, config.num_experts
 
-    def of_experts(sizes: tuple[int, ...], axes: tuple[str, ...], scale: float | None = 0.02) -> TensorSpec:
-        return spec((E, *sizes), ("experts", *axes), scale)
+    def of_experts(sizes: tuple[int, ...], axes: tuple[str, ...], **options: Any) -> TensorSpec:
+        return spec((E, *sizes), ("experts", *axes), **options)
 
     return MoEParams(
         router=spec((E, D), ("choices", "embed")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,11 @@ def test_a_request_has_the_same_bits_alone_and_beside_others(checkpoint, quantiz
 
 
 def test_weights_are_quantized_one_by_one_as_all_together(checkpoint):
-    plain, _ = load_checkpoint(checkpoint, "float32")
+    plain, config = load_checkpoint(checkpoint, "float32")
 
     loaded, _ = load_checkpoint(checkpoint, "float32", quantization="int8")
 
-    expected = jax.jit(quantize_params)(plain)
+    expected = jax.jit(functools.partial(quantize_params, config=config))(plain)
     assert jax.tree.structure(loaded) == jax.tree.structure(expected)
     for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -99,17 +99,17 @@ def declare_gated_delta_net(config: GatedDeltaNet, hidden_size: int, spec: MakeS
     D, G, R, K, V = _sizes(hidden_size, config)
     heads, values = ("key_heads", "channels", "embed"), ("key_heads", "state_heads", "channels", "embed")
     tensors: dict[str, TensorSpec] = {
-        "query": spec((G, K, D), heads),
-        "key": spec((G, K, D), heads),
-        "value": spec((G, R, V, D), values),
-        "z": spec((G, R, V, D), values),
-        "beta": spec((G, R, D), ("key_heads", "state_heads", "embed")),
-        "dt": spec((G, R, D), ("key_heads", "state_heads", "embed")),
+        "query": spec((G, K, D), heads, num_inputs=1),
+        "key": spec((G, K, D), heads, num_inputs=1),
+        "value": spec((G, R, V, D), values, num_inputs=1),
+        "z": spec((G, R, V, D), values, num_inputs=1),
+        "beta": spec((G, R, D), ("key_heads", "state_heads", "embed"), num_inputs=1),
+        "dt": spec((G, R, D), ("key_heads", "state_heads", "embed"), num_inputs=1),
         "conv": spec((config.num_channels, config.conv_size), ("channels", "conv")),
         "dt_bias": spec((G * R,), ("state_heads",)),
         "a_log": spec((G * R,), ("state_heads",)),
         "norm": spec((V,), ("head_dim",), None),
-        "out_proj": spec((D, G * R * V), ("embed", "channels")),
+        "out_proj": spec((D, G * R * V), ("embed", "channels"), num_inputs=1),
     }
     return GatedDeltaNetParams(**tensors)
 

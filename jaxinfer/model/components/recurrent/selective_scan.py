@@ -80,14 +80,14 @@ def declare_selective_scan(config: SelectiveScan, hidden_size: int, spec: MakeSp
     """Returns a `TensorSpec` per tensor; `spec(sizes, axes, scale)` makes one of n layers."""
     D, I, N, R = hidden_size, config.inner_size, config.state_size, config.time_step_rank
     tensors: dict[str, TensorSpec] = {
-        "in_proj": spec((2 * I, D), ("channels", "embed")),
+        "in_proj": spec((2 * I, D), ("channels", "embed"), num_inputs=1),
         "conv": spec((I, config.conv_size), ("channels", "conv")),
-        "x_proj": spec((R + 2 * N, I), ("state", "channels")),
-        "dt_proj": spec((I, R), ("channels", "state")),
+        "x_proj": spec((R + 2 * N, I), ("state", "channels"), num_inputs=1),
+        "dt_proj": spec((I, R), ("channels", "state"), num_inputs=1),
         "dt_bias": spec((I,), ("channels",)),
         "a_log": spec((N, I), ("state", "channels")),
         "d": spec((I,), ("channels",), None),
-        "out_proj": spec((D, I), ("embed", "channels")),
+        "out_proj": spec((D, I), ("embed", "channels"), num_inputs=1),
     }
     if config.has_conv_bias:
         tensors |= {"conv_bias": spec((I,), ("channels",))}

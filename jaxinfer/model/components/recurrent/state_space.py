@@ -114,13 +114,13 @@ def declare_state_space(config: StateSpace, hidden_size: int, spec: MakeSpec) ->
     """Returns a `TensorSpec` per tensor; `spec(sizes, axes, scale)` makes one of n layers."""
     D, H, I, C = hidden_size, config.num_heads, config.inner_size, config.num_channels
     tensors: dict[str, TensorSpec | None] = {
-        "in_proj": spec((I + C + H, D), ("channels", "embed")),
+        "in_proj": spec((I + C + H, D), ("channels", "embed"), num_inputs=1),
         "conv": spec((C, config.conv_size), ("channels", "conv")),
         "dt_bias": spec((H,), ("state_heads",)),
         "a_log": spec((H,), ("state_heads",)),
         "d": spec((H,), ("state_heads",), None),
         "norm": None if config.norm is None else spec((I,), ("channels",), None),
-        "out_proj": spec((D, I), ("embed", "channels")),
+        "out_proj": spec((D, I), ("embed", "channels"), num_inputs=1),
     }
     if config.has_conv_bias:
         tensors |= {"conv_bias": spec((C,), ("channels",))}
