@@ -38,7 +38,7 @@ def compiled_once() -> Iterator[None]:
 
     def compile_once(function: Any, *args: Any, **statics: Any) -> jax.stages.Compiled:
         inputs = executable_cache._key(function, args, statics)
-        key = inputs, statics.get("custom"), jax.stages.Lowered.compile  # `unoptimised_steps` has another one
+        key = inputs, statics.get("options"), jax.stages.Lowered.compile  # `unoptimised_steps` has another one
         if key not in _compiled:
             if are_memory_maps_short():
                 clear_compiled()
