@@ -24,6 +24,7 @@ from jaxinfer.validation import (
 NARROW_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "int8": "int8"}
 CACHE_DTYPES = ("float32", "bfloat16", "float16", *NARROW_CACHE_DTYPES.values())
 QUANTIZATIONS = ("int8", "int4")
+MAX_ADAPTERS, MAX_ADAPTER_RANK = 1024, 512
 ATTENTIONS = ("reference",)
 
 
@@ -95,6 +96,11 @@ class EngineConfig:
     * `quantization`: "int8" rounds the weights of products to 8 bits, with a scale per output channel, during loading.
       "int4" rounds to 4 bits, with a scale per 128 inputs. None keeps the LLM's dtype.
 
+    Adapters:
+
+    * `max_adapters`: adapters (LoRA) that may be loaded at once, see `LLM.load_adapter`. 0 compiles nothing for them.
+    * `max_adapter_rank`: the largest rank of an adapter. The device keeps this rank for each of max_adapters.
+
     Prefix cache:
 
     * `prefix_cache`: requests with equal prefixes share pages, also after one of them has finished.
@@ -153,6 +159,8 @@ class EngineConfig:
     tpot_target: float | None = None
     quantization: str | None = None
     attention: str | None = None
+    max_adapters: int = 0
+    max_adapter_rank: int = 16
 
     def __post_init__(self) -> None:
         make_scalars_plain(self)
@@ -197,6 +205,8 @@ class EngineConfig:
         for name in ("ttft_target", "tpot_target"):
             if getattr(self, name) is not None:
                 require_real(name, getattr(self, name), 0.0)
+        require_int("max_adapters", self.max_adapters, 0, MAX_ADAPTERS)
+        require_int("max_adapter_rank", self.max_adapter_rank, 1, MAX_ADAPTER_RANK)
         require_quantization(self.quantization)
         _require_name_or_none("attention", self.attention, ATTENTIONS)
         _require_name_or_none("cache_dtype", self.cache_dtype, NARROW_CACHE_DTYPES)

@@ -31,7 +31,7 @@ RENDERING = (
     *("add_generation_prompt", "continue_final_message"),
 )
 CHAT = ("messages", *RENDERING, "chat_template_kwargs")
-OPTIONS = ("priority", "tenant", "deadline", "cache_salt", "prediction")
+OPTIONS = ("priority", "tenant", "deadline", "cache_salt", "prediction", "adapter")
 
 OK = 200  # the HTTP status of a result in OpenAI's format
 # Each output line begins with this, which tells an incomplete record from a foreign file.

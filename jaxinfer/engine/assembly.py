@@ -38,6 +38,7 @@ from jaxinfer.engine.execution.memory_plan import (
 from jaxinfer.engine.execution.runner import Runner
 from jaxinfer.engine.execution.step_shapes import loop_steps, max_batched_tokens, max_mixed_tokens, max_rows
 from jaxinfer.engine.execution.warm_up import WarmUp, plan_target, resident_bytes
+from jaxinfer.engine.frontend.adapters import AdapterSlots
 from jaxinfer.engine.frontend.admission import Admission
 from jaxinfer.engine.frontend.page_identity import page_identity
 from jaxinfer.engine.kv_cache.disk_tier import DiskTier
@@ -182,6 +183,7 @@ def plan_host(
         window=window,
         model=model,
         custom=custom,
+        adapters=AdapterSlots(config.max_adapters),
         takes_predictions=speculation is not None and isinstance(speculation.proposer.drafter, NgramDrafter),
         grammars=GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids),
     )

@@ -163,6 +163,20 @@ class AsyncLLM:
         require(callable(command), "command", command, "a function of the engine")
         return await asyncio.wrap_future(self._thread.call(command))
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the loaded adapters."""
+        return self._engine.adapters
+
+    async def load_adapter(self, name: str, path: str | Path) -> None:
+        """Loads a LoRA adapter while requests run: see `LLM.load_adapter`."""
+        adapter = await asyncio.to_thread(self._engine.read_adapter, path)
+        await self.call(lambda engine: engine.load_adapter(name, adapter))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Frees the slot of an adapter: see `LLM.unload_adapter`."""
+        await self.call(lambda engine: engine.unload_adapter(name))
+
     async def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> AsyncIterator[Delta]:

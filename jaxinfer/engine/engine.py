@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from jaxinfer.checkpoint import resolve_checkpoint
+from jaxinfer.checkpoint.adapters import Adapter, read_adapter
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.device import enable_compilation_cache, resolve_dtype
 from jaxinfer.engine.agreement import Agreement, agreement
@@ -22,7 +23,14 @@ from jaxinfer.engine.execution.engine_model import abstract
 from jaxinfer.engine.execution.params_update import require_alike
 from jaxinfer.engine.execution.pipeline import Advance, Pipeline
 from jaxinfer.engine.execution.warm_up import Ready
-from jaxinfer.engine.frontend.admission import Admission, Prompt, PromptTooLongError, RequestOptions, check_names
+from jaxinfer.engine.frontend.admission import (
+    Admission,
+    Prompt,
+    PromptTooLongError,
+    RequestOptions,
+    check_names,
+    checked_adapter_name,
+)
 from jaxinfer.engine.frontend.branches import Branches
 from jaxinfer.engine.frontend.health import Health, require_own_process
 from jaxinfer.engine.frontend.outputs import OutputRoutes, Sink
@@ -172,6 +180,24 @@ class Engine:
         self.check()
         self._admission.check_samples(name, count)
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the loaded adapters."""
+        self.check()
+        return tuple(adapter.name for adapter in self._admission.adapters.loaded)
+
+    def read_adapter(self, path: str | Path) -> Adapter:
+        """Reads an adapter for `load_adapter`; changes nothing in the engine. Raises ValueError if it does not fit."""
+        self.check()
+        config = self.engine_config
+        if not config.max_adapters:
+            raise ValueError(
+                "this engine has no slots for adapters (max_adapters=0); raise EngineConfig.max_adapters to the"
+                " number of adapters that may be loaded at once"
+            )
+        options = {"max_rank": config.max_adapter_rank, "dtype": self._runner.params.final_norm.dtype}
+        return read_adapter(path, self._path, self.model_config, **options)
+
     def metrics(self) -> Metrics:
         """Returns the present numbers of requests and pages, and the engine's counters since the start."""
         self.check()
@@ -222,10 +248,13 @@ class Engine:
             )
         if samples.is_submitted:
             raise ValueError(f"request {samples.request_id} was submitted before; admit its prompt again")
+        adapter = samples.requests[0].adapter
+        if adapter is not None and self._admission.adapters.find(adapter.name) is not adapter:
+            raise ValueError(f"adapter={adapter.name!r} was unloaded after the prompt was admitted; admit it again")
         samples.is_submitted = True
         if samples.params_version != self._admission.params_version:
             for request in samples.requests:
-                request.keys = request.keys and self._admission.page_keys(request.cache_salt)
+                request.keys = request.keys and self._admission.page_keys(request.cache_salt, request.adapter)
         self._routes.open(samples, sink)
         for request in samples.requests:
             self._scheduler.add(request)
@@ -312,6 +341,27 @@ class Engine:
         request = self._branches.restore(path, next(self._ids))
         return self.submit(self._group(self._admission, [request]), sink)
 
+    def load_adapter(self, name: str, adapter: Adapter) -> None:
+        """Makes an adapter of `read_adapter` available to requests under a name: see `LLM.load_adapter`."""
+        self.check()
+        require(isinstance(adapter, Adapter), "adapter", adapter, "the result of read_adapter")
+        adapters = self._admission.adapters
+        loaded = adapters.choose(checked_adapter_name(name), adapter.digest)
+        self._runner.insert_adapter(loaded.slot, adapter.tensors)
+        adapters.put(loaded)
+
+    def unload_adapter(self, name: str) -> None:
+        """Frees the slot of an adapter: see `LLM.unload_adapter`."""
+        self.check()
+        adapters = self._admission.adapters
+        loaded = adapters.find(checked_adapter_name(name))
+        if count := self._scheduler.count_users(loaded):
+            raise ValueError(
+                f"adapter {loaded.name!r} cannot be unloaded: {count} unfinished requests use it; let them finish or"
+                " abort them first"
+            )
+        adapters.remove(loaded)
+
     def update_params(self, params: Params) -> None:
         """Replaces the model's parameters while requests run: see `LLM.update_params`."""
         self.check()
@@ -320,7 +370,9 @@ class Engine:
         version = f", updated to {secrets.token_hex(16)}"
         self._admission = admission = replace(self._admission, params_version=version)
         self._branches = self._make_branches()
-        self._scheduler.recompute(lambda request: request.keys and admission.page_keys(request.cache_salt))
+        self._scheduler.recompute(
+            lambda request: request.keys and admission.page_keys(request.cache_salt, request.adapter)
+        )
         if self._speculation is not None:
             self._speculation.update_target(abstract(params))  # its drafter refers to the old tensors too
         self._runner.update_params(params)

@@ -208,8 +208,8 @@ class LLM:
     ) -> int:
         """Queues a prompt, text or token ids, and returns its request id; `step` returns its tokens.
 
-        `options` are priority, tenant, deadline and cache_salt: see `RequestOptions`. Raises ValueError if the engine
-        cannot honour the request exactly, and QueueFullError if too many requests wait. Neither changes anything.
+        `options` are those of `RequestOptions`. Raises ValueError if the engine cannot honour the request exactly, and
+        QueueFullError if too many requests wait. Neither changes anything.
         """
         samples = self._engine.admit(prompt, sampling_params, **options)
         return self._begin(lambda engine: engine.submit(samples, self._outputs.append))
@@ -272,6 +272,26 @@ class LLM:
         """
         with self.engine() as engine:
             engine.update_params(params)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the loaded adapters."""
+        return self._engine.adapters
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Loads a LoRA adapter that PEFT has saved, from a folder or the Hub; requests take it by `adapter=name`.
+
+        Requests with different adapters, and without, share steps, and each gets the tokens that it gets alone. Others
+        may run meanwhile, and nothing is compiled. Raises ValueError if EngineConfig.max_adapters leaves no slot, if
+        the name is taken, or if the adapter cannot be honoured exactly; then nothing has changed.
+        """
+        with self.engine() as engine:
+            engine.load_adapter(name, engine.read_adapter(path))
+
+    def unload_adapter(self, name: str) -> None:
+        """Frees the slot of an adapter for another. Raises ValueError if unfinished requests use it."""
+        with self.engine() as engine:
+            engine.unload_adapter(name)
 
     def step(self) -> list[Delta]:
         """Computes one step and returns its new tokens for the requests of `add`; empty if nothing is left to do."""

@@ -12,6 +12,7 @@ import numpy as np
 from flax import struct
 
 from jaxinfer.validation import MAX_INT, as_ints, as_tuple, require, require_int
+from kernels_pallas.paged_attention.shapes import token_rows
 
 # The slot of padding tokens: past every pool, and far enough from the int32 limit to take any layer's offset.
 # It must not be negative: JAX wraps negative indices even where it drops those past the end.
@@ -34,6 +35,8 @@ class Batch:
     # i32[B, M] for each of `ModelConfig.page_kinds` but the first; 0 for freed pages too. () if all have the first's.
     bounded_tables: Any = ()
 
+    adapters: Any = None  # i32[B]  slot of the row's adapter, see `AdaptedArray`; None: the model has no slots
+
     def tables_of(self, kind: int) -> Any:
         """Returns the block tables of a kind of pages."""
         return self.bounded_tables[kind - 1] if kind and self.bounded_tables else self.block_tables
@@ -44,16 +47,20 @@ class StepTokens:
     """The facts about the rows of an operand [T, D] that its products need."""
 
     count: Any  # i32[]  rows that are not padding; they come first
+    adapters: Any = None  # i32[T]  as `Batch.adapters`, of each row of the operand
 
 
 def step_tokens(batch: Batch) -> StepTokens:
     """Returns the `StepTokens` of operands that have a row for each token of the batch."""
-    return StepTokens(num_real_tokens(batch))
+    adapters = None
+    if batch.adapters is not None:
+        adapters = jnp.asarray(batch.adapters)[token_rows(batch.cu_q_lens, batch.tokens.shape[0])]
+    return StepTokens(num_real_tokens(batch), adapters)
 
 
 def step_rows(batch: Batch) -> StepTokens:
     """Returns the `StepTokens` of operands that have a row for each row of the batch."""
-    return StepTokens((batch.kv_lens > 0).sum())
+    return StepTokens((batch.kv_lens > 0).sum(), batch.adapters)
 
 
 def num_real_tokens(batch: Batch) -> Any:
@@ -80,6 +87,7 @@ def last_tokens(batch: Batch) -> Batch:
         kv_lens=batch.kv_lens,
         block_tables=batch.block_tables,
         bounded_tables=batch.bounded_tables,
+        adapters=batch.adapters,
     )
 
 
@@ -101,6 +109,7 @@ def next_batch(batch: Batch, tokens: jax.Array, kv_lens: jax.Array, page_size: i
         kv_lens=kv_lens,
         block_tables=batch.block_tables,
         bounded_tables=batch.bounded_tables,
+        adapters=batch.adapters,
     )
 
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.model.batch import Batch, StepTokens, step_tokens
 from jaxinfer.model.cache import KVCache, layer_offset, write_tokens
+from jaxinfer.model.components.adapted import AdaptedArray
 from jaxinfer.model.components.attention import Angles, AttentionInputs
 from jaxinfer.model.components.dense_and_experts import DenseAndExperts, DenseAndExpertsParams, dense_and_experts
 from jaxinfer.model.components.layer_embedding import add_layer_embedding, embed_for_layers
@@ -246,6 +247,8 @@ def _with_stacks(own: Any, stacks: Any, specs: Any, layer: jax.Array, mesh: Mesh
     """
 
     def put(stack: Any, node: Any, spec: Any) -> Any:
+        if isinstance(stack, AdaptedArray):
+            return replace(node, base=put(stack.base, node.base, spec))
         if isinstance(stack, MoEParams):
             shared = _with_stacks(node.shared, stack.shared, spec.shared, layer, mesh)
             return replace(node, experts=stack.experts, shared=shared, layer=layer)
@@ -254,7 +257,9 @@ def _with_stacks(own: Any, stacks: Any, specs: Any, layer: jax.Array, mesh: Mesh
             return replace(stack, layer=layer, sharding=sharding)
         return node
 
-    return jax.tree.map(put, stacks, own, specs, is_leaf=_is_read_in_stack)
+    return jax.tree.map(
+        put, stacks, own, specs, is_leaf=lambda node: isinstance(node, AdaptedArray) or _is_read_in_stack(node)
+    )
 
 
 def mix(

@@ -120,7 +120,14 @@ CHAT = {
 }
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 PLAIN = {"messages": [MESSAGES], "chat_template_kwargs": {}}
-OPTIONS = {"priority": "interactive", "tenant": "a", "deadline": 2.5, "cache_salt": "b", "prediction": "c"}
+OPTIONS = {
+    "priority": "interactive",
+    "tenant": "a",
+    "deadline": 2.5,
+    "cache_salt": "b",
+    "prediction": "c",
+    "adapter": "d",
+}
 
 
 def chat(**fields: Any) -> Any:

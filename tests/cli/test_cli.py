@@ -187,6 +187,8 @@ ENGINE = {
     "decode_loop_steps": 4,
     "quantization": "int4",
     "attention": "reference",
+    "max_adapters": 2,
+    "max_adapter_rank": 8,
 }
 NEEDS = {"disk_cache_bytes": "disk_cache_path", "disk_cache_path": "disk_cache_bytes"}
 

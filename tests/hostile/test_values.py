@@ -95,7 +95,7 @@ COMPONENTS: dict[Any, dict[str, Any]] = {
 }
 STRUCTURES = {"json_schema", "regex", "choices", "grammar"}  # compiled, and tested beside their compiler
 CACHE = CacheConfig(**CONFIGS[CacheConfig])
-TERMS = {"priority": "batch", "tenant": "a", "deadline": 60, "cache_salt": "a", "prediction": None}
+TERMS = {"priority": "batch", "tenant": "a", "deadline": 60, "cache_salt": "a", "prediction": None, "adapter": None}
 PROMPT = {"prompt": [5, 6], "sampling_params": GREEDY, **TERMS}
 BATCH = {"rows": [Row([5], 0, [0])], "page_size": 16, "num_tokens": 2, "num_rows": 2, "table_width": 2}
 SAMPLING = {
@@ -123,7 +123,17 @@ def test_no_public_name_is_left_out():
 
     assert {getattr(jaxinfer, name) for name in dir(jaxinfer)} == tested | not_called
     assert {name for name in vars(LLM) if not name.startswith("_")} == {*METHODS, "step", "close", "engine"} | VIEWS
-    views = {"identity", "metrics", "default_sampling_params", "failure", "is_open", "close", "call", "engine_thread"}
+    views = {
+        "adapters",
+        "identity",
+        "metrics",
+        "default_sampling_params",
+        "failure",
+        "is_open",
+        "close",
+        "call",
+        "engine_thread",
+    }
     assert {name for name in vars(AsyncLLM) if not name.startswith("_")} == {*ASYNC_METHODS} | views
 
 
@@ -165,7 +175,7 @@ CHAT = {
     "show_progress": False,
 }
 EMBED = {"prompts": [[5], "a"], "pooling": "mean", "normalize": True, "show_progress": False}
-VIEWS = {"on_step", "has_unfinished", "identity", "metrics", "default_sampling_params"}  # without arguments
+VIEWS = {"on_step", "has_unfinished", "identity", "metrics", "default_sampling_params", "adapters"}  # without arguments
 COMPLETION = Completion(
     request_id=0,
     prompt_token_ids=(5,),
@@ -195,6 +205,8 @@ METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "embed": (LLM.embed, {**EMBED, **TERMS}),
     "agreement": (LLM.agreement, {"texts": [[5, 6], COMPLETION], "show_progress": False}),
     "update_params": (LLM.update_params, {"params": None}),
+    "load_adapter": (LLM.load_adapter, {"name": "a", "path": "request"}),
+    "unload_adapter": (LLM.unload_adapter, {"name": "a"}),
     "warm_up": (LLM.warm_up, {"show_progress": False, "description": "a"}),
     "timeline": (LLM.timeline, {"max_steps": 5}),
 }
@@ -204,7 +216,8 @@ NAMES = {
     "request_id": ("request",),
     "num_tokens": ("request",),
     "seed": ("request",),
-    "path": ("request",),
+    "path": ("request", "adapter"),
+    "name": ("adapter",),
     "prompts": ("prompt", "sampling_params"),
     "texts": ("prompt",),
     "messages": ("prompt", "template"),
@@ -271,6 +284,8 @@ ASYNC_METHODS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "embed": (AsyncLLM.embed, without_progress(METHODS["embed"][1])),
     "open": (open_and_read, without_progress(METHODS["generate"][1])),
     "tokenize": (AsyncLLM.tokenize, {"text": "a", "add_special_tokens": True}),
+    "load_adapter": (AsyncLLM.load_adapter, METHODS["load_adapter"][1]),
+    "unload_adapter": (AsyncLLM.unload_adapter, METHODS["unload_adapter"][1]),
     "warm_up": (AsyncLLM.warm_up, {"show_progress": False}),
 }
 

@@ -131,38 +131,42 @@ class NgramDrafter:
         return (index,)
 
 
+Source = tuple[str | None, str]  # the salt and the adapter's digest of a request
+
+
 class SuffixDrafter(NgramDrafter):
     """Drafts from the request itself and from finished outputs (after SuffixDecoding, Oliaro et al. 2024).
 
-    Drafts for a request come only from outputs with the same `cache_salt`. Otherwise a user could infer the outputs of
-    other users from the latency of tokens.
+    Drafts for a request come only from outputs with the same `cache_salt` and adapter. Otherwise a user could infer the
+    outputs of other users from the latency of tokens.
     """
 
     def __init__(self, max_tokens: int = MAX_REMEMBERED_TOKENS) -> None:
         super().__init__()
         self._max_tokens = max_tokens
         self._num_tokens = 0
-        self._outputs: deque[tuple[str | None, list[int]]] = deque()  # (salt, text), oldest first
-        self._indices: dict[str | None, NgramIndex] = {}
+        self._outputs: deque[tuple[Source, list[int]]] = deque()  # oldest first
+        self._indices: dict[Source, NgramIndex] = {}
 
     def forget(self, request: Request) -> None:
         super().forget(request)
         text = _after_prompt(request, request.token_ids[request.num_prompt_tokens :])
-        self._indices.setdefault(request.cache_salt, NgramIndex()).enter(text)
-        self._outputs.append((request.cache_salt, text))
+        source = request.cache_salt, request.adapter_digest
+        self._indices.setdefault(source, NgramIndex()).enter(text)
+        self._outputs.append((source, text))
         self._num_tokens += len(text)
         while self._num_tokens > self._max_tokens:
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        salt, text = self._outputs.popleft()
+        source, text = self._outputs.popleft()
         self._num_tokens -= len(text)
-        self._indices[salt].remove_oldest()
-        if self._indices[salt].is_empty:
-            del self._indices[salt]
+        self._indices[source].remove_oldest()
+        if self._indices[source].is_empty:
+            del self._indices[source]
 
     def _others(self, request: Request) -> Sequence[NgramIndex]:
-        index = self._indices.get(request.cache_salt)
+        index = self._indices.get((request.cache_salt, request.adapter_digest))
         return super()._others(request) if index is None else (*super()._others(request), index)
 
 

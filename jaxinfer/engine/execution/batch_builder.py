@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -44,8 +45,10 @@ class BatchBuilder:
         draft_trees: bool = False,
         max_prompt_log_probs: int | None = None,
         num_further_kinds: int = 0,
+        has_adapters: bool = False,
     ) -> None:
         self._draft_trees = draft_trees
+        self._has_adapters = has_adapters
         self._max_prompt_log_probs = max_prompt_log_probs
         self._page_size = page_size
         self._table_width = table_width
@@ -70,6 +73,7 @@ class BatchBuilder:
             draft_trees=config.draft_trees,
             max_prompt_log_probs=config.max_prompt_log_probs,
             num_further_kinds=len(model.model_config.page_kinds) - 1,
+            has_adapters=config.max_adapters > 0,
         )
 
     def build(self, step: Step, bucket: Bucket, before: Rows = NO_ROWS) -> tuple[Any, ...]:
@@ -79,6 +83,9 @@ class BatchBuilder:
         samples. The sampling batch of a verify step has the grammar masks; other steps draw plainly, or apart.
         """
         batch, sampling = (self._build_decode if bucket.is_decode else self._build_rows)(step, bucket, before)
+        if self._has_adapters:
+            slots = np.array(step.chunks.rows.adapter_slots, np.int32)
+            batch = replace(batch, adapters=padded(slots, bucket.num_rows, 0))
         arguments = batch, add_masks(step, sampling) if bucket.is_verify else sampling
         if bucket.num_steps > 1:
             return *arguments, padded(np.array(step.chunks.max_new_tokens, np.int32), bucket.num_rows, 0)

@@ -13,6 +13,7 @@ from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.drafts import Drafts
 from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.scheduling.step_results import SampledToken
+from jaxinfer.model.adapted_params import Slots, make_slots
 from jaxinfer.model.cache import KVCache
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
@@ -29,6 +30,14 @@ class EngineModel:
     cache_config: CacheConfig
     table_width: int  # pages per row of the block table
     custom: Mapping[str, LogitsProcessor]  # logits processors of the user, by name
+
+    def make_slots(self, make: Callable[..., Any]) -> Slots:
+        """Returns the slots for adapters, None without any; `make` is that of `adapted_params.make_slots`."""
+        num_adapters, rank = self.engine_config.max_adapters, self.engine_config.max_adapter_rank
+        if num_adapters == 0:
+            return None
+        dtype = self.params.final_norm.dtype
+        return make_slots(self.model_config, num_slots=1 + num_adapters, rank=rank, dtype=dtype, make=make)
 
 
 def abstract(params: Params) -> Params:

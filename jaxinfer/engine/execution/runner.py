@@ -12,12 +12,14 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.engine.execution.adapter_arrays import AdapterArrays
 from jaxinfer.engine.execution.batch_builder import BatchBuilder, add_masks
 from jaxinfer.engine.execution.params_update import replaced
 from jaxinfer.engine.execution.warm_up import WarmUp
 from jaxinfer.engine.kv_cache.page_transfers import Content, Copy, CopyPage, PageTransfers, RotatePages, SwapIn, SwapOut
 from jaxinfer.engine.kv_cache.tiers import PageTiers
 from jaxinfer.engine.scheduling.step import NO_ROWS, Step
+from jaxinfer.model.adapted_params import Slots
 from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput, last_tokens
 from jaxinfer.model.cache import KVCache, init_cache
 from jaxinfer.model.params import Params
@@ -39,7 +41,9 @@ class Runner:
         self.buckets = compiler.buckets
         self._builder = BatchBuilder.of(warm_up.model)
         self.compiled_steps, self._copiers = warm_up.steps, warm_up.copiers
-        self._params = params
+        self._params = self._base_params = params
+        self._adapters = AdapterArrays.of(warm_up.model)
+        self._join_adapters()
         self._tiers = tiers
         self._drawn = jnp.zeros((compiler.max_num_rows,), jnp.int32)  # i32[R], sampled by each row of the last step
         self._before = NO_ROWS  # the rows of the last step
@@ -53,16 +57,28 @@ class Runner:
 
     @property
     def params(self) -> Params:
-        """The parameters of the next step."""
-        return self._params
+        """The parameters of the next step, without those of adapters."""
+        return self._base_params
 
     def update_params(self, params: Params) -> None:
         """Replaces the parameters by others of their shapes and dtypes, with room for one set on the device."""
         with self._reported_failures():
             jax.block_until_ready(self._cache)  # launched steps refer to the old parameters until they end
-            old = jax.tree.leaves(self._params)
+            old = jax.tree.leaves(self._base_params)
+            del self._params, self._base_params
+            self._base_params = replaced(old, params)
+            self._join_adapters()
+
+    def insert_adapter(self, slot: int, tensors: Slots) -> None:
+        """Writes an adapter's tensors into a slot, behind all launched steps; waits until it is there."""
+        assert self._adapters is not None
+        with self._reported_failures():
             del self._params
-            self._params = replaced(old, params)
+            self._adapters.insert(slot, tensors)
+            self._join_adapters()
+
+    def _join_adapters(self) -> None:
+        self._params = self._base_params if self._adapters is None else self._adapters.beside(self._base_params)
 
     def close(self) -> None:
         """Frees the memory of parameters, cache and compiled steps."""

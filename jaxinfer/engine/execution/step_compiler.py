@@ -19,6 +19,7 @@ from jaxinfer.engine.execution.engine_model import EngineModel
 from jaxinfer.engine.execution.executable_cache import compile_or_load
 from jaxinfer.engine.execution.step_shapes import Bucket, max_rows, plan_buckets, plan_draws
 from jaxinfer.engine.scheduling.step import Chunks, Step
+from jaxinfer.model.adapted_params import with_slots
 from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput
 from jaxinfer.model.cache import KVCache, abstract_cache
 from jaxinfer.model.params import Params
@@ -88,7 +89,8 @@ class StepCompiler:
             self.buckets = (*plan_draws(self.buckets), *self.buckets)
         self.max_num_rows = max_rows(config)
         self.model_config = target.model_config
-        self._params = target.params
+        slots = target.make_slots(jax.ShapeDtypeStruct)
+        self._params = target.params if slots is None else with_slots(target.params, slots)
         self._max_log_probs = min(config.max_log_probs, target.model_config.vocab_size)
         self._max_prompt_log_probs = config.max_prompt_log_probs
         self._custom = tuple(target.custom.values())

@@ -151,8 +151,9 @@ class WarmUp:
         kept_layers = () if drafter is None else drafter.kept_layers
         compiled = replace(target, params=abstract(target.params))
         self.compiler = compiler = StepCompiler(compiled, max_drafts, kept_layers)
+        slot_bytes = num_bytes(target.make_slots(jax.ShapeDtypeStruct))
         guess = MemoryPlan(
-            resident_bytes=resident_bytes(target.params, speculation),
+            resident_bytes=resident_bytes(target.params, speculation) + slot_bytes,
             step_bytes=guess_step_bytes(compiler.model_config, compiler.buckets),
             page_bytes=bytes_of_page(target.model_config, target.cache_config, drafter),
             num_pages=target.cache_config.num_pages,

@@ -13,9 +13,10 @@ from numbers import Integral
 from typing import Any, TypedDict, cast, get_args
 
 from jaxinfer.config import MAX_SEED, CacheConfig, EngineConfig, SamplingParams
+from jaxinfer.engine.frontend.adapters import AdapterSlots
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow, window_for
 from jaxinfer.engine.request.page_keys import PageKeys, root_key
-from jaxinfer.engine.request.request import Priority, Request, SharedPrompt
+from jaxinfer.engine.request.request import LoadedAdapter, Priority, Request, SharedPrompt
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.plain_values import is_missing, plain, plain_mapping
 from jaxinfer.text.grammar import GrammarCompiler
@@ -44,7 +45,7 @@ class PromptTooLongError(ValueError):
 
 
 class RequestOptions(TypedDict, total=False):
-    """Scheduling and caching options of a request; none of them changes a token.
+    """Scheduling and caching options of a request, and its adapter, which alone changes tokens.
 
     * `priority`: "interactive" (default) goes before "batch", and preempts batch requests if the engine is full.
     * `tenant`: the customer or user of the request. Tenants take turns, so none waits for all requests of another.
@@ -53,6 +54,7 @@ class RequestOptions(TypedDict, total=False):
     * `cache_salt`: only requests with the same salt share cached prefixes.
     * `prediction`: text or token ids that the output may resemble, such as the file to change. Drafts come from it, so
       the engine must draft by n-grams: `speculation="ngram"` or "suffix".
+    * `adapter`: the name of an adapter that `load_adapter` has loaded. None takes the model as it is.
     """
 
     priority: Priority
@@ -60,6 +62,7 @@ class RequestOptions(TypedDict, total=False):
     deadline: float | None
     cache_salt: str | None
     prediction: Prompt | None
+    adapter: str | None
 
 
 def check_names(options: Mapping[str, Any]) -> None:
@@ -85,6 +88,15 @@ def checked_tenant(tenant: Any) -> str:
         raise ValueError(f"tenant={shown(tenant)} is not allowed: give a name as text, or leave it out")
     _check_name_length("tenant", name)
     return name
+
+
+def checked_adapter_name(name: Any) -> str:
+    """Returns the name of an adapter; ValueError if it is no text, empty or too long."""
+    text = as_plain("name", name)
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"name={shown(name)} is not allowed: give the adapter a name as text")
+    _check_name_length("name", text)
+    return text
 
 
 def checked_time_limit(deadline: Any) -> float:
@@ -139,6 +151,7 @@ class Admission:
     model: str
     grammars: GrammarCompiler
     custom: tuple[str, ...]  # names of the LLM's logits processors
+    adapters: AdapterSlots
     takes_predictions: bool = False
     params_version: str = ""  # of the parameters that replaced the checkpoint's, "" for the checkpoint's
 
@@ -153,6 +166,7 @@ class Admission:
         deadline: float | None = None,
         cache_salt: str | None = None,
         prediction: Prompt | None = None,
+        adapter: str | None = None,
     ) -> list[Request]:
         """Returns one request per sample; ValueError with the reason, the value and the way out."""
         sampling = self.default_sampling_params if sampling is None else sampling
@@ -186,6 +200,7 @@ class Admission:
                     " function to LLM(logits_processors={name: function})"
                 )
         cache_salt = _checked_salt(cache_salt)
+        loaded = self._loaded_adapter(adapter)
         make_sample = partial(
             Request,
             prompt_token_ids=token_ids,
@@ -194,6 +209,7 @@ class Admission:
             max_tokens=min(sampling.max_tokens, self._max_len - len(token_ids)),
             stop_token_ids=stop_token_ids,
             cache_salt=cache_salt,
+            adapter=loaded,
             prediction=self._checked_prediction(prediction),
             priority=checked_priority(priority),
             tenant=checked_tenant(tenant),
@@ -205,7 +221,7 @@ class Admission:
                 next(ids),
                 sample_index=sample_index,
                 detokenizer=self.detokenizer(sampling),
-                keys=self.page_keys(cache_salt),
+                keys=self.page_keys(cache_salt, loaded),
                 grammar=self.grammars.compile(sampling),
             )
             for sample_index in range(sampling.num_samples)
@@ -224,6 +240,14 @@ class Admission:
             raise ValueError(
                 f"{name}={count} is more than max_samples={limit}; ask for fewer or raise EngineConfig.max_samples"
             )
+
+    def _loaded_adapter(self, adapter: Any) -> LoadedAdapter | None:
+        name = as_plain("adapter", adapter)
+        if name is None:
+            return None
+        if not isinstance(name, str):
+            raise ValueError(f"adapter={shown(adapter)} is not allowed: give the name of a loaded adapter, or None")
+        return self.adapters.find(name)
 
     def _checked_prediction(self, prediction: Prompt | None) -> list[int]:
         if prediction is None:
@@ -275,12 +299,12 @@ class Admission:
                 f" min_tokens={sampling.min_tokens} rule out all of them; allow more"
             )
 
-    def page_keys(self, cache_salt: str | None) -> PageKeys | None:
+    def page_keys(self, cache_salt: str | None, adapter: LoadedAdapter | None) -> PageKeys | None:
         """Returns the keys of a new request's pages, or None without a prefix cache."""
         if not self.engine_config.prefix_cache:
             return None
-        # An engine has no adapters.
-        versions = {"model": self.model, "params_version": self.params_version, "adapter": ""}
+        digest = "" if adapter is None else adapter.digest
+        versions = {"model": self.model, "params_version": self.params_version, "adapter": digest}
         return PageKeys(root_key(**versions, cache_salt=cache_salt or ""), self.cache_config.page_size)
 
     def encode(self, prompt: Prompt, name: str = "prompt", *, add_special_tokens: bool = True) -> list[int]:

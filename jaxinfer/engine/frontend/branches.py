@@ -125,6 +125,7 @@ def fork(request: Request, request_id: int, admission: Admission, *, time_limit:
         time_limit=time_limit,
         grammar=None if request.grammar is None else request.grammar.begin_again(),
         cache_salt=request.cache_salt,
+        adapter=request.adapter,
         shared_prompt=request.shared_prompt,
     )
     for output in request.outputs:

@@ -22,7 +22,7 @@ from jaxinfer.engine.kv_cache.page_transfers import Content
 from jaxinfer.engine.request.request import Request, SharedPrompt
 from jaxinfer.sampling_params import SamplingParams
 
-KIND = "request of jaxinfer, 6"
+KIND = "request of jaxinfer, 7"
 LENGTH_BYTES = 8
 
 
@@ -55,6 +55,9 @@ def write_request(
             "deadline": None if time_limit == math.inf else max(time_limit, 1e-3),  # the deadline may just have passed
             "cache_salt": request.cache_salt,
         },
+        "adapter": None
+        if request.adapter is None
+        else {"name": request.adapter.name, "digest": request.adapter.digest},
         "pages": [{"indices": list(some), "size": sum(c.nbytes for c in some.values())} for some in pages],
         "num_saved": num_saved,
     }
@@ -101,9 +104,22 @@ def _require_file(path: Path) -> None:
         raise ValueError(f"{path} is no regular file; give the path of one, or of none yet")
 
 
+def _find_adapter(path: Path, saved: dict[str, str] | None, admission: Admission) -> str | None:
+    """Returns the name here of the adapter that a request was saved with."""
+    if saved is None:
+        return None
+    if (adapter := admission.adapters.of_digest(saved["digest"])) is None:
+        raise ValueError(
+            f"{path} was saved with the adapter {saved['name']!r}, and none with the same contents (digest"
+            f" {saved['digest']}) is loaded here; load it by load_adapter first"
+        )
+    return adapter.name
+
+
 def _rebuild(path: Path, head: dict[str, Any], request_id: int, admission: Admission) -> Request:
     sampling = SamplingParams(**head["sampling"])
-    (request,) = admission.admit(count(request_id), head["prompt"], sampling, **head["terms"])
+    adapter = _find_adapter(path, head["adapter"], admission)
+    (request,) = admission.admit(count(request_id), head["prompt"], sampling, adapter=adapter, **head["terms"])
     request.seed, request.sample_index = head["seed"], head["sample_index"]
     tops = [dict(map(tuple, pairs)) for pairs in head["prompt_top_log_probs"]]
     request.shared_prompt = SharedPrompt(head["num_samples"], head["prompt_log_probs"], tops)

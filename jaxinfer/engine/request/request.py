@@ -69,6 +69,15 @@ class GrammarState(Protocol):
     def masks(self, token_ids: Sequence[int], parents: Sequence[int]) -> list[np.ndarray]: ...
 
 
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """An adapter in a slot of the device."""
+
+    name: str
+    slot: int  # from 1 on: slot 0 is that of requests without an adapter
+    digest: str  # of its contents, by which pages, drafts and saved requests are told apart
+
+
 Priority = Literal["interactive", "batch"]
 NO_ALTERNATIVES: dict[int, float] = {}
 
@@ -109,6 +118,7 @@ class Request:
         *("request_id", "sampling", "seed", "sample_index", "token_ids", "num_prompt_tokens", "max_tokens", "max_len"),
         *("priority", "tenant", "time_limit", "arrival", "order", "is_preemptible", "first_step", "token_times"),
         *("num_computed", "num_pending", "epoch", "num_cached_tokens", "pages", "keys", "cache_salt", "shared_prompt"),
+        "adapter",
         *(
             "__weakref__",
             "_origin",
@@ -150,6 +160,7 @@ class Request:
         detokenizer: IncrementalDetokenizer | None,
         keys: PageKeys | None = None,
         cache_salt: str | None = None,
+        adapter: LoadedAdapter | None = None,
         prediction: Sequence[int] = (),
         priority: Priority = "interactive",
         tenant: str = "",
@@ -182,6 +193,7 @@ class Request:
         self.bounded: tuple[BoundedTable, ...] = ()  # per further kind of pages, if the model has several
         self.keys = keys
         self.cache_salt = cache_salt
+        self.adapter = adapter
         self.prediction = prediction  # tokens that the output may resemble, for drafters
         self.shared_prompt = shared_prompt or SharedPrompt(sample_index + 1)
         self._origin: ReferenceType[Request] | None = None
@@ -203,6 +215,11 @@ class Request:
         self._top_log_probs: list[dict[int, float]] = []
         self._sampling_log_probs: list[float] = []  # if the engine's steps give them
         self.pooling: StatePooling | None = None  # takes the prompt's hidden states; such a request is not plain
+
+    @property
+    def adapter_digest(self) -> str:
+        """The digest of its adapter, "" without one."""
+        return "" if self.adapter is None else self.adapter.digest
 
     @property
     def deadline(self) -> float:

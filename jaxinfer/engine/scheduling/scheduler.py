@@ -23,7 +23,7 @@ from jaxinfer.engine.kv_cache.bounded_pages import BoundedKind
 from jaxinfer.engine.kv_cache.tiers import PageTiers
 from jaxinfer.engine.request.completion import Delta, FinishReason
 from jaxinfer.engine.request.page_keys import PageKeys
-from jaxinfer.engine.request.request import QueueFullError, Request
+from jaxinfer.engine.request.request import LoadedAdapter, QueueFullError, Request
 from jaxinfer.engine.scheduling.metrics import NO_TARGETS, Metrics, Observer, Tally, Targets
 from jaxinfer.engine.scheduling.running import RunningQueue
 from jaxinfer.engine.scheduling.step import Chunks, Step
@@ -174,6 +174,10 @@ class Scheduler:
             f"{self._max_num_seqs} that run and max_waiting={self._max_waiting}; step until some are finished, or raise"
             " EngineConfig.max_waiting"
         )
+
+    def count_users(self, adapter: LoadedAdapter) -> int:
+        """Returns the number of unfinished requests with an adapter."""
+        return sum(request.adapter is adapter for request in self._requests.values())
 
     def add(self, request: Request) -> None:
         """Queues a request; raises QueueFullError if the queue is full."""

@@ -76,6 +76,11 @@ class Rows:
         return max((request.max_len for request in self.requests), default=0)
 
     @cached_property
+    def adapter_slots(self) -> Sequence[int]:
+        """Returns the slot of each request's adapter, 0 without one."""
+        return [0 if request.adapter is None else request.adapter.slot for request in self.requests]
+
+    @cached_property
     def tenants(self) -> Mapping[str, int]:
         """Returns the number of requests of each tenant."""
         return Counter(request.tenant for request in self.requests)

@@ -16,26 +16,33 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.model.batch import StepTokens
+from jaxinfer.model.components.adapted import AdaptedArray, add_changes
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.validation import require_bool, require_real
 from kernels_pallas.quantized_matmul import layer_of, quantized_matmul
 from kernels_pallas.row_products import rounded, rows_by_integers, rows_by_weights
 from kernels_pallas.row_sum import row_sum
 
+Weights = jax.Array | QuantizedArray | AdaptedArray
 
-def linear(
-    x: jax.Array, w: jax.Array | QuantizedArray, bias: jax.Array | None = None, tokens: StepTokens | None = None
-) -> jax.Array:
+
+def linear(x: jax.Array, w: Weights, bias: jax.Array | None = None, tokens: StepTokens | None = None) -> jax.Array:
     """Returns x wᵀ + bias [T, out...] in x's dtype; x, w and `tokens` are as in `product`."""
     y = product(x, w, tokens).astype(x.dtype)
     return y if bias is None else y + bias[None]
 
 
-def product(x: jax.Array, w: jax.Array | QuantizedArray, tokens: StepTokens | None = None) -> jax.Array:
+def product(x: jax.Array, w: Weights, tokens: StepTokens | None = None) -> jax.Array:
     """Returns x wᵀ f32[T, out...] for x [T, in] and w [out..., in], added up in float32.
 
-    If `tokens` are given, rows of x past their count are padding, and a CPU skips blocks of padding.
+    If `tokens` are given, rows of x past their count are padding, and a CPU skips blocks of padding. Of an AdaptedArray
+    each token takes the change of its adapter, and none if the tokens have no adapters.
     """
+    if isinstance(w, AdaptedArray):
+        y = product(x, w.base, tokens)
+        if tokens is None or tokens.adapters is None:
+            return y
+        return add_changes(y.reshape(x.shape[0], -1), x, w.down, w.up, tokens.adapters).reshape(y.shape)
     outputs, num_rows = w.shape[:-1], None if tokens is None else tokens.count
     if isinstance(w, QuantizedArray):
         y = _quantized_product(x, w, num_rows)

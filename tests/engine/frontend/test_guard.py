@@ -60,13 +60,16 @@ CALLS = {
     "embed": lambda llm: llm.embed([5], show_progress=False),
     "agreement": lambda llm: llm.agreement(COMPLETION),
     "update_params": lambda llm: llm.update_params(None),
+    "adapters": lambda llm: llm.adapters,
+    "load_adapter": lambda llm: llm.load_adapter("a", "adapter"),
+    "unload_adapter": lambda llm: llm.unload_adapter("a"),
     "warm_up": lambda llm: llm.warm_up(),
     "engine": lambda llm: contextlib.ExitStack().enter_context(llm.engine()),
     "timeline": lambda llm: llm.timeline(),
     "show": lambda llm: llm.show(COMPLETION),
 }
 # Another thread may call these at any time.
-LOOKS = {"has_unfinished", "metrics", "identity", "on_step", "default_sampling_params", "warm_up", "show"}
+LOOKS = {"has_unfinished", "metrics", "identity", "on_step", "default_sampling_params", "adapters", "warm_up", "show"}
 
 
 def test_no_call_is_left_out():

@@ -1,0 +1,270 @@
+"""Adapters in the layout of PEFT: adapter_config.json beside adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinfer.checkpoint.assembly import Assembly, plan_assembly
+from jaxinfer.checkpoint.families import family_of
+from jaxinfer.checkpoint.huggingface import read_json, read_settings, resolve_checkpoint
+from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor, read_header
+from jaxinfer.model.adapted_params import Slots, adapted_weights, slot_shapes
+from jaxinfer.model.components.layers import TensorSpec
+from jaxinfer.model.config import ModelConfig
+from jaxinfer.validation import is_int, is_real, shown
+
+CONFIG_FILE, TENSOR_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+PREFIX = "base_model.model."  # of every name that PEFT writes
+DIGEST_BYTES = 32
+MAX_ALPHA = 1e30
+MAX_PATTERNS = 10_000  # entries of rank_pattern or alpha_pattern
+# Keys that say how the adapter was made or where it came from. All others must be absent, or have a value that says no.
+DESCRIPTIONS = {
+    *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("inference_mode", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout"),
+    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"),
+    *("megatron_core", "qalora_group_size", "eva_config", "lora_ga_config", "runtime_config", "ensure_weight_tying"),
+}
+# Other ways to begin change the base weights too, unless PEFT has converted the adapter, and then it says True.
+HARMLESS_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
+WAYS_OUT = {
+    "use_dora": "train or convert the adapter without DoRA, or merge it into the model by merge_and_unload",
+    "modules_to_save": "an adapter changes products alone; merge these modules into the model by merge_and_unload",
+    "target_parameters": "weights of experts have no slots; merge the adapter into the model by merge_and_unload",
+    "trainable_token_indices": "the embedding has no slots; merge the adapter into the model by merge_and_unload",
+}
+MERGE = "merge the adapter into the model by merge_and_unload"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter as one slot of a model takes it; on the host."""
+
+    tensors: Slots  # (down [n, in, r], up [n, r, out]) f32 for each weight, zeros for those that it leaves alone
+    digest: str  # of the numbers and their places
+
+
+def read_adapter(
+    path_or_id: str | Path, checkpoint: Path, config: ModelConfig, *, max_rank: int, dtype: Any
+) -> Adapter:
+    """Reads an adapter of PEFT, from a folder or the Hub, for the model `config` of a checkpoint.
+
+    Returns it in `dtype`, padded to `max_rank`. Raises ValueError that names the setting or tensor that cannot be
+    honoured: another method than LoRA, a rank above `max_rank`, and a target that is no product of the model's layers.
+    """
+    folder = resolve_checkpoint(path_or_id, [CONFIG_FILE, TENSOR_FILE])
+    file, settings = folder / TENSOR_FILE, folder / CONFIG_FILE
+    if not file.is_file() and (folder / PICKLE_FILE).is_file():
+        raise ValueError(
+            f"{folder / PICKLE_FILE} is a pickle, which may run any code when it is read; where you trust it, write"
+            f" {TENSOR_FILE} in its place: safetensors.torch.save_file(torch.load({PICKLE_FILE!r}, weights_only=True),"
+            f" {TENSOR_FILE!r})"
+        )
+    for needed in (settings, file):
+        if not needed.is_file():
+            raise ValueError(f"{folder} has no {needed.name}; give the folder that PEFT's save_pretrained has written")
+    try:
+        scaling = read_scaling(read_json(settings))
+        pairs = _pairs(read_header(file))
+        places = _places(checkpoint, config, pairs)
+        return _place(pairs, places, scaling, config, max_rank=max_rank, dtype=np.dtype(dtype))
+    except ValueError as error:
+        raise error if str(error).startswith(str(folder)) else ValueError(f"{folder}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The factor of each module's change: alpha / rank, or alpha / sqrt(rank) with rsLoRA (Kalajdzievski 2023)."""
+
+    rank: int
+    alpha: float
+    is_rank_stabilized: bool
+    ranks: Mapping[str, int]  # of modules whose names end in the key
+    alphas: Mapping[str, float]
+
+    def of(self, module: str, rank: int) -> float:
+        """Returns the factor of a module, by its name in the model; ValueError if its tensors have another rank."""
+        stated = _matching(self.ranks, module, self.rank)
+        if rank != stated:
+            raise ValueError(
+                f"the tensors of {module} have rank {rank}, but {CONFIG_FILE} states {stated}; save the adapter again"
+            )
+        alpha = _matching(self.alphas, module, self.alpha)
+        return alpha / math.sqrt(rank) if self.is_rank_stabilized else alpha / rank
+
+
+def read_scaling(settings: Mapping[str, Any]) -> Scaling:
+    """Returns the scaling that adapter_config.json states; ValueError for settings that cannot be honoured."""
+    kind = settings.get("peft_type")
+    if kind != "LORA":
+        raise ValueError(f"peft_type={shown(kind)} is not supported; give an adapter of LoRA, or {MERGE}")
+    for name, value in settings.items():
+        # 0 == False, and an empty list of modules changes nothing.
+        if name not in DESCRIPTIONS and value not in (None, False, [], {}, ""):
+            raise ValueError(f"{name}={shown(value)} is not supported; {WAYS_OUT.get(name, MERGE)}")
+    if (bias := settings.get("bias", "none")) != "none":
+        raise ValueError(f"bias={shown(bias)} is not supported, for only weights have slots; {MERGE}")
+    beginning = settings.get("init_lora_weights")
+    if not isinstance(beginning, bool | str | None) or beginning not in HARMLESS_BEGINNINGS:
+        raise ValueError(
+            f"init_lora_weights={shown(beginning)} changes the base weights too; convert the adapter with"
+            " path_initial_model_for_weight_conversion of PEFT's save_pretrained"
+        )
+    if not isinstance(is_rank_stabilized := settings.get("use_rslora", False), bool):
+        raise ValueError(f"use_rslora={shown(is_rank_stabilized)} is neither true nor false; correct {CONFIG_FILE}")
+    rank = _checked_rank("r", settings.get("r", 8))
+    return Scaling(
+        rank=rank,
+        alpha=_checked_alpha("lora_alpha", settings.get("lora_alpha", 8)),
+        is_rank_stabilized=is_rank_stabilized,
+        ranks={name: _checked_rank("rank_pattern", r) for name, r in _patterns(settings, "rank_pattern").items()},
+        alphas={name: _checked_alpha("alpha_pattern", a) for name, a in _patterns(settings, "alpha_pattern").items()},
+    )
+
+
+def _checked_rank(name: str, value: Any) -> int:
+    if not is_int(value) or value < 1:
+        raise ValueError(f"{name} has {shown(value)}, which is no rank from 1 on; correct {CONFIG_FILE}")
+    return int(value)
+
+
+def _checked_alpha(name: str, value: Any) -> float:
+    if not is_real(value) or not -MAX_ALPHA < value < MAX_ALPHA:
+        raise ValueError(f"{name} has {shown(value)}, which is no finite number; correct {CONFIG_FILE}")
+    return float(value)
+
+
+def _patterns(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Returns a pattern's entries by module; ValueError for regular expressions, which may take for ever to match."""
+    patterns = settings.get(name) or {}
+    if not isinstance(patterns, dict) or len(patterns) > MAX_PATTERNS:
+        raise ValueError(f"{name}={shown(patterns)} is no object of up to {MAX_PATTERNS:,} entries; correct the file")
+    for key in patterns:
+        if not re.fullmatch(r"\^?[\w.]+", key):
+            raise ValueError(f"{name} has the key {shown(key)}; name each module instead of a regular expression")
+    return patterns
+
+
+def _matching(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """Returns the value of the first pattern that is a module's name or the end of it, as PEFT finds it."""
+    if not patterns:
+        return default
+
+    def matches(key: str) -> bool:
+        return module == key[1:] if key.startswith("^") else module == key or module.endswith(f".{key}")
+
+    return next((value for key, value in patterns.items() if matches(key)), default)
+
+
+def _pairs(stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
+    """Returns the tensors A [r, in] and B [out, r] of each module, by its name in the model."""
+    pairs: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in stored.items():
+        module, _, kind = name.removeprefix(PREFIX).rpartition(".lora_")
+        if kind not in ("A.weight", "B.weight") or not module:
+            way_out = WAYS_OUT["use_dora"] if "lora_magnitude_vector" in name else MERGE
+            raise ValueError(f"{name} is no A or B of LoRA for the weight of a product; {way_out}")
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; save the adapter in one of {', '.join(DTYPES)}")
+        if len(tensor.shape) != 2 or 0 in tensor.shape:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, but A and B are matrices; save the adapter again")
+        pairs.setdefault(module, {})[kind[0]] = tensor
+    for module, pair in pairs.items():
+        if len(pair) < 2:
+            (kind,) = pair
+            raise ValueError(f"{module} has lora_{kind} without its other half; save the adapter again")
+    if not pairs:
+        raise ValueError("it has no tensors; save the adapter again")
+    return pairs
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A layer's weight that a stored module is, or is a part of."""
+
+    index: int  # of the weight among the leaves of `adapted_weights`
+    layer: int  # in its stack
+    assembly: Assembly
+
+
+def _places(checkpoint: Path, config: ModelConfig, modules: Collection[str]) -> dict[str, list[_Place]]:
+    """Returns the places of each module that adapters may change, by its name in the spelling of these `modules`."""
+    hf, _ = read_settings(checkpoint)
+    family = family_of(hf)
+    plan = plan_assembly(config, family.weights_among([f"{module}.weight" for module in modules]))
+    assemblies = jax.tree.leaves(
+        jax.tree.map(
+            lambda assembly, spec: None if spec is None else assembly,
+            plan,
+            adapted_weights(config),
+            is_leaf=lambda node: isinstance(node, Assembly),
+        ),
+        is_leaf=lambda node: isinstance(node, Assembly),
+    )
+    places: dict[str, list[_Place]] = {}
+    for index, assembly in enumerate(assemblies):
+        if assembly.is_product and assembly.num_stacked == 1:
+            for layer, name in enumerate(assembly.names):
+                places.setdefault(name.removesuffix(".weight"), []).append(_Place(index, layer, assembly))
+    # An adapter of the backbone alone has names without its prefix.
+    return {name.removeprefix(family.prefix): own for name, own in places.items()} | places
+
+
+def _place(
+    pairs: Mapping[str, Mapping[str, StoredTensor]],
+    places: Mapping[str, list[_Place]],
+    scaling: Scaling,
+    config: ModelConfig,
+    *,
+    max_rank: int,
+    dtype: np.dtype,
+) -> Adapter:
+    specs, structure = jax.tree.flatten(adapted_weights(config), is_leaf=lambda node: isinstance(node, TensorSpec))
+    shapes = [[(n, *rest) for n, _, *rest in slot_shapes(spec, 1, max_rank)] for spec in specs]
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    # Everything is checked before anything is allocated.
+    for module, pair in pairs.items():
+        _check(module, pair, places, max_rank)
+    tensors = [[np.zeros(shape, dtype) for shape in both] for both in shapes]
+    for module, pair in sorted(pairs.items()):
+        rank = pair["A"].shape[0]
+        scale = scaling.of(module, rank)
+        with np.errstate(over="ignore", invalid="ignore"):
+            down, up = (pair[kind].map().astype(np.float32) for kind in "AB")
+            down, up = down.astype(dtype), (up * np.float32(scale)).astype(dtype)
+        if not np.isfinite(down).all() or not np.isfinite(up).all():
+            raise ValueError(f"{module} has numbers that are not finite in {dtype}; train the adapter again")
+        for content in (module.encode(), repr(down.shape).encode(), down.tobytes(), up.tobytes()):
+            digest.update(len(content).to_bytes(8, "little") + content)
+        for place in places[module]:
+            own = place.assembly.of_groups(rank).view(up).reshape(-1, rank)
+            tensors[place.index][0][place.layer, : down.shape[1], :rank] = down.T
+            tensors[place.index][1][place.layer, :rank] = own.T
+    leaves = [tuple(both) for both in tensors]
+    return Adapter(jax.tree.unflatten(structure, leaves), digest.hexdigest())
+
+
+def _check(module: str, pair: Mapping[str, StoredTensor], places: Mapping[str, list[_Place]], max_rank: int) -> None:
+    if module not in places:
+        known = sorted({re.sub(r"\d+", "*", name) for name in places})
+        raise ValueError(f"{module} is no weight that an adapter may change; those are {', '.join(known)}; {MERGE}")
+    (rank, inputs), (outputs, other) = pair["A"].shape, pair["B"].shape
+    wanted = places[module][0].assembly.stored_shape
+    if (outputs, inputs) != wanted or other != rank:
+        raise ValueError(
+            f"{module} has A {[rank, inputs]} and B {[outputs, other]}, but its weight has the shape {list(wanted)};"
+            " give an adapter of this model"
+        )
+    if rank > max_rank:
+        raise ValueError(
+            f"{module} has rank {rank}, more than max_adapter_rank={max_rank}; raise EngineConfig.max_adapter_rank"
+        )

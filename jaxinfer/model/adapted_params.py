@@ -1,0 +1,73 @@
+"""Parameters whose products have slots for adapters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import GetAttrKey, tree_map_with_path
+
+from jaxinfer.model.components.adapted import AdaptedArray, padded_size
+from jaxinfer.model.components.layers import TensorSpec
+from jaxinfer.model.config import ModelConfig
+from jaxinfer.model.params import Params, declare
+from jaxinfer.quantization.quantized_array import PRODUCT_WEIGHTS, QuantizedArray
+
+# A tree like `Params` with the pair (down, up) of an `AdaptedArray` for each weight that adapters may change.
+Slots = Any
+
+
+def adapted_weights(config: ModelConfig) -> Params:
+    """Returns `Params` with the `TensorSpec` of each weight that adapters may change, and None for other tensors.
+
+    They are the weights of products of layers, without those of experts, which no token multiplies by itself.
+    """
+
+    def find(path: tuple[Any, ...], spec: TensorSpec) -> TensorSpec | None:
+        names = [key.name for key in path if isinstance(key, GetAttrKey)]
+        is_product = names[0] == "layers" and names[-1] in PRODUCT_WEIGHTS
+        return spec if is_product and "experts" not in spec.axes else None
+
+    return tree_map_with_path(find, declare(config), is_leaf=_is_spec)
+
+
+def slot_shapes(spec: TensorSpec, num_slots: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the shapes of `down` and `up` of a stack of layers [n, A, ...], for adapters of up to this rank."""
+    n, *outputs, inputs = spec.shape
+    return (n, num_slots, padded_size(inputs), rank), (n, num_slots, padded_size(rank), math.prod(outputs))
+
+
+def make_slots(
+    config: ModelConfig, *, num_slots: int, rank: int, dtype: Any, make: Callable[..., Any] = jnp.zeros
+) -> Slots:
+    """Returns `num_slots` slots of zeros, that for no adapter included; `make(shape, dtype)` makes each array."""
+
+    def slots_of(spec: TensorSpec) -> tuple[Any, ...]:
+        return tuple(make(shape, dtype) for shape in slot_shapes(spec, num_slots, rank))
+
+    return jax.tree.map(slots_of, adapted_weights(config), is_leaf=_is_spec)
+
+
+def with_slots(params: Params, slots: Slots) -> Params:
+    """Returns the parameters with these slots beside their weights."""
+
+    def join(weight: Any, pair: Any) -> Any:
+        return weight if pair is None else AdaptedArray(weight, *pair)
+
+    return jax.tree.map(join, params, slots, is_leaf=lambda node: node is None or isinstance(node, QuantizedArray))
+
+
+def insert_adapter(slots: Slots, slot: jax.Array, tensors: Slots) -> Slots:
+    """Returns the slots with an adapter's `tensors` [n, ...], like `slots` without their axis, in one of them."""
+
+    def insert(all_slots: jax.Array, own: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(all_slots, own[:, None], slot, axis=1)
+
+    return jax.tree.map(insert, slots, tensors)
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, TensorSpec)
