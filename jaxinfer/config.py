@@ -26,6 +26,7 @@ CACHE_DTYPES = ("float32", "bfloat16", "float16", *NARROW_CACHE_DTYPES.values())
 QUANTIZATIONS = ("int8", "int4")
 MAX_ADAPTERS, MAX_ADAPTER_RANK = 1024, 512
 ATTENTIONS = ("reference",)
+MAX_DEVICES = 2**16  # of a mesh axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,23 @@ class CacheConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """The devices that share a model: `tensor` times `experts` of them.
+
+    `tensor` devices split each layer's heads and hidden units, and the vocabulary. `experts` groups of them split the
+    experts of a mixture; attention is the same in each group.
+    """
+
+    tensor: int = 1
+    experts: int = 1
+
+    def __post_init__(self) -> None:
+        make_scalars_plain(self)
+        for name in ("tensor", "experts"):
+            require_int(name, getattr(self, name), 1, MAX_DEVICES)
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Limits and options of the engine; together with the model they determine every compiled shape.
 
@@ -83,6 +101,8 @@ class EngineConfig:
     * `max_waiting`: waiting requests beyond the running ones. None sets no limit.
     * `attention`: "reference" computes attention in plain JAX, for cases that the GPU and TPU kernels refuse. It is
       many times slower there, and changes nothing on a CPU or a GPU too old for the kernels. None takes the kernels.
+
+    * `parallelism`: the devices of this process that share the model, as a `Parallelism`. None takes one device.
 
     Memory:
 
@@ -161,6 +181,7 @@ class EngineConfig:
     attention: str | None = None
     max_adapters: int = 0
     max_adapter_rank: int = 16
+    parallelism: Parallelism | None = None
 
     def __post_init__(self) -> None:
         make_scalars_plain(self)
@@ -208,6 +229,8 @@ class EngineConfig:
         require_int("max_adapters", self.max_adapters, 0, MAX_ADAPTERS)
         require_int("max_adapter_rank", self.max_adapter_rank, 1, MAX_ADAPTER_RANK)
         require_quantization(self.quantization)
+        is_parallelism = self.parallelism is None or isinstance(self.parallelism, Parallelism)
+        require(is_parallelism, "parallelism", self.parallelism, "a Parallelism or None")
         _require_name_or_none("attention", self.attention, ATTENTIONS)
         _require_name_or_none("cache_dtype", self.cache_dtype, NARROW_CACHE_DTYPES)
         CacheConfig(num_pages=1, page_size=self.page_size)

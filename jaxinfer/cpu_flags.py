@@ -14,6 +14,33 @@ FUSED_PRODUCTS = (
     " --xla_cpu_max_isa=AVX in XLA_FLAGS prevents it, which `import jaxinfer` sets with jaxlib up to"
     f" {'.'.join(map(str, NEWEST_JAXLIB))} unless JAX has started its devices"
 )
+# For users of several host devices.
+SHARED_THREADS = (
+    "several CPU devices that share threads can wait for each other without end; set XLA_FLAGS to"
+    " --xla_cpu_multi_thread_eigen=false before JAX starts, which `import jaxinfer` does beside"
+    " --xla_force_host_platform_device_count in XLA_FLAGS"
+)
+
+
+def set_cpu_flags() -> None:
+    """Sets the options of XLA for this process and those it starts; what the user's XLA_FLAGS has stays."""
+    forbid_fused_products()
+    give_devices_threads()
+
+
+def give_devices_threads() -> None:
+    """Gives each of several host devices a thread of its own, if XLA_FLAGS has asked for such devices.
+
+    With a pool of threads for all, collectives that wait for another device can take the threads that this one needs.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" in flags and "xla_cpu_multi_thread_eigen" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false"
+
+
+def has_threads_per_device() -> bool:
+    """True if XLA_FLAGS gives each host device a thread of its own."""
+    return "xla_cpu_multi_thread_eigen=false" in os.environ.get("XLA_FLAGS", "").lower()
 
 
 def forbid_fused_products() -> None:

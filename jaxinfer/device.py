@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -119,12 +121,15 @@ def draws_filtered() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def free_bytes() -> int | None:
-    """Returns the device's free bytes, or None if it reports no limit, like a CPU."""
-    stats = jax.devices()[0].memory_stats()
-    if not stats or "bytes_limit" not in stats:
+def free_bytes(devices: Iterable[Any] | None = None) -> int | None:
+    """Returns the free bytes of the device that has fewest; None if one reports no limit, like a CPU.
+
+    Without `devices` it is the first.
+    """
+    stats = [device.memory_stats() for device in devices or jax.devices()[:1]]
+    if not all(each and "bytes_limit" in each for each in stats):
         return None
-    return stats["bytes_limit"] - stats["bytes_in_use"]
+    return min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
 
 
 def enable_compilation_cache() -> None:

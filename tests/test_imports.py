@@ -29,6 +29,7 @@ ALLOWED = {
     "kernels_pallas": "",
     "quantization": "kernels_pallas",
     "model": "config kernels_pallas quantization validation",
+    "parallel": "config cpu_flags device model quantization validation",
     "sampling": "config kernels_pallas model sampling_params validation",
     "steps": "config kernels_pallas model sampling sampling_params validation",
     "gguf": "validation",
@@ -38,13 +39,13 @@ ALLOWED = {
     "engine.request": "sampling_params",
     "engine.kv_cache": "atomic_file engine.request sampling_params",
     "engine.scheduling": "engine.kv_cache engine.request html sampling_params validation",
-    "engine.execution": "atomic_file config device engine.kv_cache engine.request engine.scheduling model plan"
+    "engine.execution": "atomic_file config device engine.kv_cache engine.request engine.scheduling model parallel plan"
     " quantization sampling sampling_params steps validation",
-    "engine.drafters": "config engine.execution engine.request engine.scheduling model plan steps validation",
+    "engine.drafters": "config engine.execution engine.request engine.scheduling model parallel plan steps validation",
     "engine.speculation": "checkpoint config engine.drafters engine.execution engine.kv_cache engine.request"
     " engine.scheduling model steps text validation",
     "engine.frontend": "_version atomic_file checkpoint config device engine.execution engine.kv_cache engine.request"
-    " engine.scheduling model plain_values sampling_params text validation",
+    " engine.scheduling model parallel plain_values sampling_params text validation",
 }
 # The command line, the server, the simulation, capacity plans, batch jobs and the engine's own few modules may import
 # all of these.

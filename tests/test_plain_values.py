@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
+from jaxinfer.config import CacheConfig, EngineConfig, Parallelism, SamplingParams
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.plain_values import is_missing, plain, plain_mapping
 from jaxinfer.validation import as_bool, as_ints, as_tuple
@@ -150,9 +150,13 @@ ENGINE = {
     **{"disk_cache_path": "pages", "max_drafts": 3, "adaptive_drafts": False, "draft_trees": True},
     **{"ttft_target": 0.5, "tpot_target": 0.25, "quantization": "int8", "attention": "reference"},
     **{"max_adapters": 2, "max_adapter_rank": 8},
+    "parallelism": Parallelism(tensor=2),
 }
 CACHE = {"num_pages": 3, "page_size": 16, "dtype": "float32", "num_bounded_pages": [2, 3], "num_draft_states": 1}
-CONFIGS: list[tuple[Any, dict[str, Any]]] = [(SamplingParams, SAMPLING), (EngineConfig, ENGINE), (CacheConfig, CACHE)]
+CONFIGS: list[tuple[Any, dict[str, Any]]] = [
+    *((SamplingParams, SAMPLING), (EngineConfig, ENGINE), (CacheConfig, CACHE)),
+    (Parallelism, {"tensor": 2, "experts": 3}),
+]
 CASES = [(config, name, value) for config, values in CONFIGS for name, value in values.items()]
 
 # Other fields that a field needs.
@@ -198,7 +202,7 @@ def test_each_field_takes_the_values_of_other_libraries(config, name, value, lib
     base = {key: item for key, item in base.items() if key != name}
     expected = config(**base, **{name: value})
 
-    made = config(**base, **{name: library(value)})
+    made = config(**base, **{name: value if dataclasses.is_dataclass(value) else library(value)})
 
     assert made == expected
     assert repr(made) == repr(expected)  # no np.int64(5) is left

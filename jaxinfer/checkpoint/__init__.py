@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxinfer.checkpoint.generation_config import read_sampling_defaults
 from jaxinfer.checkpoint.huggingface import (
@@ -24,9 +25,9 @@ from jaxinfer.checkpoint.huggingface import (
 from jaxinfer.config import require_quantization
 from jaxinfer.device import packs_integers, resolve_dtype, scans_layers
 from jaxinfer.model.config import ModelConfig, scan_sizes
-from jaxinfer.model.params import Params, abstract_params
+from jaxinfer.model.params import Params, abstract_params, check_mesh, shardings
 from jaxinfer.model.quantized_params import quantize_weights
-from jaxinfer.validation import as_bool, as_ints
+from jaxinfer.validation import as_bool, as_ints, require
 
 __all__ = [
     "abstract_checkpoint",
@@ -46,21 +47,28 @@ def load_checkpoint(
     *,
     layer_cuts: Collection[int] = (),
     quantization: str | None = None,
+    mesh: Mesh | None = None,
     show_progress: bool = False,
 ) -> tuple[Params, ModelConfig]:
     """Loads a Hugging Face checkpoint from a folder or the Hub, in the format and groups that suit the device.
 
     A group of layers ends after each of the numbers of layers in `layer_cuts`. `quantization` is "int8" or "int4", see
-    `jaxinfer.model.quantized_params.quantize_weight`; None leaves weights as they are. Raises ValueError for a
+    `jaxinfer.model.quantized_params.quantize_weight`; None leaves weights as they are. Over a `mesh` with the axes
+    "experts", "model" or both, each device has its part, see `jaxinfer.model.params.shardings`. Raises ValueError for a
     checkpoint that cannot be used, with everything that is wrong with it.
     """
     dtype = resolve_dtype(dtype)
     layer_cuts = as_ints("layer_cuts", layer_cuts, 0)
     require_quantization(quantization)
     show_progress = as_bool("show_progress", show_progress)
+    require(mesh is None or isinstance(mesh, Mesh), "mesh", mesh, "a jax.sharding.Mesh or None")
+    if mesh is not None:
+        check_mesh(mesh)
     path = resolve_checkpoint(path_or_id)
     config = _grouped_config(path, layer_cuts)
-    return load_params(path, config, dtype, quantization=quantization, show_progress=show_progress), config
+    placement = None if mesh is None else shardings(config, mesh)
+    options: dict[str, Any] = {"quantization": quantization, "placement": placement, "show_progress": show_progress}
+    return load_params(path, config, dtype, **options), config
 
 
 def abstract_checkpoint(

@@ -17,7 +17,7 @@ from jaxinfer.checkpoint.assembly import Assembly, plan_assembly
 from jaxinfer.checkpoint.families import family_of
 from jaxinfer.checkpoint.huggingface import read_json, read_settings, resolve_checkpoint
 from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor, read_header
-from jaxinfer.model.adapted_params import Slots, adapted_weights, slot_shapes
+from jaxinfer.model.adapted_params import Slots, adapted_weights, shapes_of
 from jaxinfer.model.components.layers import TensorSpec
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.validation import is_int, is_real, shown
@@ -229,7 +229,7 @@ def _place(
     dtype: np.dtype,
 ) -> Adapter:
     specs, structure = jax.tree.flatten(adapted_weights(config), is_leaf=lambda node: isinstance(node, TensorSpec))
-    shapes = [[(n, *rest) for n, _, *rest in slot_shapes(spec, 1, max_rank)] for spec in specs]
+    shapes = [[(n, *rest) for n, _, *rest in shapes_of(spec, 1, max_rank)] for spec in specs]
     digest = blake2b(digest_size=DIGEST_BYTES)
     # Everything is checked before anything is allocated.
     for module, pair in pairs.items():

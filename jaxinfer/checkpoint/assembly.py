@@ -12,7 +12,7 @@ import jax
 import ml_dtypes
 import numpy as np
 from einops import rearrange
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 from jax.tree_util import GetAttrKey, SequenceKey
 
 from jaxinfer.checkpoint.config_json.family import Either, Fused, WeightTable
@@ -21,6 +21,7 @@ from jaxinfer.checkpoint.stored import FP4, FP4_NUMBERS, Grid, Stored, StoredQua
 from jaxinfer.model.components.layers import TensorSpec
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params, declare
+from jaxinfer.model.quantized_params import quantized_sharding
 from jaxinfer.quantization import QuantizedArray
 
 ALIGNMENT = 64
@@ -206,20 +207,22 @@ def assemble(
     assembly: Assembly,
     stored: Mapping[str, Stored],
     dtype: np.dtype,
-    sharding: Sharding | None,
+    sharding: NamedSharding | None,
     *,
     packs_integers: bool = True,
 ) -> jax.Array | QuantizedArray:
     """Reads one tensor of `Params` and returns it when it is on its devices: as `dtype`, or as the integers it is in.
 
-    Without a sharding it goes, uncommitted, to the default device; with one, each device's slice is read by
-    itself, and integers are refused. Where the tensor is no weight of a product, integers become `dtype`. A TPU
-    has 4 bits in a type of their own in place of two to a byte (`packs_integers`).
+    Without a sharding it goes, uncommitted, to the default device. With one, each device's slice is read by itself;
+    packed integers are read whole, and each device gets its slice. Where the tensor is no weight of a product, integers
+    become `dtype`. A TPU has 4 bits in a type of their own in place of two to a byte (`packs_integers`).
     """
     if (grid := grid_of(assembly, stored)) is None:
         return _assemble_floats(assembly, stored, dtype, sharding)
+    at = QuantizedArray(None, None)
     if sharding is not None:
-        raise ValueError("a packed checkpoint with a placement is not supported; load it on one device")
+        shapes: Any = abstract(assembly, stored, dtype, packs_integers=packs_integers)
+        at = quantized_sharding(shapes, sharding)
     packed: list[Any] = [stored[name] for name in assembly.names]
     of_groups = assembly.of_groups(grid.num_groups)
 
@@ -238,12 +241,13 @@ def assemble(
                 stack = empty_aligned((len(packed), *own.shape), own.dtype)
             stack[i] = own
         assert stack is not None
-        return jax.device_put(stack.reshape(*assembly.shape[: assembly.num_stacked], *stack.shape[1:]))
+        whole = stack.reshape(*assembly.shape[: assembly.num_stacked], *stack.shape[1:])
+        return jax.device_put(whole, getattr(at, name))
 
     order = None
     if grid.has_order:
         orders = np.stack([tensor.order() for tensor in packed])
-        order = jax.device_put(orders.reshape(*assembly.shape[: assembly.num_stacked], -1))
+        order = jax.device_put(orders.reshape(*assembly.shape[: assembly.num_stacked], -1), at.order)
     array = QuantizedArray(
         values=read("values", assembly),
         scales=read("scales", of_groups),

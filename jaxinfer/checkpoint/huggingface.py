@@ -25,7 +25,8 @@ from jaxinfer.gguf.names import config_of
 from jaxinfer.model.config import Layer, ModelConfig
 from jaxinfer.model.mixers import source_of
 from jaxinfer.model.params import Params
-from jaxinfer.model.quantized_params import quantize_weight
+from jaxinfer.model.quantized_params import quantize_weight, quantized_sharding
+from jaxinfer.quantization import QuantizedArray
 from jaxinfer.validation import MAX_INT, is_int, require, shown
 
 logger = logging.getLogger(__name__)
@@ -205,10 +206,8 @@ def load_params(
     devices. Every missing, unexpected or mis-shaped tensor is listed in one ValueError before any
     is read. Those of other models in the checkpoint, such as a tower for images, are skipped, and logged once as a
     warning. `config` is that of `read_config`, with any `layer_groups`. With `quantization` ("int8", "int4") weights
-    are quantized one by one, where they are whole: not with a `placement`.
+    are quantized one by one, each device its own part of them.
     """
-    if quantization is not None and placement is not None:
-        raise ValueError(f"quantization={quantization!r} with a placement is not supported; leave out one")
     path = Path(path)
     refuse_both(path, quantization)
     plan, stored = require_fitting_tensors(path, config)
@@ -256,6 +255,8 @@ def read_tensors(
             tensor = assemble(assembly, stored, dtype, sharding, packs_integers=packs_integers())
             if quantization is not None and isinstance(tensor, jax.Array):
                 tensor = quantize_weight(tensor, assembly.spec, quantization, is_packed=packs_integers())
+                if sharding is not None and isinstance(tensor, QuantizedArray):
+                    tensor = jax.device_put(tensor, quantized_sharding(tensor, sharding))
             leaves.append(tensor)
             bar.update(len(assembly.names))
     return jax.tree.unflatten(structure, leaves)

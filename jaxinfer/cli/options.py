@@ -8,6 +8,8 @@ from collections.abc import Callable, Container, Mapping
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
+from jaxinfer.config import Parallelism
+
 # Help texts of the fields, by theme. Logits processors are functions, so they have no option.
 HELP = {
     "samples and their length": {
@@ -51,6 +53,8 @@ HELP = {
         "quantization": "int8 or int4: round the weights of products to so many bits",
     },
     "requests and steps": {
+        "tensor": "devices that split each layer's heads and hidden units, and the vocabulary",
+        "experts": "groups of devices that split the experts of a mixture",
         "attention": "reference: attention in plain JAX, slow on a GPU or TPU, for what their kernels refuse",
         "max_model_len": "most tokens of prompt and output together",
         "num_sink_tokens": "first tokens that longer requests see beside the last ones; without it there are none",
@@ -101,6 +105,12 @@ def _word(text: str) -> tuple[int, ...]:
     return tuple(int(token_id) for token_id in text.split(","))
 
 
+# Fields whose own fields are options: the type, and the option of each field.
+NESTED: dict[str, tuple[type, dict[str, str]]] = {
+    "parallelism": (Parallelism, {"tensor": "tensor_parallel", "experts": "expert_parallel"}),
+}
+
+
 # Options that may be repeated, with one value each time: (parser of a value, its form in the help).
 REPEATED: dict[str, tuple[Callable[[str], Any], str]] = {
     "logit_bias": (_bias, "ID:BIAS"),
@@ -125,6 +135,9 @@ def add_fields(
     """
     hints = get_type_hints(config)
     fields = {field.name: field for field in dataclasses.fields(config) if field.name not in omit}
+    for kind, names in [nested for name, nested in NESTED.items() if name in fields]:
+        hints |= get_type_hints(kind)
+        fields |= {field.name: field for field in dataclasses.fields(kind) if field.name in names}
     for theme, helps in HELP.items():
         names = [name for name in helps if name in fields]
         group = groups.get(theme) or (parser.add_argument_group(theme) if names else None)
@@ -146,7 +159,8 @@ def _add_field(group: argparse._ArgumentGroup, field: dataclasses.Field[Any], hi
             options["help"] += "; may be repeated"
         elif field.default is not None:
             options["help"] += f" (default {field.default})"
-    group.add_argument("--" + field.name.replace("_", "-"), **options)
+    named = next((names[field.name] for _, names in NESTED.values() if field.name in names), field.name)
+    group.add_argument("--" + named.replace("_", "-"), **options)
 
 
 def reader(read: Callable[[str], Any], metavar: str) -> Callable[[str], Any]:
@@ -165,4 +179,8 @@ def from_arguments(config: type, arguments: argparse.Namespace, defaults: Any = 
     """Returns the configuration from the parsed options of `add_fields`; options left out are as in `defaults`."""
     names = {field.name for field in dataclasses.fields(config)}
     given = {name: value for name, value in vars(arguments).items() if name in names}
+    for name, (kind, options) in NESTED.items():
+        own = {field: getattr(arguments, option) for field, option in options.items() if hasattr(arguments, option)}
+        if own and name in names:
+            given[name] = kind(**own)
     return config(**given) if defaults is None else dataclasses.replace(defaults, **given)

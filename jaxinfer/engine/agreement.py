@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxinfer.engine.request.completion import Completion
 from jaxinfer.html import table
@@ -92,12 +93,14 @@ def agreement(
     config: ModelConfig,
     page_size: int,
     dtype: str,
+    mesh: Mesh | None = None,
     between_texts: Callable[[], None] = lambda: None,
 ) -> Agreement:
     """Compares the log-probabilities that completions report with those of training, for prompt and output tokens.
 
     Each text is computed alone, padded at its end to a power of two, so that few lengths are compiled. Raises
-    ValueError that names the text if it has no log-probabilities, or is too long to train on.
+    ValueError that names the text if it has no log-probabilities, or is too long to train on. `mesh`: the one that the
+    parameters are split over, if any.
     """
     if any(map(_is_quantized, jax.tree.leaves(params, is_leaf=_is_quantized))):
         raise ValueError(
@@ -112,15 +115,15 @@ def agreement(
         between_texts()
         size = min(1 << (len(tokens) - 1).bit_length(), config.max_position)
         padded = np.pad(tokens, (0, size - len(tokens)))[None]
-        values, _ = _under_grad(params, padded, config=config, page_size=page_size)
+        values, _ = _under_grad(params, padded, config=config, page_size=page_size, mesh=mesh)
         training = np.pad(np.asarray(values)[0], (1, 0))
         compared.append(_compare(tokens[places], engine[places], training[places], places))
     return Agreement(texts=tuple(compared), device=jax.devices()[0].device_kind, dtype=dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "page_size"))
+@functools.partial(jax.jit, static_argnames=("config", "page_size", "mesh"))
 def _under_grad(
-    params: Params, tokens: jax.Array, *, config: ModelConfig, page_size: int
+    params: Params, tokens: jax.Array, *, config: ModelConfig, page_size: int, mesh: Mesh | None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the log-probabilities f32[1, T - 1] of tokens i32[1, T], and the squared norm of their gradient.
 
@@ -128,7 +131,7 @@ def _under_grad(
     """
 
     def loss(params: Params) -> tuple[jax.Array, jax.Array]:
-        values = log_probs(params, tokens, config=config, page_size=page_size)
+        values = log_probs(params, tokens, config=config, page_size=page_size, mesh=mesh)
         return values.sum(), values
 
     (_, values), gradient = jax.value_and_grad(loss, has_aux=True)(params)

@@ -6,11 +6,12 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 from tqdm import tqdm
@@ -50,6 +51,7 @@ from jaxinfer.engine.speculation.speculation import Speculation
 from jaxinfer.model.cache import page_bytes
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
+from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
 from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.text.grammar import GrammarCompiler
 from jaxinfer.text.tokenizer import Tokenizer
@@ -79,6 +81,7 @@ def build_engine(
     *,
     custom: Mapping[str, LogitsProcessor],
     speculation: str | Path | Drafter | None,
+    devices: Sequence[Any] | None = None,
     on_failure: Callable[[BaseException], None],
     show_progress: bool,
 ) -> EngineParts:
@@ -92,20 +95,24 @@ def build_engine(
     abstract, model_config = abstract_checkpoint(path, dtype, quantization=config.quantization)
     model_config = model_config.for_length(config.max_model_len)
     max_loop_seconds = MAX_LOOP_SECONDS if config.decode_loop_steps is None else math.inf
-    config = fit_limits(config, model_config, abstract, dtype, speculates=speculation is not None)
-    limits = describe_limits(config)
+    placement = Placement.of(model_config, config.parallelism, devices)
+    abstract = placement.params(model_config, abstract)
+    speculates = speculation is not None
+    config = fit_limits(config, model_config, abstract, dtype, speculates=speculates, placement=placement)
+    limits = describe_limits(config, placement)
     logger.info(limits)
     if show_progress:
         tqdm.write(limits, file=sys.stderr)
     planned = plan_speculation(speculation, config, dtype, target=path)
     if planned is None:
         require_fitting_tensors(path, model_config)  # else an error would come after seconds of compilation
-        model = plan_target(abstract, model_config, config, dtype, custom, None)
+        model = plan_target(abstract, model_config, config, dtype, custom, None, placement)
         params, warm_up = load_and_compile(path, model, dtype, show_progress=show_progress)
     else:  # a drafter may compute with the parameters while it is prepared
-        params, model_config = load_target(path, config, dtype, planned, show_progress=show_progress)
-        model = plan_target(params, model_config, config, dtype, custom, planned)
-        limit = plan_limit(config, resident_bytes(params, planned))
+        loading = {"mesh": placement.mesh, "show_progress": show_progress}
+        params, model_config = load_target(path, config, dtype, planned, **loading)
+        model = plan_target(params, model_config, config, dtype, custom, planned, placement)
+        limit = plan_limit(config, resident_bytes(params, planned), placement)
         warm_up = WarmUp(model, planned, limit_bytes=limit, show_progress=show_progress)
     tokenizer = Tokenizer.from_path(path)
     tiers = plan_tiers(config, page_bytes(model_config, warm_up.cache_config))
@@ -119,6 +126,7 @@ def build_engine(
         speculation=planned,
         tiers=tiers,
         cache_config=warm_up.cache_config,
+        placement=placement,
         max_loop_seconds=max_loop_seconds,
     )
     runner = Runner(params, warm_up, tiers, on_failure)
@@ -131,11 +139,12 @@ def build_engine(
 
 def load_and_compile(path: Path, model: EngineModel, dtype: str, *, show_progress: bool) -> tuple[Params, WarmUp]:
     """Loads the weights while the largest step compiles, which depends on their shapes alone."""
-    quantization, limit = model.engine_config.quantization, plan_limit(model.engine_config, 0)
+    quantization, limit = model.engine_config.quantization, plan_limit(model.engine_config, 0, model.placement)
     pool = ThreadPoolExecutor(1, thread_name_prefix=COMPILING)
     try:
         warm_up = pool.submit(WarmUp, model, None, limit_bytes=limit, show_progress=show_progress)
-        params, _ = load_checkpoint(path, dtype, quantization=quantization, show_progress=show_progress)
+        loading = {"quantization": quantization, "mesh": model.placement.mesh, "show_progress": show_progress}
+        params, _ = load_checkpoint(path, dtype, **loading)
         return params, warm_up.result()
     finally:
         pool.shutdown(wait=False)
@@ -152,6 +161,7 @@ def plan_host(
     speculation: Speculation | None = None,
     tiers: PageTiers | None = None,
     cache_config: CacheConfig | None = None,
+    placement: Placement = DEFAULT_DEVICE,
     max_loop_seconds: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Admission, Scheduler]:
@@ -161,13 +171,14 @@ def plan_host(
     """
     drafter = None if speculation is None else speculation.device_drafter
     max_model_len = resolve_max_model_len(model_config, config)
-    cache_config = cache_config or plan_cache(model_config, config, dtype, max_model_len, drafter)
+    cache_config = cache_config or plan_cache(model_config, config, dtype, max_model_len, drafter, placement)
     window = plan_window(model_config, config, drafter)
     further = plan_further_kinds(model_config, config, max_model_len)
     eos_token_ids = read_eos_token_ids(path)
     model = f"{path} {dtype} {model_config}"
     if config.disk_cache_path is not None:  # the disk cache outlasts this process; the files at `path` may change
-        model = repr(page_identity(path, dtype, model_config, cache_config, config, window))
+        devices = placement.identity()
+        model = repr(page_identity(path, dtype, model_config, cache_config, config, window, devices=devices))
     defaults = read_sampling_defaults(
         path, vocab_size=model_config.vocab_size, max_listed_tokens=config.max_listed_tokens
     )
@@ -184,6 +195,7 @@ def plan_host(
         model=model,
         custom=custom,
         adapters=AdapterSlots(config.max_adapters),
+        devices=placement.identity(),
         takes_predictions=speculation is not None and isinstance(speculation.proposer.drafter, NgramDrafter),
         grammars=GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids),
     )

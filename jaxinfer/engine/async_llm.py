@@ -74,6 +74,7 @@ class AsyncLLM:
         dtype: str | None = None,
         logits_processors: Mapping[str, LogitsProcessor] | None = None,
         speculation: str | Path | Drafter | None = None,
+        devices: Sequence[Any] | None = None,
         show_progress: bool = False,
         max_unread_tokens: int = 16_384,
     ) -> None:
@@ -84,6 +85,7 @@ class AsyncLLM:
             dtype=dtype,
             logits_processors=logits_processors,
             speculation=speculation,
+            devices=devices,
             show_progress=show_progress,
         )
         self.engine_config, self.model_config = self._engine.engine_config, self._engine.model_config

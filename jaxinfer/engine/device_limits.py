@@ -7,7 +7,6 @@ from dataclasses import replace
 import jax
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.device import free_bytes
 from jaxinfer.engine.execution.memory_plan import bytes_of_bounded, one_page, plan_further_kinds, resolve_max_model_len
 from jaxinfer.engine.execution.step_shapes import (
     MAX_ROWS,
@@ -20,6 +19,7 @@ from jaxinfer.engine.execution.step_shapes import (
 from jaxinfer.model.cache import page_bytes
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
+from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
 from jaxinfer.plan.memory import num_bytes
 from kernels_pallas.device import data_sheet
 
@@ -40,7 +40,13 @@ MAX_LOOP_STEPS = 8
 
 
 def fit_limits(
-    config: EngineConfig, model_config: ModelConfig, params: Params, dtype: str, *, speculates: bool
+    config: EngineConfig,
+    model_config: ModelConfig,
+    params: Params,
+    dtype: str,
+    *,
+    speculates: bool,
+    placement: Placement = DEFAULT_DEVICE,
 ) -> EngineConfig:
     """Returns the configuration with a number for each limit that it leaves to the device.
 
@@ -50,7 +56,8 @@ def fit_limits(
     """
     is_cpu = jax.default_backend() == "cpu"
     if config.max_num_seqs is None and not is_cpu and not speculates:
-        config = replace(config, max_num_seqs=_fitting_rows(config, model_config, num_bytes(params), dtype))
+        rows = _fitting_rows(config, model_config, num_bytes(params), dtype, placement)
+        config = replace(config, max_num_seqs=rows)
     steps = config.decode_loop_steps
     if steps is None:
         seconds = predicted_step_seconds(num_bytes(params), model_config.num_layers)
@@ -60,13 +67,14 @@ def fit_limits(
     return replace(config, max_num_batched_tokens=tokens, max_mixed_tokens=mixed)
 
 
-def describe_limits(config: EngineConfig) -> str:
+def describe_limits(config: EngineConfig, placement: Placement = DEFAULT_DEVICE) -> str:
     """Returns a line with the limits of a configuration that `fit_limits` has returned."""
     steps = loop_steps(config)
     loops = f"decode loops of {steps} steps" if steps > 1 else "single decode steps"
     sizes = f"up to {max_rows(config)} requests and {max_batched_tokens(config)} tokens in a step"
     cache = "" if config.cache_dtype is None else f", keys and values in {config.cache_dtype}"
-    return f"{jax.devices()[0].device_kind}: {sizes}, {loops}{cache}"
+    each = f"{placement.num_devices} x " if placement.num_devices > 1 else ""
+    return f"{each}{jax.devices()[0].device_kind}: {sizes}, {loops}{cache}"
 
 
 def predicted_step_seconds(param_bytes: int, num_layers: int) -> float:
@@ -84,27 +92,29 @@ def fitting_loop_steps(step_seconds: float) -> int:
     return steps
 
 
-def _fitting_rows(config: EngineConfig, model_config: ModelConfig, param_bytes: int, dtype: str) -> int:
+def _fitting_rows(
+    config: EngineConfig, model_config: ModelConfig, param_bytes: int, dtype: str, placement: Placement
+) -> int:
     """Returns the rows of which each has pages for TOKENS_PER_ROW tokens, from ACCELERATOR_ROWS down to MAX_ROWS."""
     max_model_len = resolve_max_model_len(model_config, config)
     pages_per_row = -(-min(TOKENS_PER_ROW, max_model_len) // config.page_size)
     page = one_page(config, dtype)
-    room = _room(config, param_bytes)
+    room = _room(config, param_bytes, placement)
     rows = rows_within_tokens(config, ACCELERATOR_ROWS)
     while rows > MAX_ROWS:
         kinds = plan_further_kinds(model_config, replace(config, max_num_seqs=rows), max_model_len)
         bounded = replace(page, num_bounded_pages=tuple(kind.num_pages for kind in kinds))
-        needed = rows * pages_per_row * page_bytes(model_config, page, kind=0)
+        needed = rows * pages_per_row * page_bytes(model_config, page, kind=0, mesh=placement.mesh)
         too_few = config.num_pages is not None and config.num_pages < rows * pages_per_row
-        if needed + bytes_of_bounded(model_config, bounded) <= room and not too_few:
+        if needed + bytes_of_bounded(model_config, bounded, placement) <= room and not too_few:
             break
         rows = max(rows // 2, MAX_ROWS)
     return rows
 
 
-def _room(config: EngineConfig, param_bytes: int) -> float:
+def _room(config: EngineConfig, param_bytes: int, placement: Placement) -> float:
     """Returns the bytes for pages; infinite if neither the configuration nor the device says."""
     if config.cache_bytes is not None:
         return config.cache_bytes
-    total = config.memory_bytes if config.memory_bytes is not None else free_bytes()
+    total = config.memory_bytes if config.memory_bytes is not None else placement.free_bytes()
     return float("inf") if total is None else PAGES_PART * (total - param_bytes)

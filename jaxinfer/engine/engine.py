@@ -68,6 +68,7 @@ class Engine:
         dtype: str | None = None,
         logits_processors: Mapping[str, LogitsProcessor] | None = None,
         speculation: str | Path | Drafter | None = None,
+        devices: Sequence[Any] | None = None,
         show_progress: bool = False,
     ) -> None:
         config = EngineConfig() if config is None else config
@@ -83,6 +84,7 @@ class Engine:
             self._dtype,
             custom=dict(logits_processors or {}),
             speculation=speculation,
+            devices=devices,
             on_failure=self._health.fail,
             show_progress=show_progress,
         )
@@ -393,6 +395,7 @@ class Engine:
             config=self.model_config,
             page_size=self._admission.cache_config.page_size,
             dtype=self._dtype,
+            mesh=self._warm_up.model.placement.mesh,
             between_texts=between_texts,
         )
 

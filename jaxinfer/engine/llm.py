@@ -66,6 +66,8 @@ class LLM:
         * A folder or Hub id has a small model of the same vocabulary, or an EAGLE-3 head or draft heads trained on this
           model's states.
         * A `Drafter` object drafts in your own way.
+    * `devices`: the devices of this process that share the model, as many as `EngineConfig.parallelism` says, in the
+      order of the mesh. None takes the first ones.
 
     The constructor loads the weights and compiles a step that can compute any request, so no request waits for either.
     The faster steps of smaller shapes compile in the background; `warm_up` waits for them.
@@ -86,6 +88,7 @@ class LLM:
         dtype: str | None = None,
         logits_processors: Mapping[str, LogitsProcessor] | None = None,
         speculation: str | Path | Drafter | None = None,
+        devices: Sequence[Any] | None = None,
         show_progress: bool = False,
     ):
         self._engine = Engine(
@@ -94,6 +97,7 @@ class LLM:
             dtype=dtype,
             logits_processors=logits_processors,
             speculation=speculation,
+            devices=devices,
             show_progress=show_progress,
         )
         self.engine_config, self.model_config = self._engine.engine_config, self._engine.model_config

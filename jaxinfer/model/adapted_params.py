@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.tree_util import GetAttrKey, tree_map_with_path
 
 from jaxinfer.model.components.adapted import AdaptedArray, padded_size
 from jaxinfer.model.components.layers import TensorSpec
 from jaxinfer.model.config import ModelConfig
-from jaxinfer.model.params import Params, declare
-from jaxinfer.quantization.quantized_array import PRODUCT_WEIGHTS, QuantizedArray
+from jaxinfer.model.params import Params, declare, is_spec
+from jaxinfer.quantization import QuantizedArray
 
 # A tree like `Params` with the pair (down, up) of an `AdaptedArray` for each weight that adapters may change.
 Slots = Any
@@ -27,28 +25,25 @@ def adapted_weights(config: ModelConfig) -> Params:
     """
 
     def find(path: tuple[Any, ...], spec: TensorSpec) -> TensorSpec | None:
-        names = [key.name for key in path if isinstance(key, GetAttrKey)]
-        is_product = names[0] == "layers" and names[-1] in PRODUCT_WEIGHTS
-        return spec if is_product and "experts" not in spec.axes else None
+        is_of_layer = path[0] == GetAttrKey("layers")
+        return spec if is_of_layer and spec.num_inputs and "experts" not in spec.axes else None
 
-    return tree_map_with_path(find, declare(config), is_leaf=_is_spec)
+    return tree_map_with_path(find, declare(config), is_leaf=is_spec)
 
 
-def slot_shapes(spec: TensorSpec, num_slots: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def shapes_of(spec: TensorSpec, num_slots: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the shapes of `down` and `up` of a stack of layers [n, A, ...], for adapters of up to this rank."""
     n, *outputs, inputs = spec.shape
     return (n, num_slots, padded_size(inputs), rank), (n, num_slots, padded_size(rank), math.prod(outputs))
 
 
-def make_slots(
-    config: ModelConfig, *, num_slots: int, rank: int, dtype: Any, make: Callable[..., Any] = jnp.zeros
-) -> Slots:
-    """Returns `num_slots` slots of zeros, that for no adapter included; `make(shape, dtype)` makes each array."""
+def abstract_slots(config: ModelConfig, num_slots: int, rank: int, dtype: Any) -> Slots:
+    """Returns a `jax.ShapeDtypeStruct` per array of `num_slots` slots, that for no adapter included."""
 
-    def slots_of(spec: TensorSpec) -> tuple[Any, ...]:
-        return tuple(make(shape, dtype) for shape in slot_shapes(spec, num_slots, rank))
+    def slots_of(spec: TensorSpec) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes_of(spec, num_slots, rank))
 
-    return jax.tree.map(slots_of, adapted_weights(config), is_leaf=_is_spec)
+    return jax.tree.map(slots_of, adapted_weights(config), is_leaf=is_spec)
 
 
 def with_slots(params: Params, slots: Slots) -> Params:
@@ -67,7 +62,3 @@ def insert_adapter(slots: Slots, slot: jax.Array, tensors: Slots) -> Slots:
         return jax.lax.dynamic_update_slice_in_dim(all_slots, own[:, None], slot, axis=1)
 
     return jax.tree.map(insert, slots, tensors)
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, TensorSpec)

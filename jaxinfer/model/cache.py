@@ -79,8 +79,11 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
     return KVCache(pools=pools, tokens=tokens, num_draft_states=cache_config.num_draft_states)
 
 
-def cache_shardings(cache: KVCache, mesh: Mesh, *, config: ModelConfig) -> KVCache:
-    """Returns a `NamedSharding` per array: KV heads over HEADS_AXIS, if the mesh has it, the others on every device."""
+def cache_shardings(cache: KVCache, mesh: Mesh, *, config: ModelConfig, kind: int | None = None) -> KVCache:
+    """Returns a `NamedSharding` per array: KV heads over HEADS_AXIS, if the mesh has it, the others on every device.
+
+    `kind`: that of the pages of a bundle, if it has pages of one kind only.
+    """
     has_axis = HEADS_AXIS in mesh.axis_names
 
     def specs(pool: Pool, stack: MixerStack) -> Pool:
@@ -89,22 +92,38 @@ def cache_shardings(cache: KVCache, mesh: Mesh, *, config: ModelConfig) -> KVCac
             return split_heads(pool, HEADS_AXIS)
         return jax.tree.map(lambda _: PartitionSpec(), pool)
 
-    placement = replace(cache, pools=tuple(map(specs, cache.pools, config.mixer_stacks)), tokens=PartitionSpec())
+    pools = tuple(map(specs, cache.pools, _stacks_of(config, kind)))
+    placement = replace(cache, pools=pools, tokens=None if cache.tokens is None else PartitionSpec())
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), placement)
 
 
 def page_bytes(
-    config: ModelConfig, cache_config: CacheConfig, layout: str | None = None, *, kind: int | None = None
+    config: ModelConfig,
+    cache_config: CacheConfig,
+    layout: str | None = None,
+    *,
+    kind: int | None = None,
+    mesh: Mesh | None = None,
 ) -> int:
     """Returns the bytes of one page: keys and values, latents or a state, and token ids.
 
-    `kind` takes the layers of a kind of pages only.
+    `kind` takes the layers of a kind of pages only. With a `mesh`, the bytes are those on each of its devices.
     """
     one_page = abstract_cache(
         config, replace(cache_config, num_pages=1, num_bounded_pages=(), num_draft_states=0), layout
     )
-    arrays = jax.tree.leaves(_part_of(one_page, config, kind))
-    return sum(math.prod(array.shape) * jnp.dtype(array.dtype).itemsize for array in arrays)
+    part = _part_of(one_page, config, kind)
+    shapes = jax.tree.map(lambda array: array.shape, part)
+    if mesh is not None:
+        at = cache_shardings(part, mesh, config=config, kind=kind)
+        shapes = jax.tree.map(lambda array, sharding: sharding.shard_shape(array.shape), part, at)
+    sizes = jax.tree.map(lambda array, shape: math.prod(shape) * jnp.dtype(array.dtype).itemsize, part, shapes)
+    return sum(jax.tree.leaves(sizes))
+
+
+def _stacks_of(config: ModelConfig, kind: int | None) -> list[MixerStack]:
+    """Returns the stacks of mixers with pages of a kind; None is all."""
+    return [stack for stack in config.mixer_stacks if kind in (None, stack.kind)]
 
 
 def _part_of(cache: KVCache, config: ModelConfig, kind: int | None) -> KVCache:
@@ -185,8 +204,8 @@ def extract_pages(cache: KVCache, page_ids: Any, *, config: ModelConfig, kind: i
     An id past the pool gives a page of zeros.
     """
     page_ids = jnp.asarray(page_ids)
-    part, stacks = _part_of(cache, config, kind), [s for s in config.mixer_stacks if kind in (None, s.kind)]
-    pairs = zip(part.pools, stacks, strict=True)
+    part = _part_of(cache, config, kind)
+    pairs = zip(part.pools, _stacks_of(config, kind), strict=True)
     pools = tuple(take_pages(pool, _in_layers(page_ids, pool, stack.num_layers)) for pool, stack in pairs)
     tokens = None if part.tokens is None else part.tokens.at[page_ids].get(mode="fill", fill_value=0)
     return PageBundle(pools=pools, tokens=tokens)

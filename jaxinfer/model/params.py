@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.model.components.dense_and_experts import (
     DenseAndExperts,
@@ -168,6 +168,17 @@ def usual_sharding(spec: TensorSpec, mesh: Mesh) -> NamedSharding:
     axes = zip(spec.shape, _mesh_axes(spec, mesh, TENSOR_PARALLEL_RULES), strict=True)
     names = [None if name is None or size % mesh.shape[name] else name for size, name in axes]
     return NamedSharding(mesh, PartitionSpec(*names))
+
+
+def check_mesh(mesh: Mesh | AbstractMesh) -> None:
+    """Raises ValueError for a mesh with an axis that no tensor is split over, or that is not automatic."""
+    known = sorted({*TENSOR_PARALLEL_RULES.values()})
+    if unknown := [axis for axis in mesh.axis_names if axis not in known]:
+        raise ValueError(
+            f"mesh has the axis {unknown[0]!r}, over which nothing is split; axes of a mesh are {' and '.join(known)}"
+        )
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        raise ValueError(f"mesh has axes of types {mesh.axis_types}; use automatic ones: Mesh(devices, axis_names)")
 
 
 def _mesh_axes(spec: TensorSpec, mesh: Mesh, rules: Mapping[str, str]) -> list[str | None]:

@@ -52,19 +52,28 @@ def quantize_params(params: Params, config: ModelConfig, **options: Any) -> Para
 
 
 def quantized_shardings(params: Params, placement: Params) -> Params:
-    """Returns the shardings of quantized parameters, for a placement of their tensors in floating point.
+    """Returns the shardings of quantized parameters, for a placement of their tensors in floating point."""
+
+    def split(w: Any, sharding: NamedSharding) -> Any:
+        return quantized_sharding(w, sharding) if isinstance(w, QuantizedArray) else sharding
+
+    return jax.tree.map(split, params, placement, is_leaf=lambda node: isinstance(node, QuantizedArray))
+
+
+def quantized_sharding(w: QuantizedArray, sharding: NamedSharding) -> QuantizedArray:
+    """Returns the shardings of a quantized weight, for that of the weight in floating point. `w` may be abstract.
 
     Scales of integers that TPUs multiply are split as their weights are, for a kernel reads each device's part. If
     devices do not divide the groups of inputs, or integers are packed, each device has the scales of all inputs.
     """
-
-    def split(w: Any, sharding: NamedSharding) -> Any:
-        if not isinstance(w, QuantizedArray):
-            return sharding
-        *outputs, inputs = sharding.spec
-        is_divided = inputs is not None and w.scales.shape[-1] % sharding.mesh.shape[inputs] == 0
-        is_divided = is_divided and w.values.dtype == jnp.int4
-        spec = PartitionSpec(*outputs, inputs if is_divided else None)
-        return QuantizedArray(values=sharding, scales=NamedSharding(sharding.mesh, spec))
-
-    return jax.tree.map(split, params, placement, is_leaf=lambda node: isinstance(node, QuantizedArray))
+    *outputs, inputs = sharding.spec
+    is_divided = inputs is not None and w.scales.shape[-1] % sharding.mesh.shape[inputs] == 0
+    is_divided = is_divided and w.values.dtype == jnp.int4
+    of_groups = NamedSharding(sharding.mesh, PartitionSpec(*outputs, inputs if is_divided else None))
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
+    return QuantizedArray(
+        values=sharding,
+        scales=of_groups,
+        zeros=None if w.zeros is None else of_groups,
+        order=None if w.order is None else whole,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -25,7 +26,10 @@ Compiled = TypeVar("Compiled")
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes on the device at most. `resident_bytes`: parameters, of a drafter as well. `limit_bytes`: None for none."""
+    """Bytes on a device at most. `resident_bytes`: parameters, of a drafter as well. `limit_bytes`: None for none.
+
+    If `num_devices` share the model, each has these bytes.
+    """
 
     resident_bytes: int
     step_bytes: int
@@ -33,6 +37,7 @@ class MemoryPlan:
     num_pages: int
     bounded_bytes: int = 0  # of pools whose size no limit changes: windows and states
     limit_bytes: int | None = None
+    num_devices: int = 1
 
     @property
     def pool_bytes(self) -> int:
@@ -59,12 +64,24 @@ class MemoryPlan:
         limit = "" if self.limit_bytes is None else f" of {self.limit_bytes / 1e6:,.1f} MB"
         further = f" and for windows and states ({bounded})" if self.bounded_bytes else ""
         pages = f"{pool} in {self.num_pages} pages{further}"
-        return f"{resident} of parameters + {pages} + {steps} for steps = {total}{limit}"
+        each = f"each of {self.num_devices} devices: " if self.num_devices > 1 else ""
+        return f"{each}{resident} of parameters + {pages} + {steps} for steps = {total}{limit}"
 
 
 def num_bytes(tree: Any) -> int:
-    """Returns what the arrays of a tree take, abstract ones included; integers of 4 bits lie two to a byte."""
-    return sum(-(-leaf.size * jax.dtypes.itemsize_bits(leaf.dtype) // 8) for leaf in jax.tree.leaves(tree))
+    """Returns the bytes of the arrays of a tree on each of their devices, abstract ones included.
+
+    Integers of 4 bits lie two to a byte.
+    """
+
+    def shape_on_device(leaf: Any) -> tuple[int, ...]:
+        sharding = getattr(leaf, "sharding", None)
+        return leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+
+    def size(leaf: Any) -> int:
+        return -(-math.prod(shape_on_device(leaf)) * jax.dtypes.itemsize_bits(leaf.dtype) // 8)
+
+    return sum(map(size, jax.tree.leaves(tree)))
 
 
 def step_bytes(compiled: jax.stages.Compiled, inputs: Iterable[Any]) -> int:

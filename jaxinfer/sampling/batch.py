@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import struct
+from jax.sharding import Sharding
 
 from jaxinfer.config import MAX_SEED, EngineConfig, SamplingParams
 from jaxinfer.model.batch import MAX_BATCH, PADDING_TOKEN, padded, require_entries
@@ -198,10 +199,17 @@ def make_no_processors(
 
 @lru_cache(maxsize=64)  # several engines' buckets; without a bound, the sizes of past engines would stay
 def shared_no_processors(
-    num_rows: int, max_listed_tokens: int, mask_shape: tuple[int, int], custom: tuple[str, ...]
+    num_rows: int,
+    max_listed_tokens: int,
+    mask_shape: tuple[int, int],
+    custom: tuple[str, ...],
+    sharding: Sharding | None = None,
 ) -> ProcessorBatch:
-    """Returns `make_no_processors` on the device: steps whose rows use none share it and copy nothing there."""
-    return jax.device_put(make_no_processors(num_rows, max_listed_tokens, mask_shape, custom))
+    """Returns `make_no_processors` on the device: steps whose rows use none share it and copy nothing there.
+
+    `sharding`: that of arrays that are whole on every device of a mesh; None is the default device.
+    """
+    return jax.device_put(make_no_processors(num_rows, max_listed_tokens, mask_shape, custom), sharding)
 
 
 def _make_processors(

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import Sharding
 
 from jaxinfer.model.batch import StepTokens, padded
 from jaxinfer.model.decoder import unembed
@@ -52,9 +53,12 @@ def make_prompt(
 
 
 @functools.cache
-def no_prompt(num_tokens: int) -> PromptBatch:
-    """Returns the arrays of a step in which no request asks for prompt log-probs, put on the device once."""
-    return jax.device_put(make_prompt([], [], num_tokens=num_tokens))
+def no_prompt(num_tokens: int, sharding: Sharding | None = None) -> PromptBatch:
+    """Returns the arrays of a step in which no request asks for prompt log-probs, put on the device once.
+
+    `sharding` is that of `shared_no_processors`.
+    """
+    return jax.device_put(make_prompt([], [], num_tokens=num_tokens), sharding)
 
 
 def describe_prompt(params: Params, hidden: jax.Array, prompt: PromptBatch, max_log_probs: int) -> PromptOutput:

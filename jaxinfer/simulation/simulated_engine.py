@@ -107,6 +107,7 @@ def load_simulated_engine(
 ) -> SimulatedEngine:
     """Returns a simulation of `LLM(model, config=engine_config, dtype=dtype)`, without its weights."""
     require_known_steps(engine_config)
+    require(engine_config.parallelism is None, "parallelism", engine_config.parallelism, "None in a simulation")
     require(model != "", "model", model, "a folder or Hub id, or None for the bundled model")
     dtype = resolve_dtype(dtype)
     path = resolve_checkpoint(BUNDLED_MODEL if model is None else model)

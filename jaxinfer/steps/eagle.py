@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 
 from jaxinfer.config import CacheConfig
 from jaxinfer.model.batch import PADDING_SLOT, Batch, StepTokens, last_places, step_rows, step_tokens
@@ -88,11 +89,12 @@ class EagleHead:
         positions: jax.Array,
         paths: Paths,
         implementation: str | None = None,
+        mesh: Mesh | None = None,
     ) -> jax.Array:
         """Returns the tokens i32[B, K] of K paths, sampled one after another from `positions` i32[B] on."""
         B, W, D = states.hidden.shape
         num_drafts, rows = max(map(len, paths)), StepTokens((states.num_known > 0).sum())
-        options: dict[str, Any] = {"implementation": implementation}
+        options: dict[str, Any] = {"implementation": implementation, "mesh": mesh}
         pages_per_row = -(-(W + num_drafts - 1) // PAGE_SIZE)
         pages = init_cache(
             self.config,
@@ -124,6 +126,7 @@ class EagleHead:
         *,
         q_len: int | None = None,
         implementation: str | None,
+        mesh: Mesh | None,
     ) -> tuple[jax.Array, jax.Array, Pool]:
         """Returns the state [B, D] after each row to continue from, the one to unembed, and the pages.
 
@@ -131,8 +134,9 @@ class EagleHead:
         """
         layer, norm = self.config.layers[0], self.config.norm
         angles = angles_of(layer.mixers, batch.positions)
-        inputs = AttentionInputs(batch, step_tokens(batch), q_len, implementation=implementation, angles=angles)
-        x, h = self._inputs(params, hidden, batch.tokens, inputs.tokens)
+        statics: dict[str, Any] = {"implementation": implementation, "mesh": mesh}
+        inputs = AttentionInputs(batch, step_tokens(batch), q_len, angles=angles, **statics)
+        x, h = self._inputs(params, hidden, batch.tokens, inputs.tokens, mesh)
         x, (pages,) = mix(self.layer, (pages,), x, h, [inputs], layer=layer)
         # Of the tokens before the last only keys and values are needed.
         x = feed_forward(self.layer, x[last_places(batch)], step_rows(batch), layer=layer)
@@ -140,11 +144,11 @@ class EagleHead:
         return normed if self.continues_normed else x, normed, pages
 
     def _inputs(
-        self, params: Params, hidden: jax.Array, token_ids: jax.Array, tokens: StepTokens
+        self, params: Params, hidden: jax.Array, token_ids: jax.Array, tokens: StepTokens, mesh: Mesh | None
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the layer's input [T, D], and that of its mixer, [T, D] or [T, 2 D]."""
         table = params if self.embedding is None else replace(params, embedding=self.embedding)
-        embedded = embed(table, token_ids, config=self.config).astype(hidden.dtype)
+        embedded = embed(table, token_ids, config=self.config, mesh=mesh).astype(hidden.dtype)
         normed = rms_norm(hidden, self.hidden_norm, self.config.norm)
         both = jnp.concatenate([rms_norm(embedded, self.embedding_norm, self.config.norm), normed], axis=-1)
         if self.input is None:

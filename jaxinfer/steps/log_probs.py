@@ -16,7 +16,7 @@ from jaxinfer.model.batch import MAX_BATCH, PADDING_TOKEN, Batch
 from jaxinfer.model.cache import cache_shardings, init_cache
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.decoder import forward, unembed
-from jaxinfer.model.params import Params
+from jaxinfer.model.params import Params, check_mesh
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.processors import Context, LogitsProcessor, process_logits
 from jaxinfer.sampling.sample import chosen_logits, filter_logits, scale
@@ -161,6 +161,8 @@ def _check(params: Any, tokens: Any, sampling: Any, config: Any, page_size: Any,
     require(isinstance(config, ModelConfig), "config", config, "the ModelConfig of `load_checkpoint`")
     CacheConfig(num_pages=1, page_size=page_size)
     require(mesh is None or isinstance(mesh, Mesh), "mesh", mesh, "a jax.sharding.Mesh or None")
+    if mesh is not None:
+        check_mesh(mesh)
     require(isinstance(tokens, jax.Array), "tokens", tokens, "an array of token ids i32[B, T]")
     are_ids = tokens.ndim == 2 and tokens.size <= MAX_BATCH and jnp.issubdtype(tokens.dtype, jnp.integer)
     fits = are_ids and tokens.shape[0] > 0 and 2 <= tokens.shape[1] <= config.max_position

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
 
 from jaxinfer.model.components.layers import linear
 from jaxinfer.model.decoder import unembed
@@ -95,6 +96,7 @@ class MedusaHeads:
         positions: jax.Array,
         paths: Paths,
         implementation: str | None = None,
+        mesh: Mesh | None = None,
     ) -> jax.Array:
         """Returns the tokens i32[B, K] of K paths that the heads sample from `positions` i32[B] on; no attention."""
         num_drafts = max(map(len, paths))
@@ -109,7 +111,7 @@ class MedusaHeads:
         return at_paths(best.reshape(B, num_drafts, -1), paths)
 
 
-@functools.partial(jax.jit, static_argnames=("paths", "implementation"))
+@functools.partial(jax.jit, static_argnames=("paths", "implementation", "mesh"))
 def draft_from_states(
     params: Params,
     heads: Any,
@@ -122,11 +124,13 @@ def draft_from_states(
     *,
     paths: Paths,
     implementation: str | None = None,
+    mesh: Mesh | None = None,
 ) -> jax.Array:
     """Returns the drafts of the heads, i32[B, K] for K paths, from the windows [R, W, D] of `rows` i32[B].
 
     They sample with the target's noise at their positions; `positions` i32[B] are those of the first drafts. Logits
-    processors, which act before the temperature, have no effect. `implementation` is as for `forward`.
+    processors, which act before the temperature, have no effect. `implementation` and `mesh` are as for `forward`; all
+    but the parameters is whole on every device.
     """
     states = States(hidden=windows[rows], tokens=tokens, num_known=num_known)
-    return heads.draft(params, states, replace(sampling, processors=None), positions, paths, implementation)
+    return heads.draft(params, states, replace(sampling, processors=None), positions, paths, implementation, mesh)

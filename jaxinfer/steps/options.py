@@ -8,6 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxinfer.model.config import ModelConfig
+from jaxinfer.model.params import check_mesh
 from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.sampling_params import FORMS, Form
 from jaxinfer.validation import as_ints, require, require_bool, require_int, require_name, shown
@@ -44,6 +45,8 @@ class StepOptions:
     def __post_init__(self) -> None:
         require(isinstance(self.config, ModelConfig), "config", self.config, "the ModelConfig of `load_checkpoint`")
         require(self.mesh is None or isinstance(self.mesh, Mesh), "mesh", self.mesh, "a jax.sharding.Mesh or None")
+        if self.mesh is not None:
+            check_mesh(self.mesh)
         require_name("form", self.form, FORMS)
         require_bool("sampling_log_probs", self.sampling_log_probs)
         for name in ("max_log_probs", "max_prompt_log_probs"):

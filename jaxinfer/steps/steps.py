@@ -33,6 +33,7 @@ from jaxinfer.sampling.prompt_log_probs import PromptBatch, describe_prompt
 from jaxinfer.sampling.sample import describe, sample, sample_nothing, sample_with_log_probs, with_vocabulary
 from jaxinfer.steps.multi_step import run_loop
 from jaxinfer.steps.options import StepOptions, check_options
+from jaxinfer.steps.results import placed, replicated
 from jaxinfer.steps.trees import along_paths, keep_paths, make_trees, stand_in_trees, tree_mask
 from jaxinfer.steps.verify import (
     batch_of_ends,
@@ -70,7 +71,7 @@ def prefill_step(
     hidden, states, cache = _forward(params, cache, batch, options)
     output = _finish(params, cache, hidden[last_places(batch)], batch, sampling, options)
     described = None if prompt is None else describe_prompt(params, hidden, prompt, options.max_prompt_log_probs)
-    return replace(output, hidden=states, prompt=described), cache
+    return placed(replace(output, hidden=states, prompt=described), cache, options)
 
 
 @_jit_step
@@ -86,7 +87,7 @@ def decode_step(
     check_options(options, "decode_step", *_FORM_AND_LOG_PROBS, "kept_layers")
     _check(params, cache, batch, sampling, options)
     hidden, states, cache = _forward(params, cache, batch, options, q_len=1)
-    return replace(_finish(params, cache, hidden, batch, sampling, options), hidden=states), cache
+    return placed(replace(_finish(params, cache, hidden, batch, sampling, options), hidden=states), cache, options)
 
 
 @functools.partial(jax.jit, static_argnames="options")
@@ -104,7 +105,7 @@ def draw_step(
     tokens that the step would have sampled in this form.
     """
     check_options(options, "draw_step", *_FORM_AND_LOG_PROBS)
-    return _draw(logits, cache, batch, sampling, options)
+    return replicated(_draw(logits, cache, batch, sampling, options), options.mesh)
 
 
 @_jit_step
@@ -148,11 +149,11 @@ def verify_step(
     draw = functools.partial(_finish, params, cache, hidden[ends.places], *rows, options)
     if trees is not None:
         drawn = draw(lambda context: along_paths(context, batch, trees))
-        return keep_paths(drawn, cache, batch, trees, states, config=config)
+        return placed(*keep_paths(drawn, cache, batch, trees, states, config=config), options)
     output = emit(draw(), batch, ends, q_len)
     if config.is_recurrent:
         cache = keep_states(cache, batch, ends, output.num_emitted, config=config)
-    return replace(output, hidden=states), cache
+    return placed(replace(output, hidden=states), cache, options)
 
 
 @_jit_step
@@ -178,7 +179,7 @@ def decode_loop(
         hidden, _, cache = _forward(params, cache, batch, options, q_len=1)
         return _finish(params, cache, hidden, batch, sampling, options), cache
 
-    return run_loop(decode, cache, batch, max_tokens, _given(options, "num_steps"))
+    return placed(*run_loop(decode, cache, batch, max_tokens, _given(options, "num_steps")), options)
 
 
 @_jit_step
@@ -224,7 +225,7 @@ def draft_step(
         return drafts.at[:, i].set(tokens), tokens, cache
 
     drafts, _, cache = jax.lax.fori_loop(1, counts.max(), draft, (drafts, tokens, cache))
-    return drafts, cache
+    return placed(drafts, cache, options)
 
 
 def _check(params: Any, cache: Any, batch: Any, sampling: Any, options: StepOptions) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 import jaxinfer
 from jaxinfer.cli.main import main
-from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.config import EngineConfig, Parallelism, SamplingParams
 from jaxinfer.engine.request.completion import Delta
 from jaxinfer.engine.request.request import QueueFullError
 from tests.batch_job.fake_llm import FakeLLM
@@ -189,11 +189,14 @@ ENGINE = {
     "attention": "reference",
     "max_adapters": 2,
     "max_adapter_rank": 8,
+    "parallelism": Parallelism(tensor=2, experts=3),
 }
 NEEDS = {"disk_cache_bytes": "disk_cache_path", "disk_cache_path": "disk_cache_bytes"}
 
 
 def options_of(name: str, value: Any) -> list[str]:
+    if isinstance(value, Parallelism):
+        return ["--tensor-parallel", str(value.tensor), "--expert-parallel", str(value.experts)]
     option = "--" + name.replace("_", "-")
     if isinstance(value, bool):
         return [option if value else option.replace("--", "--no-", 1)]

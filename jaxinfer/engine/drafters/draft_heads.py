@@ -70,6 +70,7 @@ class HeadDrafter(DeviceDrafter):
                 " speculation needs heads that were trained on the target"
             )
         self._target, self._draft_trees = target, config.draft_trees
+        self._heads = target.placement.put(self._heads)
         self._paths = chain_of(self._heads.most_drafts(config.max_drafts))
         if config.draft_trees:
             self._paths = (self._tree or self._heads.tree)[: config.max_drafts]
@@ -77,9 +78,12 @@ class HeadDrafter(DeviceDrafter):
         sizes, dtype = decode_sizes(config), target.params.final_norm.dtype
         steps = [bucket.num_tokens for bucket in plan_buckets(config, config.max_drafts)]
         state_size, reduction = width * max(len(self.kept_layers), 1), self._heads.reduction
-        self._windows = StateWindows(max_rows(config), self._heads.window, state_size, dtype, steps, reduction)
+        self._windows = StateWindows(
+            max_rows(config), self._heads.window, state_size, dtype, steps, reduction, target.placement
+        )
         windows = self._windows.enter()
-        inputs = [(windows, *self._lay_out([], [], size)) for size in sizes]
+        replicated = target.placement.replicated
+        inputs = [(windows, *replicated(self._lay_out([], [], size))) for size in sizes]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler releases the interpreter lock
             self._compiled = dict(zip(sizes, pool.map(self._compile, inputs), strict=True))
         self._step_bytes = max(map(step_bytes, self._compiled.values(), inputs)) + self._windows.num_bytes
@@ -120,6 +124,7 @@ class HeadDrafter(DeviceDrafter):
             max_listed_tokens=self._target.engine_config.max_listed_tokens,
             vocab_size=self._target.model_config.vocab_size,
             custom=tuple(self._target.custom),
+            sharding=self._target.placement.whole,
         )
         rows, num_known = (
             padded(np.array([getattr(window, name) for window in windows], np.int32), size, 0)
@@ -134,5 +139,6 @@ class HeadDrafter(DeviceDrafter):
         return rows, tokens, num_known, replace(sampling, processors=None), positions
 
     def _compile(self, inputs: tuple[Any, ...]) -> jax.stages.Compiled:
-        statics = {"paths": self._paths, "implementation": self._target.engine_config.attention}
+        attention, mesh = self._target.engine_config.attention, self._target.placement.mesh
+        statics = {"paths": self._paths, "implementation": attention, "mesh": mesh}
         return compile_or_load(draft_from_states, self._target.params, self._heads, *inputs, **statics)

@@ -24,7 +24,7 @@ from jaxinfer.engine.execution.step_shapes import decode_sizes, max_batched_toke
 from jaxinfer.engine.request.page_keys import num_equal
 from jaxinfer.engine.request.request import Request
 from jaxinfer.model.batch import Row, lay_out_batch, padded
-from jaxinfer.model.cache import KVCache, abstract_cache, init_cache, page_bytes
+from jaxinfer.model.cache import KVCache, abstract_cache, page_bytes
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
 from jaxinfer.plan.memory import num_bytes, step_bytes
@@ -35,19 +35,23 @@ Shape = tuple[int, int]  # rows and tokens
 
 
 class DraftSteps:
-    """`draft_step`, compiled in some shapes, on a cache of the target's cache configuration."""
+    """`draft_step`, compiled in some shapes, on a cache of the target's cache configuration.
+
+    Parameters and cache lie on the devices of the target's placement.
+    """
 
     def __init__(self, params: Params, config: ModelConfig, target: EngineModel, shapes: Iterable[Shape]) -> None:
         self.params, self._target = params, replace(target, params=abstract(target.params))
         self.shapes = tuple(dict.fromkeys(shapes))
-        cache = abstract_cache(config, target.cache_config)
-        inputs = [self._lay_out(shape, [], [], []) for shape in self.shapes]
+        cache = target.placement.cache(config, abstract_cache(config, target.cache_config))
+        inputs = [target.placement.replicated(self._lay_out(shape, [], [], [])) for shape in self.shapes]
         options = StepOptions(
             config=config,
             vocab_size=target.model_config.vocab_size,
             max_drafts=target.engine_config.max_drafts,
             custom=tuple(target.custom.values()),
             implementation=target.engine_config.attention,
+            mesh=target.placement.mesh,
         )
 
         def compiled(arguments: tuple[Any, ...]) -> jax.stages.Compiled:
@@ -84,6 +88,7 @@ class DraftSteps:
             # No grammar masks: drafts that a grammar rules out are dropped before they are verified.
             vocab_size=target.model_config.vocab_size,
             custom=tuple(target.custom),
+            sharding=target.placement.whole,
         )
         return batch, sampling, padded(np.array(counts, np.int32), num_rows, 0)
 
@@ -157,8 +162,11 @@ class DraftModel(StepDrafter):
                 "the draft model has recurrent layers, whose states cannot leave out drafts that are rejected; give one"
                 " of attention layers alone, or another drafter"
             )
-        # Each of its layers has keys in the pages of the target's first kind, which are those of all tokens.
-        target = replace(target, cache_config=replace(target.cache_config, num_bounded_pages=()))
+        # Each of its layers has keys in the pages of the target's first kind, which are those of all tokens. It is so
+        # small that one of the devices computes it alone.
+        cache_config, placement = replace(target.cache_config, num_bounded_pages=()), target.placement.first
+        target = replace(target, cache_config=cache_config, placement=placement)
+        self._placement, self._params = placement, placement.put(self._params)
         self._cache_config, self._page_size = target.cache_config, target.cache_config.page_size
         sizes = decode_sizes(engine_config)
         widest = max(max_batched_tokens(engine_config), CATCH_UP * sizes[-1])  # large enough for prompts
@@ -168,7 +176,7 @@ class DraftModel(StepDrafter):
 
     def attach(self, lend_cache: LendCache) -> None:
         """Allocates the cache, now that its number of pages is final."""
-        self._cache = init_cache(self._config, self._cache_config)
+        self._cache = self._placement.init_cache(self._config, self._cache_config)
 
     def num_unseen(self, request: Request) -> int:
         text, last = request.token_ids, len(request.token_ids) - 1  # the last token is always computed

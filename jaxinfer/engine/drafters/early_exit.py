@@ -62,6 +62,7 @@ class ExitDrafter(StepDrafter):
                 " attention window; an exit is after layers of every kind"
             )
         self._num_stacks, self._num_pools = len(first.stacks), len(first.mixer_stacks)
+        self._norm, self._lens = target.placement.put((self._norm, self._lens))
         params = self._first_layers(target.params)
         self._steps = DraftSteps(params, first, target, [(rows, rows) for rows in decode_sizes(target.engine_config)])
         return target.engine_config.max_drafts

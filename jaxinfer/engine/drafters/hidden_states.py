@@ -16,6 +16,7 @@ from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.scheduling.step_results import SampledToken
 from jaxinfer.model.components.layers import linear
+from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
 from jaxinfer.plan.memory import num_bytes
 
 
@@ -55,10 +56,11 @@ class StateWindows:
         dtype: Any,
         step_sizes: Iterable[int],
         reduction: jax.Array | None = None,
+        placement: Placement = DEFAULT_DEVICE,
     ) -> None:
         hidden_size = state_size if reduction is None else reduction.shape[0]
-        self._width, self._reduction = width, reduction
-        self._windows = jnp.zeros((num_rows, width, hidden_size), dtype)
+        self._width, self._reduction = width, placement.put(reduction)
+        self._windows = placement.put(jnp.zeros((num_rows, width, hidden_size), dtype))
         self._requests: dict[int, Window] = {}  # by request id, least recently updated first
         self._free = list(range(num_rows))
         self._noted: deque[tuple[Any, dict[int, Piece]]] = deque(maxlen=width)
@@ -66,9 +68,11 @@ class StateWindows:
         self._compiled: dict[int, jax.stages.Compiled] = {}
         sizes = sorted(set(step_sizes))
         self._most_noted = num_rows * width + sizes[-1]  # tokens; W decode steps have no more
+        enter = jax.jit(enter_states, out_shardings=placement.whole)
         for size in sizes:
-            arguments = (self._windows, jax.ShapeDtypeStruct((size, state_size), dtype), self._sources, reduction)
-            self._compiled[size] = compile_or_load(enter_states, *arguments)
+            states = placement.replicated(jax.ShapeDtypeStruct((size, state_size), dtype))
+            arguments = (self._windows, states, placement.replicated(self._sources), self._reduction)
+            self._compiled[size] = compile_or_load(enter, *arguments)
         # The buffer before and after an update, and the noted states.
         most = jax.ShapeDtypeStruct((self._most_noted + sizes[-1], state_size), dtype)
         self.num_bytes = 2 * num_bytes(self._windows) + num_bytes(most)
@@ -142,7 +146,6 @@ class StateWindows:
         self._requests[request_id] = window
 
 
-@jax.jit
 def enter_states(
     windows: jax.Array, hidden: jax.Array, sources: jax.Array, reduction: jax.Array | None = None
 ) -> jax.Array:

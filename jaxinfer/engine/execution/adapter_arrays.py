@@ -18,10 +18,11 @@ class AdapterArrays:
     """The slots of all weights, of which steps read each row's. Nothing is compiled after the constructor."""
 
     def __init__(self, model: EngineModel) -> None:
-        slots = model.make_slots(jax.ShapeDtypeStruct)
+        slots = model.abstract_slots
         one = jax.tree.map(lambda a: jax.ShapeDtypeStruct((a.shape[0], *a.shape[2:]), a.dtype), slots)
-        self._compiled = compile_or_load(_insert, slots, jax.ShapeDtypeStruct((), jnp.int32), one)
-        self._slots = model.make_slots(jnp.zeros)
+        self._place, place = model.placement.put, model.placement.replicated
+        self._compiled = compile_or_load(_insert, slots, *place((jax.ShapeDtypeStruct((), jnp.int32), one)))
+        self._slots = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), slots)
 
     @classmethod
     def of(cls, model: EngineModel) -> AdapterArrays | None:
@@ -35,4 +36,4 @@ class AdapterArrays:
     def insert(self, slot: int, tensors: Slots) -> None:
         """Writes an adapter's tensors into a slot in place, after all launched steps; voids parameters with slots."""
         slots, self._slots = self._slots, None
-        self._slots = jax.block_until_ready(self._compiled(slots, np.int32(slot), tensors))
+        self._slots = jax.block_until_ready(self._compiled(slots, *self._place((np.int32(slot), tensors))))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine.execution.engine_model import EngineModel
@@ -46,7 +48,10 @@ class BatchBuilder:
         max_prompt_log_probs: int | None = None,
         num_further_kinds: int = 0,
         has_adapters: bool = False,
+        sharding: Sharding | None = None,
     ) -> None:
+        """`sharding`: that of arrays that are whole on every device of a mesh; None is the default device."""
+        self._sharding = sharding
         self._draft_trees = draft_trees
         self._has_adapters = has_adapters
         self._max_prompt_log_probs = max_prompt_log_probs
@@ -74,6 +79,7 @@ class BatchBuilder:
             max_prompt_log_probs=config.max_prompt_log_probs,
             num_further_kinds=len(model.model_config.page_kinds) - 1,
             has_adapters=config.max_adapters > 0,
+            sharding=model.placement.whole,
         )
 
     def build(self, step: Step, bucket: Bucket, before: Rows = NO_ROWS) -> tuple[Any, ...]:
@@ -94,7 +100,7 @@ class BatchBuilder:
         if bucket.is_mixed:
             return *arguments, None, build_num_drafts(step, bucket)
         has_prompt = bucket.is_prefill and self._max_prompt_log_probs is not None
-        return (*arguments, build_prompt(step, bucket)) if has_prompt else arguments
+        return (*arguments, build_prompt(step, bucket, self._sharding)) if has_prompt else arguments
 
     def _build_rows(self, step: Step, bucket: Bucket, before: Rows) -> tuple[Batch, SamplingBatch]:
         drawn_in = _places(before)
@@ -125,7 +131,7 @@ class BatchBuilder:
             sampling = self._make_sampling(step, bucket)
         elif isinstance(sampling.temperature, np.ndarray):
             # The same rows come again, so they may stay: one copy to the device serves all further steps.
-            sampling = jax.device_put(sampling)
+            sampling = jax.device_put(sampling, self._sharding)
         self._last, self._sampling = (bucket, rows), sampling
         if step.is_ahead and rows is before:  # each row computes its own last sample
             token_ids = pending_token(np.arange(len(requests), dtype=np.int32))
@@ -145,6 +151,7 @@ class BatchBuilder:
             vocab_size=self._vocab_size,
             custom=self._custom,
             num_masks=bucket.num_sampled if bucket.is_verify else None,
+            sharding=self._sharding,
         )
 
 
@@ -174,8 +181,13 @@ def row_of(request: Request, token_ids: Sequence[int], start: int) -> Row:
     return Row(token_ids, start, request.table, request.num_evicted_tokens, further)
 
 
-def sampling_of_requests(requests: Sequence[Request], *, num_rows: int, **options: Any) -> SamplingBatch:
-    """Lays out the sampling parameters of requests, one row each; `options` are those of `lay_out_sampling`."""
+def sampling_of_requests(
+    requests: Sequence[Request], *, num_rows: int, sharding: Sharding | None = None, **options: Any
+) -> SamplingBatch:
+    """Lays out the sampling parameters of requests, one row each; `options` are those of `lay_out_sampling`.
+
+    `sharding`: that of arrays that are on the device already.
+    """
     return lay_out_sampling(
         [request.sampling for request in requests],
         num_rows=num_rows,
@@ -183,7 +195,7 @@ def sampling_of_requests(requests: Sequence[Request], *, num_rows: int, **option
         sample_index=[request.sample_index for request in requests],
         prompt_lens=[request.num_prompt_tokens for request in requests],
         stop_token_ids=[request.stop_token_ids for request in requests],
-        no_processors=shared_no_processors,
+        no_processors=functools.partial(shared_no_processors, sharding=sharding),
         **options,
     )
 
@@ -216,14 +228,16 @@ def build_num_drafts(step: Step, bucket: Bucket) -> np.ndarray:
     return num_drafts
 
 
-def build_prompt(step: Step, bucket: Bucket) -> PromptBatch:
+def build_prompt(step: Step, bucket: Bucket, sharding: Sharding | None = None) -> PromptBatch:
     """Lays out the prompt tokens whose log-probabilities the step returns."""
     places, token_ids = [], []
     for chunk, place, count in step.prompt_log_prob_chunks:
         places += range(place, place + count)
         token_ids += chunk.request.token_ids[chunk.start + 1 :][:count]
     wants_top = any(chunk.request.sampling.prompt_log_probs for chunk, *_ in step.prompt_log_prob_chunks)
-    return make_prompt(places, token_ids, bucket.num_tokens, wants_top) if places else no_prompt(bucket.num_tokens)
+    if not places:
+        return no_prompt(bucket.num_tokens, sharding)
+    return make_prompt(places, token_ids, bucket.num_tokens, wants_top)
 
 
 def add_masks(step: Step, sampling: SamplingBatch) -> SamplingBatch:

@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+from jax.sharding import NamedSharding
 
 from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.drafts import Drafts
 from jaxinfer.engine.scheduling.step import Step
 from jaxinfer.engine.scheduling.step_results import SampledToken
-from jaxinfer.model.adapted_params import Slots, make_slots
+from jaxinfer.model.adapted_params import Slots, abstract_slots
 from jaxinfer.model.cache import KVCache
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
+from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
 from jaxinfer.sampling.processors import LogitsProcessor
 
 
@@ -30,19 +32,26 @@ class EngineModel:
     cache_config: CacheConfig
     table_width: int  # pages per row of the block table
     custom: Mapping[str, LogitsProcessor]  # logits processors of the user, by name
+    placement: Placement = DEFAULT_DEVICE
 
-    def make_slots(self, make: Callable[..., Any]) -> Slots:
-        """Returns the slots for adapters, None without any; `make` is that of `adapted_params.make_slots`."""
+    @property
+    def abstract_slots(self) -> Slots:
+        """The slots for adapters as `jax.ShapeDtypeStruct`s, whole on every device; None if the engine has none."""
         num_adapters, rank = self.engine_config.max_adapters, self.engine_config.max_adapter_rank
         if num_adapters == 0:
             return None
         dtype = self.params.final_norm.dtype
-        return make_slots(self.model_config, num_slots=1 + num_adapters, rank=rank, dtype=dtype, make=make)
+        return self.placement.replicated(abstract_slots(self.model_config, 1 + num_adapters, rank, dtype))
 
 
 def abstract(params: Params) -> Params:
     """Returns a `jax.ShapeDtypeStruct` per tensor; it compiles the same steps and keeps no memory."""
-    return jax.tree.map(lambda tensor: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype), params)
+
+    def shape_of(tensor: jax.Array) -> jax.ShapeDtypeStruct:
+        sharding = tensor.sharding if isinstance(tensor.sharding, NamedSharding) else None  # one device needs none
+        return jax.ShapeDtypeStruct(tensor.shape, tensor.dtype, sharding=sharding)
+
+    return jax.tree.map(shape_of, params)
 
 
 # Calls a function cache -> (result, cache) with the target's cache, keeps the returned cache, returns the result.

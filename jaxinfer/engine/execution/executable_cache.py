@@ -26,6 +26,7 @@ import jax
 from jax._src import config as jax_config
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.extend.backend import get_backend
+from jax.sharding import NamedSharding
 
 from jaxinfer.atomic_file import SEAL_BYTES, files_by_use, read_checked, remove_orphans, write_checked
 from jaxinfer.device import COMPILATION_CACHE
@@ -209,6 +210,8 @@ def _key(function: Any, args: Sequence[Any], statics: dict[str, Any]) -> str:
         *(f"{name} {_name(value)}" for name, value in sorted(statics.items())),
         str(structure),
         *(f"{leaf.shape} {leaf.dtype} {getattr(leaf, 'sharding', None)}" for leaf in leaves),
+        # The name of a sharding shows the axes of its mesh, but not the order of devices.
+        *(f"{device.id} {device.device_kind}" for device in _devices(args)),
     ]
     return blake2b("\n".join(parts).encode(), digest_size=20).hexdigest()
 
@@ -260,11 +263,13 @@ def _host() -> str:
 
 
 def _devices(args: Sequence[Any]) -> list[Any]:
-    """Returns the devices that hold the arguments, sorted by id; the first device if none of them is placed."""
-    placed = {
-        device
-        for leaf in jax.tree.leaves(args)
-        if getattr(leaf, "sharding", None) is not None
-        for device in leaf.sharding.device_set
-    }
+    """Returns the devices that hold the arguments; the first device if none of them is placed.
+
+    They are in the order of the arguments' mesh, which an executable depends on, or without one in that of ids.
+    """
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(args) if getattr(leaf, "sharding", None) is not None]
+    meshes: list[Any] = [*{sharding.mesh: None for sharding in shardings if isinstance(sharding, NamedSharding)}]
+    if len(meshes) == 1:
+        return [*meshes[0].devices.flat]
+    placed = {device for sharding in shardings for device in sharding.device_set}
     return sorted(placed, key=lambda device: device.id) or jax.devices()[:1]

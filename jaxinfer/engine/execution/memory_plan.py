@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 from jaxinfer.config import NARROW_CACHE_DTYPES, CacheConfig, EngineConfig
-from jaxinfer.device import CPU_CACHE_BYTES, free_bytes
+from jaxinfer.device import CPU_CACHE_BYTES
 from jaxinfer.engine.execution.engine_model import DeviceDrafter
 from jaxinfer.engine.execution.step_shapes import Bucket, loop_steps, max_batched_tokens, max_rows
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow, endless_window, sliding_attention_window
 from jaxinfer.engine.kv_cache.bounded_pages import BoundedKind
 from jaxinfer.model.cache import page_bytes
 from jaxinfer.model.config import ModelConfig, PageKind
+from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
 
 # The part of a device's memory that stays free, for the gaps between arrays of different sizes.
 SPARE = 0.02
@@ -98,6 +100,7 @@ def plan_cache(
     dtype: str,
     max_model_len: int,
     drafter: DeviceDrafter | None = None,
+    placement: Placement = DEFAULT_DEVICE,
 ) -> CacheConfig:
     """Returns the largest useful number of pages: `num_pages` if set, else the pages of all rows at full length.
 
@@ -111,11 +114,11 @@ def plan_cache(
     if config.num_pages is not None:
         return replace(page, num_pages=config.num_pages)
     limit = config.cache_bytes
-    if limit is None and config.memory_bytes is None and free_bytes() is None:
+    if limit is None and config.memory_bytes is None and placement.free_bytes() is None:
         limit = CPU_CACHE_BYTES
     if limit is not None:
-        bytes_per_page = bytes_of_page(model_config, page, drafter)
-        bounded_bytes = bytes_of_bounded(model_config, page)
+        bytes_per_page = bytes_of_page(model_config, page, drafter, placement)
+        bounded_bytes = bytes_of_bounded(model_config, page, placement)
         num_pages = min(num_pages, (limit - bounded_bytes) // bytes_per_page)
         if num_pages < 1:
             further = f" beside {bounded_bytes} bytes for windows and states" if bounded_bytes else ""
@@ -144,17 +147,26 @@ def plan_further_kinds(model_config: ModelConfig, config: EngineConfig, max_mode
     return tuple(map(plan, model_config.page_kinds[1:]))
 
 
-def bytes_of_bounded(model_config: ModelConfig, cache_config: CacheConfig) -> int:
-    """Returns the bytes of the pools of the further kinds of pages."""
+def bytes_of_bounded(
+    model_config: ModelConfig, cache_config: CacheConfig, placement: Placement = DEFAULT_DEVICE
+) -> int:
+    """Returns the bytes of the pools of the further kinds of pages on each device."""
+    size = partial(page_bytes, model_config, cache_config, mesh=placement.mesh)
     counts = list(cache_config.num_bounded_pages)
     if model_config.is_recurrent:
         counts[model_config.state_kind - 1] += cache_config.num_draft_states
-    return sum(count * page_bytes(model_config, cache_config, kind=kind) for kind, count in enumerate(counts, 1))
+    return sum(count * size(kind=kind) for kind, count in enumerate(counts, 1))
 
 
-def bytes_of_page(model_config: ModelConfig, cache_config: CacheConfig, drafter: DeviceDrafter | None) -> int:
-    """Returns the bytes of a page of the first kind, the drafter's part included."""
-    return page_bytes(model_config, cache_config, kind=0) + (0 if drafter is None else drafter.page_bytes(cache_config))
+def bytes_of_page(
+    model_config: ModelConfig,
+    cache_config: CacheConfig,
+    drafter: DeviceDrafter | None,
+    placement: Placement = DEFAULT_DEVICE,
+) -> int:
+    """Returns the bytes of a page of the first kind on each device, the drafter's part included."""
+    of_drafter = 0 if drafter is None else drafter.page_bytes(cache_config)
+    return page_bytes(model_config, cache_config, kind=0, mesh=placement.mesh) + of_drafter
 
 
 def guess_step_bytes(model_config: ModelConfig, buckets: Iterable[Bucket]) -> int:
@@ -164,13 +176,13 @@ def guess_step_bytes(model_config: ModelConfig, buckets: Iterable[Bucket]) -> in
     return max(4 * 9 * V * bucket.num_sampled + 4 * bucket.num_tokens * (3 * F + 16 * D) for bucket in buckets)
 
 
-def plan_limit(config: EngineConfig, present_bytes: int) -> int | None:
-    """Returns the limit in bytes for parameters, pages and steps together; None for no limit.
+def plan_limit(config: EngineConfig, present_bytes: int, placement: Placement = DEFAULT_DEVICE) -> int | None:
+    """Returns the limit in bytes for parameters, pages and steps together on each device; None for no limit.
 
     `present_bytes`: those parameters that are on the device already. Raises ValueError if `memory_bytes` is more than
     the device has.
     """
-    free = free_bytes()
+    free = placement.free_bytes()
     has = None if free is None else free + present_bytes
     if config.memory_bytes is None:
         return None if has is None else has - int(SPARE * has)

@@ -14,6 +14,7 @@ from jaxinfer.engine.execution.step_shapes import fitting_size
 from jaxinfer.engine.kv_cache.page_transfers import Content
 from jaxinfer.model.cache import KVCache, PageBundle, extract_pages, insert_pages, turn_pages
 from jaxinfer.model.config import ModelConfig
+from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
 from jaxinfer.plan.memory import step_bytes
 
 NO_PAGE = 2**30  # padding id past every pool: reads give zeros, writes are dropped
@@ -23,30 +24,41 @@ class PageCopier:
     """Copies pages of one kind of a cache. The constructor compiles everything, so no request waits for it."""
 
     def __init__(
-        self, cache: KVCache, config: ModelConfig, widths: Sequence[int], num_sinks: int = 0, kind: int = 0
+        self,
+        cache: KVCache,
+        config: ModelConfig,
+        widths: Sequence[int],
+        num_sinks: int = 0,
+        kind: int = 0,
+        placement: Placement = DEFAULT_DEVICE,
     ) -> None:
         """Compiles the copies of pages of a kind. `cache` may be abstract.
 
+        Over a mesh, a copy on a device has the device's heads, and the content on the host has all of them.
         `widths`: the numbers of pages that one call can copy, ascending. `num_sinks`: the number of sink pages that one
         call of `turn` rotates; 0 if sinks are not used.
         """
-        extract = jax.jit(extract_pages, static_argnames=("config", "kind"))
-        insert = jax.jit(insert_pages, static_argnames=("config", "kind"), donate_argnames="cache")
+        cache, replicated = placement.cache(config, cache), placement.replicated
+        at = jax.tree.map(lambda array: array.sharding, cache) if placement.mesh is not None else None
+        insert = jax.jit(insert_pages, static_argnames=("config", "kind"), donate_argnames="cache", out_shardings=at)
         statics: dict[str, Any] = {"config": config, "kind": kind}
         self._widths = tuple(widths)
         self._bundles: dict[int, PageBundle] = {}  # abstract
         self._extract: dict[int, jax.stages.Compiled] = {}
         self._insert: dict[int, jax.stages.Compiled] = {}
         for width in widths:
-            ids = np.zeros((width,), np.int32)
-            self._bundles[width] = bundle = jax.eval_shape(functools.partial(extract, **statics), cache, ids)
+            ids = replicated(np.zeros((width,), np.int32))
+            bundle = jax.eval_shape(functools.partial(extract_pages, **statics), cache, ids)
+            self._bundles[width] = bundle = placement.cache(config, bundle, kind)
+            of_bundle = jax.tree.map(lambda array: array.sharding, bundle) if placement.mesh is not None else None
+            extract = jax.jit(extract_pages, static_argnames=("config", "kind"), out_shardings=of_bundle)
             self._extract[width] = compile_or_load(extract, cache, ids, **statics)
             self._insert[width] = compile_or_load(insert, cache, ids, bundle, **statics)
         self._turn: jax.stages.Compiled | None = None
         if num_sinks:
-            turn = jax.jit(turn_pages, static_argnames="config", donate_argnames="cache")
-            ids = np.zeros((num_sinks,), np.int32)
-            self._turn = compile_or_load(turn, cache, ids, ids, np.int32(0), config=config)
+            turn = jax.jit(turn_pages, static_argnames="config", donate_argnames="cache", out_shardings=at)
+            ids = replicated(np.zeros((num_sinks,), np.int32))
+            self._turn = compile_or_load(turn, cache, ids, ids, replicated(np.int32(0)), config=config)
 
     @property
     def num_executables(self) -> int:

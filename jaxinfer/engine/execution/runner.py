@@ -21,7 +21,7 @@ from jaxinfer.engine.kv_cache.tiers import PageTiers
 from jaxinfer.engine.scheduling.step import NO_ROWS, Step
 from jaxinfer.model.adapted_params import Slots
 from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput, last_tokens
-from jaxinfer.model.cache import KVCache, init_cache
+from jaxinfer.model.cache import KVCache
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.batch import SamplingBatch
 
@@ -45,13 +45,15 @@ class Runner:
         self._adapters = AdapterArrays.of(warm_up.model)
         self._join_adapters()
         self._tiers = tiers
-        self._drawn = jnp.zeros((compiler.max_num_rows,), jnp.int32)  # i32[R], sampled by each row of the last step
+        placement = warm_up.model.placement
+        # i32[R], sampled by each row of the last step
+        self._drawn = placement.put(jnp.zeros((compiler.max_num_rows,), jnp.int32))
         self._before = NO_ROWS  # the rows of the last step
         # The draw of the last step that draws apart, if it is still to come: executable, the last token of each row,
         # and sampling parameters without masks.
         self._undrawn: tuple[jax.stages.Compiled, Batch, SamplingBatch] | None = None
         self._num_pages = warm_up.cache_config.num_pages
-        self._cache = init_cache(compiler.model_config, warm_up.cache_config)
+        self._cache = placement.init_cache(compiler.model_config, warm_up.cache_config)
         if tiers is not None:
             tiers.seconds_per_copy = self._measure_copies()
 

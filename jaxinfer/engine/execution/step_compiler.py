@@ -26,6 +26,7 @@ from jaxinfer.model.params import Params
 from jaxinfer.plan.memory import step_bytes
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.steps.options import StepOptions
+from jaxinfer.steps.results import logits_sharding, replicated
 from jaxinfer.steps.steps import decode_loop, decode_step, draw_step, prefill_step, verify_step
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def step_with_feedback(
     """
     tokens = jnp.where(batch.tokens < 0, drawn[-1 - batch.tokens], batch.tokens)
     output, cache = step(params, cache, replace(batch, tokens=tokens), sampling, *rest, options=options)
-    return output, _enter(drawn, output), cache
+    return output, replicated(_enter(drawn, output), options.mesh), cache
 
 
 @functools.partial(jax.jit, static_argnames=("step", "options"))
@@ -65,7 +66,7 @@ def draw_with_feedback(
 ) -> tuple[Any, jax.Array]:
     """Runs a `step` that draws from the logits of `step_with_feedback`; returns (output, drawn) as that does."""
     output = step(cache, batch, sampling, logits, options=options)
-    return output, _enter(drawn, output)
+    return output, replicated(_enter(drawn, output), options.mesh)
 
 
 def _enter(drawn: jax.Array, output: StepOutput | VerifyOutput) -> jax.Array:
@@ -83,13 +84,13 @@ class StepCompiler:
     """
 
     def __init__(self, target: EngineModel, max_drafts: int, kept_layers: tuple[int, ...] = ()) -> None:
-        config = target.engine_config
+        config, self._placement = target.engine_config, target.placement
         self.buckets = plan_buckets(config, max_drafts)
         if target.model_config.has_logits:
             self.buckets = (*plan_draws(self.buckets), *self.buckets)
         self.max_num_rows = max_rows(config)
         self.model_config = target.model_config
-        slots = target.make_slots(jax.ShapeDtypeStruct)
+        slots = target.abstract_slots
         self._params = target.params if slots is None else with_slots(target.params, slots)
         self._max_log_probs = min(config.max_log_probs, target.model_config.vocab_size)
         self._max_prompt_log_probs = config.max_prompt_log_probs
@@ -99,6 +100,7 @@ class StepCompiler:
             config=target.model_config,
             implementation=config.attention,
             sampling_log_probs=config.sampling_log_probs,
+            mesh=target.placement.mesh,
         )
         self._empty = self._empty_steps(BatchBuilder.of(target))
         self.seconds: dict[Bucket, float] = {}  # duration of each shape's last compilation or load
@@ -114,10 +116,12 @@ class StepCompiler:
 
     def _empty_steps(self, builder: BatchBuilder) -> dict[Bucket, tuple[Any, ...]]:
         """Returns the arguments of a step without requests, for each shape."""
-        empty = {bucket: builder.build(Step(Chunks.of(())), bucket) for bucket in self.buckets}
+        replicated = self._placement.replicated
+        empty = {bucket: replicated(builder.build(Step(Chunks.of(())), bucket)) for bucket in self.buckets}
         for bucket in [bucket for bucket in self.buckets if bucket.is_draw]:  # they take logits too
-            shape = bucket.num_tokens, self.model_config.vocab_size
-            empty[bucket] += (jax.ShapeDtypeStruct(shape, jnp.float32),)
+            shape, mesh = (bucket.num_tokens, self.model_config.vocab_size), self._options.mesh
+            sharding = None if mesh is None else logits_sharding(mesh, shape[1])
+            empty[bucket] += (jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding),)
         return empty
 
     def step_bytes(self, compiled: Mapping[Bucket, jax.stages.Compiled]) -> int:
@@ -141,8 +145,8 @@ class StepCompiler:
     def _call(self, cache_config: CacheConfig, bucket: Bucket) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """Returns the jitted function that computes a bucket's steps, its arguments and its static arguments."""
         state = (
-            abstract_cache(self.model_config, cache_config),
-            jax.ShapeDtypeStruct((self.max_num_rows,), jnp.int32),
+            self._placement.cache(self.model_config, abstract_cache(self.model_config, cache_config)),
+            self._placement.replicated(jax.ShapeDtypeStruct((self.max_num_rows,), jnp.int32)),
             *self._empty[bucket],
         )
         step, options = self._step_of(bucket)

@@ -29,6 +29,7 @@ from jaxinfer.engine.execution.step_shapes import Bucket, plan_buckets
 from jaxinfer.model.cache import abstract_cache
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
+from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
 from jaxinfer.plan.memory import MemoryPlan, fit_pages, num_bytes
 from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.validation import shown
@@ -64,6 +65,7 @@ def plan_target(
     dtype: str,
     custom: Mapping[str, LogitsProcessor],
     speculation: PreparesDrafts | None,
+    placement: Placement = DEFAULT_DEVICE,
 ) -> EngineModel:
     """Returns the model and its engine's limits, with the largest useful number of pages.
 
@@ -75,7 +77,7 @@ def plan_target(
     max_model_len = resolve_max_model_len(model_config, config)
     _require_traceable(custom, model_config.vocab_size, max_model_len)
     drafter = None if speculation is None else speculation.device_drafter
-    cache_config = plan_cache(model_config, config, dtype, max_model_len, drafter)
+    cache_config = plan_cache(model_config, config, dtype, max_model_len, drafter, placement)
     if model_config.is_recurrent and speculation is not None:
         num_ends = max(bucket.num_sampled for bucket in plan_buckets(config, config.max_drafts) if bucket.is_verify)
         cache_config = replace(cache_config, num_draft_states=num_ends)
@@ -86,6 +88,7 @@ def plan_target(
         cache_config=cache_config,
         table_width=-(-max_model_len // config.page_size),
         custom=custom,
+        placement=placement,
     )
 
 
@@ -122,7 +125,7 @@ def _require_traceable(custom: Mapping[str, LogitsProcessor], vocab_size: int, n
 
 
 def resident_bytes(params: Params, speculation: PreparesDrafts | None) -> int:
-    """Returns the bytes of all parameters, those of a drafter included."""
+    """Returns the bytes of all parameters on each device, those of a drafter included."""
     drafter = None if speculation is None else speculation.device_drafter
     return num_bytes(params) + (0 if drafter is None else drafter.resident_bytes)
 
@@ -151,14 +154,15 @@ class WarmUp:
         kept_layers = () if drafter is None else drafter.kept_layers
         compiled = replace(target, params=abstract(target.params))
         self.compiler = compiler = StepCompiler(compiled, max_drafts, kept_layers)
-        slot_bytes = num_bytes(target.make_slots(jax.ShapeDtypeStruct))
+        slot_bytes = num_bytes(target.abstract_slots)
         guess = MemoryPlan(
             resident_bytes=resident_bytes(target.params, speculation) + slot_bytes,
             step_bytes=guess_step_bytes(compiler.model_config, compiler.buckets),
-            page_bytes=bytes_of_page(target.model_config, target.cache_config, drafter),
+            page_bytes=bytes_of_page(target.model_config, target.cache_config, drafter, target.placement),
             num_pages=target.cache_config.num_pages,
-            bounded_bytes=bytes_of_bounded(target.model_config, target.cache_config),
+            bounded_bytes=bytes_of_bounded(target.model_config, target.cache_config, target.placement),
             limit_bytes=limit_bytes,
+            num_devices=target.placement.num_devices,
         )
         self._waits_for = enough_buckets(compiler.buckets) if guess.limit_bytes is None else compiler.largest
         is_fixed = target.engine_config.num_pages is not None
@@ -187,7 +191,8 @@ class WarmUp:
             num_sinks = (self.model.engine_config.num_sink_tokens or 0) // cache_config.page_size
             model_config = self.compiler.model_config
             sinks = [num_sinks, *[0] * (len(model_config.page_kinds) - 1)]
-            copiers = pool.map(partial(PageCopier, cache, model_config, self._copy_widths), sinks, count())
+            make = partial(PageCopier, cache, model_config, self._copy_widths, placement=self.model.placement)
+            copiers = pool.map(make, sinks, count())
             steps = CompiledSteps(self._waits_for, partial(self.compiler.compile, cache_config))
             steps.wait(show_progress=self._show_progress)
         copiers = list(copiers)

@@ -18,6 +18,7 @@ from jaxinfer.engine.kv_cache.attention_window import AttentionWindow, window_fo
 from jaxinfer.engine.request.page_keys import PageKeys, root_key
 from jaxinfer.engine.request.request import LoadedAdapter, Priority, Request, SharedPrompt
 from jaxinfer.model.config import ModelConfig
+from jaxinfer.parallel.placement import ONE_DEVICE
 from jaxinfer.plain_values import is_missing, plain, plain_mapping
 from jaxinfer.text.grammar import GrammarCompiler
 from jaxinfer.text.tokenizer import Detokenizer, Tokenizer
@@ -153,6 +154,7 @@ class Admission:
     custom: tuple[str, ...]  # names of the LLM's logits processors
     adapters: AdapterSlots
     takes_predictions: bool = False
+    devices: str = ONE_DEVICE  # the identity of the placement
     params_version: str = ""  # of the parameters that replaced the checkpoint's, "" for the checkpoint's
 
     def admit(

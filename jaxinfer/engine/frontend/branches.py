@@ -78,7 +78,8 @@ class Branches:
     def restore(self, path: Path, request_id: int) -> Request:
         """Returns the request in a file, to be queued; it yields the same tokens as where it was saved.
 
-        Its first delta has its first new token. Its timings and the rest of its deadline count from now. The file is
+        Its first delta has its first new token. On another mesh its pages are computed anew, for their bits would be
+        those of the other. Its timings and the rest of its deadline count from now. The file is
         trusted: requests with the same prefix and cache_salt share its pages. Raises ValueError if the file is damaged
         or comes from another model, page size or version; OSError if it cannot be read.
         """
@@ -105,7 +106,8 @@ class Branches:
     def _identity(self) -> dict[str, str]:
         admission = self._admission
         configs = admission.model_config, admission.cache_config, admission.engine_config
-        return page_identity(self._path, admission.dtype, *configs, admission.window, admission.params_version)
+        engine = admission.window, admission.params_version, admission.devices
+        return page_identity(self._path, admission.dtype, *configs, *engine)
 
 
 def fork(request: Request, request_id: int, admission: Admission, *, time_limit: float) -> Request:

@@ -9,14 +9,16 @@ import jax
 
 from jaxinfer._version import __version__
 from jaxinfer.checkpoint.fingerprint import fingerprint
-from jaxinfer.config import CacheConfig, EngineConfig
+from jaxinfer.config import CacheConfig, EngineConfig, Parallelism
 from jaxinfer.device import describe_cpu
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow
 from jaxinfer.model.config import ModelConfig
+from jaxinfer.parallel.placement import ONE_DEVICE
 
 if TYPE_CHECKING:
     from jaxinfer.engine.frontend.admission import Admission
 
+DEVICES = "devices"  # the aspect of pages in which a request may differ that is restored without its pages
 DIGEST_LEN = 16  # hexadecimal digits
 # Files beside the weights and config.json that a text depends on.
 TEXT_FILES = (
@@ -33,10 +35,12 @@ def page_identity(
     engine_config: EngineConfig,
     window: AttentionWindow | None = None,
     params_version: str = "",
+    devices: str = ONE_DEVICE,
 ) -> dict[str, str]:
     """Returns the properties that determine the contents of pages, by name. Reads the whole checkpoint.
 
-    `dtype` is that of the weights. Processes on machines of one kind get equal values.
+    `dtype` is that of the weights, `devices` the identity of their placement. Processes on machines of one kind get
+    equal values.
     """
     # With attention sinks, the contents of a page depend on the tokens that were evicted before it.
     seen = "all" if window is None or not window.num_sinks else f"{window.num_seen}, {window.num_sinks} of them sinks"
@@ -49,6 +53,8 @@ def page_identity(
         "pages seen": seen,
         # Another CPU, kernel or version may sum in another order.
         "platform": _platform(engine_config),
+        # Devices add up their parts of a sum, and other parts round in another way.
+        DEVICES: devices,
         "versions": f"jaxinfer {__version__}, jax {jax.__version__}",
     }
 
@@ -68,14 +74,17 @@ def _platform(engine_config: EngineConfig) -> str:
 def text_identity(path: Path, admission: Admission) -> dict[str, str]:
     """Returns the properties that determine the text of a given request, by name. Reads the whole checkpoint.
 
-    Machine and versions are left out although they may change the last bits, so another machine may continue a job.
+    Machine and versions are left out although they may change the last bits, so another machine may continue a job,
+    if as many devices share the model there.
     Logits processors are left out because functions cannot be compared.
     """
     config, version = admission.engine_config, admission.params_version
     # A request with sinks evicts whole pages, so the page size determines its text.
     sinks = None if config.num_sink_tokens is None else f"{config.num_sink_tokens}, by pages of {config.page_size}"
     templates = [f"{file.parent.name}/{file.name}" for file in path.glob("additional_chat_templates/*.jinja")]
-    return {
+    # One device has no entry, as in texts from before there was a choice.
+    shared = {} if config.parallelism in (None, Parallelism()) else {"parallelism": str(config.parallelism)}
+    return shared | {
         "model": fingerprint(path, (*TEXT_FILES, *templates))[:DIGEST_LEN] + version,
         "dtype": describe_dtype(admission.dtype, config),
         "quantization": str(config.quantization),

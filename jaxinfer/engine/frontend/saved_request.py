@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxinfer.atomic_file import read_checked, remove_orphans, write_checked
 from jaxinfer.engine.frontend.admission import Admission
+from jaxinfer.engine.frontend.page_identity import DEVICES
 from jaxinfer.engine.kv_cache.page_transfers import Content
 from jaxinfer.engine.request.request import Request, SharedPrompt
 from jaxinfer.sampling_params import SamplingParams
@@ -81,7 +82,7 @@ def read_request(path: Path, request_id: int, admission: Admission, identity: di
     if kind != KIND:
         raise ValueError(f"{path} is not a {KIND}; give a file that LLM.save has written with this version")
     for aspect, here in identity.items():
-        if head["identity"][aspect] != here:
+        if head["identity"][aspect] != here and aspect != DEVICES:
             raise ValueError(
                 f"{path} was saved with {aspect}={head['identity'][aspect]!r}, here it is {here!r}: its pages would be"
                 " wrong; restore it with an LLM like the one that saved it"
@@ -93,7 +94,7 @@ def read_request(path: Path, request_id: int, admission: Admission, identity: di
         contents = contents.reshape(len(some["indices"]), -1) if some["indices"] else ()
         kinds.append(dict(zip(some["indices"], contents, strict=True)))
         start += some["size"]
-    if any(kinds):
+    if any(kinds) and head["identity"][DEVICES] == identity[DEVICES]:
         (request.saved, *request.bounded_saved), request.num_saved = kinds, head["num_saved"]
     return request
 

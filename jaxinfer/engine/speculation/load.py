@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from jaxinfer.checkpoint import load_checkpoint, read_config, resolve_checkpoint
 from jaxinfer.checkpoint.draft_heads import DraftHeads, has_draft_heads, load_draft_heads
 from jaxinfer.checkpoint.draft_layers import MTP, is_eagle3, load_eagle3, load_mtp
@@ -71,11 +73,17 @@ def plan_speculation(
 
 
 def load_target(
-    path: Path, config: EngineConfig, dtype: str, planned: Speculation | None, *, show_progress: bool
+    path: Path,
+    config: EngineConfig,
+    dtype: str,
+    planned: Speculation | None,
+    *,
+    mesh: Mesh | None = None,
+    show_progress: bool,
 ) -> tuple[Params, ModelConfig]:
     """Loads the target model, its layers in groups that suit the drafter, if any."""
     layer_cuts = () if planned is None else planned.layer_cuts
-    loading = {"quantization": config.quantization, "show_progress": show_progress}
+    loading = {"quantization": config.quantization, "mesh": mesh, "show_progress": show_progress}
     return load_checkpoint(path, dtype, layer_cuts=layer_cuts, **loading)
 
 

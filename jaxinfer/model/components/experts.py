@@ -104,7 +104,7 @@ def _sum_over_mesh(
         if MLP_AXIS in axes and params.down_bias is not None:  # one device adds it
             is_first = jax.lax.axis_index(MLP_AXIS) == 0
             params = replace(params, down_bias=jnp.where(is_first, params.down_bias, 0))
-        results = _in_groups(params, stacks, x, experts, num_tokens, config=config)
+        results: Any = _of_experts(params, stacks, x, experts, num_tokens, config)
         return jax.lax.psum(_weighted_sum(results, weights), axes)
 
     def spec(_: tuple[int, ...], names: tuple[str, ...], **__: Any) -> Any:

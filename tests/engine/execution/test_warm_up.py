@@ -9,6 +9,7 @@ import pytest
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.execution import memory_plan
 from jaxinfer.engine.execution.compiled_steps import CompileCounter
+from jaxinfer.parallel import placement
 from jaxinfer.plan.memory import num_bytes
 from tests.engine.engines import GREEDY, are_tpu_kernels_interpreted, quick_engine, random_prompts, ready_engine
 from tests.engine.probe import runner_of
@@ -43,7 +44,7 @@ def test_the_plan_is_what_arrays_and_compiled_steps_take(small):
 
 
 def test_weights_still_to_come_take_their_part_of_what_the_device_has_free(checkpoint, monkeypatch):
-    monkeypatch.setattr(memory_plan, "free_bytes", lambda: LIMIT)
+    monkeypatch.setattr(placement, "free_bytes", lambda: LIMIT)
 
     with unoptimised_steps():
         memory = ready_engine(checkpoint, max_model_len=256).warm_up().memory

@@ -8,10 +8,11 @@ import jax
 import pytest
 
 from jaxinfer.checkpoint import load_checkpoint, read_config
-from jaxinfer.config import CacheConfig, EngineConfig
+from jaxinfer.config import CacheConfig, EngineConfig, Parallelism
 from jaxinfer.engine.assembly import plan_host
 from jaxinfer.engine.engine import BUNDLED_MODEL
 from jaxinfer.engine.frontend import page_identity
+from jaxinfer.parallel.placement import Placement
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="other devices are named by their kind")
 
@@ -47,6 +48,28 @@ def test_a_page_in_another_dtype_is_of_no_use():
     plain, narrow = (identity_of_pages(config, EngineConfig(cache_dtype=dtype)) for dtype in (None, "fp8"))
 
     assert {aspect for aspect in plain if plain[aspect] != narrow[aspect]} == {"dtype"}
+
+
+def test_a_page_of_other_devices_is_of_no_use():
+    _, config = load_checkpoint(BUNDLED_MODEL)
+    devices = jax.devices()[:1]
+    alone = Placement.of(config, None, devices)
+    engine = EngineConfig(), None, ""
+
+    cache_config = CacheConfig(num_pages=1, page_size=16)
+    one, mesh = (
+        page_identity.page_identity(BUNDLED_MODEL, "float32", config, cache_config, *engine, devices)
+        for devices in (Placement().identity(), alone.identity())
+    )
+
+    assert {aspect for aspect in one if one[aspect] != mesh[aspect]} == {"devices"}
+
+
+def test_a_text_follows_from_the_devices_that_share_the_model():
+    one, two = text_identity(parallelism=Parallelism()), text_identity(parallelism=Parallelism(tensor=2))
+
+    assert one == text_identity()
+    assert two == one | {"parallelism": "Parallelism(tensor=2, experts=1)"}
 
 
 def text_identity(path=BUNDLED_MODEL, dtype="float32", **config):

@@ -1,0 +1,1 @@
+"""Several devices: their mesh, and the arrays of an engine on it."""

@@ -1,0 +1,214 @@
+"""The devices of an engine, and the part of each array that a device holds. No other module chooses devices."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import keystr, tree_map_with_path
+
+from jaxinfer.config import Parallelism
+from jaxinfer.cpu_flags import SHARED_THREADS, has_threads_per_device
+from jaxinfer.device import free_bytes
+from jaxinfer.model.cache import KVCache, cache_shardings, init_cache
+from jaxinfer.model.components.experts import EXPERTS_AXIS, MLP_AXIS
+from jaxinfer.model.components.layers import TensorSpec
+from jaxinfer.model.config import ModelConfig
+from jaxinfer.model.params import TENSOR_PARALLEL_RULES, Params, declare, shardings
+from jaxinfer.model.quantized_params import quantized_sharding
+from jaxinfer.quantization import QuantizedArray
+from jaxinfer.validation import require
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+ONE_DEVICE = "one device"
+# The options of `Parallelism` by the mesh axis whose size each is, in the order of the mesh.
+OPTIONS = {EXPERTS_AXIS: "experts", MLP_AXIS: "tensor"}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A mesh and the parts of all arrays on it: heads, experts, hidden units and vocabulary are split over devices.
+
+    All else is whole on every device. Without a mesh all arrays are on JAX's default device, and nothing has a
+    sharding.
+    """
+
+    mesh: Mesh | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        parallelism: Parallelism | None = None,
+        devices: Sequence[Any] | None = None,
+    ) -> Placement:
+        """Returns the placement of a model: on the first devices of this process unless `devices` names others.
+
+        Raises ValueError for devices that are not there, and for a model that they cannot share.
+        """
+        parallelism = Parallelism() if parallelism is None else parallelism
+        sizes = {axis: getattr(parallelism, option) for axis, option in OPTIONS.items()}
+        count = math.prod(sizes.values())
+        if devices is None and count == 1:
+            _name_idle_devices()
+            return cls()
+        chosen = _first_devices(parallelism, count) if devices is None else _checked_devices(devices, count)
+        if count > 1:
+            _refuse_undivided(config, sizes)
+            if chosen[0].platform == "cpu" and not has_threads_per_device():
+                raise ValueError(SHARED_THREADS)
+        is_all = devices is None and count == jax.local_device_count()
+        # Of a whole slice of TPUs, JAX knows the order in which neighbours are linked.
+        grid = mesh_utils.create_device_mesh((*sizes.values(),), chosen) if is_all else np.array(chosen)
+        return cls(Mesh(grid.reshape((*sizes.values(),)), (*sizes,)))
+
+    @property
+    def whole(self) -> NamedSharding | None:
+        """The sharding of an array that every device has whole; None without a mesh."""
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def num_devices(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size
+
+    @property
+    def first(self) -> Placement:
+        """The placement on the first device alone."""
+        if self.mesh is None or self.mesh.size == 1:
+            return self
+        ones = (1,) * self.mesh.devices.ndim
+        return Placement(Mesh(self.mesh.devices.reshape(-1)[:1].reshape(ones), self.mesh.axis_names))
+
+    def params(self, config: ModelConfig, params: Params) -> Params:
+        """Returns abstract parameters with their shardings.
+
+        Raises ValueError, with the name of the tensor, if devices would share a group of packed integers.
+        """
+        if self.mesh is None:
+            return params
+
+        def split(path: Any, tensor: Any, spec: TensorSpec, sharding: NamedSharding) -> Any:
+            if not isinstance(tensor, QuantizedArray):
+                return _placed(tensor, sharding)
+            if tensor.values.shape[-1] < spec.shape[-1]:
+                _refuse_cut_groups(keystr(path), tensor.scales.shape[-1], sharding)
+            return jax.tree.map(_placed, tensor, quantized_sharding(tensor, sharding))
+
+        trees = params, declare(config), shardings(config, self.mesh)
+        return tree_map_with_path(split, *trees, is_leaf=lambda node: isinstance(node, QuantizedArray))
+
+    def cache(self, config: ModelConfig, cache: KVCache, kind: int | None = None) -> KVCache:
+        """Returns an abstract cache, or a bundle of pages of a kind, with its shardings."""
+        if self.mesh is None:
+            return cache
+        return jax.tree.map(_placed, cache, cache_shardings(cache, self.mesh, config=config, kind=kind))
+
+    def init_cache(self, config: ModelConfig, cache_config: Any) -> KVCache:
+        """Returns an empty cache. Each device makes its own part, so none has room for the whole."""
+        if self.mesh is None:
+            return init_cache(config, cache_config)
+        make = functools.partial(init_cache, config, cache_config)
+        return jax.jit(make, out_shardings=cache_shardings(jax.eval_shape(make), self.mesh, config=config))()
+
+    def replicated(self, tree: T) -> T:
+        """Returns the abstract arrays of a tree, each whole on every device; without a mesh the tree itself."""
+        return tree if self.mesh is None else jax.tree.map(lambda array: _placed(array, self.whole), tree)
+
+    def put(self, tree: T) -> T:
+        """Returns the arrays of a tree whole on every device."""
+        return jax.device_put(tree, self.whole)
+
+    def free_bytes(self) -> int | None:
+        """Returns the free bytes of the device that has fewest; None if they report no limit, like CPUs."""
+        return free_bytes() if self.mesh is None else free_bytes(self.mesh.devices.flat)
+
+    def identity(self) -> str:
+        """Returns the properties on which the bits of results and executables depend.
+
+        They are the axes, the rules, and the kinds and the order of devices.
+        """
+        if self.mesh is None:
+            return ONE_DEVICE
+        axes = ", ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items())
+        devices = ", ".join(f"{device.device_kind} {device.id}" for device in self.mesh.devices.flat)
+        rules = ", ".join(f"{logical} over {axis}" for logical, axis in TENSOR_PARALLEL_RULES.items())
+        return f"{axes} of {devices}; {rules}"
+
+
+DEFAULT_DEVICE = Placement()
+
+
+def _placed(array: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+
+def _first_devices(parallelism: Parallelism, count: int) -> list[Any]:
+    devices = jax.local_devices()
+    if count > len(devices):
+        raise ValueError(
+            f"{parallelism} needs {count} devices, and this process has {len(devices)}; lower"
+            " EngineConfig.parallelism (--tensor-parallel, --expert-parallel)"
+        )
+    return devices[:count]
+
+
+def _checked_devices(devices: Any, count: int) -> list[Any]:
+    required = f"{count} different devices of this process, for EngineConfig.parallelism has {count}"
+    require(isinstance(devices, Sequence) and len(devices) == count, "devices", devices, required)
+    are_own = set(devices) <= set(jax.local_devices()) and len({*devices}) == count
+    require(are_own, "devices", devices, required)
+    return list(devices)
+
+
+def _name_idle_devices() -> None:
+    """Logs the accelerators of this process that one device leaves idle."""
+    used, *idle = jax.local_devices()
+    if idle and used.platform != "cpu":
+        logger.warning(
+            "computes on %s alone, and leaves %s idle: EngineConfig(parallelism=Parallelism(tensor=%d)), or"
+            " --tensor-parallel %d, splits the model over all of them",
+            *(used, ", ".join(map(str, idle)), 1 + len(idle), 1 + len(idle)),
+        )
+
+
+def _refuse_undivided(config: ModelConfig, sizes: Mapping[str, int]) -> None:
+    """Raises ValueError for a number of devices that a model's axes cannot be split over, with the numbers that can."""
+    found: dict[str, set[tuple[int, str]]] = defaultdict(set)
+    for spec in jax.tree.leaves(declare(config), is_leaf=lambda node: isinstance(node, TensorSpec)):
+        for logical, size in zip(spec.axes, spec.shape, strict=True):
+            if logical in TENSOR_PARALLEL_RULES:
+                found[TENSOR_PARALLEL_RULES[logical]].add((size, logical))
+    for axis, count in sizes.items():
+        option, parts = OPTIONS[axis], found[axis]
+        undivided = [f"{logical} of size {size}" for size, logical in sorted(parts) if size % count]
+        if count > 1 and not parts:
+            raise ValueError(f"{option}={count} has nothing to split: the model has no {axis}; use {option}=1")
+        if undivided:
+            common = math.gcd(*(size for size, _ in parts))
+            working = ", ".join(str(number) for number in range(1, common + 1) if common % number == 0)
+            raise ValueError(
+                f"{option}={count} cannot split {' and '.join(undivided)} evenly; the numbers that can are {working}"
+            )
+
+
+def _refuse_cut_groups(name: str, num_groups: int, sharding: NamedSharding) -> None:
+    """Raises ValueError if devices would share a group of inputs, whose numbers lie two to a byte."""
+    axis = sharding.spec[-1]
+    if axis is not None and num_groups % sharding.mesh.shape[axis]:
+        count = sharding.mesh.shape[axis]
+        working = ", ".join(str(number) for number in range(1, count) if num_groups % number == 0)
+        raise ValueError(
+            f"{OPTIONS[axis]}={count} cannot split the {num_groups} groups of inputs that share a scale in the 4-bit"
+            f" weight {name}; smaller numbers that can are {working}"
+        )

@@ -1,0 +1,211 @@
+"""Run by the tests of this folder in a process with several CPU devices: engines on a mesh, and what they give.
+
+Arguments: a name in CASES, and those of the case. Prints the results as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jaxinfer.checkpoint import load_checkpoint, read_config
+from jaxinfer.config import EngineConfig, Parallelism, SamplingParams
+from jaxinfer.engine.llm import LLM
+from jaxinfer.engine.request.completion import Completion
+from jaxinfer.plan.memory import num_bytes
+from jaxinfer.steps.options import StepOptions
+from tests.engine.probe import runner_of, warm_up_of
+from tests.on_demand import clear_compiled, steps_on_demand
+from tests.unoptimised import unoptimised_steps
+
+SIZES: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "max_mixed_tokens": 32,
+    "max_model_len": 64,
+    "page_size": 16,
+    "num_pages": 16,
+    "prefix_cache": False,
+}
+# The second spans pages, and is cut into chunks beside the others.
+PROMPTS = [list(range(3, 8)), [i % 23 + 2 for i in range(37)], list(range(40, 51))]
+PARAMS = [
+    SamplingParams(temperature=temperature, seed=i, max_tokens=10, log_probs=2, ignore_eos=True)
+    for i, temperature in enumerate((0.0, 1.0, 0.7))
+]
+TWO = Parallelism(tensor=2)
+
+
+def engine(checkpoint: str, parallelism: Parallelism | None = None, **options: Any) -> LLM:
+    own = {name: options.pop(name) for name in ("speculation", "devices") if name in options}
+    config = EngineConfig(parallelism=parallelism, **{**SIZES, **options})
+    with unoptimised_steps(), steps_on_demand():
+        return LLM(checkpoint, config=config, **own)
+
+
+def run(llm: LLM, chosen: list[int]) -> list[Completion]:
+    prompts, params = [PROMPTS[i] for i in chosen], [PARAMS[i] for i in chosen]
+    return llm.generate(prompts, params, show_progress=False)
+
+
+def bits(completion: Completion) -> str:
+    return repr((completion.token_ids, completion.log_probs, completion.top_log_probs))
+
+
+def same_engine(checkpoint: str, tensor: str, experts: str, *settings: str) -> dict[str, Any]:
+    """The tokens of one device and of a mesh, there with their bits: of requests together, and alone in another order.
+
+    Also the bytes of parameters and pages on each device, as they are and as they were planned.
+    """
+    options: dict[str, Any] = {}
+    for setting in settings:
+        name, value = setting.split("=")
+        options[name] = int(value) if value.isdigit() else value
+    one = run(engine(checkpoint, **options), [0, 1, 2])
+    llm = engine(checkpoint, Parallelism(tensor=int(tensor), experts=int(experts)), **options)
+    runner, memory = runner_of(llm), warm_up_of(llm).ready().memory
+    arrays = jax.tree.leaves((runner.params, runner._cache))
+    held, whole = [num_bytes_on(device, arrays) for device in jax.devices()], sum(array.nbytes for array in arrays)
+    together = run(llm, [0, 1, 2])
+    alone = [run(llm, [i])[0] for i in (2, 1, 0)][::-1]
+    return {
+        "one": [completion.token_ids for completion in one],
+        "tokens": [completion.token_ids for completion in together],
+        "bits": list(map(bits, together)),
+        "alone": list(map(bits, alone)),
+        "drafts": llm.metrics().num_drafted_tokens,
+        "planned": memory.resident_bytes + memory.pool_bytes,
+        "held": held,
+        "whole": whole,
+    }
+
+
+def num_bytes_on(device: Any, arrays: list[jax.Array]) -> int:
+    shards = [shard for array in arrays for shard in array.addressable_shards]
+    return sum(shard.data.nbytes for shard in shards if shard.device == device)
+
+
+def branches(checkpoint: str, folder: str) -> dict[str, Any]:
+    """A request that is forked, saved half-way, and restored on its own mesh, on another one and on one device."""
+    llm, path = engine(checkpoint, TWO), Path(folder) / "request"
+    undisturbed = run(llm, [1])[0]
+    request_id = llm.add(PROMPTS[1], PARAMS[1])
+    for _ in range(6):
+        llm.step()
+    fork = llm.fork(request_id)
+    llm.save(request_id, path)
+    rest = finish(llm)
+    results = {"undisturbed": bits(undisturbed), "here": bits(rest[request_id])}
+    others = {
+        "the same mesh": llm,
+        "another order": engine(checkpoint, TWO, devices=jax.devices()[1::-1]),
+        "one device": engine(checkpoint),
+    }
+    computed = {}
+    for name, other in others.items():
+        before = other.metrics().num_prefill_tokens
+        restored = other.restore(path)
+        results[name] = finish(other)[restored].token_ids
+        computed[name] = other.metrics().num_prefill_tokens - before
+    return results | {"tokens": undisturbed.token_ids, "forked": len(rest[fork].token_ids), "computed": computed}
+
+
+def finish(llm: LLM) -> dict[int, Completion]:
+    completions = {}
+    while llm.has_unfinished:
+        completions |= {delta.request_id: delta.completion for delta in llm.step() if delta.completion is not None}
+    return completions
+
+
+def warm_start(checkpoint: str, folder: str) -> dict[str, Any]:
+    """The number of steps on disk after a first start, after a second, and after one on devices in another order."""
+    Path(folder).mkdir(mode=0o700)
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)  # JAX keeps none of its own
+    results: dict[str, Any] = {"tokens": []}
+    for name, devices in (("first", None), ("second", None), ("other order", jax.devices()[1::-1])):
+        llm = engine(checkpoint, TWO, devices=devices)
+        results["tokens"].append(run(llm, [0])[0].token_ids)
+        results[name] = len(list(Path(folder).glob("jaxinfer-*")))
+        llm.close()
+        clear_compiled()
+    return results
+
+
+def disk_tier(checkpoint: str, folder: str) -> dict[str, Any]:
+    """The tokens of a prompt that engines find on disk, after a first one has computed it."""
+    tiers = {"prefix_cache": True, "num_pages": 4, "host_cache_bytes": 2**14}
+    tiers |= {"disk_cache_bytes": 2**24, "disk_cache_path": folder}
+    results: dict[str, Any] = {"tokens": []}
+    for name, parallelism, devices in (
+        ("first", TWO, None),
+        ("the same mesh", TWO, None),
+        ("another order", TWO, jax.devices()[1::-1]),
+        ("one device", None, None),
+    ):
+        llm = engine(checkpoint, parallelism, devices=devices, **tiers)
+        results["tokens"].append(run(llm, [1])[0].token_ids)
+        results[name] = llm.metrics().num_found_tokens
+        for first in range(50, 54):  # fills the pool and the host's tier, so that pages go to the disk
+            llm.generate([[first, *PROMPTS[1]]], PARAMS[1], show_progress=False)
+        llm.close()
+    return results
+
+
+def refusals(dense: str, sparse: str) -> dict[str, str]:
+    """The errors for what devices cannot share."""
+    devices, config = jax.devices(), read_config(dense)
+
+    def message(make: Callable[[], Any]) -> str:
+        try:
+            make()
+        except ValueError as error:
+            return str(error)
+        return "none"
+
+    explicit = Mesh(np.array(devices[:2]), ("model",), axis_types=(AxisType.Explicit,))
+    unknown = Mesh(np.array(devices), ("data",))
+    return {
+        "tensor=4": message(lambda: engine(dense, Parallelism(tensor=4))),
+        "experts=2": message(lambda: engine(dense, Parallelism(experts=2))),
+        "experts=3 of 4": message(lambda: engine(sparse, Parallelism(experts=3))),
+        "tensor=8": message(lambda: engine(dense, Parallelism(tensor=8))),
+        "groups": message(lambda: engine(dense, TWO, quantization="int4")),
+        "devices": message(lambda: engine(dense, TWO, devices=devices[:1] * 2)).partition(": ")[2],
+        "explicit axes": message(lambda: StepOptions(config=config, mesh=explicit)).partition("; ")[2],
+        "unknown axis": message(lambda: load_checkpoint(dense, mesh=unknown)),
+    }
+
+
+def loaded(checkpoint: str) -> dict[str, bool]:
+    """True if parameters that are loaded onto a mesh are those of one device, and each device has less."""
+    mesh = Mesh(np.array(jax.devices()), ("model",))
+    results = {}
+    for quantization in (None, "int8"):
+        whole, _ = load_checkpoint(checkpoint, quantization=quantization)
+        split, _ = load_checkpoint(checkpoint, quantization=quantization, mesh=mesh)
+        pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(split), strict=True)
+        are_equal = all(np.array_equal(a, b) for a, b in pairs)
+        results[str(quantization)] = are_equal and num_bytes(split) < num_bytes(whole)
+    return results
+
+
+CASES: dict[str, Callable[..., Any]] = {
+    "same engine": same_engine,
+    "branches": branches,
+    "warm start": warm_start,
+    "disk tier": disk_tier,
+    "refusals": refusals,
+    "loaded": loaded,
+}
+
+if __name__ == "__main__":
+    name, *arguments = sys.argv[1:]
+    print(json.dumps(CASES[name](*arguments)))

@@ -1,0 +1,127 @@
+"""Engines whose model is split over several CPU devices, against the engine on one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.on_devices import ROOT, run_on_devices
+from tests.oracles import save_random_checkpoint
+
+EXPERTS = {"num_local_experts": 4}
+# The family, changes to it, its devices by tensor and by experts, and settings of its engine.
+CASES: dict[str, tuple[str, dict[str, Any], int, int, tuple[str, ...]]] = {
+    "llama with n-grams": ("llama", {}, 2, 1, ("speculation=ngram", "max_drafts=3")),
+    "llama over four in loops": ("llama", {"num_key_value_heads": 4}, 4, 1, ("decode_loop_steps=3",)),
+    "gemma 3 in int8": ("gemma3_text", {}, 2, 1, ("quantization=int8",)),
+    "gpt-oss": ("gpt_oss", EXPERTS, 2, 2, ()),
+    "deepseek": ("deepseek_v3", {}, 2, 2, ()),
+    # Each device has one expert.
+    "granite hybrid": ("granitemoehybrid", EXPERTS, 1, 4, ()),
+    "qwen3-next": ("qwen3_next", {}, 2, 2, ()),
+}
+
+
+def run_program(num_devices: int, *arguments: str) -> Any:
+    output = run_on_devices(num_devices, "-m", "tests.parallel.engine_program", *arguments)
+    return json.loads(output.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_engine_on_a_mesh_gives_the_tokens_of_one_device_and_the_same_bits_in_any_batch(case, tmp_path):
+    family, changes, tensor, experts, settings = CASES[case]
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", family, **changes)
+
+    results = run_program(4, "same engine", str(checkpoint), str(tensor), str(experts), *settings)
+
+    assert results["tokens"] == results["one"]
+    assert results["bits"] == results["alone"]
+    assert (results["drafts"] > 0) == ("speculation=ngram" in settings)
+    # Parameters and pages of each device, to the byte.
+    count = tensor * experts
+    assert results["held"] == [results["planned"]] * count + [0] * (4 - count)
+    assert results["planned"] < results["whole"]
+
+
+def test_requests_are_forked_saved_and_restored_on_any_mesh(tmp_path):
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
+
+    results = run_program(2, "branches", str(checkpoint), str(tmp_path))
+
+    assert results["here"] == results["undisturbed"]
+    assert results["forked"] == len(results["tokens"])
+    for name in ("the same mesh", "another order", "one device"):
+        assert results[name] == results["tokens"]
+    # Pages of another mesh have other bits.
+    assert results["computed"]["the same mesh"] == 0
+    assert min(results["computed"]["another order"], results["computed"]["one device"]) > 37
+
+
+def test_steps_are_loaded_from_disk_for_the_same_order_of_devices_alone(tmp_path):
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
+
+    results = run_program(2, "warm start", str(checkpoint), str(tmp_path / "steps"))
+
+    assert results["first"] > 0
+    assert results["second"] == results["first"]
+    assert results["other order"] == 2 * results["first"]
+    assert results["tokens"] == results["tokens"][:1] * 3
+
+
+def test_pages_on_disk_are_found_by_the_same_mesh_alone(tmp_path):
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
+
+    results = run_program(2, "disk tier", str(checkpoint), str(tmp_path / "pages"))
+
+    assert results["the same mesh"] > 0
+    assert results["first"] == results["another order"] == results["one device"] == 0
+    assert results["tokens"] == results["tokens"][:1] * 4
+
+
+def test_parameters_are_loaded_split(tmp_path):
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
+
+    assert run_program(2, "loaded", str(checkpoint)) == {"None": True, "int8": True}
+
+
+def test_what_devices_cannot_share_is_refused_by_name(tmp_path):
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
+    sparse = save_random_checkpoint(tmp_path / "sparse", "gpt_oss", **EXPERTS)
+
+    assert run_program(4, "refusals", str(checkpoint), str(sparse)) == {
+        "tensor=4": "tensor=4 cannot split kv_heads of size 2 evenly; the numbers that can are 1, 2",
+        "experts=2": "experts=2 has nothing to split: the model has no experts; use experts=1",
+        "experts=3 of 4": "experts=3 cannot split experts of size 4 evenly; the numbers that can are 1, 2, 4",
+        "tensor=8": (
+            "Parallelism(tensor=8, experts=1) needs 8 devices, and this process has 4; lower EngineConfig.parallelism"
+            " (--tensor-parallel, --expert-parallel)"
+        ),
+        "groups": (
+            "tensor=2 cannot split the 1 groups of inputs that share a scale in the 4-bit weight .layers[0].mixer.o;"
+            " smaller numbers that can are 1"
+        ),
+        "devices": ("devices must be 2 different devices of this process, for EngineConfig.parallelism has 2"),
+        "explicit axes": "use automatic ones: Mesh(devices, axis_names)",
+        "unknown axis": "mesh has the axis 'data', over which nothing is split; axes of a mesh are experts and model",
+    }
+
+
+def test_host_devices_get_threads_of_their_own():
+    flags = "--xla_force_host_platform_device_count=2"
+    program = "import os, jaxinfer; print(os.environ['XLA_FLAGS'])"
+
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert {flags, "--xla_cpu_multi_thread_eigen=false"} <= set(run.stdout.split())
