@@ -11,8 +11,6 @@ from jaxinfer.engine.execution.executable_cache import compile_or_load
 from jaxinfer.model.adapted_params import Slots, insert_adapter, with_slots
 from jaxinfer.model.params import Params
 
-_insert = jax.jit(insert_adapter, donate_argnames="slots")
-
 
 class AdapterArrays:
     """The slots of all weights, of which steps read each row's. Nothing is compiled after the constructor."""
@@ -21,7 +19,8 @@ class AdapterArrays:
         slots = model.abstract_slots
         one = jax.tree.map(lambda a: jax.ShapeDtypeStruct((a.shape[0], *a.shape[2:]), a.dtype), slots)
         self._place, place = model.placement.put, model.placement.replicated
-        self._compiled = compile_or_load(_insert, slots, *place((jax.ShapeDtypeStruct((), jnp.int32), one)))
+        insert = jax.jit(insert_adapter, donate_argnames="slots", out_shardings=model.placement.whole)
+        self._compiled = compile_or_load(insert, slots, *place((jax.ShapeDtypeStruct((), jnp.int32), one)))
         self._slots = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), slots)
 
     @classmethod
