@@ -45,7 +45,8 @@ TWO = Parallelism(tensor=2)
 
 def engine(checkpoint: str, parallelism: Parallelism | None = None, **options: Any) -> LLM:
     own = {name: options.pop(name) for name in ("speculation", "devices") if name in options}
-    config = EngineConfig(parallelism=parallelism, **{**SIZES, **options})
+    # Adaptive drafts depend on the clock.
+    config = EngineConfig(parallelism=parallelism, adaptive_drafts=False, **{**SIZES, **options})
     with unoptimised_steps(), steps_on_demand():
         return LLM(checkpoint, config=config, **own)
 
