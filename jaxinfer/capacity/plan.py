@@ -18,20 +18,22 @@ from jaxinfer.checkpoint import read_config, resolve_checkpoint
 from jaxinfer.checkpoint.published import published_config
 from jaxinfer.config import EngineConfig
 from jaxinfer.device import ACCELERATOR_BATCHED_TOKENS
-from jaxinfer.engine.device_limits import ACCELERATOR_ROWS, PAGES_PART, TOKENS_PER_ROW
+from jaxinfer.engine.device_limits import PAGES_PART, TOKENS_PER_ROW, fitting_rows
 from jaxinfer.engine.execution.memory_plan import (
     SPARE,
+    bytes_of_bounded,
     guess_step_bytes,
     one_page,
     plan_further_kinds,
     resolve_max_model_len,
 )
-from jaxinfer.engine.execution.step_shapes import MAX_ROWS, plan_buckets, rows_within_tokens
-from jaxinfer.model.cache import abstract_cache, cache_shardings
+from jaxinfer.engine.execution.step_shapes import max_batched_tokens, max_rows, plan_buckets
+from jaxinfer.model.cache import page_bytes
 from jaxinfer.model.components.experts import EXPERTS_AXIS, MLP_AXIS
 from jaxinfer.model.config import ModelConfig
-from jaxinfer.model.params import Params, abstract_params, shardings
-from jaxinfer.model.quantized_params import quantize_weights, quantized_shardings
+from jaxinfer.model.params import Params, abstract_params
+from jaxinfer.model.quantized_params import quantize_weights
+from jaxinfer.parallel.placement import Placement, refuse_undivided
 from jaxinfer.plan.memory import MemoryPlan, num_bytes
 
 
@@ -134,32 +136,37 @@ def _layout(
     model: ModelConfig, config: EngineConfig, chip: Chip, dtype: str, context: int, tensor: int, experts: int
 ) -> Layout:
     layout = Layout(tensor=tensor, experts=experts)
-    mesh = AbstractMesh((experts, tensor), (EXPERTS_AXIS, MLP_AXIS))
+    sizes = {EXPERTS_AXIS: experts, MLP_AXIS: tensor}
+    # An abstract mesh has all that shardings ask for.
+    placement = Placement(AbstractMesh((*sizes.values(),), (*sizes,)))  # type: ignore[arg-type]
     try:
-        numbers, params = params_of_device(model, dtype, mesh, config.quantization, chip.platform)
-        page_bytes = page_bytes_of_device(model, config, dtype, mesh, chip.platform)
+        refuse_undivided(model, sizes)
+        numbers = placement.params(model, abstract_params(model, dtype))
+        params = placement.params(model, _stored(model, dtype, config.quantization, chip))
     except ValueError as error:
         return replace(layout, refusal=str(error))
-    memory, rows, prompt = _plan_memory(model, config, num_bytes(params), page_bytes, chip)
+    config, memory = _plan_memory(model, config, dtype, placement, num_bytes(params), chip)
     layout = replace(layout, memory=memory, num_tokens=memory.num_pages * config.page_size)
     if memory.num_pages < 1:
         short = memory.total_bytes + memory.page_bytes - (memory.limit_bytes or 0)
         return replace(layout, refusal=f"{short / 1e9:,.1f} GB more than a device has", num_tokens=0)
-    figures = partial(
-        step_figures,
-        Split(
-            config=model,
-            params=params,
-            numbers=numbers,
-            page_bytes=page_bytes,
-            page_size=config.page_size,
-            itemsize=jnp.dtype(dtype).itemsize,
-            tensor=tensor,
-            experts=experts,
+    page = one_page(config, dtype)
+    split = Split(
+        config=model,
+        params=params,
+        numbers=numbers,
+        page_bytes=tuple(
+            page_bytes(model, page, chip.platform, kind=kind, mesh=placement.mesh)
+            for kind in range(len(model.page_kinds))
         ),
-        chip,
+        page_size=config.page_size,
+        itemsize=jnp.dtype(dtype).itemsize,
+        tensor=tensor,
+        experts=experts,
     )
-    rows = max(min(rows, layout.num_tokens // context), 1)
+    figures = partial(step_figures, split, chip)
+    rows = max(min(max_rows(config), layout.num_tokens // context), 1)
+    prompt = min(max_batched_tokens(config), resolve_max_model_len(model, config))
     return replace(
         layout,
         num_rows=rows,
@@ -168,81 +175,38 @@ def _layout(
     )
 
 
-def params_of_device(
-    config: ModelConfig, dtype: str, mesh: AbstractMesh, quantization: str | None, platform: str
-) -> tuple[Params, Params]:
-    """Returns the shapes of a device's parameters, in floating point and as they are stored."""
-    whole: Any = abstract_params(config, dtype)
-    placement: Any = shardings(config, mesh)  # type: ignore[arg-type]  an abstract mesh has all that it reads
-    numbers = _of_device(whole, placement)
+def _stored(config: ModelConfig, dtype: str, quantization: str | None, chip: Chip) -> Params:
+    """Returns the abstract parameters as they lie on a device of this kind."""
+    params = abstract_params(config, dtype)
     if quantization is None:
-        return numbers, numbers
-    options: dict[str, Any] = {"config": config, "quantization": quantization, "is_packed": platform != "tpu"}
-    stored = jax.eval_shape(partial(quantize_weights, **options), whole)
-    return numbers, _of_device(stored, quantized_shardings(stored, placement))
-
-
-def _of_device(tree: Any, placement: Any) -> Any:
-    """Returns the shapes of a device's parts of the arrays."""
-    return jax.tree.map(lambda a, at: jax.ShapeDtypeStruct(at.shard_shape(a.shape), a.dtype), tree, placement)
-
-
-def page_bytes_of_device(
-    model: ModelConfig, config: EngineConfig, dtype: str, mesh: AbstractMesh, layout: str
-) -> tuple[int, ...]:
-    """Returns the bytes of a page of each kind on a device; token ids lie with the first."""
-    cache = abstract_cache(model, one_page(config, dtype), layout)
-    placement = cache_shardings(cache, mesh, config=model)  # type: ignore[arg-type]
-    parts = _of_device(cache, placement)
-    found = [0] * len(model.page_kinds)
-    found[0] = num_bytes(parts.tokens)
-    for stack, pool in zip(model.mixer_stacks, parts.pools, strict=True):
-        found[stack.kind] += num_bytes(pool)
-    return tuple(found)
+        return params
+    options: dict[str, Any] = {"quantization": quantization, "is_packed": chip.platform != "tpu"}
+    return jax.eval_shape(partial(quantize_weights, config=config, **options), params)
 
 
 def _plan_memory(
-    model: ModelConfig, config: EngineConfig, param_bytes: int, page_bytes: tuple[int, ...], chip: Chip
-) -> tuple[MemoryPlan, int, int]:
-    """Returns the plan of a device, the most rows of a step, and the most tokens of a prompt in a step.
-
-    If the configuration leaves the rows open, they are as many as an engine takes there.
-    """
-    limit = int(chip.usable_bytes * (1 - SPARE)) if config.memory_bytes is None else config.memory_bytes
+    model: ModelConfig, config: EngineConfig, dtype: str, placement: Placement, param_bytes: int, chip: Chip
+) -> tuple[EngineConfig, MemoryPlan]:
+    """Returns the configuration with the limits that an engine takes on such a device, and the plan of a device."""
+    limit = chip.usable_bytes - int(SPARE * chip.usable_bytes) if config.memory_bytes is None else config.memory_bytes
+    rows = config.max_num_seqs
+    if rows is None:
+        rows = fitting_rows(config, model, dtype, placement, PAGES_PART * (limit - param_bytes), chip.platform)
+    tokens = config.max_num_batched_tokens or max(ACCELERATOR_BATCHED_TOKENS, rows)
+    config = replace(
+        config, max_num_seqs=rows, max_num_batched_tokens=tokens, max_mixed_tokens=tokens, decode_loop_steps=1
+    )
     max_model_len = resolve_max_model_len(model, config)
-    first, *further = page_bytes
-
-    def pools(rows: int, tokens_per_row: int) -> tuple[int, int]:
-        """Returns the pages of the first kind for these rows, and the bytes of the other kinds."""
-        kinds = plan_further_kinds(model, _sized(config, rows), max_model_len)
-        bounded = sum(kind.num_pages * of_page for kind, of_page in zip(kinds, further, strict=True))
-        return rows * -(-min(tokens_per_row, max_model_len) // config.page_size), bounded
-
-    rows = config.max_num_seqs or rows_within_tokens(config, ACCELERATOR_ROWS)
-    while config.max_num_seqs is None and rows > MAX_ROWS:
-        num_pages, bounded = pools(rows, TOKENS_PER_ROW)
-        if num_pages * first + bounded <= PAGES_PART * (limit - param_bytes):
-            break
-        rows = max(rows // 2, MAX_ROWS)
-    useful, bounded = pools(rows, max_model_len)
-    config = _sized(config, rows)
+    num_bounded = tuple(kind.num_pages for kind in plan_further_kinds(model, config, max_model_len))
+    page = replace(one_page(config, dtype), num_bounded_pages=num_bounded)
     plan = MemoryPlan(
         resident_bytes=param_bytes,
         step_bytes=guess_step_bytes(model, plan_buckets(config)),
-        page_bytes=first,
+        page_bytes=page_bytes(model, page, chip.platform, kind=0, mesh=placement.mesh),
         num_pages=0,
-        bounded_bytes=bounded,
+        bounded_bytes=bytes_of_bounded(model, page, placement, chip.platform),
         limit_bytes=limit,
+        num_devices=placement.num_devices,
     )
-    assert config.max_num_batched_tokens is not None
-    num_pages = max(min(plan.num_fitting, useful), 0)
-    return replace(plan, num_pages=num_pages), rows, min(config.max_num_batched_tokens, max_model_len)
-
-
-def _sized(config: EngineConfig, rows: int) -> EngineConfig:
-    """Returns the configuration with a number for each limit that it leaves to an accelerator."""
-    tokens = config.max_num_batched_tokens or max(ACCELERATOR_BATCHED_TOKENS, rows, config.max_mixed_tokens or 0)
-    mixed = config.max_mixed_tokens or tokens
-    return replace(
-        config, max_num_seqs=rows, max_num_batched_tokens=tokens, max_mixed_tokens=mixed, decode_loop_steps=1
-    )
+    useful = rows * -(-max_model_len // config.page_size)
+    return config, replace(plan, num_pages=max(min(plan.num_fitting, useful), 0))

@@ -44,10 +44,10 @@ class StepFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """A model's arrays on one device of a mesh.
+    """A model split over a mesh.
 
-    `params`: a `jax.ShapeDtypeStruct` per array of a device's part, as it is stored; `numbers` has the same in floating
-    point, before quantization. `page_bytes`: of a page of each kind.
+    `params`: abstract parameters with shardings, as they are stored; `numbers` has the same in floating point, before
+    quantization. `page_bytes`: of a page of each kind on a device.
     """
 
     config: ModelConfig
@@ -171,5 +171,8 @@ def _collectives(split: Split) -> Iterator[int]:
 
 
 def num_elements(tree: Any) -> int:
-    """Returns the number of elements of a tree of arrays."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+    """Returns the number of elements of a tree of abstract arrays, on a device if they have shardings."""
+    shapes = (
+        leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(tree)
+    )
+    return sum(map(math.prod, shapes))

@@ -60,7 +60,7 @@ def describe_plan(plan: DeploymentPlan) -> Iterator[str]:
     """Yields the lines of a plan for people."""
     chip = plan.devices.chip
     size = f"{plan.num_parameters / 1e9:,.2f} billion parameters in {plan.dtype}"
-    part = " (three quarters, as JAX takes by default)" if chip.usable_bytes < chip.memory_bytes else ""
+    part = " (three quarters, as JAX takes by default)" if chip.platform == "gpu" else ""
     yield f"{plan.model}: {size}, on {plan.devices} with {chip.usable_bytes / 1e9:,.1f} GB each{part}"
     rows = [TITLES, *(tuple(_cells(layout)) for layout in plan.layouts if layout.refusal is None)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -74,7 +74,8 @@ def describe_plan(plan: DeploymentPlan) -> Iterator[str]:
         yield f"It does not fit on {plan.devices}: take more or larger devices, or --quantization int8 or int4."
         return
     idle = plan.devices.count - best.num_devices
-    yield f"Take tensor={best.tensor} and experts={best.experts}{f', and leave {idle} devices idle' if idle else ''}."
+    options = f"--tensor-parallel {best.tensor} --expert-parallel {best.experts}"
+    yield f"Take {options}{f', which leaves {idle} devices idle' if idle else ''}."
     yield NOTE.format(context=plan.context)
 
 

@@ -56,7 +56,7 @@ def fit_limits(
     """
     is_cpu = jax.default_backend() == "cpu"
     if config.max_num_seqs is None and not is_cpu and not speculates:
-        rows = _fitting_rows(config, model_config, num_bytes(params), dtype, placement)
+        rows = fitting_rows(config, model_config, dtype, placement, _room(config, num_bytes(params), placement))
         config = replace(config, max_num_seqs=rows)
     steps = config.decode_loop_steps
     if steps is None:
@@ -92,21 +92,28 @@ def fitting_loop_steps(step_seconds: float) -> int:
     return steps
 
 
-def _fitting_rows(
-    config: EngineConfig, model_config: ModelConfig, param_bytes: int, dtype: str, placement: Placement
+def fitting_rows(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    dtype: str,
+    placement: Placement,
+    room: float,
+    layout: str | None = None,
 ) -> int:
-    """Returns the rows of which each has pages for TOKENS_PER_ROW tokens, from ACCELERATOR_ROWS down to MAX_ROWS."""
+    """Returns the rows of which each has pages for TOKENS_PER_ROW tokens, from ACCELERATOR_ROWS down to MAX_ROWS.
+
+    `room`: bytes of a device for pages. `layout`: that of pages, as in `abstract_cache`.
+    """
     max_model_len = resolve_max_model_len(model_config, config)
     pages_per_row = -(-min(TOKENS_PER_ROW, max_model_len) // config.page_size)
     page = one_page(config, dtype)
-    room = _room(config, param_bytes, placement)
     rows = rows_within_tokens(config, ACCELERATOR_ROWS)
     while rows > MAX_ROWS:
         kinds = plan_further_kinds(model_config, replace(config, max_num_seqs=rows), max_model_len)
         bounded = replace(page, num_bounded_pages=tuple(kind.num_pages for kind in kinds))
-        needed = rows * pages_per_row * page_bytes(model_config, page, kind=0, mesh=placement.mesh)
+        needed = rows * pages_per_row * page_bytes(model_config, page, layout, kind=0, mesh=placement.mesh)
         too_few = config.num_pages is not None and config.num_pages < rows * pages_per_row
-        if needed + bytes_of_bounded(model_config, bounded, placement) <= room and not too_few:
+        if needed + bytes_of_bounded(model_config, bounded, placement, layout) <= room and not too_few:
             break
         rows = max(rows // 2, MAX_ROWS)
     return rows

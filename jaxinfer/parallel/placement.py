@@ -65,7 +65,7 @@ class Placement:
             return cls()
         chosen = _first_devices(parallelism, count) if devices is None else _checked_devices(devices, count)
         if count > 1:
-            _refuse_undivided(config, sizes)
+            refuse_undivided(config, sizes)
             if chosen[0].platform == "cpu" and not has_threads_per_device():
                 raise ValueError(SHARED_THREADS)
         is_all = devices is None and count == jax.local_device_count()
@@ -182,7 +182,7 @@ def _name_idle_devices() -> None:
         )
 
 
-def _refuse_undivided(config: ModelConfig, sizes: Mapping[str, int]) -> None:
+def refuse_undivided(config: ModelConfig, sizes: Mapping[str, int]) -> None:
     """Raises ValueError for a number of devices that a model's axes cannot be split over, with the numbers that can."""
     found: dict[str, set[tuple[int, str]]] = defaultdict(set)
     for spec in jax.tree.leaves(declare(config), is_leaf=lambda node: isinstance(node, TensorSpec)):

@@ -148,10 +148,13 @@ def plan_further_kinds(model_config: ModelConfig, config: EngineConfig, max_mode
 
 
 def bytes_of_bounded(
-    model_config: ModelConfig, cache_config: CacheConfig, placement: Placement = DEFAULT_DEVICE
+    model_config: ModelConfig,
+    cache_config: CacheConfig,
+    placement: Placement = DEFAULT_DEVICE,
+    layout: str | None = None,
 ) -> int:
-    """Returns the bytes of the pools of the further kinds of pages on each device."""
-    size = partial(page_bytes, model_config, cache_config, mesh=placement.mesh)
+    """Returns the bytes of the pools of the further kinds of pages on each device; `layout` as in `abstract_cache`."""
+    size = partial(page_bytes, model_config, cache_config, layout, mesh=placement.mesh)
     counts = list(cache_config.num_bounded_pages)
     if model_config.is_recurrent:
         counts[model_config.state_kind - 1] += cache_config.num_draft_states
