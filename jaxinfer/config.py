@@ -101,7 +101,6 @@ class EngineConfig:
     * `max_waiting`: waiting requests beyond the running ones. None sets no limit.
     * `attention`: "reference" computes attention in plain JAX, for cases that the GPU and TPU kernels refuse. It is
       many times slower there, and changes nothing on a CPU or a GPU too old for the kernels. None takes the kernels.
-
     * `parallelism`: the devices of this process that share the model, as a `Parallelism`. None takes one device.
 
     Memory:

@@ -92,14 +92,18 @@ def zero_after(x: jax.Array) -> jax.Array:
     return jnp.where(x[0, 0] < -jnp.inf, x[0, 0], 0)
 
 
-def rows_by_weights(x: jax.Array, w: jax.Array, num_rows: jax.Array | None = None) -> jax.Array:
+def rows_by_weights(
+    x: jax.Array, w: jax.Array, num_rows: jax.Array | None = None, *, is_split: bool = False
+) -> jax.Array:
     """Returns x wᵀ f32[T, F] for x [T, D] and weights [F, D]: on CPU in blocks of rows, elsewhere in one product.
 
     If num_rows i32[] is given, only that many rows of x matter, and on CPU blocks of nothing but padding are skipped.
+    `is_split`: the compiler may split the weights over devices. Then blocks have ROW_BLOCK rows, for a trial of the
+    whole weights says nothing about their parts.
     """
     T, (F, D) = x.shape[0], w.shape
     counts = {ROW_BLOCK}
-    if F * D >= MIN_TRIED_WEIGHTS:
+    if F * D >= MIN_TRIED_WEIGHTS and not is_split:
         counts |= equal_row_counts(BY_WEIGHTS, WEIGHT_ROWS, D, F, x.dtype)
     block = min(sorted(counts), key=lambda count: -(-T // count) * (count + ROWS_PER_READ))
     small = max(count for count in counts if count <= MAX_SMALL_BLOCK)

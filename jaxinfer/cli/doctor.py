@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.checkpoint import abstract_checkpoint
-from jaxinfer.config import EngineConfig
+from jaxinfer.config import EngineConfig, Parallelism
 from jaxinfer.engine.execution.step_compiler import StepCompiler
 from jaxinfer.engine.execution.step_shapes import loop_steps
 from jaxinfer.engine.execution.warm_up import plan_target
 from jaxinfer.parallel.placement import Placement
 from jaxinfer.plan.products import ProductShape, product_shapes
+from jaxinfer.validation import require
 from kernels_pallas.row_products import (
     BY_WEIGHTS,
     PRODUCTS,
@@ -71,7 +72,11 @@ def examine(model: str | Path, config: EngineConfig, dtype: str) -> Iterator[Fin
 
 
 def engine_products(model: str | Path, config: EngineConfig, dtype: str) -> frozenset[ProductShape]:
-    """Returns the products of all steps of an engine, including steps that verify drafts."""
+    """Returns the products of all steps of an engine, including steps that verify drafts.
+
+    Raises ValueError for an engine on several devices, each of which computes other products.
+    """
+    require(config.parallelism in (None, Parallelism()), "parallelism", config.parallelism, "left out by the doctor")
     params, model_config = abstract_checkpoint(model, dtype, quantization=config.quantization)
     model_config = model_config.for_length(config.max_model_len)
     placement = Placement.of(model_config, config.parallelism)

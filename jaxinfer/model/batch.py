@@ -48,19 +48,21 @@ class StepTokens:
 
     count: Any  # i32[]  rows that are not padding; they come first
     adapters: Any = None  # i32[T]  as `Batch.adapters`, of each row of the operand
+    # True if the other operand may be split over the devices of a mesh.
+    is_split: bool = struct.field(pytree_node=False, default=False)
 
 
-def step_tokens(batch: Batch) -> StepTokens:
+def step_tokens(batch: Batch, *, is_split: bool = False) -> StepTokens:
     """Returns the `StepTokens` of operands that have a row for each token of the batch."""
     adapters = None
     if batch.adapters is not None:
         adapters = jnp.asarray(batch.adapters)[token_rows(batch.cu_q_lens, batch.tokens.shape[0])]
-    return StepTokens(num_real_tokens(batch), adapters)
+    return StepTokens(num_real_tokens(batch), adapters, is_split)
 
 
-def step_rows(batch: Batch) -> StepTokens:
+def step_rows(batch: Batch, *, is_split: bool = False) -> StepTokens:
     """Returns the `StepTokens` of operands that have a row for each row of the batch."""
-    return StepTokens((batch.kv_lens > 0).sum(), batch.adapters)
+    return StepTokens((batch.kv_lens > 0).sum(), batch.adapters, is_split)
 
 
 def num_real_tokens(batch: Batch) -> Any:

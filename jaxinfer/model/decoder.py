@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +99,8 @@ def forward_with_states(
         slots = state_slots(batches[config.state_kind], cache.tokens.shape[1])
     numbers = None
     if params.layer_embedding is not None:
-        numbers = embed_for_layers(params.layer_embedding, batch.tokens, x, step_tokens(batch), config.norm)
+        tokens = step_tokens(batch, is_split=is_split(mesh))
+        numbers = embed_for_layers(params.layer_embedding, batch.tokens, x, tokens, config.norm)
     pools, stacks, places, kept = list(cache.pools), iter(params.layers), iter(config.page_places), {0: x}
     for group, (start, end) in zip(config.groups, pairwise(config.ends_of_groups), strict=True):
         own = list(islice(places, len(group.mixers)))
@@ -136,9 +137,14 @@ def embed(
     `mesh`: the mesh that the parameters are split over, if any. `is_derived`: if the states have a derivative.
     """
     table = params.embedding
-    sharding = None if mesh is None or mesh.size == 1 else usual_sharding(declare_vocabulary(config), mesh)
+    sharding = usual_sharding(declare_vocabulary(config), mesh) if is_split(mesh) else None
     x = table[tokens] if is_derived else table_rows(table, tokens, sharding=sharding)
     return x if config.embedding_scale == 1.0 else rounded(x * jnp.asarray(config.embedding_scale, x.dtype))
+
+
+def is_split(mesh: Mesh | None) -> TypeGuard[Mesh]:
+    """True if a mesh splits parameters."""
+    return mesh is not None and mesh.size > 1
 
 
 def ropes_of(mixers: Iterable[Mixer]) -> tuple[Rope, ...]:
@@ -180,7 +186,8 @@ def _run_group(
     `batches` are for the kinds of pages, `angles` for `ropes_of` the mixers, `stacks` for the pools, and `places` for
     the mixers. numbers [repeats, layers, T, d] are those that layers have of the tokens, if any.
     """
-    tokens, ropes = step_tokens(batches[0]), ropes_of(mixer for layer in layers for mixer in layer.mixers)
+    ropes = ropes_of(mixer for layer in layers for mixer in layer.mixers)
+    tokens = step_tokens(batches[0], is_split=is_split(mesh))
     settings = (tokens, q_len, tree_mask, implementation, mesh, slots, num_whole_rows)
     of_kinds = [AttentionInputs(batch, *settings, dict(zip(ropes, angles, strict=True))) for batch in batches]
     # What attention derives from the step alone is derived once, not in each layer.

@@ -61,10 +61,13 @@ def no_prompt(num_tokens: int, sharding: Sharding | None = None) -> PromptBatch:
     return jax.device_put(make_prompt([], [], num_tokens=num_tokens), sharding)
 
 
-def describe_prompt(params: Params, hidden: jax.Array, prompt: PromptBatch, max_log_probs: int) -> PromptOutput:
+def describe_prompt(
+    params: Params, hidden: jax.Array, prompt: PromptBatch, max_log_probs: int, *, is_split: bool = False
+) -> PromptOutput:
     """Returns the log-probabilities of prompt tokens from the step's hidden states [T, D], and of alternatives.
 
-    There are never logits of more than MAX_ROWS tokens, and none where nothing is asked.
+    There are never logits of more than MAX_ROWS tokens, and none where nothing is asked. `is_split`: if the parameters
+    are split over a mesh.
     """
     T, A = prompt.places.shape[0], max_log_probs
     size = min(MAX_ROWS, T)
@@ -74,7 +77,8 @@ def describe_prompt(params: Params, hidden: jax.Array, prompt: PromptBatch, max_
         places, token_ids = (
             jax.lax.dynamic_slice_in_dim(field, first, size) for field in (prompt.places, prompt.token_ids)
         )
-        logits = unembed(params, hidden[places], StepTokens(jnp.minimum(prompt.count - first, size)))
+        tokens = StepTokens(jnp.minimum(prompt.count - first, size), is_split=is_split)
+        logits = unembed(params, hidden[places], tokens)
         part = PromptOutput(*log_probs_of(logits, token_ids, prompt.wants_top, A))
         return jax.tree.map(lambda all_, new: jax.lax.dynamic_update_slice_in_dim(all_, new, first, 0), output, part)
 

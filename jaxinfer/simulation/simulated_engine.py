@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from jaxinfer.checkpoint import abstract_checkpoint, resolve_checkpoint
-from jaxinfer.config import EngineConfig, SamplingParams
+from jaxinfer.config import EngineConfig, Parallelism, SamplingParams
 from jaxinfer.device import resolve_dtype
 from jaxinfer.engine.assembly import plan_host
 from jaxinfer.engine.device_limits import fit_limits
@@ -107,7 +107,8 @@ def load_simulated_engine(
 ) -> SimulatedEngine:
     """Returns a simulation of `LLM(model, config=engine_config, dtype=dtype)`, without its weights."""
     require_known_steps(engine_config)
-    require(engine_config.parallelism is None, "parallelism", engine_config.parallelism, "None in a simulation")
+    is_one = engine_config.parallelism in (None, Parallelism())
+    require(is_one, "parallelism", engine_config.parallelism, "that of one device in a simulation, or left out")
     require(model != "", "model", model, "a folder or Hub id, or None for the bundled model")
     dtype = resolve_dtype(dtype)
     path = resolve_checkpoint(BUNDLED_MODEL if model is None else model)

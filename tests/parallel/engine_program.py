@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import AxisType, Mesh
+from safetensors.numpy import save_file
 
-from jaxinfer.checkpoint import load_checkpoint, read_config
+from jaxinfer.checkpoint import abstract_checkpoint, load_checkpoint, read_config
 from jaxinfer.config import EngineConfig, Parallelism, SamplingParams
+from jaxinfer.engine.execution.step_compiler import StepCompiler
+from jaxinfer.engine.execution.warm_up import plan_target
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request.completion import Completion
+from jaxinfer.parallel.placement import Placement
 from jaxinfer.plan.memory import num_bytes
 from jaxinfer.steps.options import StepOptions
+from kernels_pallas import row_products
 from tests.engine.probe import runner_of, warm_up_of
 from tests.on_demand import clear_compiled, steps_on_demand
 from tests.unoptimised import unoptimised_steps
@@ -41,6 +48,7 @@ PARAMS = [
     for i, temperature in enumerate((0.0, 1.0, 0.7))
 ]
 TWO = Parallelism(tensor=2)
+ADAPTER = tempfile.TemporaryDirectory()
 
 
 def engine(checkpoint: str, parallelism: Parallelism | None = None, **options: Any) -> LLM:
@@ -52,8 +60,30 @@ def engine(checkpoint: str, parallelism: Parallelism | None = None, **options: A
 
 
 def run(llm: LLM, chosen: list[int]) -> list[Completion]:
-    prompts, params = [PROMPTS[i] for i in chosen], [PARAMS[i] for i in chosen]
-    return llm.generate(prompts, params, show_progress=False)
+    """The completions of some prompts. If the engine takes adapters, all but the first have one."""
+    if llm.engine_config.max_adapters and not llm.adapters:
+        llm.load_adapter("changed", Path(ADAPTER.name))
+    terms = [{"adapter": "changed"} if i and llm.adapters else {} for i in chosen]
+    ids = [llm.add(PROMPTS[i], PARAMS[i], **own) for i, own in zip(chosen, terms, strict=True)]
+    completions = finish(llm)
+    return [completions[request_id] for request_id in ids]
+
+
+def save_adapter(checkpoint: str, folder: Path) -> None:
+    """An adapter of PEFT that changes queries and what goes down, with random numbers."""
+    numbers, (params, config) = np.random.default_rng(0), load_checkpoint(checkpoint)
+    rank, D, tensors = 4, config.hidden_size, {}
+    layer: Any
+    for i, layer in enumerate(params.layers):
+        F = layer.feed_forward.up.shape[1]
+        heads = int(np.prod(layer.mixer.q.shape[1:-1]))
+        for name, inputs, outputs in (("self_attn.q_proj", D, heads), ("mlp.down_proj", F, D)):
+            for half, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+                key = f"base_model.model.model.layers.{i}.{name}.lora_{half}.weight"
+                tensors[key] = numbers.standard_normal(shape).astype(np.float32) / 4
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
 
 
 def bits(completion: Completion) -> str:
@@ -69,10 +99,12 @@ def same_engine(checkpoint: str, tensor: str, experts: str, *settings: str) -> d
     for setting in settings:
         name, value = setting.split("=")
         options[name] = int(value) if value.isdigit() else value
+    if "max_adapters" in options:
+        save_adapter(checkpoint, Path(ADAPTER.name))
     one = run(engine(checkpoint, **options), [0, 1, 2])
     llm = engine(checkpoint, Parallelism(tensor=int(tensor), experts=int(experts)), **options)
     runner, memory = runner_of(llm), warm_up_of(llm).ready().memory
-    arrays = jax.tree.leaves((runner.params, runner._cache))
+    arrays = jax.tree.leaves((runner._params, runner._cache))
     held, whole = [num_bytes_on(device, arrays) for device in jax.devices()], sum(array.nbytes for array in arrays)
     together = run(llm, [0, 1, 2])
     alone = [run(llm, [i])[0] for i in (2, 1, 0)][::-1]
@@ -103,7 +135,7 @@ def branches(checkpoint: str, folder: str) -> dict[str, Any]:
     fork = llm.fork(request_id)
     llm.save(request_id, path)
     rest = finish(llm)
-    results = {"undisturbed": bits(undisturbed), "here": bits(rest[request_id])}
+    results: dict[str, Any] = {"undisturbed": bits(undisturbed), "here": bits(rest[request_id])}
     others = {
         "the same mesh": llm,
         "another order": engine(checkpoint, TWO, devices=jax.devices()[1::-1]),
@@ -198,6 +230,32 @@ def loaded(checkpoint: str) -> dict[str, bool]:
     return results
 
 
+def tried_products(checkpoint: str) -> dict[str, int]:
+    """How many shapes of products by weights the steps of one device and of a mesh try on this machine."""
+    path, config = Path(checkpoint), EngineConfig(**SIZES, max_prompt_log_probs=1)
+    abstract, model_config = abstract_checkpoint(path, "float32")
+    tried: list[tuple[int, ...]] = []
+
+    def try_none(form: str, counts: tuple[int, ...], A: int, B: int, dtype: Any) -> frozenset[int]:
+        tried.extend([(A, B)] if form == row_products.BY_WEIGHTS else [])
+        return frozenset()
+
+    results = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_products, "equal_row_counts", try_none)
+        patch.setattr(row_products, "MIN_TRIED_WEIGHTS", 0)
+        for name, parallelism in (("one device", None), ("mesh", TWO)):
+            tried.clear()
+            placement = Placement.of(model_config, parallelism)
+            params = placement.params(model_config, abstract)
+            target = plan_target(params, model_config, config, "float32", {}, None, placement)
+            compiler = StepCompiler(target, config.max_drafts)
+            for bucket in compiler.buckets:
+                compiler.trace(target.cache_config, bucket)
+            results[name] = len(set(tried))
+    return results
+
+
 CASES: dict[str, Callable[..., Any]] = {
     "same engine": same_engine,
     "branches": branches,
@@ -205,6 +263,7 @@ CASES: dict[str, Callable[..., Any]] = {
     "disk tier": disk_tier,
     "refusals": refusals,
     "loaded": loaded,
+    "tried products": tried_products,
 }
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ EXPERTS = {"num_local_experts": 4}
 CASES: dict[str, tuple[str, dict[str, Any], int, int, tuple[str, ...]]] = {
     "llama with n-grams": ("llama", {}, 2, 1, ("speculation=ngram", "max_drafts=3")),
     "llama over four in loops": ("llama", {"num_key_value_heads": 4}, 4, 1, ("decode_loop_steps=3",)),
+    "llama with adapters": ("llama", {"num_hidden_layers": 2}, 2, 1, ("max_adapters=1", "max_adapter_rank=4")),
     "gemma 3 in int8": ("gemma3_text", {}, 2, 1, ("quantization=int8",)),
     "gpt-oss": ("gpt_oss", EXPERTS, 2, 2, ()),
     "deepseek": ("deepseek_v3", {}, 2, 2, ()),
@@ -87,6 +88,16 @@ def test_parameters_are_loaded_split(tmp_path):
     checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
 
     assert run_program(2, "loaded", str(checkpoint)) == {"None": True, "int8": True}
+
+
+def test_products_by_split_weights_have_one_number_of_rows(tmp_path):
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
+
+    results = run_program(2, "tried products", str(checkpoint))
+
+    # A trial of the whole weights says nothing about their parts.
+    assert results["one device"] > 3
+    assert results["mesh"] == 0
 
 
 def test_what_devices_cannot_share_is_refused_by_name(tmp_path):

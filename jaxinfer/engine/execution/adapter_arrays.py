@@ -13,7 +13,10 @@ from jaxinfer.model.params import Params
 
 
 class AdapterArrays:
-    """The slots of all weights, of which steps read each row's. Nothing is compiled after the constructor."""
+    """The slots of all weights, of which steps read each row's. Nothing is compiled after the constructor.
+
+    Each device of a mesh has all of them.
+    """
 
     def __init__(self, model: EngineModel) -> None:
         slots = model.abstract_slots

@@ -116,8 +116,8 @@ class StepCompiler:
 
     def _empty_steps(self, builder: BatchBuilder) -> dict[Bucket, tuple[Any, ...]]:
         """Returns the arguments of a step without requests, for each shape."""
-        replicated = self._placement.replicated
-        empty = {bucket: replicated(builder.build(Step(Chunks.of(())), bucket)) for bucket in self.buckets}
+        built = {bucket: builder.build(Step(Chunks.of(())), bucket) for bucket in self.buckets}
+        empty = {bucket: self._placement.replicated(arguments) for bucket, arguments in built.items()}
         for bucket in [bucket for bucket in self.buckets if bucket.is_draw]:  # they take logits too
             shape, mesh = (bucket.num_tokens, self.model_config.vocab_size), self._options.mesh
             sharding = None if mesh is None else logits_sharding(mesh, shape[1])

@@ -47,7 +47,8 @@ def product(x: jax.Array, w: Weights, tokens: StepTokens | None = None) -> jax.A
     if isinstance(w, QuantizedArray):
         y = _quantized_product(x, w, num_rows)
     else:
-        y = rows_by_weights(x, w.reshape(math.prod(outputs), -1), num_rows)
+        is_split = tokens is not None and tokens.is_split
+        y = rows_by_weights(x, w.reshape(math.prod(outputs), -1), num_rows, is_split=is_split)
     return y.reshape(x.shape[0], *outputs)
 
 
