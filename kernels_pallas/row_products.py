@@ -38,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.device import device_at_hand
-from kernels_pallas.quantized_matmul.reference import dequantize
+from kernels_pallas.quantized_matmul.reference import dequantize, wide_scales
 
 # rows [batch..., n, A], operand -> [batch..., n, B]
 Product = Callable[[jax.Array, jax.Array], jax.Array]
@@ -262,7 +262,7 @@ def _by_integers(
     """Returns x wᵀ f32[T, F] by one call of `multiply` with weights in the dtype of x."""
     if scales.shape[1] == 1 and values.shape[1] == x.shape[1] and zeros is None:
         # bfloat16 holds the integers, and compilers fuse this.
-        return multiply(x, values.astype(x.dtype)) * scales.T.astype(jnp.float32)
+        return multiply(x, values.astype(x.dtype)) * wide_scales(values, scales).T
     return multiply(x, dequantize(values, scales, zeros, x.shape[1]).astype(x.dtype))
 
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, Sharding
 from jax.tree_util import GetAttrKey, SequenceKey
 
 from jaxinfer.checkpoint.config_json.family import Either, Fused, WeightTable
-from jaxinfer.checkpoint.safetensors_file import DTYPES, INTEGERS
+from jaxinfer.checkpoint.safetensors_file import DTYPES, FLOAT8, INTEGERS
 from jaxinfer.checkpoint.stored import FP4, FP4_NUMBERS, Grid, Stored, StoredQuantized, pack_int4
 from jaxinfer.model.components.layers import TensorSpec
 from jaxinfer.model.config import ModelConfig
@@ -236,7 +236,8 @@ def assemble(
             elif name == "values" and grid.code == "int4":
                 own = own.astype(ml_dtypes.int4)
             elif grid.code == FP4 and not packs_integers:  # twice the numbers are integers
-                own = (2 * FP4_NUMBERS[own]).astype(np.int8) if name == "values" else _halves(own)
+                own = (2 * FP4_NUMBERS[own]).astype(np.int8) if name == "values" else own
+                own = _halves(own) if own.dtype == np.uint8 else own
             if stack is None:
                 stack = empty_aligned((len(packed), *own.shape), own.dtype)
             stack[i] = own
@@ -248,11 +249,16 @@ def assemble(
     if grid.has_order:
         orders = np.stack([tensor.order() for tensor in packed])
         order = jax.device_put(orders.reshape(*assembly.shape[: assembly.num_stacked], -1), at.order)
+    multiplier = None
+    if grid.has_multiplier:
+        numbers = np.stack([tensor.multiplier() for tensor in packed]).reshape(_multiplier_shape(assembly))
+        multiplier = jax.device_put(numbers if packs_integers else numbers / 2, at.multiplier)
     array = QuantizedArray(
         values=read("values", assembly),
         scales=read("scales", of_groups),
         zeros=read("zeros", of_groups) if grid.has_zeros else None,
         order=order,
+        multiplier=multiplier,
     )
     return jax.block_until_ready(array)
 
@@ -268,15 +274,21 @@ def abstract(
     of_groups = (*outputs, grid.num_groups)
     orders = (*assembly.shape[: assembly.num_stacked], inputs)
     codes = {"int4": "int8" if is_packed else "int4", FP4: "uint8" if is_packed else "int8"}
-    scale_dtype = (DTYPES | INTEGERS)[grid.scale_dtype]
-    if grid.code == FP4 and not is_packed:
+    scale_dtype = (DTYPES | INTEGERS | FLOAT8)[grid.scale_dtype]
+    if scale_dtype == np.uint8 and grid.code == FP4 and not is_packed:
         scale_dtype = np.dtype(ml_dtypes.bfloat16)
     return QuantizedArray(
         values=jax.ShapeDtypeStruct((*outputs, inputs // 2 if is_packed else inputs), codes.get(grid.code, grid.code)),
         scales=jax.ShapeDtypeStruct(of_groups, scale_dtype),
         zeros=jax.ShapeDtypeStruct(of_groups, np.int8) if grid.has_zeros else None,
         order=jax.ShapeDtypeStruct(orders, np.int32) if grid.has_order else None,
+        multiplier=jax.ShapeDtypeStruct(_multiplier_shape(assembly), np.float32) if grid.has_multiplier else None,
     )
+
+
+def _multiplier_shape(assembly: Assembly) -> tuple[int, ...]:
+    num_stacked = assembly.num_stacked
+    return (*assembly.shape[:num_stacked], *(1,) * (len(assembly.shape) - num_stacked - 1), 2)
 
 
 def _halves(exponents: np.ndarray) -> np.ndarray:

@@ -23,11 +23,14 @@ class Grid(NamedTuple):
     scale_dtype: str
     has_zeros: bool
     has_order: bool
+    has_multiplier: bool = False
 
 
 @dataclass(frozen=True)
 class StoredQuantized:
     """A weight [out..., in] in 8 bits or less: (value - zero) * scale, both of which a group of inputs shares.
+
+    A `multiplier` of all scales is the sum of two numbers; see `split_multiplier`.
 
     Arrays are read, and brought into this form, when they are asked for. With an `order`, value j of a row is that of
     input order[j]. Reading raises ValueError for what the format does not allow.
@@ -39,6 +42,7 @@ class StoredQuantized:
     scales: Callable[[], np.ndarray]  # f[out..., groups]; u8 are exponents of 2, less 127
     zeros: Callable[[], np.ndarray] | None = None  # i8[out..., groups]
     order: Callable[[], np.ndarray] | None = None  # i32[in]
+    multiplier: Callable[[], np.ndarray] | None = None  # f32[2]
 
     def floats(self) -> np.ndarray:
         """Returns the weight f32[out..., in]."""
@@ -46,6 +50,9 @@ class StoredQuantized:
         values = FP4_NUMBERS[values] if self.grid.code == FP4 else values.astype(np.float32)
         values = values.reshape(*scales.shape, -1)
         wide = np.exp2(scales.astype(np.float32) - 127) if scales.dtype == np.uint8 else scales.astype(np.float32)
+        if self.multiplier is not None:
+            high, low = self.multiplier()
+            wide = wide * high + wide * low
         if self.zeros is not None:  # float32 holds the differences of integers
             values -= self.zeros()[..., None].astype(np.float32)
         floats = (values * wide[..., None]).reshape(self.shape)
@@ -108,9 +115,20 @@ def centred(numbers: np.ndarray, bits: int) -> np.ndarray:
     return numbers.view(np.int8) - np.int8(2 ** (bits - 1))
 
 
+def split_multiplier(number: np.float64) -> np.ndarray:
+    """Returns f32[2] whose sum is a number, so that scales f8_e4m3 times each and added are rounded once.
+
+    The first has 20 bits and such a scale four, which makes an exact product of 24.
+    """
+    mantissa, exponent = np.frexp(number)
+    high = np.ldexp(np.rint(np.ldexp(mantissa, 20)), exponent - 20)
+    return np.array([high, number - high], np.float32)
+
+
 def require_finite(name: str, scales: np.ndarray) -> np.ndarray:
-    """Returns scales; raises ValueError if one is no finite number."""
-    if not np.isfinite(scales.astype(np.float32)).all():
+    """Returns scales; raises ValueError if one is no finite number, as 255 is of exponents u8 (E8M0)."""
+    is_finite = scales != 255 if scales.dtype == np.uint8 else np.isfinite(scales.astype(np.float32))
+    if not is_finite.all():
         raise ValueError(f"{name} has scales that are no finite numbers; download the checkpoint again")
     return scales
 

@@ -76,4 +76,5 @@ def quantized_sharding(w: QuantizedArray, sharding: NamedSharding) -> QuantizedA
         scales=of_groups,
         zeros=None if w.zeros is None else of_groups,
         order=None if w.order is None else whole,
+        multiplier=None if w.multiplier is None else whole,
     )

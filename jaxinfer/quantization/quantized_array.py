@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -26,13 +27,15 @@ class QuantizedArray:
     two to a byte, as `pack_int4` lays them out, so that the axis of inputs is half as long; or integers have a type of
     their own, which TPUs multiply. If there is an `order`, number j of a row is that of input order[j]. With a `layer`,
     all arrays are those of n layers [n, out..., ...], and the weights are this layer's: a kernel of a TPU reads them in
-    the stack. Over a mesh it also needs the `sharding` of the stack.
+    the stack. Over a mesh it also needs the `sharding` of the stack. A `multiplier` of all scales,
+    the sum of two numbers, lets them have 8 bits.
     """
 
     values: Any  # i8 or f8_e4m3 [out..., in]; of 4 bits i4[out..., in] or i8[out..., in / 2], FP4 u8[out..., in / 2]
-    scales: Any  # f[out..., groups], or u8: exponents of 2, less 127
+    scales: Any  # f[out..., groups], f8_e4m3 included, or u8: exponents of 2, less 127
     zeros: Any = None  # i8[out..., groups]; None: 0
     order: Any = None  # i32[in]; None: as they are
+    multiplier: Any = None  # f32[1..., 2]; None: 1
     layer: Any = None  # i32[]
     sharding: NamedSharding | None = struct.field(pytree_node=False, default=None)  # of values
 
@@ -40,6 +43,14 @@ class QuantizedArray:
     def shape(self) -> tuple[int, ...]:
         """That of the integers as they are stored, of one layer."""
         return self.values.shape if self.layer is None else self.values.shape[1:]
+
+    def with_wide_scales(self) -> QuantizedArray:
+        """Returns the same weights with scales f32 that are multiplied, if there is a multiplier."""
+        if self.multiplier is None:
+            return self
+        # The first product is exact, so that it is no matter if the compiler fuses the sum with either.
+        scales, (high, low) = self.scales.astype(jnp.float32), jnp.split(self.multiplier, 2, axis=-1)
+        return replace(self, scales=scales * high + scales * low, multiplier=None)
 
 
 def quantize(w: jax.Array, *, group_size: int | None = None, bits: int = 8, is_packed: bool = True) -> QuantizedArray:

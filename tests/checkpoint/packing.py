@@ -5,6 +5,7 @@ GPTQ and AWQ are written here from their definitions; compressed-tensors by the 
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -16,7 +17,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
 
 from tests.checkpoint.renamed import Tensors, edit_json, rewrite
 
@@ -221,6 +228,38 @@ def compressed_fp8(source: Path, folder: Path, *, strategy: str, **settings: Any
     return pack_checkpoint(source, folder, pack, stated | settings)
 
 
+def compressed_floats(source: Path, folder: Path, *, kind: str, **settings: Any) -> Packed:
+    """NVFP4, MXFP4 or MXFP8, by the compressors of the library."""
+    scheme = QuantizationScheme(targets=["Linear"], **copy.deepcopy(PRESET_SCHEMES[kind]))
+    assert scheme.weights is not None
+    arguments, form = scheme.weights, infer_module_format(torch.nn.Linear, scheme).value
+    compressor = BaseCompressor.get_value_from_registry(form)
+
+    def pack(_: str, w: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
+        state = {"weight": torch.from_numpy(w)}
+        groups = state["weight"].reshape(len(w), -1, arguments.group_size)
+        if kind.startswith("NVFP4"):
+            state["weight_global_scale"] = generate_gparam(*(m.reshape(1) for m in state["weight"].aminmax()))
+        scale = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments, state.get("weight_global_scale"))[0]
+        parts = dict(compressor.compress(state | {"weight_scale": scale}, scheme))
+        stored = parts["weight_scale"]
+        wide = torch.exp2(stored.float() - 127) if stored.dtype == torch.uint8 else stored.float()
+        if "weight_global_scale" in parts:
+            wide = wide / parts["weight_global_scale"]
+        if "weight_packed" in parts:
+            numbers = unpack_fp4_from_uint8(parts["weight_packed"], *w.shape, dtype=torch.float32)
+        else:
+            numbers = parts["weight"].float()
+        meant = numbers * wide.repeat_interleave(arguments.group_size, 1)
+        assert np.abs(meant.numpy() - w).max() <= np.abs(w).max() / 4
+        return parts, meant.numpy()
+
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme}, format=form, quantization_status="compressed", ignore=["lm_head"]
+    )
+    return pack_checkpoint(source, folder, pack, json.loads(config.model_dump_json()) | settings)
+
+
 def mxfp4(source: Path, folder: Path, **settings: Any) -> Packed:
     """The experts of GPT-OSS, which are [E, in, out] in floating point, and [E, out, in] packed."""
 
@@ -246,6 +285,7 @@ WRITERS: Mapping[str, Callable[..., Packed]] = {
     "compressed": compressed,
     "fp8": fp8,
     "compressed fp8": compressed_fp8,
+    "compressed floats": compressed_floats,
     "mxfp4": mxfp4,
 }
 

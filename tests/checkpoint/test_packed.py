@@ -55,6 +55,10 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "compressed fp8": ("compressed fp8", "llama", {"strategy": "tensor"}),
     "compressed fp8 by channels": ("compressed fp8", "llama", {"strategy": "channel"}),
     "compressed fp8 in blocks": ("compressed fp8", "llama", {"strategy": "block"}),
+    "nvfp4": ("compressed floats", "llama", {"kind": "NVFP4"}),
+    "nvfp4 of experts": ("compressed floats", "qwen3_moe", {"kind": "NVFP4A16"}),
+    "compressed mxfp4": ("compressed floats", "llama", {"kind": "MXFP4"}),
+    "compressed mxfp8 of experts": ("compressed floats", "qwen3_moe", {"kind": "MXFP8"}),
     "mxfp4": ("mxfp4", "gpt_oss", {}),
     "compressed in part": ("compressed", "llama", {"skip": r"layers\.1\."}),
 }
@@ -103,6 +107,7 @@ def test_numbers_on_the_device_mean_the_same(case, is_packed, monkeypatch):
         if not is_quantized(packed):
             np.testing.assert_array_equal(packed, exact)
             return
+        packed = packed.with_wide_scales()
         parts = (packed.values, packed.scales, packed.zeros)
         rows: Any = [None if a is None else a.reshape(-1, a.shape[-1]) for a in parts]
         values, scales, zeros = rows
@@ -146,8 +151,12 @@ def test_weights_stay_packed_and_are_planned_as_they_are(case):
     assert num_quantized == len(of_experts)
 
 
-def test_packed_weights_take_no_more_than_their_files(sources, tmp_path):
-    packed = WRITERS["gptq"](sources["llama"], tmp_path / "both", is_symmetric=False)
+@pytest.mark.parametrize(
+    ("writer", "options"),
+    [("gptq", {"is_symmetric": False}), *(("compressed floats", {"kind": k}) for k in ("NVFP4", "MXFP4", "MXFP8"))],
+)
+def test_packed_weights_take_no_more_than_their_files(sources, tmp_path, writer, options):
+    packed = WRITERS[writer](sources["llama"], tmp_path / "both", **options)
     params, _ = load_checkpoint(packed.path)
 
     in_file = sum(file.stat().st_size for file in packed.path.glob("*.safetensors"))
@@ -243,8 +252,10 @@ def test_settings_that_are_not_honoured_are_refused_by_name(sources, tmp_path, w
         ({"targets": ["re:" + ".*" * 5]}, "repeat no group"),
         ({"targets": [3]}, "targets=3"),
         ({"targets": ["re:.*mlp.*"]}, "no target of quantization_config.config_groups"),
-        ({"weights": {"num_bits": 4, "type": "float"}}, "weights.num_bits=4"),
-        ({"weights": {"num_bits": 8, "type": "float", "strategy": "group"}}, "weights.strategy='group'"),
+        ({"weights": {"num_bits": 6, "type": "float"}}, "weights.num_bits=6"),
+        ({"weights": {"num_bits": 4, "type": "float"}}, "weights.strategy=None"),
+        ({"weights": {"num_bits": 4, "type": "float", "strategy": "group"}}, "has no weight_packed"),
+        ({"weights": {"num_bits": 8, "type": "float", "strategy": "group"}}, "group_size=None does not divide"),
         ({"weights": {"num_bits": 4, "type": "complex"}}, "weights.type='complex'"),
         ({"weights": {"num_bits": 4, "strategy": "block"}}, "weights.strategy='block'"),
         ({"weights": {"num_bits": 9, "strategy": "channel"}}, "weights.num_bits=9"),
@@ -397,6 +408,32 @@ def test_parts_that_do_not_fit_together_are_refused_by_name(packed, change, mess
         load_checkpoint(packed.path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "part", "value", "message"),
+    [
+        ("NVFP4", "weight_global_scale", 0.0, "weight_global_scale is 0.0"),
+        ("NVFP4", "weight_global_scale", float("nan"), "weight_global_scale is nan"),
+        ("NVFP4", "weight_global_scale", 1e-38, "weight_global_scale is 9.*e-39"),
+        ("NVFP4", "weight_scale", 0x7F, "scales that are no finite numbers"),
+        ("MXFP4", "weight_scale", 255, "scales that are no finite numbers"),
+        ("MXFP8", "weight_scale", 255, "scales that are no finite numbers"),
+    ],
+)
+def test_scales_of_floats_that_are_no_numbers_are_refused(sources, tmp_path, kind, part, value, message):
+    path = WRITERS["compressed floats"](sources["llama"], tmp_path / "both", kind=kind).path
+
+    def change(tensors: Tensors) -> Tensors:
+        tensor = tensors[f"{Q}.{part}"].clone()
+        flat = tensor.view(-1) if tensor.dtype == torch.float32 else tensor.view(torch.uint8).view(-1)
+        flat[0] = value
+        return tensors | {f"{Q}.{part}": tensor}
+
+    rewrite(path, change)
+
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(path)
+
+
 def test_a_packed_checkpoint_on_a_mesh_is_refused(packed):
     config = read_config(packed.path)
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -407,9 +444,16 @@ def test_a_packed_checkpoint_on_a_mesh_is_refused(packed):
         load_params(packed.path, config, "float32", placement=placement)
 
 
-@pytest.mark.parametrize("writer", ["gptq", "awq", "compressed", "fp8", "mxfp4"])
-def test_a_damaged_checkpoint_loads_or_is_refused(sources, tmp_path, writer):
-    path: Path = WRITERS[writer](sources["gpt_oss" if writer == "mxfp4" else "llama"], tmp_path / "both").path
+@pytest.mark.parametrize(
+    ("writer", "options"),
+    [
+        *((writer, {}) for writer in ("gptq", "awq", "compressed", "fp8", "mxfp4")),
+        *(("compressed floats", {"kind": kind}) for kind in ("NVFP4", "MXFP4", "MXFP8")),
+    ],
+)
+def test_a_damaged_checkpoint_loads_or_is_refused(sources, tmp_path, writer, options):
+    source = sources["gpt_oss" if writer == "mxfp4" else "llama"]
+    path: Path = WRITERS[writer](source, tmp_path / "both", **options).path
     generator = np.random.default_rng(11)
     config, file = json.loads((path / "config.json").read_text()), path / "model.safetensors"
     whole = file.read_bytes()

@@ -2,8 +2,10 @@
 
 A weight [out, in] of b bits, packed, is weight_packed i32[out, in b / 32] and weight_scale f[out, groups]; if it is not
 symmetric, weight_zero_point i32[out b / 32, groups]; with act-order, weight_g_idx i32[in]. Unpacked it is weight
-i8[out, in], and FP8 is weight f8_e4m3[out, in]. Which numbers they stand for says `config_groups`, by the names of
-modules. Activations that a scheme has in FP8 keep the engine's dtype; see `fp8`.
+i8[out, in], and FP8 is weight f8_e4m3[out, in]. FP4 (E2M1) is weight_packed u8[out, in / 2], the first of two numbers
+in the low half, and weight_scale [out, groups]: exponents of 2 u8 in MXFP4, as in MXFP8, and f8_e4m3 in NVFP4, which
+weight_global_scale f32[1] divides. Which numbers they stand for says `config_groups`, by the names of modules.
+Activations that a scheme has in FP8 or FP4 keep the engine's dtype; see `fp8`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from jaxinfer.checkpoint.formats.fp8 import float8_weight, require_block
 from jaxinfer.checkpoint.formats.parts import OTHER, SCALE_TYPES, Parts, order_of_groups, packed_modules
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
 from jaxinfer.checkpoint.stored import (
+    FP4,
     Grid,
     Stored,
     StoredQuantized,
@@ -26,6 +29,7 @@ from jaxinfer.checkpoint.stored import (
     require_even,
     require_finite,
     settings_error,
+    split_multiplier,
     unpacked,
 )
 from jaxinfer.validation import is_int
@@ -33,9 +37,15 @@ from jaxinfer.validation import is_int
 METHOD = "compressed-tensors"
 PARTS = (
     *("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
-    *("input_scale", "input_zero_point"),
+    *("weight_global_scale", "input_scale", "input_zero_point", "input_global_scale"),
 )
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
+FORMATS = (
+    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
+)
+MAX_EXPONENT = 60.0  # of what divides scales, which stay finite
+# Of FP4, by the strategy of its scheme: MXFP4 and NVFP4.
+FLOAT4_SCALES = {"group": "U8", "tensor_group": "F8_E4M3"}
 BITS = (2, 3, 4, 5, 6, 7, 8)
 # What the words of a scheme may be beside those that `_weight` reads; others would change the result.
 HARMLESS_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
@@ -75,7 +85,7 @@ def _schemes(settings: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]
         if not isinstance(weights, Mapping) or not isinstance(targets, list):
             raise settings_error(METHOD, name, scheme, "a scheme has targets and weights; download config.json again")
         for key in ("input_activations", "output_activations"):
-            is_left_out = key == "input_activations" and _is_float8(weights) and _is_float8(scheme.get(key))
+            is_left_out = key == "input_activations" and _is_float(weights) and _is_float(scheme.get(key))
             if scheme.get(key) is not None and not is_left_out:
                 raise settings_error(METHOD, key, scheme[key], "use a checkpoint that quantizes weights alone")
         for key, harmless in HARMLESS_ARGUMENTS.items():
@@ -85,8 +95,8 @@ def _schemes(settings: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]
     return schemes
 
 
-def _is_float8(arguments: Any) -> bool:
-    return isinstance(arguments, Mapping) and arguments.get("type") == "float" and arguments.get("num_bits", 8) == 8
+def _is_float(arguments: Any) -> bool:
+    return isinstance(arguments, Mapping) and arguments.get("type") == "float"
 
 
 def _checked_target(target: Any) -> str:
@@ -188,18 +198,51 @@ def _weight(parts: Parts, schemes: list[tuple[str, Mapping[str, Any]]]) -> Store
 
 
 def _float_weight(parts: Parts, bits: Any, strategy: Any, scheme: Mapping[str, Any]) -> StoredQuantized:
-    if bits != 8:
-        raise settings_error(METHOD, "weights.num_bits", bits, "use a checkpoint with floats of 8 bits")
+    if not is_int(bits) or bits not in (4, 8):
+        raise settings_error(METHOD, "weights.num_bits", bits, "use a checkpoint with floats of 4 or 8 bits")
     if scheme.get("symmetric", True) is not True:
         raise settings_error(METHOD, "weights.symmetric", False, "floats have no zero points; correct config.json")
     if "weight_g_idx" in parts:
-        raise ValueError(f"{parts.module} has a weight_g_idx, which FP8 has no use for; download the checkpoint again")
+        raise ValueError(f"{parts.module} has a weight_g_idx, which floats have no use for; download it again")
+    if bits == 4:
+        return _float4_weight(parts, strategy, scheme)
+    if strategy == "group":
+        inputs = parts.require("weight", ["F8_E4M3"], (None, None)).shape[1]
+        size = inputs // _num_groups(parts.module, scheme, strategy, inputs)
+        return float8_weight(parts, "weight_scale", block=(1, size))
     if strategy not in ("tensor", "channel", "block"):
-        raise settings_error(METHOD, "weights.strategy", strategy, "use tensor, channel or block")
+        raise settings_error(METHOD, "weights.strategy", strategy, "use tensor, channel, block or group")
     block = require_block(scheme.get("block_structure")) if strategy == "block" else None
     if strategy == "block" and block is None:
         raise settings_error(METHOD, "weights.block_structure", None, "it is two positive numbers")
     return float8_weight(parts, "weight_scale", block=block, is_by_channel=strategy == "channel")
+
+
+def _float4_weight(parts: Parts, strategy: Any, scheme: Mapping[str, Any]) -> StoredQuantized:
+    if strategy not in FLOAT4_SCALES:
+        raise settings_error(METHOD, "weights.strategy", strategy, "use group or tensor_group")
+    outputs, octets = parts.require("weight_packed", ["U8"], (None, None)).shape
+    inputs = 2 * octets
+    groups = _num_groups(parts.module, scheme, "group", inputs)
+    require_even(parts.module, inputs // groups, 4)
+    scales = parts.require("weight_scale", [FLOAT4_SCALES[strategy]], (outputs, groups))
+    has_multiplier = strategy == "tensor_group"
+    if has_multiplier:
+        parts.require("weight_global_scale", ["F32"], (1,))
+
+    def read_multiplier() -> np.ndarray:
+        (divisor,) = parts["weight_global_scale"].map()
+        if not 2**-MAX_EXPONENT <= divisor <= 2**MAX_EXPONENT:
+            raise ValueError(f"{parts.module}.weight_global_scale is {divisor}; download the checkpoint again")
+        return split_multiplier(1 / np.float64(divisor))
+
+    return StoredQuantized(
+        shape=(outputs, inputs),
+        grid=Grid(FP4, groups, scales.dtype, has_zeros=False, has_order=False, has_multiplier=has_multiplier),
+        values=lambda: unpacked(parts["weight_packed"].map(), 4, axis=1),
+        scales=lambda: require_finite(parts.module, scales.map()),
+        multiplier=read_multiplier if has_multiplier else None,
+    )
 
 
 def _logical_inputs(parts: Parts, outputs: int) -> int:

@@ -69,7 +69,7 @@ def float8_weight(
         rows, shape = 1, (outputs, 1)
     elif block is None and len(parts[scale_name].shape) < 2:
         shape = (1,) * len(parts[scale_name].shape)
-    scales = parts.require(scale_name, SCALE_TYPES, shape)
+    scales = parts.require(scale_name, (*SCALE_TYPES, "U8"), shape)
     # Groups of equal size: those of 576 inputs in blocks of 128 have 64.
     own_size = math.gcd(inputs, min(size, inputs))
     if block is not None and own_size < min(MIN_GROUP, inputs):

@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from jaxinfer.checkpoint.formats.parts import Parts
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
-from jaxinfer.checkpoint.stored import FP4, Grid, Stored, StoredQuantized
+from jaxinfer.checkpoint.stored import FP4, Grid, Stored, StoredQuantized, require_finite, unpacked
 
 GROUP_SIZE, BLOCK_BYTES = 32, 16
-NO_NUMBER = 255  # of E8M0
 
 
 def mxfp4_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> dict[str, Stored]:
@@ -38,19 +35,9 @@ def _weight(parts: Parts) -> StoredQuantized:
     scales = parts.require("scales", ["U8"], (*outputs, groups))
     shape = (*outputs, groups * GROUP_SIZE)
 
-    def read_codes() -> np.ndarray:
-        blocks = parts["blocks"].map()
-        return np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(shape)
-
-    def read_scales() -> np.ndarray:
-        exponents = scales.map()
-        if (exponents == NO_NUMBER).any():
-            raise ValueError(f"{parts.module} has scales that are no numbers; download the checkpoint again")
-        return exponents
-
     return StoredQuantized(
         shape=shape,
         grid=Grid(FP4, groups, scales.dtype, has_zeros=False, has_order=False),
-        values=read_codes,
-        scales=read_scales,
+        values=lambda: unpacked(parts["blocks"].map(), 4, axis=-1).reshape(shape),
+        scales=lambda: require_finite(parts.module, scales.map()),
     )

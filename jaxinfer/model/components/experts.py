@@ -138,6 +138,8 @@ def _split_groups(params: MLPParams, specs: Any, mesh: Mesh, x: jax.Array, confi
         w, spec = getattr(params, name), getattr(specs, name)
         if not isinstance(w, QuantizedArray):
             continue
+        w = w.with_wide_scales()
+        params = replace(params, **{name: w})
         n = 1 if spec[-1] is None else mesh.shape[spec[-1]]
         if w.order is not None:
             raise NotImplementedError(
@@ -255,6 +257,7 @@ def _in_groups(
         w, bias = getattr(params, name), getattr(params, f"{name}_bias")
         if not isinstance(w, QuantizedArray):
             w = QuantizedArray(w, None)
+        w = w.with_wide_scales()
         values, first = w.values, None
         if w.order is not None:
             rows = jnp.take_along_axis(rows, w.order.at[expert_of].get(mode="clip"), axis=1)

@@ -56,8 +56,11 @@ def _quantized_product(x: jax.Array, w: QuantizedArray, num_rows: jax.Array | No
     """Returns x wᵀ f32[T, F] for x [T, D] and weights of F output channels."""
     if w.order is not None:
         x = x[:, layer_of(w.order, w.layer).reshape(-1)]
+    if w.layer is not None and w.multiplier is not None:  # only the layer's scales are multiplied
+        values, scales, zeros, multiplier = layer_of((w.values, w.scales, w.zeros, w.multiplier), w.layer)
+        w = QuantizedArray(values, scales, zeros, multiplier=multiplier)
     if w.layer is None:
-        F = math.prod(w.shape[:-1])
+        F, w = math.prod(w.shape[:-1]), w.with_wide_scales()
         values, scales, zeros = jax.tree.map(lambda a: a.reshape(F, -1), (w.values, w.scales, w.zeros))
         return _by_own_integers(x, values, scales, zeros, num_rows)
     # The kernel of a TPU reads the layer in the stack. Elsewhere it is taken out, as a scan takes its inputs. Packed
