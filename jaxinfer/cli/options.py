@@ -50,6 +50,8 @@ HELP = {
         "prompt_log_probs": "the same of the prompt's tokens",
     },
     "model": {
+        "max_adapters": "adapters (LoRA) that may be loaded at once",
+        "max_adapter_rank": "largest rank of an adapter",
         "quantization": "int8 or int4: round the weights of products to so many bits",
     },
     "requests and steps": {

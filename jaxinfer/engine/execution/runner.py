@@ -11,15 +11,17 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxinfer.engine.execution.adapter_arrays import AdapterArrays
 from jaxinfer.engine.execution.batch_builder import BatchBuilder, add_masks
+from jaxinfer.engine.execution.engine_model import EngineModel
+from jaxinfer.engine.execution.executable_cache import compile_or_load
 from jaxinfer.engine.execution.params_update import replaced
 from jaxinfer.engine.execution.warm_up import WarmUp
 from jaxinfer.engine.kv_cache.page_transfers import Content, Copy, CopyPage, PageTransfers, RotatePages, SwapIn, SwapOut
 from jaxinfer.engine.kv_cache.tiers import PageTiers
 from jaxinfer.engine.scheduling.step import NO_ROWS, Step
-from jaxinfer.model.adapted_params import Slots
+from jaxinfer.model.adapted_params import Slots, insert_adapter, with_slots
 from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput, last_tokens
 from jaxinfer.model.cache import KVCache
 from jaxinfer.model.params import Params
@@ -197,3 +199,32 @@ class Runner:
             self._cache = jax.block_until_ready(copier.insertion(pages, contents)(self._cache))
             seconds.append((time.perf_counter() - began) / len(pages))
         return min(seconds)
+
+
+class AdapterArrays:
+    """The slots of all weights, of which steps read each row's. Nothing is compiled after the constructor.
+
+    Each device of a mesh has all of them.
+    """
+
+    def __init__(self, model: EngineModel) -> None:
+        slots = model.abstract_slots
+        one = jax.tree.map(lambda a: jax.ShapeDtypeStruct((a.shape[0], *a.shape[2:]), a.dtype), slots)
+        self._place, place = model.placement.put, model.placement.replicated
+        insert = jax.jit(insert_adapter, donate_argnames="slots", out_shardings=model.placement.whole)
+        self._compiled = compile_or_load(insert, slots, *place((jax.ShapeDtypeStruct((), jnp.int32), one)))
+        self._slots = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), slots)
+
+    @classmethod
+    def of(cls, model: EngineModel) -> AdapterArrays | None:
+        """Returns the slots of an engine, None if it takes no adapters."""
+        return cls(model) if model.engine_config.max_adapters else None
+
+    def beside(self, params: Params) -> Params:
+        """Returns the parameters of steps: these with the slots."""
+        return with_slots(params, self._slots)
+
+    def insert(self, slot: int, tensors: Slots) -> None:
+        """Writes an adapter's tensors into a slot in place, after all launched steps; voids parameters with slots."""
+        slots, self._slots = self._slots, None
+        self._slots = jax.block_until_ready(self._compiled(slots, *self._place((np.int32(slot), tensors))))
