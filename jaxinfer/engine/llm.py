@@ -66,8 +66,8 @@ class LLM:
         * A folder or Hub id has a small model of the same vocabulary, or an EAGLE-3 head or draft heads trained on this
           model's states.
         * A `Drafter` object drafts in your own way.
-    * `devices`: the devices of this process that share the model, as many as `EngineConfig.parallelism` says, in the
-      order of the mesh. None takes the first ones.
+    * `devices`: the devices of this process that share the model, in the order of the mesh. Their number is that of
+      `EngineConfig.parallelism`. None takes the first ones.
 
     The constructor loads the weights and compiles a step that can compute any request, so no request waits for either.
     The faster steps of smaller shapes compile in the background; `warm_up` waits for them.

@@ -74,8 +74,8 @@ def _platform(engine_config: EngineConfig) -> str:
 def text_identity(path: Path, admission: Admission) -> dict[str, str]:
     """Returns the properties that determine the text of a given request, by name. Reads the whole checkpoint.
 
-    Machine and versions are left out although they may change the last bits, so another machine may continue a job,
-    if as many devices share the model there.
+    Machine and versions are left out although they may change the last bits, so another machine may continue a job
+    on the same number of devices.
     Logits processors are left out because functions cannot be compared.
     """
     config, version = admission.engine_config, admission.params_version
