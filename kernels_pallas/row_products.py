@@ -8,7 +8,7 @@ products          The library that multiplies matrices chooses its routine, and 
                   rows are split into several products, fewer are padded with zeros. Another number of rows replaces
                   ROW_BLOCK only if `equal_row_counts` found the same bits with it on this machine.
                   All products of tokens go through the functions here: `rows_by_weights`, `rows_by_integers` and
-                  `rows_by_matrices`.
+                  `rows_by_matrices`; and `integers_by_integers`, whose sums are exact.
 sums along a row  `row_sum` adds in a fixed tree.
 exp               The compiler may give a maximum and the `exp` after it to a library, whose `exp` has other bits, if
                   the rows are many. `row_max` prevents it. Where the maximum has other uses the compiler does not.
@@ -166,6 +166,23 @@ def _by_integers_derivative(operands: tuple[jax.Array, ...], change: jax.Array) 
 
 
 _rows_by_integers.defvjp(lambda *operands: (_rows_by_integers(*operands), operands[:4]), _by_integers_derivative)
+
+
+def integers_by_integers(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Returns x wᵀ i32[T, F] for x i8[T, D] and w i8[F, D], exact if D is at most 131,071.
+
+    Sums of integers have the same bits in any order. On CPU the product has ROW_BLOCK rows at least: of one row,
+    [4096, 4096] weights take 28 times as long (jax 0.10.2, an AMD EPYC).
+    """
+
+    def in_rows(x: jax.Array, w: jax.Array) -> jax.Array:
+        return _product_of_integers(w, jnp.pad(x, ((0, max(0, ROW_BLOCK - x.shape[0])), (0, 0)))).T[: x.shape[0]]
+
+    return jax.lax.platform_dependent(x, w, cpu=in_rows, default=_product_of_integers)
+
+
+def _product_of_integers(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
 
 
 def rows_by_matrices(rows: jax.Array, matrices: jax.Array) -> jax.Array:

@@ -249,16 +249,21 @@ def assemble(
     if grid.has_order:
         orders = np.stack([tensor.order() for tensor in packed])
         order = jax.device_put(orders.reshape(*assembly.shape[: assembly.num_stacked], -1), at.order)
-    multiplier = None
-    if grid.has_multiplier:
-        numbers = np.stack([tensor.multiplier() for tensor in packed]).reshape(_multiplier_shape(assembly))
-        multiplier = jax.device_put(numbers if packs_integers else numbers / 2, at.multiplier)
+
+    def read_numbers(name: str, count: int, divisor: int = 1) -> jax.Array:
+        """Reads a few numbers of each stored tensor."""
+        numbers = np.stack([getattr(tensor, name)() for tensor in packed]) / np.float32(divisor)
+        return jax.device_put(numbers.reshape(_shape_of_numbers(assembly, count)), getattr(at, name))
+
+    has_range = grid.activations is not None and not grid.activations.is_dynamic
     array = QuantizedArray(
         values=read("values", assembly),
         scales=read("scales", of_groups),
         zeros=read("zeros", of_groups) if grid.has_zeros else None,
         order=order,
-        multiplier=multiplier,
+        multiplier=read_numbers("multiplier", 2, 1 if packs_integers else 2) if grid.has_multiplier else None,
+        input_range=read_numbers("input_range", 3) if has_range else None,
+        activations=grid.activations,
     )
     return jax.block_until_ready(array)
 
@@ -277,18 +282,25 @@ def abstract(
     scale_dtype = (DTYPES | INTEGERS | FLOAT8)[grid.scale_dtype]
     if scale_dtype == np.uint8 and grid.code == FP4 and not is_packed:
         scale_dtype = np.dtype(ml_dtypes.bfloat16)
+
+    def numbers(count: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(_shape_of_numbers(assembly, count), np.float32)
+
     return QuantizedArray(
         values=jax.ShapeDtypeStruct((*outputs, inputs // 2 if is_packed else inputs), codes.get(grid.code, grid.code)),
         scales=jax.ShapeDtypeStruct(of_groups, scale_dtype),
         zeros=jax.ShapeDtypeStruct(of_groups, np.int8) if grid.has_zeros else None,
         order=jax.ShapeDtypeStruct(orders, np.int32) if grid.has_order else None,
-        multiplier=jax.ShapeDtypeStruct(_multiplier_shape(assembly), np.float32) if grid.has_multiplier else None,
+        multiplier=numbers(2) if grid.has_multiplier else None,
+        input_range=numbers(3) if grid.activations is not None and not grid.activations.is_dynamic else None,
+        activations=grid.activations,
     )
 
 
-def _multiplier_shape(assembly: Assembly) -> tuple[int, ...]:
+def _shape_of_numbers(assembly: Assembly, count: int) -> tuple[int, ...]:
+    """Returns the shape of what has a few numbers for each stored tensor, and the axes of the weight."""
     num_stacked = assembly.num_stacked
-    return (*assembly.shape[:num_stacked], *(1,) * (len(assembly.shape) - num_stacked - 1), 2)
+    return (*assembly.shape[:num_stacked], *(1,) * (len(assembly.shape) - num_stacked - 1), count)
 
 
 def _halves(exponents: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
+from jaxinfer.quantization.activations import Activations
 
 FP4 = "float4_e2m1fn"
 # Of the codes of FP4.
@@ -24,6 +25,7 @@ class Grid(NamedTuple):
     has_zeros: bool
     has_order: bool
     has_multiplier: bool = False
+    activations: Activations | None = None  # None: they are not rounded
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class StoredQuantized:
     zeros: Callable[[], np.ndarray] | None = None  # i8[out..., groups]
     order: Callable[[], np.ndarray] | None = None  # i32[in]
     multiplier: Callable[[], np.ndarray] | None = None  # f32[2]
+    input_range: Callable[[], np.ndarray] | None = None  # f32[3] of `round_rows`
 
     def floats(self) -> np.ndarray:
         """Returns the weight f32[out..., in]."""

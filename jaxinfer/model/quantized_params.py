@@ -77,4 +77,6 @@ def quantized_sharding(w: QuantizedArray, sharding: NamedSharding) -> QuantizedA
         zeros=None if w.zeros is None else of_groups,
         order=None if w.order is None else whole,
         multiplier=None if w.multiplier is None else whole,
+        input_range=None if w.input_range is None else whole,
+        activations=w.activations,
     )

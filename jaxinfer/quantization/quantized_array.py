@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import NamedSharding
 
+from jaxinfer.quantization.activations import Activations
 from kernels_pallas.quantized_matmul import pack_int4
 
 # By bits, what the largest of a group becomes; the least integer is left out, so that the grid is symmetric.
@@ -27,8 +28,8 @@ class QuantizedArray:
     two to a byte, as `pack_int4` lays them out, so that the axis of inputs is half as long; or integers have a type of
     their own, which TPUs multiply. If there is an `order`, number j of a row is that of input order[j]. With a `layer`,
     all arrays are those of n layers [n, out..., ...], and the weights are this layer's: a kernel of a TPU reads them in
-    the stack. Over a mesh it also needs the `sharding` of the stack. A `multiplier` of all scales,
-    the sum of two numbers, lets them have 8 bits.
+    the stack. Over a mesh it also needs the `sharding` of the stack. A `multiplier` of all scales, the sum of two
+    numbers, lets them have 8 bits. With `activations` the product rounds its inputs to 8 bits too.
     """
 
     values: Any  # i8 or f8_e4m3 [out..., in]; of 4 bits i4[out..., in] or i8[out..., in / 2], FP4 u8[out..., in / 2]
@@ -36,7 +37,9 @@ class QuantizedArray:
     zeros: Any = None  # i8[out..., groups]; None: 0
     order: Any = None  # i32[in]; None: as they are
     multiplier: Any = None  # f32[1..., 2]; None: 1
+    input_range: Any = None  # f32[1..., 3] of `round_rows`; None: they are not rounded, or by their own range
     layer: Any = None  # i32[]
+    activations: Activations | None = struct.field(pytree_node=False, default=None)  # None: they are not rounded
     sharding: NamedSharding | None = struct.field(pytree_node=False, default=None)  # of values
 
     @property

@@ -156,8 +156,12 @@ def compressed(
     is_packed: bool = True,
     skip: str = "never",
     scale_type: torch.dtype = torch.float32,
+    activations: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Packed:
+    """Integers; `activations` are the arguments of those that a scheme rounds to 8 bits."""
+    has_range = activations is not None and not activations["dynamic"]
+
     def pack(_: str, w: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
         own_size, middle = size or w.shape[1], 2 ** (bits - 1)
         q, scales, zeros = rounded(w, bits, own_size, is_symmetric=is_symmetric)
@@ -170,6 +174,8 @@ def compressed(
             parts["weight"] = values
         if not is_symmetric:
             parts["weight_zero_point"] = pack_to_int32(points, bits, packed_dim=0) if is_packed else points
+        if has_range:
+            parts |= {"input_scale": torch.tensor([0.03]), "input_zero_point": torch.tensor([-9], dtype=torch.int8)}
         return parts, meaning(q, stored.float().numpy(), zeros, np.arange(w.shape[1]) // own_size)
 
     weights = {"num_bits": bits, "type": "int", "symmetric": is_symmetric, "dynamic": False}
@@ -177,10 +183,16 @@ def compressed(
     stated = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized" if is_packed else "int-quantized",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}},
         "ignore": ["lm_head"],
     }
     return pack_checkpoint(source, folder, pack, stated | settings, skip)
+
+
+def compressed_w8a8(source: Path, folder: Path, *, is_dynamic: bool = True, is_symmetric: bool = True) -> Packed:
+    activations = {"num_bits": 8, "type": "int", "symmetric": is_symmetric, "dynamic": is_dynamic}
+    activations["strategy"] = "token" if is_dynamic else "tensor"
+    return compressed(source, folder, bits=8, size=None, is_packed=False, activations=activations)
 
 
 def rounded_float8(w: np.ndarray, rows: int, size: int, scale_type: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -285,6 +297,7 @@ WRITERS: Mapping[str, Callable[..., Packed]] = {
     "compressed": compressed,
     "fp8": fp8,
     "compressed fp8": compressed_fp8,
+    "compressed w8a8": compressed_w8a8,
     "compressed floats": compressed_floats,
     "mxfp4": mxfp4,
 }

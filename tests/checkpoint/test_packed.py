@@ -11,6 +11,9 @@ import jax
 import numpy as np
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils.helpers import calculate_qparams
 from jax.tree_util import tree_leaves_with_path
 
 from jaxinfer.checkpoint import abstract_checkpoint, load_checkpoint, load_params, read_config
@@ -244,6 +247,11 @@ def test_settings_that_are_not_honoured_are_refused_by_name(sources, tmp_path, w
     ("scheme", "message"),
     [
         ({"input_activations": {"num_bits": 8}}, "input_activations="),
+        ({"input_activations": {"num_bits": 8, "strategy": "tensor", "dynamic": True}}, "input_activations="),
+        ({"input_activations": {"num_bits": 8, "strategy": "token", "dynamic": "local"}}, "input_activations="),
+        ({"input_activations": {"num_bits": 4, "strategy": "token", "dynamic": True}}, "input_activations="),
+        ({"input_activations": {"num_bits": 8, "strategy": "token", "dynamic": True}}, "weights.strategy='group'"),
+        ({"input_activations": [8]}, "input_activations="),
         ({"output_activations": {"num_bits": 8}}, "output_activations="),
         ({"targets": ["Embedding"]}, "no target of quantization_config.config_groups"),
         ({"targets": ["re:("]}, "is no regular expression"),
@@ -408,6 +416,71 @@ def test_parts_that_do_not_fit_together_are_refused_by_name(packed, change, mess
         load_checkpoint(packed.path)
 
 
+W8A8: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"is_dynamic": False, "is_symmetric": False}),
+    ("qwen3_moe", {"is_symmetric": False}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), W8A8, ids=str)
+def test_activations_of_8_bits_are_rounded_as_by_compressed_tensors(sources, tmp_path, family, options):
+    packed = WRITERS["compressed w8a8"](sources[family], tmp_path / "both", **options)
+    params, config = load_checkpoint(packed.path)
+    reference, generator = load_reference(packed.reference), np.random.default_rng(0)
+    stated = settings_of(packed.path)["config_groups"]["group_0"]["input_activations"]
+    arguments = QuantizationArgs(**stated)
+
+    def rounded(_: Any, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        scale, zero = torch.tensor([0.03]), torch.tensor([-9])
+        if arguments.dynamic:
+            low, high = (m(inputs[0], -1, keepdim=True) for m in (torch.amin, torch.amax))
+            scale, zero = calculate_qparams(low, high, arguments)
+        return fake_quantize(inputs[0], scale, zero, arguments)
+
+    names = {name.removesuffix(".weight") for name in packed.weights}
+    modules = [module for name, module in reference.named_modules() if name in names]
+    if family == "llama":  # experts of transformers are no modules of their own
+        for module in modules:
+            module.register_forward_pre_hook(rounded)
+    sequences = [generator.integers(0, config.vocab_size, length) for length in LENGTHS]
+
+    logits = replay(params, sequences, SPLITS["chunks"], config=config, shape=SHAPE, is_exact=False)
+
+    for ours, sequence in zip(logits, sequences, strict=True):
+        difference = np.abs(ours - reference_logits(reference, sequence))
+        # A number between two integers may become the one or the other; weights alone differ by 0.1 on average.
+        assert difference.mean() < (1e-3 if family == "llama" else 0.1)
+        assert difference.max() < 0.6
+
+
+@pytest.mark.parametrize(("family", "options"), W8A8, ids=str)
+def test_activations_of_8_bits_have_the_same_bits_in_any_steps(sources, tmp_path, family, options):
+    params, config = load_checkpoint(WRITERS["compressed w8a8"](sources[family], tmp_path / "both", **options).path)
+    sequences = [np.random.default_rng(0).integers(0, config.vocab_size, length) for length in LENGTHS]
+
+    chunks, others = (
+        replay(params, sequences, SPLITS[name], config=config, shape=SHAPE)
+        for name in ("chunks", "decoding beside prefill")
+    )
+
+    for one, other in zip(chunks, others, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [("input_scale", float("nan"), "rounds inputs by nan"), ("input_scale", 0.0, "rounds inputs by 0.0 to -9")],
+)
+def test_ranges_of_activations_that_are_none_are_refused(sources, tmp_path, part, value, message):
+    options = {"is_dynamic": False, "is_symmetric": False}
+    path = WRITERS["compressed w8a8"](sources["llama"], tmp_path / "both", **options).path
+    rewrite(path, lambda tensors: tensors | {f"{Q}.{part}": torch.tensor([value])})
+
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(path)
+
+
 @pytest.mark.parametrize(
     ("kind", "part", "value", "message"),
     [
@@ -447,7 +520,7 @@ def test_a_packed_checkpoint_on_a_mesh_is_refused(packed):
 @pytest.mark.parametrize(
     ("writer", "options"),
     [
-        *((writer, {}) for writer in ("gptq", "awq", "compressed", "fp8", "mxfp4")),
+        *((writer, {}) for writer in ("gptq", "awq", "compressed", "fp8", "mxfp4", "compressed w8a8")),
         *(("compressed floats", {"kind": kind}) for kind in ("NVFP4", "MXFP4", "MXFP8")),
     ],
 )

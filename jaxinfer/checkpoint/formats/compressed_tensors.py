@@ -5,14 +5,15 @@ symmetric, weight_zero_point i32[out b / 32, groups]; with act-order, weight_g_i
 i8[out, in], and FP8 is weight f8_e4m3[out, in]. FP4 (E2M1) is weight_packed u8[out, in / 2], the first of two numbers
 in the low half, and weight_scale [out, groups]: exponents of 2 u8 in MXFP4, as in MXFP8, and f8_e4m3 in NVFP4, which
 weight_global_scale f32[1] divides. Which numbers they stand for says `config_groups`, by the names of modules.
-Activations that a scheme has in FP8 or FP4 keep the engine's dtype; see `fp8`.
+Activations that a scheme has in FP8 or FP4 keep the engine's dtype; see `fp8`. In integers of 8 bits they are rounded
+by `quantization.activations`, to a token's range or to input_scale f[1] and input_zero_point i8[1].
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from jaxinfer.checkpoint.stored import (
     split_multiplier,
     unpacked,
 )
+from jaxinfer.quantization.activations import Activations
 from jaxinfer.validation import is_int
 
 METHOD = "compressed-tensors"
@@ -43,7 +45,7 @@ FORMATS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision"),
     *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
 )
-MAX_EXPONENT = 60.0  # of what divides scales, which stay finite
+MAX_EXPONENT = 60.0  # of numbers for all of a tensor, whose products with others stay finite
 # Of FP4, by the strategy of its scheme: MXFP4 and NVFP4.
 FLOAT4_SCALES = {"group": "U8", "tensor_group": "F8_E4M3"}
 BITS = (2, 3, 4, 5, 6, 7, 8)
@@ -54,6 +56,8 @@ HARMLESS_ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
     "symmetric": (True, False),
     "actorder": (None, False, "static", "weight", "group"),
 }
+WEIGHTS_ALONE = "use a checkpoint that quantizes weights alone"
+MAX_INPUTS = 2**15  # of products of integers: 2^15 times 255 times 255 is less than 2^31
 MAX_PATTERN = 1000  # characters of a regular expression
 # Of a pattern, so that matching takes no longer than a module's name to this power; and no group is repeated.
 MAX_REPEATS = 4
@@ -74,7 +78,7 @@ def compressed_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str
 
 
 def _schemes(settings: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Returns the arguments of weights by the targets that have them."""
+    """Returns the schemes by the targets that have them."""
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise settings_error(METHOD, "config_groups", groups, "it maps names to schemes; download config.json again")
@@ -84,15 +88,37 @@ def _schemes(settings: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]
         targets = scheme.get("targets") if isinstance(scheme, Mapping) else None
         if not isinstance(weights, Mapping) or not isinstance(targets, list):
             raise settings_error(METHOD, name, scheme, "a scheme has targets and weights; download config.json again")
-        for key in ("input_activations", "output_activations"):
-            is_left_out = key == "input_activations" and _is_float(weights) and _is_float(scheme.get(key))
-            if scheme.get(key) is not None and not is_left_out:
-                raise settings_error(METHOD, key, scheme[key], "use a checkpoint that quantizes weights alone")
+        if scheme.get("output_activations") is not None:
+            raise settings_error(METHOD, "output_activations", scheme["output_activations"], WEIGHTS_ALONE)
+        _activations(scheme)
         for key, harmless in HARMLESS_ARGUMENTS.items():
             if weights.get(key, harmless[0]) not in harmless:
                 raise settings_error(METHOD, f"weights.{key}", weights[key], OTHER)
-        schemes += [(_checked_target(target), weights) for target in targets]
+        schemes += [(_checked_target(target), scheme) for target in targets]
     return schemes
+
+
+def _activations(scheme: Mapping[str, Any]) -> Activations | None:
+    """Returns how a scheme rounds the inputs of products, None if they keep the engine's dtype."""
+    stated = scheme.get("input_activations")
+    if stated is None or _is_float(stated):
+        return None
+    way = (stated.get("strategy"), stated.get("dynamic", False)) if isinstance(stated, Mapping) else None
+    is_honoured = (
+        way in (("token", True), ("tensor", False))
+        and stated.get("type", "int") == "int"
+        and stated.get("num_bits", 8) == 8
+        and stated.get("symmetric", True) in (True, False)
+        and stated.get("actorder") is None
+    )
+    if not is_honoured or _is_float(scheme["weights"]):
+        raise settings_error(
+            METHOD, "input_activations", stated, f"use 8 bits per token beside integers, or {WEIGHTS_ALONE}"
+        )
+    if scheme["weights"].get("strategy") not in ("tensor", "channel"):
+        way_out = "beside activations of 8 bits it is tensor or channel; " + WEIGHTS_ALONE
+        raise settings_error(METHOD, "weights.strategy", scheme["weights"].get("strategy"), way_out)
+    return Activations(is_dynamic=way == ("token", True), is_symmetric=stated.get("symmetric", True))
 
 
 def _is_float(arguments: Any) -> bool:
@@ -115,7 +141,7 @@ def _checked_target(target: Any) -> str:
 
 
 def _scheme_of(module: str, schemes: list[tuple[str, Mapping[str, Any]]]) -> Mapping[str, Any]:
-    """Returns the arguments of a module: those for its name, else for a pattern of it, else for all of its class."""
+    """Returns the scheme of a module: that for its name, else for a pattern of it, else for all of its class."""
 
     def rank(target: str) -> int | None:
         if target == module:
@@ -124,7 +150,7 @@ def _scheme_of(module: str, schemes: list[tuple[str, Mapping[str, Any]]]) -> Map
             return 1 if re.match(target[3:], module) else None
         return 2 if target == "Linear" else None
 
-    ranked = [(place, weights) for target, weights in schemes if (place := rank(target)) is not None]
+    ranked = [(place, scheme) for target, scheme in schemes if (place := rank(target)) is not None]
     if not ranked:
         raise ValueError(
             f"{module} is packed, but no target of quantization_config.config_groups is its name, a regular expression"
@@ -134,7 +160,8 @@ def _scheme_of(module: str, schemes: list[tuple[str, Mapping[str, Any]]]) -> Map
 
 
 def _weight(parts: Parts, schemes: list[tuple[str, Mapping[str, Any]]]) -> StoredQuantized:
-    scheme = _scheme_of(parts.module, schemes)
+    whole = _scheme_of(parts.module, schemes)
+    activations, scheme = _activations(whole), whole["weights"]
     bits, strategy = scheme.get("num_bits", 8), scheme.get("strategy")
     if scheme.get("type") == "float":
         return _float_weight(parts, bits, strategy, scheme)
@@ -189,12 +216,38 @@ def _weight(parts: Parts, schemes: list[tuple[str, Mapping[str, Any]]]) -> Store
 
     return StoredQuantized(
         shape=(outputs, inputs),
-        grid=Grid("int4" if bits <= 4 else "int8", groups, scales.dtype, has_zeros, has_order),
+        grid=Grid("int4" if bits <= 4 else "int8", groups, scales.dtype, has_zeros, has_order, activations=activations),
         values=read_values,
         scales=lambda: np.broadcast_to(require_finite(parts.module, scales.map()), (outputs, groups)),
         zeros=read_zeros if has_zeros else None,
         order=order if has_order else None,
+        input_range=None if activations is None else _input_range(parts, activations, inputs),
     )
+
+
+def _input_range(parts: Parts, activations: Activations, inputs: int) -> Callable[[], np.ndarray] | None:
+    if inputs > MAX_INPUTS:
+        raise ValueError(
+            f"{parts.module} has {inputs} inputs in 8 bits, more than {MAX_INPUTS}, whose sum may pass 32 bits;"
+            f" {WEIGHTS_ALONE}"
+        )
+    if activations.is_dynamic:
+        return None
+
+    def require(name: str, dtypes: Collection[str]) -> StoredTensor:
+        return parts.require(name, dtypes, (1,) * len(parts[name].shape[:1]) if name in parts else (1,))
+
+    scale = require("input_scale", SCALE_TYPES)
+    zero = None if activations.is_symmetric else require("input_zero_point", ["I8", "I32", "I64"])
+
+    def read() -> np.ndarray:
+        own = np.float32(scale.map().reshape(()))
+        point = 0 if zero is None else int(zero.map().reshape(()))
+        if not 2**-MAX_EXPONENT <= own <= 2**MAX_EXPONENT or not -128 <= point <= 127:
+            raise ValueError(f"{parts.module} rounds inputs by {own} to {point}; download the checkpoint again")
+        return np.array([own, 1 / own, point], np.float32)
+
+    return read
 
 
 def _float_weight(parts: Parts, bits: Any, strategy: Any, scheme: Mapping[str, Any]) -> StoredQuantized:

@@ -15,6 +15,7 @@ from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.layers import scaled
 from jaxinfer.model.components.mlp import MLP, MLPParams, activate, declare_mlp, mlp
 from jaxinfer.quantization import QuantizedArray
+from jaxinfer.quantization.activations import round_rows
 from kernels_pallas.grouped_matmul import dequantize_experts, grouped_matmul
 from kernels_pallas.quantized_matmul import split_groups
 from kernels_pallas.row_products import ROW_BLOCK, rounded
@@ -141,10 +142,10 @@ def _split_groups(params: MLPParams, specs: Any, mesh: Mesh, x: jax.Array, confi
         w = w.with_wide_scales()
         params = replace(params, **{name: w})
         n = 1 if spec[-1] is None else mesh.shape[spec[-1]]
-        if w.order is not None:
+        if w.order is not None or w.activations is not None:
             raise NotImplementedError(
-                "experts whose inputs have an order of their own (act-order) cannot be split over a mesh; use a"
-                " checkpoint without it"
+                "experts whose inputs have an order of their own (act-order), or 8 bits (W8A8), cannot be split over a"
+                " mesh; use a checkpoint without them"
             )
         groups = w.scales.shape[-1]
         if groups % n and w.values.shape[-1] < num_inputs:
@@ -261,6 +262,9 @@ def _in_groups(
         values, first = w.values, None
         if w.order is not None:
             rows = jnp.take_along_axis(rows, w.order.at[expert_of].get(mode="clip"), axis=1)
+        if w.activations is not None:  # the product widens the integers of weights, so those of rows as well
+            ranges = None if w.input_range is None else w.input_range[:, 0].at[expert_of].get(mode="clip")
+            rows = round_rows(rows, w.activations, ranges).floats().astype(rows.dtype)
         if name in stacks.weights:
             values, first = stacks.weights[name].reshape(-1, *values.shape[1:]), stacks.layer * E
         y = grouped_matmul(rows, values, counts, w.scales, zeros=w.zeros, first_expert=first)

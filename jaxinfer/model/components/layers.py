@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.adapted import AdaptedArray, add_changes
 from jaxinfer.quantization import QuantizedArray
+from jaxinfer.quantization.activations import rounded_product
 from jaxinfer.validation import require_bool, require_real
 from kernels_pallas.quantized_matmul import layer_of, quantized_matmul
 from kernels_pallas.row_products import rounded, rows_by_integers, rows_by_weights
@@ -56,12 +57,18 @@ def _quantized_product(x: jax.Array, w: QuantizedArray, num_rows: jax.Array | No
     """Returns x wᵀ f32[T, F] for x [T, D] and weights of F output channels."""
     if w.order is not None:
         x = x[:, layer_of(w.order, w.layer).reshape(-1)]
-    if w.layer is not None and w.multiplier is not None:  # only the layer's scales are multiplied
-        values, scales, zeros, multiplier = layer_of((w.values, w.scales, w.zeros, w.multiplier), w.layer)
-        w = QuantizedArray(values, scales, zeros, multiplier=multiplier)
+    if w.layer is not None and (w.multiplier is not None or w.activations is not None):
+        parts = (w.values, w.scales, w.zeros, w.multiplier, w.input_range)
+        values, scales, zeros, multiplier, input_range = layer_of(parts, w.layer)
+        w = QuantizedArray(
+            values, scales, zeros, multiplier=multiplier, input_range=input_range, activations=w.activations
+        )
     if w.layer is None:
         F, w = math.prod(w.shape[:-1]), w.with_wide_scales()
         values, scales, zeros = jax.tree.map(lambda a: a.reshape(F, -1), (w.values, w.scales, w.zeros))
+        if w.activations is not None:
+            input_range = None if w.input_range is None else w.input_range.reshape(1, -1)
+            return rounded_product(x, values, scales, zeros, w.activations, input_range)
         return _by_own_integers(x, values, scales, zeros, num_rows)
     # The kernel of a TPU reads the layer in the stack. Elsewhere it is taken out, as a scan takes its inputs. Packed
     # integers are not for the kernel, so XLA splits their product over a mesh.
