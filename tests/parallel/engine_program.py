@@ -44,8 +44,9 @@ SIZES: dict[str, Any] = {
 # The second spans pages, and is cut into chunks beside the others.
 PROMPTS = [list(range(3, 8)), [i % 23 + 2 for i in range(37)], list(range(40, 51))]
 PARAMS = [
-    SamplingParams(temperature=temperature, seed=i, max_tokens=10, log_probs=2, ignore_eos=True)
-    for i, temperature in enumerate((0.0, 1.0, 0.7))
+    SamplingParams(temperature=temperature, seed=i, max_tokens=10, log_probs=2, ignore_eos=True, **own)
+    # The last one repeats itself, so that n-grams draft for it.
+    for i, (temperature, own) in enumerate([(0.0, {}), (1.0, {}), (0.7, {"allowed_token_ids": [40, 41]})])
 ]
 TWO = Parallelism(tensor=2)
 ADAPTER = tempfile.TemporaryDirectory()
