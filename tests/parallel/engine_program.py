@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
@@ -20,12 +21,15 @@ from safetensors.numpy import save_file
 
 from jaxinfer.checkpoint import abstract_checkpoint, load_checkpoint, read_config
 from jaxinfer.config import EngineConfig, Parallelism, SamplingParams
+from jaxinfer.engine.drafters.draft_heads import HeadDrafter
+from jaxinfer.engine.drafters.early_exit import ExitDrafter
 from jaxinfer.engine.execution.step_compiler import StepCompiler
 from jaxinfer.engine.execution.warm_up import plan_target
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request.completion import Completion
 from jaxinfer.parallel.placement import Placement
 from jaxinfer.plan.memory import num_bytes
+from jaxinfer.steps.medusa import MedusaHeads
 from jaxinfer.steps.options import StepOptions
 from kernels_pallas import row_products
 from tests.engine.probe import runner_of, warm_up_of
@@ -119,6 +123,22 @@ def same_engine(checkpoint: str, tensor: str, experts: str, *settings: str) -> d
         "held": held,
         "whole": whole,
     }
+
+
+def drafters(checkpoint: str) -> dict[str, Any]:
+    """The bits of requests on a mesh without drafts, and with drafts of each kind that computes on devices."""
+    params, config = load_checkpoint(checkpoint)
+    numbers, D = np.random.default_rng(0), config.hidden_size
+    medusa = MedusaHeads(jnp.asarray(numbers.standard_normal((2, D, 2 * D)), jnp.float32) / 8)
+    # What the first layer gives, as if it were the last.
+    ends = ExitDrafter(1, params.final_norm, jnp.zeros((D, D)))
+    kinds = {"none": None, "draft model": checkpoint, "medusa heads": HeadDrafter(medusa), "early exit": ends}
+    results: dict[str, Any] = {"drafts": {}}
+    for kind, speculation in kinds.items():
+        llm = engine(checkpoint, TWO, speculation=speculation, max_drafts=2)
+        results[kind] = list(map(bits, run(llm, [0, 1, 2])))
+        results["drafts"][kind] = llm.metrics().num_drafted_tokens
+    return results
 
 
 def num_bytes_on(device: Any, arrays: list[jax.Array]) -> int:
@@ -259,6 +279,7 @@ def tried_products(checkpoint: str) -> dict[str, int]:
 
 CASES: dict[str, Callable[..., Any]] = {
     "same engine": same_engine,
+    "drafters": drafters,
     "branches": branches,
     "warm start": warm_start,
     "disk tier": disk_tier,

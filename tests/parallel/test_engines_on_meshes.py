@@ -49,6 +49,18 @@ def test_an_engine_on_a_mesh_gives_the_tokens_of_one_device_and_the_same_bits_in
     assert results["planned"] < results["whole"]
 
 
+def test_drafts_of_devices_change_no_bit_on_a_mesh(tmp_path):
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
+
+    results = run_program(2, "drafters", str(checkpoint))
+
+    counts = results.pop("drafts")
+    assert counts.pop("none") == 0
+    assert min(counts.values()) > 0
+    for kind in counts:
+        assert results[kind] == results["none"]
+
+
 def test_requests_are_forked_saved_and_restored_on_any_mesh(tmp_path):
     checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
 
