@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxinfer.checkpoint.assembly import Assembly, plan_assembly
+from jaxinfer.checkpoint.config_json.family import Family
 from jaxinfer.checkpoint.families import family_of
 from jaxinfer.checkpoint.huggingface import read_json, read_settings, resolve_checkpoint
 from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor, read_header
@@ -76,6 +77,8 @@ def read_adapter(
         scaling = read_scaling(read_json(settings))
         pairs = _pairs(read_header(file))
         places = _places(checkpoint, config, pairs)
+        prefix = _family(checkpoint).prefix  # which an adapter of the backbone alone leaves out
+        pairs = {prefix + name if prefix + name in places else name: pair for name, pair in pairs.items()}
         return _place(pairs, places, scaling, config, max_rank=max_rank, dtype=np.dtype(dtype))
     except ValueError as error:
         raise error if str(error).startswith(str(folder)) else ValueError(f"{folder}: {error}") from None
@@ -187,6 +190,10 @@ def _pairs(stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTens
     return pairs
 
 
+def _family(checkpoint: Path) -> Family:
+    return family_of(read_settings(checkpoint)[0])
+
+
 @dataclass(frozen=True)
 class _Place:
     """A layer's weight that a stored module is, or is a part of."""
@@ -198,8 +205,7 @@ class _Place:
 
 def _places(checkpoint: Path, config: ModelConfig, modules: Collection[str]) -> dict[str, list[_Place]]:
     """Returns the places of each module that adapters may change, by its name in the spelling of these `modules`."""
-    hf, _ = read_settings(checkpoint)
-    family = family_of(hf)
+    family = _family(checkpoint)
     plan = plan_assembly(config, family.weights_among([f"{module}.weight" for module in modules]))
     assemblies = jax.tree.leaves(
         jax.tree.map(
@@ -215,8 +221,7 @@ def _places(checkpoint: Path, config: ModelConfig, modules: Collection[str]) -> 
         if assembly.is_product and assembly.num_stacked == 1:
             for layer, name in enumerate(assembly.names):
                 places.setdefault(name.removesuffix(".weight"), []).append(_Place(index, layer, assembly))
-    # An adapter of the backbone alone has names without its prefix.
-    return {name.removeprefix(family.prefix): own for name, own in places.items()} | places
+    return places
 
 
 def _place(

@@ -11,6 +11,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine.drafters.draft_model import DraftModel
 from jaxinfer.engine.drafters.drafters import NGRAM_SIZES, NgramDrafter, SuffixDrafter, make_drafter
 from jaxinfer.engine.engine import BUNDLED_MODEL
+from jaxinfer.engine.request.request import LoadedAdapter
 from jaxinfer.engine.speculation.load import plan_speculation
 from tests.engine.fake_device import make_request
 from tests.oracles import save_random_checkpoint
@@ -18,8 +19,9 @@ from tests.oracles import save_random_checkpoint
 IDS = itertools.count()
 
 
-def request_of(tokens, num_output_tokens=0, **terms):
+def request_of(tokens, num_output_tokens=0, adapter=None, **terms):
     request = make_request(next(IDS), list(tokens), 99, **terms)
+    request.adapter = adapter
     request.num_prompt_tokens -= num_output_tokens
     return request
 
@@ -107,7 +109,17 @@ def test_the_oldest_outputs_make_room_for_new_ones():
     guesses = [drafter.draft([request_of([f, f + 1], cache_salt=str(f))], [1])[0] for f in (10, 20, 30)]
 
     assert guesses == [[], [22], [32]]
-    assert set(drafter._indices) == {"20", "30"}
+    assert set(drafter._indices) == {("20", ""), ("30", "")}
+
+
+def test_outputs_of_one_adapter_are_no_drafts_for_another():
+    drafter = SuffixDrafter()
+    adapters = [LoadedAdapter("a", 1, "x"), LoadedAdapter("b", 2, "y"), LoadedAdapter("renamed", 3, "x")]
+    drafter.forget(request_of([50, 51, 52], num_output_tokens=3, adapter=adapters[0]))
+
+    guesses = [drafter.draft([request_of([50, 51], adapter=adapter)], [1])[0] for adapter in (*adapters, None)]
+
+    assert guesses == [[52], [], [52], []]
 
 
 def test_outputs_too_short_to_guess_from_are_forgotten_in_their_turn():
