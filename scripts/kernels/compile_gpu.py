@@ -14,28 +14,16 @@ prints for each case:
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
-import os
-import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from scripts.kernels.compilers import (
-    Case,
-    axes_of,
-    compile_in_process,
-    memory_figures,
-    on_mesh,
-    print_figures,
-    step_case,
-)
+from scripts.kernels.compilers import Case, compile_in_process, lower_case, on_mesh, print_figures, step_case
+from scripts.kernels.figures import compile_on_gpu, gpu_mesh
 
 DEVICES = ("A100", "L4", "H100", "H200")
 # Several devices are written with their number; they compile steps alone. A T4 has no kernels, and cases of its own.
@@ -305,42 +293,6 @@ CASES |= {
 NO_FP8 = ("A100",)
 
 
-def compile_case(device: str, make_case: Callable[[Any], Case]) -> dict[str, Any]:
-    """Returns what a case needs, its Pallas kernels under "kernels"."""
-    from kernels_pallas import gpu_compiler
-
-    device, axes = axes_of(device)
-    mesh = gpu_compiler.mesh_of(device, axes)
-    case = make_case(mesh)
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_TO": folder}):
-        compiled = gpu_compiler.compile_for(device, mesh, case.function, **case.arguments)
-        launches = (*compiled.launches, *gpu_compiler.mosaic_launches(Path(folder)))
-    compiled = dataclasses.replace(compiled, launches=launches)
-    gpu = gpu_compiler.GPUS[device]
-    return {
-        **memory_figures(compiled.program, case.cache),
-        "num_launches": len(compiled.launches),
-        **control_flow(compiled.program.as_text() or ""),
-        "seconds": round(compiled.seconds, 2),
-        "processor_seconds": round(compiled.processor_seconds, 2),
-        "kernels": [
-            {**launch._asdict(), "programs_per_core": gpu_compiler.programs_per_core(gpu, launch)}
-            for kernel in case.kernels
-            for launch in compiled.kernels(kernel)
-        ],
-    }
-
-
-def control_flow(hlo: str) -> dict[str, Any]:
-    """Returns the conditions of a program, for which the host waits, and the turns of its loops, None if unknown."""
-    loops = [line for line in hlo.splitlines() if re.search(r" while\(", line)]
-    counts = [re.search(r'"known_trip_count":\{"n":"(\d+)"', line) for line in loops]
-    return {
-        "num_conditions": len(re.findall(r" conditional\(", hlo)),
-        "loop_turns": [None if count is None else int(count[1]) for count in counts],
-    }
-
-
 def can_compile() -> bool:
     """Returns whether the CUDA compiler is installed."""
     from kernels_pallas import gpu_compiler
@@ -351,6 +303,11 @@ def can_compile() -> bool:
 def compile_for(device: str, cases: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Compiles cases for a device in a process of their own; returns each one's figures, or {"error": …}."""
     return compile_in_process(__file__, [device], cases, {})
+
+
+def lower_for(device: str, cases: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Lowers cases for a device; returns each one's `lower_case`, or {"error": …}."""
+    return compile_in_process(__file__, [device, "--lower"], cases, {})
 
 
 def cases_for(device: str, beginnings: Iterable[str] = ("",)) -> list[str]:
@@ -367,9 +324,16 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=[""], help="names of cases, or how they begin")
     parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
     parser.add_argument("--worker", choices=MESHES, help=argparse.SUPPRESS)
+    parser.add_argument("--lower", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        return print_figures(arguments.cases, lambda name: compile_case(arguments.worker, CASES[name]))
+        device = arguments.worker
+        look = (
+            functools.partial(lower_case, gpu_mesh(device))
+            if arguments.lower
+            else functools.partial(compile_on_gpu, device)
+        )
+        return print_figures(arguments.cases, lambda name: look(CASES[name]))
     if not can_compile():
         sys.exit('the CUDA compiler is not installed: pip install "jaxinfer[aot]"')
     program = ("temporary_bytes", "in_place", "num_launches", "seconds", "processor_seconds")

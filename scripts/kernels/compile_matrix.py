@@ -21,7 +21,6 @@ import math
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,13 +32,12 @@ from scripts.kernels.compilers import (
     Case,
     axes_of,
     compile_in_process,
-    copied_weights,
-    memory_figures,
+    lower_case,
     on_mesh,
     print_figures,
     step_case,
 )
-from scripts.kernels.tpu_schedule import schedule_figures
+from scripts.kernels.figures import compile_on_tpu
 
 # The name of a topology with enough chips, and the arguments that pick one chip of it.
 ONE_CHIP = {"chips_per_host_bounds": [1, 1, 1]}
@@ -268,6 +266,20 @@ def compile_for(device: str, cases: Iterable[str], script: str = __file__) -> di
 
     `script` is the one that knows the cases.
     """
+    return _in_process(script, device, cases)
+
+
+def lower_for(device: str, cases: Iterable[str], script: str = __file__) -> dict[str, dict[str, Any]]:
+    """Lowers cases for a device, as `compile_for` compiles them; returns each one's `lower_case`, or {"error": …}."""
+    return _in_process(script, device, cases, "--lower")
+
+
+def lower_on_tpu(mesh: Any, dump: str, make_case: Callable[[Any], Case]) -> dict[str, Any]:
+    """Returns `lower_case` of a case, with the compiler's flags."""
+    return lower_case(mesh, make_case, os.environ.get("LIBTPU_INIT_ARGS", "").replace(dump, ""))
+
+
+def _in_process(script: str, device: str, cases: Iterable[str], *options: str) -> dict[str, dict[str, Any]]:
     with tempfile.TemporaryDirectory() as dump:
         environment = {
             # A second process may load libtpu, and there is no cloud machine to ask for its topology.
@@ -280,7 +292,7 @@ def compile_for(device: str, cases: Iterable[str], script: str = __file__) -> di
             environment["LIBTPU_INIT_ARGS"] = (
                 f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"
             )
-        return compile_in_process(script, [device, dump], cases, environment)
+        return compile_in_process(script, [device, dump, *options], cases, environment)
 
 
 def mesh_of(device: str) -> Any:
@@ -295,37 +307,19 @@ def mesh_of(device: str) -> Any:
     return Mesh(np.array(devices[: math.prod(axes.values())]).reshape(*axes.values()), tuple(axes))
 
 
-def compile_case(mesh: Any, dump: Path, make_case: Callable[[Any], Case]) -> dict[str, Any]:
-    """Returns what a case needs, its kernel's schedule included."""
-    import jax
-
-    seen = set(dump.iterdir())
-    start, used = time.perf_counter(), sum(os.times()[:4])
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        case = make_case(mesh)
-        lowered = case.function.lower(**case.arguments)
-    compiled = lowered.compile()
-    figures = memory_figures(compiled, case.cache)
-    if "params" in case.arguments:
-        figures["copied_weights"] = copied_weights(compiled.as_text(), case.arguments["params"])
-    figures["seconds"] = round(time.perf_counter() - start, 1)
-    figures["processor_seconds"] = round(sum(os.times()[:4]) - used, 1)
-    for kernel in case.kernels:
-        figures |= schedule_figures(set(dump.iterdir()) - seen, kernel)
-    return figures
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", nargs="+", choices=TOPOLOGIES, default=KERNEL_DEVICES)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(KERNEL_CASES))
     parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--lower", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         device, dump = arguments.worker
-        compile_named = functools.partial(compile_case, mesh_of(device), Path(dump))
-        return print_figures(arguments.cases, lambda name: compile_named(CASES[name]))
+        mesh = mesh_of(device)
+        look = functools.partial(*(lower_on_tpu, mesh, dump) if arguments.lower else (compile_on_tpu, mesh, Path(dump)))
+        return print_figures(arguments.cases, lambda name: look(CASES[name]))
     if not can_compile():
         sys.exit('libtpu is not installed: pip install "jaxinfer[aot]"')
     memory = ("temporary_bytes", "in_place", "copied_weights", "seconds", "processor_seconds")

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 # What jax would do for the machine at hand is not wanted: it would look for a driver, and what comes from a cache of
-# compiled programs leaves no trace of its kernels.
+# compiled programs leaves no trace of its kernels. Kernels name no lines of the source: programs compare by their text.
 ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "JAX_PLATFORMS": "cpu",
     "JAX_ENABLE_COMPILATION_CACHE": "false",
+    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 
@@ -130,78 +130,20 @@ def on_mesh(tree: Any, mesh: Any) -> Any:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), tree)
 
 
-def memory_figures(compiled: Any, cache: Any) -> dict[str, Any]:
-    """Returns the bytes of a program's arguments, those beside arguments and results, and if the cache stays in place.
+def lower_case(mesh: Any, make_case: Callable[[Any], Case], flags: str = "") -> dict[str, Any]:
+    """Returns a digest of all that a compiler gets of a case, and the processor seconds to lower it.
 
-    All per device.
+    `flags` are those of the compiler.
     """
     import jax
 
-    def size(a: Any) -> int:
-        shape = a.shape if a.sharding is None else a.sharding.shard_shape(a.shape)
-        return math.prod(shape) * a.dtype.itemsize
-
-    memory = compiled.memory_analysis()
-    in_place = memory.alias_size_in_bytes >= sum(map(size, jax.tree.leaves(cache)))
-    return {
-        "argument_bytes": memory.argument_size_in_bytes,
-        "temporary_bytes": memory.temp_size_in_bytes,
-        "in_place": in_place,
-    }
-
-
-# Operations that write a copy of an array, whole or a slice of it.
-WRITING = {"copy", "transpose", "fusion", "convert", "reshape", "dynamic-slice", "slice", "concatenate", "multiply"}
-# Elements of a weight that is looked for: its products take their time by reading it.
-MIN_WEIGHT = 2**21
-
-
-def copied_weights(hlo: str, params: Any) -> list[str]:
-    """Returns the operations of a compiled program that read a weight, or its stack, and write a copy of it.
-
-    Each is an opcode and a shape, such as "copy bf16[1,128,192,2048]". Operations inside fusions write no memory, and
-    fusions with a product write its result. An asynchronous copy moves a weight to where its product reads it, but not
-    one of a whole stack in a loop over its layers. `params` are shapes with shardings; weights are known by their
-    number of elements on a device.
-    """
-    import jax
-
-    def shape_of(a: Any) -> tuple[int, ...]:
-        return a.shape if a.sharding is None else a.sharding.shard_shape(a.shape)
-
-    # (elements of an array, those of a weight in it)
-    sizes = {(math.prod(shape), math.prod(shape[1:])) for shape in map(shape_of, jax.tree.leaves(params.layers))}
-    sizes |= {(math.prod(shape_of(a)),) * 2 for a in jax.tree.leaves((params.embedding, params.unembedding))}
-    sizes = {pair for pair in sizes if pair[1] >= MIN_WEIGHT}
-    fused, computation = set(re.findall(r"fusion\(.*calls=(%[\w.\-]+)", hlo)), None
-    results: dict[str, dict[str, int]] = {}  # by operation, the elements of each array that it writes
-    multiplying, writing, moving, found = set(), [], [], []
-    for line in hlo.splitlines():
-        if header := re.match(r"(ENTRY )?(%[\w.\-]+) \(", line):
-            is_once, computation = header.groups()
-        operation = re.match(r"\s+(?:ROOT )?(%[\w.\-]+) = (.*?) ([\w\-]+)\((.*)", line)
-        if operation is None:
-            continue
-        name, types, opcode, rest = operation.groups()
-        arrays = re.findall(r"(\w+\[([\d,]+)\])", types)
-        results[name] = {array: math.prod(map(int, shape.split(","))) for array, shape in arrays}
-        if opcode in ("convolution", "dot"):
-            multiplying.add(computation)
-        if computation not in fused and opcode in WRITING:
-            writing.append((name, opcode, rest))
-        if not is_once and (opcode == "copy-start" or "ConcatBitcast" in rest):  # the latter ends one in several parts
-            moving.append((name, opcode))
-    for name, opcode, rest in writing:
-        named = set(re.findall(r"%[\w.\-]+", rest))  # operands, and the computation of a fusion
-        if named & multiplying:
-            continue
-        read = {count for operand in named for count in results.get(operand, {}).values()}
-        copies = {count for whole, part in sizes if whole in read for count in (whole, part)}
-        found += [f"{opcode} {array}" for array, count in results[name].items() if count in copies]
-    stacks = {whole for whole, part in sizes if whole > part}
-    for name, opcode in moving:
-        found += [f"{opcode} {array}" for array, count in results[name].items() if count in stacks]
-    return found
+    used = sum(os.times()[:4])
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        case = make_case(mesh)
+        program = case.function.lower(**case.arguments).as_text()
+    devices = [(device.device_kind, repr(device)) for device in mesh.devices.flat]
+    digest = blake2b("\n".join([program, repr(devices), repr(case.kernels), flags]).encode(), digest_size=20)
+    return {"program": digest.hexdigest(), "lowering_seconds": round(sum(os.times()[:4]) - used, 1)}
 
 
 def compile_in_process(

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.kernels import compile_gpu, compile_matrix
-from scripts.kernels.compilers import Case, axes_of, compile_in_process, print_figures, step_case
+from scripts.kernels.compilers import Case, axes_of, compile_in_process, lower_case, print_figures, step_case
+from scripts.kernels.figures import compile_on_gpu, compile_on_tpu, gpu_mesh
 
 # By model, the devices of a kind that hold it.
 MESHES = {
@@ -81,12 +82,19 @@ def is_gpu(device: str) -> bool:
     return axes_of(device)[0] in compile_gpu.DEVICES
 
 
-def compile_case(device: str, dump: str, name: str) -> dict[str, Any]:
+def compile_named(device: str, dump: str, name: str) -> dict[str, Any]:
     """Returns what a case needs on a device; `dump` is the folder of a TPU's compiler."""
     if is_gpu(device):
-        return compile_gpu.compile_case(device, functools.partial(make_case, name, "gpu"))
+        return compile_on_gpu(device, functools.partial(make_case, name, "gpu"))
     mesh = compile_matrix.mesh_of(device)
-    return compile_matrix.compile_case(mesh, Path(dump), functools.partial(make_case, name, "tpu"))
+    return compile_on_tpu(mesh, Path(dump), functools.partial(make_case, name, "tpu"))
+
+
+def lower_named(device: str, dump: str, name: str) -> dict[str, Any]:
+    """Returns `lower_case` of a case on a device."""
+    if is_gpu(device):
+        return lower_case(gpu_mesh(device), functools.partial(make_case, name, "gpu"))
+    return compile_matrix.lower_on_tpu(compile_matrix.mesh_of(device), dump, functools.partial(make_case, name, "tpu"))
 
 
 def compile_for(device: str, cases: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -94,6 +102,13 @@ def compile_for(device: str, cases: Iterable[str]) -> dict[str, dict[str, Any]]:
     if is_gpu(device):
         return compile_in_process(__file__, [device, ""], cases, {})
     return compile_matrix.compile_for(device, cases, __file__)
+
+
+def lower_for(device: str, cases: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Lowers cases for a device; returns each one's `lower_case`, or {"error": …}."""
+    if is_gpu(device):
+        return compile_in_process(__file__, [device, "", "--lower"], cases, {})
+    return compile_matrix.lower_for(device, cases, __file__)
 
 
 def cells(figures: list[dict[str, Any]]) -> list[str]:
@@ -120,10 +135,12 @@ def main() -> None:
     parser.add_argument("--devices", nargs="+", choices=devices, default=devices)
     parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--lower", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--cases", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        return print_figures(arguments.cases, functools.partial(compile_case, *arguments.worker))
+        look = lower_named if arguments.lower else compile_named
+        return print_figures(arguments.cases, functools.partial(look, *arguments.worker))
     if not (compile_gpu.can_compile() and compile_matrix.can_compile()):
         sys.exit('the compilers are not installed: pip install "jaxinfer[aot]"')
     if not arguments.json:

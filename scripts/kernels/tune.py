@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from scripts.kernels.compile_matrix import compile_case, compile_for, mesh_of
+from scripts.kernels.compile_matrix import compile_for, mesh_of
 from scripts.kernels.compilers import Case, print_figures
+from scripts.kernels.figures import compile_on_tpu
 from scripts.kernels.ratings import CHIPS, PAGE_SIZE, bundles_of_turn, rate_decode, rate_ragged
 from scripts.kernels.tuning_candidates import PAGE_DTYPES, candidates, make_case, shapes
 
@@ -172,7 +173,7 @@ def compile_named(mesh: Any, dump: Path, name: str) -> dict[str, Any]:
 
     from kernels_pallas.paged_attention.tpu.block_sizes import matrix_unit
 
-    figures = compile_case(mesh, dump, functools.partial(make_case, name))
+    figures = compile_on_tpu(mesh, dump, functools.partial(make_case, name))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         return figures | {"piece_rows": matrix_unit()}
 

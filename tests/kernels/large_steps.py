@@ -6,8 +6,9 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+from scripts.kernels import large_models
 from scripts.kernels.compilers import axes_of
-from scripts.kernels.large_models import MEMORY, MESHES, cases_of, compile_for
+from scripts.kernels.large_models import MEMORY, MESHES, cases_of
 from tests.kernels.recorded import figures_of
 
 
@@ -19,7 +20,7 @@ def steps_on(name: str, models: Iterable[str] = tuple(MESHES)) -> list[tuple[str
 
 @functools.cache
 def compiled(model: str, device: str) -> dict[str, dict[str, Any]]:
-    return figures_of(device, cases_of(model), compile_for)
+    return figures_of(device, cases_of(model), large_models)
 
 
 def check_step(model: str, device: str, case: str) -> None:
@@ -29,4 +30,4 @@ def check_step(model: str, device: str, case: str) -> None:
     assert figures["in_place"]
     assert figures["argument_bytes"] + figures["temporary_bytes"] < MEMORY[axes_of(device)[0]]
     # Of all threads, for other work on the machine lengthens the time by the clock; 134 s are the most seen.
-    assert figures["processor_seconds"] < 180
+    assert max(figures["processor_seconds"], figures["lowering_seconds"]) < 180

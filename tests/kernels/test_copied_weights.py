@@ -1,4 +1,4 @@
-"""The operations of a compiled program that `scripts.kernels.compilers` counts as copies of a weight."""
+"""The operations of a compiled program that `scripts.kernels.figures` counts as copies of a weight."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from scripts.kernels.compilers import copied_weights
+from scripts.kernels.figures import copied_weights
 
 # Three layers of 2,048 channels of 2,048 inputs, and an embedding of 4,096 tokens. A step of 2,048 tokens has states as
 # large as a weight.

@@ -10,7 +10,8 @@ import pytest
 from kernels_pallas.paged_attention.gpu import prefill_choice
 from kernels_pallas.paged_attention.gpu.parts import MAX_PARTIAL_BYTES
 from kernels_pallas.paged_attention.in_blocks import DEFAULT_SIZES
-from scripts.kernels.compile_gpu import BUCKET_ROWS, DEVICES, LOOP_STEPS, can_compile, cases_for, compile_for
+from scripts.kernels import compile_gpu
+from scripts.kernels.compile_gpu import BUCKET_ROWS, DEVICES, LOOP_STEPS, can_compile, cases_for
 from tests.kernels.recorded import figures_of
 
 pytestmark = [
@@ -32,12 +33,12 @@ CASES = [(device, name) for device in DEVICES for name in cases_for(device, KERN
 
 @functools.cache
 def compiled(device):
-    return figures_of(device, cases_for(device, KERNELS[device]), compile_for)
+    return figures_of(device, cases_for(device, KERNELS[device]), compile_gpu)
 
 
 @functools.cache
 def compiled_beginning_with(beginning, device="H200"):
-    return figures_of(device, cases_for(device, [beginning]), compile_for)
+    return figures_of(device, cases_for(device, [beginning]), compile_gpu)
 
 
 @pytest.mark.parametrize(("device", "name"), CASES)
@@ -142,7 +143,7 @@ def test_a_whole_step_of_llama_8b_compiles_from_shapes_alone(device, name):
     assert figures["in_place"]
     assert figures["temporary_bytes"] < 200e6
     # Time of all threads, which what else the machine does cannot lengthen.
-    assert figures["processor_seconds"] < 60
+    assert max(figures["processor_seconds"], figures["lowering_seconds"]) < 60
     # Three launches per layer, and two more in a ragged batch.
     assert len(figures["kernels"]) == 32 * (3 if "decode" in name else 5)
 

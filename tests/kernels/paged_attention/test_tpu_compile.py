@@ -6,7 +6,8 @@ import functools
 
 import pytest
 
-from scripts.kernels.compile_matrix import KERNEL_CASES, can_compile, compile_for
+from scripts.kernels import compile_matrix
+from scripts.kernels.compile_matrix import KERNEL_CASES, can_compile
 from tests.kernels.recorded import figures_of
 
 pytestmark = [
@@ -62,12 +63,12 @@ STEPS = {
 
 @functools.cache
 def compiled(device):
-    return figures_of(device, KERNELS[device], compile_for)
+    return figures_of(device, KERNELS[device], compile_matrix)
 
 
 @functools.cache
 def compiled_steps(device):
-    return figures_of(device, STEPS[device], compile_for)
+    return figures_of(device, STEPS[device], compile_matrix)
 
 
 @pytest.mark.parametrize(("device", "name"), [(device, name) for device, names in KERNELS.items() for name in names])
@@ -94,7 +95,7 @@ def test_a_whole_step_of_llama_8b_compiles_from_shapes_alone(device, name):
     assert figures["temporary_bytes"] < (300e6 if "verify" in name else 200e6)
     # Of all threads, for other work on the machine lengthens the time by the clock. It lengthens this less:
     # the longest step takes 49 s on two quiet cores, and took 103 s on two that much other work shared.
-    assert figures["processor_seconds"] < 100
+    assert max(figures["processor_seconds"], figures["lowering_seconds"]) < 100
 
 
 def test_prefill_of_llama_8b_copies_no_queries_into_tiles():
