@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections import Counter
 from importlib.metadata import version
 
 # The compilers of the extra `aot` are plugins that look for their devices; tests run on CPU unless told otherwise.
@@ -64,6 +65,16 @@ SLOW = (
     *("notebooks/test_executed_notebooks.py", "plan/test_library_calls.py", "plan/test_products.py"),
     *("steps/test_draft_distributions.py", "steps/test_log_probs.py", "steps/test_mesh_steps.py"),
 )
+# Files that take 10 seconds or more of the rest: parallel runs begin with these and the slow ones.
+LONG = (
+    *("checkpoint/test_packed.py", "checkpoint/test_every_family.py", "checkpoint/test_wrong_values.py"),
+    *("engine/exactness/test_cache_dtypes.py", "engine/exactness/test_engine_exactness.py"),
+    *("engine/exactness/test_host_errors.py", "engine/exactness/test_llm_against_transformers.py"),
+    *("engine/exactness/test_quantization.py", "engine/frontend/test_saved_requests.py"),
+    *("engine/scheduling/test_freed_requests.py", "engine/test_engine_thread.py", "engine/whole/test_agreement.py"),
+    *("engine/whole/test_endless_requests.py", "engine/whole/test_sampling_log_probs_of_requests.py"),
+    *("hostile/test_sequences.py", "serve", "steps/test_steps.py", "steps/test_trees.py"),
+)
 
 
 def is_listed(path, listed):
@@ -85,6 +96,11 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("quick")
         for marker in item.iter_markers("shows"):
             item.user_properties.append(("shows", marker.args))
+    if hasattr(config, "workerinput"):
+        # Files come in this order to the workers. A long file at the end would run alone; so the last are short ones.
+        long = {path for path in paths if is_listed(path, SLOW + LONG)}
+        sizes = Counter(item.path for item in items)
+        items.sort(key=lambda item: (item.path not in long, -sizes[item.path]))
 
 
 def pytest_collection_finish():
@@ -115,6 +131,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    config.option.loadscopereorder = False  # xdist would begin with the files that have most tests
     if config.getoption("--tpu-kernels"):
         from tests.engine.engines import SIZES, interpret_tpu_kernels
 
