@@ -60,9 +60,9 @@ def step_tokens(batch: Batch, *, is_split: bool = False) -> StepTokens:
     return StepTokens(num_real_tokens(batch), adapters, is_split)
 
 
-def step_rows(batch: Batch, *, is_split: bool = False) -> StepTokens:
+def step_rows(batch: Batch) -> StepTokens:
     """Returns the `StepTokens` of operands that have a row for each row of the batch."""
-    return StepTokens((batch.kv_lens > 0).sum(), batch.adapters, is_split)
+    return StepTokens((batch.kv_lens > 0).sum(), batch.adapters)
 
 
 def num_real_tokens(batch: Batch) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.model.batch import Batch, StepTokens, step_tokens
 from jaxinfer.model.cache import KVCache, layer_offset, write_tokens
@@ -25,7 +25,14 @@ from jaxinfer.model.components.recurrent.states import StateSlots, state_slots
 from jaxinfer.model.components.rope import Rope, rotary_angles
 from jaxinfer.model.config import Layer, LayerStack, MixerStack, ModelConfig, PagePlace
 from jaxinfer.model.mixers import Mixer, Pool, functions_of
-from jaxinfer.model.params import LayerParams, Params, declare_stack, declare_vocabulary, usual_sharding
+from jaxinfer.model.params import (
+    TENSOR_PARALLEL_RULES,
+    LayerParams,
+    Params,
+    declare_stack,
+    declare_vocabulary,
+    usual_sharding,
+)
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.validation import as_ints
 from kernels_pallas.row_products import rounded
@@ -341,9 +348,12 @@ def _add(x: jax.Array, h: jax.Array, post_norm: jax.Array | None, layer: Layer) 
     return x + scaled(h, layer.residual_scale)
 
 
-def unembed(params: Params, hidden: jax.Array, rows: StepTokens | None = None) -> jax.Array:
+def unembed(
+    params: Params, hidden: jax.Array, rows: StepTokens | None = None, *, mesh: Mesh | None = None
+) -> jax.Array:
     """Returns logits f32[rows, V] of hidden states [rows, D]; `rows` are as in `product`.
 
+    Over the `mesh` that parameters are split over, if any, they are split as `logits_sharding` says.
     Raises ValueError for the parameters of a model without logits.
     """
     if params.logits is None:
@@ -352,11 +362,26 @@ def unembed(params: Params, hidden: jax.Array, rows: StepTokens | None = None) -
             " `forward`, or the checkpoint of a language model"
         )
     table = params.embedding if params.unembedding is None else params.unembedding
+    if rows is not None:
+        rows = replace(rows, is_split=is_split(mesh))
     if params.lens is not None:  # Belrose et al. 2023
         hidden = hidden + linear(hidden, params.lens, None, rows)
     logits = product(hidden, table, rows)
+    if is_split(mesh):
+        logits = jax.lax.with_sharding_constraint(logits, logits_sharding(mesh, logits.shape[1]))
     if params.logits.scale != 1.0:
         logits = rounded(logits * params.logits.scale)
     if params.logits.softcap is not None:
         logits = rounded(jnp.tanh(logits / params.logits.softcap) * params.logits.softcap)
     return logits
+
+
+def logits_sharding(mesh: Mesh, vocab_size: int) -> NamedSharding:
+    """Returns the sharding of logits [B, V]: that of the unembedding, unless devices cannot divide the vocabulary.
+
+    CPU devices have them whole, and so compute with them as one device does. The compiler for CPU vectorises an `exp`
+    by the number of rows, if devices have parts of them: seen in log-probabilities with jax 0.12.0.
+    """
+    axis = TENSOR_PARALLEL_RULES["vocab"]
+    has_axis = axis in mesh.axis_names and mesh.devices.flat[0].platform != "cpu"
+    return NamedSharding(mesh, PartitionSpec(None, axis if has_axis and vocab_size % mesh.shape[axis] == 0 else None))

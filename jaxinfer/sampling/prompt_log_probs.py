@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.sharding import Sharding
+from jax.sharding import Mesh, Sharding
 
 from jaxinfer.model.batch import StepTokens, padded
 from jaxinfer.model.decoder import unembed
@@ -62,12 +62,12 @@ def no_prompt(num_tokens: int, sharding: Sharding | None = None) -> PromptBatch:
 
 
 def describe_prompt(
-    params: Params, hidden: jax.Array, prompt: PromptBatch, max_log_probs: int, *, is_split: bool = False
+    params: Params, hidden: jax.Array, prompt: PromptBatch, max_log_probs: int, *, mesh: Mesh | None = None
 ) -> PromptOutput:
     """Returns the log-probabilities of prompt tokens from the step's hidden states [T, D], and of alternatives.
 
-    There are never logits of more than MAX_ROWS tokens, and none where nothing is asked. `is_split`: if the parameters
-    are split over a mesh.
+    There are never logits of more than MAX_ROWS tokens, and none where nothing is asked. `mesh` is that of
+    the parameters, if any.
     """
     T, A = prompt.places.shape[0], max_log_probs
     size = min(MAX_ROWS, T)
@@ -77,8 +77,8 @@ def describe_prompt(
         places, token_ids = (
             jax.lax.dynamic_slice_in_dim(field, first, size) for field in (prompt.places, prompt.token_ids)
         )
-        tokens = StepTokens(jnp.minimum(prompt.count - first, size), is_split=is_split)
-        logits = unembed(params, hidden[places], tokens)
+        rows = StepTokens(jnp.minimum(prompt.count - first, size))
+        logits = unembed(params, hidden[places], rows, mesh=mesh)
         part = PromptOutput(*log_probs_of(logits, token_ids, prompt.wants_top, A))
         return jax.tree.map(lambda all_, new: jax.lax.dynamic_update_slice_in_dim(all_, new, first, 0), output, part)
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.model.batch import StepOutput
 from jaxinfer.model.cache import KVCache, cache_shardings
-from jaxinfer.model.params import TENSOR_PARALLEL_RULES
+from jaxinfer.model.decoder import logits_sharding
 from jaxinfer.steps.options import StepOptions
 
 Output = TypeVar("Output")
@@ -33,10 +33,3 @@ def replicated(tree: Output, mesh: Mesh | None) -> Output:
         return jax.lax.with_sharding_constraint(tree, whole)
     at = replace(jax.tree.map(lambda _: whole, tree), logits=logits_sharding(mesh, tree.logits.shape[1]))
     return jax.lax.with_sharding_constraint(tree, at)
-
-
-def logits_sharding(mesh: Mesh, vocab_size: int) -> NamedSharding:
-    """Returns the sharding of logits [B, V]: that of the unembedding, unless devices cannot divide the vocabulary."""
-    axis = TENSOR_PARALLEL_RULES["vocab"]
-    is_split = axis in mesh.axis_names and vocab_size % mesh.shape[axis] == 0
-    return NamedSharding(mesh, PartitionSpec(None, axis if is_split else None))

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput, last_places, next_batch, num_evicted_tokens, step_rows
 from jaxinfer.model.cache import KVCache, read_tokens
-from jaxinfer.model.decoder import forward_with_states, is_split, unembed
+from jaxinfer.model.decoder import forward_with_states, unembed
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.processors import Context, process_logits
@@ -72,8 +72,7 @@ def prefill_step(
     output = _finish(params, cache, hidden[last_places(batch)], batch, sampling, options)
     described = None
     if prompt is not None:
-        splits = is_split(options.mesh)
-        described = describe_prompt(params, hidden, prompt, options.max_prompt_log_probs, is_split=splits)
+        described = describe_prompt(params, hidden, prompt, options.max_prompt_log_probs, mesh=options.mesh)
     return placed(replace(output, hidden=states, prompt=described), cache, options)
 
 
@@ -212,7 +211,7 @@ def draft_step(
         return hidden, cache
 
     def sampled(hidden: jax.Array, batch: Batch, context: Callable[[], Context]) -> jax.Array:
-        logits = with_vocabulary(unembed(params, hidden, step_rows(batch, is_split=is_split(options.mesh))), V)
+        logits = with_vocabulary(unembed(params, hidden, step_rows(batch), mesh=options.mesh), V)
         return sample(process_logits(logits, sampling.processors, context, options.custom), sampling, _positions(batch))
 
     # Every row has a token, so if there are no more tokens than rows, each row has one.
@@ -274,7 +273,7 @@ def _finish(
     """Returns the output of a step, which samples a token after the state [B, D] of each row's last token."""
     if params.logits is None:
         return sample_nothing(hidden, options.max_log_probs)
-    logits = unembed(params, hidden, step_rows(batch, is_split=is_split(options.mesh)))
+    logits = unembed(params, hidden, step_rows(batch), mesh=options.mesh)
     output = _draw(logits, cache, batch, sampling, options, change)
     return output if options.form == "full" else replace(output, logits=logits)
 

@@ -68,8 +68,8 @@ def run(llm: LLM, chosen: list[int]) -> list[Completion]:
     """The completions of some prompts. If the engine takes adapters, all but the first have one."""
     if llm.engine_config.max_adapters and not llm.adapters:
         llm.load_adapter("changed", Path(ADAPTER.name))
-    terms = [{"adapter": "changed"} if i and llm.adapters else {} for i in chosen]
-    ids = [llm.add(PROMPTS[i], PARAMS[i], **own) for i, own in zip(chosen, terms, strict=True)]
+    names = ["changed" if i and llm.adapters else None for i in chosen]
+    ids = [llm.add(PROMPTS[i], PARAMS[i], adapter=name) for i, name in zip(chosen, names, strict=True)]
     completions = finish(llm)
     return [completions[request_id] for request_id in ids]
 

@@ -22,11 +22,12 @@ from jaxinfer.engine.scheduling.step import Chunks, Step
 from jaxinfer.model.adapted_params import with_slots
 from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput
 from jaxinfer.model.cache import KVCache, abstract_cache
+from jaxinfer.model.decoder import logits_sharding
 from jaxinfer.model.params import Params
 from jaxinfer.plan.memory import step_bytes
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.steps.options import StepOptions
-from jaxinfer.steps.results import logits_sharding, replicated
+from jaxinfer.steps.results import replicated
 from jaxinfer.steps.steps import decode_loop, decode_step, draw_step, prefill_step, verify_step
 
 logger = logging.getLogger(__name__)
