@@ -300,7 +300,7 @@ class _SteppedEngine:
 
     def begin(self, request: JobRequest) -> InFlight:
         prompt, params, chats = prepared(request, self._llm)
-        options: Any = {"priority": "batch", **request.options}
+        options: Any = {"priority": "batch", **options_of(request, self._llm)}
         with self._llm.engine() as engine:
             samples = engine.admit(prompt, params, **options)
             engine.submit(samples, self._deltas.append)
@@ -318,6 +318,13 @@ class _SteppedEngine:
 
     def drop(self, request_id: int) -> None:
         self._llm.drop(request_id)
+
+
+def options_of(request: JobRequest, llm: LLM | AsyncLLM) -> dict[str, Any]:
+    """Returns the options of a request. A line in OpenAI's format may name an adapter as its model."""
+    if request.body is None or request.body.model not in llm.adapters:
+        return {**request.options}
+    return {**request.options, "adapter": request.body.model}
 
 
 def prepared(request: JobRequest, llm: LLM | AsyncLLM) -> tuple[Prompt, SamplingParams, Chats | None]:

@@ -135,7 +135,7 @@ class Chat:
             [*self._messages, question], chat_template=self._template, add_generation_prompt=True
         )
         pieces: list[str] = []
-        stream = self._llm.stream(prompt, self._params)
+        stream = self._llm.stream(prompt, self._params, adapter=next(iter(self._llm.adapters), None))
         try:
             for delta in stream:
                 pieces.append(delta.text)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jaxinfer._version import __version__
 
 # jax takes seconds to import, so each command imports the modules that need it after parsing its arguments.
-from jaxinfer.cli import bench, chat, plan, serve
+from jaxinfer.cli import adapters, bench, chat, plan, serve
 from jaxinfer.cli.options import add_fields, from_arguments, reader
 from jaxinfer.cli.output import drop_output, require_output, show
 from jaxinfer.config import EngineConfig, SamplingParams
@@ -190,23 +190,28 @@ def _parser() -> argparse.ArgumentParser:
             groups["speculation"] = command.add_argument_group("speculation")
             drafter = "ngram, suffix, mtp, or the folder or id of what drafts"
             groups["speculation"].add_argument("--speculation", metavar="DRAFTER", help=drafter)
+            adapters.add_option(model, takes_one=command in (generate, talk))
         add_fields(command, EngineConfig, omit=omit, groups=groups)
     return parser
 
 
 def _load(arguments: argparse.Namespace) -> LLM:
+    named = adapters.read_option(arguments)
     config = from_arguments(EngineConfig, arguments)
     from jaxinfer import LLM
     from jaxinfer.device import require_device
 
     require_device()
-    return LLM(
+    llm = LLM(
         arguments.model,
         config=config,
         dtype=arguments.dtype,
         speculation=getattr(arguments, "speculation", None),  # a load has no real text to draft from
         show_progress=not arguments.quiet,
     )
+    for name, path in named.items():
+        llm.load_adapter(name, path)
+    return llm
 
 
 def _read_prompt() -> str:
@@ -247,7 +252,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     started_at, first_at, status = time.monotonic(), None, 0
     try:
-        for delta in llm.stream(prompt, params):
+        for delta in llm.stream(prompt, params, adapter=next(iter(llm.adapters), None)):
             if delta.token_ids and first_at is None:
                 first_at = time.monotonic()
             # Deltas of several samples are interleaved, so show each sample when it ends.

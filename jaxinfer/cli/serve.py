@@ -7,13 +7,19 @@ import asyncio
 import socket
 import ssl
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from jaxinfer.cli import adapters
 from jaxinfer.cli.chat import read_template
 from jaxinfer.cli.options import from_arguments
 from jaxinfer.config import EngineConfig
 from jaxinfer.serve import DRAIN_SECONDS, MAX_BODY_BYTES, MAX_FILE_BYTES
 from jaxinfer.validation import as_path, require_int, require_real
+
+if TYPE_CHECKING:
+    from jaxinfer import AsyncLLM
 
 MAX_WAITING = 1_024  # requests, if nothing else is said: a server's queue has an end
 
@@ -119,6 +125,9 @@ def serve(arguments: argparse.Namespace) -> None:
     if files is not None:
         store = FileStore(as_path("--files", files), max_file_bytes=arguments.max_file_bytes)
     vars(arguments).setdefault("max_waiting", MAX_WAITING)
+    named, served = adapters.read_option(arguments), arguments.served_name or [_name_of(arguments.model)]
+    if taken := sorted(named.keys() & {*served}):
+        raise ValueError(f"--adapter {taken[0]}=… has the name of the model; give the adapter another name")
     config = from_arguments(EngineConfig, arguments)
     from jaxinfer import AsyncLLM
     from jaxinfer.device import require_device
@@ -132,12 +141,13 @@ def serve(arguments: argparse.Namespace) -> None:
         speculation=arguments.speculation,
         show_progress=not arguments.quiet,
     )
+    asyncio.run(_load(llm, named))
     server = make_server(
         llm,
         ServerConfig(
             host=arguments.host,
             port=arguments.port,
-            served_names=arguments.served_name or [_name_of(arguments.model)],
+            served_names=served,
             chat_template=template,
             allows_chat_templates=arguments.allow_chat_templates,
             clients=clients,
@@ -161,6 +171,11 @@ def serve(arguments: argparse.Namespace) -> None:
             raise RuntimeError("the engine has failed") from llm.failure
     finally:
         asyncio.run(llm.close())
+
+
+async def _load(llm: AsyncLLM, adapters: Mapping[str, str]) -> None:
+    for name, path in adapters.items():
+        await llm.load_adapter(name, path)
 
 
 def _require_free(host: str, port: int) -> None:

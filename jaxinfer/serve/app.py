@@ -98,16 +98,27 @@ class ServerState:
             )
 
     def require_model(self, name: str | None) -> None:
-        """Raises RefusedError 404 for a name that is none of the model's."""
-        if name is not None and name not in self.names:
-            known = ", ".join(self.names)
+        """Raises RefusedError 404 for a name that is none of the model's and of no adapter."""
+        if name is not None and name not in self.all_names:
+            known = ", ".join(self.all_names)
             message = f"the model {shown(name)} does not exist; this server has {known}"
             raise RefusedError(404, message, param="model", code="model_not_found")
 
+    @property
+    def all_names(self) -> Sequence[str]:
+        """The names of the model, and of its adapters."""
+        return [*self.names, *self.llm.adapters]
+
+    def answering(self, name: str) -> str:
+        """Returns the name in answers for one in requests: an adapter's own, or the first of the model."""
+        return self.names[0] if name in self.names else name
+
     def options(self, request: Request, body: SamplingBody | EmbeddingBody) -> RequestOptions:
-        """Returns the scheduling and caching options of a request, as far as its client may choose them."""
-        client = client_of(request)
-        return options_of(body) if client is None else client.restrict(options_of(body))
+        """Returns the options of a request, as far as its client may choose them; its model may be an adapter."""
+        client, options = client_of(request), options_of(body)
+        if body.model not in self.names:
+            options["adapter"] = body.model
+        return options if client is None else client.restrict(options)
 
     def require_success(self, completions: Sequence[Completion]) -> None:
         """Raises RefusedError if a completion ended in an error."""
@@ -121,9 +132,10 @@ class ServerState:
         if (client := client_of(request)) is not None:
             client.count(num_tokens)
 
-    def heading(self, prefix: str, kind: str) -> Heading:
-        """Returns the fields that the pieces of an answer share."""
-        return Heading(prefix=prefix, object=kind, model=self.names[0], system_fingerprint=self.fingerprint)
+    def heading(self, prefix: str, kind: str, name: str) -> Heading:
+        """Returns the fields that the pieces of an answer share, for a model's name in a request."""
+        model = self.answering(name)
+        return Heading(prefix=prefix, object=kind, model=model, system_fingerprint=self.fingerprint)
 
     @contextlib.contextmanager
     def refusals(self, body: Body) -> Any:
@@ -270,7 +282,7 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
             chats = await state.render(body.messages, sampling, rendering_of(body))
         assert llm.tokenizer is not None  # which has rendered the conversation
         (prompt,), (sampling,) = chats.prompts, chats.params
-        tokenizer, heading = llm.tokenizer, state.heading("chatcmpl", "chat.completion")
+        tokenizer, heading = llm.tokenizer, state.heading("chatcmpl", "chat.completion", body.model)
         if body.stream:
             with state.refusals(body):
                 stream = await state.open(request, [prompt], sampling, state.options(request, body))
@@ -304,7 +316,7 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
             sampling = of_completion(body, llm.default_sampling_params)
             if body.stream and body.echo:
                 raise ValueError("echo=true cannot be streamed; give stream=false, or the prompt yourself")
-        heading = state.heading("cmpl", "text_completion")
+        heading = state.heading("cmpl", "text_completion", body.model)
         if body.stream:
             with state.refusals(body):
                 stream = await state.open(request, prompts, sampling, state.options(request, body))
@@ -352,7 +364,7 @@ def _add_texts(app: FastAPI, state: ServerState) -> None:
         ]
         num_tokens = sum(prompt_lens)
         usage = {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}
-        return JSONResponse({"object": "list", "model": state.names[0], "data": data, "usage": usage})
+        return JSONResponse({"object": "list", "model": state.answering(body.model), "data": data, "usage": usage})
 
     @app.post("/tokenize", response_model=answers.Tokens)
     async def tokenize(body: TokenizeBody) -> Response:
@@ -388,12 +400,12 @@ def _add_texts(app: FastAPI, state: ServerState) -> None:
 def _add_state(app: FastAPI, state: ServerState) -> None:
     @app.get("/v1/models", response_model=answers.ModelList)
     async def models() -> Response:
-        """Lists the names of the model."""
-        return JSONResponse({"object": "list", "data": [_card(state, name) for name in state.names]})
+        """Lists the names of the model and of its adapters."""
+        return JSONResponse({"object": "list", "data": [_card(state, name) for name in state.all_names]})
 
     @app.get("/v1/models/{name:path}", response_model=answers.ModelCard)
     async def model(name: str) -> Response:
-        """Describes the model."""
+        """Describes the model or an adapter."""
         state.require_model(name)
         return JSONResponse(_card(state, name))
 

@@ -75,12 +75,20 @@ class FakeLLM:
         self.num_added = 0
         self.max_unfinished = 0
         self.priorities: set[str] = set()
+        self.loaded_adapters: dict[str, str] = {}
 
     default_sampling_params = SamplingParams()
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self._waiting or self._default_queue)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return tuple(self.loaded_adapters)
+
+    def load_adapter(self, name: str, path: str) -> None:
+        self.loaded_adapters[name] = path
 
     def identity(self) -> dict[str, str]:
         return {"model": "fake", "dtype": "float32"}

@@ -28,7 +28,7 @@ class ChattingLLM(FakeLLM):
     def warm_up(self, **options: Any) -> None:
         pass
 
-    def stream(self, prompt: str, sampling_params: SamplingParams) -> Any:
+    def stream(self, prompt: str, sampling_params: SamplingParams, *, adapter: str | None) -> Any:
         ChattingLLM.params = sampling_params
         ChattingLLM.prompts.append(self.tokenizer.rendered["conversation"])
         self.add(prompt, sampling_params)

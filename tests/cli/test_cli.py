@@ -26,20 +26,21 @@ class StreamingLLM(FakeLLM):
     """Remembers what it was told; `stream` ends with `ends_with` when that is set, and `warm_up` with `stops_with`."""
 
     told: dict[str, Any]
+    loaded: dict[str, str]
     ends_with: BaseException | None
     stops_with: BaseException | None = None
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__()
-        StreamingLLM.told = {"model": model} | options
+        StreamingLLM.told, StreamingLLM.loaded = {"model": model} | options, self.loaded_adapters
 
     def warm_up(self, **options: Any) -> None:
         StreamingLLM.told |= {"warm_up": options}
         if self.stops_with is not None:
             raise self.stops_with
 
-    def stream(self, prompt: str, sampling_params: SamplingParams) -> Any:
-        StreamingLLM.told |= {"prompt": prompt, "sampling_params": sampling_params}
+    def stream(self, prompt: str, sampling_params: SamplingParams, *, adapter: str | None) -> Any:
+        StreamingLLM.told |= {"prompt": prompt, "sampling_params": sampling_params, "adapter": adapter}
         self.add(prompt, sampling_params)
         while self.has_unfinished:
             yield from (delta._replace(text="é") for delta in self.step())
@@ -52,6 +53,44 @@ def llm(monkeypatch) -> type[StreamingLLM]:
     StreamingLLM.ends_with = StreamingLLM.stops_with = None
     monkeypatch.setattr(jaxinfer, "LLM", StreamingLLM)
     return StreamingLLM
+
+
+@pytest.mark.parametrize(
+    ("options", "adapters", "max_adapters"),
+    [
+        ([], {}, 0),
+        (["--adapter", "a=some/folder=x"], {"a": "some/folder=x"}, 1),
+        (["--adapter", "a=b", "--max-adapters", "3"], {"a": "b"}, 3),
+    ],
+    ids=["none", "one", "with room"],
+)
+def test_generate_loads_an_adapter_and_uses_it(options, adapters, max_adapters, llm):
+    assert main(["generate", "p", "--max-tokens", "3", "--quiet", *options]) == 0
+    assert llm.told["adapter"] == next(iter(adapters), None)
+    assert llm.told["config"].max_adapters == max_adapters
+    assert llm.loaded == adapters
+
+
+def test_batch_loads_every_adapter(tmp_path, llm):
+    (tmp_path / "in.jsonl").write_text('{"custom_id": "a", "prompt": "p"}\n')
+    files = [str(tmp_path / name) for name in ("in.jsonl", "out.jsonl")]
+
+    assert main(["batch", *files, "--quiet", "--adapter", "a=x", "--adapter", "b=y"]) == 0
+    assert llm.loaded == {"a": "x", "b": "y"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--adapter", "a"], "--adapter a: give a name and a folder or id, as in NAME=PATH"),
+        (["--adapter", "=a"], "--adapter =a: give a name"),
+        (["--adapter", "a=b", "--adapter", "a=c"], "--adapter a=c: the name 'a' is given twice"),
+        (["--adapter", "a=b", "--adapter", "c=d"], "--adapter is given 2 times, and this command computes one request"),
+    ],
+)
+def test_adapters_in_another_form_are_refused_before_a_model_is_loaded(options, message, capsys):
+    assert main(["generate", "p", *options]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_generate_writes_the_text_and_a_line_end_and_the_statistics_elsewhere(capsys):

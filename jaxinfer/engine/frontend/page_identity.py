@@ -81,6 +81,7 @@ def text_identity(path: Path, admission: Admission) -> dict[str, str]:
     config, version = admission.engine_config, admission.params_version
     # A request with sinks evicts whole pages, so the page size determines its text.
     sinks = None if config.num_sink_tokens is None else f"{config.num_sink_tokens}, by pages of {config.page_size}"
+    adapters = sorted((adapter.name, adapter.digest[:DIGEST_LEN]) for adapter in admission.adapters.loaded)
     templates = [f"{file.parent.name}/{file.name}" for file in path.glob("additional_chat_templates/*.jinja")]
     # One device has no entry, as in texts from before there was a choice.
     shared = {} if config.parallelism in (None, Parallelism()) else {"parallelism": str(config.parallelism)}
@@ -90,4 +91,5 @@ def text_identity(path: Path, admission: Admission) -> dict[str, str]:
         "quantization": str(config.quantization),
         "max_model_len": str(admission.max_model_len),
         "num_sink_tokens": str(sinks),
+        **({"adapters": ", ".join(map("=".join, adapters))} if adapters else {}),
     }

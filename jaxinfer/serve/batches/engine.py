@@ -10,7 +10,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.batch_job.job import InFlight, Refusal, prepared
+from jaxinfer.batch_job.job import InFlight, Refusal, options_of, prepared
 from jaxinfer.batch_job.records import JobRequest
 from jaxinfer.config import SamplingParams
 from jaxinfer.engine.request.completion import Delta
@@ -79,7 +79,7 @@ class BatchEngine:
         if request.chat is not None:
             request = replace(request, chat=self._state.with_template(request.chat))
         self._state.require_room(1, request.sampling_params)
-        options: Any = {**request.options, "priority": "batch"}
+        options: Any = {**options_of(request, self._llm), "priority": "batch"}
         if self._tenant is not None:
             options = restricted(options, self._tenant)
         prompt, params, chats = prepared(request, self._llm)
