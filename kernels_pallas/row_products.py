@@ -7,8 +7,8 @@ products          The library that multiplies matrices chooses its routine, and 
                   shape of the product. So every product that a token passes has ROW_BLOCK rows, whatever the step: more
                   rows are split into several products, fewer are padded with zeros. Another number of rows replaces
                   ROW_BLOCK only if `equal_row_counts` found the same bits with it on this machine.
-                  All products of tokens go through the functions here: `rows_by_weights`, `rows_by_integers` and
-                  `rows_by_matrices`; and `integers_by_integers`, whose sums are exact.
+                  All products of tokens go through the functions here: `rows_by_weights`, `rows_by_integers`,
+                  `rows_by_packed` and `rows_by_matrices`; and `integers_by_integers`, whose sums are exact.
 sums along a row  `row_sum` adds in a fixed tree.
 exp               The compiler may give a maximum and the `exp` after it to a library, whose `exp` has other bits, if
                   the rows are many. `row_max` prevents it. Where the maximum has other uses the compiler does not.
@@ -42,6 +42,8 @@ from kernels_pallas.quantized_matmul.reference import dequantize, wide_scales
 
 # rows [batch..., n, A], operand -> [batch..., n, B]
 Product = Callable[[jax.Array, jax.Array], jax.Array]
+# rows [T, D], parts of weights of F channels, product by them when they are widened -> [T, F]
+ProductByParts = Callable[[jax.Array, Any, Product], jax.Array]
 # Names of the two forms of product, in traces of steps as well.
 BY_WEIGHTS, BY_MATRICES = "rows_by_weights", "rows_by_matrices"
 # Rows of a product. With fewer, prefill is slower; with more, decoding of a few requests is.
@@ -62,6 +64,8 @@ NUM_TRIED_TOGETHER = 8
 # Output channels whose integers are widened at once, in pairs of blocks that run side by side. A block in float32 stays
 # in the cache of its core. Products of 8 rows took as long with blocks of 256, and a quarter longer with blocks of 64.
 CHANNEL_BLOCK = 128
+# Packed weights that an accelerator widens at once: 64 MiB in bfloat16.
+MAX_WIDENED = 2**25
 # How many numbers the operands of a trial repeat: a prime, so that rows of an operand begin at different ones.
 NUM_TRIAL_NUMBERS = 65_521
 
@@ -145,27 +149,47 @@ def rows_by_integers(
     The compiler may fuse the widening with the product, which no trial would see, so that integers meet ROW_BLOCK rows
     alone.
     """
-    return _rows_by_integers(x, values, scales, zeros, jnp.asarray(x.shape[0]) if num_rows is None else num_rows)
+    return _rows_by_parts(x, (values, scales, zeros), jnp.asarray(x.shape[0]) if num_rows is None else num_rows, None)
 
 
-@jax.custom_vjp
-def _rows_by_integers(
-    x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, num_rows: jax.Array
+def rows_by_packed(
+    x: jax.Array, parts: Any, widen: Callable[[Any], jax.Array], num_rows: jax.Array | None = None
 ) -> jax.Array:
-    def in_one(x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, _: jax.Array) -> jax.Array:
-        return _by_integers(x, values, scales, zeros, _product_at_once)
+    """Returns x wᵀ f32[T, F] for x [T, D] and packed weights: on CPU in blocks as by `rows_by_integers`.
 
-    return jax.lax.platform_dependent(x, values, scales, zeros, num_rows, cpu=_by_integers_in_blocks, default=in_one)
-
-
-def _by_integers_derivative(operands: tuple[jax.Array, ...], change: jax.Array) -> tuple[Any, ...]:
-    x, values, scales, zeros = operands
-    multiply = functools.partial(_by_integers, values=values, zeros=zeros, multiply=_transposed_product)
-    of_x, of_scales = jax.vjp(lambda x, scales: multiply(x, scales=scales), x, scales)[1](change)
-    return of_x, None, of_scales, None, None
+    `parts` is a tree of arrays of the channels [F, ...], and `widen` makes f32[F, D] of it. On an accelerator at most
+    MAX_WIDENED weights are there in floating point at once.
+    """
+    return _rows_by_parts(x, parts, jnp.asarray(x.shape[0]) if num_rows is None else num_rows, widen)
 
 
-_rows_by_integers.defvjp(lambda *operands: (_rows_by_integers(*operands), operands[:4]), _by_integers_derivative)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _rows_by_parts(
+    x: jax.Array, parts: Any, num_rows: jax.Array, widen: Callable[[Any], jax.Array] | None
+) -> jax.Array:
+    by_parts = _by_parts(widen)
+
+    def in_tiles(x: jax.Array, parts: Any, _: jax.Array) -> jax.Array:
+        if widen is None:
+            return by_parts(x, parts, _product_at_once)
+        tile = max(MAX_WIDENED // x.shape[1], 1)
+        return _in_turns(x, parts, tile, lambda own: by_parts(x, own, _product_at_once))
+
+    in_blocks = functools.partial(_by_parts_in_blocks, by_parts=by_parts)
+    return jax.lax.platform_dependent(x, parts, num_rows, cpu=in_blocks, default=in_tiles)
+
+
+def _by_parts_derivative(
+    widen: Callable[[Any], jax.Array] | None, operands: tuple[jax.Array, Any], change: jax.Array
+) -> tuple[Any, ...]:
+    by_parts = _by_parts(widen)
+    derivative = jax.vjp(lambda x, parts: by_parts(x, parts, _transposed_product), *operands)[1]
+    return *derivative(change), None
+
+
+_rows_by_parts.defvjp(
+    lambda x, parts, num_rows, widen: (_rows_by_parts(x, parts, num_rows, widen), (x, parts)), _by_parts_derivative
+)
 
 
 def integers_by_integers(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -247,30 +271,45 @@ def _by_weights_in_blocks(x: jax.Array, w: jax.Array, num_rows: jax.Array, *, bl
     return add(y, small, first, -(-jnp.maximum(num_rows - first, 0) // small))
 
 
-def _by_integers_in_blocks(
-    x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, num_rows: jax.Array
-) -> jax.Array:
-    """Widens two blocks of channels a turn, and multiplies the first num_rows of x by them in blocks of rows.
-
-    300 channels ->  0-127 128-255,  44-171 172-299
-    """
-    T, F = x.shape[0], values.shape[0]
-    per_turn = min(2 * CHANNEL_BLOCK, F)
+def _by_parts_in_blocks(x: jax.Array, parts: Any, num_rows: jax.Array, *, by_parts: ProductByParts) -> jax.Array:
+    """Widens two blocks of channels a turn, and multiplies the first num_rows of x by them in blocks of rows."""
 
     def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
         # Without the barrier each block of rows would widen the weights again.
         w = jax.lax.optimization_barrier(w)
         return _by_weights_in_blocks(x, w, num_rows, blocks=(ROW_BLOCK, ROW_BLOCK))
 
+    def by_two_blocks(own: Any) -> jax.Array:
+        num_channels = jax.tree.leaves(own)[0].shape[0]
+        blocks = [slice(j, j + CHANNEL_BLOCK) for j in range(0, num_channels, CHANNEL_BLOCK)]
+        results = [by_parts(x, jax.tree.map(lambda a, b=b: a[b], own), multiply) for b in blocks]
+        return jnp.concatenate(results, axis=1)
+
+    return _in_turns(x, parts, 2 * CHANNEL_BLOCK, by_two_blocks)
+
+
+def _in_turns(x: jax.Array, parts: Any, per_turn: int, compute: Callable[[Any], jax.Array]) -> jax.Array:
+    """Returns f32[T, F], what `compute` returns f32[T, per_turn] for the parts of some channels at a time.
+
+    300 channels, 256 a turn ->  0-255,  44-299
+    """
+    T, F = x.shape[0], jax.tree.leaves(parts)[0].shape[0]
+    per_turn = min(per_turn, F)
+
     def add_channels(i: jax.Array, y: jax.Array) -> jax.Array:
         # A turn that would pass channel F begins earlier, and computes some channels again.
         start = jnp.minimum(i * per_turn, F - per_turn)
-        v, s, z = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, per_turn), (values, scales, zeros))
-        blocks = [slice(j, j + CHANNEL_BLOCK) for j in range(0, per_turn, CHANNEL_BLOCK)]
-        parts = [_by_integers(x, v[b], s[b], None if z is None else z[b], multiply) for b in blocks]
-        return jax.lax.dynamic_update_slice_in_dim(y, jnp.concatenate(parts, axis=1), start, axis=1)
+        own = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, start, per_turn), parts)
+        return jax.lax.dynamic_update_slice_in_dim(y, compute(own), start, axis=1)
 
     return jax.lax.fori_loop(0, -(-F // per_turn), add_channels, jnp.full((T, F), zero_after(x), jnp.float32))
+
+
+def _by_parts(widen: Callable[[Any], jax.Array] | None) -> ProductByParts:
+    """Returns the product by the weights that `widen` makes of parts; None: of integers, scales and zero points."""
+    if widen is None:
+        return lambda x, parts, multiply: _by_integers(x, *parts, multiply=multiply)
+    return lambda x, parts, multiply: multiply(x, widen(parts).astype(x.dtype))
 
 
 def _by_integers(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +17,12 @@ from jax.tree_util import GetAttrKey, SequenceKey
 
 from jaxinfer.checkpoint.config_json.family import Either, Fused, WeightTable
 from jaxinfer.checkpoint.safetensors_file import DTYPES, FLOAT8, INTEGERS
-from jaxinfer.checkpoint.stored import FP4, FP4_NUMBERS, Grid, Stored, StoredQuantized, pack_int4
+from jaxinfer.checkpoint.stored import FP4, FP4_NUMBERS, Blocks, Grid, Stored, StoredQuantized, pack_int4
 from jaxinfer.model.components.layers import TensorSpec
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params, declare
 from jaxinfer.model.quantized_params import quantized_sharding
-from jaxinfer.quantization import QuantizedArray
+from jaxinfer.quantization import BLOCKS_ARE_WHOLE, PackedBlocks, QuantizedArray
 
 ALIGNMENT = 64
 
@@ -69,13 +69,17 @@ class Assembly:
         return _stored_shape(self.pattern, tuple(self.axes.values()))
 
     @property
-    def is_product(self) -> bool:
-        """Whether the tensor is the weight of a product, whose last axis counts its inputs, as stored and as ours."""
+    def is_packable(self) -> bool:
+        """True for the weight of a product, or an embedding, if its last axis counts its inputs, as stored and as ours.
+
+        The axis may then be one of groups, or of bytes.
+        """
         stored, _, ours = self.pattern.partition(" -> ")
-        return self.spec.num_inputs == 1 and stored.split()[-1] == ours.split()[-1] and self.unfold is None
+        is_packable = self.spec.num_inputs == 1 or self.spec.is_of_vocabulary
+        return is_packable and stored.split()[-1] == ours.split()[-1] and self.unfold is None
 
     def of_groups(self, num_groups: int) -> Assembly:
-        """Returns the making of the scales of our tensor: with groups in the place of inputs."""
+        """Returns the making of the scales of our tensor, or of its bytes: with these in the place of inputs."""
         return self.of_shape((*self.shape[:-1], num_groups))
 
     def of_shape(self, shape: tuple[int, ...]) -> Assembly:
@@ -210,40 +214,42 @@ def assemble(
     sharding: NamedSharding | None,
     *,
     packs_integers: bool = True,
-) -> jax.Array | QuantizedArray:
-    """Reads one tensor of `Params` and returns it when it is on its devices: as `dtype`, or as the integers it is in.
+) -> jax.Array | QuantizedArray | PackedBlocks:
+    """Reads one tensor of `Params` and returns it when it is on its devices: as `dtype`, or as it is packed.
 
     Without a sharding it goes, uncommitted, to the default device. With one, each device's slice is read by itself;
-    packed integers are read whole, and each device gets its slice. Where the tensor is no weight of a product, integers
-    become `dtype`. A TPU has 4 bits in a type of their own in place of two to a byte (`packs_integers`).
+    packed integers are read whole, and each device gets its slice. If the tensor is not `is_packable`, it becomes
+    `dtype`. A TPU has 4 bits in a type of their own in place of two to a byte (`packs_integers`).
     """
     if (grid := grid_of(assembly, stored)) is None:
         return _assemble_floats(assembly, stored, dtype, sharding)
+    packed: list[Any] = [stored[name] for name in assembly.names]
+    if isinstance(grid, Blocks):
+        if sharding is not None:
+            raise ValueError(f"{BLOCKS_ARE_WHOLE} (type {grid.type})")
+        blocks = _stacked(assembly, (assembly.of_groups(grid.row_bytes).view(tensor.blocks()) for tensor in packed))
+        return jax.block_until_ready(PackedBlocks(blocks, grid.type))
     at = QuantizedArray(None, None)
     if sharding is not None:
         shapes: Any = abstract(assembly, stored, dtype, packs_integers=packs_integers)
         at = quantized_sharding(shapes, sharding)
-    packed: list[Any] = [stored[name] for name in assembly.names]
     of_groups = assembly.of_groups(grid.num_groups)
 
     def read(name: str, making: Assembly) -> jax.Array:
         """Reads one part of each stored tensor, one at a time."""
-        stack = None
-        for i, tensor in enumerate(packed):
-            own = making.view(getattr(tensor, name)())
-            if name == "values" and grid.code in ("int4", FP4) and packs_integers:
-                own = pack_int4(own, grid.num_groups)
-            elif name == "values" and grid.code == "int4":
-                own = own.astype(ml_dtypes.int4)
-            elif grid.code == FP4 and not packs_integers:  # twice the numbers are integers
-                own = (2 * FP4_NUMBERS[own]).astype(np.int8) if name == "values" else own
-                own = _halves(own) if own.dtype == np.uint8 else own
-            if stack is None:
-                stack = empty_aligned((len(packed), *own.shape), own.dtype)
-            stack[i] = own
-        assert stack is not None
-        whole = stack.reshape(*assembly.shape[: assembly.num_stacked], *stack.shape[1:])
-        return jax.device_put(whole, getattr(at, name))
+        return _stacked(
+            assembly, (relaid(name, making.view(getattr(tensor, name)())) for tensor in packed), getattr(at, name)
+        )
+
+    def relaid(name: str, own: np.ndarray) -> np.ndarray:
+        if name == "values" and grid.code in ("int4", FP4) and packs_integers:
+            own = pack_int4(own, grid.num_groups)
+        elif name == "values" and grid.code == "int4":
+            own = own.astype(ml_dtypes.int4)
+        elif grid.code == FP4 and not packs_integers:  # twice the numbers are integers
+            own = (2 * FP4_NUMBERS[own]).astype(np.int8) if name == "values" else own
+            own = _halves(own) if own.dtype == np.uint8 else own
+        return own
 
     order = None
     if grid.has_order:
@@ -270,11 +276,13 @@ def assemble(
 
 def abstract(
     assembly: Assembly, stored: Mapping[str, Stored], dtype: Any, *, packs_integers: bool = True
-) -> jax.ShapeDtypeStruct | QuantizedArray:
+) -> jax.ShapeDtypeStruct | QuantizedArray | PackedBlocks:
     """Returns the shapes and dtypes of what `assemble` returns."""
     if (grid := grid_of(assembly, stored)) is None:
         return jax.ShapeDtypeStruct(assembly.shape, dtype)
     *outputs, inputs = assembly.shape
+    if isinstance(grid, Blocks):
+        return PackedBlocks(jax.ShapeDtypeStruct((*outputs, grid.row_bytes), np.uint8), grid.type)
     is_packed = grid.code in ("int4", FP4) and packs_integers
     of_groups = (*outputs, grid.num_groups)
     orders = (*assembly.shape[: assembly.num_stacked], inputs)
@@ -308,12 +316,23 @@ def _halves(exponents: np.ndarray) -> np.ndarray:
     return np.exp2(exponents.astype(np.float32) - 128).astype(ml_dtypes.bfloat16)
 
 
-def grid_of(assembly: Assembly, stored: Mapping[str, Stored]) -> Grid | None:
+def _stacked(assembly: Assembly, tensors: Iterable[np.ndarray], sharding: NamedSharding | None = None) -> jax.Array:
+    """Returns arrays of the stored tensors on their devices, stacked as they come."""
+    stack = None
+    for i, own in enumerate(tensors):
+        if stack is None:
+            stack = empty_aligned((len(assembly.names), *own.shape), own.dtype)
+        stack[i] = own
+    assert stack is not None
+    return jax.device_put(stack.reshape(*assembly.shape[: assembly.num_stacked], *stack.shape[1:]), sharding)
+
+
+def grid_of(assembly: Assembly, stored: Mapping[str, Stored]) -> Grid | Blocks | None:
     """Returns how a tensor of `Params` is packed, None if it is floating point there.
 
     Raises ValueError if its stored tensors are packed in different ways, as the experts of a layer could be.
     """
-    if not assembly.is_product:
+    if not assembly.is_packable:
         return None
     grids = {getattr(stored[name], "grid", None) for name in assembly.names}
     if len(grids) == 1:

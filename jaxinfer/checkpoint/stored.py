@@ -66,19 +66,28 @@ class StoredQuantized:
         return inputs
 
 
-@dataclass(frozen=True)
-class StoredFloats:
-    """A tensor in blocks that are read as floating point: `map` makes it f32 anew at each call.
+class Blocks(NamedTuple):
+    """How rows of blocks stand for their numbers. Layers of one stack have the same."""
 
-    That raises ValueError for a number that is infinite or none.
+    type: str  # a name of `jaxinfer.gguf.blocks.BLOCK_TYPES`
+    row_bytes: int
+
+
+@dataclass(frozen=True)
+class StoredBlocks:
+    """A tensor in blocks, which are read as they are, or as floating point.
+
+    Reading raises ValueError for a number or a scale that is infinite or none.
     """
 
     shape: tuple[int, ...]
-    map: Callable[[], np.ndarray]
-    dtype: str = "F32"
+    grid: Blocks | None  # None: the device holds floating point
+    blocks: Callable[[], np.ndarray]  # u8[..., row bytes]
+    map: Callable[[], np.ndarray]  # f32[shape], made anew at each call
+    dtype: str = "F32"  # of `map`
 
 
-Stored = StoredTensor | StoredQuantized | StoredFloats
+Stored = StoredTensor | StoredQuantized | StoredBlocks
 
 
 def pack_int4(values: np.ndarray, num_groups: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from jaxinfer.engine.request.completion import Completion
 from jaxinfer.html import table
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
-from jaxinfer.quantization.quantized_array import QuantizedArray
+from jaxinfer.quantization import PACKED
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.steps.log_probs import log_probs
 
@@ -139,7 +139,7 @@ def _under_grad(
 
 
 def _is_quantized(leaf: Any) -> bool:
-    return isinstance(leaf, QuantizedArray)
+    return isinstance(leaf, PACKED)
 
 
 def _in_engine(index: int, completion: Completion, max_position: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ from jaxinfer.model.components.adapted import AdaptedArray, padded_size
 from jaxinfer.model.components.layers import TensorSpec
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params, declare, is_spec
-from jaxinfer.quantization import QuantizedArray
+from jaxinfer.quantization import PACKED
 
 # A tree like `Params` with the pair (down, up) of an `AdaptedArray` for each weight that adapters may change.
 Slots = Any
@@ -52,7 +52,7 @@ def with_slots(params: Params, slots: Slots) -> Params:
     def join(weight: Any, pair: Any) -> Any:
         return weight if pair is None else AdaptedArray(weight, *pair)
 
-    return jax.tree.map(join, params, slots, is_leaf=lambda node: node is None or isinstance(node, QuantizedArray))
+    return jax.tree.map(join, params, slots, is_leaf=lambda node: node is None or isinstance(node, PACKED))
 
 
 def insert_adapter(slots: Slots, slot: jax.Array, tensors: Slots) -> Slots:

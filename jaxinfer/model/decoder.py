@@ -18,7 +18,7 @@ from jaxinfer.model.components.adapted import AdaptedArray
 from jaxinfer.model.components.attention import Angles, AttentionInputs
 from jaxinfer.model.components.dense_and_experts import DenseAndExperts, DenseAndExpertsParams, dense_and_experts
 from jaxinfer.model.components.layer_embedding import add_layer_embedding, embed_for_layers
-from jaxinfer.model.components.layers import Norm, linear, product, rms_norm, scaled
+from jaxinfer.model.components.layers import Norm, linear, product, rms_norm, scaled, take_rows
 from jaxinfer.model.components.mlp import MLPParams, mlp
 from jaxinfer.model.components.moe import MoE, MoEParams, moe
 from jaxinfer.model.components.recurrent.states import StateSlots, state_slots
@@ -33,7 +33,7 @@ from jaxinfer.model.params import (
     declare_vocabulary,
     usual_sharding,
 )
-from jaxinfer.quantization import QuantizedArray
+from jaxinfer.quantization import PACKED, QuantizedArray
 from jaxinfer.validation import as_ints
 from kernels_pallas.row_products import rounded
 from kernels_pallas.table_rows import table_rows
@@ -145,7 +145,10 @@ def embed(
     """
     table = params.embedding
     sharding = usual_sharding(declare_vocabulary(config), mesh) if is_split(mesh) else None
-    x = table[tokens] if is_derived else table_rows(table, tokens, sharding=sharding)
+    if is_derived or isinstance(table, PACKED):
+        x = take_rows(table, tokens, params.final_norm)
+    else:
+        x = table_rows(table, tokens, sharding=sharding)
     return x if config.embedding_scale == 1.0 else rounded(x * jnp.asarray(config.embedding_scale, x.dtype))
 
 
@@ -239,8 +242,8 @@ def _plan(mixer: Mixer, pages: Pool, inputs: AttentionInputs) -> Any:
     return None if plan is None else plan(mixer, pages, inputs)
 
 
-def _is_read_in_stack(node: Any) -> bool:
-    return isinstance(node, MoEParams | QuantizedArray)
+def _is_whole(node: Any) -> bool:
+    return isinstance(node, (MoEParams, *PACKED))
 
 
 def _without_stacks(params: Any) -> Any:
@@ -251,7 +254,7 @@ def _without_stacks(params: Any) -> Any:
             return replace(node, experts=None, shared=_without_stacks(node.shared))
         return None if isinstance(node, QuantizedArray) else node
 
-    return jax.tree.map(drop, params, is_leaf=_is_read_in_stack)
+    return jax.tree.map(drop, params, is_leaf=_is_whole)
 
 
 def _with_stacks(own: Any, stacks: Any, specs: Any, layer: jax.Array, mesh: Mesh | None) -> Any:
@@ -271,9 +274,7 @@ def _with_stacks(own: Any, stacks: Any, specs: Any, layer: jax.Array, mesh: Mesh
             return replace(stack, layer=layer, sharding=sharding)
         return node
 
-    return jax.tree.map(
-        put, stacks, own, specs, is_leaf=lambda node: isinstance(node, AdaptedArray) or _is_read_in_stack(node)
-    )
+    return jax.tree.map(put, stacks, own, specs, is_leaf=lambda node: isinstance(node, AdaptedArray) or _is_whole(node))
 
 
 def mix(

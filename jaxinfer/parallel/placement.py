@@ -25,7 +25,7 @@ from jaxinfer.model.components.layers import TensorSpec
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import TENSOR_PARALLEL_RULES, Params, declare, shardings
 from jaxinfer.model.quantized_params import quantized_sharding
-from jaxinfer.quantization import QuantizedArray
+from jaxinfer.quantization import BLOCKS_ARE_WHOLE, PACKED, PackedBlocks, QuantizedArray
 from jaxinfer.validation import require
 
 logger = logging.getLogger(__name__)
@@ -99,6 +99,8 @@ class Placement:
             return params
 
         def split(path: Any, tensor: Any, spec: TensorSpec, sharding: NamedSharding) -> Any:
+            if isinstance(tensor, PackedBlocks):
+                raise ValueError(f"{BLOCKS_ARE_WHOLE}: {keystr(path)} has blocks of {tensor.type}")
             if not isinstance(tensor, QuantizedArray):
                 return _placed(tensor, sharding)
             if tensor.values.shape[-1] < spec.shape[-1]:
@@ -106,7 +108,7 @@ class Placement:
             return jax.tree.map(_placed, tensor, quantized_sharding(tensor, sharding))
 
         trees = params, declare(config), shardings(config, self.mesh)
-        return tree_map_with_path(split, *trees, is_leaf=lambda node: isinstance(node, QuantizedArray))
+        return tree_map_with_path(split, *trees, is_leaf=lambda node: isinstance(node, PACKED))
 
     def cache(self, config: ModelConfig, cache: KVCache, kind: int | None = None) -> KVCache:
         """Returns an abstract cache, or a bundle of pages of a kind, with its shardings."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
-from jaxinfer.model.components.layers import linear
+from jaxinfer.model.components.layers import linear, take_rows
 from jaxinfer.model.decoder import unembed
 from jaxinfer.model.params import Params
 from jaxinfer.sampling.batch import SamplingBatch
@@ -100,7 +100,7 @@ class MedusaHeads:
     ) -> jax.Array:
         """Returns the tokens i32[B, K] of K paths that the heads sample from `positions` i32[B] on; no attention."""
         num_drafts = max(map(len, paths))
-        hidden, embedded = states.hidden[:, -1], params.embedding[states.tokens[:, -1]]
+        hidden, embedded = states.hidden[:, -1], take_rows(params.embedding, states.tokens[:, -1], params.final_norm)
         B, D = hidden.shape
         both = jnp.concatenate([hidden, embedded.astype(hidden.dtype)], axis=-1)
         steered = linear(both, self.weights[:num_drafts])

@@ -228,6 +228,7 @@ def save_gguf(
     *,
     seed: int = 0,
     add: Callable[[gguf.GGUFWriter], None] = lambda _: None,
+    routers: str = "F32",
     **overrides: Any,
 ) -> tuple[Path, Path]:
     """Writes a random model with its matrices in blocks of a kind, which may depend on their names.
@@ -248,8 +249,9 @@ def save_gguf(
         for length in ("long", "short"):
             writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32))
     for i, (name, tensor) in enumerate(stored.items()):
-        has_blocks = tensor.ndim > 1 and "ffn_gate_inp" not in name and name.endswith("weight")
+        has_blocks = tensor.ndim > 1 and name.endswith("weight")
         own_kind = (kind if isinstance(kind, str) else kind(name)) if has_blocks else "F32"
+        own_kind = routers if "ffn_gate_inp.weight" in name else own_kind
         number = gguf.GGMLQuantizationType[own_kind]
         if own_kind in ("F32", "F16", "BF16", "Q8_0", "Q4_0"):
             blocks = gguf.quants.quantize(np.ascontiguousarray(tensor, np.float32), number)

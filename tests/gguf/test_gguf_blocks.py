@@ -1,10 +1,24 @@
 """Blocks as float32, against the dequantization of the `gguf` package, which is that of ggml's C to the bit."""
 
+import functools
+import itertools
+
 import gguf
+import jax
 import numpy as np
 import pytest
 
-from jaxinfer.gguf.blocks import BLOCK_TYPES, dequantize, mxfp4_codes, q4_0_integers, q8_0_integers
+from jaxinfer.checkpoint.formats.gguf import INTEGERS
+from jaxinfer.gguf.blocks import (
+    BLOCK_TYPES,
+    dequantize,
+    mxfp4_codes,
+    q4_0_integers,
+    q8_0_integers,
+    require_finite_scales,
+)
+from jaxinfer.model.components.layers import linear, take_rows
+from jaxinfer.quantization import PackedBlocks
 
 TYPES = {block.name: block for block in BLOCK_TYPES.values()}
 NUM_ROWS = 24
@@ -26,6 +40,10 @@ def random_blocks(block, num_blocks, seed=0):
     return blocks.reshape(NUM_ROWS, -1)
 
 
+def bits_of(numbers):
+    return np.ascontiguousarray(numbers, np.float32).view(np.uint32)
+
+
 @pytest.mark.parametrize("name", TYPES)
 def test_blocks_give_the_numbers_of_ggml_to_the_bit(name):
     blocks = random_blocks(TYPES[name], 300 if TYPES[name].length < 256 else 40)
@@ -34,7 +52,48 @@ def test_blocks_give_the_numbers_of_ggml_to_the_bit(name):
     found = dequantize(blocks, TYPES[name])
 
     assert found.shape == (NUM_ROWS, expected.shape[-1])
-    np.testing.assert_array_equal(found.view(np.uint32), np.ascontiguousarray(expected, np.float32).view(np.uint32))
+    np.testing.assert_array_equal(bits_of(found), bits_of(expected))
+
+
+PACKED = [name for name, block in TYPES.items() if not block.is_float and name not in INTEGERS]
+
+
+@functools.cache
+def packed_weights(name):
+    """Returns weights in blocks of a type on the device, and their numbers."""
+    blocks = random_blocks(TYPES[name], 8 * 256 // TYPES[name].length)
+    return PackedBlocks(jax.numpy.asarray(blocks), name), dequantize(blocks, TYPES[name])
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_device_makes_the_same_numbers_of_blocks_to_the_bit(name):
+    w, expected = packed_weights(name)
+    ids = np.array([3, 0, 3, 23])
+
+    np.testing.assert_array_equal(bits_of(jax.jit(PackedBlocks.widened)(w)), bits_of(expected))
+    rows = jax.jit(take_rows)(w, ids, np.zeros(expected.shape[1], np.float32))
+    np.testing.assert_array_equal(bits_of(rows), bits_of(expected[ids]))
+
+
+def test_a_row_of_a_product_by_blocks_is_the_same_bits_in_any_batch():
+    w, numbers = packed_weights("Q4_K")
+    x = np.random.default_rng(3).standard_normal((19, numbers.shape[1])).astype(np.float32)
+
+    together = jax.jit(linear)(x, w)
+
+    for row in (0, 8, 18):
+        np.testing.assert_array_equal(jax.jit(linear)(x[row : row + 1], w)[0], together[row])
+    expected = x.astype(np.float64) @ numbers.T
+    np.testing.assert_allclose(together, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
+
+
+def test_a_product_by_blocks_has_the_derivative_of_its_numbers():
+    w, numbers = packed_weights("Q6_K")
+    x = np.ones((2, numbers.shape[1]), np.float32)
+
+    gradient = jax.grad(lambda x: linear(x, w).sum())(x)
+
+    np.testing.assert_allclose(gradient[0], numbers.sum(0, dtype=np.float64), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "integers"), [("Q8_0", q8_0_integers), ("Q4_0", q4_0_integers)])
@@ -63,6 +122,20 @@ def test_lengths_and_bytes_are_those_of_ggml():
     assert {name: (block.length, block.num_bytes) for name, block in TYPES.items()} == {
         name: tuple(gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]) for name in TYPES
     }
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_each_scale_of_packed_blocks_is_checked(name):
+    block = TYPES[name]
+    blocks = random_blocks(block, 2)
+    require_finite_scales(blocks, block)
+
+    for at, number in itertools.product(block.halves, ("-inf", "nan")):
+        damaged = blocks.copy()
+        damaged[1, block.num_bytes + at : block.num_bytes + at + 2] = np.float16([number]).view(np.uint8)
+        for read in (require_finite_scales, dequantize):
+            with pytest.raises(ValueError, match="is infinite or no number"):
+                read(damaged, block)
 
 
 @pytest.mark.parametrize(("name", "scale"), [("MXFP4", [255]), ("Q4_K", [0, 0x7C]), ("Q8_0", [1, 0x7E])])

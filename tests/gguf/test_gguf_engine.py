@@ -24,7 +24,15 @@ from jaxinfer.checkpoint.fingerprint import fingerprint
 from jaxinfer.checkpoint.quantized_copy import write_quantized
 from jaxinfer.config import SamplingParams
 from jaxinfer.quantization.quantized_array import QuantizedArray
-from tests.engine.engines import quick_engine, spelled
+from tests.engine.engines import (
+    content_of,
+    crowded_engine,
+    forget_prefixes,
+    quick_engine,
+    random_prompts,
+    run_with_arrivals,
+    spelled,
+)
 from tests.gguf.gguf_files import add_vocabulary, save_gguf
 from tests.oracles import load_reference
 
@@ -33,12 +41,12 @@ PROMPT = "Say a word"
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Returns a file whose products are packed, and its float32 reference."""
-    kinds = {"token_embd": "Q4_K", "blk.1.ffn_down": "Q6_K"}
+    """Returns a file like those of Q4_K_M, whose types differ by layer, and its float32 reference."""
+    kinds = {"token_embd": "Q6_K", "blk.1.ffn_down": "Q6_K", "attn_v": "Q6_K", "blk.2.attn_q": "Q8_0", "output": "Q5_0"}
     return save_gguf(
         tmp_path_factory.mktemp("gguf"),
         "llama",
-        lambda name: next((kind for part, kind in kinds.items() if part in name), "Q8_0"),
+        lambda name: next((kind for part, kind in kinds.items() if part in name), "Q4_K"),
         add=add_vocabulary,
         vocab_size=97,
         num_hidden_layers=3,
@@ -58,8 +66,12 @@ def test_greedy_tokens_are_those_of_transformers_on_the_dequantized_weights(llm,
     tokens = reference.generate(prompt, max_new_tokens=24, **options)
     expected = tokens[0, len(ids) :].tolist()
 
-    (completion,) = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, log_probs=0)
+    (completion,) = llm.generate([PROMPT], greedy)
 
+    logits = reference(tokens).logits[0, len(ids) - 1 : -1].detach()
+    log_probs = torch.log_softmax(logits, -1).numpy()[range(len(expected)), expected]
+    np.testing.assert_allclose([own.log_prob for own in completion.log_probs], log_probs, atol=1e-4)
     assert ids[0] == 0
     assert list(completion.token_ids) == expected
     assert completion.text == spelled(expected)
@@ -77,20 +89,36 @@ def test_packed_weights_keep_their_bytes(files):
 
     assert config == loaded_config
     assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
-    q = params.layers[0].mixer.q
+    q = params.layers[2].mixer.q
     assert isinstance(q, QuantizedArray)
     assert (q.values.dtype, q.scales.dtype) == (np.int8, np.float16)
     assert q.values.nbytes + q.scales.nbytes == q.values.size // 32 * 34
-    assert isinstance(params.embedding, jax.Array)
+    types = [getattr(w, "type", None) for w in (params.embedding, params.layers[0].mixer.q, params.unembedding)]
+    assert types == ["Q6_K", "Q4_K", "Q5_0"]
 
 
-def test_a_line_says_which_weights_take_more_memory(files, caplog):
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="bit-equality is promised on CPU")
+def test_a_request_has_the_same_bits_alone_and_beside_others_in_chunks_and_with_drafts(files):
+    prompts = random_prompts(5, max_len=24, seed=2)
+    params = [SamplingParams(max_tokens=3 + i, seed=i, ignore_eos=True, log_probs=2) for i in range(5)]
+    llm = crowded_engine(files[0])
+
+    together = run_with_arrivals(llm, prompts, params, seed=3, mean_arrivals=0.7)
+
+    for one, prompt, own in zip(together, prompts, params, strict=True):
+        forget_prefixes(llm)
+        (alone,) = llm.generate([prompt], own, show_progress=False)
+        assert content_of(alone) == content_of(one)
+
+
+def test_a_line_says_which_weights_take_more_memory(tmp_path, caplog):
+    path, _ = save_gguf(tmp_path, "mixtral", "Q4_K", routers="Q8_0", num_hidden_layers=1)
     with caplog.at_level(logging.WARNING, logger="jaxinfer"):
-        load_checkpoint(files[0], "float32")
+        params, _ = load_checkpoint(path, "float32")
 
     (line,) = [record.getMessage() for record in caplog.records if "become" in record.getMessage()]
-    size, stored = (256 * (256 + 97)) * 4 / 1e6, (256 * 210 + 97 * 144) / 1e6
-    assert line.endswith(f"weights of type Q4_K, Q6_K become float32: {size:.2f} MB in place of {stored:.2f} MB")
+    size = params.layers[0].feed_forward.router.size
+    assert line.endswith(f"of type Q8_0 become float32: {4e-6 * size:.2f} MB in place of {34e-6 * size / 32:.2f} MB")
 
 
 def test_quantization_of_packed_weights_is_refused(files):
@@ -98,8 +126,8 @@ def test_quantization_of_packed_weights_is_refused(files):
         load_checkpoint(files[0], "float32", quantization="int8")
 
 
-def test_blocks_that_are_read_as_floats_may_be_quantized(tmp_path):
-    path, _ = save_gguf(tmp_path, "llama", "Q4_K", num_hidden_layers=1)
+def test_a_file_in_floating_point_may_be_quantized(tmp_path):
+    path, _ = save_gguf(tmp_path, "llama", "F16", num_hidden_layers=1)
     params, _ = load_checkpoint(path, "float32", quantization="int8")
 
     assert isinstance(params.layers[0].mixer.q, QuantizedArray)

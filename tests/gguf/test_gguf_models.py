@@ -1,10 +1,14 @@
-"""Models in a GGUF have the logits of `transformers` on the dequantized weights."""
+"""Models in a GGUF have the logits of `transformers` on the dequantized weights, and the bytes of the file."""
 
+import math
+
+import jax
 import numpy as np
 import pytest
 
 from jaxinfer.checkpoint import load_checkpoint
 from jaxinfer.gguf.blocks import BLOCK_TYPES
+from jaxinfer.gguf.file import read_gguf
 from tests.gguf.gguf_files import save_gguf
 from tests.oracles import load_reference, reference_logits
 from tests.replay import replay
@@ -39,9 +43,9 @@ CASES = {
     ),
     "llama, tied": ("llama", "Q4_0", {"tie_word_embeddings": True}),
     "mixtral": ("mixtral", "Q4_K", {}),
-    "mixtral, packed": ("mixtral", "Q8_0", {}),
+    "mixtral in integers": ("mixtral", "Q8_0", {}),
     "qwen2": ("qwen2", "Q5_1", {"rope_parameters": YARN}),
-    "qwen3, tied": ("qwen3", "Q8_0", {"head_dim": 64, "tie_word_embeddings": True}),
+    "qwen3, tied": ("qwen3", "Q6_K", {"head_dim": 64, "tie_word_embeddings": True}),
     "qwen3_moe": ("qwen3_moe", "Q4_0", {"head_dim": 64, "moe_intermediate_size": 64, "norm_topk_prob": True}),
     "gemma": ("gemma", "Q4_0", {"head_dim": 64}),
     "gemma2": ("gemma2", "Q8_0", {"head_dim": 64, "query_pre_attn_scalar": 64}),
@@ -52,7 +56,7 @@ CASES = {
         {"head_dim": 64, "query_pre_attn_scalar": 64, "layer_types": ["full_attention"] * 2},
     ),
     "gpt_oss": ("gpt_oss", lambda name: "MXFP4" if "exps" in name else "Q8_0", {"hidden_size": 64, "head_dim": 32}),
-    "gpt_oss, not packed": ("gpt_oss", "Q5_1", {"hidden_size": 64, "head_dim": 32}),
+    "gpt_oss in other blocks": ("gpt_oss", "Q5_1", {"hidden_size": 64, "head_dim": 32}),
     "phi3": ("phi3", "Q8_0", {"sliding_window": 9, "rope_parameters": HALF}),
     "phi3 with two lengths": ("phi3", "Q4_0", {"rope_parameters": LONGROPE}),
     "olmo2": ("olmo2", "Q4_1", {}),
@@ -66,7 +70,7 @@ def tokens():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_transformers_on_the_dequantized_weights(tmp_path, case):
+def test_logits_are_those_of_transformers_on_the_dequantized_weights_at_the_bytes_of_the_file(tmp_path, case):
     family, kind, overrides = CASES[case]
     path, reference = save_gguf(tmp_path, family, kind, **overrides)
     expected = reference_logits(load_reference(reference), tokens())
@@ -74,5 +78,8 @@ def test_logits_are_those_of_transformers_on_the_dequantized_weights(tmp_path, c
     params, config = load_checkpoint(path, "float32")
     (logits,) = replay(params, [tokens()], [[(0, 25)], [(0, 15)]], config=config, shape=(32, 1), is_exact=False)
 
+    stored = read_gguf(path).tensors.values()
+    num_bytes = sum(math.prod(t.shape) * 4 if t.type.is_float else t.num_bytes for t in stored)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(params)) <= 1.02 * num_bytes
     np.testing.assert_allclose(logits, expected, atol=1e-4)
     assert np.abs(expected).max() > 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jaxinfer.model.components.layers import TensorSpec, linear
+from jaxinfer.model.components.layers import TensorSpec, linear, take_rows
 from jaxinfer.model.config import uniform_decoder
 from jaxinfer.model.params import abstract_params, shardings
 from jaxinfer.model.quantized_params import quantize_params, quantize_weight, quantize_weights, quantized_shardings
@@ -87,6 +88,18 @@ def test_a_product_with_quantized_weights_is_that_of_the_weights_they_stand_for(
     stand_for = floats(quantize(w, group_size=group_size, bits=bits), bits)
     # float32 has 24 bits of mantissa; 128 products of numbers around 1.
     np.testing.assert_allclose(y, x.astype(float) @ stand_for.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(8, None), (8, 32), (4, 32)])
+def test_rows_of_a_quantized_table_are_those_of_the_numbers_it_stands_for(bits, group_size):
+    table = quantize(normal(7, 64), bits=bits, group_size=group_size)
+    numbers = floats_like(np.zeros((7, 64)), table, bits)
+    order = GENERATOR.permutation(64)
+    ids = np.array([6, 0, 6, 3])
+
+    for own, inputs in ((table, np.arange(64)), (replace(table, order=jnp.asarray(order)), np.argsort(order))):
+        rows = jax.jit(take_rows)(own, ids, np.zeros(64, np.float32))
+        np.testing.assert_array_equal(rows, numbers[ids][:, inputs])
 
 
 @pytest.mark.parametrize("group_size", [None, 32])

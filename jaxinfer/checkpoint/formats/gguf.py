@@ -1,4 +1,4 @@
-"""GGUF's tensors as those of a checkpoint: Q8_0, Q4_0 and MXFP4 as they are, other blocks as floats."""
+"""GGUF's tensors as those of a checkpoint: integers with one scale a group, or the blocks as they are."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
-from jaxinfer.checkpoint.stored import FP4, Grid, Stored, StoredFloats, StoredQuantized, require_finite
-from jaxinfer.gguf.blocks import mxfp4_codes, q4_0_integers, q8_0_integers
+from jaxinfer.checkpoint.stored import FP4, Blocks, Grid, Stored, StoredBlocks, StoredQuantized, require_finite
+from jaxinfer.gguf.blocks import mxfp4_codes, q4_0_integers, q8_0_integers, require_finite_scales
 from jaxinfer.gguf.file import GGUFFile
 from jaxinfer.gguf.names import NamedTensor, tensors_of
 
 METHOD = "gguf"
 Unpacking = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
-# Types of blocks that stay packed: the codes of numbers, the type of scales, and the way from blocks to both.
-PACKED: dict[str, tuple[str, str, Unpacking]] = {
+# Types of blocks that kernels multiply: the codes of numbers, the type of scales, and the way from blocks to both.
+INTEGERS: dict[str, tuple[str, str, Unpacking]] = {
     "Q8_0": ("int8", "F16", q8_0_integers),
     "Q4_0": ("int4", "F16", q4_0_integers),
     "MXFP4": (FP4, "U8", mxfp4_codes),
@@ -27,7 +27,7 @@ NO_NUMBER = 255  # of MXFP4's scales
 
 def settings_of_gguf(file: GGUFFile) -> dict[str, Any] | None:
     """Returns settings as a config.json has them of a packed format; None if all weights become floating point."""
-    is_packed = any(tensor.type.name in PACKED for tensor in file.tensors.values())
+    is_packed = any(not tensor.type.is_float and len(tensor.shape) > 1 for tensor in file.tensors.values())
     return {"quant_method": METHOD} if is_packed else None
 
 
@@ -40,20 +40,27 @@ def _stored(name: str, tensor: NamedTensor) -> Stored:
     block_type, place = tensor.stored.type, f"{tensor.stored.path}: {name}"
     if tensor.is_as_stored:
         return StoredTensor(tensor.stored.path, block_type.name, tensor.shape, tensor.stored.offset)
-    if block_type.name in PACKED and len(tensor.shape) > 1:
+    is_packed = not block_type.is_float and len(tensor.shape) > 1
+    if is_packed and block_type.name in INTEGERS:
         return _packed(place, tensor)
 
-    def floats() -> np.ndarray:
+    def named(read: Callable[[], np.ndarray]) -> np.ndarray:
         try:
-            return tensor.numbers()
+            return read()
         except ValueError as error:
             raise ValueError(f"{place}: {error}; download the file again") from None
 
-    return StoredFloats(tensor.shape, floats)
+    def blocks() -> np.ndarray:
+        found = tensor.blocks()
+        require_finite_scales(found, block_type)
+        return found
+
+    grid = Blocks(block_type.name, tensor.stored.row_bytes) if is_packed else None
+    return StoredBlocks(tensor.shape, grid, lambda: named(blocks), lambda: named(tensor.numbers))
 
 
 def _packed(place: str, tensor: NamedTensor) -> StoredQuantized:
-    code, scale_dtype, unpack = PACKED[tensor.stored.type.name]
+    code, scale_dtype, unpack = INTEGERS[tensor.stored.type.name]
 
     def scales() -> np.ndarray:
         found = unpack(tensor.blocks())[1]

@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jax.tree_util import keystr, tree_leaves_with_path, tree_structure
 
 from jaxinfer.model.params import Params
-from jaxinfer.quantization import QuantizedArray
+from jaxinfer.quantization import PACKED
 from jaxinfer.validation import require
 
 WAY_OUT = "give parameters like those that load_checkpoint returns for this engine's checkpoint, dtype and quantization"
@@ -45,8 +45,8 @@ def _check_quantization(params: Params, old: Params) -> None:
 
 
 def _quantized_tensors(params: Params) -> set[str]:
-    leaves = tree_leaves_with_path(params, is_leaf=lambda node: isinstance(node, QuantizedArray))
-    return {keystr(path) for path, leaf in leaves if isinstance(leaf, QuantizedArray)}
+    leaves = tree_leaves_with_path(params, is_leaf=lambda node: isinstance(node, PACKED))
+    return {keystr(path) for path, leaf in leaves if isinstance(leaf, PACKED)}
 
 
 def _check_tensor(name: str, new: Any, old: jax.Array) -> None:

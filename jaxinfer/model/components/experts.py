@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.layers import scaled
 from jaxinfer.model.components.mlp import MLP, MLPParams, activate, declare_mlp, mlp
-from jaxinfer.quantization import QuantizedArray
+from jaxinfer.quantization import PackedBlocks, QuantizedArray
 from jaxinfer.quantization.activations import round_rows
 from kernels_pallas.grouped_matmul import dequantize_experts, grouped_matmul
 from kernels_pallas.quantized_matmul import split_groups
@@ -55,7 +55,8 @@ def sum_of_experts(
     """
     stacks = Stacks({}, jnp.zeros((), jnp.int32))
     if layer is not None:
-        present = {name: getattr(params, name) for name in WEIGHTS if getattr(params, name) is not None}
+        present = {name: getattr(params, name) for name in WEIGHTS}
+        present = {name: w for name, w in present.items() if w is not None and not isinstance(w, PackedBlocks)}
         values = {name: w.values if isinstance(w, QuantizedArray) else w for name, w in present.items()}
         stacks = Stacks(values, layer)
         params = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, layer, keepdims=False), params)
@@ -169,6 +170,8 @@ def _of_experts(
 ) -> jax.Array:
     operands = (params, stacks, x, experts, num_tokens)
     in_blocks, in_groups = functools.partial(_in_blocks, config=config), functools.partial(_in_groups, config=config)
+    if isinstance(params.up, PackedBlocks) or isinstance(params.down, PackedBlocks):
+        in_groups = in_blocks  # which widens the experts of tokens alone, one after another
     return jax.lax.platform_dependent(*operands, cpu=in_blocks, default=in_groups)
 
 
@@ -256,6 +259,8 @@ def _in_groups(
 
     def linear(rows: jax.Array, name: str) -> jax.Array:
         w, bias = getattr(params, name), getattr(params, f"{name}_bias")
+        if isinstance(w, PackedBlocks):
+            w = w.widened().astype(rows.dtype)
         if not isinstance(w, QuantizedArray):
             w = QuantizedArray(w, None)
         w = w.with_wide_scales()

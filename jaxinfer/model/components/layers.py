@@ -17,14 +17,14 @@ import jax.numpy as jnp
 
 from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.adapted import AdaptedArray, add_changes
-from jaxinfer.quantization import QuantizedArray
+from jaxinfer.quantization import PackedBlocks, QuantizedArray
 from jaxinfer.quantization.activations import rounded_product
 from jaxinfer.validation import require_bool, require_real
-from kernels_pallas.quantized_matmul import layer_of, quantized_matmul
-from kernels_pallas.row_products import rounded, rows_by_integers, rows_by_weights
+from kernels_pallas.quantized_matmul import dequantize, layer_of, quantized_matmul
+from kernels_pallas.row_products import rounded, rows_by_integers, rows_by_packed, rows_by_weights
 from kernels_pallas.row_sum import row_sum
 
-Weights = jax.Array | QuantizedArray | AdaptedArray
+Weights = jax.Array | QuantizedArray | PackedBlocks | AdaptedArray  # [out..., in]
 
 
 def linear(x: jax.Array, w: Weights, bias: jax.Array | None = None, tokens: StepTokens | None = None) -> jax.Array:
@@ -47,6 +47,8 @@ def product(x: jax.Array, w: Weights, tokens: StepTokens | None = None) -> jax.A
     outputs, num_rows = w.shape[:-1], None if tokens is None else tokens.count
     if isinstance(w, QuantizedArray):
         y = _quantized_product(x, w, num_rows)
+    elif isinstance(w, PackedBlocks):
+        y = rows_by_packed(x, jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), w), PackedBlocks.widened, num_rows)
     else:
         is_split = tokens is not None and tokens.is_split
         y = rows_by_weights(x, w.reshape(math.prod(outputs), -1), num_rows, is_split=is_split)
@@ -99,6 +101,18 @@ def _by_own_integers(
         cpu=rows_by_integers,
         default=lambda x, v, s, z, _: quantized_matmul(x, v, s, z).astype(jnp.float32),
     )
+
+
+def take_rows(table: jax.Array | QuantizedArray | PackedBlocks, ids: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns the rows [T, D] of ids i32[T] in a table [V, D]; packed ones become the dtype of `like` [D]."""
+    if isinstance(table, PackedBlocks):
+        return PackedBlocks(table.blocks[ids], table.type).widened().astype(like.dtype)
+    if not isinstance(table, QuantizedArray):
+        return table[ids]
+    table, order = table.with_wide_scales(), table.order
+    own = jax.tree.map(lambda a: a[ids], QuantizedArray(table.values, table.scales, table.zeros))
+    rows = dequantize(own.values, own.scales, own.zeros, like.shape[0]).astype(like.dtype)
+    return rows if order is None else rows[:, jnp.argsort(order)]
 
 
 @dataclass(frozen=True, kw_only=True)
