@@ -237,9 +237,8 @@ def assemble(
 
     def read(name: str, making: Assembly) -> jax.Array:
         """Reads one part of each stored tensor, one at a time."""
-        return _stacked(
-            assembly, (relaid(name, making.view(getattr(tensor, name)())) for tensor in packed), getattr(at, name)
-        )
+        parts = (relaid(name, making.view(getattr(tensor, name)())) for tensor in packed)
+        return _stacked(assembly, parts, getattr(at, name))
 
     def relaid(name: str, own: np.ndarray) -> np.ndarray:
         if name == "values" and grid.code in ("int4", FP4) and packs_integers:

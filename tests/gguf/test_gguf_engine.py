@@ -71,7 +71,7 @@ def test_greedy_tokens_are_those_of_transformers_on_the_dequantized_weights(llm,
 
     logits = reference(tokens).logits[0, len(ids) - 1 : -1].detach()
     log_probs = torch.log_softmax(logits, -1).numpy()[range(len(expected)), expected]
-    np.testing.assert_allclose([own.log_prob for own in completion.log_probs], log_probs, atol=1e-4)
+    np.testing.assert_allclose(completion.log_probs, log_probs, atol=1e-4)
     assert ids[0] == 0
     assert list(completion.token_ids) == expected
     assert completion.text == spelled(expected)
