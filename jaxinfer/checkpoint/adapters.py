@@ -218,7 +218,7 @@ def _places(checkpoint: Path, config: ModelConfig, modules: Collection[str]) -> 
     )
     places: dict[str, list[_Place]] = {}
     for index, assembly in enumerate(assemblies):
-        if assembly.is_product and assembly.num_stacked == 1:
+        if assembly.is_packable and assembly.num_stacked == 1:
             for layer, name in enumerate(assembly.names):
                 places.setdefault(name.removesuffix(".weight"), []).append(_Place(index, layer, assembly))
     return places
