@@ -76,8 +76,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.engine.execution.executable_cache import compile_or_load
-from jaxinfer.steps.options import StepOptions
-from tests.replay import SMALL_MODEL
 
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -126,8 +124,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.engine.execution.executable_cache import compile_or_load
-from jaxinfer.steps.options import StepOptions
-from tests.replay import SMALL_MODEL
 
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -269,8 +265,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.engine.execution.executable_cache import compile_or_load
-from jaxinfer.steps.options import StepOptions
-from tests.replay import SMALL_MODEL
 
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_compilation_cache_max_size", int(sys.argv[2]))
@@ -432,8 +426,6 @@ from functools import partial
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxinfer.engine.execution.executable_cache import compile_or_load
-from jaxinfer.steps.options import StepOptions
-from tests.replay import SMALL_MODEL
 from jaxinfer.model.cache import extract_pages
 
 @jax.jit
