@@ -21,6 +21,8 @@ T = TypeVar("T")
 HEARTBEAT_SECONDS = 15.0
 HEARTBEAT = b": a sign of life\n\n"  # a comment, which clients leave out
 DONE = b"data: [DONE]\n\n"
+# Clients in Python often cut a stream by `str.splitlines`. JSON itself escapes the other characters that end a line.
+ESCAPED_LINE_ENDS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
 
 
 class ClientGoneError(Exception):
@@ -28,8 +30,9 @@ class ClientGoneError(Exception):
 
 
 def event(value: Any) -> bytes:
-    """Returns a JSON value as a server-sent event."""
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n\n"
+    """Returns a JSON value as a server-sent event, which is one line by the line ends of Unicode too."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":")).translate(ESCAPED_LINE_ENDS)
+    return f"data: {text}\n\n".encode(errors="replace")
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
