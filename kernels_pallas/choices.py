@@ -38,30 +38,32 @@ def own_choice(trace: Callable[[str], Any]) -> str:
     return f"the {own.upper()} kernel"
 
 
-def trace_attention(N: int, K: int, H: int, page_size: int, dtype: str, name: str | None) -> Any:
+def trace_attention(N: int, K: int, H: int, page_size: int, dtype: str, page_dtype: str, name: str | None) -> Any:
     """Traces a decode step's attention of N query and K KV heads of H numbers by the implementation of a name."""
     arrays = {
         "q": jax.ShapeDtypeStruct((ROWS, N, H), dtype),
         "k": jax.ShapeDtypeStruct((ROWS, K, H), dtype),
         "v": jax.ShapeDtypeStruct((ROWS, K, H), dtype),
-        "pages": abstract_pages(ROWS, page_size, K, H, dtype, _layout()),
+        "pages": abstract_pages(ROWS, page_size, K, H, page_dtype, layout_at_hand(), has_scales=page_dtype == "int8"),
     }
     call = functools.partial(paged_attention, scale=1.0, q_len=1, implementation=name)
     return jax.eval_shape(lambda arrays: call(**arrays), arrays | ROWS_OF_ONE_TOKEN)
 
 
-def trace_latent_attention(N: int, R: int, r: int, page_size: int, dtype: str, name: str | None) -> Any:
+def trace_latent_attention(
+    N: int, R: int, r: int, page_size: int, dtype: str, page_dtype: str, name: str | None
+) -> Any:
     """Traces that of N heads to latents of R numbers and rotated keys of r."""
     arrays = {
         "q": jax.ShapeDtypeStruct((ROWS, N, R + r), dtype),
         "latents": jax.ShapeDtypeStruct((ROWS, R + r), dtype),
-        "pages": abstract_latents(ROWS, page_size, R, r, dtype, _layout()),
+        "pages": abstract_latents(ROWS, page_size, R, r, page_dtype, layout_at_hand(), has_scales=page_dtype == "int8"),
     }
     call = functools.partial(latent_attention, scale=1.0, q_len=1, implementation=name)
     return jax.eval_shape(lambda arrays: call(**arrays), arrays | ROWS_OF_ONE_TOKEN)
 
 
-def _layout() -> str:
+def layout_at_hand() -> str:
     """Returns the layout of pages on the device that is compiled for, which need not be here."""
     own = device_at_hand().platform
     return own if own in LAYOUTS else "cpu"

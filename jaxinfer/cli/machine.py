@@ -8,6 +8,7 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,24 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.checkpoint import abstract_checkpoint
-from jaxinfer.config import EngineConfig
+from jaxinfer.config import NARROW_CACHE_DTYPES, CacheConfig, EngineConfig
 from jaxinfer.device import describe_cpu, enable_compilation_cache
 from jaxinfer.engine.execution.executable_cache import cache_bytes, cache_folder
+from jaxinfer.engine.execution.memory_plan import one_page
+from jaxinfer.model.cache import page_bytes
 from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.latent_attention import LatentAttention
 from jaxinfer.model.components.layers import TensorSpec
+from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.quantized_params import quantize_weight
-from kernels_pallas.choices import ROWS, has_tuned_table, own_choice, trace_attention, trace_latent_attention
+from kernels_pallas.choices import (
+    ROWS,
+    has_tuned_table,
+    layout_at_hand,
+    own_choice,
+    trace_attention,
+    trace_latent_attention,
+)
 from kernels_pallas.device import AMPERE, device_at_hand
 from kernels_pallas.grouped_matmul import grouped_matmul
 from kernels_pallas.quantized_matmul import quantized_matmul
@@ -43,8 +54,9 @@ def describe_machine(model: str | Path, config: EngineConfig, dtype: str) -> Ite
     yield f"versions: python {platform.python_version()}, {', '.join(_versions())}"
     yield f"compiled steps: {_cache()}"
     yield from (f"kernel: {line}" for line in kernel_choices(model, config, dtype))
+    yield from (f"cache: {line}" for line in cache_choices(model, config, dtype))
     yield from (f"extra: {line}" for line in extras())
-    yield from (f"slow: {line}" for line in slow_parts(dtype))
+    yield from (f"slow: {line}" for line in slow_parts(dtype, config.cache_dtype))
 
 
 def _devices() -> Iterator[str]:
@@ -78,30 +90,52 @@ def _cache() -> str:
 def kernel_choices(model: str | Path, config: EngineConfig, dtype: str) -> Iterator[str]:
     """Yields a line per operation: its kernel on this device, or the reason for plain JAX."""
     _, model_config = abstract_checkpoint(model, dtype)
-    calls = {_attention_call(mixer, config.page_size, dtype) for mixer in model_config.mixers}
-    for call in sorted(call for call in calls if call is not None):
-        yield f"{call[0]}: {_attention_choice(call, config)}"
+    yield from (f"{name}: {choice}" for name, choice in _attention_choices(model_config, config, dtype))
     for quantization in ("int8", "int4"):
         yield f"products by {quantization} weights: {own_choice(functools.partial(_multiply, quantization, dtype))}"
     yield f"products by experts: {own_choice(functools.partial(_multiply_experts, dtype))}"
 
 
-def _attention_call(mixer: Any, page_size: int, dtype: str) -> tuple[Any, ...] | None:
+def cache_choices(model: str | Path, config: EngineConfig, dtype: str) -> Iterator[str]:
+    """Yields a line per type of keys and values: a token's bytes, and its attention where that is another."""
+    _, model_config = abstract_checkpoint(model, dtype)
+    own = one_page(replace(config, cache_dtype=None), dtype)
+    own_bytes = page_bytes(model_config, own, layout_at_hand(), kind=0)
+    own_choices = _attention_choices(model_config, replace(config, cache_dtype=None), dtype)
+    if not own_choices:
+        return
+    yield f"{own_bytes / config.page_size:,.0f} bytes per token in {dtype}"
+    for name in NARROW_CACHE_DTYPES:
+        narrow = replace(config, cache_dtype=name)
+        narrow_bytes = page_bytes(model_config, one_page(narrow, dtype), layout_at_hand(), kind=0)
+        room = f"room for {own_bytes / narrow_bytes:.2f} times the tokens"
+        choices = _attention_choices(model_config, narrow, dtype)
+        others = (f"{call}: {choice}" for call, choice in choices if (call, choice) not in own_choices)
+        yield "; ".join([f"{narrow_bytes / config.page_size:,.0f} in {name}, {room}", *others])
+
+
+def _attention_choices(model_config: ModelConfig, config: EngineConfig, dtype: str) -> list[tuple[str, str]]:
+    """Returns the name and the implementation of each kind of attention in a model."""
+    page = one_page(config, dtype)
+    calls = set(filter(None, map(_attention_call, model_config.mixers)))
+    return [(name, _attention_choice(name, sizes, page, config, dtype)) for name, sizes in sorted(calls)]
+
+
+def _attention_call(mixer: Any) -> tuple[str, tuple[int, ...]] | None:
     """Returns the name of a layer's attention and its sizes, equal for equal calls; None for a recurrent layer."""
     if isinstance(mixer, Attention):
         sizes = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
-        return "attention of {} query and {} KV heads of {}".format(*sizes), sizes, page_size, dtype
+        return "attention of {} query and {} KV heads of {}".format(*sizes), sizes
     if isinstance(mixer, LatentAttention):
         sizes = mixer.num_heads, mixer.kv_lora_rank, mixer.qk_rope_head_dim
-        return "latent attention of {} heads to {} + {} numbers".format(*sizes), sizes, page_size, dtype
+        return "latent attention of {} heads to {} + {} numbers".format(*sizes), sizes
     return None
 
 
-def _attention_choice(call: tuple[Any, ...], config: EngineConfig) -> str:
+def _attention_choice(name: str, sizes: tuple[int, ...], page: CacheConfig, config: EngineConfig, dtype: str) -> str:
     """Describes the implementation of attention, which unlike a product's is never replaced silently."""
-    name, sizes, page_size, dtype = call
     attend = trace_latent_attention if name.startswith("latent") else trace_attention
-    trace = functools.partial(attend, *sizes, page_size, dtype)
+    trace = functools.partial(attend, *sizes, page.page_size, dtype, page.dtype)
     if config.attention == "reference":
         return "plain JAX, as --attention reference demands"
     try:
@@ -159,7 +193,7 @@ def missing_packages(package: str, extra: str) -> set[str]:
     return missing
 
 
-def slow_parts(dtype: str) -> Iterator[str]:
+def slow_parts(dtype: str, cache_dtype: str | None = None) -> Iterator[str]:
     """Yields a line for each thing that is slow on this machine, with its reason and the way out."""
     device = device_at_hand()
     if cache_folder() is None:
@@ -172,6 +206,8 @@ def slow_parts(dtype: str) -> Iterator[str]:
             yield "products: this CPU has no AVX-512, whose vectors are twice as long"
         if dtype != "float32":
             yield f"products in {dtype}: few CPUs multiply it natively, and steps of few rows gain nothing; use float32"
+        if cache_dtype is not None:
+            yield f"keys and values in {cache_dtype}: a CPU widens them in each step; leave it out if memory suffices"
         return
     if device.is_before_ampere:
         yield f"attention and quantized products: Triton compiles for no GPU below compute capability {AMPERE}"

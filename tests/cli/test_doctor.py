@@ -99,8 +99,8 @@ def test_the_command_describes_the_machine_and_prints_a_line_per_product(checkpo
     assert "jax " in cpu
     products = [line for line in lines if " -> [n, " in line]
     described = [line.partition(":")[0] for line in lines[: len(lines) - len(products)]]
-    assert list(dict.fromkeys(described))[:5] == ["device", "versions", "compiled steps", "kernel", "extra"]
-    assert set(described) <= {"device", "versions", "compiled steps", "kernel", "extra", "slow"}
+    assert list(dict.fromkeys(described))[:6] == ["device", "versions", "compiled steps", "kernel", "cache", "extra"]
+    assert set(described) <= {"device", "versions", "compiled steps", "kernel", "cache", "extra", "slow"}
     assert len(products) == 8
     assert all(line.endswith("the same bits") for line in products)
     assert verdict == "8 products: on this CPU no bit of them depends on the batch"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import jax
@@ -67,6 +68,39 @@ def test_a_cpu_has_no_kernels(checkpoint):
     assert {line.partition(":")[0] for line in choices(checkpoint, "float32")} == {"plain JAX"}
 
 
+# The second kind's capability, and a TPU's table, decide: docs/memory.md has the same in words.
+CACHES = [
+    ("NVIDIA H200", "gpu", ("", "")),
+    ("NVIDIA A100-SXM4-80GB", "gpu", ("float8_e4m3fn is not supported on compute capability 8.0", "")),
+    ("TPU v6 lite", "tpu", ("", "pages with a scale for each token have no TPU kernel")),
+]
+
+
+@pytest.mark.parametrize(("kind", "platform", "refusals"), CACHES)
+def test_each_type_of_keys_and_values_has_its_bytes_and_what_a_kernel_refuses(checkpoint, kind, platform, refusals):
+    with on(kind, platform):
+        own, *narrow = machine.cache_choices(checkpoint, EngineConfig(page_size=128), "bfloat16")
+        attention = {name: choices(checkpoint, "bfloat16", cache_dtype=name)[0] for name in ("fp8", "int8")}
+
+    own_bytes = int(own.removesuffix(" bytes per token in bfloat16").replace(",", ""))
+    for line, name, refusal in zip(narrow, ("fp8", "int8"), refusals, strict=True):
+        size, room = re.match(rf"([\d,]+) in {name}, room for ([\d.]+) times the tokens", line).groups()
+        assert own_bytes / int(size.replace(",", "")) == pytest.approx(float(room), abs=0.006)
+        assert ("refused: " in line) == attention[name].startswith("refused: ") == bool(refusal)
+        assert refusal in line
+
+
+def test_bytes_of_a_token_are_those_of_the_engines_pages(checkpoint):
+    config = EngineConfig(page_size=16)
+
+    own, fp8, int8 = machine.cache_choices(checkpoint, config, "float32")
+
+    heads, numbers, layers, token_id = 2, 32, 2, 4
+    assert own == f"{2 * layers * heads * numbers * 4 + token_id:,} bytes per token in float32"
+    assert fp8.startswith(f"{2 * layers * heads * numbers + token_id:,} in fp8,")
+    assert int8.startswith(f"{2 * layers * heads * (numbers + 4) + token_id:,} in int8,")
+
+
 SLOW = [
     ("Tesla T4", "gpu", "bfloat16", ["Triton compiles for no GPU below", "products in bfloat16", "no tuned table"]),
     ("Tesla T4", "gpu", "float16", ["Triton compiles for no GPU below", "no tuned table"]),
@@ -93,12 +127,13 @@ def test_what_slows_a_cpu_is_told(monkeypatch, tmp_path):
     monkeypatch.setattr(machine.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(machine, "cache_folder", lambda: None)
 
-    cache, device, vectors, dtype = machine.slow_parts("bfloat16")
+    cache, device, vectors, dtype, narrow_cache = machine.slow_parts("bfloat16", "fp8")
 
     assert "each start compiles anew" in cache
     assert "nvidia0 is there: pip install 'jaxinfer[cuda]'" in device
     assert "no AVX-512" in vectors
     assert "use float32" in dtype
+    assert "keys and values in fp8: a CPU widens them" in narrow_cache
 
 
 def test_missing_packages_of_an_extra_are_named_through_extras_of_others(monkeypatch):
