@@ -6,15 +6,19 @@ import argparse
 import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.output import show
 from jaxinfer.json_lines import parse_json
+from jaxinfer.text.answers.parts import ArgumentsPiece, CallBegin, Part, ToolCall, answer_of
 from jaxinfer.validation import as_path, shown
 
 if TYPE_CHECKING:
     from jaxinfer import LLM, SamplingParams
+    from jaxinfer.engine.request.completion import Delta
+    from jaxinfer.text.answers.answers import AnswerForm
 
 COMMANDS = (
     "In the conversation: /system TEXT sets the system prompt, /undo takes back the last question and its answer,"
@@ -37,14 +41,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--chat-template", metavar="FILE", help="template in Jinja, or the name of one of the checkpoint's templates"
     )
+    group.add_argument(
+        "--tools", metavar="FILE", help="functions that the model may call, a JSON list as in OpenAI's API; you answer"
+    )
+    group.add_argument(
+        "--answer-style", metavar="NAME", help="style of calls and reasoning, if the template does not show it"
+    )
 
 
-def read_options(arguments: argparse.Namespace) -> tuple[list[Message], str | None]:
-    """Returns the messages to begin with, and the chat template if one is given."""
+def read_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of `Chat` beside the engine and its parameters."""
     messages = [] if arguments.load is None else read_messages(arguments.load)
     if arguments.system is not None:
         messages = [_system(arguments.system), *_without_system(messages)]
-    return messages, read_template(arguments.chat_template)
+    tools = None if arguments.tools is None else read_functions(arguments.tools)
+    if tools is None and arguments.answer_style is not None:
+        raise ValueError(f"--answer-style {shown(arguments.answer_style)} is that of calls; give --tools too")
+    template = read_template(arguments.chat_template)
+    return {"messages": messages, "template": template, "tools": tools, "style": arguments.answer_style}
 
 
 def read_template(template: str | None) -> str | None:
@@ -56,16 +70,25 @@ def read_template(template: str | None) -> str | None:
 
 def read_messages(name: str) -> list[Message]:
     """Returns the messages in a file of /save."""
-    path = as_path("FILE", name)
+    return _read_objects("FILE", name, "messages", "give a file that /save has written")
+
+
+def read_functions(name: str) -> list[dict[str, Any]]:
+    """Returns the functions in a file of OpenAI's form."""
+    return _read_objects("--tools", name, "functions", 'give [{"type": "function", "function": {"name": …}}, …]')
+
+
+def _read_objects(option: str, name: str, what: str, way_out: str) -> list[dict[str, Any]]:
+    path = as_path(option, name)
     if not path.is_file():
-        raise ValueError(f"{path} is no file; give one that /save has written")
+        raise ValueError(f"{path} is no file; {way_out}")
     try:
-        messages = parse_json(_read(path).encode())
+        values = parse_json(_read(path).encode())
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); give a file that /save has written") from None
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError(f"{path} is not a list of messages; give a file that /save has written")
-    return messages
+        raise ValueError(f"{path} is not JSON ({error}); {way_out}") from None
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise ValueError(f"{path} is not a list of {what}; {way_out}")
+    return values
 
 
 def _read(path: Path) -> str:
@@ -85,18 +108,55 @@ def _without_system(messages: list[Message]) -> list[Message]:
     return messages[1:] if messages and messages[0].get("role") == "system" else messages
 
 
+def _call_message(call: ToolCall) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.arguments)
+    except ValueError:
+        raise ValueError(
+            f"the call of {call.name} broke off and is forgotten; ask again, or raise --max-tokens"
+        ) from None
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _show_part(part: Part, last: Part | None) -> None:
+    """Shows a part of an answer after the last one. Reasoning, content and each call begin a line."""
+    if last is not None and (isinstance(part, CallBegin) or not isinstance(part, (ArgumentsPiece, type(last)))):
+        show("")
+    show(f"{part.name} " if isinstance(part, CallBegin) else part.text, end="")
+
+
+def _require_no_error(delta: Delta) -> None:
+    if delta.completion is not None and delta.completion.error is not None:
+        raise ValueError(f"the answer ended in an error: {delta.completion.error}")
+
+
 class Chat:
     """A conversation: its messages so far, and the commands that change them."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, messages: list[Message], template: str | None) -> None:
-        if llm.tokenizer is None:
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        *,
+        messages: list[Message],
+        template: str | None,
+        tools: list[dict[str, Any]] | None,
+        style: str | None,
+    ) -> None:
+        if llm.tokenizer is None or llm.answers is None:
             raise ValueError("a conversation needs a tokenizer, which this checkpoint does not have; use another one")
-        llm.tokenizer.chat_templates.choose(template, has_tools=False)  # raises if there is none
+        llm.tokenizer.chat_templates.choose(template, has_tools=tools is not None)  # raises if there is none
         self._tokenizer = llm.tokenizer
         self._llm = llm
         self._params = params
         self._messages = messages
-        self._template = template
+        self._rendering: dict[str, Any] = {"chat_template": template, "add_generation_prompt": True}
+        self._form: AnswerForm | None = None
+        if tools is not None:
+            self._rendering["tools"] = tools
+            self._form = llm.answers.form(tools, chat_template=template, style=style)
+            if not self._form.use.functions:
+                raise ValueError("--tools: the chat template shows no style of calls; give --answer-style NAME")
 
     def run(self) -> None:
         """Answers each line until the input ends or says /quit."""
@@ -113,10 +173,10 @@ class Chat:
             except (ValueError, OSError) as error:
                 print(f"jaxinfer: {error}", file=sys.stderr, flush=True)
 
-    def _read_line(self) -> str | None:
+    def _read_line(self, prompt: str = "> ") -> str | None:
         if sys.stdin.isatty():
             try:
-                return input("> ")
+                return input(prompt)
             except EOFError:
                 show("")
                 return None
@@ -129,25 +189,72 @@ class Chat:
         return line.removesuffix("\n") if line else None
 
     def _answer(self, text: str) -> None:
-        """Generates the answer to a question; both become messages once the answer has begun."""
-        question = {"role": "user", "content": text}
-        prompt = self._tokenizer.apply_chat_template(
-            [*self._messages, question], chat_template=self._template, add_generation_prompt=True
-        )
+        """Generates the answer to a question, and asks for the results of the calls that it makes.
+
+        The question and all that follows it become messages once the answer has begun.
+        """
+        messages = [*self._messages, {"role": "user", "content": text}]
+        while True:
+            prompt = self._tokenizer.apply_chat_template(messages, **self._rendering)
+            message = self._text(prompt) if self._form is None else self._text_or_calls(self._form, prompt)
+            messages = [*messages, message]
+            if "tool_calls" not in message:
+                break
+            messages += map(self._result_of, message["tool_calls"])
+        self._messages = messages
+
+    def _text(self, prompt: Any) -> Message:
+        """Shows the answer while it comes, and returns it as a message."""
         pieces: list[str] = []
-        stream = self._llm.stream(prompt, self._params, adapter=next(iter(self._llm.adapters), None))
-        try:
-            for delta in stream:
+        with self._stream(prompt, self._params) as deltas:
+            for delta in deltas:
                 pieces.append(delta.text)
                 show(delta.text, end="")
-                if delta.completion is not None and delta.completion.error is not None:
-                    raise ValueError(f"the answer ended in an error: {delta.completion.error}")
+                _require_no_error(delta)
+        return {"role": "assistant", "content": "".join(pieces)}
+
+    def _text_or_calls(self, form: AnswerForm, prompt: Any) -> Message:
+        """Shows text, reasoning and calls while they come, and returns them as a message."""
+        params = form.sampling_params(self._params, prompt)
+        reader, parts = form.reader(params, prompt), []
+
+        def take(new: list[Part]) -> None:
+            for part in new:
+                _show_part(part, parts[-1] if parts else None)
+                parts.append(part)
+
+        with self._stream(prompt, params) as deltas:
+            for delta in deltas:
+                take(reader.push(delta.token_ids))
+                _require_no_error(delta)
+            take(reader.close())
+        answer = answer_of(parts)
+        message: Message = {"role": "assistant", "content": answer.content}
+        if answer.reasoning is not None:
+            message["reasoning_content"] = answer.reasoning
+        if answer.tool_calls:
+            message["tool_calls"] = list(map(_call_message, answer.tool_calls))
+        return message
+
+    @contextlib.contextmanager
+    def _stream(self, prompt: Any, params: SamplingParams) -> Iterator[Iterator[Delta]]:
+        """Yields the deltas of an answer. Ctrl-C ends it, and its line ends in any case."""
+        stream = self._llm.stream(prompt, params, adapter=next(iter(self._llm.adapters), None))
+        try:
+            yield stream
         except KeyboardInterrupt:
             show(" ...", end="")
         finally:
             stream.close()  # pyright: ignore[reportAttributeAccessIssue]  it is a generator
             show("")
-        self._messages += [question, {"role": "assistant", "content": "".join(pieces)}]
+
+    def _result_of(self, call: dict[str, Any]) -> Message:
+        """Returns the result of a call, a line of the input, as a message."""
+        name = call["function"]["name"]
+        line = self._read_line(f"{name} returns> ")
+        if line is None:
+            raise ValueError(f"the input ended before the result of {name}")
+        return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": line}
 
     def _obey(self, command: str, argument: str) -> None:
         argument = argument.strip()

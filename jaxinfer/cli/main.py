@@ -276,7 +276,7 @@ def _chat(arguments: argparse.Namespace) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     params = from_arguments(SamplingParams, arguments, llm.default_sampling_params)
-    chat.Chat(llm, params, *options).run()
+    chat.Chat(llm, params, **options).run()
     _finish_compiling(llm, arguments)
 
 

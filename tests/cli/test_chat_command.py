@@ -12,7 +12,11 @@ import pytest
 import jaxinfer
 from jaxinfer.cli.main import main
 from jaxinfer.config import SamplingParams
+from jaxinfer.engine.request.completion import Delta
+from jaxinfer.text.answers.answers import Answers
+from jaxinfer.text.tokenizer import Tokenizer
 from tests.batch_job.fake_llm import FakeLLM
+from tests.text.answers.checkpoints import save_checkpoint_with_marks
 
 
 class ChattingLLM(FakeLLM):
@@ -135,9 +139,106 @@ def test_the_template_is_read_from_a_file(chat, llm, monkeypatch, tmp_path):
     assert rendered == [{"chat_template": "{{ messages }}", "add_generation_prompt": True}]
 
 
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+# The first part is never rendered. It shows the style of Hermes.
+TOOL_TEMPLATE = (
+    """{% if false %}{{ '<tool_call>\\n{"name": "' }}{{ '", "arguments": ' }}{% endif %}{{ tools }} {{ messages }}"""
+)
+
+
+@pytest.fixture
+def scripted(monkeypatch, tmp_path):
+    """Makes an engine that gives these answers, and returns the conversations that were rendered."""
+
+    def make(*answers):
+        tokenizer = Tokenizer.from_path(save_checkpoint_with_marks(tmp_path / "model"))
+        rendered, texts = [], iter(answers)
+
+        class ScriptedLLM(ChattingLLM):
+            def __init__(self, model: Any, **options: Any) -> None:
+                super().__init__(model)
+                self.tokenizer, self.answers = tokenizer, Answers(tokenizer)
+
+            def stream(self, prompt: Any, sampling_params: SamplingParams) -> Any:
+                ChattingLLM.params = sampling_params
+                rendered.append(tokenizer.decode(prompt, skip_special_tokens=False))
+                for token_id in tokenizer.encode(next(texts), add_special_tokens=False):
+                    yield Delta(0, "", (token_id,), (0.0,))
+
+        monkeypatch.setattr(jaxinfer, "LLM", ScriptedLLM)
+        (tmp_path / "t.jinja").write_text(TOOL_TEMPLATE)
+        (tmp_path / "tools.json").write_text(json.dumps([WEATHER]))
+        return rendered
+
+    return make
+
+
+def test_calls_are_shown_and_the_user_types_their_results(chat, scripted, llm, tmp_path):
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>'
+    rendered = scripted("<think>\nRome too\n</think>\n\nWell" + call % "Paris" + call % "Rome", "Rain.")
+    file = tmp_path / "chat.json"
+
+    status, out, errors = chat(
+        "how",
+        "wet",
+        "dry",
+        f"/save {file}",
+        options=["--tools", f"{tmp_path}/tools.json", "--chat-template", f"{tmp_path}/t.jinja"],
+    )
+
+    assert (status, errors) == (0, "")
+    shown = [
+        "Rome too",
+        "Well",
+        'weather {"city": "Paris"}',
+        'weather {"city": "Rome"}',
+        "Rain.",
+        f"5 messages are in {file}",
+    ]
+    assert out.splitlines() == shown
+    question, first, wet, dry, last = json.loads(file.read_text())
+    assert (question, last) == (user("how"), assistant("Rain."))
+    assert (first["content"], first["reasoning_content"]) == ("Well", "Rome too")
+    functions = [found["function"] for found in first["tool_calls"]]
+    assert functions == [{"name": "weather", "arguments": {"city": city}} for city in ("Paris", "Rome")]
+    results = [{"role": "tool", "tool_call_id": found["id"], "name": "weather"} for found in first["tool_calls"]]
+    assert [wet, dry] == [{**result, "content": text} for result, text in zip(results, ("wet", "dry"), strict=True)]
+    assert "'name': 'weather'" in rendered[0]
+    assert "wet" in rendered[1]
+    assert llm.params.grammar is not None
+
+
+def test_a_call_that_breaks_off_is_told_and_forgotten(chat, scripted, tmp_path):
+    scripted('<tool_call>\n{"name": "weather", "arguments": {"ci', "Hello.")
+    file = tmp_path / "chat.json"
+
+    _, _, errors = chat(
+        "a",
+        "b",
+        f"/save {file}",
+        options=["--tools", f"{tmp_path}/tools.json", "--chat-template", f"{tmp_path}/t.jinja"],
+    )
+
+    assert "the call of weather broke off" in errors
+    assert json.loads(file.read_text()) == [user("b"), assistant("Hello.")]
+
+
+def test_tools_need_a_style(chat, scripted, tmp_path):
+    scripted("Hello.")
+    (tmp_path / "t.jinja").write_text("{{ tools }} {{ messages }}")
+    options = ["--tools", f"{tmp_path}/tools.json", "--chat-template", f"{tmp_path}/t.jinja"]
+
+    status, _, errors = chat("a", options=options)
+    assert status == 2
+    assert "give --answer-style NAME" in errors
+    assert chat("a", options=[*options, "--answer-style", "hermes"]) == (0, "Hello.\n", "")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--tools", "/no/such/file"], "/no/such/file is no file; give [{"),
+        (["--answer-style", "hermes"], "give --tools too"),
         (["--load", "/no/such/file"], "/no/such/file is no file"),
         (["--temperature", "-1"], "temperature=-1.0"),
         (["--n", "2"], "unrecognized arguments: --n 2"),
