@@ -156,6 +156,11 @@ def _in_engine(index: int, completion: Completion, max_position: int) -> tuple[n
     if completion.error is not None or not len(places):
         cause = completion.error or "no token of it follows another one; give two tokens or more"
         raise ValueError(f"texts[{index}] has no log-probabilities to compare: {cause}")
+    if completion.adapter is not None:
+        raise ValueError(
+            f"texts[{index}] is of the adapter {completion.adapter!r}, and training is that of the model without"
+            " adapters; give a completion without one"
+        )
     if len(tokens) > max_position:
         raise ValueError(
             f"texts[{index}] has {len(tokens)} tokens, and training takes at most the model's {max_position}; give a"

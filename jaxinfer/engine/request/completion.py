@@ -68,6 +68,7 @@ class Completion:
     # Of the sampled tokens in the distributions that they were drawn from: after penalties, structure, temperature and
     # filters. 0.0 at temperature 0.
     sampling_log_probs: tuple[float, ...] = ()
+    adapter: str | None = None  # the name of its adapter
     timings: Timings = field(default=Timings(), compare=False)
 
 

@@ -423,6 +423,7 @@ class Request:
             sample_index=self.sample_index,
             num_cached_tokens=self.num_cached_tokens,
             error=error,
+            adapter=None if self.adapter is None else self.adapter.name,
             # The last step may have sampled no token, for lack of an allowed one.
             timings=Timings.of(self.arrival, self.first_step, self.token_times[: self.num_output_tokens]),
         )

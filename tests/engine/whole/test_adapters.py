@@ -244,6 +244,17 @@ def test_a_fork_and_a_saved_request_keep_their_adapter(llm, checkpoint, folders,
     assert completions_of(drain(other))[restored].token_ids == expected
 
 
+def test_a_completion_names_its_adapter_and_is_not_compared_with_training(llm):
+    completion = complete(llm, [5, 6], adapter=NAMES[0])
+
+    assert completion.adapter == NAMES[0]
+    assert complete(llm, [5, 6]).adapter is None
+    with pytest.raises(
+        ValueError, match=r"texts\[0\] is of the adapter 'adapter 0', and training is that of the model"
+    ):
+        llm.agreement(completion, show_progress=False)
+
+
 def test_new_parameters_leave_adapters_as_they_are(checkpoint, folders):
     llm = quick_engine(checkpoint, max_adapters=1, max_adapter_rank=8)
     llm.load_adapter("a", folders[0])
