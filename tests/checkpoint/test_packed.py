@@ -18,6 +18,7 @@ from jax.tree_util import tree_leaves_with_path
 from jaxinfer.checkpoint import abstract_checkpoint, load_checkpoint, load_params, read_config
 from jaxinfer.checkpoint.huggingface import layers_packed_anew, require_fitting_tensors
 from jaxinfer.checkpoint.stored import StoredQuantized, require_even
+from jaxinfer.model.params import shardings
 from jaxinfer.plan.memory import num_bytes
 from jaxinfer.quantization import QuantizedArray
 from kernels_pallas.quantized_matmul import dequantize
@@ -503,14 +504,17 @@ def test_scales_of_floats_that_are_no_numbers_are_refused(sources, tmp_path, kin
         load_checkpoint(path)
 
 
-def test_a_packed_checkpoint_on_a_mesh_is_refused(packed):
+def test_a_packed_checkpoint_on_a_mesh_has_the_same_numbers(packed):
     config = read_config(packed.path)
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    plan, _ = require_fitting_tensors(packed.path, config)
-    placement = jax.tree.map(lambda _: one, plan, is_leaf=lambda node: hasattr(node, "names"))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("model",))
 
-    with pytest.raises(ValueError, match="packed checkpoint with a placement"):
-        load_params(packed.path, config, "float32", placement=placement)
+    placed = load_params(packed.path, config, "float32", placement=shardings(config, mesh))
+
+    expected = load_params(packed.path, config, "float32")
+    assert jax.tree.structure(placed) == jax.tree.structure(expected)
+    for own, other in zip(jax.tree.leaves(placed), jax.tree.leaves(expected), strict=True):
+        assert isinstance(own.sharding, jax.sharding.NamedSharding)
+        np.testing.assert_array_equal(own, other)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.packing import WRITERS
 from tests.on_devices import ROOT, run_on_devices
 from tests.oracles import save_random_checkpoint
 
@@ -46,6 +47,19 @@ def test_an_engine_on_a_mesh_gives_the_tokens_of_one_device_and_the_same_bits_in
     # Parameters and pages of each device, to the byte.
     count = tensor * experts
     assert results["held"] == [results["planned"]] * count + [0] * (4 - count)
+    assert results["planned"] < results["whole"]
+
+
+def test_a_packed_checkpoint_is_split_in_whole_groups(tmp_path):
+    sizes = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 128}
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **sizes)
+    packed = WRITERS["gptq"](checkpoint, tmp_path / "both", is_symmetric=False, has_order=True)
+
+    results = run_program(2, "same engine", str(packed.path), "2", "1")
+
+    assert results["tokens"] == results["one"]
+    assert results["bits"] == results["alone"]
+    assert results["held"] == [results["planned"]] * 2
     assert results["planned"] < results["whole"]
 
 
