@@ -13,6 +13,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils.helpers import calculate_qparams
 from jax.tree_util import tree_leaves_with_path
 
 from jaxinfer.checkpoint import abstract_checkpoint, load_checkpoint, load_params, read_config
@@ -418,12 +419,15 @@ def test_parts_that_do_not_fit_together_are_refused_by_name(packed, change, mess
 
 W8A8: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
+    ("llama", {"is_symmetric": False}),
     ("llama", {"is_dynamic": False, "is_symmetric": False}),
     ("qwen3_moe", {"is_symmetric": False}),
 ]
 
 
-@pytest.mark.parametrize("options", [options for family, options in W8A8 if family == "llama"], ids=str)
+# Symmetric steps of a token put its largest number between two integers, so that the last bit of a sum decides. They are
+# compared in `test_activations`.
+@pytest.mark.parametrize("options", [options for family, options in W8A8 if family == "llama" and options], ids=str)
 def test_activations_of_8_bits_are_rounded_before_each_product(sources, tmp_path, options):
     packed = WRITERS["compressed w8a8"](sources["llama"], tmp_path / "both", **options)
     params, config = load_checkpoint(packed.path)
@@ -432,23 +436,25 @@ def test_activations_of_8_bits_are_rounded_before_each_product(sources, tmp_path
     arguments = QuantizationArgs(**stated)
 
     def rounded(_: Any, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        if not arguments.dynamic:
-            return fake_quantize(inputs[0], torch.tensor([0.03]), torch.tensor([-9]), arguments)
-        largest = inputs[0].abs().amax(-1, keepdim=True)
-        return (inputs[0] * (127.5 / largest)).round().clamp(-128, 127) * (largest / 127.5)
+        scale, zero = torch.tensor([0.03]), torch.tensor([-9])
+        if arguments.dynamic:
+            ends = [end(inputs[0], -1, keepdim=True) for end in (torch.amin, torch.amax)]
+            scale, zero = calculate_qparams(*ends, arguments)
+        return fake_quantize(inputs[0], scale, zero, arguments)
 
+    sequences = [generator.integers(0, config.vocab_size, length) for length in LENGTHS]
+    exact = [reference_logits(reference, sequence) for sequence in sequences]
     names = {name.removesuffix(".weight") for name in packed.weights}
     for name, module in reference.named_modules():
         if name in names:
             module.register_forward_pre_hook(rounded)
-    sequences = [generator.integers(0, config.vocab_size, length) for length in LENGTHS]
 
     logits = replay(params, sequences, SPLITS["chunks"], config=config, shape=SHAPE, is_exact=False)
 
-    for ours, sequence in zip(logits, sequences, strict=True):
-        difference = np.abs(ours - reference_logits(reference, sequence))
-        # A number between two integers may become the one or the other.
-        assert difference.mean() < 1e-3
+    for ours, sequence, unrounded in zip(logits, sequences, exact, strict=True):
+        # A number between two integers may become the one or the other, which moves what follows a little.
+        moved = np.abs(ours - reference_logits(reference, sequence)).mean()
+        assert moved < np.abs(ours - unrounded).mean() / 3
 
 
 @pytest.mark.parametrize(("family", "options"), W8A8, ids=str)
