@@ -425,8 +425,8 @@ W8A8: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-# Symmetric steps of a token put its largest number between two integers, so that the last bit of a sum decides. They are
-# compared in `test_activations`.
+# Symmetric steps of a token put its largest number between two integers, so that the last bit of a sum decides.
+# `test_activations` compares them.
 @pytest.mark.parametrize("options", [options for family, options in W8A8 if family == "llama" and options], ids=str)
 def test_activations_of_8_bits_are_rounded_before_each_product(sources, tmp_path, options):
     packed = WRITERS["compressed w8a8"](sources["llama"], tmp_path / "both", **options)
