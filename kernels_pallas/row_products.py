@@ -64,8 +64,11 @@ NUM_TRIED_TOGETHER = 8
 # Output channels whose integers are widened at once, in pairs of blocks that run side by side. A block in float32 stays
 # in the cache of its core. Products of 8 rows took as long with blocks of 256, and a quarter longer with blocks of 64.
 CHANNEL_BLOCK = 128
-# Packed weights that an accelerator widens at once: 64 MiB in bfloat16.
-MAX_WIDENED = 2**25
+# Output channels whose scales a CPU writes in float32 before it widens them: their groups of 16 take a sixteenth of the
+# channels' bytes in float32.
+CHANNELS_PREPARED = 8 * CHANNEL_BLOCK
+# Packed weights that an accelerator widens at once: 16 MiB in bfloat16.
+MAX_WIDENED = 2**23
 # How many numbers the operands of a trial repeat: a prime, so that rows of an operand begin at different ones.
 NUM_TRIAL_NUMBERS = 65_521
 
@@ -153,42 +156,56 @@ def rows_by_integers(
 
 
 def rows_by_packed(
-    x: jax.Array, parts: Any, widen: Callable[[Any], jax.Array], num_rows: jax.Array | None = None
+    x: jax.Array,
+    parts: Any,
+    prepare: Callable[[Any], Any],
+    widen: Callable[[Any], jax.Array],
+    num_rows: jax.Array | None = None,
 ) -> jax.Array:
     """Returns x wᵀ f32[T, F] for x [T, D] and packed weights: on CPU in blocks as by `rows_by_integers`.
 
-    `parts` is a tree of arrays of the channels [F, ...], and `widen` makes f32[F, D] of it. On an accelerator at most
-    MAX_WIDENED weights are there in floating point at once.
+    `parts` is a tree of arrays of the channels [F, ...]. `prepare` makes another of it, of which `widen` makes
+    f32[F, D]: what it computes once for several weights, a CPU writes for some channels before it widens them. On an
+    accelerator at most MAX_WIDENED weights are there in floating point at once.
     """
-    return _rows_by_parts(x, parts, jnp.asarray(x.shape[0]) if num_rows is None else num_rows, widen)
+    options = (prepare, widen)
+    return _rows_by_parts(x, parts, jnp.asarray(x.shape[0]) if num_rows is None else num_rows, options)
+
+
+# The functions of `rows_by_packed`, None for integers, which need none.
+Options = tuple[Callable[[Any], Any], Callable[[Any], jax.Array]] | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _rows_by_parts(
-    x: jax.Array, parts: Any, num_rows: jax.Array, widen: Callable[[Any], jax.Array] | None
-) -> jax.Array:
-    by_parts = _by_parts(widen)
-
+def _rows_by_parts(x: jax.Array, parts: Any, num_rows: jax.Array, options: Options) -> jax.Array:
     def in_tiles(x: jax.Array, parts: Any, _: jax.Array) -> jax.Array:
-        if widen is None:
-            return by_parts(x, parts, _product_at_once)
+        if options is None:
+            return _by_parts(x, parts, options, _product_at_once)
         tile = max(MAX_WIDENED // x.shape[1], 1)
-        return _in_turns(x, parts, tile, lambda own: by_parts(x, own, _product_at_once))
+        return _in_turns(x, parts, tile, lambda own: _by_parts(x, own, options, _product_at_once))
 
-    in_blocks = functools.partial(_by_parts_in_blocks, by_parts=by_parts)
+    def in_blocks(x: jax.Array, parts: Any, num_rows: jax.Array) -> jax.Array:
+        if options is None:
+            return _by_parts_in_blocks(x, parts, num_rows, lambda x, own, multiply: _by_integers(x, *own, multiply))
+        prepare, widen = options
+
+        def by_prepared(x: jax.Array, own: Any, multiply: Product) -> jax.Array:
+            return multiply(x, widen(own).astype(x.dtype))
+
+        return _in_turns(
+            x, parts, CHANNELS_PREPARED, lambda own: _by_parts_in_blocks(x, prepare(own), num_rows, by_prepared)
+        )
+
     return jax.lax.platform_dependent(x, parts, num_rows, cpu=in_blocks, default=in_tiles)
 
 
-def _by_parts_derivative(
-    widen: Callable[[Any], jax.Array] | None, operands: tuple[jax.Array, Any], change: jax.Array
-) -> tuple[Any, ...]:
-    by_parts = _by_parts(widen)
-    derivative = jax.vjp(lambda x, parts: by_parts(x, parts, _transposed_product), *operands)[1]
+def _by_parts_derivative(options: Options, operands: tuple[jax.Array, Any], change: jax.Array) -> tuple[Any, ...]:
+    derivative = jax.vjp(lambda x, parts: _by_parts(x, parts, options, _transposed_product), *operands)[1]
     return *derivative(change), None
 
 
 _rows_by_parts.defvjp(
-    lambda x, parts, num_rows, widen: (_rows_by_parts(x, parts, num_rows, widen), (x, parts)), _by_parts_derivative
+    lambda x, parts, num_rows, options: (_rows_by_parts(x, parts, num_rows, options), (x, parts)), _by_parts_derivative
 )
 
 
@@ -271,7 +288,7 @@ def _by_weights_in_blocks(x: jax.Array, w: jax.Array, num_rows: jax.Array, *, bl
     return add(y, small, first, -(-jnp.maximum(num_rows - first, 0) // small))
 
 
-def _by_parts_in_blocks(x: jax.Array, parts: Any, num_rows: jax.Array, *, by_parts: ProductByParts) -> jax.Array:
+def _by_parts_in_blocks(x: jax.Array, parts: Any, num_rows: jax.Array, by_parts: ProductByParts) -> jax.Array:
     """Widens two blocks of channels a turn, and multiplies the first num_rows of x by them in blocks of rows."""
 
     def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -305,11 +322,12 @@ def _in_turns(x: jax.Array, parts: Any, per_turn: int, compute: Callable[[Any], 
     return jax.lax.fori_loop(0, -(-F // per_turn), add_channels, jnp.full((T, F), zero_after(x), jnp.float32))
 
 
-def _by_parts(widen: Callable[[Any], jax.Array] | None) -> ProductByParts:
-    """Returns the product by the weights that `widen` makes of parts; None: of integers, scales and zero points."""
-    if widen is None:
-        return lambda x, parts, multiply: _by_integers(x, *parts, multiply=multiply)
-    return lambda x, parts, multiply: multiply(x, widen(parts).astype(x.dtype))
+def _by_parts(x: jax.Array, parts: Any, options: Options, multiply: Product) -> jax.Array:
+    """Returns x wᵀ f32[T, F] by one call of `multiply` with weights in the dtype of x."""
+    if options is None:
+        return _by_integers(x, *parts, multiply)
+    prepare, widen = options
+    return multiply(x, widen(prepare(parts)).astype(x.dtype))
 
 
 def _by_integers(

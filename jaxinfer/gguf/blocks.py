@@ -1,8 +1,9 @@
 """The blocks of ggml: some integers with their scales, as float32, bit for bit the numbers of ggml's C.
 
-A block type has `length` numbers in `num_bytes` bytes. Each function below takes blocks u8[N, num_bytes], of NumPy or
-of JAX, and returns f32[N, length]. The layouts are those of ggml-common.h, and the order of operations that of
-ggml-quants.c. Operations are elementwise, so that a compiler writes nothing but their result.
+A block type has `length` numbers in `num_bytes` bytes: an integer times the scale of its group, to which some types add
+an offset. Each function below takes blocks u8[N, num_bytes], of NumPy or of JAX. The layouts are those of
+ggml-common.h, and the order of operations that of ggml-quants.c. Operations are elementwise, so that a compiler writes
+nothing but their result.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ NOT_FINITE = "a weight or a scale is infinite or no number"
 Array = Any  # of NumPy, or of JAX under a trace
 
 
+# The scales f32[N, groups] of blocks, and offsets f32[N, groups] or None.
+Levels = tuple[Array, Array | None]
+
+
 @dataclass(frozen=True)
 class BlockType:
     """A type of ggml by its name there, with the way from its blocks to float32."""
@@ -29,8 +34,19 @@ class BlockType:
     name: str
     length: int  # numbers in a block
     num_bytes: int  # of a block
-    decode: Callable[[Array], Array]
+    integers: Callable[[Array], Array]  # [N, groups, length / groups]
+    levels: Callable[[Array], Levels] | None = None  # None: the integers are floating-point numbers themselves
     halves: tuple[int, ...] = ()  # the bytes of a block at which half-precision numbers begin
+
+    def numbers(self, blocks: Array) -> Array:
+        """Returns the numbers f32[N, length] of blocks u8[N, num_bytes]."""
+        return self.integers(blocks) if self.levels is None else self.scaled(blocks, *self.levels(blocks))
+
+    def scaled(self, blocks: Array, scales: Array, offsets: Array | None) -> Array:
+        """Returns the numbers f32[N, length] of blocks with these levels."""
+        products = _rounded(scales[:, :, None] * self.integers(blocks).astype(np.float32))
+        numbers = products if offsets is None else products + offsets[:, :, None]
+        return numbers.reshape(-1, self.length)
 
     @property
     def is_float(self) -> bool:
@@ -49,7 +65,7 @@ def dequantize(blocks: np.ndarray, block_type: BlockType) -> np.ndarray:
     step = max(BYTES_AT_ONCE // (4 * block_type.length), 1)
     for start in range(0, len(flat), step):
         with np.errstate(over="ignore", invalid="ignore"):
-            piece = block_type.decode(np.ascontiguousarray(flat[start : start + step]))
+            piece = block_type.numbers(np.ascontiguousarray(flat[start : start + step]))
         if not np.isfinite(piece).all():  # of types without half-precision scales
             raise ValueError(NOT_FINITE)
         out[start : start + step] = piece
@@ -114,12 +130,8 @@ def _number_of(values: Sequence[int], codes: Array) -> Array:
     return chosen[0]
 
 
-def _scaled(scales: Array, integers: Array) -> Array:
-    """Multiplies integers [N, groups, n] by the scales f32[N, groups] of their groups, and rounds the products.
-
-    A compiler could otherwise keep more of their bits in a later sum.
-    """
-    products = scales[:, :, None] * integers.astype(np.float32)
+def _rounded(products: Array) -> Array:
+    """Returns products as rounded to float32; a compiler could otherwise keep more of their bits in a later sum."""
     return products.__array_namespace__().maximum(products, LEAST)
 
 
@@ -135,132 +147,142 @@ def _bf16(blocks: np.ndarray) -> np.ndarray:
     return (blocks.view("<u2").astype(np.uint32) << 16).view(np.float32)
 
 
-def _in_one_group(scale: Array, integers: Array) -> Array:
-    """Returns numbers f32[N, n] of integers [N, ...] with one scale f32[N, 1] a block."""
-    return _scaled(scale, integers.reshape(len(integers), 1, -1))[:, 0]
+def _scale(blocks: Array) -> Levels:
+    return _f16(blocks, 0), None
+
+
+def _scale_and_offset(blocks: Array) -> Levels:
+    return _f16(blocks, 0), _f16(blocks, 2)
 
 
 def _q8_0(blocks: Array) -> Array:
-    return _in_one_group(_f16(blocks, 0), blocks[:, 2:].view(np.int8))
+    return blocks[:, None, 2:].view(np.int8)
 
 
 def _q4_0(blocks: Array) -> Array:
-    return _in_one_group(_f16(blocks, 0), _fields(blocks[:, 2:], 4).astype(np.float32) - 8)
+    return _fields(blocks[:, 2:], 4).reshape(-1, 1, 32).astype(np.float32) - 8
 
 
 def _q4_1(blocks: Array) -> Array:
-    return _in_one_group(_f16(blocks, 0), _fields(blocks[:, 4:], 4)) + _f16(blocks, 2)
+    return _fields(blocks[:, 4:], 4).reshape(-1, 1, 32)
 
 
 def _five_bits(high: Array, low: Array) -> Array:
-    """Returns integers u8[N, 32] from a bit of each in 4 bytes, and four bits of each in 16."""
+    """Returns integers u8[N, 1, 32] from a bit of each in 4 bytes, and four bits of each in 16."""
     shifts = np.arange(8, dtype=np.uint8).reshape(1, 1, 8)
-    top = ((high[:, :, None] >> shifts) & np.uint8(1)).reshape(-1, 32)
-    return _fields(low, 4).reshape(-1, 32) | (top << np.uint8(4))
+    top = ((high[:, :, None] >> shifts) & np.uint8(1)).reshape(-1, 1, 32)
+    return _fields(low, 4).reshape(-1, 1, 32) | (top << np.uint8(4))
 
 
 def _q5_0(blocks: Array) -> Array:
-    return _in_one_group(_f16(blocks, 0), _five_bits(blocks[:, 2:6], blocks[:, 6:]).astype(np.float32) - 16)
+    return _five_bits(blocks[:, 2:6], blocks[:, 6:]).astype(np.float32) - 16
 
 
 def _q5_1(blocks: Array) -> Array:
-    return _in_one_group(_f16(blocks, 0), _five_bits(blocks[:, 4:8], blocks[:, 8:])) + _f16(blocks, 2)
+    return _five_bits(blocks[:, 4:8], blocks[:, 8:])
 
 
 def _q2_k(blocks: Array) -> Array:
-    factors = blocks[:, :16]
-    integers = _fields(blocks[:, 16:80].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
-    scales = _f16(blocks, 80) * (factors & np.uint8(15)).astype(np.float32)
-    minima = _scaled(_f16(blocks, 82), (factors >> np.uint8(4))[:, None])[:, 0]
-    return (_scaled(scales, integers) - minima[:, :, None]).reshape(-1, 256)
+    return _fields(blocks[:, 16:80].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
+
+
+def _q2_k_levels(blocks: Array) -> Levels:
+    factors, minima = (
+        bits.astype(np.float32) for bits in (blocks[:, :16] & np.uint8(15), blocks[:, :16] >> np.uint8(4))
+    )
+    return _f16(blocks, 80) * factors, -_rounded(_f16(blocks, 82) * minima)
 
 
 def _q3_k(blocks: Array) -> Array:
     low = _fields(blocks[:, 32:96].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
     high = _fields(blocks[:, :32], 1).reshape(-1, 16, 16)
-    integers = (low | (high << np.uint8(2))).astype(np.float32) - 4
+    return (low | (high << np.uint8(2))).astype(np.float32) - 4
+
+
+def _q3_k_levels(blocks: Array) -> Levels:
     # Six bits of each of the 16 factors: four in the halves of 8 bytes, two in the quarters of 4.
     four = _fields(blocks[:, 96:104], 4).reshape(-1, 16)
     two = _fields(blocks[:, 104:108], 2).reshape(-1, 16)
     factors = (four | (two << np.uint8(4))).astype(np.float32) - 32
-    return _scaled(_f16(blocks, 108) * factors, integers).reshape(-1, 256)
+    return _f16(blocks, 108) * factors, None
 
 
-def _factors_and_minima(packed: Array) -> tuple[Array, Array]:
-    """Returns two times 8 integers of six bits, f32[N, 8] each, from the 12 bytes of Q4_K and Q5_K.
+def _factors_and_minima(blocks: Array) -> Levels:
+    """Returns the levels of Q4_K and Q5_K, whose blocks begin alike: two times 8 integers of six bits in 12 bytes.
 
     bytes 0 to 3   two high bits of factors 4 to 7, factors 0 to 3
     bytes 4 to 7   the same of the minima
     bytes 8 to 11  four low bits of minima 4 to 7, and of factors 4 to 7
     """
-    first, rest = packed[:, :8].reshape(-1, 2, 4), _fields(packed[:, 8:], 4)
+    first, rest = blocks[:, 4:12].reshape(-1, 2, 4), _fields(blocks[:, 12:16], 4)
     later = rest | ((first >> np.uint8(6)) << np.uint8(4))
     six_bits = [first & np.uint8(63), later]
-    joined = packed.__array_namespace__().concat(six_bits, axis=2).astype(np.float32)
-    return joined[:, 0], joined[:, 1]
-
-
-def _with_minima(blocks: Array, integers: Array) -> Array:
-    """Returns the numbers of Q4_K and Q5_K, whose blocks begin alike, from their integers [N, 8, 32]."""
-    factors, minima = _factors_and_minima(blocks[:, 4:16])
-    offsets = _scaled(_f16(blocks, 2), minima[:, None])[:, 0]
-    return (_scaled(_f16(blocks, 0) * factors, integers) - offsets[:, :, None]).reshape(-1, 256)
+    joined = blocks.__array_namespace__().concat(six_bits, axis=2).astype(np.float32)
+    return _f16(blocks, 0) * joined[:, 0], -_rounded(_f16(blocks, 2) * joined[:, 1])
 
 
 def _q4_k(blocks: Array) -> Array:
-    return _with_minima(blocks, _fields(blocks[:, 16:].reshape(-1, 4, 32), 4).reshape(-1, 8, 32))
+    return _fields(blocks[:, 16:].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
 
 
 def _q5_k(blocks: Array) -> Array:
     low = _fields(blocks[:, 48:].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
-    return _with_minima(blocks, low | (_fields(blocks[:, 16:48], 1) << np.uint8(4)))
+    return low | (_fields(blocks[:, 16:48], 1) << np.uint8(4))
 
 
 def _q6_k(blocks: Array) -> Array:
     low = _fields(blocks[:, :128].reshape(-1, 2, 64), 4).reshape(-1, 16, 16)
     high = _fields(blocks[:, 128:192].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
-    integers = (low | (high << np.uint8(4))).astype(np.float32) - 32
-    factors = blocks[:, 192:208].view(np.int8).astype(np.float32)
-    return _scaled(_f16(blocks, 208) * factors, integers).reshape(-1, 256)
+    return (low | (high << np.uint8(4))).astype(np.float32) - 32
+
+
+def _q6_k_levels(blocks: Array) -> Levels:
+    return _f16(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32), None
 
 
 def _iq4_nl(blocks: Array) -> Array:
-    return _in_one_group(_f16(blocks, 0), _number_of(IQ4_VALUES, _fields(blocks[:, 2:], 4)))
+    return _number_of(IQ4_VALUES, _fields(blocks[:, 2:], 4)).reshape(-1, 1, 32)
 
 
 def _iq4_xs(blocks: Array) -> Array:
+    return _number_of(IQ4_VALUES, _fields(blocks[:, 8:].reshape(-1, 8, 16), 4).reshape(-1, 8, 32))
+
+
+def _iq4_xs_levels(blocks: Array) -> Levels:
     shifts = np.arange(0, 16, 2, dtype=np.uint16).reshape(1, -1)
     high = (_u16(blocks[:, 2:3], blocks[:, 3:4]) >> shifts).astype(np.uint8) & np.uint8(3)
     low = _fields(blocks[:, 4:8], 4).swapaxes(-1, -2).reshape(-1, 8)
     factors = (low | (high << np.uint8(4))).astype(np.float32) - 32
-    values = _number_of(IQ4_VALUES, _fields(blocks[:, 8:].reshape(-1, 8, 16), 4).reshape(-1, 8, 32))
-    return _scaled(_f16(blocks, 0) * factors, values).reshape(-1, 256)
+    return _f16(blocks, 0) * factors, None
 
 
 def _mxfp4(blocks: np.ndarray) -> np.ndarray:
+    return _number_of(E2M1_VALUES, _fields(blocks[:, 1:], 4)).reshape(-1, 1, 32)
+
+
+def _mxfp4_scale(blocks: np.ndarray) -> Levels:
     exponents = blocks[:, :1].astype(np.int32)
     # Half of 2 ** (exponent - 127), because the table has twice the numbers. 255 stands for no number.
-    scales = np.where(exponents == 255, np.float32(np.nan), np.ldexp(np.float32(1), exponents - 128))
-    return scales * _number_of(E2M1_VALUES, _fields(blocks[:, 1:], 4)).reshape(-1, 32)
+    return np.where(exponents == 255, np.float32(np.nan), np.ldexp(np.float32(1), exponents - 128)), None
 
 
 BLOCK_TYPES = {
     0: BlockType("F32", 1, 4, _f32),
     1: BlockType("F16", 1, 2, _half),
-    2: BlockType("Q4_0", 32, 18, _q4_0, (0,)),
-    3: BlockType("Q4_1", 32, 20, _q4_1, (0, 2)),
-    6: BlockType("Q5_0", 32, 22, _q5_0, (0,)),
-    7: BlockType("Q5_1", 32, 24, _q5_1, (0, 2)),
-    8: BlockType("Q8_0", 32, 34, _q8_0, (0,)),
-    10: BlockType("Q2_K", 256, 84, _q2_k, (80, 82)),
-    11: BlockType("Q3_K", 256, 110, _q3_k, (108,)),
-    12: BlockType("Q4_K", 256, 144, _q4_k, (0, 2)),
-    13: BlockType("Q5_K", 256, 176, _q5_k, (0, 2)),
-    14: BlockType("Q6_K", 256, 210, _q6_k, (208,)),
-    20: BlockType("IQ4_NL", 32, 18, _iq4_nl, (0,)),
-    23: BlockType("IQ4_XS", 256, 136, _iq4_xs, (0,)),
+    2: BlockType("Q4_0", 32, 18, _q4_0, _scale, (0,)),
+    3: BlockType("Q4_1", 32, 20, _q4_1, _scale_and_offset, (0, 2)),
+    6: BlockType("Q5_0", 32, 22, _q5_0, _scale, (0,)),
+    7: BlockType("Q5_1", 32, 24, _q5_1, _scale_and_offset, (0, 2)),
+    8: BlockType("Q8_0", 32, 34, _q8_0, _scale, (0,)),
+    10: BlockType("Q2_K", 256, 84, _q2_k, _q2_k_levels, (80, 82)),
+    11: BlockType("Q3_K", 256, 110, _q3_k, _q3_k_levels, (108,)),
+    12: BlockType("Q4_K", 256, 144, _q4_k, _factors_and_minima, (0, 2)),
+    13: BlockType("Q5_K", 256, 176, _q5_k, _factors_and_minima, (0, 2)),
+    14: BlockType("Q6_K", 256, 210, _q6_k, _q6_k_levels, (208,)),
+    20: BlockType("IQ4_NL", 32, 18, _iq4_nl, _scale, (0,)),
+    23: BlockType("IQ4_XS", 256, 136, _iq4_xs, _iq4_xs_levels, (0,)),
     30: BlockType("BF16", 1, 2, _bf16),
-    39: BlockType("MXFP4", 32, 17, _mxfp4),
+    39: BlockType("MXFP4", 32, 17, _mxfp4, _mxfp4_scale),
 }
 # Types of ggml that are named in errors alone.
 UNREAD_TYPES = {

@@ -33,5 +33,29 @@ class PackedBlocks:
 
     def widened(self) -> jax.Array:
         """Returns the weights f32[out..., in], bit for bit the numbers of ggml's C."""
+        return self.with_levels().widened()
+
+    def with_levels(self) -> BlocksWithLevels:
+        """Returns the blocks with their scales and offsets in float32."""
         kind = TYPES[self.type]
-        return kind.decode(self.blocks.reshape(-1, kind.num_bytes)).reshape(*self.shape[:-1], -1)
+        assert kind.levels is not None
+        levels = kind.levels(self.blocks.reshape(-1, kind.num_bytes))
+        scales, offsets = jax.tree.map(lambda a: a.reshape(*self.shape[:-1], -1), levels)
+        return BlocksWithLevels(self.blocks, scales, offsets, self.type)
+
+
+@struct.dataclass
+class BlocksWithLevels:
+    """Blocks whose scales and offsets were computed before, for a CPU would compute them for each number again."""
+
+    blocks: Any  # u8[out..., row bytes]
+    scales: Any  # f32[out..., groups]
+    offsets: Any  # f32[out..., groups] or None
+    type: str = struct.field(pytree_node=False)
+
+    def widened(self) -> jax.Array:
+        """Returns the weights f32[out..., in]."""
+        kind = TYPES[self.type]
+        blocks = self.blocks.reshape(-1, kind.num_bytes)
+        levels = jax.tree.map(lambda a: a.reshape(blocks.shape[0], -1), (self.scales, self.offsets))
+        return kind.scaled(blocks, *levels).reshape(*self.blocks.shape[:-1], -1)

@@ -117,7 +117,8 @@ def test_a_line_says_which_weights_take_more_memory(tmp_path, caplog):
         params, _ = load_checkpoint(path, "float32")
 
     (line,) = [record.getMessage() for record in caplog.records if "become" in record.getMessage()]
-    size = params.layers[0].feed_forward.router.size
+    feed_forward: Any = params.layers[0].feed_forward
+    size = feed_forward.router.size
     assert line.endswith(f"of type Q8_0 become float32: {4e-6 * size:.2f} MB in place of {34e-6 * size / 32:.2f} MB")
 
 

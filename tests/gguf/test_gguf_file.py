@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.checkpoint import read_config, read_eos_token_ids, read_sampling_defaults, require_fitting_tensors
-from jaxinfer.checkpoint.stored import StoredQuantized
+from jaxinfer.checkpoint.stored import StoredBlocks, StoredQuantized
 from jaxinfer.gguf import file as gguf_file
 from jaxinfer.gguf.file import read_gguf
 from jaxinfer.text.tokenizer import Tokenizer
@@ -158,6 +158,9 @@ def read_whole(path: Path) -> list[Any]:
     _, stored = require_fitting_tensors(path, config)
     tensors = [stored[name] for name in sorted(stored)]
     floats = [tensor.floats() if isinstance(tensor, StoredQuantized) else tensor.map() for tensor in tensors]
+    for tensor in tensors:
+        if isinstance(tensor, StoredBlocks):
+            tensor.blocks()
     ids = tokenizer.encode("a cab")
     return [config, read_eos_token_ids(path), read_sampling_defaults(path), ids, *(f.tobytes() for f in floats)]
 
@@ -198,7 +201,7 @@ def mutated(content: bytes, header: int, rng: np.random.Generator) -> bytes:
 
 
 def test_a_mutated_file_is_refused_by_name_or_read_whole(tmp_path):
-    sizes = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256}
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256}
     kinds = {"ffn": "Q4_K", "attn": "Q8_0"}
     path, _ = save_gguf(
         tmp_path,
