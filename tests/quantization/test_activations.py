@@ -56,15 +56,16 @@ def test_rows_are_rounded_as_by_compressed_tensors(rows, activations):
 
     rounded = round_rows(jnp.asarray(rows), activations, stated)
 
-    difference = np.asarray(rounded.values) - expected
-    steps = (x / scale).numpy()
+    written = np.delete(np.arange(len(rows)), 3)  # of a row of zeros, each zero point is as good
+    assert not rounded.floats()[3].any()
+    difference = (np.asarray(rounded.values) - expected)[written]
+    steps = (x / scale).numpy()[written]
     # The largest number of a token is 127.5 steps, and as near to the one integer as to the other.
     is_between = np.abs(steps - np.floor(steps) - 0.5) < 1e-4
     np.testing.assert_array_equal(difference[~is_between], 0)
     assert np.abs(difference).max() <= 1
     assert is_between.mean() < 0.02
     if activations.is_dynamic:
-        written = np.delete(np.arange(len(rows)), 3)
         np.testing.assert_allclose(rounded.scales[written], scale[written], rtol=1e-6)
         assert np.abs(rounded.floats() - rows).max() <= np.abs(rows).max() / 127
 
