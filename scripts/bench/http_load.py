@@ -29,7 +29,7 @@ class Ask:
 
 
 def prompt_of(draw: random.Random, num_tokens: int) -> str:
-    """Returns a text of so many tokens of the bundled model."""
+    """Returns a text that the bundled model reads as `num_tokens` tokens."""
     return " ".join(draw.choices(WORDS, k=num_tokens - 1))
 
 
@@ -68,7 +68,7 @@ class Load:
         body = {"model": "model", "prompt": one.prompt, "max_tokens": one.num_tokens, "temperature": 0, "stream": True}
         body["logit_bias"] = {END_TOKEN: -100}  # so that every answer has `num_tokens`
         moments, text = [time.perf_counter()], ""
-        async with http.stream("POST", f"{server.url}/completions", json=body) as answer:
+        async with http.stream("POST", f"{server.url}/completions", json=body | server.fields) as answer:
             answer.raise_for_status()
             async for line in answer.aiter_lines():
                 if line.startswith("data: {") and (choices := json.loads(line.removeprefix("data: "))["choices"]):

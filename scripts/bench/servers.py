@@ -12,8 +12,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -31,10 +32,11 @@ IDLE_PERCENT, IDLE_SECONDS = 1.0, 5
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """A running server; its URL ends with /v1."""
+    """A running server; its URL ends with /v1, and its bodies have `fields` beside those of OpenAI's API."""
 
     name: str
     url: str
+    fields: dict[str, Any] = field(default_factory=dict)
 
 
 def free_port() -> int:
@@ -101,5 +103,6 @@ def llama_cpp_servers(folder: Path, binary: str | None, python: str | None) -> I
             # Else a new request ends the one that runs. All logits of a prompt are not asked for.
             command += ["--interrupt_requests", "false", "--logits_all", "false"]
             started_one = started("llama_cpp.server", command, port, "/v1/models")
-            servers.append(stack.enter_context(started_one))
+            # It penalizes repetitions by default, as no other server does.
+            servers.append(replace(stack.enter_context(started_one), fields={"repeat_penalty": 1.0}))
         yield servers

@@ -4,9 +4,9 @@
     python scripts/bench/serving.py http                       # jaxinfer serve at 1, 16 and 64 streams
     python scripts/bench/serving.py http --llama-server PATH --llama-cpp-python PYTHON    # beside those of llama.cpp
 
-`asyncio` alternates both and prints the median of the ratio of their seconds. `http` lets the servers take turns and
-prints the time to the first token and between two events of a stream (p50 and p99 of all rounds), and tokens per second
-(median of the rounds). PYTHON has the package llama-cpp-python[server].
+`asyncio` alternates both and prints the median of the ratio of their seconds. `http` lets the servers take turns. It
+prints p50 and p99 over all rounds of the time to the first token, and of that between two events of a stream. Tokens
+per second are medians of the rounds. PYTHON has the package llama-cpp-python[server].
 """
 
 from __future__ import annotations
