@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxinfer import json_lines
 from jaxinfer.batch_job.input import numbered_lines
@@ -209,6 +211,21 @@ def test_a_byte_order_mark_and_line_ends_of_windows_are_no_matter():
 def test_blank_lines_count_but_are_no_requests():
     lines = [b"\n", b'{"custom_id": "a", "prompt": "p"}\n', b" \r\n", b'{"custom_id": "b", "prompt": "p"}']
     assert [entry.line for entry in read_requests(numbered(b"".join(lines)), {})] == [2, 4]
+
+
+LINES = st.binary(max_size=8) | st.sampled_from(
+    [b"{", b'"', b"\x00", b"\xef\xbb\xbf", b'{"prompt": "a"}', b"[1]", b" \r"]
+)
+
+
+@given(st.lists(LINES | st.lists(LINES, max_size=3).map(b"".join), max_size=8))
+def test_each_line_of_any_bytes_is_a_request_or_says_why_not_or_is_blank(lines):
+    content = b"\n".join(lines)
+
+    entries = list(read_requests(numbered(content), set()))
+
+    assert [entry.line for entry in entries] == [n for n, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+    assert all(isinstance(entry, JobRequest) or entry.message for entry in entries)
 
 
 @pytest.mark.parametrize("done", [{}, {1}])

@@ -152,6 +152,7 @@ def scripted(monkeypatch, tmp_path):
 
     def make(*answers):
         tokenizer = Tokenizer.from_path(save_checkpoint_with_marks(tmp_path / "model"))
+        assert tokenizer is not None
         rendered, texts = [], iter(answers)
 
         class ScriptedLLM(ChattingLLM):

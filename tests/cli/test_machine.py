@@ -84,7 +84,7 @@ def test_each_type_of_keys_and_values_has_its_bytes_and_what_a_kernel_refuses(ch
 
     own_bytes = int(own.removesuffix(" bytes per token in bfloat16").replace(",", ""))
     for line, name, refusal in zip(narrow, ("fp8", "int8"), refusals, strict=True):
-        size, room = re.match(rf"([\d,]+) in {name}, room for ([\d.]+) times the tokens", line).groups()
+        ((size, room),) = re.findall(rf"^([\d,]+) in {name}, room for ([\d.]+) times the tokens", line)
         assert own_bytes / int(size.replace(",", "")) == pytest.approx(float(room), abs=0.006)
         assert ("refused: " in line) == attention[name].startswith("refused: ") == bool(refusal)
         assert refusal in line
