@@ -118,6 +118,12 @@ def test_conversation_is_that_of_the_api(open_page, address, http, stays_idle):
     assert f"seed {LONG_SEED}" in page.locator(".answer .about").first.text_content()
 
 
+TIP_IS_BESIDE_ITS_TOKEN = """() => {
+  const [token, tip] = [document.activeElement, document.getElementById("tip")].map((e) => e.getBoundingClientRect());
+  return Math.min(Math.abs(tip.top - token.bottom), Math.abs(token.top - tip.bottom)) < 8;
+}"""
+
+
 def test_token_shows_its_alternatives_on_hover_and_focus(open_page, address, http, stays_idle):
     page = open_page(address)
     set_up(page, temperature=0, max_tokens=4)
@@ -140,6 +146,9 @@ def test_token_shows_its_alternatives_on_hover_and_focus(open_page, address, htt
     page.keyboard.press("ArrowRight")
     assert page.evaluate("document.activeElement.textContent") == rows[1]["token"]
     assert page.locator("#tip").is_visible()
+    page.set_viewport_size({"width": 1200, "height": 500})
+    page.evaluate("scrollBy(0, scrollY ? -40 : 40)")
+    page.wait_for_function(TIP_IS_BESIDE_ITS_TOKEN)
 
 
 def test_fork_goes_on_from_the_tokens_before(open_page, address, http, stays_idle):

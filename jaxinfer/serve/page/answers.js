@@ -2,6 +2,7 @@
 
 const LEVELS = [0.05, 0.25, 0.5, 0.9]; // probabilities between the colours
 const tip = document.getElementById("tip");
+let tipOwner = null; // the token that the tip describes
 
 const readable = (text) => text.replaceAll("\n", "↵").replaceAll("\t", "⇥").replace(/^ +$/, (s) => "␣".repeat(s.length));
 const percent = (logProb) => {
@@ -114,12 +115,22 @@ function showTip(button, token) {
   }
   tip.replaceChildren(table);
   tip.hidden = false;
-  const [place, size] = [button.getBoundingClientRect(), tip.getBoundingClientRect()];
+  tipOwner = button;
+  placeTip();
+  button.setAttribute("aria-describedby", "tip");
+}
+
+function placeTip() {
+  if (tip.hidden) return;
+  const [place, size] = [tipOwner.getBoundingClientRect(), tip.getBoundingClientRect()];
   const below = place.bottom + 6 + size.height < innerHeight;
   tip.style.top = `${below ? place.bottom + 6 : Math.max(place.top - size.height - 6, 0)}px`;
   tip.style.left = `${Math.max(8, Math.min(place.left, innerWidth - size.width - 8))}px`;
-  button.setAttribute("aria-describedby", "tip");
 }
+
+// The tip stays beside its token while the page scrolls, and while text that still comes moves it.
+addEventListener("scroll", placeTip, { capture: true, passive: true });
+new ResizeObserver(placeTip).observe(document.body);
 
 function hideTip(button) {
   tip.hidden = true;
