@@ -160,7 +160,7 @@ def scripted(monkeypatch, tmp_path):
                 super().__init__(model)
                 self.tokenizer, self.answers = tokenizer, Answers(tokenizer)
 
-            def stream(self, prompt: Any, sampling_params: SamplingParams) -> Any:
+            def stream(self, prompt: Any, sampling_params: SamplingParams, *, adapter: str | None) -> Any:
                 ChattingLLM.params = sampling_params
                 rendered.append(tokenizer.decode(prompt, skip_special_tokens=False))
                 for token_id in tokenizer.encode(next(texts), add_special_tokens=False):
