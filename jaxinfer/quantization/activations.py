@@ -14,7 +14,7 @@ LEAST, LARGEST = -128, 127
 
 
 class Activations(NamedTuple):
-    """How a product rounds its inputs, by the definitions of compressed-tensors.
+    """The rounding of the inputs of a product to 8 bits, by steps of equal size.
 
     The steps of 8 bits go from the least number to the largest, or as far to both sides of 0 if it `is_symmetric`:
     those of the token, which alone decides on its numbers, or stated ones if they are not dynamic.
@@ -47,7 +47,7 @@ def round_rows(x: jax.Array, activations: Activations, input_range: jax.Array | 
         scales, inverses, zeros = jnp.split(input_range, 3, axis=1)
     elif activations.is_symmetric:
         largest = jnp.abs(x).max(-1, keepdims=True)
-        scales, inverses, zeros = *_steps(largest, 127.5), jnp.zeros_like(largest)
+        scales, inverses, zeros = *_steps(largest, 127.0), jnp.zeros_like(largest)
     else:
         low = jnp.minimum(x.min(-1, keepdims=True), 0)
         scales, inverses = _steps(jnp.maximum(x.max(-1, keepdims=True), 0) - low, 255.0)
