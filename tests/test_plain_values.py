@@ -202,7 +202,8 @@ def test_each_field_takes_the_values_of_other_libraries(config, name, value, lib
     base = {key: item for key, item in base.items() if key != name}
     expected = config(**base, **{name: value})
 
-    made = config(**base, **{name: value if dataclasses.is_dataclass(value) else library(value)})
+    other: Any = value if dataclasses.is_dataclass(value) else library(value)
+    made = config(**base, **{name: other})
 
     assert made == expected
     assert repr(made) == repr(expected)  # no np.int64(5) is left

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxinfer.capacity import plan_deployment
+from jaxinfer import capacity
 from jaxinfer.capacity.devices import CHIPS, Devices, parse_devices
 from jaxinfer.cli.main import main
 from jaxinfer.config import EngineConfig
 from kernels_pallas.device import data_sheet
 
+plan_deployment: Any = capacity.plan_deployment  # whose layouts may lack a plan
 LLAMA = "Llama-3-8B"
 # Of Llama 3 8B: layers, hidden size, KV heads and their width, vocabulary, and all parameters.
 L, D, K, H, V, P = 32, 4096, 8, 128, 128256, 8_030_261_248
