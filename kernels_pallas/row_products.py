@@ -180,13 +180,13 @@ Options = tuple[Callable[[Any], Any], Callable[[Any], jax.Array]] | None
 def _rows_by_parts(x: jax.Array, parts: Any, num_rows: jax.Array, options: Options) -> jax.Array:
     def in_tiles(x: jax.Array, parts: Any, _: jax.Array) -> jax.Array:
         if options is None:
-            return _by_parts(x, parts, options, _product_at_once)
+            return _by_parts(x, parts, _product_at_once, options)
         tile = max(MAX_WIDENED // x.shape[1], 1)
-        return _in_turns(x, parts, tile, lambda own: _by_parts(x, own, options, _product_at_once))
+        return _in_turns(x, parts, tile, lambda own: _by_parts(x, own, _product_at_once, options))
 
     def in_blocks(x: jax.Array, parts: Any, num_rows: jax.Array) -> jax.Array:
         if options is None:
-            return _by_parts_in_blocks(x, parts, num_rows, lambda x, own, multiply: _by_integers(x, *own, multiply))
+            return _by_parts_in_blocks(x, parts, num_rows, functools.partial(_by_parts, options=None))
         prepare, widen = options
 
         def by_prepared(x: jax.Array, own: Any, multiply: Product) -> jax.Array:
@@ -200,7 +200,7 @@ def _rows_by_parts(x: jax.Array, parts: Any, num_rows: jax.Array, options: Optio
 
 
 def _by_parts_derivative(options: Options, operands: tuple[jax.Array, Any], change: jax.Array) -> tuple[Any, ...]:
-    derivative = jax.vjp(lambda x, parts: _by_parts(x, parts, options, _transposed_product), *operands)[1]
+    derivative = jax.vjp(lambda x, parts: _by_parts(x, parts, _transposed_product, options), *operands)[1]
     return *derivative(change), None
 
 
@@ -322,10 +322,11 @@ def _in_turns(x: jax.Array, parts: Any, per_turn: int, compute: Callable[[Any], 
     return jax.lax.fori_loop(0, -(-F // per_turn), add_channels, jnp.full((T, F), zero_after(x), jnp.float32))
 
 
-def _by_parts(x: jax.Array, parts: Any, options: Options, multiply: Product) -> jax.Array:
+def _by_parts(x: jax.Array, parts: Any, multiply: Product, options: Options) -> jax.Array:
     """Returns x wᵀ f32[T, F] by one call of `multiply` with weights in the dtype of x."""
     if options is None:
-        return _by_integers(x, *parts, multiply)
+        values, scales, zeros = parts
+        return _by_integers(x, values, scales, zeros, multiply)
     prepare, widen = options
     return multiply(x, widen(prepare(parts)).astype(x.dtype))
 

@@ -21,7 +21,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
 
@@ -244,16 +244,19 @@ def compressed_floats(source: Path, folder: Path, *, kind: str, **settings: Any)
     """NVFP4, MXFP4 or MXFP8, by the compressors of the library."""
     scheme = QuantizationScheme(targets=["Linear"], **copy.deepcopy(PRESET_SCHEMES[kind]))
     assert scheme.weights is not None
-    arguments, form = scheme.weights, infer_module_format(torch.nn.Linear, scheme).value
+    arguments: Any = scheme.weights
+    form = infer_module_format(torch.nn.Linear, scheme).value
     compressor = BaseCompressor.get_value_from_registry(form)
 
     def pack(_: str, w: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
-        state = {"weight": torch.from_numpy(w)}
+        state: dict[str, Any] = {"weight": torch.from_numpy(w)}
         groups = state["weight"].reshape(len(w), -1, arguments.group_size)
         if kind.startswith("NVFP4"):
-            state["weight_global_scale"] = generate_gparam(*(m.reshape(1) for m in state["weight"].aminmax()))
+            ends: Any = [end.reshape(1) for end in state["weight"].aminmax()]
+            state["weight_global_scale"] = generate_gparam(*ends)
         scale = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments, state.get("weight_global_scale"))[0]
-        parts = dict(compressor.compress(state | {"weight_scale": scale}, scheme))
+        state["weight_scale"] = scale
+        parts: dict[str, Any] = dict(compressor.compress(state, scheme))
         stored = parts["weight_scale"]
         wide = torch.exp2(stored.float() - 127) if stored.dtype == torch.uint8 else stored.float()
         if "weight_global_scale" in parts:
@@ -267,7 +270,10 @@ def compressed_floats(source: Path, folder: Path, *, kind: str, **settings: Any)
         return parts, meant.numpy()
 
     config = QuantizationConfig(
-        config_groups={"group_0": scheme}, format=form, quantization_status="compressed", ignore=["lm_head"]
+        config_groups={"group_0": scheme},
+        format=form,
+        quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=["lm_head"],
     )
     return pack_checkpoint(source, folder, pack, json.loads(config.model_dump_json()) | settings)
 

@@ -439,8 +439,8 @@ def test_activations_of_8_bits_are_rounded_before_each_product(sources, tmp_path
             return (inputs[0] * (127 / largest)).round() * (largest / 127)
         scale, zero = torch.tensor([0.03]), torch.tensor([-9])
         if arguments.dynamic:
-            ends = [end(inputs[0], -1, keepdim=True) for end in (torch.amin, torch.amax)]
-            scale, zero = calculate_qparams(*ends, arguments)
+            low, high = (end(inputs[0], -1, keepdim=True) for end in (torch.amin, torch.amax))
+            scale, zero = calculate_qparams(low, high, arguments)
         return fake_quantize(inputs[0], scale, zero, arguments)
 
     sequences = [generator.integers(0, config.vocab_size, length) for length in LENGTHS]

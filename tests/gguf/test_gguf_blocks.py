@@ -132,7 +132,7 @@ def test_each_scale_of_packed_blocks_is_checked(name):
 
     for at, number in itertools.product(block.halves, ("-inf", "nan")):
         damaged = blocks.copy()
-        damaged[1, block.num_bytes + at : block.num_bytes + at + 2] = np.float16([number]).view(np.uint8)
+        damaged[1, block.num_bytes + at : block.num_bytes + at + 2] = np.array([number], np.float16).view(np.uint8)
         for read in (require_finite_scales, dequantize):
             with pytest.raises(ValueError, match="is infinite or no number"):
                 read(damaged, block)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from compressed_tensors.quantization.lifecycle.forward import quantize
 from compressed_tensors.quantization.utils.helpers import calculate_qparams
 
@@ -18,7 +20,7 @@ SCALE, ZERO = np.float32(0.05), 7
 EVERY = [Activations(is_dynamic, is_symmetric) for is_dynamic in (True, False) for is_symmetric in (True, False)]
 
 
-def stated_range(activations: Activations) -> np.ndarray | None:
+def stated_range(activations: Activations) -> Any:
     zero = 0 if activations.is_symmetric else ZERO
     return None if activations.is_dynamic else np.array([[SCALE, 1 / SCALE, zero]], np.float32)
 
@@ -33,7 +35,8 @@ def rows() -> np.ndarray:
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 9, 40])
 def test_products_of_integers_are_those_of_numpy(num_rows):
     generator = np.random.default_rng(num_rows)
-    x, w = (generator.integers(-128, 128, (n, 700), np.int8) for n in (num_rows, 33))
+    pair: Any = (generator.integers(-128, 128, (n, 700), np.int8) for n in (num_rows, 33))
+    x, w = pair
     x[0], w[0] = -128, -128
 
     np.testing.assert_array_equal(integers_by_integers(x, w), x.astype(np.int32) @ w.astype(np.int32).T)
@@ -45,7 +48,7 @@ def test_rows_are_rounded_as_by_compressed_tensors(rows, activations):
         num_bits=8,
         symmetric=activations.is_symmetric,
         dynamic=activations.is_dynamic,
-        strategy="token" if activations.is_dynamic else "tensor",
+        strategy=QuantizationStrategy.TOKEN if activations.is_dynamic else QuantizationStrategy.TENSOR,
     )
     x, stated = torch.from_numpy(rows), stated_range(activations)
     if activations.is_dynamic:
@@ -77,7 +80,7 @@ def test_products_are_exact_integers_times_scales_whatever_is_beside_a_row(rows,
     generator = np.random.default_rng(1)
     w, zeros = generator.integers(-128, 128, (40, 96), np.int8), generator.integers(-128, 128, (40, 1), np.int8)
     scales, stated = generator.random((40, 1), np.float32), stated_range(activations)
-    parts = (w, scales, zeros if has_zeros else None, activations, stated)
+    parts: Any = (w, scales, zeros if has_zeros else None, activations, stated)
     rounded = round_rows(jnp.asarray(rows), activations, stated)
     numbers = np.asarray(rounded.values, np.int64) - (0 if rounded.zeros is None else np.asarray(rounded.zeros))
     sums = numbers @ (w.astype(np.int64) - (zeros if has_zeros else 0)).T

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -357,7 +358,8 @@ def test_flags_of_the_compiler_count(folder, num_traces, monkeypatch):
 
 
 def test_a_processor_of_the_users_is_never_kept(folder, num_traces):
-    options = StepOptions(config=SMALL_MODEL, custom=(abs,))
+    custom: Any = (abs,)
+    options = StepOptions(config=SMALL_MODEL, custom=custom)
 
     assert [num_traces(jnp.zeros(6), X, options=options) for _ in range(2)] == [1, 1]
     assert kept(folder) == []
