@@ -26,6 +26,11 @@ CACHE_DTYPES = ("float32", "bfloat16", "float16", *NARROW_CACHE_DTYPES.values())
 QUANTIZATIONS = ("int8", "int4")
 MAX_ADAPTERS, MAX_ADAPTER_RANK = 1024, 512
 ATTENTIONS = ("reference",)
+# The fields of EngineConfig that a plan of `jaxinfer.capacity` counts.
+PLANNED_FIELDS = (
+    *("max_num_seqs", "max_num_batched_tokens", "max_model_len"),
+    *("page_size", "memory_bytes", "cache_dtype", "quantization"),
+)
 MAX_DEVICES = 2**16  # of a mesh axis
 
 

@@ -22,6 +22,7 @@ class Chip:
     * `kind`: as its driver names it.
     * `memory_bytes`: of the device; on a TPU those that programs may use.
     * `link_bytes`: that it sends to other devices in a second: over NVLink, PCIe or a TPU's interconnect.
+    * `dtype`: that it multiplies natively.
     * `num_counted`: what clouds count for one device in names such as v5p-64; a v5p has two cores.
     """
 
@@ -30,6 +31,7 @@ class Chip:
     memory_bytes: float
     link_bytes: float
     num_counted: int = 1
+    dtype: str = "bfloat16"
 
     @property
     def sheet(self) -> DataSheet:
@@ -48,7 +50,7 @@ CHIPS: Mapping[str, Chip] = {
     "v5e": Chip(kind="TPU v5 lite", platform="tpu", memory_bytes=15.75 * GIBIBYTE, link_bytes=2.0e11),
     "v5p": Chip(kind="TPU v5p", platform="tpu", memory_bytes=95.74 * GIBIBYTE, link_bytes=6.0e11, num_counted=2),
     "v6e": Chip(kind="TPU v6 lite", platform="tpu", memory_bytes=31.25 * GIBIBYTE, link_bytes=4.48e11),
-    "T4": Chip(kind="Tesla T4", platform="gpu", memory_bytes=16e9, link_bytes=1.6e10),
+    "T4": Chip(kind="Tesla T4", platform="gpu", memory_bytes=16e9, link_bytes=1.6e10, dtype="float16"),
     "L4": Chip(kind="NVIDIA L4", platform="gpu", memory_bytes=24e9, link_bytes=3.2e10),
     "A100": Chip(kind="NVIDIA A100-SXM4-40GB", platform="gpu", memory_bytes=40e9, link_bytes=3.0e11),
     "A100-80GB": Chip(kind="NVIDIA A100-SXM4-80GB", platform="gpu", memory_bytes=80e9, link_bytes=3.0e11),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from jaxinfer.capacity.devices import Chip, Devices
 from jaxinfer.capacity.roofline import Split, StepFigures, experts_of, num_elements, step_figures
 from jaxinfer.checkpoint import read_config, resolve_checkpoint
 from jaxinfer.checkpoint.published import published_config
-from jaxinfer.config import EngineConfig
+from jaxinfer.config import PLANNED_FIELDS, EngineConfig
 from jaxinfer.device import ACCELERATOR_BATCHED_TOKENS
 from jaxinfer.engine.device_limits import PAGES_PART, TOKENS_PER_ROW, fitting_rows
 from jaxinfer.engine.execution.memory_plan import (
@@ -35,6 +35,7 @@ from jaxinfer.model.params import Params, abstract_params
 from jaxinfer.model.quantized_params import quantize_weights
 from jaxinfer.parallel.placement import Placement, refuse_undivided
 from jaxinfer.plan.memory import MemoryPlan, num_bytes
+from jaxinfer.validation import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,21 +89,29 @@ def plan_deployment(
     devices: Devices,
     config: EngineConfig | None = None,
     *,
-    dtype: str = "bfloat16",
-    context: int = TOKENS_PER_ROW,
+    dtype: str | None = None,
+    context: int | None = None,
 ) -> DeploymentPlan:
     """Plans every split of a model over up to all of some devices. It needs no weights and none of the devices.
 
     `model` is a name of `checkpoint.published`, a folder with a config.json, a GGUF file or a Hub id; of these only the
-    configuration is read, so the weights count in `dtype` or as `config.quantization` rounds them. Raises ValueError
-    for unknown models and for a `context` beyond the model's length.
+    configuration is read, so the weights count in `dtype` or as `config.quantization` rounds them. None is the dtype
+    that an engine takes on such a device. A row has `context` tokens, 1,024 or all of a shorter request by default.
+    Raises ValueError for unknown models, for a `context` beyond the model's length, and for other fields of the
+    configuration than PLANNED_FIELDS.
     """
     config = EngineConfig() if config is None else config
+    for field in fields(EngineConfig):
+        value = getattr(config, field.name)
+        if field.name not in PLANNED_FIELDS and value != field.default:
+            raise ValueError(f"{field.name}={shown(value)} is not planned; leave it out of the EngineConfig")
+    dtype = devices.chip.dtype if dtype is None else dtype
     name = str(model)
     is_name = "/" not in name and not Path(name).exists()
     described = published_config(name) if is_name else read_config(resolve_checkpoint(model, ["config.json"]))
     described = described.for_length(config.max_model_len)
     longest = resolve_max_model_len(described, config)
+    context = min(TOKENS_PER_ROW, longest) if context is None else context
     if not 1 <= context <= longest:
         raise ValueError(f"context={context} is not between 1 and the {longest} tokens of a request; give another")
     layouts = [
@@ -150,6 +159,9 @@ def _layout(
     if memory.num_pages < 1:
         short = memory.total_bytes + memory.page_bytes - (memory.limit_bytes or 0)
         return replace(layout, refusal=f"{short / 1e9:,.1f} GB more than a device has", num_tokens=0)
+    window = model.page_kinds[0].window
+    if layout.num_tokens < (context if window is None else min(context, window)):
+        return replace(layout, refusal=f"pages for {layout.num_tokens:,} tokens, fewer than the {context:,} of a row")
     page = one_page(config, dtype)
     split = Split(
         config=model,

@@ -78,7 +78,10 @@ def read_adapter(
         pairs = _pairs(read_header(file))
         places = _places(checkpoint, config, pairs)
         prefix = _family(checkpoint).prefix  # which an adapter of the backbone alone leaves out
-        pairs = {prefix + name if prefix + name in places else name: pair for name, pair in pairs.items()}
+        whole = {name: prefix + name if prefix + name in places else name for name in pairs}
+        if len({*whole.values()}) < len(whole):
+            raise ValueError(f"it has modules under two names, with {prefix!r} and without; save the adapter again")
+        pairs = {whole[name]: pair for name, pair in pairs.items()}
         return _place(pairs, places, scaling, config, max_rank=max_rank, dtype=np.dtype(dtype))
     except ValueError as error:
         raise error if str(error).startswith(str(folder)) else ValueError(f"{folder}: {error}") from None
@@ -180,7 +183,10 @@ def _pairs(stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTens
             raise ValueError(f"{name} has dtype {tensor.dtype}; save the adapter in one of {', '.join(DTYPES)}")
         if len(tensor.shape) != 2 or 0 in tensor.shape:
             raise ValueError(f"{name} has shape {list(tensor.shape)}, but A and B are matrices; save the adapter again")
-        pairs.setdefault(module, {})[kind[0]] = tensor
+        pair = pairs.setdefault(module, {})
+        if kind[0] in pair:
+            raise ValueError(f"{module} has lora_{kind[0]} under two names; save the adapter again")
+        pair[kind[0]] = tensor
     for module, pair in pairs.items():
         if len(pair) < 2:
             (kind,) = pair

@@ -225,9 +225,10 @@ def assemble(
         return _assemble_floats(assembly, stored, dtype, sharding)
     packed: list[Any] = [stored[name] for name in assembly.names]
     if isinstance(grid, Blocks):
-        if sharding is not None:
+        if sharding is not None and sharding.mesh.size > 1:
             raise ValueError(f"{BLOCKS_ARE_WHOLE} (type {grid.type})")
-        blocks = _stacked(assembly, (assembly.of_groups(grid.row_bytes).view(tensor.blocks()) for tensor in packed))
+        rows = (assembly.of_groups(grid.row_bytes).view(tensor.blocks()) for tensor in packed)
+        blocks = _stacked(assembly, rows, sharding)
         return jax.block_until_ready(PackedBlocks(blocks, grid.type))
     at = QuantizedArray(None, None)
     if sharding is not None:

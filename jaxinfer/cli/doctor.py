@@ -20,7 +20,6 @@ from jaxinfer.config import EngineConfig, Parallelism
 from jaxinfer.engine.execution.step_compiler import StepCompiler
 from jaxinfer.engine.execution.step_shapes import loop_steps
 from jaxinfer.engine.execution.warm_up import plan_target
-from jaxinfer.parallel.placement import Placement
 from jaxinfer.plan.products import ProductShape, product_shapes
 from jaxinfer.validation import require
 from kernels_pallas.row_products import (
@@ -79,8 +78,7 @@ def engine_products(model: str | Path, config: EngineConfig, dtype: str) -> froz
     require(config.parallelism in (None, Parallelism()), "parallelism", config.parallelism, "left out by the doctor")
     params, model_config = abstract_checkpoint(model, dtype, quantization=config.quantization)
     model_config = model_config.for_length(config.max_model_len)
-    placement = Placement.of(model_config, config.parallelism)
-    target = plan_target(placement.params(model_config, params), model_config, config, dtype, {}, None, placement)
+    target = plan_target(params, model_config, config, dtype, {}, None)
     compiler = StepCompiler(target, 0 if loop_steps(config) > 1 else config.max_drafts)
     return frozenset().union(
         *(product_shapes(compiler.trace(target.cache_config, bucket)) for bucket in compiler.buckets)

@@ -10,22 +10,12 @@ from typing import TYPE_CHECKING
 
 from jaxinfer.cli.options import from_arguments
 from jaxinfer.cli.output import show
-from jaxinfer.config import EngineConfig
+from jaxinfer.config import PLANNED_FIELDS, EngineConfig
 
 if TYPE_CHECKING:
     from jaxinfer.capacity import DeploymentPlan, Layout
 
-# Fields of EngineConfig on which neither memory nor the roofline depends, as far as they are planned.
-PLANNED = (
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_model_len",
-    "page_size",
-    "memory_bytes",
-    "cache_dtype",
-    "quantization",
-)
-OMITTED = tuple(field.name for field in fields(EngineConfig) if field.name not in PLANNED)
+OMITTED = tuple(field.name for field in fields(EngineConfig) if field.name not in PLANNED_FIELDS)
 EXIT_NO_FIT = 1
 TITLES = ("tensor", "experts", "parameters", "pages", "tokens", "rows", "decode", "tokens/s", "sums", "prefill")
 NOTE = (
@@ -38,7 +28,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     """Adds the options of the command to its parser."""
     command.add_argument("model", metavar="MODEL", help="a built-in name such as Llama-3-8B, a folder, GGUF or Hub id")
     command.add_argument("--device", required=True, metavar="NAME", help="v5e-4, v6e-8, v5p-64, L4, A100x2, H200x4, …")
-    command.add_argument("--dtype", default="bfloat16", help="type of the weights (default bfloat16)")
+    command.add_argument("--dtype", help="type of the weights: float32, bfloat16, float16 or auto (default)")
     command.add_argument("--context", type=int, metavar="N", help="tokens of each decoding request (default 1024)")
     command.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
@@ -49,9 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
     from jaxinfer.capacity import parse_devices, plan_deployment
     from jaxinfer.device import resolve_dtype
 
-    options = {} if arguments.context is None else {"context": arguments.context}
-    devices, dtype = parse_devices(arguments.device), resolve_dtype(arguments.dtype)
-    plan = plan_deployment(arguments.model, devices, config, dtype=dtype, **options)
+    dtype = None if arguments.dtype in (None, "auto") else resolve_dtype(arguments.dtype)
+    devices = parse_devices(arguments.device)
+    plan = plan_deployment(arguments.model, devices, config, dtype=dtype, context=arguments.context)
     show(json.dumps(plan.as_dict()) if arguments.json else "\n".join(describe_plan(plan)))
     return EXIT_NO_FIT if plan.best is None else 0
 

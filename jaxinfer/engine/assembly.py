@@ -111,6 +111,7 @@ def build_engine(
     else:  # a drafter may compute with the parameters while it is prepared
         loading = {"mesh": placement.mesh, "show_progress": show_progress}
         params, model_config = load_target(path, config, dtype, planned, **loading)
+        model_config = model_config.for_length(config.max_model_len)
         model = plan_target(params, model_config, config, dtype, custom, planned, placement)
         limit = plan_limit(config, resident_bytes(params, planned), placement)
         warm_up = WarmUp(model, planned, limit_bytes=limit, show_progress=show_progress)

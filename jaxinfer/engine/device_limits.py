@@ -16,6 +16,7 @@ from jaxinfer.engine.execution.step_shapes import (
     max_rows,
     rows_within_tokens,
 )
+from jaxinfer.model.adapted_params import abstract_slots
 from jaxinfer.model.cache import page_bytes
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
@@ -56,7 +57,11 @@ def fit_limits(
     """
     is_cpu = jax.default_backend() == "cpu"
     if config.max_num_seqs is None and not is_cpu and not speculates:
-        rows = fitting_rows(config, model_config, dtype, placement, _room(config, num_bytes(params), placement))
+        slots = None
+        if config.max_adapters:
+            slots = abstract_slots(model_config, 1 + config.max_adapters, config.max_adapter_rank, dtype)
+        room = _room(config, num_bytes((params, slots)), placement)
+        rows = fitting_rows(config, model_config, dtype, placement, room)
         config = replace(config, max_num_seqs=rows)
     steps = config.decode_loop_steps
     if steps is None:

@@ -197,7 +197,7 @@ class Engine:
                 "this engine has no slots for adapters (max_adapters=0); raise EngineConfig.max_adapters to the"
                 " number of adapters that may be loaded at once"
             )
-        options = {"max_rank": config.max_adapter_rank, "dtype": self._runner.params.final_norm.dtype}
+        options = {"max_rank": config.max_adapter_rank, "dtype": self._warm_up.model.params.final_norm.dtype}
         return read_adapter(path, self._path, self.model_config, **options)
 
     def metrics(self) -> Metrics:

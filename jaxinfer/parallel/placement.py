@@ -100,9 +100,13 @@ class Placement:
 
         def split(path: Any, tensor: Any, spec: TensorSpec, sharding: NamedSharding) -> Any:
             if isinstance(tensor, PackedBlocks):
-                raise ValueError(f"{BLOCKS_ARE_WHOLE}: {keystr(path)} has blocks of {tensor.type}")
+                if self.num_devices > 1:
+                    raise ValueError(f"{BLOCKS_ARE_WHOLE}: {keystr(path)} has blocks of {tensor.type}")
+                return self.replicated(tensor)
             if not isinstance(tensor, QuantizedArray):
                 return _placed(tensor, sharding)
+            if "experts" in spec.axes and self.num_devices > 1:
+                _refuse_own_inputs(keystr(path), tensor)
             if tensor.values.shape[-1] < spec.shape[-1]:
                 _refuse_cut_groups(keystr(path), tensor.scales.shape[-1], sharding)
             return jax.tree.map(_placed, tensor, quantized_sharding(tensor, sharding))
@@ -195,13 +199,22 @@ def refuse_undivided(config: ModelConfig, sizes: Mapping[str, int]) -> None:
         option, parts = OPTIONS[axis], found[axis]
         undivided = [f"{logical} of size {size}" for size, logical in sorted(parts) if size % count]
         if count > 1 and not parts:
-            raise ValueError(f"{option}={count} has nothing to split: the model has no {axis}; use {option}=1")
+            raise ValueError(f"{option}={count} has nothing to split: the model has no experts; use {option}=1")
         if undivided:
             common = math.gcd(*(size for size, _ in parts))
             working = ", ".join(str(number) for number in range(1, common + 1) if common % number == 0)
             raise ValueError(
                 f"{option}={count} cannot split {' and '.join(undivided)} evenly; the numbers that can are {working}"
             )
+
+
+def _refuse_own_inputs(name: str, weights: QuantizedArray) -> None:
+    """Raises ValueError for experts whose inputs have an order or a rounding of their own."""
+    if weights.order is not None or weights.activations is not None:
+        what = "an order of inputs (act-order)" if weights.order is not None else "inputs of 8 bits (W8A8)"
+        raise ValueError(
+            f"the experts {name} have {what}, which devices cannot split yet; load the model on one device"
+        )
 
 
 def _refuse_cut_groups(name: str, num_groups: int, sharding: NamedSharding) -> None:

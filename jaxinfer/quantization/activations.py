@@ -45,6 +45,8 @@ def round_rows(x: jax.Array, activations: Activations, input_range: jax.Array | 
     x = rounded(x.astype(jnp.float32))
     if input_range is not None:
         scales, inverses, zeros = jnp.split(input_range, 3, axis=1)
+        # Integers have no NaN, which must not get lost.
+        scales = jnp.where(jnp.isfinite(x).all(-1, keepdims=True), scales, jnp.nan)
     elif activations.is_symmetric:
         largest = jnp.abs(x).max(-1, keepdims=True)
         scales, inverses, zeros = *_steps(largest, 127.0), jnp.zeros_like(largest)

@@ -137,6 +137,26 @@ def test_what_a_mesh_cannot_divide_is_refused_with_its_size():
     assert refused.memory is None
 
 
+def test_a_split_whose_pages_do_not_hold_a_row_is_refused():
+    (layout,) = plan_deployment(LLAMA, Devices("L4", 1), EngineConfig(max_num_seqs=1), context=8000).layouts
+
+    assert layout.refusal.startswith("pages for") or "more than a device has" in layout.refusal
+    tight = EngineConfig(max_num_seqs=1, memory_bytes=17_400_000_000)
+    (layout,) = plan_deployment(LLAMA, Devices("H200", 1), tight, context=8000).layouts
+    assert layout.refusal.endswith("fewer than the 8,000 of a row")
+
+
+def test_rows_of_shorter_requests_have_all_their_tokens():
+    plan = plan_deployment(LLAMA, Devices("T4", 1), EngineConfig(max_model_len=512, quantization="int4"))
+
+    assert (plan.context, plan.dtype) == (512, "float16")  # which a T4 multiplies natively
+
+
+def test_what_is_not_planned_is_refused():
+    with pytest.raises(ValueError, match="max_adapters=4 is not planned"):
+        plan_deployment(LLAMA, Devices("H200", 1), EngineConfig(max_adapters=4))
+
+
 def test_a_context_beyond_the_model_is_refused():
     with pytest.raises(ValueError, match="context=9000 is not between 1 and the 8192 tokens"):
         plan_deployment(LLAMA, Devices("H200", 1), context=9000)

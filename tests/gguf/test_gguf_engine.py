@@ -23,6 +23,7 @@ from jaxinfer.checkpoint.draft_layers import is_eagle3
 from jaxinfer.checkpoint.fingerprint import fingerprint
 from jaxinfer.checkpoint.quantized_copy import write_quantized
 from jaxinfer.config import SamplingParams
+from jaxinfer.parallel.placement import Placement
 from jaxinfer.quantization.quantized_array import QuantizedArray
 from tests.engine.engines import (
     content_of,
@@ -95,6 +96,22 @@ def test_packed_weights_keep_their_bytes(files):
     assert q.values.nbytes + q.scales.nbytes == q.values.size // 32 * 34
     types = [getattr(w, "type", None) for w in (params.embedding, params.layers[0].mixer.q, params.unembedding)]
     assert types == ["Q6_K", "Q4_K", "Q5_0"]
+
+
+def test_blocks_lie_on_a_chosen_device_and_are_split_over_none(files):
+    one = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("experts", "model"))
+    expected, config = load_checkpoint(files[0], "float32")
+
+    params, _ = load_checkpoint(files[0], "float32", mesh=one)
+
+    for own, other in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(own, other)
+    abstract, _ = abstract_checkpoint(files[0], "float32")
+    placed = Placement(one).params(config, abstract)
+    assert jax.tree.structure(placed) == jax.tree.structure(params)
+    two: Any = jax.sharding.AbstractMesh((2, 1), ("experts", "model"))
+    with pytest.raises(ValueError, match="blocks of a GGUF are not split over devices yet.*embedding has blocks of"):
+        Placement(two).params(config, abstract)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="bit-equality is promised on CPU")

@@ -76,9 +76,10 @@ class Runner:
     def insert_adapter(self, slot: int, tensors: Slots) -> None:
         """Writes an adapter's tensors into a slot, behind all launched steps; waits until it is there."""
         assert self._adapters is not None
+        placed = self._adapters.place(slot, tensors)
         with self._reported_failures():
             del self._params
-            self._adapters.insert(slot, tensors)
+            self._adapters.insert(placed)
             self._join_adapters()
 
     def _join_adapters(self) -> None:
@@ -224,7 +225,11 @@ class AdapterArrays:
         """Returns the parameters of steps: these with the slots."""
         return with_slots(params, self._slots)
 
-    def insert(self, slot: int, tensors: Slots) -> None:
-        """Writes an adapter's tensors into a slot in place, after all launched steps; voids parameters with slots."""
+    def place(self, slot: int, tensors: Slots) -> tuple[jax.Array, Slots]:
+        """Returns an adapter's tensors on the devices, with their slot, for `insert`."""
+        return jax.block_until_ready(self._place((np.int32(slot), tensors)))
+
+    def insert(self, placed: tuple[jax.Array, Slots]) -> None:
+        """Writes an adapter into its slot in place, after all launched steps; voids parameters with slots."""
         slots, self._slots = self._slots, None
-        self._slots = jax.block_until_ready(self._compiled(slots, *self._place((np.int32(slot), tensors))))
+        self._slots = jax.block_until_ready(self._compiled(slots, *placed))
