@@ -361,7 +361,7 @@ def _batch(arguments: argparse.Namespace) -> int:
 def _merge(arguments: argparse.Namespace) -> int:
     from jaxinfer.batch_job import merge_shards
 
-    own = ("run", "input", "output", "errors", "merge", "quiet")
+    own = ("run", "input", "output", "errors", "merge", "quiet", "takes_one_adapter")
     given = sorted(name for name, value in vars(arguments).items() if name not in own and value is not None)
     if given:
         options = ", ".join("--" + name.replace("_", "-") for name in given)

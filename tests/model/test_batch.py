@@ -17,7 +17,11 @@ SHAPE = {"page_size": S, "num_tokens": 8, "num_rows": 4, "table_width": 3}
 
 def as_lists(batch):
     assert batch.bounded_tables == ()
-    return {name: np.asarray(value).tolist() for name, value in vars(batch).items() if name != "bounded_tables"}
+    return {
+        name: np.asarray(value).tolist()
+        for name, value in vars(batch).items()
+        if name not in ("bounded_tables", "adapters")
+    }
 
 
 def test_rows_lie_one_after_another_with_padding_last():

@@ -22,7 +22,7 @@ from jaxinfer.config import CacheConfig, SamplingParams
 from jaxinfer.model import decoder
 from jaxinfer.model.batch import Row, make_batch
 from jaxinfer.model.cache import cache_shardings
-from jaxinfer.model.components import layers
+from jaxinfer.model.components import experts, layers
 from jaxinfer.model.params import Params, shardings
 from jaxinfer.model.quantized_params import quantize_weights, quantized_shardings
 from jaxinfer.sampling.batch import make_sampling
@@ -63,6 +63,7 @@ def take_products_of_a_tpu() -> None:
         return choose(*operands, **others) if tpu is None else tpu(*operands)
 
     jax.lax.platform_dependent = take
+    experts._in_blocks = experts._in_groups
     layers.quantized_matmul = functools.partial(layers.quantized_matmul, implementation="tpu_interpret")
     decoder.table_rows = functools.partial(decoder.table_rows, interpret=True)
     jax.clear_caches()

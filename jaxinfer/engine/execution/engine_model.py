@@ -48,7 +48,8 @@ def abstract(params: Params) -> Params:
     """Returns a `jax.ShapeDtypeStruct` per tensor; it compiles the same steps and keeps no memory."""
 
     def shape_of(tensor: jax.Array) -> jax.ShapeDtypeStruct:
-        sharding = tensor.sharding if isinstance(tensor.sharding, NamedSharding) else None  # one device needs none
+        sharding = getattr(tensor, "sharding", None)  # an array of the host has none, and one device needs none
+        sharding = sharding if isinstance(sharding, NamedSharding) else None
         return jax.ShapeDtypeStruct(tensor.shape, tensor.dtype, sharding=sharding)
 
     return jax.tree.map(shape_of, params)

@@ -254,7 +254,7 @@ class Recall:
     def most_drafts(self, most):
         return self.window
 
-    def draft(self, params, states, sampling, positions, paths, implementation):
+    def draft(self, params, states, sampling, positions, paths, implementation, mesh):
         B, W, D = states.hidden.shape
         tokens = unembed(params, states.hidden.reshape(-1, D)).argmax(-1).astype(jnp.int32).reshape(B, W)
         return jnp.where(jnp.arange(W)[None] >= W - states.num_known[:, None], tokens, EOS)
