@@ -51,7 +51,7 @@ class Adapter:
     """An adapter as one slot of a model takes it; on the host."""
 
     tensors: Slots  # (down [n, in, r], up [n, r, out]) f32 for each weight, zeros for those that it leaves alone
-    digest: str  # of the numbers and their places
+    digest: str  # of the numbers, their places and the rank of the slots
 
 
 def read_adapter(
@@ -241,7 +241,8 @@ def _place(
 ) -> Adapter:
     specs, structure = jax.tree.flatten(adapted_weights(config), is_leaf=lambda node: isinstance(node, TensorSpec))
     shapes = [[(n, *rest) for n, _, *rest in shapes_of(spec, 1, max_rank)] for spec in specs]
-    digest = blake2b(digest_size=DIGEST_BYTES)
+    # Slots of another rank add up a change in another order, so that a token's last bits differ.
+    digest = blake2b(f"slots of rank {max_rank}".encode(), digest_size=DIGEST_BYTES)
     # Everything is checked before anything is allocated.
     for module, pair in pairs.items():
         _check(module, pair, places, max_rank)

@@ -144,6 +144,7 @@ def test_a_digest_is_of_the_contents(checkpoint, adapter, tmp_path):
     other_folder = save_adapter(tmp_path / "same", checkpoint, base_model_name_or_path="other")
 
     assert read(other_folder, checkpoint).digest == digest
+    assert read(adapter, checkpoint, max_rank=2 * MAX_RANK).digest != digest  # slots that add up in another order
     different: list[dict[str, Any]] = [{"seed": 1}, {"rank": 3}, {"lora_alpha": 17}, {"modules": [Q]}]
     for i, changes in enumerate(different):
         assert read(save_adapter(tmp_path / str(i), checkpoint, **changes), checkpoint).digest != digest

@@ -78,10 +78,10 @@ class Branches:
     def restore(self, path: Path, request_id: int) -> Request:
         """Returns the request in a file, to be queued; it yields the same tokens as where it was saved.
 
-        Its first delta has its first new token. On another mesh its pages are computed anew, for their bits would be
-        those of the other. Its timings and the rest of its deadline count from now. The file is
-        trusted: requests with the same prefix and cache_salt share its pages. Raises ValueError if the file is damaged
-        or comes from another model, page size or version; OSError if it cannot be read.
+        Its first delta has its first new token. On another mesh its pages are computed anew, for another mesh makes
+        other bits. Its timings and the rest of its deadline count from now. The file is trusted: requests with the same
+        prefix and cache_salt share its pages. Raises ValueError if the file is damaged or comes from another model,
+        page size or version; OSError if it cannot be read.
         """
         return read_request(path, request_id, self._admission, self._identity)
 

@@ -51,8 +51,6 @@ def page_identity(
         "dtype": describe_dtype(dtype, engine_config),
         "page_size": str(cache_config.page_size),
         "pages seen": seen,
-        # Slots of another rank add up an adapter's change in another order.
-        "adapters": f"of rank {engine_config.max_adapter_rank}" if engine_config.max_adapters else "none",
         # Another CPU, kernel or version may sum in another order.
         "platform": _platform(engine_config),
         # Devices add up their parts of a sum, and other parts round in another way.
