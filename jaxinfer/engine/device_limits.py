@@ -57,9 +57,7 @@ def fit_limits(
     """
     is_cpu = jax.default_backend() == "cpu"
     if config.max_num_seqs is None and not is_cpu and not speculates:
-        slots = None
-        if config.max_adapters:
-            slots = abstract_slots(model_config, 1 + config.max_adapters, config.max_adapter_rank, dtype)
+        slots = abstract_slots(model_config, config.max_adapters, config.max_adapter_rank, dtype)
         room = _room(config, num_bytes((params, slots)), placement)
         rows = fitting_rows(config, model_config, dtype, placement, room)
         config = replace(config, max_num_seqs=rows)

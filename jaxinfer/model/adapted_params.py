@@ -37,11 +37,13 @@ def shapes_of(spec: TensorSpec, num_slots: int, rank: int) -> tuple[tuple[int, .
     return (n, num_slots, padded_size(inputs), rank), (n, num_slots, padded_size(rank), math.prod(outputs))
 
 
-def abstract_slots(config: ModelConfig, num_slots: int, rank: int, dtype: Any) -> Slots:
-    """Returns a `jax.ShapeDtypeStruct` per array of `num_slots` slots, that for no adapter included."""
+def abstract_slots(config: ModelConfig, num_adapters: int, rank: int, dtype: Any) -> Slots:
+    """Returns a `jax.ShapeDtypeStruct` per array of slots, one for no adapter included; None for 0 adapters."""
+    if not num_adapters:
+        return None
 
     def slots_of(spec: TensorSpec) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes_of(spec, num_slots, rank))
+        return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes_of(spec, 1 + num_adapters, rank))
 
     return jax.tree.map(slots_of, adapted_weights(config), is_leaf=is_spec)
 

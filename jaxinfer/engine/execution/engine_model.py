@@ -38,10 +38,8 @@ class EngineModel:
     def abstract_slots(self) -> Slots:
         """The slots for adapters as `jax.ShapeDtypeStruct`s, whole on every device; None if the engine has none."""
         num_adapters, rank = self.engine_config.max_adapters, self.engine_config.max_adapter_rank
-        if num_adapters == 0:
-            return None
-        dtype = self.params.final_norm.dtype
-        return self.placement.replicated(abstract_slots(self.model_config, 1 + num_adapters, rank, dtype))
+        slots = abstract_slots(self.model_config, num_adapters, rank, self.params.final_norm.dtype)
+        return self.placement.replicated(slots)
 
 
 def abstract(params: Params) -> Params:
