@@ -48,7 +48,7 @@ def step_case(
     *,
     step: str,
     layout: str,
-    model: str = "Llama 3 8B",
+    model: str = "Llama-3-8B",
     num_tokens: int,
     num_rows: int,
     num_pages: int,
@@ -64,35 +64,36 @@ def step_case(
     form: str = "plain",
     sampling_log_probs: bool = False,
 ) -> Case:
-    """A whole step of a model of `MODELS`, `step` being its name in `jaxinfer.steps.steps`, split over a whole mesh.
+    """A whole step of a model of `checkpoint.published`, split over a whole mesh.
 
+    `step` is its name in `jaxinfer.steps.steps`.
     With a `tree_q_len` it verifies trees of that many tokens; with a `mixed_q_len`, drafts beside rows that prefill. A
     decode loop has `loop_steps`. Steps that verify nothing draw in a `form`, and give `sampling_log_probs` if asked.
     Everything is in `dtype`, except weights that a `quantization` quantizes.
     """
     import jax
 
+    from jaxinfer.checkpoint.published import published_config
     from jaxinfer.config import CacheConfig
     from jaxinfer.model.batch import lay_out_batch
-    from jaxinfer.model.cache import abstract_cache, cache_shardings
-    from jaxinfer.model.params import abstract_params, shardings
-    from jaxinfer.model.quantized_params import quantize_weights, quantized_shardings
+    from jaxinfer.model.cache import abstract_cache
+    from jaxinfer.model.params import abstract_params
+    from jaxinfer.model.quantized_params import quantize_weights
+    from jaxinfer.parallel.placement import Placement
     from jaxinfer.sampling.batch import make_sampling
     from jaxinfer.steps import steps
     from jaxinfer.steps.options import StepOptions
-    from scripts.kernels.models import config_of
 
-    config = config_of(model)
+    config, placement = published_config(model), Placement(mesh)
     if layout == "gpu":  # as `load_checkpoint` groups layers there
         config = config.regrouped((1,) * config.num_layers)
-    params, placement = abstract_params(config, dtype), shardings(config, mesh)
+    params = abstract_params(config, dtype)
     if quantization is not None:
         options = {"config": config, "quantization": quantization, "is_packed": layout != "tpu"}
         params = jax.eval_shape(functools.partial(quantize_weights, **options), params)
-        placement = quantized_shardings(params, placement)
     pages = {"num_pages": num_pages, "num_bounded_pages": num_bounded_pages, "page_size": page_size}
     cache = abstract_cache(config, CacheConfig(**pages, dtype=dtype), layout)
-    cache = placed(cache, cache_shardings(cache, mesh, config=config))
+    cache = placement.cache(config, cache)
     sizes = {"num_tokens": num_tokens, "num_rows": num_rows, "table_width": max_context // page_size}
     num_masks = num_tokens if tree_q_len else num_rows * mixed_q_len or None
     host = {
@@ -108,26 +109,17 @@ def step_case(
         host["num_drafts"] = jax.ShapeDtypeStruct((num_rows,), "int32")
     if loop_steps:
         host["max_tokens"], statics["num_steps"] = jax.ShapeDtypeStruct((num_rows,), "int32"), loop_steps
-    arguments = {"params": placed(params, placement), "cache": cache, **on_mesh(host, mesh)}
+    arguments = {"params": placement.params(config, params), "cache": cache, **placement.replicated(host)}
     options = StepOptions(config=config, mesh=mesh, **statics)
     function = functools.partial(getattr(steps, step), options=options)
     return Case(jax.jit(function, donate_argnames="cache"), arguments, cache, kernels)
 
 
-def placed(tree: Any, shardings: Any) -> Any:
-    """Returns shapes with their shardings."""
-    import jax
-
-    return jax.tree.map(lambda a, at: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at), tree, shardings)
-
-
 def on_mesh(tree: Any, mesh: Any) -> Any:
     """Returns the shapes of a tree's arrays, each whole on every device of a mesh."""
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
+    from jaxinfer.parallel.placement import Placement
 
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere), tree)
+    return Placement(mesh).replicated(tree)
 
 
 def lower_case(mesh: Any, make_case: Callable[[Any], Case], flags: str = "") -> dict[str, Any]:

@@ -56,9 +56,9 @@ def cases_of(model: str) -> list[str]:
 
 def make_case(name: str, layout: str, mesh: Any) -> Case:
     """Returns the case of a name, over pages as the engine plans them."""
+    from jaxinfer.checkpoint.published import published_config
     from jaxinfer.config import EngineConfig
     from jaxinfer.engine.execution.memory_plan import plan_further_kinds
-    from scripts.kernels.models import config_of
 
     model, step, _ = name.split()
     num_rows, num_tokens = SIZES[layout]
@@ -71,7 +71,9 @@ def make_case(name: str, layout: str, mesh: Any) -> Case:
         num_tokens=num_rows if step == "decode" else num_tokens,
         num_rows=num_rows,
         num_pages=NUM_PAGES,
-        num_bounded_pages=tuple(kind.num_pages for kind in plan_further_kinds(config_of(model), limits, MAX_CONTEXT)),
+        num_bounded_pages=tuple(
+            kind.num_pages for kind in plan_further_kinds(published_config(model), limits, MAX_CONTEXT)
+        ),
         page_size=PAGE_SIZE,
         max_context=MAX_CONTEXT,
         kernels=(*compile_gpu.KERNELS, "grouped_matmul") if layout == "gpu" else (),

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxinfer import LLM, EngineConfig, SamplingParams
+from jaxinfer.checkpoint.published import PUBLISHED
 from scripts.bench.workload import RANDOM_SHAPES
-from scripts.kernels.models import MODELS
 from scripts.kernels.on_device.device import Record, describe_device
 from scripts.kernels.on_device.lines import Line, Work
 from scripts.kernels.on_device.timer import busy_seconds
@@ -45,7 +45,7 @@ class EngineSizes(NamedTuple):
 
 
 FULL = EngineSizes(
-    models={"0.6B": RANDOM_SHAPES["qwen3-0.6b"] | {"rms_norm_eps": 1e-6}, "8B": MODELS["Llama 3 8B"]},
+    models={"0.6B": RANDOM_SHAPES["qwen3-0.6b"] | {"rms_norm_eps": 1e-6}, "8B": PUBLISHED["Llama-3-8B"]},
     decodes={"0.6B": ((1, 128), (8, 128), (32, 1000)), "8B": ((1, 1024), (32, 1000))},
     prefills={"0.6B": ((1, 512), (1, 2048)), "8B": ((8, 2048),)},
     jobs={"0.6B": Job(500, 512, 128)},
