@@ -93,7 +93,7 @@ class AnyLLM(FakeLLM):
         short = dataclasses.replace(sampling_params, max_tokens=min(sampling_params.max_tokens, 4), min_tokens=0)
         return super().admit(prompt, short, **terms)
 
-    def stream(self, prompt: str, sampling_params: Any) -> Any:
+    def stream(self, prompt: str, sampling_params: Any, **_: Any) -> Any:
         self.add(prompt[:8], dataclasses.replace(sampling_params, n=1, best_of=None))
         while self.has_unfinished:
             yield from self.step()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.config import CacheConfig
-from jaxinfer.model.batch import make_batch
+from jaxinfer.model.batch import StepTokens, make_batch
 from jaxinfer.model.cache import abstract_cache
 from jaxinfer.model.config import uniform_decoder
 from jaxinfer.model.decoder import forward, unembed
@@ -56,7 +56,7 @@ def test_a_tied_embedding_serves_for_both_ends():
     config = uniform_decoder(**GROUPED, has_tied_embeddings=True)
     params, hidden = lively_params(config), jnp.asarray(np.eye(2, GROUPED["hidden_size"], dtype=np.float32))
 
-    logits = jax.jit(unembed)(params, hidden, 2)
+    logits = jax.jit(unembed)(params, hidden, StepTokens(jnp.int32(2)))
 
     np.testing.assert_array_equal(logits, params.embedding[:, :2].T)
 

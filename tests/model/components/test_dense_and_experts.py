@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.dense_and_experts import DenseAndExperts, declare_dense_and_experts, dense_and_experts
 from jaxinfer.model.components.layers import Norm
 from jaxinfer.model.components.mlp import MLP
@@ -38,11 +39,11 @@ def network(params, x):
 def test_the_router_and_the_experts_get_the_state_by_norms_of_their_own():
     generator = np.random.default_rng(0)
     normal = functools.partial(generator.standard_normal, dtype=np.float32)
-    params = declare_dense_and_experts(CONFIG, D, lambda sizes, *_: normal(sizes))
+    params = declare_dense_and_experts(CONFIG, D, lambda sizes, *_, **__: normal(sizes))
     x, h = normal((T, D)), normal((T, D))
 
     out = jax.jit(dense_and_experts, static_argnames=("config", "norm"))(
-        params, x, h, jnp.int32(T), config=CONFIG, norm=NORM
+        params, x, h, StepTokens(jnp.int32(T)), config=CONFIG, norm=NORM
     )
 
     routed, chosen = params.experts, rms_normed(x, params.experts_norm)

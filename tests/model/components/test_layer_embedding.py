@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.layer_embedding import (
     LayerEmbedding,
     add_layer_embedding,
@@ -35,7 +36,7 @@ def test_the_numbers_of_a_layer_are_those_of_the_token_and_of_its_state():
     params = jax.tree.map(lambda spec: normal(*spec.shape), declare_embedding_tables(CONFIG, L, D))
     tokens, x = np.array([3, 0, 10, 3, 7]), normal(T, D)
 
-    numbers = jax.jit(embed_for_layers, static_argnums=4)(params, tokens, x, jnp.int32(T), NORM)
+    numbers = jax.jit(embed_for_layers, static_argnums=4)(params, tokens, x, StepTokens(jnp.int32(T)), NORM)
 
     assert numbers.shape == (L, T, 6)
     for layer in range(L):
@@ -45,11 +46,11 @@ def test_the_numbers_of_a_layer_are_those_of_the_token_and_of_its_state():
 
 
 def test_a_layer_adds_what_a_gate_lets_through():
-    params = declare_layer_embedding(CONFIG, D, lambda sizes, *_: GENERATOR.standard_normal(sizes, np.float32))
+    params = declare_layer_embedding(CONFIG, D, lambda sizes, *_, **__: GENERATOR.standard_normal(sizes, np.float32))
     x, numbers = normal(T, D), normal(T, 6)
 
     out = jax.jit(add_layer_embedding, static_argnames=("config", "norm"))(
-        params, x, numbers, jnp.int32(T), config=CONFIG, norm=NORM
+        params, x, numbers, StepTokens(jnp.int32(T)), config=CONFIG, norm=NORM
     )
 
     gate = (x @ params.gate.T).astype(float)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import SCORINGS, MoE, Router, declare_moe, route
 
@@ -23,13 +24,13 @@ def test_no_number_of_tokens_changes_a_bit_of_the_weights(scoring, num_experts):
         num_experts=num_experts, expert=MLP(intermediate_size=48), router=Router(num_chosen=2, scoring=scoring)
     )
     rng = np.random.default_rng(0)
-    params = declare_moe(config, D, lambda sizes, *_: rng.standard_normal(sizes, np.float32))
+    params = declare_moe(config, D, lambda sizes, *_, **__: rng.standard_normal(sizes, np.float32))
     # So many that all scores pass the 4,096 numbers from which XLA calls a library.
     x = rng.standard_normal((1024, D), np.float32)
     choose = jax.jit(functools.partial(route, config=config))
 
-    experts, weights = choose(params, x, jnp.int32(len(x)))
-    few = [choose(params, part, jnp.int32(len(part))) for part in np.split(x, 128)]
+    experts, weights = choose(params, x, StepTokens(jnp.int32(len(x))))
+    few = [choose(params, part, StepTokens(jnp.int32(len(part)))) for part in np.split(x, 128)]
 
     np.testing.assert_array_equal(experts, np.concatenate([experts for experts, _ in few]))
     np.testing.assert_array_equal(weights, np.concatenate([weights for _, weights in few]))
