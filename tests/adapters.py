@@ -40,6 +40,9 @@ def save_adapter(
         for half, shape in {"A": (rank, inputs), "B": (outputs, rank)}.items():
             size = 0.3 / math.sqrt(shape[1])
             tensors[f"base_model.model.{name}.lora_{half}.weight"] = (rng.standard_normal(shape) * size).astype(dtype)
+        if settings.get("use_dora"):
+            lengths = np.linalg.norm(stored[f"{name}.weight"], axis=1) * rng.uniform(0.7, 1.4, outputs)
+            tensors[f"base_model.model.{name}.lora_magnitude_vector"] = lengths.astype(dtype)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     stated = {"peft_type": "LORA", "r": rank, "lora_alpha": 4 * rank, "target_modules": "all-linear", **settings}
@@ -48,7 +51,10 @@ def save_adapter(
 
 
 def merge(checkpoint: Path, adapter: Path, out: Path) -> Path:
-    """Writes the checkpoint whose weights are W + alpha / r B A, or alpha / sqrt(r) with rsLoRA."""
+    """Writes the checkpoint whose weights are W + alpha / r B A, or alpha / sqrt(r) with rsLoRA.
+
+    With DoRA each row of them has the length that the adapter says.
+    """
     settings = json.loads((adapter / "adapter_config.json").read_text())
     shutil.copytree(checkpoint, out)
     weights, tensors = load_file(checkpoint / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
@@ -60,6 +66,10 @@ def merge(checkpoint: Path, adapter: Path, out: Path) -> Path:
             alpha = next((a for key, a in patterns.items() if module.endswith(key)), settings["lora_alpha"])
             scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
             w = weights[f"{module}.weight"]
-            weights[f"{module}.weight"] = (w + scale * up.astype(float) @ down).astype(w.dtype)
+            changed = w + scale * up.astype(float) @ down
+            if settings.get("use_dora"):
+                lengths = tensors[name.replace("lora_B.weight", "lora_magnitude_vector")].astype(float)
+                changed *= (lengths / np.linalg.norm(changed, axis=1))[:, None]
+            weights[f"{module}.weight"] = changed.astype(w.dtype)
     save_file(weights, out / "model.safetensors", {"format": "pt"})
     return out

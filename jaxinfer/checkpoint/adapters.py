@@ -13,18 +13,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.checkpoint.assembly import Assembly, plan_assembly
+from jaxinfer.checkpoint.assembly import Assembly, floats_of, plan_assembly
 from jaxinfer.checkpoint.config_json.family import Family
 from jaxinfer.checkpoint.families import family_of
-from jaxinfer.checkpoint.huggingface import read_json, read_settings, resolve_checkpoint
+from jaxinfer.checkpoint.huggingface import read_json, read_settings, require_fitting_tensors, resolve_checkpoint
 from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor, read_header
-from jaxinfer.model.adapted_params import Slots, adapted_weights, shapes_of
+from jaxinfer.checkpoint.stored import Stored
+from jaxinfer.model.adapted_params import Slots, adapted_weights, slots_of
 from jaxinfer.model.components.layers import TensorSpec
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.validation import is_int, is_real, shown
 
 CONFIG_FILE, TENSOR_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."  # of every name that PEFT writes
+# What follows "lora_" in the name of a tensor, and what it is here.
+KINDS = {"A.weight": "A", "B.weight": "B", "magnitude_vector": "lengths"}
 DIGEST_BYTES = 32
 MAX_ALPHA = 1e30
 MAX_PATTERNS = 10_000  # entries of rank_pattern or alpha_pattern
@@ -32,13 +35,12 @@ MAX_PATTERNS = 10_000  # entries of rank_pattern or alpha_pattern
 DESCRIPTIONS = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout"),
-    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"),
+    *("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"),
     *("megatron_core", "qalora_group_size", "eva_config", "lora_ga_config", "runtime_config", "ensure_weight_tying"),
 }
 # Other ways to begin change the base weights too, unless PEFT has converted the adapter, and then it says True.
 HARMLESS_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
 WAYS_OUT = {
-    "use_dora": "train or convert the adapter without DoRA, or merge it into the model by merge_and_unload",
     "modules_to_save": "an adapter changes products alone; merge these modules into the model by merge_and_unload",
     "target_parameters": "weights of experts have no slots; merge the adapter into the model by merge_and_unload",
     "trainable_token_indices": "the embedding has no slots; merge the adapter into the model by merge_and_unload",
@@ -50,7 +52,8 @@ MERGE = "merge the adapter into the model by merge_and_unload"
 class Adapter:
     """An adapter as one slot of a model takes it; on the host."""
 
-    tensors: Slots  # (down [n, in, r], up [n, r, out]) f32 for each weight, zeros for those that it leaves alone
+    # (down [n, in, r], up [n, r, out], gain [n, out]) for each weight, zeros for those that it leaves alone
+    tensors: Slots
     digest: str  # of the numbers, their places and the rank of the slots
 
 
@@ -60,7 +63,8 @@ def read_adapter(
     """Reads an adapter of PEFT, from a folder or the Hub, for the model `config` of a checkpoint.
 
     Returns it in `dtype`, padded to `max_rank`. Raises ValueError that names the setting or tensor that cannot be
-    honoured: another method than LoRA, a rank above `max_rank`, and a target that is no product of the model's layers.
+    honoured: another method than LoRA and DoRA, a rank above `max_rank`, and a target that is no product of the
+    model's layers.
     """
     folder = resolve_checkpoint(path_or_id, [CONFIG_FILE, TENSOR_FILE])
     file, settings = folder / TENSOR_FILE, folder / CONFIG_FILE
@@ -81,8 +85,12 @@ def read_adapter(
         whole = {name: prefix + name if prefix + name in places else name for name in pairs}
         if len({*whole.values()}) < len(whole):
             raise ValueError(f"it has modules under two names, with {prefix!r} and without; save the adapter again")
+        for name, pair in pairs.items():
+            _check(whole[name], pair, places, scaling, max_rank)
+        scales = {whole[name]: scaling.of(name, pair["A"].shape[0]) for name, pair in pairs.items()}
         pairs = {whole[name]: pair for name, pair in pairs.items()}
-        return _place(pairs, places, scaling, config, max_rank=max_rank, dtype=np.dtype(dtype))
+        base = require_fitting_tensors(checkpoint, config)[1] if scaling.sets_lengths else {}
+        return _place(pairs, places, scales, base, config, max_rank=max_rank, dtype=np.dtype(dtype))
     except ValueError as error:
         raise error if str(error).startswith(str(folder)) else ValueError(f"{folder}: {error}") from None
 
@@ -94,11 +102,12 @@ class Scaling:
     rank: int
     alpha: float
     is_rank_stabilized: bool
+    sets_lengths: bool  # of the rows of changed weights, each to a number of the adapter (DoRA)
     ranks: Mapping[str, int]  # of modules whose names end in the key
     alphas: Mapping[str, float]
 
     def of(self, module: str, rank: int) -> float:
-        """Returns the factor of a module, by its name in the model; ValueError if its tensors have another rank."""
+        """Returns the factor of a module, by its name in the adapter; ValueError if its tensors have another rank."""
         stated = _matching(self.ranks, module, self.rank)
         if rank != stated:
             raise ValueError(
@@ -125,13 +134,15 @@ def read_scaling(settings: Mapping[str, Any]) -> Scaling:
             f"init_lora_weights={shown(beginning)} changes the base weights too; convert the adapter with"
             " path_initial_model_for_weight_conversion of PEFT's save_pretrained"
         )
-    if not isinstance(is_rank_stabilized := settings.get("use_rslora", False), bool):
-        raise ValueError(f"use_rslora={shown(is_rank_stabilized)} is neither true nor false; correct {CONFIG_FILE}")
+    for name in ("use_rslora", "use_dora"):
+        if not isinstance(settings.get(name, False), bool):
+            raise ValueError(f"{name}={shown(settings[name])} is neither true nor false; correct {CONFIG_FILE}")
     rank = _checked_rank("r", settings.get("r", 8))
     return Scaling(
         rank=rank,
         alpha=_checked_alpha("lora_alpha", settings.get("lora_alpha", 8)),
-        is_rank_stabilized=is_rank_stabilized,
+        is_rank_stabilized=settings.get("use_rslora", False),
+        sets_lengths=settings.get("use_dora", False),
         ranks={name: _checked_rank("rank_pattern", r) for name, r in _patterns(settings, "rank_pattern").items()},
         alphas={name: _checked_alpha("alpha_pattern", a) for name, a in _patterns(settings, "alpha_pattern").items()},
     )
@@ -172,25 +183,28 @@ def _matching(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
 
 
 def _pairs(stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
-    """Returns the tensors A [r, in] and B [out, r] of each module, by its name in the model."""
+    """Returns the tensors of each module by its name in the model: A [r, in], B [out, r], and lengths [out] of DoRA."""
     pairs: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
-        module, _, kind = name.removeprefix(PREFIX).rpartition(".lora_")
-        if kind not in ("A.weight", "B.weight") or not module:
-            way_out = WAYS_OUT["use_dora"] if "lora_magnitude_vector" in name else MERGE
-            raise ValueError(f"{name} is no A or B of LoRA for the weight of a product; {way_out}")
+        module, _, stated = name.removeprefix(PREFIX).rpartition(".lora_")
+        kind = KINDS.get(stated)
+        if kind is None or not module:
+            raise ValueError(f"{name} is no A or B of LoRA for the weight of a product; {MERGE}")
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{name} has dtype {tensor.dtype}; save the adapter in one of {', '.join(DTYPES)}")
-        if len(tensor.shape) != 2 or 0 in tensor.shape:
-            raise ValueError(f"{name} has shape {list(tensor.shape)}, but A and B are matrices; save the adapter again")
+        if len(tensor.shape) != (1 if kind == "lengths" else 2) or 0 in tensor.shape:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}, but A and B are matrices, and magnitudes a vector; save the"
+                " adapter again"
+            )
         pair = pairs.setdefault(module, {})
-        if kind[0] in pair:
-            raise ValueError(f"{module} has lora_{kind[0]} under two names; save the adapter again")
-        pair[kind[0]] = tensor
+        if kind in pair:
+            raise ValueError(f"{module} has lora_{stated} under two names; save the adapter again")
+        pair[kind] = tensor
     for module, pair in pairs.items():
-        if len(pair) < 2:
-            (kind,) = pair
-            raise ValueError(f"{module} has lora_{kind} without its other half; save the adapter again")
+        if not {"A", "B"} <= {*pair}:
+            stored_kinds = " and ".join(f"lora_{name.removesuffix('.weight')}" for name in KINDS if KINDS[name] in pair)
+            raise ValueError(f"{module} has {stored_kinds} without the rest of A and B; save the adapter again")
     if not pairs:
         raise ValueError("it has no tensors; save the adapter again")
     return pairs
@@ -233,39 +247,49 @@ def _places(checkpoint: Path, config: ModelConfig, modules: Collection[str]) -> 
 def _place(
     pairs: Mapping[str, Mapping[str, StoredTensor]],
     places: Mapping[str, list[_Place]],
-    scaling: Scaling,
+    scales: Mapping[str, float],
+    base: Mapping[str, Stored],
     config: ModelConfig,
     *,
     max_rank: int,
     dtype: np.dtype,
 ) -> Adapter:
     specs, structure = jax.tree.flatten(adapted_weights(config), is_leaf=lambda node: isinstance(node, TensorSpec))
-    shapes = [[(n, *rest) for n, _, *rest in shapes_of(spec, 1, max_rank)] for spec in specs]
     # Slots of another rank add up a change in another order, so that a token's last bits differ.
     digest = blake2b(f"slots of rank {max_rank}".encode(), digest_size=DIGEST_BYTES)
-    # Everything is checked before anything is allocated.
-    for module, pair in pairs.items():
-        _check(module, pair, places, max_rank)
-    tensors = [[np.zeros(shape, dtype) for shape in both] for both in shapes]
+    tensors = [
+        [np.zeros((a.shape[0], *a.shape[2:]), a.dtype) for a in slots_of(spec, 1, max_rank, dtype)] for spec in specs
+    ]
     for module, pair in sorted(pairs.items()):
         rank = pair["A"].shape[0]
-        scale = scaling.of(module, rank)
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             down, up = (pair[kind].map().astype(np.float32) for kind in "AB")
-            down, up = down.astype(dtype), (up * np.float32(scale)).astype(dtype)
-        if not np.isfinite(down).all() or not np.isfinite(up).all():
+            up, gain = up * np.float32(scales[module]), np.zeros(len(up), np.float32)
+            if "lengths" in pair:
+                w = floats_of(base[f"{module}.weight"]).astype(np.float32)
+                ratio = pair["lengths"].map().astype(np.float32) / np.linalg.norm(w + up @ down, axis=1)
+                up, gain = up * ratio[:, None], ratio - 1
+            down, up = down.astype(dtype), up.astype(dtype)
+        if not all(np.isfinite(numbers).all() for numbers in (down, up, gain)):
             raise ValueError(f"{module} has numbers that are not finite in {dtype}; train the adapter again")
-        for content in (module.encode(), repr(down.shape).encode(), down.tobytes(), up.tobytes()):
+        for content in (module.encode(), repr(down.shape).encode(), down.tobytes(), up.tobytes(), gain.tobytes()):
             digest.update(len(content).to_bytes(8, "little") + content)
         for place in places[module]:
             own = place.assembly.of_groups(rank).view(up).reshape(-1, rank)
             tensors[place.index][0][place.layer, : down.shape[1], :rank] = down.T
             tensors[place.index][1][place.layer, :rank] = own.T
-    leaves = [tuple(both) for both in tensors]
+            tensors[place.index][2][place.layer] = place.assembly.of_groups(1).view(gain[:, None]).reshape(-1)
+    leaves = [tuple(own) for own in tensors]
     return Adapter(jax.tree.unflatten(structure, leaves), digest.hexdigest())
 
 
-def _check(module: str, pair: Mapping[str, StoredTensor], places: Mapping[str, list[_Place]], max_rank: int) -> None:
+def _check(
+    module: str,
+    pair: Mapping[str, StoredTensor],
+    places: Mapping[str, list[_Place]],
+    scaling: Scaling,
+    max_rank: int,
+) -> None:
     if module not in places:
         known = sorted({re.sub(r"\d+", "*", name) for name in places})
         raise ValueError(f"{module} is no weight that an adapter may change; those are {', '.join(known)}; {MERGE}")
@@ -275,6 +299,15 @@ def _check(module: str, pair: Mapping[str, StoredTensor], places: Mapping[str, l
         raise ValueError(
             f"{module} has A {[rank, inputs]} and B {[outputs, other]}, but its weight has the shape {list(wanted)};"
             " give an adapter of this model"
+        )
+    if ("lengths" in pair) != scaling.sets_lengths:
+        has = "has a magnitude vector" if "lengths" in pair else "has no magnitude vector"
+        raise ValueError(
+            f"{module} {has}, but {CONFIG_FILE} states use_dora={scaling.sets_lengths}; save the adapter again"
+        )
+    if scaling.sets_lengths and pair["lengths"].shape != (outputs,):
+        raise ValueError(
+            f"{module} has {pair['lengths'].shape[0]} magnitudes for {outputs} rows; save the adapter again"
         )
     if rank > max_rank:
         raise ValueError(

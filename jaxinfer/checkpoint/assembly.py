@@ -341,7 +341,8 @@ def grid_of(assembly: Assembly, stored: Mapping[str, Stored]) -> Grid | Blocks |
     raise ValueError(f"{names} and others of one tensor are packed in different ways, which is not supported: {grids}")
 
 
-def _floats_of(stored: Stored) -> np.ndarray:
+def floats_of(stored: Stored) -> np.ndarray:
+    """Returns the numbers of a stored tensor, which is widened if it is packed."""
     return stored.floats() if isinstance(stored, StoredQuantized) else stored.map()
 
 
@@ -356,7 +357,7 @@ def _assemble_floats(
         chosen = places[index[:num_stacked]]
         stack = None
         for place, i in enumerate(chosen.flat):
-            part = assembly.view(_floats_of(stored[assembly.names[i]]))[index[num_stacked:]]
+            part = assembly.view(floats_of(stored[assembly.names[i]]))[index[num_stacked:]]
             if stack is None:
                 stack = empty_aligned((chosen.size, *part.shape), dtype)
             np.copyto(stack[place], part, casting="unsafe")

@@ -283,7 +283,7 @@ class LLM:
         return self._engine.adapters
 
     def load_adapter(self, name: str, path: str | Path) -> None:
-        """Loads a LoRA adapter that PEFT has saved, from a folder or the Hub; requests take it by `adapter=name`.
+        """Loads an adapter that PEFT has saved, from a folder or the Hub; requests take it by `adapter=name`.
 
         Requests with different adapters, and without, share steps, and each gets the tokens that it gets alone. Others
         may run meanwhile, and nothing is compiled. Raises ValueError if EngineConfig.max_adapters leaves no slot, if

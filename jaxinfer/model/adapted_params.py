@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 from jax.tree_util import GetAttrKey, tree_map_with_path
 
 from jaxinfer.model.components.adapted import AdaptedArray, padded_size
@@ -14,7 +15,7 @@ from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params, declare, is_spec
 from jaxinfer.quantization import PACKED
 
-# A tree like `Params` with the pair (down, up) of an `AdaptedArray` for each weight that adapters may change.
+# A tree like `Params` with (down, up, gain) of an `AdaptedArray` for each weight that adapters may change.
 Slots = Any
 
 
@@ -31,10 +32,15 @@ def adapted_weights(config: ModelConfig) -> Params:
     return tree_map_with_path(find, declare(config), is_leaf=is_spec)
 
 
-def shapes_of(spec: TensorSpec, num_slots: int, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the shapes of `down` and `up` of a stack of layers [n, A, ...], for adapters of up to this rank."""
+def slots_of(spec: TensorSpec, num_slots: int, rank: int, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns (down, up, gain) of a stack of layers [n, A, ...], for adapters of up to this rank in `dtype`."""
     n, *outputs, inputs = spec.shape
-    return (n, num_slots, padded_size(inputs), rank), (n, num_slots, padded_size(rank), math.prod(outputs))
+    size = math.prod(outputs)
+    return (
+        jax.ShapeDtypeStruct((n, num_slots, padded_size(inputs), rank), dtype),
+        jax.ShapeDtypeStruct((n, num_slots, padded_size(rank), size), dtype),
+        jax.ShapeDtypeStruct((n, num_slots, size), np.float32),
+    )
 
 
 def abstract_slots(config: ModelConfig, num_adapters: int, rank: int, dtype: Any) -> Slots:
@@ -42,17 +48,16 @@ def abstract_slots(config: ModelConfig, num_adapters: int, rank: int, dtype: Any
     if not num_adapters:
         return None
 
-    def slots_of(spec: TensorSpec) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes_of(spec, 1 + num_adapters, rank))
-
-    return jax.tree.map(slots_of, adapted_weights(config), is_leaf=is_spec)
+    return jax.tree.map(
+        lambda spec: slots_of(spec, 1 + num_adapters, rank, dtype), adapted_weights(config), is_leaf=is_spec
+    )
 
 
 def with_slots(params: Params, slots: Slots) -> Params:
     """Returns the parameters with these slots beside their weights."""
 
-    def join(weight: Any, pair: Any) -> Any:
-        return weight if pair is None else AdaptedArray(weight, *pair)
+    def join(weight: Any, own: Any) -> Any:
+        return weight if own is None else AdaptedArray(weight, *own)
 
     return jax.tree.map(join, params, slots, is_leaf=lambda node: node is None or isinstance(node, PACKED))
 

@@ -64,9 +64,9 @@ def changed_weights(checkpoint: Path, adapter: Adapter) -> list[np.ndarray]:
     def add(w: jax.Array, spec: TensorSpec | None, pair: Any) -> Any:
         if spec is None:
             return None
-        down, up = pair
+        down, up, gain = pair
         change = np.einsum("nir,nrf->nfi", down[:, : w.shape[-1]].astype(float), up[:, : down.shape[2]])
-        return np.asarray(w) + change.reshape(w.shape)
+        return np.asarray(w) * (1 + gain.reshape(*w.shape[:-1], 1)) + change.reshape(w.shape)
 
     changed = jax.tree.map(add, params, specs, adapter.tensors, is_leaf=lambda node: node is None)
     return jax.tree.leaves(changed)
@@ -98,6 +98,8 @@ def test_every_matrix_of_a_layer_is_changed_as_by_merging_or_refused_by_name(fam
     "settings",
     [
         {"use_rslora": True},
+        {"use_dora": True},
+        {"use_dora": True, "use_rslora": True, "alpha_pattern": {"k_proj": 2}},
         {"lora_alpha": 3.5},
         {"alpha_pattern": {"k_proj": 2, "layers.1.mlp.up_proj": 30}},
         {"rank_pattern": {"q_proj": 4, "^model.layers.2.mlp.up_proj": 4}, "init_lora_weights": "gaussian"},
@@ -121,20 +123,20 @@ def test_stored_numbers_of_other_types_are_read_exactly(dtype, checkpoint, tmp_p
     folder = save_adapter(tmp_path, checkpoint, modules=[Q], dtype=dtype, lora_alpha=4)
     stored = load_file(folder / "adapter_model.safetensors")[f"base_model.model.{Q}.lora_A.weight"]
 
-    (down, _) = read(folder, checkpoint).tensors.layers[0].mixer.q
+    down, *_ = read(folder, checkpoint).tensors.layers[0].mixer.q
 
     np.testing.assert_array_equal(down[0, : stored.shape[1], :4], stored.T.astype(np.float32))
 
 
-def test_names_may_lack_the_prefix_of_the_backbone(checkpoint, adapter, tmp_path):
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    save_adapter(tmp_path, checkpoint)
+def test_names_may_lack_the_prefix_of_the_backbone(checkpoint, tmp_path):
+    whole = save_adapter(tmp_path / "whole", checkpoint, alpha_pattern={"^model.layers.1.self_attn.q_proj": 3})
+    own = save_adapter(tmp_path / "own", checkpoint, alpha_pattern={"^layers.1.self_attn.q_proj": 3})
+    tensors = load_file(whole / "adapter_model.safetensors")
     save_file(
-        {name.replace("model.model.", "model."): w for name, w in tensors.items()},
-        tmp_path / "adapter_model.safetensors",
+        {name.replace("model.model.", "model."): w for name, w in tensors.items()}, own / "adapter_model.safetensors"
     )
 
-    ours, theirs = (jax.tree.leaves(read(folder, checkpoint).tensors) for folder in (tmp_path, adapter))
+    ours, theirs = (jax.tree.leaves(read(folder, checkpoint).tensors) for folder in (own, whole))
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -145,7 +147,9 @@ def test_a_digest_is_of_the_contents(checkpoint, adapter, tmp_path):
 
     assert read(other_folder, checkpoint).digest == digest
     assert read(adapter, checkpoint, max_rank=2 * MAX_RANK).digest != digest  # slots that add up in another order
-    different: list[dict[str, Any]] = [{"seed": 1}, {"rank": 3}, {"lora_alpha": 17}, {"modules": [Q]}]
+    different: list[dict[str, Any]] = [
+        *({"seed": 1}, {"rank": 3}, {"lora_alpha": 17}, {"modules": [Q]}, {"use_dora": True})
+    ]
     for i, changes in enumerate(different):
         assert read(save_adapter(tmp_path / str(i), checkpoint, **changes), checkpoint).digest != digest
 
@@ -153,7 +157,7 @@ def test_a_digest_is_of_the_contents(checkpoint, adapter, tmp_path):
 SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"peft_type": "IA3"}, r"peft_type='IA3' is not supported; .* merge_and_unload"),
     ({"peft_type": None}, "peft_type=None"),
-    ({"use_dora": True}, "use_dora=True is not supported; train or convert"),
+    ({"use_dora": "yes"}, "use_dora='yes' is neither true nor false"),
     ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] is not supported"),
     ({"bias": "lora_only"}, "bias='lora_only' is not supported"),
     ({"lora_bias": True}, "lora_bias=True is not supported"),
@@ -189,7 +193,7 @@ A, B = (f"base_model.model.{Q}.lora_{half}.weight" for half in "AB")
 ONES = {A: np.ones((4, 32), np.float32), B: np.ones((32, 4), np.float32)}
 TENSORS: list[tuple[dict[str, np.ndarray], str]] = [
     ({}, "it has no tensors"),
-    ({A: ONES[A]}, f"{Q} has lora_A without its other half"),
+    ({A: ONES[A]}, f"{Q} has lora_A without the rest of A and B"),
     (
         ONES | {A: np.ones((4, 31), np.float32)},
         r"has A \[4, 31\] and B \[32, 4\], but its weight has the shape \[32, 32\]",
@@ -202,7 +206,7 @@ TENSORS: list[tuple[dict[str, np.ndarray], str]] = [
     (ONES | {A: np.full((4, 32), 1e300)}, f"{Q} has numbers that are not finite"),
     (
         ONES | {f"base_model.model.{Q}.lora_magnitude_vector": np.ones(32, np.float32)},
-        ".*no A or B of LoRA.* without DoRA",
+        f"{Q} has a magnitude vector, but adapter_config.json states use_dora=False",
     ),
     (ONES | {f"base_model.model.{Q}.lora_B.bias": np.ones(32, np.float32)}, ".*lora_B.bias is no A or B"),
     (ONES | {"base_model.model.lm_head.weight": np.ones((96, 32), np.float32)}, ".*lm_head.weight is no A or B"),

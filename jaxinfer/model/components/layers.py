@@ -44,7 +44,7 @@ def product(x: jax.Array, w: Weights, tokens: StepTokens | None = None) -> jax.A
         y = product(x, w.base, tokens)
         if tokens is None or tokens.adapters is None:
             return y
-        return add_changes(y.reshape(x.shape[0], -1), x, w.down, w.up, tokens.adapters).reshape(y.shape)
+        return add_changes(y.reshape(x.shape[0], -1), x, w, tokens.adapters).reshape(y.shape)
     outputs, num_rows = w.shape[:-1], None if tokens is None else tokens.count
     if isinstance(w, QuantizedArray):
         y = _quantized_product(x, w, num_rows)

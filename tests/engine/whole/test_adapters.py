@@ -41,12 +41,10 @@ is_on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="bit-equal
 
 @pytest.fixture(scope="module")
 def folders(checkpoint, tmp_path_factory) -> list[Path]:
-    """Adapters of ranks 1 to 8."""
+    """Adapters of ranks 1 to 8, two of them with DoRA."""
     folder = tmp_path_factory.mktemp("adapters")
-    return [
-        save_adapter(folder / str(i), checkpoint, seed=i, rank=1 + i, use_rslora=i % 2 == 1, lora_alpha=4 + i)
-        for i in range(8)
-    ]
+    kinds = [{"use_rslora": i % 2 == 1, "use_dora": i % 4 == 3, "lora_alpha": 4 + i} for i in range(8)]
+    return [save_adapter(folder / str(i), checkpoint, seed=i, rank=1 + i, **kinds[i]) for i in range(8)]
 
 
 def engine_with(checkpoint: Path, folders: list[Path], make: Any = small_engine, **limits: Any) -> LLM:

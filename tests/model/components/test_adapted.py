@@ -19,17 +19,17 @@ def normal(*shape):
 
 
 def changes(D, r, outputs):
-    """The halves of A slots, the first of them zeros."""
-    down, up = normal(A, D, r) / np.sqrt(D).astype(np.float32), normal(A, r, int(np.prod(outputs)))
-    down[0], up[0] = 0, 0
-    return down, up
+    """The halves and gains of A slots, the first of them zeros; slot 1 has no gains."""
+    F = int(np.prod(outputs))
+    down, up, gain = normal(A, D, r) / np.sqrt(D).astype(np.float32), normal(A, r, F), normal(A, F) / 4
+    down[0], up[0], gain[:2] = 0, 0, 0
+    return down, up, gain
 
 
-def adapted(base, down, up):
+def adapted(base, down, up, gain):
     pads = [padded_size(half.shape[1]) - half.shape[1] for half in (down, up)]
-    return AdaptedArray(
-        base, *(np.pad(half, ((0, 0), (0, n), (0, 0))) for half, n in zip((down, up), pads, strict=True))
-    )
+    halves = (np.pad(half, ((0, 0), (0, n), (0, 0))) for half, n in zip((down, up), pads, strict=True))
+    return AdaptedArray(base, *halves, gain)
 
 
 @jax.jit
@@ -40,13 +40,15 @@ def multiply(x, w, slots):
 @pytest.mark.parametrize("r", [1, 8, 16, 40])
 @pytest.mark.parametrize(("D", "outputs"), [(7, (5,)), (48, (3, 4)), (144, (33,)), (300, (2, 5))], ids=str)
 def test_each_token_takes_the_change_in_its_slot(D, outputs, r):
-    x, w, (down, up) = normal(9, D), normal(*outputs, D), changes(D, r, outputs)
+    x, w, (down, up, gain) = normal(9, D), normal(*outputs, D), changes(D, r, outputs)
     slots = np.array([0, 4, 1, 1, 3, 0, 2, 4, 4], np.int32)
 
-    y = multiply(x, adapted(w, down, up), slots)
+    y = multiply(x, adapted(w, down, up, gain), slots)
 
     flat = w.reshape(-1, D).astype(float)
-    rows = [row @ flat.T + row @ down[a] @ up[a] for row, a in zip(x.astype(float), slots, strict=True)]
+    rows = [
+        (1 + gain[a]) * (row @ flat.T) + row @ down[a] @ up[a] for row, a in zip(x.astype(float), slots, strict=True)
+    ]
     np.testing.assert_allclose(y, np.reshape(rows, (9, *outputs)), rtol=1e-5, atol=1e-5)
 
 
@@ -54,12 +56,12 @@ def test_each_token_takes_the_change_in_its_slot(D, outputs, r):
 @pytest.mark.parametrize("is_quantized", [False, True])
 @pytest.mark.parametrize(("D", "r"), [(144, 8), (300, 40), (704, 16)])
 def test_the_bits_of_a_token_depend_on_no_other_token_and_on_no_slot(D, r, is_quantized):
-    w, (down, up), x = normal(65, D), changes(D, r, (65,)), normal(70, D)
+    w, parts, x = normal(65, D), changes(D, r, (65,)), normal(70, D)
     base = quantize(jnp.asarray(w)) if is_quantized else w
     slots = (np.arange(70) % A).astype(np.int32)
-    together = np.asarray(multiply(x, adapted(base, down, up), slots))
+    together = np.asarray(multiply(x, adapted(base, *parts), slots))
 
-    moved = (down[[0, 4, 3, 2, 1]], up[[0, 4, 3, 2, 1]])  # the adapter of slot a in slot 5 - a
+    moved = tuple(part[[0, 4, 3, 2, 1]] for part in parts)  # the adapter of slot a in slot 5 - a
     for rows in (slice(3, 4), slice(11, 13), slice(20, 37)):
         alone = multiply(x[rows], adapted(base, *moved), np.where(slots[rows] == 0, 0, A - slots[rows]))
         np.testing.assert_array_equal(alone, together[rows])
@@ -70,19 +72,19 @@ def test_the_bits_of_a_token_depend_on_no_other_token_and_on_no_slot(D, r, is_qu
 
 def test_products_of_all_slots_at_once_are_the_same_sums():
     D, r, F = 96, 8, 20
-    x, y, (down, up) = normal(9, D), normal(9, F), changes(D, r, (F,))
+    x, y, (down, up, gain) = normal(9, D), normal(9, F), changes(D, r, (F,))
     slots = np.array([0, 4, 1, 1, 3, 0, 2, 4, 4], np.int32)
 
-    added = jax.jit(_add_by_products)(y, x, down, up, slots)
+    added = jax.jit(_add_by_products)(y, x, down, up, gain, slots)
 
-    expected = [y[t] + x[t].astype(float) @ down[a] @ up[a] for t, a in enumerate(slots)]
+    expected = [(1 + gain[a]) * y[t] + x[t].astype(float) @ down[a] @ up[a] for t, a in enumerate(slots)]
     np.testing.assert_allclose(added, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_numbers_of_other_slots_do_not_matter():
-    x, w, (down, up) = normal(4, 48), normal(6, 48), changes(48, 8, (6,))
+    x, w, (down, up, gain) = normal(4, 48), normal(6, 48), changes(48, 8, (6,))
     slots = np.array([1, 2, 1, 0], np.int32)
-    expected = multiply(x, adapted(w, down, up), slots)
-    down[3:], up[3:] = np.nan, np.inf
+    expected = multiply(x, adapted(w, down, up, gain), slots)
+    down[3:], up[3:], gain[3:] = np.nan, np.inf, np.nan
 
-    np.testing.assert_array_equal(multiply(x, adapted(w, down, up), slots), expected)
+    np.testing.assert_array_equal(multiply(x, adapted(w, down, up, gain), slots), expected)
