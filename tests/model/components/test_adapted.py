@@ -27,9 +27,8 @@ def changes(D, r, outputs):
 
 
 def adapted(base, down, up, gain):
-    pads = [padded_size(half.shape[1]) - half.shape[1] for half in (down, up)]
-    halves = (np.pad(half, ((0, 0), (0, n), (0, 0))) for half, n in zip((down, up), pads, strict=True))
-    return AdaptedArray(base, *halves, gain)
+    down, up = (np.pad(a, ((0, 0), (0, padded_size(a.shape[1]) - a.shape[1]), (0, 0))) for a in (down, up))
+    return AdaptedArray(base, down, up, gain)
 
 
 @jax.jit
