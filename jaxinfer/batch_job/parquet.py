@@ -1,4 +1,4 @@
-"""Parquet files of a job: rows that are lines of its input, and the records of its output in columns."""
+"""Tables of a job, in Parquet files and in memory: rows that are lines of its input, records as rows of its output."""
 
 from __future__ import annotations
 
@@ -20,13 +20,20 @@ GROUP_BYTES = 2**26  # of the records as JSON
 def read_lines(file: BinaryIO) -> Iterator[bytes]:
     """Yields each row as a line of JSON, without its nulls; ValueError if the file is damaged or has other types."""
     parquet = _open(file)
-    names = [name for name in parquet.schema_arrow.names if not INDEX.fullmatch(name)]
-    types = {name: parquet.schema_arrow.field(name).type for name in names}
-    for name, kind in types.items():
-        _require_json(name, kind)
-    for row in _rows(parquet, names):
-        fields = {name: _plain(row[name], types[name]) for name in names if row[name] is not None}
-        yield json.dumps(fields, ensure_ascii=False).encode() + b"\n"
+    types = _json_types(parquet.schema_arrow)
+    for row in _rows(parquet, [*types]):
+        yield json.dumps(_fields(row, types), ensure_ascii=False).encode() + b"\n"
+
+
+def fields_of(table: Any) -> list[dict[str, Any]]:
+    """Returns the rows of a table of Arrow as `read_lines` has them; ValueError for types that JSON does not have."""
+    types = _json_types(table.schema)
+    return [_fields(row, types) for row in table.select([*types]).to_pylist()]
+
+
+def table_of(records: Iterable[bytes]) -> Any:
+    """Returns a table of Arrow with records as rows, in the columns of `write_records`."""
+    return _table([json.loads(record) for record in records])
 
 
 def read_records(file: BinaryIO) -> Iterator[bytes]:
@@ -41,25 +48,18 @@ def read_records(file: BinaryIO) -> Iterator[bytes]:
 
 def write_records(file: BinaryIO, records: Iterable[bytes]) -> None:
     """Writes records as rows."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = _schema()
-
-    def write_rows(rows: list[dict[str, Any]]) -> None:
-        arrays = [pa.array([_arrow(row.get(f.name), f.type) for row in rows], f.type) for f in schema]
-        writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
-
-    with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+    with pq.ParquetWriter(file, _schema(), compression="zstd") as writer:
         rows, num_bytes = [], 0
         for record in records:
             rows.append(json.loads(record))
             num_bytes += len(record)
             if len(rows) == GROUP_ROWS or num_bytes >= GROUP_BYTES:
-                write_rows(rows)
+                writer.write_table(_table(rows))
                 rows, num_bytes = [], 0
         if rows:
-            write_rows(rows)
+            writer.write_table(_table(rows))
 
 
 def require_pyarrow() -> None:
@@ -90,6 +90,26 @@ def _rows(parquet: Any, names: list[str]) -> Iterator[dict[str, Any]]:
             yield from batch.to_pylist()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"it is damaged ({error}); write it again") from None
+
+
+def _json_types(schema: Any) -> dict[str, Any]:
+    """Returns the type of each column that its owner has made; ValueError if JSON does not have it."""
+    types = {name: schema.field(name).type for name in schema.names if not INDEX.fullmatch(name)}
+    for name, kind in types.items():
+        _require_json(name, kind)
+    return types
+
+
+def _fields(row: dict[str, Any], types: dict[str, Any]) -> dict[str, Any]:
+    return {name: _plain(row[name], kind) for name, kind in types.items() if row[name] is not None}
+
+
+def _table(rows: list[dict[str, Any]]) -> Any:
+    import pyarrow as pa
+
+    schema = _schema()
+    arrays = [pa.array([_arrow(row.get(f.name), f.type) for row in rows], f.type) for f in schema]
+    return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def _schema() -> Any:

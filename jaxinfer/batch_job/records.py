@@ -260,7 +260,7 @@ def _request(fields: dict[str, Any], line: int, digest: str, defaults: SamplingP
     if is_openai_line(fields):
         content = read_body(fields, defaults)
         if content["sampling_params"].seed is None:
-            content["sampling_params"] = dataclasses.replace(content["sampling_params"], seed=_seed(line, custom_id))
+            content["sampling_params"] = dataclasses.replace(content["sampling_params"], seed=seed_of(line, custom_id))
         return JobRequest(line=line, custom_id=custom_id, digest=digest, **content)
     known = ("custom_id", "prompt", *CHAT, *OPTIONS, *PARAMETERS)
     unknown = sorted(fields.keys() - set(known))
@@ -273,7 +273,7 @@ def _request(fields: dict[str, Any], line: int, digest: str, defaults: SamplingP
             # SamplingParams would take an object as the list of its keys.
             _require(not isinstance(value, dict), f"{name} is an object; give a value or a list")
     if parameters.get("seed") is None:
-        parameters["seed"] = _seed(line, custom_id)
+        parameters["seed"] = seed_of(line, custom_id)
     params = dataclasses.replace(defaults, **parameters)
     chat = _chat(fields)
     prompt = _prompt(fields) if chat is None else None
@@ -324,7 +324,8 @@ def _prompt(fields: dict[str, Any]) -> str | tuple[int, ...]:
     return tuple(prompt)
 
 
-def _seed(line: int, custom_id: str) -> int:
+def seed_of(line: int, custom_id: str) -> int:
+    """Returns the seed of a request that has none."""
     name = f"{line}\n{custom_id}".encode(errors="surrogatepass")
     return int.from_bytes(blake2b(name, digest_size=SEED_BYTES).digest(), "big")
 
