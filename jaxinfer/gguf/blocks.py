@@ -25,6 +25,7 @@ Array = Any  # of NumPy, or of JAX under a trace
 
 # The scales f32[N, groups] of blocks, and offsets f32[N, groups] or None.
 Levels = tuple[Array, Array | None]
+Planes = tuple[Array, ...]
 
 
 @dataclass(frozen=True)
@@ -34,17 +35,24 @@ class BlockType:
     name: str
     length: int  # numbers in a block
     num_bytes: int  # of a block
-    integers: Callable[[Array], Array]  # [N, groups, length / groups]
-    levels: Callable[[Array], Levels] | None = None  # None: the integers are floating-point numbers themselves
+    # Integers [N, ...] of 8 bits in two planes at most, which add up to those of the block. They have the axes of its
+    # bytes: with others, or in one array, a CPU's compiler unpacks numbers one at a time.
+    planes: Callable[[Array], Planes]
+    levels: Callable[[Array], Levels] | None = None  # None: the plane has floating-point numbers themselves
     halves: tuple[int, ...] = ()  # the bytes of a block at which half-precision numbers begin
+    zero: int = 0  # that is taken off each integer
 
     def numbers(self, blocks: Array) -> Array:
         """Returns the numbers f32[N, length] of blocks u8[N, num_bytes]."""
-        return self.integers(blocks) if self.levels is None else self.scaled(blocks, *self.levels(blocks))
+        planes = self.planes(blocks)
+        return planes[0] if self.levels is None else self.scaled(planes, *self.levels(blocks))
 
-    def scaled(self, blocks: Array, scales: Array, offsets: Array | None) -> Array:
-        """Returns the numbers f32[N, length] of blocks with these levels."""
-        products = _rounded(scales[:, :, None] * self.integers(blocks).astype(np.float32))
+    def scaled(self, planes: Planes, scales: Array, offsets: Array | None) -> Array:
+        """Returns the numbers f32[N, length] of planes with the levels f32[N, groups]."""
+        first, *others = (plane.reshape(*scales.shape, -1) for plane in planes)
+        for other in others:
+            first = first | other
+        products = _rounded(scales[:, :, None] * (first.astype(np.float32) - np.float32(self.zero)))
         numbers = products if offsets is None else products + offsets[:, :, None]
         return numbers.reshape(-1, self.length)
 
@@ -121,9 +129,9 @@ def _u16(low: Array, high: Array) -> Array:
 
 
 def _number_of(values: Sequence[int], codes: Array) -> Array:
-    """Returns the values f32 of 4-bit codes, chosen bit by bit, for a compiler looks numbers up one at a time."""
+    """Returns the values i8 of 4-bit codes, chosen bit by bit, for a compiler looks numbers up one at a time."""
     xp = codes.__array_namespace__()
-    chosen: list[Any] = [np.float32(value) for value in values]
+    chosen: list[Any] = [np.int8(value) for value in values]
     for bit in range(4):
         is_set = (codes >> np.uint8(bit)) & np.uint8(1) == 1
         chosen = [xp.where(is_set, odd, even) for even, odd in zip(chosen[::2], chosen[1::2], strict=True)]
@@ -135,16 +143,16 @@ def _rounded(products: Array) -> Array:
     return products.__array_namespace__().maximum(products, LEAST)
 
 
-def _f32(blocks: np.ndarray) -> np.ndarray:
-    return blocks.view("<f4")
+def _f32(blocks: np.ndarray) -> Planes:
+    return (blocks.view("<f4"),)
 
 
-def _half(blocks: np.ndarray) -> np.ndarray:
-    return blocks.view("<f2").astype(np.float32)
+def _half(blocks: np.ndarray) -> Planes:
+    return (blocks.view("<f2").astype(np.float32),)
 
 
-def _bf16(blocks: np.ndarray) -> np.ndarray:
-    return (blocks.view("<u2").astype(np.uint32) << 16).view(np.float32)
+def _bf16(blocks: np.ndarray) -> Planes:
+    return ((blocks.view("<u2").astype(np.uint32) << 16).view(np.float32),)
 
 
 def _scale(blocks: Array) -> Levels:
@@ -155,35 +163,34 @@ def _scale_and_offset(blocks: Array) -> Levels:
     return _f16(blocks, 0), _f16(blocks, 2)
 
 
-def _q8_0(blocks: Array) -> Array:
-    return blocks[:, None, 2:].view(np.int8)
+def _q8_0(blocks: Array) -> Planes:
+    return (blocks[:, 2:].view(np.int8),)
 
 
-def _q4_0(blocks: Array) -> Array:
-    return _fields(blocks[:, 2:], 4).reshape(-1, 1, 32).astype(np.float32) - 8
+def _q4_0(blocks: Array) -> Planes:
+    return (_fields(blocks[:, 2:], 4),)
 
 
-def _q4_1(blocks: Array) -> Array:
-    return _fields(blocks[:, 4:], 4).reshape(-1, 1, 32)
+def _q4_1(blocks: Array) -> Planes:
+    return (_fields(blocks[:, 4:], 4),)
 
 
-def _five_bits(high: Array, low: Array) -> Array:
-    """Returns integers u8[N, 1, 32] from a bit of each in 4 bytes, and four bits of each in 16."""
+def _five_bits(high: Array, low: Array) -> Planes:
+    """Returns the planes of integers that have one bit in 4 bytes, and four bits in 16."""
     shifts = np.arange(8, dtype=np.uint8).reshape(1, 1, 8)
-    top = ((high[:, :, None] >> shifts) & np.uint8(1)).reshape(-1, 1, 32)
-    return _fields(low, 4).reshape(-1, 1, 32) | (top << np.uint8(4))
+    return _fields(low, 4), ((high[:, :, None] >> shifts) & np.uint8(1)) << np.uint8(4)
 
 
-def _q5_0(blocks: Array) -> Array:
-    return _five_bits(blocks[:, 2:6], blocks[:, 6:]).astype(np.float32) - 16
+def _q5_0(blocks: Array) -> Planes:
+    return _five_bits(blocks[:, 2:6], blocks[:, 6:])
 
 
-def _q5_1(blocks: Array) -> Array:
+def _q5_1(blocks: Array) -> Planes:
     return _five_bits(blocks[:, 4:8], blocks[:, 8:])
 
 
-def _q2_k(blocks: Array) -> Array:
-    return _fields(blocks[:, 16:80].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
+def _q2_k(blocks: Array) -> Planes:
+    return (_fields(blocks[:, 16:80].reshape(-1, 2, 32), 2),)
 
 
 def _q2_k_levels(blocks: Array) -> Levels:
@@ -193,10 +200,8 @@ def _q2_k_levels(blocks: Array) -> Levels:
     return _f16(blocks, 80) * factors, -_rounded(_f16(blocks, 82) * minima)
 
 
-def _q3_k(blocks: Array) -> Array:
-    low = _fields(blocks[:, 32:96].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
-    high = _fields(blocks[:, :32], 1).reshape(-1, 16, 16)
-    return (low | (high << np.uint8(2))).astype(np.float32) - 4
+def _q3_k(blocks: Array) -> Planes:
+    return _fields(blocks[:, 32:96].reshape(-1, 2, 32), 2), _fields(blocks[:, :32], 1) << np.uint8(2)
 
 
 def _q3_k_levels(blocks: Array) -> Levels:
@@ -221,31 +226,29 @@ def _factors_and_minima(blocks: Array) -> Levels:
     return _f16(blocks, 0) * joined[:, 0], -_rounded(_f16(blocks, 2) * joined[:, 1])
 
 
-def _q4_k(blocks: Array) -> Array:
-    return _fields(blocks[:, 16:].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
+def _q4_k(blocks: Array) -> Planes:
+    return (_fields(blocks[:, 16:].reshape(-1, 4, 32), 4),)
 
 
-def _q5_k(blocks: Array) -> Array:
-    low = _fields(blocks[:, 48:].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
-    return low | (_fields(blocks[:, 16:48], 1) << np.uint8(4))
+def _q5_k(blocks: Array) -> Planes:
+    return _fields(blocks[:, 48:].reshape(-1, 4, 32), 4), _fields(blocks[:, 16:48], 1) << np.uint8(4)
 
 
-def _q6_k(blocks: Array) -> Array:
-    low = _fields(blocks[:, :128].reshape(-1, 2, 64), 4).reshape(-1, 16, 16)
-    high = _fields(blocks[:, 128:192].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
-    return (low | (high << np.uint8(4))).astype(np.float32) - 32
+def _q6_k(blocks: Array) -> Planes:
+    low = _fields(blocks[:, :128].reshape(-1, 2, 64), 4)
+    return low, _fields(blocks[:, 128:192].reshape(-1, 2, 32), 2) << np.uint8(4)
 
 
 def _q6_k_levels(blocks: Array) -> Levels:
     return _f16(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32), None
 
 
-def _iq4_nl(blocks: Array) -> Array:
-    return _number_of(IQ4_VALUES, _fields(blocks[:, 2:], 4)).reshape(-1, 1, 32)
+def _iq4_nl(blocks: Array) -> Planes:
+    return (_number_of(IQ4_VALUES, _fields(blocks[:, 2:], 4)),)
 
 
-def _iq4_xs(blocks: Array) -> Array:
-    return _number_of(IQ4_VALUES, _fields(blocks[:, 8:].reshape(-1, 8, 16), 4).reshape(-1, 8, 32))
+def _iq4_xs(blocks: Array) -> Planes:
+    return (_number_of(IQ4_VALUES, _fields(blocks[:, 8:].reshape(-1, 8, 16), 4)),)
 
 
 def _iq4_xs_levels(blocks: Array) -> Levels:
@@ -256,8 +259,8 @@ def _iq4_xs_levels(blocks: Array) -> Levels:
     return _f16(blocks, 0) * factors, None
 
 
-def _mxfp4(blocks: np.ndarray) -> np.ndarray:
-    return _number_of(E2M1_VALUES, _fields(blocks[:, 1:], 4)).reshape(-1, 1, 32)
+def _mxfp4(blocks: np.ndarray) -> Planes:
+    return (_number_of(E2M1_VALUES, _fields(blocks[:, 1:], 4)),)
 
 
 def _mxfp4_scale(blocks: np.ndarray) -> Levels:
@@ -269,16 +272,16 @@ def _mxfp4_scale(blocks: np.ndarray) -> Levels:
 BLOCK_TYPES = {
     0: BlockType("F32", 1, 4, _f32),
     1: BlockType("F16", 1, 2, _half),
-    2: BlockType("Q4_0", 32, 18, _q4_0, _scale, (0,)),
+    2: BlockType("Q4_0", 32, 18, _q4_0, _scale, (0,), zero=8),
     3: BlockType("Q4_1", 32, 20, _q4_1, _scale_and_offset, (0, 2)),
-    6: BlockType("Q5_0", 32, 22, _q5_0, _scale, (0,)),
+    6: BlockType("Q5_0", 32, 22, _q5_0, _scale, (0,), zero=16),
     7: BlockType("Q5_1", 32, 24, _q5_1, _scale_and_offset, (0, 2)),
     8: BlockType("Q8_0", 32, 34, _q8_0, _scale, (0,)),
     10: BlockType("Q2_K", 256, 84, _q2_k, _q2_k_levels, (80, 82)),
-    11: BlockType("Q3_K", 256, 110, _q3_k, _q3_k_levels, (108,)),
+    11: BlockType("Q3_K", 256, 110, _q3_k, _q3_k_levels, (108,), zero=4),
     12: BlockType("Q4_K", 256, 144, _q4_k, _factors_and_minima, (0, 2)),
     13: BlockType("Q5_K", 256, 176, _q5_k, _factors_and_minima, (0, 2)),
-    14: BlockType("Q6_K", 256, 210, _q6_k, _q6_k_levels, (208,)),
+    14: BlockType("Q6_K", 256, 210, _q6_k, _q6_k_levels, (208,), zero=32),
     20: BlockType("IQ4_NL", 32, 18, _iq4_nl, _scale, (0,)),
     23: BlockType("IQ4_XS", 256, 136, _iq4_xs, _iq4_xs_levels, (0,)),
     30: BlockType("BF16", 1, 2, _bf16),

@@ -33,29 +33,28 @@ class PackedBlocks:
 
     def widened(self) -> jax.Array:
         """Returns the weights f32[out..., in], bit for bit the numbers of ggml's C."""
-        return self.with_levels().widened()
+        return self.unpacked().widened()
 
-    def with_levels(self) -> BlocksWithLevels:
-        """Returns the blocks with their scales and offsets in float32."""
+    def unpacked(self) -> UnpackedBlocks:
+        """Returns the blocks with a byte for each integer of a plane, and scales and offsets in float32."""
         kind = TYPES[self.type]
         assert kind.levels is not None
-        levels = kind.levels(self.blocks.reshape(-1, kind.num_bytes))
-        scales, offsets = jax.tree.map(lambda a: a.reshape(*self.shape[:-1], -1), levels)
-        return BlocksWithLevels(self.blocks, scales, offsets, self.type)
+        blocks = self.blocks.reshape(-1, kind.num_bytes)
+        parts = (kind.planes(blocks), *kind.levels(blocks))
+        return UnpackedBlocks(*jax.tree.map(lambda a: a.reshape(*self.shape[:-1], -1, *a.shape[1:]), parts), self.type)
 
 
 @struct.dataclass
-class BlocksWithLevels:
-    """Blocks whose scales and offsets were computed before, for a CPU would compute them for each number again."""
+class UnpackedBlocks:
+    """Blocks as integers, which a CPU would otherwise unpack again for each number that it multiplies."""
 
-    blocks: Any  # u8[out..., row bytes]
-    scales: Any  # f32[out..., groups]
-    offsets: Any  # f32[out..., groups] or None
+    planes: Any  # of the block type, each u8 or i8[out..., blocks, ...]
+    scales: Any  # f32[out..., blocks, groups]
+    offsets: Any  # f32[out..., blocks, groups] or None
     type: str = struct.field(pytree_node=False)
 
     def widened(self) -> jax.Array:
         """Returns the weights f32[out..., in]."""
-        kind = TYPES[self.type]
-        blocks = self.blocks.reshape(-1, kind.num_bytes)
-        levels = jax.tree.map(lambda a: a.reshape(blocks.shape[0], -1), (self.scales, self.offsets))
-        return kind.scaled(blocks, *levels).reshape(*self.blocks.shape[:-1], -1)
+        *outputs, _, _ = self.scales.shape
+        parts = jax.tree.map(lambda a: a.reshape(-1, *a.shape[len(outputs) + 1 :]), self)
+        return TYPES[self.type].scaled(parts.planes, parts.scales, parts.offsets).reshape(*outputs, -1)

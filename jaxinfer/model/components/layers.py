@@ -19,7 +19,7 @@ from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.adapted import AdaptedArray, add_changes
 from jaxinfer.quantization import PackedBlocks, QuantizedArray
 from jaxinfer.quantization.activations import rounded_product
-from jaxinfer.quantization.packed_blocks import BlocksWithLevels
+from jaxinfer.quantization.packed_blocks import UnpackedBlocks
 from jaxinfer.validation import require_bool, require_real
 from kernels_pallas.quantized_matmul import dequantize, layer_of, quantized_matmul
 from kernels_pallas.row_products import rounded, rows_by_integers, rows_by_packed, rows_by_weights
@@ -50,7 +50,7 @@ def product(x: jax.Array, w: Weights, tokens: StepTokens | None = None) -> jax.A
         y = _quantized_product(x, w, num_rows)
     elif isinstance(w, PackedBlocks):
         rows = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), w)
-        y = rows_by_packed(x, rows, PackedBlocks.with_levels, BlocksWithLevels.widened, num_rows)
+        y = rows_by_packed(x, rows, PackedBlocks.unpacked, UnpackedBlocks.widened, num_rows)
     else:
         is_split = tokens is not None and tokens.is_split
         y = rows_by_weights(x, w.reshape(math.prod(outputs), -1), num_rows, is_split=is_split)
