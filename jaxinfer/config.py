@@ -21,7 +21,7 @@ from jaxinfer.validation import (
 )
 
 # Types of keys and values that `EngineConfig.cache_dtype` names, by their numpy names.
-NARROW_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "int8": "int8"}
+NARROW_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "int8": "int8", "int4": "int4"}
 CACHE_DTYPES = ("float32", "bfloat16", "float16", *NARROW_CACHE_DTYPES.values())
 QUANTIZATIONS = ("int8", "int4")
 MAX_ADAPTERS, MAX_ADAPTER_RANK = 1024, 512
@@ -38,8 +38,9 @@ MAX_DEVICES = 2**16  # of a mesh axis
 class CacheConfig:
     """The page pools: `num_pages` pages of `page_size` token slots for every layer, in `dtype` (a numpy dtype name).
 
-    Keys, values and latents are rounded as they are written. In float8_e4m3fn they saturate at 448; in int8 each token
-    has a float32 scale per head, and for a latent and its rotated key. States of recurrent layers stay float32.
+    Keys, values and latents are rounded as they are written. In float8_e4m3fn they saturate at 448. In int8 and int4
+    each token has a float32 scale per head, and for a latent and its rotated key. States of recurrent layers stay
+    float32.
 
     `num_bounded_pages`: pages of each of `ModelConfig.page_kinds` but the first. Without them every kind has
     `num_pages`, and a request has pages of the same ids in all kinds. `num_draft_states`: further states of each
@@ -115,8 +116,8 @@ class EngineConfig:
     * `memory_bytes`: device bytes for parameters, pages and steps together. None takes all of the device; on CPU it
       sets no limit.
     * `cache_bytes`: device bytes for pages. None takes the rest; on CPU, if memory_bytes is None too, 1 GiB.
-    * `cache_dtype`: keeps keys and values in 8 bits: "fp8" as float8_e4m3fn without scales, "int8" with a scale per
-      token and head. None keeps the LLM's dtype.
+    * `cache_dtype`: keeps keys and values in fewer bits: "fp8" as float8_e4m3fn without scales, "int8" and "int4" with
+      a scale per token and head. None keeps the LLM's dtype.
     * `quantization`: "int8" rounds the weights of products to 8 bits, with a scale per output channel, during loading.
       "int4" rounds to 4 bits, with a scale per 128 inputs. None keeps the LLM's dtype.
 

@@ -97,8 +97,8 @@ def forward_with_states(
         raise NotImplementedError("a tree of drafts needs a state per branch; verify chains of drafts instead")
     if num_whole_rows is not None and any(array.dtype.itemsize == 1 for array in jax.tree.leaves(cache.pools)):
         raise ValueError(
-            "the cache holds numbers of 8 bits, which have no derivative; give a step of num_whole_rows a cache whose"
-            " CacheConfig.dtype is that of the parameters"
+            "the cache holds numbers of 8 bits or fewer, which have no derivative; give a step of num_whole_rows a"
+            " cache whose CacheConfig.dtype is that of the parameters"
         )
     statics = {"q_len": q_len, "implementation": implementation, "mesh": mesh, "num_whole_rows": num_whole_rows}
     batches = [replace(batch, block_tables=batch.tables_of(kind)) for kind in range(len(config.page_kinds))]
