@@ -116,8 +116,8 @@ class EngineConfig:
     * `memory_bytes`: device bytes for parameters, pages and steps together. None takes all of the device; on CPU it
       sets no limit.
     * `cache_bytes`: device bytes for pages. None takes the rest; on CPU, if memory_bytes is None too, 1 GiB.
-    * `cache_dtype`: keeps keys and values in fewer bits: "fp8" as float8_e4m3fn without scales, "int8" and "int4" with
-      a scale per token and head. None keeps the LLM's dtype.
+    * `cache_dtype`: keeps keys and values in fewer bits: "fp8" as float8_e4m3fn, with the checkpoint's scales if it has
+      some, "int8" and "int4" with a scale per token and head. None keeps the LLM's dtype.
     * `quantization`: "int8" rounds the weights of products to 8 bits, with a scale per output channel, during loading.
       "int4" rounds to 4 bits, with a scale per 128 inputs. None keeps the LLM's dtype.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
@@ -49,6 +50,7 @@ class Attention:
     source: int | None = None  # the layer whose keys and values it reads; None: it has its own
     has_gate: bool = False  # multiplies each head's output by a sigmoid of the token's state
     has_sinks: bool = False  # a learned score per head that takes part in the softmax without a value
+    has_cache_scales: bool = False  # a scale of its keys and one of its values, for a cache in fp8
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads"):
@@ -66,6 +68,9 @@ class Attention:
             require_int("source", self.source, 0)
         for name in ("has_qkv_bias", "has_output_bias", "has_value_norm", "has_values", "has_gate", "has_sinks"):
             require_bool(name, getattr(self, name))
+        require_bool("has_cache_scales", self.has_cache_scales)
+        is_owner = self.source is None or not self.has_cache_scales
+        require(is_owner, "has_cache_scales", self.has_cache_scales, "False in a layer that reads those of another")
         makes_values = self.has_value_norm or not self.has_values
         are_own = "None in a layer with a norm of values or with keys as values"
         require(self.source is None or not makes_values, "source", self.source, are_own)
@@ -95,6 +100,8 @@ class AttentionParams:
     sinks: Any = None  # [n, N]
     gate: Any = None  # [n, N, H, D]
     gate_bias: Any = None  # [n, N, H]
+    k_scale: Any = None  # [n, 1]  the worth of a number in a cache in fp8
+    v_scale: Any = None  # [n, 1]
 
 
 @dataclass(frozen=True)
@@ -178,6 +185,8 @@ def declare_attention(config: Attention, hidden_size: int, spec: MakeSpec) -> At
         tensors |= {"gate": spec((N, H, D), (*q, "embed"), num_inputs=1)}
     if config.has_gate and config.has_qkv_bias:
         tensors |= {"gate_bias": spec((N, H), q)}
+    if config.has_cache_scales:
+        tensors |= {name: spec((1,), ("one",), None) for name in ("k_scale", "v_scale")}
     if not config.has_values:
         tensors |= dict.fromkeys(("v", "v_bias"))
     if config.source is not None:
@@ -215,9 +224,13 @@ def attend(
     scale = config.head_dim**-0.5 if config.scale is None else config.scale
     options = {"scale": scale, "window": config.window, "softcap": config.softcap}
     statics = {"q_len": inputs.q_len, "implementation": inputs.implementation, "mesh": inputs.mesh}
+    scales = {}
+    if config.has_cache_scales and pages.dtype == jnp.float8_e4m3fn:
+        pairs = {"k_scale": params.k_scale, "v_scale": params.v_scale}
+        scales = {name: jnp.repeat(scale.astype(jnp.float32), config.num_kv_heads) for name, scale in pairs.items()}
 
     def call(q: Any, k: Any, v: Any, sinks: Any, pages: Pages, arrays: Any) -> tuple[jax.Array, Pages]:
-        return paged_attention(q, k, v, pages, sinks=sinks, **arrays, **options, **statics)
+        return paged_attention(q, k, v, pages, sinks=sinks, **scales, **arrays, **options, **statics)
 
     plain = functools.partial(plain_attention, **options)
     if inputs.num_whole_rows is not None and inputs.is_shared:

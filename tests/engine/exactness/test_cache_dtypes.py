@@ -10,6 +10,7 @@ import pytest
 from jaxinfer.config import NARROW_CACHE_DTYPES, EngineConfig
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request.completion import Completion
+from tests.checkpoint.test_cache_scales import with_scales
 from tests.engine.engines import (
     EOS,
     GREEDY,
@@ -55,7 +56,8 @@ def cache_dtype(case) -> str:
 @pytest.fixture(scope="module")
 def checkpoint(case, family, tmp_path_factory):
     folder = tmp_path_factory.mktemp(case.replace(" ", "_"))
-    return save_random_checkpoint(folder, family, eos_token_id=EOS, **OVERRIDES.get(family, {}))
+    path = save_random_checkpoint(folder, family, eos_token_id=EOS, **OVERRIDES.get(family, {}))
+    return with_scales(path) if case == "llama fp8" else path  # others have no scales of a checkpoint
 
 
 @pytest.fixture(scope="module")
