@@ -19,6 +19,7 @@ from tqdm import tqdm
 from jaxinfer.checkpoint import (
     abstract_checkpoint,
     load_checkpoint,
+    read_config,
     read_eos_token_ids,
     read_sampling_defaults,
     require_fitting_tensors,
@@ -92,10 +93,11 @@ def build_engine(
     """
     if jax.default_backend() == "cpu" and dtype == "float32" and fuses_products():
         logger.warning(FUSED_PRODUCTS)
-    abstract, model_config = abstract_checkpoint(path, dtype, quantization=config.quantization)
+    placement = Placement.of(read_config(path), config.parallelism, devices)
+    weights = {"quantization": config.quantization, "mesh": placement.mesh}
+    abstract, model_config = abstract_checkpoint(path, dtype, **weights)
     model_config = model_config.for_length(config.max_model_len)
     max_loop_seconds = MAX_LOOP_SECONDS if config.decode_loop_steps is None else math.inf
-    placement = Placement.of(model_config, config.parallelism, devices)
     abstract = placement.params(model_config, abstract)
     speculates = speculation is not None
     config = fit_limits(config, model_config, abstract, dtype, speculates=speculates, placement=placement)
@@ -116,7 +118,8 @@ def build_engine(
         limit = plan_limit(config, resident_bytes(params, planned), placement)
         warm_up = WarmUp(model, planned, limit_bytes=limit, show_progress=show_progress)
     tokenizer = Tokenizer.from_path(path)
-    tiers = plan_tiers(config, page_bytes(model_config, warm_up.cache_config))
+    # On the host a page has each KV head once.
+    tiers = plan_tiers(config, page_bytes(model_config.for_devices(1), warm_up.cache_config))
     admission, scheduler = plan_host(
         path,
         model_config,

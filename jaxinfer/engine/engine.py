@@ -40,7 +40,7 @@ from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.metrics import Metrics
 from jaxinfer.engine.timeline import Timeline, recorded_timeline
-from jaxinfer.model.params import Params
+from jaxinfer.model.params import Params, fit_params
 from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.text.answers.answers import Answers
 from jaxinfer.validation import as_bool, require, shown
@@ -367,6 +367,8 @@ class Engine:
     def update_params(self, params: Params) -> None:
         """Replaces the model's parameters while requests run: see `LLM.update_params`."""
         self.check()
+        if isinstance(params, Params):
+            params = fit_params(params, self.model_config)
         require_alike(params, self._runner.params)
         # Processes share a disk cache, and none of them has these parameters: the version must be unique.
         version = f", updated to {secrets.token_hex(16)}"

@@ -21,7 +21,7 @@ from jaxinfer.cpu_flags import SHARED_THREADS, has_threads_per_device
 from jaxinfer.device import free_bytes
 from jaxinfer.model.cache import KVCache, cache_shardings, init_cache
 from jaxinfer.model.components.experts import EXPERTS_AXIS, MLP_AXIS
-from jaxinfer.model.components.layers import TensorSpec
+from jaxinfer.model.components.layers import KV_HEADS, VOCABULARY, TensorSpec
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import TENSOR_PARALLEL_RULES, Params, declare, shardings
 from jaxinfer.model.quantized_params import quantized_sharding
@@ -191,14 +191,16 @@ def _name_idle_devices() -> None:
 def refuse_undivided(config: ModelConfig, sizes: Mapping[str, int]) -> None:
     """Raises ValueError for a number of devices that a model's axes cannot be split over, with the numbers that can."""
     found: dict[str, set[tuple[int, str]]] = defaultdict(set)
-    for spec in jax.tree.leaves(declare(config), is_leaf=lambda node: isinstance(node, TensorSpec)):
+    for spec in jax.tree.leaves(declare(config.for_devices(1)), is_leaf=lambda node: isinstance(node, TensorSpec)):
         for logical, size in zip(spec.axes, spec.shape, strict=True):
-            if logical in TENSOR_PARALLEL_RULES:
+            # `over_mesh` fits a vocabulary to any number, and KV heads to each that divides the query heads.
+            if logical in TENSOR_PARALLEL_RULES and logical not in (KV_HEADS, VOCABULARY):
                 found[TENSOR_PARALLEL_RULES[logical]].add((size, logical))
     for axis, count in sizes.items():
         option, parts = OPTIONS[axis], found[axis]
-        undivided = [f"{logical} of size {size}" for size, logical in sorted(parts) if size % count]
-        if count > 1 and not parts:
+        sizes_of = {logical: size for size, logical in sorted(parts, reverse=True) if size % count}  # the least of each
+        undivided = [f"{logical} of size {size}" for logical, size in sorted(sizes_of.items())]
+        if count > 1 and axis == EXPERTS_AXIS and not parts:
             raise ValueError(f"{option}={count} has nothing to split: the model has no experts; use {option}=1")
         if undivided:
             common = math.gcd(*(size for size, _ in parts))

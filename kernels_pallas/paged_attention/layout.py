@@ -89,8 +89,8 @@ class Pages:
         return self.arrays[0].dtype == jnp.float8_e4m3b11fnuz
 
 
-def head_specs(pages: Pages, axis: str) -> Pages:
-    """Returns the partition of a pool whose KV heads are split over a mesh axis."""
+def head_specs(pages: Pages, axis: str | None) -> Pages:
+    """Returns the partition of a pool whose KV heads are split over a mesh axis; None leaves them whole."""
     position = 2 if pages.layout == "gpu" else 1
     arrays = (PartitionSpec(*[None] * position, axis),) * len(pages.arrays)
     scales = None if pages.scales is None else (PartitionSpec(None, axis),) * len(pages.scales)

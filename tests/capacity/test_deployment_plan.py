@@ -129,12 +129,22 @@ def test_weights_and_keys_in_8_bits_take_half():
 
 
 def test_what_a_mesh_cannot_divide_is_refused_with_its_size():
-    plan = plan_deployment("Qwen3-30B-A3B", Devices("v6e", 8))
+    plan = plan_deployment("Qwen2.5-7B", Devices("v6e", 8))
 
     refused = next(layout for layout in plan.layouts if layout.tensor == 8)
 
-    assert refused.refusal == "tensor=8 cannot split kv_heads of size 4 evenly; the numbers that can are 1, 2, 4"
+    assert refused.refusal == "tensor=8 cannot split heads of size 28 evenly; the numbers that can are 1, 2, 4"
     assert refused.memory is None
+
+
+def test_each_device_has_a_whole_kv_head_if_there_are_fewer_heads_than_devices():
+    plan = plan_deployment("Qwen3-30B-A3B", Devices("v6e", 8))
+
+    four, eight = (next(layout for layout in plan.layouts if layout.tensor == tensor) for tensor in (4, 8))
+
+    assert eight.refusal is None
+    # Of 48 layers, each with keys and values of one head of 128 numbers in 2 bytes, and a token id.
+    assert four.memory.page_bytes == eight.memory.page_bytes == EngineConfig().page_size * (48 * 2 * 128 * 2 + 4)
 
 
 def test_a_split_whose_pages_do_not_hold_a_row_is_refused():

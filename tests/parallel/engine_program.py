@@ -6,6 +6,7 @@ Arguments: a name in CASES, and those of the case. Prints the results as JSON.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable
@@ -27,8 +28,11 @@ from jaxinfer.engine.execution.step_compiler import StepCompiler
 from jaxinfer.engine.execution.warm_up import plan_target
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request.completion import Completion
+from jaxinfer.model.config import ModelConfig, uniform_decoder
+from jaxinfer.model.params import init_params
 from jaxinfer.parallel.placement import Placement
 from jaxinfer.plan.memory import num_bytes
+from jaxinfer.steps.eagle import EagleHead
 from jaxinfer.steps.medusa import MedusaHeads
 from jaxinfer.steps.options import StepOptions
 from kernels_pallas import row_products
@@ -57,7 +61,7 @@ ADAPTER = tempfile.TemporaryDirectory()
 
 
 def engine(checkpoint: str, parallelism: Parallelism | None = None, **options: Any) -> LLM:
-    own = {name: options.pop(name) for name in ("speculation", "devices") if name in options}
+    own = {name: options.pop(name) for name in ("speculation", "devices", "logits_processors") if name in options}
     # Adaptive drafts depend on the clock.
     config = EngineConfig(parallelism=parallelism, adaptive_drafts=False, **{**SIZES, **options})
     with unoptimised_steps(), steps_on_demand():
@@ -133,12 +137,61 @@ def drafters(checkpoint: str) -> dict[str, Any]:
     # What the first layer gives, as if it were the last.
     ends = ExitDrafter(1, params.final_norm, jnp.zeros((D, D)))
     kinds = {"none": None, "draft model": checkpoint, "medusa heads": HeadDrafter(medusa), "early exit": ends}
+    kinds |= {"eagle heads": HeadDrafter(eagle_head(config))}
     results: dict[str, Any] = {"drafts": {}}
     for kind, speculation in kinds.items():
         llm = engine(checkpoint, TWO, speculation=speculation, max_drafts=2)
         results[kind] = list(map(bits, run(llm, [0, 1, 2])))
         results["drafts"][kind] = llm.metrics().num_drafted_tokens
     return results
+
+
+def eagle_head(config: ModelConfig) -> EagleHead:
+    """A random head for a target of this size, whose one KV head two devices cannot share."""
+    numbers, D = np.random.default_rng(0), config.hidden_size
+    sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 8, "intermediate_size": 24}
+    own = uniform_decoder(num_layers=1, vocab_size=config.vocab_size, hidden_size=D, max_position=16, **sizes)
+    (layer,), norm = init_params(jax.random.key(0), own).layers, jnp.ones(D)
+    return EagleHead(
+        embedding_norm=norm,
+        hidden_norm=norm,
+        layer=jax.tree.map(lambda tensor: tensor[0], layer),
+        final_norm=norm,
+        config=own,
+        window=6,
+        input=jnp.asarray(numbers.standard_normal((D, 2 * D)) / 8, jnp.float32),
+    )
+
+
+def requests(checkpoint: str, changed: str) -> dict[str, Any]:
+    """What one device and a mesh give for beams, for all alternatives, and for logits that a user's function replaces.
+
+    Also the tokens after an update to the parameters of another checkpoint, once those of one device and once those of
+    the mesh, and the tokens of an engine that has loaded that one.
+    """
+    V, results = read_config(checkpoint).vocab_size, {}
+    results["expected"] = [completion.token_ids for completion in run(engine(changed), [0, 1])]
+    every = SamplingParams(log_probs=V, max_tokens=2, temperature=0.0, ignore_eos=True)
+    flat = SamplingParams(logits_processors={"flat": 0.0}, seed=1, max_tokens=24, ignore_eos=True)
+    for name, parallelism in (("one device", None), ("mesh", Parallelism(tensor=4))):
+        llm = engine(checkpoint, parallelism, prefix_cache=True, max_log_probs=V, logits_processors={"flat": flattened})
+        beams = llm.beam_search(PROMPTS[0], num_beams=3, max_tokens=4, ignore_eos=True)
+        (described,), (drawn,) = (llm.generate(PROMPTS[0], own, show_progress=False) for own in (every, flat))
+        results[name] = {
+            "beams": [beam.token_ids for beam in beams],
+            "alternatives": [sorted(of_token) for of_token in described.top_log_probs],
+            "total": [sum(map(math.exp, of_token.values())) for of_token in described.top_log_probs],
+            "flat": drawn.token_ids,
+        }
+    for name, mesh in (("of one device", None), ("of the mesh", Mesh(np.array(jax.devices()), ("model",)))):
+        params, _ = load_checkpoint(changed, mesh=mesh)
+        llm.update_params(params)
+        results[name] = [completion.token_ids for completion in run(llm, [0, 1])]
+    return results
+
+
+def flattened(logits: jax.Array, *_: jax.Array) -> jax.Array:
+    return jnp.zeros_like(logits)
 
 
 def num_bytes_on(device: Any, arrays: list[jax.Array]) -> int:
@@ -227,7 +280,7 @@ def refusals(dense: str, sparse: str) -> dict[str, str]:
     explicit = Mesh(np.array(devices[:2]), ("model",), axis_types=(AxisType.Explicit,))
     unknown = Mesh(np.array(devices), ("data",))
     return {
-        "tensor=4": message(lambda: engine(dense, Parallelism(tensor=4))),
+        "tensor=3": message(lambda: engine(dense, Parallelism(tensor=3))),
         "experts=2": message(lambda: engine(dense, Parallelism(experts=2))),
         "experts=3 of 4": message(lambda: engine(sparse, Parallelism(experts=3))),
         "tensor=8": message(lambda: engine(dense, Parallelism(tensor=8))),
@@ -280,6 +333,7 @@ def tried_products(checkpoint: str) -> dict[str, int]:
 CASES: dict[str, Callable[..., Any]] = {
     "same engine": same_engine,
     "drafters": drafters,
+    "requests": requests,
     "branches": branches,
     "warm start": warm_start,
     "disk tier": disk_tier,

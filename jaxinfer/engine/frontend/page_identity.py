@@ -47,7 +47,7 @@ def page_identity(
     return {
         "weights": fingerprint(path) + params_version,
         "quantization": str(engine_config.quantization),
-        "model": repr(model_config),
+        "model": repr(model_config.for_devices(1)),  # a request is restored on any mesh
         "dtype": describe_dtype(dtype, engine_config),
         "page_size": str(cache_config.page_size),
         "pages seen": seen,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from jaxinfer.model.batch import Batch, StepTokens
-from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear, rms_norm
+from jaxinfer.model.components.layers import KV_HEADS, MakeSpec, Norm, PoolSize, TensorSpec, linear, rms_norm
 from jaxinfer.model.components.recurrent.states import StateSlots
 from jaxinfer.model.components.rope import Rope, require_pairs, rotary_embedding
 from jaxinfer.validation import require, require_bool, require_int, require_positive
@@ -51,13 +52,16 @@ class Attention:
     has_gate: bool = False  # multiplies each head's output by a sigmoid of the token's state
     has_sinks: bool = False  # a learned score per head that takes part in the softmax without a value
     has_cache_scales: bool = False  # a scale of its keys and one of its values, for a cache in fp8
+    # How often parameters and pages have each KV head, one after another, for devices that cannot split the heads.
+    num_kv_copies: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_kv_heads"):
+        for name in ("num_heads", "num_kv_heads", "num_kv_copies"):
             require_int(name, getattr(self, name), 1)
         require_pairs("head_dim", self.head_dim)
         is_multiple = f"a multiple of num_kv_heads={self.num_kv_heads}"
-        require(self.num_heads % self.num_kv_heads == 0, "num_heads", self.num_heads, is_multiple)
+        is_multiple += f" times num_kv_copies={self.num_kv_copies}" if self.num_kv_copies > 1 else ""
+        require(self.num_heads % self.num_held_heads == 0, "num_heads", self.num_heads, is_multiple)
         require(self.rope is None or isinstance(self.rope, Rope), "rope", self.rope, "a Rope or None")
         if self.window is not None:
             require_int("sliding_window", self.window, 1)
@@ -76,6 +80,20 @@ class Attention:
         require(self.source is None or not makes_values, "source", self.source, are_own)
         is_name = isinstance(self.qk_norm, str) and self.qk_norm in ("head", "all")
         require(self.qk_norm is None or is_name, "qk_norm", self.qk_norm, "'head', 'all' or None")
+
+    @property
+    def num_held_heads(self) -> int:
+        """The KV heads of parameters and pages, with their copies."""
+        return self.num_kv_heads * self.num_kv_copies
+
+    def for_devices(self, num_devices: int) -> Attention:
+        """Returns the layer with copies of KV heads, the fewest that this number of devices can split.
+
+        Returns the layer itself if they cannot split its query heads either, in groups of a KV head each.
+        """
+        copies = num_devices // math.gcd(num_devices, self.num_kv_heads)
+        is_split = self.num_heads % (self.num_kv_heads * copies) == 0
+        return replace(self, num_kv_copies=copies) if is_split else self
 
     @property
     def width(self) -> int:
@@ -163,22 +181,26 @@ class AttentionInputs:
 
 def declare_attention(config: Attention, hidden_size: int, spec: MakeSpec) -> AttentionParams:
     """Returns a `TensorSpec` per tensor; `spec(sizes, axes, scale)` makes one of n layers."""
-    D, N, K, H = hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-    q, kv = ("heads", "head_dim"), ("kv_heads", "head_dim")
+    D, N, K, H = hidden_size, config.num_heads, config.num_held_heads, config.head_dim
+    q, kv = ("heads", "head_dim"), (KV_HEADS, "head_dim")
+
+    def of_kv(sizes: tuple[int, ...], axes: tuple[str, ...], *scale: Any, num_inputs: int = 0) -> TensorSpec:
+        return replace(spec(sizes, axes, *scale, num_inputs=num_inputs), num_copies=config.num_kv_copies)
+
     tensors: dict[str, TensorSpec | None] = {
         "q": spec((N, H, D), (*q, "embed"), num_inputs=1),
-        "k": spec((K, H, D), (*kv, "embed"), num_inputs=1),
-        "v": spec((K, H, D), (*kv, "embed"), num_inputs=1),
+        "k": of_kv((K, H, D), (*kv, "embed"), num_inputs=1),
+        "v": of_kv((K, H, D), (*kv, "embed"), num_inputs=1),
         "o": spec((D, N * H), ("embed", "heads"), num_inputs=1),
     }
     if config.has_qkv_bias:
-        tensors |= {"q_bias": spec((N, H), q), "k_bias": spec((K, H), kv), "v_bias": spec((K, H), kv)}
+        tensors |= {"q_bias": spec((N, H), q), "k_bias": of_kv((K, H), kv), "v_bias": of_kv((K, H), kv)}
     if config.has_output_bias:
         tensors |= {"o_bias": spec((D,), ("embed",))}
     if config.qk_norm == "head":
         tensors |= {name: spec((H,), ("head_dim",), None) for name in ("q_norm", "k_norm")}
     if config.qk_norm == "all":
-        tensors |= {"q_norm": spec((N, H), q, None), "k_norm": spec((K, H), kv, None)}
+        tensors |= {"q_norm": spec((N, H), q, None), "k_norm": of_kv((K, H), kv, None)}
     if config.has_sinks:
         tensors |= {"sinks": spec((N,), ("heads",))}
     if config.has_gate:
@@ -196,7 +218,7 @@ def declare_attention(config: Attention, hidden_size: int, spec: MakeSpec) -> At
 
 def abstract_keys_and_values(config: Attention, size: PoolSize) -> Pages:
     """Returns the pool of keys and values as `jax.ShapeDtypeStruct`s."""
-    heads = config.num_kv_heads, config.head_dim
+    heads = config.num_held_heads, config.head_dim
     return abstract_pages(
         size.num_pages, size.page_size, *heads, size.dtype, size.layout, has_scales=size.dtype == "int8"
     )
