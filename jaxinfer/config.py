@@ -69,19 +69,25 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """The devices that share a model: `tensor` times `experts` of them.
+    """The devices of an engine: `replicas` copies of the model, each on `tensor` times `experts` devices.
 
     `tensor` devices split each layer's heads and hidden units, and the vocabulary. `experts` groups of them split the
-    experts of a mixture; attention is the same in each group.
+    experts of a mixture; attention is the same in each group. Each replica computes requests of its own, from one
+    queue.
     """
 
     tensor: int = 1
     experts: int = 1
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         make_scalars_plain(self)
-        for name in ("tensor", "experts"):
+        for name in ("tensor", "experts", "replicas"):
             require_int(name, getattr(self, name), 1, MAX_DEVICES)
+
+    @property
+    def devices_per_replica(self) -> int:
+        return self.tensor * self.experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +113,8 @@ class EngineConfig:
     * `max_waiting`: waiting requests beyond the running ones. None sets no limit.
     * `attention`: "reference" computes attention in plain JAX, for cases that the GPU and TPU kernels refuse. It is
       many times slower there, and changes nothing on a CPU or a GPU too old for the kernels. None takes the kernels.
-    * `parallelism`: the devices of this process that share the model, as a `Parallelism`. None takes one device.
+    * `parallelism`: the devices of this process that compute the model, as a `Parallelism`. None takes one device.
+      Limits of steps, rows and device memory are those of each replica.
 
     Memory:
 
@@ -245,6 +252,11 @@ class EngineConfig:
     def has_tiers(self) -> bool:
         """True if a host or disk tier keeps the pages that the pool evicts."""
         return self.host_cache_bytes is not None or self.disk_cache_bytes is not None
+
+    @property
+    def num_replicas(self) -> int:
+        """The copies of the model, each with the limits of this configuration on rows, steps and memory."""
+        return 1 if self.parallelism is None else self.parallelism.replicas
 
     def _check_tiers(self) -> None:
         for name in ("host_cache_bytes", "disk_cache_bytes"):

@@ -73,6 +73,22 @@ class Placement:
         grid = mesh_utils.create_device_mesh((*sizes.values(),), chosen) if is_all else np.array(chosen)
         return cls(Mesh(grid.reshape((*sizes.values(),)), (*sizes,)))
 
+    @classmethod
+    def of_replicas(
+        cls,
+        config: ModelConfig,
+        parallelism: Parallelism | None = None,
+        devices: Sequence[Any] | None = None,
+    ) -> list[Placement]:
+        """Returns the placement of each replica of a model, one after another on the devices; raises as `of` does."""
+        parallelism = Parallelism() if parallelism is None else parallelism
+        if parallelism.replicas == 1:
+            return [cls.of(config, parallelism, devices)]
+        each = parallelism.devices_per_replica
+        count = each * parallelism.replicas
+        chosen = _first_devices(parallelism, count) if devices is None else _checked_devices(devices, count)
+        return [cls.of(config, parallelism, chosen[first : first + each]) for first in range(0, count, each)]
+
     @property
     def whole(self) -> NamedSharding | None:
         """The sharding of an array that every device has whole; None without a mesh."""
@@ -155,6 +171,16 @@ class Placement:
 DEFAULT_DEVICE = Placement()
 
 
+def identity_of(placements: Sequence[Placement]) -> str:
+    """Returns the identity of the placements of all replicas, on which the bits of their results depend."""
+    return " | ".join(placement.identity() for placement in placements)
+
+
+def copied(params: Params, abstract: Params) -> Params:
+    """Returns parameters copied to the devices of another replica, whose abstract parameters are given."""
+    return jax.tree.map(lambda array, one: jax.device_put(array, one.sharding), params, abstract)
+
+
 def _placed(array: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
@@ -164,7 +190,7 @@ def _first_devices(parallelism: Parallelism, count: int) -> list[Any]:
     if count > len(devices):
         raise ValueError(
             f"{parallelism} needs {count} devices, and this process has {len(devices)}; lower"
-            " EngineConfig.parallelism (--tensor-parallel, --expert-parallel)"
+            " EngineConfig.parallelism (--tensor-parallel, --expert-parallel, --replicas)"
         )
     return devices[:count]
 
@@ -183,8 +209,9 @@ def _name_idle_devices() -> None:
     if idle and used.platform != "cpu":
         logger.warning(
             "computes on %s alone, and leaves %s idle: EngineConfig(parallelism=Parallelism(tensor=%d)), or"
-            " --tensor-parallel %d, splits the model over all of them",
-            *(used, ", ".join(map(str, idle)), 1 + len(idle), 1 + len(idle)),
+            " --tensor-parallel %d, splits the model over all of them, and replicas=%d, or --replicas %d, copies it to"
+            " each",
+            *(used, ", ".join(map(str, idle)), *[1 + len(idle)] * 4),
         )
 
 

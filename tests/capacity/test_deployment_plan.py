@@ -183,6 +183,16 @@ def test_the_command_prints_a_table_and_json(capsys):
     assert (plan["layouts"][0]["tensor"], plan["layouts"][0]["experts"]) == (4, 1)
 
 
+def test_replicas_share_the_devices_of_a_plan(capsys):
+    assert main(["plan", "Qwen3-30B-A3B", "--device", "v6e-8", "--replicas", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "each of 2 replicas on 4 x v6e" in out
+    assert "Take --tensor-parallel 4 --expert-parallel 1 --replicas 2." in out
+
+    with pytest.raises(ValueError, match="replicas=3 cannot share 8 devices evenly; the numbers that can are 1, 2, 4"):
+        Devices("v6e", 8).of_each(3)
+
+
 def test_the_command_says_what_does_not_fit(capsys):
     assert main(["plan", "Llama-3-70B", "--device", "H200"]) == 1
 

@@ -5,11 +5,14 @@ Arguments: a name in CASES, and those of the case. Prints the results as JSON.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from safetensors.numpy import save_file
 
 from jaxinfer.checkpoint import abstract_checkpoint, load_checkpoint, read_config
 from jaxinfer.config import EngineConfig, Parallelism, SamplingParams
+from jaxinfer.engine.async_llm import AsyncLLM
 from jaxinfer.engine.drafters.draft_heads import HeadDrafter
 from jaxinfer.engine.drafters.early_exit import ExitDrafter
 from jaxinfer.engine.execution.step_compiler import StepCompiler
@@ -194,6 +198,101 @@ def flattened(logits: jax.Array, *_: jax.Array) -> jax.Array:
     return jnp.zeros_like(logits)
 
 
+def replicas(checkpoint: str, tensor: str) -> dict[str, Any]:
+    """The bits of 200 prompts, of which many begin alike, by one engine and by two replicas of it.
+
+    Also the devices of their parameters, the tokens found in caches, and the steps of each replica.
+    """
+    numbers = np.random.default_rng(0)
+    beginnings, ends = (numbers.integers(2, 60, size).tolist() for size in ((8, 32), (200, 7)))
+    prompts = [[*beginnings[i % 8][: 16 * (1 + i % 2)], *ends[i][: 1 + i % 7]] for i in range(200)]
+    params = [SamplingParams(temperature=i % 3 / 2, seed=i, max_tokens=1 + i % 24, ignore_eos=True) for i in range(200)]
+    results: dict[str, Any] = {}
+    for count in (1, 2):
+        parallelism = Parallelism(tensor=int(tensor), replicas=count)
+        llm = engine(checkpoint, parallelism, prefix_cache=True, num_pages=8)  # so few that requests are preempted
+        completions = llm.generate(prompts, params, show_progress=False)
+        metrics = llm.metrics()
+        results[str(count)] = {
+            "bits": list(map(bits, completions)),
+            "found": metrics.num_found_tokens,
+            "preemptions": metrics.num_preemptions,
+            "steps": [replica.num_steps for replica in metrics.replicas],
+            "plans": len(llm.warm_up().replicas),
+            "devices": [
+                sorted(device.id for device in jax.tree.leaves(runner._params)[0].devices())
+                for runner in llm._engine._runners
+            ],
+        }
+    return results
+
+
+def replica_verbs(checkpoint: str, folder: str) -> dict[str, Any]:
+    """The bits of requests that are forked, rewound and saved on either of two replicas, and of one engine.
+
+    Then those with an adapter, by beams, embeddings, and with other parameters.
+    """
+    save_adapter(checkpoint, Path(ADAPTER.name))
+    other, _ = load_checkpoint(checkpoint)
+    other = jax.tree.map(lambda array: array * 1.25, other)
+    results: dict[str, Any] = {}
+    for count in (1, 2):
+        adapters = {"max_adapters": 1, "max_adapter_rank": 4, "max_log_probs": 8}
+        llm = engine(checkpoint, Parallelism(replicas=count), prefix_cache=True, **adapters)
+        ids = [llm.add(prompt, replace(params, max_tokens=27)) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+        counts = Counter(dict.fromkeys(ids, 0))
+        while min(counts.values()) < 3:
+            counts.update({delta.request_id: len(delta.token_ids) for delta in llm.step()})
+        forks = [llm.fork(request_id) for request_id in ids]
+        for request_id in ids:
+            llm.save(request_id, Path(folder) / str(request_id))
+            llm.rewind(request_id, 2, seed=7)
+        restored = [llm.restore(Path(folder) / str(request_id)) for request_id in ids]
+        ended = finish(llm)
+        results[str(count)] = own = {
+            "forks": [ended[i].token_ids[-1:] for i in forks],
+            "restored": [ended[i].token_ids for i in restored],
+            "rewound": [len(ended[i].token_ids) for i in ids],
+            "adapter": list(map(bits, run(llm, [0, 1, 2]))),
+            "beams": [beam.token_ids for beam in llm.beam_search(PROMPTS[0], num_beams=3, max_tokens=5)],
+            "embeddings": llm.embed(PROMPTS, show_progress=False).tolist(),
+        }
+        llm.unload_adapter("changed")
+        ids = [llm.add(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+        for _ in range(3):
+            llm.step()
+        llm.update_params(other)
+        finish(llm)
+        own["new parameters"] = [bits(c) for c in llm.generate(PROMPTS, PARAMS, show_progress=False)]
+        with llm.timeline() as timeline:
+            llm.generate(PROMPTS, PARAMS, show_progress=False)
+        own["tracks"] = sorted({step.replica for step in timeline.steps})
+    return results
+
+
+def failing_replica(checkpoint: str) -> dict[str, Any]:
+    """The errors of requests of which one replica fails, and of a request afterwards."""
+
+    async def fail() -> list[Any]:
+        config = EngineConfig(parallelism=Parallelism(replicas=2), **SIZES)
+        with unoptimised_steps(), steps_on_demand():
+            llm = AsyncLLM(checkpoint, config=config)
+        broken = llm._engine._runners[1]
+
+        def lose(*_: Any) -> Any:
+            raise RuntimeError("the device is lost")
+
+        choose = broken.compiled_steps.choose
+        broken.compiled_steps.choose = lambda step: choose(step)._replace(compiled=lose)
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        ended = await asyncio.gather(*(llm.generate(prompt, params) for prompt in PROMPTS * 4), return_exceptions=True)
+        later = await asyncio.gather(llm.generate(PROMPTS[0], params), return_exceptions=True)
+        await llm.close()
+        return [str(error) for error in (*ended, *later)]
+
+    return {"errors": asyncio.run(fail())}
+
+
 def num_bytes_on(device: Any, arrays: list[jax.Array]) -> int:
     shards = [shard for array in arrays for shard in array.addressable_shards]
     return sum(shard.data.nbytes for shard in shards if shard.device == device)
@@ -286,6 +385,8 @@ def refusals(dense: str, sparse: str) -> dict[str, str]:
         "tensor=8": message(lambda: engine(dense, Parallelism(tensor=8))),
         "groups": message(lambda: engine(dense, TWO, quantization="int4")),
         "devices": message(lambda: engine(dense, TWO, devices=devices[:1] * 2)).partition(": ")[2],
+        "replicas=3": message(lambda: engine(dense, Parallelism(tensor=2, replicas=3))),
+        "drafts": message(lambda: engine(dense, Parallelism(replicas=2), speculation="ngram")),
         "explicit axes": message(lambda: StepOptions(config=config, mesh=explicit)).partition("; ")[2],
         "unknown axis": message(lambda: load_checkpoint(dense, mesh=unknown)),
     }
@@ -339,6 +440,9 @@ CASES: dict[str, Callable[..., Any]] = {
     "disk tier": disk_tier,
     "refusals": refusals,
     "loaded": loaded,
+    "replicas": replicas,
+    "replica verbs": replica_verbs,
+    "failing replica": failing_replica,
     "tried products": tried_products,
 }
 

@@ -108,6 +108,38 @@ def test_requests_are_forked_saved_and_restored_on_any_mesh(tmp_path):
     assert min(results["computed"]["another order"], results["computed"]["one device"]) > 37
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_two_replicas_give_the_bits_of_one_engine(tensor, tmp_path):
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
+
+    results = run_program(2 * tensor, "replicas", str(checkpoint), str(tensor))
+
+    one, two = results["1"], results["2"]
+    assert two["bits"] == one["bits"]
+    assert min(two["found"], one["preemptions"], two["preemptions"], *two["steps"]) > 0
+    assert two["devices"] == [list(range(tensor)), list(range(tensor, 2 * tensor))]
+    assert (one["plans"], two["plans"]) == (0, 2)
+
+
+def test_every_verb_acts_on_the_replica_of_its_request_or_on_all(tmp_path):
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
+
+    results = run_program(2, "replica verbs", str(checkpoint), str(tmp_path))
+
+    one, two = results["1"], results["2"]
+    assert (one.pop("tracks"), two.pop("tracks")) == ([0], [0, 1])
+    assert two == one
+
+
+def test_a_replica_that_fails_ends_every_request_with_its_error(tmp_path):
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
+
+    errors = run_program(2, "failing replica", str(checkpoint))["errors"]
+
+    assert len(errors) == 4 * 3 + 1
+    assert all("has failed (RuntimeError: the device is lost); make a new one" in error for error in errors)
+
+
 def test_steps_are_loaded_from_disk_for_the_same_order_of_devices_alone(tmp_path):
     checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
 
@@ -154,14 +186,22 @@ def test_what_devices_cannot_share_is_refused_by_name(tmp_path):
         "experts=2": "experts=2 has nothing to split: the model has no experts; use experts=1",
         "experts=3 of 4": "experts=3 cannot split experts of size 4 evenly; the numbers that can are 1, 2, 4",
         "tensor=8": (
-            "Parallelism(tensor=8, experts=1) needs 8 devices, and this process has 4; lower EngineConfig.parallelism"
-            " (--tensor-parallel, --expert-parallel)"
+            "Parallelism(tensor=8, experts=1, replicas=1) needs 8 devices, and this process has 4; lower"
+            " EngineConfig.parallelism (--tensor-parallel, --expert-parallel, --replicas)"
         ),
         "groups": (
             "tensor=2 cannot split the 1 groups of inputs that share a scale in the 4-bit weight .layers[0].mixer.o;"
             " smaller numbers that can are 1"
         ),
         "devices": ("devices must be 2 different devices of this process, for EngineConfig.parallelism has 2"),
+        "replicas=3": (
+            "Parallelism(tensor=2, experts=1, replicas=3) needs 6 devices, and this process has 4; lower"
+            " EngineConfig.parallelism (--tensor-parallel, --expert-parallel, --replicas)"
+        ),
+        "drafts": (
+            "speculation='ngram' drafts for one replica, and EngineConfig.parallelism has replicas=2; leave out one of"
+            " the two"
+        ),
         "explicit axes": "use automatic ones: Mesh(devices, axis_names)",
         "unknown axis": "mesh has the axis 'data', over which nothing is split; axes of a mesh are experts and model",
     }
