@@ -21,7 +21,7 @@ from jaxinfer.validation import (
 )
 
 # Types of keys and values that `EngineConfig.cache_dtype` names, by their numpy names.
-NARROW_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "int8": "int8"}
+NARROW_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "int8": "int8", "int4": "int4"}
 CACHE_DTYPES = ("float32", "bfloat16", "float16", *NARROW_CACHE_DTYPES.values())
 QUANTIZATIONS = ("int8", "int4")
 MAX_ADAPTERS, MAX_ADAPTER_RANK = 1024, 512
@@ -38,8 +38,9 @@ MAX_DEVICES = 2**16  # of a mesh axis
 class CacheConfig:
     """The page pools: `num_pages` pages of `page_size` token slots for every layer, in `dtype` (a numpy dtype name).
 
-    Keys, values and latents are rounded as they are written. In float8_e4m3fn they saturate at 448; in int8 each token
-    has a float32 scale per head, and for a latent and its rotated key. States of recurrent layers stay float32.
+    Keys, values and latents are rounded as they are written. In float8_e4m3fn they saturate at 448. In int8 and int4
+    each token has a float32 scale per head, and for a latent and its rotated key. States of recurrent layers stay
+    float32.
 
     `num_bounded_pages`: pages of each of `ModelConfig.page_kinds` but the first. Without them every kind has
     `num_pages`, and a request has pages of the same ids in all kinds. `num_draft_states`: further states of each
@@ -68,19 +69,25 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """The devices that share a model: `tensor` times `experts` of them.
+    """The devices of an engine: `replicas` copies of the model, each on `tensor` times `experts` devices.
 
     `tensor` devices split each layer's heads and hidden units, and the vocabulary. `experts` groups of them split the
-    experts of a mixture; attention is the same in each group.
+    experts of a mixture; attention is the same in each group. Each replica computes requests of its own, from one
+    queue.
     """
 
     tensor: int = 1
     experts: int = 1
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         make_scalars_plain(self)
-        for name in ("tensor", "experts"):
+        for name in ("tensor", "experts", "replicas"):
             require_int(name, getattr(self, name), 1, MAX_DEVICES)
+
+    @property
+    def devices_per_replica(self) -> int:
+        return self.tensor * self.experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +113,8 @@ class EngineConfig:
     * `max_waiting`: waiting requests beyond the running ones. None sets no limit.
     * `attention`: "reference" computes attention in plain JAX, for cases that the GPU and TPU kernels refuse. It is
       many times slower there, and changes nothing on a CPU or a GPU too old for the kernels. None takes the kernels.
-    * `parallelism`: the devices of this process that share the model, as a `Parallelism`. None takes one device.
+    * `parallelism`: the devices of this process that compute the model, as a `Parallelism`. None takes one device.
+      Limits of steps, rows and device memory are those of each replica.
 
     Memory:
 
@@ -115,8 +123,8 @@ class EngineConfig:
     * `memory_bytes`: device bytes for parameters, pages and steps together. None takes all of the device; on CPU it
       sets no limit.
     * `cache_bytes`: device bytes for pages. None takes the rest; on CPU, if memory_bytes is None too, 1 GiB.
-    * `cache_dtype`: keeps keys and values in 8 bits: "fp8" as float8_e4m3fn without scales, "int8" with a scale per
-      token and head. None keeps the LLM's dtype.
+    * `cache_dtype`: keeps keys and values in fewer bits: "fp8" as float8_e4m3fn, with the checkpoint's scales if it has
+      some, "int8" and "int4" with a scale per token and head. None keeps the LLM's dtype.
     * `quantization`: "int8" rounds the weights of products to 8 bits, with a scale per output channel, during loading.
       "int4" rounds to 4 bits, with a scale per 128 inputs. None keeps the LLM's dtype.
 
@@ -244,6 +252,11 @@ class EngineConfig:
     def has_tiers(self) -> bool:
         """True if a host or disk tier keeps the pages that the pool evicts."""
         return self.host_cache_bytes is not None or self.disk_cache_bytes is not None
+
+    @property
+    def num_replicas(self) -> int:
+        """The copies of the model, each with the limits of this configuration on rows, steps and memory."""
+        return 1 if self.parallelism is None else self.parallelism.replicas
 
     def _check_tiers(self) -> None:
         for name in ("host_cache_bytes", "disk_cache_bytes"):

@@ -95,6 +95,7 @@ def replay(
     q_len: int | None = None,
     implementation: str | None = None,
     layout: str | None = None,
+    cache_dtype: str = "float32",
     is_exact: bool = True,
 ) -> list[np.ndarray]:
     """Returns each sequence's logits [tokens, V] after `steps`, which all have `shape`: tokens, rows.
@@ -103,7 +104,7 @@ def replay(
     """
     table_width, window = -(-max(map(len, sequences)) // page_size), config.sliding_window
     pages = deal_pages(len(sequences), table_width)
-    cache = nan_cache(config, CacheConfig(num_pages=pages.size + 1, page_size=page_size), layout)
+    cache = nan_cache(config, CacheConfig(num_pages=pages.size + 1, page_size=page_size, dtype=cache_dtype), layout)
     bucket = {
         "page_size": page_size,
         "num_tokens": shape[0],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxinfer.validation import shown
 from kernels_pallas.device import DataSheet, data_sheet
@@ -73,6 +73,15 @@ class Devices:
 
     def __str__(self) -> str:
         return f"{self.count} x {self.name}"
+
+    def of_each(self, num_replicas: int) -> Devices:
+        """Returns the devices of each replica; ValueError if they are not enough, or are left over."""
+        if num_replicas < 1 or self.count % num_replicas:
+            working = ", ".join(str(n) for n in range(1, self.count + 1) if self.count % n == 0)
+            raise ValueError(
+                f"replicas={num_replicas} cannot share {self.count} devices evenly; the numbers that can are {working}"
+            )
+        return replace(self, count=self.count // num_replicas)
 
 
 def parse_devices(text: str) -> Devices:

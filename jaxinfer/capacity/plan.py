@@ -31,7 +31,7 @@ from jaxinfer.engine.execution.step_shapes import max_batched_tokens, max_rows, 
 from jaxinfer.model.cache import page_bytes
 from jaxinfer.model.components.experts import EXPERTS_AXIS, MLP_AXIS
 from jaxinfer.model.config import ModelConfig
-from jaxinfer.model.params import Params, abstract_params
+from jaxinfer.model.params import Params, abstract_params, over_mesh
 from jaxinfer.model.quantized_params import quantize_weights
 from jaxinfer.parallel.placement import Placement, refuse_undivided
 from jaxinfer.plan.memory import MemoryPlan, num_bytes
@@ -150,6 +150,7 @@ def _layout(
     placement = Placement(AbstractMesh((*sizes.values(),), (*sizes,)))  # type: ignore[arg-type]
     try:
         refuse_undivided(model, sizes)
+        model = over_mesh(model, placement.mesh)
         numbers = placement.params(model, abstract_params(model, dtype))
         params = placement.params(model, _stored(model, dtype, config.quantization, chip))
     except ValueError as error:

@@ -25,7 +25,7 @@ from jaxinfer.checkpoint.huggingface import (
 from jaxinfer.config import require_quantization
 from jaxinfer.device import packs_integers, resolve_dtype, scans_layers
 from jaxinfer.model.config import ModelConfig, scan_sizes
-from jaxinfer.model.params import Params, abstract_params, check_mesh, shardings
+from jaxinfer.model.params import Params, abstract_params, check_mesh, over_mesh, shardings
 from jaxinfer.model.quantized_params import quantize_weights
 from jaxinfer.validation import as_bool, as_ints, require
 
@@ -54,7 +54,8 @@ def load_checkpoint(
 
     A group of layers ends after each of the numbers of layers in `layer_cuts`. `quantization` is "int8" or "int4", see
     `jaxinfer.model.quantized_params.quantize_weight`; None leaves weights as they are. Over a `mesh` with the axes
-    "experts", "model" or both, each device has its part, see `jaxinfer.model.params.shardings`. Raises ValueError for a
+    "experts", "model" or both, each device has its part, see `jaxinfer.model.params.shardings`; the configuration says
+    which KV heads are there several times, and how much padding follows the vocabulary. Raises ValueError for a
     checkpoint that cannot be used, with everything that is wrong with it.
     """
     dtype = resolve_dtype(dtype)
@@ -65,16 +66,16 @@ def load_checkpoint(
     if mesh is not None:
         check_mesh(mesh)
     path = resolve_checkpoint(path_or_id)
-    config = _grouped_config(path, layer_cuts)
+    config = over_mesh(_grouped_config(path, layer_cuts), mesh)
     placement = None if mesh is None else shardings(config, mesh)
     options: dict[str, Any] = {"quantization": quantization, "placement": placement, "show_progress": show_progress}
     return load_params(path, config, dtype, **options), config
 
 
 def abstract_checkpoint(
-    path_or_id: str | Path, dtype: str, *, quantization: str | None = None
+    path_or_id: str | Path, dtype: str, *, quantization: str | None = None, mesh: Mesh | None = None
 ) -> tuple[Params, ModelConfig]:
-    """Returns what `load_checkpoint` returns, with a `jax.ShapeDtypeStruct` per tensor.
+    """Returns what `load_checkpoint` returns, with a `jax.ShapeDtypeStruct` per tensor, without shardings.
 
     It reads config.json alone, and of packed weights the headers of their files.
     """
@@ -82,9 +83,9 @@ def abstract_checkpoint(
     if read_settings(path)[1] is not None:
         path = resolve_checkpoint(path_or_id)
         refuse_both(path, quantization)
-        config = _grouped_config(path)
+        config = over_mesh(_grouped_config(path), mesh)
         return abstract_packed(path, config, dtype), config
-    config = _grouped_config(path)
+    config = over_mesh(_grouped_config(path), mesh)
 
     params = abstract_params(config, dtype)
     if quantization is not None:

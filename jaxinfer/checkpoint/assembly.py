@@ -46,8 +46,9 @@ class Assembly:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Length of each axis that the pattern names; the axes of the stack have no name there."""
-        return dict(zip(self.pattern.partition(" -> ")[2].split(), self.shape[self.num_stacked :], strict=True))
+        """Length of each axis that the pattern names, as stored; the axes of the stack have no name there."""
+        sizes = self.spec.own_shape[self.num_stacked :]
+        return dict(zip(self.pattern.partition(" -> ")[2].split(), sizes, strict=True))
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -86,8 +87,28 @@ class Assembly:
         """Returns the making of a tensor of another shape."""
         return replace(self, spec=replace(self.spec, shape=shape))
 
-    def view(self, array: np.ndarray) -> np.ndarray:
-        """Returns a stored array as its part of ours, without reading it."""
+    def view(self, array: np.ndarray, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """Returns a stored array as its part of ours, or an index of that; nothing is read without need.
+
+        Copies of KV heads and padding of the vocabulary are made here.
+        """
+        index = (slice(None),) * (len(self.shape) - self.num_stacked) if index is None else index
+        places = {axis - self.num_stacked: all_[index[axis - self.num_stacked]] for axis, all_ in self._places.items()}
+        own = tuple(slice(None) if axis in places else slice_ for axis, slice_ in enumerate(index))
+        array = self._stored_view(array)[own]
+        for axis, chosen in places.items():
+            num_kept = np.count_nonzero(chosen >= 0)
+            array = array.take(chosen[:num_kept], axis)
+            if num_kept < len(chosen):  # only the last ones are padding
+                size = (*array.shape[:axis], len(chosen) - num_kept, *array.shape[axis + 1 :])
+                array = np.concatenate([array, np.zeros(size, array.dtype)], axis)
+        return array
+
+    @functools.cached_property
+    def _places(self) -> dict[int, np.ndarray]:
+        return self.spec.places()
+
+    def _stored_view(self, array: np.ndarray) -> np.ndarray:
         if self.unfold is not None:
             names = self.unfold.partition(" -> ")[2].split()
             array = rearrange(array, self.unfold, **dict(zip(names, self._whole_shape, strict=True)))
@@ -121,8 +142,8 @@ def plan_assembly(config: ModelConfig, weights: WeightTable) -> Params:
     sources = _sources(weights)
     declared = declare(config)
     leaves, structure = jax.tree_util.tree_flatten_with_path(declared, is_leaf=lambda x: isinstance(x, TensorSpec))
-    shapes = {(_field(path), _stack(path)): spec.shape for path, spec in leaves}
-    if len(shapes) < len(leaves):
+    specs = {(_field(path), _stack(path)): spec for path, spec in leaves}
+    if len(specs) < len(leaves):
         raise RuntimeError(
             "a layer has two Branches whose mixers have tensors of the same names, so no table can tell their stored"
             " names apart; give the mixers different fields"
@@ -155,7 +176,7 @@ def plan_assembly(config: ModelConfig, weights: WeightTable) -> Params:
             return assembly
         fused, axis = source.fused, source.fused.axis
         sizes = [
-            replace(assembly.of_shape(shapes[target, stack]), pattern=pattern).own_shape[axis]
+            Assembly(specs[target, stack], (), pattern, assembly.num_stacked).own_shape[axis]
             for target, pattern in fused.targets
         ]
         first = sum(sizes[: source.place])
@@ -357,7 +378,7 @@ def _assemble_floats(
         chosen = places[index[:num_stacked]]
         stack = None
         for place, i in enumerate(chosen.flat):
-            part = assembly.view(floats_of(stored[assembly.names[i]]))[index[num_stacked:]]
+            part = assembly.view(floats_of(stored[assembly.names[i]]), index[num_stacked:])
             if stack is None:
                 stack = empty_aligned((chosen.size, *part.shape), dtype)
             np.copyto(stack[place], part, casting="unsafe")

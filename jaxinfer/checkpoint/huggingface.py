@@ -16,6 +16,7 @@ from jaxinfer.checkpoint.assembly import Assembly, abstract, assemble, grid_of, 
 from jaxinfer.checkpoint.config_json.family import WeightTable, embedding_name, fields_of, is_backbone
 from jaxinfer.checkpoint.families import family_of
 from jaxinfer.checkpoint.formats import logical_tensors, settings_of, without_settings
+from jaxinfer.checkpoint.formats.cache_scales import has_cache_scales, with_cache_scales
 from jaxinfer.checkpoint.formats.gguf import describe_widened, gguf_tensors, settings_of_gguf
 from jaxinfer.checkpoint.safetensors_file import DTYPES, StoredTensor, read_header
 from jaxinfer.checkpoint.stored import Stored, StoredQuantized
@@ -89,9 +90,10 @@ def read_config(path: str | Path) -> ModelConfig:
 
     If the tensors are there too, they decide if it has an unembedding of its own, that of the embedding, or none.
     """
-    hf, _ = read_settings(Path(path))
+    hf, settings = read_settings(Path(path))
     try:
         config = family_of(hf).config_from_hf(hf)
+        config = with_cache_scales(config) if has_cache_scales(settings) else config
     except ValueError as error:
         raise ValueError(f"{_config_file(Path(path))}: {error}") from None
     if is_backbone(hf):

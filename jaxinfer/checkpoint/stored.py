@@ -15,6 +15,9 @@ FP4 = "float4_e2m1fn"
 # Of the codes of FP4.
 FP4_NUMBERS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
+# Of keys and values. float16, the narrowest type of parameters, holds them without loss of range.
+LEAST_SCALE, LARGEST_SCALE = 2.0**-14, 2.0**15
+
 
 class Grid(NamedTuple):
     """How a packed weight stands for its numbers. Layers of one stack have the same."""
@@ -87,7 +90,30 @@ class StoredBlocks:
     dtype: str = "F32"  # of `map`
 
 
-Stored = StoredTensor | StoredQuantized | StoredBlocks
+@dataclass(frozen=True)
+class StoredScale:
+    """The scale of a layer's keys or values in FP8. Reading raises ValueError if it is no such number."""
+
+    name: str
+    tensor: StoredTensor
+    shape: tuple[int, ...] = (1,)  # of what `map` returns
+
+    @property
+    def dtype(self) -> str:
+        return self.tensor.dtype
+
+    def map(self) -> np.ndarray:
+        """Returns the scale f[1]."""
+        scale = self.tensor.map().reshape(1)
+        if not LEAST_SCALE <= scale[0] <= LARGEST_SCALE:
+            raise ValueError(
+                f"{self.name} is {scale[0]}, not between {LEAST_SCALE} and {LARGEST_SCALE}; download the checkpoint"
+                " again, or use one without it"
+            )
+        return scale
+
+
+Stored = StoredTensor | StoredQuantized | StoredBlocks | StoredScale
 
 
 def pack_int4(values: np.ndarray, num_groups: int) -> np.ndarray:

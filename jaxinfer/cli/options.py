@@ -57,6 +57,7 @@ HELP = {
     "requests and steps": {
         "tensor": "devices that split each layer's heads and hidden units, and the vocabulary",
         "experts": "groups of devices that split the experts of a mixture",
+        "replicas": "copies of the model, each on devices of its own, with one queue",
         "attention": "reference: attention in plain JAX, slow on a GPU or TPU, for what their kernels refuse",
         "max_model_len": "most tokens of prompt and output together",
         "num_sink_tokens": "first tokens that longer requests see beside the last ones; without it there are none",
@@ -69,7 +70,7 @@ HELP = {
     "memory": {
         "memory_bytes": "bytes that parameters, cache and steps may take on the device",
         "cache_bytes": "bytes the cache may take",
-        "cache_dtype": "fp8 or int8: keep keys and values in 8 bits",
+        "cache_dtype": "fp8, int8 or int4: keep keys and values in 8 or 4 bits",
         "num_pages": "pages of the cache",
         "page_size": "token slots per page of the cache",
     },
@@ -109,7 +110,7 @@ def _word(text: str) -> tuple[int, ...]:
 
 # Fields whose own fields are options: the type, and the option of each field.
 NESTED: dict[str, tuple[type, dict[str, str]]] = {
-    "parallelism": (Parallelism, {"tensor": "tensor_parallel", "experts": "expert_parallel"}),
+    "parallelism": (Parallelism, {"tensor": "tensor_parallel", "experts": "expert_parallel", "replicas": "replicas"}),
 }
 
 

@@ -29,6 +29,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help="a built-in name such as Llama-3-8B, a folder, GGUF or Hub id")
     command.add_argument("--device", required=True, metavar="NAME", help="v5e-4, v6e-8, v5p-64, L4, A100x2, H200x4, …")
     command.add_argument("--dtype", help="type of the weights: float32, bfloat16, float16 or auto (default)")
+    replicas = {"dest": "num_replicas", "type": int, "default": 1, "metavar": "N"}  # no option of an EngineConfig here
+    command.add_argument("--replicas", **replicas, help="copies of the model, which share the devices (default 1)")
     command.add_argument("--context", type=int, metavar="N", help="tokens of each decoding request (default 1024)")
     command.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
@@ -40,18 +42,20 @@ def run(arguments: argparse.Namespace) -> int:
     from jaxinfer.device import resolve_dtype
 
     dtype = None if arguments.dtype in (None, "auto") else resolve_dtype(arguments.dtype)
-    devices = parse_devices(arguments.device)
+    devices = parse_devices(arguments.device).of_each(arguments.num_replicas)
     plan = plan_deployment(arguments.model, devices, config, dtype=dtype, context=arguments.context)
-    show(json.dumps(plan.as_dict()) if arguments.json else "\n".join(describe_plan(plan)))
+    written = plan.as_dict() | {"replicas": arguments.num_replicas}
+    show(json.dumps(written) if arguments.json else "\n".join(describe_plan(plan, arguments.num_replicas)))
     return EXIT_NO_FIT if plan.best is None else 0
 
 
-def describe_plan(plan: DeploymentPlan) -> Iterator[str]:
-    """Yields the lines of a plan for people."""
+def describe_plan(plan: DeploymentPlan, num_replicas: int = 1) -> Iterator[str]:
+    """Yields the lines of a plan for people; it is that of each of `num_replicas` copies of the model."""
     chip = plan.devices.chip
     size = f"{plan.num_parameters / 1e9:,.2f} billion parameters in {plan.dtype}"
     part = " (three quarters, as JAX takes by default)" if chip.platform == "gpu" else ""
-    yield f"{plan.model}: {size}, on {plan.devices} with {chip.usable_bytes / 1e9:,.1f} GB each{part}"
+    each = f"each of {num_replicas} replicas " if num_replicas > 1 else ""
+    yield f"{plan.model}: {size}, {each}on {plan.devices} with {chip.usable_bytes / 1e9:,.1f} GB each{part}"
     rows = [TITLES, *(tuple(_cells(layout)) for layout in plan.layouts if layout.refusal is None)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if len(rows) > 1:
@@ -65,6 +69,8 @@ def describe_plan(plan: DeploymentPlan) -> Iterator[str]:
         return
     idle = plan.devices.count - best.num_devices
     options = f"--tensor-parallel {best.tensor} --expert-parallel {best.experts}"
+    options += f" --replicas {num_replicas}" if num_replicas > 1 else ""
+    idle *= num_replicas
     yield f"Take {options}{f', which leaves {idle} devices idle' if idle else ''}."
     yield NOTE.format(context=plan.context)
 

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from jaxinfer.checkpoint import (
     abstract_checkpoint,
     load_checkpoint,
+    read_config,
     read_eos_token_ids,
     read_sampling_defaults,
     require_fitting_tensors,
@@ -51,10 +52,11 @@ from jaxinfer.engine.speculation.speculation import Speculation
 from jaxinfer.model.cache import page_bytes
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
-from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
+from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement, copied, identity_of
 from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.text.grammar import GrammarCompiler
 from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.validation import shown
 from kernels_pallas.row_products import fuses_products
 
 logger = logging.getLogger(__name__)
@@ -69,8 +71,8 @@ class EngineParts:
     tokenizer: Tokenizer | None
     admission: Admission
     scheduler: Scheduler
-    warm_up: WarmUp
-    runner: Runner
+    warm_ups: tuple[WarmUp, ...]  # of each replica
+    runners: tuple[Runner, ...]  # of each replica
     speculation: Speculation | None
 
 
@@ -92,10 +94,17 @@ def build_engine(
     """
     if jax.default_backend() == "cpu" and dtype == "float32" and fuses_products():
         logger.warning(FUSED_PRODUCTS)
-    abstract, model_config = abstract_checkpoint(path, dtype, quantization=config.quantization)
+    placements = Placement.of_replicas(read_config(path), config.parallelism, devices)
+    if len(placements) > 1 and speculation is not None:
+        raise ValueError(
+            f"speculation={shown(speculation)} drafts for one replica, and EngineConfig.parallelism has"
+            f" replicas={len(placements)}; leave out one of the two"
+        )
+    placement = placements[0]
+    weights = {"quantization": config.quantization, "mesh": placement.mesh}
+    abstract, model_config = abstract_checkpoint(path, dtype, **weights)
     model_config = model_config.for_length(config.max_model_len)
     max_loop_seconds = MAX_LOOP_SECONDS if config.decode_loop_steps is None else math.inf
-    placement = Placement.of(model_config, config.parallelism, devices)
     abstract = placement.params(model_config, abstract)
     speculates = speculation is not None
     config = fit_limits(config, model_config, abstract, dtype, speculates=speculates, placement=placement)
@@ -106,17 +115,23 @@ def build_engine(
     planned = plan_speculation(speculation, config, dtype, target=path)
     if planned is None:
         require_fitting_tensors(path, model_config)  # else an error would come after seconds of compilation
-        model = plan_target(abstract, model_config, config, dtype, custom, None, placement)
-        params, warm_up = load_and_compile(path, model, dtype, show_progress=show_progress)
+        models = [
+            plan_target(one.params(model_config, abstract), model_config, config, dtype, custom, None, one)
+            for one in placements
+        ]
+        params, warm_ups = load_and_compile(path, models, dtype, show_progress=show_progress)
     else:  # a drafter may compute with the parameters while it is prepared
         loading = {"mesh": placement.mesh, "show_progress": show_progress}
-        params, model_config = load_target(path, config, dtype, planned, **loading)
+        target, model_config = load_target(path, config, dtype, planned, **loading)
         model_config = model_config.for_length(config.max_model_len)
-        model = plan_target(params, model_config, config, dtype, custom, planned, placement)
-        limit = plan_limit(config, resident_bytes(params, planned), placement)
-        warm_up = WarmUp(model, planned, limit_bytes=limit, show_progress=show_progress)
+        model = plan_target(target, model_config, config, dtype, custom, planned, placement)
+        limit = plan_limit(config, resident_bytes(target, planned), placement)
+        params = [target]
+        warm_ups = [WarmUp(model, planned, limit_bytes=limit, show_progress=show_progress)]
     tokenizer = Tokenizer.from_path(path)
-    tiers = plan_tiers(config, page_bytes(model_config, warm_up.cache_config))
+    # The smallest pool: devices may have less free memory than others. On the host a page has each KV head once.
+    cache_config = min((warm_up.cache_config for warm_up in warm_ups), key=lambda cache: cache.num_pages)
+    tiers = plan_tiers(config, page_bytes(model_config.for_devices(1), cache_config))
     admission, scheduler = plan_host(
         path,
         model_config,
@@ -126,27 +141,38 @@ def build_engine(
         custom=tuple(custom),
         speculation=planned,
         tiers=tiers,
-        cache_config=warm_up.cache_config,
-        placement=placement,
+        cache_config=cache_config,
+        placements=placements,
         max_loop_seconds=max_loop_seconds,
     )
-    runner = Runner(params, warm_up, tiers, on_failure)
+    runners = [Runner(own, warm_up, tiers, on_failure) for own, warm_up in zip(params, warm_ups, strict=True)]
     if planned is not None:  # speculation measures the time of every step, so every step must be compiled
+        (warm_up,), (runner,), (replica,) = warm_ups, runners, scheduler.replicas
         warm_up.steps.wait(show_progress=show_progress)
-        planned.attach(partial(runner.lend_cache, scheduler.copies))
+        planned.attach(partial(runner.lend_cache, replica.tables.copies))
         planned.rehearse(runner, warm_up.cache_config)
-    return EngineParts(config, model_config, tokenizer, admission, scheduler, warm_up, runner, planned)
+    return EngineParts(config, model_config, tokenizer, admission, scheduler, tuple(warm_ups), tuple(runners), planned)
 
 
-def load_and_compile(path: Path, model: EngineModel, dtype: str, *, show_progress: bool) -> tuple[Params, WarmUp]:
-    """Loads the weights while the largest step compiles, which depends on their shapes alone."""
-    quantization, limit = model.engine_config.quantization, plan_limit(model.engine_config, 0, model.placement)
-    pool = ThreadPoolExecutor(1, thread_name_prefix=COMPILING)
+def load_and_compile(
+    path: Path, models: Sequence[EngineModel], dtype: str, *, show_progress: bool
+) -> tuple[list[Params], list[WarmUp]]:
+    """Loads the weights while the largest step of each replica compiles, which depends on their shapes alone.
+
+    Reads the checkpoint once; each replica but the first gets its parameters from the first one's devices.
+    """
+    config, (first, *others) = models[0].engine_config, models
+    limits = [plan_limit(config, 0, model.placement) for model in models]
+    pool = ThreadPoolExecutor(len(models), thread_name_prefix=COMPILING)
     try:
-        warm_up = pool.submit(WarmUp, model, None, limit_bytes=limit, show_progress=show_progress)
-        loading = {"quantization": quantization, "mesh": model.placement.mesh, "show_progress": show_progress}
+        warm_ups = [
+            pool.submit(WarmUp, model, None, limit_bytes=limit, show_progress=show_progress and model is first)
+            for model, limit in zip(models, limits, strict=True)
+        ]
+        loading = {"quantization": config.quantization, "mesh": first.placement.mesh, "show_progress": show_progress}
         params, _ = load_checkpoint(path, dtype, **loading)
-        return params, warm_up.result()
+        copies = [copied(params, model.params) for model in others]
+        return [params, *copies], [future.result() for future in warm_ups]
     finally:
         pool.shutdown(wait=False)
 
@@ -162,7 +188,7 @@ def plan_host(
     speculation: Speculation | None = None,
     tiers: PageTiers | None = None,
     cache_config: CacheConfig | None = None,
-    placement: Placement = DEFAULT_DEVICE,
+    placements: Sequence[Placement] = (DEFAULT_DEVICE,),
     max_loop_seconds: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Admission, Scheduler]:
@@ -172,13 +198,13 @@ def plan_host(
     """
     drafter = None if speculation is None else speculation.device_drafter
     max_model_len = resolve_max_model_len(model_config, config)
-    cache_config = cache_config or plan_cache(model_config, config, dtype, max_model_len, drafter, placement)
+    cache_config = cache_config or plan_cache(model_config, config, dtype, max_model_len, drafter, placements[0])
     window = plan_window(model_config, config, drafter)
     further = plan_further_kinds(model_config, config, max_model_len)
     eos_token_ids = read_eos_token_ids(path)
     model = f"{path} {dtype} {model_config}"
     if config.disk_cache_path is not None:  # the disk cache outlasts this process; the files at `path` may change
-        devices = placement.identity()
+        devices = identity_of(placements)
         model = repr(page_identity(path, dtype, model_config, cache_config, config, window, devices=devices))
     defaults = read_sampling_defaults(
         path, vocab_size=model_config.vocab_size, max_listed_tokens=config.max_listed_tokens
@@ -196,7 +222,7 @@ def plan_host(
         model=model,
         custom=custom,
         adapters=AdapterSlots(config.max_adapters),
-        devices=placement.identity(),
+        devices=identity_of(placements),
         takes_predictions=speculation is not None and isinstance(speculation.proposer.drafter, NgramDrafter),
         grammars=GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids),
     )
@@ -205,6 +231,7 @@ def plan_host(
         max_num_batched_tokens=max_batched_tokens(config),
         num_pages=cache_config.num_pages,
         page_size=cache_config.page_size,
+        num_replicas=len(placements),
         max_mixed_tokens=max_mixed_tokens(config),
         max_waiting=config.max_waiting,
         decode_loop_steps=loop_steps(config),

@@ -71,13 +71,14 @@ def fit_limits(
 
 
 def describe_limits(config: EngineConfig, placement: Placement = DEFAULT_DEVICE) -> str:
-    """Returns a line with the limits of a configuration that `fit_limits` has returned."""
+    """Returns a line with the limits of a configuration that `fit_limits` has returned, and of each replica."""
     steps = loop_steps(config)
     loops = f"decode loops of {steps} steps" if steps > 1 else "single decode steps"
     sizes = f"up to {max_rows(config)} requests and {max_batched_tokens(config)} tokens in a step"
     cache = "" if config.cache_dtype is None else f", keys and values in {config.cache_dtype}"
     each = f"{placement.num_devices} x " if placement.num_devices > 1 else ""
-    return f"{each}{jax.devices()[0].device_kind}: {sizes}, {loops}{cache}"
+    replicas = f"{config.num_replicas} replicas, each on " if config.num_replicas > 1 else ""
+    return f"{replicas}{each}{jax.devices()[0].device_kind}: {sizes}, {loops}{cache}"
 
 
 def predicted_step_seconds(param_bytes: int, num_layers: int) -> float:

@@ -21,7 +21,7 @@ from jaxinfer.engine.drafters.drafters import Drafter
 from jaxinfer.engine.execution.compiled_steps import DESCRIPTION, CompileCounter
 from jaxinfer.engine.execution.engine_model import abstract
 from jaxinfer.engine.execution.params_update import require_alike
-from jaxinfer.engine.execution.pipeline import Advance, Pipeline
+from jaxinfer.engine.execution.pipeline import Advance, Pipeline, advance
 from jaxinfer.engine.execution.warm_up import Ready
 from jaxinfer.engine.frontend.admission import (
     Admission,
@@ -40,7 +40,7 @@ from jaxinfer.engine.request.completion import Completion, Delta
 from jaxinfer.engine.request.request import Request
 from jaxinfer.engine.scheduling.metrics import Metrics
 from jaxinfer.engine.timeline import Timeline, recorded_timeline
-from jaxinfer.model.params import Params
+from jaxinfer.model.params import Params, fit_params
 from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.text.answers.answers import Answers
 from jaxinfer.validation import as_bool, require, shown
@@ -91,8 +91,11 @@ class Engine:
         self.engine_config, self.model_config, self.tokenizer = parts.engine_config, parts.model_config, parts.tokenizer
         self.answers = None if self.tokenizer is None else Answers(self.tokenizer)
         self._admission, self._scheduler = parts.admission, parts.scheduler
-        self._warm_up, self._runner, self._speculation = parts.warm_up, parts.runner, parts.speculation
-        self._pipeline = Pipeline(parts.scheduler, parts.runner, on_failure=self._health.fail)
+        self._warm_ups, self._runners, self._speculation = parts.warm_ups, parts.runners, parts.speculation
+        self._pipelines = [
+            Pipeline(parts.scheduler, runner, replica=index, on_failure=self._health.fail)
+            for index, runner in enumerate(parts.runners)
+        ]
         self._routes = OutputRoutes()
         self._compile_counter = CompileCounter()
         self._ids = itertools.count()
@@ -197,7 +200,7 @@ class Engine:
                 "this engine has no slots for adapters (max_adapters=0); raise EngineConfig.max_adapters to the"
                 " number of adapters that may be loaded at once"
             )
-        options = {"max_rank": config.max_adapter_rank, "dtype": self._warm_up.model.params.final_norm.dtype}
+        options = {"max_rank": config.max_adapter_rank, "dtype": self._warm_ups[0].model.params.final_norm.dtype}
         return read_adapter(path, self._path, self.model_config, **options)
 
     def metrics(self) -> Metrics:
@@ -212,14 +215,15 @@ class Engine:
 
     def ready(self) -> Ready | None:
         """Returns the state of compilation at this moment, with the memory plan; None after `close` or a failure."""
-        return self._warm_up.ready() if self._health.is_good else None
+        return Ready.of_all([warm_up.ready() for warm_up in self._warm_ups]) if self._health.is_good else None
 
     def warm_up(self, *, show_progress: bool = False, description: str = DESCRIPTION) -> Ready:
         """Waits until all steps are compiled, and returns their number, compile seconds and memory plan."""
         self.check()
-        warm_up = self._warm_up
-        warm_up.steps.wait(show_progress=show_progress, description=description)
-        return warm_up.ready()
+        warm_ups = self._warm_ups
+        for warm_up in warm_ups:
+            warm_up.steps.wait(show_progress=show_progress, description=description)
+        return Ready.of_all([warm_up.ready() for warm_up in warm_ups])
 
     def __getattr__(self, name: str) -> Any:
         if "_health" in vars(self):
@@ -233,9 +237,10 @@ class Engine:
         if self._health.is_closed:
             return
         self._health.close()
-        self._runner.close()  # a drafter may still refer to it
-        del self._admission, self._scheduler, self._warm_up, self._runner, self._speculation
-        del self._pipeline, self._branches
+        for runner in self._runners:
+            runner.close()  # a drafter may still refer to it
+        del self._admission, self._scheduler, self._warm_ups, self._runners, self._speculation
+        del self._pipelines, self._branches
 
     def submit(self, samples: SampleGroup, sink: Sink) -> int:
         """Queues all samples of a prompt, or none of them, and returns their request id.
@@ -270,18 +275,20 @@ class Engine:
     def advance(self) -> Advance | None:
         """Computes a step and gives its deltas to their sinks; None if there is nothing to compute.
 
+        With several replicas it is a step of one, while the others compute theirs.
+
         First ends the requests whose deadline has passed. After an exception the next call computes the step again,
         unless the device has failed.
         """
         self.check()
         with self._compile_counter:
             self._deliver(self._scheduler.expire())
-            advance = self._pipeline.advance()
-            if advance is not None:
-                self._deliver(advance.deltas)
+            result = advance(self._pipelines)
+            if result is not None:
+                self._deliver(result.deltas)
             elif self._scheduler.num_unfinished:
                 raise RuntimeError(f"requests are unfinished and no step can be computed: {self._scheduler.metrics()}")
-        return advance
+        return result
 
     def take_error(self) -> Exception | None:
         """Returns the first exception of the drafter since the last call; no token was lost by it."""
@@ -333,7 +340,7 @@ class Engine:
         """Writes an unfinished request with its pages to a file, for `restore`: see `Branches.save`."""
         self.check()
         if self._scheduler.has_states:  # a launched step has moved on the states; they are then those of its tokens
-            for deltas in self._pipeline.settle():
+            for deltas in itertools.chain.from_iterable(pipeline.settle() for pipeline in self._pipelines):
                 self._deliver(deltas)
         self._branches.save(request_id, path)
 
@@ -349,7 +356,8 @@ class Engine:
         require(isinstance(adapter, Adapter), "adapter", adapter, "the result of read_adapter")
         adapters = self._admission.adapters
         loaded = adapters.choose(checked_adapter_name(name), adapter.digest)
-        self._runner.insert_adapter(loaded.slot, adapter.tensors)
+        for runner in self._runners:
+            runner.insert_adapter(loaded.slot, adapter.tensors)
         adapters.put(loaded)
 
     def unload_adapter(self, name: str) -> None:
@@ -367,7 +375,9 @@ class Engine:
     def update_params(self, params: Params) -> None:
         """Replaces the model's parameters while requests run: see `LLM.update_params`."""
         self.check()
-        require_alike(params, self._runner.params)
+        if isinstance(params, Params):
+            params = fit_params(params, self.model_config)
+        require_alike(params, self._runners[0].params)
         # Processes share a disk cache, and none of them has these parameters: the version must be unique.
         version = f", updated to {secrets.token_hex(16)}"
         self._admission = admission = replace(self._admission, params_version=version)
@@ -377,9 +387,10 @@ class Engine:
         )
         if self._speculation is not None:
             self._speculation.update_target(abstract(params))  # its drafter refers to the old tensors too
-        self._runner.update_params(params)
+        for runner in self._runners:
+            runner.update_params(params)
         if self._speculation is not None:
-            self._speculation.update_target(self._runner.params)
+            self._speculation.update_target(self._runners[0].params)
 
     def agreement(
         self, completions: Sequence[Completion], *, between_texts: Callable[[], None] = lambda: None
@@ -391,18 +402,18 @@ class Engine:
         self.check()
         return agreement(
             completions,
-            self._runner.params,
+            self._runners[0].params,
             config=self.model_config,
             page_size=self._admission.cache_config.page_size,
             dtype=self._dtype,
-            mesh=self._warm_up.model.placement.mesh,
+            mesh=self._warm_ups[0].model.placement.mesh,
             between_texts=between_texts,
         )
 
     def timeline(self, max_steps: int) -> AbstractContextManager[Timeline]:
         """Records the last `max_steps` steps inside a `with`: see `LLM.timeline`."""
         self.check()
-        return recorded_timeline(self._scheduler, self._runner.buckets, max_steps)
+        return recorded_timeline(self._scheduler, self._runners[0].buckets, max_steps)
 
     def _deliver(self, deltas: Iterable[Delta]) -> None:
         for request_id, error in self._routes.deliver(deltas).items():
@@ -413,7 +424,7 @@ class Engine:
         return SampleGroup(requests, admission.params_version, self._ids)
 
     def _make_branches(self) -> Branches:
-        return Branches(self._admission, self._scheduler, self._runner, self._path)
+        return Branches(self._admission, self._scheduler, self._runners, self._path)
 
 
 def _check_types(model: Any, config: Any, processors: Any) -> None:

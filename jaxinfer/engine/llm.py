@@ -265,10 +265,10 @@ class LLM:
     def update_params(self, params: Params) -> None:
         """Replaces the model's parameters while requests run, as the training of a model does between its steps.
 
-        `params` has the structure, shapes and dtypes of what `load_checkpoint` returns for this engine. Unfinished
-        requests keep their tokens so far; their next tokens are those of the new parameters. For that their pages are
-        computed again. Nothing that is cached is found afterwards, and no file that `save` wrote before is restored.
-        Drafters keep their own weights, which change no token.
+        `params` has the structure, shapes and dtypes of what `load_checkpoint` returns for this engine, over its mesh
+        or for one device. Unfinished requests keep their tokens so far; their next tokens are those of the new
+        parameters. For that their pages are computed again. Nothing that is cached is found afterwards, and no file
+        that `save` wrote before is restored. Drafters keep their own weights, which change no token.
 
         Copies no array that is on the device already: never donate these arrays to another function afterwards. Frees
         each old tensor before it copies a new one, so the device needs room for one set of parameters. Raises

@@ -32,6 +32,7 @@ class StepSpan(NamedTuple):
     num_rows: int
     num_tokens: int
     bucket: str
+    replica: int = 0
 
 
 class Load(NamedTuple):
@@ -60,8 +61,10 @@ class Timeline:
         self._clock = scheduler.clock
         self._buckets = buckets
         self._phases: dict[int, tuple[str, float]] = {}  # phase and its start, of unfinished requests
-        self._decoding: Rows | None = None  # all rows decode: another step of these Rows changes no phase
-        self.num_pages = scheduler.metrics().num_pages
+        # By replica: all rows decode, and another step of these Rows changes no phase.
+        self._decoding: dict[int, Rows | None] = {}
+        self.num_pages = scheduler.metrics().num_pages  # of all replicas
+        self._num_replicas = len(scheduler.replicas)
         self.steps: deque[StepSpan] = deque(maxlen=max_steps)
         self.loads: deque[Load] = deque(maxlen=max_steps)
         self.spans: deque[RequestSpan] = deque(maxlen=max_steps)
@@ -85,13 +88,13 @@ class Timeline:
 
     def computed(self, step: Step, began: float, ended: float) -> None:
         name = choose_bucket(self._buckets, step).name
-        self.steps.append(StepSpan(began, ended, step.kind, len(step.chunks), step.num_tokens, name))
+        self.steps.append(StepSpan(began, ended, step.kind, len(step.chunks), step.num_tokens, name, step.replica))
         rows = step.chunks.rows
-        if rows is self._decoding:
+        if rows is self._decoding.get(step.replica):
             return
         self._enter_phases(step, began, ended)
         do_decode = [self._phases.get(request.request_id, ("", 0.0))[0] == "decode" for request in rows.requests]
-        self._decoding = rows if all(do_decode) else None
+        self._decoding[step.replica] = rows if all(do_decode) else None
 
     def _enter_phases(self, step: Step, began: float, ended: float) -> None:
         for chunk in step.chunks:
@@ -140,13 +143,17 @@ class Timeline:
         start = self.start
         for pid, name in ((ENGINE, "engine"), (REQUESTS, "requests")):
             yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
-        yield {"ph": "M", "name": "thread_name", "pid": ENGINE, "tid": 1, "args": {"name": "steps"}}
+        for replica in range(self._num_replicas):
+            name = "steps" if self._num_replicas == 1 else f"steps of replica {replica}"
+            yield {"ph": "M", "name": "thread_name", "pid": ENGINE, "tid": 1 + replica, "args": {"name": name}}
         for request_id in sorted({span.request_id for span in self.spans}):
             name = {"name": f"request {request_id}"}
             yield {"ph": "M", "name": "thread_name", "pid": REQUESTS, "tid": request_id, "args": name}
         for step in self.steps:
             arguments = {"rows": step.num_rows, "tokens": step.num_tokens, "bucket": step.bucket}
-            yield _span(step.kind, ENGINE, 1, step.began - start, step.ended - start) | {"args": arguments}
+            yield _span(step.kind, ENGINE, 1 + step.replica, step.began - start, step.ended - start) | {
+                "args": arguments
+            }
         for load in self.loads:
             counters = {
                 "requests": {"running": load.num_running, "waiting": load.num_waiting},

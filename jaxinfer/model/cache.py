@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.config import CacheConfig
 from jaxinfer.model.batch import PADDING_SLOT, PADDING_TOKEN, Batch
+from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.layers import PoolSize
 from jaxinfer.model.components.rope import rotary_embedding, turning_angles
 from jaxinfer.model.config import MixerStack, ModelConfig
 from jaxinfer.model.mixers import Mixer, Pool, functions_of
 from jaxinfer.validation import require, require_name
-from kernels_pallas.paged_attention import HEADS_AXIS, put_pages, take_pages
+from kernels_pallas.paged_attention import HEADS_AXIS, Pages, head_specs, put_pages, take_pages
 from kernels_pallas.paged_attention.layout import LAYOUTS
 from kernels_pallas.paged_attention.shapes import token_rows
 
@@ -95,6 +97,48 @@ def cache_shardings(cache: KVCache, mesh: Mesh, *, config: ModelConfig, kind: in
     pools = tuple(map(specs, cache.pools, _stacks_of(config, kind)))
     placement = replace(cache, pools=pools, tokens=None if cache.tokens is None else PartitionSpec())
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), placement)
+
+
+class HeadCopies(NamedTuple):
+    """The copies of KV heads in an array of pages: on one axis each head stands several times, one after another."""
+
+    axis: int
+    num_heads: int
+    num_copies: int
+
+    def without(self, array: np.ndarray) -> np.ndarray:
+        """Returns the array with each head once."""
+        return self._apart(array, self.num_copies)[(slice(None),) * (self.axis + 1) + (slice(1),)].reshape(
+            self.shape_without(array.shape)
+        )
+
+    def made(self, array: np.ndarray) -> np.ndarray:
+        """Returns an array of each head once with its copies."""
+        copied = self._apart(array, 1).repeat(self.num_copies, self.axis + 1)
+        return copied.reshape(*array.shape[: self.axis], -1, *array.shape[self.axis + 1 :])
+
+    def shape_without(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of an array of this shape with each head once."""
+        return (*shape[: self.axis], shape[self.axis] // self.num_copies, *shape[self.axis + 1 :])
+
+    def _apart(self, array: np.ndarray, num_copies: int) -> np.ndarray:
+        # A head may have several entries: a plane of keys, then one of values.
+        before, after = array.shape[: self.axis], array.shape[self.axis + 1 :]
+        return array.reshape(*before, self.num_heads, num_copies, -1, *after)
+
+
+def head_copies(cache: KVCache, config: ModelConfig, kind: int | None = None) -> list[HeadCopies | None]:
+    """Returns the copies of KV heads in each array of a cache, None for an array without; kind as `cache_shardings`."""
+    copies: list[HeadCopies | None] = []
+    for pool, (mixer, _, _) in zip(cache.pools, _stacks_of(config, kind), strict=True):
+        if isinstance(mixer, Attention) and mixer.num_kv_copies > 1:
+            assert isinstance(pool, Pages)
+            specs = jax.tree.leaves(head_specs(pool, HEADS_AXIS))
+            heads = mixer.num_kv_heads, mixer.num_kv_copies
+            copies += [HeadCopies([*spec].index(HEADS_AXIS), *heads) for spec in specs]
+        else:
+            copies += [None] * len(jax.tree.leaves(pool))
+    return copies + [None] * len(jax.tree.leaves(cache.tokens))
 
 
 def page_bytes(

@@ -156,8 +156,12 @@ class ModelConfig:
     logit_scale: float = 1.0  # multiplies logits
     logit_softcap: float | None = None  # bounds logits by softcap * tanh(logit / softcap)
     has_logits: bool = True  # False: no unembedding, as in embedding models, which end with the states of tokens
+    # Rows of embedding and unembedding after those of the vocabulary, so that devices can split them. Their logits are
+    # -inf.
+    vocab_padding: int = 0
 
     def __post_init__(self) -> None:
+        require_int("vocab_padding", self.vocab_padding, 0)
         for name in ("vocab_size", "hidden_size", "max_position"):
             require_int(name, getattr(self, name), 1)
         groups = as_tuple("groups", self.groups, "several LayerGroups with layers")
@@ -240,6 +244,30 @@ class ModelConfig:
             replace(group, layers=tuple(layer.map_mixers(change) for layer in group.layers)) for group in self.groups
         )
         return replace(self, groups=groups, max_position=max(longer))
+
+    def for_devices(self, num_devices: int) -> ModelConfig:
+        """Returns the same model with KV heads and a vocabulary that this number of devices can split.
+
+        It has copies of KV heads, see `Attention.for_devices`, and rows of padding after those of the vocabulary. For
+        one device it has neither.
+        """
+
+        def change(mixer: Mixer) -> Mixer:
+            return mixer.for_devices(num_devices) if isinstance(mixer, Attention) else mixer
+
+        def fitted(layer: Layer) -> Layer:
+            table = layer.embedding
+            if table is not None:
+                table = replace(table, num_padding=-table.vocab_size % num_devices)
+            return replace(layer.map_mixers(change), embedding=table)
+
+        groups = tuple(replace(group, layers=tuple(map(fitted, group.layers))) for group in self.groups)
+        return replace(self, groups=groups, vocab_padding=-self.vocab_size % num_devices)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """The rows of the unembedding, and the logits of a token."""
+        return self.vocab_size + self.vocab_padding
 
     @property
     def num_layers(self) -> int:

@@ -97,8 +97,8 @@ def forward_with_states(
         raise NotImplementedError("a tree of drafts needs a state per branch; verify chains of drafts instead")
     if num_whole_rows is not None and any(array.dtype.itemsize == 1 for array in jax.tree.leaves(cache.pools)):
         raise ValueError(
-            "the cache holds numbers of 8 bits, which have no derivative; give a step of num_whole_rows a cache whose"
-            " CacheConfig.dtype is that of the parameters"
+            "the cache holds numbers of 8 bits or fewer, which have no derivative; give a step of num_whole_rows a"
+            " cache whose CacheConfig.dtype is that of the parameters"
         )
     statics = {"q_len": q_len, "implementation": implementation, "mesh": mesh, "num_whole_rows": num_whole_rows}
     batches = [replace(batch, block_tables=batch.tables_of(kind)) for kind in range(len(config.page_kinds))]
@@ -144,11 +144,12 @@ def embed(
     `mesh`: the mesh that the parameters are split over, if any. `is_derived`: if the states have a derivative.
     """
     table = params.embedding
-    sharding = usual_sharding(declare_vocabulary(config), mesh) if is_split(mesh) else None
     if is_derived or isinstance(table, PACKED):
         x = take_rows(table, tokens, params.final_norm)
     else:
-        x = table_rows(table, tokens, sharding=sharding)
+        # By the table's own shape, for draft heads have a configuration of their own beside the target's table.
+        spec = replace(declare_vocabulary(config), shape=table.shape)
+        x = table_rows(table, tokens, sharding=usual_sharding(spec, mesh) if is_split(mesh) else None)
     return x if config.embedding_scale == 1.0 else rounded(x * jnp.asarray(config.embedding_scale, x.dtype))
 
 
@@ -374,6 +375,9 @@ def unembed(
         logits = rounded(logits * params.logits.scale)
     if params.logits.softcap is not None:
         logits = rounded(jnp.tanh(logits / params.logits.softcap) * params.logits.softcap)
+    if params.logits.num_padding:
+        is_token = jnp.arange(logits.shape[1]) < logits.shape[1] - params.logits.num_padding
+        logits = jnp.where(is_token[None], logits, -jnp.inf)
     return logits
 
 

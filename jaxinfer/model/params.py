@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from jaxinfer.model.components.dense_and_experts import (
     DenseAndExperts,
@@ -24,11 +25,12 @@ from jaxinfer.model.components.layer_embedding import (
     declare_embedding_tables,
     declare_layer_embedding,
 )
-from jaxinfer.model.components.layers import VOCABULARY, MakeSpec, TensorSpec
+from jaxinfer.model.components.layers import KV_HEADS, VOCABULARY, MakeSpec, TensorSpec
 from jaxinfer.model.components.mlp import MLP, MLPParams, declare_mlp
 from jaxinfer.model.components.moe import MoE, MoEParams, declare_moe
 from jaxinfer.model.config import LayerStack, ModelConfig
 from jaxinfer.model.mixers import functions_of
+from jaxinfer.quantization import QuantizedArray
 
 
 @struct.dataclass
@@ -54,10 +56,14 @@ class LayerParams:
 
 @dataclass(frozen=True)
 class LogitOptions:
-    """The changes that the model itself makes to its logits: times `scale`, then bounded by `softcap`."""
+    """The changes that the model itself makes to its logits: times `scale`, then bounded by `softcap`.
+
+    The last `num_padding` logits become -inf, for they are of no token.
+    """
 
     scale: float = 1.0
     softcap: float | None = None
+    num_padding: int = 0
 
 
 @struct.dataclass
@@ -81,7 +87,7 @@ class Params:
 TENSOR_PARALLEL_RULES: Mapping[str, str] = {
     VOCABULARY: "model",
     "heads": "model",
-    "kv_heads": "model",
+    KV_HEADS: "model",
     **MESH_AXES,
 }
 
@@ -98,13 +104,16 @@ def declare(config: ModelConfig) -> Params:
         layer_embedding=None
         if of_layers is None
         else declare_embedding_tables(of_layers, config.num_layers, config.hidden_size),
-        logits=LogitOptions(config.logit_scale, config.logit_softcap) if config.has_logits else None,
+        logits=LogitOptions(config.logit_scale, config.logit_softcap, config.vocab_padding)
+        if config.has_logits
+        else None,
     )
 
 
 def declare_vocabulary(config: ModelConfig) -> TensorSpec:
     """Returns the `TensorSpec` of the unembedding. That of the embedding has no inputs, for its rows are taken."""
-    return TensorSpec((config.vocab_size, config.hidden_size), (VOCABULARY, "embed"), 0.02, num_inputs=1)
+    shape, axes = (config.padded_vocab_size, config.hidden_size), (VOCABULARY, "embed")
+    return TensorSpec(shape, axes, 0.02, num_inputs=1, num_padding=config.vocab_padding)
 
 
 def declare_stack(stack: LayerStack, hidden_size: int) -> LayerParams:
@@ -145,6 +154,46 @@ def _declare_feed_forward(
 def is_spec(node: Any) -> bool:
     """True for the leaves of `declare`."""
     return isinstance(node, TensorSpec)
+
+
+def over_mesh(config: ModelConfig, mesh: Mesh | AbstractMesh | None) -> ModelConfig:
+    """Returns the same model with KV heads and a vocabulary that the devices of a mesh can split.
+
+    See `ModelConfig.for_devices`. Without a mesh it is the model for one device.
+    """
+    axis = TENSOR_PARALLEL_RULES[KV_HEADS]
+    return config.for_devices(1 if mesh is None else mesh.shape.get(axis, 1))
+
+
+def fit_params(params: Params, config: ModelConfig) -> Params:
+    """Returns parameters with the copies of KV heads and the padding of the vocabulary that `config` declares.
+
+    Tensors that have them already, or that have another shape than the model's own, stay as they are.
+    """
+    leaves = tree_leaves_with_path(declare(config), is_leaf=is_spec)
+    specs = {keystr(path): spec for path, spec in leaves if spec.shape != spec.own_shape}
+
+    def fit(path: Any, w: Any) -> Any:
+        spec = specs.get(keystr(path))
+        if spec is None:
+            return w
+        if isinstance(w, QuantizedArray):
+            parts = {name: getattr(w, name) for name in ("values", "scales", "zeros")}
+            return replace(w, **{name: None if part is None else _fitted(part, spec) for name, part in parts.items()})
+        return _fitted(w, spec)
+
+    fitted = tree_map_with_path(fit, params, is_leaf=lambda node: isinstance(node, QuantizedArray))
+    if params.logits is None:
+        return fitted
+    return replace(fitted, logits=replace(params.logits, num_padding=config.vocab_padding))
+
+
+def _fitted(array: Any, spec: TensorSpec) -> Any:
+    for axis, places in spec.places().items():
+        if getattr(array, "ndim", 0) <= axis or array.shape[axis] != spec.own_shape[axis]:
+            return array
+        array = jnp.take(array, places, axis=axis, mode="fill", fill_value=0)
+    return array
 
 
 def shardings(config: ModelConfig, mesh: Mesh, rules: Mapping[str, str] = TENSOR_PARALLEL_RULES) -> Params:

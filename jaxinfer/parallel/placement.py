@@ -21,7 +21,7 @@ from jaxinfer.cpu_flags import SHARED_THREADS, has_threads_per_device
 from jaxinfer.device import free_bytes
 from jaxinfer.model.cache import KVCache, cache_shardings, init_cache
 from jaxinfer.model.components.experts import EXPERTS_AXIS, MLP_AXIS
-from jaxinfer.model.components.layers import TensorSpec
+from jaxinfer.model.components.layers import KV_HEADS, VOCABULARY, TensorSpec
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import TENSOR_PARALLEL_RULES, Params, declare, shardings
 from jaxinfer.model.quantized_params import quantized_sharding
@@ -72,6 +72,22 @@ class Placement:
         # Of a whole slice of TPUs, JAX knows the order in which neighbours are linked.
         grid = mesh_utils.create_device_mesh((*sizes.values(),), chosen) if is_all else np.array(chosen)
         return cls(Mesh(grid.reshape((*sizes.values(),)), (*sizes,)))
+
+    @classmethod
+    def of_replicas(
+        cls,
+        config: ModelConfig,
+        parallelism: Parallelism | None = None,
+        devices: Sequence[Any] | None = None,
+    ) -> list[Placement]:
+        """Returns the placement of each replica of a model, one after another on the devices; raises as `of` does."""
+        parallelism = Parallelism() if parallelism is None else parallelism
+        if parallelism.replicas == 1:
+            return [cls.of(config, parallelism, devices)]
+        each = parallelism.devices_per_replica
+        count = each * parallelism.replicas
+        chosen = _first_devices(parallelism, count) if devices is None else _checked_devices(devices, count)
+        return [cls.of(config, parallelism, chosen[first : first + each]) for first in range(0, count, each)]
 
     @property
     def whole(self) -> NamedSharding | None:
@@ -155,6 +171,16 @@ class Placement:
 DEFAULT_DEVICE = Placement()
 
 
+def identity_of(placements: Sequence[Placement]) -> str:
+    """Returns the identity of the placements of all replicas, on which the bits of their results depend."""
+    return " | ".join(placement.identity() for placement in placements)
+
+
+def copied(params: Params, abstract: Params) -> Params:
+    """Returns parameters copied to the devices of another replica, whose abstract parameters are given."""
+    return jax.tree.map(lambda array, one: jax.device_put(array, one.sharding), params, abstract)
+
+
 def _placed(array: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
@@ -164,7 +190,7 @@ def _first_devices(parallelism: Parallelism, count: int) -> list[Any]:
     if count > len(devices):
         raise ValueError(
             f"{parallelism} needs {count} devices, and this process has {len(devices)}; lower"
-            " EngineConfig.parallelism (--tensor-parallel, --expert-parallel)"
+            " EngineConfig.parallelism (--tensor-parallel, --expert-parallel, --replicas)"
         )
     return devices[:count]
 
@@ -183,22 +209,25 @@ def _name_idle_devices() -> None:
     if idle and used.platform != "cpu":
         logger.warning(
             "computes on %s alone, and leaves %s idle: EngineConfig(parallelism=Parallelism(tensor=%d)), or"
-            " --tensor-parallel %d, splits the model over all of them",
-            *(used, ", ".join(map(str, idle)), 1 + len(idle), 1 + len(idle)),
+            " --tensor-parallel %d, splits the model over all of them, and replicas=%d, or --replicas %d, copies it to"
+            " each",
+            *(used, ", ".join(map(str, idle)), *[1 + len(idle)] * 4),
         )
 
 
 def refuse_undivided(config: ModelConfig, sizes: Mapping[str, int]) -> None:
     """Raises ValueError for a number of devices that a model's axes cannot be split over, with the numbers that can."""
     found: dict[str, set[tuple[int, str]]] = defaultdict(set)
-    for spec in jax.tree.leaves(declare(config), is_leaf=lambda node: isinstance(node, TensorSpec)):
+    for spec in jax.tree.leaves(declare(config.for_devices(1)), is_leaf=lambda node: isinstance(node, TensorSpec)):
         for logical, size in zip(spec.axes, spec.shape, strict=True):
-            if logical in TENSOR_PARALLEL_RULES:
+            # `over_mesh` fits a vocabulary to any number, and KV heads to each that divides the query heads.
+            if logical in TENSOR_PARALLEL_RULES and logical not in (KV_HEADS, VOCABULARY):
                 found[TENSOR_PARALLEL_RULES[logical]].add((size, logical))
     for axis, count in sizes.items():
         option, parts = OPTIONS[axis], found[axis]
-        undivided = [f"{logical} of size {size}" for size, logical in sorted(parts) if size % count]
-        if count > 1 and not parts:
+        sizes_of = {logical: size for size, logical in sorted(parts, reverse=True) if size % count}  # the least of each
+        undivided = [f"{logical} of size {size}" for logical, size in sorted(sizes_of.items())]
+        if count > 1 and axis == EXPERTS_AXIS and not parts:
             raise ValueError(f"{option}={count} has nothing to split: the model has no experts; use {option}=1")
         if undivided:
             common = math.gcd(*(size for size, _ in parts))

@@ -36,12 +36,13 @@ def process_logits(
     processors: ProcessorBatch,
     make_context: Callable[[], Context],
     custom: Sequence[LogitsProcessor] = (),
+    num_padding: int = 0,
 ) -> jax.Array:
     """Returns the logits f32[B, V] that each row's parameters make of the model's; -inf rules a token out.
 
     `custom` are processors of the user, in the order of the columns of `custom_arguments`; no structure is broken by
-    them, which comes last. `make_context` is called inside the branch that is taken only when some row uses a
-    processor.
+    them, which comes last. They do not get the last `num_padding` logits of a row, which stay -inf. `make_context` is
+    called inside the branch that is taken only when some row uses a processor.
     """
     p = processors
 
@@ -56,7 +57,7 @@ def process_logits(
             (_lists_any(p.bad_word_tokens), rule_out_bad_words),
             (context.lens + context.num_evicted_tokens - p.prompt_lens < p.min_tokens, rule_out_stop_tokens),
             (_lists_any(p.allowed_token_ids), rule_out_all_but_allowed),
-            *((p.uses_custom[:, i], _batched(processor, i)) for i, processor in enumerate(custom)),
+            *((p.uses_custom[:, i], _batched(processor, i, num_padding)) for i, processor in enumerate(custom)),
             ((p.allowed_bits != -1).any(axis=1), rule_out_by_bits),
         )
         for is_used, change in steps:
@@ -136,13 +137,20 @@ def rule_out_all_but_allowed(logits: jax.Array, p: ProcessorBatch, context: Cont
 def rule_out_by_bits(logits: jax.Array, p: ProcessorBatch, context: Context) -> jax.Array:
     """Rules out the tokens whose bit in allowed_bits is 0."""
     B, V = logits.shape
+    if not p.allowed_bits.size:
+        return logits
     bits = p.allowed_bits[:, :, None] >> jnp.arange(32)[None, None, :] & 1
-    return jnp.where(bits.reshape(B, -1)[:, :V] == 1, logits, -jnp.inf) if p.allowed_bits.size else logits
+    bits = bits.reshape(B, -1)[:, :V]
+    if bits.shape[1] < V:  # padding of the vocabulary has no bits
+        bits = jnp.pad(bits, ((0, 0), (0, V - bits.shape[1])))
+    return jnp.where(bits == 1, logits, -jnp.inf)
 
 
-def _batched(processor: LogitsProcessor, column: int) -> Callable[..., jax.Array]:
+def _batched(processor: LogitsProcessor, column: int, num_padding: int) -> Callable[..., jax.Array]:
     def process(logits: jax.Array, p: ProcessorBatch, context: Context) -> jax.Array:
-        return jax.vmap(processor)(logits, context.tokens, context.lens, p.custom_arguments[:, column])
+        own = logits[:, : logits.shape[1] - num_padding] if num_padding else logits
+        changed = jax.vmap(processor)(own, context.tokens, context.lens, p.custom_arguments[:, column])
+        return jnp.pad(changed, ((0, 0), (0, num_padding)), constant_values=-jnp.inf) if num_padding else changed
 
     return process
 

@@ -91,10 +91,11 @@ class ServerState:
         config, num_samples = self.llm.engine_config, num_prompts * sampling.num_samples
         if config.max_waiting is None or config.max_num_seqs is None:
             return
-        if num_samples > config.max_num_seqs + config.max_waiting:
+        if num_samples > config.num_replicas * config.max_num_seqs + config.max_waiting:
+            each = f" of each of {config.num_replicas} replicas" if config.num_replicas > 1 else ""
             raise ValueError(
-                f"{num_prompts} prompts of {sampling.num_samples} samples are more than"
-                f" max_num_seqs={config.max_num_seqs} and max_waiting={config.max_waiting} have room for; send fewer"
+                f"{num_prompts} prompts of {sampling.num_samples} samples are more than max_num_seqs="
+                f"{config.max_num_seqs}{each} and max_waiting={config.max_waiting} have room for; send fewer"
             )
 
     def require_model(self, name: str | None) -> None:

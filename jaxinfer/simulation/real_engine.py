@@ -72,11 +72,12 @@ def rehearse(llm: LLM) -> None:
     The first run of a compiled step takes several times longer than later runs, and step times exclude it.
     """
     config, sizes = llm.engine_config, decode_sizes(llm.engine_config)
-    num_rows, num_slots = max_rows(config), llm.metrics().num_pages * config.page_size
+    num_rows, num_slots = max_rows(config), llm.metrics().num_pages // config.num_replicas * config.page_size
     output_lens = [2 * sum(row < size for size in sizes) for row in range(num_rows)]
     longest = min(resolve_max_model_len(llm.model_config, config) - 1, num_slots - max(output_lens))
     length = min(-(-max_batched_tokens(config) // num_rows), longest)
     last = llm.model_config.vocab_size - 1  # no prompt of a trace begins with this token
     prompts = [[last, *[row % last] * (length - 1)] for row in range(num_rows)]
     params = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in output_lens]
-    llm.generate(prompts, params, show_progress=False)
+    copies = config.num_replicas  # of each prompt, so that each replica gets one of them
+    llm.generate(prompts * copies, params * copies, show_progress=False)

@@ -72,13 +72,14 @@ def log_probs(
     def in_draw(logits: jax.Array, chosen: jax.Array, places: jax.Array) -> jax.Array:
         rows, last = places // (T - 1), places % (T - 1)
         per_token = jax.tree.map(lambda field: field[rows], sampling)
-        values = sampling_log_probs(logits, per_token, tokens[rows], last + 1, custom=custom)
+        statics = {"custom": custom, "num_padding": config.vocab_padding}
+        values = sampling_log_probs(logits, per_token, tokens[rows], last + 1, **statics)
         return jnp.take_along_axis(values, chosen[:, None], axis=-1)[:, 0]
 
     return _of_next_tokens(params, states, tokens[:, 1:].reshape(-1), in_draw).reshape(B, T - 1)
 
 
-@functools.partial(jax.jit, static_argnames="custom")
+@functools.partial(jax.jit, static_argnames=("custom", "num_padding"))
 def sampling_log_probs(
     logits: jax.Array,
     sampling: SamplingBatch,
@@ -86,12 +87,14 @@ def sampling_log_probs(
     lens: jax.Array,
     *,
     custom: tuple[LogitsProcessor, ...] = (),
+    num_padding: int = 0,
 ) -> jax.Array:
     """Returns the log-probability of each next token in the distribution that it is drawn from, f32[B, V].
 
     `logits` f32[B, V]: the model's. `sampling`: the rows of `make_sampling`, with `with_masks` for structures. `tokens`
     i32[B, L]: those before the next one, of which row b has the first lens[b], i32[B]; prompt and output, none evicted.
-    `custom`: the functions of the processors that `sampling` names, in their order.
+    `custom`: the functions of the processors that `sampling` names, in their order. The last `num_padding` logits of a
+    row are of no token, as over a mesh: see `ModelConfig.vocab_padding`.
 
     The distribution is that after processors, temperature and filters, by the code of the engine's steps: on CPU the
     values of drawn tokens equal `Completion.sampling_log_probs`, bit for bit. Tokens that are ruled out have -inf. At
@@ -107,7 +110,7 @@ def sampling_log_probs(
         lens=lens,
         num_evicted_tokens=jnp.zeros_like(lens),
     )
-    processed = process_logits(logits, sampling.processors, lambda: context, custom)
+    processed = process_logits(logits, sampling.processors, lambda: context, custom, num_padding)
     scaled = scale(processed, sampling)
     is_kept = filter_logits(jax.lax.stop_gradient(scaled), sampling) > -jnp.inf
     kept = jnp.where(is_kept, scaled, -jnp.inf)

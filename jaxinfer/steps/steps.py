@@ -289,7 +289,8 @@ def _draw(
     """Samples after each row in a form; `change` changes the context of the logits processors."""
     processed, form, max_log_probs = logits, options.form, options.max_log_probs
     if form == "full":
-        processed = process_logits(logits, sampling.processors, lambda: change(_context(cache, batch)), options.custom)
+        settings = options.custom, options.config.vocab_padding
+        processed = process_logits(logits, sampling.processors, lambda: change(_context(cache, batch)), *settings)
     if not options.sampling_log_probs:
         return describe(logits, sample(processed, sampling, _positions(batch), form=form), sampling, max_log_probs)
     tokens, values = sample_with_log_probs(processed, sampling, _positions(batch), form=form)

@@ -56,7 +56,7 @@ def plan_attention(
     if plan is None or pages.layout != "tpu":
         return None
     (pool,), K, G = pages.arrays, pages.num_kv_heads, num_heads // pages.num_kv_heads
-    if splits_heads(mesh) and K % mesh.shape[HEADS_AXIS] == 0:  # the call refuses other numbers
+    if splits_heads(mesh) and K % mesh.shape[HEADS_AXIS] == 0:
         (spec,), K = head_specs(pages, HEADS_AXIS).arrays, K // mesh.shape[HEADS_AXIS]
         pool = jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(pool.shape), pool.dtype)
     lens: dict[str, Any] = {"block_tables": block_tables, "kv_lens": kv_lens, "cu_q_lens": cu_q_lens}
@@ -120,8 +120,9 @@ def paged_attention(
         and its ancestors; for `window` it stands where their number puts it, and sees all of its ancestors.
       plan: what `plan_attention` made of the same step, mesh and implementation, so that each layer need not make it.
       mesh: splits heads over the devices of its axis HEADS_AXIS, where it has one: each computes its own KV heads, with
-        the query heads that read them and its part of the pool. Its axes are automatic, as those of `Mesh(…)` are
-        and those of `jax.make_mesh(…)` are not by default. Without it the call runs whole on every device.
+        the query heads that read them and its part of the pool. Devices that do not divide the KV heads compute all of
+        them. Its axes are automatic, as those of `Mesh(…)` are and those of `jax.make_mesh(…)` are not by default.
+        Without it the call runs whole on every device.
       implementation: a name from `IMPLEMENTATIONS`, or None for the device's own: the kernels of a TPU or GPU, which
         raise for a call that they cannot do, or the reference on a CPU and on GPUs of a compute capability below 8.0.
 
@@ -155,14 +156,10 @@ def paged_attention(
     call = functools.partial(attend, scale=scale, q_len=q_len, window=window, softcap=softcap)
     if not splits_heads(mesh):
         return call(**arrays)
-    if pages.num_kv_heads % mesh.shape[HEADS_AXIS]:
-        raise ValueError(
-            f"{pages.num_kv_heads} KV heads cannot be split over the {mesh.shape[HEADS_AXIS]} devices of mesh axis"
-            f" {HEADS_AXIS!r}; use a number of devices that divides them"
-        )
-    heads: dict[str, PartitionSpec] = dict.fromkeys(("q", "k", "v"), PartitionSpec(None, HEADS_AXIS))
-    heads |= dict.fromkeys(("sinks", "k_scale", "v_scale"), PartitionSpec(HEADS_AXIS))
-    specs = {name: heads.get(name, PartitionSpec()) for name in arrays} | {"pages": head_specs(pages, HEADS_AXIS)}
+    axis = None if pages.num_kv_heads % mesh.shape[HEADS_AXIS] else HEADS_AXIS
+    heads: dict[str, PartitionSpec] = dict.fromkeys(("q", "k", "v"), PartitionSpec(None, axis))
+    heads |= dict.fromkeys(("sinks", "k_scale", "v_scale"), PartitionSpec(axis))
+    specs = {name: heads.get(name, PartitionSpec()) for name in arrays} | {"pages": head_specs(pages, axis)}
     specs = {name: None if arrays[name] is None else spec for name, spec in specs.items()}
     # Kernels are opaque to the replication check.
     return jax.shard_map(

@@ -13,6 +13,9 @@
 
 A pool of 8-bit integers may have a scale for each token and head beside them, f32[P, K, S] in every layout. A scale
 depends on its token alone, never on the page, or bits would depend on how a prompt was cut into chunks.
+
+A pool of 4-bit integers always has such scales. It holds two integers to a byte, so its H above is half the head
+dimension: the low half of byte i is integer i of a head, and the high half is integer i + H.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ LAYOUTS = ("cpu", "gpu", "tpu")
 FNUZ_FACTOR = 16.0
 # The only NaN of float8_e4m3b11fnuz, which has the bits of the other's -0, and one of the other's.
 FNUZ_NAN, FN_NAN = 0x80, 0x7F
-LARGEST_INTEGER = 127
+PACKED = jnp.dtype(jnp.int4)  # of a pool with two integers to a byte
 
 AnyPages = TypeVar("AnyPages")  # a tree of arrays whose first axis is that of pages
 
@@ -50,6 +53,7 @@ class Pages:
     layout: str = field(metadata={"static": True})
     head_dim: int = field(metadata={"static": True})
     scales: tuple[Any, ...] | None = None  # f32[P, K, S] of keys and of values; None without
+    is_packed: bool = field(default=False, metadata={"static": True})  # a byte holds two integers of 4 bits
 
     @property
     def num_pages(self) -> int:
@@ -64,11 +68,18 @@ class Pages:
     @property
     def num_kv_heads(self) -> int:
         shape = self.arrays[-1].shape
-        return {"cpu": shape[1], "gpu": shape[2], "tpu": shape[1] // _planes(self.head_dim)}[self.layout]
+        return {"cpu": shape[1], "gpu": shape[2], "tpu": shape[1] // _planes(self.held_size)}[self.layout]
+
+    @property
+    def held_size(self) -> int:
+        """The numbers of a head as an array holds them: bytes of two integers if the pool is packed."""
+        return num_bytes_packed(self.head_dim) if self.is_packed else self.head_dim
 
     @property
     def dtype(self) -> Any:
-        """The type of the numbers, as `to_stored` makes them."""
+        """The type of the numbers, as `to_stored` makes them; of integers in a packed pool int4."""
+        if self.is_packed:
+            return PACKED
         is_fp8 = self.is_fnuz or self.arrays[0].dtype == jnp.uint8
         return jnp.dtype(jnp.float8_e4m3fn) if is_fp8 else self.arrays[0].dtype
 
@@ -78,8 +89,8 @@ class Pages:
         return self.arrays[0].dtype == jnp.float8_e4m3b11fnuz
 
 
-def head_specs(pages: Pages, axis: str) -> Pages:
-    """Returns the partition of a pool whose KV heads are split over a mesh axis."""
+def head_specs(pages: Pages, axis: str | None) -> Pages:
+    """Returns the partition of a pool whose KV heads are split over a mesh axis; None leaves them whole."""
     position = 2 if pages.layout == "gpu" else 1
     arrays = (PartitionSpec(*[None] * position, axis),) * len(pages.arrays)
     scales = None if pages.scales is None else (PartitionSpec(None, axis),) * len(pages.scales)
@@ -104,26 +115,29 @@ def abstract_pages(
 ) -> Pages:
     """Returns a pool as `jax.ShapeDtypeStruct`s; `layout` None is `default_layout()`.
 
-    With `has_scales` a pool of int8 has a scale for each token and head.
+    With `has_scales` a pool of int8 has a scale for each token and head. A pool of int4 always has.
     """
     layout = default_layout() if layout is None else layout
-    P, S, K, dtype = num_pages, page_size, num_kv_heads, jnp.dtype(dtype)
+    P, S, K, H, dtype = num_pages, page_size, num_kv_heads, head_dim, jnp.dtype(dtype)
+    is_packed = dtype == PACKED
+    if is_packed:
+        H, dtype, has_scales = num_bytes_packed(head_dim), jnp.dtype(jnp.int8), True
     if layout == "cpu":
-        H = _round_up(head_dim, LANES)
+        H = _round_up(H, LANES)
         shapes = [(P, K, H, S), (P, K, S, H)]
     elif layout == "gpu":
-        shapes = [(P, S, K, head_dim)] * 2
+        shapes = [(P, S, K, H)] * 2
     elif layout == "tpu":
         tile = tpu_tile(S, dtype)
-        width = _round_up(head_dim * (3 - _planes(head_dim)), TPU_LANES)
+        width = _round_up(H * (3 - _planes(H)), TPU_LANES)
         if dtype == jnp.float8_e4m3fn:
             dtype = jnp.dtype(jnp.float8_e4m3b11fnuz)
-        shapes = [(P, K * _planes(head_dim), S // tile, tile, width)]
+        shapes = [(P, K * _planes(H), S // tile, tile, width)]
     else:
         raise ValueError(f"layout={layout!r:.80} is unknown; choose from {LAYOUTS} or None for the platform's own")
     arrays = tuple(jax.ShapeDtypeStruct(shape, held_dtype(dtype, layout)) for shape in shapes)
     scales = (jax.ShapeDtypeStruct((P, K, S), jnp.float32),) * 2 if has_scales else None
-    return Pages(arrays, layout, head_dim, scales)
+    return Pages(arrays, layout, head_dim, scales, is_packed)
 
 
 def tpu_tile(page_size: int, dtype: Any) -> int:
@@ -143,9 +157,9 @@ def init_pages(*args: Any, **kwargs: Any) -> Pages:
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract_pages(*args, **kwargs))
 
 
-def _planes(head_dim: int) -> int:
+def _planes(held_size: int) -> int:
     """How many planes of a TPU pool one KV head takes."""
-    return 1 if 2 * head_dim <= TPU_LANES else 2
+    return 1 if 2 * held_size <= TPU_LANES else 2
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -174,17 +188,34 @@ def to_stored(x: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
     return (jnp.round(x) if is_integer else x).astype(dtype)
 
 
-def to_integers(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns keys or values [..., H] as integers i8[..., H], and the scale f32[...] of each vector of them.
+def to_integers(x: jax.Array, bits: int = 8) -> tuple[jax.Array, jax.Array]:
+    """Returns keys or values [..., H] as integers i8[..., H] of some bits, and the scale f32[...] of each vector.
 
-    The scale of a vector that is not finite is not either, so that no rounding hides it.
+    The integers of a vector reach as far to both sides of 0. The scale of a vector that is not finite is not either, so
+    that no rounding hides it.
     """
     x = x.astype(jnp.float32)
-    largest = jnp.abs(x).max(-1)
+    largest, most = jnp.abs(x).max(-1), 2 ** (bits - 1) - 1
     # Compilers divide by a constant so, or not, as they like.
-    scales = jnp.where(largest == 0, 1.0, largest * np.float32(1 / LARGEST_INTEGER))
+    scales = jnp.where(largest == 0, 1.0, largest * np.float32(1 / most))
     integers = jnp.round(x / jnp.broadcast_to(scales[..., None], x.shape))
-    return jnp.clip(integers, -LARGEST_INTEGER, LARGEST_INTEGER).astype(jnp.int8), scales
+    return jnp.clip(integers, -most, most).astype(jnp.int8), scales
+
+
+def num_bytes_packed(num_integers: int) -> int:
+    """Returns the bytes of integers of 4 bits."""
+    return -(-num_integers // 2)
+
+
+def pack_integers(x: jax.Array) -> jax.Array:
+    """Returns integers i8[..., n] of 4 bits in bytes i8[..., m], m = ceil(n / 2): integers i and i + m in byte i."""
+    low, high = jnp.split(pad_heads(x, 2 * num_bytes_packed(x.shape[-1])), 2, axis=-1)
+    return (low & 0xF) | (high << 4)
+
+
+def unpack_integers(x: jax.Array, axis: int = -1) -> jax.Array:
+    """Returns the integers i8 of bytes that `pack_integers` made, 2 m for m along an axis: for an odd n a 0 is last."""
+    return jnp.concatenate([(x << 4) >> 4, x >> 4], axis=axis)
 
 
 def from_integers(integers: jax.Array, scales: jax.Array) -> jax.Array:
@@ -225,8 +256,11 @@ def write_kv(
     if pages.scales is None:
         k, v, scales = to_stored(k, k_scale, pages.dtype), to_stored(v, v_scale, pages.dtype), ()
     else:
-        (k, *k_scales), (v, *v_scales) = to_integers(k), to_integers(v)
+        bits = 4 if pages.is_packed else 8
+        (k, *k_scales), (v, *v_scales) = to_integers(k, bits), to_integers(v, bits)
         scales = *k_scales, *v_scales
+    if pages.is_packed:
+        k, v = pack_integers(k), pack_integers(v)
     if pages.layout == "cpu":
         width = pages.arrays[1].shape[-1]
         return _put_slots(pages, (pad_heads(k, width), pad_heads(v, width), *scales), slots)
@@ -318,7 +352,7 @@ def pack_planes(pages: Pages, k: jax.Array, v: jax.Array) -> jax.Array:
     width = pages.arrays[0].shape[-1]
     if pages.is_fnuz:
         k, v = _to_fnuz(k), _to_fnuz(v)
-    if _planes(pages.head_dim) == 1:
+    if _planes(pages.held_size) == 1:
         return jnp.concatenate([pad_heads(k, width // 2), pad_heads(v, width // 2)], axis=-1)
     planes = jnp.stack([pad_heads(k, width), pad_heads(v, width)], axis=-2)
     return planes.reshape(*k.shape[:-2], -1, width)
@@ -345,8 +379,19 @@ def read_pages(pages: Pages, page_ids: jax.Array) -> tuple[jax.Array, jax.Array]
     k, v = _stored_pages(pages, page_ids)
     if pages.scales is None:
         return k, v
+    k, v = _integers(pages, k, axis=2), _integers(pages, v, axis=3)
     k_scales, v_scales = (pool[page_ids] for pool in pages.scales)
     return from_integers(k, k_scales[:, :, None]), from_integers(v, v_scales[..., None])
+
+
+def _integers(pages: Pages, x: jax.Array, axis: int) -> jax.Array:
+    """Returns the integers of heads along an axis, those of a packed pool unpacked, with zeros up to whole vectors."""
+    if not pages.is_packed:
+        return x
+    x = unpack_integers(lax.slice_in_dim(x, 0, pages.held_size, axis=axis), axis)
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (0, _round_up(pages.head_dim, LANES) - x.shape[axis])
+    return jnp.pad(x, padding)
 
 
 def _stored_pages(pages: Pages, page_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -362,7 +407,7 @@ def _stored_pages(pages: Pages, page_ids: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def require_wide(pages: Any) -> None:
-    """Raises NotImplementedError for a pool whose numbers have 8 bits."""
+    """Raises NotImplementedError for a pool whose numbers have 8 bits or fewer."""
     if pages.dtype.itemsize == 1:
         raise NotImplementedError(f"keys of {pages.dtype} would be rounded at each change; use a wider type")
 
@@ -371,7 +416,7 @@ def map_keys(pages: Pages, change: Callable[[jax.Array], jax.Array]) -> Pages:
     """Returns the pool with change(keys [P * S, K, H]) in the place of its keys, those of a page in a row.
 
     Raises:
-      NotImplementedError: for a pool of 8 bits, in which each change would round the keys once more.
+      NotImplementedError: for a pool of 8 bits or fewer, in which each change would round the keys once more.
     """
     require_wide(pages)
     P, S, K, H = pages.num_pages, pages.page_size, pages.num_kv_heads, pages.head_dim
@@ -384,6 +429,7 @@ def gather_tokens(pages: Pages, slots: jax.Array) -> tuple[jax.Array, jax.Array]
     """Returns keys and values [n, K, H] at slots i32[n]: numbers as stored, or f32 if the pool has scales."""
     found = _take_slots(pages, slots)
     k, v = _unpack_planes(pages, found[0]) if pages.layout == "tpu" else found[:2]
+    k, v = _integers(pages, k, axis=k.ndim - 1), _integers(pages, v, axis=v.ndim - 1)
     k, v = k[..., : pages.head_dim], v[..., : pages.head_dim]
     if pages.scales is None:
         return k, v
@@ -393,7 +439,7 @@ def gather_tokens(pages: Pages, slots: jax.Array) -> tuple[jax.Array, jax.Array]
 
 def _unpack_planes(pages: Pages, planes: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns keys and values [..., K, H'] of the planes [..., C, W] of a TPU pool."""
-    if _planes(pages.head_dim) == 1:
+    if _planes(pages.held_size) == 1:
         k, v = jnp.split(planes, 2, axis=-1)
     else:
         k, v = planes[..., 0::2, :], planes[..., 1::2, :]

@@ -84,12 +84,12 @@ class Engine:
 
     def run_waiting(self, schema: Any, salt: str) -> float:
         """The same where no step is launched before its masks are known."""
-        with patch.object(self._llm._engine._runner.compiled_steps, "_draws", {}):
+        with patch.object(self._llm._engine._runners[0].compiled_steps, "_draws", {}):
             return self.run(schema, salt)
 
     def run_watched(self, schema: Any, salt: str) -> float:
         """The same with an eye on the masks of each step."""
-        add_masks, draw = runner.add_masks, self._llm._engine._runner.draw
+        add_masks, draw = runner.add_masks, self._llm._engine._runners[0].draw
 
         def watched(step: Step, output: Any) -> Any:
             def timed(step: Step, sampling: Any) -> Any:
@@ -102,7 +102,7 @@ class Engine:
             with patch.object(runner, "add_masks", timed):
                 return draw(step, output)
 
-        with patch.object(self._llm._engine._runner, "draw", watched):
+        with patch.object(self._llm._engine._runners[0], "draw", watched):
             return self.run(schema, salt)
 
 

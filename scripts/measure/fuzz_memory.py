@@ -180,7 +180,7 @@ def give_back() -> None:
 def compiled_bytes(llm: LLM) -> int:
     """Returns what the hungriest step needs by itself, arguments and results included."""
     needed = []
-    for step in llm._engine._runner.compiled_steps.compiled.values():
+    for step in llm._engine._runners[0].compiled_steps.compiled.values():
         analysis = step.memory_analysis()
         assert analysis is not None
         results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
@@ -191,7 +191,11 @@ def compiled_bytes(llm: LLM) -> int:
 def measure(folder: Path, limits: dict[str, Any], draw: random.Random) -> tuple[Figures, MemoryPlan]:
     """Returns the figures of one engine; its executables outlive it, for they are no part of the plan."""
     llm = LLM(folder, config=EngineConfig(**limits))
-    plan, compiled, kept = llm.warm_up().memory, compiled_bytes(llm), dict(llm._engine._runner.compiled_steps.compiled)
+    plan, compiled, kept = (
+        llm.warm_up().memory,
+        compiled_bytes(llm),
+        dict(llm._engine._runners[0].compiled_steps.compiled),
+    )
     serve(llm, draw)  # what threads and Python keep from then on is no part of the plan either
     give_back()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again

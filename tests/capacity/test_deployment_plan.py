@@ -129,12 +129,22 @@ def test_weights_and_keys_in_8_bits_take_half():
 
 
 def test_what_a_mesh_cannot_divide_is_refused_with_its_size():
-    plan = plan_deployment("Qwen3-30B-A3B", Devices("v6e", 8))
+    plan = plan_deployment("Qwen2.5-7B", Devices("v6e", 8))
 
     refused = next(layout for layout in plan.layouts if layout.tensor == 8)
 
-    assert refused.refusal == "tensor=8 cannot split kv_heads of size 4 evenly; the numbers that can are 1, 2, 4"
+    assert refused.refusal == "tensor=8 cannot split heads of size 28 evenly; the numbers that can are 1, 2, 4"
     assert refused.memory is None
+
+
+def test_each_device_has_a_whole_kv_head_if_there_are_fewer_heads_than_devices():
+    plan = plan_deployment("Qwen3-30B-A3B", Devices("v6e", 8))
+
+    four, eight = (next(layout for layout in plan.layouts if layout.tensor == tensor) for tensor in (4, 8))
+
+    assert eight.refusal is None
+    # Of 48 layers, each with keys and values of one head of 128 numbers in 2 bytes, and a token id.
+    assert four.memory.page_bytes == eight.memory.page_bytes == EngineConfig().page_size * (48 * 2 * 128 * 2 + 4)
 
 
 def test_a_split_whose_pages_do_not_hold_a_row_is_refused():
@@ -171,6 +181,16 @@ def test_the_command_prints_a_table_and_json(capsys):
     assert main(["plan", "Qwen3-30B-A3B", "--device", "v6e-4", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["layouts"][0]["tensor"], plan["layouts"][0]["experts"]) == (4, 1)
+
+
+def test_replicas_share_the_devices_of_a_plan(capsys):
+    assert main(["plan", "Qwen3-30B-A3B", "--device", "v6e-8", "--replicas", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "each of 2 replicas on 4 x v6e" in out
+    assert "Take --tensor-parallel 4 --expert-parallel 1 --replicas 2." in out
+
+    with pytest.raises(ValueError, match="replicas=3 cannot share 8 devices evenly; the numbers that can are 1, 2, 4"):
+        Devices("v6e", 8).of_each(3)
 
 
 def test_the_command_says_what_does_not_fit(capsys):

@@ -228,14 +228,15 @@ ENGINE = {
     "attention": "reference",
     "max_adapters": 2,
     "max_adapter_rank": 8,
-    "parallelism": Parallelism(tensor=2, experts=3),
+    "parallelism": Parallelism(tensor=2, experts=3, replicas=4),
 }
 NEEDS = {"disk_cache_bytes": "disk_cache_path", "disk_cache_path": "disk_cache_bytes"}
 
 
 def options_of(name: str, value: Any) -> list[str]:
     if isinstance(value, Parallelism):
-        return ["--tensor-parallel", str(value.tensor), "--expert-parallel", str(value.experts)]
+        sizes = {"--tensor-parallel": value.tensor, "--expert-parallel": value.experts, "--replicas": value.replicas}
+        return [word for option, size in sizes.items() for word in (option, str(size))]
     option = "--" + name.replace("_", "-")
     if isinstance(value, bool):
         return [option if value else option.replace("--", "--no-", 1)]

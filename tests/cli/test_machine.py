@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxinfer.cli import machine
 from jaxinfer.cli.main import main
-from jaxinfer.config import EngineConfig
+from jaxinfer.config import NARROW_CACHE_DTYPES, EngineConfig
 from jaxinfer.engine.execution import executable_cache
 from tests.engine.engines import save_small_checkpoint
 
@@ -70,9 +70,12 @@ def test_a_cpu_has_no_kernels(checkpoint):
 
 # The second kind's capability, and a TPU's table, decide: docs/memory.md has the same in words.
 CACHES = [
-    ("NVIDIA H200", "gpu", ("", "")),
-    ("NVIDIA A100-SXM4-80GB", "gpu", ("float8_e4m3fn is not supported on compute capability 8.0", "")),
-    ("TPU v6 lite", "tpu", ("", "pages with a scale for each token have no TPU kernel")),
+    ("NVIDIA H200", "gpu", ("", "", "pages.dtype=int4 is not supported")),
+    (
+        *("NVIDIA A100-SXM4-80GB", "gpu"),
+        ("float8_e4m3fn is not supported on compute capability 8.0", "", "pages.dtype=int4 is not supported"),
+    ),
+    ("TPU v6 lite", "tpu", ("", *["pages with a scale for each token have no TPU kernel"] * 2)),
 ]
 
 
@@ -80,10 +83,10 @@ CACHES = [
 def test_each_type_of_keys_and_values_has_its_bytes_and_what_a_kernel_refuses(checkpoint, kind, platform, refusals):
     with on(kind, platform):
         own, *narrow = machine.cache_choices(checkpoint, EngineConfig(page_size=128), "bfloat16")
-        attention = {name: choices(checkpoint, "bfloat16", cache_dtype=name)[0] for name in ("fp8", "int8")}
+        attention = {name: choices(checkpoint, "bfloat16", cache_dtype=name)[0] for name in NARROW_CACHE_DTYPES}
 
     own_bytes = int(own.removesuffix(" bytes per token in bfloat16").replace(",", ""))
-    for line, name, refusal in zip(narrow, ("fp8", "int8"), refusals, strict=True):
+    for line, name, refusal in zip(narrow, NARROW_CACHE_DTYPES, refusals, strict=True):
         ((size, room),) = re.findall(rf"^([\d,]+) in {name}, room for ([\d.]+) times the tokens", line)
         assert own_bytes / int(size.replace(",", "")) == pytest.approx(float(room), abs=0.006)
         assert ("refused: " in line) == attention[name].startswith("refused: ") == bool(refusal)
@@ -93,12 +96,13 @@ def test_each_type_of_keys_and_values_has_its_bytes_and_what_a_kernel_refuses(ch
 def test_bytes_of_a_token_are_those_of_the_engines_pages(checkpoint):
     config = EngineConfig(page_size=16)
 
-    own, fp8, int8 = machine.cache_choices(checkpoint, config, "float32")
+    own, fp8, int8, int4 = machine.cache_choices(checkpoint, config, "float32")
 
     heads, numbers, layers, token_id = 2, 32, 2, 4
     assert own == f"{2 * layers * heads * numbers * 4 + token_id:,} bytes per token in float32"
     assert fp8.startswith(f"{2 * layers * heads * numbers + token_id:,} in fp8,")
     assert int8.startswith(f"{2 * layers * heads * (numbers + 4) + token_id:,} in int8,")
+    assert int4.startswith(f"{2 * layers * heads * (numbers // 2 + 4) + token_id:,} in int4,")
 
 
 SLOW = [

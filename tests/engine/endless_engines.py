@@ -26,7 +26,7 @@ SIGHT = Endless(num_sinks=16, num_seen=80, page_size=16)
 @contextlib.contextmanager
 def endless(llm: LLM) -> Iterator[LLM]:
     """Lets the requests of an engine be endless for a while: its steps are the same, and nothing else is compiled."""
-    config, tables, copier = llm.engine_config, scheduler_of(llm)._tables, runner_of(llm)._copiers[0]
+    config, tables, copier = llm.engine_config, scheduler_of(llm).replicas[0].tables, runner_of(llm)._copiers[0]
     kept = (admission_of(llm), tables.windowed, copier._turn)
     config = dataclasses.replace(config, **ENDLESS)
     window = plan_window(llm.model_config, config, None)
@@ -50,4 +50,4 @@ def _turn_of(llm: LLM) -> Any:
 def _become(llm: LLM, admission: Admission, windowed: WindowedPages, turn: Any) -> None:
     forget_prefixes(llm)  # a page holds something else where a token does not see all before it
     set_admission(llm, admission)
-    scheduler_of(llm)._tables.windowed, runner_of(llm)._copiers[0]._turn = windowed, turn
+    scheduler_of(llm).replicas[0].tables.windowed, runner_of(llm)._copiers[0]._turn = windowed, turn

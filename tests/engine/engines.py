@@ -251,7 +251,7 @@ def require_idle(llm: LLM) -> None:
 
 def forget_prefixes(llm: LLM) -> None:
     """Evicts all cached pages, so that the next request computes everything."""
-    tables = scheduler_of(llm)._tables
+    tables = scheduler_of(llm).replicas[0].tables
     for pages in (tables.pages, *(bounded.pages for bounded in tables.further)):
         pages.evict(pages.num_cached)
 

@@ -20,7 +20,7 @@ def scheduler_of(llm: LLM) -> Any:
 
 
 def runner_of(llm: LLM) -> Any:
-    return llm._engine._runner
+    return llm._engine._runners[0]
 
 
 def admission_of(llm: LLM) -> Admission:
@@ -33,7 +33,7 @@ def set_admission(llm: LLM, admission: Admission) -> None:
 
 
 def warm_up_of(llm: LLM) -> WarmUp:
-    return llm._engine._warm_up
+    return llm._engine._warm_ups[0]
 
 
 def branches_of(llm: LLM) -> Any:

@@ -87,7 +87,7 @@ def test_the_limits_are_told_in_a_line(on):
     assert describe_limits(fitted(cache_dtype="fp8")) == f"{told}, keys and values in fp8"
 
 
-def test_a_cache_in_8_bits_has_room_for_more_rows(on):
+def test_a_cache_in_few_bits_has_room_for_more_rows(on):
     on("NVIDIA L4", "gpu", int(22e9))
 
     rows = [numbers(fitted(cache_dtype=dtype))[0] for dtype in (None, "int8", "fp8")]

@@ -125,7 +125,7 @@ def test_a_cast_to_the_cache_dtype_is_the_only_change():
         assert sorted(kept[kept != 0]) == sorted(np.asarray(tokens.astype(jnp.bfloat16).astype(jnp.float32)).ravel())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "int4"])
 @pytest.mark.parametrize("size", [16, 128])
 def test_the_pool_is_page_bytes_times_pages(dtype, size):
     config = CacheConfig(num_pages=7, page_size=size, dtype=dtype)
@@ -134,9 +134,11 @@ def test_the_pool_is_page_bytes_times_pages(dtype, size):
 
     num_bytes = sum(pool.size * pool.dtype.itemsize for pool in pools)
     assert num_bytes == 7 * page_bytes(CONFIG, config)
-    bytes_per_number = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}[dtype]
-    scale_bytes = 4 * (dtype == "int8")
-    bytes_per_slot = 2 * 5 * K * (H * bytes_per_number + scale_bytes) + 4  # and the token's id
+    bytes_per_number = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1, "int4": 0.5}[dtype]
+    scale_bytes = 4 * (dtype in ("int8", "int4"))
+    # A CPU's vector has 16 numbers, also those of a byte with two of them.
+    own_bytes = max(H * bytes_per_number, 16)
+    bytes_per_slot = 2 * 5 * K * (own_bytes + scale_bytes) + 4  # and the token's id
     assert page_bytes(CONFIG, config) == size * bytes_per_slot
 
 
@@ -192,7 +194,7 @@ def pages_of(cache, num_pages) -> dict[Any, list[np.ndarray]]:
 
 
 @pytest.mark.parametrize("layout", ["cpu", "gpu", "tpu"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
 def test_a_bundle_put_into_another_pool_is_found_on_its_new_pages_and_nothing_else_changes(layout, dtype):
     source, target = numbered_cache(5, layout, dtype), numbered_cache(3, layout, dtype)
     bundle = extract(source, jnp.array([4, 1]))

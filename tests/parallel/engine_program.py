@@ -5,10 +5,14 @@ Arguments: a name in CASES, and those of the case. Prints the results as JSON.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +25,18 @@ from safetensors.numpy import save_file
 
 from jaxinfer.checkpoint import abstract_checkpoint, load_checkpoint, read_config
 from jaxinfer.config import EngineConfig, Parallelism, SamplingParams
+from jaxinfer.engine.async_llm import AsyncLLM
 from jaxinfer.engine.drafters.draft_heads import HeadDrafter
 from jaxinfer.engine.drafters.early_exit import ExitDrafter
 from jaxinfer.engine.execution.step_compiler import StepCompiler
 from jaxinfer.engine.execution.warm_up import plan_target
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request.completion import Completion
+from jaxinfer.model.config import ModelConfig, uniform_decoder
+from jaxinfer.model.params import init_params
 from jaxinfer.parallel.placement import Placement
 from jaxinfer.plan.memory import num_bytes
+from jaxinfer.steps.eagle import EagleHead
 from jaxinfer.steps.medusa import MedusaHeads
 from jaxinfer.steps.options import StepOptions
 from kernels_pallas import row_products
@@ -57,7 +65,7 @@ ADAPTER = tempfile.TemporaryDirectory()
 
 
 def engine(checkpoint: str, parallelism: Parallelism | None = None, **options: Any) -> LLM:
-    own = {name: options.pop(name) for name in ("speculation", "devices") if name in options}
+    own = {name: options.pop(name) for name in ("speculation", "devices", "logits_processors") if name in options}
     # Adaptive drafts depend on the clock.
     config = EngineConfig(parallelism=parallelism, adaptive_drafts=False, **{**SIZES, **options})
     with unoptimised_steps(), steps_on_demand():
@@ -133,12 +141,156 @@ def drafters(checkpoint: str) -> dict[str, Any]:
     # What the first layer gives, as if it were the last.
     ends = ExitDrafter(1, params.final_norm, jnp.zeros((D, D)))
     kinds = {"none": None, "draft model": checkpoint, "medusa heads": HeadDrafter(medusa), "early exit": ends}
+    kinds |= {"eagle heads": HeadDrafter(eagle_head(config))}
     results: dict[str, Any] = {"drafts": {}}
     for kind, speculation in kinds.items():
         llm = engine(checkpoint, TWO, speculation=speculation, max_drafts=2)
         results[kind] = list(map(bits, run(llm, [0, 1, 2])))
         results["drafts"][kind] = llm.metrics().num_drafted_tokens
     return results
+
+
+def eagle_head(config: ModelConfig) -> EagleHead:
+    """A random head for a target of this size, whose one KV head two devices cannot share."""
+    numbers, D = np.random.default_rng(0), config.hidden_size
+    sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 8, "intermediate_size": 24}
+    own = uniform_decoder(num_layers=1, vocab_size=config.vocab_size, hidden_size=D, max_position=16, **sizes)
+    (layer,), norm = init_params(jax.random.key(0), own).layers, jnp.ones(D)
+    return EagleHead(
+        embedding_norm=norm,
+        hidden_norm=norm,
+        layer=jax.tree.map(lambda tensor: tensor[0], layer),
+        final_norm=norm,
+        config=own,
+        window=6,
+        input=jnp.asarray(numbers.standard_normal((D, 2 * D)) / 8, jnp.float32),
+    )
+
+
+def requests(checkpoint: str, changed: str) -> dict[str, Any]:
+    """What one device and a mesh give for beams, for all alternatives, and for logits that a user's function replaces.
+
+    Also the tokens after an update to the parameters of another checkpoint, once those of one device and once those of
+    the mesh, and the tokens of an engine that has loaded that one.
+    """
+    V, results = read_config(checkpoint).vocab_size, {}
+    results["expected"] = [completion.token_ids for completion in run(engine(changed), [0, 1])]
+    every = SamplingParams(log_probs=V, max_tokens=2, temperature=0.0, ignore_eos=True)
+    flat = SamplingParams(logits_processors={"flat": 0.0}, seed=1, max_tokens=24, ignore_eos=True)
+    for name, parallelism in (("one device", None), ("mesh", Parallelism(tensor=4))):
+        llm = engine(checkpoint, parallelism, prefix_cache=True, max_log_probs=V, logits_processors={"flat": flattened})
+        beams = llm.beam_search(PROMPTS[0], num_beams=3, max_tokens=4, ignore_eos=True)
+        (described,), (drawn,) = (llm.generate(PROMPTS[0], own, show_progress=False) for own in (every, flat))
+        results[name] = {
+            "beams": [beam.token_ids for beam in beams],
+            "alternatives": [sorted(of_token) for of_token in described.top_log_probs],
+            "total": [sum(map(math.exp, of_token.values())) for of_token in described.top_log_probs],
+            "flat": drawn.token_ids,
+        }
+    for name, mesh in (("of one device", None), ("of the mesh", Mesh(np.array(jax.devices()), ("model",)))):
+        params, _ = load_checkpoint(changed, mesh=mesh)
+        llm.update_params(params)
+        results[name] = [completion.token_ids for completion in run(llm, [0, 1])]
+    return results
+
+
+def flattened(logits: jax.Array, *_: jax.Array) -> jax.Array:
+    return jnp.zeros_like(logits)
+
+
+def replicas(checkpoint: str, tensor: str) -> dict[str, Any]:
+    """The bits of 200 prompts, of which many begin alike, by one engine and by two replicas of it.
+
+    Also the devices of their parameters, the tokens found in caches, and the steps of each replica.
+    """
+    numbers = np.random.default_rng(0)
+    beginnings, ends = (numbers.integers(2, 60, size).tolist() for size in ((8, 32), (200, 7)))
+    prompts = [[*beginnings[i % 8][: 16 * (1 + i % 2)], *ends[i][: 1 + i % 7]] for i in range(200)]
+    params = [SamplingParams(temperature=i % 3 / 2, seed=i, max_tokens=1 + i % 24, ignore_eos=True) for i in range(200)]
+    results: dict[str, Any] = {}
+    for count in (1, 2):
+        parallelism = Parallelism(tensor=int(tensor), replicas=count)
+        llm = engine(checkpoint, parallelism, prefix_cache=True, num_pages=8)  # so few that requests are preempted
+        completions = llm.generate(prompts, params, show_progress=False)
+        metrics = llm.metrics()
+        results[str(count)] = {
+            "bits": list(map(bits, completions)),
+            "found": metrics.num_found_tokens,
+            "preemptions": metrics.num_preemptions,
+            "steps": [replica.num_steps for replica in metrics.replicas],
+            "plans": len(llm.warm_up().replicas),
+            "devices": [
+                sorted(device.id for device in jax.tree.leaves(runner._params)[0].devices())
+                for runner in llm._engine._runners
+            ],
+        }
+    return results
+
+
+def replica_verbs(checkpoint: str, folder: str) -> dict[str, Any]:
+    """The bits of requests that are forked, rewound and saved on either of two replicas, and of one engine.
+
+    Then those with an adapter, by beams, embeddings, and with other parameters.
+    """
+    save_adapter(checkpoint, Path(ADAPTER.name))
+    other, _ = load_checkpoint(checkpoint)
+    other = jax.tree.map(lambda array: array * 1.25, other)
+    results: dict[str, Any] = {}
+    for count in (1, 2):
+        adapters = {"max_adapters": 1, "max_adapter_rank": 4, "max_log_probs": 8}
+        llm = engine(checkpoint, Parallelism(replicas=count), prefix_cache=True, **adapters)
+        ids = [llm.add(prompt, replace(params, max_tokens=27)) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+        counts = Counter(dict.fromkeys(ids, 0))
+        while min(counts.values()) < 3:
+            counts.update({delta.request_id: len(delta.token_ids) for delta in llm.step()})
+        forks = [llm.fork(request_id) for request_id in ids]
+        for request_id in ids:
+            llm.save(request_id, Path(folder) / str(request_id))
+            llm.rewind(request_id, 2, seed=7)
+        restored = [llm.restore(Path(folder) / str(request_id)) for request_id in ids]
+        ended = finish(llm)
+        results[str(count)] = own = {
+            "forks": [ended[i].token_ids[-1:] for i in forks],
+            "restored": [ended[i].token_ids for i in restored],
+            "rewound": [len(ended[i].token_ids) for i in ids],
+            "adapter": list(map(bits, run(llm, [0, 1, 2]))),
+            "beams": [beam.token_ids for beam in llm.beam_search(PROMPTS[0], num_beams=3, max_tokens=5)],
+            "embeddings": llm.embed(PROMPTS, show_progress=False).tolist(),
+        }
+        llm.unload_adapter("changed")
+        ids = [llm.add(prompt, params) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+        for _ in range(3):
+            llm.step()
+        llm.update_params(other)
+        finish(llm)
+        own["new parameters"] = [bits(c) for c in llm.generate(PROMPTS, PARAMS, show_progress=False)]
+        with llm.timeline() as timeline:
+            llm.generate(PROMPTS, PARAMS, show_progress=False)
+        own["tracks"] = sorted({step.replica for step in timeline.steps})
+    return results
+
+
+def failing_replica(checkpoint: str) -> dict[str, Any]:
+    """The errors of requests of which one replica fails, and of a request afterwards."""
+
+    async def fail() -> list[Any]:
+        config = EngineConfig(parallelism=Parallelism(replicas=2), **SIZES)
+        with unoptimised_steps(), steps_on_demand():
+            llm = AsyncLLM(checkpoint, config=config)
+        broken = llm._engine._runners[1]
+
+        def lose(*_: Any) -> Any:
+            raise RuntimeError("the device is lost")
+
+        choose = broken.compiled_steps.choose
+        broken.compiled_steps.choose = lambda step: choose(step)._replace(compiled=lose)
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        ended = await asyncio.gather(*(llm.generate(prompt, params) for prompt in PROMPTS * 4), return_exceptions=True)
+        later = await asyncio.gather(llm.generate(PROMPTS[0], params), return_exceptions=True)
+        await llm.close()
+        return [str(error) for error in (*ended, *later)]
+
+    return {"errors": asyncio.run(fail())}
 
 
 def num_bytes_on(device: Any, arrays: list[jax.Array]) -> int:
@@ -227,12 +379,14 @@ def refusals(dense: str, sparse: str) -> dict[str, str]:
     explicit = Mesh(np.array(devices[:2]), ("model",), axis_types=(AxisType.Explicit,))
     unknown = Mesh(np.array(devices), ("data",))
     return {
-        "tensor=4": message(lambda: engine(dense, Parallelism(tensor=4))),
+        "tensor=3": message(lambda: engine(dense, Parallelism(tensor=3))),
         "experts=2": message(lambda: engine(dense, Parallelism(experts=2))),
         "experts=3 of 4": message(lambda: engine(sparse, Parallelism(experts=3))),
         "tensor=8": message(lambda: engine(dense, Parallelism(tensor=8))),
         "groups": message(lambda: engine(dense, TWO, quantization="int4")),
         "devices": message(lambda: engine(dense, TWO, devices=devices[:1] * 2)).partition(": ")[2],
+        "replicas=3": message(lambda: engine(dense, Parallelism(tensor=2, replicas=3))),
+        "drafts": message(lambda: engine(dense, Parallelism(replicas=2), speculation="ngram")),
         "explicit axes": message(lambda: StepOptions(config=config, mesh=explicit)).partition("; ")[2],
         "unknown axis": message(lambda: load_checkpoint(dense, mesh=unknown)),
     }
@@ -280,11 +434,15 @@ def tried_products(checkpoint: str) -> dict[str, int]:
 CASES: dict[str, Callable[..., Any]] = {
     "same engine": same_engine,
     "drafters": drafters,
+    "requests": requests,
     "branches": branches,
     "warm start": warm_start,
     "disk tier": disk_tier,
     "refusals": refusals,
     "loaded": loaded,
+    "replicas": replicas,
+    "replica verbs": replica_verbs,
+    "failing replica": failing_replica,
     "tried products": tried_products,
 }
 

@@ -15,12 +15,15 @@ from tests.on_devices import ROOT, run_on_devices
 from tests.oracles import save_random_checkpoint
 
 EXPERTS = {"num_local_experts": 4}
+# One KV head and an odd vocabulary: devices share neither without copies and padding.
+ODD = {"num_key_value_heads": 1, "vocab_size": 97}
 # The family, changes to it, its devices by tensor and by experts, and settings of its engine.
 CASES: dict[str, tuple[str, dict[str, Any], int, int, tuple[str, ...]]] = {
     "llama with n-grams": ("llama", {}, 2, 1, ("speculation=ngram", "max_drafts=3")),
-    "llama over four in loops": ("llama", {"num_key_value_heads": 4}, 4, 1, ("decode_loop_steps=3",)),
-    "llama with adapters": ("llama", {"num_hidden_layers": 2}, 2, 1, ("max_adapters=1", "max_adapter_rank=4")),
-    "gemma 3 in int8": ("gemma3_text", {}, 2, 1, ("quantization=int8",)),
+    "llama over four in loops": ("llama", {"vocab_size": 97}, 4, 1, ("decode_loop_steps=3",)),
+    "qwen 2.5 over eight": ("qwen2", {"num_attention_heads": 8, "num_hidden_layers": 2, **ODD}, 8, 1, ()),
+    "llama with adapters": ("llama", {"num_hidden_layers": 2, **ODD}, 2, 1, ("max_adapters=1", "max_adapter_rank=4")),
+    "gemma 3 in int8": ("gemma3_text", ODD, 4, 1, ("quantization=int8",)),
     "gpt-oss": ("gpt_oss", EXPERTS, 2, 2, ()),
     "deepseek": ("deepseek_v3", {}, 2, 2, ()),
     # Each device has one expert.
@@ -39,19 +42,20 @@ def test_an_engine_on_a_mesh_gives_the_tokens_of_one_device_and_the_same_bits_in
     family, changes, tensor, experts, settings = CASES[case]
     checkpoint = save_random_checkpoint(tmp_path / "checkpoint", family, **changes)
 
-    results = run_program(4, "same engine", str(checkpoint), str(tensor), str(experts), *settings)
+    num_devices = max(4, tensor * experts)
+    results = run_program(num_devices, "same engine", str(checkpoint), str(tensor), str(experts), *settings)
 
     assert results["tokens"] == results["one"]
     assert results["bits"] == results["alone"]
     assert (results["drafts"] > 0) == ("speculation=ngram" in settings)
     # Parameters and pages of each device, to the byte.
     count = tensor * experts
-    assert results["held"] == [results["planned"]] * count + [0] * (4 - count)
+    assert results["held"] == [results["planned"]] * count + [0] * (num_devices - count)
     assert results["planned"] < results["whole"]
 
 
 def test_a_packed_checkpoint_is_split_in_whole_groups(tmp_path):
-    sizes = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 128}
+    sizes = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 128, **ODD}
     checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **sizes)
     packed = WRITERS["gptq"](checkpoint, tmp_path / "both", is_symmetric=False, has_order=True)
 
@@ -64,7 +68,7 @@ def test_a_packed_checkpoint_is_split_in_whole_groups(tmp_path):
 
 
 def test_drafts_of_devices_change_no_bit_on_a_mesh(tmp_path):
-    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", num_hidden_layers=2)
 
     results = run_program(2, "drafters", str(checkpoint))
 
@@ -75,8 +79,23 @@ def test_drafts_of_devices_change_no_bit_on_a_mesh(tmp_path):
         assert results[kind] == results["none"]
 
 
+def test_a_mesh_answers_requests_of_all_kinds_as_one_device_does(tmp_path):
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", num_hidden_layers=1, **ODD)
+    changed = save_random_checkpoint(tmp_path / "changed", "llama", num_hidden_layers=1, seed=1, **ODD)
+
+    results = run_program(4, "requests", str(checkpoint), str(changed))
+
+    one, mesh = results["one device"], results["mesh"]
+    assert mesh["beams"] == one["beams"]
+    # All logits are equal, so that each token has the same chance, and padding would be drawn as well.
+    assert mesh["flat"] == one["flat"]
+    assert mesh["alternatives"] == [list(range(ODD["vocab_size"]))] * 2
+    assert mesh["total"] == pytest.approx([1, 1], abs=1e-5)
+    assert results["of one device"] == results["of the mesh"] == results["expected"]
+
+
 def test_requests_are_forked_saved_and_restored_on_any_mesh(tmp_path):
-    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **ODD)
 
     results = run_program(2, "branches", str(checkpoint), str(tmp_path))
 
@@ -87,6 +106,38 @@ def test_requests_are_forked_saved_and_restored_on_any_mesh(tmp_path):
     # Pages of another mesh have other bits.
     assert results["computed"]["the same mesh"] == 0
     assert min(results["computed"]["another order"], results["computed"]["one device"]) > 37
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_two_replicas_give_the_bits_of_one_engine(tensor, tmp_path):
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
+
+    results = run_program(2 * tensor, "replicas", str(checkpoint), str(tensor))
+
+    one, two = results["1"], results["2"]
+    assert two["bits"] == one["bits"]
+    assert min(two["found"], one["preemptions"], two["preemptions"], *two["steps"]) > 0
+    assert two["devices"] == [list(range(tensor)), list(range(tensor, 2 * tensor))]
+    assert (one["plans"], two["plans"]) == (0, 2)
+
+
+def test_every_verb_acts_on_the_replica_of_its_request_or_on_all(tmp_path):
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
+
+    results = run_program(2, "replica verbs", str(checkpoint), str(tmp_path))
+
+    one, two = results["1"], results["2"]
+    assert (one.pop("tracks"), two.pop("tracks")) == ([0], [0, 1])
+    assert two == one
+
+
+def test_a_replica_that_fails_ends_every_request_with_its_error(tmp_path):
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
+
+    errors = run_program(2, "failing replica", str(checkpoint))["errors"]
+
+    assert len(errors) == 4 * 3 + 1
+    assert all("has failed (RuntimeError: the device is lost); make a new one" in error for error in errors)
 
 
 def test_steps_are_loaded_from_disk_for_the_same_order_of_devices_alone(tmp_path):
@@ -101,7 +152,7 @@ def test_steps_are_loaded_from_disk_for_the_same_order_of_devices_alone(tmp_path
 
 
 def test_pages_on_disk_are_found_by_the_same_mesh_alone(tmp_path):
-    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **ODD)
 
     results = run_program(2, "disk tier", str(checkpoint), str(tmp_path / "pages"))
 
@@ -131,18 +182,26 @@ def test_what_devices_cannot_share_is_refused_by_name(tmp_path):
     sparse = save_random_checkpoint(tmp_path / "sparse", "gpt_oss", **EXPERTS)
 
     assert run_program(4, "refusals", str(checkpoint), str(sparse)) == {
-        "tensor=4": "tensor=4 cannot split kv_heads of size 2 evenly; the numbers that can are 1, 2",
+        "tensor=3": "tensor=3 cannot split heads of size 4 evenly; the numbers that can are 1, 2, 4",
         "experts=2": "experts=2 has nothing to split: the model has no experts; use experts=1",
         "experts=3 of 4": "experts=3 cannot split experts of size 4 evenly; the numbers that can are 1, 2, 4",
         "tensor=8": (
-            "Parallelism(tensor=8, experts=1) needs 8 devices, and this process has 4; lower EngineConfig.parallelism"
-            " (--tensor-parallel, --expert-parallel)"
+            "Parallelism(tensor=8, experts=1, replicas=1) needs 8 devices, and this process has 4; lower"
+            " EngineConfig.parallelism (--tensor-parallel, --expert-parallel, --replicas)"
         ),
         "groups": (
             "tensor=2 cannot split the 1 groups of inputs that share a scale in the 4-bit weight .layers[0].mixer.o;"
             " smaller numbers that can are 1"
         ),
         "devices": ("devices must be 2 different devices of this process, for EngineConfig.parallelism has 2"),
+        "replicas=3": (
+            "Parallelism(tensor=2, experts=1, replicas=3) needs 6 devices, and this process has 4; lower"
+            " EngineConfig.parallelism (--tensor-parallel, --expert-parallel, --replicas)"
+        ),
+        "drafts": (
+            "speculation='ngram' drafts for one replica, and EngineConfig.parallelism has replicas=2; leave out one of"
+            " the two"
+        ),
         "explicit axes": "use automatic ones: Mesh(devices, axis_names)",
         "unknown axis": "mesh has the axis 'data', over which nothing is split; axes of a mesh are experts and model",
     }

@@ -277,3 +277,15 @@ def test_penalties_on_the_output_need_to_know_the_prompt():
 def test_more_listed_tokens_than_the_batch_was_made_for_are_refused(fields):
     with pytest.raises(ValueError, match=f"{next(iter(fields))} of 5 tokens.*max_listed_tokens=4"):
         make_sampling([SamplingParams(temperature=0, **fields)], num_rows=1, max_listed_tokens=4)
+
+
+def test_a_mask_allows_no_padding_of_the_vocabulary():
+    V, num_padding = 32, 3  # a mask has no bits past its words
+    sampling = make_sampling([SamplingParams(seed=0)], num_rows=1, vocab_size=V, prompt_lens=[PROMPT_LEN])
+    sampling = with_masks(sampling, {0: np.array([0b101], np.int32)})
+    processors = dataclasses.replace(sampling.processors, is_used=np.ones(1, np.bool_))
+    context = Context(*(jnp.zeros(shape, jnp.int32) for shape in ((1, L), (1,), (1,))))
+
+    processed = process_logits(jnp.zeros((1, V + num_padding)), processors, lambda: context, (), num_padding)
+
+    assert np.flatnonzero(np.isfinite(processed[0])).tolist() == [0, 2]

@@ -34,6 +34,7 @@ class Either:
 
 
 EMBEDDING: Target = ("embedding", "V D -> V D")
+CACHE_SCALES = ("k_scale", "v_scale")
 # Stored name -> its targets. `{layer}` and `{expert}` in a name stand for their numbers.
 WeightTable = Mapping[str, Target | Fused | Either]
 
@@ -124,7 +125,7 @@ class Family:
     def weights_among(self, stored: Collection[str]) -> WeightTable:
         """Returns `weights` under the names of the spelling in which most of the stored names begin.
 
-        Of two names of a tensor it keeps the one that is stored.
+        Of two names of a tensor it keeps the one that is stored. It adds the names of the scales of keys and values.
         """
 
         def count(spelling: Mapping[str, str]) -> int:
@@ -132,7 +133,14 @@ class Family:
 
         spelling = max(self.spellings, key=count)
         names = {*stored, *(self.prefix + name for name in stored)}
-        return as_stored({_spelled(name, spelling): targets for name, targets in self.weights.items()}, names)
+        table = as_stored({_spelled(name, spelling): targets for name, targets in self.weights.items()}, names)
+        return {**table, **_cache_scales(table)}
+
+
+def _cache_scales(weights: WeightTable) -> WeightTable:
+    """Returns the scales of keys and values beside the products that make keys, whatever the family calls these."""
+    modules = [name.rsplit(".", 2)[0] for name, targets in weights.items() if "layers.mixer.k" in fields_of(targets)]
+    return {f"{module}.{name}": (f"layers.mixer.{name}", "s -> s") for module in modules for name in CACHE_SCALES}
 
 
 def embedding_name(weights: WeightTable) -> str:

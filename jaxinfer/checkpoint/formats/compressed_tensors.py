@@ -6,7 +6,8 @@ i8[out, in], and FP8 is weight f8_e4m3[out, in]. FP4 (E2M1) is weight_packed u8[
 in the low half, and weight_scale [out, groups]: exponents of 2 u8 in MXFP4, as in MXFP8, and f8_e4m3 in NVFP4, which
 weight_global_scale f32[1] divides. Which numbers they stand for says `config_groups`, by the names of modules.
 Activations that a scheme has in FP8 or FP4 keep the engine's dtype; see `fp8`. In integers of 8 bits they are rounded
-by `quantization.activations`, to a token's range or to input_scale f[1] and input_zero_point i8[1].
+by `quantization.activations`, to a token's range or to input_scale f[1] and input_zero_point i8[1]. Keys and values
+may have scales too; see `cache_scales`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxinfer.checkpoint.formats.cache_scales import has_cache_scales, stored_scales
 from jaxinfer.checkpoint.formats.fp8 import float8_weight, require_block
 from jaxinfer.checkpoint.formats.parts import OTHER, SCALE_TYPES, Parts, order_of_groups, packed_modules
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
@@ -65,16 +67,19 @@ MAX_REPEATS = 4
 
 def compressed_tensors(stored: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> dict[str, Stored]:
     """Returns the model's tensors by name; see `formats.logical_tensors`."""
-    if settings.get("format") not in FORMATS:
+    has_scales = has_cache_scales(settings)
+    is_dense = has_scales and not settings.get("config_groups")  # the scheme is of keys and values alone
+    if settings.get("format") not in ((*FORMATS, "dense") if is_dense else FORMATS):
         raise settings_error(METHOD, "format", settings.get("format"), f"use one of {', '.join(FORMATS)}")
     sparsity = settings.get("sparsity_config")
-    is_dense = isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"  # then it says nothing
-    for key in ("kv_cache_scheme", "transform_config", "sparsity_config"):
-        if settings.get(key) not in (None, {}) and not (key == "sparsity_config" and is_dense):
+    is_empty = isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"  # then it says nothing
+    for key in ("transform_config", "sparsity_config"):
+        if settings.get(key) not in (None, {}) and not (key == "sparsity_config" and is_empty):
             raise settings_error(METHOD, key, settings[key], OTHER)
-    schemes = _schemes(settings)
+    schemes = [] if is_dense else _schemes(settings)
+    scales = stored_scales(stored) if has_scales else {}
     others, modules = packed_modules(stored, "weight_scale", PARTS)
-    return {**others, **{f"{parts.module}.weight": _weight(parts, schemes) for parts in modules}}
+    return {**others, **scales, **{f"{parts.module}.weight": _weight(parts, schemes) for parts in modules}}
 
 
 def _schemes(settings: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxinfer.engine.execution.executable_cache import compile_or_load
 from jaxinfer.engine.execution.step_shapes import fitting_size
 from jaxinfer.engine.kv_cache.page_transfers import Content
-from jaxinfer.model.cache import KVCache, PageBundle, extract_pages, insert_pages, turn_pages
+from jaxinfer.model.cache import KVCache, PageBundle, extract_pages, head_copies, insert_pages, turn_pages
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
 from jaxinfer.plan.memory import step_bytes
@@ -34,7 +34,7 @@ class PageCopier:
     ) -> None:
         """Compiles the copies of pages of a kind. `cache` may be abstract.
 
-        Over a mesh, a copy on a device has the device's heads, and the content on the host has all of them.
+        Over a mesh, a copy on a device has the device's heads, and the content on the host has all of them, each once.
         `widths`: the numbers of pages that one call can copy, ascending. `num_sinks`: the number of sink pages that one
         call of `turn` rotates; 0 if sinks are not used.
         """
@@ -54,6 +54,7 @@ class PageCopier:
             extract = jax.jit(extract_pages, static_argnames=("config", "kind"), out_shardings=of_bundle)
             self._extract[width] = compile_or_load(extract, cache, ids, **statics)
             self._insert[width] = compile_or_load(insert, cache, ids, bundle, **statics)
+        self._copies = head_copies(self._bundles[self.max_width], config, kind)
         self._turn: jax.stages.Compiled | None = None
         if num_sinks:
             turn = jax.jit(turn_pages, static_argnames="config", donate_argnames="cache", out_shardings=at)
@@ -95,7 +96,8 @@ class PageCopier:
         contents = []
         for some, width in self._split(pages):
             bundle = jax.device_get(self._extract[width](cache, self._ids(some, width)))
-            arrays = [_by_page(array, width) for array in jax.tree.leaves(bundle)]
+            pairs = zip(jax.tree.leaves(bundle), self._copies, strict=True)
+            arrays = [_by_page(array if copies is None else copies.without(array), width) for array, copies in pairs]
             for i in range(len(some)):
                 contents.append(np.concatenate([array[:, i].reshape(-1).view(np.uint8) for array in arrays]))
         return contents
@@ -112,13 +114,13 @@ class PageCopier:
     def _bundle(self, contents: Sequence[Content], width: int) -> PageBundle:
         leaves, structure = jax.tree.flatten(self._bundles[width])
         arrays, start = [], 0
-        for leaf in leaves:
-            array = np.zeros(leaf.shape, leaf.dtype)
+        for leaf, copies in zip(leaves, self._copies, strict=True):
+            array = np.zeros(leaf.shape if copies is None else copies.shape_without(leaf.shape), leaf.dtype)
             by_page = _by_page(array, width)
             end = start + by_page[:, 0].nbytes
             for i, content in enumerate(contents):
                 by_page[:, i] = content[start:end].view(leaf.dtype).reshape(by_page[:, i].shape)
-            arrays.append(array)
+            arrays.append(array if copies is None else copies.made(array))
             start = end
         return jax.tree.unflatten(structure, arrays)
 

@@ -1,10 +1,10 @@
-"""The engine's loop: schedule a step, launch it, commit its tokens."""
+"""The engine's loop: schedule a step, launch it, commit its tokens; with several replicas, for each of them."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jaxinfer.engine.request.completion import Delta
@@ -14,7 +14,7 @@ from jaxinfer.engine.scheduling.step import Step
 class Planner(Protocol):
     """Schedules steps and applies their results to requests; `Scheduler` is one."""
 
-    def schedule(self, after: Step | None = None) -> Step | None: ...
+    def schedule(self, after: Step | None = None, replica: int = 0) -> Step | None: ...
 
     def commit(self, step: Step, output: Any) -> list[Delta]: ...
 
@@ -79,9 +79,11 @@ class Pipeline:
         device: Device,
         clock: Callable[[], float] = time.perf_counter,
         *,
+        replica: int = 0,
         on_failure: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self._scheduler = scheduler
+        self._replica = replica  # whose steps these are
         self._device = device
         self._clock = clock
         self._on_failure = on_failure  # called with an exception that loses tokens
@@ -92,6 +94,10 @@ class Pipeline:
 
     def advance(self) -> Advance | None:
         """Launches the next step if possible, then commits and returns the oldest; None if there is nothing to do."""
+        return self.commit() if self.launch() else None
+
+    def launch(self) -> bool:
+        """Launches up to two steps, as far as they can be scheduled; returns True if `commit` has one to read."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -100,13 +106,28 @@ class Pipeline:
             self._launched.popleft()  # all its requests have ended or were rewound
         came = self._clock() if self._launched else 0.0
         if not self._launched and not self._launch():
-            return None
+            return False
         self._draw()
-        step, began, output, _ = self._launched[0]
-        if came > 0 and self._device.is_done(output):
-            step.idle_seconds = came - max(began, self._ended)  # while the caller did something else
+        step = self._launched[0].step
+        if came > 0 and self.is_done:
+            step.idle_seconds = came - max(self.began, self._ended)  # while the caller did something else
         if len(self._launched) == 1:
             self._launch(after=step)
+        return True
+
+    @property
+    def began(self) -> float:
+        """The time at which the oldest launched step was scheduled."""
+        return self._launched[0].began
+
+    @property
+    def is_done(self) -> bool:
+        """True if the oldest launched step has ended."""
+        return self._device.is_done(self._launched[0].output)
+
+    def commit(self) -> Advance:
+        """Waits for the oldest launched step, commits its tokens and returns them."""
+        step, began, output, _ = self._launched[0]
         deltas = self._commit(step, output)
         self._launched.popleft()
         try:
@@ -144,7 +165,7 @@ class Pipeline:
     def _launch(self, after: Step | None = None) -> bool:
         """Launches the next step, if there is one."""
         began = self._clock()
-        step = self._scheduler.schedule(after)
+        step = self._scheduler.schedule(after, self._replica)
         if step is None:
             return False
         self._interrupted = step
@@ -157,3 +178,16 @@ class Pipeline:
         if self._launched and not self._launched[0].is_drawn:
             oldest = self._launched[0]
             self._launched[0] = oldest._replace(output=self._device.draw(oldest.step, oldest.output), is_drawn=True)
+
+
+def advance(pipelines: Sequence[Pipeline]) -> Advance | None:
+    """Launches steps of all replicas, then commits and returns one of them; None if there is nothing to do.
+
+    It is a step that has ended, or the one that was scheduled first. The devices of the other replicas work meanwhile.
+    """
+    if not (launched := [pipeline for pipeline in pipelines if pipeline.launch()]):
+        return None
+    first = min(launched, key=lambda pipeline: pipeline.began)
+    if len(launched) > 1 and not first.is_done:
+        first = next((pipeline for pipeline in launched if pipeline.is_done), first)
+    return first.commit()

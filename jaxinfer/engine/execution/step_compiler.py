@@ -120,7 +120,7 @@ class StepCompiler:
         built = {bucket: builder.build(Step(Chunks.of(())), bucket) for bucket in self.buckets}
         empty = {bucket: self._placement.replicated(arguments) for bucket, arguments in built.items()}
         for bucket in [bucket for bucket in self.buckets if bucket.is_draw]:  # they take logits too
-            shape, mesh = (bucket.num_tokens, self.model_config.vocab_size), self._options.mesh
+            shape, mesh = (bucket.num_tokens, self.model_config.padded_vocab_size), self._options.mesh
             sharding = None if mesh is None else logits_sharding(mesh, shape[1])
             empty[bucket] += (jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding),)
         return empty

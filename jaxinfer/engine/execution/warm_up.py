@@ -45,12 +45,27 @@ class Ready:
     num_executables: int  # compiled or loaded from disk so far
     seconds: float  # spent on them, summed over all threads
     memory: MemoryPlan
+    replicas: tuple[MemoryPlan, ...] = ()  # the plans of all replicas, of which `memory` is the first; () for one
+
+    @classmethod
+    def of_all(cls, states: Sequence[Ready]) -> Ready:
+        """Returns the state of all replicas together."""
+        if len(states) == 1:
+            return states[0]
+        return cls(
+            num_executables=sum(state.num_executables for state in states),
+            seconds=sum(state.seconds for state in states),
+            memory=states[0].memory,
+            replicas=tuple(state.memory for state in states),
+        )
 
     def __str__(self) -> str:
-        return f"{self.compiled}; {self.memory}"
+        plans = [f"replica {index}: {plan}" for index, plan in enumerate(self.replicas)] or [str(self.memory)]
+        return "; ".join([self.compiled, *plans])
 
     def _repr_html_(self) -> str:
-        return f"<div>{self.compiled}</div>{self.memory._repr_html_()}"
+        plans = self.replicas or (self.memory,)
+        return f"<div>{self.compiled}</div>{''.join(plan._repr_html_() for plan in plans)}"
 
     @property
     def compiled(self) -> str:

@@ -6,8 +6,7 @@ pages are shared or copied, or computed again if they are gone.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -25,10 +24,10 @@ from jaxinfer.validation import is_int, require, require_int, shown
 class Branches:
     """Operations on one unfinished request. ValueError if it has finished or has several samples."""
 
-    def __init__(self, admission: Admission, scheduler: Scheduler, runner: Runner, path: Path) -> None:
+    def __init__(self, admission: Admission, scheduler: Scheduler, runners: Sequence[Runner], path: Path) -> None:
         self._admission = admission
         self._scheduler = scheduler
-        self._runner = runner
+        self._runners = runners  # of each replica
         self._path = path
 
     def fork(self, request_id: int, branch_id: int, seed: int | None = None) -> Request:
@@ -72,7 +71,7 @@ class Branches:
         else:
             kept = {i: page for i, page in enumerate(request.pages) if i not in request.evicted}
             further = ({i: table.pages[i] for i in range(table.first, len(table.pages))} for table in request.bounded)
-            pages, num_saved = list(map(self._read, [kept, *further], itertools.count())), request.num_known
+            pages, num_saved = self._read(request, [kept, *further]), request.num_known
         write_request(path, request, self._scheduler.time_left(request), pages, num_saved, self._identity)
 
     def restore(self, path: Path, request_id: int) -> Request:
@@ -85,10 +84,14 @@ class Branches:
         """
         return read_request(path, request_id, self._admission, self._identity)
 
-    def _read(self, pages: Mapping[int, int], kind: int) -> dict[int, Content]:
-        """Returns the contents of pages of a kind, given and returned by index."""
-        contents = self._runner.read_pages(self._scheduler.copies, list(pages.values()), kind)
-        return dict(zip(pages, contents, strict=True))
+    def _read(self, request: Request, pages_of_kinds: Iterable[Mapping[int, int]]) -> list[dict[int, Content]]:
+        """Returns the contents of a request's pages of each kind, given and returned by index."""
+        replica = request.replica or 0  # a request that has not run has no pages
+        runner, copies = self._runners[replica], self._scheduler.replicas[replica].tables.copies
+        return [
+            dict(zip(pages, runner.read_pages(copies, list(pages.values()), kind), strict=True))
+            for kind, pages in enumerate(pages_of_kinds)
+        ]
 
     def _find(self, request_id: int) -> Request:
         require(is_int(request_id), "request_id", request_id, "the id of an unfinished request")

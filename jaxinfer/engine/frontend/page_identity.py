@@ -47,7 +47,7 @@ def page_identity(
     return {
         "weights": fingerprint(path) + params_version,
         "quantization": str(engine_config.quantization),
-        "model": repr(model_config),
+        "model": repr(model_config.for_devices(1)),  # a request is restored on any mesh
         "dtype": describe_dtype(dtype, engine_config),
         "page_size": str(cache_config.page_size),
         "pages seen": seen,
@@ -75,8 +75,8 @@ def text_identity(path: Path, admission: Admission) -> dict[str, str]:
     """Returns the properties that determine the text of a given request, by name. Reads the whole checkpoint.
 
     Machine and versions are left out although they may change the last bits, so another machine may continue a job
-    on the same number of devices.
-    Logits processors are left out because functions cannot be compared.
+    on the same number of devices. The number of replicas changes no text. Logits processors are left out because
+    functions cannot be compared.
     """
     config, version = admission.engine_config, admission.params_version
     # A request with sinks evicts whole pages, so the page size determines its text.
@@ -84,7 +84,9 @@ def text_identity(path: Path, admission: Admission) -> dict[str, str]:
     adapters = sorted((adapter.name, adapter.digest[:DIGEST_LEN]) for adapter in admission.adapters.loaded)
     templates = [f"{file.parent.name}/{file.name}" for file in path.glob("additional_chat_templates/*.jinja")]
     # One device has no entry, as in texts from before there was a choice.
-    shared = {} if config.parallelism in (None, Parallelism()) else {"parallelism": str(config.parallelism)}
+    mesh = config.parallelism or Parallelism()
+    is_one = mesh.devices_per_replica == 1
+    shared = {} if is_one else {"parallelism": f"Parallelism(tensor={mesh.tensor}, experts={mesh.experts})"}
     return shared | {
         "model": fingerprint(path, (*TEXT_FILES, *templates))[:DIGEST_LEN] + version,
         "dtype": describe_dtype(admission.dtype, config),

@@ -144,6 +144,8 @@ class Request:
             "_sampling_log_probs",
             "pooling",
             "prediction",
+            "replica",
+            "left_after",
         ),
     )
 
@@ -195,6 +197,8 @@ class Request:
         self.cache_salt = cache_salt
         self.adapter = adapter
         self.prediction = prediction  # tokens that the output may resemble, for drafters
+        self.replica: int | None = None  # where it runs or ran last
+        self.left_after = 0  # the last step of that replica that may contain it, if it waits again
         self.shared_prompt = shared_prompt or SharedPrompt(sample_index + 1)
         self._origin: ReferenceType[Request] | None = None
         self.saved: Mapping[int, Any] = {}  # page contents from a saved request's file, by page index

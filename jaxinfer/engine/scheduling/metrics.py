@@ -41,7 +41,19 @@ class Tally:
     num_output_tokens: int = 0
     num_drafted_tokens: int = 0  # verified drafts
     num_accepted_tokens: int = 0  # accepted drafts
-    busy_seconds: float = 0.0  # from the scheduling of each step to its result
+    busy_seconds: float = 0.0  # from the scheduling of each step to its result; shared seconds of replicas count once
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaMetrics:
+    """A replica at one moment, with its steps since the start."""
+
+    num_running: int
+    num_steps: int
+    num_pages: int
+    num_owned_pages: int
+    num_cached_pages: int
+    num_free_pages: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +78,7 @@ class Metrics:
     busy_seconds: float
     num_drafts: tuple[int, ...]  # the chosen K per request in the last step in which every request decoded
     tiers: tuple[TierMetrics, ...] = ()  # fastest first
+    replicas: tuple[ReplicaMetrics, ...] = ()  # whose sums the other numbers are; () for one replica
     num_late_compiles: int = 0  # compilations that a step had to wait for; should be 0
 
     @property

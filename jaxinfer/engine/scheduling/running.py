@@ -16,7 +16,7 @@ from jaxinfer.engine.scheduling.waiting import WaitingQueue
 class RunningQueue(Sequence[Request]):
     """At most `max_num_seqs` requests in the order of admission. They have pages, requests in `waiting` have none.
 
-    Counts its events in `tally` and reports preemptions to the `observers`.
+    Counts its events in `tally` and reports preemptions to the `observers`. `index` is that of its replica.
     """
 
     def __init__(
@@ -27,8 +27,11 @@ class RunningQueue(Sequence[Request]):
         waiting: WaitingQueue,
         tally: Tally,
         observers: Sequence[Observer],
+        index: int = 0,
     ) -> None:
-        self._max_num_seqs = max_num_seqs
+        self.max_num_seqs = max_num_seqs
+        self.num_scheduled = 0  # steps
+        self._index = index
         self._tables = tables
         self._waiting = waiting
         self._tally = tally
@@ -50,26 +53,46 @@ class RunningQueue(Sequence[Request]):
     def __getitem__(self, index: int | slice) -> Request | Sequence[Request]:
         return self._requests[index]
 
-    def admit(self, budget: int, now: float) -> None:
-        """Moves waiting requests here while the step's token budget lasts, with pages for all their tokens so far.
+    def can_take(self, request: Request, budget: int) -> bool:
+        """True if a step's token budget lasts for the request, and there is a row for it; preempts nothing."""
+        if len(self) >= self.max_num_seqs and not self._victims(request):
+            return False  # the usual case if many wait, and cheap: it does not sum over the running requests
+        return self.num_ahead(request) < budget
+
+    def num_ahead(self, request: Request) -> int:
+        """Returns the tokens that running requests want before the request has a part of a step's budget.
+
+        Uncomputed tokens of batch work do not count against an interactive request.
+        """
+        return sum(other.num_uncomputed for other in self._requests if other.is_preemptible <= request.is_preemptible)
+
+    def num_found(self, request: Request) -> int:
+        """Returns the first tokens of a request whose pages are in the pool, or will be once running prompts are."""
+        keys, page_size = request.keys, self._tables.page_size
+        if keys is None:
+            return 0
+        token_ids, most = request.token_ids, request.max_skipped // page_size
+        count = 0
+        while count < most and self._tables.pages.find(keys.key(count, token_ids)) is not None:
+            count += 1
+        for other in self._requests:
+            if other.num_uncomputed > 1 and other.keys is not None:
+                last = min(most, len(other.token_ids) // page_size)
+                while count < last and other.keys.key(count, other.token_ids) == keys.key(count, token_ids):
+                    count += 1
+        return count * page_size
+
+    def begin(self, request: Request) -> None:
+        """Gives a request, which is no longer in `waiting`, a row and pages for all its tokens so far.
 
         Requests with a sliding window get at most the pages of one window.
         """
-        while (request := self._waiting.first(now)) is not None:
-            if request.num_pending > 1:  # a step takes one unknown token of a request, so those of its loop come first
-                return
-            if len(self) >= self._max_num_seqs and not self._victims(request):
-                return  # the usual case if many wait, and cheap: it does not sum over the running requests
-            # Uncomputed tokens of batch work do not count against an interactive request.
-            wanted = sum(
-                other.num_uncomputed for other in self._requests if other.is_preemptible <= request.is_preemptible
-            )
-            if wanted >= budget or not self._make_way(request):
-                return
-            self._waiting.take(request, now)
-            self._decode_rows = None
-            self._requests.append(request)
-            self._tally.num_found_tokens += self._tables.begin(request)
+        if request.origin is not None and request.origin.replica != self._index:
+            request.origin = None  # its pages are in another pool
+        request.replica = self._index
+        self._decode_rows = None
+        self._requests.append(request)
+        self._tally.num_found_tokens += self._tables.begin(request)
 
     def hand_out(self, budget: int, now: float, num_reserved: int = 0) -> Chunks:
         """Splits the token budget of a step and allocates the pages for it; preempts requests if pages run out.
@@ -175,10 +198,15 @@ class RunningQueue(Sequence[Request]):
         self._decode_rows = None
         self._requests.remove(request)
         self._tables.swap_out(request)
-        self._waiting.wait(request)
+        self.requeue(request)
         self._tally.num_preemptions += 1
         for observer in self._observers:
             observer.preempted(request)
+
+    def requeue(self, request: Request) -> None:
+        """Moves a request without row and pages back to the waiting queue; launched steps may contain it."""
+        request.left_after = self.num_scheduled
+        self._waiting.wait(request)
 
     def preempt_all(self) -> None:
         """Moves all requests back to the waiting queue and takes their pages."""
@@ -192,14 +220,14 @@ class RunningQueue(Sequence[Request]):
             self._requests.remove(request)
         self._tables.release(request)
 
-    def _make_way(self, request: Request) -> bool:
+    def make_way(self, request: Request) -> bool:
         """True if the request can run now; preempts batch work for an interactive request if necessary."""
-        if self._has_room(request):
+        if self.has_room(request):
             return True
         victims = self._victims(request)
-        if not victims or not self._has_room(request, victims):
+        if not victims or not self.has_room(request, victims):
             return False
-        while not self._has_room(request):
+        while not self.has_room(request):
             self.preempt(victims.pop())
         return True
 
@@ -207,10 +235,10 @@ class RunningQueue(Sequence[Request]):
         """Returns the requests that may be preempted for `request`; preempt from the end, the latest admitted first."""
         return [other for other in self._requests if other.is_preemptible] if request.priority == "interactive" else []
 
-    def _has_room(self, request: Request, victims: Sequence[Request] = ()) -> bool:
+    def has_room(self, request: Request, victims: Sequence[Request] = ()) -> bool:
         """True if a row and pages are left for a waiting request, beside all running requests but the victims."""
         staying = [other for other in self._requests if other not in victims] if victims else self._requests
-        if len(staying) >= self._max_num_seqs:
+        if len(staying) >= self.max_num_seqs:
             return False
         num_reserved = sum(map(self._tables.num_wanted, staying))
         return self._tables.can_hold(request, num_reserved, victims)

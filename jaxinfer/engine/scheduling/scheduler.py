@@ -5,7 +5,7 @@ token budget among the requests so that they catch up. This one rule covers pref
 decoding and recomputation after preemption.
 
 If pages run out, the scheduler preempts the request admitted last, batch work first, until the others fit (`running`).
-`policy` orders the requests.
+`policy` orders the requests. With several replicas of the model, `replica` chooses one for each request.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -25,6 +26,7 @@ from jaxinfer.engine.request.completion import Delta, FinishReason
 from jaxinfer.engine.request.page_keys import PageKeys
 from jaxinfer.engine.request.request import LoadedAdapter, QueueFullError, Request
 from jaxinfer.engine.scheduling.metrics import NO_TARGETS, Metrics, Observer, Tally, Targets
+from jaxinfer.engine.scheduling.replica import Replica, choose_replica
 from jaxinfer.engine.scheduling.running import RunningQueue
 from jaxinfer.engine.scheduling.step import Chunks, Step
 from jaxinfer.engine.scheduling.step_results import (
@@ -80,15 +82,16 @@ class Speculator(Protocol):
 class Scheduler:
     """Holds all unfinished requests; waiting requests have no pages, running ones advance in every step if they can.
 
+    num_replicas: copies of the model, each with `max_num_seqs` rows and `num_pages` pages of its own
     max_mixed_tokens: bounds the tokens of a step with decoding requests; None for max_num_batched_tokens
-    max_waiting: bounds the requests beyond `max_num_seqs`; None for no bound
+    max_waiting: bounds the requests beyond the rows of all replicas; None for no bound
     decode_loop_steps: decode steps per launch if every request decodes and none needs the full form of a draw; not with
         speculation
     max_loop_seconds: after a loop that took longer, decode steps are single for a while
-    tiers: store the pages that are evicted from the pool
+    tiers: store the pages that are evicted from the pools
     window: the pages of a request behind this window are released while the request runs
     further: the model's further kinds of pages
-    speculation: adds drafts to steps in which every request decodes
+    speculation: adds drafts to steps in which every request decodes; with one replica
     targets: the latency targets that the goodput counts by
     clock: returns seconds and never goes back
     """
@@ -100,6 +103,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         num_pages: int,
         page_size: int,
+        num_replicas: int = 1,
         max_mixed_tokens: int | None = None,
         max_waiting: int | None = None,
         decode_loop_steps: int = 1,
@@ -117,25 +121,23 @@ class Scheduler:
         self._max_waiting = max_waiting
         self._decode_loop_steps = decode_loop_steps
         self._max_loop_seconds = max_loop_seconds
-        self._num_single = 0  # steps to come before the next loop
         self._speculation = speculation
         self._targets = targets
         self.clock = clock
         self.tiers = tiers
-        self._tables = BlockTables(num_pages, page_size, tiers, window, further)
-        self.copies = self._tables.copies  # page transfers that the runner makes before the next step
         self._orders = itertools.count()
         self._requests: dict[int, Request] = {}  # all that are unfinished
         self._waiting = WaitingQueue()
         self._deadlines = RequestHeap()  # the unfinished requests that have a deadline
         self._tally = Tally()
         self.observers: list[Observer] = []
-        self._running = RunningQueue(
-            max_num_seqs, tables=self._tables, waiting=self._waiting, tally=self._tally, observers=self.observers
-        )
-        self._entered: Step | None = None  # the launched step that `_enter` has recorded and `commit` has not
-        self._leaving: list[Request] = []  # requests without pages, whose last token `_entered` samples
-        self._committed = 0.0  # time of the last commit
+        shared = {"waiting": self._waiting, "tally": self._tally, "observers": self.observers}
+        self.replicas: list[Replica] = []
+        for index in range(num_replicas):
+            tables = BlockTables(num_pages, page_size, tiers, window, further)
+            running = RunningQueue(max_num_seqs, tables=tables, index=index, **shared)
+            self.replicas.append(Replica(index, tables, running))
+        self._committed = 0.0  # time of the last commit of any replica
 
     @property
     def num_unfinished(self) -> int:
@@ -144,35 +146,41 @@ class Scheduler:
     @property
     def has_states(self) -> bool:
         """True if the model has recurrent states, which a launched step moves on before its tokens are known."""
-        return self._tables.has_states
+        return self.replicas[0].tables.has_states
 
     @property
     def num_available_pages(self) -> int:
         """Returns the number of pages that no request uses, free and cached ones."""
-        return self._tables.pages.num_available
+        return sum(replica.tables.pages.num_available for replica in self.replicas)
 
     def metrics(self) -> Metrics:
+        pages: Counter[str] = Counter()
+        for replica in self.replicas:
+            pages.update(replica.tables.pages.counts())
         return Metrics(
-            num_running=len(self._running),
+            num_running=sum(len(replica.running) for replica in self.replicas),
             num_waiting=self._num_waiting,
-            **self._tables.pages.counts(),
+            **pages,
             num_drafts=() if self._speculation is None else self._speculation.num_drafts,
             **vars(self._tally),
             tiers=() if self.tiers is None else self.tiers.metrics(),
+            replicas=tuple(replica.metrics() for replica in self.replicas) if len(self.replicas) > 1 else (),
         )
 
     @property
     def _num_waiting(self) -> int:
-        return len(self._requests) - len(self._running) - len(self._leaving)
+        return len(self._requests) - sum(len(replica.running) + len(replica.leaving) for replica in self.replicas)
 
     def check_room(self, count: int) -> None:
-        """Raises QueueFullError if `count` more requests would exceed max_num_seqs + max_waiting."""
-        if self._max_waiting is None or self.num_unfinished + count <= self._max_num_seqs + self._max_waiting:
+        """Raises QueueFullError if `count` more requests would exceed the rows of all replicas and max_waiting."""
+        num_rows = len(self.replicas) * self._max_num_seqs
+        if self._max_waiting is None or self.num_unfinished + count <= num_rows + self._max_waiting:
             return
+        each = f" of each of {len(self.replicas)} replicas" if len(self.replicas) > 1 else ""
         raise QueueFullError(
             f"{count} requests more than the {self.num_unfinished} unfinished ones are too many for max_num_seqs="
-            f"{self._max_num_seqs} that run and max_waiting={self._max_waiting}; step until some are finished, or raise"
-            " EngineConfig.max_waiting"
+            f"{self._max_num_seqs}{each} that run and max_waiting={self._max_waiting}; step until some are finished, or"
+            " raise EngineConfig.max_waiting"
         )
 
     def count_users(self, adapter: LoadedAdapter) -> int:
@@ -203,11 +211,13 @@ class Scheduler:
 
     def rewind(self, request: Request) -> None:
         """Updates pages and queues after `Request.rewind` has shortened the request."""
-        if request in self._leaving:
-            self._leaving.remove(request)
-            self._waiting.wait(request)
+        if (replica := self._home_of(request)) is None:  # it has not run yet
+            return
+        if request in replica.leaving:
+            replica.leaving.remove(request)
+            replica.running.requeue(request)
         else:
-            self._running.rewind(request)
+            replica.running.rewind(request)
 
     def recompute(self, new_keys: Callable[[Request], PageKeys | None]) -> None:
         """Makes all contents of pages void: every request waits, with its tokens so far, to be computed again.
@@ -215,13 +225,15 @@ class Scheduler:
         Tokens that launched steps sample are discarded. `new_keys(request)` are the keys of its future pages; with
         keys that were never used before, no request finds contents that are in the tiers.
         """
-        self._running.preempt_all()
-        for request in self._leaving:
-            self._waiting.wait(request)
-        self._leaving = []
+        for replica in self.replicas:
+            replica.running.preempt_all()
+            for request in replica.leaving:
+                replica.running.requeue(request)
+            replica.leaving = []
         for request in self._requests.values():
             request.begin_again(new_keys(request))
-        self._tables.forget_contents()
+        for replica in self.replicas:
+            replica.tables.forget_contents()
 
     def abort(self, request_id: int) -> Delta | None:
         """Ends a waiting or running request and frees its pages; returns None if the request has already ended."""
@@ -234,30 +246,58 @@ class Scheduler:
             deltas.append(self._end(request, "deadline"))
         return deltas
 
-    def schedule(self, after: Step | None = None) -> Step | None:
-        """Returns the next step, or None if there is nothing to do. Preempts requests if pages run out.
+    def schedule(self, after: Step | None = None, replica: int = 0) -> Step | None:
+        """Returns the next step of a replica, or None if there is nothing to do. Preempts requests if pages run out.
 
         `after` is a launched step that is not committed: the new step counts its unknown tokens for its requests.
         Returns None if the new step must know those tokens first, for drafts. If such a token ends its request, the new
         step's tokens for the request are discarded.
         """
-        if after is not None and not self._look_ahead(after):
+        own = self.replicas[replica]
+        if after is None:
+            own.num_over = own.running.num_scheduled  # none is under way
+        elif not self._look_ahead(after):
             return None
-        began = self.clock()
-        is_mixed = any(request.num_uncomputed == 1 for request in self._running)
-        budget = self._max_mixed_tokens if is_mixed else self._max_num_batched_tokens
-        self._running.admit(budget, began)
+        began, budget = self.clock(), self._budget(own)
+        self._admit(own, budget, began)
         num_reserved = self._speculation.num_reserved if self._speculation is not None and after is None else 0
-        chunks = self._running.hand_out(budget, began, num_reserved)
+        chunks = own.running.hand_out(budget, began, num_reserved)
         if self._speculation is not None and after is None:
-            chunks = self._speculation.add_drafts(chunks, self._tables)
-        elif self._num_single:
-            self._num_single -= 1
+            chunks = self._speculation.add_drafts(chunks, own.tables)
+        elif own.num_single:
+            own.num_single -= 1
         elif self._decode_loop_steps > 1:
-            chunks = self._extend_for_loop(chunks)
+            chunks = self._extend_for_loop(chunks, own.tables)
         for observer in self.observers:
             observer.scheduled(began, self.metrics())
-        return Step(chunks, self.copies, began, after is not None) if chunks else None
+        if not chunks:
+            return None
+        own.running.num_scheduled += 1
+        return Step(chunks, own.tables.copies, began, after is not None, replica, own.running.num_scheduled)
+
+    def _budget(self, replica: Replica) -> int:
+        is_mixed = any(request.num_uncomputed == 1 for request in replica.running)
+        return self._max_mixed_tokens if is_mixed else self._max_num_batched_tokens
+
+    def _admit(self, replica: Replica, budget: int, now: float) -> None:
+        """Gives waiting requests a row and pages, in their order, while the token budgets of the next steps last.
+
+        Preempts requests of `replica` alone, which is the one whose step is scheduled. The first request that has to
+        wait holds up those behind it.
+        """
+        while (request := self._waiting.first(now)) is not None:
+            if request.num_pending > 1:  # a step takes one unknown token of a request, so those of its loop come first
+                return
+            chosen = replica
+            if len(self.replicas) > 1:
+                chosen = choose_replica(request, self.replicas) or replica
+                if not chosen.may_run(request, self._home_of(request)):
+                    return
+            limit = budget if chosen is replica else self._budget(chosen)
+            if not chosen.running.can_take(request, limit) or not chosen.running.make_way(request):
+                return
+            self._waiting.take(request, now)
+            chosen.running.begin(request)
 
     def abandon(self, step: Step) -> None:
         """Learns that a step was interrupted at its launch: it may have run or not, and is scheduled again.
@@ -265,19 +305,22 @@ class Scheduler:
         Computing keys and values twice changes nothing, but a state may have seen the step's tokens already. So the
         requests with states go back to one at a page's end.
         """
-        if self._tables.has_states:
-            for request in [request for request in step.chunks.requests if request in self._running]:
-                self._running.restart(request)
+        replica = self.replicas[step.replica]
+        if replica.tables.has_states:
+            for request in [request for request in step.chunks.requests if request in replica.running]:
+                replica.running.restart(request)
 
     def commit(self, step: Step, output: Any) -> list[Delta]:
         """Applies a step's result (`StepOutput` of host arrays, one row per chunk) and removes finished requests."""
-        now = self.clock()
-        seconds, self._committed = now - max(step.began, self._committed) - step.idle_seconds, now
+        now, replica = self.clock(), self.replicas[step.replica]
+        seconds, replica.committed = now - max(step.began, replica.committed) - step.idle_seconds, now
         is_timed = step.idle_seconds <= seconds  # else the step took longer than `seconds`, by an unknown amount
         if step.is_loop and is_timed and seconds > self._max_loop_seconds:
-            self._num_single = STEPS_BETWEEN_LOOPS
+            replica.num_single = STEPS_BETWEEN_LOOPS
         self._tally.num_steps += 1
-        self._tally.busy_seconds += seconds
+        replica.num_steps += 1
+        self._tally.busy_seconds += min(seconds, now - self._committed)
+        self._committed, replica.num_over = now, step.number
         if self.tiers is not None and is_timed and not (step.is_decode or step.is_verify):
             self.tiers.observe_prefill(step.num_tokens, seconds)
         sampled = SampledTokens(step, output)
@@ -286,7 +329,7 @@ class Scheduler:
         record_prompt_log_probs(step, output)
         pool_states(step, output)
         self._enter(step)
-        self._entered, self._leaving = None, []
+        replica.entered, replica.leaving = None, []
         for observer in self.observers:
             observer.computed(step, now - seconds, now)
         is_simple = step.is_plain and output.tokens.ndim == 1 and output.sampling_log_probs is None
@@ -299,18 +342,18 @@ class Scheduler:
 
     def _hand_over(self, step: Step, sampled: SampledTokens, now: float) -> list[Delta]:
         """Appends sampled tokens if a step yields several per request, or log-probabilities, or has grammars."""
-        deltas = []
+        deltas, tables = [], self.replicas[step.replica].tables
         for chunk, tokens in zip(step.chunks, sampled, strict=True):
             request = chunk.request
             if not request.num_pending:
                 continue
             deltas.append(append_tokens(request, tokens, now))
             if step.is_loop:  # `_enter` has counted the tokens that the loop fed back; now they are known
-                self._tables.record(request, chunk.start + 1, request.num_known)
+                tables.record(request, chunk.start + 1, request.num_known)
             elif len(tokens) > 1:  # all but the last are in the cache: accepted drafts
                 start, num_accepted = request.num_computed, min(len(tokens) - 1, request.num_uncomputed)
                 request.num_computed += num_accepted
-                self._tables.record(request, start, request.num_computed)
+                tables.record(request, start, request.num_computed)
             if chunk.drafts:
                 self._tally.num_drafted_tokens += len(chunk.drafts)
                 self._tally.num_accepted_tokens += len(tokens) - 1
@@ -323,7 +366,7 @@ class Scheduler:
         self._enter(step)
         return True
 
-    def _extend_for_loop(self, chunks: Chunks) -> Chunks:
+    def _extend_for_loop(self, chunks: Chunks, tables: BlockTables) -> Chunks:
         """Returns the chunks with `max_new_tokens` of a loop, at most what a request has tokens and pages for.
 
         Leaves 1 unless every request decodes, can be drawn in a loop and pools no states, which a loop does not return.
@@ -331,16 +374,21 @@ class Scheduler:
         rows, most = chunks.rows, self._decode_loop_steps - 1
         if rows.form == "full" or rows.pool_states or not chunks.are_last_tokens:
             return chunks
-        max_new_tokens = [1 + self._tables.extend_ahead(request, most) for request in chunks.requests]
+        max_new_tokens = [1 + tables.extend_ahead(request, most) for request in chunks.requests]
         for request, count in zip(chunks.requests, max_new_tokens, strict=True):
             self._waiting.charge(request.tenant, count - 1)
         return replace(chunks, max_new_tokens=max_new_tokens)
 
     def _enter(self, step: Step) -> None:
         """Records once that a step is launched: later steps find its tokens in the cache."""
-        if step is not self._entered:
-            self._entered = step
-            self._leaving = self._running.advance(step.chunks)
+        replica = self.replicas[step.replica]
+        if step is not replica.entered:
+            replica.entered = step
+            replica.leaving = replica.running.advance(step.chunks)
+
+    def _home_of(self, request: Request) -> Replica | None:
+        """Returns the replica where a request runs or ran last, None before its first run."""
+        return None if request.replica is None else self.replicas[request.replica]
 
     def _end(self, request: Request, reason: FinishReason) -> Delta:
         delta = request.finish(reason)
@@ -348,9 +396,10 @@ class Scheduler:
         return delta
 
     def _forget(self, request: Request) -> None:
-        self._running.leave(request)
-        if request in self._leaving:
-            self._leaving.remove(request)
+        if (replica := self._home_of(request)) is not None:
+            replica.running.leave(request)
+            if request in replica.leaving:
+                replica.leaving.remove(request)
         self._waiting.leave(request)
         self._deadlines.remove(request)
         if self._speculation is not None:

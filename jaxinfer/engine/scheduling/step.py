@@ -150,6 +150,8 @@ class Step:
     copies: PageTransfers = field(default_factory=PageTransfers)
     began: float = 0.0  # time of scheduling
     is_ahead: bool = False  # scheduled before the tokens of the previous step were known
+    replica: int = 0  # that computes it
+    number: int = 0  # of the step among those of its replica, from 1
     # The device may have idled this long after the step, because the host read the result late. The step ended at an
     # unknown time within these seconds.
     idle_seconds: float = 0.0

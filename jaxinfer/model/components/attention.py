@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
 from jaxinfer.model.batch import Batch, StepTokens
-from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear, rms_norm
+from jaxinfer.model.components.layers import KV_HEADS, MakeSpec, Norm, PoolSize, TensorSpec, linear, rms_norm
 from jaxinfer.model.components.recurrent.states import StateSlots
 from jaxinfer.model.components.rope import Rope, require_pairs, rotary_embedding
 from jaxinfer.validation import require, require_bool, require_int, require_positive
@@ -49,13 +51,17 @@ class Attention:
     source: int | None = None  # the layer whose keys and values it reads; None: it has its own
     has_gate: bool = False  # multiplies each head's output by a sigmoid of the token's state
     has_sinks: bool = False  # a learned score per head that takes part in the softmax without a value
+    has_cache_scales: bool = False  # a scale of its keys and one of its values, for a cache in fp8
+    # How often parameters and pages have each KV head, one after another, for devices that cannot split the heads.
+    num_kv_copies: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_kv_heads"):
+        for name in ("num_heads", "num_kv_heads", "num_kv_copies"):
             require_int(name, getattr(self, name), 1)
         require_pairs("head_dim", self.head_dim)
         is_multiple = f"a multiple of num_kv_heads={self.num_kv_heads}"
-        require(self.num_heads % self.num_kv_heads == 0, "num_heads", self.num_heads, is_multiple)
+        is_multiple += f" times num_kv_copies={self.num_kv_copies}" if self.num_kv_copies > 1 else ""
+        require(self.num_heads % self.num_held_heads == 0, "num_heads", self.num_heads, is_multiple)
         require(self.rope is None or isinstance(self.rope, Rope), "rope", self.rope, "a Rope or None")
         if self.window is not None:
             require_int("sliding_window", self.window, 1)
@@ -66,11 +72,28 @@ class Attention:
             require_int("source", self.source, 0)
         for name in ("has_qkv_bias", "has_output_bias", "has_value_norm", "has_values", "has_gate", "has_sinks"):
             require_bool(name, getattr(self, name))
+        require_bool("has_cache_scales", self.has_cache_scales)
+        is_owner = self.source is None or not self.has_cache_scales
+        require(is_owner, "has_cache_scales", self.has_cache_scales, "False in a layer that reads those of another")
         makes_values = self.has_value_norm or not self.has_values
         are_own = "None in a layer with a norm of values or with keys as values"
         require(self.source is None or not makes_values, "source", self.source, are_own)
         is_name = isinstance(self.qk_norm, str) and self.qk_norm in ("head", "all")
         require(self.qk_norm is None or is_name, "qk_norm", self.qk_norm, "'head', 'all' or None")
+
+    @property
+    def num_held_heads(self) -> int:
+        """The KV heads of parameters and pages, with their copies."""
+        return self.num_kv_heads * self.num_kv_copies
+
+    def for_devices(self, num_devices: int) -> Attention:
+        """Returns the layer with copies of KV heads, the fewest that this number of devices can split.
+
+        Returns the layer itself if they cannot split its query heads either, in groups of a KV head each.
+        """
+        copies = num_devices // math.gcd(num_devices, self.num_kv_heads)
+        is_split = self.num_heads % (self.num_kv_heads * copies) == 0
+        return replace(self, num_kv_copies=copies) if is_split else self
 
     @property
     def width(self) -> int:
@@ -95,6 +118,8 @@ class AttentionParams:
     sinks: Any = None  # [n, N]
     gate: Any = None  # [n, N, H, D]
     gate_bias: Any = None  # [n, N, H]
+    k_scale: Any = None  # [n, 1]  the worth of a number in a cache in fp8
+    v_scale: Any = None  # [n, 1]
 
 
 @dataclass(frozen=True)
@@ -156,28 +181,34 @@ class AttentionInputs:
 
 def declare_attention(config: Attention, hidden_size: int, spec: MakeSpec) -> AttentionParams:
     """Returns a `TensorSpec` per tensor; `spec(sizes, axes, scale)` makes one of n layers."""
-    D, N, K, H = hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-    q, kv = ("heads", "head_dim"), ("kv_heads", "head_dim")
+    D, N, K, H = hidden_size, config.num_heads, config.num_held_heads, config.head_dim
+    q, kv = ("heads", "head_dim"), (KV_HEADS, "head_dim")
+
+    def of_kv(sizes: tuple[int, ...], axes: tuple[str, ...], *scale: Any, num_inputs: int = 0) -> TensorSpec:
+        return replace(spec(sizes, axes, *scale, num_inputs=num_inputs), num_copies=config.num_kv_copies)
+
     tensors: dict[str, TensorSpec | None] = {
         "q": spec((N, H, D), (*q, "embed"), num_inputs=1),
-        "k": spec((K, H, D), (*kv, "embed"), num_inputs=1),
-        "v": spec((K, H, D), (*kv, "embed"), num_inputs=1),
+        "k": of_kv((K, H, D), (*kv, "embed"), num_inputs=1),
+        "v": of_kv((K, H, D), (*kv, "embed"), num_inputs=1),
         "o": spec((D, N * H), ("embed", "heads"), num_inputs=1),
     }
     if config.has_qkv_bias:
-        tensors |= {"q_bias": spec((N, H), q), "k_bias": spec((K, H), kv), "v_bias": spec((K, H), kv)}
+        tensors |= {"q_bias": spec((N, H), q), "k_bias": of_kv((K, H), kv), "v_bias": of_kv((K, H), kv)}
     if config.has_output_bias:
         tensors |= {"o_bias": spec((D,), ("embed",))}
     if config.qk_norm == "head":
         tensors |= {name: spec((H,), ("head_dim",), None) for name in ("q_norm", "k_norm")}
     if config.qk_norm == "all":
-        tensors |= {"q_norm": spec((N, H), q, None), "k_norm": spec((K, H), kv, None)}
+        tensors |= {"q_norm": spec((N, H), q, None), "k_norm": of_kv((K, H), kv, None)}
     if config.has_sinks:
         tensors |= {"sinks": spec((N,), ("heads",))}
     if config.has_gate:
         tensors |= {"gate": spec((N, H, D), (*q, "embed"), num_inputs=1)}
     if config.has_gate and config.has_qkv_bias:
         tensors |= {"gate_bias": spec((N, H), q)}
+    if config.has_cache_scales:
+        tensors |= {name: spec((1,), ("one",), None) for name in ("k_scale", "v_scale")}
     if not config.has_values:
         tensors |= dict.fromkeys(("v", "v_bias"))
     if config.source is not None:
@@ -187,7 +218,7 @@ def declare_attention(config: Attention, hidden_size: int, spec: MakeSpec) -> At
 
 def abstract_keys_and_values(config: Attention, size: PoolSize) -> Pages:
     """Returns the pool of keys and values as `jax.ShapeDtypeStruct`s."""
-    heads = config.num_kv_heads, config.head_dim
+    heads = config.num_held_heads, config.head_dim
     return abstract_pages(
         size.num_pages, size.page_size, *heads, size.dtype, size.layout, has_scales=size.dtype == "int8"
     )
@@ -215,9 +246,13 @@ def attend(
     scale = config.head_dim**-0.5 if config.scale is None else config.scale
     options = {"scale": scale, "window": config.window, "softcap": config.softcap}
     statics = {"q_len": inputs.q_len, "implementation": inputs.implementation, "mesh": inputs.mesh}
+    scales = {}
+    if config.has_cache_scales and pages.dtype == jnp.float8_e4m3fn:
+        pairs = {"k_scale": params.k_scale, "v_scale": params.v_scale}
+        scales = {name: jnp.repeat(scale.astype(jnp.float32), config.num_kv_heads) for name, scale in pairs.items()}
 
     def call(q: Any, k: Any, v: Any, sinks: Any, pages: Pages, arrays: Any) -> tuple[jax.Array, Pages]:
-        return paged_attention(q, k, v, pages, sinks=sinks, **arrays, **options, **statics)
+        return paged_attention(q, k, v, pages, sinks=sinks, **scales, **arrays, **options, **statics)
 
     plain = functools.partial(plain_attention, **options)
     if inputs.num_whole_rows is not None and inputs.is_shared:

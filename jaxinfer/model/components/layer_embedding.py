@@ -29,10 +29,12 @@ class LayerEmbedding:
     vocab_size: int  # rows of the table
     size: int  # d
     activation: str = "silu"
+    num_padding: int = 0  # rows after those of the vocabulary, so that devices can split the table
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "size"):
             require_int(name, getattr(self, name), 1)
+        require_int("num_padding", self.num_padding, 0)
         require_name("activation", self.activation, ACTIVATIONS)
 
     @property
@@ -61,9 +63,10 @@ class LayerEmbeddingParams:
 
 def declare_embedding_tables(config: LayerEmbedding, num_layers: int, hidden_size: int) -> EmbeddingTables:
     """Returns a `TensorSpec` per tensor."""
-    V, L, d, D = config.vocab_size, num_layers, config.size, hidden_size
+    V, L, d, D, padding = config.vocab_size, num_layers, config.size, hidden_size, config.num_padding
+    axes = (VOCABULARY, "all_layers", "layer_embedding")
     return EmbeddingTables(
-        table=TensorSpec((V, L, d), (VOCABULARY, "all_layers", "layer_embedding"), 0.02),
+        table=TensorSpec((V + padding, L, d), axes, 0.02, num_padding=padding),
         projection=TensorSpec((L, d, D), ("all_layers", "layer_embedding", "embed"), 0.02, num_inputs=1),
         norm=TensorSpec((d,), ("layer_embedding",), None),
     )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.adapted import AdaptedArray, add_changes
@@ -180,6 +181,7 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 
 VOCABULARY = "vocab"  # the axis of token ids
+KV_HEADS = "kv_heads"
 
 
 @dataclass(frozen=True)
@@ -188,18 +190,41 @@ class TensorSpec:
 
     `scale` is the standard deviation around 0 for a weight; None stands for a norm weight, which starts at 1.
     `num_inputs` is the number of last axes that `linear` and `product` sum over; a tensor with 0 of them is never
-    quantized.
+    quantized. For devices that cannot split a size of the model, the tensor is larger than the model's own: it has each
+    KV head `num_copies` times, one after another, and `num_padding` rows of zeros after those of the vocabulary.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     scale: float | None
     num_inputs: int = 0
+    num_copies: int = 1
+    num_padding: int = 0
 
     @property
     def is_of_vocabulary(self) -> bool:
         """True for the embedding, the unembedding and other tables with an entry per token id."""
         return self.axes[0] == VOCABULARY
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape without copies and padding, as in checkpoints."""
+        less, fewer = {VOCABULARY: self.num_padding}, {KV_HEADS: self.num_copies}
+        pairs = zip(self.axes, self.shape, strict=True)
+        return tuple((size - less.get(axis, 0)) // fewer.get(axis, 1) for axis, size in pairs)
+
+    def places(self) -> dict[int, np.ndarray]:
+        """Returns by axis the place i32[size] in the model's own tensor of each entry; rows of padding have -1.
+
+        Axes without copies or padding are left out.
+        """
+        places = {}
+        for i, (size, own) in enumerate(zip(self.shape, self.own_shape, strict=True)):
+            if size != own and self.axes[i] == KV_HEADS:
+                places[i] = np.arange(size, dtype=np.int32) // self.num_copies
+            elif size != own:
+                places[i] = np.where(np.arange(size) < own, np.arange(size), -1).astype(np.int32)
+        return places
 
 
 class PoolSize(NamedTuple):

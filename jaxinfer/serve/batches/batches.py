@@ -240,7 +240,8 @@ class Batches:
 
     def _max_rows(self) -> int:
         """Returns the requests that a batch may have in the engine: a share of its rows."""
-        rows = self._state.llm.engine_config.max_num_seqs or DEFAULT_ROWS
+        config = self._state.llm.engine_config
+        rows = (config.max_num_seqs or DEFAULT_ROWS) * config.num_replicas
         return max(rows // max(len(self._running), 1), 1)
 
     def _run(self, batch_id: str) -> None:

@@ -70,14 +70,14 @@ def paged_attention_tpu(
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, Pages]:
     """The contract is that of `paged_attention`; `blocks` overrides the block sizes, and a `plan` is for the same."""
-    check_support(q, pages, PAGE_DTYPES)
-    if pages.layout != "tpu":
-        raise NotImplementedError(f"the TPU kernels read pages of layout 'tpu', not {pages.layout!r}")
     if pages.scales is not None:
         raise NotImplementedError(
             "pages with a scale for each token have no TPU kernel; use float8_e4m3fn, without scales (of an engine"
             " EngineConfig.cache_dtype='fp8')"
         )
+    check_support(q, pages, PAGE_DTYPES)
+    if pages.layout != "tpu":
+        raise NotImplementedError(f"the TPU kernels read pages of layout 'tpu', not {pages.layout!r}")
     if pages.head_dim > MAX_HEAD_DIM:
         raise NotImplementedError(f"head_dim={pages.head_dim} has no TPU kernel; at most {MAX_HEAD_DIM}")
     if window is not None and tree_mask is not None:

@@ -114,7 +114,8 @@ def test_no_draft_changes_a_bit(crowded, alone):
 
 def test_no_decode_loop_changes_a_bit_and_pages_are_bounded_all_the_time(looping_llm, alone):
     owned = []
-    looping_llm.on_step = lambda *_: owned.append(max(map(num_pages_of, scheduler_of(looping_llm)._running), default=0))
+    running = scheduler_of(looping_llm).replicas[0].running
+    looping_llm.on_step = lambda *_: owned.append(max(map(num_pages_of, running), default=0))
 
     completions = run_with_arrivals(looping_llm, PROMPTS, PARAMS, mean_arrivals=0.2)
 

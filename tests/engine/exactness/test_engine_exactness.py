@@ -244,7 +244,7 @@ def test_one_wrong_token_from_the_step_before_shows(llm, alone, monkeypatch, fau
 
 
 def test_one_wrong_page_found_in_the_cache_shows(llm, alone, monkeypatch):
-    pages = scheduler_of(llm)._tables.pages
+    pages = scheduler_of(llm).replicas[0].tables.pages
     for i in (3, 8):
         llm.generate(PROMPTS[i], PARAMS[i], show_progress=False)
     other = pages.find(llm_keys(llm, PROMPTS[8]).key(0, PROMPTS[8]))

@@ -180,7 +180,7 @@ def test_a_prefix_is_found_by_its_last_pages(roomy_llm):
     first = roomy_llm.generate(LONGEST, GREEDY, show_progress=False)[0]
     num_full = (len(LONGEST) - 1) // S
     num_later = (len(LONGEST) + 24) // S - num_full
-    pages = scheduler_of(roomy_llm)._tables.pages
+    pages = scheduler_of(roomy_llm).replicas[0].tables.pages
     pages.evict(pages.num_cached - num_later - 2)  # all but two before the last of the prompt
 
     found = roomy_llm.generate(LONGEST, GREEDY, show_progress=False)[0]
@@ -256,7 +256,7 @@ def test_pages_behind_the_window_are_cached_if_they_have_a_key_and_free_if_not()
         engine.add(0, prompt=200, max_tokens=9, cache_salt=cache_salt)
         for _ in range(13):
             engine.step()
-        counts = engine.scheduler._tables.pages.counts()
+        counts = engine.scheduler.replicas[0].tables.pages.counts()
         assert (counts["num_cached_pages"], counts["num_free_pages"]) == states
 
 

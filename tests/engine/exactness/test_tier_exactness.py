@@ -65,7 +65,7 @@ def flush_disk(llm) -> None:
 
 def copy_pages(llm) -> None:
     """Makes the copies that are due, as the next step would."""
-    for copies in scheduler_of(llm)._tables.copies.batches(8):
+    for copies in scheduler_of(llm).replicas[0].tables.copies.batches(8):
         runner_of(llm)._copy(copies)
 
 

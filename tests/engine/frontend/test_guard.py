@@ -310,7 +310,7 @@ def test_no_token_is_lost_by_what_a_drafter_raises(checkpoint, llm, where):
 
 def test_an_engine_that_cannot_go_on_does_not_wait_for_ever(llm, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler_of(llm), "schedule", lambda after=None: None)
+        patch.setattr(scheduler_of(llm), "schedule", lambda *_: None)
         with pytest.raises(RuntimeError, match="requests are unfinished and no step can be computed: Metrics"):
             generate(llm, [[5]])
 

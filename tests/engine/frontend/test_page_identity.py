@@ -72,6 +72,10 @@ def test_a_text_follows_from_the_devices_that_share_the_model():
     assert two == one | {"parallelism": "Parallelism(tensor=2, experts=1)"}
 
 
+def test_a_text_does_not_depend_on_the_number_of_replicas():
+    assert text_identity(parallelism=Parallelism(replicas=2)) == text_identity()
+
+
 def text_identity(path=BUNDLED_MODEL, dtype="float32", **config):
     admission, _ = plan_host(path, read_config(path), EngineConfig(**config), dtype, tokenizer=None)
     return page_identity.text_identity(path, admission)

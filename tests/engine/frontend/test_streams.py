@@ -151,7 +151,7 @@ def test_a_stream_that_the_collector_closes_in_the_middle_of_scheduling_does_not
     expected = token_ids_of(generate(llm, PROMPTS[1]))
     stream = llm.stream(PROMPTS[0], GREEDY)
     request_id, unfinished = next(stream).request_id, []
-    running, admit = scheduler_of(llm)._running, scheduler_of(llm)._running.admit
+    scheduler, admit = scheduler_of(llm), scheduler_of(llm)._admit
 
     def admit_and_collect(*args):
         stream.close()
@@ -159,7 +159,7 @@ def test_a_stream_that_the_collector_closes_in_the_middle_of_scheduling_does_not
         admit(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(running, "admit", admit_and_collect)
+        patch.setattr(scheduler, "_admit", admit_and_collect)
         completions = generate(llm, PROMPTS[1])
 
     assert unfinished[0]

@@ -93,13 +93,13 @@ def test_a_page_that_begins_alike_is_copied_as_far_as_it_does_if_that_is_worth_i
 def test_a_page_that_began_alike_is_not_copied_after_it_was_evicted():
     prompt = list(range(48))
     scheduler, device, _ = after(prompt)
-    scheduler._tables.pages.evict(1)  # the last one
+    scheduler.replicas[0].tables.pages.evict(1)  # the last one
     scheduler.add(make_request(1, [*prompt[:45], 100, 101, 102], 1, cache_salt=""))
 
     _, chunks = run_to_end(scheduler, device)
 
     assert chunks == [(1, 32, 16)]
-    finder = scheduler._tables._finder
+    finder = scheduler.replicas[0].tables._finder
     assert finder._successors.keys() == set(finder._parents.values())
 
 

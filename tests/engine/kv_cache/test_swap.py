@@ -46,7 +46,7 @@ class Machine:
 
     def make_copies(self):
         """Makes those that are due, as the next step would."""
-        copies = self.scheduler._tables.copies
+        copies = self.scheduler.replicas[0].tables.copies
         self.copies += copies._queue
         for batch in copies.batches(2):
             self.device.copy(batch)
@@ -82,7 +82,8 @@ def test_without_pages_of_others_in_the_way_only_the_last_page_is_copied():
     machine.add(0, 20, 12)
     for _ in range(5):
         machine.step()
-    machine.scheduler._running.preempt(machine.scheduler._running[0])  # 24 of 25 tokens are computed
+    running = machine.scheduler.replicas[0].running
+    running.preempt(running[0])  # 24 of 25 tokens are computed
     machine.make_copies()
 
     machine.run()
@@ -109,7 +110,7 @@ def test_pages_of_the_pool_and_of_the_host_are_found_in_one_prompt():
     prompt = list(range(64))
     machine.add(0, prompt, 1)
     machine.run()
-    pages = machine.scheduler._tables.pages
+    pages = machine.scheduler.replicas[0].tables.pages
     pages._cached.move_to_end(list(pages._cached)[2], last=False)  # the second page of the prompt
     pages.evict(1)
     machine.make_copies()
@@ -176,7 +177,7 @@ def test_pages_that_are_not_copied_yet_are_shared_by_a_request_of_the_same_step(
     machine = Machine(num_pages=8)
     prompt = list(range(40))
     machine.add(0, prompt, 1)
-    machine.run().scheduler._tables.pages.evict(8)
+    machine.run().scheduler.replicas[0].tables.pages.evict(8)
     machine.make_copies()
     requests = [machine.add(1 + i, [*prompt, i], 4) for i in range(2)]
 

@@ -42,6 +42,7 @@ class Machine:
         self.scheduler = Scheduler(
             max_num_seqs=max_num_seqs, window=window_of(window, S, 8), further=kinds, clock=lambda: 0.0, **limits
         )
+        self.replica = self.scheduler.replicas[0]
         self.device = FakeDevice(S, None, window, further)
         self.ids = itertools.count()
 
@@ -66,7 +67,7 @@ class Machine:
             for kind, table in enumerate(request.bounded)
         ]
         self.scheduler.abort(request.request_id)
-        for pages in (self.scheduler._tables.pages, *(bounded.pages for bounded in self.scheduler._tables.further)):
+        for pages in (self.replica.tables.pages, *(bounded.pages for bounded in self.replica.tables.further)):
             pages.evict(pages.num_cached)
         self.scheduler.add(restored)
         return restored

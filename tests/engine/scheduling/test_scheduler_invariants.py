@@ -103,6 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             further=[self.plan_kind(window) for window in further],
             clock=lambda: self.now,
         )
+        self.replica = self.scheduler.replicas[0]
         self.device = FakeDevice(page_size, self.tiers, window, further)
         self.pipeline = Pipeline(self, self)  # what it asks for passes through here
         self.meanwhile: Callable[[], None] | None = None  # to do while a step runs
@@ -205,7 +206,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def unfinished(self, number) -> Request:
         """Returns a request, mostly one that runs, which has drawn what it should have so far."""
-        running = [r for r in self.scheduler._running if r.num_output_tokens]
+        running = [r for r in self.replica.running if r.num_output_tokens]
         requests = (number % 8 and running) or list(self.scheduler._requests.values())
         request = requests[number % len(requests)]
         assert request.token_ids[request.num_prompt_tokens :] == self.expected_tokens(request)
@@ -273,19 +274,17 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(count=st.sampled_from([8, 1, 2, 3]))
     def evict(self, count):
-        for pages in [self.scheduler._tables.pages, *(b.pages for b in self.scheduler._tables.further)]:
+        for pages in [self.replica.tables.pages, *(b.pages for b in self.replica.tables.further)]:
             pages.evict(count)
 
     # In earnest it happens in schedule() alone: launched steps are entered by then, and an interrupted one is given up.
-    @precondition(
-        lambda self: self.scheduler._running and not self.pipeline._launched and not self.pipeline._interrupted
-    )
+    @precondition(lambda self: self.replica.running and not self.pipeline._launched and not self.pipeline._interrupted)
     @rule(number=st.integers(0, 100))
     def preempt(self, number):
-        self.scheduler._running.preempt(self.scheduler._running[number % len(self.scheduler._running)])
+        self.replica.running.preempt(self.replica.running[number % len(self.replica.running)])
 
-    def schedule(self, after: Step | None = None) -> Step | None:
-        decoding = [r for r in self.scheduler._running if r.num_uncomputed == 1]
+    def schedule(self, after: Step | None = None, replica: int = 0) -> Step | None:
+        decoding = [r for r in self.replica.running if r.num_uncomputed == 1]
         step = self.scheduler.schedule(after)
         if step is None:
             assert after is not None, "requests wait but nothing is computed"
@@ -301,7 +300,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(chunk.request.pages) * self.page_size >= chunk.start + num_slots
             assert not chunk.drafts or (chunk.num_tokens == 1 and chunk.is_last)
         decoded = [chunk.request for chunk in chunks if chunk.request in decoding]
-        assert {*decoded} == {r for r in decoding if r in self.scheduler._running}, "a decoding request was held up"
+        assert {*decoded} == {r for r in decoding if r in self.replica.running}, "a decoding request was held up"
         places = [i for i, chunk in enumerate(chunks) if chunk.request in decoding]
         before = chunks[: max(places, default=0)]
         assert all(chunk.num_tokens == 1 for chunk in before), "a prompt is computed before who decodes"
@@ -309,7 +308,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return step
 
     def what_is_written_is_nobody_elses(self, step: Step):
-        pages = self.scheduler._tables.pages
+        pages = self.replica.tables.pages
         for chunk in step.chunks:
             end = chunk.start + chunk.num_tokens + len(chunk.drafts) + chunk.max_new_tokens - 1
             first, last = chunk.start // self.page_size, (end - 1) // self.page_size
@@ -342,15 +341,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def every_page_is_free_or_cached_or_owned_and_its_users_are_counted(self):
         if not hasattr(self, "scheduler"):
             return
-        pages = self.scheduler._tables.pages
-        users = Counter(page for r in self.scheduler._running for page in r.owned_pages)
+        pages = self.replica.tables.pages
+        users = Counter(page for r in self.replica.running for page in r.owned_pages)
         assert [pages.num_users(page) for page in range(self.num_pages)] == [users[p] for p in range(self.num_pages)]
         assert sorted([*pages._free, *pages._cached, *users]) == list(range(self.num_pages)), "a page is lost"
         assert pages._page_of == {key: page for page, key in pages._key_of.items()}
         assert set(pages._cached) <= set(pages._key_of)
         assert not set(pages._free) & set(pages._key_of)
-        for kind, bounded in enumerate(self.scheduler._tables.further):
-            tables = [r.bounded[kind] for r in self.scheduler._running if r.bounded]
+        for kind, bounded in enumerate(self.replica.tables.further):
+            tables = [r.bounded[kind] for r in self.replica.running if r.bounded]
             users = Counter(page for table in tables for page in table.pages[table.first :])
             pages = bounded.pages
             all_pages = range(pages.num_pages)
@@ -362,7 +361,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def limits_are_kept_and_each_request_finds_its_own_tokens(self):
         if not hasattr(self, "scheduler"):
             return
-        running = self.scheduler._running
+        running = self.replica.running
         waiting = [r for r in self.scheduler._requests.values() if r not in running]
         assert len(running) <= self.max_num_seqs
         assert not any(
@@ -382,7 +381,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def num_ahead(self, request: Request) -> int:
         """Tokens of the request that a launched step computes and the scheduler has not entered yet."""
         steps = [launched.step for launched in self.pipeline._launched]
-        chunks = [chunk for step in steps if step is not self.scheduler._entered for chunk in step.chunks]
+        chunks = [chunk for step in steps if step is not self.replica.entered for chunk in step.chunks]
         chunks = [chunk for chunk in chunks if chunk.request is request and not chunk.is_stale]
         return sum(chunk.num_tokens + chunk.max_new_tokens - 1 for chunk in chunks)
 
@@ -401,7 +400,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def device_after_copies(self) -> FakeDevice:
         """What the device will hold when all copies are made that the scheduler has thought of."""
-        copies = self.scheduler._tables.copies
+        copies = self.replica.tables.copies
         if not copies:
             return self.device
         device = FakeDevice(self.page_size, PageTiers([]), self.window, self.further)

@@ -312,7 +312,7 @@ def early_exit(layered):
     config = replace(crowded_llm.model_config, groups=crowded_llm.model_config.groups[:1])
     with unoptimised_steps():
         drafter.prepare(target)
-    drafter.attach(partial(runner_of(crowded_llm).lend_cache, scheduler_of(crowded_llm).copies))
+    drafter.attach(partial(runner_of(crowded_llm).lend_cache, scheduler_of(crowded_llm).replicas[0].tables.copies))
     return drafter, draft_model_for(crowded_llm, params, config)
 
 

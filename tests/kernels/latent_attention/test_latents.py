@@ -68,23 +68,32 @@ def test_a_draft_sees_the_context_and_its_own_ancestors(implementation):
 
 @pytest.mark.parametrize(("lens", "q_len"), [(RAGGED, None), (DECODE, 1)])
 @pytest.mark.parametrize(
-    ("implementation", "layout"), [*(("reference", layout) for layout in LAYOUTS.values()), ("gpu_interpret", "gpu")]
+    ("implementation", "layout", "dtype"),
+    [
+        *(("reference", layout, "int4") for layout in LAYOUTS.values()),
+        ("reference", "cpu", "int8"),
+        ("gpu_interpret", "gpu", "int8"),
+    ],
 )
-def test_latents_and_rotated_keys_of_integers_have_scales_of_their_own(implementation, layout, lens, q_len):
-    call = make_latent_call(lens, layout, has_scales=True)
+def test_latents_and_rotated_keys_of_integers_have_scales_of_their_own(implementation, layout, dtype, lens, q_len):
+    # 28 and 7 numbers make an odd number of halves of bytes.
+    call = make_latent_call(lens, layout, rotary_size=7, scaled_dtype=dtype)
 
     check(call, functools.partial(latent_attention, implementation=implementation), q_len=q_len)
 
 
 def test_drafts_of_a_tree_read_latents_by_their_own_scales():
     trees = [tree_of([-1, 0, 0, 1, 2, 2]), tree_of([-1, 0, 1, 1])]
-    call = make_latent_call([(6, 40), (4, 20)], "cpu", has_scales=True).with_options(tree_mask=tree_words(trees, 10))
+    call = make_latent_call([(6, 40), (4, 20)], "cpu", scaled_dtype="int4").with_options(
+        tree_mask=tree_words(trees, 10)
+    )
 
     check(call, functools.partial(latent_attention, implementation="reference"), trees=trees, q_len=6)
 
 
-def test_latents_of_integers_move_with_their_scales():
-    call = make_latent_call([(1, 3), (1, 2)], "cpu", has_scales=True)
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_latents_of_integers_move_with_their_scales(dtype):
+    call = make_latent_call([(1, 3), (1, 2)], "cpu", scaled_dtype=dtype)
     (first, second), pages = call.slots, call.arguments["pages"]
 
     moved = move_latents(pages, jnp.asarray(first[:1]), jnp.asarray(second[1:]))

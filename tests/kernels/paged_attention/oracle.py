@@ -62,7 +62,7 @@ def make_call(
 
     The pool holds all but each row's last q_len tokens, which are to be appended. Unused slots and pages are NaN (or
     the largest number of an integer type). A row of (q_len, 0) is padding. `scales` are those of KV heads; with
-    `has_scales` the pool has one for each token and head.
+    `has_scales` the pool has one for each token and head, as one of int4 must.
     """
     generator = np.random.default_rng(seed)
     B, page_dtype = len(lens), jnp.dtype(dtype if page_dtype is None else page_dtype)
@@ -107,7 +107,8 @@ def make_call(
     if scales is not None:
         arguments |= {"k_scale": jnp.asarray(k_scale), "v_scale": jnp.asarray(v_scale)}
     if has_scales:
-        rows = [(q, worth_by_token(k), worth_by_token(v)) for q, k, v in rows]
+        most = jnp.iinfo(page_dtype).max
+        rows = [(q, worth_by_token(k, most), worth_by_token(v, most)) for q, k, v in rows]
     else:
         rows = [(q, worth(k, k_scale, page_dtype), worth(v, v_scale, page_dtype)) for q, k, v in rows]
     return Call(arguments, rows, sum(n for n, _ in lens), slots)
@@ -148,9 +149,9 @@ def worth(x: np.ndarray, scale: np.ndarray | None, dtype: Any) -> np.ndarray:
     return stored if scale is None else stored * scale[None, :, None]
 
 
-def worth_by_token(x: np.ndarray) -> np.ndarray:
-    """Returns what x f32[..., H] reads as after it was stored as integers with a scale for each vector."""
-    scales = np.abs(x).max(-1, keepdims=True, initial=0) * (np.float32(1) / np.float32(127))
+def worth_by_token(x: np.ndarray, most: int = 127) -> np.ndarray:
+    """Returns what x f32[..., H] reads as after it was stored as integers up to `most` with a scale for each vector."""
+    scales = np.abs(x).max(-1, keepdims=True, initial=0) * (np.float32(1) / np.float32(most))
     scales = np.where(scales == 0, np.float32(1), scales)
     return np.rint(x / scales) * scales
 

@@ -120,21 +120,33 @@ def test_what_a_narrow_page_cannot_hold_is_stored_as_the_largest_it_can(dtype, l
     np.testing.assert_array_equal(stored.astype(jnp.float32).ravel(), [1, largest, -largest, largest])
 
 
-def by_token(num_pages, num_kv_heads, head_dim, layout):
-    return poisoned(abstract_pages(num_pages, 32, num_kv_heads, head_dim, "int8", layout, has_scales=True))
+def by_token(num_pages, num_kv_heads, head_dim, layout, dtype="int8"):
+    return poisoned(abstract_pages(num_pages, 32, num_kv_heads, head_dim, dtype, layout, has_scales=True))
 
 
-@pytest.mark.parametrize("head_dim", [16, 80])
-def test_each_vector_is_stored_as_integers_of_its_own_scale(layout, head_dim):
+# In 4 bits heads of 21, 64 and 256 fill no vector of a CPU, two to a byte, and two planes of a TPU.
+@pytest.mark.parametrize(
+    ("dtype", "most", "head_dim"),
+    [("int8", 127, 16), ("int8", 127, 80), ("int4", 7, 21), ("int4", 7, 64), ("int4", 7, 256)],
+)
+def test_each_vector_is_stored_as_integers_of_its_own_scale(layout, dtype, most, head_dim):
     k, v = draw(4, 2, head_dim)
     k[1], v[2, 1] = 1e-30 * k[1], 0
 
-    read = read_back(by_token(2, 2, head_dim, layout), k, v, np.array([3, 0, 33, 31]))
+    pages = by_token(2, 2, head_dim, layout, dtype)
+    read = read_back(pages, k, v, np.array([3, 0, 33, 31]))
 
+    assert (pages.dtype, pages.num_kv_heads, pages.page_size) == (dtype, 2, 32)
     for x, given in zip(read, (k, v), strict=True):
-        np.testing.assert_array_equal(x, worth_by_token(given))
+        np.testing.assert_array_equal(x, worth_by_token(given, most))
         # Half a step of the grid, and the rounding of its scale.
-        assert (np.abs(x - given).max(-1) <= 0.5001 * np.abs(given).max(-1) / 127).all()
+        assert (np.abs(x - given).max(-1) <= 0.5001 * np.abs(given).max(-1) / most).all()
+
+
+def test_integers_of_4_bits_take_half_a_byte(layout):
+    pages = abstract_pages(3, 32, 2, 128, "int4", layout)
+
+    assert sum(array.size * array.dtype.itemsize for array in pages.arrays) == 3 * 32 * 2 * 128
 
 
 def test_the_bits_of_a_token_do_not_depend_on_the_tokens_written_with_it(layout):
@@ -147,18 +159,20 @@ def test_the_bits_of_a_token_do_not_depend_on_the_tokens_written_with_it(layout)
 
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_no_rounding_hides_a_number_that_is_not_finite(layout, number):
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_no_rounding_hides_a_number_that_is_not_finite(layout, dtype, number):
     k, v = draw(2, 1, 16)
     k[1, 0, 3] = number
 
-    read, _ = read_back(by_token(1, 1, 16, layout), k, v, np.arange(2))
+    read, _ = read_back(by_token(1, 1, 16, layout, dtype), k, v, np.arange(2))
 
     assert np.isfinite(read[0]).all()
     assert not np.isfinite(read[1]).any()
 
 
-def test_scales_are_moved_with_their_slots_and_none_past_the_pool(layout):
-    pages = write(by_token(2, 2, 16, layout), *draw(3, 2, 16), np.array([4, 5, 33]))
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_scales_are_moved_with_their_slots_and_none_past_the_pool(layout, dtype):
+    pages = write(by_token(2, 2, 16, layout, dtype), *draw(3, 2, 16), np.array([4, 5, 33]))
     before = gather(pages, np.arange(64))
 
     moved = gather(move_slots(pages, jnp.array([5, 4, 33, 5]), jnp.array([4, 6, 64, 32])), np.arange(64))
@@ -169,8 +183,8 @@ def test_scales_are_moved_with_their_slots_and_none_past_the_pool(layout):
         np.testing.assert_array_equal(x, np.asarray(old)[expected])
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-def test_keys_of_8_bits_are_not_changed_in_place(dtype, layout):
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "int4"])
+def test_keys_of_few_bits_are_not_changed_in_place(dtype, layout):
     with pytest.raises(NotImplementedError, match=f"keys of {dtype} would be rounded at each change"):
         map_keys(init_pages(1, 32, 1, 16, dtype, layout), lambda keys: keys)
 

@@ -222,6 +222,7 @@ def test_narrow_pages_are_accumulated_in_float32(name, q_len, target):
 
 
 BY_TOKEN: dict[str, Any] = {"page_dtype": jnp.int8, "has_scales": True}
+OF_4_BITS: dict[str, Any] = {"page_dtype": jnp.int4, "has_scales": True}
 SINKS = np.array([2.0, -20.0, 0.5, 1.0], np.float32)
 
 
@@ -233,6 +234,14 @@ def test_each_token_of_integer_pages_has_its_own_scale(q_len, options, target):
     call = make(lens, **SMALL, page_size=32, **BY_TOKEN)
 
     check(call, implementation, q_len=q_len, **options)
+
+
+@pytest.mark.parametrize("layout", ["cpu", "gpu", "tpu"])
+def test_integers_of_4_bits_are_read_from_pages_of_every_layout(layout):
+    lens = [(4, 60), (1, 33), (20, 20), (1, 1)]
+    call = make_call(lens, **SMALL, page_size=32, layout=layout, **OF_4_BITS)
+
+    check(call, "reference")
 
 
 def test_drafts_of_a_tree_read_their_ancestors_by_their_own_scales(target):
