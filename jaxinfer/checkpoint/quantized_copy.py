@@ -1,21 +1,26 @@
 """Quantized copies of checkpoints, in the format of compressed-tensors, which vLLM and transformers read too.
 
-Weights are rounded to the nearest number of their grid, file by file and tensor by tensor. Those of products in layers
-are packed; embeddings, norms, routers and the unembedding stay as they are, and so do experts stored in one tensor.
+Weights are rounded to the nearest number of their grid, file by file and tensor by tensor. With calibration texts they
+are rounded by GPTQ instead, layer by layer, and then written file by file. Those of products in layers are packed;
+embeddings, norms, routers and the unembedding stay as they are, and so do experts stored in one tensor.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
+import logging
 import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from tqdm import tqdm
@@ -27,14 +32,37 @@ from jaxinfer.checkpoint.huggingface import (
     read_headers,
     read_json,
     read_settings,
+    read_tensors,
     require_fitting_tensors,
     resolve_checkpoint,
 )
-from jaxinfer.checkpoint.safetensors_file import DTYPES, FLOAT8, INTEGERS, LENGTH_BYTES, StoredTensor, read_header
+from jaxinfer.checkpoint.safetensors_file import (
+    DTYPES,
+    FLOAT8,
+    INTEGERS,
+    LENGTH_BYTES,
+    StoredTensor,
+    read_header,
+    read_metadata,
+)
+from jaxinfer.checkpoint.stored import Grid, StoredQuantized
+from jaxinfer.model.calibration import embed_texts, input_moments, run_layer
+from jaxinfer.model.components.observed import Moments
+from jaxinfer.model.config import ModelConfig
+from jaxinfer.quantization.gptq import Feedback, plan_feedback, round_with_feedback
 from jaxinfer.quantization.quantized_array import INT4_GROUP_SIZE, LARGEST
 from jaxinfer.validation import require
 
+logger = logging.getLogger(__name__)
+
 MIN_GROUP = 16
+MAX_CALIBRATION_TOKENS = 2**20  # in all: their states take 16 GB in float32 if one has 4096 numbers
+TOKENS_AT_ONCE = 4096  # of calibration texts in a layer
+# Scales that calibration tries, in parts of those that reach the largest weight of their group.
+SHRINKS = np.linspace(1.0, 0.6, 21, dtype=np.float32)
+CALIBRATED = ".calibrated"  # the folder of rounded layers in an unfinished copy
+# Numbers and their scales.
+Rounded = tuple[np.ndarray, np.ndarray]
 COPIED = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "tokenizer*")
 FLOAT8_MAX = 448.0
 TYPE_NAMES = {dtype: name for name, dtype in (DTYPES | INTEGERS | FLOAT8).items()}
@@ -61,13 +89,8 @@ class _Entry(NamedTuple):
     read: Callable[[], np.ndarray]
 
 
-def write_quantized(source: str | Path, target: str | Path, scheme: str, *, show_progress: bool = False) -> Path:
-    """Writes a copy of a checkpoint in floating point, a folder or Hub id, whose weights are quantized.
-
-    `scheme` is a name of SCHEMES. Each file appears when it is complete; a call that was interrupted goes on with the
-    next file if it is made again. Raises ValueError for a checkpoint that cannot be read or is packed already, and if
-    `target` has other files.
-    """
+def require_copyable(source: str | Path, target: str | Path, scheme: str) -> tuple[Path, Path]:
+    """Returns the folders of a checkpoint and of its copy; raises ValueError for a checkpoint that cannot be copied."""
     require(isinstance(scheme, str) and scheme in SCHEMES, "scheme", scheme, f"one of {', '.join(SCHEMES)}")
     path, target = resolve_checkpoint(source), Path(target)
     _, settings = read_settings(path)
@@ -78,18 +101,55 @@ def write_quantized(source: str | Path, target: str | Path, scheme: str, *, show
         raise ValueError(f"{path} is one file; give a folder or Hub id with safetensors")
     if target.resolve() == path.resolve():
         raise ValueError(f"{target} is the checkpoint itself; give another folder for its copy")
-    groups = _groups(path, SCHEMES[scheme])
+    return path, target
+
+
+def write_quantized(
+    source: str | Path,
+    target: str | Path,
+    scheme: str,
+    *,
+    calibration: np.ndarray | None = None,
+    show_progress: bool = False,
+) -> Path:
+    """Writes a copy of a checkpoint in floating point, a folder or Hub id, whose weights are quantized.
+
+    `scheme` is a name of SCHEMES. With `calibration`, token ids i32[B, T] of texts, weights are rounded by GPTQ (see
+    `jaxinfer.quantization.gptq`) for the inputs that they get from these texts in the layers rounded so far.
+
+    Each file and each calibrated layer appears when it is complete; a call that was interrupted goes on with the next
+    one if it is made again. Raises ValueError for a checkpoint that cannot be read or is packed already, if `target`
+    has other files, and if a finished part of it has another calibration.
+    """
+    path, target = require_copyable(source, target, scheme)
+    own_scheme = SCHEMES[scheme]
+    groups = _groups(path, own_scheme)
+    metadata = {"format": "pt"}
+    if calibration is not None:
+        _check_calibration(calibration, read_config(path))
+        metadata["calibration"] = hashlib.sha256(calibration.astype("<i4").tobytes() + scheme.encode()).hexdigest()
     target.mkdir(parents=True, exist_ok=True)
     names: dict[str, str] = {}
     headers = read_headers(path)
+    calibrated: dict[str, StoredTensor] = {}
+
+    def rounded(name: str) -> Rounded:
+        if f"{name}.numbers" in calibrated:
+            return _read_rounded(calibrated, name)
+        return _round(headers[name].map(), groups[name], own_scheme)
+
+    files = sorted({tensor.path for tensor in headers.values()})
+    by_file = {file: {name: tensor for name, tensor in headers.items() if tensor.path == file} for file in files}
+    entries = {file: _entries(own, groups, own_scheme, rounded) for file, own in by_file.items()}
+    unwritten = [file for file in files if not _is_written(target / file.name, entries[file], metadata)]
+    if calibration is not None and unwritten:
+        calibrated |= _calibrate(path, target / CALIBRATED, groups, own_scheme, calibration, metadata, show_progress)
     with tqdm(total=len(headers), desc="quantizing", unit="tensor", disable=not show_progress) as bar:
-        for file in sorted({tensor.path for tensor in headers.values()}):
-            own = {name: tensor for name, tensor in headers.items() if tensor.path == file}
-            entries = _entries(own, groups, SCHEMES[scheme])
-            if not _is_written(target / file.name, entries):
-                _write(target / file.name, entries)
-            names |= dict.fromkeys(entries, file.name)
-            bar.update(len(own))
+        for file in files:
+            if file in unwritten:
+                _write(target / file.name, entries[file], metadata)
+            names |= dict.fromkeys(entries[file], file.name)
+            bar.update(len(by_file[file]))
     if (path / INDEX_FILE).is_file():
         (target / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": names}, indent=1))
     for file in {file for pattern in COPIED for file in path.glob(pattern)} - {path / INDEX_FILE, path / "config.json"}:
@@ -97,10 +157,140 @@ def write_quantized(source: str | Path, target: str | Path, scheme: str, *, show
             shutil.copyfile(file, target / file.name)
     modules = [name.removesuffix(".weight") for name, tensor in headers.items() if len(tensor.shape) == 2]
     ignored = [module for module in modules if f"{module}.weight" not in groups]
-    stated = read_json(path / "config.json") | {"quantization_config": _settings(groups, ignored, SCHEMES[scheme])}
+    stated = read_json(path / "config.json") | {"quantization_config": _settings(groups, ignored, own_scheme)}
     # Last, for without it the folder is no checkpoint.
     (target / "config.json").write_text(json.dumps(stated, indent=1))
+    shutil.rmtree(target / CALIBRATED, ignore_errors=True)
     return target
+
+
+def _check_calibration(texts: Any, config: ModelConfig) -> None:
+    are_ids = isinstance(texts, np.ndarray) and texts.ndim == 2 and np.issubdtype(texts.dtype, np.integer)
+    require(are_ids, "calibration", texts, "an array of token ids i32[B, T]")
+    fits = 0 < texts.size <= MAX_CALIBRATION_TOKENS and texts.shape[1] <= config.max_position
+    limit = f"at most {MAX_CALIBRATION_TOKENS:,} tokens, at least one, in texts of up to {config.max_position}"
+    require(fits, "calibration", f"i32{list(texts.shape)}", limit)
+    bounds = int(texts.min()), int(texts.max())
+    are_known = bounds[0] >= 0 and bounds[1] < config.vocab_size
+    require(are_known, "calibration", bounds, f"ids of the {config.vocab_size} tokens of the vocabulary")
+
+
+def _calibrate(
+    path: Path,
+    folder: Path,
+    groups: Mapping[str, int],
+    scheme: Scheme,
+    texts: np.ndarray,
+    metadata: Mapping[str, str],
+    show_progress: bool,
+) -> dict[str, StoredTensor]:
+    """Rounds the layers one after another, each into a file of the folder, and returns what these files have.
+
+    The inputs of a layer are those of texts i32[B, T] in the model whose earlier layers are rounded.
+    """
+    config = read_config(path)
+    config = config.regrouped((1,) * config.num_layers)
+    plan, stored = require_fitting_tensors(path, config)
+    headers = read_headers(path)
+    by_place = {_place(tensor): name for name, tensor in headers.items()}
+    num_rows = max(1, TOKENS_AT_ONCE // texts.shape[1])
+    parts = [jnp.asarray(texts[i : i + num_rows], jnp.int32) for i in range(0, len(texts), num_rows)]
+    outside = read_tensors(replace(plan, layers=(), unembedding=None), stored, np.float32)
+    activations = [embed_texts(outside, part, config=config) for part in parts]
+    del outside  # as large as some layers
+    folder.mkdir(exist_ok=True)
+    found: dict[str, StoredTensor] = {}
+    for index in tqdm(range(config.num_layers), desc="calibrating", unit="layer", disable=not show_progress):
+        layer = plan.layers[index]
+        assemblies = jax.tree.leaves(layer, is_leaf=lambda node: isinstance(node, Assembly))
+        names = {i: [by_place[_place(stored[name])] for name in making.names] for i, making in enumerate(assemblies)}
+        observed = {i: own for i, own in names.items() if groups.keys() >= {*own}}
+        rounding = _LayerRounding(headers, groups, scheme)
+        entries = rounding.entries(dict.fromkeys(name for own in observed.values() for name in own))
+        file = folder / f"layer-{index}.safetensors"
+        if not _is_written(file, entries, metadata):
+            leading = tuple((i, assemblies[i].num_stacked) for i in observed)
+            params = read_tensors(layer, stored, np.float32)
+            sums: Any = None
+            for states in activations:
+                moments = input_moments(params, states, leading, config=config, index=index)
+                sums = moments if sums is None else jax.tree.map(jnp.add, sums, moments)
+            del params
+            for i, own in observed.items():
+                rounding.add(own, jax.tree.map(np.asarray, sums[i]))
+            _write(file, entries, metadata)
+            rounding.log_unseen(index)
+        found |= read_header(file)
+        if index + 1 < config.num_layers:
+            packed = {
+                name: _as_stored(found, by_place[_place(stored[name])])
+                for i in observed
+                for name in assemblies[i].names
+            }
+            params = read_tensors(layer, stored | packed, np.float32)
+            activations = [run_layer(params, states, config=config, index=index) for states in activations]
+    return found
+
+
+class _LayerRounding:
+    """The rounding of one layer's weights, when its file is written."""
+
+    def __init__(self, tensors: Mapping[str, StoredTensor], groups: Mapping[str, int], scheme: Scheme) -> None:
+        self._tensors, self._groups, self._scheme = tensors, groups, scheme
+        self._moments: dict[str, Moments] = {}
+        self._feedbacks: dict[bytes, Feedback] = {}  # weights with the same inputs share one
+        self._unseen: list[str] = []
+        self._rounded = functools.lru_cache(maxsize=1)(self._round)
+
+    def entries(self, names: Iterable[str]) -> dict[str, _Entry]:
+        """Returns the numbers and the scales of weights, by which `_read_rounded` finds them."""
+        entries = {}
+        for name in names:
+            tensor, size = self._tensors[name], self._groups[name]
+            read = functools.partial(lambda name, part: self._rounded(name)[part], name)
+            dtype = ml_dtypes.float8_e4m3fn if self._scheme.is_float else np.int8
+            entries[f"{name}.numbers"] = _Entry(np.dtype(dtype), tensor.shape, functools.partial(read, 0))
+            of_scales = (tensor.shape[0], tensor.shape[1] // size)
+            entries[f"{name}.scales"] = _Entry(DTYPES[tensor.dtype], of_scales, functools.partial(read, 1))
+        return entries
+
+    def add(self, names: list[str], moments: Moments) -> None:
+        """Takes the moments of the inputs of these weights, one after another on the leading axes."""
+        size = moments.products.shape[-1]
+        for name, products, count in zip(
+            names, moments.products.reshape(-1, size, size), moments.num_inputs.reshape(-1), strict=True
+        ):
+            self._moments[name] = Moments(products, count)
+
+    def log_unseen(self, index: int) -> None:
+        """Logs the weights that were rounded without feedback."""
+        if self._unseen:
+            logger.warning(
+                "layer %d: %d weights got fewer tokens than a scale has inputs, so they are rounded without"
+                " calibration; give more text: %s",
+                *(index, len(self._unseen), ", ".join(self._unseen)),
+            )
+
+    def _round(self, name: str) -> Rounded:
+        w, size, moments = self._tensors[name].map(), self._groups[name], self._moments[name]
+        if moments.num_inputs < size or not np.trace(moments.products):
+            self._unseen.append(name)
+            return _round(w, size, self._scheme)
+        key = hashlib.sha256(moments.products.tobytes()).digest()
+        if key not in self._feedbacks:
+            self._feedbacks[key] = plan_feedback(moments.products)
+        return _round_with_feedback(w, size, self._scheme, self._feedbacks[key])
+
+
+def _read_rounded(found: Mapping[str, StoredTensor], name: str) -> Rounded:
+    return found[f"{name}.numbers"].map(), found[f"{name}.scales"].map()
+
+
+def _as_stored(found: Mapping[str, StoredTensor], name: str) -> StoredQuantized:
+    """Returns a rounded weight as one of a packed checkpoint."""
+    numbers, scales = found[f"{name}.numbers"], found[f"{name}.scales"]
+    grid = Grid("int8" if numbers.dtype == "I8" else "float8_e4m3fn", scales.shape[1], scales.dtype, False, False)
+    return StoredQuantized(numbers.shape, grid, numbers.map, scales.map)
 
 
 def _groups(path: Path, scheme: Scheme) -> dict[str, int]:
@@ -131,14 +321,15 @@ def _place(tensor: Any) -> tuple[Path, int]:
     return tensor.path, tensor.offset
 
 
-def _entries(tensors: Mapping[str, StoredTensor], groups: Mapping[str, int], scheme: Scheme) -> dict[str, _Entry]:
+def _entries(
+    tensors: Mapping[str, StoredTensor],
+    groups: Mapping[str, int],
+    scheme: Scheme,
+    round_tensor: Callable[[str], Rounded],
+) -> dict[str, _Entry]:
     """Returns what a file of the copy has, by name, and how to read it."""
-
     # A weight and its scales are written one after the other.
-    @functools.lru_cache(maxsize=1)
-    def rounded(name: str) -> tuple[np.ndarray, np.ndarray]:
-        return _round(tensors[name].map(), groups[name], scheme)
-
+    rounded = functools.lru_cache(maxsize=1)(round_tensor)
     entries: dict[str, _Entry] = {}
     for name, tensor in tensors.items():
         dtype = DTYPES.get(tensor.dtype)
@@ -163,16 +354,53 @@ def _entries(tensors: Mapping[str, StoredTensor], groups: Mapping[str, int], sch
     return entries
 
 
-def _round(w: np.ndarray, size: int, scheme: Scheme) -> tuple[np.ndarray, np.ndarray]:
+def _round(w: np.ndarray, size: int, scheme: Scheme) -> Rounded:
     """Returns the numbers i8 or f8[out, in] nearest to weights [out, in], and scales [out, groups] in their type."""
     groups = w.astype(np.float32).reshape(len(w), -1, size)
-    largest = FLOAT8_MAX if scheme.is_float else LARGEST[scheme.bits]
-    scales = (np.abs(groups).max(-1) / np.float32(largest)).astype(w.dtype)
-    # A group of zeros has any scale, as has one whose scale is too small for the type.
-    scales = np.where(scales.astype(np.float32) > 0, scales, np.ones((), w.dtype))
-    numbers = np.clip(groups / scales.astype(np.float32)[..., None], -largest, largest)
-    numbers = numbers.astype(ml_dtypes.float8_e4m3fn) if scheme.is_float else np.rint(numbers).astype(np.int8)
-    return numbers.reshape(w.shape), scales
+    scales = _scales(groups, w.dtype, scheme)
+    return _to_grid(groups / scales.astype(np.float32)[..., None], scheme).reshape(w.shape), scales
+
+
+def _round_with_feedback(w: np.ndarray, size: int, scheme: Scheme, feedback: Feedback) -> Rounded:
+    """Returns numbers and scales as `_round` does, for weights whose inputs have this feedback.
+
+    A group has the scale of SHRINKS whose errors, squared and times the importance of their inputs, add up to least.
+    """
+    wide = w.astype(np.float32)
+    groups = wide.reshape(len(w), -1, size)
+    least, scales = np.float32(np.inf), _scales(groups, w.dtype, scheme)
+    for shrink in SHRINKS:
+        tried = _scales(groups, w.dtype, scheme, shrink)
+        steps = tried.astype(np.float32)[..., None]
+        errors = _to_grid(groups / steps, scheme).astype(np.float32) * steps - groups
+        cost = np.einsum("ogi,gi->og", errors * errors, feedback.importance.reshape(-1, size))
+        scales, least = np.where(cost < least, tried, scales), np.minimum(cost, least)
+    steps = scales.astype(np.float32)
+
+    def nearest(column: np.ndarray, i: int) -> np.ndarray:
+        return _to_grid(column / steps[:, i // size], scheme).astype(np.float32) * steps[:, i // size]
+
+    on_grid = round_with_feedback(wide, feedback, nearest).reshape(groups.shape)
+    return _to_grid(on_grid / steps[..., None], scheme).reshape(w.shape), scales
+
+
+def _scales(groups: np.ndarray, dtype: np.dtype, scheme: Scheme, shrink: np.float32 = SHRINKS[0]) -> np.ndarray:
+    """Returns scales [out, groups] that reach the largest weight of each group f32[out, groups, size], times `shrink`.
+
+    A group of zeros has any scale, as has one whose scale is too small for the type.
+    """
+    scales = (np.abs(groups).max(-1) / np.float32(_largest(scheme)) * shrink).astype(dtype)
+    return np.where(scales.astype(np.float32) > 0, scales, np.ones((), dtype))
+
+
+def _to_grid(numbers: np.ndarray, scheme: Scheme) -> np.ndarray:
+    """Returns the nearest integers i8 or FP8 numbers of f32 numbers."""
+    clipped = np.clip(numbers, -_largest(scheme), _largest(scheme))
+    return clipped.astype(ml_dtypes.float8_e4m3fn) if scheme.is_float else np.rint(clipped).astype(np.int8)
+
+
+def _largest(scheme: Scheme) -> float:
+    return FLOAT8_MAX if scheme.is_float else LARGEST[scheme.bits]
 
 
 def _words(numbers: np.ndarray, bits: int) -> np.ndarray:
@@ -205,19 +433,24 @@ def _settings(groups: Mapping[str, int], ignored: Iterable[str], scheme: Scheme)
     }
 
 
-def _is_written(path: Path, entries: Mapping[str, _Entry]) -> bool:
+def _is_written(path: Path, entries: Mapping[str, _Entry], metadata: Mapping[str, str]) -> bool:
     """True if an earlier call has written this file; raises ValueError if it is another one."""
     if not path.exists():
         return False
     found = {name: (tensor.dtype, tensor.shape) for name, tensor in read_header(path).items()}
     if found != {name: (TYPE_NAMES[entry.dtype], entry.shape) for name, entry in entries.items()}:
         raise ValueError(f"{path} exists and is no part of this copy; remove it, or give another folder")
+    if read_metadata(path) != metadata:
+        raise ValueError(
+            f"{path} exists, and was rounded for other calibration texts or for none; give the same texts, or another"
+            " folder"
+        )
     return True
 
 
-def _write(path: Path, entries: Mapping[str, _Entry]) -> None:
+def _write(path: Path, entries: Mapping[str, _Entry], metadata: Mapping[str, str]) -> None:
     """Writes a safetensors file tensor by tensor, under another name until it is complete."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, entry in entries.items():
         begin, end = end, end + entry.dtype.itemsize * math.prod(entry.shape)

@@ -53,6 +53,26 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
     A file that is cut short or not of this format is a ValueError.
     """
+    header, start = _parse_header(path)
+    header.pop("__metadata__", None)
+    size = path.stat().st_size
+    tensors = {name: _locate(path, name, entry, start) for name, entry in header.items()}
+    end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if end != size:
+        raise ValueError(
+            f"{path} has {size} bytes but its header describes {end}; the file is damaged or incomplete:"
+            " download it again"
+        )
+    return tensors
+
+
+def read_metadata(path: Path) -> Any:
+    """Returns the file's own metadata, {} if it has none; ValueError if it is not of this format."""
+    return _parse_header(path)[0].get("__metadata__", {})
+
+
+def _parse_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Returns the header as it is stored, and the place of the first tensor."""
     size = path.stat().st_size
     header = None
     with path.open("rb") as file:
@@ -64,16 +84,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise ValueError(
             f"{path} ({size} bytes) is not a complete safetensors file: its header cannot be read; download it again"
         )
-    header.pop("__metadata__", None)
-    start = LENGTH_BYTES + length
-    tensors = {name: _locate(path, name, entry, start) for name, entry in header.items()}
-    end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if end != size:
-        raise ValueError(
-            f"{path} has {size} bytes but its header describes {end}; the file is damaged or incomplete:"
-            " download it again"
-        )
-    return tensors
+    return header, LENGTH_BYTES + length
 
 
 def _locate(path: Path, name: str, entry: Any, start: int) -> StoredTensor:

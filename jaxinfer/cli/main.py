@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from jaxinfer._version import __version__
 
 # jax takes seconds to import, so each command imports the modules that need it after parsing its arguments.
-from jaxinfer.cli import adapters, bench, chat, plan, serve
+from jaxinfer.cli import adapters, bench, chat, plan, quantize, serve
 from jaxinfer.cli.options import add_fields, from_arguments, reader
 from jaxinfer.cli.output import drop_output, require_output, show
 from jaxinfer.config import EngineConfig, SamplingParams
@@ -155,15 +155,11 @@ def _parser() -> argparse.ArgumentParser:
     add_fields(planner, EngineConfig, omit=plan.OMITTED)
     planner.set_defaults(run=plan.run)
 
-    quantize = commands.add_parser(
+    quantizer = commands.add_parser(
         "quantize", help="write a quantized copy of a checkpoint; run it again to go on", allow_abbrev=False
     )
-    quantize.add_argument("source", metavar="MODEL", help="folder or name of a checkpoint in floating point")
-    quantize.add_argument("target", metavar="OUT", help="folder of the copy, in the format of compressed-tensors")
-    scheme = "int4: a scale per 128 inputs (default); int8 and fp8: a scale per channel"
-    quantize.add_argument("--scheme", choices=("int4", "int8", "fp8"), default="int4", help=scheme)
-    quantize.add_argument("--quiet", action="store_true", help="no progress and no sizes")
-    quantize.set_defaults(run=_quantize)
+    quantize.add_options(quantizer)
+    quantizer.set_defaults(run=quantize.run)
 
     doctor = commands.add_parser(
         "doctor", help="describe the machine, and check that on a CPU no bit depends on the batch", allow_abbrev=False
@@ -370,20 +366,6 @@ def _merge(arguments: argparse.Namespace) -> int:
     if not arguments.quiet:
         print(f"{merged.num_requests} requests merged, {merged.num_errors} with an error", file=sys.stderr)
     return EXIT_FAULTS if merged.num_errors else 0
-
-
-def _quantize(arguments: argparse.Namespace) -> int:
-    from jaxinfer.checkpoint import resolve_checkpoint
-    from jaxinfer.checkpoint.quantized_copy import write_quantized
-
-    source = resolve_checkpoint(arguments.source)
-    target = write_quantized(source, arguments.target, arguments.scheme, show_progress=not arguments.quiet)
-    if not arguments.quiet:
-        before, after = (
-            sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6 for folder in (source, target)
-        )
-        print(f"{target}: {after:,.1f} MB of weights, {after / before:.2f} of the {before:,.1f} MB of {source}")
-    return 0
 
 
 def _models(arguments: argparse.Namespace) -> None:

@@ -232,6 +232,22 @@ def make_block_tables(page_ids: Sequence[Sequence[int]], num_rows: int, table_wi
     return block_tables
 
 
+def whole_rows(tokens: jax.Array, page_size: int) -> tuple[Batch, int]:
+    """Returns tokens i32[B, T] as the batch of a step with an empty cache, and the number of its pages."""
+    B, T = tokens.shape
+    M = -(-T // page_size)
+    places = np.arange(T, dtype=np.int32)
+    batch = Batch(
+        tokens=tokens.reshape(-1),
+        positions=np.tile(places, B),
+        slot_mapping=(np.arange(B, dtype=np.int32)[:, None] * (M * page_size) + places[None]).reshape(-1),
+        cu_q_lens=np.arange(B + 1, dtype=np.int32) * np.int32(T),
+        kv_lens=np.full(B, T, np.int32),
+        block_tables=np.arange(B * M, dtype=np.int32).reshape(B, M),
+    )
+    return jax.tree.map(jnp.asarray, batch), B * M
+
+
 def make_decode_batch(
     token_ids: np.ndarray,
     positions: np.ndarray,

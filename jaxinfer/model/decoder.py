@@ -112,7 +112,7 @@ def forward_with_states(
     for group, (start, end) in zip(config.groups, pairwise(config.ends_of_groups), strict=True):
         own = list(islice(places, len(group.mixers)))
         touched = sorted({place.pool for place in own})
-        x, new = _run_group(
+        x, new = run_group(
             tuple(islice(stacks, len(group.layers))),
             tuple(pools[pool] for pool in touched),
             tuple(batches),
@@ -173,7 +173,7 @@ _STATICS = ("q_len", "implementation", "mesh", "num_whole_rows")
 
 # Jitted separately, so that groups of equal shape are traced once.
 @functools.partial(jax.jit, static_argnames=("layers", "places", "stacks", "repeats", *_STATICS))
-def _run_group(
+def run_group(
     params: tuple[LayerParams, ...],
     pools: tuple[Pool, ...],
     batches: tuple[Batch, ...],

@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxinfer.config import CacheConfig, EngineConfig
-from jaxinfer.model.batch import MAX_BATCH, PADDING_TOKEN, Batch
+from jaxinfer.model.batch import MAX_BATCH, PADDING_TOKEN, whole_rows
 from jaxinfer.model.cache import cache_shardings, init_cache
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.decoder import forward, unembed
@@ -58,7 +57,7 @@ def log_probs(
     _check(params, tokens, sampling, config, page_size, mesh, custom)
     B, T = tokens.shape
     tokens = tokens.astype(jnp.int32)
-    batch, num_pages = _whole_rows(tokens, page_size)
+    batch, num_pages = whole_rows(tokens, page_size)
     cache_config = CacheConfig(num_pages=num_pages, page_size=page_size, dtype=str(params.final_norm.dtype))
     cache = init_cache(config, cache_config)
     if mesh is not None:
@@ -118,22 +117,6 @@ def sampling_log_probs(
     _, log_total = chosen_logits(kept, greedy)
     most_probable = jnp.where(jnp.arange(logits.shape[1])[None] == greedy[:, None], 0.0, -jnp.inf)
     return jnp.where(sampling.temperature[:, None] > 0, kept - log_total[:, None], most_probable)
-
-
-def _whole_rows(tokens: jax.Array, page_size: int) -> tuple[Batch, int]:
-    """Returns tokens i32[B, T] as the batch of a step with an empty cache, and the number of its pages."""
-    B, T = tokens.shape
-    M = -(-T // page_size)
-    places = np.arange(T, dtype=np.int32)
-    batch = Batch(
-        tokens=tokens.reshape(-1),
-        positions=np.tile(places, B),
-        slot_mapping=(np.arange(B, dtype=np.int32)[:, None] * (M * page_size) + places[None]).reshape(-1),
-        cu_q_lens=np.arange(B + 1, dtype=np.int32) * np.int32(T),
-        kv_lens=np.full(B, T, np.int32),
-        block_tables=np.arange(B * M, dtype=np.int32).reshape(B, M),
-    )
-    return jax.tree.map(jnp.asarray, batch), B * M
 
 
 def _in_model(logits: jax.Array, tokens: jax.Array, places: jax.Array) -> jax.Array:

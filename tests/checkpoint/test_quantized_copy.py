@@ -97,11 +97,11 @@ def read_tensors_of(file):
 def test_an_interrupted_copy_goes_on_with_the_next_file(source, tmp_path, monkeypatch):
     write, written = quantized_copy._write, []
 
-    def interrupted(path, entries):
+    def interrupted(path, *options):
         if len(written) == 2:
             raise KeyboardInterrupt
         written.append(path.name)
-        write(path, entries)
+        write(path, *options)
 
     expected = write_quantized(source, tmp_path / "whole", "int4")
     with monkeypatch.context() as patch:
@@ -111,7 +111,7 @@ def test_an_interrupted_copy_goes_on_with_the_next_file(source, tmp_path, monkey
     with pytest.raises(ValueError, match="has no config.json"):
         load_checkpoint(tmp_path / "parts")
     monkeypatch.setattr(
-        quantized_copy, "_write", lambda path, entries: written.append(path.name) or write(path, entries)
+        quantized_copy, "_write", lambda path, *options: written.append(path.name) or write(path, *options)
     )
 
     path = write_quantized(source, tmp_path / "parts", "int4")

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.layers import scaled
 from jaxinfer.model.components.mlp import MLP, MLPParams, activate, declare_mlp, mlp
+from jaxinfer.model.components.observed import ObservedArray, observe_groups
 from jaxinfer.quantization import PackedBlocks, QuantizedArray
 from jaxinfer.quantization.activations import round_rows
 from kernels_pallas.grouped_matmul import dequantize_experts, grouped_matmul
@@ -258,7 +259,8 @@ def _in_groups(
     pairs = jnp.where(jnp.arange(T * X) < num_pairs, order, T * X)
 
     def linear(rows: jax.Array, name: str) -> jax.Array:
-        w, bias = getattr(params, name), getattr(params, f"{name}_bias")
+        stated, bias = getattr(params, name), getattr(params, f"{name}_bias")
+        w = stated.base if isinstance(stated, ObservedArray) else stated
         if isinstance(w, PackedBlocks):
             w = w.widened().astype(rows.dtype)
         if not isinstance(w, QuantizedArray):
@@ -273,6 +275,8 @@ def _in_groups(
         if name in stacks.weights:
             values, first = stacks.weights[name].reshape(-1, *values.shape[1:]), stacks.layer * E
         y = grouped_matmul(rows, values, counts, w.scales, zeros=w.zeros, first_expert=first)
+        if isinstance(stated, ObservedArray):
+            y = observe_groups(y, rows, counts, stated.moments)
         return y if bias is None else y + bias.at[expert_of].get(mode="fill", fill_value=0)
 
     rows = x.at[pairs // X].get(mode="fill", fill_value=0)

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.adapted import AdaptedArray, add_changes
+from jaxinfer.model.components.observed import ObservedArray, observe
 from jaxinfer.quantization import PackedBlocks, QuantizedArray
 from jaxinfer.quantization.activations import rounded_product
 from jaxinfer.quantization.packed_blocks import UnpackedBlocks
@@ -26,7 +27,7 @@ from kernels_pallas.quantized_matmul import dequantize, layer_of, quantized_matm
 from kernels_pallas.row_products import rounded, rows_by_integers, rows_by_packed, rows_by_weights
 from kernels_pallas.row_sum import row_sum
 
-Weights = jax.Array | QuantizedArray | PackedBlocks | AdaptedArray  # [out..., in]
+Weights = jax.Array | QuantizedArray | PackedBlocks | AdaptedArray | ObservedArray  # [out..., in]
 
 
 def linear(x: jax.Array, w: Weights, bias: jax.Array | None = None, tokens: StepTokens | None = None) -> jax.Array:
@@ -46,6 +47,8 @@ def product(x: jax.Array, w: Weights, tokens: StepTokens | None = None) -> jax.A
         if tokens is None or tokens.adapters is None:
             return y
         return add_changes(y.reshape(x.shape[0], -1), x, w, tokens.adapters).reshape(y.shape)
+    if isinstance(w, ObservedArray):
+        return observe(product(x, w.base, tokens), x, w.moments)
     outputs, num_rows = w.shape[:-1], None if tokens is None else tokens.count
     if isinstance(w, QuantizedArray):
         y = _quantized_product(x, w, num_rows)
