@@ -3,7 +3,8 @@
 usage: python scripts/measure/bits_per_byte.py [CHECKPOINT ...] [--quantization int4] [--cache-dtype int8]
 
 The held-out files are those of `corpus.py` for the interpreter that runs this script. Every file begins after
-an end-of-text token and is cut into windows of the model's length, as in training.
+an end-of-text token and is cut into windows of the model's length, as in training. Each token attends to the keys and
+values of its window as the cache gives them back, its own included: a step writes them first, rounded.
 """
 
 from __future__ import annotations
@@ -70,4 +71,4 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     for checkpoint in arguments.checkpoints:
         bits = measure(Path(checkpoint), arguments.quantization, arguments.cache_dtype)
-        print(f"{checkpoint}: {bits:.4f} bits per byte")
+        print(f"{checkpoint}: {bits:.5f} bits per byte")
