@@ -28,6 +28,10 @@ class Target(NamedTuple):
     capability: float  # e.g. 8.9
 
 
+# Sizes of arrays of single bytes that kernels do not get: up to 2**32 bytes Triton adds a signed offset of 32 bits,
+# whose reach they exceed.
+MISADDRESSED = range(2**31 + 1, 2**32 + 1)
+
 # What the interpreter stands for.
 INTERPRETED = Target("interpreter", 1, AMPERE)
 
@@ -79,12 +83,11 @@ def launch(
     `aliases` says which array becomes which output, in place.
     """
     for array in arrays:
-        # Up to 2**32 bytes Triton adds a signed offset of 32 bits, whose reach a pool of single bytes exceeds.
-        if array.dtype.itemsize == 1 and 2**31 < array.size <= 2**32:
+        if array.dtype.itemsize == 1 and array.size in MISADDRESSED:
             raise NotImplementedError(
                 f"an array {array.shape} of {array.dtype} is not supported by the GPU kernels: between 2**31 and 2**32"
                 " bytes it would be addressed wrongly; make it smaller or larger than that (of an engine by"
-                " EngineConfig.cache_bytes)"
+                " EngineConfig.num_pages, or without it)"
             )
     return pl.pallas_call(
         kernel,

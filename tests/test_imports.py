@@ -39,8 +39,8 @@ ALLOWED = {
     "engine.request": "sampling_params",
     "engine.kv_cache": "atomic_file engine.request sampling_params",
     "engine.scheduling": "engine.kv_cache engine.request html sampling_params validation",
-    "engine.execution": "atomic_file config device engine.kv_cache engine.request engine.scheduling model parallel plan"
-    " quantization sampling sampling_params steps validation",
+    "engine.execution": "atomic_file config device engine.kv_cache engine.request engine.scheduling kernels_pallas"
+    " model parallel plan quantization sampling sampling_params steps validation",
     "engine.drafters": "config engine.execution engine.request engine.scheduling model parallel plan steps validation",
     "engine.speculation": "checkpoint config engine.drafters engine.execution engine.kv_cache engine.request"
     " engine.scheduling model steps text validation",

@@ -21,6 +21,7 @@ from jaxinfer.device import ACCELERATOR_BATCHED_TOKENS
 from jaxinfer.engine.device_limits import PAGES_PART, TOKENS_PER_ROW, fitting_rows
 from jaxinfer.engine.execution.memory_plan import (
     SPARE,
+    addressable_pages,
     bytes_of_bounded,
     guess_step_bytes,
     one_page,
@@ -222,4 +223,7 @@ def _plan_memory(
         num_devices=placement.num_devices,
     )
     useful = rows * -(-max_model_len // config.page_size)
-    return config, replace(plan, num_pages=max(min(plan.num_fitting, useful), 0))
+    num_pages = max(min(plan.num_fitting, useful), 0)
+    if chip.platform == "gpu":
+        num_pages = addressable_pages(model, page, num_pages, placement, chip.platform)
+    return config, replace(plan, num_pages=num_pages)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -153,6 +152,19 @@ def page_bytes(
 
     `kind` takes the layers of a kind of pages only. With a `mesh`, the bytes are those on each of its devices.
     """
+    arrays = page_arrays(config, cache_config, layout, kind=kind, mesh=mesh)
+    return sum(array.size * array.dtype.itemsize for array in arrays)
+
+
+def page_arrays(
+    config: ModelConfig,
+    cache_config: CacheConfig,
+    layout: str | None = None,
+    *,
+    kind: int | None = None,
+    mesh: Mesh | None = None,
+) -> list[jax.ShapeDtypeStruct]:
+    """Returns the parts of one page in each array of a cache; the arguments are those of `page_bytes`."""
     one_page = abstract_cache(
         config, replace(cache_config, num_pages=1, num_bounded_pages=(), num_draft_states=0), layout
     )
@@ -161,8 +173,7 @@ def page_bytes(
     if mesh is not None:
         at = cache_shardings(part, mesh, config=config, kind=kind)
         shapes = jax.tree.map(lambda array, sharding: sharding.shard_shape(array.shape), part, at)
-    sizes = jax.tree.map(lambda array, shape: math.prod(shape) * jnp.dtype(array.dtype).itemsize, part, shapes)
-    return sum(jax.tree.leaves(sizes))
+    return jax.tree.leaves(jax.tree.map(lambda array, shape: jax.ShapeDtypeStruct(shape, array.dtype), part, shapes))
 
 
 def _stacks_of(config: ModelConfig, kind: int | None) -> list[MixerStack]:

@@ -97,21 +97,26 @@ def step_bytes(compiled: jax.stages.Compiled, inputs: Iterable[Any]) -> int:
 
 
 def fit_pages(
-    compile_for: Callable[[int], tuple[Compiled, int]], guess: MemoryPlan, *, is_fixed: bool
+    compile_for: Callable[[int], tuple[Compiled, int]],
+    guess: MemoryPlan,
+    *,
+    is_fixed: bool,
+    allowed: Callable[[int], int] = lambda num_pages: num_pages,
 ) -> tuple[Compiled, MemoryPlan]:
     """Compiles for the most pages that fit into the limit, at most `guess.num_pages`, and returns the plan.
 
     `compile_for` takes a number of pages and returns what it compiled and what that needs; `guess.step_bytes` is what
-    it may need. Raises ValueError if the limit is too small; with `is_fixed`, for `guess.num_pages`.
+    it may need. `allowed` takes a number of pages and returns the most up to it that a kernel can use. Raises
+    ValueError if the limit is too small; with `is_fixed`, for `guess.num_pages`.
     """
     most, least = guess.num_pages, guess.num_pages if is_fixed else 1
     _require_room(replace(guess, step_bytes=0), least)  # what cannot fit at all is not worth compiling
-    num_pages = max(min(most, guess.num_fitting), least)
+    num_pages = max(allowed(min(most, guess.num_fitting)), least)
     for _ in range(MAX_ROUNDS):
         compiled, needed = compile_for(num_pages)
         plan = replace(guess, step_bytes=needed, num_pages=num_pages)
         _require_room(plan, least)
-        fitting = min(plan.num_fitting, most)
+        fitting = max(allowed(min(plan.num_fitting, most)), least)
         if plan.limit_bytes is None or 0 <= (fitting - num_pages) * plan.page_bytes <= WASTE * plan.limit_bytes:
             return compiled, plan
         num_pages = fitting

@@ -14,7 +14,7 @@ from jaxinfer.plan.memory import UNTOLD_BYTES, MemoryPlan, fit_pages, num_bytes,
 GUESS = MemoryPlan(resident_bytes=1000, step_bytes=500, page_bytes=10, num_pages=800, limit_bytes=5000)
 
 
-def fit(needed, *, is_fixed=False, **changes):
+def fit(needed, *, is_fixed=False, allowed=lambda num_pages: num_pages, **changes):
     """Returns the plan and for how many pages was compiled; `needed` says what that then needs."""
     compiled = []
 
@@ -22,7 +22,8 @@ def fit(needed, *, is_fixed=False, **changes):
         compiled.append(num_pages)
         return num_pages, needed(num_pages)
 
-    last, plan = fit_pages(compile_for, GUESS.__class__(**{**vars(GUESS), **changes}), is_fixed=is_fixed)
+    guess = GUESS.__class__(**{**vars(GUESS), **changes})
+    last, plan = fit_pages(compile_for, guess, is_fixed=is_fixed, allowed=allowed)
     assert last == plan.num_pages == compiled[-1]
     return plan, compiled
 
@@ -65,6 +66,12 @@ def test_needs_that_grow_with_the_pages_are_met_as_well():
 
     assert 0.98 * 5000 <= plan.total_bytes <= 5000
     assert plan.step_bytes == 500 + 2 * plan.num_pages
+
+
+def test_pages_that_no_kernel_can_use_are_left_out():
+    plan, compiled = fit(lambda _: 100, allowed=lambda num_pages: min(num_pages, 300))
+
+    assert (plan.num_pages, compiled) == (300, [300])
 
 
 @pytest.mark.parametrize("changes", [{"num_pages": 20}, {"limit_bytes": None, "num_pages": 20}], ids=str)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import transformers
 
 from jaxinfer.checkpoint.families import family_of
-from jaxinfer.config import EngineConfig
-from jaxinfer.engine.execution.memory_plan import bytes_of_bounded, bytes_of_page, plan_cache, plan_further_kinds
+from jaxinfer.config import CacheConfig, EngineConfig
+from jaxinfer.engine.execution.memory_plan import (
+    addressable_pages,
+    bytes_of_bounded,
+    bytes_of_page,
+    plan_cache,
+    plan_further_kinds,
+)
 from jaxinfer.model.config import PageKind
 
 TOKENS, S = 32_000, 128
@@ -81,6 +88,21 @@ def test_a_request_of_gemma_3_at_32000_tokens_keeps_a_fifth_of_the_bytes():
     assert windows.num_pages == windows.num_kept + 3 + 512 // S
     assert kept == per_layer * S * (10 * 250 + 52 * windows.num_pages) + 4 * TOKENS
     assert 0.20 < kept / (per_layer * S * 62 * 250) < 0.22
+
+
+@pytest.mark.parametrize(("dtype", "bytes_per_number"), [("int8", 1), ("float8_e4m3fn", 1), ("bfloat16", 2)])
+def test_pools_of_bytes_stay_out_of_sizes_that_a_gpu_addresses_wrongly(dtype, bytes_per_number):
+    config = config_of("gemma3_text", GEMMA3_27B)
+    cache_config = CacheConfig(num_pages=1, page_size=S, dtype=dtype, num_bounded_pages=(1,))
+    of_page = 10 * 16 * 128 * S  # numbers of the keys of ten layers with 16 heads of 128
+
+    def pages(num_bytes):
+        return addressable_pages(config, cache_config, num_bytes // of_page)
+
+    assert pages(2**31 - 1) == (2**31 - 1) // of_page
+    assert pages(2**32 + of_page) == 2**32 // of_page + 1
+    capped = 2**31 // of_page if bytes_per_number == 1 else 2**32 // of_page
+    assert pages(2**32) == capped
 
 
 def test_layers_of_gemma_4_that_read_others_keep_nothing():

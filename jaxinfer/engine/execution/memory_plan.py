@@ -12,9 +12,10 @@ from jaxinfer.engine.execution.engine_model import DeviceDrafter
 from jaxinfer.engine.execution.step_shapes import Bucket, loop_steps, max_batched_tokens, max_rows
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow, endless_window, sliding_attention_window
 from jaxinfer.engine.kv_cache.bounded_pages import BoundedKind
-from jaxinfer.model.cache import page_bytes
+from jaxinfer.model.cache import page_arrays, page_bytes
 from jaxinfer.model.config import ModelConfig, PageKind
 from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
+from kernels_pallas.triton import MISADDRESSED
 
 # The part of a device's memory that stays free, for the gaps between arrays of different sizes.
 SPARE = 0.02
@@ -159,6 +160,24 @@ def bytes_of_bounded(
     if model_config.is_recurrent:
         counts[model_config.state_kind - 1] += cache_config.num_draft_states
     return sum(count * size(kind=kind) for kind, count in enumerate(counts, 1))
+
+
+def addressable_pages(
+    model_config: ModelConfig,
+    cache_config: CacheConfig,
+    num_pages: int,
+    placement: Placement = DEFAULT_DEVICE,
+    layout: str | None = None,
+) -> int:
+    """Returns the most pages, up to a number of them, whose pools the kernels of a GPU address rightly.
+
+    `layout`: as in `abstract_cache`.
+    """
+    arrays = page_arrays(model_config, cache_config, layout, kind=0, mesh=placement.mesh)
+    sizes = {array.size for array in arrays if array.dtype.itemsize == 1}
+    while wrong := [size for size in sizes if size * num_pages in MISADDRESSED]:
+        num_pages = (MISADDRESSED.start - 1) // max(wrong)
+    return num_pages
 
 
 def bytes_of_page(

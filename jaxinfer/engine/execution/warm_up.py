@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from jaxinfer.config import CacheConfig, EngineConfig
 from jaxinfer.engine.execution.compiled_steps import CompiledSteps, enough_buckets
 from jaxinfer.engine.execution.engine_model import EngineModel, PreparesDrafts, abstract
 from jaxinfer.engine.execution.memory_plan import (
+    addressable_pages,
     bytes_of_bounded,
     bytes_of_page,
     guess_step_bytes,
@@ -33,6 +35,9 @@ from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
 from jaxinfer.plan.memory import MemoryPlan, fit_pages, num_bytes
 from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.validation import shown
+from kernels_pallas.paged_attention.api import default_implementation
+
+logger = logging.getLogger(__name__)
 
 # Pages per copy, without tiers and with them: one page if it is evicted while others decode, or many pages.
 COPY_WIDTHS = ((1,), (1, 8))
@@ -181,7 +186,15 @@ class WarmUp:
         )
         self._waits_for = enough_buckets(compiler.buckets) if guess.limit_bytes is None else compiler.largest
         is_fixed = target.engine_config.num_pages is not None
-        (known, self.copiers), self._memory = fit_pages(self._compile_for, guess, is_fixed=is_fixed)
+        (known, self.copiers), self._memory = fit_pages(
+            self._compile_for, guess, is_fixed=is_fixed, allowed=self._addressable
+        )
+        fitting = min(replace(self._memory, num_pages=guess.num_pages).num_fitting, guess.num_pages)
+        if not is_fixed and (addressable := self._addressable(fitting)) < fitting:
+            logger.warning(
+                "%d of the %d pages that fit are used: in 8 bits, GPU kernels read no pool of keys between 2 and 4 GiB",
+                *(addressable, fitting),
+            )
         self.cache_config = self._cache_config(self._memory.num_pages)
         self.steps = CompiledSteps(compiler.buckets, partial(compiler.compile, self.cache_config), known)
         self.steps.wait_for_enough(show_progress=show_progress)
@@ -198,6 +211,13 @@ class WarmUp:
             seconds=sum(self.compiler.seconds.values()),
             memory=replace(self._memory, step_bytes=needed),
         )
+
+    def _addressable(self, num_pages: int) -> int:
+        """Returns the most pages, up to a number of them, that the attention of this device can use."""
+        target = self.model
+        if default_implementation() != "gpu" or target.engine_config.attention is not None:
+            return num_pages
+        return addressable_pages(target.model_config, target.cache_config, num_pages, target.placement)
 
     def _compile_for(self, num_pages: int) -> tuple[tuple[Mapping[Bucket, jax.stages.Compiled], list[PageCopier]], int]:
         cache_config = self._cache_config(num_pages)

@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxinfer.config import SamplingParams
-from jaxinfer.engine.execution import memory_plan
+from jaxinfer.checkpoint import abstract_checkpoint
+from jaxinfer.config import CacheConfig, SamplingParams
+from jaxinfer.engine.execution import memory_plan, warm_up
 from jaxinfer.engine.execution.compiled_steps import CompileCounter
+from jaxinfer.model.cache import page_arrays
 from jaxinfer.parallel import placement
 from jaxinfer.plan.memory import num_bytes
 from tests.engine.engines import GREEDY, are_tpu_kernels_interpreted, quick_engine, random_prompts, ready_engine
@@ -52,6 +54,19 @@ def test_weights_still_to_come_take_their_part_of_what_the_device_has_free(check
     limit = LIMIT - int(memory_plan.SPARE * LIMIT)
     assert memory.limit_bytes == limit
     assert memory.total_bytes <= limit
+
+
+def test_a_gpu_gets_no_pool_that_its_kernels_address_wrongly(checkpoint, monkeypatch, caplog):
+    _, config = abstract_checkpoint(checkpoint, "float32")
+    arrays = page_arrays(config, CacheConfig(num_pages=1, page_size=16, dtype="int8"))
+    size = max(array.size for array in arrays if array.dtype.itemsize == 1)
+    monkeypatch.setattr(warm_up, "default_implementation", lambda: "gpu")
+    monkeypatch.setattr(memory_plan, "MISADDRESSED", range(20 * size + 1, 80 * size + 1))
+
+    with quick_engine(checkpoint, max_model_len=256, cache_dtype="int8") as llm:
+        assert llm.metrics().num_pages == 20
+
+    assert "20 of the 64 pages that fit are used: in 8 bits, GPU kernels read no pool" in caplog.text
 
 
 def test_it_serves_more_than_it_has_pages_for(small):
