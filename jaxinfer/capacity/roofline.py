@@ -17,6 +17,7 @@ from jaxinfer.model.components.moe import MoE
 from jaxinfer.model.config import Layer, ModelConfig
 from jaxinfer.model.params import Params
 from jaxinfer.plan.memory import num_bytes
+from jaxinfer.quantization import QuantizedArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +158,9 @@ def _attention_flops(mixer: Any, num_keys: float) -> float:
 def _collectives(split: Split) -> Iterator[int]:
     """Yields for each sum over devices how many take part: after the embedding, each mixer and each network."""
     tensor, experts = split.tensor, split.experts
+    # Experts and a shared one have one sum, but for a shared one of integers.
+    leaves = jax.tree.leaves(split.params, is_leaf=lambda node: isinstance(node, QuantizedArray))
+    adds_shared = any(isinstance(leaf, QuantizedArray) for leaf in leaves)
     if tensor > 1:
         yield tensor
     for layer in split.config.layers:
@@ -166,7 +170,8 @@ def _collectives(split: Split) -> Iterator[int]:
         if of_experts is not None and tensor * experts > 1:
             yield tensor * experts
         is_dense = layer.feed_forward is not None and not isinstance(layer.feed_forward, MoE)
-        if tensor > 1 and (is_dense or (of_experts is not None and of_experts.shared is not None)):
+        has_shared = adds_shared and of_experts is not None and of_experts.shared is not None
+        if tensor > 1 and (is_dense or has_shared):
             yield tensor
 
 

@@ -77,14 +77,14 @@ def step_case(
     from jaxinfer.config import CacheConfig
     from jaxinfer.model.batch import lay_out_batch
     from jaxinfer.model.cache import abstract_cache
-    from jaxinfer.model.params import abstract_params
+    from jaxinfer.model.params import abstract_params, over_mesh
     from jaxinfer.model.quantized_params import quantize_weights
     from jaxinfer.parallel.placement import Placement
     from jaxinfer.sampling.batch import make_sampling
     from jaxinfer.steps import steps
     from jaxinfer.steps.options import StepOptions
 
-    config, placement = published_config(model), Placement(mesh)
+    config, placement = over_mesh(published_config(model), mesh), Placement(mesh)
     if layout == "gpu":  # as `load_checkpoint` groups layers there
         config = config.regrouped((1,) * config.num_layers)
     params = abstract_params(config, dtype)

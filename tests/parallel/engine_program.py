@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
 
 from jaxinfer.checkpoint import abstract_checkpoint, load_checkpoint, read_config
@@ -32,6 +33,9 @@ from jaxinfer.engine.execution.step_compiler import StepCompiler
 from jaxinfer.engine.execution.warm_up import plan_target
 from jaxinfer.engine.llm import LLM
 from jaxinfer.engine.request.completion import Completion
+from jaxinfer.model.batch import StepTokens
+from jaxinfer.model.components.mlp import MLP
+from jaxinfer.model.components.moe import MoE, Router, declare_moe, moe
 from jaxinfer.model.config import ModelConfig, uniform_decoder
 from jaxinfer.model.params import init_params
 from jaxinfer.parallel.placement import Placement
@@ -431,6 +435,28 @@ def tried_products(checkpoint: str) -> dict[str, int]:
     return results
 
 
+def shared_expert() -> dict[str, Any]:
+    """The sums over devices of a layer with a shared expert, and its difference from that of one device."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("experts", "model"))
+    expert, router = MLP(intermediate_size=8, has_bias=True), Router(num_chosen=2)
+    config = MoE(num_experts=4, expert=expert, router=router, shared=expert, has_shared_gate=True)
+    numbers = np.random.default_rng(0)
+
+    def make(sizes: tuple[int, ...], axes: tuple[str, ...], *_: Any, **__: Any) -> Any:
+        at = NamedSharding(mesh, PartitionSpec(*({"experts": "experts", "mlp": "model"}.get(axis) for axis in axes)))
+        return jax.device_put(jnp.asarray(numbers.standard_normal(sizes), jnp.float32), at)
+
+    params, x = declare_moe(config, 16, make), jnp.asarray(numbers.standard_normal((8, 16)), jnp.float32)
+
+    def run(params: Any, x: jax.Array, mesh: Mesh | None) -> jax.Array:
+        return moe(params, x, StepTokens(jnp.int32(8), is_split=mesh is not None), config=config, mesh=mesh)
+
+    compiled = jax.jit(run, static_argnums=2).lower(params, x, mesh).compile()
+    whole = jax.device_put(params, jax.devices()[0])
+    error = np.abs(np.asarray(compiled(params, x)) - np.asarray(jax.jit(run, static_argnums=2)(whole, x, None))).max()
+    return {"sums": len(re.findall(r"= .* all-reduce(?:-start)?\(", str(compiled.as_text()))), "error": float(error)}
+
+
 CASES: dict[str, Callable[..., Any]] = {
     "same engine": same_engine,
     "drafters": drafters,
@@ -444,6 +470,7 @@ CASES: dict[str, Callable[..., Any]] = {
     "replica verbs": replica_verbs,
     "failing replica": failing_replica,
     "tried products": tried_products,
+    "shared expert": shared_expert,
 }
 
 if __name__ == "__main__":

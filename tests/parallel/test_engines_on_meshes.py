@@ -177,6 +177,13 @@ def test_products_by_split_weights_have_one_number_of_rows(tmp_path):
     assert results["mesh"] == 0
 
 
+def test_experts_and_a_shared_one_take_one_sum_over_devices():
+    results = run_program(4, "shared expert")
+
+    assert results["sums"] == 1
+    assert results["error"] < 1e-4  # of numbers up to 100
+
+
 def test_what_devices_cannot_share_is_refused_by_name(tmp_path):
     checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
     sparse = save_random_checkpoint(tmp_path / "sparse", "gpt_oss", **EXPERTS)

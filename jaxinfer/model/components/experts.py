@@ -30,6 +30,14 @@ WEIGHTS = ("gate", "up", "down")
 MAX_BLOCK = 136
 
 
+class SharedExpert(NamedTuple):
+    """An expert of all tokens, whose result devices add to their sum of the chosen ones."""
+
+    params: MLPParams
+    gate: Any  # f32[T, 1]  multiplies its result; None: nothing does
+    config: MLP
+
+
 class Stacks(NamedTuple):
     """The weights of several layers, of which a kernel reads those of one where they lie."""
 
@@ -47,12 +55,14 @@ def sum_of_experts(
     config: MLP,
     layer: jax.Array | None = None,
     mesh: Mesh | None = None,
+    shared: SharedExpert | None = None,
 ) -> jax.Array:
     """Returns the sum [T, D] of each token's experts i32[T, X] times their weights f32[T, X], for x [T, D].
 
     `params` has the tensors [E, ...] of all experts, or with a `layer` i32[] those of several layers [n, E, ...]: a
     kernel of a TPU reads a layer's experts where they lie. Tokens after the first `num_tokens` are padding. Each device
-    of a `mesh` computes its own experts and its own part of them, and the devices' sums are added in float32.
+    of a `mesh` computes its own experts and its own part of them, and the devices' sums are added in float32. There a
+    `shared` expert may be added too, see `joins_sum`: so a layer has one sum over devices.
     """
     stacks = Stacks({}, jnp.zeros((), jnp.int32))
     if layer is not None:
@@ -63,7 +73,7 @@ def sum_of_experts(
         params = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, layer, keepdims=False), params)
     axes = _split_axes(mesh, params.up.shape[0], config.intermediate_size)
     if mesh is not None and axes:
-        return _sum_over_mesh(params, stacks, x, experts, weights, num_tokens, config, mesh, axes)
+        return _sum_over_mesh(params, stacks, x, experts, weights, num_tokens, config, mesh, axes, shared)
     results: Any = _of_experts(params, stacks, x, experts, num_tokens, config)
     return _weighted_sum(results, weights).astype(x.dtype)
 
@@ -72,6 +82,17 @@ def _weighted_sum(results: jax.Array, weights: jax.Array) -> jax.Array:
     # Rounded before they are added, and added in a fixed order: so a token's sum has the same bits in any step.
     weighted = rounded(results * weights[..., None])
     return row_sum(weighted.swapaxes(1, 2))
+
+
+def joins_sum(shared: MLPParams, shared_config: MLP, num_experts: int, config: MLP, mesh: Mesh | None) -> bool:
+    """True if the devices of a mesh can add a shared expert to their sum of experts.
+
+    They share its hidden units as they do those of the experts. Integers are not for it: their own product splits them.
+    """
+    axes = _split_axes(mesh, num_experts, config.intermediate_size)
+    if mesh is None or MLP_AXIS not in axes or shared_config.intermediate_size % mesh.shape[MLP_AXIS]:
+        return False
+    return all(isinstance(w, jax.Array) for w in (shared.gate, shared.up, shared.down) if w is not None)
 
 
 def _split_axes(mesh: Mesh | None, num_experts: int, intermediate_size: int) -> tuple[str, ...]:
@@ -91,8 +112,21 @@ def _sum_over_mesh(
     config: MLP,
     mesh: Mesh,
     axes: tuple[str, ...],
+    shared: SharedExpert | None,
 ) -> jax.Array:
     E = params.up.shape[0]
+
+    def own_part(x: jax.Array, num_tokens: jax.Array, own: MLPParams, gate: jax.Array | None) -> jax.Array:
+        """Returns what a device adds of the shared expert, f32[T, D]."""
+        assert shared is not None
+        is_first = jax.lax.axis_index(MLP_AXIS) == 0
+        if own.down_bias is not None:
+            own = replace(own, down_bias=jnp.where(is_first, own.down_bias, 0))
+        part = mlp(own, x, StepTokens(num_tokens, is_split=True), config=shared.config).astype(jnp.float32)
+        part = part if gate is None else part * jnp.broadcast_to(gate, part.shape)
+        # Devices of different experts have the same part, which one of them adds.
+        is_added = jax.lax.axis_index(EXPERTS_AXIS) == 0 if EXPERTS_AXIS in axes else True
+        return rounded(jnp.where(is_added, part, 0.0))
 
     def sum_of_own(
         params: MLPParams,
@@ -101,6 +135,7 @@ def _sum_over_mesh(
         experts: jax.Array,
         weights: jax.Array,
         num_tokens: jax.Array,
+        shared_part: tuple[MLPParams, jax.Array | None] | None,
     ) -> jax.Array:
         if EXPERTS_AXIS in axes:  # the first E / n are those of this device
             experts = (experts - jax.lax.axis_index(EXPERTS_AXIS) * params.up.shape[0]) % E
@@ -108,11 +143,17 @@ def _sum_over_mesh(
             is_first = jax.lax.axis_index(MLP_AXIS) == 0
             params = replace(params, down_bias=jnp.where(is_first, params.down_bias, 0))
         results: Any = _of_experts(params, stacks, x, experts, num_tokens, config)
-        return jax.lax.psum(_weighted_sum(results, weights), axes)
+        total = _weighted_sum(results, weights)
+        if shared_part is not None:
+            total = total + own_part(x, num_tokens, *shared_part)
+        return jax.lax.psum(total, axes)
 
-    def spec(_: tuple[int, ...], names: tuple[str, ...], **__: Any) -> Any:
-        found = (MESH_AXES.get(name) for name in ("experts", *names))
+    def spec_of_shared(_: tuple[int, ...], names: tuple[str, ...], **__: Any) -> Any:
+        found = map(MESH_AXES.get, names)
         return PartitionSpec(*(axis if axis in axes else None for axis in found))
+
+    def spec(sizes: tuple[int, ...], names: tuple[str, ...], **_: Any) -> Any:
+        return spec_of_shared(sizes, ("experts", *names))
 
     whole, specs = PartitionSpec(), declare_mlp(config, x.shape[1], spec)
     of_stacks = {name: PartitionSpec(None, *getattr(specs, name)) for name in stacks.weights}
@@ -124,10 +165,14 @@ def _sum_over_mesh(
         if type(getattr(params, name)) is type(getattr(whole_params, name))
     }
     stacks, stack_specs = stacks._replace(weights=kept), Stacks({name: of_stacks[name] for name in kept}, whole)
+    part, part_specs = None, None
+    if shared is not None:
+        part = shared.params, shared.gate
+        part_specs = declare_mlp(shared.config, x.shape[1], spec_of_shared), None if shared.gate is None else whole
+    in_specs = (specs, stack_specs, *(whole,) * 4, part_specs)
     # Kernels are opaque to the replication check.
-    in_specs = (specs, stack_specs, *(whole,) * 4)
     split = jax.shard_map(sum_of_own, mesh=mesh, in_specs=in_specs, out_specs=whole, check_vma=False)
-    return split(params, stacks, x, experts, weights, num_tokens).astype(x.dtype)
+    return split(params, stacks, x, experts, weights, num_tokens, part).astype(x.dtype)
 
 
 def _split_groups(params: MLPParams, specs: Any, mesh: Mesh, x: jax.Array, config: MLP) -> tuple[MLPParams, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from flax import struct
 from jax.sharding import Mesh
 
 from jaxinfer.model.batch import StepTokens
-from jaxinfer.model.components.experts import sum_of_experts
+from jaxinfer.model.components.experts import SharedExpert, joins_sum, sum_of_experts
 from jaxinfer.model.components.layers import MakeSpec, Norm, TensorSpec, product, rms_norm
 from jaxinfer.model.components.mlp import MLP, MLPParams, declare_mlp, mlp
 from jaxinfer.validation import require, require_bool, require_int, require_name, require_positive
@@ -135,12 +136,16 @@ def moe(
     """
     experts, weights = route(params, x if states is None else states, tokens, config=config)
     options: dict[str, Any] = {"config": config.expert, "layer": params.layer, "mesh": mesh}
-    out = sum_of_experts(params.experts, x, experts, weights, tokens.count, **options)
+    compute = functools.partial(sum_of_experts, params.experts, x, experts, weights, tokens.count, **options)
     if params.shared is None or config.shared is None:
-        return out
-    shared = mlp(params.shared, x, tokens, config=config.shared)
+        return compute()
+    gate = None
     if params.shared_gate is not None:
         gate = jax.nn.sigmoid(product(x, params.shared_gate, tokens))
+    if joins_sum(params.shared, config.shared, config.num_experts, config.expert, mesh):
+        return compute(shared=SharedExpert(params.shared, gate, config.shared))
+    out, shared = compute(), mlp(params.shared, x, tokens, config=config.shared)
+    if gate is not None:
         shared = rounded(shared * jnp.broadcast_to(gate, shared.shape).astype(x.dtype))
     return out + shared
 
