@@ -40,8 +40,8 @@ class PackedBlocks:
         kind = TYPES[self.type]
         assert kind.levels is not None
         blocks = self.blocks.reshape(-1, kind.num_bytes)
-        parts = (kind.planes(blocks), *kind.levels(blocks))
-        return UnpackedBlocks(*jax.tree.map(lambda a: a.reshape(*self.shape[:-1], -1, *a.shape[1:]), parts), self.type)
+        unpacked = UnpackedBlocks(kind.planes(blocks), *kind.levels(blocks), self.type)
+        return jax.tree.map(lambda a: a.reshape(*self.shape[:-1], -1, *a.shape[1:]), unpacked)
 
 
 @struct.dataclass
