@@ -64,8 +64,8 @@ NUM_TRIED_TOGETHER = 8
 # Output channels whose integers are widened at once, in pairs of blocks that run side by side. A block in float32 stays
 # in the cache of its core. Products of 8 rows took as long with blocks of 256, and a quarter longer with blocks of 64.
 CHANNEL_BLOCK = 128
-# Output channels whose packed numbers a CPU unpacks to bytes, and their scales to float32, before it widens them. If these
-# were the channels of one turn, the compiler would join both loops, and unpack numbers one at a time.
+# Output channels whose packed numbers a CPU unpacks to bytes, and their scales to float32, before it widens them. As
+# the channels of one turn they would be unpacked one number at a time, because the compiler would join both loops.
 CHANNELS_PREPARED = 4 * CHANNEL_BLOCK
 # Packed weights that an accelerator widens at once: 16 MiB in bfloat16.
 MAX_WIDENED = 2**23
