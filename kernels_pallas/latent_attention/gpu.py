@@ -48,7 +48,7 @@ def latent_attention_gpu(
     R, (N, width) = pages.latent_size, q.shape[1:]
     sizes_allowed = (("latent_size", R, MAX_LATENT_SIZE), ("rotary_size", width - R, MAX_ROTARY_SIZE))
     further = [(name, value, range(1, most + 1)) for name, value, most in sizes_allowed]
-    target = check_support(q, pages, interpret=interpret, page_dtypes=("int8", FP8), further=further)
+    target = check_support(q, pages, interpret=interpret, page_dtypes=("int8", "int4", FP8), further=further)
     place = {
         "block_tables": block_tables,
         "page_offset": jnp.asarray(page_offset, jnp.int32).reshape(1),

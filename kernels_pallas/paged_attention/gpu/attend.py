@@ -98,6 +98,7 @@ class _Tile(NamedTuple):
     columns: tuple[_Columns, ...]  # the columns of a value, then those that only a key has
     context: jax.Array  # i32[]  tokens of the row before this step
     keys: Keys
+    is_packed: bool  # a byte holds two integers
 
 
 def _kernel(*refs, names, cut: Cut, value_size: int, scale, softcap) -> None:
@@ -152,6 +153,7 @@ def _find_tile(arrays, chunk: Chunk, head_tile: jax.Array, cut: Cut, value_size:
         columns=tuple(_columns(first, end) for first, end in ((0, value_size), (value_size, H)) if end > first),
         context=chunk.context,
         keys=keys_of(chunk, cut, has_tree=arrays.tree_mask is not None),
+        is_packed=arrays.k_pages.shape[3] < H,
     )
 
 
@@ -249,8 +251,13 @@ def _load_slots(
         mask = jnp.broadcast_to(mask, (slots.size, columns.index.size))
     else:
         mask = None  # nothing to hide: the loads of whole blocks stay plain
-    index = (pages, places, tile.kv_head, columns.index[None])
-    return triton.load(pool, index, mask)
+    if not tile.is_packed:
+        return triton.load(pool, (pages, places, tile.kv_head, columns.index[None]), mask)
+    # A byte has integers of both halves of a head, and is read for each; the second time it is near.
+    is_high = columns.index >= pool.shape[3]
+    numbers = jnp.where(is_high, columns.index - pool.shape[3], columns.index)[None]
+    pairs = triton.load(pool, (pages, places, tile.kv_head, numbers), mask).astype(jnp.int32)
+    return jnp.where(is_high[None], pairs >> 4, (pairs << 28) >> 28)
 
 
 def _load_scales(tile: _Tile, pages: jax.Array, slots: jax.Array, is_seen: jax.Array | None, pool) -> jax.Array:

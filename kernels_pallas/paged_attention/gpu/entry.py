@@ -20,7 +20,7 @@ from kernels_pallas.paged_attention.gpu.append import append
 from kernels_pallas.paged_attention.gpu.attend import attend
 from kernels_pallas.paged_attention.gpu.block_sizes import GpuBlockSizes, gpu_block_sizes
 from kernels_pallas.paged_attention.gpu.prefill_choice import choose_prefill
-from kernels_pallas.paged_attention.layout import Pages, to_integers, to_stored
+from kernels_pallas.paged_attention.layout import Pages, pack_integers, to_integers, to_stored
 
 MAX_HEAD_DIM = 512
 FP8 = "float8_e4m3fn"
@@ -56,7 +56,7 @@ def paged_attention_gpu(
     `prefill` is the kernel for the rows of several tokens of a ragged batch, see `choose_prefill`.
     """
     further = (("pages.layout", pages.layout, ("gpu",)), ("head_dim", q.shape[-1], range(1, MAX_HEAD_DIM + 1)))
-    target = check_support(q, pages, interpret=interpret, page_dtypes=("int8", FP8), further=further)
+    target = check_support(q, pages, interpret=interpret, page_dtypes=("int8", "int4", FP8), further=further)
     (_, N, H), K, M = q.shape, pages.num_kv_heads, block_tables.shape[1]
     place = {
         "block_tables": block_tables,
@@ -98,7 +98,10 @@ def _append(
     if pages.scales is None:
         new = to_stored(k, k_scale, pages.dtype), to_stored(v, v_scale, pages.dtype)
         return dataclasses.replace(pages, arrays=append(new, pages.arrays, *lens, **place))
-    (k, k_scales), (v, v_scales) = to_integers(k), to_integers(v)
+    bits = 4 if pages.is_packed else 8
+    (k, k_scales), (v, v_scales) = to_integers(k, bits), to_integers(v, bits)
+    if pages.is_packed:
+        k, v = pack_integers(k), pack_integers(v)
     pools = append((k, v, k_scales, v_scales), (*pages.arrays, *pages.scales), *lens, **place)
     return dataclasses.replace(pages, arrays=pools[:2], scales=pools[2:])
 

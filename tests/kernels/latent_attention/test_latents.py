@@ -73,6 +73,7 @@ def test_a_draft_sees_the_context_and_its_own_ancestors(implementation):
         *(("reference", layout, "int4") for layout in LAYOUTS.values()),
         ("reference", "cpu", "int8"),
         ("gpu_interpret", "gpu", "int8"),
+        ("gpu_interpret", "gpu", "int4"),
     ],
 )
 def test_latents_and_rotated_keys_of_integers_have_scales_of_their_own(implementation, layout, dtype, lens, q_len):
@@ -187,7 +188,12 @@ def test_an_unnamed_implementation_is_the_one_of_the_device(platform, kind, name
         ("NVIDIA H200", "gpu", {"latent_size": 513}, "latent_size=513 is not supported"),
         ("NVIDIA H200", "gpu", {"dtype": "float32"}, "q.dtype=float32 is not supported"),
         ("NVIDIA H200", "gpu", {"page_dtype": "float16"}, "pages.dtype=float16 is not supported"),
-        ("NVIDIA A100-SXM4-80GB", "gpu", {"page_dtype": "float8_e4m3fn"}, "capability 8.0.*use int8 or bfloat16"),
+        (
+            "NVIDIA A100-SXM4-80GB",
+            "gpu",
+            {"page_dtype": "float8_e4m3fn"},
+            "8.0.*use int8 or int4 or bfloat16",
+        ),
         ("TPU v6 lite", "cpu", {}, "pages of layout 'tpu', not of 576 numbers per token"),
         ("TPU v6 lite", "tpu", {"page_dtype": "float8_e4m3fn"}, "pages of float8_e4m3fn have no TPU kernel"),
         ("TPU v6 lite", "tpu", {"page_dtype": "int8"}, "pages of int8 have no TPU kernel"),

@@ -87,6 +87,16 @@ def check(call, *, q_len=None, trees=None, block_sizes, **options):
     check_pages(call, call.arguments["pages"], pages)
 
 
+# The two integers of a byte are half a head apart, and a head of 21 fills no byte.
+@pytest.mark.parametrize(("head_dim", "q_len"), [(64, None), (21, 1)])
+def test_integers_of_4_bits_are_read_two_from_a_byte(head_dim, q_len):
+    lens = [(q_len or 4, 60), (1, 33), (q_len or 20, 20), (1, 1)]
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": head_dim, "page_size": 32}
+    call = make_call(lens, **sizes, page_dtype=jnp.int4, has_scales=True, layout="gpu")
+
+    check(call, q_len=q_len, block_sizes=None)
+
+
 @pytest.mark.parametrize("num_splits", [2, 3, 8])
 def test_a_context_split_over_programs_is_attended_to_once(num_splits):
     # Of 8 splits of at most 4 blocks, some have nothing to do.
