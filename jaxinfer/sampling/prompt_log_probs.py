@@ -79,7 +79,7 @@ def describe_prompt(
         )
         rows = StepTokens(jnp.minimum(prompt.count - first, size))
         logits = unembed(params, hidden[places], rows, mesh=mesh)
-        part = PromptOutput(*log_probs_of(logits, token_ids, prompt.wants_top, A))
+        part = PromptOutput(*log_probs_of(logits, token_ids, prompt.wants_top, A, mesh=mesh))
         return jax.tree.map(lambda all_, new: jax.lax.dynamic_update_slice_in_dim(all_, new, first, 0), output, part)
 
     empty = PromptOutput(jnp.zeros(T), jnp.zeros((T, A), jnp.int32), jnp.zeros((T, A)))

@@ -14,8 +14,10 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.model.batch import StepOutput
+from jaxinfer.model.decoder import is_split, logits_sharding
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.processors import when_used
 from jaxinfer.sampling_params import BAD_LOGITS, NO_TOKEN, Form
@@ -254,13 +256,17 @@ def _ordered_bits(x: jax.Array) -> jax.Array:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def describe(logits: jax.Array, tokens: jax.Array, sampling: SamplingBatch, max_log_probs: int) -> StepOutput:
+def describe(
+    logits: jax.Array, tokens: jax.Array, sampling: SamplingBatch, max_log_probs: int, *, mesh: Mesh | None = None
+) -> StepOutput:
     """Returns the tokens i32[B] with their log-probabilities under the unfiltered logits f32[B, V].
+
+    `mesh` is the one that logits are split over, if any.
 
     Of a row in which these have NaN or inf, or no finite one, the token is BAD_LOGITS, whatever was drawn.
     """
     wants_top = jnp.any(sampling.num_log_probs > 0)
-    log_probs, top_tokens, top_log_probs = log_probs_of(logits, tokens, wants_top, max_log_probs)
+    log_probs, top_tokens, top_log_probs = log_probs_of(logits, tokens, wants_top, max_log_probs, mesh=mesh)
     tokens = jnp.where(jnp.isnan(log_probs), BAD_LOGITS, tokens)
     return StepOutput(tokens=tokens, log_probs=log_probs, top_tokens=top_tokens, top_log_probs=top_log_probs)
 
@@ -288,8 +294,30 @@ def chosen_logits(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.
     return jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0], log_total
 
 
+def split_top_k(logits: jax.Array, count: int, sharding: NamedSharding | None) -> tuple[jax.Array, jax.Array]:
+    """Returns the `count` greatest of each row of logits f32[B, V] and their places, as `jax.lax.top_k` does.
+
+    Devices that share the rows by `sharding` first take the greatest of their own part. So none gets all logits, as it
+    does by XLA over a mesh of two axes.
+    """
+    axis = None if sharding is None else sharding.spec[1]
+    if sharding is None or axis is None:
+        return jax.lax.top_k(logits, count)
+
+    def take_own(own: jax.Array) -> tuple[jax.Array, jax.Array]:
+        values, ids = jax.lax.top_k(own, min(count, own.shape[1]))
+        return values, ids + jax.lax.axis_index(axis) * own.shape[1]
+
+    of_rows, whole = PartitionSpec(None, axis), NamedSharding(sharding.mesh, PartitionSpec())
+    take = jax.shard_map(take_own, mesh=sharding.mesh, in_specs=of_rows, out_specs=of_rows, check_vma=False)
+    # Of equal ones the first is taken in both turns, which has the least place.
+    values, ids = jax.lax.with_sharding_constraint(take(logits), whole)
+    values, places = jax.lax.top_k(values, count)
+    return values, jnp.take_along_axis(ids, places, axis=1)
+
+
 def log_probs_of(
-    logits: jax.Array, tokens: jax.Array, wants_top: jax.Array, max_log_probs: int
+    logits: jax.Array, tokens: jax.Array, wants_top: jax.Array, max_log_probs: int, *, mesh: Mesh | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the log-probabilities f32[B] of tokens i32[B] under logits f32[B, V], and the most probable tokens with
     theirs, i32[B, A] and f32[B, A], best first. These are zeros unless `wants_top` (bool[]).
@@ -298,7 +326,8 @@ def log_probs_of(
     chosen, log_total = chosen_logits(logits, tokens)
 
     def top() -> tuple[jax.Array, jax.Array]:
-        values, ids = jax.lax.top_k(logits, max_log_probs)
+        sharding = logits_sharding(mesh, logits.shape[1]) if is_split(mesh) else None
+        values, ids = split_top_k(logits, max_log_probs, sharding)
         return ids.astype(jnp.int32), values - log_total[:, None]
 
     def nothing() -> tuple[jax.Array, jax.Array]:

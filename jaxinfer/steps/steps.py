@@ -292,9 +292,11 @@ def _draw(
         settings = options.custom, options.config.vocab_padding
         processed = process_logits(logits, sampling.processors, lambda: change(_context(cache, batch)), *settings)
     if not options.sampling_log_probs:
-        return describe(logits, sample(processed, sampling, _positions(batch), form=form), sampling, max_log_probs)
+        tokens = sample(processed, sampling, _positions(batch), form=form)
+        return describe(logits, tokens, sampling, max_log_probs, mesh=options.mesh)
     tokens, values = sample_with_log_probs(processed, sampling, _positions(batch), form=form)
-    return replace(describe(logits, tokens, sampling, max_log_probs), sampling_log_probs=values)
+    described = describe(logits, tokens, sampling, max_log_probs, mesh=options.mesh)
+    return replace(described, sampling_log_probs=values)
 
 
 def _positions(batch: Batch) -> jax.Array:

@@ -40,6 +40,7 @@ from jaxinfer.model.config import ModelConfig, uniform_decoder
 from jaxinfer.model.params import init_params
 from jaxinfer.parallel.placement import Placement
 from jaxinfer.plan.memory import num_bytes
+from jaxinfer.sampling.sample import split_top_k
 from jaxinfer.steps.eagle import EagleHead
 from jaxinfer.steps.medusa import MedusaHeads
 from jaxinfer.steps.options import StepOptions
@@ -457,6 +458,16 @@ def shared_expert() -> dict[str, Any]:
     return {"sums": len(re.findall(r"= .* all-reduce(?:-start)?\(", str(compiled.as_text()))), "error": float(error)}
 
 
+def top_k() -> bool:
+    """True if devices that share rows find what one device does, with equal numbers in several parts."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("experts", "model"))
+    sharding = NamedSharding(mesh, PartitionSpec(None, "model"))
+    logits = jnp.asarray(np.random.default_rng(0).integers(0, 5, (3, 12)), jnp.float32)
+    take = jax.jit(lambda logits, count: split_top_k(logits, count, sharding), static_argnums=1)
+    pairs = [(take(jax.device_put(logits, sharding), count), jax.lax.top_k(logits, count)) for count in (4, 9)]
+    return all(np.array_equal(a, b) for found, expected in pairs for a, b in zip(found, expected, strict=True))
+
+
 CASES: dict[str, Callable[..., Any]] = {
     "same engine": same_engine,
     "drafters": drafters,
@@ -471,6 +482,7 @@ CASES: dict[str, Callable[..., Any]] = {
     "failing replica": failing_replica,
     "tried products": tried_products,
     "shared expert": shared_expert,
+    "top k": top_k,
 }
 
 if __name__ == "__main__":

@@ -184,6 +184,10 @@ def test_experts_and_a_shared_one_take_one_sum_over_devices():
     assert results["error"] < 1e-4  # of numbers up to 100
 
 
+def test_devices_find_the_greatest_logits_of_rows_that_they_share():
+    assert run_program(4, "top k")
+
+
 def test_what_devices_cannot_share_is_refused_by_name(tmp_path):
     checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
     sparse = save_random_checkpoint(tmp_path / "sparse", "gpt_oss", **EXPERTS)
