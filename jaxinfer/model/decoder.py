@@ -112,7 +112,7 @@ def forward_with_states(
     for group, (start, end) in zip(config.groups, pairwise(config.ends_of_groups), strict=True):
         own = list(islice(places, len(group.mixers)))
         touched = sorted({place.pool for place in own})
-        x, new = run_group(
+        x, new = _run_group(
             tuple(islice(stacks, len(group.layers))),
             tuple(pools[pool] for pool in touched),
             tuple(batches),
@@ -173,7 +173,7 @@ _STATICS = ("q_len", "implementation", "mesh", "num_whole_rows")
 
 # Jitted separately, so that groups of equal shape are traced once.
 @functools.partial(jax.jit, static_argnames=("layers", "places", "stacks", "repeats", *_STATICS))
-def run_group(
+def _run_group(
     params: tuple[LayerParams, ...],
     pools: tuple[Pool, ...],
     batches: tuple[Batch, ...],
@@ -236,6 +236,10 @@ def run_group(
     scanned = _without_stacks(params) if reads_stacks else params
     (x, pools), _ = jax.lax.scan(run_pattern, (x, pools), (scanned, numbers, jnp.arange(repeats)))
     return x, pools
+
+
+# Programs have the function's own name, by which those recorded are found again.
+run_group = _run_group
 
 
 def _plan(mixer: Mixer, pages: Pool, inputs: AttentionInputs) -> Any:
