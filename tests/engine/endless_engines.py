@@ -44,7 +44,7 @@ def endless(llm: LLM) -> Iterator[LLM]:
 @functools.cache
 def _turn_of(llm: LLM) -> Any:
     cache = abstract_cache(llm.model_config, admission_of(llm).cache_config)
-    return PageCopier(cache, llm.model_config, (), num_sinks=1)._turn
+    return PageCopier(cache, llm.model_config, (1,), num_sinks=1)._turn
 
 
 def _become(llm: LLM, admission: Admission, windowed: WindowedPages, turn: Any) -> None:
