@@ -27,7 +27,7 @@ from scripts.kernels.figures import compile_on_gpu, compile_on_tpu, gpu_mesh
 
 # By model, the devices of a kind that hold it.
 MESHES = {
-    "Qwen3-30B-A3B": ("v6e-4", "v5p", "H200"),
+    "Qwen3-30B-A3B": ("v6e-4", "v6e-8", "v5p", "H200"),
     "Gemma-3-27B": ("v6e-4", "v5p", "H200"),
     "GPT-OSS-120B": ("v6e-8x2", "v5p-4", "H200-2"),
     "Qwen3-Next-80B-A3B": ("v6e-8x2", "v5p-2", "H200-2"),
