@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -26,7 +26,7 @@ from jaxinfer.validation import is_int, is_real, shown
 
 CONFIG_FILE, TENSOR_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."  # of every name that PEFT writes
-# What follows "lora_" in the name of a tensor, and what it is here.
+# By the end of a tensor's name, behind "lora_".
 KINDS = {"A.weight": "A", "B.weight": "B", "magnitude_vector": "lengths"}
 DIGEST_BYTES = 32
 MAX_ALPHA = 1e30
@@ -89,8 +89,8 @@ def read_adapter(
             _check(whole[name], pair, places, scaling, max_rank)
         scales = {whole[name]: scaling.of(name, pair["A"].shape[0]) for name, pair in pairs.items()}
         pairs = {whole[name]: pair for name, pair in pairs.items()}
-        base = require_fitting_tensors(checkpoint, config)[1] if scaling.sets_lengths else {}
-        return _place(pairs, places, scales, base, config, max_rank=max_rank, dtype=np.dtype(dtype))
+        weights = _read_weights(checkpoint, config, places) if scaling.sets_lengths else {}
+        return _place(pairs, places, scales, weights, config, max_rank=max_rank, dtype=np.dtype(dtype))
     except ValueError as error:
         raise error if str(error).startswith(str(folder)) else ValueError(f"{folder}: {error}") from None
 
@@ -227,28 +227,37 @@ def _places(checkpoint: Path, config: ModelConfig, modules: Collection[str]) -> 
     """Returns the places of each module that adapters may change, by its name in the spelling of these `modules`."""
     family = _family(checkpoint)
     plan = plan_assembly(config, family.weights_among([f"{module}.weight" for module in modules]))
-    assemblies = jax.tree.leaves(
-        jax.tree.map(
-            lambda assembly, spec: None if spec is None else assembly,
-            plan,
-            adapted_weights(config),
-            is_leaf=lambda node: isinstance(node, Assembly),
-        ),
-        is_leaf=lambda node: isinstance(node, Assembly),
-    )
     places: dict[str, list[_Place]] = {}
-    for index, assembly in enumerate(assemblies):
+    for index, assembly in enumerate(_assemblies(plan, config)):
         if assembly.is_packable and assembly.num_stacked == 1:
             for layer, name in enumerate(assembly.names):
                 places.setdefault(name.removesuffix(".weight"), []).append(_Place(index, layer, assembly))
     return places
 
 
+def _assemblies(plan: Any, config: ModelConfig) -> list[Assembly]:
+    """Returns those of the leaves of `adapted_weights`, in their order."""
+    adapted = jax.tree.map(
+        lambda assembly, spec: None if spec is None else assembly,
+        plan,
+        adapted_weights(config),
+        is_leaf=lambda node: isinstance(node, Assembly),
+    )
+    return jax.tree.leaves(adapted, is_leaf=lambda node: isinstance(node, Assembly))
+
+
+def _read_weights(checkpoint: Path, config: ModelConfig, places: Mapping[str, Sequence[_Place]]) -> dict[str, Stored]:
+    """Returns the stored weight of each module. The checkpoint may spell its name in another way than an adapter."""
+    plan, stored = require_fitting_tensors(checkpoint, config)
+    assemblies = _assemblies(plan, config)
+    return {module: stored[assemblies[place.index].names[place.layer]] for module, (place, *_) in places.items()}
+
+
 def _place(
     pairs: Mapping[str, Mapping[str, StoredTensor]],
     places: Mapping[str, list[_Place]],
     scales: Mapping[str, float],
-    base: Mapping[str, Stored],
+    weights: Mapping[str, Stored],
     config: ModelConfig,
     *,
     max_rank: int,
@@ -266,7 +275,7 @@ def _place(
             down, up = (pair[kind].map().astype(np.float32) for kind in "AB")
             up, gain = up * np.float32(scales[module]), np.zeros(len(up), np.float32)
             if "lengths" in pair:
-                w = floats_of(base[f"{module}.weight"]).astype(np.float32)
+                w = floats_of(weights[module]).astype(np.float32)
                 ratio = pair["lengths"].map().astype(np.float32) / np.linalg.norm(w + up @ down, axis=1)
                 up, gain = up * ratio[:, None], ratio - 1
             down, up = down.astype(dtype), up.astype(dtype)

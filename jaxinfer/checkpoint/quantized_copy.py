@@ -26,6 +26,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxinfer.checkpoint.assembly import Assembly
+from jaxinfer.checkpoint.fingerprint import fingerprint
 from jaxinfer.checkpoint.huggingface import (
     INDEX_FILE,
     read_config,
@@ -124,10 +125,12 @@ def write_quantized(
     path, target = require_copyable(source, target, scheme)
     own_scheme = SCHEMES[scheme]
     groups = _groups(path, own_scheme)
-    metadata = {"format": "pt"}
+    metadata = {"format": "pt", "source": fingerprint(path)}
     if calibration is not None:
         _check_calibration(calibration, read_config(path))
-        metadata["calibration"] = hashlib.sha256(calibration.astype("<i4").tobytes() + scheme.encode()).hexdigest()
+        metadata["calibration"] = hashlib.sha256(
+            calibration.astype("<i4").tobytes() + f"{calibration.shape} {scheme}".encode()
+        ).hexdigest()
     target.mkdir(parents=True, exist_ok=True)
     names: dict[str, str] = {}
     headers = read_headers(path)
@@ -442,8 +445,8 @@ def _is_written(path: Path, entries: Mapping[str, _Entry], metadata: Mapping[str
         raise ValueError(f"{path} exists and is no part of this copy; remove it, or give another folder")
     if read_metadata(path) != metadata:
         raise ValueError(
-            f"{path} exists, and was rounded for other calibration texts or for none; give the same texts, or another"
-            " folder"
+            f"{path} exists, and was rounded for other calibration texts, for none, or from another checkpoint; give"
+            " the same, or another folder"
         )
     return True
 

@@ -141,9 +141,10 @@ def _own_texts(
     import numpy as np
 
     from jaxinfer import LLM, EngineConfig, SamplingParams
+    from jaxinfer.checkpoint.fingerprint import fingerprint
     from jaxinfer.checkpoint.quantized_copy import CALIBRATED
 
-    kept = target / CALIBRATED / f"texts-{num_texts}-{length}-{seed}.npy"
+    kept = target / CALIBRATED / f"texts-{fingerprint(source)}-{num_texts}-{length}-{seed}.npy"
     if kept.is_file():
         return np.load(kept)
     generator = np.random.default_rng(seed)

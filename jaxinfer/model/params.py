@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
@@ -192,7 +193,8 @@ def _fitted(array: Any, spec: TensorSpec) -> Any:
     for axis, places in spec.places().items():
         if getattr(array, "ndim", 0) <= axis or array.shape[axis] != spec.own_shape[axis]:
             return array
-        array = jnp.take(array, places, axis=axis, mode="fill", fill_value=0)
+        beyond = np.where(places < 0, array.shape[axis], places)  # -1 would be the last row
+        array = jnp.take(array, beyond, axis=axis, mode="fill", fill_value=0)
     return array
 
 

@@ -13,6 +13,7 @@ from transformers.models.llama import modeling_llama
 
 from jaxinfer import load_checkpoint
 from jaxinfer.checkpoint import read_config
+from jaxinfer.model.params import fit_params
 from tests.checkpoint.renamed import Tensors, edit_json, rewrite
 from tests.oracles import load_reference, reference_logits, save_random_checkpoint
 from tests.replay import LENGTHS, SHAPE, SPLITS, replay
@@ -76,6 +77,24 @@ def test_a_cache_in_fp8_rounds_by_the_scales_and_a_wider_one_does_not(plain, sca
         expected = reference_logits(reference, tokens)
         # A number on the edge between two of fp8 may be rounded to either.
         np.testing.assert_allclose(own, expected, rtol=0, atol=1e-4 if dtype == "float32" else 2e-3)
+
+
+def test_scales_are_those_of_all_copies_of_a_head(tmp_path):
+    """The parameters of eight devices, on one of them."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2}
+    folder = with_scales(save_random_checkpoint(tmp_path / "scaled", "llama", **sizes))
+    params, config = load_checkpoint(folder)
+    wide = config.for_devices(8)
+    sequences = [np.random.default_rng(0).integers(0, config.vocab_size, n) for n in LENGTHS]
+    options: dict[str, Any] = {"shape": SHAPE, "cache_dtype": "float8_e4m3fn", "is_exact": False}
+
+    fitted = fit_params(params, wide)
+    logits = replay(fitted, sequences, SPLITS["chunks"], config=wide, **options)
+
+    expected = replay(params, sequences, SPLITS["chunks"], config=config, **options)
+    for own, one in zip(logits, expected, strict=True):
+        np.testing.assert_allclose(own, one, rtol=0, atol=1e-5)
+    assert fitted.layers[0].mixer.k.shape[1] == 8
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((), torch.float32), ((1,), torch.bfloat16)], ids=str)

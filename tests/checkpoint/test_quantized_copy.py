@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from jaxinfer.checkpoint.huggingface import require_fitting_tensors
 from jaxinfer.checkpoint.quantized_copy import SCHEMES, write_quantized
 from jaxinfer.checkpoint.stored import StoredQuantized
 from jaxinfer.cli.main import main
-from tests.checkpoint.renamed import read_tensors, rewrite
+from tests.checkpoint.renamed import edit_json, read_tensors, rewrite
 from tests.oracles import reference_logits, save_random_checkpoint
 from tests.replay import LENGTHS, SHAPE, SPLITS, replay
 
@@ -114,6 +115,9 @@ def test_an_interrupted_copy_goes_on_with_the_next_file(source, tmp_path, monkey
         quantized_copy, "_write", lambda path, *options: written.append(path.name) or write(path, *options)
     )
 
+    other = edit_json(shutil.copytree(source, tmp_path / "other"), rms_norm_eps=1e-3)
+    with pytest.raises(ValueError, match="or from another checkpoint; give the same"):
+        write_quantized(other, tmp_path / "parts", "int4")
     path = write_quantized(source, tmp_path / "parts", "int4")
 
     files = sorted(file.name for file in source.glob("*.safetensors"))

@@ -16,7 +16,7 @@ from jaxinfer.model.components.attention import AttentionParams
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE, Router
 from jaxinfer.model.config import LayerGroup, uniform_decoder
-from jaxinfer.model.params import TensorSpec, abstract_params, declare, init_params, shardings
+from jaxinfer.model.params import TensorSpec, abstract_params, declare, fit_params, init_params, shardings
 from tests.unoptimised import UNOPTIMISED
 
 SIZES: dict[str, Any] = {
@@ -184,3 +184,12 @@ def test_rules_without_an_axis_leave_it_whole():
     assert isinstance(mixer, AttentionParams)
     assert mixer.k.is_fully_replicated
     assert mixer.q.spec == PartitionSpec(None, "model", None, None)
+
+
+def test_a_vocabulary_for_more_devices_has_rows_of_zeros_at_its_end():
+    config = uniform_decoder(**{**SIZES, "vocab_size": 37})
+    params = init_params(jax.random.key(0), config)
+
+    fitted = fit_params(params, config.for_devices(4))
+
+    np.testing.assert_array_equal(fitted.embedding, np.pad(params.embedding, ((0, 3), (0, 0))))

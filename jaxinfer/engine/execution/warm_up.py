@@ -192,7 +192,7 @@ class WarmUp:
         fitting = min(replace(self._memory, num_pages=guess.num_pages).num_fitting, guess.num_pages)
         if not is_fixed and (addressable := self._addressable(fitting)) < fitting:
             logger.warning(
-                "%d of the %d pages that fit are used: in 8 bits, GPU kernels read no pool of keys between 2 and 4 GiB",
+                "%d of the %d pages that fit are used: in 4 or 8 bits, GPU kernels read no keys between 2 and 4 GiB",
                 *(addressable, fitting),
             )
         self.cache_config = self._cache_config(self._memory.num_pages)

@@ -249,7 +249,7 @@ def attend(
     scales = {}
     if config.has_cache_scales and pages.dtype == jnp.float8_e4m3fn:
         pairs = {"k_scale": params.k_scale, "v_scale": params.v_scale}
-        scales = {name: jnp.repeat(scale.astype(jnp.float32), config.num_kv_heads) for name, scale in pairs.items()}
+        scales = {name: jnp.repeat(scale.astype(jnp.float32), config.num_held_heads) for name, scale in pairs.items()}
 
     def call(q: Any, k: Any, v: Any, sinks: Any, pages: Pages, arrays: Any) -> tuple[jax.Array, Pages]:
         return paged_attention(q, k, v, pages, sinks=sinks, **scales, **arrays, **options, **statics)

@@ -66,7 +66,7 @@ def test_a_gpu_gets_no_pool_that_its_kernels_address_wrongly(checkpoint, monkeyp
     with quick_engine(checkpoint, max_model_len=256, cache_dtype="int8") as llm:
         assert llm.metrics().num_pages == 20
 
-    assert "20 of the 64 pages that fit are used: in 8 bits, GPU kernels read no pool" in caplog.text
+    assert "20 of the 64 pages that fit are used: in 4 or 8 bits, GPU kernels read no keys" in caplog.text
 
 
 def test_it_serves_more_than_it_has_pages_for(small):
