@@ -57,8 +57,9 @@ class EngineStage:
         require_pyarrow()
         require_int("max_in_flight", max_in_flight, 1)
         self._kept, self._max_in_flight = as_tuple("kept", kept, "a list of names of columns"), max_in_flight
+        columns = table_of(()).column_names
         for name in self._kept:
-            if name in table_of(()).column_names:
+            if name in columns:
                 raise ValueError(f"kept={shown(self._kept)}: records have {shown(name)} themselves; rename the column")
         self._records = None if records is None else _folder(records)
         from jaxinfer import LLM

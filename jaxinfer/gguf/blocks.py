@@ -35,8 +35,8 @@ class BlockType:
     name: str
     length: int  # numbers in a block
     num_bytes: int  # of a block
-    # Integers [N, ...] of 8 bits in two planes at most, which add up to those of the block. They have the axes of its
-    # bytes: with others, or in one array, a CPU's compiler unpacks numbers one at a time.
+    # One or two arrays of 8 bits [N, ...], whose bits together are the block's integers. They keep the axes of its
+    # bytes: with others, or joined to one array, a CPU's compiler unpacks numbers one at a time.
     planes: Callable[[Array], Planes]
     levels: Callable[[Array], Levels] | None = None  # None: the plane has floating-point numbers themselves
     halves: tuple[int, ...] = ()  # the bytes of a block at which half-precision numbers begin

@@ -193,7 +193,7 @@ A, B = (f"base_model.model.{Q}.lora_{half}.weight" for half in "AB")
 ONES = {A: np.ones((4, 32), np.float32), B: np.ones((32, 4), np.float32)}
 TENSORS: list[tuple[dict[str, np.ndarray], str]] = [
     ({}, "it has no tensors"),
-    ({A: ONES[A]}, f"{Q} has lora_A without the rest of A and B"),
+    ({A: ONES[A]}, f"{Q} has no lora_B; save the adapter again"),
     (
         ONES | {A: np.ones((4, 31), np.float32)},
         r"has A \[4, 31\] and B \[32, 4\], but its weight has the shape \[32, 32\]",
