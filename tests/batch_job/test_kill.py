@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from jaxinfer.batch_job import shard_path
 
 NUM_REQUESTS = 240
 NUM_HOSTS = 3
-NUM_KILLS = 10
+NUM_KILLS = int(os.environ.get("JAXINFER_KILLS", "5"))
 # The steps of `LLM()`, which other tests need as well, so that they are compiled once.
 ENGINE = ["--decode-loop-steps", "1"]
 
@@ -45,7 +46,7 @@ def wait_for_a_moment_to_kill(process: subprocess.Popen[bytes], output: Path, dr
     time.sleep(draw.uniform(0, 0.02))
 
 
-def test_three_hosts_killed_ten_times_yield_the_bytes_of_one_undisturbed(tmp_path):
+def test_three_hosts_killed_again_and_again_yield_the_bytes_of_one_undisturbed(tmp_path):
     write_requests(tmp_path / "in.jsonl")
     assert start(tmp_path, "undisturbed.jsonl", *ENGINE).wait() == 0
     draw = random.Random(0)

@@ -21,7 +21,7 @@ CHECKS: Any = [
     checks.content_type_conformance,
     checks.response_schema_conformance,
 ]
-NUM_REQUESTS = int(os.environ.get("JAXINFER_SERVER_REQUESTS", "5000"))
+NUM_REQUESTS = int(os.environ.get("JAXINFER_SERVER_REQUESTS", "2000"))
 GENERATION = schemathesis.GenerationMode
 pytestmark = pytest.mark.usefixtures("stays_idle")
 

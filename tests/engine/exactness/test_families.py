@@ -41,7 +41,6 @@ IN_EVERY_RUN = {
     "falcon_h1": "attention and a state space side by side",
     "gemma4_text": "layers that read the pages of earlier ones, embeddings of tokens for each layer",
     "gpt_oss": "sinks, windows in every other layer, experts with biases",
-    "jamba": "selective scans, attention without positions, experts",
     "qwen3_next": "gated delta nets and gated attention, experts and a gated shared one",
 }
 RECURRENT = (

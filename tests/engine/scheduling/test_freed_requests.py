@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,13 @@ MODELS: dict[str, tuple[Sight, tuple[int, ...]]] = {
     "further windows and states": (None, (6, 0, 3)),
 }
 BY_MODEL = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _only_new_objects():
+    """Leaves out of each look for garbage what earlier tests of this process keep, often millions of objects."""
+    gc.collect()
+    gc.freeze()
 
 
 class Machine:
