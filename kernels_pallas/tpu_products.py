@@ -52,6 +52,7 @@ def multiply_turns(
     is_turned: bool,
     interpret: bool,
     name: str,
+    zeros: jax.Array | None = None,
 ) -> jax.Array:
     """Returns rows times the transposed weights of their turns, [R, F] in rows' dtype, added up in float32.
 
@@ -64,6 +65,7 @@ def multiply_turns(
       first: i32[] the first of the layer's `num_matrices` in the stack.
       is_turned: what `lies_turned` says of the weights as they are stored.
       name: of the kernel in the compiler's output.
+      zeros: i8 zero points of the integers in the shape of `scales`; None is 0.
     """
     (R, D), F = rows.shape, weights.shape[1]
     num_groups = 0 if scales is None else scales.shape[2]
@@ -91,10 +93,11 @@ def multiply_turns(
     specs = [pl.BlockSpec((block_rows, D), of_rows), pl.BlockSpec(block, of_weights)]
     if scales is not None:
         # With the channels along lanes, as the result has them.
-        operands.append(scales.astype(jnp.float32).swapaxes(1, 2))
-        specs.append(pl.BlockSpec((None, num_groups, block_channels), of_scales))
+        of_groups = [a for a in (scales, zeros) if a is not None]
+        operands += [a.astype(jnp.float32).swapaxes(1, 2) for a in of_groups]
+        specs += [pl.BlockSpec((None, num_groups, block_channels), of_scales)] * len(of_groups)
     return pl.pallas_call(
-        functools.partial(_kernel, num_matrices=num_matrices, num_groups=num_groups, is_turned=is_turned),
+        functools.partial(_kernel, num_matrices=num_matrices, is_turned=is_turned),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             # Turns of a matrix follow each other, so its channels are read once; so do those of a block of rows,
@@ -130,14 +133,12 @@ def _block_channels(num_channels: int, num_inputs: int, itemsize: int) -> int:
     return pl.cdiv(pl.cdiv(num_channels, pl.cdiv(num_channels, most)), LANES) * LANES
 
 
-def _kernel(
-    turns: Any, _: Any, rows: Any, weights: Any, *refs: Any, num_matrices: int, num_groups: int, is_turned: bool
-) -> None:
+def _kernel(turns: Any, _: Any, rows: Any, weights: Any, *refs: Any, num_matrices: int, is_turned: bool) -> None:
     """One turn: rows [block_rows, D] times weights [block_channels, D] of a matrix, or [D, block_channels].
 
-    There may be scales [groups, block_channels].
+    There may be scales and zero points [groups, block_channels].
     """
-    *scales, out = refs
+    *of_groups, out = refs
     inputs = 0 if is_turned else 1  # the axis of weights
     turn = pl.program_id(1)
     _, block, first, end, matrix = (turns[i, turn] for i in range(5))
@@ -148,12 +149,12 @@ def _kernel(
     @pl.when((first < end) & (matrix < num_matrices))
     def _() -> None:
         x, w = rows[...], weights[...]
-        if not scales:
+        if not of_groups:
             product = _product(x, w, inputs)
-        elif num_groups == 1:
-            product = _product(x, _widened(w, x.dtype), inputs) * scales[0][...]
+        elif len(of_groups) == 1 and of_groups[0].shape[0] == 1:
+            product = _product(x, _widened(w, x.dtype), inputs) * of_groups[0][...]
         else:
-            product = _sum_of_groups(x, _widened(w, x.dtype), scales[0], inputs)
+            product = _sum_of_groups(x, _widened(w, x.dtype), *of_groups, inputs=inputs)
         out[...] = jnp.where(is_own, product.astype(out.dtype), out[...])
 
     @pl.when((first < end) & (matrix == num_matrices))
@@ -161,8 +162,11 @@ def _kernel(
         out[...] = jnp.where(is_own, jnp.zeros((), out.dtype), out[...])
 
 
-def _sum_of_groups(x: jax.Array, w: jax.Array, scales: Any, inputs: int) -> jax.Array:
-    """Returns the products of groups of inputs, each times its scales, f32[block_rows, block_channels]."""
+def _sum_of_groups(x: jax.Array, w: jax.Array, scales: Any, zeros: Any = None, *, inputs: int) -> jax.Array:
+    """Returns the products of groups of inputs, each times its scales, f32[block_rows, block_channels].
+
+    A zero point of a channel counts for all of a group's inputs, so it is taken from the product times their sum.
+    """
     D, groups = x.shape[1], scales.shape[0]
     size, out = D // groups, jnp.zeros((x.shape[0], scales.shape[1]), jnp.float32)
     for group in range(groups):
@@ -174,7 +178,10 @@ def _sum_of_groups(x: jax.Array, w: jax.Array, scales: Any, inputs: int) -> jax.
             lane = low + jax.lax.broadcasted_iota(jnp.int32, part.shape, 1)
             part = jnp.where((lane >= start) & (lane < end), part, jnp.zeros((), part.dtype))
         own = jax.lax.slice_in_dim(w, low, high, axis=inputs)
-        out = out + _product(part, own, inputs) * scales[group : group + 1, :]
+        product = _product(part, own, inputs)
+        if zeros is not None:
+            product = product - part.astype(jnp.float32).sum(1, keepdims=True) * zeros[group : group + 1, :]
+        out = out + product * scales[group : group + 1, :]
     return out
 
 

@@ -35,22 +35,21 @@ def grouped_matmul_tpu(
     interpret: bool = False,
 ) -> jax.Array:
     """The contract is that of `grouped_matmul`; `block_rows` None takes them by the mean rows of an expert."""
-    if zeros is not None:
-        raise NotImplementedError("zero points are not supported by the TPU kernel; use symmetric integers")
     require_support(rows, weights, interpret)
     if block_rows is None:
         mean = rows.shape[0] / counts.shape[0]
         block_rows = MANY_ROWS if mean > FEW_ROWS else FEW_ROWS
     first = jnp.zeros((), jnp.int32) if first_expert is None else first_expert
-    return _multiply(rows, weights, counts, scales, first, block_rows, interpret)
+    return _multiply(rows, weights, counts, scales, zeros, first, block_rows, interpret)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _multiply(
     rows: jax.Array,
     weights: jax.Array,
     counts: jax.Array,
     scales: jax.Array | None,
+    zeros: jax.Array | None,
     first: jax.Array,
     block_rows: int,
     interpret: bool,
@@ -67,23 +66,24 @@ def _multiply(
         is_turned=lies_turned(*weights.shape[1:]),
         interpret=interpret,
         name="grouped_matmul",
+        zeros=None if zeros is None else experts_of(zeros, first, E),
     )
 
 
 def _forward(*operands: Any) -> tuple[jax.Array, tuple[Any, ...]]:
-    return _multiply(*operands), operands[:5]
+    return _multiply(*operands), operands[:6]
 
 
 def _backward(block_rows: int, interpret: bool, operands: tuple[Any, ...], change: jax.Array) -> tuple[Any, ...]:
     """Returns the derivative of the reference, for Pallas differentiates no kernel."""
-    rows, weights, counts, scales, first = operands
+    rows, weights, counts, scales, zeros, first = operands
 
     def multiply(rows: jax.Array, weights: jax.Array, scales: jax.Array | None) -> jax.Array:
-        return grouped_matmul_reference(rows, weights, counts, scales, first)
+        return grouped_matmul_reference(rows, weights, counts, scales, first, zeros)
 
     _, derivative = jax.vjp(multiply, rows, weights, scales)
     of_rows, of_weights, of_scales = derivative(change)
-    return of_rows, of_weights, None, of_scales, None
+    return of_rows, of_weights, None, of_scales, None, None
 
 
 _multiply.defvjp(_forward, _backward)

@@ -38,8 +38,6 @@ def quantized_matmul_tpu(
             "layer=None is not supported by the TPU kernel: XLA reads weights outside a stack where they lie; use"
             " implementation='reference'"
         )
-    if zeros is not None:
-        raise NotImplementedError("zero points are not supported by the TPU kernel; use symmetric integers")
     (T, D), (n, *outputs, _) = x.shape, weights.shape
     F, is_turned = math.prod(outputs), lies_turned(outputs[-1], D)
     if is_turned and len(outputs) > 1:
@@ -64,6 +62,7 @@ def quantized_matmul_tpu(
         is_turned=is_turned,
         interpret=interpret,
         name="quantized_matmul",
+        zeros=None if zeros is None else layer_of(zeros, layer)[None],
     )
 
 

@@ -63,16 +63,18 @@ def step_case(
     loop_steps: int = 0,
     form: str = "plain",
     sampling_log_probs: bool = False,
+    checkpoint: Path | None = None,
 ) -> Case:
     """A whole step of a model of `checkpoint.published`, split over a whole mesh.
 
     `step` is its name in `jaxinfer.steps.steps`.
     With a `tree_q_len` it verifies trees of that many tokens; with a `mixed_q_len`, drafts beside rows that prefill. A
     decode loop has `loop_steps`. Steps that verify nothing draw in a `form`, and give `sampling_log_probs` if asked.
-    Everything is in `dtype`, except weights that a `quantization` quantizes.
+    Everything is in `dtype`, except weights that a `quantization` quantizes, or that a `checkpoint` of the model packs.
     """
     import jax
 
+    from jaxinfer.checkpoint import abstract_checkpoint
     from jaxinfer.checkpoint.published import published_config
     from jaxinfer.config import CacheConfig
     from jaxinfer.model.batch import lay_out_batch
@@ -88,6 +90,8 @@ def step_case(
     if layout == "gpu":  # as `load_checkpoint` groups layers there
         config = config.regrouped((1,) * config.num_layers)
     params = abstract_params(config, dtype)
+    if checkpoint is not None:
+        params, config = abstract_checkpoint(checkpoint, dtype, mesh=mesh)
     if quantization is not None:
         options = {"config": config, "quantization": quantization, "is_packed": layout != "tpu"}
         params = jax.eval_shape(functools.partial(quantize_weights, **options), params)

@@ -111,10 +111,11 @@ def test_integers_stand_for_weights(bits, D, group_size, implementation):
     np.testing.assert_allclose(multiply(**call, implementation=implementation), expected, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "gpu_interpret"])
+@EACH
 @pytest.mark.parametrize(("bits", "D", "group_size"), [(8, 96, None), (8, 256, 128), (4, 96, 32), (4, 36, 12)])
 def test_integers_may_have_zero_points(bits, D, group_size, implementation):
-    call, expected = make_call([3, 0, 18, 1], 25, D, 34, bits=bits, group_size=group_size, has_zeros=True)
+    packing = {"is_packed": implementation != "tpu_interpret", "has_zeros": True}
+    call, expected = make_call([3, 0, 18, 1], 25, D, 34, bits=bits, group_size=group_size, **packing)
 
     np.testing.assert_allclose(multiply(**call, implementation=implementation), expected, rtol=1e-5, atol=4e-5)
 
@@ -315,13 +316,6 @@ def test_what_is_no_integer_is_refused_by_the_tpu_kernel(dtype):
     call["weights"] = jnp.zeros((2, 70, 48 if dtype == "uint8" else 96), dtype)
 
     with pytest.raises(NotImplementedError, match=f"weights.dtype={dtype} is not supported by the TPU kernel"):
-        grouped_matmul(**call, implementation="tpu_interpret")
-
-
-def test_zero_points_are_refused_by_the_tpu_kernel():
-    call, _ = make_call([1, 2], 3, bits=8, has_zeros=True)
-
-    with pytest.raises(NotImplementedError, match="zero points are not supported by the TPU kernel"):
         grouped_matmul(**call, implementation="tpu_interpret")
 
 
