@@ -114,6 +114,15 @@ def store(ref: Any, indices: tuple, value: jax.Array, mask: jax.Array) -> None:
     triton.store(ref.at[_as_arrays(indices)], value.astype(ref.dtype), mask=mask)
 
 
+def floats_of_fp8(bits: jax.Array) -> jax.Array:
+    """Returns the numbers f16 of float8_e4m3fn, given as i8, times 2^-8; each is finite.
+
+    Both types have a sign, an exponent and a mantissa; moved to where float16 has them, the exponent is less by 8.
+    """
+    moved = (bits.astype(jnp.int16) << jnp.int16(7)) & jnp.int16(-0x4001)  # without the second copy of the sign
+    return jax.lax.bitcast_convert_type(moved, jnp.float16)
+
+
 def _as_arrays(indices: tuple) -> tuple:
     """The interpreter knows no Python integers as indices."""
     return tuple(jnp.asarray(index, jnp.int32) for index in indices)

@@ -1,14 +1,15 @@
 """The group-wise quantized product for NVIDIA GPUs from Ampere on, in Pallas-Triton.
 
 XLA writes the weights to memory in floating point before it multiplies by them, which is all the traffic that
-quantization saves. Here a program takes some rows and some output channels, reads the integers group by group, widens
+quantization saves. Here a program takes some rows and some output channels, reads the numbers group by group, widens
 them in registers and scales each group's product. Few rows leave most of a GPU idle, so the groups are split over
-several programs, whose sums are added afterwards.
+several programs, whose sums are added afterwards. FP8 with a scale per channel is read in parts of its one group.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -18,9 +19,20 @@ from jax.experimental import pallas as pl
 
 from kernels_pallas import triton
 from kernels_pallas.dispatch import NoGainError
-from kernels_pallas.quantized_matmul.reference import layer_of, multiply_widened, split_int4
+from kernels_pallas.quantized_matmul.reference import (
+    doubled_fp4,
+    layer_of,
+    multiply_widened,
+    split_int4,
+    wide_scales,
+)
 
 GROUP_SIZES = (32, 64, 128, 256)
+FP8 = "float8_e4m3fn"
+# From here on XLA fuses the conversion of FP8 into a product; before, it writes the weights in floating point.
+HOPPER = 9.0
+# Inputs of a block where all inputs have one scale.
+PART = 128
 # Programs per multiprocessor that keep enough bytes under way: three stages of 64 channels x 128 bytes each.
 PROGRAMS_PER_CORE = 2
 # Rows of a single tile. For each further tile the kernel would read and widen the integers again: 256 rows by 14,336 x
@@ -74,17 +86,20 @@ def quantized_matmul_gpu(
 ) -> jax.Array:
     """The contract is that of `quantized_matmul`; `block_sizes` None takes those estimated for the device."""
     weights, scales, zeros = layer_of((weights, scales, zeros), layer)
-    (T, D), F, groups = x.shape, weights.shape[0], scales.shape[1]
-    target = _check(x, weights.dtype.name, D // groups, groups, interpret)
-    block_sizes = block_sizes or matmul_block_sizes(rows=T, channels=F, groups=groups, target=target)
+    (T, D), F = x.shape, weights.shape[0]
+    target = _check(x, weights, scales.shape[1], interpret)
+    size = _block_of_inputs(D, scales.shape[1])
+    block_sizes = block_sizes or matmul_block_sizes(rows=T, channels=F, groups=D // size, target=target)
     if block_sizes is None:
         return multiply_widened(x, weights, scales, zeros)
     splits, block_m, block_n = block_sizes.num_splits, block_sizes.block_m, block_sizes.block_n
+    has_fp8_bits = weights.dtype == FP8 and target.capability < triton.FP8_CAPABILITY
+    weights = jax.lax.bitcast_convert_type(weights, jnp.int8) if has_fp8_bits else weights
     arrays = {"x": x, "weights": weights, "scales": scales}
     if zeros is not None:
         arrays["zeros"] = zeros
     (out,) = triton.launch(
-        functools.partial(_kernel, names=tuple(arrays), block_sizes=block_sizes),
+        functools.partial(_kernel, names=tuple(arrays), block_sizes=block_sizes, size=size, has_fp8_bits=has_fp8_bits),
         *arrays.values(),
         # Programs of the same channels are neighbours, so that their weights are read from memory once.
         grid=(pl.cdiv(T, block_m), pl.cdiv(F, block_n), splits),
@@ -97,48 +112,61 @@ def quantized_matmul_gpu(
     return out[0] if splits == 1 else out.sum(0).astype(x.dtype)
 
 
-def _check(x: jax.Array, stored: str, group_size: int, groups: int, interpret: bool) -> triton.Target:
-    if groups == 1:
-        raise NoGainError(
-            "groups=1 is not supported by the GPU kernel, which takes at least 2: XLA fuses the conversion into a"
-            " product with one scale per channel; use implementation='reference'"
-        )
+def _check(x: jax.Array, weights: jax.Array, groups: int, interpret: bool) -> triton.Target:
+    fused = NoGainError(
+        f"groups=1 of {weights.dtype} is not supported by the GPU kernel: XLA fuses the conversion into a product with"
+        " one scale per channel; use implementation='reference'"
+    )
+    if groups == 1 and weights.dtype != FP8:
+        raise fused
     dtypes = ("bfloat16", "float16", "float32") if interpret else ("bfloat16", "float16")
     for what, value, supported in (
         ("x.dtype", x.dtype.name, dtypes),
-        ("weights.dtype", stored, ("int8",)),  # 4 bits are packed in it
-        ("group size", group_size, GROUP_SIZES),
+        ("weights.dtype", weights.dtype.name, ("int8", "uint8", FP8)),  # 4 bits are packed in bytes
+        ("group size", _block_of_inputs(x.shape[1], groups), GROUP_SIZES),
     ):
         if value not in supported:
             raise NotImplementedError(f"{what}={value} is not supported by the GPU kernel; supported: {supported}")
-    return triton.INTERPRETED if interpret else triton.target()
+    target = triton.INTERPRETED if interpret else triton.target()
+    if groups == 1 and target.capability >= HOPPER:
+        raise fused
+    return target
 
 
-def _kernel(*refs, names, block_sizes: MatmulBlockSizes) -> None:
-    """One program: rows `program_id(0)`, channels `program_id(1)`, part `program_id(2)` of the groups."""
+def _block_of_inputs(num_inputs: int, groups: int) -> int:
+    """Returns the inputs of a block: those of a group, or a part of the only one that divides it."""
+    return math.gcd(num_inputs, PART) if groups == 1 else num_inputs // groups
+
+
+def _kernel(*refs, names, block_sizes: MatmulBlockSizes, size: int, has_fp8_bits: bool) -> None:
+    """One program: rows `program_id(0)`, channels `program_id(1)`, part `program_id(2)` of the blocks of inputs."""
     arrays = SimpleNamespace(**({"zeros": None} | dict(zip(names, refs, strict=False))))
-    (T, D), (F, groups), out_ref = arrays.x.shape, arrays.scales.shape, refs[-1]
+    (T, D), F, out_ref = arrays.x.shape, arrays.scales.shape[0], refs[-1]
+    blocks = D // size
     rows = pl.program_id(0) * block_sizes.block_m + jnp.arange(block_sizes.block_m, dtype=jnp.int32)
     channels = pl.program_id(1) * block_sizes.block_n + jnp.arange(block_sizes.block_n, dtype=jnp.int32)
-    multiply = functools.partial(_multiply_group, arrays, rows, channels, size=D // groups)
-    share = pl.cdiv(groups, block_sizes.num_splits)
+    multiply = functools.partial(_multiply_block, arrays, rows, channels, size=size, has_fp8_bits=has_fp8_bits)
+    share = pl.cdiv(blocks, block_sizes.num_splits)
     first = pl.program_id(2) * share
-    last = jnp.minimum(first + share, groups)
+    last = jnp.minimum(first + share, blocks)
     out = jnp.zeros((block_sizes.block_m, block_sizes.block_n), jnp.float32)
     out = jax.lax.fori_loop(first, last, multiply, out)
     mask = (rows < T)[:, None] & (channels < F)[None]
     triton.store(out_ref, (pl.program_id(2), rows[:, None], channels[None]), out, mask)
 
 
-def _multiply_group(arrays, rows: jax.Array, channels: jax.Array, group, out: jax.Array, *, size: int) -> jax.Array:
-    """Adds the product of one group of inputs to out f32[rows, channels]."""
-    (T, D), F = arrays.x.shape, arrays.scales.shape[0]
+def _multiply_block(
+    arrays, rows: jax.Array, channels: jax.Array, block, out: jax.Array, *, size: int, has_fp8_bits: bool
+) -> jax.Array:
+    """Adds the product of one block of inputs to out f32[rows, channels]."""
+    (T, D), (F, groups) = arrays.x.shape, arrays.scales.shape
+    group = 0 if groups == 1 else block
     is_packed = arrays.weights.shape[1] < D
     width = size // 2 if is_packed else size
     inputs, is_row, is_channel = jnp.arange(width, dtype=jnp.int32), rows < T, channels < F
     weights = triton.load(
         arrays.weights,
-        (channels[:, None], (group * width + inputs)[None]),
+        (channels[:, None], (block * width + inputs)[None]),
         jnp.broadcast_to(is_channel[:, None], (channels.size, width)),
     )
     parts = split_int4(weights) if is_packed else (weights,)
@@ -149,12 +177,16 @@ def _multiply_group(arrays, rows: jax.Array, channels: jax.Array, group, out: ja
     for i, part in enumerate(parts):
         x = triton.load(
             arrays.x,
-            (rows[:, None], (group * size + i * width + inputs)[None]),
+            (rows[:, None], (block * size + i * width + inputs)[None]),
             jnp.broadcast_to(is_row[:, None], (rows.size, width)),
         )
+        if has_fp8_bits:
+            part = triton.floats_of_fp8(part)
+        elif arrays.weights.dtype == jnp.uint8:
+            part = doubled_fp4(part)
         part = part.astype(jnp.float32)
         if zeros is not None:
             part = part - zeros[:, None]
         product = product + triton.dot(x, part.astype(x.dtype), transpose_b=True)
-    scales = triton.load(arrays.scales, (channels, group), is_channel).astype(jnp.float32)
-    return out + product * scales[None]
+    scales = wide_scales(arrays.weights, triton.load(arrays.scales, (channels, group), is_channel))
+    return out + product * (scales * 256.0 if has_fp8_bits else scales)[None]

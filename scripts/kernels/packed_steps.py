@@ -59,6 +59,10 @@ def fp8_parts(outputs: int, inputs: int) -> Parts:
     return {"weight": ("F8_E4M3", (outputs, inputs)), "weight_scale": ("BF16", (outputs, 1))}
 
 
+def fp8_block_parts(outputs: int, inputs: int) -> Parts:
+    return {"weight": ("F8_E4M3", (outputs, inputs)), "weight_scale_inv": ("F32", (outputs // 128, inputs // 128))}
+
+
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 FP8_NUMBERS = {"num_bits": 8, "type": "float", "symmetric": True}
 FP8 = {
@@ -73,7 +77,8 @@ FP8 = {
         }
     },
 }
-SAFETENSORS = {"AWQ": (AWQ, awq_parts), "FP8": (FP8, fp8_parts)}
+FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+SAFETENSORS = {"AWQ": (AWQ, awq_parts), "FP8": (FP8, fp8_parts), "FP8-blocks": (FP8_BLOCKS, fp8_block_parts)}
 FORMATS = (*SAFETENSORS, "Q4_K_M")
 
 
@@ -95,7 +100,7 @@ def write_safetensors(folder: Path, name: str) -> Path:
             tensors |= {f"model.layers.{i}.{module}.{part}": own for part, own in parts_of(*shape).items()}
     header, end = {}, 0
     for tensor, (dtype, shape) in tensors.items():
-        begin, end = end, end + math.prod(shape) * {"I32": 4, "F8_E4M3": 1}.get(dtype, 2)
+        begin, end = end, end + math.prod(shape) * {"I32": 4, "F32": 4, "F8_E4M3": 1}.get(dtype, 2)
         header[tensor] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     raw = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
@@ -166,7 +171,7 @@ def loading_for(layout: str) -> Iterator[None]:
 
 
 def make_case(name: str, num_rows: int, layout: str, mesh: Any) -> Case:
-    """Returns a decode step of `num_rows` rows of up to 2,048 tokens each."""
+    """Returns a decode step of `num_rows` rows of up to 512 tokens each."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_q4_k_m(Path(folder)) if name == "Q4_K_M" else write_safetensors(Path(folder), name)
         with loading_for(layout):
@@ -178,9 +183,9 @@ def make_case(name: str, num_rows: int, layout: str, mesh: Any) -> Case:
                 layout=layout,
                 num_tokens=num_rows,
                 num_rows=num_rows,
-                num_pages=16 * num_rows,
+                num_pages=4 * num_rows,
                 page_size=128,
-                max_context=2048,
+                max_context=512,
             )
 
 

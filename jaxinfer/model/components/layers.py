@@ -96,7 +96,9 @@ def _by_own_integers(
     x: jax.Array, values: jax.Array, scales: jax.Array, zeros: jax.Array | None, num_rows: jax.Array | None
 ) -> jax.Array:
     """x wᵀ f32[T, F] for x [T, D], values i8[F, D], of 4 bits i4[F, D] or i8[F, D / 2], scales, zeros [F, groups]."""
-    if scales.shape[1] == 1 and values.shape[1] == x.shape[1] and zeros is None:  # compilers fuse the conversion
+    is_fp8 = jnp.issubdtype(values.dtype, jnp.floating)
+    if scales.shape[1] == 1 and values.shape[1] == x.shape[1] and zeros is None and not is_fp8:
+        # Compilers fuse the conversion of integers.
         return rows_by_integers(x, values, scales, None, num_rows)
     return jax.lax.platform_dependent(
         x,

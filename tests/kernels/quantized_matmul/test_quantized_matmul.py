@@ -17,7 +17,7 @@ from kernels_pallas.quantized_matmul.gpu import MatmulBlockSizes, matmul_block_s
 from kernels_pallas.quantized_matmul.reference import doubled_fp4, wide_scales
 from kernels_pallas.quantized_matmul.tpu import quantized_matmul_tpu
 from kernels_pallas.tpu_products import lies_turned
-from kernels_pallas.triton import Target
+from kernels_pallas.triton import Target, floats_of_fp8
 from tests.unoptimised import UNOPTIMISED
 
 GENERATOR = np.random.default_rng(3)
@@ -244,7 +244,7 @@ def test_arrays_that_do_not_fit_together_are_refused_with_all_of_them(name, shap
 @pytest.mark.parametrize(
     ("group_size", "dtype", "reason"),
     [
-        (256, jnp.bfloat16, "groups=1 is not supported.*implementation='reference'"),
+        (256, jnp.bfloat16, "groups=1 of int8 is not supported.*implementation='reference'"),
         (16, jnp.bfloat16, "group size=16 is not supported.*32"),
         (64, jnp.float32, "x.dtype=float32 is not supported.*bfloat16"),
         (64, jnp.bfloat16, "device='cpu'"),
@@ -283,18 +283,35 @@ def test_exponents_and_codes_of_fp4_mean_what_their_types_say():
     )
 
 
-@pytest.mark.parametrize("num_rows", [1, 40])
-@pytest.mark.parametrize("kind", ["float8", "fp4"])
-def test_weights_may_be_floats_of_8_and_4_bits(kind, num_rows):
-    x, groups = GENERATOR.standard_normal((num_rows, 96)).astype(np.float32), 3
-    if kind == "float8":
-        weights = jnp.asarray(GENERATOR.standard_normal((34, 96)), "float8_e4m3fn")
-        scales, wide = jnp.full((34, groups), 0.25, "bfloat16"), np.asarray(weights, np.float64) / 4
-    else:
-        codes = GENERATOR.integers(0, 16, (34, 96), np.uint8)
+@pytest.mark.parametrize("implementation", ["reference", "gpu_interpret"])
+@pytest.mark.parametrize("num_rows", [1, 40, 70])
+@pytest.mark.parametrize("kind", ["float8", "float8 per channel", "float8, scaled by powers of 2", "fp4"])
+def test_weights_may_be_floats_of_8_and_4_bits(kind, num_rows, implementation):
+    x, groups = GENERATOR.standard_normal((num_rows, 256)).astype(np.float32), 8
+    if kind == "fp4":
+        codes = GENERATOR.integers(0, 16, (34, 256), np.uint8)
         weights, scales = pack_int4(jnp.asarray(codes), 32), jnp.full((34, groups), 125, "uint8")
         wide = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64) / 4
+    else:
+        # Every number of the type but NaN, subnormal ones too.
+        bits = GENERATOR.permuted(np.tile(np.arange(256, dtype=np.uint8), (34, 1)), axis=1)
+        numbers = np.where(bits & 127 == 127, 0, bits).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
+        groups = 1 if "channel" in kind else groups
+        weights, scales = jnp.asarray(numbers), jnp.full((34, groups), 0.25, "bfloat16")
+        scales = jnp.full(scales.shape, 125, "uint8") if "powers" in kind else scales
+        wide = numbers.astype(np.float64) / 4
 
-    y = quantized_matmul(jnp.asarray(x), weights, scales, implementation="reference")
+    y = multiply(jnp.asarray(x), weights, scales, implementation=implementation)
 
-    np.testing.assert_allclose(y, x.astype(np.float64) @ wide.T, rtol=1e-4, atol=1e-4)
+    expected = x.astype(np.float64) @ wide.T
+    # float32 sums of 256 terms of up to 112.
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=2e-5 * np.abs(wide).max())
+
+
+def test_fp8_by_its_bits_is_exact():
+    bits = np.arange(256, dtype=np.uint8)
+    finite = bits[bits & 127 != 127]
+
+    numbers = np.asarray(floats_of_fp8(jnp.asarray(finite.view(np.int8))), np.float64)
+
+    np.testing.assert_array_equal(numbers * 256, finite.view(ml_dtypes.float8_e4m3fn).astype(np.float64))
