@@ -32,8 +32,10 @@ def require_support(rows: jax.Array, weights: jax.Array, interpret: bool) -> Non
         raise NotImplementedError(
             f"rows.dtype={rows.dtype} is not supported by the TPU kernel; use bfloat16 or float32"
         )
-    if weights.dtype in ("float8_e4m3fn", "uint8"):
-        raise NotImplementedError(f"weights.dtype={weights.dtype} is not supported by the TPU kernel; use integers")
+    if weights.dtype == "uint8":
+        raise NotImplementedError(
+            "weights.dtype=uint8 is not supported by the TPU kernel; use integers or float8_e4m3fn"
+        )
     if weights.shape[2] < rows.shape[1]:
         raise NotImplementedError("packed integers are not supported by the TPU kernel; give weights of dtype int4")
     if not interpret and device_at_hand().platform != "tpu":
@@ -58,8 +60,8 @@ def multiply_turns(
 
     Args:
       rows: [R, D] in blocks of `block_rows`.
-      weights: [S, F, D] in rows' dtype, or integers.
-      scales: f[num_matrices, F, groups] of integers, those of the layer.
+      weights: [S, F, D] in rows' dtype, integers or float8_e4m3fn.
+      scales: f[num_matrices, F, groups] of weights in another dtype, those of the layer.
       turns: i32[5, turns], a matrix of the layer, a block of rows, the first of the rows, their end, and again the
         matrix, or `num_matrices` for rows whose result is zeros. Turns of a block of rows follow each other.
       first: i32[] the first of the layer's `num_matrices` in the stack.

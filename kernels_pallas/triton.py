@@ -18,6 +18,7 @@ from kernels_pallas.device import AMPERE, CAPABILITIES, device_at_hand
 # Tensor cores take no matrix smaller than this in any direction.
 MIN_DOT = 16
 FP8_CAPABILITY = 8.9
+FP8_FACTOR = 2.0**8  # of `floats_of_fp8`
 
 
 class Target(NamedTuple):
@@ -114,8 +115,13 @@ def store(ref: Any, indices: tuple, value: jax.Array, mask: jax.Array) -> None:
     triton.store(ref.at[_as_arrays(indices)], value.astype(ref.dtype), mask=mask)
 
 
+def takes_fp8_by_bits(dtype: Any, target: Target) -> bool:
+    """Returns whether weights of a dtype are float8_e4m3fn that a GPU does not convert, see `floats_of_fp8`."""
+    return jnp.dtype(dtype).name == "float8_e4m3fn" and target.capability < FP8_CAPABILITY
+
+
 def floats_of_fp8(bits: jax.Array) -> jax.Array:
-    """Returns the numbers f16 of float8_e4m3fn, given as i8, times 2^-8; each is finite.
+    """Returns the numbers f16 of float8_e4m3fn, given as i8, divided by FP8_FACTOR; each is finite.
 
     Both types have a sign, an exponent and a mantissa; moved to where float16 has them, the exponent is less by 8.
     """

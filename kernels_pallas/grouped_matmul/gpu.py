@@ -85,8 +85,6 @@ def _check(rows: jax.Array, weights: jax.Array, interpret: bool) -> None:
         raise NoGainError("no rows at all are not supported by the GPU kernel; use implementation='reference'")
     if rows.dtype not in DTYPES:
         raise NotImplementedError(f"rows.dtype={rows.dtype} is not supported by the GPU kernel; supported: {DTYPES}")
-    if weights.dtype == "float8_e4m3fn":
-        raise NotImplementedError("weights.dtype=float8_e4m3fn is not supported by the GPU kernel; use 8-bit integers")
     if weights.dtype == "int4":
         raise NotImplementedError(
             "weights.dtype=int4 is not supported by the GPU kernel; pack two integers to a byte by pack_int4"
@@ -107,10 +105,13 @@ def _multiply(
 ) -> jax.Array:
     R, F = rows.shape[0], weights.shape[1]
     tiles = tiles_of(counts, num_rows=R, block_m=block_sizes.block_m)
+    target = triton.INTERPRETED if interpret else triton.target()
+    has_fp8_bits = triton.takes_fp8_by_bits(weights.dtype, target)
+    weights = jax.lax.bitcast_convert_type(weights, jnp.int8) if has_fp8_bits else weights
     arrays = {"tiles": tiles, "rows": rows, "weights": weights}
     arrays |= {name: a for name, a in (("scales", scales), ("zeros", zeros)) if a is not None}
     (out,) = triton.launch(
-        functools.partial(_kernel, names=tuple(arrays), block_sizes=block_sizes),
+        functools.partial(_kernel, names=tuple(arrays), block_sizes=block_sizes, has_fp8_bits=has_fp8_bits),
         *arrays.values(),
         # Programs of the same rows are neighbours, and tiles of the same expert follow each other: so rows and weights
         # are read from memory once, and from the cache after.
@@ -185,32 +186,39 @@ class _Block(NamedTuple):
     width: int  # columns of a block
     span: int  # columns of a group
     per_group: int  # blocks of a group
+    has_fp8_bits: bool
 
 
-def _kernel(*refs, names: tuple[str, ...], block_sizes: GroupedBlockSizes) -> None:
+def _kernel(*refs, names: tuple[str, ...], block_sizes: GroupedBlockSizes, has_fp8_bits: bool) -> None:
     """One program: channels `program_id(0)` of tile `program_id(1)`."""
     arrays = SimpleNamespace(**({"scales": None, "zeros": None} | dict(zip(names, refs, strict=False))))
     (E, F, _), out_ref = arrays.weights.shape, refs[-1]
     expert, first, end = (triton.load(arrays.tiles, (i, pl.program_id(1))) for i in range(3))
     rows = first + jnp.arange(block_sizes.block_m, dtype=jnp.int32)
     channels = pl.program_id(0) * block_sizes.block_n + jnp.arange(block_sizes.block_n, dtype=jnp.int32)
-    tile, block = _Tile(expert, rows, channels, rows < end, channels < F), _block_of(arrays, block_sizes)
+    tile, block = _Tile(expert, rows, channels, rows < end, channels < F), _block_of(arrays, block_sizes, has_fp8_bits)
     out = jnp.zeros((block_sizes.block_m, block_sizes.block_n), jnp.float32)
     num_blocks = jnp.where(expert < E, jnp.int32(block.groups * block.per_group), jnp.int32(0))
     out = jax.lax.fori_loop(jnp.int32(0), num_blocks, functools.partial(_multiply_block, arrays, tile, block), out)
     if arrays.scales is not None and block.groups == 1:
         scales = triton.load(arrays.scales, (expert, channels, 0), tile.is_channel & (expert < E))
-        out = out * wide_scales(arrays.weights, scales)[None]
+        out = out * _scales_of_numbers(arrays, block, scales)[None]
     triton.store(out_ref, (rows[:, None], channels[None]), out, tile.is_row[:, None] & tile.is_channel[None])
 
 
-def _block_of(arrays: SimpleNamespace, block_sizes: GroupedBlockSizes) -> _Block:
+def _block_of(arrays: SimpleNamespace, block_sizes: GroupedBlockSizes, has_fp8_bits: bool) -> _Block:
     D, columns = arrays.rows.shape[1], arrays.weights.shape[2]
     groups = 1 if arrays.scales is None else arrays.scales.shape[2]
     span, is_packed = columns // groups, columns < D
     width = block_sizes.block_k // 2 if is_packed else block_sizes.block_k
     width = max(triton.MIN_DOT, min(width, pl.next_power_of_2(span)))
-    return _Block(groups, D // groups, is_packed, width, span, pl.cdiv(span, width))
+    return _Block(groups, D // groups, is_packed, width, span, pl.cdiv(span, width), has_fp8_bits)
+
+
+def _scales_of_numbers(arrays: SimpleNamespace, block: _Block, scales: jax.Array) -> jax.Array:
+    """Returns the scales f32 of the numbers that the kernel multiplies by."""
+    wide = wide_scales(arrays.weights, scales)
+    return wide * triton.FP8_FACTOR if block.has_fp8_bits else wide
 
 
 def _multiply_block(arrays: SimpleNamespace, tile: _Tile, block: _Block, i: jax.Array, out: jax.Array) -> jax.Array:
@@ -228,11 +236,14 @@ def _multiply_block(arrays: SimpleNamespace, tile: _Tile, block: _Block, i: jax.
     for j, half in enumerate(split_int4(weights) if block.is_packed else (weights,)):
         inputs = group * block.group_size + j * block.span + columns
         x = triton.load(arrays.rows, (tile.rows[:, None], inputs[None]), tile.is_row[:, None] & is_column[None])
-        half = doubled_fp4(half) if arrays.weights.dtype == jnp.uint8 else half
+        if block.has_fp8_bits:
+            half = triton.floats_of_fp8(half)
+        elif arrays.weights.dtype == jnp.uint8:
+            half = doubled_fp4(half)
         wide = half if half.dtype == x.dtype else half.astype(jnp.float32)
         wide = (wide if zeros is None else wide - zeros[:, None]).astype(x.dtype)
         product = product + triton.dot(x, wide, transpose_b=True)
     if block.groups == 1:
         return product
     scales = triton.load(arrays.scales, (tile.expert, tile.channels, group), tile.is_channel)
-    return out + product * wide_scales(arrays.weights, scales)[None]
+    return out + product * _scales_of_numbers(arrays, block, scales)[None]

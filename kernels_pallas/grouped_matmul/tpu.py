@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas.grouped_matmul.reference import experts_of, grouped_matmul_reference
+from kernels_pallas.quantized_matmul.reference import wide_scales
 from kernels_pallas.tpu_products import lies_turned, multiply_turns, require_support
 
 # Rows of a block. An expert's weights are read once whatever it is, and each block takes a turn of the matrix unit for
@@ -58,7 +59,7 @@ def _multiply(
     return multiply_turns(
         rows,
         weights,
-        None if scales is None else experts_of(scales, first, E),
+        None if scales is None else wide_scales(weights, experts_of(scales, first, E)),
         turns_of(counts, num_rows=rows.shape[0], block_rows=block_rows),
         first,
         num_matrices=E,

@@ -93,7 +93,7 @@ def quantized_matmul_gpu(
     if block_sizes is None:
         return multiply_widened(x, weights, scales, zeros)
     splits, block_m, block_n = block_sizes.num_splits, block_sizes.block_m, block_sizes.block_n
-    has_fp8_bits = weights.dtype == FP8 and target.capability < triton.FP8_CAPABILITY
+    has_fp8_bits = triton.takes_fp8_by_bits(weights.dtype, target)
     weights = jax.lax.bitcast_convert_type(weights, jnp.int8) if has_fp8_bits else weights
     arrays = {"x": x, "weights": weights, "scales": scales}
     if zeros is not None:
@@ -189,4 +189,4 @@ def _multiply_block(
             part = part - zeros[:, None]
         product = product + triton.dot(x, part.astype(x.dtype), transpose_b=True)
     scales = wide_scales(arrays.weights, triton.load(arrays.scales, (channels, group), is_channel))
-    return out + product * (scales * 256.0 if has_fp8_bits else scales)[None]
+    return out + product * (scales * triton.FP8_FACTOR if has_fp8_bits else scales)[None]

@@ -49,7 +49,8 @@ def wide_scales(weights: jax.Array, scales: jax.Array) -> jax.Array:
     """
     is_fp4 = weights.dtype == jnp.uint8
     if scales.dtype != jnp.uint8:
-        return scales.astype(jnp.float32) * (0.5 if is_fp4 else 1.0)
+        wide = scales.astype(jnp.float32)
+        return 0.5 * wide if is_fp4 else wide
     exponents = scales.astype(jnp.int32) - int(is_fp4)
     # 2^-127 and 2^-128 are subnormal.
     bits = jnp.where(exponents >= 1, exponents << 23, jnp.where(exponents == 0, 0x00400000, 0x00200000))

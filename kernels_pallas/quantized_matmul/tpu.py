@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from kernels_pallas.dispatch import NoGainError
-from kernels_pallas.quantized_matmul.reference import layer_of
+from kernels_pallas.quantized_matmul.reference import layer_of, wide_scales
 from kernels_pallas.tpu_products import lies_turned, multiply_turns, require_support
 
 # Bytes of a block of rows, of which two are in vector memory at once.
@@ -54,7 +54,7 @@ def quantized_matmul_tpu(
         x,
         weights,
         # Not all of the stack: XLA would turn those whose channels do not lie along lanes.
-        layer_of(scales, layer)[None],
+        wide_scales(weights, layer_of(scales, layer)[None]),
         jnp.stack([none, block, none, all_rows, none]),
         layer,
         num_matrices=1,

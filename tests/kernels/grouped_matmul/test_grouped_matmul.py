@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -22,7 +23,7 @@ from kernels_pallas.grouped_matmul.gpu import (
     tiles_of,
 )
 from kernels_pallas.grouped_matmul.tpu import grouped_matmul_tpu, lies_turned, turns_of
-from tests.kernels.grouped_matmul.oracle import make_call
+from tests.kernels.grouped_matmul.oracle import make_call, product_by_expert
 from tests.unoptimised import UNOPTIMISED
 
 multiply = jax.jit(grouped_matmul, static_argnames="implementation", compiler_options=UNOPTIMISED)
@@ -310,12 +311,27 @@ def test_weights_may_be_fp4_with_powers_of_two(D, group_size, implementation):
     np.testing.assert_allclose(multiply(**call, implementation=implementation), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "uint8"])
-def test_what_is_no_integer_is_refused_by_the_tpu_kernel(dtype):
-    call, _ = make_call([1, 2], 3, bits=8)
-    call["weights"] = jnp.zeros((2, 70, 48 if dtype == "uint8" else 96), dtype)
+@EACH
+@pytest.mark.parametrize(("D", "group_size"), [(96, 32), (256, 128), (96, None)])
+def test_weights_may_be_fp8(D, group_size, implementation):
+    call, _ = make_call([3, 0, 18, 1], 25, D, 34, bits=8, group_size=group_size)
+    bits = np.asarray(call["weights"]).view(np.uint8)
+    numbers = np.where(bits & 127 == 127, 0, bits).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
+    call["weights"] = jnp.asarray(numbers)
+    wide = numbers.astype(np.float64) * np.repeat(np.asarray(call["scales"], np.float64), group_size or D, axis=2)
 
-    with pytest.raises(NotImplementedError, match=f"weights.dtype={dtype} is not supported by the TPU kernel"):
+    out = multiply(**call, implementation=implementation)
+
+    # float32 sums of up to 256 terms of up to 448 times the scale.
+    expected = product_by_expert(np.asarray(call["rows"]), wide, [3, 0, 18, 1])
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=2e-5 * np.abs(wide).max())
+
+
+def test_fp4_is_refused_by_the_tpu_kernel():
+    call, _ = make_call([1, 2], 3, bits=8)
+    call["weights"] = jnp.zeros((2, 70, 48), "uint8")
+
+    with pytest.raises(NotImplementedError, match="weights.dtype=uint8 is not supported by the TPU kernel"):
         grouped_matmul(**call, implementation="tpu_interpret")
 
 
