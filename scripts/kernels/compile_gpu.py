@@ -111,7 +111,14 @@ def latents(
 
 
 def product(
-    mesh: Any, *, rows: int, bits: int = 4, group_size: int = 128, has_zeros: bool = False, is_plain: bool = False
+    mesh: Any,
+    *,
+    rows: int,
+    bits: int = 4,
+    group_size: int = 128,
+    has_zeros: bool = False,
+    is_fp8: bool = False,
+    is_plain: bool = False,
 ) -> Case:
     """A product with 14,336 x 4,096 quantized weights; `is_plain` makes them floating point before, as XLA would."""
     import jax
@@ -123,6 +130,7 @@ def product(
     T, D, F = rows, 4096, 14336
     shape = jax.ShapeDtypeStruct
     x, weights = shape((T, D), jnp.bfloat16), shape((F, D * bits // 8), jnp.int8)
+    weights = shape((F, D), jnp.float8_e4m3fn) if is_fp8 else weights
     scales = shape((F, D // group_size), jnp.bfloat16)
     zeros = shape(scales.shape, jnp.int8) if has_zeros else None
 
@@ -130,7 +138,8 @@ def product(
         w = dequantize(weights, scales, zeros, D).astype(x.dtype)
         return jnp.einsum("td,fd->tf", x, w, preferred_element_type=jnp.float32).astype(x.dtype)
 
-    kernels = () if is_plain or group_size == D or rows > MAX_ROWS else ("quantized_matmul",)
+    is_fused = group_size == D or rows > MAX_ROWS
+    kernels = () if is_plain or is_fused else ("quantized_matmul",)
     arguments = on_mesh({"x": x, "weights": weights, "scales": scales, "zeros": zeros}, mesh)
     return Case(jax.jit(plain if is_plain else quantized_matmul), arguments, kernels=kernels)
 
@@ -143,12 +152,13 @@ def experts(
     group_size: int = 128,
     has_zeros: bool = False,
     is_fp4: bool = False,
+    is_fp8: bool = False,
     dtype: str = "bfloat16",
     is_plain: bool = False,
 ) -> Case:
     """A grouped product with the sizes of Qwen3-30B-A3B, its 128 experts of 2,048 inputs and 768 channels.
 
-    A token has 8 rows. Weights are in `dtype`, or integers of `bits` bits, or FP4; `is_plain` takes jax's own product.
+    A token has 8 rows. Weights are in `dtype`, or integers of `bits` bits, FP4 or FP8; `is_plain` takes that of jax.
     """
     import jax
     import jax.numpy as jnp
@@ -165,6 +175,8 @@ def experts(
     }
     if is_fp4:
         arguments |= {"weights": shape((E, F, D // 2), jnp.uint8), "scales": shape((E, F, D // group_size), jnp.uint8)}
+    if is_fp8:
+        arguments["weights"] = shape((E, F, D), jnp.float8_e4m3fn)
     if has_zeros:
         arguments["zeros"] = shape((E, F, D // group_size), jnp.int8)
     multiply = functools.partial(grouped_matmul, implementation="reference") if is_plain else grouped_matmul
@@ -186,6 +198,7 @@ WEIGHTS_OF_EXPERTS: dict[str, dict[str, Any]] = {
     "int4 ": {"bits": 4},
     "int4 less zero points ": {"bits": 4, "has_zeros": True},
     "MXFP4 ": {"bits": 4, "group_size": 32, "is_fp4": True},
+    "FP8 ": {"bits": 8, "is_fp8": True},
 }
 
 CASES: dict[str, Callable[[Any], Case]] = {
@@ -222,6 +235,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "product int4 x 16 groups of 32 zeros": functools.partial(product, rows=16, group_size=32, has_zeros=True),
     "product int8 x 16": functools.partial(product, rows=16, bits=8),
     "product int8 x 64 zeros": functools.partial(product, rows=64, bits=8, has_zeros=True),
+    **{f"product fp8 x {rows}": functools.partial(product, rows=rows, bits=8, is_fp8=True) for rows in (1, 64)},
     "plain product int4 x 16": functools.partial(product, rows=16, is_plain=True),
     "plain product int8 x 16": functools.partial(product, rows=16, bits=8, is_plain=True),
     "product int8 x 16 per channel": functools.partial(product, rows=16, bits=8, group_size=4096),

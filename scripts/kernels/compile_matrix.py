@@ -150,7 +150,7 @@ def experts_case(
 ) -> Case:
     """A product by one of two layers of experts with the sizes of Qwen3-30B-A3B, 8 of 128 for each token.
 
-    Weights are integers if there is a `group_size`.
+    Weights have scales if there is a `group_size`.
     """
     import jax
     import jax.numpy as jnp
@@ -174,8 +174,9 @@ def product_case(
     num_inputs: int = 4096,
     weights: str = "int8",
     group_size: int = 4096,
+    has_zeros: bool = False,
 ) -> Case:
-    """A product by integers of one of two layers, with the sizes of gate and up in Llama 3 8B."""
+    """A product by packed weights of one of two layers, with the sizes of gate and up in Llama 3 8B."""
     import jax
     import jax.numpy as jnp
 
@@ -187,6 +188,8 @@ def product_case(
         "scales": ((2, num_channels, num_inputs // group_size), jnp.float32),
         "layer": ((), jnp.int32),
     }
+    if has_zeros:
+        shapes["zeros"] = (shapes["scales"][0], jnp.int8)
     arguments = {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items()}
     return Case(jax.jit(quantized_matmul), on_mesh(arguments, mesh), kernels=("quantized_matmul",))
 
@@ -235,6 +238,12 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "experts prefill": functools.partial(experts_case, num_tokens=2048),
     "product decode int8": product_case,
     "product decode int4": functools.partial(product_case, weights="int4", group_size=128),
+    "product decode int4 less zero points": functools.partial(
+        product_case, weights="int4", group_size=128, has_zeros=True
+    ),
+    "product decode fp8": functools.partial(product_case, weights="float8_e4m3fn", group_size=128),
+    "product prefill fp8": functools.partial(product_case, num_tokens=512, weights="float8_e4m3fn", group_size=128),
+    "experts decode fp8": functools.partial(experts_case, weights="float8_e4m3fn", group_size=128),
     "product prefill int8": functools.partial(product_case, num_tokens=512),
     "product prefill int4": functools.partial(product_case, num_tokens=512, weights="int4", group_size=128),
     "product down prefill int4": functools.partial(
