@@ -98,9 +98,10 @@ def run_batch(
     it. Both may be URLs that fsspec knows. A line of the input is `{"custom_id": str, "prompt": str or token
     ids, ...fields of SamplingParams}`. Instead of "prompt" it may have "messages" of a conversation, and with them the
     arguments of `LLM.chat` by their names. Or it is in OpenAI's batch format, with "custom_id", "method", "url" and
-    "body", and so is its record then. "priority" is "batch" unless the line gives it; "tenant", "deadline" and
-    "cache_salt" are as for `LLM.add`. Any other line gets a record with `error`. The engine has at most `max_in_flight`
-    of the requests at a time. Memory holds only the custom_ids and digests of lines.
+    "body", and so is its record then; its "model" is an adapter, or the name that the model was loaded by. "priority"
+    is "batch" unless the line gives it; "tenant", "deadline" and "cache_salt" are as for `LLM.add`. Any other line gets
+    a record with `error`. The engine has at most `max_in_flight` of the requests at a time. Memory holds only the
+    custom_ids and digests of lines.
 
     With `errors_path` the records of failed lines go into that file, and all others into the output.
 
@@ -299,6 +300,11 @@ class _SteppedEngine:
         return self._llm.identity()
 
     def begin(self, request: JobRequest) -> InFlight:
+        if request.body is not None:
+            # The extra that the line was read with.
+            from jaxinfer.serve.errors import require_known_model
+
+            require_known_model(request.body.model, [*self._llm.model_names, *self._llm.adapters], "job")
         prompt, params, chats = prepared(request, self._llm)
         options: Any = {"priority": "batch", **options_of(request, self._llm)}
         with self._llm.engine() as engine:

@@ -8,7 +8,6 @@ import socket
 import ssl
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxinfer.cli import adapters
@@ -125,7 +124,9 @@ def serve(arguments: argparse.Namespace) -> None:
     if files is not None:
         store = FileStore(as_path("--files", files), max_file_bytes=arguments.max_file_bytes)
     vars(arguments).setdefault("max_waiting", MAX_WAITING)
-    named, served = adapters.read_option(arguments), arguments.served_name or [_name_of(arguments.model)]
+    from jaxinfer.engine.engine import name_of
+
+    named, served = adapters.read_option(arguments), arguments.served_name or [name_of(arguments.model)]
     if taken := sorted(named.keys() & {*served}):
         raise ValueError(f"--adapter {taken[0]}=… has the name of the model; give the adapter another name")
     config = from_arguments(EngineConfig, arguments)
@@ -185,10 +186,3 @@ def _require_free(host: str, port: int) -> None:
             pass
     except OSError as error:
         raise ValueError(f"cannot listen at {host}:{port}: {error}; give another --host or --port") from None
-
-
-def _name_of(model: str | None) -> str:
-    if model is None:
-        return "tiny"
-    path = Path(model)
-    return path.resolve().name if path.exists() else model

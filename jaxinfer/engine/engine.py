@@ -50,6 +50,14 @@ logger = logging.getLogger(__name__)
 BUNDLED_MODEL = Path(__file__).parent.parent / "assets" / "tiny"
 
 
+def name_of(model: str | Path | None) -> str:
+    """Returns the name of a model in requests: that of its folder or file, or its Hub id."""
+    if model is None:
+        return "tiny"
+    path = Path(model)
+    return path.resolve().name if path.exists() else str(model)
+
+
 class Engine:
     """A model, its requests and its device. One thread at a time uses it; `LLM` and `EngineThread` see to that.
 
@@ -77,6 +85,8 @@ class Engine:
         enable_compilation_cache()
         self._dtype = resolve_dtype(dtype)
         self._path = resolve_checkpoint(BUNDLED_MODEL if model is None else model)
+        # In requests that name their model: the shorter name, and the one that was given.
+        self.model_names = tuple(dict.fromkeys((name_of(model), *(() if model is None else (str(model),)))))
         self._health = Health()
         parts = build_engine(
             self._path,

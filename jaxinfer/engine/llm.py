@@ -102,6 +102,7 @@ class LLM:
         )
         self.engine_config, self.model_config = self._engine.engine_config, self._engine.model_config
         self.tokenizer, self.answers = self._engine.tokenizer, self._engine.answers
+        self.model_names = self._engine.model_names
         self._guard = Guard()
         self._outputs = DeltaBuffer()  # of the requests of `add`, for `step`
         self._on_step: Callable[[Step, float], None] | None = None

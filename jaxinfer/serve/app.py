@@ -45,13 +45,20 @@ from jaxinfer.serve.bodies import (
     SamplingBody,
     TokenizeBody,
 )
-from jaxinfer.serve.errors import UNKNOWN_FAILURE, ErrorBody, RefusedError, ended_in_error, refusal_of, refused_body
+from jaxinfer.serve.errors import (
+    UNKNOWN_FAILURE,
+    ErrorBody,
+    RefusedError,
+    ended_in_error,
+    refusal_of,
+    refused_body,
+    require_known_model,
+)
 from jaxinfer.serve.messages import plain_messages
 from jaxinfer.serve.metrics import ObservedStream, ServerMetrics
 from jaxinfer.serve.parameters import of_chat, of_completion, options_of, rendering_of, require_effort_is_read
 from jaxinfer.serve.static_page import add_page
 from jaxinfer.serve.streams import DONE, ClientGoneError, EventStream, event, unless_gone
-from jaxinfer.validation import shown
 
 logger = logging.getLogger(__name__)
 
@@ -100,10 +107,7 @@ class ServerState:
 
     def require_model(self, name: str | None) -> None:
         """Raises RefusedError 404 for a name that is none of the model's and of no adapter."""
-        if name is not None and name not in self.all_names:
-            known = ", ".join(self.all_names)
-            message = f"the model {shown(name)} does not exist; this server has {known}"
-            raise RefusedError(404, message, param="model", code="model_not_found")
+        require_known_model(name, self.all_names, "server")
 
     @property
     def all_names(self) -> Sequence[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from jaxinfer.engine.frontend.admission import PromptTooLongError
 from jaxinfer.engine.request.request import BAD_LOGITS_ERROR, QueueFullError
+from jaxinfer.validation import shown
 
 MAX_MESSAGE = 2_000  # characters
 
@@ -62,6 +63,13 @@ class RefusedError(ValueError):
 
 
 UNKNOWN_FAILURE = RefusedError(500, "the server has failed on this request; its log says why", kind="server_error")
+
+
+def require_known_model(name: str | None, names: Sequence[str], owner: str) -> None:
+    """Raises RefusedError 404 for the name of a model that is none of `names`, those of the owner's models."""
+    if name is not None and name not in names:
+        message = f"the model {shown(name)} does not exist; this {owner} has {', '.join(names)}"
+        raise RefusedError(404, message, param="model", code="model_not_found")
 
 
 def refusal_of(

@@ -78,6 +78,7 @@ class FakeLLM:
         self.loaded_adapters: dict[str, str] = {}
 
     default_sampling_params = SamplingParams()
+    model_names = ("m",)
 
     @property
     def has_unfinished(self) -> bool:

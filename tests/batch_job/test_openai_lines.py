@@ -15,8 +15,9 @@ from jaxinfer.config import SamplingParams
 from jaxinfer.serve import answers
 from tests.engine.engines import quick_engine, save_small_checkpoint
 
-CHAT = {"model": "m", "messages": [{"role": "user", "content": "a"}], "chat_template": "{{ messages[0].content }}"}
-TEXT = {"model": "m", "prompt": "hello", "temperature": 0, "max_tokens": 5}
+NAME = "named"
+CHAT = {"model": NAME, "messages": [{"role": "user", "content": "a"}], "chat_template": "{{ messages[0].content }}"}
+TEXT = {"model": NAME, "prompt": "hello", "temperature": 0, "max_tokens": 5}
 
 
 def line(custom_id: str, url: str, body: Any, **more: Any) -> str:
@@ -25,7 +26,7 @@ def line(custom_id: str, url: str, body: Any, **more: Any) -> str:
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    return quick_engine(save_small_checkpoint(tmp_path_factory.mktemp("small")))
+    return quick_engine(save_small_checkpoint(tmp_path_factory.mktemp("small") / NAME))
 
 
 def records_of(path: Any) -> list[dict[str, Any]]:

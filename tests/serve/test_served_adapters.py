@@ -84,27 +84,33 @@ def test_a_request_names_an_adapter_as_its_model(address, expected):
     assert len({str(vector["data"]) for vector in vectors}) == 3
 
 
-def test_the_lines_of_a_job_name_adapters(adapted, expected, tmp_path):
+def test_the_lines_of_a_job_name_adapters(checkpoint, adapted, expected, tmp_path):
     ours = [
         {"custom_id": f"line {name}", "prompt": [5, 6, 7], "adapter": name, **common()}
         for name in ("a", "b", None, "x")
     ]
     theirs = [
         {"custom_id": f"of OpenAI {model}", "url": "/v1/completions", "body": {"model": model, **BODY}}
-        for model in expected
+        for model in (checkpoint.name, str(checkpoint), "a", "b", "poet")
     ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in ours + theirs))
 
     summary = run_batch(adapted, tmp_path / "in.jsonl", tmp_path / "out.jsonl", show_progress=False)
 
-    assert (summary.num_completed, summary.num_errors) == (6, 1)
+    assert (summary.num_completed, summary.num_errors) == (7, 2)
     records = {r["custom_id"]: r for r in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
     for model, log_probs in expected.items():
-        name = {"small": None}.get(model, model)
+        name, named = (None, checkpoint.name) if model == "small" else (model, model)
         assert records[f"line {name}"]["log_probs"] == pytest.approx(log_probs, abs=1e-6)
-        choice = records[f"of OpenAI {model}"]["response"]["body"]["choices"][0]
+        choice = records[f"of OpenAI {named}"]["response"]["body"]["choices"][0]
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(log_probs, abs=1e-6)
     assert "adapter='x' is not loaded" in str(records["line x"]["error"])
+    (choice,) = records[f"of OpenAI {checkpoint}"]["response"]["body"]["choices"]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected["small"], abs=1e-6)
+    assert records["of OpenAI poet"]["response"]["status_code"] == 404
+    (error,) = records["of OpenAI poet"]["response"]["body"].values()
+    assert error["message"] == f"the model 'poet' does not exist; this job has {checkpoint.name}, {checkpoint}, a, b"
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
     assert records["line a"]["made_by"]["adapters"].startswith("a=")
 
 
