@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,17 @@ from jax.tree_util import GetAttrKey, SequenceKey
 
 from jaxinfer.checkpoint.config_json.family import Either, Fused, WeightTable
 from jaxinfer.checkpoint.safetensors_file import DTYPES, FLOAT8, INTEGERS
-from jaxinfer.checkpoint.stored import FP4, FP4_NUMBERS, Blocks, Grid, Stored, StoredQuantized, pack_int4
+from jaxinfer.checkpoint.stored import (
+    FP4,
+    FP4_NUMBERS,
+    NUMBERS_AT_ONCE,
+    Blocks,
+    Grid,
+    Stored,
+    StoredBlocks,
+    StoredQuantized,
+    pack_int4,
+)
 from jaxinfer.model.components.layers import TensorSpec
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params, declare
@@ -103,6 +113,13 @@ class Assembly:
                 size = (*array.shape[:axis], len(chosen) - num_kept, *array.shape[axis + 1 :])
                 array = np.concatenate([array, np.zeros(size, array.dtype)], axis)
         return array
+
+    @functools.cached_property
+    def rows(self) -> np.ndarray:
+        """Returns the row i64[rows] of a stored tensor in each row of ours; -1 for padding. It must be packable."""
+        *outputs, _ = self.stored_shape
+        numbers = np.arange(1, math.prod(outputs) + 1).reshape(*outputs, 1)
+        return self.of_groups(1).view(numbers).reshape(-1) - 1
 
     @functools.cached_property
     def _places(self) -> dict[int, np.ndarray]:
@@ -248,8 +265,7 @@ def assemble(
     if isinstance(grid, Blocks):
         if sharding is not None and sharding.mesh.size > 1:
             raise ValueError(f"{BLOCKS_ARE_WHOLE} (type {grid.type})")
-        rows = (assembly.of_groups(grid.row_bytes).view(tensor.blocks()) for tensor in packed)
-        blocks = _stacked(assembly, rows, sharding)
+        blocks = _read_rows(assembly, [tensor.blocks for tensor in packed], sharding)
         return jax.block_until_ready(PackedBlocks(blocks, grid.type))
     at = QuantizedArray(None, None)
     if sharding is not None:
@@ -257,20 +273,20 @@ def assemble(
         at = quantized_sharding(shapes, sharding)
     of_groups = assembly.of_groups(grid.num_groups)
 
-    def read(name: str, making: Assembly) -> jax.Array:
-        """Reads one part of each stored tensor, one at a time."""
-        parts = (relaid(name, making.view(getattr(tensor, name)())) for tensor in packed)
-        return _stacked(assembly, parts, getattr(at, name))
+    def read_values(tensor: StoredQuantized, rows: slice) -> np.ndarray:
+        own = tensor.values(rows)
+        if grid.code in ("int4", FP4) and packs_integers:
+            return pack_int4(own, grid.num_groups)
+        if grid.code == FP4:  # twice the numbers are integers
+            return (2 * FP4_NUMBERS[own]).astype(np.int8)
+        return own.astype(ml_dtypes.int4) if grid.code == "int4" else own
 
-    def relaid(name: str, own: np.ndarray) -> np.ndarray:
-        if name == "values" and grid.code in ("int4", FP4) and packs_integers:
-            own = pack_int4(own, grid.num_groups)
-        elif name == "values" and grid.code == "int4":
-            own = own.astype(ml_dtypes.int4)
-        elif grid.code == FP4 and not packs_integers:  # twice the numbers are integers
-            own = (2 * FP4_NUMBERS[own]).astype(np.int8) if name == "values" else own
-            own = _halves(own) if own.dtype == np.uint8 else own
-        return own
+    def read_levels(name: str) -> jax.Array:
+        """Reads the scales or zero points of each stored tensor, one at a time."""
+        parts = (of_groups.view(getattr(tensor, name)()) for tensor in packed)
+        is_halved = grid.code == FP4 and not packs_integers
+        own = (_halves(part) if is_halved and part.dtype == np.uint8 else part for part in parts)
+        return _stacked(assembly, own, getattr(at, name))
 
     order = None
     if grid.has_order:
@@ -284,9 +300,9 @@ def assemble(
 
     has_range = grid.activations is not None and not grid.activations.is_dynamic
     array = QuantizedArray(
-        values=read("values", assembly),
-        scales=read("scales", of_groups),
-        zeros=read("zeros", of_groups) if grid.has_zeros else None,
+        values=_read_rows(assembly, [functools.partial(read_values, tensor) for tensor in packed], at.values),
+        scales=read_levels("scales"),
+        zeros=read_levels("zeros") if grid.has_zeros else None,
         order=order,
         multiplier=read_numbers("multiplier", 2, 1 if packs_integers else 2) if grid.has_multiplier else None,
         input_range=read_numbers("input_range", 3) if has_range else None,
@@ -337,6 +353,32 @@ def _halves(exponents: np.ndarray) -> np.ndarray:
     return np.exp2(exponents.astype(np.float32) - 128).astype(ml_dtypes.bfloat16)
 
 
+def _read_rows(
+    assembly: Assembly, reads: Sequence[Callable[[slice], np.ndarray]], sharding: NamedSharding | None
+) -> jax.Array:
+    """Returns the rows of stored tensors on their devices, in our order and stacked.
+
+    `reads` have one for each, which returns [rows, n] for some rows at once. They go where they stay, so that the host
+    holds little more than the result.
+    """
+    stack, step = None, max(NUMBERS_AT_ONCE // assembly.shape[-1], 1)
+    for i, read in enumerate(reads):
+        for start in range(0, len(assembly.rows), step):
+            rows = assembly.rows[start : start + step]
+            own = rows[rows >= 0]  # only the last ones are padding
+            if own.size:
+                first = own.min()
+                piece = read(slice(first, own.max() + 1))[own - first]
+                if stack is None:
+                    stack = empty_aligned((len(reads), len(assembly.rows), piece.shape[1]), piece.dtype)
+                stack[i, start : start + own.size] = piece
+            if own.size < rows.size:
+                assert stack is not None
+                stack[i, start + own.size : start + rows.size] = 0
+    assert stack is not None
+    return jax.device_put(stack.reshape(*assembly.shape[:-1], -1), sharding)
+
+
 def _stacked(assembly: Assembly, tensors: Iterable[np.ndarray], sharding: NamedSharding | None = None) -> jax.Array:
     """Returns arrays of the stored tensors on their devices, stacked as they come."""
     stack = None
@@ -362,9 +404,9 @@ def grid_of(assembly: Assembly, stored: Mapping[str, Stored]) -> Grid | Blocks |
     raise ValueError(f"{names} and others of one tensor are packed in different ways, which is not supported: {grids}")
 
 
-def floats_of(stored: Stored) -> np.ndarray:
-    """Returns the numbers of a stored tensor, which is widened if it is packed."""
-    return stored.floats() if isinstance(stored, StoredQuantized) else stored.map()
+def floats_of(stored: Stored, dtype: Any = np.float32) -> np.ndarray:
+    """Returns the numbers of a stored tensor: as `dtype` if it is packed, else as they are stored."""
+    return stored.floats(dtype) if isinstance(stored, StoredQuantized | StoredBlocks) else stored.map()
 
 
 def _assemble_floats(
@@ -378,7 +420,7 @@ def _assemble_floats(
         chosen = places[index[:num_stacked]]
         stack = None
         for place, i in enumerate(chosen.flat):
-            part = assembly.view(floats_of(stored[assembly.names[i]]), index[num_stacked:])
+            part = assembly.view(floats_of(stored[assembly.names[i]], dtype), index[num_stacked:])
             if stack is None:
                 stack = empty_aligned((chosen.size, *part.shape), dtype)
             np.copyto(stack[place], part, casting="unsafe")

@@ -293,7 +293,7 @@ def _as_stored(found: Mapping[str, StoredTensor], name: str) -> StoredQuantized:
     """Returns a rounded weight as one of a packed checkpoint."""
     numbers, scales = found[f"{name}.numbers"], found[f"{name}.scales"]
     grid = Grid("int8" if numbers.dtype == "I8" else "float8_e4m3fn", scales.shape[1], scales.dtype, False, False)
-    return StoredQuantized(numbers.shape, grid, numbers.map, scales.map)
+    return StoredQuantized(numbers.shape, grid, lambda rows: numbers.map()[rows], scales.map)
 
 
 def _groups(path: Path, scheme: Scheme) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ FP4 = "float4_e2m1fn"
 # Of the codes of FP4.
 FP4_NUMBERS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
+# Of a weight, that are unpacked at once: they and what is made of them on the way take some megabytes.
+NUMBERS_AT_ONCE = 2**18
 # Of keys and values. float16, the narrowest type of parameters, holds them without loss of range.
 LEAST_SCALE, LARGEST_SCALE = 2.0**-14, 2.0**15
 
@@ -37,36 +40,40 @@ class StoredQuantized:
 
     A `multiplier` of all scales is the sum of two numbers; see `split_multiplier`.
 
-    Arrays are read, and brought into this form, when they are asked for. With an `order`, value j of a row is that of
-    input order[j]. Reading raises ValueError for what the format does not allow.
+    Arrays are read, and brought into this form, when they are asked for: of values, which are the most, only some rows
+    at once. A row has the inputs of one output, and rows count all axes of outputs as one. With an `order`, value j of
+    a row is that of input order[j]. Reading raises ValueError for what the format does not allow.
     """
 
     shape: tuple[int, ...]
     grid: Grid
-    values: Callable[[], np.ndarray]  # i8 or f8[out..., in]; codes u8 of FP4
+    values: Callable[[slice], np.ndarray]  # i8 or f8[rows, in]; codes u8 of FP4
     scales: Callable[[], np.ndarray]  # f[out..., groups]; u8 are exponents of 2, less 127
     zeros: Callable[[], np.ndarray] | None = None  # i8[out..., groups]
     order: Callable[[], np.ndarray] | None = None  # i32[in]
     multiplier: Callable[[], np.ndarray] | None = None  # f32[2]
     input_range: Callable[[], np.ndarray] | None = None  # f32[3] of `round_rows`
 
-    def floats(self) -> np.ndarray:
-        """Returns the weight f32[out..., in]."""
-        scales, values = self.scales(), self.values()
-        values = FP4_NUMBERS[values] if self.grid.code == FP4 else values.astype(np.float32)
-        values = values.reshape(*scales.shape, -1)
-        wide = np.exp2(scales.astype(np.float32) - 127) if scales.dtype == np.uint8 else scales.astype(np.float32)
-        if self.multiplier is not None:
-            high, low = self.multiplier()
-            wide = wide * high + wide * low
-        if self.zeros is not None:  # float32 holds the differences of integers
-            values -= self.zeros()[..., None].astype(np.float32)
-        floats = (values * wide[..., None]).reshape(self.shape)
-        if self.order is None:
-            return floats
-        inputs = np.empty_like(floats)
-        inputs[:, self.order()] = floats
-        return inputs
+    def floats(self, dtype: Any = np.float32) -> np.ndarray:
+        """Returns the weight [out..., in], computed in float32."""
+        scales = self.scales().reshape(-1, self.grid.num_groups)
+        places = None if self.order is None else np.argsort(self.order())
+        multiplier = None if self.multiplier is None else self.multiplier()
+        zeros = None if self.zeros is None else self.zeros().reshape(scales.shape)
+
+        def read(rows: slice) -> np.ndarray:
+            own, values = scales[rows], self.values(rows)
+            values = FP4_NUMBERS[values] if self.grid.code == FP4 else values.astype(np.float32)
+            wide = np.exp2(own.astype(np.float32) - 127) if own.dtype == np.uint8 else own.astype(np.float32)
+            if multiplier is not None:
+                wide = wide * multiplier[0] + wide * multiplier[1]
+            values = values.reshape(*own.shape, -1)
+            if zeros is not None:  # float32 holds the differences of integers
+                values -= zeros[rows][..., None].astype(np.float32)
+            floats = (values * wide[..., None]).reshape(len(own), -1).astype(dtype)
+            return floats if places is None else floats[:, places]
+
+        return in_pieces(read, self.shape)
 
 
 class Blocks(NamedTuple):
@@ -80,14 +87,23 @@ class Blocks(NamedTuple):
 class StoredBlocks:
     """A tensor in blocks, which are read as they are, or as floating point.
 
-    Reading raises ValueError for a number or a scale that is infinite or none.
+    Some rows are read at once, as of `StoredQuantized`. Reading raises ValueError for a number or a scale that is
+    infinite or none.
     """
 
     shape: tuple[int, ...]
     grid: Blocks | None  # None: the device holds floating point
-    blocks: Callable[[], np.ndarray]  # u8[..., row bytes]
-    map: Callable[[], np.ndarray]  # f32[shape], made anew at each call
+    blocks: Callable[[slice], np.ndarray]  # u8[rows, row bytes]
+    numbers: Callable[[slice], np.ndarray]  # f32[rows, in]
     dtype: str = "F32"  # of `map`
+
+    def floats(self, dtype: Any = np.float32) -> np.ndarray:
+        """Returns the tensor [shape]."""
+        return in_pieces(lambda rows: self.numbers(rows).astype(dtype), self.shape)
+
+    def map(self) -> np.ndarray:
+        """Returns the tensor f32[shape], made anew at each call."""
+        return self.floats()
 
 
 @dataclass(frozen=True)
@@ -114,6 +130,19 @@ class StoredScale:
 
 
 Stored = StoredTensor | StoredQuantized | StoredBlocks | StoredScale
+
+
+def in_pieces(read: Callable[[slice], np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """Returns a tensor [shape] whose rows `read` returns, some at once."""
+    *outputs, inputs = shape
+    step, whole = max(NUMBERS_AT_ONCE // inputs, 1), None
+    for start in range(0, math.prod(outputs), step):
+        piece = read(slice(start, min(start + step, math.prod(outputs))))
+        if whole is None:
+            whole = np.empty((math.prod(outputs), inputs), piece.dtype)
+        whole[start : start + step] = piece
+    assert whole is not None
+    return whole.reshape(shape)
 
 
 def pack_int4(values: np.ndarray, num_groups: int) -> np.ndarray:

@@ -55,22 +55,20 @@ class NamedTensor:
         """True if the tensor lies in the file as it is."""
         return self.stored.type.is_float and self.heads is None and not self.added
 
-    def blocks(self) -> np.ndarray:
-        """Returns the blocks of the rows in order, u8[..., row bytes]."""
-        rows = self.stored.map()
+    def blocks(self, rows: slice) -> np.ndarray:
+        """Returns the blocks of some rows, u8[rows, row bytes]; a tensor of one axis is one row."""
+        stored = self.stored.map()
+        flat = stored.reshape(-1, stored.shape[-1])
         if self.heads is None:
-            return rows
-        if rows.ndim == 1:  # a bias, each of whose numbers is a row
-            return self._ordered(rows.reshape(self.stored.shape[0], -1)).reshape(-1)
-        return self._ordered(rows)
+            return flat[rows]
+        is_bias = stored.ndim == 1  # each of its numbers is what a row is of a weight
+        flat = flat.reshape(self.stored.shape[0], -1) if is_bias else flat
+        order = np.arange(len(flat)).reshape(self.heads, -1, 2).swapaxes(1, 2).reshape(-1)
+        return flat[order].reshape(1, -1)[rows] if is_bias else flat[order[rows]]
 
-    def _ordered(self, rows: np.ndarray) -> np.ndarray:
-        assert self.heads is not None
-        return rows.reshape(self.heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-    def numbers(self) -> np.ndarray:
-        """Returns the tensor as float32; ValueError if it has one that is infinite or none."""
-        numbers = dequantize(self.blocks(), self.stored.type)
+    def numbers(self, rows: slice) -> np.ndarray:
+        """Returns some rows as f32[rows, in]; ValueError if a number is infinite or none."""
+        numbers = dequantize(self.blocks(rows), self.stored.type)
         return numbers - np.float32(self.added) if self.added else numbers
 
 
@@ -239,7 +237,7 @@ def _gpt_oss(keys: _Keys) -> Settings:
 
 
 def _factors(keys: _Keys, name: str) -> list[float] | None:
-    return NamedTensor(keys.tensors[name]).numbers().tolist() if name in keys.tensors else None
+    return NamedTensor(keys.tensors[name]).numbers(slice(1))[0].tolist() if name in keys.tensors else None
 
 
 def _rope(keys: _Keys, head_dim: int) -> Settings:

@@ -160,7 +160,7 @@ def read_whole(path: Path) -> list[Any]:
     floats = [tensor.floats() if isinstance(tensor, StoredQuantized) else tensor.map() for tensor in tensors]
     for tensor in tensors:
         if isinstance(tensor, StoredBlocks):
-            tensor.blocks()
+            tensor.blocks(slice(0, None))
     ids = tokenizer.encode("a cab")
     return [config, read_eos_token_ids(path), read_sampling_defaults(path), ids, *(f.tobytes() for f in floats)]
 

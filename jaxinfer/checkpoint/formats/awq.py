@@ -49,12 +49,17 @@ def _weight(parts: Parts, size: int, has_zeros: bool) -> StoredQuantized:
     if has_zeros or "qzeros" in parts:
         parts.require("qzeros", ["I32"], (groups, words))
 
-    def read(name: str) -> np.ndarray:
-        numbers = unpacked(parts[name].map(), 4, axis=1).reshape(-1, words, PER_WORD)[..., PLACES]
-        return centred(numbers.reshape(-1, outputs).T, 4)
+    def read(name: str, rows: slice) -> np.ndarray:
+        first = rows.start // PER_WORD
+        numbers = unpacked(parts[name].map()[:, first : -(-rows.stop // PER_WORD)], 4, axis=1)
+        numbers = numbers.reshape(len(numbers), -1, PER_WORD)[..., PLACES].reshape(len(numbers), -1)
+        return centred(numbers[:, rows.start - first * PER_WORD : rows.stop - first * PER_WORD].T, 4)
+
+    def read_zeros() -> np.ndarray:
+        return read("qzeros", slice(0, outputs))
 
     def read_scales() -> np.ndarray:
-        if not has_zeros and "qzeros" in parts and read("qzeros").any():
+        if not has_zeros and "qzeros" in parts and read_zeros().any():
             raise ValueError(
                 f"{parts.module}.qzeros has other zero points than {MIDDLE}, but quantization_config says"
                 " zero_point=false; set it to true"
@@ -64,7 +69,7 @@ def _weight(parts: Parts, size: int, has_zeros: bool) -> StoredQuantized:
     return StoredQuantized(
         shape=(outputs, inputs),
         grid=Grid("int4", groups, scales.dtype, has_zeros, has_order=False),
-        values=lambda: read("qweight"),
+        values=lambda rows: read("qweight", rows),
         scales=read_scales,
-        zeros=(lambda: read("qzeros")) if has_zeros else None,
+        zeros=read_zeros if has_zeros else None,
     )

@@ -204,11 +204,11 @@ def _weight(parts: Parts, schemes: list[tuple[str, Mapping[str, Any]]]) -> Store
         assert g_idx is not None
         return order_of_groups(f"{parts.module}.weight_g_idx", g_idx.map(), groups, may_differ=True)
 
-    def read_values() -> np.ndarray:
+    def read_values(rows: slice) -> np.ndarray:
         if is_packed:
-            values = centred(unpacked(parts["weight_packed"].map(), bits, axis=1)[:, :inputs], bits)
+            values = centred(unpacked(parts["weight_packed"].map()[rows], bits, axis=1)[:, :inputs], bits)
         else:
-            values = parts["weight"].map()
+            values = parts["weight"].map()[rows]
             if values.min() < -middle or values.max() >= middle:
                 raise ValueError(f"{parts.module} has integers of more than {bits} bits; download the checkpoint again")
         return values[:, order()] if has_order else values
@@ -297,7 +297,7 @@ def _float4_weight(parts: Parts, strategy: Any, scheme: Mapping[str, Any]) -> St
     return StoredQuantized(
         shape=(outputs, inputs),
         grid=Grid(FP4, groups, scales.dtype, has_zeros=False, has_order=False, has_multiplier=has_multiplier),
-        values=lambda: unpacked(parts["weight_packed"].map(), 4, axis=1),
+        values=lambda rows: unpacked(parts["weight_packed"].map()[rows], 4, axis=1),
         scales=lambda: require_finite(parts.module, scales.map()),
         multiplier=read_multiplier if has_multiplier else None,
     )

@@ -83,8 +83,8 @@ def float8_weight(
         stored = require_finite(parts.module, scales.map()).reshape(-1, -(-inputs // size))
         return stored[(np.arange(outputs) // rows)[:, None], np.arange(groups) * own_size // size]
 
-    def read_values() -> np.ndarray:
-        values = parts["weight"].map()
+    def read_values(rows: slice) -> np.ndarray:
+        values = parts["weight"].map()[rows]
         if np.isnan(values).any():
             raise ValueError(f"{parts.module} has weights that are no numbers; download the checkpoint again")
         return values

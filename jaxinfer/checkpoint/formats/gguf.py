@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
-from jaxinfer.checkpoint.stored import FP4, Blocks, Grid, Stored, StoredBlocks, StoredQuantized, require_finite
+from jaxinfer.checkpoint.stored import (
+    FP4,
+    Blocks,
+    Grid,
+    Stored,
+    StoredBlocks,
+    StoredQuantized,
+    in_pieces,
+    require_finite,
+)
 from jaxinfer.gguf.blocks import mxfp4_codes, q4_0_integers, q8_0_integers, require_finite_scales
 from jaxinfer.gguf.file import GGUFFile
 from jaxinfer.gguf.names import NamedTensor, tensors_of
@@ -50,28 +59,31 @@ def _stored(name: str, tensor: NamedTensor) -> Stored:
         except ValueError as error:
             raise ValueError(f"{place}: {error}; download the file again") from None
 
-    def blocks() -> np.ndarray:
-        found = tensor.blocks()
+    def blocks(rows: slice) -> np.ndarray:
+        found = tensor.blocks(rows)
         require_finite_scales(found, block_type)
         return found
 
     grid = Blocks(block_type.name, tensor.stored.row_bytes) if is_packed else None
-    return StoredBlocks(tensor.shape, grid, lambda: named(blocks), lambda: named(tensor.numbers))
+    reads = (lambda rows: named(lambda: blocks(rows))), (lambda rows: named(lambda: tensor.numbers(rows)))
+    return StoredBlocks(tensor.shape, grid, *reads)
 
 
 def _packed(place: str, tensor: NamedTensor) -> StoredQuantized:
     code, scale_dtype, unpack = INTEGERS[tensor.stored.type.name]
 
+    num_groups = tensor.shape[-1] // tensor.stored.type.length
+
     def scales() -> np.ndarray:
-        found = unpack(tensor.blocks())[1]
+        found = in_pieces(lambda rows: unpack(tensor.blocks(rows))[1], (*tensor.shape[:-1], num_groups))
         if found.dtype == np.uint8 and (found == NO_NUMBER).any():
             raise ValueError(f"{place} has scales that are no numbers; download the file again")
         return require_finite(place, found)
 
     return StoredQuantized(
         shape=tensor.shape,
-        grid=Grid(code, tensor.shape[-1] // tensor.stored.type.length, scale_dtype, has_zeros=False, has_order=False),
-        values=lambda: unpack(tensor.blocks())[0],
+        grid=Grid(code, num_groups, scale_dtype, has_zeros=False, has_order=False),
+        values=lambda rows: unpack(tensor.blocks(rows))[0],
         scales=scales,
     )
 

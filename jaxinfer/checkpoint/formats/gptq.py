@@ -82,8 +82,8 @@ def _weight(
             return np.arange(inputs, dtype=np.int32)
         return order_of_groups(f"{parts.module}.g_idx", g_idx.map(), groups, may_differ=has_order)
 
-    def read_values() -> np.ndarray:
-        return centred(unpacked(parts["qweight"].map(), bits).T[:, order()], bits)
+    def read_values(rows: slice) -> np.ndarray:
+        return centred(unpacked(parts["qweight"].map()[:, rows], bits).T[:, order()], bits)
 
     def read_zeros() -> np.ndarray:
         # Each by itself, modulo 2^bits: the zero point 0 is stored as -1.

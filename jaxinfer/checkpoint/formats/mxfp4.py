@@ -38,6 +38,6 @@ def _weight(parts: Parts) -> StoredQuantized:
     return StoredQuantized(
         shape=shape,
         grid=Grid(FP4, groups, scales.dtype, has_zeros=False, has_order=False),
-        values=lambda: unpacked(parts["blocks"].map(), 4, axis=-1).reshape(shape),
+        values=lambda rows: unpacked(parts["blocks"].map().reshape(-1, shape[-1] // 2)[rows], 4, axis=1),
         scales=lambda: require_finite(parts.module, scales.map()),
     )

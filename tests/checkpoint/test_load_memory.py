@@ -1,0 +1,62 @@
+"""The memory that loading takes beside the parameters: a few rows of one tensor, for weights of any format."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jaxinfer.checkpoint import load_params, read_config
+from jaxinfer.plan.memory import num_bytes
+from jaxinfer.quantization import PACKED
+from tests.checkpoint.packing import WRITERS
+from tests.gguf.gguf_files import save_gguf
+from tests.oracles import save_random_checkpoint
+
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 97},
+    "gpt_oss": {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512},
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gptq": ("gptq", {"is_symmetric": False, "has_order": True}),
+    "gptq of 3 bits": ("gptq", {"bits": 3}),
+    "awq": ("awq", {}),
+    "compressed": ("compressed", {}),
+    "fp8": ("fp8", {}),
+    "nvfp4": ("compressed floats", {"kind": "NVFP4"}),
+    "mxfp4": ("mxfp4", {}),
+    **{name: ("gguf", {"kind": name}) for name in ("F16", "Q8_0", "Q4_K")},
+}
+
+
+def save_packed(folder: Path, writer: str, options: dict[str, Any]) -> Path:
+    if writer == "gguf":
+        return save_gguf(folder, "llama", options["kind"], **SIZES["llama"])[0]
+    family = "gpt_oss" if writer == "mxfp4" else "llama"
+    source = save_random_checkpoint(folder / "source", family, **SIZES[family])
+    return WRITERS[writer](source, folder / "both", **options).path
+
+
+@pytest.mark.parametrize(("writer", "options"), CASES.values(), ids=CASES)
+def test_loading_takes_less_than_the_largest_tensor_beside_the_parameters(tmp_path, monkeypatch, writer, options):
+    path = save_packed(tmp_path, writer, options)
+    for module in ("stored", "assembly"):  # as small beside these tensors as it is beside those of published models
+        monkeypatch.setattr(f"jaxinfer.checkpoint.{module}.NUMBERS_AT_ONCE", 2**12)
+    config = read_config(path)
+    load_params(path, config, "bfloat16")  # fills caches
+
+    tracemalloc.start()
+    try:
+        params = load_params(path, config, "bfloat16")
+        held, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    tensors = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, PACKED))
+    largest = max(map(num_bytes, tensors))
+    assert held < num_bytes(params) + largest
+    # NumPy's memory, which is also that of arrays on a CPU.
+    assert peak - num_bytes(params) < largest
