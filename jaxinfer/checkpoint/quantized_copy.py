@@ -7,6 +7,7 @@ embeddings, norms, routers and the unembedding stay as they are, and so do exper
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -61,7 +62,7 @@ MAX_CALIBRATION_TOKENS = 2**20  # in all: their states take 16 GB in float32 if 
 TOKENS_AT_ONCE = 4096  # of calibration texts in a layer
 # Scales that calibration tries, in parts of those that reach the largest weight of their group.
 SHRINKS = np.linspace(1.0, 0.6, 21, dtype=np.float32)
-CALIBRATED = ".calibrated"  # the folder of rounded layers in an unfinished copy
+CALIBRATED = ".calibrated"  # the folder of rounded layers in an unfinished copy, and of the model's own texts
 # Numbers and their scales.
 Rounded = tuple[np.ndarray, np.ndarray]
 COPIED = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "tokenizer*")
@@ -163,7 +164,11 @@ def write_quantized(
     stated = read_json(path / "config.json") | {"quantization_config": _settings(groups, ignored, own_scheme)}
     # Last, for without it the folder is no checkpoint.
     (target / "config.json").write_text(json.dumps(stated, indent=1))
-    shutil.rmtree(target / CALIBRATED, ignore_errors=True)
+    # The texts that a model has written itself stay, so that they need not be written again to compare them.
+    for file in (target / CALIBRATED).glob("*.safetensors"):
+        file.unlink()
+    with contextlib.suppress(OSError):
+        (target / CALIBRATED).rmdir()
     return target
 
 

@@ -134,7 +134,8 @@ def _choose_texts(tokens: list[int], file: Path, num_texts: int, length: int, se
 def _own_texts(
     source: Path, target: Path, num_texts: int, length: int, seed: int, *, show_progress: bool
 ) -> np.ndarray:
-    """Returns texts i32[B, length] that the model samples at temperature 1, kept for a call that goes on.
+    """Returns texts i32[B, length] that the model samples at temperature 1, kept for a call that goes on
+    and for one that finds the copy finished.
 
     A text begins with the tokens that begin each text of its tokenizer, or else with a random token.
     """
@@ -143,13 +144,16 @@ def _own_texts(
     from jaxinfer import LLM, EngineConfig, SamplingParams
     from jaxinfer.checkpoint.fingerprint import fingerprint
     from jaxinfer.checkpoint.quantized_copy import CALIBRATED
+    from jaxinfer.text.tokenizer import Tokenizer
 
     kept = target / CALIBRATED / f"texts-{fingerprint(source)}-{num_texts}-{length}-{seed}.npy"
     if kept.is_file():
         return np.load(kept)
+    tokenizer = Tokenizer.from_path(source)
+    begin = [] if tokenizer is None else tokenizer.encode("")
+    require_int("text_length", length, max(len(begin), 1) + 1)
     generator = np.random.default_rng(seed)
     with LLM(source, config=EngineConfig(max_model_len=length), show_progress=show_progress) as llm:
-        begin = [] if llm.tokenizer is None else llm.tokenizer.encode("")
         firsts = generator.integers(llm.model_config.vocab_size, size=num_texts)
         prompts = [begin or [int(first)] for first in firsts]
         params = [

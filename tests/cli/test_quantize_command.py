@@ -62,17 +62,28 @@ def test_texts_of_a_file_are_windows_of_its_tokens(source, tmp_path, calibrated)
     assert all(window in windows for window in chosen.tolist())
 
 
-def test_without_a_file_the_model_writes_the_texts_and_a_second_run_takes_the_same(source, tmp_path, monkeypatch):
+def test_without_a_file_the_model_writes_the_texts_and_a_second_run_finds_them(source, tmp_path, monkeypatch):
     options = ["--method", "gptq", "--num-texts", "4", "--text-length", "24"]
 
     assert run(source, tmp_path / "one", *options) == 0
-    assert run(source, tmp_path / "one", *options) == 0
     assert run(source, tmp_path / "two", *options, "--seed", "5") == 0
+    written = {file: file.stat().st_mtime_ns for file in (tmp_path / "one").rglob("*.safetensors")}
+    monkeypatch.setattr(jaxinfer, "LLM", None)
+    assert run(source, tmp_path / "one", *options) == 0
 
     one, two = (read_tensors(tmp_path / name) for name in ("one", "two"))
     assert one.keys() == two.keys()
     assert any((one[name] != two[name]).any() for name in one if name.endswith("packed"))
-    assert not list((tmp_path / "one").glob(".*"))
+    assert written == {file: file.stat().st_mtime_ns for file in (tmp_path / "one").rglob("*.safetensors")}
+    assert [file.suffix for file in (tmp_path / "one").glob(".*/*")] == [".npy"]
+
+
+def test_texts_that_end_where_they_begin_are_refused(source, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_: [5, 6, 7])
+
+    assert run(source, tmp_path / "copy", "--method", "gptq", "--text-length", "3") == 2
+
+    assert "text_length=3 is not allowed: text_length must be an integer from 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
