@@ -26,15 +26,17 @@ from jaxinfer.checkpoint.stored import (
     Stored,
     StoredBlocks,
     StoredQuantized,
-    pack_int4,
 )
 from jaxinfer.model.components.layers import TensorSpec
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params, declare
 from jaxinfer.model.quantized_params import quantized_sharding
 from jaxinfer.quantization import BLOCKS_ARE_WHOLE, PackedBlocks, QuantizedArray
+from jaxinfer.quantization.planes import fit_planes, pack_planes
 
 ALIGNMENT = 64
+# The types of numbers that lie neither in planes nor in pairs, where they are not those of a grid's code.
+WHOLE_CODES = {FP4: "int8", "int2": "int4", "int3": "int4", "int5": "int8", "int6": "int8", "int7": "int8"}
 
 
 @dataclass(frozen=True)
@@ -271,21 +273,25 @@ def assemble(
     if sharding is not None:
         shapes: Any = abstract(assembly, stored, dtype, packs_integers=packs_integers)
         at = quantized_sharding(shapes, sharding)
-    of_groups = assembly.of_groups(grid.num_groups)
+    of_groups, bits = assembly.of_groups(grid.num_groups), grid.bits_in_planes if packs_integers else None
 
     def read_values(tensor: StoredQuantized, rows: slice) -> np.ndarray:
         own = tensor.values(rows)
+        if bits is not None:
+            return pack_planes(own, bits, grid.num_groups)
         if grid.code in ("int4", FP4) and packs_integers:
-            return pack_int4(own, grid.num_groups)
+            return pack_planes(own, 4, grid.num_groups).view(own.dtype)
         if grid.code == FP4:  # twice the numbers are integers
             return (2 * FP4_NUMBERS[own]).astype(np.int8)
-        return own.astype(ml_dtypes.int4) if grid.code == "int4" else own
+        return own.astype(ml_dtypes.int4) if WHOLE_CODES.get(grid.code, grid.code) == "int4" else own
 
     def read_levels(name: str) -> jax.Array:
         """Reads the scales or zero points of each stored tensor, one at a time."""
         parts = (of_groups.view(getattr(tensor, name)()) for tensor in packed)
         is_halved = grid.code == FP4 and not packs_integers
         own = (_halves(part) if is_halved and part.dtype == np.uint8 else part for part in parts)
+        if name == "zeros" and bits is not None and fit_planes(bits, grid.num_groups):
+            own = (pack_planes(part, bits, 1) for part in own)
         return _stacked(assembly, own, getattr(at, name))
 
     order = None
@@ -307,6 +313,7 @@ def assemble(
         multiplier=read_numbers("multiplier", 2, 1 if packs_integers else 2) if grid.has_multiplier else None,
         input_range=read_numbers("input_range", 3) if has_range else None,
         activations=grid.activations,
+        bits=bits,
     )
     return jax.block_until_ready(array)
 
@@ -320,10 +327,18 @@ def abstract(
     *outputs, inputs = assembly.shape
     if isinstance(grid, Blocks):
         return PackedBlocks(jax.ShapeDtypeStruct((*outputs, grid.row_bytes), np.uint8), grid.type)
-    is_packed = grid.code in ("int4", FP4) and packs_integers
+    is_packed, bits = grid.code in ("int4", FP4) and packs_integers, grid.bits_in_planes if packs_integers else None
     of_groups = (*outputs, grid.num_groups)
     orders = (*assembly.shape[: assembly.num_stacked], inputs)
-    codes = {"int4": "int8" if is_packed else "int4", FP4: "uint8" if is_packed else "int8"}
+    if bits is not None:
+        code, width = "uint8", inputs * bits // 8
+    elif is_packed:
+        code, width = "uint8" if grid.code == FP4 else "int8", inputs // 2
+    else:
+        code, width = WHOLE_CODES.get(grid.code, grid.code), inputs
+    of_zeros, zero_code = of_groups, "int8"
+    if bits is not None and fit_planes(bits, grid.num_groups):
+        of_zeros, zero_code = (*outputs, grid.num_groups * bits // 8), "uint8"
     scale_dtype = (DTYPES | INTEGERS | FLOAT8)[grid.scale_dtype]
     if scale_dtype == np.uint8 and grid.code == FP4 and not is_packed:
         scale_dtype = np.dtype(ml_dtypes.bfloat16)
@@ -332,13 +347,14 @@ def abstract(
         return jax.ShapeDtypeStruct(_shape_of_numbers(assembly, count), np.float32)
 
     return QuantizedArray(
-        values=jax.ShapeDtypeStruct((*outputs, inputs // 2 if is_packed else inputs), codes.get(grid.code, grid.code)),
+        values=jax.ShapeDtypeStruct((*outputs, width), code),
         scales=jax.ShapeDtypeStruct(of_groups, scale_dtype),
-        zeros=jax.ShapeDtypeStruct(of_groups, np.int8) if grid.has_zeros else None,
+        zeros=jax.ShapeDtypeStruct(of_zeros, zero_code) if grid.has_zeros else None,
         order=jax.ShapeDtypeStruct(orders, np.int32) if grid.has_order else None,
         multiplier=numbers(2) if grid.has_multiplier else None,
         input_range=numbers(3) if grid.activations is not None and not grid.activations.is_dynamic else None,
         activations=grid.activations,
+        bits=bits,
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxinfer.checkpoint.safetensors_file import StoredTensor
 from jaxinfer.quantization.activations import Activations
+from jaxinfer.quantization.planes import fit_planes
 
 FP4 = "float4_e2m1fn"
 # Of the codes of FP4.
@@ -25,13 +26,24 @@ LEAST_SCALE, LARGEST_SCALE = 2.0**-14, 2.0**15
 class Grid(NamedTuple):
     """How a packed weight stands for its numbers. Layers of one stack have the same."""
 
-    code: str  # of a number as the device holds it: "int4", "int8", "float8_e4m3fn" or FP4
+    code: str  # of a number as the device holds it: "int2" to "int8", "float8_e4m3fn" or FP4
     num_groups: int  # of inputs, each with a scale per output
     scale_dtype: str
     has_zeros: bool
     has_order: bool
     has_multiplier: bool = False
     activations: Activations | None = None  # None: they are not rounded
+
+    @property
+    def bits_in_planes(self) -> int | None:
+        """The bits of integers that lie in planes, None if they lie in none."""
+        bits = int(self.code.removeprefix("int")) if self.code.startswith("int") else 8
+        return None if bits in (4, 8) else bits
+
+
+def code_of_integers(bits: int, group_size: int) -> str:
+    """Returns the code of a `Grid` for integers of 2 to 8 bits: of 4 or 8 if planes of a group are no whole bytes."""
+    return f"int{bits if fit_planes(bits, group_size) else 4 if bits <= 4 else 8}"
 
 
 @dataclass(frozen=True)
@@ -143,16 +155,6 @@ def in_pieces(read: Callable[[slice], np.ndarray], shape: tuple[int, ...]) -> np
         whole[start : start + step] = piece
     assert whole is not None
     return whole.reshape(shape)
-
-
-def pack_int4(values: np.ndarray, num_groups: int) -> np.ndarray:
-    """Returns bytes [out..., in / 2] of integers [out..., in]: i8 from -8 to 7, or u8 from 0 to 15.
-
-    The layout is that of `kernels_pallas.quantized_matmul.pack_int4`.
-    """
-    groups = values.reshape(*values.shape[:-1], num_groups, -1)
-    low, high = np.split(groups, 2, axis=-1)
-    return ((low & 15) | (high << 4)).astype(values.dtype).reshape(*values.shape[:-1], -1)
 
 
 def unpacked(words: np.ndarray, bits: int, *, axis: int = 0) -> np.ndarray:

@@ -97,7 +97,7 @@ def q8_0_integers(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def q4_0_integers(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the integers i8[..., inputs], from -8 to 7, and scales f16[..., inputs / 32] of rows of Q4_0."""
     rows = blocks.reshape(*blocks.shape[:-1], -1, 18)
-    values = _fields(rows[..., 2:], 4).view(np.int8) - np.int8(8)
+    values = fields(rows[..., 2:], 4).view(np.int8) - np.int8(8)
     values = values.reshape(*rows.shape[:-1], 32)
     return _joined(values), _joined(np.ascontiguousarray(rows[..., :2]).view("<f2"))
 
@@ -105,7 +105,7 @@ def q4_0_integers(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def mxfp4_codes(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the codes of E2M1 u8[..., inputs], and exponents of 2 plus 127 u8[..., inputs / 32] of rows of MXFP4."""
     rows = blocks.reshape(*blocks.shape[:-1], -1, 17)
-    return _joined(_fields(rows[..., 1:], 4).reshape(*rows.shape[:-1], 32)), rows[..., 0]
+    return _joined(fields(rows[..., 1:], 4).reshape(*rows.shape[:-1], 32)), rows[..., 0]
 
 
 def _joined(rows: np.ndarray) -> np.ndarray:
@@ -113,7 +113,7 @@ def _joined(rows: np.ndarray) -> np.ndarray:
     return rows.reshape(*rows.shape[:-2], -1)
 
 
-def _fields(packed: Array, bits: int) -> Array:
+def fields(packed: Array, bits: int) -> Array:
     """Returns the fields of some bits of bytes u8[..., n], the lowest first: u8[..., 8 / bits, n]."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(*(1,) * (packed.ndim - 1), -1, 1)
     return (packed[..., None, :] >> shifts) & np.uint8(2**bits - 1)
@@ -168,17 +168,17 @@ def _q8_0(blocks: Array) -> Planes:
 
 
 def _q4_0(blocks: Array) -> Planes:
-    return (_fields(blocks[:, 2:], 4),)
+    return (fields(blocks[:, 2:], 4),)
 
 
 def _q4_1(blocks: Array) -> Planes:
-    return (_fields(blocks[:, 4:], 4),)
+    return (fields(blocks[:, 4:], 4),)
 
 
 def _five_bits(high: Array, low: Array) -> Planes:
     """Returns the planes of integers that have one bit in 4 bytes, and four bits in 16."""
     shifts = np.arange(8, dtype=np.uint8).reshape(1, 1, 8)
-    return _fields(low, 4), ((high[:, :, None] >> shifts) & np.uint8(1)) << np.uint8(4)
+    return fields(low, 4), ((high[:, :, None] >> shifts) & np.uint8(1)) << np.uint8(4)
 
 
 def _q5_0(blocks: Array) -> Planes:
@@ -190,7 +190,7 @@ def _q5_1(blocks: Array) -> Planes:
 
 
 def _q2_k(blocks: Array) -> Planes:
-    return (_fields(blocks[:, 16:80].reshape(-1, 2, 32), 2),)
+    return (fields(blocks[:, 16:80].reshape(-1, 2, 32), 2),)
 
 
 def _q2_k_levels(blocks: Array) -> Levels:
@@ -201,13 +201,13 @@ def _q2_k_levels(blocks: Array) -> Levels:
 
 
 def _q3_k(blocks: Array) -> Planes:
-    return _fields(blocks[:, 32:96].reshape(-1, 2, 32), 2), _fields(blocks[:, :32], 1) << np.uint8(2)
+    return fields(blocks[:, 32:96].reshape(-1, 2, 32), 2), fields(blocks[:, :32], 1) << np.uint8(2)
 
 
 def _q3_k_levels(blocks: Array) -> Levels:
     # Six bits of each of the 16 factors: four in the halves of 8 bytes, two in the quarters of 4.
-    four = _fields(blocks[:, 96:104], 4).reshape(-1, 16)
-    two = _fields(blocks[:, 104:108], 2).reshape(-1, 16)
+    four = fields(blocks[:, 96:104], 4).reshape(-1, 16)
+    two = fields(blocks[:, 104:108], 2).reshape(-1, 16)
     factors = (four | (two << np.uint8(4))).astype(np.float32) - 32
     return _f16(blocks, 108) * factors, None
 
@@ -219,7 +219,7 @@ def _factors_and_minima(blocks: Array) -> Levels:
     bytes 4 to 7   the same of the minima
     bytes 8 to 11  four low bits of minima 4 to 7, and of factors 4 to 7
     """
-    first, rest = blocks[:, 4:12].reshape(-1, 2, 4), _fields(blocks[:, 12:16], 4)
+    first, rest = blocks[:, 4:12].reshape(-1, 2, 4), fields(blocks[:, 12:16], 4)
     later = rest | ((first >> np.uint8(6)) << np.uint8(4))
     six_bits = [first & np.uint8(63), later]
     joined = blocks.__array_namespace__().concat(six_bits, axis=2).astype(np.float32)
@@ -227,16 +227,16 @@ def _factors_and_minima(blocks: Array) -> Levels:
 
 
 def _q4_k(blocks: Array) -> Planes:
-    return (_fields(blocks[:, 16:].reshape(-1, 4, 32), 4),)
+    return (fields(blocks[:, 16:].reshape(-1, 4, 32), 4),)
 
 
 def _q5_k(blocks: Array) -> Planes:
-    return _fields(blocks[:, 48:].reshape(-1, 4, 32), 4), _fields(blocks[:, 16:48], 1) << np.uint8(4)
+    return fields(blocks[:, 48:].reshape(-1, 4, 32), 4), fields(blocks[:, 16:48], 1) << np.uint8(4)
 
 
 def _q6_k(blocks: Array) -> Planes:
-    low = _fields(blocks[:, :128].reshape(-1, 2, 64), 4)
-    return low, _fields(blocks[:, 128:192].reshape(-1, 2, 32), 2) << np.uint8(4)
+    low = fields(blocks[:, :128].reshape(-1, 2, 64), 4)
+    return low, fields(blocks[:, 128:192].reshape(-1, 2, 32), 2) << np.uint8(4)
 
 
 def _q6_k_levels(blocks: Array) -> Levels:
@@ -244,23 +244,23 @@ def _q6_k_levels(blocks: Array) -> Levels:
 
 
 def _iq4_nl(blocks: Array) -> Planes:
-    return (_number_of(IQ4_VALUES, _fields(blocks[:, 2:], 4)),)
+    return (_number_of(IQ4_VALUES, fields(blocks[:, 2:], 4)),)
 
 
 def _iq4_xs(blocks: Array) -> Planes:
-    return (_number_of(IQ4_VALUES, _fields(blocks[:, 8:].reshape(-1, 8, 16), 4)),)
+    return (_number_of(IQ4_VALUES, fields(blocks[:, 8:].reshape(-1, 8, 16), 4)),)
 
 
 def _iq4_xs_levels(blocks: Array) -> Levels:
     shifts = np.arange(0, 16, 2, dtype=np.uint16).reshape(1, -1)
     high = (_u16(blocks[:, 2:3], blocks[:, 3:4]) >> shifts).astype(np.uint8) & np.uint8(3)
-    low = _fields(blocks[:, 4:8], 4).swapaxes(-1, -2).reshape(-1, 8)
+    low = fields(blocks[:, 4:8], 4).swapaxes(-1, -2).reshape(-1, 8)
     factors = (low | (high << np.uint8(4))).astype(np.float32) - 32
     return _f16(blocks, 0) * factors, None
 
 
 def _mxfp4(blocks: np.ndarray) -> Planes:
-    return (_number_of(E2M1_VALUES, _fields(blocks[:, 1:], 4)),)
+    return (_number_of(E2M1_VALUES, fields(blocks[:, 1:], 4)),)
 
 
 def _mxfp4_scale(blocks: np.ndarray) -> Levels:

@@ -79,4 +79,5 @@ def quantized_sharding(w: QuantizedArray, sharding: NamedSharding) -> QuantizedA
         multiplier=None if w.multiplier is None else whole,
         input_range=None if w.input_range is None else whole,
         activations=w.activations,
+        bits=w.bits,
     )

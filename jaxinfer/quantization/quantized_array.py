@@ -7,10 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import NamedSharding
 
 from jaxinfer.quantization.activations import Activations
+from jaxinfer.quantization.planes import join_planes, split_planes, unpack_planes
 from kernels_pallas.quantized_matmul import pack_int4
 
 # By bits, what the largest of a group becomes; the least integer is left out, so that the grid is symmetric.
@@ -22,24 +24,26 @@ INT4_GROUP_SIZE = 128
 
 @struct.dataclass
 class QuantizedArray:
-    """Weights [out..., in] in 8 bits or 4: (value - zero) * scale, with a zero point and a scale per group of inputs.
+    """Weights [out..., in] in 2 to 8 bits: (value - zero) * scale, with a zero point and a scale per group of inputs.
 
     The inputs are cut into groups of equal size; a single group is a scale per output channel. Numbers of 4 bits lie
     two to a byte, as `pack_int4` lays them out, so that the axis of inputs is half as long; or integers have a type of
     their own, which TPUs multiply. If there is an `order`, number j of a row is that of input order[j]. With a `layer`,
     all arrays are those of n layers [n, out..., ...], and the weights are this layer's: a kernel of a TPU reads them in
     the stack. Over a mesh it also needs the `sharding` of the stack. A `multiplier` of all scales, the sum of two
-    numbers, lets them have 8 bits. With `activations` the product rounds its inputs to 8 bits too.
+    numbers, lets them have 8 bits. With `activations` the product rounds its inputs to 8 bits too. With `bits`, the
+    integers of 2, 3, 5, 6 or 7 bits lie in planes (`pack_planes`), and so do zero points of u8.
     """
 
     values: Any  # i8 or f8_e4m3 [out..., in]; of 4 bits i4[out..., in] or i8[out..., in / 2], FP4 u8[out..., in / 2]
     scales: Any  # f[out..., groups], f8_e4m3 included, or u8: exponents of 2, less 127
-    zeros: Any = None  # i8[out..., groups]; None: 0
+    zeros: Any = None  # i8[out..., groups], or u8 of planes; None: 0
     order: Any = None  # i32[in]; None: as they are
     multiplier: Any = None  # f32[1..., 2]; None: 1
     input_range: Any = None  # f32[1..., 3] of `round_rows`; None: they are not rounded, or by their own range
     layer: Any = None  # i32[]
     activations: Activations | None = struct.field(pytree_node=False, default=None)  # None: they are not rounded
+    bits: int | None = struct.field(pytree_node=False, default=None)  # of integers in planes; None: they are in none
     sharding: NamedSharding | None = struct.field(pytree_node=False, default=None)  # of values
 
     @property
@@ -54,6 +58,40 @@ class QuantizedArray:
         # The first product is exact, so that it is no matter if the compiler fuses the sum with either.
         scales, (high, low) = self.scales.astype(jnp.float32), jnp.split(self.multiplier, 2, axis=-1)
         return replace(self, scales=scales * high + scales * low, multiplier=None)
+
+    def unpacked(self) -> QuantizedArray:
+        """Returns the same weights with an i8 for each integer and zero point that lies in planes."""
+        if self.bits is None:
+            return self
+        values, zeros = unpack_planes(self.values, self.bits, self.scales.shape[-1]), self.zeros
+        if zeros is not None and zeros.dtype == jnp.uint8:
+            zeros = unpack_planes(zeros, self.bits, 1)
+        return replace(self, values=values, zeros=zeros, bits=None)
+
+    def split(self) -> SplitPlanes:
+        """Returns weights [F, in] in planes with a byte for the bits of each integer in each plane."""
+        assert self.bits is not None
+        zeros, planes = self.zeros, split_planes(self.values, self.bits, self.scales.shape[-1])
+        if zeros is not None and zeros.dtype == jnp.uint8:
+            zeros = unpack_planes(zeros, self.bits, 1)
+        return SplitPlanes(planes, self.scales.astype(jnp.float32), zeros, self.bits)
+
+
+@struct.dataclass
+class SplitPlanes:
+    """Weights in planes, which a CPU would otherwise unpack again for each number that it multiplies."""
+
+    planes: Any  # of `split_planes`, each u8[F, groups, ...]
+    scales: Any  # f32[F, groups]
+    zeros: Any  # i8[F, groups] or None
+    bits: int = struct.field(pytree_node=False)
+
+    def widened(self) -> jax.Array:
+        """Returns the weights f32[F, in]."""
+        numbers = join_planes(self.planes, self.bits).astype(jnp.float32) - np.float32(2 ** (self.bits - 1))
+        if self.zeros is not None:
+            numbers = numbers - self.zeros.astype(jnp.float32)[..., None]
+        return (numbers * self.scales[..., None]).reshape(len(numbers), -1)
 
 
 def quantize(w: jax.Array, *, group_size: int | None = None, bits: int = 8, is_packed: bool = True) -> QuantizedArray:

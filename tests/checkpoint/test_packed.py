@@ -39,7 +39,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gptq in one group": ("gptq", "llama", {"size": -1, "has_order": True}),
     "gptq with zero points": ("gptq", "llama", {"is_symmetric": False}),
     "gptq with act-order": ("gptq", "llama", {"has_order": True}),
-    "gptq v2 with both": ("gptq", "qwen3_moe", {"has_order": True, "is_symmetric": False, "version": "gptq_v2"}),
+    "gptq v2 with both": (
+        "gptq",
+        "qwen3_moe",
+        {"bits": 3, "has_order": True, "is_symmetric": False, "version": "gptq_v2"},
+    ),
     "gptq of 2 bits": ("gptq", "llama", {"bits": 2, "is_symmetric": False}),
     "gptq of 3 bits": ("gptq", "llama", {"bits": 3}),
     "gptq of 8 bits": ("gptq", "llama", {"bits": 8, "is_symmetric": False, "has_order": True}),
@@ -51,7 +55,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "compressed by channels": ("compressed", "llama", {"bits": 8, "size": None}),
     "compressed of experts": ("compressed", "qwen3_moe", {"scale_type": torch.bfloat16}),
     "compressed of 8 bits": ("compressed", "llama", {"bits": 8, "is_packed": False, "is_symmetric": False}),
-    "compressed of 3 bits": ("compressed", "llama", {"bits": 3}),
+    "compressed of 5 bits": ("compressed", "llama", {"bits": 5, "size": 8, "is_symmetric": False}),
     "fp8": ("fp8", "llama", {}),
     "fp8 of experts": ("fp8", "qwen3_moe", {"scale_type": torch.bfloat16}),
     "fp8 of latents": ("fp8", "deepseek_v3", {}),
@@ -111,7 +115,7 @@ def test_numbers_on_the_device_mean_the_same(case, is_packed, monkeypatch):
         if not is_quantized(packed):
             np.testing.assert_array_equal(packed, exact)
             return
-        packed = packed.with_wide_scales()
+        packed = packed.with_wide_scales().unpacked()
         parts = (packed.values, packed.scales, packed.zeros)
         rows: Any = [None if a is None else a.reshape(-1, a.shape[-1]) for a in parts]
         values, scales, zeros = rows
@@ -157,7 +161,10 @@ def test_weights_stay_packed_and_are_planned_as_they_are(case):
 
 @pytest.mark.parametrize(
     ("writer", "options"),
-    [("gptq", {"is_symmetric": False}), *(("compressed floats", {"kind": k}) for k in ("NVFP4", "MXFP4", "MXFP8"))],
+    [
+        *(("gptq", {"bits": bits, "is_symmetric": False, "size": size}) for bits, size in ((2, 8), (3, 8), (4, 32))),
+        *(("compressed floats", {"kind": k}) for k in ("NVFP4", "MXFP4", "MXFP8")),
+    ],
 )
 def test_packed_weights_take_no_more_than_their_files(sources, tmp_path, writer, options):
     packed = WRITERS[writer](sources["llama"], tmp_path / "both", **options)
@@ -458,9 +465,13 @@ def test_activations_of_8_bits_are_rounded_before_each_product(sources, tmp_path
         assert moved < np.abs(ours - unrounded).mean() / 3
 
 
-@pytest.mark.parametrize(("family", "options"), W8A8, ids=str)
-def test_activations_of_8_bits_have_the_same_bits_in_any_steps(sources, tmp_path, family, options):
-    params, config = load_checkpoint(WRITERS["compressed w8a8"](sources[family], tmp_path / "both", **options).path)
+@pytest.mark.parametrize(
+    ("writer", "family", "options"),
+    [*(("compressed w8a8", *case) for case in W8A8), ("gptq", "qwen3_moe", {"bits": 3, "is_symmetric": False})],
+    ids=str,
+)
+def test_tokens_have_the_same_bits_in_any_steps(sources, tmp_path, writer, family, options):
+    params, config = load_checkpoint(WRITERS[writer](sources[family], tmp_path / "both", **options).path)
     sequences = [np.random.default_rng(0).integers(0, config.vocab_size, length) for length in LENGTHS]
 
     chunks, others = (

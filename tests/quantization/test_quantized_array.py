@@ -17,6 +17,7 @@ from jaxinfer.model.config import uniform_decoder
 from jaxinfer.model.params import abstract_params, shardings
 from jaxinfer.model.quantized_params import quantize_params, quantize_weight, quantize_weights, quantized_shardings
 from jaxinfer.quantization import QuantizedArray, quantize
+from jaxinfer.quantization.planes import pack_planes
 from tests.replay import SMALL_SIZES, lively_params, replay
 
 GENERATOR = np.random.default_rng(0)
@@ -55,6 +56,38 @@ def test_each_weight_is_rounded_to_the_nearest_of_its_groups_grid(group_size, nu
 
 def test_weights_of_zero_stay_zero():
     assert (floats(quantize(jnp.zeros((2, 8)), group_size=4)) == 0).all()
+
+
+def in_planes(integers: np.ndarray, planes: tuple[int, ...], size: int) -> np.ndarray:
+    """Returns the bytes of rows of integers, of which each plane of a group has some bits."""
+    octets = []
+    for group in integers.reshape(-1, size).astype(int):
+        shift = 0
+        for plane in planes:
+            stride, own = size * plane // 8, (group >> shift) % 2**plane
+            octets += [(own[i::stride] << (plane * np.arange(8 // plane))).sum() for i in range(stride)]
+            shift += plane
+    return np.array(octets, np.uint8).reshape(len(integers), -1)
+
+
+@pytest.mark.parametrize("is_on_cpu", [True, False])
+@pytest.mark.parametrize(("bits", "planes"), [(2, (2,)), (3, (2, 1)), (5, (4, 1)), (6, (4, 2)), (7, (4, 2, 1))])
+def test_integers_in_planes_multiply_as_the_numbers_that_they_stand_for(bits, planes, is_on_cpu, monkeypatch):
+    if not is_on_cpu:  # what a GPU computes, by the reference of its kernels
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cpu, default: default(*args))
+    integers, zeros = (GENERATOR.integers(-(2 ** (bits - 1)), 2 ** (bits - 1), shape) for shape in ((6, 128), (6, 8)))
+    scales = GENERATOR.random((6, 8)).astype(np.float32)
+    exact = (integers - np.repeat(zeros, 16, axis=1)) * np.repeat(scales, 16, axis=1)
+    packed = in_planes(integers, planes, 16)
+    assert packed.nbytes == integers.size * bits / 8
+    np.testing.assert_array_equal(pack_planes(integers, bits, 8), packed)
+    x = normal(3, 128)
+
+    for own in (zeros.astype(np.int8), in_planes(zeros, planes, 8)):
+        w = QuantizedArray(packed, scales, own, bits=bits)
+        np.testing.assert_allclose(linear(x, w), x @ exact.T, rtol=0, atol=1e-3)
+        rows = take_rows(w, jnp.array([4, 1]), jnp.zeros(128, jnp.float32))
+        np.testing.assert_array_equal(rows, exact[[4, 1]].astype(np.float32))
 
 
 @pytest.mark.parametrize("group_size", [0, 5, 128])

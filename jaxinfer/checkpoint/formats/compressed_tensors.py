@@ -29,6 +29,7 @@ from jaxinfer.checkpoint.stored import (
     Stored,
     StoredQuantized,
     centred,
+    code_of_integers,
     require_even,
     require_finite,
     settings_error,
@@ -199,6 +200,9 @@ def _weight(parts: Parts, schemes: list[tuple[str, Mapping[str, Any]]]) -> Store
     g_idx = None if "weight_g_idx" not in parts else parts.require("weight_g_idx", ["I32"], (inputs,))
     has_order = g_idx is not None and groups > 1
 
+    # Integers that meet integers are whole ones.
+    code = code_of_integers(bits, inputs // groups) if activations is None else "int4" if bits <= 4 else "int8"
+
     @functools.cache
     def order() -> np.ndarray:
         assert g_idx is not None
@@ -221,7 +225,7 @@ def _weight(parts: Parts, schemes: list[tuple[str, Mapping[str, Any]]]) -> Store
 
     return StoredQuantized(
         shape=(outputs, inputs),
-        grid=Grid("int4" if bits <= 4 else "int8", groups, scales.dtype, has_zeros, has_order, activations=activations),
+        grid=Grid(code, groups, scales.dtype, has_zeros, has_order, activations=activations),
         values=read_values,
         scales=lambda: np.broadcast_to(require_finite(parts.module, scales.map()), (outputs, groups)),
         zeros=read_zeros if has_zeros else None,

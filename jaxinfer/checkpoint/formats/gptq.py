@@ -27,6 +27,7 @@ from jaxinfer.checkpoint.stored import (
     Stored,
     StoredQuantized,
     centred,
+    code_of_integers,
     require_finite,
     settings_error,
     unpacked,
@@ -100,7 +101,7 @@ def _weight(
 
     return StoredQuantized(
         shape=(outputs, inputs),
-        grid=Grid("int8" if bits == 8 else "int4", groups, scales.dtype, not is_symmetric, has_order),
+        grid=Grid(code_of_integers(bits, inputs // groups), groups, scales.dtype, not is_symmetric, has_order),
         values=read_values,
         scales=read_scales,
         zeros=None if is_symmetric else read_zeros,

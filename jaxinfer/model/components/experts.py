@@ -67,7 +67,7 @@ def sum_of_experts(
     stacks = Stacks({}, jnp.zeros((), jnp.int32))
     if layer is not None:
         present = {name: getattr(params, name) for name in WEIGHTS}
-        present = {name: w for name, w in present.items() if w is not None and not isinstance(w, PackedBlocks)}
+        present = {name: w for name, w in present.items() if w is not None and not _is_unpacked_first(w)}
         values = {name: w.values if isinstance(w, QuantizedArray) else w for name, w in present.items()}
         stacks = Stacks(values, layer)
         params = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, layer, keepdims=False), params)
@@ -186,7 +186,7 @@ def _split_groups(params: MLPParams, specs: Any, mesh: Mesh, x: jax.Array, confi
         w, spec = getattr(params, name), getattr(specs, name)
         if not isinstance(w, QuantizedArray):
             continue
-        w = w.with_wide_scales()
+        w = w.with_wide_scales().unpacked()
         params = replace(params, **{name: w})
         n = 1 if spec[-1] is None else mesh.shape[spec[-1]]
         if w.order is not None or w.activations is not None:
@@ -216,9 +216,14 @@ def _of_experts(
 ) -> jax.Array:
     operands = (params, stacks, x, experts, num_tokens)
     in_blocks, in_groups = functools.partial(_in_blocks, config=config), functools.partial(_in_groups, config=config)
-    if isinstance(params.up, PackedBlocks) or isinstance(params.down, PackedBlocks):
-        in_groups = in_blocks  # which widens the experts of tokens alone, one after another
+    if _is_unpacked_first(params.up) or _is_unpacked_first(params.down):
+        in_groups = in_blocks  # which unpacks the experts of tokens alone, one after another
     return jax.lax.platform_dependent(*operands, cpu=in_blocks, default=in_groups)
+
+
+def _is_unpacked_first(w: Any) -> bool:
+    """True for weights that no kernel reads as they lie: blocks, and integers in planes."""
+    return isinstance(w, PackedBlocks) or (isinstance(w, QuantizedArray) and w.bits is not None)
 
 
 def _of_experts_derivative(config: MLP, operands: tuple[Any, ...], change: jax.Array) -> tuple[Any, ...]:
@@ -310,7 +315,7 @@ def _in_groups(
             w = w.widened().astype(rows.dtype)
         if not isinstance(w, QuantizedArray):
             w = QuantizedArray(w, None)
-        w = w.with_wide_scales()
+        w = w.with_wide_scales().unpacked()
         values, first = w.values, None
         if w.order is not None:
             rows = jnp.take_along_axis(rows, w.order.at[expert_of].get(mode="clip"), axis=1)

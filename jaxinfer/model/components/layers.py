@@ -22,8 +22,9 @@ from jaxinfer.model.components.observed import ObservedArray, observe
 from jaxinfer.quantization import PackedBlocks, QuantizedArray
 from jaxinfer.quantization.activations import rounded_product
 from jaxinfer.quantization.packed_blocks import UnpackedBlocks
+from jaxinfer.quantization.quantized_array import SplitPlanes
 from jaxinfer.validation import require_bool, require_real
-from kernels_pallas.quantized_matmul import dequantize, layer_of, quantized_matmul
+from kernels_pallas.quantized_matmul import dequantize, layer_of, pack_int4, quantized_matmul
 from kernels_pallas.row_products import rounded, rows_by_integers, rows_by_packed, rows_by_weights
 from kernels_pallas.row_sum import row_sum
 
@@ -65,11 +66,17 @@ def _quantized_product(x: jax.Array, w: QuantizedArray, num_rows: jax.Array | No
     """Returns x wᵀ f32[T, F] for x [T, D] and weights of F output channels."""
     if w.order is not None:
         x = x[:, layer_of(w.order, w.layer).reshape(-1)]
-    if w.layer is not None and (w.multiplier is not None or w.activations is not None):
+    if w.layer is not None and (w.multiplier is not None or w.activations is not None or w.bits is not None):
         parts = (w.values, w.scales, w.zeros, w.multiplier, w.input_range)
         values, scales, zeros, multiplier, input_range = layer_of(parts, w.layer)
         w = QuantizedArray(
-            values, scales, zeros, multiplier=multiplier, input_range=input_range, activations=w.activations
+            values,
+            scales,
+            zeros,
+            multiplier=multiplier,
+            input_range=input_range,
+            activations=w.activations,
+            bits=w.bits,
         )
     if w.layer is None:
         F, w = math.prod(w.shape[:-1]), w.with_wide_scales()
@@ -77,6 +84,8 @@ def _quantized_product(x: jax.Array, w: QuantizedArray, num_rows: jax.Array | No
         if w.activations is not None:
             input_range = None if w.input_range is None else w.input_range.reshape(1, -1)
             return rounded_product(x, values, scales, zeros, w.activations, input_range)
+        if w.bits is not None:
+            return _by_planes(x, QuantizedArray(values, scales, zeros, bits=w.bits), num_rows)
         return _by_own_integers(x, values, scales, zeros, num_rows)
     # The kernel of a TPU reads the layer in the stack. Elsewhere it is taken out, as a scan takes its inputs. Packed
     # integers are not for the kernel, so XLA splits their product over a mesh.
@@ -111,6 +120,25 @@ def _by_own_integers(
     )
 
 
+def _by_planes(x: jax.Array, w: QuantizedArray, num_rows: jax.Array | None) -> jax.Array:
+    """Returns x wᵀ f32[T, F] for x [T, D] and weights of F channels whose integers lie in planes."""
+
+    def by_kernel(x: jax.Array, w: QuantizedArray) -> jax.Array:
+        bits, own = w.bits, w.unpacked()
+        assert bits is not None
+        D, groups = own.values.shape[1], own.scales.shape[1]
+        values = pack_int4(own.values, D // groups) if bits < 4 else own.values
+        return quantized_matmul(x, values, own.scales, own.zeros).astype(jnp.float32)
+
+    return jax.lax.platform_dependent(
+        x,
+        w,
+        num_rows,
+        cpu=lambda x, w, n: rows_by_packed(x, w, QuantizedArray.split, SplitPlanes.widened, n),
+        default=lambda x, w, _: by_kernel(x, w),
+    )
+
+
 def take_rows(table: jax.Array | QuantizedArray | PackedBlocks, ids: jax.Array, like: jax.Array) -> jax.Array:
     """Returns the rows [T, D] of ids i32[T] in a table [V, D]; packed ones become the dtype of `like` [D]."""
     if isinstance(table, PackedBlocks):
@@ -118,7 +146,8 @@ def take_rows(table: jax.Array | QuantizedArray | PackedBlocks, ids: jax.Array, 
     if not isinstance(table, QuantizedArray):
         return table[ids]
     table, order = table.with_wide_scales(), table.order
-    own = jax.tree.map(lambda a: a[ids], QuantizedArray(table.values, table.scales, table.zeros))
+    parts = QuantizedArray(table.values, table.scales, table.zeros, bits=table.bits)
+    own = jax.tree.map(lambda a: a[ids], parts).unpacked()
     rows = dequantize(own.values, own.scales, own.zeros, like.shape[0]).astype(like.dtype)
     return rows if order is None else rows[:, jnp.argsort(order)]
 
