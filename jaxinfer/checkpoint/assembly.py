@@ -290,6 +290,8 @@ def assemble(
         parts = (of_groups.view(getattr(tensor, name)()) for tensor in packed)
         is_halved = grid.code == FP4 and not packs_integers
         own = (_halves(part) if is_halved and part.dtype == np.uint8 else part for part in parts)
+        if name == "scales":
+            own = (part[..., :: _outputs_per_scale(assembly, grid), :] for part in own)
         if name == "zeros" and bits is not None and fit_planes(bits, grid.num_groups):
             own = (pack_planes(part, bits, 1) for part in own)
         return _stacked(assembly, own, getattr(at, name))
@@ -318,6 +320,15 @@ def assemble(
     return jax.block_until_ready(array)
 
 
+def _outputs_per_scale(assembly: Assembly, grid: Grid) -> int:
+    """Returns how many neighbours on our last axis of outputs have the same scales."""
+    count = math.gcd(assembly.shape[-2], grid.block_outputs)
+    if count == 1 or assembly.spec.is_of_vocabulary:
+        return 1
+    blocks = (assembly.rows // grid.block_outputs).reshape(-1, count)
+    return count if (blocks == blocks[:, :1]).all() else 1
+
+
 def abstract(
     assembly: Assembly, stored: Mapping[str, Stored], dtype: Any, *, packs_integers: bool = True
 ) -> jax.ShapeDtypeStruct | QuantizedArray | PackedBlocks:
@@ -339,6 +350,7 @@ def abstract(
     of_zeros, zero_code = of_groups, "int8"
     if bits is not None and fit_planes(bits, grid.num_groups):
         of_zeros, zero_code = (*outputs, grid.num_groups * bits // 8), "uint8"
+    of_scales = (*outputs[:-1], outputs[-1] // _outputs_per_scale(assembly, grid), grid.num_groups)
     scale_dtype = (DTYPES | INTEGERS | FLOAT8)[grid.scale_dtype]
     if scale_dtype == np.uint8 and grid.code == FP4 and not is_packed:
         scale_dtype = np.dtype(ml_dtypes.bfloat16)
@@ -348,7 +360,7 @@ def abstract(
 
     return QuantizedArray(
         values=jax.ShapeDtypeStruct((*outputs, width), code),
-        scales=jax.ShapeDtypeStruct(of_groups, scale_dtype),
+        scales=jax.ShapeDtypeStruct(of_scales, scale_dtype),
         zeros=jax.ShapeDtypeStruct(of_zeros, zero_code) if grid.has_zeros else None,
         order=jax.ShapeDtypeStruct(orders, np.int32) if grid.has_order else None,
         multiplier=numbers(2) if grid.has_multiplier else None,

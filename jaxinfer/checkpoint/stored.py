@@ -33,6 +33,7 @@ class Grid(NamedTuple):
     has_order: bool
     has_multiplier: bool = False
     activations: Activations | None = None  # None: they are not rounded
+    block_outputs: int = 1  # neighbours that have the same scales
 
     @property
     def bits_in_planes(self) -> int | None:

@@ -70,10 +70,13 @@ def quantized_sharding(w: QuantizedArray, sharding: NamedSharding) -> QuantizedA
     is_divided = inputs is not None and w.scales.shape[-1] % sharding.mesh.shape[inputs] == 0
     is_divided = is_divided and w.values.dtype == jnp.int4
     of_groups = NamedSharding(sharding.mesh, PartitionSpec(*outputs, inputs if is_divided else None))
+    of_scales = of_groups
+    if w.has_shared_scales and outputs[-1] is not None and w.scales.shape[-2] % sharding.mesh.shape[outputs[-1]]:
+        of_scales = NamedSharding(sharding.mesh, PartitionSpec(*outputs[:-1], None, None))
     whole = NamedSharding(sharding.mesh, PartitionSpec())
     return QuantizedArray(
         values=sharding,
-        scales=of_groups,
+        scales=of_scales,
         zeros=None if w.zeros is None else of_groups,
         order=None if w.order is None else whole,
         multiplier=None if w.multiplier is None else whole,

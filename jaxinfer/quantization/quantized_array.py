@@ -32,7 +32,8 @@ class QuantizedArray:
     all arrays are those of n layers [n, out..., ...], and the weights are this layer's: a kernel of a TPU reads them in
     the stack. Over a mesh it also needs the `sharding` of the stack. A `multiplier` of all scales, the sum of two
     numbers, lets them have 8 bits. With `activations` the product rounds its inputs to 8 bits too. With `bits`, the
-    integers of 2, 3, 5, 6 or 7 bits lie in planes (`pack_planes`), and so do zero points of u8.
+    integers of 2, 3, 5, 6 or 7 bits lie in planes (`pack_planes`), and so do zero points of u8. Where the last
+    axis of outputs is shorter in scales, neighbours share them.
     """
 
     values: Any  # i8 or f8_e4m3 [out..., in]; of 4 bits i4[out..., in] or i8[out..., in / 2], FP4 u8[out..., in / 2]
@@ -51,8 +52,16 @@ class QuantizedArray:
         """That of the integers as they are stored, of one layer."""
         return self.values.shape if self.layer is None else self.values.shape[1:]
 
+    @property
+    def has_shared_scales(self) -> bool:
+        """True if outputs share scales."""
+        return self.scales is not None and self.scales.shape[-2] < self.values.shape[-2]
+
     def with_wide_scales(self) -> QuantizedArray:
-        """Returns the same weights with scales f32 that are multiplied, if there is a multiplier."""
+        """Returns the same weights with a scale for each output; with a multiplier they are f32, and multiplied."""
+        if self.has_shared_scales:
+            count = self.values.shape[-2] // self.scales.shape[-2]
+            return replace(self, scales=jnp.repeat(self.scales, count, axis=-2)).with_wide_scales()
         if self.multiplier is None:
             return self
         # The first product is exact, so that it is no matter if the compiler fuses the sum with either.

@@ -164,6 +164,7 @@ def test_weights_stay_packed_and_are_planned_as_they_are(case):
     [
         *(("gptq", {"bits": bits, "is_symmetric": False, "size": size}) for bits, size in ((2, 8), (3, 8), (4, 32))),
         *(("compressed floats", {"kind": k}) for k in ("NVFP4", "MXFP4", "MXFP8")),
+        ("fp8", {"block": 16}),
     ],
 )
 def test_packed_weights_take_no_more_than_their_files(sources, tmp_path, writer, options):

@@ -91,7 +91,14 @@ def float8_weight(
 
     return StoredQuantized(
         shape=(outputs, inputs),
-        grid=Grid(CODE, groups, scales.dtype, has_zeros=False, has_order=False),
+        grid=Grid(
+            CODE,
+            groups,
+            scales.dtype,
+            has_zeros=False,
+            has_order=False,
+            block_outputs=1 if block is None or is_by_channel else rows,
+        ),
         values=read_values,
         scales=read_scales,
     )

@@ -66,7 +66,8 @@ def _quantized_product(x: jax.Array, w: QuantizedArray, num_rows: jax.Array | No
     """Returns x wᵀ f32[T, F] for x [T, D] and weights of F output channels."""
     if w.order is not None:
         x = x[:, layer_of(w.order, w.layer).reshape(-1)]
-    if w.layer is not None and (w.multiplier is not None or w.activations is not None or w.bits is not None):
+    is_whole = w.multiplier is None and w.activations is None and w.bits is None and not w.has_shared_scales
+    if w.layer is not None and not is_whole:
         parts = (w.values, w.scales, w.zeros, w.multiplier, w.input_range)
         values, scales, zeros, multiplier, input_range = layer_of(parts, w.layer)
         w = QuantizedArray(
