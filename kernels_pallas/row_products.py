@@ -226,10 +226,15 @@ def _product_of_integers(x: jax.Array, y: jax.Array) -> jax.Array:
     return jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
 
 
-def rows_by_matrices(rows: jax.Array, matrices: jax.Array) -> jax.Array:
-    """Returns rows [R, K, n, A] times matrices [R, K, A, B], f32[R, K, n, B]: on CPU in blocks, elsewhere at once."""
+def rows_by_matrices(rows: jax.Array, matrices: jax.Array, *, is_computed: bool = False) -> jax.Array:
+    """Returns rows [R, K, n, A] times matrices [R, K, A, B], f32[R, K, n, B]: on CPU in blocks, elsewhere at once.
+
+    `is_computed`: the step makes the matrices, as of integers. The compiler may fuse that with the product, which no
+    trial would see, so that they meet ROW_BLOCK rows alone.
+    """
     n, (A, B) = max(rows.shape[2], 2), matrices.shape[2:]  # a single row is no product of matrices
-    return _rows_by_matrices(rows, matrices, n if equal_row_counts(BY_MATRICES, (n,), A, B, rows.dtype) else ROW_BLOCK)
+    is_equal = not is_computed and equal_row_counts(BY_MATRICES, (n,), A, B, rows.dtype)
+    return _rows_by_matrices(rows, matrices, n if is_equal else ROW_BLOCK)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

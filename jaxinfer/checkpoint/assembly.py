@@ -83,13 +83,26 @@ class Assembly:
 
     @property
     def is_packable(self) -> bool:
-        """True for the weight of a product, or an embedding, if its last axis counts its inputs, as stored and as ours.
+        """True for the weight of a product, an embedding or a matrix, if its last stored axis counts its inputs.
 
-        The axis may then be one of groups, or of bytes.
+        The axis may then be one of groups, or of bytes. Of all but a matrix it must be our last one, too.
         """
         stored, _, ours = self.pattern.partition(" -> ")
+        before, _, unfolded = (self.unfold or "D -> D").partition(" -> ")
         is_packable = self.spec.num_inputs == 1 or self.spec.is_of_vocabulary
-        return is_packable and stored.split()[-1] == ours.split()[-1] and self.unfold is None
+        is_packable = is_packable and stored.split()[-1] == ours.split()[-1]
+        return (is_packable or self.spec.is_matrix) and before.split()[-1] == unfolded.split()[-1]
+
+    @functools.cached_property
+    def packed(self) -> Assembly:
+        """The making of a packable tensor if it is packed: with its inputs last."""
+        stored, _, ours = self.pattern.partition(" -> ")
+        axes, inputs = ours.split(), stored.split()[-1]
+        places = sorted(range(len(axes)), key=lambda place: axes[place] == inputs)
+        order = (*range(self.num_stacked), *(self.num_stacked + place for place in places))
+        sizes, names = (tuple(each[i] for i in order) for each in (self.spec.shape, self.spec.axes))
+        pattern = f"{stored} -> {' '.join(axes[place] for place in places)}"
+        return replace(self, spec=replace(self.spec, shape=sizes, axes=names), pattern=pattern)
 
     def of_groups(self, num_groups: int) -> Assembly:
         """Returns the making of the scales of our tensor, or of its bytes: with these in the place of inputs."""
@@ -263,6 +276,7 @@ def assemble(
     """
     if (grid := grid_of(assembly, stored)) is None:
         return _assemble_floats(assembly, stored, dtype, sharding)
+    assembly = assembly.packed
     packed: list[Any] = [stored[name] for name in assembly.names]
     if isinstance(grid, Blocks):
         if sharding is not None and sharding.mesh.size > 1:
@@ -335,6 +349,7 @@ def abstract(
     """Returns the shapes and dtypes of what `assemble` returns."""
     if (grid := grid_of(assembly, stored)) is None:
         return jax.ShapeDtypeStruct(assembly.shape, dtype)
+    assembly = assembly.packed
     *outputs, inputs = assembly.shape
     if isinstance(grid, Blocks):
         return PackedBlocks(jax.ShapeDtypeStruct((*outputs, grid.row_bytes), np.uint8), grid.type)

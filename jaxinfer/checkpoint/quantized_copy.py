@@ -311,7 +311,8 @@ def _groups(path: Path, scheme: Scheme) -> dict[str, int]:
             uses.setdefault(name, []).append(assembly)
 
     def is_packed(name: str) -> bool:  # not the unembedding, for no layer makes up for its errors
-        are_products = all(use.is_packable and not use.spec.is_of_vocabulary for use in uses[name])
+        are_products = all(use.is_packable and use.spec.num_inputs and use.unfold is None for use in uses[name])
+        are_products = are_products and not any(use.spec.is_of_vocabulary for use in uses[name])
         return are_products and len(stored[name].shape) == 2
 
     places = {_place(stored[name]) for name in uses if is_packed(name)}

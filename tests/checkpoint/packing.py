@@ -27,7 +27,7 @@ from compressed_tensors.quantization.utils.helpers import calculate_qparams, gen
 
 from tests.checkpoint.renamed import Tensors, edit_json, rewrite
 
-LINEAR = re.compile(r"layers\.\d+\..*(_proj|experts\.\d+\.w\d)\.weight$")
+LINEAR = re.compile(r"layers\.\d+\..*(_proj|_proj_\w+|experts\.\d+\.w\d)\.weight$")
 GENERATOR = np.random.default_rng(5)
 # (name, weight f32[out, in]) -> stored parts by the last piece of their names, and the weight that they mean
 Pack = Callable[[str, np.ndarray], tuple[dict[str, np.ndarray | torch.Tensor], np.ndarray]]

@@ -48,7 +48,9 @@ def moments_of_layers(path):
     for index, layer in enumerate(plan.layers):
         assemblies = jax.tree.leaves(layer, is_leaf=lambda node: isinstance(node, Assembly))
         observed = tuple(
-            (i, a.num_stacked) for i, a in enumerate(assemblies) if a.is_packable and len(a.stored_shape) == 2
+            (i, a.num_stacked)
+            for i, a in enumerate(assemblies)
+            if a.is_packable and a.spec.num_inputs and len(a.stored_shape) == 2
         )
         moments = input_moments(params.layers[index], activations, observed, config=config, index=index)
         for i, own in moments.items():

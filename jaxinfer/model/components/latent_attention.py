@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,8 +13,10 @@ from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.attention import AttentionInputs
 from jaxinfer.model.components.layers import MakeSpec, Norm, PoolSize, TensorSpec, linear, rms_norm
 from jaxinfer.model.components.rope import Rope, rotary_embedding
+from jaxinfer.quantization import QuantizedArray
 from jaxinfer.validation import require, require_bool, require_int, require_positive
 from kernels_pallas.latent_attention import LatentPages, abstract_latents, latent_attention, plan_latent_attention
+from kernels_pallas.quantized_matmul import dequantize, layer_of
 from kernels_pallas.row_products import rows_by_matrices
 from kernels_pallas.whole_rows import plain_attention
 
@@ -72,7 +74,7 @@ class LatentAttentionParams:
     kv_down: Any  # [n, R + r, D]
     kv_norm: Any  # [n, R]
     k_up: Any  # [n, N, H, R]  from a head's query to one of the latent
-    v_up: Any  # [n, N, R, V]  from the latent to a head's value
+    v_up: Any  # [n, N, R, V]  from the latent to a head's value; packed [n, N, V, R]
     o: Any  # [n, D, N V]
     q: Any = None  # [n, N, H + r, D]  without a latent of queries
     q_down: Any = None  # [n, Q, D]
@@ -91,8 +93,8 @@ def declare_latent_attention(config: LatentAttention, hidden_size: int, spec: Ma
     tensors: dict[str, TensorSpec] = {
         "kv_down": spec((R + r, D), ("latent", "embed"), num_inputs=1),
         "kv_norm": spec((R,), ("latent",), None),
-        "k_up": spec((N, H, R), (*heads, "latent")),
-        "v_up": spec((N, R, V), ("heads", "latent", "head_dim")),
+        "k_up": replace(spec((N, H, R), (*heads, "latent")), is_matrix=True),
+        "v_up": replace(spec((N, R, V), ("heads", "latent", "head_dim")), is_matrix=True),
         "o": spec((D, N * V), ("embed", "heads"), num_inputs=1),
     }
     if Q is None:
@@ -139,10 +141,16 @@ def attend_to_latents(
     Queries meet latents, not keys, in every step: q · (K c) = (Kᵀ q) · c for the query q
     and matrix K of a head and a latent c. So a token's sums have the same order in prefill, decoding and verification.
     """
+    k_up, v_up = params.k_up, params.v_up
+    is_computed = isinstance(k_up, QuantizedArray)
+    if isinstance(k_up, QuantizedArray):
+        k_up = _widened(k_up, config.kv_lora_rank, x.dtype)
+    if isinstance(v_up, QuantizedArray):
+        v_up = _widened(v_up, config.kv_lora_rank, x.dtype).swapaxes(1, 2)
     R, angles, is_interleaved = config.kv_lora_rank, inputs.angles[config.rope], config.rope.is_interleaved
     q = _queries(params, x, inputs.tokens, config=config)
     q_rotated = rotary_embedding(q[..., config.qk_nope_head_dim :], *angles, is_interleaved=is_interleaved)
-    q = jnp.concatenate([_by_heads(q[..., : config.qk_nope_head_dim], params.k_up), q_rotated], axis=-1)
+    q = jnp.concatenate([_by_heads(q[..., : config.qk_nope_head_dim], k_up, is_computed), q_rotated], axis=-1)
     down = linear(x, params.kv_down, params.kv_down_bias, inputs.tokens)
     latents = rms_norm(down[:, :R], params.kv_norm, config.norm)
     keys = rotary_embedding(down[:, None, R:], *angles, is_interleaved=is_interleaved)[:, 0]
@@ -157,8 +165,20 @@ def attend_to_latents(
         return plain_attention(q, latents[:, None], latents[:, None, :R], None, scale=scale)
 
     attended, pages = inputs.run(call, plain, (q, latents), None, pages)
-    values = _by_heads(attended, params.v_up).reshape(x.shape[0], -1)
+    values = _by_heads(attended, v_up, is_computed).reshape(x.shape[0], -1)
     return linear(values, params.o, params.o_bias, inputs.tokens), pages
+
+
+def _widened(w: QuantizedArray, num_inputs: int, dtype: Any) -> jax.Array:
+    """Returns packed matrices [N, out, in] in floating point."""
+    N, F = w.shape[:2]
+    order, *parts = layer_of((w.order, w.values, w.scales, w.zeros, w.multiplier), w.layer)
+    values, scales, zeros, multiplier = jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), tuple(parts))
+    flat = QuantizedArray(values, scales, zeros, multiplier=multiplier, bits=w.bits).with_wide_scales().unpacked()
+    floats = dequantize(flat.values, flat.scales, flat.zeros, num_inputs)
+    if order is not None:
+        floats = floats[:, jnp.argsort(order.reshape(-1))]
+    return floats.astype(dtype).reshape(N, F, num_inputs)
 
 
 def _queries(params: LatentAttentionParams, x: jax.Array, tokens: StepTokens, *, config: LatentAttention) -> jax.Array:
@@ -169,8 +189,8 @@ def _queries(params: LatentAttentionParams, x: jax.Array, tokens: StepTokens, *,
     return linear(latents, params.q_up, None, tokens)
 
 
-def _by_heads(x: jax.Array, matrices: jax.Array) -> jax.Array:
+def _by_heads(x: jax.Array, matrices: jax.Array, is_computed: bool) -> jax.Array:
     """Returns x [T, N, A] times the matrix [N, A, B] of each head, [T, N, B]."""
     # Left to itself, the compiler may turn the operand of a product in one step and not in another.
     rows = jax.lax.optimization_barrier(x.swapaxes(0, 1))
-    return rows_by_matrices(rows[None], matrices[None])[0].swapaxes(0, 1).astype(x.dtype)
+    return rows_by_matrices(rows[None], matrices[None], is_computed=is_computed)[0].swapaxes(0, 1).astype(x.dtype)

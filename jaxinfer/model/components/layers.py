@@ -226,7 +226,9 @@ class TensorSpec:
     `scale` is the standard deviation around 0 for a weight; None stands for a norm weight, which starts at 1.
     `num_inputs` is the number of last axes that `linear` and `product` sum over; a tensor with 0 of them is never
     quantized. For devices that cannot split a size of the model, the tensor is larger than the model's own: it has each
-    KV head `num_copies` times, one after another, and `num_padding` rows of zeros after those of the vocabulary.
+    KV head `num_copies` times, one after another, and `num_padding` rows of zeros after those of the vocabulary. If it
+    `is_matrix`, it may be packed in a checkpoint: its inputs there are then its last axis, and the component widens it
+    in each step.
     """
 
     shape: tuple[int, ...]
@@ -235,6 +237,7 @@ class TensorSpec:
     num_inputs: int = 0
     num_copies: int = 1
     num_padding: int = 0
+    is_matrix: bool = False
 
     @property
     def is_of_vocabulary(self) -> bool:
