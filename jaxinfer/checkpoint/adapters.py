@@ -229,7 +229,7 @@ def _places(checkpoint: Path, config: ModelConfig, modules: Collection[str]) -> 
     plan = plan_assembly(config, family.weights_among([f"{module}.weight" for module in modules]))
     places: dict[str, list[_Place]] = {}
     for index, assembly in enumerate(_assemblies(plan, config)):
-        if assembly.is_packable and assembly.num_stacked == 1:
+        if assembly.is_packable and assembly.unfold is None and assembly.num_stacked == 1:
             for layer, name in enumerate(assembly.names):
                 places.setdefault(name.removesuffix(".weight"), []).append(_Place(index, layer, assembly))
     return places
