@@ -30,7 +30,7 @@ ALLOWED = {
     "gguf": "validation",
     "quantization": "gguf kernels_pallas",
     "model": "config kernels_pallas quantization validation",
-    "parallel": "config cpu_flags device model quantization validation",
+    "parallel": "config cpu_flags device kernels_pallas model quantization validation",
     "sampling": "config kernels_pallas model sampling_params validation",
     "steps": "config kernels_pallas model sampling sampling_params validation",
     "text": "gguf plain_values sampling_params validation",

@@ -13,6 +13,7 @@ from jaxinfer.capacity.devices import Chip
 from jaxinfer.model.components.attention import Attention
 from jaxinfer.model.components.dense_and_experts import DenseAndExperts, DenseAndExpertsParams
 from jaxinfer.model.components.latent_attention import LatentAttention
+from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE
 from jaxinfer.model.config import Layer, ModelConfig
 from jaxinfer.model.params import Params
@@ -60,6 +61,14 @@ class Split:
     tensor: int
     experts: int
 
+    @property
+    def num_devices(self) -> int:
+        return self.tensor * self.experts
+
+    def num_parts(self, size: int) -> int:
+        """Returns the number of devices that share heads or hidden units, see `TENSOR_PARALLEL_RULES`."""
+        return self.num_devices if size % self.num_devices == 0 else self.tensor
+
 
 def step_figures(split: Split, chip: Chip, *, num_rows: int, tokens_per_row: int, context: int) -> StepFigures:
     """Returns the figures of a step in which each of B rows computes some tokens and ends at `context` tokens."""
@@ -69,7 +78,7 @@ def step_figures(split: Split, chip: Chip, *, num_rows: int, tokens_per_row: int
     read += num_rows * _bytes_of_row(split, context)
     flops = sum(2 * w.size * w.part * (num_rows if w.is_of_samples else num_tokens) for w in weights)
     mean_keys = context - (tokens_per_row - 1) / 2
-    flops += num_tokens * sum(_attention_flops(mixer, mean_keys) for mixer in split.config.mixers) / split.tensor
+    flops += num_tokens * sum(_attention_flops(split, mixer, mean_keys) for mixer in split.config.mixers)
     groups = list(_collectives(split))
     width = num_tokens * split.config.hidden_size * split.itemsize
     link_bytes = sum(2 * (n - 1) / n * width for n in groups)
@@ -145,34 +154,37 @@ def _bytes_of_row(split: Split, context: int) -> float:
     return total
 
 
-def _attention_flops(mixer: Any, num_keys: float) -> float:
-    """Returns the FLOPs of a token over its keys and values; a recurrent layer's, which do not grow, do not count."""
+def _attention_flops(split: Split, mixer: Any, num_keys: float) -> float:
+    """Returns a device's FLOPs of a token over its keys and values.
+
+    Those of a recurrent layer, which do not grow, do not count.
+    """
     keys = num_keys if mixer.window is None else min(num_keys, mixer.window)
     if isinstance(mixer, Attention):
-        return 4 * mixer.num_heads * mixer.head_dim * keys
+        return 4 * mixer.num_heads * mixer.head_dim * keys / split.num_parts(mixer.num_heads)
     if isinstance(mixer, LatentAttention):
-        return 2 * mixer.num_heads * (2 * mixer.kv_lora_rank + mixer.qk_rope_head_dim) * keys
+        width = 2 * mixer.kv_lora_rank + mixer.qk_rope_head_dim
+        return 2 * mixer.num_heads * width * keys / split.num_parts(mixer.num_heads)
     return 0.0
 
 
 def _collectives(split: Split) -> Iterator[int]:
     """Yields for each sum over devices how many take part: after the embedding, each mixer and each network."""
-    tensor, experts = split.tensor, split.experts
     # Experts and a shared one have one sum, but for a shared one of integers.
     leaves = jax.tree.leaves(split.params, is_leaf=lambda node: isinstance(node, QuantizedArray))
     adds_shared = any(isinstance(leaf, QuantizedArray) for leaf in leaves)
-    if tensor > 1:
-        yield tensor
+    groups = [split.num_devices]
     for layer in split.config.layers:
-        if tensor > 1 and any(isinstance(mixer, Attention | LatentAttention) for mixer in layer.mixers):
-            yield tensor
+        heads = [mixer.num_heads for mixer in layer.mixers if isinstance(mixer, Attention | LatentAttention)]
+        groups += [split.num_parts(num_heads) for num_heads in heads[:1]]  # branches have one sum
         of_experts = experts_of(layer)
-        if of_experts is not None and tensor * experts > 1:
-            yield tensor * experts
-        is_dense = layer.feed_forward is not None and not isinstance(layer.feed_forward, MoE)
-        has_shared = adds_shared and of_experts is not None and of_experts.shared is not None
-        if tensor > 1 and (is_dense or has_shared):
-            yield tensor
+        if of_experts is not None:
+            groups.append(split.num_devices)
+        dense = getattr(layer.feed_forward, "dense", layer.feed_forward)
+        shared = of_experts.shared if adds_shared and of_experts is not None else None
+        networks = [network for network in (dense, shared) if isinstance(network, MLP)]
+        groups += [split.num_parts(network.intermediate_size) for network in networks[:1]]
+    yield from (number for number in groups if number > 1)
 
 
 def num_elements(tree: Any) -> int:

@@ -286,7 +286,7 @@ def assemble(
     at = QuantizedArray(None, None)
     if sharding is not None:
         shapes: Any = abstract(assembly, stored, dtype, packs_integers=packs_integers)
-        at = quantized_sharding(shapes, sharding)
+        at = quantized_sharding(shapes, sharding, assembly.shape[-1])
     of_groups, bits = assembly.of_groups(grid.num_groups), grid.bits_in_planes if packs_integers else None
 
     def read_values(tensor: StoredQuantized, rows: slice) -> np.ndarray:

@@ -258,7 +258,7 @@ def read_tensors(
             if quantization is not None and isinstance(tensor, jax.Array):
                 tensor = quantize_weight(tensor, assembly.spec, quantization, is_packed=packs_integers())
                 if sharding is not None and isinstance(tensor, QuantizedArray):
-                    tensor = jax.device_put(tensor, quantized_sharding(tensor, sharding))
+                    tensor = jax.device_put(tensor, quantized_sharding(tensor, sharding, assembly.shape[-1]))
             leaves.append(tensor)
             bar.update(len(assembly.names))
     return jax.tree.unflatten(structure, leaves)

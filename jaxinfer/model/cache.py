@@ -19,7 +19,8 @@ from jaxinfer.model.components.rope import rotary_embedding, turning_angles
 from jaxinfer.model.config import MixerStack, ModelConfig
 from jaxinfer.model.mixers import Mixer, Pool, functions_of
 from jaxinfer.validation import require, require_name
-from kernels_pallas.paged_attention import HEADS_AXIS, Pages, head_specs, put_pages, take_pages
+from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes
+from kernels_pallas.paged_attention import Pages, head_specs, put_pages, take_pages
 from kernels_pallas.paged_attention.layout import LAYOUTS
 from kernels_pallas.paged_attention.shapes import token_rows
 
@@ -81,16 +82,16 @@ def abstract_cache(config: ModelConfig, cache_config: CacheConfig, layout: str |
 
 
 def cache_shardings(cache: KVCache, mesh: Mesh, *, config: ModelConfig, kind: int | None = None) -> KVCache:
-    """Returns a `NamedSharding` per array: KV heads over HEADS_AXIS, if the mesh has it, the others on every device.
+    """Returns a `NamedSharding` per array: KV heads over HEADS_AXES, as far as they divide them, all else whole.
 
     `kind`: that of the pages of a bundle, if it has pages of one kind only.
     """
-    has_axis = HEADS_AXIS in mesh.axis_names
 
     def specs(pool: Pool, stack: MixerStack) -> Pool:
         split_heads = functions_of(stack.mixer).split_heads
-        if split_heads is not None and has_axis:
-            return split_heads(pool, HEADS_AXIS)
+        if split_heads is not None:
+            assert isinstance(pool, Pages)
+            return split_heads(pool, dividing_axes(pool.num_kv_heads, mesh, HEADS_AXES))
         return jax.tree.map(lambda _: PartitionSpec(), pool)
 
     pools = tuple(map(specs, cache.pools, _stacks_of(config, kind)))
@@ -132,9 +133,8 @@ def head_copies(cache: KVCache, config: ModelConfig, kind: int | None = None) ->
     for pool, (mixer, _, _) in zip(cache.pools, _stacks_of(config, kind), strict=True):
         if isinstance(mixer, Attention) and mixer.num_kv_copies > 1:
             assert isinstance(pool, Pages)
-            specs = jax.tree.leaves(head_specs(pool, HEADS_AXIS))
-            heads = mixer.num_kv_heads, mixer.num_kv_copies
-            copies += [HeadCopies([*spec].index(HEADS_AXIS), *heads) for spec in specs]
+            specs, heads = jax.tree.leaves(head_specs(pool, "heads")), (mixer.num_kv_heads, mixer.num_kv_copies)
+            copies += [HeadCopies([*spec].index("heads"), *heads) for spec in specs]
         else:
             copies += [None] * len(jax.tree.leaves(pool))
     return copies + [None] * len(jax.tree.leaves(cache.tokens))

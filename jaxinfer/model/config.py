@@ -245,15 +245,16 @@ class ModelConfig:
         )
         return replace(self, groups=groups, max_position=max(longer))
 
-    def for_devices(self, num_devices: int) -> ModelConfig:
-        """Returns the same model with KV heads and a vocabulary that this number of devices can split.
+    def for_devices(self, *numbers: int) -> ModelConfig:
+        """Returns the same model with KV heads and a vocabulary that devices can split.
 
-        It has copies of KV heads, see `Attention.for_devices`, and rows of padding after those of the vocabulary. For
-        one device it has neither.
+        The first of `numbers` shares the vocabulary, which gets rows of padding after its own. For KV heads, which get
+        copies, the later numbers count too: see `Attention.for_devices`. For one device the model has neither.
         """
+        num_devices = numbers[0]
 
         def change(mixer: Mixer) -> Mixer:
-            return mixer.for_devices(num_devices) if isinstance(mixer, Attention) else mixer
+            return mixer.for_devices(*numbers) if isinstance(mixer, Attention) else mixer
 
         def fitted(layer: Layer) -> Layer:
             table = layer.embedding

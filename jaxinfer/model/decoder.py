@@ -35,6 +35,7 @@ from jaxinfer.model.params import (
 )
 from jaxinfer.quantization import PACKED, QuantizedArray
 from jaxinfer.validation import as_ints
+from kernels_pallas.mesh_axes import dividing_axes
 from kernels_pallas.row_products import rounded
 from kernels_pallas.table_rows import table_rows
 
@@ -391,6 +392,5 @@ def logits_sharding(mesh: Mesh, vocab_size: int) -> NamedSharding:
     CPU devices have them whole, and so compute with them as one device does. The compiler for CPU vectorises an `exp`
     by the number of rows, if devices have parts of them: seen in log-probabilities with jax 0.12.0.
     """
-    axis = TENSOR_PARALLEL_RULES["vocab"]
-    has_axis = axis in mesh.axis_names and mesh.devices.flat[0].platform != "cpu"
-    return NamedSharding(mesh, PartitionSpec(None, axis if has_axis and vocab_size % mesh.shape[axis] == 0 else None))
+    axes = dividing_axes(vocab_size, mesh, TENSOR_PARALLEL_RULES["vocab"])
+    return NamedSharding(mesh, PartitionSpec(None, None if mesh.devices.flat[0].platform == "cpu" else axes))

@@ -32,6 +32,7 @@ from jaxinfer.model.components.moe import MoE, MoEParams, declare_moe
 from jaxinfer.model.config import LayerStack, ModelConfig
 from jaxinfer.model.mixers import functions_of
 from jaxinfer.quantization import QuantizedArray
+from kernels_pallas.mesh_axes import HEADS_AXES, Axes, dividing_axes, num_parts
 
 
 @struct.dataclass
@@ -84,11 +85,12 @@ class Params:
     logits: LogitOptions | None = struct.field(pytree_node=False, default=LogitOptions())
 
 
-# Logical axis -> mesh axis. Axes that are not named here are replicated.
-TENSOR_PARALLEL_RULES: Mapping[str, str] = {
-    VOCABULARY: "model",
-    "heads": "model",
-    KV_HEADS: "model",
+# Logical axis -> the mesh axes that split it: all of them, or the last ones, as far as they divide its size and split
+# no earlier axis of the tensor. Axes that are not named here are replicated.
+TENSOR_PARALLEL_RULES: Mapping[str, tuple[str, ...]] = {
+    VOCABULARY: HEADS_AXES,
+    "heads": HEADS_AXES,
+    KV_HEADS: HEADS_AXES,
     **MESH_AXES,
 }
 
@@ -122,9 +124,14 @@ def declare_stack(stack: LayerStack, hidden_size: int) -> LayerParams:
     layer = stack.layer
 
     def spec(
-        sizes: tuple[int, ...], axes: tuple[str, ...], scale: float | None = 0.02, num_inputs: int = 0
+        sizes: tuple[int, ...],
+        axes: tuple[str, ...],
+        scale: float | None = 0.02,
+        num_inputs: int = 0,
+        num_together: int = 1,
     ) -> TensorSpec:
-        return TensorSpec((stack.num_layers, *sizes), ("layers", *axes), scale, num_inputs)
+        shape, axes = (stack.num_layers, *sizes), ("layers", *axes)
+        return TensorSpec(shape, axes, scale, num_inputs, num_together=num_together)
 
     norm = spec((hidden_size,), ("embed",), None)
     pre, post = norm if layer.has_pre_norms else None, norm if layer.has_post_norms else None
@@ -162,8 +169,10 @@ def over_mesh(config: ModelConfig, mesh: Mesh | AbstractMesh | None) -> ModelCon
 
     See `ModelConfig.for_devices`. Without a mesh it is the model for one device.
     """
-    axis = TENSOR_PARALLEL_RULES[KV_HEADS]
-    return config.for_devices(1 if mesh is None else mesh.shape.get(axis, 1))
+    if mesh is None:
+        return config.for_devices(1)
+    present = [axis for axis in TENSOR_PARALLEL_RULES[KV_HEADS] if axis in mesh.axis_names]
+    return config.for_devices(*(num_parts(mesh, tuple(present[first:])) for first in range(len(present))), 1)
 
 
 def fit_params(params: Params, config: ModelConfig) -> Params:
@@ -198,16 +207,20 @@ def _fitted(array: Any, spec: TensorSpec) -> Any:
     return array
 
 
-def shardings(config: ModelConfig, mesh: Mesh, rules: Mapping[str, str] = TENSOR_PARALLEL_RULES) -> Params:
-    """Returns a `NamedSharding` per tensor; an axis the mesh cannot divide is a ValueError naming it."""
+def shardings(config: ModelConfig, mesh: Mesh, rules: Mapping[str, tuple[str, ...]] = TENSOR_PARALLEL_RULES) -> Params:
+    """Returns a `NamedSharding` per tensor.
+
+    Raises ValueError, with the name of the tensor's axis, if the last mesh axis of its rule cannot divide it.
+    """
 
     def sharding(spec: TensorSpec) -> NamedSharding:
         names = _mesh_axes(spec, mesh, rules)
-        for axis, size, name in zip(spec.axes, spec.shape, names, strict=True):
-            if name is not None and size % mesh.shape[name]:
+        for axis, size, found in zip(spec.axes, spec.units, names, strict=True):
+            last = rules[axis][-1] if axis in rules else None
+            if found is None and last in mesh.axis_names and size % mesh.shape[last]:
                 raise ValueError(
-                    f"axis {axis!r} of size {size} cannot be split over the {mesh.shape[name]} devices of mesh axis"
-                    f" {name!r}; use a number of devices that divides it, or rules without {axis!r}"
+                    f"axis {axis!r} of size {size} cannot be split over the {mesh.shape[last]} devices of mesh axis"
+                    f" {last!r}; use a number of devices that divides it, or rules without {axis!r}"
                 )
         return NamedSharding(mesh, PartitionSpec(*names))
 
@@ -216,14 +229,12 @@ def shardings(config: ModelConfig, mesh: Mesh, rules: Mapping[str, str] = TENSOR
 
 def usual_sharding(spec: TensorSpec, mesh: Mesh) -> NamedSharding:
     """Returns the sharding of a tensor by TENSOR_PARALLEL_RULES; an axis that the mesh cannot divide stays whole."""
-    axes = zip(spec.shape, _mesh_axes(spec, mesh, TENSOR_PARALLEL_RULES), strict=True)
-    names = [None if name is None or size % mesh.shape[name] else name for size, name in axes]
-    return NamedSharding(mesh, PartitionSpec(*names))
+    return NamedSharding(mesh, PartitionSpec(*_mesh_axes(spec, mesh, TENSOR_PARALLEL_RULES)))
 
 
 def check_mesh(mesh: Mesh | AbstractMesh) -> None:
     """Raises ValueError for a mesh with an axis that no tensor is split over, or that is not automatic."""
-    known = sorted({*TENSOR_PARALLEL_RULES.values()})
+    known = sorted({axis for axes in TENSOR_PARALLEL_RULES.values() for axis in axes})
     if unknown := [axis for axis in mesh.axis_names if axis not in known]:
         raise ValueError(
             f"mesh has the axis {unknown[0]!r}, over which nothing is split; axes of a mesh are {' and '.join(known)}"
@@ -232,9 +243,14 @@ def check_mesh(mesh: Mesh | AbstractMesh) -> None:
         raise ValueError(f"mesh has axes of types {mesh.axis_types}; use automatic ones: Mesh(devices, axis_names)")
 
 
-def _mesh_axes(spec: TensorSpec, mesh: Mesh, rules: Mapping[str, str]) -> list[str | None]:
-    names = (rules.get(axis) for axis in spec.axes)
-    return [name if name in mesh.axis_names else None for name in names]
+def _mesh_axes(spec: TensorSpec, mesh: Mesh, rules: Mapping[str, tuple[str, ...]]) -> list[Axes]:
+    names: list[Axes] = []
+    taken: set[str] = set()
+    for axis, size in zip(spec.axes, spec.units, strict=True):
+        free = [name for name in rules.get(axis, ()) if name not in taken]
+        names.append(dividing_axes(size, mesh, free))
+        taken.update(free)
+    return names
 
 
 def abstract_params(config: ModelConfig, dtype: Any, placement: Params | None = None) -> Params:

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxinfer.model.components.experts import MLP_AXIS
 from jaxinfer.model.components.layers import TensorSpec
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params, declare, is_spec
 from jaxinfer.quantization.quantized_array import INT4_GROUP_SIZE, QuantizedArray, quantize
+from kernels_pallas.mesh_axes import dividing_axes, names_of, num_parts
 
 _quantize = jax.jit(quantize, static_argnames=("group_size", "bits", "is_packed"))
 
@@ -51,31 +53,39 @@ def quantize_params(params: Params, config: ModelConfig, **options: Any) -> Para
     return jax.tree.map(change, declare(config), params, is_leaf=is_spec)
 
 
-def quantized_shardings(params: Params, placement: Params) -> Params:
+def quantized_shardings(params: Params, config: ModelConfig, placement: Params) -> Params:
     """Returns the shardings of quantized parameters, for a placement of their tensors in floating point."""
 
-    def split(w: Any, sharding: NamedSharding) -> Any:
-        return quantized_sharding(w, sharding) if isinstance(w, QuantizedArray) else sharding
+    def split(w: Any, spec: TensorSpec, sharding: NamedSharding) -> Any:
+        return quantized_sharding(w, sharding, spec.shape[-1]) if isinstance(w, QuantizedArray) else sharding
 
-    return jax.tree.map(split, params, placement, is_leaf=lambda node: isinstance(node, QuantizedArray))
+    trees = params, declare(config), placement
+    return jax.tree.map(split, *trees, is_leaf=lambda node: isinstance(node, QuantizedArray))
 
 
-def quantized_sharding(w: QuantizedArray, sharding: NamedSharding) -> QuantizedArray:
+def quantized_sharding(w: QuantizedArray, sharding: NamedSharding, num_inputs: int) -> QuantizedArray:
     """Returns the shardings of a quantized weight, for that of the weight in floating point. `w` may be abstract.
+
+    If integers lie two to a byte, fewer axes of the mesh share their inputs than the weight's, so that none cuts a
+    group. Only the axis that splits every network may do so.
 
     Scales of integers that TPUs multiply are split as their weights are, for a kernel reads each device's part. If
     devices do not divide the groups of inputs, or integers are packed, each device has the scales of all inputs.
     """
     *outputs, inputs = sharding.spec
-    is_divided = inputs is not None and w.scales.shape[-1] % sharding.mesh.shape[inputs] == 0
+    if w.values.shape[-1] < num_inputs:
+        names = names_of(inputs)
+        whole_groups = dividing_axes(w.scales.shape[-1], sharding.mesh, names)
+        inputs = MLP_AXIS if whole_groups is None and MLP_AXIS in names else whole_groups
+    is_divided = inputs is not None and w.scales.shape[-1] % num_parts(sharding.mesh, inputs) == 0
     is_divided = is_divided and w.values.dtype == jnp.int4
     of_groups = NamedSharding(sharding.mesh, PartitionSpec(*outputs, inputs if is_divided else None))
     of_scales = of_groups
-    if w.has_shared_scales and outputs[-1] is not None and w.scales.shape[-2] % sharding.mesh.shape[outputs[-1]]:
+    if w.has_shared_scales and outputs[-1] is not None and w.scales.shape[-2] % num_parts(sharding.mesh, outputs[-1]):
         of_scales = NamedSharding(sharding.mesh, PartitionSpec(*outputs[:-1], None, None))
     whole = NamedSharding(sharding.mesh, PartitionSpec())
     return QuantizedArray(
-        values=sharding,
+        values=NamedSharding(sharding.mesh, PartitionSpec(*outputs, inputs)),
         scales=of_scales,
         zeros=None if w.zeros is None else of_groups,
         order=None if w.order is None else whole,

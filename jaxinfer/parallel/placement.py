@@ -27,6 +27,7 @@ from jaxinfer.model.params import TENSOR_PARALLEL_RULES, Params, declare, shardi
 from jaxinfer.model.quantized_params import quantized_sharding
 from jaxinfer.quantization import BLOCKS_ARE_WHOLE, PACKED, PackedBlocks, QuantizedArray
 from jaxinfer.validation import require
+from kernels_pallas.mesh_axes import names_of
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class Placement:
                 _refuse_own_inputs(keystr(path), tensor)
             if tensor.values.shape[-1] < spec.shape[-1]:
                 _refuse_cut_groups(keystr(path), tensor.scales.shape[-1], sharding)
-            return jax.tree.map(_placed, tensor, quantized_sharding(tensor, sharding))
+            return jax.tree.map(_placed, tensor, quantized_sharding(tensor, sharding, spec.shape[-1]))
 
         trees = params, declare(config), shardings(config, self.mesh)
         return tree_map_with_path(split, *trees, is_leaf=lambda node: isinstance(node, PACKED))
@@ -164,7 +165,7 @@ class Placement:
             return ONE_DEVICE
         axes = ", ".join(f"{axis} {size}" for axis, size in self.mesh.shape.items())
         devices = ", ".join(f"{device.device_kind} {device.id}" for device in self.mesh.devices.flat)
-        rules = ", ".join(f"{logical} over {axis}" for logical, axis in TENSOR_PARALLEL_RULES.items())
+        rules = ", ".join(f"{logical} over {' and '.join(axes)}" for logical, axes in TENSOR_PARALLEL_RULES.items())
         return f"{axes} of {devices}; {rules}"
 
 
@@ -216,13 +217,17 @@ def _name_idle_devices() -> None:
 
 
 def refuse_undivided(config: ModelConfig, sizes: Mapping[str, int]) -> None:
-    """Raises ValueError for a number of devices that a model's axes cannot be split over, with the numbers that can."""
+    """Raises ValueError for a number of devices that a model's axes cannot be split over, with the numbers that can.
+
+    Experts must be split by `experts`, heads and hidden units by `tensor`. If all devices together divide the latter,
+    they share them; else those along `experts` have the same.
+    """
     found: dict[str, set[tuple[int, str]]] = defaultdict(set)
     for spec in jax.tree.leaves(declare(config.for_devices(1)), is_leaf=lambda node: isinstance(node, TensorSpec)):
-        for logical, size in zip(spec.axes, spec.shape, strict=True):
+        for logical, size in zip(spec.axes, spec.units, strict=True):
             # `over_mesh` fits a vocabulary to any number, and KV heads to each that divides the query heads.
             if logical in TENSOR_PARALLEL_RULES and logical not in (KV_HEADS, VOCABULARY):
-                found[TENSOR_PARALLEL_RULES[logical]].add((size, logical))
+                found[TENSOR_PARALLEL_RULES[logical][-1]].add((size, logical))
     for axis, count in sizes.items():
         option, parts = OPTIONS[axis], found[axis]
         sizes_of = {logical: size for size, logical in sorted(parts, reverse=True) if size % count}  # the least of each
@@ -248,11 +253,10 @@ def _refuse_own_inputs(name: str, weights: QuantizedArray) -> None:
 
 def _refuse_cut_groups(name: str, num_groups: int, sharding: NamedSharding) -> None:
     """Raises ValueError if devices would share a group of inputs, whose numbers lie two to a byte."""
-    axis = sharding.spec[-1]
-    if axis is not None and num_groups % sharding.mesh.shape[axis]:
-        count = sharding.mesh.shape[axis]
+    count = sharding.mesh.shape[MLP_AXIS] if MLP_AXIS in names_of(sharding.spec[-1]) else 1
+    if num_groups % count:
         working = ", ".join(str(number) for number in range(1, count) if num_groups % number == 0)
         raise ValueError(
-            f"{OPTIONS[axis]}={count} cannot split the {num_groups} groups of inputs that share a scale in the 4-bit"
-            f" weight {name}; smaller numbers that can are {working}"
+            f"{OPTIONS[MLP_AXIS]}={count} cannot split the {num_groups} groups of inputs that share a scale in the"
+            f" 4-bit weight {name}; smaller numbers that can are {working}"
         )

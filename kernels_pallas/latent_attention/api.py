@@ -18,8 +18,8 @@ from kernels_pallas.latent_attention.tpu import (
     latent_attention_tpu_interpreted,
     plan_latents_tpu,
 )
+from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes, num_parts
 from kernels_pallas.paged_attention.api import (
-    HEADS_AXIS,
     implementation_of,
     planner_of,
     splits_heads,
@@ -54,8 +54,8 @@ def plan_latent_attention(
     plan = planner_of(PLANNERS, implementation)
     if plan is None:
         return None
-    num_parts = mesh.shape[HEADS_AXIS] if splits_heads(mesh) else 1
-    G = max(num_heads // num_parts, 1)  # the call refuses heads that cannot be split
+    parts = num_parts(mesh, dividing_axes(num_heads, mesh, HEADS_AXES)) if splits_heads(mesh) else 1
+    G = num_heads // parts  # the call refuses heads that cannot be split
     lens: dict[str, Any] = {"block_tables": block_tables, "kv_lens": kv_lens, "cu_q_lens": cu_q_lens}
     return plan(pages, num_tokens=num_tokens, num_groups=G, **lens, q_len=q_len, tree_mask=tree_mask)
 
@@ -87,7 +87,8 @@ def latent_attention(
       latents: [T, R + r] latents of the same tokens, then their rotated keys.
       pages: the pool. Donate it at the outermost `jit`, and it is updated in place.
       plan: what `plan_latent_attention` made of the same step, mesh and implementation.
-      mesh: splits query heads over the devices of its axis HEADS_AXIS, if it has one; each device holds all latents.
+      mesh: splits query heads over the devices of its HEADS_AXES, as `paged_attention` does; each device holds all
+        latents.
       implementation: a name from `IMPLEMENTATIONS`, or None for the device's own, as in `paged_attention`.
 
     Returns:
@@ -114,12 +115,13 @@ def latent_attention(
     call = functools.partial(attend, scale=scale, q_len=q_len)
     if not splits_heads(mesh):
         return call(**arrays)
-    if q.shape[1] % mesh.shape[HEADS_AXIS]:
+    axes, last = dividing_axes(q.shape[1], mesh, HEADS_AXES), HEADS_AXES[-1]
+    if axes is None and q.shape[1] % mesh.shape.get(last, 1):
         raise ValueError(
-            f"{q.shape[1]} query heads cannot be split over the {mesh.shape[HEADS_AXIS]} devices of mesh axis"
-            f" {HEADS_AXIS!r}; use a number of devices that divides them"
+            f"{q.shape[1]} query heads cannot be split over the {mesh.shape[last]} devices of mesh axis {last!r}; use a"
+            " number of devices that divides them"
         )
-    heads, whole = PartitionSpec(None, HEADS_AXIS), PartitionSpec()
+    heads, whole = PartitionSpec(None, axes), PartitionSpec()
     specs = {name: None if array is None else whole for name, array in arrays.items()} | {"q": heads}
     return jax.shard_map(
         lambda arrays: call(**arrays), mesh=mesh, in_specs=(specs,), out_specs=(heads, whole), check_vma=False

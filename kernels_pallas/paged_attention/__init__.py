@@ -1,6 +1,6 @@
 """Attention over a paged KV cache."""
 
-from kernels_pallas.paged_attention.api import HEADS_AXIS, paged_attention, plan_attention
+from kernels_pallas.paged_attention.api import paged_attention, plan_attention
 from kernels_pallas.paged_attention.layout import (
     Pages,
     abstract_pages,
@@ -15,7 +15,6 @@ from kernels_pallas.paged_attention.layout import (
 )
 
 __all__ = [
-    "HEADS_AXIS",
     "Pages",
     "abstract_pages",
     "gather_tokens",

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas.device import device_at_hand
+from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes, num_parts
 from kernels_pallas.paged_attention.gpu.entry import paged_attention_gpu
 from kernels_pallas.paged_attention.layout import Pages, head_specs
 from kernels_pallas.paged_attention.reference import paged_attention_reference
@@ -17,7 +18,6 @@ from kernels_pallas.paged_attention.shapes import check_call
 from kernels_pallas.paged_attention.tpu.entry import paged_attention_tpu, paged_attention_tpu_interpreted, plan_step
 
 # The mesh axis that heads are split over.
-HEADS_AXIS = "model"
 Implementation = Callable[..., tuple[jax.Array, Pages]]
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,8 +56,9 @@ def plan_attention(
     if plan is None or pages.layout != "tpu":
         return None
     (pool,), K, G = pages.arrays, pages.num_kv_heads, num_heads // pages.num_kv_heads
-    if splits_heads(mesh) and K % mesh.shape[HEADS_AXIS] == 0:
-        (spec,), K = head_specs(pages, HEADS_AXIS).arrays, K // mesh.shape[HEADS_AXIS]
+    if splits_heads(mesh):
+        axes = dividing_axes(K, mesh, HEADS_AXES)
+        (spec,), K = head_specs(pages, axes).arrays, K // num_parts(mesh, axes)
         pool = jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(pool.shape), pool.dtype)
     lens: dict[str, Any] = {"block_tables": block_tables, "kv_lens": kv_lens, "cu_q_lens": cu_q_lens}
     sizes: dict[str, Any] = {"num_tokens": num_tokens, "num_kv_heads": K, "num_groups": G}
@@ -119,10 +120,10 @@ def paged_attention(
         this step is visible, and token j of the row if bit j % 32 of word j // 32 is set. A token's bits are itself
         and its ancestors; for `window` it stands where their number puts it, and sees all of its ancestors.
       plan: what `plan_attention` made of the same step, mesh and implementation, so that each layer need not make it.
-      mesh: splits heads over the devices of its axis HEADS_AXIS, where it has one: each computes its own KV heads, with
-        the query heads that read them and its part of the pool. Devices that do not divide the KV heads compute all of
-        them. Its axes are automatic, as those of `Mesh(…)` are and those of `jax.make_mesh(…)` are not by default.
-        Without it the call runs whole on every device.
+      mesh: splits heads over the devices of its HEADS_AXES: each computes its own KV heads, with the query heads that
+        read them and its part of the pool. If all of these axes do not divide the KV heads, the last ones that do split
+        them; devices along the others compute the same. Its axes are automatic, as those of `Mesh(…)` are and those of
+        `jax.make_mesh(…)` are not by default. Without it the call runs whole on every device.
       implementation: a name from `IMPLEMENTATIONS`, or None for the device's own: the kernels of a TPU or GPU, which
         raise for a call that they cannot do, or the reference on a CPU and on GPUs of a compute capability below 8.0.
 
@@ -156,7 +157,7 @@ def paged_attention(
     call = functools.partial(attend, scale=scale, q_len=q_len, window=window, softcap=softcap)
     if not splits_heads(mesh):
         return call(**arrays)
-    axis = None if pages.num_kv_heads % mesh.shape[HEADS_AXIS] else HEADS_AXIS
+    axis = dividing_axes(pages.num_kv_heads, mesh, HEADS_AXES)
     heads: dict[str, PartitionSpec] = dict.fromkeys(("q", "k", "v"), PartitionSpec(None, axis))
     heads |= dict.fromkeys(("sinks", "k_scale", "v_scale"), PartitionSpec(axis))
     specs = {name: heads.get(name, PartitionSpec()) for name in arrays} | {"pages": head_specs(pages, axis)}
@@ -177,7 +178,7 @@ def splits_heads(mesh: Mesh | None) -> TypeGuard[Mesh]:
     Raises:
       ValueError: if it does and has axes that are not automatic.
     """
-    if mesh is None or HEADS_AXIS not in mesh.axis_names:
+    if mesh is None or not {*HEADS_AXES} & {*mesh.axis_names}:
         return False
     if any(kind != AxisType.Auto for kind in mesh.axis_types):
         raise ValueError(f"mesh has axes of types {mesh.axis_types}; use automatic ones: Mesh(devices, axis_names)")

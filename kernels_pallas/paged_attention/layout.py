@@ -30,6 +30,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from kernels_pallas.mesh_axes import Axes
+
 LANES = 16
 TPU_LANES = 128
 # Bytes of one lane of a TPU tile: 8 rows of 32 bits, 16 of 16, 32 of 8.
@@ -89,8 +91,8 @@ class Pages:
         return self.arrays[0].dtype == jnp.float8_e4m3b11fnuz
 
 
-def head_specs(pages: Pages, axis: str | None) -> Pages:
-    """Returns the partition of a pool whose KV heads are split over a mesh axis; None leaves them whole."""
+def head_specs(pages: Pages, axis: Axes) -> Pages:
+    """Returns the partition of a pool whose KV heads are split over mesh axes; None leaves them whole."""
     position = 2 if pages.layout == "gpu" else 1
     arrays = (PartitionSpec(*[None] * position, axis),) * len(pages.arrays)
     scales = None if pages.scales is None else (PartitionSpec(None, axis),) * len(pages.scales)

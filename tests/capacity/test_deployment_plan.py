@@ -147,6 +147,20 @@ def test_each_device_has_a_whole_kv_head_if_there_are_fewer_heads_than_devices()
     assert four.memory.page_bytes == eight.memory.page_bytes == EngineConfig().page_size * (48 * 2 * 128 * 2 + 4)
 
 
+def test_devices_of_different_experts_share_heads_and_pages():
+    plan = plan_deployment("GPT-OSS-120B", Devices("v6e", 16), EngineConfig(max_num_seqs=32))
+
+    layouts = {(layout.tensor, layout.experts): layout for layout in plan.layouts}
+    eight, both = layouts[8, 1], layouts[2, 8]
+
+    # One of 8 KV heads, or a copy of one.
+    assert both.memory.page_bytes == eight.memory.page_bytes
+    # Two sums in each of 36 layers and one after the embedding, all over 16 devices.
+    assert both.decode.num_collectives == 2 * 36 + 1
+    width = 32 * 2880 * 2
+    assert both.decode.link_bytes == pytest.approx((2 * 36 + 1) * 2 * 15 / 16 * width)
+
+
 def test_a_split_whose_pages_do_not_hold_a_row_is_refused():
     (layout,) = plan_deployment(LLAMA, Devices("L4", 1), EngineConfig(max_num_seqs=1), context=8000).layouts
 

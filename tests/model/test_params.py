@@ -16,7 +16,7 @@ from jaxinfer.model.components.attention import AttentionParams
 from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE, Router
 from jaxinfer.model.config import LayerGroup, uniform_decoder
-from jaxinfer.model.params import TensorSpec, abstract_params, declare, fit_params, init_params, shardings
+from jaxinfer.model.params import TensorSpec, abstract_params, declare, fit_params, init_params, over_mesh, shardings
 from tests.unoptimised import UNOPTIMISED
 
 SIZES: dict[str, Any] = {
@@ -139,17 +139,31 @@ def test_heads_mlp_and_vocabulary_are_split_over_the_model_axis():
     assert layers.mixer_norm.spec == PartitionSpec(None, None)
 
 
-def test_experts_are_split_over_an_axis_of_their_own_and_routers_are_whole():
-    (layer,) = CONFIG.groups[0].layers
-    sparse = MoE(num_experts=8, expert=MLP(intermediate_size=40), router=Router(num_chosen=2))
+# The inputs of `o` are 48 numbers, which eight devices could share, but not so that each has whole heads.
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "of_heads"), [(8, 4, 6, ("experts", "model")), (6, 2, 8, "model")]
+)
+def test_experts_are_split_over_an_axis_of_their_own_and_all_else_over_both(
+    num_heads, num_kv_heads, head_dim, of_heads
+):
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    (layer,) = uniform_decoder(**SIZES | sizes).groups[0].layers
+    expert = MLP(intermediate_size=40)
+    sparse = MoE(num_experts=8, expert=expert, router=Router(num_chosen=2), shared=expert)
     config = replace(CONFIG, groups=(LayerGroup((replace(layer, feed_forward=sparse),), 3),))
     mesh: Any = AbstractMesh((4, 2), ("experts", "model"))
 
-    params: Any = shardings(config, mesh).layers[0].feed_forward
+    placement = shardings(over_mesh(config, mesh), mesh)
+    layers: Any = placement.layers[0]
+    params, both = layers.feed_forward, ("experts", "model")
 
     assert params.experts.up.spec == PartitionSpec(None, "experts", "model", None)
     assert params.experts.down.spec == PartitionSpec(None, "experts", None, "model")
+    assert params.shared.up.spec == PartitionSpec(None, both, None)
     assert params.router.is_fully_replicated
+    assert placement.embedding.spec == PartitionSpec(both, None)
+    assert layers.mixer.q.spec == layers.mixer.k.spec == PartitionSpec(None, of_heads, None, None)
+    assert layers.mixer.o.spec == PartitionSpec(None, None, of_heads)
 
 
 def test_the_abstract_tree_carries_the_placement():
@@ -176,7 +190,7 @@ def test_an_axis_the_mesh_cannot_divide_is_refused_by_name_and_size(num_devices,
 
 
 def test_rules_without_an_axis_leave_it_whole():
-    rules = {"heads": "model", "mlp": "model"}
+    rules = {"heads": ("model",), "mlp": ("model",)}
 
     placement = shardings(CONFIG, mesh_of(8), rules)
 

@@ -24,7 +24,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int, int, tuple[str, ...]]] = {
     "qwen 2.5 over eight": ("qwen2", {"num_attention_heads": 8, "num_hidden_layers": 2, **ODD}, 8, 1, ()),
     "llama with adapters": ("llama", {"num_hidden_layers": 2, **ODD}, 2, 1, ("max_adapters=1", "max_adapter_rank=4")),
     "gemma 3 in int8": ("gemma3_text", ODD, 4, 1, ("quantization=int8",)),
-    "gpt-oss": ("gpt_oss", EXPERTS, 2, 2, ()),
+    # All eight share the heads, with copies of both KV heads, and two of them each expert.
+    "gpt-oss over eight": ("gpt_oss", {"num_attention_heads": 8, "vocab_size": 97, **EXPERTS}, 2, 4, ()),
     "deepseek": ("deepseek_v3", {}, 2, 2, ()),
     # Each device has one expert.
     "granite hybrid": ("granitemoehybrid", EXPERTS, 1, 4, ()),

@@ -226,7 +226,7 @@ def test_scales_of_unpacked_integers_are_split_where_devices_divide_the_groups(g
     mesh: Any = AbstractMesh((2,), ("model",))
     quantize_all = functools.partial(quantize_params, config=CONFIG, group_size=group_size, bits=4, is_packed=is_packed)
     params = jax.eval_shape(quantize_all, abstract_params(CONFIG, "float32"))
-    placement: Any = quantized_shardings(params, shardings(CONFIG, mesh))
+    placement: Any = quantized_shardings(params, CONFIG, shardings(CONFIG, mesh))
 
     layer: Any = placement.layers[0]
     assert layer.mixer.q.scales.spec == PartitionSpec(None, "model", None, None)  # [n, N, H, groups]

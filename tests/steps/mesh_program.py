@@ -50,7 +50,7 @@ def main(checkpoint: str, sequences_file: str, results_file: str, way: str) -> N
         of_one_device = run(params, mesh=None)
         if has_kernel:
             take_products_of_a_tpu()
-        over_mesh = run(jax.device_put(params, quantized_shardings(params, placement)), mesh=mesh)
+        over_mesh = run(jax.device_put(params, quantized_shardings(params, config, placement)), mesh=mesh)
         results = np.stack([of_one_device, over_mesh])
     np.save(results_file, results)
 

@@ -86,14 +86,17 @@ class Attention:
         """The KV heads of parameters and pages, with their copies."""
         return self.num_kv_heads * self.num_kv_copies
 
-    def for_devices(self, num_devices: int) -> Attention:
-        """Returns the layer with copies of KV heads, the fewest that this number of devices can split.
+    def for_devices(self, *numbers: int) -> Attention:
+        """Returns the layer with copies of KV heads, the fewest that devices can split.
 
-        Returns the layer itself if they cannot split its query heads either, in groups of a KV head each.
+        Their number is the first of `numbers` that can split its query heads too, in groups of a KV head each. If none
+        can, returns the layer itself.
         """
-        copies = num_devices // math.gcd(num_devices, self.num_kv_heads)
-        is_split = self.num_heads % (self.num_kv_heads * copies) == 0
-        return replace(self, num_kv_copies=copies) if is_split else self
+        for num_devices in numbers:
+            copies = num_devices // math.gcd(num_devices, self.num_kv_heads)
+            if self.num_heads % (self.num_kv_heads * copies) == 0:
+                return replace(self, num_kv_copies=copies)
+        return self
 
     @property
     def width(self) -> int:
@@ -191,7 +194,7 @@ def declare_attention(config: Attention, hidden_size: int, spec: MakeSpec) -> At
         "q": spec((N, H, D), (*q, "embed"), num_inputs=1),
         "k": of_kv((K, H, D), (*kv, "embed"), num_inputs=1),
         "v": of_kv((K, H, D), (*kv, "embed"), num_inputs=1),
-        "o": spec((D, N * H), ("embed", "heads"), num_inputs=1),
+        "o": spec((D, N * H), ("embed", "heads"), num_inputs=1, num_together=H),
     }
     if config.has_qkv_bias:
         tensors |= {"q_bias": spec((N, H), q), "k_bias": of_kv((K, H), kv), "v_bias": of_kv((K, H), kv)}

@@ -18,13 +18,15 @@ from jaxinfer.model.components.observed import ObservedArray, observe_groups
 from jaxinfer.quantization import PackedBlocks, QuantizedArray
 from jaxinfer.quantization.activations import round_rows
 from kernels_pallas.grouped_matmul import dequantize_experts, grouped_matmul
+from kernels_pallas.mesh_axes import dividing_axes, names_of
 from kernels_pallas.quantized_matmul import split_groups
 from kernels_pallas.row_products import ROW_BLOCK, rounded
 from kernels_pallas.row_sum import row_sum
 
-# The mesh axis that whole experts are split over, and the one that splits each of them, as it does any MLP.
+# The mesh axis that whole experts are split over, and the one that splits each of them.
 EXPERTS_AXIS, MLP_AXIS = "experts", "model"
-MESH_AXES = {"experts": EXPERTS_AXIS, "mlp": MLP_AXIS}  # by the logical axis that each splits
+# By logical axis the mesh axes that split it. Any other network than an expert is split over both.
+MESH_AXES = {"experts": (EXPERTS_AXIS,), "mlp": (EXPERTS_AXIS, MLP_AXIS)}
 WEIGHTS = ("gate", "up", "down")
 # Tokens that an expert computes at once on CPU, at most: one of `row_products.WEIGHT_ROWS`.
 MAX_BLOCK = 136
@@ -87,12 +89,17 @@ def _weighted_sum(results: jax.Array, weights: jax.Array) -> jax.Array:
 def joins_sum(shared: MLPParams, shared_config: MLP, num_experts: int, config: MLP, mesh: Mesh | None) -> bool:
     """True if the devices of a mesh can add a shared expert to their sum of experts.
 
-    They share its hidden units as they do those of the experts. Integers are not for it: their own product splits them.
+    They do if they share its hidden units. Integers are not for it: their own product splits them.
     """
     axes = _split_axes(mesh, num_experts, config.intermediate_size)
-    if mesh is None or MLP_AXIS not in axes or shared_config.intermediate_size % mesh.shape[MLP_AXIS]:
+    if mesh is None or not axes or not {*_axes_of_shared(shared_config, mesh)} <= {*axes}:
         return False
     return all(isinstance(w, jax.Array) for w in (shared.gate, shared.up, shared.down) if w is not None)
+
+
+def _axes_of_shared(config: MLP, mesh: Mesh) -> tuple[str, ...]:
+    """Returns the axes of a mesh that split the hidden units of a shared expert, as `usual_sharding` does."""
+    return names_of(dividing_axes(config.intermediate_size, mesh, MESH_AXES["mlp"]))
 
 
 def _split_axes(mesh: Mesh | None, num_experts: int, intermediate_size: int) -> tuple[str, ...]:
@@ -115,17 +122,19 @@ def _sum_over_mesh(
     shared: SharedExpert | None,
 ) -> jax.Array:
     E = params.up.shape[0]
+    shared_axes = () if shared is None else _axes_of_shared(shared.config, mesh)
 
     def own_part(x: jax.Array, num_tokens: jax.Array, own: MLPParams, gate: jax.Array | None) -> jax.Array:
         """Returns what a device adds of the shared expert, f32[T, D]."""
         assert shared is not None
-        is_first = jax.lax.axis_index(MLP_AXIS) == 0
-        if own.down_bias is not None:
+        if own.down_bias is not None and shared_axes:
+            is_first = jax.lax.axis_index(shared_axes) == 0
             own = replace(own, down_bias=jnp.where(is_first, own.down_bias, 0))
         part = mlp(own, x, StepTokens(num_tokens, is_split=True), config=shared.config).astype(jnp.float32)
         part = part if gate is None else part * jnp.broadcast_to(gate, part.shape)
-        # Devices of different experts have the same part, which one of them adds.
-        is_added = jax.lax.axis_index(EXPERTS_AXIS) == 0 if EXPERTS_AXIS in axes else True
+        # Devices along the other axes have the same part, which one of them adds.
+        others = tuple(axis for axis in axes if axis not in shared_axes)
+        is_added = jax.lax.axis_index(others) == 0 if others else True
         return rounded(jnp.where(is_added, part, 0.0))
 
     def sum_of_own(
@@ -149,11 +158,12 @@ def _sum_over_mesh(
         return jax.lax.psum(total, axes)
 
     def spec_of_shared(_: tuple[int, ...], names: tuple[str, ...], **__: Any) -> Any:
-        found = map(MESH_AXES.get, names)
-        return PartitionSpec(*(axis if axis in axes else None for axis in found))
+        return PartitionSpec(*(shared_axes if name == "mlp" else None for name in names))
 
-    def spec(sizes: tuple[int, ...], names: tuple[str, ...], **_: Any) -> Any:
-        return spec_of_shared(sizes, ("experts", *names))
+    def spec(_: tuple[int, ...], names: tuple[str, ...], **__: Any) -> Any:
+        own = {"experts": EXPERTS_AXIS, "mlp": MLP_AXIS}
+        found = map(own.get, ("experts", *names))
+        return PartitionSpec(*(axis if axis in axes else None for axis in found))
 
     whole, specs = PartitionSpec(), declare_mlp(config, x.shape[1], spec)
     of_stacks = {name: PartitionSpec(None, *getattr(specs, name)) for name in stacks.weights}

@@ -95,7 +95,7 @@ def declare_latent_attention(config: LatentAttention, hidden_size: int, spec: Ma
         "kv_norm": spec((R,), ("latent",), None),
         "k_up": replace(spec((N, H, R), (*heads, "latent")), is_matrix=True),
         "v_up": replace(spec((N, R, V), ("heads", "latent", "head_dim")), is_matrix=True),
-        "o": spec((D, N * V), ("embed", "heads"), num_inputs=1),
+        "o": spec((D, N * V), ("embed", "heads"), num_inputs=1, num_together=V),
     }
     if Q is None:
         tensors |= {"q": spec((N, H + r, D), (*heads, "embed"), num_inputs=1)}

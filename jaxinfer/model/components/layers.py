@@ -226,9 +226,9 @@ class TensorSpec:
     `scale` is the standard deviation around 0 for a weight; None stands for a norm weight, which starts at 1.
     `num_inputs` is the number of last axes that `linear` and `product` sum over; a tensor with 0 of them is never
     quantized. For devices that cannot split a size of the model, the tensor is larger than the model's own: it has each
-    KV head `num_copies` times, one after another, and `num_padding` rows of zeros after those of the vocabulary. If it
-    `is_matrix`, it may be packed in a checkpoint: its inputs there are then its last axis, and the component widens it
-    in each step.
+    KV head `num_copies` times, one after another, and `num_padding` rows of zeros after those of the vocabulary.
+    Devices share the last axis in whole runs of `num_together` entries, those of a head. If it `is_matrix`, it may be
+    packed in a checkpoint: its inputs there are then its last axis, and the component widens it in each step.
     """
 
     shape: tuple[int, ...]
@@ -237,6 +237,7 @@ class TensorSpec:
     num_inputs: int = 0
     num_copies: int = 1
     num_padding: int = 0
+    num_together: int = 1
     is_matrix: bool = False
 
     @property
@@ -250,6 +251,11 @@ class TensorSpec:
         less, fewer = {VOCABULARY: self.num_padding}, {KV_HEADS: self.num_copies}
         pairs = zip(self.axes, self.shape, strict=True)
         return tuple((size - less.get(axis, 0)) // fewer.get(axis, 1) for axis, size in pairs)
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """The shape, counted on the last axis in runs of `num_together` entries."""
+        return (*self.shape[:-1], self.shape[-1] // self.num_together)
 
     def places(self) -> dict[int, np.ndarray]:
         """Returns by axis the place i32[size] in the model's own tensor of each entry; rows of padding have -1.

@@ -1,0 +1,39 @@
+"""The axes of a mesh that split a dimension of an array, as an entry of a `PartitionSpec`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from jax.sharding import AbstractMesh, Mesh
+
+# None: each device has the whole dimension.
+Axes = str | tuple[str, ...] | None
+
+# The axes that heads are split over.
+HEADS_AXES = ("experts", "model")
+
+
+def dividing_axes(size: int, mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> Axes:
+    """Returns the axes of a mesh that split a dimension: all of `axes`, or the last ones whose devices divide its size.
+
+    None if there are no such axes. Axes that the mesh does not have do not count, and neither do those of one device,
+    unless all are.
+    """
+    present = [axis for axis in axes if axis in mesh.axis_names]
+    wide = [axis for axis in present if mesh.shape[axis] > 1] or present[-1:]
+    fitting = (wide[first:] for first in range(len(wide)))
+    found = next((own for own in fitting if size % num_parts(mesh, tuple(own)) == 0), [])
+    return tuple(found) if len(found) > 1 else next(iter(found), None)
+
+
+def num_parts(mesh: Mesh | AbstractMesh, axes: Axes) -> int:
+    """Returns the number of parts that axes of a mesh split a dimension into."""
+    return math.prod(mesh.shape[axis] for axis in names_of(axes))
+
+
+def names_of(axes: Axes) -> tuple[str, ...]:
+    """Returns the names of axes, none for None."""
+    if axes is None:
+        return ()
+    return (axes,) if isinstance(axes, str) else axes
