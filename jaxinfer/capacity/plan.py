@@ -22,10 +22,9 @@ from jaxinfer.engine.device_limits import PAGES_PART, TOKENS_PER_ROW, fitting_ro
 from jaxinfer.engine.execution.memory_plan import (
     SPARE,
     addressable_pages,
-    bytes_of_bounded,
-    guess_step_bytes,
+    guess_memory,
     one_page,
-    plan_further_kinds,
+    plan_cache,
     resolve_max_model_len,
 )
 from jaxinfer.engine.execution.step_shapes import max_batched_tokens, max_rows, plan_buckets
@@ -211,19 +210,10 @@ def _plan_memory(
         config, max_num_seqs=rows, max_num_batched_tokens=tokens, max_mixed_tokens=tokens, decode_loop_steps=1
     )
     max_model_len = resolve_max_model_len(model, config)
-    num_bounded = tuple(kind.num_pages for kind in plan_further_kinds(model, config, max_model_len))
-    page = replace(one_page(config, dtype), num_bounded_pages=num_bounded)
-    plan = MemoryPlan(
-        resident_bytes=param_bytes,
-        step_bytes=guess_step_bytes(model, plan_buckets(config)),
-        page_bytes=page_bytes(model, page, chip.platform, kind=0, mesh=placement.mesh),
-        num_pages=0,
-        bounded_bytes=bytes_of_bounded(model, page, placement, chip.platform),
-        limit_bytes=limit,
-        num_devices=placement.num_devices,
-    )
-    useful = rows * -(-max_model_len // config.page_size)
-    num_pages = max(min(plan.num_fitting, useful), 0)
+    useful = plan_cache(model, replace(config, memory_bytes=limit), dtype, max_model_len, placement=placement)
+    on_device: dict[str, Any] = {"placement": placement, "layout": chip.platform}
+    plan = guess_memory(model, useful, plan_buckets(config), resident_bytes=param_bytes, limit_bytes=limit, **on_device)
+    num_pages = max(min(plan.num_fitting, useful.num_pages), 0)
     if chip.platform == "gpu":
-        num_pages = addressable_pages(model, page, num_pages, placement, chip.platform)
+        num_pages = addressable_pages(model, useful, num_pages, **on_device)
     return config, replace(plan, num_pages=num_pages)

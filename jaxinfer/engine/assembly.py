@@ -26,7 +26,7 @@ from jaxinfer.checkpoint import (
 )
 from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
 from jaxinfer.cpu_flags import FUSED_PRODUCTS
-from jaxinfer.engine.device_limits import MAX_LOOP_SECONDS, describe_limits, fit_limits
+from jaxinfer.engine.device_limits import MAX_LOOP_SECONDS, describe_limits, fewest_devices, fit_limits
 from jaxinfer.engine.drafters.drafters import Drafter, NgramDrafter
 from jaxinfer.engine.execution.compiled_steps import COMPILING
 from jaxinfer.engine.execution.engine_model import EngineModel
@@ -94,6 +94,8 @@ def build_engine(
     """
     if jax.default_backend() == "cpu" and dtype == "float32" and fuses_products():
         logger.warning(FUSED_PRODUCTS)
+    if config.parallelism is None and devices is None:
+        config = replace(config, parallelism=fewest_devices(path, config, dtype, speculates=speculation is not None))
     placements = Placement.of_replicas(read_config(path), config.parallelism, devices)
     if len(placements) > 1 and speculation is not None:
         raise ValueError(

@@ -1,26 +1,38 @@
-"""The limits of an engine that its configuration leaves to the device: rows, tokens of a step, decode loops."""
+"""What an engine leaves to the device: the number of devices, rows, tokens of a step, decode loops."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 
-from jaxinfer.config import EngineConfig
-from jaxinfer.engine.execution.memory_plan import bytes_of_bounded, one_page, plan_further_kinds, resolve_max_model_len
+from jaxinfer.checkpoint import abstract_checkpoint, read_config
+from jaxinfer.config import EngineConfig, Parallelism
+from jaxinfer.device import free_bytes
+from jaxinfer.engine.execution.memory_plan import (
+    bytes_of_bounded,
+    guess_memory,
+    one_page,
+    plan_cache,
+    plan_further_kinds,
+    plan_limit,
+    resolve_max_model_len,
+)
 from jaxinfer.engine.execution.step_shapes import (
     MAX_ROWS,
     loop_steps,
     max_batched_tokens,
     max_mixed_tokens,
     max_rows,
+    plan_buckets,
     rows_within_tokens,
 )
 from jaxinfer.model.adapted_params import abstract_slots
 from jaxinfer.model.cache import page_bytes
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
-from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
+from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement, name_idle_devices, possible_splits
 from jaxinfer.plan.memory import num_bytes
 from kernels_pallas.device import data_sheet
 
@@ -38,6 +50,47 @@ LAYER_SECONDS = {"gpu": 35e-6, "tpu": 10e-6}
 # Seconds of a decode loop as planned. Long contexts add to them, up to MAX_LOOP_SECONDS. No reader notices such bursts.
 LOOP_SECONDS, MAX_LOOP_SECONDS = 0.005, 0.010
 MAX_LOOP_STEPS = 8
+
+
+def fewest_devices(path: Path, config: EngineConfig, dtype: str, *, speculates: bool) -> Parallelism | None:
+    """Returns the split of a checkpoint over the fewest devices of this process that hold it; None is one device.
+
+    They hold it if, beside parameters and steps, each has room for the pages of a request of TOKENS_PER_ROW tokens. If
+    one device holds it, if none do, or if devices report no limit, like CPUs, it is None. The devices that stay idle
+    are logged. A drafter does not count.
+    """
+    if free_bytes(jax.local_devices()) is None:
+        return None
+    for split in possible_splits(read_config(path)):
+        try:
+            is_held = _is_held(path, config, dtype, split, speculates=speculates)
+        except ValueError:  # raised again, for one device, if all are refused
+            continue
+        if is_held:
+            name_idle_devices(split)
+            return None if split == Parallelism() else split
+    return None
+
+
+def _is_held(path: Path, config: EngineConfig, dtype: str, split: Parallelism, *, speculates: bool) -> bool:
+    placement = Placement.of(read_config(path), split)
+    abstract, model = abstract_checkpoint(path, dtype, quantization=config.quantization, mesh=placement.mesh)
+    model = model.for_length(config.max_model_len)
+    params = placement.params(model, abstract)
+    config = fit_limits(config, model, params, dtype, speculates=speculates, placement=placement)
+    max_model_len = resolve_max_model_len(model, config)
+    cache = plan_cache(model, config, dtype, max_model_len, None, placement)
+    slots = abstract_slots(model, config.max_adapters, config.max_adapter_rank, dtype)
+    memory = guess_memory(
+        model,
+        cache,
+        plan_buckets(config),
+        resident_bytes=num_bytes((params, slots)),
+        limit_bytes=plan_limit(config, 0, placement),
+        placement=placement,
+    )
+    of_request = -(-min(TOKENS_PER_ROW, max_model_len) // config.page_size)
+    return memory.num_fitting >= (min(of_request, cache.num_pages) if config.num_pages is None else config.num_pages)
 
 
 def fit_limits(

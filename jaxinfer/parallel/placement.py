@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -62,7 +62,6 @@ class Placement:
         sizes = {axis: getattr(parallelism, option) for axis, option in OPTIONS.items()}
         count = math.prod(sizes.values())
         if devices is None and count == 1:
-            _name_idle_devices()
             return cls()
         chosen = _first_devices(parallelism, count) if devices is None else _checked_devices(devices, count)
         if count > 1:
@@ -172,6 +171,21 @@ class Placement:
 DEFAULT_DEVICE = Placement()
 
 
+def possible_splits(config: ModelConfig) -> Iterator[Parallelism]:
+    """Yields the ways to split a model over the first devices of this process, those of few devices first.
+
+    Of one number of devices the first has the fewest groups of experts.
+    """
+    for count in range(1, jax.local_device_count() + 1):
+        for experts in (n for n in range(1, count + 1) if count % n == 0):
+            sizes = {EXPERTS_AXIS: experts, MLP_AXIS: count // experts}
+            try:
+                refuse_undivided(config, sizes)
+            except ValueError:
+                continue
+            yield Parallelism(tensor=count // experts, experts=experts)
+
+
 def identity_of(placements: Sequence[Placement]) -> str:
     """Returns the identity of the placements of all replicas, on which the bits of their results depend."""
     return " | ".join(placement.identity() for placement in placements)
@@ -204,16 +218,20 @@ def _checked_devices(devices: Any, count: int) -> list[Any]:
     return list(devices)
 
 
-def _name_idle_devices() -> None:
-    """Logs the accelerators of this process that one device leaves idle."""
-    used, *idle = jax.local_devices()
-    if idle and used.platform != "cpu":
-        logger.warning(
-            "computes on %s alone, and leaves %s idle: EngineConfig(parallelism=Parallelism(tensor=%d)), or"
-            " --tensor-parallel %d, splits the model over all of them, and replicas=%d, or --replicas %d, copies it to"
-            " each",
-            *(used, ", ".join(map(str, idle)), *[1 + len(idle)] * 4),
-        )
+def name_idle_devices(parallelism: Parallelism) -> None:
+    """Logs the devices of this process that are left idle, if any, and the options that use them."""
+    devices, count = jax.local_devices(), parallelism.devices_per_replica
+    if count == len(devices):
+        return
+    used, idle = (", ".join(map(str, some)) for some in (devices[:count], devices[count:]))
+    ways = [f"Parallelism(tensor={len(devices)}), or --tensor-parallel {len(devices)}, splits it over all"]
+    if (num_replicas := len(devices) // count) > 1:
+        ways.append(f"replicas={num_replicas}, or --replicas {num_replicas}, copies it to them")
+    logger.warning(
+        "computes on %s, the fewest devices that hold the model, and leaves %s idle: EngineConfig(parallelism=…) with"
+        " %s",
+        *(used, idle, ", and ".join(ways)),
+    )
 
 
 def refuse_undivided(config: ModelConfig, sizes: Mapping[str, int]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import re
 import sys
@@ -26,6 +27,7 @@ from safetensors.numpy import save_file
 
 from jaxinfer.checkpoint import abstract_checkpoint, load_checkpoint, read_config
 from jaxinfer.config import EngineConfig, Parallelism, SamplingParams
+from jaxinfer.engine import device_limits
 from jaxinfer.engine.async_llm import AsyncLLM
 from jaxinfer.engine.drafters.draft_heads import HeadDrafter
 from jaxinfer.engine.drafters.early_exit import ExitDrafter
@@ -38,6 +40,7 @@ from jaxinfer.model.components.mlp import MLP
 from jaxinfer.model.components.moe import MoE, Router, declare_moe, moe
 from jaxinfer.model.config import ModelConfig, uniform_decoder
 from jaxinfer.model.params import init_params
+from jaxinfer.parallel import placement
 from jaxinfer.parallel.placement import Placement
 from jaxinfer.plan.memory import num_bytes
 from jaxinfer.sampling.sample import split_top_k
@@ -426,9 +429,9 @@ def tried_products(checkpoint: str) -> dict[str, int]:
         patch.setattr(row_products, "MIN_TRIED_WEIGHTS", 0)
         for name, parallelism in (("one device", None), ("mesh", TWO)):
             tried.clear()
-            placement = Placement.of(model_config, parallelism)
-            params = placement.params(model_config, abstract)
-            target = plan_target(params, model_config, config, "float32", {}, None, placement)
+            at = Placement.of(model_config, parallelism)
+            params = at.params(model_config, abstract)
+            target = plan_target(params, model_config, config, "float32", {}, None, at)
             compiler = StepCompiler(target, config.max_drafts)
             for bucket in compiler.buckets:
                 compiler.trace(target.cache_config, bucket)
@@ -468,7 +471,37 @@ def top_k() -> bool:
     return all(np.array_equal(a, b) for found, expected in pairs for a, b in zip(found, expected, strict=True))
 
 
+def fewest_devices(checkpoint: str) -> dict[str, Any]:
+    """The devices that engines take by themselves, if each has some bytes, with the tokens and what is logged.
+
+    Also the bytes of a device as planned, and those of the compiled step that needs most.
+    """
+    results: dict[str, Any] = {"tokens": [completion.token_ids for completion in run(engine(checkpoint), [0, 1, 2])]}
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger(placement.__name__).addHandler(handler)
+    for num_bytes_of_device in (12_000_000, 40_000_000):
+        lines.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (device_limits, placement):
+                patch.setattr(module, "free_bytes", lambda _=None, free=num_bytes_of_device: free)
+            llm = engine(checkpoint)
+        tokens = [completion.token_ids for completion in run(llm, [0, 1, 2])]
+        warm_up = warm_up_of(llm)
+        needs = [compiled.memory_analysis() for compiled in warm_up.steps.compiled.values()]
+        results[str(num_bytes_of_device)] = {
+            "parallelism": repr(llm.engine_config.parallelism),
+            "lines": list(lines),
+            "tokens": tokens,
+            "planned": warm_up.ready().memory.total_bytes,
+            "compiled": max(need.argument_size_in_bytes + need.temp_size_in_bytes for need in needs),
+        }
+    return results
+
+
 CASES: dict[str, Callable[..., Any]] = {
+    "fewest devices": fewest_devices,
     "same engine": same_engine,
     "drafters": drafters,
     "requests": requests,

@@ -189,6 +189,25 @@ def test_devices_find_the_greatest_logits_of_rows_that_they_share():
     assert run_program(4, "top k")
 
 
+def test_an_engine_takes_the_fewest_devices_that_hold_the_model_and_names_the_others(tmp_path):
+    # 14.2 MB of parameters, beside which the inputs of a second step in flight are little.
+    sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 2048, "num_hidden_layers": 2, "vocab_size": 97}
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", **sizes)
+
+    results = run_program(4, "fewest devices", str(checkpoint))
+
+    two, one = results["12000000"], results["40000000"]
+    assert two["parallelism"] == "Parallelism(tensor=2, experts=1, replicas=1)"
+    (line,) = two["lines"]
+    for part in ("leaves cpu:2, cpu:3 idle", "--tensor-parallel 4", "--replicas 2"):
+        assert part in line
+    assert two["tokens"] == results["tokens"]
+    assert one["parallelism"] == "None"
+    assert "leaves cpu:1, cpu:2, cpu:3 idle" in one["lines"][0]
+    for engine in (two, one):
+        assert engine["planned"] == pytest.approx(engine["compiled"], rel=0.02)
+
+
 def test_what_devices_cannot_share_is_refused_by_name(tmp_path):
     checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
     sparse = save_random_checkpoint(tmp_path / "sparse", "gpt_oss", **EXPERTS)

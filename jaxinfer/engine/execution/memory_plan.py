@@ -13,12 +13,18 @@ from jaxinfer.engine.execution.step_shapes import Bucket, loop_steps, max_batche
 from jaxinfer.engine.kv_cache.attention_window import AttentionWindow, endless_window, sliding_attention_window
 from jaxinfer.engine.kv_cache.bounded_pages import BoundedKind
 from jaxinfer.model.cache import page_arrays, page_bytes
+from jaxinfer.model.components.experts import MLP_AXIS
 from jaxinfer.model.config import ModelConfig, PageKind
 from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
+from jaxinfer.plan.memory import MemoryPlan
+from kernels_pallas.paged_attention.layout import default_layout
 from kernels_pallas.triton import MISADDRESSED
 
 # The part of a device's memory that stays free, for the gaps between arrays of different sizes.
 SPARE = 0.02
+# States of a token that a step holds at once in float32: by XLA for CPU's allocation, and by that of the steps of large
+# models that are compiled for TPU v6e, which fuses more.
+NUM_STATES = {"cpu": 16, "tpu": 4}
 
 
 def plan_window(
@@ -185,17 +191,55 @@ def bytes_of_page(
     cache_config: CacheConfig,
     drafter: DeviceDrafter | None,
     placement: Placement = DEFAULT_DEVICE,
+    layout: str | None = None,
 ) -> int:
-    """Returns the bytes of a page of the first kind on each device, the drafter's part included."""
+    """Returns the bytes of a page of the first kind on each device, the drafter's part included.
+
+    `layout`: as in `abstract_cache`.
+    """
     of_drafter = 0 if drafter is None else drafter.page_bytes(cache_config)
-    return page_bytes(model_config, cache_config, kind=0, mesh=placement.mesh) + of_drafter
+    return page_bytes(model_config, cache_config, layout, kind=0, mesh=placement.mesh) + of_drafter
 
 
-def guess_step_bytes(model_config: ModelConfig, buckets: Iterable[Bucket]) -> int:
-    """Returns an estimate of `step_bytes`: XLA for CPU's allocation of logits and activations in float32."""
-    D, V = model_config.hidden_size, model_config.vocab_size * model_config.has_logits
+def guess_memory(
+    model_config: ModelConfig,
+    cache_config: CacheConfig,
+    buckets: Iterable[Bucket],
+    *,
+    resident_bytes: int,
+    limit_bytes: int | None,
+    drafter: DeviceDrafter | None = None,
+    placement: Placement = DEFAULT_DEVICE,
+    layout: str | None = None,
+) -> MemoryPlan:
+    """Returns the plan of each device before a step is compiled, with all pages of the cache, be there room or not.
+
+    `resident_bytes`: of parameters, on a device. `layout`: as in `abstract_cache`; None takes this platform's.
+    """
+    return MemoryPlan(
+        resident_bytes=resident_bytes,
+        step_bytes=guess_step_bytes(model_config, buckets, placement, layout or default_layout()),
+        page_bytes=bytes_of_page(model_config, cache_config, drafter, placement, layout),
+        num_pages=cache_config.num_pages,
+        bounded_bytes=bytes_of_bounded(model_config, cache_config, placement, layout),
+        limit_bytes=limit_bytes,
+        num_devices=placement.num_devices,
+    )
+
+
+def guess_step_bytes(model_config: ModelConfig, buckets: Iterable[Bucket], placement: Placement, platform: str) -> int:
+    """Returns an estimate of `step_bytes`: logits in float32, and for each token some states and hidden units.
+
+    Devices of a mesh share the hidden units, and accelerators the logits. Copies of the states of recurrent layers are
+    not in it.
+    """
+    D, V = model_config.hidden_size, model_config.padded_vocab_size * model_config.has_logits
     F = max(layer.width for layer, _ in model_config.stacks)
-    return max(4 * 9 * V * bucket.num_sampled + 4 * bucket.num_tokens * (3 * F + 16 * D) for bucket in buckets)
+    if placement.mesh is not None:
+        F //= placement.mesh.shape.get(MLP_AXIS, 1)
+        V //= 1 if platform == "cpu" else placement.num_devices
+    states = NUM_STATES.get(platform, NUM_STATES["tpu"])
+    return max(4 * 9 * V * bucket.num_sampled + 4 * bucket.num_tokens * (3 * F + states * D) for bucket in buckets)
 
 
 def plan_limit(config: EngineConfig, present_bytes: int, placement: Placement = DEFAULT_DEVICE) -> int | None:

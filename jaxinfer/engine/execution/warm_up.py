@@ -19,9 +19,7 @@ from jaxinfer.engine.execution.compiled_steps import CompiledSteps, enough_bucke
 from jaxinfer.engine.execution.engine_model import EngineModel, PreparesDrafts, abstract
 from jaxinfer.engine.execution.memory_plan import (
     addressable_pages,
-    bytes_of_bounded,
-    bytes_of_page,
-    guess_step_bytes,
+    guess_memory,
     plan_cache,
     resolve_max_model_len,
 )
@@ -175,14 +173,14 @@ class WarmUp:
         compiled = replace(target, params=abstract(target.params))
         self.compiler = compiler = StepCompiler(compiled, max_drafts, kept_layers)
         slot_bytes = num_bytes(target.abstract_slots)
-        guess = MemoryPlan(
+        guess = guess_memory(
+            target.model_config,
+            target.cache_config,
+            compiler.buckets,
             resident_bytes=resident_bytes(target.params, speculation) + slot_bytes,
-            step_bytes=guess_step_bytes(compiler.model_config, compiler.buckets),
-            page_bytes=bytes_of_page(target.model_config, target.cache_config, drafter, target.placement),
-            num_pages=target.cache_config.num_pages,
-            bounded_bytes=bytes_of_bounded(target.model_config, target.cache_config, target.placement),
             limit_bytes=limit_bytes,
-            num_devices=target.placement.num_devices,
+            drafter=drafter,
+            placement=target.placement,
         )
         self._waits_for = enough_buckets(compiler.buckets) if guess.limit_bytes is None else compiler.largest
         is_fixed = target.engine_config.num_pages is not None
