@@ -62,6 +62,7 @@ def step_case(
     mixed_q_len: int = 0,
     loop_steps: int = 0,
     form: str = "plain",
+    max_log_probs: int = 0,
     sampling_log_probs: bool = False,
     checkpoint: Path | None = None,
 ) -> Case:
@@ -69,7 +70,8 @@ def step_case(
 
     `step` is its name in `jaxinfer.steps.steps`.
     With a `tree_q_len` it verifies trees of that many tokens; with a `mixed_q_len`, drafts beside rows that prefill. A
-    decode loop has `loop_steps`. Steps that verify nothing draw in a `form`, and give `sampling_log_probs` if asked.
+    decode loop has `loop_steps`. Steps that verify nothing draw in a `form`, and give `sampling_log_probs` if asked. In
+    the full form they give up to `max_log_probs` alternatives.
     Everything is in `dtype`, except weights that a `quantization` quantizes, or that a `checkpoint` of the model packs.
     """
     import jax
@@ -104,7 +106,7 @@ def step_case(
         "batch": lay_out_batch([], page_size=page_size, num_further_kinds=len(config.page_kinds) - 1, **sizes),
         "sampling": make_sampling([], num_rows=num_rows, vocab_size=config.vocab_size, num_masks=num_masks),
     }
-    statics: dict[str, Any] = {"form": form, "sampling_log_probs": sampling_log_probs}
+    statics: dict[str, Any] = {"form": form, "sampling_log_probs": sampling_log_probs, "max_log_probs": max_log_probs}
     if tree_q_len or mixed_q_len:
         statics = {"q_len": tree_q_len or mixed_q_len, "max_log_probs": 20}
     if tree_q_len:

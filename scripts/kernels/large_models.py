@@ -15,18 +15,24 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
+import os
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.kernels import compile_gpu, compile_matrix
+from scripts.kernels.collectives import collectives
 from scripts.kernels.compilers import Case, axes_of, compile_in_process, lower_case, print_figures, step_case
-from scripts.kernels.figures import compile_on_gpu, compile_on_tpu, gpu_mesh
+from scripts.kernels.figures import compile_on_gpu, copied_weights, gpu_mesh, memory_figures
 
 # By model, the devices of a kind that hold it.
 MESHES = {
+    "Llama-3-8B": ("v6e-8",),
+    "Llama-3-70B": ("v6e-8",),
     "Qwen3-30B-A3B": ("v6e-4", "v6e-8", "v5p", "H200"),
     "Gemma-3-27B": ("v6e-4", "v5p", "H200"),
     "GPT-OSS-120B": ("v6e-8x2", "v5p-4", "H200-2"),
@@ -36,6 +42,8 @@ MESHES = {
 # Bytes that programs may use of a device's memory.
 MEMORY = {"v5p": 95.74 * 2**30, "v6e": 31.25 * 2**30, "H200": 141e9}
 STEPS = ("decode", "prefill")
+# A decode step that gives 20 alternatives to each token, over several chips: it must gather no logits.
+LOG_PROBS = {"form": "full", "max_log_probs": 20}
 NUM_PAGES, PAGE_SIZE, MAX_CONTEXT = 512, 128, 8192
 
 
@@ -49,20 +57,29 @@ class Sizes(NamedTuple):
 SIZES = {"tpu": Sizes(32, 512), "gpu": Sizes(64, 2048)}
 
 
-def cases_of(model: str) -> list[str]:
-    """Returns the names of the cases of a model."""
-    return [f"{model} {step} step" for step in STEPS]
+def cases_of(model: str, device: str) -> list[str]:
+    """Returns the names of the cases of a model on devices."""
+    is_mesh = not is_gpu(device) and math.prod(axes_of(device)[1].values()) > 1
+    return [f"{model} {step} step" for step in (*STEPS, *["decode-log-probs"] * is_mesh)]
 
 
-def make_case(name: str, layout: str, mesh: Any) -> Case:
-    """Returns the case of a name, over pages as the engine plans them."""
+def num_bounded_pages(model: str, layout: str) -> tuple[int, ...]:
+    """Returns the pages of the further kinds of a model, as the engine plans them."""
     from jaxinfer.checkpoint.published import published_config
     from jaxinfer.config import EngineConfig
     from jaxinfer.engine.execution.memory_plan import plan_further_kinds
 
-    model, step, _ = name.split()
     num_rows, num_tokens = SIZES[layout]
     limits = EngineConfig(max_num_seqs=num_rows, max_num_batched_tokens=num_tokens, page_size=PAGE_SIZE)
+    return tuple(kind.num_pages for kind in plan_further_kinds(published_config(model), limits, MAX_CONTEXT))
+
+
+def make_case(name: str, layout: str, mesh: Any) -> Case:
+    """Returns the case of a name, over pages as the engine plans them."""
+    model, step, _ = name.split()
+    options = LOG_PROBS if step == "decode-log-probs" else {}
+    step = step.partition("-")[0]
+    num_rows, num_tokens = SIZES[layout]
     return step_case(
         mesh,
         model=model,
@@ -71,12 +88,11 @@ def make_case(name: str, layout: str, mesh: Any) -> Case:
         num_tokens=num_rows if step == "decode" else num_tokens,
         num_rows=num_rows,
         num_pages=NUM_PAGES,
-        num_bounded_pages=tuple(
-            kind.num_pages for kind in plan_further_kinds(published_config(model), limits, MAX_CONTEXT)
-        ),
+        num_bounded_pages=num_bounded_pages(model, layout),
         page_size=PAGE_SIZE,
         max_context=MAX_CONTEXT,
         kernels=(*compile_gpu.KERNELS, "grouped_matmul") if layout == "gpu" else (),
+        **options,
     )
 
 
@@ -84,12 +100,25 @@ def is_gpu(device: str) -> bool:
     return axes_of(device)[0] in compile_gpu.DEVICES
 
 
-def compile_named(device: str, dump: str, name: str) -> dict[str, Any]:
-    """Returns what a case needs on a device; `dump` is the folder of a TPU's compiler."""
+def compile_named(device: str, name: str) -> dict[str, Any]:
+    """Returns what a case needs on a device, on TPUs with its `collectives`."""
+    import jax
+
     if is_gpu(device):
         return compile_on_gpu(device, functools.partial(make_case, name, "gpu"))
     mesh = compile_matrix.mesh_of(device)
-    return compile_on_tpu(mesh, Path(dump), functools.partial(make_case, name, "tpu"))
+    start, used = time.perf_counter(), sum(os.times()[:4])
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        case = make_case(name, "tpu", mesh)
+        compiled = case.function.lower(**case.arguments).compile()
+    hlo = compiled.as_text()
+    return {
+        **memory_figures(compiled, case.cache),
+        "copied_weights": copied_weights(hlo, case.arguments["params"]),
+        **collectives(hlo),
+        "seconds": round(time.perf_counter() - start, 1),
+        "processor_seconds": round(sum(os.times()[:4]) - used, 1),
+    }
 
 
 def lower_named(device: str, dump: str, name: str) -> dict[str, Any]:
@@ -141,8 +170,9 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        look = lower_named if arguments.lower else compile_named
-        return print_figures(arguments.cases, functools.partial(look, *arguments.worker))
+        device, dump = arguments.worker
+        look = functools.partial(*(lower_named, device, dump) if arguments.lower else (compile_named, device))
+        return print_figures(arguments.cases, look)
     if not (compile_gpu.can_compile() and compile_matrix.can_compile()):
         sys.exit('the compilers are not installed: pip install "jaxinfer[aot]"')
     if not arguments.json:
@@ -154,7 +184,7 @@ def main() -> None:
         for device in MESHES[model]:
             if device not in arguments.devices:
                 continue
-            figures = compile_for(device, cases_of(model))
+            figures = compile_for(device, cases_of(model, device))
             if arguments.json:
                 for name, case in figures.items():
                     print(json.dumps({"device": device, "case": name, **case}), flush=True)

@@ -21,7 +21,16 @@ ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "recorded"
 # The code that compiles a lowered program and reads its figures.
 READING = ("kernels_pallas/gpu_compiler.py", "scripts/kernels/figures.py", "scripts/kernels/tpu_schedule.py")
-COMPILING = ("compile_gpu", "compile_matrix", "compilers", "figures", "large_models", "models", "tpu_schedule")
+COMPILING = (
+    "collectives",
+    "compile_gpu",
+    "compile_matrix",
+    "compilers",
+    "figures",
+    "large_models",
+    "models",
+    "tpu_schedule",
+)
 KERNEL_SOURCES = ("kernels_pallas", *(f"scripts/kernels/{name}.py" for name in COMPILING))
 STEP_SOURCES = (
     *KERNEL_SOURCES,
@@ -40,10 +49,13 @@ class Script(Protocol):
     def compile_for(self, device: str, cases: Sequence[str]) -> dict[str, dict[str, Any]]: ...
 
 
-def figures_of(device: str, cases: Sequence[str], script: Script) -> dict[str, dict[str, Any]]:
+def figures_of(
+    device: str, cases: Sequence[str], script: Script, reading: Sequence[str] = ()
+) -> dict[str, dict[str, Any]]:
     """Returns the figures of these cases, from the file if its digests are those of today.
 
-    Among them are the processor seconds to lower each, always of today's sources.
+    `reading`: the sources beside READING that read them from what is compiled. Among the figures are the processor
+    seconds to lower each case, always of today's sources.
     """
     has_steps = any("step" in name.split() for name in cases)
     digest = digest_of(STEP_SOURCES if has_steps else KERNEL_SOURCES, repr(list(cases)))
@@ -52,7 +64,9 @@ def figures_of(device: str, cases: Sequence[str], script: Script) -> dict[str, d
     if recorded["digest"] == digest:
         return recorded["figures"]
     lowered = script.lower_for(device, cases)
-    programs = {name: digest_of(READING, case["program"]) for name, case in lowered.items() if "error" not in case}
+    programs = {
+        name: digest_of((*READING, *reading), case["program"]) for name, case in lowered.items() if "error" not in case
+    }
     changed = [name for name in cases if name not in programs or recorded["programs"].get(name) != programs[name]]
     compiled = script.compile_for(device, changed) if changed else {}
     figures = {

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-import pytest
+import math
+import re
+from typing import Any
 
+import pytest
+from jax.sharding import AbstractMesh
+
+from jaxinfer.checkpoint.published import published_config
+from jaxinfer.config import CacheConfig
+from jaxinfer.engine.execution.memory_plan import guess_memory
+from jaxinfer.engine.execution.step_shapes import Bucket
+from jaxinfer.model.params import abstract_params, over_mesh
+from jaxinfer.parallel.placement import Placement
+from jaxinfer.plan.memory import num_bytes
 from scripts.kernels.compile_matrix import can_compile
+from scripts.kernels.compilers import axes_of
+from scripts.kernels.large_models import NUM_PAGES, PAGE_SIZE, SIZES, num_bounded_pages
 from tests.kernels.large_steps import check_step, compiled, steps_on
 
 pytestmark = [
@@ -33,3 +47,54 @@ def test_a_step_reads_experts_where_they_lie(step):
 
     # A layer's experts are three weights of 50 MB. Logits of 32 rows in float32 are 5 MB, and sampling has a few.
     assert figures["temporary_bytes"] < 30e6
+
+
+@pytest.mark.parametrize("step", ["decode", "decode-log-probs"])
+@pytest.mark.parametrize(
+    ("model", "device"),
+    [
+        *(("Llama-3-8B", "v6e-8"), ("Llama-3-70B", "v6e-8"), ("Qwen3-30B-A3B", "v6e-8")),
+        *(("GPT-OSS-120B", "v6e-8x2"), ("DeepSeek-V3", "v6e-8x8")),
+    ],
+)
+def test_a_layer_has_two_sums_over_chips_and_no_chip_gathers_logits(model, device, step):
+    figures, config = compiled(model, device)[f"{model} {step} step"], published_config(model)
+    rows, counts = SIZES["tpu"].num_rows, dict(figures["collectives"])
+
+    # A program has each pattern of layers once, in a loop. One more sum is that of the embedding.
+    sums = counts.pop(f"all-reduce bf16[{rows},{config.hidden_size}]")
+    assert sums == 1 + 2 * sum(len(group.layers) for group in config.groups)
+    # No other collective gives more than a few numbers of each row from each device, of which there are 64 at most.
+    sizes = [math.prod(map(int, re.findall(r"\d+", name.partition("[")[2]))) for name in counts]
+    assert max(sizes) <= rows * 20 * 64 < rows * config.vocab_size / 50
+    assert figures["largest_gather_bytes"] <= 4 * rows * 20 * 64
+
+
+# The states of Qwen3-Next, which a step copies several times, are not in the estimate of what steps need.
+@pytest.mark.parametrize(("model", "device", "case"), [step for step in steps_on("v6e") if "Next" not in step[0]])
+def test_the_plan_before_compilation_is_that_of_the_compiler_within_two_percent(model, device, case):
+    figures, (num_rows, num_tokens) = compiled(model, device)[case], SIZES["tpu"]
+    sizes, is_decode = axes_of(device)[1], "decode" in case
+    placement: Any = Placement(AbstractMesh((*sizes.values(),), (*sizes,)))  # type: ignore[arg-type]
+    config = over_mesh(published_config(model), placement.mesh)
+    params = placement.params(config, abstract_params(config, "bfloat16"))
+    cache = CacheConfig(
+        num_pages=NUM_PAGES,
+        num_bounded_pages=num_bounded_pages(model, "tpu"),
+        page_size=PAGE_SIZE,
+        dtype="bfloat16",
+    )
+
+    plan = guess_memory(
+        config,
+        cache,
+        [Bucket(is_decode, num_rows if is_decode else num_tokens, num_rows)],
+        resident_bytes=num_bytes(params),
+        limit_bytes=None,
+        placement=placement,
+        layout="tpu",
+    )
+
+    # Beside parameters and pages, a step has its batch and sampling; the compiler pads some arrays.
+    assert plan.resident_bytes + plan.pool_bytes == pytest.approx(figures["argument_bytes"], rel=1e-3)
+    assert plan.total_bytes == pytest.approx(figures["argument_bytes"] + figures["temporary_bytes"], rel=0.02)
