@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
+from jaxinfer.capacity.compiler import CompiledStep, Request, compile_steps, require_compiler
 from jaxinfer.capacity.devices import Chip, Devices
 from jaxinfer.capacity.roofline import Split, StepFigures, experts_of, num_elements, step_figures
 from jaxinfer.checkpoint import read_config, resolve_checkpoint
 from jaxinfer.checkpoint.published import published_config
-from jaxinfer.config import PLANNED_FIELDS, EngineConfig
+from jaxinfer.config import PLANNED_FIELDS, CacheConfig, EngineConfig
 from jaxinfer.device import ACCELERATOR_BATCHED_TOKENS
 from jaxinfer.engine.device_limits import PAGES_PART, TOKENS_PER_ROW, fitting_rows
 from jaxinfer.engine.execution.memory_plan import (
@@ -106,10 +107,7 @@ def plan_deployment(
         if field.name not in PLANNED_FIELDS and value != field.default:
             raise ValueError(f"{field.name}={shown(value)} is not planned; leave it out of the EngineConfig")
     dtype = devices.chip.dtype if dtype is None else dtype
-    name = str(model)
-    is_name = "/" not in name and not Path(name).exists()
-    described = published_config(name) if is_name else read_config(resolve_checkpoint(model, ["config.json"]))
-    described = described.for_length(config.max_model_len)
+    described = _described(model, config)
     longest = resolve_max_model_len(described, config)
     context = min(TOKENS_PER_ROW, longest) if context is None else context
     if not 1 <= context <= longest:
@@ -119,13 +117,52 @@ def plan_deployment(
         for tensor, experts in _splits(described, devices.count)
     ]
     return DeploymentPlan(
-        model=name,
+        model=str(model),
         dtype=dtype,
         num_parameters=num_elements(abstract_params(described, dtype)),
         devices=devices,
         context=context,
         layouts=tuple(sorted(layouts, key=_order)),
     )
+
+
+def compile_plan(plan: DeploymentPlan, config: EngineConfig | None = None) -> dict[str, CompiledStep]:
+    """Compiles the decode and the prefill step of a plan's best layout, with all pages, by the devices' own compiler.
+
+    `config` is that of the plan. The devices need not be here. Each step takes a minute or so of this machine. Raises
+    ValueError if no layout fits, or if the compiler is not installed or does not know the devices.
+    """
+    config, layout, chip = EngineConfig() if config is None else config, plan.best, plan.devices.chip
+    if layout is None or layout.memory is None:
+        raise ValueError(
+            f"{plan.model} does not fit on {plan.devices}, so there is no step to compile; take more devices"
+        )
+    require_compiler(plan.devices.name, chip.platform, layout.num_devices)
+    sizes = {EXPERTS_AXIS: layout.experts, MLP_AXIS: layout.tensor}
+    model = _described(plan.model, config)
+    placement = Placement(AbstractMesh((*sizes.values(),), (*sizes,)))  # type: ignore[arg-type]
+    split, of_params = over_mesh(model, placement.mesh), layout.memory.resident_bytes
+    limits, cache, _ = _plan_memory(split, config, plan.dtype, placement, of_params, chip)
+    tokens = min(max_batched_tokens(limits), resolve_max_model_len(model, config))
+    shared: dict[str, Any] = {
+        "cache": replace(cache, num_pages=layout.memory.num_pages),
+        "max_context": resolve_max_model_len(model, config),
+        "dtype": plan.dtype,
+        "quantization": config.quantization,
+        "num_rows": max_rows(limits),
+    }
+    steps = {
+        "decode": {"step": "decode_step", "num_tokens": max_rows(limits), **shared},
+        "prefill": {"step": "prefill_step", "num_tokens": tokens, **shared},
+    }
+    return compile_steps(Request(chip=plan.devices.name, platform=chip.platform, axes=sizes, config=model, steps=steps))
+
+
+def _described(model: str | Path, config: EngineConfig) -> ModelConfig:
+    name = str(model)
+    is_name = "/" not in name and not Path(name).exists()
+    described = published_config(name) if is_name else read_config(resolve_checkpoint(model, ["config.json"]))
+    return described.for_length(config.max_model_len)
 
 
 def _order(layout: Layout) -> tuple[float, ...]:
@@ -155,7 +192,7 @@ def _layout(
         params = placement.params(model, _stored(model, dtype, config.quantization, chip))
     except ValueError as error:
         return replace(layout, refusal=str(error))
-    config, memory = _plan_memory(model, config, dtype, placement, num_bytes(params), chip)
+    config, _, memory = _plan_memory(model, config, dtype, placement, num_bytes(params), chip)
     layout = replace(layout, memory=memory, num_tokens=memory.num_pages * config.page_size)
     if memory.num_pages < 1:
         short = memory.total_bytes + memory.page_bytes - (memory.limit_bytes or 0)
@@ -199,8 +236,8 @@ def _stored(config: ModelConfig, dtype: str, quantization: str | None, chip: Chi
 
 def _plan_memory(
     model: ModelConfig, config: EngineConfig, dtype: str, placement: Placement, param_bytes: int, chip: Chip
-) -> tuple[EngineConfig, MemoryPlan]:
-    """Returns the configuration with the limits that an engine takes on such a device, and the plan of a device."""
+) -> tuple[EngineConfig, CacheConfig, MemoryPlan]:
+    """Returns an engine's configuration with its limits, its largest useful cache, and the plan of such a device."""
     limit = chip.usable_bytes - int(SPARE * chip.usable_bytes) if config.memory_bytes is None else config.memory_bytes
     rows = config.max_num_seqs
     if rows is None:
@@ -216,4 +253,4 @@ def _plan_memory(
     num_pages = max(min(plan.num_fitting, useful.num_pages), 0)
     if chip.platform == "gpu":
         num_pages = addressable_pages(model, useful, num_pages, **on_device)
-    return config, replace(plan, num_pages=num_pages)
+    return config, useful, replace(plan, num_pages=num_pages)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
 from jaxinfer.cli.options import from_arguments
@@ -13,7 +13,7 @@ from jaxinfer.cli.output import show
 from jaxinfer.config import PLANNED_FIELDS, EngineConfig
 
 if TYPE_CHECKING:
-    from jaxinfer.capacity import DeploymentPlan, Layout
+    from jaxinfer.capacity import CompiledStep, DeploymentPlan, Layout
 
 OMITTED = tuple(field.name for field in fields(EngineConfig) if field.name not in PLANNED_FIELDS)
 EXIT_NO_FIT = 1
@@ -32,20 +32,24 @@ def add_options(command: argparse.ArgumentParser) -> None:
     replicas = {"dest": "num_replicas", "type": int, "default": 1, "metavar": "N"}  # no option of an EngineConfig here
     command.add_argument("--replicas", **replicas, help="copies of the model, which share the devices (default 1)")
     command.add_argument("--context", type=int, metavar="N", help="tokens of each decoding request (default 1024)")
+    command.add_argument("--compile", action="store_true", help="compile its steps too, by jaxinfer[aot], in minutes")
     command.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan and returns 0, or 1 if the model does not fit."""
     config = from_arguments(EngineConfig, arguments)
-    from jaxinfer.capacity import parse_devices, plan_deployment
+    from jaxinfer.capacity import compile_plan, parse_devices, plan_deployment
     from jaxinfer.device import resolve_dtype
 
     dtype = None if arguments.dtype in (None, "auto") else resolve_dtype(arguments.dtype)
     devices = parse_devices(arguments.device).of_each(arguments.num_replicas)
     plan = plan_deployment(arguments.model, devices, config, dtype=dtype, context=arguments.context)
+    compiled = compile_plan(plan, config) if arguments.compile and plan.best is not None else {}
     written = plan.as_dict() | {"replicas": arguments.num_replicas}
-    show(json.dumps(written) if arguments.json else "\n".join(describe_plan(plan, arguments.num_replicas)))
+    written["compiled"] = {name: asdict(step) for name, step in compiled.items()}
+    lines = [*describe_plan(plan, arguments.num_replicas), *describe_compiled(plan, compiled)]
+    show(json.dumps(written) if arguments.json else "\n".join(lines))
     return EXIT_NO_FIT if plan.best is None else 0
 
 
@@ -73,6 +77,16 @@ def describe_plan(plan: DeploymentPlan, num_replicas: int = 1) -> Iterator[str]:
     idle *= num_replicas
     yield f"Take {options}{f', which leaves {idle} devices idle' if idle else ''}."
     yield NOTE.format(context=plan.context)
+
+
+def describe_compiled(plan: DeploymentPlan, compiled: Mapping[str, CompiledStep]) -> Iterator[str]:
+    """Yields a line for each step that is compiled for the best layout of a plan."""
+    for name, step in compiled.items():
+        total = (step.argument_bytes + step.temporary_bytes) / 1e9
+        yield (
+            f"Compiled in {step.seconds:.0f} s: {name} takes {step.temporary_bytes / 1e6:,.1f} MB beside its arguments,"
+            f" {total:,.1f} of {plan.devices.chip.usable_bytes / 1e9:,.1f} GB in all."
+        )
 
 
 def _cells(layout: Layout) -> Iterator[str]:

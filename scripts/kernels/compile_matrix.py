@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import os
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from jaxinfer.capacity.compiler import TPU_ENVIRONMENT, tpu_mesh
 from kernels_pallas.paged_attention.tpu.block_sizes import Blocks
 from scripts.kernels.compilers import (
     Case,
@@ -39,22 +39,9 @@ from scripts.kernels.compilers import (
 )
 from scripts.kernels.figures import compile_on_tpu
 
-# The name of a topology with enough chips, and the arguments that pick one chip of it.
-ONE_CHIP = {"chips_per_host_bounds": [1, 1, 1]}
-TOPOLOGIES = {
-    "v5e": ("v5e:1x1", ONE_CHIP),
-    "v5p": ("v5p:2x2x1", {}),
-    "v6e": ("v6e:1x1", ONE_CHIP),
-    "tpu7x": ("tpu7x:2x2x1", {}),
-    "v5e-8": ("v5e:2x4", {}),
-    "v6e-8": ("v6e:2x4", {}),
-    "v5p-2": ("v5p:2x2x1", {}),
-    "v5p-4": ("v5p:2x2x1", {}),
-    "v6e-4": ("v6e:2x2", {}),
-    "v5p-4x4": ("v5p:2x2x4", {}),
-    "v6e-8x2": ("v6e:4x4", {}),
-    "v6e-8x8": ("v6e:8x8", {}),
-}
+DEVICES = (
+    *("v5e", "v5p", "v6e", "tpu7x", "v5e-8", "v6e-8", "v5p-2", "v5p-4", "v6e-4", "v5p-4x4", "v6e-8x2", "v6e-8x8"),
+)
 KERNEL_DEVICES = ("v5e", "v5p", "v6e", "tpu7x")
 
 
@@ -290,13 +277,7 @@ def lower_on_tpu(mesh: Any, dump: str, make_case: Callable[[Any], Case]) -> dict
 
 def _in_process(script: str, device: str, cases: Iterable[str], *options: str) -> dict[str, dict[str, Any]]:
     with tempfile.TemporaryDirectory() as dump:
-        environment = {
-            # A second process may load libtpu, and there is no cloud machine to ask for its topology.
-            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-            "TPU_SKIP_MDS_QUERY": "1",
-            "TPU_WORKER_HOSTNAMES": "localhost",
-            "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-        }
+        environment = dict(TPU_ENVIRONMENT)
         if not all("step" in name.split() for name in cases):  # a whole step would spend its time writing
             environment["LIBTPU_INIT_ARGS"] = (
                 f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"
@@ -306,19 +287,12 @@ def _in_process(script: str, device: str, cases: Iterable[str], *options: str) -
 
 def mesh_of(device: str) -> Any:
     """Returns a mesh of the chips of a device, which need not be here; `axes_of` has its axes."""
-    import numpy as np
-    from jax.experimental import topologies
-    from jax.sharding import Mesh
-
-    topology, arguments = TOPOLOGIES[device]
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology, **arguments).devices
-    _, axes = axes_of(device)
-    return Mesh(np.array(devices[: math.prod(axes.values())]).reshape(*axes.values()), tuple(axes))
+    return tpu_mesh(*axes_of(device))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", nargs="+", choices=TOPOLOGIES, default=KERNEL_DEVICES)
+    parser.add_argument("--devices", nargs="+", choices=DEVICES, default=KERNEL_DEVICES)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(KERNEL_CASES))
     parser.add_argument("--json", action="store_true", help="one JSON object per line instead of a table")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
@@ -12,16 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
-# What jax would do for the machine at hand is not wanted: it would look for a driver, and what comes from a cache of
-# compiled programs leaves no trace of its kernels. Kernels name no lines of the source: programs compare by their text.
-ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
-    "JAX_PLATFORMS": "cpu",
-    "JAX_ENABLE_COMPILATION_CACHE": "false",
-    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-}
+from jaxinfer.capacity.compiler import ENVIRONMENT
 
 
 class Case(NamedTuple):
@@ -46,79 +36,31 @@ def axes_of(device: str) -> tuple[str, dict[str, int]]:
 def step_case(
     mesh: Any,
     *,
-    step: str,
     layout: str,
     model: str = "Llama-3-8B",
-    num_tokens: int,
-    num_rows: int,
     num_pages: int,
     page_size: int,
-    max_context: int = 8192,
     dtype: str = "bfloat16",
-    quantization: str | None = None,
     num_bounded_pages: tuple[int, ...] = (),
     kernels: tuple[str, ...] = (),
-    tree_q_len: int = 0,
-    mixed_q_len: int = 0,
-    loop_steps: int = 0,
-    form: str = "plain",
-    max_log_probs: int = 0,
-    sampling_log_probs: bool = False,
     checkpoint: Path | None = None,
+    **options: Any,
 ) -> Case:
-    """A whole step of a model of `checkpoint.published`, split over a whole mesh.
+    """A whole step of a model of `checkpoint.published`, split over a whole mesh; `options` are those of `step_call`.
 
-    `step` is its name in `jaxinfer.steps.steps`.
-    With a `tree_q_len` it verifies trees of that many tokens; with a `mixed_q_len`, drafts beside rows that prefill. A
-    decode loop has `loop_steps`. Steps that verify nothing draw in a `form`, and give `sampling_log_probs` if asked. In
-    the full form they give up to `max_log_probs` alternatives.
     Everything is in `dtype`, except weights that a `quantization` quantizes, or that a `checkpoint` of the model packs.
     """
-    import jax
-
+    from jaxinfer.capacity.compiler import step_call
     from jaxinfer.checkpoint import abstract_checkpoint
     from jaxinfer.checkpoint.published import published_config
     from jaxinfer.config import CacheConfig
-    from jaxinfer.model.batch import lay_out_batch
-    from jaxinfer.model.cache import abstract_cache
-    from jaxinfer.model.params import abstract_params, over_mesh
-    from jaxinfer.model.quantized_params import quantize_weights
-    from jaxinfer.parallel.placement import Placement
-    from jaxinfer.sampling.batch import make_sampling
-    from jaxinfer.steps import steps
-    from jaxinfer.steps.options import StepOptions
 
-    config, placement = over_mesh(published_config(model), mesh), Placement(mesh)
-    if layout == "gpu":  # as `load_checkpoint` groups layers there
-        config = config.regrouped((1,) * config.num_layers)
-    params = abstract_params(config, dtype)
+    cache = CacheConfig(num_pages=num_pages, num_bounded_pages=num_bounded_pages, page_size=page_size, dtype=dtype)
+    config = published_config(model)
     if checkpoint is not None:
-        params, config = abstract_checkpoint(checkpoint, dtype, mesh=mesh)
-    if quantization is not None:
-        options = {"config": config, "quantization": quantization, "is_packed": layout != "tpu"}
-        params = jax.eval_shape(functools.partial(quantize_weights, **options), params)
-    pages = {"num_pages": num_pages, "num_bounded_pages": num_bounded_pages, "page_size": page_size}
-    cache = abstract_cache(config, CacheConfig(**pages, dtype=dtype), layout)
-    cache = placement.cache(config, cache)
-    sizes = {"num_tokens": num_tokens, "num_rows": num_rows, "table_width": max_context // page_size}
-    num_masks = num_tokens if tree_q_len else num_rows * mixed_q_len or None
-    host = {
-        "batch": lay_out_batch([], page_size=page_size, num_further_kinds=len(config.page_kinds) - 1, **sizes),
-        "sampling": make_sampling([], num_rows=num_rows, vocab_size=config.vocab_size, num_masks=num_masks),
-    }
-    statics: dict[str, Any] = {"form": form, "sampling_log_probs": sampling_log_probs, "max_log_probs": max_log_probs}
-    if tree_q_len or mixed_q_len:
-        statics = {"q_len": tree_q_len or mixed_q_len, "max_log_probs": 20}
-    if tree_q_len:
-        host["parents"] = jax.ShapeDtypeStruct((num_tokens,), "int32")
-    if mixed_q_len:
-        host["num_drafts"] = jax.ShapeDtypeStruct((num_rows,), "int32")
-    if loop_steps:
-        host["max_tokens"], statics["num_steps"] = jax.ShapeDtypeStruct((num_rows,), "int32"), loop_steps
-    arguments = {"params": placement.params(config, params), "cache": cache, **placement.replicated(host)}
-    options = StepOptions(config=config, mesh=mesh, **statics)
-    function = functools.partial(getattr(steps, step), options=options)
-    return Case(jax.jit(function, donate_argnames="cache"), arguments, cache, kernels)
+        options["params"], config = abstract_checkpoint(checkpoint, dtype, mesh=mesh)
+    function, arguments = step_call(mesh, config, layout=layout, cache=cache, dtype=dtype, **options)
+    return Case(function, arguments, arguments["cache"], kernels)
 
 
 def on_mesh(tree: Any, mesh: Any) -> Any:

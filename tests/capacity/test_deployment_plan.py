@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxinfer import capacity
+from jaxinfer.capacity import compiler
 from jaxinfer.capacity.devices import CHIPS, Devices, parse_devices
 from jaxinfer.cli.main import main
 from jaxinfer.config import EngineConfig
@@ -204,6 +206,45 @@ def test_replicas_share_the_devices_of_a_plan(capsys):
 
     with pytest.raises(ValueError, match="replicas=3 cannot share 8 devices evenly; the numbers that can are 1, 2, 4"):
         Devices("v6e", 8).of_each(3)
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (Devices("v6e", 1), r"libtpu\) is not installed: pip install \"jaxinfer\[aot\]\""),
+        (Devices("H200", 1), r"CUDA compiler for JAX is not installed: pip install \"jaxinfer\[aot\]\""),
+    ],
+)
+def test_a_missing_compiler_is_named_with_the_way_to_install_it(devices, message, monkeypatch):
+    monkeypatch.setattr(compiler, "find_spec", lambda _: None)
+    monkeypatch.setattr(compiler.gpu_compiler, "is_available", lambda: False)
+
+    with pytest.raises(ValueError, match=message):
+        capacity.compile_plan(plan_deployment("Qwen3-0.6B", devices))
+
+
+def test_devices_that_no_compiler_describes_are_refused(monkeypatch):
+    monkeypatch.setattr(compiler, "find_spec", lambda _: object())
+    monkeypatch.setattr(compiler.gpu_compiler, "is_available", lambda: True)
+
+    with pytest.raises(ValueError, match="512 chips are more than the largest slice of v6e here, 256"):
+        compiler.require_compiler("v6e", "tpu", 512)
+    with pytest.raises(ValueError, match="steps for B200 cannot be compiled .* the GPUs that can are T4"):
+        compiler.require_compiler("B200", "gpu", 1)
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(find_spec("libtpu") is None, reason='libtpu is not installed; pip install "jaxinfer[aot]"')
+def test_compiled_steps_need_the_memory_of_the_plan_within_two_percent():
+    config = EngineConfig(max_num_seqs=32, max_model_len=4096, max_num_batched_tokens=256)
+    plan = plan_deployment("Qwen3-0.6B", Devices("v6e", 4), config)
+
+    compiled = capacity.compile_plan(plan, config)
+
+    memory, needs = plan.best.memory, [step.argument_bytes + step.temporary_bytes for step in compiled.values()]
+    assert list(compiled) == ["decode", "prefill"]
+    assert memory.total_bytes == pytest.approx(max(needs), rel=0.02)
+    assert min(step.seconds for step in compiled.values()) > 1
 
 
 def test_the_command_says_what_does_not_fit(capsys):
