@@ -74,16 +74,26 @@ class Parallelism:
     `tensor` devices split each layer's heads and hidden units, and the vocabulary. `experts` groups of them split the
     experts of a mixture; attention is the same in each group. Each replica computes requests of its own, from one
     queue.
+
+    The first `prefill` replicas only prefill: each request goes on from its first token at one of the other replicas,
+    which only decode. 0: every replica does both.
     """
 
     tensor: int = 1
     experts: int = 1
     replicas: int = 1
+    prefill: int = 0
 
     def __post_init__(self) -> None:
         make_scalars_plain(self)
         for name in ("tensor", "experts", "replicas"):
             require_int(name, getattr(self, name), 1, MAX_DEVICES)
+        require_int("prefill", self.prefill, 0)
+        if self.prefill >= self.replicas:
+            raise ValueError(
+                f"prefill={self.prefill} of replicas={self.replicas} leaves no replica to decode; prefill with fewer,"
+                " or raise replicas"
+            )
 
     @property
     def devices_per_replica(self) -> int:
@@ -258,6 +268,11 @@ class EngineConfig:
     def num_replicas(self) -> int:
         """The copies of the model, each with the limits of this configuration on rows, steps and memory."""
         return 1 if self.parallelism is None else self.parallelism.replicas
+
+    @property
+    def num_prefill_replicas(self) -> int:
+        """The first copies of the model, which only prefill; with 0 every copy also decodes."""
+        return 0 if self.parallelism is None else self.parallelism.prefill
 
     def _check_tiers(self) -> None:
         for name in ("host_cache_bytes", "disk_cache_bytes"):

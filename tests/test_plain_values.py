@@ -155,7 +155,7 @@ ENGINE = {
 CACHE = {"num_pages": 3, "page_size": 16, "dtype": "float32", "num_bounded_pages": [2, 3], "num_draft_states": 1}
 CONFIGS: list[tuple[Any, dict[str, Any]]] = [
     *((SamplingParams, SAMPLING), (EngineConfig, ENGINE), (CacheConfig, CACHE)),
-    (Parallelism, {"tensor": 2, "experts": 3, "replicas": 4}),
+    (Parallelism, {"tensor": 2, "experts": 3, "replicas": 4, "prefill": 1}),
 ]
 CASES = [(config, name, value) for config, values in CONFIGS for name, value in values.items()]
 
@@ -163,6 +163,7 @@ CASES = [(config, name, value) for config, values in CONFIGS for name, value in 
 BASES: dict[str, dict[str, Any]] = {
     "disk_cache_path": {"disk_cache_bytes": 2**20},
     "disk_cache_bytes": {"disk_cache_path": "pages"},
+    "prefill": {"replicas": 4},
 }
 
 

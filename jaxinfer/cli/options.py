@@ -58,6 +58,7 @@ HELP = {
         "tensor": "devices that split each layer's heads and hidden units, and the vocabulary",
         "experts": "groups of devices that split the experts of a mixture",
         "replicas": "copies of the model, each on devices of its own, with one queue",
+        "prefill": "first copies of the model that only prefill, for the others, which then only decode",
         "attention": "reference: attention in plain JAX, slow on a GPU or TPU, for what their kernels refuse",
         "max_model_len": "most tokens of prompt and output together",
         "num_sink_tokens": "first tokens that longer requests see beside the last ones; without it there are none",
@@ -110,7 +111,13 @@ def _word(text: str) -> tuple[int, ...]:
 
 # Fields whose own fields are options: the type, and the option of each field.
 NESTED: dict[str, tuple[type, dict[str, str]]] = {
-    "parallelism": (Parallelism, {"tensor": "tensor_parallel", "experts": "expert_parallel", "replicas": "replicas"}),
+    "parallelism": (
+        Parallelism,
+        {
+            **{"tensor": "tensor_parallel", "experts": "expert_parallel"},
+            **{"replicas": "replicas", "prefill": "prefill_replicas"},
+        },
+    ),
 }
 
 

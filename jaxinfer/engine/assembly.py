@@ -43,6 +43,7 @@ from jaxinfer.engine.execution.warm_up import WarmUp, plan_target, resident_byte
 from jaxinfer.engine.frontend.adapters import AdapterSlots
 from jaxinfer.engine.frontend.admission import Admission
 from jaxinfer.engine.frontend.page_identity import page_identity
+from jaxinfer.engine.hand_over import DevicePageMover
 from jaxinfer.engine.kv_cache.disk_tier import DiskTier
 from jaxinfer.engine.kv_cache.tiers import HostTier, PageTiers, Tier
 from jaxinfer.engine.scheduling.metrics import Targets
@@ -148,6 +149,8 @@ def build_engine(
         max_loop_seconds=max_loop_seconds,
     )
     runners = [Runner(own, warm_up, tiers, on_failure) for own, warm_up in zip(params, warm_ups, strict=True)]
+    if config.num_prefill_replicas:
+        scheduler.mover = DevicePageMover(runners, [warm_up.copiers for warm_up in warm_ups])
     if planned is not None:  # speculation measures the time of every step, so every step must be compiled
         (warm_up,), (runner,), (replica,) = warm_ups, runners, scheduler.replicas
         warm_up.steps.wait(show_progress=show_progress)
@@ -234,6 +237,7 @@ def plan_host(
         num_pages=cache_config.num_pages,
         page_size=cache_config.page_size,
         num_replicas=len(placements),
+        num_prefill_replicas=config.num_prefill_replicas,
         max_mixed_tokens=max_mixed_tokens(config),
         max_waiting=config.max_waiting,
         decode_loop_steps=loop_steps(config),

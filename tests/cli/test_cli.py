@@ -228,7 +228,7 @@ ENGINE = {
     "attention": "reference",
     "max_adapters": 2,
     "max_adapter_rank": 8,
-    "parallelism": Parallelism(tensor=2, experts=3, replicas=4),
+    "parallelism": Parallelism(tensor=2, experts=3, replicas=4, prefill=1),
 }
 NEEDS = {"disk_cache_bytes": "disk_cache_path", "disk_cache_path": "disk_cache_bytes"}
 
@@ -236,6 +236,7 @@ NEEDS = {"disk_cache_bytes": "disk_cache_path", "disk_cache_path": "disk_cache_b
 def options_of(name: str, value: Any) -> list[str]:
     if isinstance(value, Parallelism):
         sizes = {"--tensor-parallel": value.tensor, "--expert-parallel": value.experts, "--replicas": value.replicas}
+        sizes |= {"--prefill-replicas": value.prefill}
         return [word for option, size in sizes.items() for word in (option, str(size))]
     option = "--" + name.replace("_", "-")
     if isinstance(value, bool):

@@ -6,6 +6,7 @@ Arguments: a name in CASES, and those of the case. Prints the results as JSON.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import math
@@ -13,7 +14,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from jaxinfer.engine import device_limits
 from jaxinfer.engine.async_llm import AsyncLLM
 from jaxinfer.engine.drafters.draft_heads import HeadDrafter
 from jaxinfer.engine.drafters.early_exit import ExitDrafter
+from jaxinfer.engine.execution.page_copier import PageCopier, SealedBundle
 from jaxinfer.engine.execution.step_compiler import StepCompiler
 from jaxinfer.engine.execution.warm_up import plan_target
 from jaxinfer.engine.llm import LLM
@@ -69,6 +71,8 @@ PARAMS = [
     for i, (temperature, own) in enumerate([(0.0, {}), (1.0, {}), (0.7, {"allowed_token_ids": [40, 41]})])
 ]
 TWO = Parallelism(tensor=2)
+# The replicas of an engine, and those of them that only prefill.
+ROLES = {"one": (1, 0), "two": (2, 0), "apart": (2, 1)}
 ADAPTER = tempfile.TemporaryDirectory()
 
 
@@ -111,15 +115,17 @@ def bits(completion: Completion) -> str:
     return repr((completion.token_ids, completion.log_probs, completion.top_log_probs))
 
 
+def options_of(settings: Iterable[str]) -> dict[str, Any]:
+    pairs = [setting.split("=") for setting in settings]
+    return {name: int(value) if value.isdigit() else value for name, value in pairs}
+
+
 def same_engine(checkpoint: str, tensor: str, experts: str, *settings: str) -> dict[str, Any]:
     """The tokens of one device and of a mesh, there with their bits: of requests together, and alone in another order.
 
     Also the bytes of parameters and pages on each device, as they are and as they were planned.
     """
-    options: dict[str, Any] = {}
-    for setting in settings:
-        name, value = setting.split("=")
-        options[name] = int(value) if value.isdigit() else value
+    options = options_of(settings)
     if "max_adapters" in options:
         save_adapter(checkpoint, Path(ADAPTER.name))
     one = run(engine(checkpoint, **options), [0, 1, 2])
@@ -207,22 +213,26 @@ def flattened(logits: jax.Array, *_: jax.Array) -> jax.Array:
 
 
 def replicas(checkpoint: str, tensor: str) -> dict[str, Any]:
-    """The bits of 200 prompts, of which many begin alike, by one engine and by two replicas of it.
+    """The bits of 200 prompts, of which many begin alike, by one engine, by two replicas of it, and by two of which one
+    prefills.
 
-    Also the devices of their parameters, the tokens found in caches, and the steps of each replica.
+    Also the devices of their parameters, the tokens found in caches, and the steps and hand-overs of replicas.
     """
     numbers = np.random.default_rng(0)
     beginnings, ends = (numbers.integers(2, 60, size).tolist() for size in ((8, 32), (200, 7)))
     prompts = [[*beginnings[i % 8][: 16 * (1 + i % 2)], *ends[i][: 1 + i % 7]] for i in range(200)]
     params = [SamplingParams(temperature=i % 3 / 2, seed=i, max_tokens=1 + i % 24, ignore_eos=True) for i in range(200)]
     results: dict[str, Any] = {}
-    for count in (1, 2):
-        parallelism = Parallelism(tensor=int(tensor), replicas=count)
+    for name, (count, prefill) in ROLES.items():
+        parallelism = Parallelism(tensor=int(tensor), replicas=count, prefill=prefill)
         llm = engine(checkpoint, parallelism, prefix_cache=True, num_pages=8)  # so few that requests are preempted
         completions = llm.generate(prompts, params, show_progress=False)
         metrics = llm.metrics()
-        results[str(count)] = {
+        results[name] = {
             "bits": list(map(bits, completions)),
+            "handed over": metrics.num_hand_overs,
+            "damaged": metrics.num_damaged_hand_overs,
+            "owned": metrics.num_owned_pages,
             "found": metrics.num_found_tokens,
             "preemptions": metrics.num_preemptions,
             "steps": [replica.num_steps for replica in metrics.replicas],
@@ -235,8 +245,38 @@ def replicas(checkpoint: str, tensor: str) -> dict[str, Any]:
     return results
 
 
+def hand_over(checkpoint: str, *settings: str) -> dict[str, Any]:
+    """The bits of 50 prompts by one engine, and by two replicas of which one prefills, with every fifth bundle damaged.
+
+    Also the damaged hand-overs, and the pages in use at the end.
+    """
+    options = options_of(settings)
+    numbers = np.random.default_rng(0)
+    prompts = [numbers.integers(2, 60, 1 + i % 40).tolist() for i in range(50)]
+    params = [SamplingParams(temperature=i % 3 / 2, seed=i, max_tokens=1 + i % 20, ignore_eos=True) for i in range(50)]
+    results: dict[str, Any] = {}
+    brought, calls = PageCopier.brought, itertools.count()
+
+    def damaged(copier: PageCopier, sealed: SealedBundle) -> SealedBundle:
+        bundle = sealed.bundle
+        if next(calls) % 5 == 0:  # in the last array, the last number of the first page
+            *arrays, last = jax.tree.leaves(bundle)
+            last = last.at[(0, *[-1] * (last.ndim - 1))].add(jnp.ones((), last.dtype))
+            bundle = jax.tree.unflatten(jax.tree.structure(bundle), [*arrays, last])
+        return brought(copier, sealed._replace(bundle=bundle))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PageCopier, "brought", damaged)
+        for name in ("one", "apart"):
+            replicas, prefill = ROLES[name]
+            llm = engine(checkpoint, Parallelism(replicas=replicas, prefill=prefill), prefix_cache=True, **options)
+            results[name] = list(map(bits, llm.generate(prompts, params, show_progress=False)))
+    metrics = llm.metrics()
+    return results | {"damaged": metrics.num_damaged_hand_overs, "owned": metrics.num_owned_pages}
+
+
 def replica_verbs(checkpoint: str, folder: str) -> dict[str, Any]:
-    """The bits of requests that are forked, rewound and saved on either of two replicas, and of one engine.
+    """The bits of requests that are forked, rewound and saved on two replicas, and of one engine.
 
     Then those with an adapter, by beams, embeddings, and with other parameters.
     """
@@ -244,9 +284,9 @@ def replica_verbs(checkpoint: str, folder: str) -> dict[str, Any]:
     other, _ = load_checkpoint(checkpoint)
     other = jax.tree.map(lambda array: array * 1.25, other)
     results: dict[str, Any] = {}
-    for count in (1, 2):
+    for name, (count, prefill) in ROLES.items():
         adapters = {"max_adapters": 1, "max_adapter_rank": 4, "max_log_probs": 8}
-        llm = engine(checkpoint, Parallelism(replicas=count), prefix_cache=True, **adapters)
+        llm = engine(checkpoint, Parallelism(replicas=count, prefill=prefill), prefix_cache=True, **adapters)
         ids = [llm.add(prompt, replace(params, max_tokens=27)) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
         counts = Counter(dict.fromkeys(ids, 0))
         while min(counts.values()) < 3:
@@ -257,7 +297,7 @@ def replica_verbs(checkpoint: str, folder: str) -> dict[str, Any]:
             llm.rewind(request_id, 2, seed=7)
         restored = [llm.restore(Path(folder) / str(request_id)) for request_id in ids]
         ended = finish(llm)
-        results[str(count)] = own = {
+        results[name] = own = {
             "forks": [ended[i].token_ids[-1:] for i in forks],
             "restored": [ended[i].token_ids for i in restored],
             "rewound": [len(ended[i].token_ids) for i in ids],
@@ -511,6 +551,7 @@ CASES: dict[str, Callable[..., Any]] = {
     "refusals": refusals,
     "loaded": loaded,
     "replicas": replicas,
+    "hand-over": hand_over,
     "replica verbs": replica_verbs,
     "failing replica": failing_replica,
     "tried products": tried_products,

@@ -110,16 +110,31 @@ def test_requests_are_forked_saved_and_restored_on_any_mesh(tmp_path):
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_two_replicas_give_the_bits_of_one_engine(tensor, tmp_path):
+def test_two_replicas_give_the_bits_of_one_engine_together_and_apart(tensor, tmp_path):
     checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama")
 
     results = run_program(2 * tensor, "replicas", str(checkpoint), str(tensor))
 
-    one, two = results["1"], results["2"]
-    assert two["bits"] == one["bits"]
-    assert min(two["found"], one["preemptions"], two["preemptions"], *two["steps"]) > 0
-    assert two["devices"] == [list(range(tensor)), list(range(tensor, 2 * tensor))]
-    assert (one["plans"], two["plans"]) == (0, 2)
+    one = results.pop("one")
+    assert (one["plans"], one["preemptions"] > 0) == (0, True)
+    for two in results.values():
+        assert two["bits"] == one["bits"]
+        assert min(two["found"], two["preemptions"], *two["steps"]) > 0
+        assert two["devices"] == [list(range(tensor)), list(range(tensor, 2 * tensor))]
+        assert (two["plans"], two["owned"], two["damaged"]) == (2, 0, 0)
+    assert (results["two"]["handed over"], results["apart"]["handed over"] > 100) == (0, True)
+
+
+@pytest.mark.parametrize(("family", "settings"), [("granitemoehybrid", ()), ("gemma3_text", ("cache_dtype=int8",))])
+def test_states_windows_and_rounded_caches_are_handed_over_and_damage_is_mended(family, settings, tmp_path):
+    sizes = {"layer_types": ["linear_attention", "full_attention"]} if family == "granitemoehybrid" else {}
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", family, num_hidden_layers=2, **sizes)
+
+    results = run_program(2, "hand-over", str(checkpoint), *settings)
+
+    assert results["apart"] == results["one"]
+    assert results["damaged"] > 5
+    assert results["owned"] == 0
 
 
 def test_every_verb_acts_on_the_replica_of_its_request_or_on_all(tmp_path):
@@ -127,9 +142,8 @@ def test_every_verb_acts_on_the_replica_of_its_request_or_on_all(tmp_path):
 
     results = run_program(2, "replica verbs", str(checkpoint), str(tmp_path))
 
-    one, two = results["1"], results["2"]
-    assert (one.pop("tracks"), two.pop("tracks")) == ([0], [0, 1])
-    assert two == one
+    assert [own.pop("tracks") for own in results.values()] == [[0], [0, 1], [0, 1]]
+    assert results["two"] == results["apart"] == results["one"]
 
 
 def test_a_replica_that_fails_ends_every_request_with_its_error(tmp_path):
@@ -217,7 +231,7 @@ def test_what_devices_cannot_share_is_refused_by_name(tmp_path):
         "experts=2": "experts=2 has nothing to split: the model has no experts; use experts=1",
         "experts=3 of 4": "experts=3 cannot split experts of size 4 evenly; the numbers that can are 1, 2, 4",
         "tensor=8": (
-            "Parallelism(tensor=8, experts=1, replicas=1) needs 8 devices, and this process has 4; lower"
+            "Parallelism(tensor=8, experts=1, replicas=1, prefill=0) needs 8 devices, and this process has 4; lower"
             " EngineConfig.parallelism (--tensor-parallel, --expert-parallel, --replicas)"
         ),
         "groups": (
@@ -226,7 +240,7 @@ def test_what_devices_cannot_share_is_refused_by_name(tmp_path):
         ),
         "devices": ("devices must be 2 different devices of this process, for EngineConfig.parallelism has 2"),
         "replicas=3": (
-            "Parallelism(tensor=2, experts=1, replicas=3) needs 6 devices, and this process has 4; lower"
+            "Parallelism(tensor=2, experts=1, replicas=3, prefill=0) needs 6 devices, and this process has 4; lower"
             " EngineConfig.parallelism (--tensor-parallel, --expert-parallel, --replicas)"
         ),
         "drafts": (

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.engine.execution.executable_cache import compile_or_load
@@ -17,7 +19,20 @@ from jaxinfer.model.config import ModelConfig
 from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement
 from jaxinfer.plan.memory import step_bytes
 
+LEAF_WEIGHT = 31  # odd, so that a checksum keeps all bits of earlier arrays'
 NO_PAGE = 2**30  # padding id past every pool: reads give zeros, writes are dropped
+
+
+class SealedBundle(NamedTuple):
+    """Contents of pages on devices, with their checksum."""
+
+    bundle: PageBundle
+    checksum: jax.Array  # u32[2]
+    width: int  # the pages that it has room for
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in jax.tree.leaves(self.bundle))
 
 
 class PageCopier:
@@ -31,12 +46,13 @@ class PageCopier:
         num_sinks: int = 0,
         kind: int = 0,
         placement: Placement = DEFAULT_DEVICE,
+        hands_over: bool = False,
     ) -> None:
         """Compiles the copies of pages of a kind. `cache` may be abstract.
 
         Over a mesh, a copy on a device has the device's heads, and the content on the host has all of them, each once.
         `widths`: the numbers of pages that one call can copy, ascending. `num_sinks`: the number of sink pages that one
-        call of `turn` rotates; 0 if sinks are not used.
+        call of `turn` rotates; 0 if sinks are not used. `hands_over`: also compiles `seal` and `unseal`.
         """
         cache, replicated = placement.cache(config, cache), placement.replicated
         at = jax.tree.map(lambda array: array.sharding, cache) if placement.mesh is not None else None
@@ -46,6 +62,9 @@ class PageCopier:
         self._bundles: dict[int, PageBundle] = {}  # abstract
         self._extract: dict[int, jax.stages.Compiled] = {}
         self._insert: dict[int, jax.stages.Compiled] = {}
+        self._seal: dict[int, jax.stages.Compiled] = {}
+        self._unseal: dict[int, jax.stages.Compiled] = {}
+        self._placement = placement
         for width in widths:
             ids = replicated(np.zeros((width,), np.int32))
             bundle = jax.eval_shape(functools.partial(extract_pages, **statics), cache, ids)
@@ -54,6 +73,14 @@ class PageCopier:
             extract = jax.jit(extract_pages, static_argnames=("config", "kind"), out_shardings=of_bundle)
             self._extract[width] = compile_or_load(extract, cache, ids, **statics)
             self._insert[width] = compile_or_load(insert, cache, ids, bundle, **statics)
+            if hands_over:
+                checksum = replicated(np.zeros((2,), np.uint32))
+                shardings: dict[str, Any] = {"static_argnames": ("config", "kind")}
+                seal = jax.jit(extract_sealed, out_shardings=(of_bundle, placement.whole), **shardings)
+                shardings["donate_argnames"] = "cache"
+                unseal = jax.jit(insert_unsealed, out_shardings=(placement.whole, at), **shardings)
+                self._seal[width] = compile_or_load(seal, cache, ids, **statics)
+                self._unseal[width] = compile_or_load(unseal, cache, ids, bundle, checksum, **statics)
         self._copies = head_copies(self._bundles[self.max_width], config, kind)
         self._turn: jax.stages.Compiled | None = None
         if num_sinks:
@@ -63,7 +90,8 @@ class PageCopier:
 
     @property
     def num_executables(self) -> int:
-        return len(self._extract) + len(self._insert) + (self._turn is not None)
+        of_widths = self._extract, self._insert, self._seal, self._unseal
+        return sum(map(len, of_widths)) + (self._turn is not None)
 
     @property
     def step_bytes(self) -> int:
@@ -111,6 +139,25 @@ class PageCopier:
         ids, bundle = self._ids(some, width), self._bundle(contents, width)
         return lambda cache: self._insert[width](cache, ids, bundle)
 
+    def seal(self, cache: KVCache, pages: Sequence[int]) -> SealedBundle:
+        """Returns the contents of at most `max_width` pages, on their devices, with their checksum."""
+        ((some, width),) = self._split(pages)
+        bundle, checksum = self._seal[width](cache, self._ids(some, width))
+        return SealedBundle(bundle, checksum, width)
+
+    def brought(self, sealed: SealedBundle) -> SealedBundle:
+        """Returns a bundle of a copier of another replica on the devices of this one."""
+        at = jax.tree.map(lambda leaf: leaf.sharding, self._bundles[sealed.width])
+        return sealed._replace(bundle=jax.device_put(sealed.bundle, at), checksum=self._placement.put(sealed.checksum))
+
+    def unseal(self, cache: KVCache, pages: Sequence[int], sealed: SealedBundle) -> tuple[jax.Array, KVCache]:
+        """Writes a bundle on the devices of the cache to pages; donates the given cache.
+
+        Returns True on the device if the bundle has its checksum, and the cache.
+        """
+        ids = self._ids(pages, sealed.width)
+        return self._unseal[sealed.width](cache, ids, sealed.bundle, sealed.checksum)
+
     def _bundle(self, contents: Sequence[Content], width: int) -> PageBundle:
         leaves, structure = jax.tree.flatten(self._bundles[width])
         arrays, start = [], 0
@@ -132,6 +179,40 @@ class PageCopier:
 
     def _ids(self, pages: Sequence[int], width: int) -> np.ndarray:
         return np.array([*pages, *[NO_PAGE] * (width - len(pages))], np.int32)
+
+
+def checksum(bundle: PageBundle) -> jax.Array:
+    """Returns u32[2]: the sum of all numbers' bits modulo 2**32, and the sum in which each place has another weight.
+
+    A changed number changes the first sum, and the second too, because its weight is odd; swapped numbers change the
+    second. Sums of integers are the same in any order, so devices may share them.
+    """
+    sums = jnp.zeros((2,), jnp.uint32)
+    for array in jax.tree.leaves(bundle):
+        words = array
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            words = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
+        words, weights = words.astype(jnp.uint32), jnp.ones(array.shape, jnp.uint32)
+        for axis in range(array.ndim):
+            stride = np.uint32(2 * math.prod(array.shape[axis + 1 :]) % 2**32)
+            weights += jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis) * stride
+        parts = [jnp.sum(words, dtype=jnp.uint32), jnp.sum(words * weights, dtype=jnp.uint32)]
+        sums = sums * np.uint32(LEAF_WEIGHT) + jnp.stack(parts)
+    return sums
+
+
+def extract_sealed(cache: KVCache, page_ids: Any, *, config: ModelConfig, kind: int) -> tuple[PageBundle, jax.Array]:
+    """Returns `extract_pages` of pages i32[W], and its checksum."""
+    bundle = extract_pages(cache, page_ids, config=config, kind=kind)
+    return bundle, checksum(bundle)
+
+
+def insert_unsealed(
+    cache: KVCache, page_ids: Any, bundle: PageBundle, expected: jax.Array, *, config: ModelConfig, kind: int
+) -> tuple[jax.Array, KVCache]:
+    """Returns True if a bundle has the checksum u32[2], and `insert_pages` of it on pages i32[W]."""
+    is_intact = jnp.array_equal(checksum(bundle), expected)
+    return is_intact, insert_pages(cache, page_ids, bundle, config=config, kind=kind)
 
 
 def _by_page(array: np.ndarray, num_pages: int) -> np.ndarray:

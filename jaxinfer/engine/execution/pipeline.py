@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, Protocol
 from jaxinfer.engine.request.completion import Delta
 from jaxinfer.engine.scheduling.step import Step
 
+POLL = 1e-4  # seconds between looks at several replicas' steps: short against any step
+
 
 class Planner(Protocol):
     """Schedules steps and applies their results to requests; `Scheduler` is one."""
@@ -180,14 +182,17 @@ class Pipeline:
             self._launched[0] = oldest._replace(output=self._device.draw(oldest.step, oldest.output), is_drawn=True)
 
 
-def advance(pipelines: Sequence[Pipeline]) -> Advance | None:
+def advance(pipelines: Sequence[Pipeline], pause: Callable[[], None] = lambda: time.sleep(POLL)) -> Advance | None:
     """Launches steps of all replicas, then commits and returns one of them; None if there is nothing to do.
 
-    It is a step that has ended, or the one that was scheduled first. The devices of the other replicas work meanwhile.
+    It is the first that has ended. While none of several has, it calls `pause`: waiting for one of them would let the
+    devices of the others run idle.
     """
-    if not (launched := [pipeline for pipeline in pipelines if pipeline.launch()]):
-        return None
-    first = min(launched, key=lambda pipeline: pipeline.began)
-    if len(launched) > 1 and not first.is_done:
-        first = next((pipeline for pipeline in launched if pipeline.is_done), first)
-    return first.commit()
+    launched = [pipeline for pipeline in pipelines if pipeline.launch()]
+    # The last replica may have let go of a request for which the first one has room.
+    launched = launched or [pipeline for pipeline in pipelines if pipeline.launch()]
+    while len(launched) > 1:
+        if ended := [pipeline for pipeline in launched if pipeline.is_done]:
+            return min(ended, key=lambda pipeline: pipeline.began).commit()
+        pause()
+    return launched[0].commit() if launched else None

@@ -66,6 +66,7 @@ class Branches:
         Raises OSError if the file cannot be written; an older file then stays unchanged.
         """
         request = self._find(request_id)
+        self._scheduler.receive(request)
         if request.num_saved > request.num_computed:  # it was restored and has not run since
             pages, num_saved = [request.saved, *request.bounded_saved], request.num_saved
         else:

@@ -72,11 +72,12 @@ class BlockTables:
         return self._num_wanted(request, len(request.pages), num_owned)
 
     def can_hold(self, request: Request, num_reserved: int, victims: Sequence[Request]) -> bool:
-        """True if a request without pages could get pages for all of its tokens.
+        """True if a request without pages here could get pages for all of its tokens.
 
-        `num_reserved` pages are kept for running requests; the pages of the victims count as given back.
+        `num_reserved` pages are kept for running requests; the pages of the victims count as given back. A request that
+        has pages elsewhere needs the same number here.
         """
-        pages = self._reusable_pages(request)
+        pages = {} if request.pages else self._reusable_pages(request)
         found = [page for page in pages.values() if page is not None]
         given_up = Counter(chain.from_iterable(victim.owned_pages for victim in victims))
 
@@ -85,6 +86,8 @@ class BlockTables:
 
         # Reusing a found page without users takes it from the available ones, just like a new page.
         num_new = self._num_wanted(request, max(pages, default=-1) + 1, len(pages)) + len(pages) - len(found)
+        if request.pages:
+            num_new = len(request.owned_pages) + self.num_wanted(request)
         num_wanted = num_new + sum(map(is_idle, found))
         if len(found) < len(pages):  # a tier may lose the others: then the request computes all of its tokens
             num_wanted = max(num_wanted, self._num_wanted(request, 0, 0))
@@ -101,6 +104,35 @@ class BlockTables:
         num_skipped += self.share_prefix(request)  # now it has pages to copy contents to
         request.forget_sources()
         return num_skipped
+
+    def allocate_like(self, request: Request) -> list[list[int]]:
+        """Returns new pages for a request of another replica: a page of each kind for each that it owns there."""
+        owned = [bounded.owned(request) for bounded in self.further]
+        further = [bounded.pages.allocate(len(own)) for bounded, own in zip(self.further, owned, strict=True)]
+        return [self.pages.allocate(len(request.owned_pages)), *further]
+
+    def give_back(self, pages: Sequence[Sequence[int]]) -> None:
+        """Frees the pages of `allocate_like`."""
+        for allocator, own in zip([self.pages, *(bounded.pages for bounded in self.further)], pages, strict=True):
+            allocator.release(own)
+
+    def pages_of(self, request: Request) -> list[list[int]]:
+        """Returns the pages that a request owns here, of each kind, in the order of `allocate_like`."""
+        further = [[bounded.page(request, index) for index in bounded.owned(request)] for bounded in self.further]
+        return [list(request.owned_pages), *further]
+
+    def move_to(self, request: Request, pages: Sequence[Sequence[int]]) -> None:
+        """Frees the pages of a request, which goes on with those of another replica's `allocate_like`."""
+        first, *further = pages
+        new = dict(zip(request.owned_pages, first, strict=True))
+        self.pages.release(request.owned_pages)
+        request.pages = tuple(new.get(page, 0) for page in request.pages)
+        request.rotated_sinks = tuple(new[page] for page in request.rotated_sinks)
+        for bounded, own in zip(self.further, further, strict=True):
+            indices = bounded.owned(request)
+            bounded.release(request)
+            if own:
+                bounded.put(request, dict(zip(indices, own, strict=True)))
 
     def share_prefix(self, request: Request) -> int:
         """Skips the tokens that some cache holds already, starting in the middle of a page if necessary.

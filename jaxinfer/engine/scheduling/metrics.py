@@ -41,6 +41,8 @@ class Tally:
     num_output_tokens: int = 0
     num_drafted_tokens: int = 0  # verified drafts
     num_accepted_tokens: int = 0  # accepted drafts
+    num_hand_overs: int = 0  # of prefilled requests to replicas that decode
+    num_damaged_hand_overs: int = 0  # whose pages did not arrive as they were sent; the request is prefilled again
     busy_seconds: float = 0.0  # from the scheduling of each step to its result; shared seconds of replicas count once
 
 
@@ -77,6 +79,8 @@ class Metrics:
     num_accepted_tokens: int
     busy_seconds: float
     num_drafts: tuple[int, ...]  # the chosen K per request in the last step in which every request decoded
+    num_hand_overs: int = 0
+    num_damaged_hand_overs: int = 0
     tiers: tuple[TierMetrics, ...] = ()  # fastest first
     replicas: tuple[ReplicaMetrics, ...] = ()  # whose sums the other numbers are; () for one replica
     num_late_compiles: int = 0  # compilations that a step had to wait for; should be 0

@@ -48,15 +48,14 @@ class Replica:
         return self.running.num_ahead(request) + RECOMPUTED * num_missing
 
 
-def choose_replica(request: Request, replicas: Sequence[Replica]) -> Replica | None:
+def choose_replica(request: Request, replicas: Sequence[Replica], home: Replica | None) -> Replica | None:
     """Returns the replica for a waiting request, or None if none has a row and pages for it.
 
     It is the one with the fewest tokens to compute until the request's next token: those that wait there, and those of
     the request that its prefix cache has not, which count RECOMPUTED times. Replicas are left out that run more
     requests than the emptiest, by more than MAX_IMBALANCE of their rows. A fork runs beside its origin, whose pages it
-    copies, if there is room.
+    copies, if there is room. `home` is the replica where it ran last, of any role.
     """
-    home = None if request.replica is None else replicas[request.replica]
     found = [replica for replica in replicas if replica.may_run(request, home) and replica.running.has_room(request)]
     origin = request.origin
     if beside := [replica for replica in found if origin is not None and origin.replica == replica.index]:

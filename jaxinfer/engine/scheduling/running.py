@@ -7,6 +7,7 @@ from typing import overload
 
 from jaxinfer.engine.kv_cache.block_tables import BlockTables
 from jaxinfer.engine.request.request import Request
+from jaxinfer.engine.scheduling.hand_over import Arrival
 from jaxinfer.engine.scheduling.metrics import Observer, Tally
 from jaxinfer.engine.scheduling.policy import step_order
 from jaxinfer.engine.scheduling.step import Chunks, Rows
@@ -17,6 +18,9 @@ class RunningQueue(Sequence[Request]):
     """At most `max_num_seqs` requests in the order of admission. They have pages, requests in `waiting` have none.
 
     Counts its events in `tally` and reports preemptions to the `observers`. `index` is that of its replica.
+
+    If it `hands_over`, a request that has sampled a token waits in `prefilled` for a replica that decodes. There it has
+    a row and pages at once, and is in `arriving` until its pages are.
     """
 
     def __init__(
@@ -28,9 +32,13 @@ class RunningQueue(Sequence[Request]):
         tally: Tally,
         observers: Sequence[Observer],
         index: int = 0,
+        hands_over: bool = False,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.num_scheduled = 0  # steps
+        self.hands_over = hands_over
+        self.prefilled: dict[Request, None] = {}  # in the order of their tokens; a step may still sample the last one's
+        self.arriving: dict[Request, Arrival] = {}
         self._index = index
         self._tables = tables
         self._waiting = waiting
@@ -53,6 +61,13 @@ class RunningQueue(Sequence[Request]):
     def __getitem__(self, index: int | slice) -> Request | Sequence[Request]:
         return self._requests[index]
 
+    @property
+    def advancing(self) -> Sequence[Request]:
+        """Returns the requests that take part in the next step."""
+        if not self.prefilled and not self.arriving:
+            return self._requests
+        return [other for other in self._requests if other not in self.prefilled and other not in self.arriving]
+
     def can_take(self, request: Request, budget: int) -> bool:
         """True if a step's token budget lasts for the request, and there is a row for it; preempts nothing."""
         if len(self) >= self.max_num_seqs and not self._victims(request):
@@ -64,7 +79,7 @@ class RunningQueue(Sequence[Request]):
 
         Uncomputed tokens of batch work do not count against an interactive request.
         """
-        return sum(other.num_uncomputed for other in self._requests if other.is_preemptible <= request.is_preemptible)
+        return sum(other.num_uncomputed for other in self.advancing if other.is_preemptible <= request.is_preemptible)
 
     def num_found(self, request: Request) -> int:
         """Returns the first tokens of a request whose pages are in the pool, or will be once running prompts are."""
@@ -93,6 +108,35 @@ class RunningQueue(Sequence[Request]):
         self._decode_rows = None
         self._requests.append(request)
         self._tally.num_found_tokens += self._tables.begin(request)
+
+    def take_over(self, request: Request, arrival: Arrival) -> None:
+        """Gives a request that has its pages here, whose contents are on their way, a row."""
+        request.replica = self._index
+        self._decode_rows = None
+        self._requests.append(request)
+        self.arriving[request] = arrival
+
+    def hand_over(self, request: Request) -> None:
+        """Takes the row of a prefilled request, which goes on elsewhere."""
+        del self.prefilled[request]
+        self._requests.remove(request)
+
+    def receive(self) -> None:
+        """Lets the requests go on whose pages have arrived."""
+        for request in [request for request, arrival in self.arriving.items() if arrival.is_done]:
+            self.wait_for(request)
+
+    def wait_for(self, request: Request) -> None:
+        """Waits for the pages of a request if they are on their way; damaged ones send it back to be prefilled."""
+        if (arrival := self.arriving.get(request)) is None:
+            return
+        if not arrival.is_intact():
+            self._tally.num_damaged_hand_overs += 1
+            self.preempt(request)
+            return
+        del self.arriving[request]
+        self._decode_rows = None
+        self._tables.record(request, 0, request.num_known)
 
     def hand_out(self, budget: int, now: float, num_reserved: int = 0) -> Chunks:
         """Splits the token budget of a step and allocates the pages for it; preempts requests if pages run out.
@@ -128,7 +172,7 @@ class RunningQueue(Sequence[Request]):
         starts: list[int] = []
         lens: list[int] = []
         are_decoding = True
-        for request in step_order(self._requests):
+        for request in step_order(self.advancing):
             if not request.pages:  # preempted for an earlier request of this loop
                 continue
             num_tokens = request.num_uncomputed
@@ -178,6 +222,9 @@ class RunningQueue(Sequence[Request]):
                 request.num_computed = end + num_new - 1  # a loop feeds its tokens back, all but the last
                 if end + num_new >= request.max_len:
                     leaving.append(request)
+                elif self.hands_over:
+                    self._decode_rows = None
+                    self.prefilled[request] = None
         for request in leaving:
             self.leave(request)
         return leaving
@@ -197,6 +244,9 @@ class RunningQueue(Sequence[Request]):
         """Moves a request back to the waiting queue and takes its pages."""
         self._decode_rows = None
         self._requests.remove(request)
+        self.prefilled.pop(request, None)
+        if self.arriving.pop(request, None) is not None:  # its pages may have other contents than their keys say
+            self._tables.release(request)
         self._tables.swap_out(request)
         self.requeue(request)
         self._tally.num_preemptions += 1
@@ -218,6 +268,8 @@ class RunningQueue(Sequence[Request]):
         if request in self._requests:
             self._decode_rows = None
             self._requests.remove(request)
+            self.prefilled.pop(request, None)
+            self.arriving.pop(request, None)
         self._tables.release(request)
 
     def make_way(self, request: Request) -> bool:

@@ -25,6 +25,7 @@ from jaxinfer.engine.kv_cache.tiers import PageTiers
 from jaxinfer.engine.request.completion import Delta, FinishReason
 from jaxinfer.engine.request.page_keys import PageKeys
 from jaxinfer.engine.request.request import LoadedAdapter, QueueFullError, Request
+from jaxinfer.engine.scheduling.hand_over import PageMover, hand_over_all
 from jaxinfer.engine.scheduling.metrics import NO_TARGETS, Metrics, Observer, Tally, Targets
 from jaxinfer.engine.scheduling.replica import Replica, choose_replica
 from jaxinfer.engine.scheduling.running import RunningQueue
@@ -83,6 +84,8 @@ class Scheduler:
     """Holds all unfinished requests; waiting requests have no pages, running ones advance in every step if they can.
 
     num_replicas: copies of the model, each with `max_num_seqs` rows and `num_pages` pages of its own
+    num_prefill_replicas: the first of these, which only prefill for the others; 0 if each does both
+    mover: copies pages from replicas that prefill to replicas that decode
     max_mixed_tokens: bounds the tokens of a step with decoding requests; None for max_num_batched_tokens
     max_waiting: bounds the requests beyond the rows of all replicas; None for no bound
     decode_loop_steps: decode steps per launch if every request decodes and none needs the full form of a draw; not with
@@ -104,6 +107,8 @@ class Scheduler:
         num_pages: int,
         page_size: int,
         num_replicas: int = 1,
+        num_prefill_replicas: int = 0,
+        mover: PageMover | None = None,
         max_mixed_tokens: int | None = None,
         max_waiting: int | None = None,
         decode_loop_steps: int = 1,
@@ -135,8 +140,12 @@ class Scheduler:
         self.replicas: list[Replica] = []
         for index in range(num_replicas):
             tables = BlockTables(num_pages, page_size, tiers, window, further)
-            running = RunningQueue(max_num_seqs, tables=tables, index=index, **shared)
+            hands_over = index < num_prefill_replicas
+            running = RunningQueue(max_num_seqs, tables=tables, index=index, hands_over=hands_over, **shared)
             self.replicas.append(Replica(index, tables, running))
+        self._decoding = self.replicas[num_prefill_replicas:] if num_prefill_replicas else []
+        self._entries = self.replicas[: num_prefill_replicas or num_replicas]  # where waiting requests begin
+        self.mover = mover
         self._committed = 0.0  # time of the last commit of any replica
 
     @property
@@ -235,6 +244,11 @@ class Scheduler:
         for replica in self.replicas:
             replica.tables.forget_contents()
 
+    def receive(self, request: Request) -> None:
+        """Waits for the pages of a request that are on their way to another replica, if they are."""
+        if (replica := self._home_of(request)) is not None:
+            replica.running.wait_for(request)
+
     def abort(self, request_id: int) -> Delta | None:
         """Ends a waiting or running request and frees its pages; returns None if the request has already ended."""
         return None if (request := self.find(request_id)) is None else self._end(request, "abort")
@@ -258,15 +272,23 @@ class Scheduler:
             own.num_over = own.running.num_scheduled  # none is under way
         elif not self._look_ahead(after):
             return None
+        if self._decoding:
+            assert self.mover is not None
+            self._tally.num_hand_overs += hand_over_all(self._entries, self._decoding, self.mover, scheduled=own)
+            own.running.receive()
+            if after is None and not own.running.advancing:
+                for request in tuple(own.running.arriving):
+                    own.running.wait_for(request)
         began, budget = self.clock(), self._budget(own)
-        self._admit(own, budget, began)
+        if own in self._entries:
+            self._admit(own, budget, began)
         num_reserved = self._speculation.num_reserved if self._speculation is not None and after is None else 0
         chunks = own.running.hand_out(budget, began, num_reserved)
         if self._speculation is not None and after is None:
             chunks = self._speculation.add_drafts(chunks, own.tables)
         elif own.num_single:
             own.num_single -= 1
-        elif self._decode_loop_steps > 1:
+        elif self._decode_loop_steps > 1 and not own.running.hands_over:
             chunks = self._extend_for_loop(chunks, own.tables)
         for observer in self.observers:
             observer.scheduled(began, self.metrics())
@@ -276,7 +298,7 @@ class Scheduler:
         return Step(chunks, own.tables.copies, began, after is not None, replica, own.running.num_scheduled)
 
     def _budget(self, replica: Replica) -> int:
-        is_mixed = any(request.num_uncomputed == 1 for request in replica.running)
+        is_mixed = any(request.num_uncomputed == 1 for request in replica.running.advancing)
         return self._max_mixed_tokens if is_mixed else self._max_num_batched_tokens
 
     def _admit(self, replica: Replica, budget: int, now: float) -> None:
@@ -290,7 +312,7 @@ class Scheduler:
                 return
             chosen = replica
             if len(self.replicas) > 1:
-                chosen = choose_replica(request, self.replicas) or replica
+                chosen = choose_replica(request, self._entries, self._home_of(request)) or replica
                 if not chosen.may_run(request, self._home_of(request)):
                     return
             limit = budget if chosen is replica else self._budget(chosen)
@@ -333,14 +355,14 @@ class Scheduler:
         for observer in self.observers:
             observer.computed(step, now - seconds, now)
         is_simple = step.is_plain and output.tokens.ndim == 1 and output.sampling_log_probs is None
-        deltas = append_plain(step.chunks.requests, output, now) if is_simple else self._hand_over(step, sampled, now)
+        deltas = append_plain(step.chunks.requests, output, now) if is_simple else self._append(step, sampled, now)
         self._tally.num_output_tokens += sum([len(delta.token_ids) for delta in deltas])
         for completion in [c for delta in deltas if (c := delta.completion) is not None]:
             self._tally.num_good += self._targets.are_met(completion.timings)
             self._forget(self._requests[completion.request_id])
         return deltas
 
-    def _hand_over(self, step: Step, sampled: SampledTokens, now: float) -> list[Delta]:
+    def _append(self, step: Step, sampled: SampledTokens, now: float) -> list[Delta]:
         """Appends sampled tokens if a step yields several per request, or log-probabilities, or has grammars."""
         deltas, tables = [], self.replicas[step.replica].tables
         for chunk, tokens in zip(step.chunks, sampled, strict=True):
@@ -363,6 +385,8 @@ class Scheduler:
         """True if the next step can be scheduled before the tokens of `step` are known; then records its launch."""
         if self._speculation is not None and not self._speculation.can_overlap(step):
             return False
+        if self.replicas[step.replica].running.hands_over and any(chunk.is_last for chunk in step.chunks):
+            return False  # else the hand-over of its requests would wait for the next step
         self._enter(step)
         return True
 

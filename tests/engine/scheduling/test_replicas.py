@@ -11,10 +11,12 @@ import pytest
 
 from jaxinfer.engine.execution.pipeline import Pipeline, advance
 from jaxinfer.engine.frontend.branches import fork, rewind
+from jaxinfer.engine.kv_cache.bounded_pages import BoundedKind
 from jaxinfer.engine.kv_cache.tiers import HostTier, PageTiers
 from jaxinfer.engine.request.request import QueueFullError, Request
 from jaxinfer.engine.scheduling.scheduler import Scheduler
 from tests.engine.fake_device import FakeDevice, expected_tokens, make_request
+from tests.engine.sights import Sight, window_of
 
 ADMISSION: Any = SimpleNamespace(detokenizer=lambda sampling: None)
 PAGE = 4
@@ -23,18 +25,34 @@ PAGE = 4
 class Group:
     """Replicas with a clock that is set by hand. A device has ended a step or not, by chance."""
 
-    def __init__(self, num_replicas: int, *, seed: int = 0, tier_pages: int = 0, **limits: Any) -> None:
+    def __init__(
+        self, num_replicas: int, *, seed: int = 0, tier_pages: int = 0, sight: Sight = None, **limits: Any
+    ) -> None:
         self.now, self.random, self.ids = 0.0, random.Random(seed), itertools.count()
         tiers = PageTiers([HostTier(tier_pages, size_of=lambda _: 1)]) if tier_pages else None
         limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_pages": 24, "page_size": PAGE, **limits}
-        self.scheduler = Scheduler(**limits, num_replicas=num_replicas, tiers=tiers, clock=lambda: self.now)
-        self.pipelines = [Pipeline(self.scheduler, self.device(tiers), replica=i) for i in range(num_replicas)]
+        further = limits.pop("further", ())  # tokens in the windows of further kinds of pages, 0 for states
+        self.scheduler = Scheduler(
+            **limits,
+            num_replicas=num_replicas,
+            tiers=tiers,
+            window=window_of(sight, PAGE, limits["max_num_batched_tokens"]),
+            further=[self.plan_kind(window, limits["max_num_seqs"]) for window in further],
+            clock=lambda: self.now,
+        )
+        self.devices = [FakeDevice(PAGE, tiers, sight, further) for _ in range(num_replicas)]
+        self.pipelines = [
+            Pipeline(self.scheduler, self.launcher(fake), replica=i) for i, fake in enumerate(self.devices)
+        ]
         self.requests: dict[int, Request] = {}
         self.begun: dict[int, list[int]] = {}
         self.completions: dict[int, Any] = {}
 
-    def device(self, tiers: PageTiers | None) -> Any:
-        fake = FakeDevice(PAGE, tiers)
+    def plan_kind(self, window: int, num_rows: int) -> BoundedKind:
+        num_kept = -(-max(window - 1, 0) // PAGE)
+        return BoundedKind(num_kept, num_rows * (num_kept + 4) + 4, is_state=window == 0)
+
+    def launcher(self, fake: FakeDevice) -> Any:
         return SimpleNamespace(
             launch=fake.run,
             draw=lambda step, output: output,
