@@ -71,6 +71,8 @@ def add_commands(commands: Any, load: Load) -> dict[argparse.ArgumentParser, tup
     simulate.set_defaults(run=_simulate)
 
     for command in (replay, simulate):
+        link_help = "bytes a second that a hand-over of simulated --prefill-replicas sends"
+        command.add_argument("--link-bandwidth", type=float, metavar="BYTES", help=link_help)
         trace_help = f"lines of timestamp, input_length, output_length, …; a sample is {SAMPLE_TRACE}"
         command.add_argument("trace", type=_file, metavar="TRACE.jsonl", help=trace_help.replace("%", "%%"))
     for command in (bench, replay, simulate):
@@ -127,6 +129,10 @@ def _replay(arguments: argparse.Namespace, load: Load) -> None:
 
     # A replay takes as long as the trace, so report mistakes before it starts.
     _check_files(arguments)
+    if arguments.link_bandwidth is not None and arguments.step_times is None:
+        raise ValueError(
+            f"link_bandwidth={arguments.link_bandwidth} is that of a simulation; give --step-times, or leave it out"
+        )
     num_requests = sum(1 for _ in read_trace(arguments.trace))
     if arguments.save_step_times is not None:
         require_known_steps(from_arguments(EngineConfig, arguments))
@@ -166,7 +172,8 @@ def _simulated_engine(arguments: argparse.Namespace) -> SimulatedEngine:
 
     require_device()
     times, config = StepTimes.load(arguments.step_times), from_arguments(EngineConfig, arguments)
-    return load_simulated_engine(arguments.model, config, times, arguments.dtype)
+    link = {"link_bandwidth": arguments.link_bandwidth}
+    return load_simulated_engine(arguments.model, config, times, arguments.dtype, **link)
 
 
 def _check_files(arguments: argparse.Namespace) -> None:

@@ -127,7 +127,9 @@ def test_two_replicas_give_the_bits_of_one_engine_together_and_apart(tensor, tmp
 
 @pytest.mark.parametrize(("family", "settings"), [("granitemoehybrid", ()), ("gemma3_text", ("cache_dtype=int8",))])
 def test_states_windows_and_rounded_caches_are_handed_over_and_damage_is_mended(family, settings, tmp_path):
-    sizes = {"layer_types": ["linear_attention", "full_attention"]} if family == "granitemoehybrid" else {}
+    sizes: dict[str, Any] = (
+        {"layer_types": ["linear_attention", "full_attention"]} if family == "granitemoehybrid" else {}
+    )
     checkpoint = save_random_checkpoint(tmp_path / "checkpoint", family, num_hidden_layers=2, **sizes)
 
     results = run_program(2, "hand-over", str(checkpoint), *settings)

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxinfer.config import EngineConfig
+from jaxinfer.checkpoint import read_config
+from jaxinfer.config import CacheConfig, EngineConfig, Parallelism
 from jaxinfer.engine.execution.step_shapes import plan_buckets
 from jaxinfer.engine.scheduling.metrics import Targets
+from jaxinfer.model.cache import page_bytes
 from jaxinfer.simulation import driver
 from jaxinfer.simulation.driver import drive
 from jaxinfer.simulation.real_engine import RealEngine, rehearse
@@ -29,8 +31,9 @@ def checkpoint(tmp_path_factory):
     return save_small_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
-def simulate(checkpoint, trace, times=CONSTANT, **options):
-    engine = load_simulated_engine(checkpoint, EngineConfig(**CONFIG), times)
+def simulate(checkpoint, trace, times=CONSTANT, *, parallelism=None, link_bandwidth=None, **options):
+    config = EngineConfig(**CONFIG, parallelism=parallelism)
+    engine = load_simulated_engine(checkpoint, config, times, link_bandwidth=link_bandwidth)
     return drive(trace, engine, **options)
 
 
@@ -55,6 +58,35 @@ def test_a_request_that_comes_during_a_step_waits_for_the_one_after_the_next(che
     # 0 to 10 and 10 to 11: the first, its second step on its way since 0; 11 to 21: both, and both are done.
     assert report.ttft["mean"] == (10.0 + 19.0) / 2
     assert report.makespan == 21.0
+
+
+def test_replicas_compute_at_the_same_time(checkpoint):
+    trace = [request(0.0, 20, 4)] * 2 + [request(3.0, 20, 1)]
+
+    report = simulate(checkpoint, trace, parallelism=Parallelism(replicas=2))
+
+    # 0 to 11: two tokens each; 11 to 21: the third beside a token of the first, whose last one takes a second more.
+    assert report.makespan == 22.0
+    assert report.num_steps == 4 + 4
+
+
+def test_a_hand_over_takes_the_time_of_its_bytes_on_the_link(checkpoint):
+    bandwidth = 2 * page_bytes(read_config(checkpoint), CacheConfig(num_pages=20, page_size=16)) / 5.0
+    apart = {"parallelism": Parallelism(replicas=2, prefill=1), "link_bandwidth": bandwidth}
+
+    report = simulate(checkpoint, [request(5.0, 20, 4)], **apart)
+    both = simulate(checkpoint, [request(5.0, 20, 4), request(5.0, 100, 4)], **apart)
+
+    # It is prefilled until 15, its two pages arrive at 20, and three more tokens take a second each.
+    assert (report.ttft["mean"], report.latency["mean"]) == (10.0, 10.0 + 5.0 + 3.0)
+    # The second prompt takes three steps more, to 45; its seven pages arrive at 62.5, and no step of the first waits.
+    assert both.latency["mean"] == pytest.approx((18.0 + 17.5 + 40.0 + 3.0) / 2)
+
+
+def test_a_link_is_given_for_replicas_that_prefill_alone(checkpoint):
+    for parallelism, bandwidth in ((None, 1.0), (Parallelism(replicas=2, prefill=1), None)):
+        with pytest.raises(ValueError, match=f"link_bandwidth={bandwidth} does not fit Parallelism.prefill="):
+            simulate(checkpoint, [], parallelism=parallelism, link_bandwidth=bandwidth)
 
 
 def test_goodput_counts_those_who_met_both_targets(checkpoint):
