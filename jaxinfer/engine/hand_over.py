@@ -44,11 +44,10 @@ class DevicePageMover:
     def move(self, source: Replica, target: Replica, pages: Sequence[Sequence[tuple[int, int]]]) -> DeviceArrival:
         flags, num_bytes = [], 0
         for kind, pairs in enumerate(pages):
-            width = self._copiers[source.index][kind].max_width
-            for some in [pairs[first : first + width] for first in range(0, len(pairs), width)]:
+            for run in self._copiers[source.index][kind].hand_over_runs(len(pairs)):
                 if len(flags) >= MAX_BUNDLES:
                     flags[-MAX_BUNDLES].block_until_ready()
-                old, new = zip(*some, strict=True)
+                old, new = zip(*pairs[run], strict=True)
                 sealed = self._bring(target, kind, self._take(source, kind, old))
                 flags.append(self._write(target, kind, new, sealed))
                 num_bytes += sealed.num_bytes

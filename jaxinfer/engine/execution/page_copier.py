@@ -46,13 +46,13 @@ class PageCopier:
         num_sinks: int = 0,
         kind: int = 0,
         placement: Placement = DEFAULT_DEVICE,
-        hands_over: bool = False,
+        hand_over_widths: Sequence[int] = (),
     ) -> None:
         """Compiles the copies of pages of a kind. `cache` may be abstract.
 
         Over a mesh, a copy on a device has the device's heads, and the content on the host has all of them, each once.
         `widths`: the numbers of pages that one call can copy, ascending. `num_sinks`: the number of sink pages that one
-        call of `turn` rotates; 0 if sinks are not used. `hands_over`: also compiles `seal` and `unseal`.
+        call of `turn` rotates; 0 if sinks are not used. `hand_over_widths`: as `widths`, of `seal` and `unseal`.
         """
         cache, replicated = placement.cache(config, cache), placement.replicated
         at = jax.tree.map(lambda array: array.sharding, cache) if placement.mesh is not None else None
@@ -65,15 +65,16 @@ class PageCopier:
         self._seal: dict[int, jax.stages.Compiled] = {}
         self._unseal: dict[int, jax.stages.Compiled] = {}
         self._placement = placement
-        for width in widths:
+        for width in sorted({*widths, *hand_over_widths}):
             ids = replicated(np.zeros((width,), np.int32))
             bundle = jax.eval_shape(functools.partial(extract_pages, **statics), cache, ids)
             self._bundles[width] = bundle = placement.cache(config, bundle, kind)
             of_bundle = jax.tree.map(lambda array: array.sharding, bundle) if placement.mesh is not None else None
-            extract = jax.jit(extract_pages, static_argnames=("config", "kind"), out_shardings=of_bundle)
-            self._extract[width] = compile_or_load(extract, cache, ids, **statics)
-            self._insert[width] = compile_or_load(insert, cache, ids, bundle, **statics)
-            if hands_over:
+            if width in widths:
+                extract = jax.jit(extract_pages, static_argnames=("config", "kind"), out_shardings=of_bundle)
+                self._extract[width] = compile_or_load(extract, cache, ids, **statics)
+                self._insert[width] = compile_or_load(insert, cache, ids, bundle, **statics)
+            if width in hand_over_widths:
                 checksum = replicated(np.zeros((2,), np.uint32))
                 shardings: dict[str, Any] = {"static_argnames": ("config", "kind")}
                 seal = jax.jit(extract_sealed, out_shardings=(of_bundle, placement.whole), **shardings)
@@ -99,7 +100,12 @@ class PageCopier:
         ids = np.zeros((self.max_width,), np.int32)
         inserted = step_bytes(self._insert[self.max_width], (ids, self._bundles[self.max_width]))
         rotated_sinks = 0 if self._turn is None else step_bytes(self._turn, ())
-        return max(step_bytes(self._extract[self.max_width], (ids,)), inserted, rotated_sinks)
+        needed = [step_bytes(self._extract[self.max_width], (ids,)), inserted, rotated_sinks]
+        if self._seal:
+            width = max(self._seal)
+            needed += [step_bytes(self._seal[width], (np.zeros((width,), np.int32),))]
+            needed += [step_bytes(self._unseal[width], (self._bundles[width],))]
+        return max(needed)
 
     @property
     def max_width(self) -> int:
@@ -140,10 +146,18 @@ class PageCopier:
         return lambda cache: self._insert[width](cache, ids, bundle)
 
     def seal(self, cache: KVCache, pages: Sequence[int]) -> SealedBundle:
-        """Returns the contents of at most `max_width` pages, on their devices, with their checksum."""
-        ((some, width),) = self._split(pages)
-        bundle, checksum = self._seal[width](cache, self._ids(some, width))
+        """Returns the contents of a run of `hand_over_runs`, on their devices, with their checksum."""
+        width = fitting_size(self._seal, len(pages))
+        bundle, checksum = self._seal[width](cache, self._ids(pages, width))
         return SealedBundle(bundle, checksum, width)
+
+    def hand_over_runs(self, count: int) -> Iterator[slice]:
+        """Yields the places of pages that are handed over together, so that no bundle is more than half empty."""
+        start = 0
+        while rest := count - start:
+            size = min(rest, max(width for width in self._seal if width <= 2 * rest))
+            yield slice(start, start + size)
+            start += size
 
     def brought(self, sealed: SealedBundle) -> SealedBundle:
         """Returns a bundle of a copier of another replica on the devices of this one."""

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 # Pages per copy, without tiers and with them: one page if it is evicted while others decode, or many pages.
 COPY_WIDTHS = ((1,), (1, 8))
-HAND_OVER_WIDTHS = (1, 8, 64)  # a thousand tokens at a time, of prompts that have them
+HAND_OVER_WIDTHS = (1, 4, 16)  # pages per bundle of a hand-over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,8 +225,11 @@ class WarmUp:
             num_sinks = (self.model.engine_config.num_sink_tokens or 0) // cache_config.page_size
             model_config = self.compiler.model_config
             sinks = [num_sinks, *[0] * (len(model_config.page_kinds) - 1)]
-            options = {"placement": self.model.placement, "hands_over": self._hands_over}
-            make = partial(PageCopier, cache, model_config, self._copy_widths, **options)
+            hands_over = self.model.engine_config.num_prefill_replicas > 0
+            options = {"hand_over_widths": HAND_OVER_WIDTHS} if hands_over else {}
+            make = partial(
+                PageCopier, cache, model_config, self._copy_widths, placement=self.model.placement, **options
+            )
             copiers = pool.map(make, sinks, count())
             steps = CompiledSteps(self._waits_for, partial(self.compiler.compile, cache_config))
             steps.wait(show_progress=self._show_progress)
@@ -240,11 +243,7 @@ class WarmUp:
 
     @property
     def _copy_widths(self) -> tuple[int, ...]:
-        return HAND_OVER_WIDTHS if self._hands_over else COPY_WIDTHS[self.model.engine_config.has_tiers]
-
-    @property
-    def _hands_over(self) -> bool:
-        return self.model.engine_config.num_prefill_replicas > 0
+        return COPY_WIDTHS[self.model.engine_config.has_tiers]
 
     def _cache_config(self, num_pages: int) -> CacheConfig:
         return replace(self.model.cache_config, num_pages=num_pages)
