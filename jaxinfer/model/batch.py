@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import Mesh
 
 from jaxinfer.validation import MAX_INT, as_ints, as_tuple, require, require_int
+from kernels_pallas.device_sums import has_ordered_sums
 from kernels_pallas.paged_attention.shapes import token_rows
 
 # The slot of padding tokens: past every pool, and far enough from the int32 limit to take any layer's offset.
@@ -50,14 +52,22 @@ class StepTokens:
     adapters: Any = None  # i32[T]  as `Batch.adapters`, of each row of the operand
     # True if the other operand may be split over the devices of a mesh.
     is_split: bool = struct.field(pytree_node=False, default=False)
+    # The mesh whose devices add parts of sums by themselves, in their order; None: the compiler adds them, if any.
+    summing: Mesh | None = struct.field(pytree_node=False, default=None)
 
 
-def step_tokens(batch: Batch, *, is_split: bool = False) -> StepTokens:
-    """Returns the `StepTokens` of operands that have a row for each token of the batch."""
+def step_tokens(batch: Batch, *, mesh: Mesh | None = None) -> StepTokens:
+    """Returns the `StepTokens` of operands that have a row for each token of the batch.
+
+    `mesh`: the mesh that the other operands are split over, if any.
+    """
     adapters = None
     if batch.adapters is not None:
         adapters = jnp.asarray(batch.adapters)[token_rows(batch.cu_q_lens, batch.tokens.shape[0])]
-    return StepTokens(num_real_tokens(batch), adapters, is_split)
+    if mesh is None or mesh.size == 1:
+        return StepTokens(num_real_tokens(batch), adapters)
+    summing = mesh if has_ordered_sums(mesh) else None
+    return StepTokens(num_real_tokens(batch), adapters, is_split=True, summing=summing)
 
 
 def step_rows(batch: Batch) -> StepTokens:

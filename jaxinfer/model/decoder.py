@@ -107,7 +107,7 @@ def forward_with_states(
         slots = state_slots(batches[config.state_kind], cache.tokens.shape[1])
     numbers = None
     if params.layer_embedding is not None:
-        tokens = step_tokens(batch, is_split=is_split(mesh))
+        tokens = step_tokens(batch, mesh=mesh)
         numbers = embed_for_layers(params.layer_embedding, batch.tokens, x, tokens, config.norm)
     pools, stacks, places, kept = list(cache.pools), iter(params.layers), iter(config.page_places), {0: x}
     for group, (start, end) in zip(config.groups, pairwise(config.ends_of_groups), strict=True):
@@ -199,7 +199,7 @@ def _run_group(
     the mixers. numbers [repeats, layers, T, d] are those that layers have of the tokens, if any.
     """
     ropes = ropes_of(mixer for layer in layers for mixer in layer.mixers)
-    tokens = step_tokens(batches[0], is_split=is_split(mesh))
+    tokens = step_tokens(batches[0], mesh=mesh)
     settings = (tokens, q_len, tree_mask, implementation, mesh, slots, num_whole_rows)
     of_kinds = [AttentionInputs(batch, *settings, dict(zip(ropes, angles, strict=True))) for batch in batches]
     # What attention derives from the step alone is derived once, not in each layer.

@@ -14,7 +14,15 @@ from flax import struct
 from jax.sharding import Mesh
 
 from jaxinfer.model.batch import Batch, StepTokens
-from jaxinfer.model.components.layers import KV_HEADS, MakeSpec, Norm, PoolSize, TensorSpec, linear, rms_norm
+from jaxinfer.model.components.layers import (
+    KV_HEADS,
+    MakeSpec,
+    Norm,
+    PoolSize,
+    TensorSpec,
+    linear,
+    rms_norm,
+)
 from jaxinfer.model.components.recurrent.states import StateSlots
 from jaxinfer.model.components.rope import Rope, require_pairs, rotary_embedding
 from jaxinfer.validation import require, require_bool, require_int, require_positive
@@ -265,7 +273,7 @@ def attend(
     if params.gate is not None:
         attended = attended * jax.nn.sigmoid(linear(x, params.gate, params.gate_bias, inputs.tokens))
     attended = attended.reshape(attended.shape[0], -1)
-    return linear(attended, params.o, params.o_bias, inputs.tokens), pages
+    return linear(attended, params.o, params.o_bias, inputs.tokens, input_units=config.num_heads), pages
 
 
 def project_qkv(

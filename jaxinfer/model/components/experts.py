@@ -17,6 +17,7 @@ from jaxinfer.model.components.mlp import MLP, MLPParams, activate, declare_mlp,
 from jaxinfer.model.components.observed import ObservedArray, observe_groups
 from jaxinfer.quantization import PackedBlocks, QuantizedArray
 from jaxinfer.quantization.activations import round_rows
+from kernels_pallas.device_sums import sum_over_devices
 from kernels_pallas.grouped_matmul import dequantize_experts, grouped_matmul
 from kernels_pallas.mesh_axes import dividing_axes, names_of
 from kernels_pallas.quantized_matmul import split_groups
@@ -155,7 +156,7 @@ def _sum_over_mesh(
         total = _weighted_sum(results, weights)
         if shared_part is not None:
             total = total + own_part(x, num_tokens, *shared_part)
-        return jax.lax.psum(total, axes)
+        return sum_over_devices(total, axes, mesh)
 
     def spec_of_shared(_: tuple[int, ...], names: tuple[str, ...], **__: Any) -> Any:
         return PartitionSpec(*(shared_axes if name == "mlp" else None for name in names))

@@ -166,7 +166,7 @@ def attend_to_latents(
 
     attended, pages = inputs.run(call, plain, (q, latents), None, pages)
     values = _by_heads(attended, v_up, is_computed).reshape(x.shape[0], -1)
-    return linear(values, params.o, params.o_bias, inputs.tokens), pages
+    return linear(values, params.o, params.o_bias, inputs.tokens, input_units=config.num_heads), pages
 
 
 def _widened(w: QuantizedArray, num_inputs: int, dtype: Any) -> jax.Array:

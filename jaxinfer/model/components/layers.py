@@ -10,11 +10,12 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxinfer.model.batch import StepTokens
 from jaxinfer.model.components.adapted import AdaptedArray, add_changes
@@ -24,6 +25,8 @@ from jaxinfer.quantization.activations import rounded_product
 from jaxinfer.quantization.packed_blocks import UnpackedBlocks
 from jaxinfer.quantization.quantized_array import SplitPlanes
 from jaxinfer.validation import require_bool, require_real
+from kernels_pallas.device_sums import sum_over_devices
+from kernels_pallas.mesh_axes import HEADS_AXES, dividing_axes, names_of, num_parts
 from kernels_pallas.quantized_matmul import dequantize, layer_of, pack_int4, quantized_matmul
 from kernels_pallas.row_products import rounded, rows_by_integers, rows_by_packed, rows_by_weights
 from kernels_pallas.row_sum import row_sum
@@ -31,25 +34,35 @@ from kernels_pallas.row_sum import row_sum
 Weights = jax.Array | QuantizedArray | PackedBlocks | AdaptedArray | ObservedArray  # [out..., in]
 
 
-def linear(x: jax.Array, w: Weights, bias: jax.Array | None = None, tokens: StepTokens | None = None) -> jax.Array:
-    """Returns x wᵀ + bias [T, out...] in x's dtype; x, w and `tokens` are as in `product`."""
-    y = product(x, w, tokens).astype(x.dtype)
+def linear(
+    x: jax.Array,
+    w: Weights,
+    bias: jax.Array | None = None,
+    tokens: StepTokens | None = None,
+    *,
+    input_units: int = 0,
+) -> jax.Array:
+    """Returns x wᵀ + bias [T, out...] in x's dtype; x, w, `tokens` and `input_units` are as in `product`."""
+    y = product(x, w, tokens, input_units=input_units).astype(x.dtype)
     return y if bias is None else y + bias[None]
 
 
-def product(x: jax.Array, w: Weights, tokens: StepTokens | None = None) -> jax.Array:
+def product(x: jax.Array, w: Weights, tokens: StepTokens | None = None, *, input_units: int = 0) -> jax.Array:
     """Returns x wᵀ f32[T, out...] for x [T, in] and w [out..., in], added up in float32.
 
     If `tokens` are given, rows of x past their count are padding, and a CPU skips blocks of padding. Of an AdaptedArray
-    each token takes the change of its adapter, and none if the tokens have no adapters.
+    each token takes the change of its adapter, and none if the tokens have no adapters. `input_units` is the number of
+    query heads or hidden units that the inputs are of, which devices share; 0 if each has all inputs.
     """
     if isinstance(w, AdaptedArray):
-        y = product(x, w.base, tokens)
+        y = product(x, w.base, tokens, input_units=input_units)
         if tokens is None or tokens.adapters is None:
             return y
         return add_changes(y.reshape(x.shape[0], -1), x, w, tokens.adapters).reshape(y.shape)
     if isinstance(w, ObservedArray):
         return observe(product(x, w.base, tokens), x, w.moments)
+    if tokens is not None and (specs := _input_specs(w, x.shape[1], tokens.summing, input_units)) is not None:
+        return _product_over_mesh(x, w, tokens, *specs)
     outputs, num_rows = w.shape[:-1], None if tokens is None else tokens.count
     if isinstance(w, QuantizedArray):
         y = _quantized_product(x, w, num_rows)
@@ -60,6 +73,45 @@ def product(x: jax.Array, w: Weights, tokens: StepTokens | None = None) -> jax.A
         is_split = tokens is not None and tokens.is_split
         y = rows_by_weights(x, w.reshape(math.prod(outputs), -1), num_rows, is_split=is_split)
     return y.reshape(x.shape[0], *outputs)
+
+
+def _input_specs(
+    w: Weights, num_inputs: int, mesh: Mesh | None, num_units: int
+) -> tuple[Mesh, tuple[str, ...], Any] | None:
+    """Returns a mesh, its axes that split the inputs of a product, and the specs of the weights.
+
+    None if nothing splits the inputs, or if parts of the weights are not products by themselves.
+    """
+    if mesh is None or not num_units or (found := dividing_axes(num_units, mesh, HEADS_AXES)) is None:
+        return None
+    axes, count = names_of(found), num_parts(mesh, found)
+    if count == 1:
+        return None
+    whole, split = (PartitionSpec(*(None,) * (len(w.shape) - 1), last) for last in (None, axes))
+    if isinstance(w, jax.Array):
+        return mesh, axes, split
+    if not isinstance(w, QuantizedArray) or (w.order, w.multiplier, w.activations, w.layer, w.bits) != ((None,) * 5):
+        return None
+    groups = w.scales.shape[-1]
+    if (groups == 1 and w.values.shape[-1] < num_inputs) or (
+        groups > 1 and groups % count
+    ):  # parts would share a group
+        return None
+    of_scales = whole if groups == 1 else split
+    return mesh, axes, QuantizedArray(split, of_scales, None if w.zeros is None else of_scales)
+
+
+def _product_over_mesh(
+    x: jax.Array, w: Weights, tokens: StepTokens, mesh: Mesh, axes: tuple[str, ...], of_weights: Any
+) -> jax.Array:
+    """Returns x wᵀ f32[T, out...] whole on every device: the sum of the devices' products by their own inputs."""
+
+    def own_part(x: jax.Array, w: Weights, count: jax.Array) -> jax.Array:
+        return sum_over_devices(product(x, w, StepTokens(count, is_split=True)), axes, mesh)
+
+    specs = PartitionSpec(None, axes), of_weights, PartitionSpec()
+    split = jax.shard_map(own_part, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+    return split(x, w, tokens.count)
 
 
 def _quantized_product(x: jax.Array, w: QuantizedArray, num_rows: jax.Array | None) -> jax.Array:

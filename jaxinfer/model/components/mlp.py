@@ -9,7 +9,14 @@ import jax
 from flax import struct
 
 from jaxinfer.model.batch import StepTokens
-from jaxinfer.model.components.layers import ACTIVATIONS, UNGATED_ACTIVATIONS, MakeSpec, TensorSpec, linear, scaled
+from jaxinfer.model.components.layers import (
+    ACTIVATIONS,
+    UNGATED_ACTIVATIONS,
+    MakeSpec,
+    TensorSpec,
+    linear,
+    scaled,
+)
 from jaxinfer.validation import require, require_bool, require_int, require_name, require_positive
 
 
@@ -76,7 +83,8 @@ def mlp(params: MLPParams, x: jax.Array, tokens: StepTokens, *, config: MLP) -> 
     """Returns down(activation(gate(x)) * up(x)) [T, D] for x [T, D]."""
     up = linear(x, params.up, params.up_bias, tokens)
     gate = linear(x, params.gate, params.gate_bias, tokens) if config.is_gated else None
-    y = linear(activate(gate, up, config=config), params.down, params.down_bias, tokens)
+    hidden, F = activate(gate, up, config=config), config.intermediate_size
+    y = linear(hidden, params.down, params.down_bias, tokens, input_units=F)
     return scaled(y, config.output_scale)
 
 
