@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxinfer.validation import shown
 
@@ -126,10 +127,21 @@ def free_bytes(devices: Iterable[Any] | None = None) -> int | None:
 
     Without `devices` it is the first.
     """
-    stats = [device.memory_stats() for device in devices or jax.devices()[:1]]
+    stats = [device.memory_stats() for device in devices or jax.local_devices()[:1]]
     if not all(each and "bytes_limit" in each for each in stats):
         return None
     return min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
+
+
+def put_everywhere(array: Any, sharding: Any) -> jax.Array:
+    """Returns an array of the host on the devices of a sharding, of all processes if they are there.
+
+    `jax.device_put` would compare the arrays of several processes, by a collective.
+    """
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    own = np.asarray(array)
+    return jax.make_array_from_callback(own.shape, sharding, lambda index: own[index])
 
 
 def enable_compilation_cache() -> None:

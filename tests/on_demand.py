@@ -72,13 +72,14 @@ class StepsOnDemand(CompiledSteps):
     def choose(self, step: Step) -> Choice:
         bucket = choose_bucket(self._planned, step)
         form = draw_form(draw_forms_of(self._planned), step)
-        return Choice(bucket, self._step(bucket), None if form is None else self._step(bucket.draw(form)))
+        draw = None if form is None else bucket.draw(form)
+        return Choice(bucket, self.of(bucket), None if draw is None else (draw, self.of(draw)))
 
     def wait(self, **_: Any) -> None:
         for bucket in self._planned:
-            self._step(bucket)
+            self.of(bucket)
 
-    def _step(self, bucket: Bucket) -> jax.stages.Compiled:
+    def of(self, bucket: Bucket) -> jax.stages.Compiled:
         if bucket not in self._compiled:
             # In another thread, as in every engine: `CompileCounter` counts the compilations of the engine's own.
             with compiled_once(), pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:

@@ -27,6 +27,7 @@ from jaxinfer.checkpoint.stored import (
     StoredBlocks,
     StoredQuantized,
 )
+from jaxinfer.device import put_everywhere
 from jaxinfer.model.components.layers import TensorSpec
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params, declare
@@ -313,12 +314,12 @@ def assemble(
     order = None
     if grid.has_order:
         orders = np.stack([tensor.order() for tensor in packed])
-        order = jax.device_put(orders.reshape(*assembly.shape[: assembly.num_stacked], -1), at.order)
+        order = put_everywhere(orders.reshape(*assembly.shape[: assembly.num_stacked], -1), at.order)
 
     def read_numbers(name: str, count: int, divisor: int = 1) -> jax.Array:
         """Reads a few numbers of each stored tensor."""
         numbers = np.stack([getattr(tensor, name)() for tensor in packed]) / np.float32(divisor)
-        return jax.device_put(numbers.reshape(_shape_of_numbers(assembly, count)), getattr(at, name))
+        return put_everywhere(numbers.reshape(_shape_of_numbers(assembly, count)), getattr(at, name))
 
     has_range = grid.activations is not None and not grid.activations.is_dynamic
     array = QuantizedArray(
@@ -419,7 +420,7 @@ def _read_rows(
                 assert stack is not None
                 stack[i, start + own.size : start + rows.size] = 0
     assert stack is not None
-    return jax.device_put(stack.reshape(*assembly.shape[:-1], -1), sharding)
+    return put_everywhere(stack.reshape(*assembly.shape[:-1], -1), sharding)
 
 
 def _stacked(assembly: Assembly, tensors: Iterable[np.ndarray], sharding: NamedSharding | None = None) -> jax.Array:
@@ -430,7 +431,7 @@ def _stacked(assembly: Assembly, tensors: Iterable[np.ndarray], sharding: NamedS
             stack = empty_aligned((len(assembly.names), *own.shape), own.dtype)
         stack[i] = own
     assert stack is not None
-    return jax.device_put(stack.reshape(*assembly.shape[: assembly.num_stacked], *stack.shape[1:]), sharding)
+    return put_everywhere(stack.reshape(*assembly.shape[: assembly.num_stacked], *stack.shape[1:]), sharding)
 
 
 def grid_of(assembly: Assembly, stored: Mapping[str, Stored]) -> Grid | Blocks | None:

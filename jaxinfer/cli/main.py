@@ -26,7 +26,7 @@ from jaxinfer._version import __version__
 
 # jax takes seconds to import, so each command imports the modules that need it after parsing its arguments.
 from jaxinfer.cli import adapters, bench, chat, plan, quantize, serve
-from jaxinfer.cli.options import add_fields, from_arguments, reader
+from jaxinfer.cli.options import add_fields, add_processes, from_arguments, join_processes, reader
 from jaxinfer.cli.output import drop_output, require_output, show
 from jaxinfer.config import EngineConfig, SamplingParams
 from jaxinfer.validation import cut
@@ -86,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status: 0, 1 for faults found, 2 for a user's mistake, 130 after Ctrl-C."""
     try:
         arguments = _parser().parse_args(argv)
+        join_processes(arguments)
         if arguments.run is not _batch:  # batch prints nothing to standard output
             require_output()
         status = arguments.run(arguments)
@@ -182,6 +183,8 @@ def _parser() -> argparse.ArgumentParser:
         model.add_argument("--model", help="folder or name of a checkpoint; the bundled model when it is left out")
         model.add_argument("--dtype", help="type of the weights: float32, bfloat16, float16 or auto (default)")
         groups = {"model": model}
+        if command in (generate, batch, server):
+            add_processes(command)
         if command in (generate, talk, batch, server):
             groups["speculation"] = command.add_argument_group("speculation")
             drafter = "ngram, suffix, mtp, or the folder or id of what drafts"
@@ -205,6 +208,11 @@ def _load(arguments: argparse.Namespace) -> LLM:
         speculation=getattr(arguments, "speculation", None),  # a load has no real text to draft from
         show_progress=not arguments.quiet,
     )
+    if getattr(arguments, "process_id", None):  # an engine over several processes has ended this one
+        raise ValueError(
+            "this process has an engine of its own, for it has enough devices; give --tensor-parallel and"
+            " --expert-parallel whose product is the number of devices of all processes"
+        )
     for name, path in named.items():
         llm.load_adapter(name, path)
     return llm
@@ -329,7 +337,8 @@ def _batch(arguments: argparse.Namespace) -> int:
     names = ("max_in_flight", "shard")
     options: Any = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     options["errors_path"] = arguments.errors
-    check_job(arguments.input, arguments.output, **options)
+    if not arguments.process_id:  # the other processes neither read the input nor write the output
+        check_job(arguments.input, arguments.output, **options)
     llm = _load(arguments)
     summary = run_batch(llm, arguments.input, arguments.output, show_progress=not arguments.quiet, **options)
     if not arguments.quiet:

@@ -121,6 +121,12 @@ NESTED: dict[str, tuple[type, dict[str, str]]] = {
 }
 
 
+PROCESSES = (
+    "One engine with the devices of several processes: the same command in each, and --tensor-parallel times"
+    " --expert-parallel is the number of all devices. Process 0 has the output, and the others end with it."
+)
+
+
 # Options that may be repeated, with one value each time: (parser of a value, its form in the help).
 REPEATED: dict[str, tuple[Callable[[str], Any], str]] = {
     "logit_bias": (_bias, "ID:BIAS"),
@@ -183,6 +189,40 @@ def reader(read: Callable[[str], Any], metavar: str) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"{text!r} is not of the form {metavar}") from None
 
     return checked
+
+
+def add_processes(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `jax.distributed.initialize`, for an engine over several processes."""
+    group = parser.add_argument_group("several processes", description=PROCESSES)
+    group.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="an address of process 0; auto: JAX knows the cluster"
+    )
+    group.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
+    group.add_argument("--process-id", type=int, metavar="I", help="this process, from 0")
+
+
+def join_processes(arguments: argparse.Namespace) -> None:
+    """Connects this process with the others that its options name, if any; afterwards it knows its own number.
+
+    Raises ValueError if an option is missing.
+    """
+    names = ("coordinator", "num_processes", "process_id")
+    given = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+    if not given:
+        return
+    is_auto = given == {"coordinator": "auto"}
+    if len(given) < len(names) and not is_auto:
+        missing = ", ".join("--" + name.replace("_", "-") for name in names if name not in given)
+        raise ValueError(f"several processes also need {missing}; or give --coordinator auto alone")
+    if not is_auto and not 0 <= given["process_id"] < given["num_processes"]:
+        raise ValueError(
+            f"--process-id {given['process_id']} is not from 0 to {given['num_processes'] - 1}, one less than"
+            " --num-processes"
+        )
+    import jax
+
+    jax.distributed.initialize(*() if is_auto else given.values())
+    arguments.process_id = jax.process_index()
 
 
 def from_arguments(config: type, arguments: argparse.Namespace, defaults: Any = None) -> Any:

@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
+from jaxinfer._version import __version__
 from jaxinfer.checkpoint import (
     abstract_checkpoint,
     load_checkpoint,
@@ -27,9 +28,9 @@ from jaxinfer.checkpoint import (
 from jaxinfer.config import CacheConfig, EngineConfig, SamplingParams
 from jaxinfer.cpu_flags import FUSED_PRODUCTS
 from jaxinfer.engine.device_limits import MAX_LOOP_SECONDS, describe_limits, fewest_devices, fit_limits
-from jaxinfer.engine.drafters.drafters import Drafter, NgramDrafter
+from jaxinfer.engine.drafters.drafters import DRAFTERS, Drafter, NgramDrafter
 from jaxinfer.engine.execution.compiled_steps import COMPILING
-from jaxinfer.engine.execution.engine_model import EngineModel
+from jaxinfer.engine.execution.engine_model import DeviceDrafter, EngineModel
 from jaxinfer.engine.execution.memory_plan import (
     plan_cache,
     plan_further_kinds,
@@ -53,6 +54,7 @@ from jaxinfer.engine.speculation.speculation import Speculation
 from jaxinfer.model.cache import page_bytes
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
+from jaxinfer.parallel.hosts import Hosts
 from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement, copied, identity_of
 from jaxinfer.sampling.processors import LogitsProcessor
 from jaxinfer.text.grammar import GrammarCompiler
@@ -103,7 +105,11 @@ def build_engine(
             f"speculation={shown(speculation)} drafts for one replica, and EngineConfig.parallelism has"
             f" replicas={len(placements)}; leave out one of the two"
         )
-    placement = placements[0]
+    placement, hosts = placements[0], None
+    if placement.spans_processes:
+        refuse_over_processes(config, speculation)
+        hosts = Hosts.join()
+        on_failure = hosts.also_failing(on_failure)
     weights = {"quantization": config.quantization, "mesh": placement.mesh}
     abstract, model_config = abstract_checkpoint(path, dtype, **weights)
     model_config = model_config.for_length(config.max_model_len)
@@ -148,7 +154,13 @@ def build_engine(
         placements=placements,
         max_loop_seconds=max_loop_seconds,
     )
-    runners = [Runner(own, warm_up, tiers, on_failure) for own, warm_up in zip(params, warm_ups, strict=True)]
+    runners = [Runner(own, warm_up, tiers, on_failure, hosts) for own, warm_up in zip(params, warm_ups, strict=True)]
+    if hosts is not None:
+        hosts.agree(facts_of_engine(path, model_config, config, dtype, custom, planned))
+        if hosts.index > 0:
+            runners[0].follow()
+            hosts.wait_for_end()
+            raise SystemExit(0)
     if config.num_prefill_replicas:
         scheduler.mover = DevicePageMover(runners, [warm_up.copiers for warm_up in warm_ups])
     if planned is not None:  # speculation measures the time of every step, so every step must be compiled
@@ -157,6 +169,43 @@ def build_engine(
         planned.attach(partial(runner.lend_cache, replica.tables.copies))
         planned.rehearse(runner, warm_up.cache_config)
     return EngineParts(config, model_config, tokenizer, admission, scheduler, tuple(warm_ups), tuple(runners), planned)
+
+
+def refuse_over_processes(config: EngineConfig, speculation: Any) -> None:
+    """Raises ValueError for options of an engine that need all devices in one process."""
+    refused = {
+        "host_cache_bytes": (config.host_cache_bytes, "no process has whole pages"),
+        "disk_cache_path": (config.disk_cache_path, "no process has whole pages"),
+        "max_adapters": (config.max_adapters or None, "adapters are loaded into one process"),
+    }
+    for name, (value, reason) in refused.items():
+        if value is not None:
+            raise ValueError(
+                f"EngineConfig.{name}={shown(value)} is not for an engine over several processes: {reason}; leave it"
+                " out, or take no more devices than one process has"
+            )
+    makes_drafts_on_device = isinstance(speculation, str | Path) and speculation not in DRAFTERS
+    if makes_drafts_on_device or isinstance(speculation, DeviceDrafter):
+        raise ValueError(
+            f"speculation={shown(speculation)} drafts on the devices of one process, and this engine has those of"
+            f" several; use one of {', '.join(DRAFTERS)}, which draft on the host, or leave it out"
+        )
+
+
+def facts_of_engine(
+    path: Path, model_config: ModelConfig, config: EngineConfig, dtype: str, custom: Iterable[str], planned: Any
+) -> dict[str, str]:
+    """Returns the properties that all processes of an engine must share, by name."""
+    files = sorted((file.name, file.stat().st_size) for file in ([path] if path.is_file() else path.iterdir()))
+    drafter = None if planned is None else type(planned.proposer.drafter).__name__
+    return {
+        "version of jaxinfer or JAX": f"{__version__}, {jax.__version__}",
+        "checkpoint (names and sizes of files)": repr(files),
+        "model": repr(model_config),
+        "EngineConfig": repr(config),
+        "dtype": dtype,
+        "logits_processors or speculation": f"{sorted(custom)}, {drafter}",
+    }
 
 
 def load_and_compile(

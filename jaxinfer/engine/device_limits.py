@@ -56,10 +56,10 @@ def fewest_devices(path: Path, config: EngineConfig, dtype: str, *, speculates: 
     """Returns the split of a checkpoint over the fewest devices of this process that hold it; None is one device.
 
     They hold it if, beside parameters and steps, each has room for the pages of a request of TOKENS_PER_ROW tokens. If
-    one device holds it, if none do, or if devices report no limit, like CPUs, it is None. The devices that stay idle
-    are logged. A drafter does not count.
+    one device holds it, if none do, if devices report no limit, like CPUs, or if there are other processes, it is None.
+    The devices that stay idle are logged. A drafter does not count.
     """
-    if free_bytes(jax.local_devices()) is None:
+    if jax.process_count() > 1 or free_bytes(jax.local_devices()) is None:
         return None
     for split in possible_splits(read_config(path)):
         try:

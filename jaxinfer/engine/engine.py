@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
+import jax
+
 from jaxinfer.checkpoint import resolve_checkpoint
 from jaxinfer.checkpoint.adapters import Adapter, read_adapter
 from jaxinfer.config import EngineConfig, SamplingParams
@@ -349,6 +351,7 @@ class Engine:
     def save(self, request_id: int, path: Path) -> None:
         """Writes an unfinished request with its pages to a file, for `restore`: see `Branches.save`."""
         self.check()
+        self._require_one_process("save")
         if self._scheduler.has_states:  # a launched step has moved on the states; they are then those of its tokens
             for deltas in itertools.chain.from_iterable(pipeline.settle() for pipeline in self._pipelines):
                 self._deliver(deltas)
@@ -357,6 +360,7 @@ class Engine:
     def restore(self, path: Path, sink: Sink) -> int:
         """Queues the request that `save` wrote to a file, and returns its id here: see `Branches.restore`."""
         self.require_room(1)
+        self._require_one_process("restore")
         request = self._branches.restore(path, next(self._ids))
         return self.submit(self._group(self._admission, [request]), sink)
 
@@ -385,6 +389,7 @@ class Engine:
     def update_params(self, params: Params) -> None:
         """Replaces the model's parameters while requests run: see `LLM.update_params`."""
         self.check()
+        self._require_one_process("update_params")
         if isinstance(params, Params):
             params = fit_params(params, self.model_config)
         require_alike(params, self._runners[0].params)
@@ -410,6 +415,7 @@ class Engine:
         A completion whose request asked for `prompt_log_probs` is compared in its prompt too.
         """
         self.check()
+        self._require_one_process("agreement")
         return agreement(
             completions,
             self._runners[0].params,
@@ -429,6 +435,13 @@ class Engine:
         for request_id, error in self._routes.deliver(deltas).items():
             logger.info("the sink of request %d raised %r, so the request ends", request_id, error)
             self.drop(request_id)
+
+    def _require_one_process(self, name: str) -> None:
+        if self._warm_ups[0].model.placement.spans_processes:
+            raise ValueError(
+                f"{name} needs parameters and pages that one process has, and this engine has devices of"
+                f" {jax.process_count()}; use an engine with no more devices than a process has"
+            )
 
     def _group(self, admission: Admission, requests: Sequence[Request]) -> SampleGroup:
         return SampleGroup(requests, admission.params_version, self._ids)

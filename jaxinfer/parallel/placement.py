@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,13 +18,14 @@ from jax.tree_util import keystr, tree_map_with_path
 
 from jaxinfer.config import Parallelism
 from jaxinfer.cpu_flags import SHARED_THREADS, has_threads_per_device
-from jaxinfer.device import free_bytes
+from jaxinfer.device import free_bytes, put_everywhere
 from jaxinfer.model.cache import KVCache, cache_shardings, init_cache
 from jaxinfer.model.components.experts import EXPERTS_AXIS, MLP_AXIS
 from jaxinfer.model.components.layers import KV_HEADS, VOCABULARY, TensorSpec
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import TENSOR_PARALLEL_RULES, Params, declare, shardings
 from jaxinfer.model.quantized_params import quantized_sharding
+from jaxinfer.parallel import hosts
 from jaxinfer.quantization import BLOCKS_ARE_WHOLE, PACKED, PackedBlocks, QuantizedArray
 from jaxinfer.validation import require
 from kernels_pallas.mesh_axes import names_of
@@ -56,6 +57,7 @@ class Placement:
     ) -> Placement:
         """Returns the placement of a model: on the first devices of this process unless `devices` names others.
 
+        More devices than this process has are those of all processes of `jax.distributed`.
         Raises ValueError for devices that are not there, and for a model that they cannot share.
         """
         parallelism = Parallelism() if parallelism is None else parallelism
@@ -68,7 +70,7 @@ class Placement:
             refuse_undivided(config, sizes)
             if chosen[0].platform == "cpu" and not has_threads_per_device():
                 raise ValueError(SHARED_THREADS)
-        is_all = devices is None and count == jax.local_device_count()
+        is_all = devices is None and count in (jax.local_device_count(), jax.device_count())
         # Of a whole slice of TPUs, JAX knows the order in which neighbours are linked.
         grid = mesh_utils.create_device_mesh((*sizes.values(),), chosen) if is_all else np.array(chosen)
         return cls(Mesh(grid.reshape((*sizes.values(),)), (*sizes,)))
@@ -87,12 +89,22 @@ class Placement:
         each = parallelism.devices_per_replica
         count = each * parallelism.replicas
         chosen = _first_devices(parallelism, count) if devices is None else _checked_devices(devices, count)
+        if not are_own(chosen):
+            raise ValueError(
+                f"{parallelism} has more devices than this process, and replicas are not for several processes; use"
+                " replicas=1, or an engine with replicas in each process"
+            )
         return [cls.of(config, parallelism, chosen[first : first + each]) for first in range(0, count, each)]
 
     @property
     def whole(self) -> NamedSharding | None:
         """The sharding of an array that every device has whole; None without a mesh."""
         return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def spans_processes(self) -> bool:
+        """True if devices of other processes take part."""
+        return self.mesh is not None and not are_own(self.mesh.devices.flat)
 
     @property
     def num_devices(self) -> int:
@@ -149,11 +161,17 @@ class Placement:
 
     def put(self, tree: T) -> T:
         """Returns the arrays of a tree whole on every device."""
-        return jax.device_put(tree, self.whole)
+        return jax.tree.map(lambda array: put_everywhere(array, self.whole), tree)
 
     def free_bytes(self) -> int | None:
-        """Returns the free bytes of the device that has fewest; None if they report no limit, like CPUs."""
-        return free_bytes() if self.mesh is None else free_bytes(self.mesh.devices.flat)
+        """Returns the free bytes of the device that has fewest; None if they report no limit, like CPUs.
+
+        Over several processes it is the same number in each, and all have to call it.
+        """
+        if self.mesh is None:
+            return free_bytes()
+        free = free_bytes(device for device in self.mesh.devices.flat if device.process_index == jax.process_index())
+        return hosts.of_this_process().least(free) if self.spans_processes else free
 
     def identity(self) -> str:
         """Returns the properties on which the bits of results and executables depend.
@@ -200,11 +218,19 @@ def _placed(array: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
 
 
+def are_own(devices: Iterable[Any]) -> bool:
+    """True if all devices belong to this process."""
+    return all(device.process_index == jax.process_index() for device in devices)
+
+
 def _first_devices(parallelism: Parallelism, count: int) -> list[Any]:
     devices = jax.local_devices()
+    if count > len(devices) and count == jax.device_count():
+        return jax.devices()
     if count > len(devices):
+        together = f" ({jax.device_count()} in all {jax.process_count()} processes)" if jax.process_count() > 1 else ""
         raise ValueError(
-            f"{parallelism} needs {count} devices, and this process has {len(devices)}; lower"
+            f"{parallelism} needs {count} devices, and this process has {len(devices)}{together}; change"
             " EngineConfig.parallelism (--tensor-parallel, --expert-parallel, --replicas)"
         )
     return devices[:count]
@@ -212,9 +238,12 @@ def _first_devices(parallelism: Parallelism, count: int) -> list[Any]:
 
 def _checked_devices(devices: Any, count: int) -> list[Any]:
     required = f"{count} different devices of this process, for EngineConfig.parallelism has {count}"
+    if jax.process_count() > 1:
+        required = f"{required}; or all {jax.device_count()} devices of all processes"
     require(isinstance(devices, Sequence) and len(devices) == count, "devices", devices, required)
-    are_own = set(devices) <= set(jax.local_devices()) and len({*devices}) == count
-    require(are_own, "devices", devices, required)
+    are_there = any(set(devices) <= set(allowed) for allowed in (jax.local_devices(), jax.devices()))
+    is_allowed = are_there and (are_own(devices) or count == jax.device_count())
+    require(is_allowed and len({*devices}) == count, "devices", devices, required)
     return list(devices)
 
 

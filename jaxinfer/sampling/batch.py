@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from jaxinfer.config import MAX_SEED, EngineConfig, SamplingParams
 from jaxinfer.model.batch import MAX_BATCH, PADDING_TOKEN, padded, require_entries
 from jaxinfer.validation import as_ints, as_tuple, require, require_int
 
+Tree = TypeVar("Tree")
 NUM_LISTS = 6  # fields of ProcessorBatch with N token ids, or N values, per row
 
 
@@ -209,7 +210,15 @@ def shared_no_processors(
 
     `sharding`: that of arrays that are whole on every device of a mesh; None is the default device.
     """
-    return jax.device_put(make_no_processors(num_rows, max_listed_tokens, mask_shape, custom), sharding)
+    return on_devices(make_no_processors(num_rows, max_listed_tokens, mask_shape, custom), sharding)
+
+
+def on_devices(tree: Tree, sharding: Sharding | None) -> Tree:
+    """Returns arrays of the host on the devices of a sharding, for all steps that take them; None: the default device.
+
+    For devices of several processes they stay on the host: each process gives them to each step.
+    """
+    return tree if sharding is not None and not sharding.is_fully_addressable else jax.device_put(tree, sharding)
 
 
 def _make_processors(

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, Sharding
 from jaxinfer.model.batch import StepTokens, padded
 from jaxinfer.model.decoder import unembed
 from jaxinfer.model.params import Params
+from jaxinfer.sampling.batch import on_devices
 from jaxinfer.sampling.sample import log_probs_of
 
 # Tokens whose logits exist at a time: with a vocabulary of 128,000 they take 33 MB.
@@ -58,7 +59,7 @@ def no_prompt(num_tokens: int, sharding: Sharding | None = None) -> PromptBatch:
 
     `sharding` is that of `shared_no_processors`.
     """
-    return jax.device_put(make_prompt([], [], num_tokens=num_tokens), sharding)
+    return on_devices(make_prompt([], [], num_tokens=num_tokens), sharding)
 
 
 def describe_prompt(

@@ -400,7 +400,7 @@ def test_version_is_that_of_the_package(capsys):
     assert capsys.readouterr().out.startswith("jaxinfer ")
 
 
-@pytest.mark.parametrize(("command", "groups"), [("generate", 11), ("batch", 6), ("bench", 5), ("doctor", 7)])
+@pytest.mark.parametrize(("command", "groups"), [("generate", 12), ("batch", 7), ("bench", 5), ("doctor", 7)])
 def test_help_groups_the_options_by_theme(capsys, command, groups):
     assert main([command, "--help"]) == 0
     titles = [line for line in capsys.readouterr().out.splitlines() if re.fullmatch(r"[a-z ]+:", line)]

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Sharding
 
@@ -26,7 +25,7 @@ from jaxinfer.model.batch import (
     padded,
     pending_token,
 )
-from jaxinfer.sampling.batch import SamplingBatch, lay_out_sampling, shared_no_processors, with_masks
+from jaxinfer.sampling.batch import SamplingBatch, lay_out_sampling, on_devices, shared_no_processors, with_masks
 from jaxinfer.sampling.prompt_log_probs import PromptBatch, make_prompt, no_prompt
 
 
@@ -131,7 +130,7 @@ class BatchBuilder:
             sampling = self._make_sampling(step, bucket)
         elif isinstance(sampling.temperature, np.ndarray):
             # The same rows come again, so they may stay: one copy to the device serves all further steps.
-            sampling = jax.device_put(sampling, self._sharding)
+            sampling = on_devices(sampling, self._sharding)
         self._last, self._sampling = (bucket, rows), sampling
         if step.is_ahead and rows is before:  # each row computes its own last sample
             token_ids = pending_token(np.arange(len(requests), dtype=np.int32))

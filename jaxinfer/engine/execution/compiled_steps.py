@@ -43,7 +43,7 @@ class Choice(NamedTuple):
 
     bucket: Bucket
     compiled: jax.stages.Compiled
-    draw: jax.stages.Compiled | None  # of `Bucket.draw`, if the step draws apart
+    draw: tuple[Bucket, jax.stages.Compiled] | None  # `Bucket.draw`, if the step draws apart
 
 
 class CompiledSteps:
@@ -105,8 +105,13 @@ class CompiledSteps:
         self._collect()
         form = draw_form(self._with_draw, step)
         bucket = choose_bucket(self._ready if form is None else self._with_draw[form], step)
-        draw = None if form is None else self._compiled[bucket.draw(form)]
-        return Choice(bucket, self._compiled[bucket], draw)
+        draw = None if form is None else bucket.draw(form)
+        return Choice(bucket, self._compiled[bucket], None if draw is None else (draw, self._compiled[draw]))
+
+    def of(self, bucket: Bucket) -> jax.stages.Compiled:
+        """Returns the step of a bucket; KeyError if it is not compiled."""
+        self._collect()
+        return self._compiled[bucket]
 
     def _wait_for(self, buckets: Sequence[Bucket], show_progress: bool, description: str) -> None:
         futures = [future for bucket, future in self._futures.items() if bucket in buckets]

@@ -58,7 +58,7 @@ class PageCopier:
         at = jax.tree.map(lambda array: array.sharding, cache) if placement.mesh is not None else None
         insert = jax.jit(insert_pages, static_argnames=("config", "kind"), donate_argnames="cache", out_shardings=at)
         statics: dict[str, Any] = {"config": config, "kind": kind}
-        self._widths = tuple(widths)
+        self._widths, self.num_sinks = tuple(widths), num_sinks
         self._bundles: dict[int, PageBundle] = {}  # abstract
         self._extract: dict[int, jax.stages.Compiled] = {}
         self._insert: dict[int, jax.stages.Compiled] = {}
@@ -123,7 +123,7 @@ class PageCopier:
         Donates the given cache.
         """
         assert self._turn is not None
-        return self._turn(cache, np.array(sources, np.int32), np.array(targets, np.int32), np.int32(num_positions))
+        return self._turn(cache, np.asarray(sources, np.int32), np.asarray(targets, np.int32), np.int32(num_positions))
 
     def read(self, cache: KVCache, pages: Sequence[int]) -> list[Content]:
         """Returns the content of each page, u8[page_bytes]."""

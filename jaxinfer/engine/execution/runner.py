@@ -6,8 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jaxinfer.engine.execution.batch_builder import BatchBuilder, add_masks
 from jaxinfer.engine.execution.engine_model import EngineModel
 from jaxinfer.engine.execution.executable_cache import compile_or_load
 from jaxinfer.engine.execution.params_update import replaced
+from jaxinfer.engine.execution.step_shapes import Bucket
 from jaxinfer.engine.execution.warm_up import WarmUp
 from jaxinfer.engine.kv_cache.page_transfers import Content, Copy, CopyPage, PageTransfers, RotatePages, SwapIn, SwapOut
 from jaxinfer.engine.kv_cache.tiers import PageTiers
@@ -25,6 +25,7 @@ from jaxinfer.model.adapted_params import Slots, insert_adapter, with_slots
 from jaxinfer.model.batch import Batch, StepOutput, VerifyOutput, last_tokens
 from jaxinfer.model.cache import KVCache
 from jaxinfer.model.params import Params
+from jaxinfer.parallel.hosts import Hosts
 from jaxinfer.sampling.batch import SamplingBatch
 
 T = TypeVar("T")
@@ -37,8 +38,16 @@ class Runner:
     the host before that, for lack of memory for example, changes nothing: the caller may make the same call again.
     """
 
-    def __init__(self, params: Params, warm_up: WarmUp, tiers: PageTiers | None, fail: Callable[[BaseException], None]):
-        self._fail = fail
+    def __init__(
+        self,
+        params: Params,
+        warm_up: WarmUp,
+        tiers: PageTiers | None,
+        fail: Callable[[BaseException], None],
+        hosts: Hosts | None = None,
+    ):
+        """`hosts`: the processes of the devices, if they are several; `follow` is for all but the first."""
+        self._fail, self._hosts = fail, hosts
         compiler = warm_up.compiler
         self.buckets = compiler.buckets
         self._builder = BatchBuilder.of(warm_up.model)
@@ -51,11 +60,12 @@ class Runner:
         # i32[R], sampled by each row of the last step
         self._drawn = placement.put(jnp.zeros((compiler.max_num_rows,), jnp.int32))
         self._before = NO_ROWS  # the rows of the last step
-        # The draw of the last step that draws apart, if it is still to come: executable, the last token of each row,
-        # and sampling parameters without masks.
-        self._undrawn: tuple[jax.stages.Compiled, Batch, SamplingBatch] | None = None
+        self._undrawn: Undrawn | None = None  # the draw of the last step that draws apart, if it is still to come
         self._num_pages = warm_up.cache_config.num_pages
         self._cache = placement.init_cache(compiler.model_config, warm_up.cache_config)
+        self._numbers = {bucket: number for number, bucket in enumerate(self.buckets)}  # of the hosts' executables
+        if hosts is not None:
+            hosts.begin([*compiler.host_arguments, *self._copies_of_pages])
         if tiers is not None:
             tiers.seconds_per_copy = self._measure_copies()
 
@@ -88,6 +98,8 @@ class Runner:
     def close(self) -> None:
         """Frees the memory of parameters, cache and compiled steps."""
         self.compiled_steps.cancel()
+        if self._hosts is not None:
+            self._hosts.close()
         vars(self).clear()  # after a failure some attributes are gone already
 
     def launch(self, step: Step) -> StepOutput | VerifyOutput:
@@ -98,10 +110,11 @@ class Runner:
         # An exception of the host leaves the cache as it is, until the step is dispatched.
         bucket, compiled, draw = self.compiled_steps.choose(step)
         arguments = self._builder.build(step, bucket, self._before)
-        undrawn = None if draw is None else (draw, last_tokens(arguments[0]), arguments[1])
+        undrawn = None if draw is None else Undrawn(*draw, last_tokens(arguments[0]), arguments[1])
         has_prompt = bool(step.prompt_log_prob_chunks)
         self._make_copies(step.copies)
         with self._reported_failures():
+            self._tell(self._numbers[bucket], arguments)
             output, self._drawn, self._cache = compiled(self._params, self._cache, self._drawn, *arguments)
             self._before, self._undrawn = step.chunks.rows, undrawn
             if isinstance(output, VerifyOutput):
@@ -109,20 +122,21 @@ class Runner:
             # Drop unused outputs, so that they are not copied to the host.
             prompt, logits = output.prompt if has_prompt else None, None if undrawn is None else output.logits
             output = replace(output, prompt=prompt, logits=logits)
-            return output if undrawn is None or step.needs_masks else self._dispatch_draw(undrawn[2], output)
+            return output if undrawn is None or step.needs_masks else self._dispatch_draw(undrawn.sampling, output)
 
     def draw(self, step: Step, output: StepOutput | VerifyOutput) -> StepOutput | VerifyOutput:
         """Launches the draw of the last launched step, if it is still to come; returns its output with the tokens."""
         if self._undrawn is None:
             return output
-        sampling = add_masks(step, self._undrawn[2])
+        sampling = add_masks(step, self._undrawn.sampling)
         assert isinstance(output, StepOutput)
         with self._reported_failures():
             return self._dispatch_draw(sampling, output)
 
     def _dispatch_draw(self, sampling: SamplingBatch, output: StepOutput) -> StepOutput:
         assert self._undrawn is not None
-        draw, batch, _ = self._undrawn
+        bucket, draw, batch, _ = self._undrawn
+        self._tell(self._numbers[bucket], (batch, sampling))
         drawn, self._drawn = draw(self._cache, self._drawn, batch, sampling, output.logits)
         self._undrawn = None
         return replace(drawn, hidden=output.hidden, prompt=output.prompt)
@@ -136,7 +150,10 @@ class Runner:
         # An interrupt is harmless: the output can be read again. Drafters use the hidden states on the device, and
         # few steps have embeddings to pool.
         with self._reported_failures(Exception):
-            return replace(jax.device_get(replace(output, hidden=None)), hidden=output.hidden)
+            hidden = output.hidden
+            if self._hosts is not None and hidden is not None:  # other processes take no part in computing with it
+                hidden = hidden.addressable_data(0)
+            return replace(jax.device_get(replace(output, hidden=None)), hidden=hidden)
 
     def run(self, step: Step) -> StepOutput | VerifyOutput:
         """Computes the step and returns its output as host arrays, except `hidden`."""
@@ -153,6 +170,37 @@ class Runner:
         with self._reported_failures():
             result, self._cache = compute(self._cache)
             return result
+
+    def follow(self) -> None:
+        """Makes the launches of process 0, in their order, until it closes its engine."""
+        assert self._hosts is not None
+        steps, logits = self.compiled_steps, None
+        for number, arguments in self._hosts.launches():
+            if number >= len(self.buckets):
+                self._cache = self._change_of(number - len(self.buckets), arguments)(self._cache)
+            elif (bucket := self.buckets[number]).is_draw:
+                _, self._drawn = steps.of(bucket)(self._cache, self._drawn, *arguments, logits)
+            else:
+                state = self._params, self._cache, self._drawn
+                output, self._drawn, self._cache = steps.of(bucket)(*state, *arguments)
+                logits = getattr(output, "logits", None)
+
+    def _tell(self, number: int, arguments: Any) -> None:
+        """Lets other processes make the launch that follows in this one."""
+        if self._hosts is not None:
+            self._hosts.tell(number, arguments)
+
+    @property
+    def _copies_of_pages(self) -> list[Any]:
+        """The shapes of the arguments of copies: within each kind of pages, and of sink pages."""
+        page, sinks = np.int32(0), np.zeros((self._copiers[0].num_sinks,), np.int32)
+        return [*[(page, page)] * len(self._copiers), (sinks, sinks, page)]
+
+    def _change_of(self, number: int, arguments: tuple[Any, ...]) -> Callable[[KVCache], KVCache]:
+        """Returns the copy with a number in `_copies_of_pages`: from the first of its arguments to the second."""
+        if number == len(self._copiers):
+            return lambda cache: self._copiers[0].turn(cache, *arguments)
+        return lambda cache: self._copiers[number].duplicate(cache, *arguments)
 
     @contextlib.contextmanager
     def _reported_failures(self, kind: type[BaseException] = BaseException) -> Iterator[None]:
@@ -179,15 +227,26 @@ class Runner:
                 for copy, content in zip(read, contents, strict=True):
                     self._tiers.put(copy.key, content)
                 return
-            case [CopyPage(source, page)]:
-                change = partial(copier.duplicate, source=source, target=page)
+            case [CopyPage(source, page, kind)]:
+                change = self._told_change(kind, (np.int32(source), np.int32(page)))
             case [RotatePages(sources, pages, num_positions)]:
-                change = partial(copier.turn, sources=sources, targets=pages, num_positions=num_positions)
+                ids = np.array(sources, np.int32), np.array(pages, np.int32)
+                change = self._told_change(len(self._copiers), (*ids, np.int32(num_positions)))
             case _:
                 written = [copy for copy in copies if isinstance(copy, SwapIn)]
                 change = copier.insertion([copy.page for copy in written], [copy.content for copy in written])
         with self._reported_failures():
             self._cache = change(self._cache)
+
+    def _told_change(self, number: int, arguments: tuple[Any, ...]) -> Callable[[KVCache], KVCache]:
+        """Returns a copy of `_copies_of_pages`, which tells other processes of itself before it is made."""
+        change = self._change_of(number, arguments)
+
+        def tell_and_change(cache: KVCache) -> KVCache:
+            self._tell(len(self.buckets) + number, arguments)
+            return change(cache)
+
+        return tell_and_change
 
     def _measure_copies(self) -> float:
         """Returns the seconds per page to copy out of the cache and back in, the best of three runs."""
@@ -200,6 +259,15 @@ class Runner:
             self._cache = jax.block_until_ready(copier.insertion(pages, contents)(self._cache))
             seconds.append((time.perf_counter() - began) / len(pages))
         return min(seconds)
+
+
+class Undrawn(NamedTuple):
+    """The draw of a launched step."""
+
+    bucket: Bucket
+    compiled: jax.stages.Compiled
+    batch: Batch  # the last token of each row
+    sampling: SamplingBatch  # without masks
 
 
 class AdapterArrays:

@@ -125,6 +125,12 @@ class StepCompiler:
             empty[bucket] += (jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding),)
         return empty
 
+    @property
+    def host_arguments(self) -> list[Any]:
+        """The shapes and dtypes of the arguments that the host gives to the step of each bucket, in their order."""
+        # A draw also takes the logits of its step.
+        return [self._empty[bucket][: -1 if bucket.is_draw else None] for bucket in self.buckets]
+
     def step_bytes(self, compiled: Mapping[Bucket, jax.stages.Compiled]) -> int:
         """Returns the most bytes that any of the compiled steps needs beside parameters and cache."""
         return max(step_bytes(step, self._empty[bucket]) for bucket, step in compiled.items())

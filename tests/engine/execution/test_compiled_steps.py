@@ -86,17 +86,17 @@ def test_a_step_that_draws_apart_takes_a_bucket_whose_draw_is_compiled(gate, mon
 
     steps = CompiledSteps((*draws, *BUCKETS), compile_bucket)
     steps.wait_for_enough()
-    assert steps.choose(apart(1)).draw == "full draw 8"
+    assert steps.choose(apart(1)).draw == (LAST.draw("full"), "full draw 8")
     while steps.choose(make_step([(5, 1)])).compiled != "decode 1":
         pass
-    assert steps.choose(apart(1))[1:] == ("decode 8", "full draw 8")
+    assert steps.choose(apart(1))[1:] == ("decode 8", (LAST.draw("full"), "full draw 8"))
     gate.set()
 
     steps.wait()
 
     # The step that holds any other, with its draw, comes first, and steps before draws.
     assert names == [LAST.name, "full draw 8", "decode 1", "decode 8", "full draw 1"]
-    assert steps.choose(apart(1))[1:] == ("decode 1", "full draw 1")
+    assert steps.choose(apart(1))[1:] == ("decode 1", (draws[0], "full draw 1"))
 
 
 def test_a_loop_that_holds_any_is_waited_for(gate):

@@ -1,0 +1,165 @@
+"""One engine over two processes with two CPU devices each, against one process with four."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine.assembly import refuse_over_processes
+from tests.on_devices import ONE_THREAD_EACH, ROOT
+from tests.oracles import save_random_checkpoint
+
+# A hang is the usual way in which such programs fail.
+MAX_SECONDS = 240
+ENDS_WITHIN = 30
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return str(free.getsockname()[1])
+
+
+def start(num_processes: int, *arguments: str) -> list[subprocess.Popen]:
+    """Starts the program in each process, with four devices in all."""
+    port = free_port()
+    own = [["tests.parallel.hosts_program", str(i), str(num_processes), port] for i in range(num_processes)]
+    return start_all([[*command, *arguments] for command in own])
+
+
+def start_command(num_processes: int, *arguments: str) -> list[subprocess.Popen]:
+    """Starts the command line in each process, with four devices in all."""
+    options = ["--coordinator", f"localhost:{free_port()}", "--num-processes", str(num_processes), "--process-id"]
+    own = [[*options, str(i)] if num_processes > 1 else [] for i in range(num_processes)]
+    return start_all([["jaxinfer", *arguments, *given] for given in own])
+
+
+def start_all(modules: list[list[str]]) -> list[subprocess.Popen]:
+    """Starts modules of Python with their arguments."""
+    devices = f"--xla_force_host_platform_device_count={4 // len(modules)}"
+    environment = os.environ | {"XLA_FLAGS": f"{devices} {ONE_THREAD_EACH}", "JAX_PLATFORMS": "cpu"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return [subprocess.Popen([sys.executable, "-m", *own], cwd=ROOT, env=environment, **pipes) for own in modules]
+
+
+def finish(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
+    """The return code and outputs of each process; all are killed if one takes too long."""
+    end = time.monotonic() + MAX_SECONDS
+    try:
+        outputs = [process.communicate(timeout=max(end - time.monotonic(), 1)) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def results_of(num_processes: int, *arguments: str) -> Any:
+    ended = finish(start(num_processes, *arguments))
+    assert [code for code, *_ in ended] == [0] * num_processes, [error[-3000:] for *_, error in ended]
+    assert [output for _, output, _ in ended[1:]] == [""] * (num_processes - 1)
+    return json.loads(ended[0][1].splitlines()[-1])
+
+
+CASES = {
+    "llama with drafts": ("llama", {"num_hidden_layers": 2}, ("4", "1", "speculation=ngram", "max_drafts=3")),
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "num_hidden_layers": 2}, ("2", "2")),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_give_the_bits_of_one(case, tmp_path):
+    family, changes, settings = CASES[case]
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", family, **changes)
+
+    one, two = (results_of(count, "same bits", str(checkpoint), *settings) for count in (1, 2))
+
+    assert one == two
+    assert (one["drafts"] > 0) == ("speculation=ngram" in settings)
+
+
+@pytest.mark.parametrize(
+    ("victim", "way", "reason"),
+    [
+        (0, "kill", "has ended or cannot be reached"),
+        (1, "kill", "nothing was heard of it"),
+        pytest.param(0, "raise", "LookupError: a mistake of the user", marks=pytest.mark.exhaustive),
+        # The digest of its launches differs.
+        pytest.param(1, "raise", "is not that of process 0", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_no_process_outlives_another_and_each_names_the_one_that_ended_first(victim, way, reason, tmp_path):
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", num_hidden_layers=1)
+    processes = start(2, "disturbed", str(checkpoint), str(victim), way)
+
+    codes = []
+    try:
+        processes[victim].wait(MAX_SECONDS)
+        began = time.monotonic()
+        processes[1 - victim].wait(ENDS_WITHIN)
+        assert time.monotonic() - began < ENDS_WITHIN
+    finally:
+        codes = finish(processes)
+
+    code, _, error = codes[1 - victim]
+    assert code != 0
+    last = [line for line in error.splitlines() if line.startswith("jaxinfer: ")][-1]
+    assert f"process {victim} of 2" in last
+    assert reason in last
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "speculation"),
+    [
+        ("host_cache_bytes", {"host_cache_bytes": 2**20}, None),
+        ("disk_cache_path", {"host_cache_bytes": None, "disk_cache_path": "x", "disk_cache_bytes": 2**20}, None),
+        ("max_adapters", {"max_adapters": 1}, None),
+        ("speculation='mtp'", {}, "mtp"),
+        ("speculation='some/model'", {}, "some/model"),
+    ],
+)
+def test_what_needs_all_devices_in_one_process_is_refused_by_name(name, options, speculation):
+    with pytest.raises(ValueError, match=name):
+        refuse_over_processes(EngineConfig(**options), speculation)
+
+
+@pytest.mark.exhaustive
+def test_a_job_whose_processes_are_killed_goes_on_to_the_bytes_of_one_process(tmp_path):
+    checkpoint = save_random_checkpoint(tmp_path / "checkpoint", "llama", num_hidden_layers=1)
+    rows = [{"custom_id": str(i), "prompt": [2 + i % 50, 3, 4], "max_tokens": 4 + i % 20, "seed": i} for i in range(60)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({**row, "log_probs": 1}) + "\n" for row in rows))
+    limits = ["--tensor-parallel", "4", "--max-num-seqs", "4", "--max-model-len", "64", "--decode-loop-steps", "1"]
+    command = ["batch", str(tmp_path / "in.jsonl"), "--quiet", "--model", str(checkpoint), *limits]
+    output, undisturbed = tmp_path / "out.jsonl", tmp_path / "undisturbed.jsonl"
+
+    for victim in (0, 1):
+        processes = start_command(2, *command, str(output))
+        size = output.stat().st_size if output.exists() else 0
+        while not output.exists() or output.stat().st_size == size:
+            assert all(process.poll() is None for process in processes)
+            time.sleep(0.01)
+        processes[victim].kill()
+        assert all(code != 0 for code, *_ in finish(processes))
+    for count, path in ((2, output), (1, undisturbed)):
+        ended = finish(start_command(count, *command, str(path)))
+        assert [code for code, *_ in ended] == [0] * count, ended
+
+    assert output.read_bytes() == undisturbed.read_bytes()
+
+
+@pytest.mark.exhaustive
+def test_a_thousand_steps_of_requests_that_come_and_go_at_random_keep_the_bits_of_one_process():
+    one, two = (results_of(count, "at random", "1000") for count in (1, 2))
+
+    assert two["steps"] >= 1000
+    assert two["drafts"] > 0
+    assert {"abort", "deadline", "length"} <= two["reasons"].keys()
+    for i, (token_ids, log_probs) in two["found"].items():
+        assert [own[: len(token_ids)] for own in one["found"][i]] == [token_ids, log_probs]
