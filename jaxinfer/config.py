@@ -123,8 +123,8 @@ class EngineConfig:
     * `max_waiting`: waiting requests beyond the running ones. None sets no limit.
     * `attention`: "reference" computes attention in plain JAX, for cases that the GPU and TPU kernels refuse. It is
       many times slower there, and changes nothing on a CPU or a GPU too old for the kernels. None takes the kernels.
-    * `parallelism`: the devices of this process that compute the model, as a `Parallelism`. None takes the
-      fewest that hold it, on CPU one.
+    * `parallelism`: the devices that compute the model, as a `Parallelism`: of this process, or all devices of all
+      processes of `jax.distributed`. None takes the fewest of this process that hold it, on CPU one.
       Limits of steps, rows and device memory are those of each replica.
 
     Memory:

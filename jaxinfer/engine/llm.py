@@ -67,7 +67,7 @@ class LLM:
           model's states.
         * A `Drafter` object drafts in your own way.
     * `devices`: the devices of this process that share the model, in the order of the mesh. Their number is that of
-      `EngineConfig.parallelism`. None takes the first ones.
+      `EngineConfig.parallelism`. None takes the first ones. They may also be the devices of all processes.
 
     The constructor loads the weights and compiles a step that can compute any request, so no request waits for either.
     The faster steps of smaller shapes compile in the background; `warm_up` waits for them.
@@ -76,6 +76,9 @@ class LLM:
     at a time may call an LLM; a call from a second thread raises RuntimeError. `close`, the end of a `with` block, or
     the end of the last reference frees its memory. After a device error every call raises RuntimeError. A program with
     several threads or an event loop takes `AsyncLLM` instead.
+
+    Over the devices of several processes, all make the same LLM. Process 0 uses it; in the others the constructor makes
+    the launches of process 0 until that process ends, and then raises SystemExit(0).
 
     Raises ValueError for an unusable checkpoint, with a list of everything that is wrong with it.
     """

@@ -41,7 +41,8 @@ BEAT_SECONDS, DEAD_SECONDS = 1.0, 20.0
 START_SECONDS, FAREWELL_SECONDS = 600, 5.0
 EXIT_FAILED = 1
 NOTHING = "nothing"  # in place of a value that a process does not have
-ALIVE, ENDED, FAILED = "alive", "ended", "failed"
+# Status of a process. One that is lost has failed with an error of JAX, whose cause may be that another one has died.
+ALIVE, ENDED, FAILED, LOST = "alive", "ended", "failed", "lost"
 # Number of a launch, its executable and digest; then a bit for each array that is there, and the bytes of these arrays.
 HEADER = struct.Struct("<QI16s")
 CLOSE = 2**32 - 1  # in place of an executable: process 0 has closed its engine
@@ -59,6 +60,7 @@ class Hosts:
         self._status, self._error = ALIVE, ""
         self._states: dict[int, dict[str, Any]] = {}  # by process, as read last
         self._heard: dict[int, tuple[int, float]] = {}  # by process: its last beat, and when it came
+        self._lost_since: float | None = None  # when the first other process was lost
         self._has_left = threading.Event()  # set when process 0 has ended
         self._lock = threading.RLock()  # for the one line at the end
         self._num_compared = 0
@@ -146,7 +148,8 @@ class Hosts:
     def fail(self, error: BaseException) -> None:
         """Lets the other processes end with this error."""
         if self._status == ALIVE:
-            self._status, self._error = FAILED, f"{type(error).__name__}: {error}"
+            self._status = LOST if isinstance(error, jax.errors.JaxRuntimeError) else FAILED
+            self._error = f"{type(error).__name__}: {error}"
 
     def also_failing(self, fail: Callable[[BaseException], None]) -> Callable[[BaseException], None]:
         """Returns a function that calls both `fail`s."""
@@ -234,7 +237,11 @@ class Hosts:
                 continue
             if self._heard.get(index, (-1, 0.0))[0] != state["beat"]:
                 self._heard[index] = state["beat"], now
-            if state["status"] == FAILED:
+            if state["status"] == LOST and self._lost_since is None:
+                self._lost_since = now
+            # Before that the dead one is named, if there is one.
+            is_long_lost = self._lost_since is not None and now - self._lost_since > DEAD_SECONDS + 2 * BEAT_SECONDS
+            if state["status"] == FAILED or (state["status"] == LOST and is_long_lost):
                 self._end(f"{self._name(index)} has failed: {state['error']}")
             if state["status"] == ENDED and index == 0:
                 self._has_left.set()
@@ -272,7 +279,7 @@ class Hosts:
             with self._lock:
                 if self._status == FAILED:
                     self._say(self._own_failure)
-                elif self._status == ALIVE:
+                elif self._status != ENDED:
                     self._say(f"JAX aborts {self._name(self.index)}: {self._name(0)} has ended or cannot be reached")
                 os._exit(EXIT_FAILED)
 
@@ -288,11 +295,8 @@ class Hosts:
             self._publish(-1)
             return
         began = time.monotonic()
-        # The cause may be the death of another process, which the watching thread names and ends this one.
-        while (passed := time.monotonic() - began) < DEAD_SECONDS + FAREWELL_SECONDS:
-            is_known = all(now > began for index, (_, now) in self._heard.items()) or self._others_ended
-            if is_known and passed > FAREWELL_SECONDS:
-                break
+        # If another one has died, the watching thread names it and ends this process.
+        while time.monotonic() - began < DEAD_SECONDS + FAREWELL_SECONDS and not self._have_others_ended:
             time.sleep(BEAT_SECONDS / 4)
         with self._lock:
             self._say(self._own_failure)
@@ -303,8 +307,8 @@ class Hosts:
         return f"{self._name(self.index)} has failed: {self._error}"
 
     @property
-    def _others_ended(self) -> bool:
-        return all(state["status"] != ALIVE for index, state in self._states.items() if index != self.index)
+    def _have_others_ended(self) -> bool:
+        return all(state["status"] == ENDED for index, state in self._states.items() if index != self.index)
 
 
 def of_this_process() -> Hosts:

@@ -67,7 +67,8 @@ def same_bits(checkpoint: str, tensor: str, experts: str, *settings: str) -> dic
             with pytest.raises(ValueError, match=name):
                 getattr(llm, name)(*arguments)
         engine_program.finish(llm)
-        store, end = distributed.global_state.client, time.monotonic() + 60
+        store: Any = distributed.global_state.client
+        end = time.monotonic() + 60
         while len(store.key_value_dir_get_bytes("jaxinfer/launch/")) > 1:  # what all have read is deleted
             assert time.monotonic() < end
             time.sleep(0.1)
