@@ -27,7 +27,8 @@ def on_device(monkeypatch):
 
     def pretend(platform: str, **attributes) -> None:
         fake = SimpleNamespace(platform=platform, **attributes)
-        monkeypatch.setattr(jax, "devices", lambda: [fake])
+        for name in ("devices", "local_devices"):
+            monkeypatch.setattr(jax, name, lambda: [fake])
         monkeypatch.setattr(jax, "default_backend", lambda: platform)
 
     return pretend

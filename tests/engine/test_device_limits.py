@@ -25,7 +25,8 @@ def on(monkeypatch):
         stats = {"bytes_limit": free_bytes, "bytes_in_use": 0}
         device = SimpleNamespace(device_kind=kind, platform=platform, memory_stats=lambda: stats)
         monkeypatch.setattr(jax, "default_backend", lambda: platform)
-        monkeypatch.setattr(jax, "devices", lambda *_: [device])
+        for name in ("devices", "local_devices"):
+            monkeypatch.setattr(jax, name, lambda *_: [device])
 
     return set_device
 
