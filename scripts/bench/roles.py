@@ -42,7 +42,7 @@ NUM_PARAMS, KV_BYTES = 8.0e9, 131_072  # and the bytes of a token in the cache
 CHIP, EFFICIENCY, HOST_SECONDS = CHIPS["H100"], 0.5, 1e-3
 LINK = 5e10  # bytes per second: a PCIe 5 slot of 16 lanes at four fifths of its rate
 LIMITS: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_model_len": 4096}
-LIMITS |= {"num_pages": 20_000, "decode_loop_steps": 1}
+LIMITS |= {"num_pages": 3_000, "decode_loop_steps": 1}  # 50 GB of pages
 NUM_PREFIXES = 250  # of the requests among which policies choose
 TARGETS = Targets(ttft=0.2, tpot=0.02)
 
@@ -120,7 +120,7 @@ def compare_routing(folder: Path, num_requests: int, num_replicas: int, rates: S
         for name, policy in (("by prefix", choose_replica), ("emptiest", emptiest), ("in turn", in_turn())):
             began = time.process_time()
             with mock.patch.object(scheduler, "choose_replica", policy):
-                report = simulated(folder, Parallelism(replicas=num_replicas), trace, num_pages=8_000)
+                report = simulated(folder, Parallelism(replicas=num_replicas), trace)
             seconds = time.process_time() - began
             print(f"{line(f'{rate:g}/s, {name}', report)}; {seconds:.0f} s to simulate", flush=True)
 

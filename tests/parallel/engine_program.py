@@ -287,7 +287,11 @@ def replica_verbs(checkpoint: str, folder: str) -> dict[str, Any]:
     for name, (count, prefill) in ROLES.items():
         adapters = {"max_adapters": 1, "max_adapter_rank": 4, "max_log_probs": 8}
         llm = engine(checkpoint, Parallelism(replicas=count, prefill=prefill), prefix_cache=True, **adapters)
-        ids = [llm.add(prompt, replace(params, max_tokens=27)) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+        # The short prompts have most tokens to come, so that none has ended when the long one has its third.
+        ids = [
+            llm.add(prompt, replace(own, max_tokens=64 - len(prompt)))
+            for prompt, own in zip(PROMPTS, PARAMS, strict=True)
+        ]
         counts = Counter(dict.fromkeys(ids, 0))
         while min(counts.values()) < 3:
             counts.update({delta.request_id: len(delta.token_ids) for delta in llm.step()})
