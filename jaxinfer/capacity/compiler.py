@@ -170,10 +170,10 @@ def step_call(
     config, placement = over_mesh(config, mesh), Placement(mesh)
     if layout == "gpu":  # as `load_checkpoint` groups layers there
         config = config.regrouped((1,) * config.num_layers)
-    params = abstract_params(config, dtype) if params is None else params
+    weights = abstract_params(config, dtype) if params is None else params
     if quantization is not None:
         options = {"config": config, "quantization": quantization, "is_packed": layout != "tpu"}
-        params = jax.eval_shape(functools.partial(quantize_weights, **options), params)
+        weights = jax.eval_shape(functools.partial(quantize_weights, **options), weights)
     sizes = {"num_tokens": num_tokens, "num_rows": num_rows, "table_width": -(-max_context // cache.page_size)}
     num_masks = num_tokens if tree_q_len else num_rows * mixed_q_len or None
     num_kinds = len(config.page_kinds) - 1
@@ -191,7 +191,7 @@ def step_call(
     if loop_steps:
         host["max_tokens"], statics["num_steps"] = jax.ShapeDtypeStruct((num_rows,), "int32"), loop_steps
     pages = placement.cache(config, abstract_cache(config, cache, layout))
-    arguments = {"params": placement.params(config, params), "cache": pages, **placement.replicated(host)}
+    arguments = {"params": placement.params(config, weights), "cache": pages, **placement.replicated(host)}
     function = functools.partial(getattr(steps, step), options=StepOptions(config=config, mesh=mesh, **statics))
     return jax.jit(function, donate_argnames="cache"), arguments
 

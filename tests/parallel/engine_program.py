@@ -533,7 +533,7 @@ def fewest_devices(checkpoint: str) -> dict[str, Any]:
             llm = engine(checkpoint)
         tokens = [completion.token_ids for completion in run(llm, [0, 1, 2])]
         warm_up = warm_up_of(llm)
-        needs = [compiled.memory_analysis() for compiled in warm_up.steps.compiled.values()]
+        needs: list[Any] = [compiled.memory_analysis() for compiled in warm_up.steps.compiled.values()]
         results[str(num_bytes_of_device)] = {
             "parallelism": repr(llm.engine_config.parallelism),
             "lines": list(lines),
