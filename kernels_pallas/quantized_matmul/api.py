@@ -39,7 +39,8 @@ def quantized_matmul(
     """Returns x wᵀ [T, F], where w[f, d] = (weights[f, d] - zeros[f, d // g]) * scales[f, d // g].
 
     Groups of g = D // groups inputs share a scale; one group is a scale per output channel. With a `layer`, weights,
-    scales and zeros are those of a stack of n layers [n, F..., ...], and the channels F may have several axes.
+    scales and zeros are those of a stack of n layers [n, F..., ...], and the channels F may have several axes. Scales
+    and zeros may also be those of the layer alone, [1, F..., ...].
 
     Args:
       x: [T, D] activations, floating point.
@@ -136,12 +137,13 @@ def widths_of(dtype: Any, num_inputs: int) -> tuple[int, ...]:
 
 def _check_shapes(x, weights, scales, zeros, layer) -> None:
     D, groups = x.shape[-1], scales.shape[-1]
+    of_layer = None if layer is None else (1, *weights.shape[1:-1], groups)
     fits = (
         x.ndim == 2
         and (weights.ndim == 2 if layer is None else weights.ndim > 2)
         and weights.shape[-1] in widths_of(weights.dtype, D)
         and (jnp.issubdtype(scales.dtype, jnp.floating) or scales.dtype == "uint8")
-        and scales.shape == (*weights.shape[:-1], groups)
+        and scales.shape in ((*weights.shape[:-1], groups), of_layer)
         and groups > 0
         and D % groups == 0
         and (weights.shape[-1] == D or (D // groups) % 2 == 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -118,7 +118,9 @@ def _quantized_product(x: jax.Array, w: QuantizedArray, num_rows: jax.Array | No
     """Returns x wᵀ f32[T, F] for x [T, D] and weights of F output channels."""
     if w.order is not None:
         x = x[:, layer_of(w.order, w.layer).reshape(-1)]
-    is_whole = w.multiplier is None and w.activations is None and w.bits is None and not w.has_shared_scales
+    is_whole = w.multiplier is None and w.activations is None and w.bits is None
+    if w.layer is not None and w.has_shared_scales and is_whole:  # those of the layer alone
+        w = replace(w, scales=jax.lax.dynamic_index_in_dim(w.scales, w.layer)).with_wide_scales()
     if w.layer is not None and not is_whole:
         parts = (w.values, w.scales, w.zeros, w.multiplier, w.input_range)
         values, scales, zeros, multiplier, input_range = layer_of(parts, w.layer)

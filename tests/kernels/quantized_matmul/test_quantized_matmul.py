@@ -105,8 +105,10 @@ def test_a_layer_is_read_from_the_stack_of_several(layer, num_layers, bits, grou
     stacked = put_in_stack(call, layer, num_layers, channels=(3, 8))
 
     out = multiply(**stacked, implementation=implementation)
+    by_own_scales = multiply(**{**stacked, "scales": call[2].reshape(1, 3, 8, -1)}, implementation=implementation)
 
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(by_own_scales, out)
 
 
 @pytest.mark.parametrize("T", [1, 32, 200, 512])
