@@ -141,7 +141,7 @@ def _slice_of(chip: str, count: int) -> str:
 
 
 def step_call(
-    mesh: Mesh,
+    mesh: Mesh | None,
     config: ModelConfig,
     *,
     step: str,
@@ -160,7 +160,7 @@ def step_call(
     max_log_probs: int = 0,
     sampling_log_probs: bool = False,
 ) -> tuple[Any, dict[str, Any]]:
-    """Returns a jitted step of a model, split over a whole mesh, and its arguments as shapes.
+    """Returns a jitted step of a model, split over a whole mesh if there is one, and its arguments as shapes.
 
     `step` is its name in `jaxinfer.steps.steps`. With a `tree_q_len` it verifies trees of that many tokens; with a
     `mixed_q_len`, drafts beside rows that prefill. A decode loop has `loop_steps`. Steps that verify nothing draw in a
