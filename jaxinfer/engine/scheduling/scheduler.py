@@ -40,6 +40,9 @@ from jaxinfer.engine.scheduling.step_results import (
 )
 from jaxinfer.engine.scheduling.waiting import RequestHeap, WaitingQueue
 
+# Steps whose tokens may wait at one of several replicas. With 1, the first request that waits for a busy replica holds
+# up those for idle ones: in a simulation of 64 replicas 23 % of the requests then met their targets, with 3 it was 93 %.
+STEPS_AHEAD = 3
 # After a loop that took too long. Contexts may be shorter then, or the loop was the first of its shape.
 STEPS_BETWEEN_LOOPS = 64
 
@@ -304,19 +307,21 @@ class Scheduler:
     def _admit(self, replica: Replica, budget: int, now: float) -> None:
         """Gives waiting requests a row and pages, in their order, while the token budgets of the next steps last.
 
+        With several replicas STEPS_AHEAD steps count, so that idle replicas get requests while others are busy.
         Preempts requests of `replica` alone, which is the one whose step is scheduled. The first request that has to
         wait holds up those behind it.
         """
         while (request := self._waiting.first(now)) is not None:
             if request.num_pending > 1:  # a step takes one unknown token of a request, so those of its loop come first
                 return
-            chosen = replica
+            chosen, num_steps = replica, 1
             if len(self.replicas) > 1:
+                num_steps = STEPS_AHEAD
                 chosen = choose_replica(request, self._entries, self._home_of(request)) or replica
                 if not chosen.may_run(request, self._home_of(request)):
                     return
             limit = budget if chosen is replica else self._budget(chosen)
-            if not chosen.running.can_take(request, limit) or not chosen.running.make_way(request):
+            if not chosen.running.can_take(request, num_steps * limit) or not chosen.running.make_way(request):
                 return
             self._waiting.take(request, now)
             chosen.running.begin(request)
