@@ -72,8 +72,8 @@ class Parallelism:
     """The devices of an engine: `replicas` copies of the model, each on `tensor` times `experts` devices.
 
     `tensor` devices split each layer's heads and hidden units, and the vocabulary. `experts` groups of them split the
-    experts of a mixture; attention is the same in each group. Each replica computes requests of its own, from one
-    queue.
+    experts of a mixture, and all devices together what is no expert, as far as they divide it. Each replica computes
+    requests of its own, from one queue.
 
     The first `prefill` replicas only prefill: each request goes on from its first token at one of the other replicas,
     which only decode. 0: every replica does both.

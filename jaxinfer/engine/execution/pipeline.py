@@ -37,7 +37,7 @@ class Device(Protocol):
         return output
 
     def is_done(self, output: Any) -> bool:
-        """True if a launched step has ended; False if the device cannot tell without waiting."""
+        """True if a launched step has ended. Of several replicas, each has to say so at last."""
         return False
 
     def read(self, output: Any) -> Any:

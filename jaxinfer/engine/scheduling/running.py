@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import overload
 
@@ -12,6 +13,8 @@ from jaxinfer.engine.scheduling.metrics import Observer, Tally
 from jaxinfer.engine.scheduling.policy import step_order
 from jaxinfer.engine.scheduling.step import Chunks, Rows
 from jaxinfer.engine.scheduling.waiting import WaitingQueue
+
+logger = logging.getLogger(__name__)
 
 
 class RunningQueue(Sequence[Request]):
@@ -132,6 +135,7 @@ class RunningQueue(Sequence[Request]):
             return
         if not arrival.is_intact():
             self._tally.num_damaged_hand_overs += 1
+            logger.error("the pages of a request arrived damaged at replica %d; it is prefilled again", self._index)
             self.preempt(request)
             return
         del self.arriving[request]

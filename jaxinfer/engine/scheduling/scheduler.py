@@ -41,7 +41,7 @@ from jaxinfer.engine.scheduling.step_results import (
 from jaxinfer.engine.scheduling.waiting import RequestHeap, WaitingQueue
 
 # Steps whose tokens may wait at one of several replicas. With 1, the first request that waits for a busy replica holds
-# up those for idle ones: in a simulation of 64 replicas 23 % of the requests then met their targets, with 3 it was 93 %.
+# up those for idle ones: in a simulation of 64 replicas 23 % of the requests met their targets, with 3 it was 93 %.
 STEPS_AHEAD = 3
 # After a loop that took too long. Contexts may be shorter then, or the loop was the first of its shape.
 STEPS_BETWEEN_LOOPS = 64
