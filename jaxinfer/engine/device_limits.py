@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,8 +35,10 @@ from jaxinfer.model.cache import page_bytes
 from jaxinfer.model.config import ModelConfig
 from jaxinfer.model.params import Params
 from jaxinfer.parallel.placement import DEFAULT_DEVICE, Placement, name_idle_devices, possible_splits
-from jaxinfer.plan.memory import num_bytes
+from jaxinfer.plan.memory import MemoryPlan, num_bytes
 from kernels_pallas.device import data_sheet
+
+logger = logging.getLogger(__name__)
 
 # Bytes per second of a device without a data sheet here.
 OTHER_BANDWIDTH = 1e12
@@ -57,22 +61,36 @@ def fewest_devices(path: Path, config: EngineConfig, dtype: str, *, speculates: 
 
     They hold it if, beside parameters and steps, each has room for the pages of a request of TOKENS_PER_ROW tokens. If
     one device holds it, if none do, if devices report no limit, like CPUs, or if there are other processes, it is None.
-    The devices that stay idle are logged. A drafter does not count.
+    The devices that stay idle are logged, and the reason if none hold it. A drafter does not count.
     """
-    if jax.process_count() > 1 or free_bytes(jax.local_devices()) is None:
+    if jax.process_count() > 1 or jax.local_device_count() == 1 or free_bytes(jax.local_devices()) is None:
         return None
-    for split in possible_splits(read_config(path)):
-        try:
-            is_held = _is_held(path, config, dtype, split, speculates=speculates)
-        except ValueError:  # raised again, for one device, if all are refused
-            continue
-        if is_held:
-            name_idle_devices(split)
+    find_refusal = functools.partial(_refusal, path, config, dtype, speculates=speculates)
+    splits, refusal = [*possible_splits(read_config(path))], None
+    for split in splits:
+        refusal = find_refusal(split)
+        if refusal is None:
+            # The last ones have most devices; of one number the first has the fewest groups of experts.
+            wider = sorted(splits[splits.index(split) :], key=lambda other: -other.devices_per_replica)
+            name_idle_devices(split, next(other for other in wider if other == split or find_refusal(other) is None))
             return None if split == Parallelism() else split
+    logger.warning("no split over the devices of this process holds the model; of %s: %s", splits[-1], refusal)
     return None
 
 
-def _is_held(path: Path, config: EngineConfig, dtype: str, split: Parallelism, *, speculates: bool) -> bool:
+def _refusal(path: Path, config: EngineConfig, dtype: str, split: Parallelism, *, speculates: bool) -> str | None:
+    """Returns why devices do not hold a model that is split so; None if they do."""
+    try:
+        memory = _planned_memory(path, config, dtype, split, speculates=speculates)
+    except ValueError as error:
+        return str(error)
+    return None if memory.num_fitting >= memory.num_pages else f"its memory is short: {memory}"
+
+
+def _planned_memory(
+    path: Path, config: EngineConfig, dtype: str, split: Parallelism, *, speculates: bool
+) -> MemoryPlan:
+    """Returns the plan of each device with the fewest pages that an engine may have."""
     placement = Placement.of(read_config(path), split)
     abstract, model = abstract_checkpoint(path, dtype, quantization=config.quantization, mesh=placement.mesh)
     model = model.for_length(config.max_model_len)
@@ -90,7 +108,8 @@ def _is_held(path: Path, config: EngineConfig, dtype: str, split: Parallelism, *
         placement=placement,
     )
     of_request = -(-min(TOKENS_PER_ROW, max_model_len) // config.page_size)
-    return memory.num_fitting >= (min(of_request, cache.num_pages) if config.num_pages is None else config.num_pages)
+    needed = min(of_request, cache.num_pages) if config.num_pages is None else config.num_pages
+    return replace(memory, num_pages=needed)
 
 
 def fit_limits(

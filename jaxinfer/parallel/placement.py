@@ -7,7 +7,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
@@ -247,20 +247,32 @@ def _checked_devices(devices: Any, count: int) -> list[Any]:
     return list(devices)
 
 
-def name_idle_devices(parallelism: Parallelism) -> None:
-    """Logs the devices of this process that are left idle, if any, and the options that use them."""
-    devices, count = jax.local_devices(), parallelism.devices_per_replica
+def name_idle_devices(used: Parallelism, widest: Parallelism) -> None:
+    """Logs the devices of this process that a model leaves idle, if any, and the options that use them.
+
+    `widest`: the split over the most devices that hold the model.
+    """
+    devices, count = jax.local_devices(), used.devices_per_replica
     if count == len(devices):
         return
-    used, idle = (", ".join(map(str, some)) for some in (devices[:count], devices[count:]))
-    ways = [f"Parallelism(tensor={len(devices)}), or --tensor-parallel {len(devices)}, splits it over all"]
+    names, idle = (", ".join(map(str, some)) for some in (devices[:count], devices[count:]))
+    ways = []
+    if widest != used:
+        ways.append(f"{_as_options(widest)}, splits it over {widest.devices_per_replica}")
     if (num_replicas := len(devices) // count) > 1:
-        ways.append(f"replicas={num_replicas}, or --replicas {num_replicas}, copies it to them")
-    logger.warning(
-        "computes on %s, the fewest devices that hold the model, and leaves %s idle: EngineConfig(parallelism=…) with"
-        " %s",
-        *(used, idle, ", and ".join(ways)),
-    )
+        copies = replace(used, replicas=num_replicas)
+        ways.append(f"{_as_options(copies)}, makes {num_replicas} copies of it")
+    end = f": EngineConfig.parallelism={'; '.join(ways)}" if ways else ", for no split of it takes more"
+    logger.warning("computes on %s, the fewest devices that hold the model, and leaves %s idle%s", names, idle, end)
+
+
+def _as_options(parallelism: Parallelism) -> str:
+    """Returns the parts of a value that are not 1, as in Python and on the command line."""
+    sizes = {"tensor": parallelism.tensor, "experts": parallelism.experts, "replicas": parallelism.replicas}
+    given = {name: size for name, size in sizes.items() if size > 1}
+    flags = {"tensor": "--tensor-parallel", "experts": "--expert-parallel", "replicas": "--replicas"}
+    call = ", ".join(f"{name}={size}" for name, size in given.items())
+    return f"Parallelism({call}), or {' '.join(f'{flags[name]} {size}' for name, size in given.items())}"
 
 
 def refuse_undivided(config: ModelConfig, sizes: Mapping[str, int]) -> None:

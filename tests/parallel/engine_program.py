@@ -6,6 +6,7 @@ Arguments: a name in CASES, and those of the case. Prints the results as JSON.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -14,7 +15,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -502,7 +503,9 @@ def shared_expert() -> dict[str, Any]:
     compiled = jax.jit(run, static_argnums=2).lower(params, x, mesh).compile()
     whole = jax.device_put(params, jax.devices()[0])
     error = np.abs(np.asarray(compiled(params, x)) - np.asarray(jax.jit(run, static_argnums=2)(whole, x, None))).max()
-    return {"sums": len(re.findall(r"= .* all-reduce(?:-start)?\(", str(compiled.as_text()))), "error": float(error)}
+    # CPU devices gather the parts of a sum.
+    sums = re.findall(r"= .* all-(?:reduce|gather)(?:-start)?\(", str(compiled.as_text()))
+    return {"sums": len(sums), "error": float(error)}
 
 
 def top_k() -> bool:
@@ -518,18 +521,31 @@ def top_k() -> bool:
 def fewest_devices(checkpoint: str) -> dict[str, Any]:
     """The devices that engines take by themselves, if each has some bytes, with the tokens and what is logged.
 
-    Also the bytes of a device as planned, and those of the compiled step that needs most.
+    Also what is logged if none hold the model, the bytes of a device as planned, and those of the compiled step that
+    needs most.
     """
     results: dict[str, Any] = {"tokens": [completion.token_ids for completion in run(engine(checkpoint), [0, 1, 2])]}
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger(placement.__name__).addHandler(handler)
-    for num_bytes_of_device in (12_000_000, 40_000_000):
+    for module in (device_limits, placement):
+        logging.getLogger(module.__name__).addHandler(handler)
+
+    @contextlib.contextmanager
+    def devices_of(num_bytes: int) -> Iterator[None]:
         lines.clear()
         with pytest.MonkeyPatch.context() as patch:
             for module in (device_limits, placement):
-                patch.setattr(module, "free_bytes", lambda _=None, free=num_bytes_of_device: free)
+                patch.setattr(module, "free_bytes", lambda _=None: num_bytes)
+            yield
+
+    with devices_of(2_000_000):
+        assert (
+            device_limits.fewest_devices(Path(checkpoint), EngineConfig(**SIZES), "float32", speculates=False) is None
+        )
+    results["too few"] = list(lines)
+    for num_bytes_of_device in (12_000_000, 40_000_000):
+        with devices_of(num_bytes_of_device):
             llm = engine(checkpoint)
         tokens = [completion.token_ids for completion in run(llm, [0, 1, 2])]
         warm_up = warm_up_of(llm)

@@ -213,15 +213,19 @@ def test_an_engine_takes_the_fewest_devices_that_hold_the_model_and_names_the_ot
     results = run_program(4, "fewest devices", str(checkpoint))
 
     two, one = results["12000000"], results["40000000"]
-    assert two["parallelism"] == "Parallelism(tensor=2, experts=1, replicas=1)"
+    assert two["parallelism"] == "Parallelism(tensor=2, experts=1, replicas=1, prefill=0)"
     (line,) = two["lines"]
-    for part in ("leaves cpu:2, cpu:3 idle", "--tensor-parallel 4", "--replicas 2"):
-        assert part in line
+    assert "leaves cpu:2, cpu:3 idle" in line
+    assert "Parallelism(tensor=4), or --tensor-parallel 4, splits it over 4" in line
+    assert "Parallelism(tensor=2, replicas=2), or --tensor-parallel 2 --replicas 2, makes 2 copies of it" in line
     assert two["tokens"] == results["tokens"]
     assert one["parallelism"] == "None"
     assert "leaves cpu:1, cpu:2, cpu:3 idle" in one["lines"][0]
     for engine in (two, one):
         assert engine["planned"] == pytest.approx(engine["compiled"], rel=0.02)
+    (line,) = results["too few"]
+    assert "no split over the devices of this process holds the model" in line
+    assert "of 2.0 MB" in line
 
 
 def test_what_devices_cannot_share_is_refused_by_name(tmp_path):
@@ -233,7 +237,7 @@ def test_what_devices_cannot_share_is_refused_by_name(tmp_path):
         "experts=2": "experts=2 has nothing to split: the model has no experts; use experts=1",
         "experts=3 of 4": "experts=3 cannot split experts of size 4 evenly; the numbers that can are 1, 2, 4",
         "tensor=8": (
-            "Parallelism(tensor=8, experts=1, replicas=1, prefill=0) needs 8 devices, and this process has 4; lower"
+            "Parallelism(tensor=8, experts=1, replicas=1, prefill=0) needs 8 devices, and this process has 4; change"
             " EngineConfig.parallelism (--tensor-parallel, --expert-parallel, --replicas)"
         ),
         "groups": (
@@ -242,7 +246,7 @@ def test_what_devices_cannot_share_is_refused_by_name(tmp_path):
         ),
         "devices": ("devices must be 2 different devices of this process, for EngineConfig.parallelism has 2"),
         "replicas=3": (
-            "Parallelism(tensor=2, experts=1, replicas=3, prefill=0) needs 6 devices, and this process has 4; lower"
+            "Parallelism(tensor=2, experts=1, replicas=3, prefill=0) needs 6 devices, and this process has 4; change"
             " EngineConfig.parallelism (--tensor-parallel, --expert-parallel, --replicas)"
         ),
         "drafts": (
