@@ -136,7 +136,7 @@ class Placement:
             if "experts" in spec.axes and self.num_devices > 1:
                 _refuse_own_inputs(keystr(path), tensor)
             if tensor.values.shape[-1] < spec.shape[-1]:
-                _refuse_cut_groups(keystr(path), tensor.scales.shape[-1], sharding)
+                _refuse_cut_groups(keystr(path), tensor, sharding)
             return jax.tree.map(_placed, tensor, quantized_sharding(tensor, sharding, spec.shape[-1]))
 
         trees = params, declare(config), shardings(config, self.mesh)
@@ -310,12 +310,13 @@ def _refuse_own_inputs(name: str, weights: QuantizedArray) -> None:
         )
 
 
-def _refuse_cut_groups(name: str, num_groups: int, sharding: NamedSharding) -> None:
-    """Raises ValueError if devices would share a group of inputs, whose numbers lie two to a byte."""
+def _refuse_cut_groups(name: str, weights: QuantizedArray, sharding: NamedSharding) -> None:
+    """Raises ValueError if devices would share a group of inputs, whose numbers share bytes."""
+    num_groups, bits = weights.scales.shape[-1], 4 if weights.bits is None else weights.bits
     count = sharding.mesh.shape[MLP_AXIS] if MLP_AXIS in names_of(sharding.spec[-1]) else 1
     if num_groups % count:
         working = ", ".join(str(number) for number in range(1, count) if num_groups % number == 0)
         raise ValueError(
             f"{OPTIONS[MLP_AXIS]}={count} cannot split the {num_groups} groups of inputs that share a scale in the"
-            f" 4-bit weight {name}; smaller numbers that can are {working}"
+            f" {bits}-bit weight {name}; smaller numbers that can are {working}"
         )
